@@ -62,7 +62,7 @@ class AgentCommand(Struct, frozen=True):
 
 
 class Agents:
-    """One agent a node that waits. silent: nodes whose agent never calls. failing: {node: text} whose steps fail."""
+    """One agent a node that waits. silent: nodes whose agent never calls. failing: {node: why}, not written."""
 
     def __init__(self, ironic_url: str, *, headers: Mapping[str, str] | None = None, beat_s: float = BEAT_S) -> None:
         self._client = httpx.AsyncClient(
@@ -128,6 +128,8 @@ class Agents:
         else:
             log.debug("agent.not_heard", node=node, status=answer.status_code, answer=answer.text[:300])
 
+    image_sha256 = IMAGE_SHA256
+
     @property
     def image_url(self) -> str:
         """An image that Ironic finds when it looks whether there is one; its digest is IMAGE_SHA256."""
@@ -164,7 +166,7 @@ class Agents:
             "command_error": None,
             "command_result": result,
         }
-        if node in self.failing and short.startswith("execute_"):
+        if node in self.failing and short == "execute_deploy_step":
             error = {"type": "CommandExecutionError", "code": 500, "message": self.failing[node], "details": ""}
             done.update(command_status="FAILED", command_error=error, command_result=None)
         return done

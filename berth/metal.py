@@ -49,6 +49,16 @@ async def simulated_ironic(
             save(ironic.pool, kept)
 
 
+@contextlib.asynccontextmanager
+async def ironic_of(site: Site) -> AsyncIterator[str]:
+    """The address of the Ironic that `berth up` works with: the settings', else a simulated one's; empty: none."""
+    if site.settings.up.ironic_url:
+        yield site.settings.up.ironic_url
+        return
+    async with simulated_ironic(site, kept=kept_in(site)) as ironic:
+        yield ironic.url if ironic is not None else ""
+
+
 def kept_in(site: Site) -> Path:
     """Where `berth up` keeps its nodes: beside the embedded database, which knows the instances on them."""
     return site.settings.state / "ironic.json"

@@ -65,6 +65,7 @@ class TelemetrySettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields
 class UpSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What `berth up` starts: so many of each worker. rest: Placement's REST API, though no setting says where.
 
+    ironic_url: an Ironic that there is, instead of a simulated one of `nodes` nodes.
     web: the pages, at port 8780 of this machine or a free one.
     """
 
@@ -72,6 +73,7 @@ class UpSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     placements: Annotated[int, Bound(ge=1, le=16)] = 1
     computes_per_cell: Annotated[int, Bound(ge=0, le=64)] = 2
     nodes: Annotated[int, Bound(ge=0, le=10_000)] = 10
+    ironic_url: str = ""
     grace_s: Annotated[float, Bound(gt=0, le=600)] = 10.0
     rest: bool = True
     web: bool = True

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from berth.embedded.rabbitmq import RabbitMQ
 from berth.keeper import Say, kept_alive
-from berth.metal import kept_in, simulated_ironic
+from berth.metal import ironic_of
 from berth.servers import API_VHOST, variables
 from berth.settings import MEMORY, CellSettings, Settings, UpSettings
 from berth.site import Runtime, Site, process_name, write_runtime
@@ -94,8 +94,7 @@ async def running(settings: Settings, count: ProcessCounts, *, say: Say) -> Asyn
     ):
         real = _real(settings, buses, database_url)
         here = Site(real)
-        async with simulated_ironic(here, kept=kept_in(here)) as ironic:
-            ironic_url = ironic.url if ironic is not None else ""
+        async with ironic_of(here) as ironic_url:
             processes = WorkerProcesses(logs, variables(real))
             try:
                 start(processes, real, count, ironic_url)

@@ -29,6 +29,7 @@ class IronicSyncConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     url: Ironic's API, with or without /v1. microversion: the newest field we read is allocation_uuid (1.52).
     keystone: sign in there, and again when the token runs out; token: an X-Auth-Token that another program renews;
     username and password: HTTP basic (Ironic's auth_strategy http_basic); none of them: noauth.
+    probe_interval_s: between two small questions to an Ironic that is away; after its first answer all nodes are read.
     ca_file: certificates (PEM) that Ironic's and Keystone's are signed with; empty: those that the system trusts.
     cell: the cell whose compute services serve these nodes: no other may claim them. Empty: any cell may, because
     several share them.
@@ -58,6 +59,7 @@ class IronicSyncConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     reads_in_flight: Annotated[int, Bound(ge=1, le=256)] = 16
     transient_retry_s: Seconds = 1.0
     transient_retry_max_s: Seconds = 60.0
+    probe_interval_s: Seconds = 1.0
     failed_retry_s: Seconds = 0.5
     failed_retry_max_s: Seconds = 30.0
     announced_retry_s: Seconds = 0.5

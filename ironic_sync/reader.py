@@ -85,10 +85,24 @@ class Reader:
             if not complete:
                 self._all.set()
             self._reading_all = False
-            if complete:
+            if complete or await self._wait_for_answer():
                 backoff.reset()
             else:
-                await backoff.wait()
+                await backoff.wait()  # Ironic answers, and not to this
+
+    async def _wait_for_answer(self) -> bool:
+        """Ask Ironic something small until it answers; False when it did at once.
+
+        A read of all nodes is not repeated every second, and after an outage none of them is to wait for its turn.
+        """
+        was_away = False
+        while True:
+            try:
+                await self._source.ping()
+                return was_away
+            except Fault:
+                was_away = True
+            await self._clock.sleep(self._config.probe_interval_s)
 
     def follow_allocation(self, uuid: str) -> None:
         """Look at an allocation of Ironic's until it is made, then read the node it took."""
@@ -126,6 +140,8 @@ class Reader:
         try:
             node = await self._source.get_node(uuid)
         except Fault as fault:
+            if self.reachable:
+                self.read_all()  # fails, too, if Ironic is away; then its first answer is waited for
             self.reachable = False
             metrics.READS.labels(fault.code).inc()
             log.warning("ironic.read_failed", node=uuid, code=fault.code, reason=fault.reason)

@@ -26,7 +26,7 @@ from berth.commands.common import (
 )
 from berth.commands.up_messages import as_processes, block, one_process
 from berth.in_process import WorkerEnded
-from berth.metal import kept_in, simulated_ironic
+from berth.metal import ironic_of
 from berth.rest_address import AtUp, for_up
 from berth.settings import Settings
 from berth.site import read_runtime
@@ -83,12 +83,11 @@ def up(
 async def _up_here(rest: AtUp, stop: asyncio.Event, as_json: bool) -> int:
     async with (
         site(rest.settings, directory=rest.settings.state / "postgres", say=_warn) as here,
-        simulated_ironic(here, kept=kept_in(here)) as ironic,
+        ironic_of(here) as ironic_url,
     ):
-        ironic_url = ironic.url if ironic is not None else None
         system = LocalSystem(here)
         stopped = asyncio.create_task(stop.wait())
-        starting = asyncio.create_task(system.start(ironic_url=ironic_url))
+        starting = asyncio.create_task(system.start(ironic_url=ironic_url or None))
         try:
             await asyncio.wait({starting, stopped}, return_when=asyncio.FIRST_COMPLETED)
             if starting.done():

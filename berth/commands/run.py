@@ -22,7 +22,7 @@ from bus.service.environment import Environment
 from bus.service.main import run_process
 from bus.service.service import Service
 from bus.service.settings import SettingsError
-from compute_sim.config import default_service
+from compute_sim.config import ComputeConfig, default_service
 
 
 class Role(StrEnum):
@@ -122,7 +122,14 @@ def _build(role: Role, here: Site, cell: str | None, service: str | None, *, hea
         raise Stop(EXIT_USAGE, "service.name", f"not a service name: {service}") from fault
     import compute_sim.app  # noqa: PLC0415
 
-    return lambda env: compute_sim.app.build(env, settings.compute, cell, name)
+    return lambda env: compute_sim.app.build(env, _remembering(settings), cell, name)
+
+
+def _remembering(settings: Settings) -> ComputeConfig:
+    """What is on real machines outlives this process, so what the service knows of them must, too."""
+    if settings.compute.driver != "ironic" or settings.compute.state_dir is not None:
+        return settings.compute
+    return msgspec.structs.replace(settings.compute, state_dir=str(settings.state / "machines"))
 
 
 def _join(settings: Settings, cell: str | None) -> None:

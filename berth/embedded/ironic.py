@@ -184,11 +184,12 @@ class Ironic(PrivateServer):
         self._process.wait_until(self._ready, timeout_s=START_TIMEOUT_S)
 
     def _configuration(self) -> str:
+        rabbit = (self._broker_url or "").replace("amqp://", "rabbit://", 1)  # as oslo.messaging calls it
         return _CONFIG.format(
             home=self._work.path,
             port=self.port,
             auth="http_basic" if self._basic else "noauth",
-            notifications=_NOTIFICATIONS.format(url=self._broker_url) if self._broker_url else "",
+            notifications=_NOTIFICATIONS.format(url=rabbit) if rabbit else "",
             delays="\n".join(f"{name} = {seconds:g}" for name, seconds in sorted(self._delays.items())),
             more=self._more,
         )

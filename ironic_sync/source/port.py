@@ -33,5 +33,8 @@ class IronicSource(Protocol):
     async def get_allocation(self, uuid: str) -> Allocation | None:
         """One of Ironic's allocations; None: it does not exist, or this Ironic has none."""
 
+    async def ping(self) -> None:
+        """Ask something small, to learn whether Ironic answers."""
+
     async def close(self) -> None:
         """Let go of connections."""

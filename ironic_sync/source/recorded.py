@@ -63,5 +63,8 @@ class RecordedSource:
                 return Allocation(uuid=uuid, state="active", node_uuid=node_uuid)
         return None
 
+    async def ping(self) -> None:
+        """A recording always answers."""
+
     async def close(self) -> None:
         """Nothing to let go of."""

@@ -97,6 +97,10 @@ class RestSource:
         except msgspec.ValidationError as error:
             raise SourceRefused(str(error), code="ironic.not_an_allocation") from error
 
+    async def ping(self) -> None:
+        """Ask for one node's uuid."""
+        await self._get("/v1/nodes", {"fields": "uuid", "limit": "1"}, self._timeout_s, MAX_NODE_BYTES)
+
     async def close(self) -> None:
         """Close the connections."""
         await self._client.aclose()

@@ -34,6 +34,8 @@ class Nodes:
         self.fault: Exception | None = None
         self.reads = 0
         self.lists = 0
+        self.pings = 0
+        self.list_fault: Exception | None = None
         self.under_way = 0
         self.most_under_way = 0
 
@@ -57,9 +59,15 @@ class Nodes:
         self.lists += 1
         raw = [dict(node) for node in self.nodes.values()]
         await self.gate.wait()
+        fault = self.fault or self.list_fault
+        if fault is not None:
+            raise fault
+        yield [parse_node(node) for node in raw]
+
+    async def ping(self) -> None:
+        self.pings += 1
         if self.fault is not None:
             raise self.fault
-        yield [parse_node(node) for node in raw]
 
     async def get_allocation(self, uuid: str) -> Allocation | None:
         raw = self.allocations.get(uuid)

@@ -13,7 +13,7 @@ from bus.port import BusUnavailable
 from ironic_sync.source.port import SourceUnavailable
 from ironic_sync.store.memory import MemoryTerm
 from tests.unit.ironic.nodes import reserved, told, turns, world
-from tests.unit.ironic.world import VirtualClock
+from tests.unit.ironic.world import VirtualClock, World
 
 
 async def test_a_notification_that_cannot_be_handled_stops_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -34,6 +34,14 @@ async def test_a_notification_that_cannot_be_handled_stops_nothing(monkeypatch: 
         await here.settle()
         assert reserved(here) == 0
         assert await here.transport.depth(here.config.queue) == 0
+
+
+async def unsettled(here: World, seconds: float) -> None:
+    """Let time pass while something goes on failing."""
+    until = here.clock.now + seconds
+    while here.clock.now < until:
+        await turns(20)
+        here.clock.advance(until)
 
 
 async def test_the_exchange_may_come_later() -> None:
@@ -87,10 +95,7 @@ async def test_ironic_away() -> None:
         await turns()
         assert reserved(here) == 1
         reads = nodes.reads
-        until = here.clock.now + 600
-        while here.clock.now < until:
-            await turns(20)
-            here.clock.advance(until)
+        await unsettled(here, 600)
         assert not here.loop.healthy
         assert nodes.reads - reads < 40
         nodes.fault = None
@@ -98,6 +103,36 @@ async def test_ironic_away() -> None:
         await here.pass_time(60)
         assert reserved(here) == 0
         assert here.loop.healthy
+
+
+async def test_a_node_is_offered_within_two_seconds_of_ironics_first_answer() -> None:
+    """It took 15 s and more: reads were retried ever later, with nothing that noticed Ironic's return."""
+    nodes, here = world()
+    async with here.running():
+        await here.settle()
+        nodes.fault = SourceUnavailable("away")
+        nodes.put(maintenance=True)
+        await here.say(told("node.maintenance_set.end", maintenance=True))
+        await unsettled(here, 300)
+        assert reserved(here) == 1
+        lists = nodes.lists
+        assert nodes.pings > 100, "asked something small all the while"
+        nodes.fault = None
+        nodes.put(maintenance=False)
+        await here.pass_time(2)
+        assert reserved(here) == 0
+        assert nodes.lists == lists + 1
+
+
+async def test_a_list_that_ironic_refuses_is_not_asked_for_every_second() -> None:
+    nodes, here = world()
+    async with here.running():
+        await here.settle()
+        lists = nodes.lists
+        nodes.list_fault = SourceUnavailable("this is too much")
+        here.loop.read_all()
+        await unsettled(here, 600)
+        assert nodes.lists - lists < 40
 
 
 async def test_the_bus_away_loses_nothing_and_piles_up_one_update_a_node() -> None:

@@ -1,0 +1,129 @@
+"""An image on a node of a real Ironic: from the build request to `active`, failures on the way, and back to free."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+
+import pytest
+import pytest_asyncio
+
+from bus.contracts.build import BuildState
+from tests.kit.real_metal import WAIT_S, RealMetal, drive, real_metal, until
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def metal() -> AsyncIterator[RealMetal]:
+    async with real_metal() as running:
+        yield running
+
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+async def test_a_direct_deployment_waits_for_the_agent_and_ends_active(metal: RealMetal) -> None:
+    (node,) = await metal.nodes.enroll(1, direct=True)
+    await metal.offered(node)
+    metal.lab.agents.silent.add(node)
+    request = metal.request(name="web 1", image_source=metal.image, config_drive=drive(), host=node)
+    (track,) = await metal.client.boot([request])
+    waiting = await metal.nodes.until(node, "wait call-back", timeout_s=WAIT_S)
+    assert (waiting["instance_uuid"], waiting["lessee"]) == (request.instance_uuid, "acme")
+    assert waiting["instance_info"]["berth"]["instance"] == request.instance_uuid
+    metal.lab.agents.silent.discard(node)
+    assert await metal.client.wait(WAIT_S) and track.state == "active"
+    active = await metal.nodes.get(node)
+    assert active["provision_state"] == "active"
+    written = next(one.params["step"] for one in metal.lab.agents.orders if one.name == "deploy.execute_deploy_step")
+    image = written["args"]["image_info"]
+    assert image["urls"] == [metal.image.source] and image["os_hash_value"] == metal.image.hash_value
+    assert len(image["configdrive"]) > 1000, "an ISO image, compressed, as base64"
+    await metal.delete(request.instance_uuid)
+    free = await metal.nodes.until(node, "available", timeout_s=WAIT_S)
+    assert (free["instance_uuid"], free["instance_info"], free["lessee"]) == (None, {}, None)
+    await metal.all_agree()
+
+
+async def test_a_node_whose_deployment_fails_lets_go_before_the_alternate_is_deployed(metal: RealMetal) -> None:
+    nodes = await metal.nodes.enroll(2, direct=True, resource_class="baremetal-silver")
+    await metal.offered(*nodes)
+    for node in nodes:
+        metal.lab.agents.failing[node] = "the disk is broken"
+    request = metal.request(flavor="bm.silver", image_source=metal.image, config_drive=drive())
+    (track,) = await metal.client.boot([request])
+    tried: list[str] = []
+
+    async def is_tried() -> bool:
+        tried[:] = [node for node in nodes if (await metal.nodes.get(node))["instance_uuid"]]
+        return bool(tried)
+
+    await until(is_tried)
+    (good,) = set(nodes) - set(tried)
+    metal.lab.agents.failing.pop(good)
+    assert await metal.client.wait(WAIT_S)
+    record = await metal.record(request.instance_uuid)
+    assert (track.state, record.host) == ("active", good), record.history
+    assert [attempt.code for attempt in record.history] == ["node.deploy_failed", ""]
+    assert "the disk is broken" in record.history[0].reason, "Ironic's own words"
+    await metal.nodes.until(tried[0], "available", timeout_s=WAIT_S)
+    await metal.delete(request.instance_uuid)
+    await metal.nodes.until(good, "available", timeout_s=WAIT_S)
+    await metal.all_agree()
+
+
+async def test_an_image_that_ironic_does_not_accept_is_told_in_its_words(metal: RealMetal) -> None:
+    (node,) = await metal.nodes.enroll(1, direct=True)
+    await metal.offered(node)
+    request = metal.request(host=node)
+    (track,) = await metal.boot(request)
+    record = await metal.record(request.instance_uuid)
+    assert track.state == "failed" and record.state is BuildState.FAILED
+    assert "node.invalid" in record.history[0].code and "instance_info.image_source" in record.history[0].reason
+
+    async def is_free() -> bool:
+        free = await metal.nodes.get(node)
+        return (free["provision_state"], free["instance_uuid"], free["instance_info"]) == ("available", None, {})
+
+    await until(is_free)
+
+
+async def test_a_foreign_node_is_left_as_it_is_and_a_rescued_one_stays_ours(metal: RealMetal) -> None:
+    foreign, ours = await metal.nodes.enroll(2)
+    await metal.offered(foreign, ours)
+    theirs = "90000000-0000-4000-8000-000000000000"
+    await metal.nodes.patch(
+        foreign,
+        {"op": "add", "path": "/instance_uuid", "value": theirs},
+        {"op": "add", "path": "/instance_info/display_name", "value": "another's"},
+    )
+    await metal.nodes.provision(foreign, "active")
+    await metal.nodes.until(foreign, "active")
+    before = await metal.nodes.get(foreign)
+    request = metal.request(host=ours)
+    assert (await metal.boot(request))[0].state == "active"
+    await metal.nodes.provision(ours, "rescue", rescue_password="secret")
+    await metal.nodes.until(ours, "rescue")
+    await metal.all_agree()
+    assert (await metal.record(request.instance_uuid)).state is BuildState.ACTIVE
+    await metal.nodes.provision(ours, "unrescue")
+    await metal.nodes.until(ours, "active")
+    await metal.delete(request.instance_uuid)
+    await metal.nodes.until(ours, "available", timeout_s=WAIT_S)
+    assert await metal.nodes.get(foreign) == before
+
+
+async def test_a_protected_node_is_kept_until_its_operator_unsets_it(metal: RealMetal) -> None:
+    (node,) = await metal.nodes.enroll(1)
+    await metal.offered(node)
+    request = metal.request(host=node)
+    assert (await metal.boot(request))[0].state == "active"
+    await metal.nodes.patch(node, {"op": "replace", "path": "/protected", "value": True})
+    await metal.client.delete([await metal.record(request.instance_uuid)], patience_s=WAIT_S)
+
+    async def is_deleting() -> bool:
+        return (await metal.record(request.instance_uuid)).state is BuildState.DELETING
+
+    await until(is_deleting)
+    assert (await metal.nodes.get(node))["provision_state"] == "active"
+    await metal.nodes.patch(node, {"op": "replace", "path": "/protected", "value": False})
+    assert await metal.client.wait(WAIT_S)
+    await metal.nodes.until(node, "available", timeout_s=WAIT_S)

@@ -1,0 +1,134 @@
+"""berth whole, in this process, on a real Ironic of its own: what tests/ironic is written with."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from typing import Any
+
+from msgspec.structs import replace
+
+from berth.client import BuildClient, Track
+from berth.gather import gather, rest
+from berth.invariants import check_invariants
+from berth.ironic_lab import Lab, Nodes, lab
+from berth.settings import BusSettings, CellSettings, DatabaseSettings, Settings, UpSettings
+from berth.site import Site, process_name
+from berth.up import LocalSystem, site
+from bus.clock import new_uuid
+from bus.contracts.build import (
+    BuildPage,
+    BuildQuery,
+    BuildRecord,
+    BuildRequest,
+    HostsPage,
+    HostsQuery,
+)
+from bus.contracts.deploy import ConfigDrive, ImageSource
+from cell_conductor.config import ConductorConfig
+from compute_sim.config import ComputeConfig, IronicConfig
+from ironic_sync.config import IronicSyncConfig, NotificationBroker
+
+WAIT_S = 90.0
+POLL_S = 0.2
+FLAVOR = "bm.gold"
+RNG = random.Random()
+
+
+class RealMetal:
+    """A running berth and a running Ironic, and what a test does with them."""
+
+    def __init__(self, ironic: Lab, nodes: Nodes, here: Site, client: BuildClient) -> None:
+        self.lab = ironic
+        self.nodes = nodes
+        self.site = here
+        self.client = client
+        self.image = ImageSource(
+            source=ironic.agents.image_url,
+            hash_algorithm="sha256",
+            hash_value=ironic.agents.image_sha256,
+            type="whole-disk",
+        )
+
+    def request(self, **fields: Any) -> BuildRequest:
+        """A request for a node of the class that `Nodes.enroll` makes."""
+        asked: dict[str, Any] = {"flavor": FLAVOR, "project_id": "acme", "build_timeout_s": WAIT_S, **fields}
+        return BuildRequest(instance_uuid=new_uuid(RNG), **asked)
+
+    async def boot(self, *requests: BuildRequest) -> list[Track]:
+        """Ask, and wait until all have ended."""
+        tracks = await self.client.boot(requests)
+        assert await self.client.wait(WAIT_S), [track.state for track in tracks]
+        return tracks
+
+    async def delete(self, *uuids: str) -> None:
+        """Delete, and wait until all are gone."""
+        await self.client.delete([await self.record(uuid) for uuid in uuids], patience_s=WAIT_S)
+        assert await self.client.wait(WAIT_S)
+
+    async def record(self, uuid: str) -> BuildRecord:
+        """A build as the scheduler has it."""
+        page = await self.client.bus.request(BuildQuery(instance_uuid=uuid), BuildPage, timeout_s=WAIT_S)
+        return page.builds[0]
+
+    async def offered(self, *nodes: str) -> None:
+        """Wait until the scheduler can place on all of these nodes."""
+        await until(lambda: self._are_offered(nodes))
+
+    async def _are_offered(self, nodes: Sequence[str]) -> bool:
+        page = await self.client.bus.request(HostsQuery(up=True), HostsPage, timeout_s=WAIT_S)
+        free = {host.uuid for host in page.hosts if any(most > used for used, most in host.resources.values())}
+        return set(nodes) <= free
+
+    async def all_agree(self) -> None:
+        """At rest, nodes, book and records say the same."""
+        assert await rest(self.site, timeout_s=WAIT_S)
+        wrong = [verdict for verdict in check_invariants(await gather(self.site)) if not verdict.holds]
+        assert not wrong, wrong
+
+
+async def until(there: Callable[[], Awaitable[bool]]) -> None:
+    """Wait for a condition that has to be asked for."""
+    async with asyncio.timeout(WAIT_S):
+        while not await there():  # noqa: ASYNC110  (what is asked is another process)
+            await asyncio.sleep(POLL_S)
+
+
+@contextlib.asynccontextmanager
+async def real_metal(*, compute: dict[str, Any] | None = None, **ironic: Any) -> AsyncIterator[RealMetal]:
+    """Everything started; Ironic publishes to a broker of its own. compute: fields of IronicConfig."""
+    async with lab(**ironic) as here:
+        settings = settings_of(here, compute or {})
+        async with site(settings, directory=None) as place:
+            system = LocalSystem(place)
+            nodes = Nodes(here.ironic.url)
+            client = BuildClient(place.bus(process_name("test")), clock=place.clock, process=process_name("test"))
+            try:
+                await system.start(ironic_url=here.ironic.url)
+                await client.open()
+                yield RealMetal(here, nodes, place, client)
+            finally:
+                await client.close()
+                await nodes.close()
+                await system.in_process.stop()
+
+
+def settings_of(here: Lab, compute: dict[str, Any]) -> Settings:
+    """One cell, one of each worker, impatient."""
+    ironic = IronicConfig(url=here.ironic.url, poll_interval_s=0.1, watch_interval_s=0.5)
+    return Settings(
+        bus=BusSettings(),
+        cells={"cell1": CellSettings()},
+        database=DatabaseSettings(),
+        up=UpSettings(nodes=0, computes_per_cell=0, schedulers=1, rest=False, web=False),
+        conductor=ConductorConfig(report_grace_s=0.1, sweep_interval_s=0.2),
+        compute=ComputeConfig(ironic=replace(ironic, **compute), heartbeat_interval_s=0.5, report_interval_s=5.0),
+        ironic_sync=IronicSyncConfig(broker=NotificationBroker(url=here.broker_url), bind_retry_s=0.5),
+    )
+
+
+def drive() -> ConfigDrive:
+    """A config drive with something on it."""
+    return ConfigDrive(user_data="#cloud-config\n", public_keys=("ssh-ed25519 AAAA me",))
