@@ -65,5 +65,5 @@ class IronicSyncConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     announced_retry_s: Seconds = 0.5
     allocation_retry_s: Seconds = 0.1
     allocation_attempts: Annotated[int, Bound(ge=1, le=100)] = 12
-    leader_poll_interval_s: Annotated[float, Bound(gt=0, le=20)] = 1.0  # below the server's idle-in-transaction limit
+    leader_poll_interval_s: Annotated[float, Bound(gt=0, le=2)] = 1.0  # well below the silence that ends a term
     removed_retention_s: Annotated[float, Bound(gt=0)] = 7 * 86_400.0

@@ -136,7 +136,7 @@ class Ironic(PrivateServer):
         directory: Path | None = None,
         *,
         broker_url: str | None = None,
-        delays: Mapping[str, float] | None = None,
+        delays: Mapping[str, int] | None = None,
         user: str = "",
         password_hash: str = "",
         more: str = "",
@@ -190,7 +190,7 @@ class Ironic(PrivateServer):
             port=self.port,
             auth="http_basic" if self._basic else "noauth",
             notifications=_NOTIFICATIONS.format(url=rabbit) if rabbit else "",
-            delays="\n".join(f"{name} = {seconds:g}" for name, seconds in sorted(self._delays.items())),
+            delays="\n".join(f"{name} = {seconds}" for name, seconds in sorted(self._delays.items())),
             more=self._more,
         )
 

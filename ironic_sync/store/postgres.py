@@ -1,8 +1,8 @@
 """Positions in PostgreSQL: several processes may run, one writes.
 
 The writer holds an advisory lock in a transaction that stays open for its term: when the process or its connection
-dies, the server lets the next one in at once. A writer that has not noticed yet is fenced: every transaction first
-compares the epoch, which each new writer raises.
+dies, the server lets the next one in at once; when the process is stopped, after SILENCE_MS. A writer that has not
+noticed yet is fenced: every transaction first compares the epoch, which each new writer raises.
 """
 
 from __future__ import annotations
@@ -25,6 +25,9 @@ MIGRATIONS = "ironic_sync.store.migrations"
 _report = msgspec.json.Decoder(ProviderReport)
 
 _LOCK = "SELECT pg_try_advisory_xact_lock(hashtextextended('berth.ironic_sync.' || current_schema(), 0))"
+# A writer that is stopped keeps its connection, and with it the lock: the server ends it after this silence.
+SILENCE_MS = 3_500
+_SILENCE = f"SET LOCAL idle_in_transaction_session_timeout = {SILENCE_MS}"
 _RAISE_EPOCH = "UPDATE leadership SET epoch = epoch + 1, since = now() RETURNING epoch"
 _EPOCH = "SELECT epoch FROM leadership FOR SHARE"
 _LOAD = "SELECT node, version, published, report, problem, state, updated_at, read_at, due_at FROM positions"
@@ -59,6 +62,7 @@ class PostgresPositions:
         async with self._database.raw() as holding:
             if not await holding.fetchval(_LOCK):
                 raise NotLeader("another process is the writer")
+            await holding.execute(_SILENCE)
             async with self._database.raw() as connection:
                 epoch = await connection.fetchval(_RAISE_EPOCH)
             yield PostgresTerm(self._database, holding, epoch)

@@ -20,9 +20,8 @@ ENDS = {"active", "failed"}
 
 async def test_whatever_fails_nodes_book_and_records_agree_at_the_end() -> None:
     rng = random.Random(f"soak {CYCLES}")
-    async with real_metal(delays={"deploy_delay": 0.2}) as metal:
+    async with real_metal(delays={"deploy_delay": 1}) as metal:
         nodes = await metal.nodes.enroll(NODES // 2, direct=True) + await metal.nodes.enroll(NODES - NODES // 2)
-        await metal.offered(*nodes)
         ends: dict[str, int] = {}
         for begun in range(0, CYCLES, AT_ONCE):
             await one_round(metal, nodes, rng, min(AT_ONCE, CYCLES - begun), ends)
@@ -42,6 +41,7 @@ async def test_whatever_fails_nodes_book_and_records_agree_at_the_end() -> None:
 
 async def one_round(metal: RealMetal, nodes: list[str], rng: random.Random, count: int, ends: dict[str, int]) -> None:
     """Some builds at once, with something going wrong; then all that became active is deleted."""
+    await metal.offered(*nodes)
     requests = [request(metal, rng) for _ in range(count)]
     broken = rng.choice(nodes)
     metal.lab.agents.failing[broken] = "soak: the disk is broken"

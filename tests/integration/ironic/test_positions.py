@@ -17,6 +17,7 @@ from ironic_sync.store.port import NotLeader, Positions
 from ironic_sync.store.postgres import MIGRATIONS, PostgresPositions
 
 PATIENCE_S = 60.0
+LEADER_LIMIT_S = 40.0  # below the 60 s of any other transaction
 NODE = "8296eb22-b44b-4cba-95b1-3a66b31189a4"
 OTHER = "05dcdb28-1788-4480-9281-af335fc32c9f"
 REPORT = ProviderReport(
@@ -128,3 +129,26 @@ class _lead_soon:  # noqa: N801  (reads as a context manager)
 
     async def __aexit__(self, *error: object) -> None:
         await self._lead.__aexit__(*error)  # type: ignore[arg-type]
+
+
+async def test_a_writer_that_is_stopped_is_replaced_in_seconds(postgres_url: str) -> None:
+    """Its connection kept the lock for the server's 60 s: the next one was not the writer after 45."""
+    stopped, standing_by = (Database(postgres_url, "ironic_sync") for _ in range(2))
+    await stopped.open(MIGRATIONS)
+    await standing_by.open(MIGRATIONS)
+    with pytest.raises(Transient):  # the server has ended its connection
+        async with PostgresPositions(stopped).become_leader() as old:  # says nothing from now on, as under SIGSTOP
+            async with asyncio.timeout(LEADER_LIMIT_S):
+                replaced = False
+                while not replaced:
+                    try:
+                        async with PostgresPositions(standing_by).become_leader() as new:
+                            await new.save([POSITION])
+                            replaced = True
+                    except NotLeader:
+                        await asyncio.sleep(0.1)
+            with pytest.raises(NotLeader):
+                await old.save([replace(POSITION, version=99)])
+            await old.check()
+    await stopped.close()
+    await standing_by.close()
