@@ -42,6 +42,7 @@ COMMANDS = {
     "placement": ("placement", "app"),
     "quarantine": ("safety", "quarantine"),
     "breaker": ("safety", "breaker"),
+    "baremetal": ("baremetal", "baremetal"),
 }
 PLAIN: dict[str, Any] = {
     "add_completion": False,

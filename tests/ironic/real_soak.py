@@ -34,7 +34,7 @@ async def test_whatever_fails_nodes_book_and_records_agree_at_the_end() -> None:
             return all(node["provision_state"] == "available" and node["instance_uuid"] is None for node in states)
 
         await until(at_rest)
-        assert all((await metal.nodes.get(node))["instance_info"] == {} for node in nodes)
+        assert all([(await metal.nodes.get(node))["instance_info"] == {} for node in nodes])
         await metal.offered(*nodes)
         await metal.all_agree()
 

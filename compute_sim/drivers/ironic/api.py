@@ -6,6 +6,7 @@ import asyncio
 import builtins
 from collections.abc import Mapping
 from typing import Any, TypeVar
+from urllib.parse import quote
 
 import httpx
 import msgspec
@@ -23,6 +24,7 @@ T = TypeVar("T")
 
 MAX_NODES = 100_000
 PAGE = 1000
+DETAILED_PAGE = 100  # a node with all its fields may have tens of kB
 MAX_BODY = 32 * 2**20
 # Servers close a connection that was idle for five seconds; a request that crosses with that would fail a build.
 KEEPALIVE_S = 2.0
@@ -107,6 +109,29 @@ class IronicApi:
         """One node; None: Ironic says that there is none."""
         answer = await self._call("GET", f"/v1/nodes/{ident}")
         return None if answer.status_code == httpx.codes.NOT_FOUND else _parse(answer, IronicNode)
+
+    async def raw_node(self, ident: str) -> dict[str, Any] | None:
+        """One node with all its fields, as Ironic answers it; by uuid or name."""
+        answer = await self._call("GET", f"/v1/nodes/{quote(ident, safe='')}")
+        return None if answer.status_code == httpx.codes.NOT_FOUND else _parse(answer, dict[str, Any])
+
+    async def raw_nodes(self) -> builtins.list[dict[str, Any]]:
+        """All nodes with all their fields, in Ironic's order."""
+        found: builtins.list[dict[str, Any]] = []
+        params = {"detail": "true", "limit": str(DETAILED_PAGE)}
+        for _ in range(MAX_NODES // DETAILED_PAGE):
+            page = _parse(await self._call("GET", "/v1/nodes", params=params), dict[str, Any])
+            nodes = page.get("nodes") or []
+            found.extend(nodes)
+            if not page.get("next") or not nodes:
+                break
+            params["marker"] = str(nodes[-1]["uuid"])
+        return found
+
+    async def set_maintenance(self, ident: str, *, on: bool, reason: str = "") -> Refused | None:
+        """Set maintenance with a reason, or take it away."""
+        body = {"reason": reason} if on else None
+        return await self._change("PUT" if on else "DELETE", f"/v1/nodes/{quote(ident, safe='')}/maintenance", body)
 
     async def holder(self, instance: str) -> IronicNode | None:
         """The node that carries this instance, by Ironic's word; Ironic lets only one. With all its fields."""

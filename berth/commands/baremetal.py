@@ -1,0 +1,168 @@
+"""`berth baremetal`: Ironic's nodes as an operator asks about them first."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from typing import Annotated, Any
+
+import typer
+from msgspec.structs import replace
+
+from berth.baremetal import QUARANTINE, NodeRecord, flavor_classes, node_record, unserved
+from berth.commands.common import EXIT_NO, EXIT_UNAVAILABLE, AsJson, Stop, out, print_json, run, settings_of
+from berth.render import render_rows
+from berth.settings import Settings
+from berth.site import read_runtime
+from bus.clock import SystemClock
+from compute_sim.driver import DriverUnavailable
+from compute_sim.drivers.ironic.api import IronicApi, Refused
+
+baremetal = typer.Typer(no_args_is_help=True, help="Ironic's nodes: which there are, what is wrong, hold one back.")
+
+NodeIdent = Annotated[str, typer.Argument(help="The node's UUID or name.", metavar="NODE")]
+
+
+@baremetal.command("list")
+def list_nodes(context: typer.Context, as_json: AsJson = False) -> None:
+    """List all nodes, with what is wrong with each."""
+
+    async def body() -> None:
+        _show(await _records(settings_of(context)), as_json)
+
+    run(body)
+
+
+@baremetal.command()
+def problems(context: typer.Context, as_json: AsJson = False) -> None:
+    """List nodes that no build can go to and why, and flavors that no node can serve. Exit status 1 when there are."""
+
+    async def body() -> int:
+        settings = settings_of(context)
+        found = await _records(settings)
+        wrong = [node for node in found if node.problems]
+        flavors = unserved(flavor_classes(settings.scheduler.flavors), found)
+        if as_json:
+            print_json({"nodes": wrong, "flavors": flavors})
+        else:
+            if wrong:
+                _show(wrong, as_json=False)
+            for flavor in flavors:
+                out.print(f"flavor {flavor}: no node has the class that it asks for", soft_wrap=True, markup=False)
+        return EXIT_NO if wrong or flavors else 0
+
+    run(body)
+
+
+@baremetal.command()
+def show(context: typer.Context, node: NodeIdent, as_json: AsJson = False) -> None:
+    """Show one node: what berth makes of it, and Ironic's own words."""
+
+    async def body() -> None:
+        settings = settings_of(context)
+        async with _ironic(settings) as api:
+            raw = await api.raw_node(node)
+        if raw is None:
+            raise Stop(EXIT_NO, "node.unknown", f"Ironic has no node {node}")
+        record = node_record(raw, flavor_classes(settings.scheduler.flavors))
+        if as_json:
+            print_json(record)
+            return
+        rows = [
+            ("uuid", record.uuid),
+            ("name", record.name),
+            ("class", record.resource_class),
+            ("flavors", ", ".join(record.serves)),
+            ("state", record.state),
+            ("power", record.power),
+            ("instance", f"{record.instance} ({'ours' if record.ours else 'foreign'})" if record.instance else ""),
+            *(("problem", problem) for problem in record.problems),
+            ("Ironic says", record.said),
+        ]
+        render_rows(out, ("what", "value"), [row for row in rows if row[1]])
+
+    run(body)
+
+
+@baremetal.command()
+def quarantine(
+    context: typer.Context, node: NodeIdent, reason: Annotated[str, typer.Option(help="Why; Ironic shows it.")]
+) -> None:
+    """Put a node into maintenance in Ironic, with a reason: no build goes there. What runs on it runs on."""
+
+    async def body() -> None:
+        async with _ironic(settings_of(context)) as api:
+            await _known(api, node)
+            _obeyed(await api.set_maintenance(node, on=True, reason=f"{QUARANTINE}{reason}"))
+
+    run(body)
+
+
+@baremetal.command()
+def release(context: typer.Context, node: NodeIdent) -> None:
+    """Take a node out of the maintenance that `quarantine` set; another's maintenance is left alone."""
+
+    async def body() -> None:
+        async with _ironic(settings_of(context)) as api:
+            raw = await _known(api, node)
+            reason = str(raw.get("maintenance_reason") or "")
+            if not raw.get("maintenance") or not reason.startswith(QUARANTINE):
+                raise Stop(
+                    EXIT_NO, "node.not_quarantined", f"node {node} is not in quarantine by berth: {reason or '-'}"
+                )
+            _obeyed(await api.set_maintenance(node, on=False))
+
+    run(body)
+
+
+@asynccontextmanager
+async def _ironic(settings: Settings) -> AsyncIterator[IronicApi]:
+    """Ironic as the compute service's settings have it, or as a running `berth up` has one."""
+    config = settings.compute.ironic
+    runtime = read_runtime(settings.state)
+    if runtime is not None and runtime.ironic_url:
+        config = replace(config, url=runtime.ironic_url)
+    api = IronicApi(config, clock=SystemClock())
+    api.open()
+    try:
+        yield api
+    except DriverUnavailable as fault:
+        raise Stop(EXIT_UNAVAILABLE, "ironic.unavailable", f"{config.url}: {fault}") from fault
+    finally:
+        await api.close()
+
+
+async def _records(settings: Settings) -> list[NodeRecord]:
+    classes = flavor_classes(settings.scheduler.flavors)
+    async with _ironic(settings) as api:
+        return sorted((node_record(raw, classes) for raw in await api.raw_nodes()), key=lambda node: node.uuid)
+
+
+async def _known(api: IronicApi, node: str) -> dict[str, Any]:
+    raw = await api.raw_node(node)
+    if raw is None:
+        raise Stop(EXIT_NO, "node.unknown", f"Ironic has no node {node}")
+    return raw
+
+
+def _obeyed(refused: Refused | None) -> None:
+    if refused is not None:
+        raise Stop(EXIT_NO, "ironic.refused", str(refused))
+
+
+def _show(nodes: Sequence[NodeRecord], as_json: bool) -> None:
+    if as_json:
+        print_json(nodes)
+        return
+    rows = [
+        (
+            node.uuid,
+            node.resource_class or "-",
+            node.state,
+            node.power,
+            node.instance or "-",
+            "; ".join((*node.problems, *([f"Ironic: {node.said}"] if node.problems and node.said else []))) or "-",
+        )
+        for node in nodes
+    ]
+    render_rows(out, ("node", "class", "state", "power", "instance", "problem"), rows)
