@@ -22,7 +22,7 @@ from berth.embedded.ironic import Ironic
 from berth.embedded.rabbitmq import RabbitMQ
 from berth.ironic_agent import IMAGE_SHA256, Agents
 
-PROGRAMS = "BERTH_IRONIC_PROGRAMS"
+PROGRAMS = "IRONIC_PROGRAMS"
 VHOST = "ironic"
 VERSION = {"X-OpenStack-Ironic-API-Version": "1.95"}
 CLASS = "baremetal-gold"
