@@ -61,6 +61,12 @@ STEPS = (
     ),
     Step("bad-input.json", lambda told: told["requests"], lambda told: told["passed"] is True, "bad input {} requests"),
     Step("pages.json", lambda told: told["steps"], lambda told: told["passed"] is True, "pages {} steps"),
+    Step(
+        "ironic.xml",
+        lambda told: _suites(told, "tests") - _suites(told, "skipped"),
+        lambda told: _suites(told, "failures") == _suites(told, "errors") == 0,
+        "Ironic {} tests",
+    ),
     Step("fuzz.json", lambda told: told["inputs"], lambda told: told["passed"] is True, "fuzz {} inputs"),
 )
 

@@ -1,6 +1,6 @@
 """Deploys and deletes on a real Ironic with failures of each kind; at the end nodes, book and records agree.
 
-IRONIC_CYCLES: how many builds (12; `scripts/ironic test --cycles 500` is the long form).
+IRONIC_CYCLES: how many builds (8; `scripts/ironic test --cycles 500` is the long form).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import random
 from bus.contracts.build import BuildRequest
 from tests.kit.real_metal import RealMetal, drive, real_metal, until
 
-CYCLES = int(os.environ.get("IRONIC_CYCLES", "12"))
+CYCLES = int(os.environ.get("IRONIC_CYCLES", "8"))
 NODES, AT_ONCE = 6, 4
 RESTING = {"available", "active"}
 ENDS = {"active", "failed"}
