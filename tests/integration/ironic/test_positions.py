@@ -136,10 +136,10 @@ async def test_a_writer_that_is_stopped_is_replaced_in_seconds(postgres_url: str
     stopped, standing_by = (Database(postgres_url, "ironic_sync") for _ in range(2))
     await stopped.open(MIGRATIONS)
     await standing_by.open(MIGRATIONS)
+    replaced = False
     with pytest.raises(Transient):  # the server has ended its connection
         async with PostgresPositions(stopped).become_leader() as old:  # says nothing from now on, as under SIGSTOP
             async with asyncio.timeout(LEADER_LIMIT_S):
-                replaced = False
                 while not replaced:
                     try:
                         async with PostgresPositions(standing_by).become_leader() as new:
@@ -150,5 +150,6 @@ async def test_a_writer_that_is_stopped_is_replaced_in_seconds(postgres_url: str
             with pytest.raises(NotLeader):
                 await old.save([replace(POSITION, version=99)])
             await old.check()
+    assert replaced  # a timeout would have passed for a lost connection
     await stopped.close()
     await standing_by.close()
