@@ -177,7 +177,8 @@ class SimIronic:
             return
         if request.method == "GET":
             answer = json.loads(content)
-            for node in answer.get("nodes", [answer] if "provision_state" in answer else []):
+            shown = answer.get("nodes", [answer])
+            for node in [one for one in shown if "provision_state" in one]:  # a ping asks for a uuid alone
                 harm.looked(process, node, asyncio.get_running_loop().time())
             if before is not None and free(before) and process.startswith("compute") and self._ambushes:
                 self._take(self.pool.nodes[before["uuid"]], self._ambushes.pop(0))

@@ -61,7 +61,8 @@ class IronicSyncWatch:
     def answered(self, at: float, body: bytes) -> None:
         """An answer that Ironic made at this time arrives at the process."""
         answer = json.loads(body)
-        for node in answer.get("nodes", [answer] if "provision_state" in answer else []):
+        shown = answer.get("nodes", [answer])
+        for node in [one for one in shown if "provision_state" in one]:  # a ping asks for a uuid alone
             known = self._nodes.setdefault(node["uuid"], Known())
             known.seen = node.get("updated_at") or known.seen
             known.may_remove = False
