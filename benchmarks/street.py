@@ -7,6 +7,8 @@ PostgreSQL (fsync on), workers, servers and the client all on this machine. Host
 the street. One boot alone on the idle system is measured as well, and the invariants are judged after each run.
 Memory: every worker in this process, memory buses, an embedded PostgreSQL.
 
+With --moves N so many of the booted instances are live-migrated at once, before the invariants are judged.
+
 Real also says what a boot costs: CPU of every process, broker messages, transactions, statements (counted by
 pg_stat_statements, which Debian's PostgreSQL has and the wheel's has not); latency at 50 % and 80 % of the highest
 rate; and the bare five-hop pipeline on the same broker (benchmarks/bare.py) in the same run. Each can be left out.
@@ -40,6 +42,7 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--pause", type=float, default=0.0, help="seconds of rest before each of those")
     found.add_argument("--schedulers", type=positive, default=1)
     found.add_argument("--placements", type=positive, default=1)
+    found.add_argument("--moves", type=int, default=0, help="live migrations at once, after the boots (%(default)s)")
     found.add_argument("--only", choices=("real", "memory", "both"), default="real", help="which system (%(default)s)")
     found.add_argument("--bare", action=yes_no, default=True, help="measure the bare pipeline")
     found.add_argument("--rates", action=yes_no, default=True, help="latency at 50 %% and 80 %% of the highest rate")

@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from msgspec import Struct
 
 from benchmarks.bare import AtRate
+from benchmarks.street_moves import migrate_all
 from benchmarks.street_report import Costs, Result
 from berth.client import BuildClient
 from berth.gather import gather, rest
@@ -41,6 +42,7 @@ class Measured(Struct, kw_only=True):
     boots: int
     hosts: int
     rates: bool = False
+    moves: int = 0
     idle_boots: int = IDLE_BOOTS
     idle_pause_s: float = 0.0
     before: Callable[[], Awaitable[None]] | None = None
@@ -62,6 +64,10 @@ async def measure(client: BuildClient, here: Site, system: str, what: Measured, 
     report, costs = await costed(client, here, what, what.boots, rng)
     progress(f"{report.boots_per_s:,.0f} boots a second")
     at_rates, costs_at_rates, bare_at_rates = await held_rates(client, here, what, report.boots_per_s, rng)
+    moves = None
+    if what.moves:
+        progress(f"{what.moves:,} live migrations at once")
+        moves = await migrate_all(client, what.moves, rng)
     return Result(
         system=system,
         boots=what.boots,
@@ -93,6 +99,7 @@ async def measure(client: BuildClient, here: Site, system: str, what: Measured, 
         costs_alone=costs_alone,
         bare_at_rates=bare_at_rates,
         background_cores=background,
+        moves=moves,
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from msgspec import Struct
 
 from benchmarks.bare import AtRate
+from benchmarks.street_moves import MoveFigures
 
 
 class Costs(Struct, frozen=True, kw_only=True):
@@ -50,6 +51,7 @@ class Result(Struct, frozen=True, kw_only=True):
     costs_at_rates: dict[str, Costs] = {}
     costs_alone: Costs | None = None  # of boots one at a time, with what goes on meanwhile anyway
     bare_at_rates: dict[str, AtRate] = {}  # the bare pipeline at the same rates
+    moves: MoveFigures | None = None
     background_cores: dict[str, float] = {}  # of each process, while nothing is booted: heartbeats, reports, timers
 
 
@@ -93,6 +95,13 @@ def say(result: Result, seconds: float) -> None:
                 f"  {share}, CPU ms a boot: {spending.cpu_s_per_1000_boots_all:.3f}; "
                 f"{spending.broker_messages_per_boot} broker messages, {spending.transactions_per_boot} transactions"
             )
+    for share, spending in result.costs_at_rates.items():
+        print(f"  at {share}, CPU ms a boot: {spending.cpu_s_per_1000_boots_all:.3f}")
+    if result.moves is not None:
+        said = result.moves
+        latencies = ", ".join(f"{name} {ms:.0f} ms" for name, ms in said.latency_ms.items())
+        print(f"  {said.moves_per_s:.0f} {said.kind} a second ({said.done} of {said.moves} done), {latencies}", end="")
+        print(f"; {said.codes}" if said.codes else "")
     if result.costs is not None:
         _say_costs(result.costs)
 

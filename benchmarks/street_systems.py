@@ -42,7 +42,11 @@ async def in_memory(options: argparse.Namespace) -> Result:
         try:
             async with connected(here) as client:
                 what = Measured(
-                    boots=options.boots, hosts=per_cell * cells, idle_boots=options.idle, idle_pause_s=options.pause
+                    boots=options.boots,
+                    hosts=per_cell * cells,
+                    idle_boots=options.idle,
+                    idle_pause_s=options.pause,
+                    moves=options.moves,
                 )
                 return await measure(client, here, "memory", what)
         finally:
@@ -81,6 +85,7 @@ async def on_real_servers(options: argparse.Namespace) -> Result:
                 rates=options.rates,
                 idle_boots=options.idle,
                 idle_pause_s=options.pause,
+                moves=options.moves,
                 before=reads.before,
                 after=reads.after,
                 bare=None if pipeline is None else pipeline.at_rate,

@@ -86,8 +86,8 @@ class BuildClient:
         self.tracks: dict[str, Track] = {}
         self.events: list[BuildEvent] = []
         self.foreign_events = 0
-        self._clock = clock
-        self._process = process
+        self.clock = self._clock = clock
+        self.process = self._process = process
         self._keep = keep_events
         self._queue = "client.record.{process}" if durable else "client.feed.{process}"
         self._open: set[str] = set()

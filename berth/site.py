@@ -23,6 +23,7 @@ from bus.service.environment import Environment
 from bus.service.settings import SettingsError
 
 RUNTIME_FILE = "runtime.json"
+HEARTBEAT_S = 5.0  # how often a worker says that it is there (`berth workers`)
 
 
 class Runtime(Struct, frozen=True, kw_only=True):
@@ -113,6 +114,7 @@ class Site:
             clock=self.clock,
             rng=random.Random(self.rng.getrandbits(64)),
             pool_size=self.settings.database.pool_size,
+            heartbeat_s=HEARTBEAT_S,
         )
 
     def bus(self, process: str, name: str = API) -> Bus:

@@ -8,6 +8,7 @@ from bus.contracts.build import BuildEvent
 from bus.faults import BrokenInvariant
 from bus.persistence.outbox import Relay
 from bus.service.environment import Environment
+from bus.service.presence import announce_presence
 from bus.service.service import Service
 
 from .config import ConductorConfig
@@ -56,6 +57,7 @@ def build(env: Environment, config: ConductorConfig, cell: str, *, store: Instan
     service.add_resource(bus.open, bus.close)
     service.add_declaration(declare)
     service.add_task("outbox relay", relay.run)
+    announce_presence(service, env, bus, "conductor")
     service.add_task("deadlines", lambda: sweep_forever(engine, env.clock, config))
     service.add_task("retention", lambda: purge_forever(store, env.clock, config))
     service.add_task("reports", reporter.run)

@@ -28,6 +28,7 @@ from compute_sim.unreliable import FaultyResultSender
 
 if TYPE_CHECKING:
     from bus.service.environment import Environment
+from bus.service.presence import announce_presence
 
 log = structlog.get_logger()
 
@@ -66,6 +67,7 @@ def build(
     result.add_resource(parts.open, parts.close)
     result.add_drain(parts.drain)
     result.add_task("results", parts.announcer.run)
+    announce_presence(result, env, parts.bus, "compute")
     result.add_task("name", parts.name.watch)
     result.add_task("heartbeats", parts.reporter.beat)
     result.add_task("announcements", parts.reporter.announce)

@@ -10,6 +10,7 @@ from bus.openstack.rest import auth_of, tls_of
 from bus.port import Transport
 from bus.rabbitmq import BadBusUrl, RabbitTransport, parse_bus_url
 from bus.service.environment import Environment
+from bus.service.presence import announce_presence
 from bus.service.service import Service
 from bus.service.settings import SettingsError
 from ironic_sync.config import IronicSyncConfig, NotificationBroker
@@ -58,6 +59,7 @@ def build(
         """The source connects with its first request."""
 
     service.add_resource(bus.open, bus.close)
+    announce_presence(service, env, bus, "ironic-sync")
     if own_broker is not None:
         service.add_resource(own_broker.open, own_broker.close)
     service.add_resource(open_nothing, reading.close)

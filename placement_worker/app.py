@@ -15,6 +15,7 @@ from bus.contracts.base import Message
 from bus.port import BusError
 from bus.service.environment import Environment
 from bus.service.health import Health
+from bus.service.presence import announce_presence
 from bus.service.service import Service
 from placement_worker.config import PlacementConfig
 from placement_worker.handlers import PlacementHandlers
@@ -75,6 +76,7 @@ def build(
     service.add_task("feed publisher", publisher.run)
     service.add_task("feed head", publisher.announce)
     service.add_task("feed trim", publisher.trim)
+    announce_presence(service, env, api, "placement")
     links = [_link(buses[cell], handlers, config) for cell in cells]
     for link in links:
         service.add_resource(open_nothing, link.close)

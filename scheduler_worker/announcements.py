@@ -12,11 +12,13 @@ from bus.bus import API
 from bus.clock import Clock
 from bus.consuming.outcome import Done, Outcome, Received
 from bus.contracts.build import BuildEvent, TimelineEntry
+from bus.contracts.moves import MoveEvent
 from bus.contracts.stages import Stamps
 from bus.persistence.outbox import OutboxMessage
 from bus.persistence.unit_of_work import run_optimistic
 from scheduler_worker import metrics
 from scheduler_worker.domain.builds import BuildUpdate, apply_announcement, timeline_entries
+from scheduler_worker.domain.moves import apply_announcement as apply_move
 from scheduler_worker.store.port import BuildUnit, SchedulerStore
 
 log = structlog.get_logger(__name__)
@@ -48,10 +50,15 @@ class AnnouncementHandler:
         # Clients get it before it is on disk, and the cell's message is acknowledged after: lost in a crash of the
         # database, the message comes again and the same is published again
         # (docs/decisions/0011-what-waits-for-the-disk.md).
-        applied = await run_optimistic(
-            lambda optimistic: self._store.unit(durable=False, optimistic=optimistic),
-            lambda unit: self._apply(unit, events),
-        )
+        applied = AppliedAnnouncements([], [], [])
+        if events:
+            applied = await run_optimistic(
+                lambda optimistic: self._store.unit(durable=False, optimistic=optimistic),
+                lambda unit: self._apply(unit, events),
+            )
+        moves = [received.message for received in batch if isinstance(received.message, MoveEvent)]
+        if moves:
+            await self._apply_moves(sorted(moves, key=lambda event: (event.instance_uuid, event.sequence)))
         flushed = self._store.flushed(losses)
         for event, why in applied.ignored:
             self._log_ignored(event, why)
@@ -91,6 +98,54 @@ class AnnouncementHandler:
             [BuildUpdate(build=builds[uuid], timeline=tuple(lines)) for uuid, lines in timelines.items()], now
         )
         return applied
+
+    async def _apply_moves(self, events: Sequence[MoveEvent]) -> None:
+        """All in one durable transaction: what is asked of instances after their builds is rarer than builds."""
+        now = self._clock.time()
+        ignored: list[tuple[MoveEvent, str]] = []
+        async with self._store.operation() as unit:
+            found = await unit.known({event.request_id: event.instance_uuid for event in events}, lock=True)
+            moves = {one: known.move for one, known in found.items() if known.move is not None}
+            builds = {known.build.instance_uuid: known.build for known in found.values() if known.build is not None}
+            instances = {
+                uuid: known.now for known in found.values() if known.build for uuid in [known.build.instance_uuid]
+            }
+            stories: dict[str, list[TimelineEntry]] = {}
+            changed: dict[str, None] = {}
+            for event in events:
+                move, build = moves.get(event.request_id), builds.get(event.instance_uuid)
+                if move is None or build is None or move.instance_uuid != event.instance_uuid:
+                    ignored.append((event, "unknown"))
+                    continue
+                if move.cell != self._cell:
+                    ignored.append((event, "foreign"))
+                    continue
+                uuid = event.instance_uuid
+                applied = apply_move(event, move, instances[uuid], host=build.host, cell=self._cell, now=now)
+                if applied.event is None:
+                    ignored.append((event, "late"))
+                    continue
+                moves[event.request_id], instances[uuid] = applied.move, applied.instance
+                builds[uuid] = replace(build, host=applied.host)
+                stories.setdefault(uuid, []).extend(applied.timeline)
+                changed[event.request_id] = None
+                unit.emit(OutboxMessage(API, applied.event, event.request_id))
+            await unit.update(
+                [BuildUpdate(build=builds[uuid], timeline=tuple(lines)) for uuid, lines in stories.items()], now
+            )
+            await unit.update_moves([moves[one] for one in changed], now)
+            await unit.put_instances([instances[uuid] for uuid in stories])
+        for event, why in ignored:
+            metrics.ANNOUNCED.labels(why).inc()
+            if why != "late":
+                log.warning(
+                    "announcement.ignored",
+                    why=why,
+                    cell=self._cell,
+                    instance=event.instance_uuid,
+                    cause=event.request_id,
+                )
+        metrics.ANNOUNCED.labels("announced").inc(len(events) - len(ignored))
 
     def _log_ignored(self, event: BuildEvent, why: str) -> None:
         metrics.ANNOUNCED.labels(why).inc()

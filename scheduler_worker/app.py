@@ -14,9 +14,11 @@ from bus.consuming.outcome import Done, Outcome, Received
 from bus.contracts.base import Message
 from bus.contracts.build import BuildEvent
 from bus.contracts.cell import ComputeHosts, ReportHosts, ServicesDigest
+from bus.contracts.workers import WorkerHeartbeat
 from bus.persistence.outbox import Relay
 from bus.port import BusError
 from bus.service.environment import Environment
+from bus.service.presence import announce_presence
 from bus.service.service import Service
 from placement_worker.replica.book import Book
 from placement_worker.replica.follower import Follower
@@ -26,10 +28,13 @@ from scheduler_worker.claims import BusClaims
 from scheduler_worker.config import SchedulerConfig
 from scheduler_worker.domain.decisions import refused_event
 from scheduler_worker.domain.hosts import HostTable
+from scheduler_worker.domain.moves import refused_move
 from scheduler_worker.domain.selector import Selector
+from scheduler_worker.domain.workers import WorkerTable
 from scheduler_worker.engine import SchedulingEngine
 from scheduler_worker.fleet_metrics import FLEET
 from scheduler_worker.handlers import RequestHandler
+from scheduler_worker.moves import MoveEngine
 from scheduler_worker.objects import ObjectRegistry, configured
 from scheduler_worker.operations import AdminListener, OperationsHandler
 from scheduler_worker.queries import QueryHandler
@@ -47,9 +52,19 @@ def is_progress(message: Message) -> bool:
 class HostsListener:
     """Keeps the host table: applies announcements and digests, and requests announcements when some may be missing."""
 
-    def __init__(self, bus: Bus, table: HostTable, *, clock: Clock, rng: random.Random, again_s: float) -> None:
+    def __init__(
+        self,
+        bus: Bus,
+        table: HostTable,
+        workers: WorkerTable,
+        *,
+        clock: Clock,
+        rng: random.Random,
+        again_s: float,
+    ) -> None:
         self._bus = bus
         self._table = table
+        self._workers = workers
         self._clock = clock
         self._rng = rng
         self._again_s = again_s
@@ -62,6 +77,8 @@ class HostsListener:
             message = received.message
             if isinstance(message, ComputeHosts | ServicesDigest) and message.cell == self._bus.name:
                 self._table.apply(message, now_s)
+            elif isinstance(message, WorkerHeartbeat):
+                self._workers.apply(message, self._bus.name, now_s)
         metrics.KNOWN_HOSTS.set(len(self._table))
         return [Done()] * len(batch)
 
@@ -98,6 +115,7 @@ class HostsListener:
         return self._again_s * self._rng.uniform(0.75, 1.25)
 
 
+MOVES = "instance.move."  # how the routing keys of moves begin
 RECONNECT_CHECK_S = 0.5  # how soon after a reconnect announcements are requested
 DOUBT_S = 15.0  # between two questions while a service is taken for there that its cell does not count
 
@@ -146,6 +164,16 @@ def build(
         process=f"scheduler {env.process}".strip(),
     )
 
+    moves = MoveEngine(
+        store,
+        BusClaims(buses[API], timeout_s=config.claim_timeout_s),
+        selector,
+        follower,
+        clock=env.clock,
+        rng=random.Random(f"moves {env.process}"),
+        process=f"scheduler {env.process}".strip(),
+    )
+
     service.add_resource(store.open, store.close)
     service.add_resource(buses[API].open, buses[API].close)
     service.add_resource(follower.start, follower.close)
@@ -166,15 +194,17 @@ def build(
 
     for name, bus in buses.items():
         service.add_refresh(partial(count_dead_letters, name, bus.transport))
-    _operations(service, buses[API], store=store, selector=selector, config=config)
-    links = [_link(service, env, buses[cell], selector, store=store, config=config) for cell in cells]
+    workers = WorkerTable()
+    announce_presence(service, env, buses[API], "scheduler")
+    _operations(service, buses[API], store=store, selector=selector, workers=workers, config=config)
+    links = [_link(service, env, buses[cell], selector, workers, store=store, config=config) for cell in cells]
     service.add_preparation(lambda: wait_for(links, config.cell_wait_s))
     registry = None
     if objects is not None:
         registry = ObjectRegistry(objects, selector, config, bus=buses[API], clock=env.clock)
         _objects(service, buses[API], registry)
-    queries = QueryHandler(store, selector, clock=env.clock, objects=registry)
-    _requests(service, env, buses[API], queries=queries, selector=selector, engine=engine, config=config)
+    queries = QueryHandler(store, selector, moves, workers, clock=env.clock, objects=registry)
+    _requests(service, env, buses[API], queries=queries, selector=selector, engine=engine, moves=moves, config=config)
     return service
 
 
@@ -188,11 +218,18 @@ def _objects(service: Service, bus: Bus, registry: ObjectRegistry) -> None:
 
 
 def _link(
-    service: Service, env: Environment, bus: Bus, selector: Selector, *, store: SchedulerStore, config: SchedulerConfig
+    service: Service,
+    env: Environment,
+    bus: Bus,
+    selector: Selector,
+    workers: WorkerTable,
+    *,
+    store: SchedulerStore,
+    config: SchedulerConfig,
 ) -> CellLink:
     """The link to one cell: announcements of its hosts, and of its builds."""
     rng = random.Random(env.rng.getrandbits(64))
-    listener = HostsListener(bus, selector.table, clock=env.clock, rng=rng, again_s=config.report_interval_s)
+    listener = HostsListener(bus, selector.table, workers, clock=env.clock, rng=rng, again_s=config.report_interval_s)
     bus.transport.on_reconnect(listener.on_reconnected)
     # Announcements first: a build is dispatched only when the queue for what its cell announces exists.
     consumers = [
@@ -226,9 +263,15 @@ async def open_nothing() -> None:
 
 
 def _operations(
-    service: Service, bus: Bus, *, store: SchedulerStore, selector: Selector, config: SchedulerConfig
+    service: Service,
+    bus: Bus,
+    *,
+    store: SchedulerStore,
+    selector: Selector,
+    workers: WorkerTable,
+    config: SchedulerConfig,
 ) -> None:
-    listener = AdminListener(store, selector.table, bus, again_s=config.report_interval_s)
+    listener = AdminListener(store, selector.table, workers, bus, again_s=config.report_interval_s)
     bus.transport.on_reconnect(listener.on_reconnected)
     operations = OperationsHandler(store, selector, clock=bus.clock, warmup_s=config.hosts_warmup_s)
     # The queue is there before the decisions on record are read: what is decided in between arrives as a message.
@@ -247,9 +290,10 @@ def _requests(
     queries: QueryHandler,
     selector: Selector,
     engine: SchedulingEngine,
+    moves: MoveEngine,
     config: SchedulerConfig,
 ) -> None:
-    requests = RequestHandler(engine, selector, clock=env.clock, config=config)
+    requests = RequestHandler(engine, moves, selector, clock=env.clock, config=config)
     service.add_consumer(bus.consumer("scheduler.queries", queries, max_batch=16, concurrency=2, prefetch=32))
     service.add_consumer(
         bus.consumer(
@@ -258,7 +302,7 @@ def _requests(
             max_batch=config.batch,
             concurrency=config.concurrency,
             prefetch=config.prefetch,
-            on_malformed=refused_event,
+            on_malformed=lambda bad: refused_move(bad) if bad.key.startswith(MOVES) else refused_event(bad),
             paced=True,
         )
     )

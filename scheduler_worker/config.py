@@ -112,6 +112,10 @@ class SchedulerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     raced_wait_s: Seconds = 0.25  # how long to wait for the replica to apply the newest changes
     retry_jitter_s: Seconds = 0.05
 
+    # Moving
+    allow_resize_to_same_host: bool = False  # as in Nova; a resize may then end on the host that the instance is on
+    choice_held_s: Seconds = 5.0  # hosts chosen for a move count as used for so long: by then its cell has claimed
+
     # Building
     build_timeout_s: Seconds = 300.0
 

@@ -1,4 +1,4 @@
-"""Build and delete requests, a batch in and an outcome for each message out; those too that their queue gave up."""
+"""Build, delete and move requests, a batch in and an outcome for each message out; those too that were given up."""
 
 from __future__ import annotations
 
@@ -9,10 +9,13 @@ from msgspec import structs
 from bus.clock import Clock
 from bus.consuming.outcome import Done, Outcome, Received
 from bus.contracts.build import BuildRequest, DeleteRequest
+from bus.contracts.moves import MoveRequest
 from scheduler_worker.config import SchedulerConfig
 from scheduler_worker.domain.deletes import pending_delete
+from scheduler_worker.domain.moves import PendingMove, pending_move
 from scheduler_worker.domain.pending import GIVEN_UP_UNSAID, FlavorAccess, PendingBuild, given_up_of, pending_build
 from scheduler_worker.engine import SchedulingEngine
+from scheduler_worker.moves import MoveEngine
 from scheduler_worker.retention import max_request_age_s
 
 
@@ -20,9 +23,16 @@ class RequestHandler:
     """Handles queue `scheduler.requests`, and what that one gives up."""
 
     def __init__(
-        self, engine: SchedulingEngine, flavors: FlavorAccess, *, clock: Clock, config: SchedulerConfig
+        self,
+        engine: SchedulingEngine,
+        moves: MoveEngine,
+        flavors: FlavorAccess,
+        *,
+        clock: Clock,
+        config: SchedulerConfig,
     ) -> None:
         self._engine = engine
+        self._moves = moves
         self._flavors = flavors
         self._clock = clock
         self._max_age_s = max_request_age_s(config)
@@ -34,9 +44,11 @@ class RequestHandler:
         deletes = [
             pending_delete(received, position)
             for position, received in enumerate(batch)
-            if not isinstance(received.message, BuildRequest)
+            if isinstance(received.message, DeleteRequest)
         ]
-        outcomes = await self._engine.process(builds, deletes)
+        moves = self._pending_moves(batch, now)
+        outcomes = await self._engine.process(builds, deletes) if builds or deletes else {}
+        outcomes |= await self._moves.process(moves)
         return [outcomes[position] for position in range(len(batch))]
 
     async def given_up(self, batch: Sequence[Received]) -> Sequence[Outcome]:
@@ -57,6 +69,11 @@ class RequestHandler:
         ]
         await self._engine.end_deletes(deletes)
         outcomes = await self._engine.process(builds, ())
+        moves = [
+            structs.replace(pending, given_up=why[pending.position])
+            for pending in self._pending_moves(batch, self._clock.time())
+        ]
+        outcomes |= await self._moves.process(moves)
         return [outcomes.get(position, Done()) for position in range(len(batch))]
 
     def _builds(self, batch: Sequence[Received], now: float) -> list[PendingBuild]:
@@ -64,4 +81,11 @@ class RequestHandler:
             pending_build(received, position, now=now, flavors=self._flavors, max_age_s=self._max_age_s)
             for position, received in enumerate(batch)
             if isinstance(received.message, BuildRequest)
+        ]
+
+    def _pending_moves(self, batch: Sequence[Received], now: float) -> list[PendingMove]:
+        return [
+            pending_move(received, position, now=now, max_age_s=self._max_age_s)
+            for position, received in enumerate(batch)
+            if isinstance(received.message, MoveRequest)
         ]

@@ -13,10 +13,12 @@ from bus.clock import Clock
 from bus.consuming.outcome import Done, Outcome, Received, Refuse, Retry
 from bus.contracts.catalogue import BY_QUEUE
 from bus.contracts.operations import AdminStatesChanged, AdminStateSet, HostAdminState, SetAdminState
+from bus.contracts.workers import WorkerHeartbeat
 from bus.faults import Transient
 from bus.persistence.outbox import OutboxMessage
 from scheduler_worker.domain.hosts import HostTable
 from scheduler_worker.domain.selector import Selector
+from scheduler_worker.domain.workers import WorkerTable
 from scheduler_worker.store.port import SchedulerStore
 
 log = structlog.get_logger(__name__)
@@ -103,9 +105,12 @@ class AdminListener:
     again_s: how often they are read anyway, in case an announcement was lost.
     """
 
-    def __init__(self, store: SchedulerStore, table: HostTable, bus: Bus, *, again_s: float) -> None:
+    def __init__(
+        self, store: SchedulerStore, table: HostTable, workers: WorkerTable, bus: Bus, *, again_s: float
+    ) -> None:
         self._store = store
         self._table = table
+        self._workers = workers
         self._bus = bus
         self._clock = bus.clock
         self._again_s = again_s
@@ -118,6 +123,8 @@ class AdminListener:
             if isinstance(received.message, AdminStatesChanged):
                 for decision in received.message.hosts:
                     self._table.decide(decision)
+            elif isinstance(received.message, WorkerHeartbeat):
+                self._workers.apply(received.message, self._bus.name, self._clock.monotonic())
         return [Done()] * len(batch)
 
     def on_reconnected(self) -> None:

@@ -10,10 +10,14 @@ from msgspec.structs import replace
 from bus.clock import Clock
 from bus.consuming.outcome import Done, Outcome, Received, Refuse
 from bus.contracts.build import BuildPage, BuildQuery, BuildRecord, HostRecord, HostsPage, HostsQuery, TimelineEntry
+from bus.contracts.moves import DrainQuery, MovePage, MoveQuery
 from bus.contracts.operations import ServiceRecord, ServicesPage, ServicesQuery
-from bus.faults import DatabaseUnavailable
+from bus.contracts.workers import WorkersQuery
+from bus.faults import DatabaseUnavailable, Transient
 from scheduler_worker.domain.hosts import NO_SERVICE, Mask
 from scheduler_worker.domain.selector import Selector
+from scheduler_worker.domain.workers import WorkerTable
+from scheduler_worker.moves import MoveEngine
 from scheduler_worker.objects import ObjectRegistry
 from scheduler_worker.store.port import SchedulerStore
 
@@ -22,11 +26,20 @@ class QueryHandler:
     """Handles queue `scheduler.queries`."""
 
     def __init__(
-        self, store: SchedulerStore, selector: Selector, *, clock: Clock, objects: ObjectRegistry | None = None
+        self,
+        store: SchedulerStore,
+        selector: Selector,
+        moves: MoveEngine,
+        workers: WorkerTable,
+        *,
+        clock: Clock,
+        objects: ObjectRegistry | None = None,
     ) -> None:
         self._store = store
         self._objects = objects
         self._selector = selector
+        self._moves = moves
+        self._workers = workers
         self._clock = clock
 
     async def __call__(self, batch: Sequence[Received]) -> Sequence[Outcome]:
@@ -41,6 +54,19 @@ class QueryHandler:
             except DatabaseUnavailable as fault:  # answered now: the requester does not wait until it is back
                 return Refuse(fault.code, fault.reason)
             return Done(reply=BuildPage(builds=tuple(map(_with_sorted_timeline, found))))
+        if isinstance(message, MoveQuery):
+            try:
+                return Done(reply=MovePage(moves=tuple(await self._store.moves(message))))
+            except DatabaseUnavailable as fault:
+                return Refuse(fault.code, fault.reason)
+        if isinstance(message, DrainQuery):
+            try:
+                planned = await self._moves.plan(message)
+            except Transient as fault:
+                return Refuse(fault.code, fault.reason)
+            return planned if isinstance(planned, Refuse) else Done(reply=planned)
+        if isinstance(message, WorkersQuery):
+            return Done(reply=self._workers.page(message, self._clock.monotonic()))
         if isinstance(message, ServicesQuery):
             return Done(reply=self.services(message))
         if not isinstance(message, HostsQuery):

@@ -26,7 +26,10 @@ async def purge_forever(store: SchedulerStore, clock: Clock, config: SchedulerCo
     while True:
         await clock.sleep(config.purge_interval_s)
         try:
-            await purge(store, clock.time() - config.ended_retention_s, config.purge_batch)
+            before = clock.time() - config.ended_retention_s
+            await purge(store, before, config.purge_batch)
+            while await store.purge_moves(before, config.purge_batch) == config.purge_batch:
+                pass
         except Transient as fault:
             log.warning("purge.waiting", code=fault.code, reason=str(fault))
 

@@ -107,6 +107,24 @@ def maintenance(
     _decide(context, names, AdminState.MAINTENANCE, reason, cell=cell, by=by, timeout_s=timeout, as_json=as_json)
 
 
+@app.command("fence")
+def fence(
+    context: typer.Context,
+    names: Hosts,
+    reason: Reason,
+    cell: CellOfName = None,
+    by: By = None,
+    timeout: Timeout = 30.0,
+    as_json: AsJson = False,
+) -> None:
+    """State that these hosts are off and stay off: their instances may be evacuated.
+
+    A decision made once, by a person. While a fenced host still runs, an evacuated instance runs twice: switch it off
+    first. Nothing is put onto it until it is enabled again.
+    """
+    _decide(context, names, AdminState.FENCED, reason, cell=cell, by=by, timeout_s=timeout, as_json=as_json)
+
+
 @app.command("enable")
 def enable(
     context: typer.Context,

@@ -21,6 +21,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from berth.web.access import Access
 from berth.web.api import API_ROOT, WebApi, json_response
 from berth.web.live import Live
+from berth.web.moves import WebMoves
 from berth.web.openapi import document
 from berth.web.operations import WebOperations
 from berth.web.pages import Pages
@@ -110,7 +111,7 @@ def application(
     """The application. hosts: the names that the Host header may have (None: any, as tokens are needed anyway)."""
     api = WebApi(bus, live, rng)
     pages = Pages(api, live, access, clock=clock)
-    routes_of_api = [*api.routes(), *WebOperations(bus).routes()]
+    routes_of_api = [*api.routes(), *WebMoves(bus, api, rng).routes(), *WebOperations(bus).routes()]
     described = document(routes_of_api)
 
     async def openapi(_: Request) -> Response:

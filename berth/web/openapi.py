@@ -14,6 +14,7 @@ from starlette.routing import Route
 from berth.web.problems import PROBLEM_JSON, ProblemBody
 from bus.contracts.base import Label, Uuid, Word
 from bus.contracts.build import BuildRecord, BuildRequest, BuildState, HostRecord
+from bus.contracts.moves import MoveRecord, MoveRequest
 from bus.contracts.operations import HostAdminState, ServiceRecord
 
 _REF = "#/components/schemas/{name}"
@@ -32,6 +33,7 @@ class _Operation(Struct, frozen=True):
 
 def _operations() -> dict[str, _Operation]:
     from berth.web.api import Accepted, Builds  # noqa: PLC0415  (api mounts this document)
+    from berth.web.moves import MoveTaken  # noqa: PLC0415
     from berth.web.operations import HostDecision  # noqa: PLC0415
 
     change = (403, 409, 422, 429)
@@ -47,6 +49,13 @@ def _operations() -> dict[str, _Operation]:
         "list_hosts": _Operation(
             tuple[HostRecord, ...], query={"cell": Word, "up": bool, "limit": int}, errors=(400, 403)
         ),
+        "create_move": _Operation(MoveTaken, 202, MoveRequest, errors=(400, 404, 413, 415, *change)),
+        "list_moves": _Operation(
+            tuple[MoveRecord, ...],
+            query={"instance": Uuid, "project": Word, "under_way": bool, "limit": int},
+            errors=(400, 403),
+        ),
+        "show_move": _Operation(MoveRecord, errors=(400, 404)),
         "list_services": _Operation(
             tuple[ServiceRecord, ...], query={"cell": Word, "up": bool, "limit": int}, errors=(400, 403)
         ),
@@ -60,7 +69,8 @@ def document(routes: Sequence[Route]) -> dict[str, Any]:
     kinds = [one for op in operations.values() for one in (op.answer, op.body) if one is not None]
     schemas, components = msgspec.json.schema_components([*kinds, ProblemBody], ref_template=_REF)
     of_kind = dict(zip(map(repr, [*kinds, ProblemBody]), schemas, strict=True))
-    _as_body(components["BuildRequest"])
+    _as_body(components["BuildRequest"], "instance_uuid", "project_id")
+    _as_body(components["MoveRequest"], "request_id", "instance_uuid", "project_id")
     paths: dict[str, Any] = {}
     for route in routes:
         name = route.endpoint.__name__
@@ -76,10 +86,10 @@ def document(routes: Sequence[Route]) -> dict[str, Any]:
     }
 
 
-def _as_body(schema: dict[str, Any]) -> None:
-    """The message as a body: its tag is the bus's affair, and the uuid is made up when it is left out."""
+def _as_body(schema: dict[str, Any], *known: str) -> None:
+    """The message as a body: its tag is the bus's affair, and what is known or made up may be left out."""
     schema["properties"].pop("type", None)
-    schema["required"] = [one for one in schema["required"] if one not in ("type", "instance_uuid", "project_id")]
+    schema["required"] = [one for one in schema["required"] if one not in ("type", *known)]
 
 
 def _operation(route: Route, operation: _Operation, of_kind: dict[str, Any]) -> dict[str, Any]:

@@ -118,6 +118,11 @@ class Consumer:
         """Whether it consumes."""
         return self._subscription is not None
 
+    @property
+    def in_hand(self) -> int:
+        """Deliveries that were taken and are not answered."""
+        return len(self._in_hand)
+
     async def start(self) -> None:
         """Declare the queue and begin. When the bus goes away meanwhile it may be called again."""
         self.queue = await self._bus.declare(self._row.name, **self._fill)

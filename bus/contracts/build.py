@@ -141,7 +141,11 @@ class BuildQuery(Message, frozen=True, kw_only=True, forbid_unknown_fields=True,
 
 
 class BuildRecord(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A build as the scheduler has it on record."""
+    """A build as the scheduler has it on record.
+
+    host, flavor: what the instance has now. condition: what it is since its build (`instance.event.v1`); "": it is as
+    it was built. under_way: the request about it that has not ended.
+    """
 
     instance_uuid: Uuid
     project_id: str
@@ -157,6 +161,8 @@ class BuildRecord(Struct, frozen=True, kw_only=True, omit_defaults=True):
     funnel: tuple[FunnelStep, ...] = ()
     history: tuple[AttemptRecord, ...] = ()
     timeline: tuple[TimelineEntry, ...] = ()
+    condition: str = ""
+    under_way: Uuid | None = None
 
 
 class HostScore(Struct, frozen=True, kw_only=True, omit_defaults=True):

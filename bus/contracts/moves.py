@@ -11,6 +11,7 @@ from enum import StrEnum
 from typing import Annotated
 
 from msgspec import Meta as Bound
+from msgspec import Struct
 
 from .base import Allocations, ClassName, Count, Label, Message, Reason, Uuid, Word
 from .build import AttemptRecord, FunnelStep
@@ -126,7 +127,8 @@ class Condition(StrEnum):
 class MoveEvent(Message, frozen=True, kw_only=True, tag="instance.event.v1"):
     """A request changed state. Said by a conductor on its cell's bus, and by the scheduler on the API bus.
 
-    sequence: rises with every event of one instance, those of its build included; so a late event is recognised.
+    kind: None: the request's could not be read. sequence: rises with every event of one request, a conductor's with
+    every event of one instance, those of its build included; so a late event is recognised.
     `terminal`: no other terminal event follows for this request. condition: what the instance is now. host, flavor,
     image: what it has now, or goes to. code and reason explain failed and refused; funnel explains a request that no
     host could take; history lists the hosts tried for this request.
@@ -135,7 +137,7 @@ class MoveEvent(Message, frozen=True, kw_only=True, tag="instance.event.v1"):
     request_id: Uuid
     instance_uuid: Uuid
     project_id: Word
-    kind: MoveKind
+    kind: MoveKind | None
     state: MoveState
     sequence: int = 0
     terminal: bool = False
@@ -150,6 +152,76 @@ class MoveEvent(Message, frozen=True, kw_only=True, tag="instance.event.v1"):
     funnel: tuple[FunnelStep, ...] = ()
     history: tuple[AttemptRecord, ...] = ()
     at: float = 0.0
+
+
+class MoveQuery(Message, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="instance.query.v1"):
+    """Ask the scheduler for one request, or for a page of them, newest first. under_way: those that have not ended."""
+
+    request_id: Uuid | None = None
+    instance_uuid: Uuid | None = None
+    project_id: Word | None = None
+    under_way: bool | None = None
+    limit: Annotated[int, Bound(ge=1, le=1000)] = 100
+
+
+class MoveRecord(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A request as the scheduler has it on record. The other fields are those of its newest event."""
+
+    request_id: Uuid
+    instance_uuid: Uuid
+    project_id: str
+    kind: MoveKind
+    state: MoveState
+    terminal: bool = False
+    cell: str | None = None
+    host: str | None = None
+    code: str = ""
+    reason: str = ""
+    funnel: tuple[FunnelStep, ...] = ()
+    history: tuple[AttemptRecord, ...] = ()
+    created_at: float = 0.0
+    updated_at: float = 0.0
+
+
+class MovePage(Message, frozen=True, kw_only=True, tag="instance.page.v1"):
+    """Reply to a MoveQuery. Empty when the asked request is unknown."""
+
+    moves: tuple[MoveRecord, ...] = ()
+
+
+MAX_PLANNED = 1000
+
+
+class DrainQuery(Message, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="hosts.drain.query.v1"):
+    """Ask a scheduler how a host could be drained now: each active instance on it, and where it would go.
+
+    host: uuid or name. kind: by which move. Nothing is begun, and nothing is held for the plan.
+    """
+
+    host: Label
+    cell: Word | None = None
+    kind: MoveKind = MoveKind.LIVE_MIGRATE
+    limit: Annotated[int, Bound(ge=1, le=MAX_PLANNED)] = MAX_PLANNED
+
+
+class PlannedMove(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One instance of a host that is to be drained. hosts: where it would go, the first first; without any: why not."""
+
+    instance_uuid: Uuid
+    project_id: str
+    flavor: str
+    hosts: tuple[str, ...] = ()
+    code: str = ""
+    reason: Reason = ""
+
+
+class DrainPlan(Message, frozen=True, kw_only=True, tag="hosts.drain.plan.v1"):
+    """Reply to a DrainQuery: at most `limit` instances, in order of their uuids. more: there are others."""
+
+    host_uuid: Uuid
+    host: Label
+    moves: tuple[PlannedMove, ...] = ()
+    more: bool = False
 
 
 class CellMove(Message, frozen=True, kw_only=True, tag="cell.move.v1"):

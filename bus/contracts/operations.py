@@ -15,12 +15,14 @@ class AdminState(StrEnum):
     """What an operator has decided about a host. It stands beside what the host's compute service reports.
 
     enabled: berth may use it. disabled: it takes nothing new; what is there stays. maintenance: as disabled, and a
-    request that passes the filters (`forced`) is kept away as well.
+    request that passes the filters (`forced`) is kept away as well. fenced: as maintenance, and a person has made sure
+    that it is off and stays off until it has been told what it has lost; its instances may be evacuated.
     """
 
     ENABLED = "enabled"
     DISABLED = "disabled"
     MAINTENANCE = "maintenance"
+    FENCED = "fenced"
 
 
 class HostAdminState(Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -24,7 +24,8 @@ class Environment:
     """The surroundings of one process (or of one worker among several in a process).
 
     transports: makes a fresh transport for a bus by name ("api" or a cell's), so every bus has its own connection.
-    database_url: one PostgreSQL for all roles, a schema each; None where the worker needs none.
+    database_url: one PostgreSQL for all roles, a schema each; None where the worker needs none. heartbeat_s: how often
+    the worker says that it is there; None: never.
     """
 
     def __init__(
@@ -38,11 +39,13 @@ class Environment:
         rng: random.Random | None = None,
         limits: BusLimits | None = None,
         pool_size: int = DEFAULT_POOL_SIZE,
+        heartbeat_s: float | None = None,
     ) -> None:
         self.process = process
         self.clock: Clock = clock if clock is not None else SystemClock()
         self.rng = rng if rng is not None else random.Random()
         self.cells = cells
+        self.heartbeat_s = heartbeat_s
         self._transports = transports
         self._database_url = database_url
         self._limits = limits if limits is not None else BusLimits()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Collection, Coroutine
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import structlog
 
@@ -38,6 +38,19 @@ class Consumes(Protocol):
 
     async def run(self) -> None:
         """Until drained; raises what ended it otherwise."""
+
+
+@runtime_checkable
+class CountsInHand(Protocol):
+    """A consumer that says what it has taken."""
+
+    @property
+    def queue(self) -> str:
+        """The queue's name."""
+
+    @property
+    def in_hand(self) -> int:
+        """Deliveries taken and not answered."""
 
 
 class Reached(Protocol):
@@ -113,6 +126,10 @@ class Service:
                 await asyncio.gather(*(refreshing() for refreshing in self._refreshes))
         except TimeoutError:
             self.log.warning("metrics.refresh_too_slow", limit_s=REFRESH_TIMEOUT_S)
+
+    def in_hand(self) -> dict[str, int]:
+        """{queue: deliveries taken and not answered} of the consumers that say so."""
+        return {one.queue: one.in_hand for one in self._consumers if isinstance(one, CountsInHand)}
 
     def not_ready(self) -> list[str]:
         """Names of what is not ready now; empty when the service can do its work."""

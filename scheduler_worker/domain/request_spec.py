@@ -29,7 +29,7 @@ class RequestSpec(Struct, frozen=True, kw_only=True):
 
     preferred_traits, preferred_classes: what the flavor prefers and does not require; a weigher reads them.
     peers: where the instances are that the request names, if it names any. image_properties: as the image has them.
-    forced: no filter is run; pre-filters and the claim are.
+    forced: no filter is run; pre-filters and the claim are. cell: only hosts of this one, where an instance moves.
     """
 
     query: Query
@@ -43,6 +43,7 @@ class RequestSpec(Struct, frozen=True, kw_only=True):
     peers: Peers | None = None
     image_properties: Mapping[str, str] = {}
     forced: bool = False
+    cell: str | None = None
 
     def has_policy(self, policy: GroupPolicy) -> bool:
         """Whether the request belongs to a server group with this policy."""

@@ -185,10 +185,17 @@ class Selector:
             before = len(view)
             view = view.subset(known)
             funnel.append(funnel_step("announced", before, {UNANNOUNCED: before - len(view)}))
-        if spec.forced and (maintained := view.is_in(AdminState.MAINTENANCE)).any():
+        if spec.cell is not None:
             before = len(view)
-            view = view.subset(~maintained)
-            funnel.append(funnel_step("maintenance", before, {"host.maintenance": before - len(view)}))
+            cells = self.table.cells
+            at = cells.index(spec.cell) if spec.cell in cells else NO_SERVICE
+            view = view.subset(view.cell == at)
+            funnel.append(funnel_step("cell", before, {"host.other_cell": before - len(view)} if before else {}))
+        for state in (AdminState.MAINTENANCE, AdminState.FENCED) if spec.forced else ():
+            if (kept_away := view.is_in(state)).any():
+                before = len(view)
+                view = view.subset(~kept_away)
+                funnel.append(funnel_step(state.value, before, {f"host.{state}": before - len(view)}))
         for host_filter in self.filters:
             if spec.forced or not applies_to(host_filter, spec):
                 continue

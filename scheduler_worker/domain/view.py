@@ -87,9 +87,10 @@ class HostsView:
         """Whether the host takes new builds: its compute service and the operator both say so."""
         return np.asarray(self.table.enabled[self.index] & (self.table.admin[self.index] == 0), dtype=np.bool_)
 
-    def is_in(self, state: AdminState) -> Mask:
-        """Whether an operator has put each host into this state."""
-        return np.asarray(self.table.admin[self.index] == ADMIN_STATES.index(state), dtype=np.bool_)
+    def is_in(self, *states: AdminState) -> Mask:
+        """Whether an operator has put each host into one of these states."""
+        places = [ADMIN_STATES.index(state) for state in states]
+        return np.asarray(np.isin(self.table.admin[self.index], places), dtype=np.bool_)
 
     @property
     def up(self) -> Mask:

@@ -24,10 +24,11 @@ class ComputeFilter:
         passed = enabled & up
         if passed.all():
             return Verdict(passed, {})
-        maintained = view.is_in(AdminState.MAINTENANCE)
+        maintained, fenced = view.is_in(AdminState.MAINTENANCE), view.is_in(AdminState.FENCED)
         rejected = {
+            "host.fenced": int(np.count_nonzero(fenced)),
             "host.maintenance": int(np.count_nonzero(maintained)),
-            "host.disabled": int(np.count_nonzero(~enabled & ~maintained)),
+            "host.disabled": int(np.count_nonzero(~enabled & ~maintained & ~fenced)),
             "service.down": int(np.count_nonzero(enabled & ~up)),
         }
         return Verdict(passed, {reason: count for reason, count in rejected.items() if count})

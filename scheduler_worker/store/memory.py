@@ -10,7 +10,8 @@ from functools import partial
 import structlog
 from msgspec.structs import replace
 
-from bus.contracts.build import BuildQuery, BuildRecord, TimelineEntry
+from bus.contracts.build import BuildQuery, BuildRecord, BuildRequest, BuildState, TimelineEntry
+from bus.contracts.moves import MoveQuery, MoveRecord
 from bus.contracts.operations import HostAdminState
 from bus.persistence.conflict import PreconditionFailed
 from bus.persistence.memory_database import MemoryDatabase, MemoryDatabaseTransaction, MemoryRows, MemorySession
@@ -25,6 +26,7 @@ from scheduler_worker.domain.builds import (
     NewBuild,
     RecordedBuild,
 )
+from scheduler_worker.domain.moves import InstanceRecord, MoveContext, RecordedMove, known_of, record_of
 from scheduler_worker.store.port import BuildUnit, OperationUnit, Purged
 from scheduler_worker.store.unit_of_work import BuildWrites, OptimisticBuildUnit
 
@@ -34,7 +36,17 @@ log = structlog.get_logger(__name__)
 class MemoryBuildTable(MemoryDatabase):
     """The committed requests and the instance-to-cell map; they outlive the schedulers."""
 
-    ROWS = (*MemoryDatabase.ROWS, "records", "recorded", "digests", "cells", "admin_states")
+    ROWS = (
+        *MemoryDatabase.ROWS,
+        "records",
+        "recorded",
+        "digests",
+        "cells",
+        "requests",
+        "moves",
+        "instances",
+        "admin_states",
+    )
 
     def __init__(self, *arguments: object, **named: object) -> None:
         super().__init__(*arguments, **named)  # type: ignore[arg-type]
@@ -42,6 +54,9 @@ class MemoryBuildTable(MemoryDatabase):
         self.recorded: dict[str, RecordedBuild] = {}
         self.digests: dict[str, bytes] = {}
         self.cells: dict[str, str] = {}
+        self.requests: dict[str, BuildRequest] = {}
+        self.moves: dict[str, tuple[RecordedMove, float]] = {}  # and when it was last written
+        self.instances: dict[str, InstanceRecord] = {}
         self.admin_states: dict[str, HostAdminState] = {}
 
 
@@ -130,6 +145,42 @@ class MemoryOperationUnit(MemoryBuildUnit):
     async def first_time(self, handler: str, message_id: str) -> bool:
         """Among the handled messages."""
         return bool(await self._transaction.first_time(handler, [message_id]))
+
+    async def known(self, requests: Mapping[str, str], *, lock: bool = False) -> dict[str, MoveContext]:
+        """By the instances' builds, locked in uuid order before anything else is read."""
+        await self._transaction.statement()
+        table = self._table
+        uuids = sorted(uuid for uuid in set(requests.values()) if uuid in table.recorded)
+        if lock:
+            await self._lock(uuids)
+        return known_of(
+            requests,
+            moves={one: table.moves[one][0] for one in requests if one in table.moves},
+            builds={uuid: table.recorded[uuid] for uuid in uuids},
+            asked={uuid: table.requests[uuid] for uuid in uuids},
+            instances={uuid: table.instances[uuid] for uuid in uuids if uuid in table.instances},
+            named=requests.keys() & table.recorded.keys(),
+        )
+
+    async def insert_moves(self, moves: Sequence[RecordedMove], now: float) -> set[str]:
+        """In order of the ids; an insert of a row that another transaction is inserting waits for its end."""
+        await self._transaction.statement()
+        await self._transaction.lock([("move", one) for one in sorted(move.request_id for move in moves)])
+        new = {one.request_id: (one, now) for one in moves if one.request_id not in self._table.moves}
+        self._transaction.will(lambda: self._table.moves.update(new))
+        return set(new)
+
+    async def update_moves(self, moves: Sequence[RecordedMove], now: float) -> None:
+        """Those of instances that this unit has locked."""
+        await self._transaction.statement()
+        after = {one.request_id: (one, now) for one in moves}
+        self._transaction.will(lambda: self._table.moves.update(after))
+
+    async def put_instances(self, instances: Sequence[InstanceRecord]) -> None:
+        """Those that this unit has locked."""
+        await self._transaction.statement()
+        after = {one.instance_uuid: one for one in instances}
+        self._transaction.will(lambda: self._table.instances.update(after))
 
     async def lock_admin_states(self, hosts: Sequence[str]) -> dict[str, HostAdminState]:
         """In uuid order, also those without a decision."""
@@ -251,6 +302,40 @@ class MemoryBuilds:
             transaction.will(partial(_delete, table, [one.instance_uuid for one in gone]))
             return Purged(len(gone), gone[-1].created_at if gone else start)
 
+    async def moves(self, query: MoveQuery) -> list[MoveRecord]:
+        """One request, or a page of them, newest first."""
+        async with self._session.transaction():
+            found = [
+                record_of(move, at)
+                for move, at in self._table.moves.values()
+                if query.request_id in (None, move.request_id)
+                and query.instance_uuid in (None, move.instance_uuid)
+                and query.project_id in (None, move.project_id)
+                and query.under_way in (None, not move.terminal)
+            ]
+        return sorted(found, key=lambda record: record.created_at, reverse=True)[: query.limit]
+
+    async def active_on(self, host: str, cell: str | None, limit: int) -> list[str]:
+        """A scan."""
+        async with self._session.transaction():
+            return sorted(
+                uuid
+                for uuid, build in self._table.recorded.items()
+                if build.host == host and build.state is BuildState.ACTIVE and cell in (None, build.cell)
+            )[:limit]
+
+    async def purge_moves(self, before: float, limit: int) -> int:
+        """The oldest first."""
+        async with self._session.transaction() as transaction:
+            await transaction.statement()
+            over = [
+                one.request_id
+                for one, at in sorted(self._table.moves.values(), key=lambda kept: kept[0].created_at)
+                if one.terminal and one.created_at < before and at < before
+            ][:limit]
+            transaction.will(partial(_drop_moves, self._table, over))
+            return len(over)
+
     async def flush(self) -> None:
         """Return when everything committed is on disk."""
         await self._session.flush()
@@ -275,11 +360,20 @@ class MemoryBuilds:
                 and query.state in (None, record.state)
                 and (query.before is None or record.created_at < query.before)
             ]
+            found = [_as_it_is(record, self._table.instances.get(record.instance_uuid)) for record in found]
         return sorted(found, key=lambda record: record.created_at, reverse=True)[: query.limit]
 
 
 def _key(uuid: str) -> tuple[str, str]:
     return "build", uuid
+
+
+def _as_it_is(record: BuildRecord, instance: InstanceRecord | None) -> BuildRecord:
+    """A build's record with what the instance has become since."""
+    if instance is None:
+        return record
+    flavor = instance.flavor or record.flavor
+    return replace(record, flavor=flavor, condition=instance.condition.value, under_way=instance.under_way)
 
 
 def _admin_key(host: str) -> tuple[str, str]:
@@ -290,6 +384,7 @@ def _insert(table: MemoryBuildTable, new: NewBuild, now: float) -> None:
     request = new.request
     uuid = request.instance_uuid
     table.digests[uuid] = new.digest
+    table.requests[uuid] = request
     table.records[uuid] = BuildRecord(
         instance_uuid=uuid,
         project_id=request.project_id,
@@ -327,7 +422,19 @@ def _update(table: MemoryBuildTable, build: RecordedBuild, timeline: tuple[Timel
     )
 
 
+def _drop_moves(table: MemoryBuildTable, requests: Sequence[str]) -> None:
+    for one in requests:
+        table.moves.pop(one, None)
+
+
 def _delete(table: MemoryBuildTable, uuids: Sequence[str]) -> None:
     for uuid in uuids:
-        for column in (table.records, table.recorded, table.digests, table.cells):
+        for column in (
+            table.records,
+            table.recorded,
+            table.digests,
+            table.cells,
+            table.requests,
+            table.instances,
+        ):
             column.pop(uuid, None)

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Protocol
 
 from msgspec import Struct
 
 from bus.contracts.build import BuildQuery, BuildRecord
+from bus.contracts.moves import MoveQuery, MoveRecord
 from bus.contracts.operations import HostAdminState
 from bus.persistence.outbox import OutboxMessage, Relay, Rows
 from scheduler_worker.domain.builds import BuildDecision, BuildStatus, BuildUpdate, NewBuild, RecordedBuild
+from scheduler_worker.domain.moves import InstanceRecord, MoveContext, RecordedMove
 
 
 class Purged(Struct, frozen=True):
@@ -52,6 +54,21 @@ class OperationUnit(BuildUnit, Protocol):
 
     async def first_time(self, handler: str, message_id: str) -> bool:
         """Record that a handler has taken a message; False: it was on record already."""
+
+    async def known(self, requests: Mapping[str, str], *, lock: bool = False) -> dict[str, MoveContext]:
+        """What is on record of these requests ({request_id: instance}), by request_id.
+
+        lock: hold the instances' builds until the end of the unit, which holds what belongs to them as well.
+        """
+
+    async def insert_moves(self, moves: Sequence[RecordedMove], now: float) -> set[str]:
+        """Put requests on record; returns those that were not there."""
+
+    async def update_moves(self, moves: Sequence[RecordedMove], now: float) -> None:
+        """Write records whose instances were locked."""
+
+    async def put_instances(self, instances: Sequence[InstanceRecord]) -> None:
+        """Write what instances have become; they were locked."""
 
     async def lock_admin_states(self, hosts: Sequence[str]) -> dict[str, HostAdminState]:
         """Hold these hosts, whether or not they are on record, and read what was decided about them."""
@@ -99,6 +116,15 @@ class SchedulerStore(Protocol):
 
         Their cell mapping goes with them. A build that has a machine, or may get one, is kept whatever its age.
         """
+
+    async def moves(self, query: MoveQuery) -> list[MoveRecord]:
+        """One request, or a page of them, newest first."""
+
+    async def active_on(self, host: str, cell: str | None, limit: int) -> list[str]:
+        """The active instances on a host, by its name, in order of their uuids, at most so many. Reads all builds."""
+
+    async def purge_moves(self, before: float, limit: int) -> int:
+        """Delete requests that ended and last changed before, at most so many; returns how many there were."""
 
     async def flush(self) -> None:
         """Return when everything committed is on disk, what was not durable too."""

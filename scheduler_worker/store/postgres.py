@@ -10,6 +10,7 @@ import asyncpg
 import structlog
 
 from bus.contracts.build import BuildQuery, BuildRecord, BuildState
+from bus.contracts.moves import MoveQuery, MoveRecord
 from bus.contracts.operations import HostAdminState
 from bus.persistence import outbox
 from bus.persistence.database import Database
@@ -25,6 +26,7 @@ from scheduler_worker.domain.builds import (
     NewBuild,
     RecordedBuild,
 )
+from scheduler_worker.domain.moves import InstanceRecord, MoveContext, RecordedMove, known_of
 from scheduler_worker.store import rows
 from scheduler_worker.store.port import BuildUnit, OperationUnit, Purged
 from scheduler_worker.store.unit_of_work import BuildWrites, OptimisticBuildUnit
@@ -53,8 +55,8 @@ FROM build_requests WHERE instance_uuid = ANY($1::uuid[])
 """
 
 BUILDS = f"""
-SELECT {rows.RECORD} FROM build_requests
-WHERE ($1::uuid IS NULL OR instance_uuid = $1) AND ($2::text IS NULL OR project_id = $2)
+SELECT {rows.RECORD} FROM build_requests b LEFT JOIN instances i ON i.instance_uuid = b.instance_uuid
+WHERE ($1::uuid IS NULL OR b.instance_uuid = $1) AND ($2::text IS NULL OR project_id = $2)
   AND ($3::text IS NULL OR state = $3) AND ($4::double precision IS NULL OR created_at < $4)
 ORDER BY created_at DESC LIMIT $5
 """
@@ -71,8 +73,43 @@ WITH gone AS (
     RETURNING instance_uuid, created_at
 ), unmapped AS (
     DELETE FROM instance_cells c USING gone WHERE c.instance_uuid = gone.instance_uuid
+), unchanged AS (
+    DELETE FROM instances i USING gone WHERE i.instance_uuid = gone.instance_uuid
 )
 SELECT count(*), coalesce(max(created_at), $3) FROM gone
+"""
+
+MOVES = f"""
+SELECT {rows.MOVE}, updated_at FROM moves
+WHERE ($1::uuid IS NULL OR request_id = $1) AND ($2::uuid IS NULL OR instance_uuid = $2)
+  AND ($3::text IS NULL OR project_id = $3) AND ($4::boolean IS NULL OR terminal <> $4)
+ORDER BY created_at DESC LIMIT $5
+"""
+ACTIVE_ON = """
+SELECT instance_uuid FROM build_requests
+WHERE host = $1 AND state = 'active' AND ($2::text IS NULL OR cell = $2) ORDER BY instance_uuid LIMIT $3
+"""
+MOVES_OF = f"SELECT {rows.MOVE} FROM moves WHERE request_id = ANY($1::uuid[])"
+NAMED_BUILDS = "SELECT instance_uuid FROM build_requests WHERE instance_uuid = ANY($1::uuid[])"
+INSTANCES_OF = f"SELECT {rows.INSTANCE} FROM instances WHERE instance_uuid = ANY($1::uuid[])"
+INSERT_MOVE = f"""
+INSERT INTO moves ({rows.MOVE}, updated_at) VALUES ({", ".join(f"${number}" for number in range(1, 17))})
+ON CONFLICT (request_id) DO NOTHING RETURNING request_id
+"""
+UPDATE_MOVE = """
+UPDATE moves SET state = $2, sequence = $3, terminal = $4, cell = $5, host = $6, code = $7, reason = $8, history = $9,
+    updated_at = $10
+WHERE request_id = $1
+"""
+PUT_INSTANCE = f"""
+INSERT INTO instances ({rows.INSTANCE}) VALUES ($1, $2, $3, $4, $5, $6)
+ON CONFLICT (instance_uuid) DO UPDATE SET condition = excluded.condition, flavor = excluded.flavor,
+    image = excluded.image, under_way = excluded.under_way, sequence = excluded.sequence
+"""
+PURGE_MOVES = """
+DELETE FROM moves WHERE request_id IN (
+    SELECT request_id FROM moves WHERE created_at < $1 AND updated_at < $1 AND terminal
+    ORDER BY created_at LIMIT $2 FOR UPDATE SKIP LOCKED)
 """
 
 LOCK_HOST = "SELECT pg_advisory_xact_lock(hashtextextended('host_admin_states ' || $1, 0))"
@@ -193,6 +230,45 @@ class PostgresOperationUnit(PostgresBuildUnit):
         """In the table of handled messages."""
         return bool(await outbox.first_time(self._connection, handler, [message_id]))
 
+    async def known(self, requests: Mapping[str, str], *, lock: bool = False) -> dict[str, MoveContext]:
+        """By the instances' builds, locked in uuid order before anything else is read."""
+        uuids = sorted(set(requests.values()))
+        builds = await self._connection.fetch(
+            f"SELECT {rows.BUILD}, request FROM build_requests WHERE instance_uuid = ANY($1::uuid[]) "
+            f"ORDER BY instance_uuid{' FOR UPDATE' if lock else ''}",
+            uuids,
+        )
+        moves = await self._connection.fetch(MOVES_OF, list(requests))
+        instances = await self._connection.fetch(INSTANCES_OF, uuids)
+        named = await self._connection.fetch(NAMED_BUILDS, list(requests))
+        return known_of(
+            requests,
+            moves={row["request_id"]: rows.move(row) for row in moves},
+            builds={row["instance_uuid"]: rows.recorded(row) for row in builds},
+            asked={row["instance_uuid"]: rows.build_request(row["request"]) for row in builds},
+            instances={row["instance_uuid"]: rows.instance(row) for row in instances},
+            named={row["instance_uuid"] for row in named},
+        )
+
+    async def insert_moves(self, moves: Sequence[RecordedMove], now: float) -> set[str]:
+        """In order of the ids, so that two schedulers with the same requests never deadlock."""
+        new = set()
+        for one in sorted(moves, key=lambda move: move.request_id):
+            if await self._connection.fetchval(INSERT_MOVE, *rows.move_row(one, now)) is not None:
+                new.add(one.request_id)
+        return new
+
+    async def update_moves(self, moves: Sequence[RecordedMove], now: float) -> None:
+        """What a cell can change of them."""
+        for one in moves:
+            row = rows.move_row(one, now)
+            await self._connection.execute(UPDATE_MOVE, row[0], *row[5:12], row[13], now)
+
+    async def put_instances(self, instances: Sequence[InstanceRecord]) -> None:
+        """One statement an instance."""
+        for one in instances:
+            await self._connection.execute(PUT_INSTANCE, *rows.instance_row(one))
+
     async def lock_admin_states(self, hosts: Sequence[str]) -> dict[str, HostAdminState]:
         """By an advisory lock a host, because a row that is not there cannot be locked."""
         for host in sorted(set(hosts)):
@@ -276,6 +352,25 @@ class PostgresBuilds:
         async with self._database.raw() as connection:
             row = await connection.fetchrow(PURGE, before, limit, start, states)
         return Purged(row[0], row[1])
+
+    async def moves(self, query: MoveQuery) -> list[MoveRecord]:
+        """Along the index that the question fits."""
+        async with self._database.raw() as connection:
+            found = await connection.fetch(
+                MOVES, query.request_id, query.instance_uuid, query.project_id, query.under_way, query.limit
+            )
+        return [rows.move_record(row) for row in found]
+
+    async def active_on(self, host: str, cell: str | None, limit: int) -> list[str]:
+        """A scan: an index on a column that changes would make every write of a build dearer."""
+        async with self._database.raw() as connection:
+            return [row[0] for row in await connection.fetch(ACTIVE_ON, host, cell, limit)]
+
+    async def purge_moves(self, before: float, limit: int) -> int:
+        """One bounded statement."""
+        async with self._database.raw() as connection:
+            done: str = await connection.execute(PURGE_MOVES, before, limit)
+        return int(done.rpartition(" ")[2])
 
     async def flush(self) -> None:
         """Return when everything committed is on disk."""

@@ -8,9 +8,11 @@ from typing import Any
 import asyncpg
 import msgspec
 
-from bus.contracts.build import AttemptRecord, BuildRecord, BuildState, FunnelStep, TimelineEntry
+from bus.contracts.build import AttemptRecord, BuildRecord, BuildRequest, BuildState, FunnelStep, TimelineEntry
+from bus.contracts.moves import Condition, MoveKind, MoveRecord, MoveState
 from bus.contracts.operations import AdminState, HostAdminState
 from scheduler_worker.domain.builds import BuildDecision, BuildUpdate, NewBuild, RecordedBuild
+from scheduler_worker.domain.moves import InstanceRecord, RecordedMove, record_of
 
 _encode = msgspec.json.Encoder().encode
 _histories = msgspec.json.Decoder(tuple[AttemptRecord, ...])
@@ -51,8 +53,8 @@ ON CONFLICT (instance_uuid) DO NOTHING
 RETURNING instance_uuid
 """
 
-RECORD = """instance_uuid, project_id, flavor, name, state, cell, host, code, reason, funnel, history, timeline,
-       created_at, updated_at"""
+RECORD = """b.instance_uuid, project_id, coalesce(nullif(i.flavor, ''), b.flavor) AS flavor, name, state, cell, host,
+       code, reason, funnel, history, timeline, created_at, updated_at, i.condition, i.under_way"""
 
 BUILD = "instance_uuid, project_id, state, sequence, terminal, cell, host, code, reason, history, delete_requested"
 
@@ -196,7 +198,89 @@ def record(row: asyncpg.Record) -> BuildRecord:
         funnel=_funnels.decode(row["funnel"]),
         history=_histories.decode(row["history"]),
         timeline=tuple(_timelines.decode_lines(row["timeline"])) if row["timeline"] else (),
+        condition=row["condition"] or "",
+        under_way=row["under_way"],
     )
+
+
+MOVE = """request_id, instance_uuid, project_id, kind, digest, state, sequence, terminal, cell, host, code, reason,
+       funnel, history, created_at"""
+
+
+def move(row: asyncpg.Record) -> RecordedMove:
+    """A row of MOVE."""
+    return RecordedMove(
+        request_id=row["request_id"],
+        instance_uuid=row["instance_uuid"],
+        project_id=row["project_id"],
+        kind=MoveKind(row["kind"]),
+        digest=row["digest"],
+        state=MoveState(row["state"]),
+        sequence=row["sequence"],
+        terminal=row["terminal"],
+        cell=row["cell"],
+        host=row["host"],
+        code=row["code"],
+        reason=row["reason"],
+        funnel=_funnels.decode(row["funnel"]),
+        history=_histories.decode(row["history"]),
+        created_at=row["created_at"],
+    )
+
+
+def move_record(row: asyncpg.Record) -> MoveRecord:
+    """A row of MOVE, and when it was last written."""
+    return record_of(move(row), row["updated_at"])
+
+
+def move_row(one: RecordedMove, now: float) -> tuple[Any, ...]:
+    """The values of a row of MOVE, and when it is written."""
+    return (
+        one.request_id,
+        one.instance_uuid,
+        one.project_id,
+        one.kind.value,
+        one.digest,
+        one.state.value,
+        one.sequence,
+        one.terminal,
+        one.cell,
+        one.host and clean(one.host),
+        clean(one.code),
+        clean(one.reason),
+        _encode(one.funnel).decode(),
+        _encode(one.history).decode(),
+        one.created_at,
+        now,
+    )
+
+
+INSTANCE = "instance_uuid, condition, flavor, image, under_way, sequence"
+
+
+def instance(row: asyncpg.Record) -> InstanceRecord:
+    """A row of INSTANCE."""
+    return InstanceRecord(
+        instance_uuid=row["instance_uuid"],
+        condition=Condition(row["condition"]),
+        flavor=row["flavor"],
+        image=row["image"],
+        under_way=row["under_way"],
+        sequence=row["sequence"],
+    )
+
+
+def instance_row(one: InstanceRecord) -> tuple[Any, ...]:
+    """The values of a row of INSTANCE."""
+    return one.instance_uuid, one.condition.value, clean(one.flavor), clean(one.image), one.under_way, one.sequence
+
+
+_requests = msgspec.json.Decoder(BuildRequest)
+
+
+def build_request(text: str) -> BuildRequest:
+    """The message of a build as it is kept."""
+    return _requests.decode(text)
 
 
 ADMIN_STATE = "host_uuid, host, state, reason, decided_by, at, version"

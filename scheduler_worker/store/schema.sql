@@ -40,6 +40,40 @@ CREATE TABLE instance_cells (
     mapped_at double precision NOT NULL
 );
 
+-- What is asked of instances after their builds: one row a request. digest: of the whole message. sequence: of the newest
+-- event of the request. cell: where it was dispatched to. A row is written under the lock of its instance's row above.
+CREATE TABLE moves (
+    request_id uuid PRIMARY KEY,
+    instance_uuid uuid NOT NULL,
+    project_id text NOT NULL,
+    kind text NOT NULL,
+    digest bytea NOT NULL,
+    state text NOT NULL,
+    sequence bigint NOT NULL,
+    terminal boolean NOT NULL,
+    cell text,
+    host text,
+    code text NOT NULL,
+    reason text NOT NULL,
+    funnel text NOT NULL,
+    history text NOT NULL,
+    created_at double precision NOT NULL,
+    updated_at double precision NOT NULL
+);
+CREATE INDEX moves_of_instance ON moves (instance_uuid, created_at DESC);
+CREATE INDEX moves_newest ON moves (created_at DESC);
+
+-- What an instance has become since its build; without a row it is as it was built. flavor, image: '' = as built.
+-- under_way: the request without a terminal event. sequence: of the newest event that changed the row.
+CREATE TABLE instances (
+    instance_uuid uuid PRIMARY KEY,
+    condition text NOT NULL,
+    flavor text NOT NULL,
+    image text NOT NULL,
+    under_way uuid,
+    sequence bigint NOT NULL
+);
+
 -- The newest decision of an operator about a host. version: rises with each. at: seconds since the epoch.
 CREATE TABLE host_admin_states (
     host_uuid uuid PRIMARY KEY,

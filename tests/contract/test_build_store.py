@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import pytest
 from msgspec.structs import replace
 
 from bus.clock import SystemClock
-from bus.contracts.build import BuildEvent, BuildQuery, BuildRequest, BuildState, TimelineEntry
+from bus.contracts.build import AttemptRecord, BuildEvent, BuildQuery, BuildRequest, BuildState, TimelineEntry
+from bus.contracts.moves import Condition, MoveKind, MoveQuery, MoveState
 from bus.contracts.operations import AdminState, AdminStatesChanged, HostAdminState
 from bus.faults import DatabaseUnavailable
 from bus.persistence.conflict import Conflict
@@ -18,6 +19,7 @@ from bus.persistence.database import Database
 from bus.persistence.outbox import OutboxMessage
 from bus.persistence.unit_of_work import run_optimistic
 from scheduler_worker.domain.builds import BuildDecision, BuildUpdate, NewBuild, RecordedBuild
+from scheduler_worker.domain.moves import InstanceRecord, RecordedMove
 from scheduler_worker.retention import purge
 from scheduler_worker.store.memory import MemoryBuilds, MemoryBuildTable
 from scheduler_worker.store.port import BuildUnit, SchedulerStore
@@ -386,3 +388,92 @@ async def test_a_message_is_handled_the_first_time_only_and_not_in_a_unit_that_f
     async with store.operation() as unit:
         assert not await unit.first_time("h", "m1")
         assert await unit.first_time("h", "m2")
+
+
+def moved(request_id: str = B, uuid: str = A, **more: Any) -> RecordedMove:
+    fields: dict[str, Any] = {"state": MoveState.SCHEDULED, "sequence": 2, "cell": "c1", "created_at": 5.0, **more}
+    return RecordedMove(
+        request_id=request_id, instance_uuid=uuid, project_id="p", kind=MoveKind.MIGRATE, digest=b"d", **fields
+    )
+
+
+async def test_a_move_is_on_record_with_what_its_instance_has_become(make: Make, store: SchedulerStore) -> None:
+    async with store.unit() as unit:
+        await unit.insert([new(A), new(C)], 1.0)
+    instance = InstanceRecord(instance_uuid=A, condition=Condition.STOPPED, under_way=B, sequence=12)
+    async with store.operation() as unit:
+        assert (await unit.known({B: A}, lock=True))[B].now == InstanceRecord(instance_uuid=A)
+        assert await unit.insert_moves([moved()], 6.0) == {B}
+        await unit.put_instances([instance])
+    with pytest.raises(RuntimeError):
+        async with store.operation() as unit:
+            await unit.update_moves([moved(state=MoveState.DONE, terminal=True)], 7.0)
+            raise RuntimeError
+    other = make()
+    await other.open()
+    async with other.operation() as unit:
+        assert await unit.insert_moves([moved(cell="c9")], 7.0) == set()
+        found = await unit.known({B: A, C: B, A: C})
+    assert found[B].move == moved() and found[B].instance == instance and not found[B].names_instance
+    assert found[B].build_request == new(A).request and found[B].build is not None and found[B].build.instance_uuid == A
+    assert (found[C].move, found[C].build, found[C].names_instance) == (None, None, True)
+    assert found[A].names_instance and found[A].build is not None and found[A].build.instance_uuid == C
+    (record,) = await other.builds(BuildQuery(instance_uuid=A))
+    assert (record.flavor, record.condition, record.under_way) == ("f", "stopped", B)
+    history = (AttemptRecord(attempt=2, host="h", outcome="failed"),)
+    ended = moved(
+        state=MoveState.FAILED, sequence=20, terminal=True, host="h\x00", code="x", reason="y", history=history
+    )
+    async with other.operation() as unit:
+        await unit.known({B: A}, lock=True)
+        await unit.update_moves([ended], 8.0)
+        await unit.put_instances([replace(instance, flavor="g", under_way=None, condition=Condition.ACTIVE)])
+    async with store.operation() as unit:
+        known = (await unit.known({B: A}))[B]
+    assert known.move is not None and replace(known.move, host=None) == replace(ended, host=None)
+    (record,) = await store.builds(BuildQuery(instance_uuid=A))
+    assert (record.flavor, record.condition, record.under_way) == ("g", "active", None)
+
+
+async def test_moves_that_ended_are_purged_and_no_others(store: SchedulerStore) -> None:
+    async with store.operation() as unit:
+        await unit.insert_moves([moved(A, terminal=True), moved(B), moved(C, terminal=True, created_at=50.0)], 6.0)
+    assert await store.purge_moves(6.0, 10) == 0  # it changed last at 6
+    assert await store.purge_moves(10.0, 10) == 1
+    async with store.operation() as unit:
+        found = await unit.known(dict.fromkeys((A, B, C), A))
+    assert [one for one in (A, B, C) if found[one].move is not None] == [B, C]
+
+
+async def test_moves_are_asked_for_by_what_they_are_about(store: SchedulerStore) -> None:
+    async with store.operation() as unit:
+        await unit.insert_moves([moved(A, C), moved(B, C, terminal=True, created_at=9.0)], 6.0)
+    every = await store.moves(MoveQuery())
+    assert [(one.request_id, one.terminal, one.updated_at) for one in every] == [(B, True, 6.0), (A, False, 6.0)]
+    for query, found in (
+        (MoveQuery(request_id=A), [A]),
+        (MoveQuery(instance_uuid=C, limit=1), [B]),
+        (MoveQuery(instance_uuid=A), []),
+        (MoveQuery(project_id="p", under_way=True), [A]),
+        (MoveQuery(project_id="q"), []),
+    ):
+        assert [one.request_id for one in await store.moves(query)] == found
+
+
+async def test_requests_about_one_instance_wait_for_each_other(make: Make, store: SchedulerStore) -> None:
+    other = make()
+    await other.open()
+    async with store.unit() as unit:
+        await unit.insert([new(A)], 1.0)
+
+    async def begin(keeper: SchedulerStore, request_id: str) -> bool:
+        async with keeper.operation() as unit:
+            known = (await unit.known({request_id: A}, lock=True))[request_id]
+            if known.now.under_way is not None:
+                return False
+            await asyncio.sleep(0)
+            await unit.insert_moves([moved(request_id)], 2.0)
+            await unit.put_instances([replace(known.now, under_way=request_id)])
+            return True
+
+    assert sorted(await asyncio.gather(begin(store, B), begin(other, C))) == [False, True]

@@ -255,6 +255,21 @@ def test_compute_services_are_listed(berth: Berth) -> None:
     assert berth("services", "--down").out.splitlines()[1:] == []
 
 
+def test_every_worker_is_listed_with_what_it_is_doing(berth: Berth) -> None:
+    said = berth("workers", "--json")
+    assert said.status == 0, said.out
+    heard = [(one["heartbeat"]["role"], one["bus"]) for one in said.data["workers"]]
+    assert {"placement", "scheduler", "conductor", "compute", "ironic-sync"} == {role for role, _ in heard}
+    assert {bus for role, bus in heard if role == "conductor"} == {"cell1", "cell2"}
+    for one in said.data["workers"]:
+        beat = one["heartbeat"]
+        assert beat["phase"] == "ready" and beat["pid"] > 1 and beat["version"] and one["heard_s"] < 60
+    queues = {queue for one in said.data["workers"] for queue in one["heartbeat"].get("in_hand", {})}
+    assert {"scheduler.requests", "conductor.requests", "placement.requests"} <= queues
+    only = berth("workers", "--role", "compute").out.splitlines()
+    assert len(only) > 1 and all(line.startswith("compute") for line in only[1:])
+
+
 def test_a_delete_ends_and_ends_again(berth: Berth) -> None:
     (build,) = boot(berth, "--project", "gone")
     found = build["instance_uuid"]

@@ -130,6 +130,7 @@ class Tenant:
         queue = await self.channel.declare_queue(exclusive=True)
         self.queue = queue.name
         await queue.bind("berth.events", f"build.event.*.{self.project}")
+        await queue.bind("berth.events", f"instance.event.*.{self.project}")
         await queue.consume(self.heard, no_ack=True)
 
     async def publish(self, body: dict[str, Any], key: str, *, exchange: str = "berth", **properties: Any) -> None:
@@ -155,7 +156,20 @@ class Tenant:
         async with asyncio.timeout(PATIENCE_S):
             while True:
                 for event in self.events[after:]:
-                    if event["instance_uuid"] == instance and event.get("terminal"):
+                    if event["instance_uuid"] == instance and event.get("terminal") and "request_id" not in event:
+                        return event
+                self._changed.clear()
+                await self._changed.wait()
+
+    async def move(self, instance: str, kind: str, **more: Any) -> dict[str, Any]:
+        """Ask for a move; its end."""
+        asked = str(uuid.uuid4())
+        body = {"request_id": asked, "instance_uuid": instance, "project_id": self.project, "kind": kind, **more}
+        await self.publish(body, f"instance.move.{self.project}")
+        async with asyncio.timeout(PATIENCE_S):
+            while True:
+                for event in self.events:
+                    if event.get("request_id") == asked and event.get("terminal"):
                         return event
                 self._changed.clear()
                 await self._changed.wait()
@@ -198,6 +212,24 @@ async def test_a_project_builds_and_deletes_its_own_and_hears_nothing_else(syste
         assert {event["project_id"] for event in theirs.events} == {THEIRS}
         unknown = await mine.delete(str(uuid.uuid4()))  # by way of the retry queues
         assert (unknown["state"], unknown["code"]) == ("refused", "instance.unknown")
+
+
+async def test_a_project_moves_its_own_and_no_other_machine(system: Guarded) -> None:
+    async with tenant(system) as mine, tenant(system, THEIRS) as theirs:
+        one, victim = await mine.boot(), await theirs.boot()
+        heard = len(theirs.events)
+        stopped = await mine.move(one, "stop")
+        assert (stopped["state"], stopped["condition"]) == ("done", "stopped"), stopped
+        assert (await mine.move(one, "start"))["condition"] == "active"
+        foreign = await mine.move(victim, "stop")
+        assert (foreign["state"], foreign["code"], foreign["condition"]) == ("refused", "instance.unknown", "unknown")
+        forged = await mine.move(victim, "stop", project_id=THEIRS)
+        assert (forged["code"], forged["project_id"]) == ("message.wrong_key", MINE)
+        dead = await mine.move(one, "evacuate", fenced=True)
+        assert (dead["state"], dead["code"]) == ("refused", "host.not_fenced")
+        assert [event for event in theirs.events[heard:] if event["instance_uuid"] == victim] == []
+        assert (await mine.delete(one))["state"] == "deleted"
+        assert (await theirs.delete(victim))["state"] == "deleted"
 
 
 @pytest.mark.parametrize("header", [None, "CC", "BCC", "berth-key"])
@@ -294,6 +326,12 @@ FORBIDDEN: dict[str, Attempt] = {
     "releases": publishing("placement.release"),
     "asks for all builds": publishing("build.query"),
     "asks for hosts": publishing("hosts.query"),
+    "decides about hosts": publishing("hosts.set"),
+    "asks for all moves": publishing("instance.query"),
+    "moves for another project": publishing(f"instance.move.{THEIRS}"),
+    "forges an event of a move": publishing(f"instance.event.done.{MINE}", "berth.events"),
+    "hears another project's moves": binding(f"instance.event.*.{THEIRS}"),
+    "hears operators' decisions": binding("hosts.admin"),
     "asks for the book": publishing("placement.snapshot"),
     "reports inventory": publishing(f"inventory.update.{SOME_UUID}"),
     "forges an event of its own": publishing(f"build.event.active.{MINE}", "berth.events"),

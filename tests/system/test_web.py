@@ -240,6 +240,45 @@ def test_hosts_are_listed_with_what_is_used(web: Web) -> None:
         assert {host["cell"] for host in client.get("/api/v1/hosts?cell=cell2").json()} == {"cell2"}
 
 
+def ended(client: httpx.Client, taken: httpx.Response) -> dict[str, Any]:
+    """The end of a request about an instance."""
+    assert taken.status_code == 202, taken.text
+    said: dict[str, Any] = {}
+    for _ in range(int(TIMEOUT_S * 20)):
+        said = client.get(taken.headers["location"]).json()
+        if said.get("terminal"):
+            return said
+        threading.Event().wait(0.05)
+    raise AssertionError(said)
+
+
+def test_an_instance_is_moved_stopped_and_shown(web: Web) -> None:
+    with web.client("op") as client, web.client("alice") as alice, web.client("bob") as bob, web.client("see") as see:
+        uuid = alice.post("/api/v1/builds", json={"flavor": "m1.tiny"}).json()["instance_uuid"]
+        assert follow(alice, uuid)[-1][1]["state"] == "active"
+        path = f"/api/v1/builds/{uuid}/moves"
+        assert code_of(bob.post(path, json={"kind": "stop"}), 404) == "build.unknown"
+        assert code_of(see.post(path, json={"kind": "stop"}), 403) == "role.forbidden"
+        assert code_of(alice.post(path, json={"kind": "migrate"}), 403) == "role.forbidden"
+        assert code_of(alice.post(path, json={"kind": "stop", "project_id": "p-bob"}), 400) == "request.invalid"
+        assert code_of(alice.post(path, json={"kind": "stop", "imag": "x"}), 400) == "request.invalid"
+        stopped = alice.post(path, json={"kind": "stop"})
+        assert ended(alice, stopped)["state"] == "done"
+        assert alice.get(f"/api/v1/builds/{uuid}").json()["condition"] == "stopped"
+        again = {"kind": "stop", "request_id": stopped.json()["request_id"]}
+        assert alice.post(path, json=again).status_code == 202
+        assert code_of(alice.post(path, json={**again, "kind": "start"}), 409) == "request.duplicate"
+        assert code_of(bob.get(stopped.headers["location"]), 404) == "move.unknown"
+        assert ended(alice, alice.post(path, json={"kind": "start"}))["state"] == "done"
+        before = client.get(f"/api/v1/builds/{uuid}").json()["host"]
+        moved = ended(client, client.post(path, json={"kind": "live-migrate"}))
+        assert moved["state"] == "done" and moved["host"] != before, moved
+        assert client.get(f"/api/v1/builds/{uuid}").json()["host"] == moved["host"]
+        kinds = [one["kind"] for one in alice.get("/api/v1/moves", params={"instance": uuid}).json()]
+        assert kinds == ["live-migrate", "start", "stop"]
+        assert bob.get("/api/v1/moves").json() == []
+
+
 def test_an_operator_decides_about_a_host_and_is_named(web: Web) -> None:
     with web.client("op") as client, web.client("see") as reader, web.client("alice") as alice:
         host = client.get("/api/v1/hosts").json()[0]["name"]
@@ -267,11 +306,12 @@ def test_the_document_describes_every_route(web: Web) -> None:
         paths = document["paths"]
         assert set(paths) == {
             "/builds", "/builds/{uuid}", "/builds/{uuid}/events", "/events", "/hosts", "/hosts/{host}/admin-state",
-            "/services",
+            "/services", "/builds/{uuid}/moves", "/moves", "/moves/{uuid}",
         }  # fmt: skip
         assert set(paths["/builds"]) == {"get", "post"} and set(paths["/builds/{uuid}"]) == {"get", "delete"}
         body = document["components"]["schemas"]["BuildRequest"]
         assert "type" not in body["properties"] and body["required"] == ["flavor"]
+        assert document["components"]["schemas"]["MoveRequest"]["required"] == ["kind"]
 
 
 # --- who may

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bus.contracts import build, cell, moves, objects, operations, placement
+from bus.contracts import build, cell, moves, objects, operations, placement, workers
 from bus.contracts.base import Message, Refusal
 from bus.contracts.catalogue.queues import BUILD_EVENTS, MOST_REQUESTS_A_MESSAGE
 from bus.contracts.catalogue.rows import COMMANDS, EVENTS, MessageRow, Where
@@ -89,6 +89,52 @@ MESSAGES: tuple[MessageRow, ...] = (
         key="instance.event.{state}.{project_id}",
         public=True,
         idempotency="instance_uuid and sequence; a terminal one request_id",
+    ),
+    MessageRow(
+        message=moves.MoveQuery,
+        owner="scheduler_worker",
+        publishers=("operator",),
+        where=Where.API,
+        exchange=COMMANDS,
+        key="instance.query",
+        reply=moves.MovePage,
+        persistent=False,
+        public=True,
+        idempotency="reads only",
+    ),
+    MessageRow(
+        message=moves.DrainQuery,
+        owner="scheduler_worker",
+        publishers=("operator",),
+        where=Where.API,
+        exchange=COMMANDS,
+        key="hosts.drain.query",
+        reply=moves.DrainPlan,
+        persistent=False,
+        public=True,
+        idempotency="reads only",
+    ),
+    MessageRow(
+        message=workers.WorkerHeartbeat,
+        owner="bus",
+        publishers=("placement_worker", "scheduler_worker", "cell_conductor", "compute_sim", "ironic_sync"),
+        where=Where.BOTH,
+        exchange=EVENTS,
+        key="worker.heartbeat.{role}",
+        persistent=False,
+        idempotency="the newest one counts",
+    ),
+    MessageRow(
+        message=workers.WorkersQuery,
+        owner="scheduler_worker",
+        publishers=("operator",),
+        where=Where.API,
+        exchange=COMMANDS,
+        key="workers.query",
+        reply=workers.WorkersPage,
+        persistent=False,
+        public=True,
+        idempotency="reads only",
     ),
     MessageRow(
         message=operations.SetAdminState,

@@ -46,6 +46,9 @@ QUEUES: tuple[QueueRow, ...] = (
             (COMMANDS, "objects.change"),
             (COMMANDS, "objects.query"),
             (COMMANDS, "objects.log"),
+            (COMMANDS, "instance.query"),
+            (COMMANDS, "hosts.drain.query"),
+            (COMMANDS, "workers.query"),
         ),
         max_length=10_000,
         ttl_s=30.0,
@@ -64,7 +67,7 @@ QUEUES: tuple[QueueRow, ...] = (
         where=Where.API,
         kind=QueueKind.PRIVATE,
         consumer="scheduler_worker",
-        bindings=((EVENTS, "hosts.admin"),),
+        bindings=((EVENTS, "hosts.admin"), (EVENTS, "worker.heartbeat.#")),
         max_length=10_000,
     ),
     QueueRow(
@@ -193,7 +196,7 @@ QUEUES: tuple[QueueRow, ...] = (
         where=Where.CELL,
         kind=QueueKind.PRIVATE,
         consumer="scheduler_worker",
-        bindings=((EVENTS, "compute.hosts.#"), (EVENTS, "services.digest")),
+        bindings=((EVENTS, "compute.hosts.#"), (EVENTS, "services.digest"), (EVENTS, "worker.heartbeat.#")),
         max_length=100_000,
     ),
     QueueRow(
@@ -202,6 +205,14 @@ QUEUES: tuple[QueueRow, ...] = (
         kind=QueueKind.PRIVATE,
         consumer="operator",
         bindings=((EVENTS, "build.event.#"), (EVENTS, "instance.event.#")),
+        max_length=1_000_000,
+    ),
+    QueueRow(
+        name="client.moves.{process}",
+        where=Where.API,
+        kind=QueueKind.PRIVATE,
+        consumer="operator",
+        bindings=((EVENTS, "instance.event.#"),),
         max_length=1_000_000,
     ),
     QueueRow(

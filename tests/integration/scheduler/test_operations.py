@@ -73,16 +73,17 @@ async def test_a_host_under_maintenance_takes_no_forced_request_either(world: Wo
     forced = world.request(host="c1-0", forced=True)
     await world.ask(forced)
     await world.ended(forced.instance_uuid, BuildState.SCHEDULED)
-    await decide(world, "c1-0", AdminState.MAINTENANCE)
-    again = world.request(host="c1-0", forced=True)
-    await world.ask(again)
-    failed = await world.ended(again.instance_uuid)
-    assert (failed.state, failed.code) == (BuildState.FAILED, "no_valid_host")
-    assert failed.funnel[-1].rejected == {"host.maintenance": 1}
-    plain = world.request(host="c1-0")
-    await world.ask(plain)
-    funnel = (await world.ended(plain.instance_uuid)).funnel
-    assert [step.rejected for step in funnel if step.step == "ComputeFilter"] == [{"host.maintenance": 1}]
+    for state in (AdminState.MAINTENANCE, AdminState.FENCED):
+        await decide(world, "c1-0", state)
+        again = world.request(host="c1-0", forced=True)
+        await world.ask(again)
+        failed = await world.ended(again.instance_uuid)
+        assert (failed.state, failed.code) == (BuildState.FAILED, "no_valid_host")
+        assert failed.funnel[-1].rejected == {f"host.{state}": 1}
+        plain = world.request(host="c1-0")
+        await world.ask(plain)
+        funnel = (await world.ended(plain.instance_uuid)).funnel
+        assert [step.rejected for step in funnel if step.step == "ComputeFilter"] == [{f"host.{state}": 1}]
 
 
 async def test_a_decision_that_is_delivered_again_does_not_undo_a_later_one(world: World) -> None:

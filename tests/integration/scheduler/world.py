@@ -14,6 +14,7 @@ from bus.consuming.outcome import Done, Outcome, Received
 from bus.contracts.base import Message
 from bus.contracts.build import BuildEvent, BuildPage, BuildQuery, BuildRecord, BuildRequest, BuildState, DeleteRequest
 from bus.contracts.cell import CellBuild, CellDelete, ComputeHosts, HostReport, ReportHosts
+from bus.contracts.moves import CellMove, MoveEvent, MoveKind, MoveRequest, MoveState
 from bus.contracts.placement import (
     Inventory,
     InventoryResult,
@@ -50,6 +51,8 @@ class World:
         self.replicas: dict[str, Book] = {}
         self.tables: dict[str, HostTable] = {}
         self.events: list[BuildEvent] = []
+        self.move_events: list[MoveEvent] = []
+        self.moves: list[tuple[str, CellMove]] = []
         self.builds: list[tuple[str, CellBuild]] = []
         self.deletes: list[tuple[str, CellDelete]] = []
         self.hosts: dict[str, dict[str, HostReport]] = {cell: {} for cell in CELLS}
@@ -139,7 +142,10 @@ class World:
     # --- what the neighbours hear
 
     async def _hear(self, batch: Sequence[Received]) -> Sequence[Outcome]:
-        return await self._tell(batch, self.events)
+        moves = [received for received in batch if isinstance(received.message, MoveEvent)]
+        await self._tell(moves, self.move_events)
+        await self._tell([received for received in batch if received not in moves], self.events)
+        return [Done()] * len(batch)
 
     async def _command(self, batch: Sequence[Received]) -> Sequence[Outcome]:
         for received in batch:
@@ -147,6 +153,8 @@ class World:
                 self.builds.append((received.bus, received.message))
             elif isinstance(received.message, CellDelete):
                 self.deletes.append((received.bus, received.message))
+            elif isinstance(received.message, CellMove):
+                self.moves.append((received.bus, received.message))
         return await self._tell(batch, [])
 
     async def _tell(self, batch: Sequence[Received], heard: list[Any]) -> Sequence[Outcome]:
@@ -239,6 +247,54 @@ class World:
         """What the cell's conductor would say."""
         event = BuildEvent(
             instance_uuid=request.instance_uuid, project_id=request.project_id, state=state, sequence=sequence, **more
+        )
+        await self.buses[cell].publish(event)
+
+    async def active(self, request: BuildRequest, cell: str = "c1", host: str | None = None) -> str:
+        """Ask for a build, and have its cell build it on the host that was chosen; the host's name."""
+        await self.ask(request)
+        told = await self.ended(request.instance_uuid, BuildState.SCHEDULED)
+        more = {"host": host or told.host, "attempt": 1, "terminal": True}
+        await self.announced(told.cell or cell, request, BuildState.ACTIVE, 11, **more)
+        await self.ended(request.instance_uuid, BuildState.ACTIVE)
+        assert told.host is not None
+        return told.host
+
+    def move(self, request: BuildRequest, kind: MoveKind, **more: Any) -> MoveRequest:
+        return MoveRequest(
+            request_id=more.pop("request_id", None) or new_uuid(self.rng),
+            instance_uuid=request.instance_uuid,
+            project_id=more.pop("project_id", request.project_id),
+            kind=kind,
+            **more,
+        )
+
+    async def moved(self, move: MoveRequest, *states: MoveState) -> MoveEvent:
+        """Wait for the event of one of these states (any terminal one when none is given)."""
+
+        def found() -> MoveEvent | None:
+            mine = [event for event in self.move_events if event.request_id == move.request_id]
+            return next((e for e in mine if (e.state in states if states else e.terminal)), None)
+
+        event = await self.until(found)
+        assert event is not None
+        return event
+
+    async def dispatched(self, move: MoveRequest) -> CellMove:
+        """Wait for the command to the cell."""
+        found = await self.until(lambda: [one for _, one in self.moves if one.request_id == move.request_id])
+        return found[0]
+
+    async def move_announced(self, cell: str, move: MoveRequest, state: MoveState, sequence: int, **more: Any) -> None:
+        """What the cell's conductor would say of a move."""
+        event = MoveEvent(
+            request_id=move.request_id,
+            instance_uuid=move.instance_uuid,
+            project_id=move.project_id,
+            kind=move.kind,
+            state=state,
+            sequence=sequence,
+            **more,
         )
         await self.buses[cell].publish(event)
 

@@ -18,6 +18,7 @@ from berth.supervisor import MAX_DEATHS, WITHIN_S, Supervisor, supervised
 from berth.up_processes import HOSTS_WAIT_S, ProcessCounts, _hosts_known, numbers
 from berth.worker_processes import Worker, WorkerProcesses
 from bus.clock import SystemClock
+from scheduler_worker.domain.workers import WorkerTable
 from scheduler_worker.queries import QueryHandler
 from tests.unit.front.world import HandClock
 from tests.unit.scheduler.hosts import Hosts
@@ -126,7 +127,7 @@ async def test_every_cell_has_hosts_however_many_another_one_has() -> None:
     here = Site(Settings(), brokers=Brokers(clock), clock=clock, seed=1)
     last = 999  # h999 is the last name of 1,002
     hosts = Hosts([{"VCPU": 1}] * 1002, cells=["cell2" if at == last else "cell1" for at in range(1002)])
-    handler = QueryHandler(cast("Any", None), hosts.selector, clock=SystemClock())
+    handler = QueryHandler(cast("Any", None), hosts.selector, cast("Any", None), WorkerTable(), clock=SystemClock())
     bus = here.bus("scheduler1")
     await bus.open()
     consumer = bus.consumer("scheduler.queries", handler)

@@ -12,6 +12,7 @@ from bus.contracts.base import Meta
 from bus.contracts.build import BuildQuery, BuildRecord, HostsQuery
 from bus.contracts.cell import ServiceDown, ServicesDigest
 from bus.faults import DatabaseUnavailable
+from scheduler_worker.domain.workers import WorkerTable
 from scheduler_worker.queries import QueryHandler
 from tests.unit.scheduler.hosts import PLENTY, Hosts
 
@@ -34,7 +35,7 @@ def test_hosts_are_those_asked_for_by_name(query: HostsQuery, names: list[str]) 
     hosts = Hosts([PLENTY] * 5, cells=["c1", "c1", "c1", "c2", "c2"])
     down = (ServiceDown(service="compute-c1", epoch=1, code="service.silent"),)
     hosts.table.apply(ServicesDigest(cell="c1", term=1, number=1, down=down), 1.0)
-    handler = QueryHandler(cast("Any", None), hosts.selector, clock=SystemClock())
+    handler = QueryHandler(cast("Any", None), hosts.selector, cast("Any", None), WorkerTable(), clock=SystemClock())
     assert [host.name for host in handler.hosts(query).hosts] == names
 
 
@@ -48,6 +49,6 @@ class Away:
 async def test_a_question_while_the_database_is_away_is_refused_at_once() -> None:
     """Not kept until it is back: who asked would wait in vain, and be told that there is no scheduler."""
     hosts = Hosts([PLENTY])
-    handler = QueryHandler(cast("Any", Away()), hosts.selector, clock=SystemClock())
+    handler = QueryHandler(cast("Any", Away()), hosts.selector, cast("Any", None), WorkerTable(), clock=SystemClock())
     asked = Received(message=BuildQuery(), meta=Meta(id="q", cause="q", sent_at=1.0), bus="api", queue="q")
     assert await handler([asked]) == [Refuse("database.unavailable", "connection refused")]

@@ -1,0 +1,112 @@
+"""`/api/v1` for instances: what is asked of them once they have been built, and what becomes of it."""
+
+from __future__ import annotations
+
+import random
+
+import msgspec
+from msgspec import Struct
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from berth.web.access import WebRole
+from berth.web.api import (
+    API_ROOT,
+    ASK_TIMEOUT_S,
+    MAX_PAGE,
+    WebApi,
+    caller_of,
+    converted,
+    json_response,
+    may_change,
+    need,
+    number_of,
+    object_of,
+    only,
+    parsed,
+    uuid_of,
+)
+from berth.web.problems import Problem
+from bus.bus import Bus
+from bus.clock import new_uuid
+from bus.contracts.base import Uuid
+from bus.contracts.moves import MoveAccepted, MoveKind, MovePage, MoveQuery, MoveRequest
+
+# As in Nova, where a machine runs is an operator's affair; what it is, and whether it runs, its project's.
+OPERATORS_KINDS = frozenset({MoveKind.MIGRATE, MoveKind.LIVE_MIGRATE, MoveKind.EVACUATE})
+
+
+class MoveTaken(Struct, frozen=True):
+    """The answer to a request that is on record. links: where to look at it and at its instance."""
+
+    request_id: Uuid
+    instance_uuid: Uuid
+    links: dict[str, str]
+
+
+class WebMoves:
+    """The handlers. Each takes a request of a caller that is known."""
+
+    def __init__(self, bus: Bus, api: WebApi, rng: random.Random) -> None:
+        self._bus = bus
+        self._api = api
+        self._rng = rng
+
+    def routes(self) -> list[Route]:
+        """The routes below API_ROOT."""
+        return [
+            Route("/builds/{uuid}/moves", self.create_move, methods=["POST"]),
+            Route("/moves", self.list_moves, methods=["GET"]),
+            Route("/moves/{uuid}", self.show_move, methods=["GET"]),
+        ]
+
+    async def create_move(self, request: Request) -> Response:
+        """Ask for one thing with one instance. Idempotent by request_id; without one, a new one is made up."""
+        caller = caller_of(request)
+        uuid = uuid_of(request)
+        fields = await object_of(request)
+        build = await self._api.build(uuid, caller, to_change=True)
+        may_change(caller)
+        for name, value in (("instance_uuid", uuid), ("project_id", build.project_id)):
+            if fields.setdefault(name, value) != value:
+                raise Problem(400, "request.invalid", f"{name} is not that of the instance in the path")
+        fields.setdefault("request_id", new_uuid(self._rng))
+        move = converted(fields, MoveRequest)
+        if move.kind in OPERATORS_KINDS:
+            need(caller, WebRole.OPERATOR)
+        await self._bus.request(move, MoveAccepted, timeout_s=ASK_TIMEOUT_S, cause=move.request_id)
+        here = f"{API_ROOT}/moves/{move.request_id}"
+        body = MoveTaken(move.request_id, uuid, {"self": here, "instance": f"{API_ROOT}/builds/{uuid}"})
+        return json_response(body, 202, {"location": here})
+
+    async def list_moves(self, request: Request) -> Response:
+        """Requests about instances, newest first: ?instance=&project=&under_way=true|false&limit=."""
+        query, caller = request.query_params, caller_of(request)
+        only(request, "instance", "project", "under_way", "limit")
+        project = query.get("project", caller.sees)
+        if caller.sees is not None and project != caller.sees:
+            raise Problem(403, "project.forbidden", f"this token sees project {caller.sees}")
+        under_way = query.get("under_way")
+        if under_way not in (None, "true", "false"):
+            raise Problem(400, "request.invalid", "under_way is true or false")
+        asked = {
+            "instance_uuid": query.get("instance"),
+            "project_id": project,
+            "under_way": None if under_way is None else under_way == "true",
+            "limit": number_of(request, "limit", 100, most=MAX_PAGE),
+        }
+        page = await self._moves(parsed(lambda: msgspec.convert(asked, MoveQuery)))
+        return json_response(page.moves)
+
+    async def show_move(self, request: Request) -> Response:
+        """One request about an instance, and how it has ended."""
+        uuid, caller = uuid_of(request), caller_of(request)
+        page = await self._moves(MoveQuery(request_id=uuid))
+        found = next((one for one in page.moves if caller.sees in (None, one.project_id)), None)
+        if found is None:
+            raise Problem(404, "move.unknown", f"no request {uuid} is on record")
+        return json_response(found)
+
+    async def _moves(self, query: MoveQuery) -> MovePage:
+        return await self._bus.request(query, MovePage, timeout_s=ASK_TIMEOUT_S)

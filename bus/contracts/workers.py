@@ -1,0 +1,55 @@
+"""What every worker says of itself, and what a scheduler has heard of workers."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from msgspec import Meta as Bound
+from msgspec import Struct
+
+from .base import Count, Label, Message, Word
+
+Phrase = Annotated[str, Bound(max_length=255)]
+
+
+class WorkerHeartbeat(Message, frozen=True, kw_only=True, tag="worker.heartbeat.v1"):
+    """A worker is there: said every `every_s` seconds on its own bus, and lost without harm.
+
+    worker: the process's name, no other's at the same time. phase: of its life (`ready`, `draining`, ...). not_ready:
+    what it waits for. in_hand: {queue: deliveries that it has taken and not answered}. started_at: seconds since the
+    epoch.
+    """
+
+    role: Word
+    worker: Label
+    host: Phrase
+    pid: Count
+    version: Phrase
+    started_at: float
+    phase: Word
+    not_ready: Annotated[tuple[Phrase, ...], Bound(max_length=16)] = ()
+    in_hand: Annotated[dict[Phrase, Count], Bound(max_length=64)] = {}
+    every_s: Annotated[float, Bound(gt=0, le=3600)] = 5.0
+
+
+class WorkersQuery(Message, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="workers.query.v1"):
+    """Ask a scheduler which workers it has heard of. role: only these."""
+
+    role: Word | None = None
+    limit: Annotated[int, Bound(ge=1, le=100_000)] = 1000
+
+
+class WorkerRecord(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One worker's newest heartbeat. bus: where it was heard. heard_s: how many seconds ago. silent: for too long."""
+
+    heartbeat: WorkerHeartbeat
+    bus: str
+    heard_s: float
+    silent: bool = False
+
+
+class WorkersPage(Message, frozen=True, kw_only=True, tag="workers.page.v1"):
+    """Reply to a WorkersQuery, by role, bus and name. since_s: how long the scheduler that answers has listened."""
+
+    workers: tuple[WorkerRecord, ...] = ()
+    since_s: float = 0.0

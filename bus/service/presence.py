@@ -1,0 +1,60 @@
+"""A worker says that it is there, on its own bus, so that an operator can see every worker in one place."""
+
+from __future__ import annotations
+
+import os
+import socket
+from contextlib import suppress
+from importlib import metadata
+
+from bus.bus import Bus
+from bus.contracts.workers import WorkerHeartbeat
+from bus.port import BusError
+from bus.service.environment import Environment
+from bus.service.service import Service
+
+MAX_NOT_READY = 16
+MAX_QUEUES = 64
+MAX_TEXT = 255
+
+
+def announce_presence(service: Service, env: Environment, bus: Bus, role: str) -> None:
+    """Have a service say every `env.heartbeat_s` seconds on this bus that it is there; where that is None, never."""
+    if env.heartbeat_s is not None:
+        service.add_task("presence", Presence(service, bus, role=role, every_s=env.heartbeat_s).run)
+
+
+class Presence:
+    """One worker's heartbeats. One at a time: while the bus is away none gathers."""
+
+    def __init__(self, service: Service, bus: Bus, *, role: str, every_s: float) -> None:
+        self._service = service
+        self._bus = bus
+        self._role = role
+        self._every_s = every_s
+        self._started_at = bus.clock.time()
+        self._version = metadata.version("berth")[:MAX_TEXT]
+        self._host = socket.gethostname()[:MAX_TEXT]
+
+    async def run(self) -> None:
+        """Say it at once, and then again and again."""
+        while True:
+            with suppress(BusError):  # lost without harm; the next one tells more
+                await self._bus.publish(self.heartbeat())
+            await self._bus.clock.sleep(self._every_s)
+
+    def heartbeat(self) -> WorkerHeartbeat:
+        """What the worker is doing now."""
+        in_hand = {queue[:MAX_TEXT]: count for queue, count in list(self._service.in_hand().items())[:MAX_QUEUES]}
+        return WorkerHeartbeat(
+            role=self._role,
+            worker=self._bus.process or self._service.name,
+            host=self._host,
+            pid=os.getpid(),
+            version=self._version,
+            started_at=self._started_at,
+            phase=self._service.phase,
+            not_ready=tuple(said[:MAX_TEXT] for said in self._service.not_ready()[:MAX_NOT_READY]),
+            in_hand=in_hand,
+            every_s=self._every_s,
+        )

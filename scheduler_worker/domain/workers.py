@@ -1,0 +1,60 @@
+"""Which workers were heard of, and when last. Pure: times come in."""
+
+from __future__ import annotations
+
+from msgspec import Struct
+
+from bus.contracts.workers import WorkerHeartbeat, WorkerRecord, WorkersPage, WorkersQuery
+
+MAX_WORKERS = 100_000  # workers kept; a bus that makes up more is not listened to
+SILENT_AFTER = 3  # heartbeats missed
+FORGET_S = 3600.0  # a worker that was silent for so long is forgotten
+
+
+class HeardWorker(Struct, frozen=True):
+    """The newest heartbeat of one worker, and when it was heard (monotonic, seconds)."""
+
+    heartbeat: WorkerHeartbeat
+    heard_s: float
+
+
+class WorkerTable:
+    """The workers by bus, role and name. began_s: when listening began."""
+
+    def __init__(self) -> None:
+        self.began_s: float | None = None
+        self._heard: dict[tuple[str, str, str], HeardWorker] = {}
+
+    def __len__(self) -> int:
+        return len(self._heard)
+
+    def apply(self, heartbeat: WorkerHeartbeat, bus: str, now_s: float) -> None:
+        """Take one heartbeat in."""
+        if self.began_s is None:
+            self.began_s = now_s
+        key = heartbeat.role, bus, heartbeat.worker
+        if key not in self._heard and len(self._heard) >= MAX_WORKERS:
+            self._forget(now_s)
+            if len(self._heard) >= MAX_WORKERS:
+                return
+        self._heard[key] = HeardWorker(heartbeat, now_s)
+
+    def page(self, query: WorkersQuery, now_s: float) -> WorkersPage:
+        """The workers that a query asks for, by role, bus and name."""
+        self._forget(now_s)
+        found = [key for key in sorted(self._heard) if query.role in (None, key[0])][: query.limit]
+        return WorkersPage(
+            workers=tuple(_record(self._heard[key], key[1], now_s) for key in found),
+            since_s=0.0 if self.began_s is None else now_s - self.began_s,
+        )
+
+    def _forget(self, now_s: float) -> None:
+        gone = [key for key, one in self._heard.items() if now_s - one.heard_s > FORGET_S]
+        for key in gone:
+            del self._heard[key]
+
+
+def _record(one: HeardWorker, bus: str, now_s: float) -> WorkerRecord:
+    heard_s = now_s - one.heard_s
+    silent = heard_s > SILENT_AFTER * one.heartbeat.every_s
+    return WorkerRecord(heartbeat=one.heartbeat, bus=bus, heard_s=heard_s, silent=silent)

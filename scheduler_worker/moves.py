@@ -1,0 +1,476 @@
+"""How moves are scheduled: check, choose hosts, write. Nothing is claimed here: the cell's conductor claims, in order.
+
+1. Read what is on record of the instances, without locks, and check each request against it.
+2. Choose: placement tells where the instances are now; the search, the filters and the weighers of a build choose hosts
+   of the same cell. What is chosen counts as used for a few seconds, so that the next choices see it.
+3. Write, in one transaction: hold the instances' builds, check again, and put the request, its event and the command to
+   the cell on record. Where an instance has changed since it was read, its request is tried again.
+
+Up to the commit nothing has happened, so a request that is delivered again is simply taken again.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Mapping, Sequence
+
+import structlog
+from msgspec import Struct
+from msgspec.structs import replace
+
+from bus.bus import API
+from bus.clock import Clock
+from bus.consuming.outcome import Done, Outcome, Refuse, Retry
+from bus.contracts.base import Refusal
+from bus.contracts.build import FunnelStep
+from bus.contracts.cell import InstanceSpec, Selection
+from bus.contracts.moves import (
+    CellMove,
+    DrainPlan,
+    DrainQuery,
+    MoveKind,
+    MoveRequest,
+    MoveState,
+    PlannedMove,
+    ResizePolicy,
+)
+from bus.contracts.operations import AdminState
+from bus.contracts.placement import LocatePage, LocateRequest
+from bus.faults import Fault
+from bus.persistence.outbox import OutboxMessage
+from placement_worker.replica.query import total_resources
+from placement_worker.replica.request import QueryTooWide
+from scheduler_worker import metrics
+from scheduler_worker.claims import ClaimPort
+from scheduler_worker.domain.attempt import PlacementRequest, new_attempt, unavailable_after
+from scheduler_worker.domain.builds import Author, BuildUpdate
+from scheduler_worker.domain.decisions import NO_HOST
+from scheduler_worker.domain.explain import funnel_step, sentence
+from scheduler_worker.domain.moves import (
+    CHANGED,
+    Clash,
+    InstanceRecord,
+    MoveContext,
+    PendingMove,
+    RecordedMove,
+    accepted,
+    check_move,
+    chooses_hosts,
+    clash_event,
+    event_of,
+    flavor_of,
+    image_of,
+    leaves_source,
+    placed_as,
+    recorded,
+)
+from scheduler_worker.domain.peers import peers_of
+from scheduler_worker.domain.request_spec import RequestSpec, Unsatisfiable
+from scheduler_worker.domain.selector import NoValidHost, Selector
+from scheduler_worker.engine import HOSTS_UNKNOWN, RETRIES, ReplicaFollower
+from scheduler_worker.store.port import SchedulerStore
+
+log = structlog.get_logger(__name__)
+
+NOT_FENCED = "host.not_fenced"
+SOURCE_UNKNOWN = Retry("instance.unlocated", "placement does not know where the instance is (yet)")
+MAX_SELECTIONS = 9  # as CellMove has it
+MAX_HELD = 10_000  # choices that count as used at a time
+
+
+class Chosen(Struct, frozen=True, kw_only=True):
+    """What hosts there are for one request. failure: why there are none, with the funnel."""
+
+    selections: tuple[Selection, ...] = ()
+    failure: Refusal | None = None
+    funnel: tuple[FunnelStep, ...] = ()
+    passed: int = 0
+
+
+class MoveEngine:
+    """Schedules batches of moves. One per scheduler process."""
+
+    def __init__(
+        self,
+        store: SchedulerStore,
+        claims: ClaimPort,
+        selector: Selector,
+        follower: ReplicaFollower,
+        *,
+        clock: Clock,
+        rng: random.Random,
+        process: str = "",
+    ) -> None:
+        self._store = store
+        self._claims = claims
+        self._selector = selector
+        self._follower = follower
+        self._clock = clock
+        self._rng = rng
+        self._who = process or "scheduler"
+        self._started_s: float | None = None
+        self._held: deque[tuple[float, str]] = deque()  # (until, monotonic; key) of choices that count as used
+
+    async def process(self, moves: Sequence[PendingMove]) -> dict[int, Outcome]:
+        """Schedule a batch; the outcomes by position. Raises PlacementUnavailable."""
+        if not moves:
+            return {}
+        if self._started_s is None:
+            self._started_s = self._clock.monotonic()
+        async with self._store.operation() as unit:
+            known = await unit.known({one.request.request_id: one.request.instance_uuid for one in moves})
+        outcomes: dict[int, Outcome] = {}
+        chosen: dict[int, Chosen] = {}
+        choosing: list[PendingMove] = []
+        for pending in moves:
+            found = known[pending.request.request_id]
+            if self._check(pending, found) is None and chooses_hosts(pending.request, found):
+                choosing.append(pending)
+        pages = await self._locate(choosing, known)
+        for pending, page in zip(choosing, pages, strict=True):
+            result = await self._choose(pending, known[pending.request.request_id], page)
+            if isinstance(result, Retry):
+                outcomes[pending.position] = result
+            else:
+                chosen[pending.position] = result
+        outcomes |= await self._write([one for one in moves if one.position not in outcomes], known, chosen)
+        return outcomes
+
+    async def plan(self, query: DrainQuery) -> DrainPlan | Refuse:
+        """Where the instances of a host would go now, one after the other. Raises Transient."""
+        if self._started_s is None:
+            self._started_s = self._clock.monotonic()
+        found = self._selector.uuids_of(query.host)
+        if query.cell is not None:
+            found = [uuid for uuid in found if self._selector.cell_of(uuid) == query.cell]
+        if len(found) != 1:
+            code = "host.ambiguous" if found else "host.unknown"
+            return Refuse(code, f"{len(found)} hosts are called {query.host}")
+        host, cell = found[0], self._selector.cell_of(found[0])
+        index = self._selector.table.index_of(host)
+        name = self._selector.name_of(host) if index is None else self._selector.table.names[index]
+        uuids = await self._store.active_on(name, cell, query.limit + 1)
+        uuids, more = uuids[: query.limit], len(uuids) > query.limit
+        async with self._store.operation() as unit:
+            known = await unit.known({uuid: uuid for uuid in uuids})
+        pending = [
+            _asked(known[uuid], query.kind, self._clock.time()) for uuid in uuids if known[uuid].build is not None
+        ]
+        contexts = {
+            one.request.request_id: replace(known[one.request.instance_uuid], names_instance=False) for one in pending
+        }
+        pages = await self._locate(pending, contexts)
+        planned: list[PlannedMove] = []
+        try:
+            for one, page in zip(pending, pages, strict=True):
+                context = contexts[one.request.request_id]
+                planned.append(await self._planned(one, context, page, host))
+        finally:
+            for one in pending:  # a plan holds nothing
+                self._selector.book.settle(one.request.request_id, None)
+            self._held = deque(held for held in self._held if held[1] not in contexts)
+        return DrainPlan(host_uuid=host, host=name, moves=tuple(planned), more=more)
+
+    async def _planned(self, pending: PendingMove, known: MoveContext, page: LocatePage, host: str) -> PlannedMove:
+        request = pending.request
+        verdict = self._check(pending, known)
+        chosen = Chosen()
+        if isinstance(verdict, Refusal):
+            chosen = Chosen(failure=verdict)
+        elif host not in page.hosts.get(request.instance_uuid, ()):
+            chosen = Chosen(failure=Refusal(code="instance.elsewhere", reason="placement knows it on another host"))
+        else:
+            found = await self._choose(pending, known, page, planned=True)
+            chosen = (
+                Chosen(failure=Refusal(code=found.code, reason=found.reason)) if isinstance(found, Retry) else found
+            )
+        why = chosen.failure
+        return PlannedMove(
+            instance_uuid=request.instance_uuid,
+            project_id=request.project_id,
+            flavor=flavor_of(known),
+            hosts=tuple(selection.host for selection in chosen.selections),
+            code="" if why is None else why.code,
+            reason="" if why is None else why.reason,
+        )
+
+    def _check(self, pending: PendingMove, known: MoveContext) -> Outcome | Clash | Refusal | None:
+        return check_move(pending, known, self._selector, same_host=self._selector.config.allow_resize_to_same_host)
+
+    # --- choose
+
+    async def _locate(self, moves: Sequence[PendingMove], known: Mapping[str, MoveContext]) -> list[LocatePage]:
+        """Where the instances and those that they depend on are. Raises PlacementUnavailable."""
+        if not moves:
+            return []
+        questions = []
+        for pending in moves:
+            asked = placed_as(pending.request, known[pending.request.request_id])
+            consumers = (asked.instance_uuid, *asked.different_host, *asked.same_host)
+            questions.append(
+                LocateRequest(
+                    project_id=asked.project_id,
+                    server_group=asked.server_group.uuid if asked.server_group is not None else None,
+                    besides=asked.instance_uuid,
+                    consumers=tuple(dict.fromkeys(consumers)),
+                )
+            )
+        pages: list[LocatePage] = []
+        for page in await self._claims.locate(questions):
+            if isinstance(page, Fault):
+                raise unavailable_after(page)
+            pages.append(page)
+        return pages
+
+    async def _choose(
+        self, pending: PendingMove, known: MoveContext, page: LocatePage, *, planned: bool = False
+    ) -> Chosen | Retry:
+        """Hosts in order for one request, or why there are none; tried again where that may be too early.
+
+        planned: it is one of a plan, whose choices before it stay counted as used.
+        """
+        request = pending.request
+        source = next(iter(page.hosts.get(request.instance_uuid, ())), None)
+        may_retry = pending.delivery < RETRIES
+        if source is None and request.kind is not MoveKind.UNSHELVE and may_retry:
+            return SOURCE_UNKNOWN
+        if request.kind is MoveKind.EVACUATE and not self._is_fenced(source):
+            where = "its host" if source is None else f"host {self._selector.name_of(source)}"
+            return Chosen(failure=Refusal(code=NOT_FENCED, reason=f"{where} is not fenced by an operator"))
+        spec = self._spec(request, known, page, source)
+        if isinstance(spec, Unsatisfiable):
+            hosts = int(self._selector.book.rows_of_roots().size)
+            return Chosen(
+                failure=Refusal(code=NO_HOST, reason=f"No host can take it: {spec.reason}."),
+                funnel=(funnel_step(spec.step, hosts, {spec.code: hosts}),),
+            )
+        try:
+            chosen = self._pick(pending, known, spec, source)
+            if isinstance(chosen, NoValidHost) and not planned:
+                # "No host" is said on the newest state only, and of nothing that is only held for other moves.
+                self._release(everything=True)
+                await self._follower.refresh(timeout_s=self._selector.config.raced_wait_s)
+                chosen = self._pick(pending, known, spec, source)
+        except QueryTooWide as error:
+            return Chosen(failure=Refusal(code=error.code, reason=str(error)))
+        if isinstance(chosen, Chosen):
+            return chosen
+        if chosen.may_be_early and self._is_warming_up() and may_retry:
+            return HOSTS_UNKNOWN
+        reason = sentence(spec, chosen.funnel, self._selector.config.max_funnel_nearest)
+        return Chosen(failure=Refusal(code=NO_HOST, reason=reason), funnel=chosen.funnel)
+
+    def _spec(
+        self, request: MoveRequest, known: MoveContext, page: LocatePage, source: str | None
+    ) -> RequestSpec | Unsatisfiable:
+        """What hosts are looked for: as for a build of the instance as it is to be, in its cell."""
+        assert known.build is not None
+        asked = placed_as(request, known)
+        if asked.flavor not in self._selector.flavors:
+            return Unsatisfiable("flavor.unknown", f"flavor {asked.flavor} is no longer configured", "flavor")
+        spec = self._selector.request_spec(asked)
+        if isinstance(spec, Unsatisfiable):
+            return spec
+        if request.kind is MoveKind.RESIZE and request.policy is ResizePolicy.SAME_HOST and source is not None:
+            spec = replace(spec, query=replace(spec.query, only_roots=(source,)))
+        spec = replace(spec, cell=known.build.cell, key=(*spec.key, request.request_id))
+        if asked.server_group is not None or asked.different_host or asked.same_host:
+            spec = spec.with_peers(peers_of(asked, page), request.request_id)
+        return spec
+
+    def _pick(
+        self, pending: PendingMove, known: MoveContext, spec: RequestSpec, source: str | None
+    ) -> Chosen | NoValidHost:
+        """One synchronous choice on the replica as it is now; what is chosen counts as used from here on."""
+        request, book = pending.request, self._selector.book
+        self._release()
+        asked = replace(placed_as(request, known), max_attempts=None)
+        attempt = new_attempt(PlacementRequest(request=asked, spec=spec), self._selector)
+        if source is not None and leaves_source(request, same_host=self._selector.config.allow_resize_to_same_host):
+            attempt = replace(attempt, rejected={**attempt.rejected, source: "host.source"})
+        tried = min(request.max_attempts or self._selector.config.max_attempts, MAX_SELECTIONS)
+        leaving = f"{request.request_id} leaves"
+        # What the instance holds and what it is to hold of one provider count once, the larger of the two.
+        book.assume(leaving, self._leaves(known, source))
+        try:
+            subset = self._selector.config.host_subset_size
+            ranking = self._selector.rank(attempt.spec, self._rng)
+            choice = ranking.pick(self._selector.rows_of(attempt.rejected), subset=subset, alternates=tried - 1)
+            if choice is None:
+                return self._selector.explain(attempt.spec, attempt.rejected)
+            hosts = (choice.selected, *choice.alternates)
+            selections = tuple(self._selector.selection(host) for host in hosts)
+        finally:
+            book.settle(leaving, None)
+        self._hold(request.request_id, choice.selected.options[0].allocations)
+        return Chosen(selections=selections, passed=choice.passed)
+
+    def _leaves(self, known: MoveContext, source: str | None) -> dict[str, dict[str, int]]:
+        """What the instance holds on its host, as negative amounts, where its host is one provider without children."""
+        row = None if source is None else self._selector.book.row_of(source)
+        flavor = self._selector.flavors.get(flavor_of(known))
+        if source is None or row is None or flavor is None:
+            return {}
+        has = self._selector.book.inventory_of(row)
+        held = total_resources(flavor.query)
+        if not held or not held.keys() <= has.keys():
+            return {}
+        return {source: {name: -amount for name, amount in held.items()}}
+
+    def _is_fenced(self, host: str | None) -> bool:
+        decision = None if host is None else self._selector.table.decision_of(host)
+        return decision is not None and decision.state is AdminState.FENCED
+
+    def _hold(self, key: str, allocations: Mapping[str, Mapping[str, int]]) -> None:
+        self._release()
+        if len(self._held) >= MAX_HELD:
+            self._selector.book.settle(self._held.popleft()[1], None)
+        self._selector.book.assume(key, allocations)
+        self._held.append((self._clock.monotonic() + self._selector.config.choice_held_s, key))
+
+    def _release(self, *, everything: bool = False) -> None:
+        now_s = self._clock.monotonic()
+        while self._held and (everything or self._held[0][0] <= now_s):
+            self._selector.book.settle(self._held.popleft()[1], None)
+
+    def _is_warming_up(self) -> bool:
+        assert self._started_s is not None
+        return self._clock.monotonic() - self._started_s < self._selector.config.hosts_warmup_s
+
+    # --- write
+
+    async def _write(
+        self, moves: Sequence[PendingMove], known: Mapping[str, MoveContext], chosen: Mapping[int, Chosen]
+    ) -> dict[int, Outcome]:
+        """Check again under the instances' locks, and write what follows."""
+        outcomes: dict[int, Outcome] = {}
+        if not moves:
+            return outcomes
+        author = Author(self._who, self._clock.time())
+        labels: list[str] = []
+        async with self._store.operation() as unit:
+            now = await unit.known({one.request.request_id: one.request.instance_uuid for one in moves}, lock=True)
+            instances: dict[str, InstanceRecord] = {}  # as this batch leaves them
+            seen: dict[str, RecordedMove] = {}
+            for pending in moves:
+                request = pending.request
+                found = now[request.request_id]
+                if request.request_id in seen:
+                    found = replace(found, move=seen[request.request_id])
+                if request.instance_uuid in instances:
+                    found = replace(found, instance=instances[request.instance_uuid])
+                verdict = self._check(pending, found)
+                if isinstance(verdict, Clash):
+                    unit.emit(OutboxMessage(API, clash_event(pending, verdict.refusal), request.request_id))
+                    outcomes[pending.position] = Done(reply=verdict.refusal)
+                    labels.append("duplicate")
+                    continue
+                if isinstance(verdict, Done | Retry | Refuse):
+                    outcomes[pending.position] = verdict
+                    continue
+                before = known[request.request_id]
+                if verdict is None and (found.build, found.instance) != (before.build, before.instance):
+                    outcomes[pending.position] = CHANGED
+                    continue
+                move, command = self._decided(pending, found, verdict, chosen.get(pending.position), author)
+                if not await unit.insert_moves([move], author.at):
+                    outcomes[pending.position] = CHANGED  # another scheduler has just put it on record
+                    continue
+                seen[request.request_id] = move
+                if found.build is not None and found.build.project_id == request.project_id:
+                    entry = author.entry(f"{request.kind} {move.state}", _detail(move, chosen.get(pending.position)))
+                    await unit.update([BuildUpdate(build=found.build, timeline=(entry,))], author.at)
+                if command is not None:
+                    assert move.cell is not None
+                    instances[request.instance_uuid] = self._begun(found, request.kind, request.request_id)
+                    unit.emit(OutboxMessage(move.cell, command, request.request_id))
+                unit.emit(OutboxMessage(API, event_of(move, found, author.at), request.request_id))
+                labels.append(move.code or move.state.value)
+                refused = move.state is MoveState.REFUSED
+                outcomes[pending.position] = (
+                    Done(reply=Refusal(code=move.code, reason=move.reason)) if refused else accepted(request)
+                )
+            await unit.put_instances(list(instances.values()))
+        for label in labels:
+            metrics.count_requests("move", label)
+        return outcomes
+
+    @staticmethod
+    def _begun(known: MoveContext, kind: MoveKind, request_id: str) -> InstanceRecord:
+        """An abort goes beside the request that it ends, which stays the one under way."""
+        return known.now if kind is MoveKind.ABORT else replace(known.now, under_way=request_id)
+
+    def _decided(
+        self,
+        pending: PendingMove,
+        known: MoveContext,
+        refusal: Refusal | None,
+        chosen: Chosen | None,
+        author: Author,
+    ) -> tuple[RecordedMove, CellMove | None]:
+        """The record of a request, and the command to its cell where there is one."""
+        if refusal is not None:
+            more = {"code": refusal.code, "reason": refusal.reason}
+            return recorded(pending, MoveState.REFUSED, author, **more), None
+        if chosen is not None and chosen.failure is not None:
+            why = chosen.failure
+            state = MoveState.FAILED if why.code == NO_HOST else MoveState.REFUSED
+            return recorded(pending, state, author, code=why.code, reason=why.reason, funnel=chosen.funnel), None
+        request = pending.request
+        assert known.build is not None and known.build.cell is not None
+        selections = () if chosen is None else chosen.selections
+        host = selections[0].host if selections else None
+        move = recorded(pending, MoveState.SCHEDULED, author, cell=known.build.cell, host=host)
+        return move, self._command(request, known, selections)
+
+    def _command(self, request: MoveRequest, known: MoveContext, selections: tuple[Selection, ...]) -> CellMove:
+        built = known.build_request
+        assert built is not None
+        spec = InstanceSpec(
+            instance_uuid=built.instance_uuid,
+            project_id=built.project_id,
+            user_id=built.user_id,
+            name=built.name,
+            image=request.image if request.kind is MoveKind.REBUILD and request.image is not None else image_of(known),
+            flavor=request.flavor if request.kind is MoveKind.RESIZE and request.flavor else flavor_of(known),
+        )
+        changes = request.kind in (MoveKind.RESIZE, MoveKind.REBUILD, MoveKind.UNSHELVE)
+        return CellMove(
+            request_id=request.request_id,
+            instance_uuid=request.instance_uuid,
+            project_id=request.project_id,
+            kind=request.kind,
+            spec=spec if changes else None,
+            selections=selections,
+            server_group=built.server_group,
+            limits=self._selector.config.quota_of(request.project_id) if selections else {},
+            migration=request.migration,
+            auto_confirm_s=request.auto_confirm_s,
+            offload=request.offload,
+            fenced=request.kind is MoveKind.EVACUATE,
+            step_timeout_s=request.timeout_s or built.build_timeout_s or self._selector.config.build_timeout_s,
+        )
+
+
+def _asked(known: MoveContext, kind: MoveKind, now: float) -> PendingMove:
+    """A request that is only planned. Its id cannot be any instance's uuid or request's: it is no uuid."""
+    assert known.build is not None
+    build = known.build
+    request = MoveRequest(
+        request_id=f"plan {build.instance_uuid}",
+        instance_uuid=build.instance_uuid,
+        project_id=build.project_id,
+        kind=kind,
+    )
+    return PendingMove(position=0, request=request, digest=b"", taken_at=now, delivery=RETRIES)
+
+
+def _detail(move: RecordedMove, chosen: Chosen | None) -> str:
+    """A line's text: where to, or why not."""
+    if move.code:
+        return f"{move.code}: {move.reason}"
+    if chosen is None:
+        return f"to cell {move.cell}"
+    names = ", ".join(selection.host for selection in chosen.selections)
+    return f"to cell {move.cell}: {names} of {chosen.passed} candidates"

@@ -1,0 +1,307 @@
+"""Moves at the top: what is refused, where an instance may go, and one terminal event a request."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from msgspec.structs import replace
+
+from bus.bus import API
+from bus.clock import new_uuid
+from bus.contracts.build import BuildRequest, BuildState
+from bus.contracts.groups import GroupPolicy, ServerGroup
+from bus.contracts.moves import (
+    Condition,
+    DrainPlan,
+    DrainQuery,
+    MoveAccepted,
+    MoveKind,
+    MoveRequest,
+    MoveState,
+    ResizePolicy,
+)
+from bus.contracts.operations import AdminState, AdminStateSet, SetAdminState
+from bus.faults import RequestRefused
+from bus.port import Outgoing
+from scheduler_worker.config import SchedulerConfig
+from tests.integration.scheduler.world import PATIENCE_S, World
+
+pytestmark = pytest.mark.postgres
+
+WARM = SchedulerConfig(hosts_warmup_s=0.001)
+DONE = {"terminal": True, "condition": Condition.ACTIVE}
+
+
+async def one_active(world: World, hosts: int = 3, config: SchedulerConfig = WARM, **more: object) -> BuildRequest:
+    await world.scheduler(config=config)
+    await world.add_hosts("c1", hosts)
+    await world.add_hosts("c2", 1)
+    request = world.request(**more)
+    await world.active(request)
+    return request
+
+
+async def refused(world: World, move: MoveRequest) -> str:
+    """The code of the refusal: to the requester, and on the event stream."""
+    with pytest.raises(RequestRefused) as fault:
+        await world.buses[API].request(move, MoveAccepted, timeout_s=PATIENCE_S)
+    told = await world.moved(move)
+    assert (told.state, told.code, told.terminal) == (MoveState.REFUSED, fault.value.code, True)
+    assert not [one for _, one in world.moves if one.request_id == move.request_id]
+    return fault.value.code
+
+
+async def test_a_migration_goes_to_other_hosts_of_the_cell_and_its_end_is_told_once(world: World) -> None:
+    built = await one_active(world)
+    source = (await world.show(built.instance_uuid)).host  # type: ignore[union-attr]
+    move = world.move(built, MoveKind.MIGRATE)
+    await world.buses[API].request(move, MoveAccepted, timeout_s=PATIENCE_S)
+    command = await world.dispatched(move)
+    assert {one.host for one in command.selections} == {"c1-0", "c1-1", "c1-2"} - {source}
+    assert command.spec is None and command.step_timeout_s == 300.0
+    told = await world.moved(move, MoveState.SCHEDULED)
+    assert (told.host, told.cell, told.condition) == (command.selections[0].host, "c1", Condition.MOVING)
+    record = await world.show(built.instance_uuid)
+    assert record is not None and record.under_way == move.request_id and record.host == source
+    # Another request is refused while this one is under way, an abort is not.
+    assert await refused(world, world.move(built, MoveKind.STOP)) == "instance.busy"
+    abort = world.move(built, MoveKind.ABORT)
+    await world.ask(abort)
+    await world.dispatched(abort)
+    await world.move_announced("c1", abort, MoveState.DONE, 13, **DONE)
+    await world.moved(abort)
+    target = command.selections[0].host
+    for _ in range(2):
+        await world.move_announced(
+            "c1", move, MoveState.DONE, 15, **{**DONE, "condition": Condition.RESIZED}, host=target
+        )
+    await world.move_announced("c1", move, MoveState.FINISHING, 14, host=target)
+    await world.moved(move)
+    confirm = world.move(built, MoveKind.CONFIRM)
+    await world.ask(confirm)
+    assert (await world.dispatched(confirm)).selections == ()
+    await world.move_announced("c1", confirm, MoveState.DONE, 17, **DONE, host=target)
+    await world.moved(confirm)
+    ends = [event.state for event in world.move_events if event.request_id == move.request_id and event.terminal]
+    assert ends == [MoveState.DONE]
+    record = await world.show(built.instance_uuid)
+    assert record is not None and (record.host, record.under_way, record.condition) == (target, None, "active")
+    what = [line.what for line in record.timeline if " " in line.what]
+    assert what[0] == "migrate scheduled" and what[-1] == "confirm done" and what.count("migrate done") == 1
+
+
+async def test_the_same_request_twice_moves_once_and_other_content_is_refused(world: World) -> None:
+    built = await one_active(world)
+    move = world.move(built, MoveKind.STOP)
+    await world.ask(*[move] * 10)
+    await world.scheduler("s2", WARM)
+    await world.ask(*[move] * 10)
+    await world.dispatched(move)
+    await world.buses[API].request(move, MoveAccepted, timeout_s=PATIENCE_S)
+    other = world.move(built, MoveKind.START, request_id=move.request_id)
+    with pytest.raises(RequestRefused) as fault:
+        await world.buses[API].request(other, MoveAccepted, timeout_s=PATIENCE_S)
+    assert fault.value.code == "request.duplicate"
+    told = await world.until(lambda: [e for e in world.move_events if e.code == "request.duplicate"])
+    assert [(event.sequence, event.kind) for event in told] == [(0, MoveKind.START)]
+    assert [one.kind for _, one in world.moves] == [MoveKind.STOP]
+    mine = world.move(built, MoveKind.STOP, request_id=built.instance_uuid)
+    with pytest.raises(RequestRefused) as fault:
+        await world.buses[API].request(mine, MoveAccepted, timeout_s=PATIENCE_S)
+    assert fault.value.code == "request.duplicate"
+
+
+async def test_what_cannot_be_asked_is_refused_with_a_code(world: World) -> None:
+    built = await one_active(world)
+    asleep = world.request()
+    await world.ask(asleep)
+    await world.ended(asleep.instance_uuid, BuildState.SCHEDULED)
+    unknown = world.request()
+    codes = {
+        "instance.unknown": world.move(unknown, MoveKind.STOP),
+        "instance.not_active": world.move(asleep, MoveKind.STOP),
+        "request.incomplete": world.move(built, MoveKind.RESIZE),
+        "flavor.unknown": world.move(built, MoveKind.RESIZE, flavor="nope"),
+        "flavor.same": world.move(built, MoveKind.RESIZE, flavor="m1.small"),
+        "resize.same_host": world.move(built, MoveKind.RESIZE, flavor="m1.large", policy=ResizePolicy.SAME_HOST),
+        "host.not_fenced": world.move(built, MoveKind.EVACUATE, fenced=True),
+    }
+    for code, move in codes.items():
+        assert await refused(world, move) == code
+        assert await refused(world, replace(move)) == code  # and again
+    foreign = world.move(built, MoveKind.STOP, project_id="other")
+    assert await refused(world, foreign) == "instance.unknown"
+    told = await world.moved(foreign)
+    assert (told.project_id, told.flavor, told.condition) == ("other", "", Condition.UNKNOWN)
+    record = await world.show(built.instance_uuid)
+    assert record is not None and record.under_way is None
+
+
+async def test_an_unreadable_request_is_answered_on_the_stream_of_its_project(world: World) -> None:
+    built = await one_active(world)
+    move = world.move(built, MoveKind.STOP)
+    transport = world.buses[API].transport
+    sent: list[Outgoing] = []
+    publish = transport.publish
+
+    async def watch(message: Outgoing) -> None:
+        sent.append(message)
+        await publish(message)
+
+    transport.publish = watch  # type: ignore[method-assign]
+    await world.ask(move)
+    await world.dispatched(move)
+    good = sent[0]
+    other = new_uuid(world.rng)
+    body = good.body.replace(move.request_id.encode(), other.encode())
+    for bad, kind in (
+        (body.replace(b'"stop"', b'"stopp"'), None),
+        (body.replace(b'"kind"', b'"hostt":"x","kind"'), MoveKind.STOP),
+    ):
+        before = len(world.move_events)
+        await publish(replace(good, body=bad))
+        (told,) = await world.until(lambda before=before: world.move_events[before:])  # type: ignore[misc]
+        assert (told.request_id, told.state, told.kind) == (other, MoveState.REFUSED, kind)
+        assert told.terminal and told.sequence == 0 and told.code == "message.invalid"
+
+
+async def test_a_host_is_named_through_the_filters_and_no_host_is_explained(world: World) -> None:
+    built = await one_active(world)
+    source = (await world.show(built.instance_uuid)).host  # type: ignore[union-attr]
+    named = next(name for name in ("c1-0", "c1-1", "c1-2") if name != source)
+    for host, step in ((source, "claim"), ("c2-0", "cell")):
+        move = world.move(built, MoveKind.LIVE_MIGRATE, host=host)
+        await world.ask(move)
+        told = await world.moved(move)
+        assert (told.state, told.code) == (MoveState.FAILED, "no_valid_host")
+        assert [one.step for one in told.funnel if one.rejected and not one.remaining][-1] == step
+    move = world.move(built, MoveKind.LIVE_MIGRATE, host=named)
+    await world.ask(move)
+    assert [one.host for one in (await world.dispatched(move)).selections] == [named]
+
+
+async def test_a_resize_counts_what_it_holds_once_where_the_site_allows_the_same_host(world: World) -> None:
+    await world.scheduler(config=replace(WARM, allow_resize_to_same_host=True))
+    await world.add_hosts("c1", 1, VCPU=4, MEMORY_MB=8192, DISK_GB=80)
+    built = world.request("m1.small")
+    await world.active(built)
+    move = world.move(built, MoveKind.RESIZE, flavor="m1.large")  # all of the host
+    await world.ask(move)
+    command = await world.dispatched(move)
+    assert [one.host for one in command.selections] == ["c1-0"]
+    assert command.spec is not None and command.spec.flavor == "m1.large"
+    await world.move_announced("c1", move, MoveState.DONE, 20, **DONE, host="c1-0", flavor="m1.large")
+    await world.moved(move)
+    record = await world.show(built.instance_uuid)
+    assert record is not None and record.flavor == "m1.large"
+    again = world.move(built, MoveKind.RESIZE, flavor="m1.large")
+    assert await refused(world, again) == "flavor.same"
+
+
+async def test_members_that_keep_apart_keep_apart_when_they_move(world: World) -> None:
+    group = ServerGroup(uuid=new_uuid(world.rng), policy=GroupPolicy.ANTI_AFFINITY)
+    built = await one_active(world, server_group=group)
+    other = world.request(server_group=group)
+    other_host = await world.active(other)
+    source = (await world.show(built.instance_uuid)).host  # type: ignore[union-attr]
+    move = world.move(built, MoveKind.MIGRATE)
+    await world.ask(move)
+    command = await world.dispatched(move)
+    assert {one.host for one in command.selections} == {"c1-0", "c1-1", "c1-2"} - {source, other_host}
+    assert command.server_group == group
+
+
+async def test_an_evacuation_needs_a_host_that_an_operator_has_fenced(world: World) -> None:
+    built = await one_active(world)
+    source = (await world.show(built.instance_uuid)).host  # type: ignore[union-attr]
+    assert source is not None
+    command = SetAdminState(host=source, state=AdminState.FENCED, reason="dead", by="ann")
+    await world.buses[API].request(command, AdminStateSet, timeout_s=PATIENCE_S)
+    move = world.move(built, MoveKind.EVACUATE)
+    await world.ask(move)
+    told = await world.dispatched(move)
+    assert told.fenced and source not in {one.host for one in told.selections}
+
+
+async def test_moves_of_one_moment_spread_over_hosts_without_a_claim(world: World) -> None:
+    """Nothing is claimed above: what was chosen counts as used until the cell has claimed it."""
+    await world.scheduler(config=WARM)
+    await world.add_hosts("c1", 1, VCPU=8, MEMORY_MB=16384, DISK_GB=160)
+    builds = [world.request("m1.small") for _ in range(4)]
+    for one in builds:
+        await world.active(one)
+    await world.add_hosts("c1", 4, VCPU=1, MEMORY_MB=2048, DISK_GB=20)
+    moves = [world.move(one, MoveKind.MIGRATE, max_attempts=1) for one in builds]
+    await world.ask(*moves)
+    chosen = [(await world.dispatched(move)).selections for move in moves]
+    assert sorted(one.host for (one,) in chosen) == ["c1-1", "c1-2", "c1-3", "c1-4"]
+
+
+async def test_an_instance_that_is_deleted_takes_no_move_and_a_move_does_not_stop_a_delete(world: World) -> None:
+    built = await one_active(world)
+    move = world.move(built, MoveKind.MIGRATE)
+    await world.ask(move)
+    await world.dispatched(move)
+    await world.delete(built)
+    await world.until(lambda: world.deletes)
+    assert await refused(world, world.move(built, MoveKind.STOP)) == "instance.not_active"
+    await world.move_announced("c1", move, MoveState.FAILED, 20, terminal=True, condition=Condition.DELETED, code="x")
+    await world.announced("c1", built, BuildState.DELETED, 21, terminal=True)
+    await world.ended(built.instance_uuid, BuildState.DELETED)
+    assert (await world.moved(move)).state is MoveState.FAILED
+
+
+async def test_a_scheduler_killed_at_any_moment_loses_and_doubles_no_move(world: World) -> None:
+    built = await one_active(world, hosts=4)
+    others = [world.request() for _ in range(5)]
+    for one in others:
+        await world.active(one)
+    moves = [world.move(one, MoveKind.STOP) for one in (built, *others)]
+    for at, move in enumerate(moves):
+        await world.ask(move)
+        for _ in range(20 * at):  # another moment each time
+            await asyncio.sleep(0)
+        await world.kill("s1")
+        await world.scheduler("s1", WARM)
+    for move in moves:
+        await world.dispatched(move)
+        await world.moved(move, MoveState.SCHEDULED)
+    last = world.move(others[0], MoveKind.ABORT)
+    await world.ask(last)
+    await world.dispatched(last)
+    sent = [one.request_id for _, one in world.moves]
+    assert {one.request_id for one in moves} <= set(sent)
+    record = await world.show(built.instance_uuid)
+    assert record is not None and [line.what for line in record.timeline].count("stop scheduled") == 1
+
+
+async def test_a_plan_says_where_each_instance_would_go_and_what_cannot_move(world: World) -> None:
+    """It counts its own choices before each next one, begins nothing, and holds nothing afterwards."""
+    await world.scheduler(config=WARM)
+    (host,) = await world.add_hosts("c1", 1, VCPU=8, MEMORY_MB=16384, DISK_GB=160)
+    builds = [world.request("m1.small") for _ in range(3)]
+    for one in builds:
+        await world.active(one)
+    await world.add_hosts("c1", 2, VCPU=1, MEMORY_MB=2048, DISK_GB=20)
+    busy = world.request("m1.small", host="c1-0")
+    await world.active(busy)
+    stop = world.move(busy, MoveKind.STOP)
+    await world.ask(stop)
+    await world.dispatched(stop)
+    for _ in range(2):  # the second is not told otherwise by what the first has left behind
+        plan = await world.buses[API].request(DrainQuery(host="c1-0"), DrainPlan, timeout_s=PATIENCE_S)
+        assert (plan.host_uuid, plan.host, plan.more) == (host, "c1-0", False)
+        found = {one.instance_uuid: one for one in plan.moves}
+        assert found.keys() == {one.instance_uuid for one in (*builds, busy)}
+        assert found[busy.instance_uuid].code == "instance.busy"
+        firsts = [found[one.instance_uuid].hosts[:1] for one in builds]
+        assert sorted(firsts) == [(), ("c1-1",), ("c1-2",)]
+        assert [one.code for one in plan.moves if not one.hosts and one.code != "instance.busy"] == ["no_valid_host"]
+    assert [one.kind for _, one in world.moves] == [MoveKind.STOP]
+    assert not list(world.replicas["s1"].assumed_keys())
+    few = await world.buses[API].request(DrainQuery(host=host, limit=2), DrainPlan, timeout_s=PATIENCE_S)
+    assert (len(few.moves), few.more) == (2, True)
+    with pytest.raises(RequestRefused) as unknown:
+        await world.buses[API].request(DrainQuery(host="nowhere"), DrainPlan, timeout_s=PATIENCE_S)
+    assert unknown.value.code == "host.unknown"

@@ -1,0 +1,114 @@
+"""Moves, drains and fences through the command line, before a whole running system."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterator
+
+import pytest
+
+from tests.system import test_command_line
+from tests.system.test_command_line import NO, TIME, USAGE, Berth, boot
+
+pytestmark = [pytest.mark.system, pytest.mark.postgres, pytest.mark.timeout(600)]
+
+berth = test_command_line.berth  # the fixture
+TARGET = "cell2-c1-00002"
+
+
+@pytest.fixture
+def instance(berth: Berth) -> Iterator[str]:
+    """An active instance in cell2; gone afterwards."""
+    (build,) = boot(berth, "--host", TARGET)
+    yield build["instance_uuid"]
+    assert berth("delete", build["instance_uuid"], "--wait").status == 0
+
+
+def shown(berth: Berth, instance: str) -> dict[str, object]:
+    found: dict[str, object] = berth("show", instance, "--json").data
+    return found
+
+
+def test_an_instance_is_resized_and_taken_back_migrated_and_kept(berth: Berth, instance: str) -> None:
+    done = berth("resize", instance, "--flavor", "m1.medium", "--wait", "--json")
+    assert (done.status, done.data["state"]) == (0, "done"), done.err
+    there = shown(berth, instance)
+    assert (there["flavor"], there["condition"]) == ("m1.medium", "resized") and there["host"] != TARGET
+    assert berth("migrate", instance, "--wait").status == NO  # confirm or revert comes first
+    reverted = berth("revert", instance, "--wait")
+    assert reverted.status == 0, reverted.out
+    back = shown(berth, instance)
+    assert (back["host"], back["flavor"], back["condition"]) == (TARGET, "m1.small", "active")
+    assert berth("migrate", instance, "--wait").status == 0
+    assert berth("confirm", instance, "--wait").status == 0
+    moved = shown(berth, instance)
+    assert moved["host"] != TARGET and moved["condition"] == "active" and "under_way" not in moved
+    history = berth("show", instance, "--history").out
+    for line in ("resize done", "revert done", "migrate done", "confirm done"):
+        assert line in history, history
+
+
+def test_an_instance_is_stopped_shelved_offloaded_and_unshelved(berth: Berth, instance: str) -> None:
+    for command, condition in (
+        (["stop"], "stopped"),
+        (["start"], "active"),
+        (["rebuild", "--image", "other"], "active"),
+        (["shelve"], "shelved"),
+        (["offload"], "offloaded"),
+        (["unshelve"], "active"),
+    ):
+        done = berth(command[0], instance, *command[1:], "--wait")
+        assert done.status == 0, done.out + done.err
+        assert shown(berth, instance)["condition"] == condition
+    moves = berth("moves", "--instance", instance, "--json").data
+    assert [one["kind"] for one in moves] == ["unshelve", "offload", "shelve", "rebuild", "start", "stop"]
+    assert all(one["state"] == "done" for one in moves)
+
+
+def test_mistakes_are_sentences_with_codes(berth: Berth, instance: str) -> None:
+    for arguments, status, code in (
+        (["resize", instance, "--flavor", "nope"], NO, "flavor.unknown"),
+        (["resize", instance], USAGE, ""),
+        (["migrate", instance, "--live", "--host", "nowhere", "--wait"], NO, ""),
+        (["evacuate", instance], NO, "host.not_fenced"),
+        (["stop", str(uuid.uuid4())], NO, "instance.unknown"),
+        (["stop", "x"], USAGE, ""),
+        (["confirm", instance, "--wait"], NO, ""),
+        (["drain", "nowhere"], NO, "host.unknown"),
+    ):
+        said = berth(*arguments)
+        assert said.status == status and code in said.err, (arguments, said)
+    assert shown(berth, instance)["state"] == "active"
+
+
+def test_a_request_that_is_repeated_by_its_id_happens_once(berth: Berth, instance: str) -> None:
+    own = str(uuid.uuid4())
+    assert berth("stop", instance, "--id", own, "--wait").status == 0
+    assert berth("stop", instance, "--id", own, "--wait").status == 0
+    assert len(berth("moves", "--instance", instance, "--json").data) == 1
+    assert berth("start", instance, "--id", own).status == NO
+
+
+def test_a_host_is_drained_by_the_plan(berth: Berth) -> None:
+    host = "cell2-c1-00003"
+    mine = {boot(berth, "--host", host)[0]["instance_uuid"] for _ in range(3)}
+    plan = berth("drain", host, "--plan", "--json")
+    assert plan.status == 0 and mine <= {one["instance_uuid"] for one in plan.data["moves"]}
+    try:
+        drained = berth("drain", host, "--at-once", "2", "--json", "--reason", "fan")
+        assert drained.status == 0, drained.err
+        assert mine <= set(drained.data["moved"]) and drained.data["failed"] == []
+        assert berth("drain", host, "--plan", "--json").data.get("moves", []) == []
+        (there,) = (one for one in berth("hosts", "--json").data if one["name"] == host)
+        assert there["admin"]["state"] == "disabled" and all(not used for used, _ in there["resources"].values())
+        assert berth("check").status == 0
+    finally:
+        berth("hosts", "enable", host)
+        berth("delete", *mine, "--wait")
+
+
+def test_no_wait_answers_at_once_and_time_runs_out(berth: Berth, instance: str) -> None:
+    said = berth("stop", instance, "--json")
+    assert (said.status, said.data["state"]) == (0, "accepted")
+    late = berth("start", instance, "--wait", "--timeout", "0.1")
+    assert late.status in (0, NO, TIME)  # done, refused as the stop is under way, or late

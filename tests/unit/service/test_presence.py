@@ -1,0 +1,72 @@
+"""A worker says that it is there, again and again, and nothing gathers while its bus is away."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from functools import partial
+
+from bus.bus import API
+from bus.clock import SystemClock
+from bus.consuming.outcome import Done, Outcome, Received
+from bus.contracts.workers import WorkerHeartbeat
+from bus.memory import MemoryBroker, MemoryTransport
+from bus.service.environment import Environment
+from bus.service.presence import announce_presence
+from bus.service.service import Service
+
+PATIENCE_S = 30.0
+
+
+def environment(broker: MemoryBroker, process: str, heartbeat_s: float | None) -> Environment:
+    transports = partial(MemoryTransport, broker)
+    return Environment(process, transports=transports, rng=random.Random(1), heartbeat_s=heartbeat_s)
+
+
+async def test_heartbeats_tell_the_phase_what_is_waited_for_and_what_is_in_hand() -> None:
+    broker = MemoryBroker(SystemClock())
+    heard: list[WorkerHeartbeat] = []
+    enough = asyncio.Event()
+
+    async def hear(batch: list[Received]) -> list[Outcome]:
+        heard.extend(one.message for one in batch if isinstance(one.message, WorkerHeartbeat))
+        if sum(beat.phase == "ready" for beat in heard) >= 2:
+            enough.set()
+        return [Done()] * len(batch)
+
+    listening = environment(broker, "listener", None).bus(API)
+    await listening.open()
+    listener = listening.consumer("scheduler.admin.{process}", hear)  # type: ignore[arg-type]
+    await listener.start()
+    running = asyncio.create_task(listener.run())
+
+    env = environment(broker, "w1", 0.01)
+    bus = env.bus(API)
+    service = Service("w", clock=env.clock)
+    service.add_resource(bus.open, bus.close)
+    announce_presence(service, env, bus, "placement")
+    is_fine = False
+    service.add_check("book", lambda: is_fine)
+    service.add_consumer(bus.consumer("placement.reads", hear))  # type: ignore[arg-type]
+    stop = asyncio.Event()
+    task = asyncio.create_task(service.run(stop))
+    async with asyncio.timeout(PATIENCE_S):
+        await enough.wait()
+    stop.set()
+    await task
+    beat = next(one for one in heard if one.phase == "ready")
+    assert (beat.role, beat.worker, beat.not_ready, beat.every_s) == ("placement", "w1", ("book",), 0.01)
+    assert beat.in_hand == {"placement.reads": 0} and beat.pid > 0 and beat.version
+    await listener.drain(1.0)
+    await running
+    await listening.close()
+
+
+async def test_without_an_interval_nothing_is_said() -> None:
+    env = environment(MemoryBroker(SystemClock()), "w1", None)
+    service = Service("w", clock=env.clock)
+    announce_presence(service, env, env.bus(API), "placement")
+    stop = asyncio.Event()
+    stop.set()
+    await service.run(stop)
+    assert not [name for name, _ in service._task_makers]
