@@ -21,7 +21,7 @@ MAX_EXAMPLES = 5
 
 # Instance states in which nothing is under way; only an active one holds an allocation and runs.
 TOMBSTONE = "tombstone"
-AT_REST = frozenset({"active", "failed", "deleted", TOMBSTONE})
+AT_REST = frozenset({"active", "offloaded", "failed", "deleted", TOMBSTONE})
 
 
 class InventoryFact(Struct, frozen=True):

@@ -19,14 +19,23 @@ from bus.clock import Clock
 from bus.contracts.base import Message
 from bus.contracts.build import BuildEvent
 from bus.contracts.cell import Spawn
-from bus.contracts.placement import Claim, ClaimOutcome, ClaimResult, Release, ReleaseResult
+from bus.contracts.moves import MoveEvent
+from bus.contracts.placement import (
+    Claim,
+    ClaimOutcome,
+    ClaimResult,
+    Release,
+    ReleaseResult,
+    Revert,
+    RevertResult,
+)
 from bus.faults import Fault, RequestRefused, Transient
 from bus.persistence.conflict import Conflict
 from bus.persistence.outbox import OutboxMessage
 
 from . import metrics
 from .config import ConductorConfig
-from .domain.events import BuildAsked, Claimed, ClaimRefused, Event, Released, TimedOut
+from .domain.events import BuildAsked, Claimed, ClaimRefused, Event, Released, Reverted, TimedOut
 from .domain.instance import Instance, State
 from .domain.leases import Lease
 from .domain.rules import Timeouts
@@ -43,7 +52,7 @@ MAX_ROUNDS = 4
 # How often a batch is decided anew when another conductor recorded one of its new instances first.
 MAX_STALE = 5
 
-ENDS = frozenset({State.ACTIVE, State.FAILED, State.DELETED})
+ENDS = frozenset({State.ACTIVE, State.FAILED, State.DELETED, State.OFFLOADED})
 
 
 class InstanceEvent(Struct, frozen=True):
@@ -59,7 +68,7 @@ class PendingQuestion(Struct, frozen=True):
     """A request to placement for one instance. repeated: placement may have had this very request before."""
 
     instance: Instance
-    message: Claim | Release
+    message: Claim | Release | Revert
     repeated: bool = False
 
 
@@ -209,7 +218,7 @@ class Engine:
             try:
                 now[one.uuid] = step(before, one.event, timeouts).instance
             except IllegalStep as fault:
-                if not isinstance(one.event, Claimed | ClaimRefused | Released):
+                if not isinstance(one.event, Claimed | ClaimRefused | Released | Reverted):
                     raise
                 kind = type(one.event).__name__
                 metrics.UNASKED.labels(before.state, kind).inc()
@@ -288,9 +297,15 @@ class Engine:
         if releases:
             asked = [release for _, release in releases]
             replies = await self._request(asked, ReleaseResult, [q.instance.cause for q, _ in releases])
-            for (question, _), reply in zip(releases, replies, strict=True):
+            for (question, release), reply in zip(releases, replies, strict=True):
                 if self._is_released(question.instance, reply):
-                    incoming.append(InstanceEvent(question.instance.uuid, Released(at=self._clock.time())))
+                    released = Released(at=self._clock.time(), consumer=release.consumer)
+                    incoming.append(InstanceEvent(question.instance.uuid, released))
+        if reverts := [(q, q.message) for q in questions if isinstance(q.message, Revert)]:
+            backs = await self._request([r for _, r in reverts], RevertResult, [q.instance.cause for q, _ in reverts])
+            for (question, revert), back in zip(reverts, backs, strict=True):
+                reverted = self._revert_event(question.instance, revert, back)
+                incoming += [InstanceEvent(question.instance.uuid, reverted)] if reverted else []
         return incoming
 
     async def _request(self, questions: Sequence[Message], reply: type[R], causes: Sequence[str]) -> list[R | Fault]:
@@ -334,6 +349,19 @@ class Engine:
             log.warning("instance.release_foreign", instance=instance.uuid, cause=instance.cause)
         return True
 
+    def _revert_event(self, instance: Instance, revert: Revert, reply: RevertResult | Fault) -> Event | None:
+        """What placement's answer means to the instance; None: it is asked again."""
+        if isinstance(reply, Fault):
+            self._unanswered(instance, "revert", reply)
+            return None
+        metrics.ASKED.labels("revert", reply.outcome).inc()
+        if reply.outcome in ("full", "gone"):
+            log.error("instance.revert_refused", instance=instance.uuid, outcome=reply.outcome, reason=reply.reason)
+            return None
+        if reply.outcome == "consumer_changed":
+            log.warning("instance.revert_foreign", instance=instance.uuid, cause=instance.cause, reason=reply.reason)
+        return Reverted(at=self._clock.time(), attempt=revert.attempt, consumer_generation=reply.consumer_generation)
+
     def _unanswered(self, instance: Instance, kind: str, fault: Fault) -> None:
         metrics.ASKED.labels(kind, fault.code).inc()
         log.warning("instance.unanswered", instance=instance.uuid, ask=kind, code=fault.code, cause=instance.cause)
@@ -347,7 +375,7 @@ def _may_be_redone(recorded: Transition) -> bool:
     """
     if any(wanted(instance) is not None for instance in recorded.instances.values()):
         return False
-    return all(isinstance(addressed.message, BuildEvent) for addressed in recorded.outgoing)
+    return all(isinstance(addressed.message, BuildEvent | MoveEvent) for addressed in recorded.outgoing)
 
 
 def _questions(

@@ -10,10 +10,21 @@ from bus.bus import Bus
 from bus.clock import Clock
 from bus.consuming.outcome import Done, Outcome, Received, Refuse
 from bus.contracts.cell import CellBuild, CellDelete, ComputeHosts, ComputeOutcome, ComputeResult
+from bus.contracts.moves import CellMove, MachineChanged
 
 from . import metrics
 from .config import ConductorConfig
-from .domain.events import BuildAsked, DeleteAsked, Destroyed, Event, HostRuns, Spawned, SpawnFailed
+from .domain.events import (
+    BuildAsked,
+    ChangeEnded,
+    DeleteAsked,
+    Destroyed,
+    Event,
+    HostRuns,
+    MoveAsked,
+    Spawned,
+    SpawnFailed,
+)
 from .domain.instance import ScanId
 from .domain.report import Differences, Newest, differences
 from .engine import Engine, InstanceEvent
@@ -33,11 +44,11 @@ class RequestHandlers:
         self._clock = clock
 
     async def requests(self, batch: Sequence[Received]) -> Sequence[Outcome]:
-        """CellBuild and CellDelete."""
+        """CellBuild, CellMove and CellDelete."""
         return await self._take(batch, "requests")
 
     async def results(self, batch: Sequence[Received]) -> Sequence[Outcome]:
-        """ComputeResult."""
+        """ComputeResult and MachineChanged."""
         return await self._take(batch, "results")
 
     async def _take(self, batch: Sequence[Received], source: str) -> list[Outcome]:
@@ -134,6 +145,24 @@ def _instance_event(received: Received, at: float) -> InstanceEvent | None:
     if isinstance(message, CellDelete):
         uuid = message.instance_uuid
         return InstanceEvent(uuid, DeleteAsked(at=at, cause=meta.cause or uuid), meta.id, meta.cause)
+    if isinstance(message, CellMove):
+        uuid = message.instance_uuid
+        moved = MoveAsked(at=at, request=message, cause=meta.cause or message.request_id)
+        return InstanceEvent(uuid, moved, meta.id, meta.cause)
+    if isinstance(message, MachineChanged):
+        ended = ChangeEnded(
+            at=at,
+            attempt=message.attempt,
+            order=message.order,
+            host_uuid=message.host_uuid,
+            service=message.service,
+            done=message.done,
+            runs=message.runs,
+            image=message.image,
+            code=message.code,
+            reason=message.reason,
+        )
+        return InstanceEvent(message.instance_uuid, ended, meta.id, meta.cause)
     if isinstance(message, ComputeResult):
         return InstanceEvent(message.instance_uuid, _result(message, at), meta.id, meta.cause)
     return None

@@ -20,9 +20,11 @@ from msgspec.structs import replace
 from bus.clock import Clock
 from bus.contracts.base import MAX_REASON
 from bus.contracts.cell import UNKNOWN_ATTEMPT, ComputeResult, Destroy, Running, Spawn
+from bus.contracts.moves import ChangeMachine, MachineChanged
 from bus.retrying import Retrying, RetryPolicy
 from compute_sim import metrics
 from compute_sim.answers import Answers
+from compute_sim.changes import Changes
 from compute_sim.domain.attempts import (
     DestroyVerdict,
     Entry,
@@ -76,7 +78,7 @@ class Agent:
         service: str,
         driver: Driver,
         records: Records,
-        say: Callable[[ComputeResult], None],
+        say: Callable[[ComputeResult | MachineChanged], None],
         clock: Clock,
         rng: random.Random,
         limits: Limits,
@@ -93,6 +95,7 @@ class Agent:
         self._on_accepted = on_accepted
         self._hosts: frozenset[str] = frozenset()
         self._jobs = Jobs()
+        self._changes = Changes(service=service, driver=driver, records=records, jobs=self._jobs, say=say, clock=clock)
         self._undone: dict[Key, None] = {}  # destructions that were given up, the oldest first
         self._accepted = 0
         self._slots = asyncio.Semaphore(limits.builds)
@@ -105,11 +108,17 @@ class Agent:
 
     # --- commands
 
-    def take(self, commands: Sequence[Spawn | Destroy]) -> None:
+    def take(self, commands: Sequence[Spawn | Destroy | ChangeMachine]) -> None:
         """Decide and start what these commands ask, in order. When this returns they are remembered."""
         rows: list[EntryRow] = []
         for command in commands:
-            row = self._on_spawn(command) if isinstance(command, Spawn) else self._on_destroy(command)
+            match command:
+                case Spawn():
+                    row = self._on_spawn(command)
+                case Destroy():
+                    row = self._on_destroy(command)
+                case ChangeMachine():
+                    row = self._changes.take(command, is_host=command.host_uuid in self._hosts)
             if row is not None:
                 rows.append(row)
         self._records.write(rows)
@@ -239,7 +248,9 @@ class Agent:
                 chain.clearing = False
                 self._answers.report_cleared(key, chain)
             async with asyncio.timeout(self._limits.build_s):
-                await self._driver.spawn(Build(key[0], command.spec, number, command.allocations, command.deployment))
+                await self._driver.spawn(
+                    Build(key[0], command.spec, number, command.allocations, command.deployment, command.origin)
+                )
         except BuildFault as fault:
             code, reason, final = fault.code, fault.reason, isinstance(fault, BuildAbort)
         except DriverUnavailable as fault:
@@ -397,4 +408,5 @@ def _running(machine: Machine, known: Entry | None) -> Running:
         deployment=machine.deployment,
         built=machine.built,
         destroying=is_leaving(known, attempt),
+        stopped=not machine.runs,
     )

@@ -15,10 +15,13 @@ import structlog
 from bus.clock import Clock
 from bus.contracts.base import Message
 from bus.contracts.cell import ComputeResult
+from bus.contracts.moves import MachineChanged
 from bus.retrying import Retrying, RetryPolicy
 from compute_sim import metrics
 
 log = structlog.get_logger()
+
+Result = ComputeResult | MachineChanged
 
 MAX_BATCH = 500  # results published at once
 GATHER_TURNS = 8  # so often the loop goes on before what has gathered is published, while more comes each time
@@ -47,7 +50,7 @@ class ResultSender:
         *,
         clock: Clock,
         rng: random.Random,
-        on_reported: Callable[[Sequence[ComputeResult]], None],
+        on_reported: Callable[[Sequence[Result]], None],
         service: str,
     ) -> None:
         self._bus = bus
@@ -55,13 +58,13 @@ class ResultSender:
         self._retrying = Retrying(RESULTS, clock, rng)
         self._on_reported = on_reported
         self._service = service
-        self._waiting: deque[ComputeResult] = deque()
+        self._waiting: deque[Result] = deque()
         self._some = asyncio.Event()
         self._has_capacity = asyncio.Event()
         self._has_capacity.set()
         self._publishing = asyncio.Lock()
 
-    def send(self, result: ComputeResult) -> None:
+    def send(self, result: Result) -> None:
         """Publish this soon. Never waits; a handler awaits `wait_for_capacity` before it takes new work."""
         self._waiting.append(result)
         self._some.set()
@@ -114,7 +117,7 @@ class ResultSender:
         if not self._waiting:
             self._some.clear()
 
-    async def _publish(self, batch: Sequence[ComputeResult]) -> None:
+    async def _publish(self, batch: Sequence[Result]) -> None:
         """Until confirmed: away, full and unroutable (no conductor has declared its queue yet) all pass with time."""
         messages = [(result, result.instance_uuid) for result in batch]
         await self._retrying.call(lambda: self._bus.publish_all(messages), on_failure=self._log_state)

@@ -12,7 +12,8 @@ from typing import Protocol
 from msgspec import Struct
 
 from bus.contracts.base import Resources
-from bus.contracts.cell import InstanceSpec
+from bus.contracts.cell import InstanceSpec, Origin
+from bus.contracts.moves import ChangeKind
 from bus.contracts.placement import ProviderReport
 
 
@@ -31,6 +32,16 @@ class Reschedule(BuildFault):
 
 class BuildAbort(BuildFault):
     """No host can (a broken image, a forbidden request). The conductor gives the build up."""
+
+
+class ChangeFault(Exception):
+    """A machine that was not changed. `runs`: whether it runs now (None: not known)."""
+
+    def __init__(self, code: str, reason: str = "", *, runs: bool | None = None) -> None:
+        super().__init__(f"{code}: {reason}" if reason else code)
+        self.code = code
+        self.reason = reason
+        self.runs = runs
 
 
 class NotOurs(Exception):
@@ -54,19 +65,44 @@ class DriverHost(Struct, frozen=True, kw_only=True):
 
 
 class Build(Struct, frozen=True):
-    """One attempt to build one instance on one host. deployment: the identity that the machine is marked with."""
+    """One attempt to build one instance on one host. deployment: the identity that the machine is marked with.
+
+    origin: the instance has a machine on another host, or an image, that this attempt takes over.
+    """
 
     host_uuid: str
     spec: InstanceSpec
     attempt: int
     allocations: dict[str, Resources]
     deployment: str | None = None
+    origin: Origin | None = None
+
+
+class ChangeOrder(Struct, frozen=True, kw_only=True):
+    """One change of one machine. order: rises with each; to_host: of a hand-over."""
+
+    kind: ChangeKind
+    host_uuid: str
+    spec: InstanceSpec
+    attempt: int
+    order: int
+    allocations: dict[str, Resources]
+    deployment: str | None = None
+    to_host: str | None = None
+
+
+class ChangeResult(Struct, frozen=True):
+    """A machine that was changed. image: of a snapshot."""
+
+    runs: bool
+    image: str = ""
 
 
 class Machine(Struct, frozen=True):
     """One instance that a host carries.
 
-    attempt, deployment: as its mark says (None: it has no mark of ours). built: it is certainly complete.
+    attempt, deployment: as its mark says (None: it has no mark of ours). built: it is certainly complete. runs: it is
+    not stopped.
     """
 
     host_uuid: str
@@ -74,6 +110,7 @@ class Machine(Struct, frozen=True):
     attempt: int | None
     deployment: str | None = None
     built: bool = True
+    runs: bool = True
 
 
 Tree = tuple[ProviderReport, ...]  # one root provider first, a parent before its children
@@ -106,6 +143,17 @@ class Driver(Protocol):
 
         Destroying what is not there is fine. Raises NotOurs, having changed nothing, when the machine's mark does not
         name this deployment; DriverUnavailable when it cannot be sure.
+        """
+
+    async def check(self, build: Build) -> None:
+        """Return when this host could take that build. Changes nothing. Raises as `spawn` does."""
+
+    async def change(self, change: ChangeOrder) -> ChangeResult:
+        """Change a machine where it is; return when that is done. Asking again for what is so already is fine.
+
+        Raises ChangeFault when it is not done, NotOurs when the machine's mark does not name this deployment,
+        DriverUnavailable. Cancelled when a later change or a destruction takes its place: a hand-over that is cancelled
+        leaves the machine where it is, running or stopped, and the later change says which it is to be.
         """
 
     async def list(self, hosts: Sequence[str] | None = None) -> Mapping[str, Sequence[Machine]]:

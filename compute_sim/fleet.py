@@ -24,13 +24,18 @@ log = structlog.get_logger(__name__)
 
 
 class Guest(Struct, frozen=True, array_like=True):
-    """One machine on a host. complete: False for what a failed build left behind. deployment: its mark."""
+    """One machine on a host. complete: False for what a failed build left behind. deployment: its mark.
+
+    runs: it is not stopped. image: what it was built from, by name.
+    """
 
     instance_uuid: str
     attempt: int
     allocations: dict[str, Resources]
     complete: bool = True
     deployment: str | None = None
+    runs: bool = True
+    image: str = ""
 
 
 class GuestRow(Struct, frozen=True, array_like=True, tag="g"):

@@ -6,6 +6,7 @@ from collections.abc import Awaitable, Callable, Sequence
 
 from bus.consuming.outcome import Done, Outcome, Received, Refuse
 from bus.contracts.cell import Destroy, Heartbeat, ReportHosts, ServiceOutdated, Spawn
+from bus.contracts.moves import ChangeMachine
 from bus.contracts.placement import InventoryOutdated
 from compute_sim.agent import Agent
 from compute_sim.name import source_of
@@ -34,13 +35,13 @@ class ComputeHandlers:
         self._outdated = outdated
 
     async def commands(self, batch: Sequence[Received]) -> Sequence[Outcome]:
-        """Spawn and Destroy: Done means remembered and started, not ended; the end is reported as a ComputeResult."""
+        """Spawn, Destroy and ChangeMachine: Done means remembered and started, not ended; the end is said."""
         await self._wait_for_capacity()
-        taken: list[Spawn | Destroy] = []
+        taken: list[Spawn | Destroy | ChangeMachine] = []
         outcomes: list[Outcome] = []
         for received in batch:
             message = received.message
-            if not isinstance(message, Spawn | Destroy):
+            if not isinstance(message, Spawn | Destroy | ChangeMachine):
                 outcomes.append(Refuse("compute.not_a_command", type(message).__name__))
             elif message.service != self._service:
                 outcomes.append(Refuse("compute.misrouted", f"for {message.service}, came to {self._service}"))

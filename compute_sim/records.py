@@ -13,6 +13,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from bus.contracts.cell import ComputeResult, Spawn
+from bus.contracts.moves import MachineChanged
 from compute_sim.domain.attempts import ENDED, Entry, Phase, answer
 from compute_sim.journal import Journal
 
@@ -122,10 +123,12 @@ class Records:
         """Remember one entry and write it."""
         self.write([self.note(key, entry, spawn)])
 
-    def reported(self, results: Sequence[ComputeResult]) -> None:
+    def reported(self, results: Sequence[ComputeResult | MachineChanged]) -> None:
         """These results have reached the broker: a restart need not say them again."""
         rows: list[Row] = []
         for result in results:
+            if isinstance(result, MachineChanged):
+                continue  # a change that was not heard of is asked for again
             key = (result.host_uuid, result.instance_uuid)
             entry = self._entries.get(key)
             if entry is not None and not entry.reported and answer(entry) == (result.attempt, result.outcome):

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from bus.clock import Clock
 from bus.contracts.cell import ComputeOutcome, ComputeResult
+from bus.contracts.moves import MachineChanged
 from compute_sim.domain.faults import NO_FAULTS, Faults, plan_attempt
 from compute_sim.fleet import Fleet
 
@@ -17,7 +18,13 @@ class FaultyResultSender:
     """Stands before the announcer. With no faults planned it adds nothing."""
 
     def __init__(
-        self, say: Callable[[ComputeResult], None], fleet: Fleet, faults: Faults, *, seed: int, clock: Clock
+        self,
+        say: Callable[[ComputeResult | MachineChanged], None],
+        fleet: Fleet,
+        faults: Faults,
+        *,
+        seed: int,
+        clock: Clock,
     ) -> None:
         self._say = say
         self._fleet = fleet
@@ -26,10 +33,10 @@ class FaultyResultSender:
         self._clock = clock
         self._late: set[asyncio.Task[None]] = set()
 
-    def send(self, result: ComputeResult) -> None:
+    def send(self, result: ComputeResult | MachineChanged) -> None:
         """Pass a result on as the attempt's fate has it."""
         host = self._fleet.host(result.host_uuid)
-        if host is None or self._faults == NO_FAULTS:
+        if host is None or self._faults == NO_FAULTS or isinstance(result, MachineChanged):
             self._say(result)
             return
         plan = plan_attempt(self._faults, self._seed, host.plan.name, result.instance_uuid, result.attempt)

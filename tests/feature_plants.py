@@ -27,6 +27,7 @@ _ROUND = "scheduler_worker/domain/decision_round.py"
 _FLAVORS = "scheduler_worker/domain/flavors.py"
 _PARSER = "scheduler_worker/domain/flavor_parser.py"
 _CLAIMS = "placement_worker/domain/claims.py"
+_MOVES, _MOVE_STEPS = "cell_conductor/domain/move_rules.py", "cell_conductor/domain/move_steps.py"
 _IRONIC = "ironic_sync/domain/rules.py"
 _PREFILTERS = "for prefilter in (_tenant_aggregate, _availability_zone, _isolated_aggregates):"
 _NO_ZONES = "for prefilter in (_tenant_aggregate, _isolated_aggregates):"
@@ -135,6 +136,36 @@ PLANTS: dict[str, tuple[str, str, str]] = {
     "G-5": (_ROUND, _ASSUMED, "        pass"),
     "G-6": (_CLAIMS, "        self.changed_consumers[uuid] = consumer\n", "        pass\n"),
     "G-9": ("scheduler_worker/domain/spread.py", "round(self.lost * most)", "0"),
+    "C-22": (
+        _MOVE_STEPS,
+        "here_gone = instance.state not in COMMANDED and not is_at_source(instance)",
+        "here_gone = True",
+    ),
+    "M-2": (
+        _MOVES,
+        "return change(told, State.HANDING_OVER, kind, event.at, timeouts)",
+        "return finish(told, event.at, timeouts)",
+    ),
+    "M-3": (_MOVES, "    if event.final:\n", "    if event.attempt:\n"),
+    "M-4": (_MOVES, "attempt=move.source_attempt if taken.is_in_place else event.attempt", "attempt=event.attempt"),
+    "M-5": (
+        _MOVE_STEPS,
+        "deadline = None if move.auto_confirm_s is None else at + move.auto_confirm_s",
+        "deadline = None",
+    ),
+    "M-6": (_MOVE_STEPS, "    if not lost.finishing:", "    if lost.finishing:"),
+    "M-7": (
+        _MOVES,
+        'return undo(instance, event.at, timeouts, event.code or "hand-over.failed", event.reason)',
+        "return finish(instance, event.at, timeouts)",
+    ),
+    "M-9": (_MOVES, "    if request.kind is not MoveKind.UNSHELVE:\n", "    if request.kind:\n"),
+    "M-11": (_MOVE_STEPS, "return undo(left, at, timeouts, NO_HOST, story_of_hosts(left))", "return Step(left)"),
+    "T-13": (
+        _MOVE_STEPS,
+        "    if instance.is_in_place:\n        return Step(rules.ask",
+        "    if True:\n        return Step(rules.ask",
+    ),
     "T-1": ("scheduler_worker/domain/weights.py", "(clamped - scale.low) / scale.span", "clamped"),
     "T-2": ("scheduler_worker/domain/weights.py", "np.minimum(smallest, value), smallest)", "value, smallest)"),
     "T-5": (_RANKING, "excluded, drawn, alternates)", "excluded, drawn, alternates + 1)"),
@@ -151,7 +182,8 @@ PLANTS: dict[str, tuple[str, str, str]] = {
 JUDGED = (
     "N-4", "N-8", "N-9", "N-10", "N-20", "N-21", "N-23", "N-24", "N-rt", "N-upt", "N-25", "N-29", "N-30", "N-31",
     "N-32", "N-34", "C-1", "C-2", "C-4", "C-5", "C-8", "C-9", "C-10", "C-11", "C-12", "C-15", "C-16", "C-17",
-    "C-19", "C-23", "M-12", "I-1", "I-7", "I-9", "I-11", "I-13", "I-16", "D-1", "D-2", "D-5", "D-8", "D-10",
+    "C-19", "C-23", "M-1", "M-12", "M-13", "I-1", "I-7", "I-9", "I-11", "I-13", "I-16", "D-1", "D-2", "D-5", "D-8",
+    "D-10",
     "D-11", "D-12", "D-15", "B-1", "B-2", "B-3", "B-4", "B-5", "B-6", "B-8", "B-9", "B-10", "B-11", "O-4", "O-7",
     "O-11", "G-7", "G-11", "T-3", "T-4", "T-6", "T-7", "T-8", "T-9", "T-10", "T-11", "T-12", "T-20",
 )  # fmt: skip

@@ -6,7 +6,7 @@ machines and nodes; not from what the workers take for theirs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from msgspec import Struct
@@ -45,6 +45,7 @@ class HarmWatch:
         self._records: dict[str, Instance] = {}
         self._seen: dict[tuple[str, str], Seen] = {}  # (process, node)
         self._changed_hands: dict[str, float] = {}
+        self.given_up: Collection[tuple[str, str, int]] = ()  # machines that a move gave up (`MoveWatch`)
         self.holdings: dict[str, Mapping[str, Mapping[str, int]]] = {}  # of consumers that are not ours
         self.may_let_go: set[str] = set()  # of these, those whose owner has asked for it
         self.providers: dict[str, None] = {}  # of another source
@@ -84,6 +85,8 @@ class HarmWatch:
     def _unfounded(self, host: str, uuid: str, attempt: int | None) -> str:
         """Why there is no reason on record to destroy this attempt (None: any); "" when there is one."""
         if uuid in self._to_delete:
+            return ""
+        if attempt is not None and (host, uuid, attempt) in self.given_up:
             return ""
         active = self._was_active.get((host, uuid))
         if active is not None and attempt in (active, None) and self._lost.get(uuid) != active:

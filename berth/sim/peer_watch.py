@@ -16,6 +16,7 @@ from bus.contracts.groups import GroupPolicy
 from bus.contracts.placement import INSTANCES
 from cell_conductor.domain.instance import State
 from cell_conductor.store.memory import MemoryInstanceTable
+from placement_worker.domain.moves import MIGRATION_TYPE
 from placement_worker.store.memory_table import ConsumerRow, MemoryBookTable
 from scheduler_worker.config import DEFAULT_FLAVORS
 
@@ -82,7 +83,9 @@ class PeerWatch:
         held: dict[str, Counter[str]] = {}
         for kept in self._book.consumers.values():
             # Other clients claim by themselves, without limits: a claim carries those that it is held to.
-            if kept.consumer.holding and kept.consumer.project_id in self._projects:
+            # A migration counts nothing: the instance counts at its new size.
+            is_counted = kept.consumer.project_id in self._projects and kept.consumer.consumer_type != MIGRATION_TYPE
+            if kept.consumer.holding and is_counted:
                 total = held.setdefault(kept.consumer.project_id, Counter())
                 total[INSTANCES] += 1
                 for amounts in kept.consumer.holding.values():

@@ -52,6 +52,7 @@ class Action(StrEnum):
     COPY = "copy"  # a service's hosts are copied, with what runs on them
     BRING_BACK = "bring-back"  # ... and come back as they were then, while the service is stopped
     MALFORMED = "malformed"  # another client publishes malformed messages
+    MOVE = "move"  # something is done with an instance (berth/sim/moves.py)
     TREE = "tree"  # another source reports its hosts, or another consumer holds a part of them
 
 

@@ -46,6 +46,7 @@ def unsettled(world: World, client: Client) -> list[str]:
     found += list(_heard(world))
     found += list(_others(world))
     found += list(world.peer_watch.unsettled())
+    found += list(world.move_watch.unsettled(lost))
     if world.ironic is not None:
         found += disagreements(world.ironic, world.book.providers, world.positions.positions)
     found += [f"no_upcall: {words}" for words in world.listener.upward]
@@ -111,7 +112,8 @@ def _lost(world: World) -> set[str]:
         uuid
         for table in world.cells.values()
         for uuid, instance in table.instances.items()
-        if (instance.state is State.DELETING or instance.doubted) and world.left.get(instance.host_uuid or "") == "dead"
+        if (instance.state is State.DELETING or instance.doubted or instance.move is not None)
+        and "dead" in (world.left.get(instance.host_uuid or ""), world.left.get(instance.source_host_uuid or ""))
     }
 
 
@@ -153,8 +155,11 @@ def _holdings(world: World, client: Client) -> Iterator[str]:
             held: Counter[str] = Counter()
             for amounts in kept.consumer.holding.values():
                 held.update(amounts)
-            if held != asked_of(client.flavors[uuid]):
-                yield f"holds_what_it_asked_for: {uuid} of {client.flavors[uuid]} holds {dict(held)}"
+            flavor = client.flavors[uuid]
+            if uuid in world.move_watch.moved and instance.spec is not None:
+                flavor = instance.spec.flavor
+            if held != asked_of(flavor):
+                yield f"holds_what_it_asked_for: {uuid} of {flavor} holds {dict(held)}"
 
 
 def _inventories(world: World) -> Iterator[str]:

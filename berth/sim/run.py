@@ -13,6 +13,7 @@ from berth.sim import loop as virtual
 from berth.sim.draw import PROJECTS, plan_of
 from berth.sim.event_log import EventLog
 from berth.sim.load import Chaos, Client
+from berth.sim.moves import Mover
 from berth.sim.operator import GO_S, Operator
 from berth.sim.other_tenants import OTHERS, OtherTenants
 from berth.sim.peers import NONE_ALLOWED
@@ -124,12 +125,16 @@ class _Runner:
             if name not in late:
                 world.start(name)
         await self._client.open()
+        mover = Mover(world)
+        if Widening.MOVES in plan.widenings:
+            await mover.open()
         operator, others, chaos = Operator(world, self._client), OtherTenants(world, self._client), Chaos(world)
         if plan.breaker_limit:
             self._going = asyncio.create_task(operator.reset_breakers(), name="breakers")
         doing: list[tuple[float, Callable[[], asyncio.Task[None]]]] = []
         for order in plan.orders:
-            who: Client | OtherTenants | Operator = others if order.action in OTHERS else operator
+            who: Client | OtherTenants | Operator | Mover = others if order.action in OTHERS else operator
+            who = mover if order.action is Action.MOVE else who
             who = self._client if order.action in (Action.BUILD, Action.REPEAT, Action.DELETE) else who
             doing.append((order.at, partial(who.order, order)))
         doing += [(fault.at, partial(chaos.inject, fault)) for fault in plan.fault_events]

@@ -134,6 +134,7 @@ class WatchedFleet(Fleet):
     watch: MachineWatch
     fail: Callable[[Breach], None]
     destroyed: Callable[[str, Guest], None] = staticmethod(lambda _host, _guest: None)
+    moves: Callable[[str, Guest], None] = staticmethod(lambda _host, _guest: None)
 
     def remove(self, host: str, instance: str) -> None:
         """A driver takes a machine away."""
@@ -162,6 +163,7 @@ class WatchedFleet(Fleet):
         """A machine is on this host from now on."""
         try:
             self.watch.put(host, guest)
+            self.moves(host, guest)
         except Breach as breach:
             self.fail(breach)
         super().put(host, guest)

@@ -35,10 +35,12 @@ class Widening(StrEnum):
     SAME_NAME = "same-name"  # a second compute service starts under a name that is taken
     CLIENTS = "clients"  # other clients' messages: bodies and properties at their edges
     BREAKER = "breaker"  # machines are lost many at once, and an operator has to say go
+    MOVES = "moves"  # instances are moved, resized, shelved, stopped; hosts die, are fenced and come back
     TREES = "trees"  # another source's hosts: devices that move within one batch, roots removed and made again
 
 
-WIDENED = frozenset(Widening)
+# Moves are drawn by name alone until many seeds of them have run among all the others.
+WIDENED = frozenset(Widening) - {Widening.MOVES}
 NONE: frozenset[Widening] = frozenset()
 
 # How often a kind is in a run that could have it: few at a time, so that each is also seen alone.
@@ -229,6 +231,45 @@ def _book(plan: Plan) -> list[str]:
     return [] if plan.with_peers else ["placement"]
 
 
+MOVE_VERBS = (
+    *("migrate", "live-migrate", "resize") * 4,
+    *("confirm", "revert", "shelve", "unshelve") * 3,
+    *("stop", "stop", "start", "rebuild", "offload", "abort", "evacuate"),
+)
+
+
+def _moves(rng: random.Random, plan: Plan) -> Plan:
+    """Moves with faults at every step, and sometimes a service whose hosts die, are fenced and come back."""
+    some = _sometimes(rng)
+    computes = replace(
+        plan.computes,
+        change_max_s=rng.uniform(0.01, 4.0),
+        change_fail_rate=some(0.3),
+        change_break_rate=some(0.2),
+        change_hang_rate=some(0.1),
+    )
+    orders = [
+        Order(
+            at=rng.uniform(10.0, END_S),
+            action=Action.MOVE,
+            verb=rng.choice(MOVE_VERBS),
+            host=rng.randrange(1000),
+            uuid=new_uuid(rng),
+        )
+        for _ in range(rng.randint(5, 50))
+    ]
+    if rng.random() < 0.4:
+        _, service = rng.choice(plan.services)
+        at, away = rng.uniform(15.0, 35.0), rng.uniform(1.0, 15.0)
+        orders.append(Order(at=at, action=Action.MOVE, verb="fence", service=service, seconds=away, uuid=new_uuid(rng)))
+    return _also(replace(plan, computes=computes), *orders)
+
+
+def _sometimes(rng: random.Random) -> Callable[[float], float]:
+    """Each rate is off in half of the runs, so that faults are also seen one at a time."""
+    return lambda most: rng.uniform(0.0, most) if rng.random() < 0.5 else 0.0
+
+
 OF_METAL = frozenset(
     {
         Widening.FOREIGN_NODES,
@@ -256,5 +297,6 @@ DRAWS: Mapping[Widening, Callable[[random.Random, Plan], Plan]] = {
     Widening.SAME_NAME: _same_name,
     Widening.CLIENTS: _clients,
     Widening.BREAKER: _breaker,
+    Widening.MOVES: _moves,
     Widening.TREES: _trees,
 }

@@ -18,6 +18,7 @@ from berth.sim.event_log import EventLog
 from berth.sim.harm_watch import HarmWatch
 from berth.sim.ironic import CLASSES, EXCHANGE, SimIronic
 from berth.sim.loop import NO_CONTEXT, PROCESS, Process
+from berth.sim.move_watch import MoveWatch
 from berth.sim.network import Broker, NetworkFaults, SimTransport
 from berth.sim.peer_watch import PeerWatch
 from berth.sim.plan import Cell, Plan
@@ -27,6 +28,7 @@ from bus.bus import API
 from bus.contracts.base import MAX_AMOUNT, Message, tag_of
 from bus.contracts.build import BuildEvent
 from bus.contracts.cell import CellBuild, ComputeResult
+from bus.contracts.moves import MoveEvent
 from bus.contracts.placement import Claim
 from bus.faults import DatabaseUnavailable, Transient
 from bus.persistence.memory_database import MemoryDatabase, MemorySession
@@ -52,6 +54,7 @@ MAX_CRASHES = 5
 MOST_AWAY_S = 2.0  # a server that died by itself is back by then
 RESTART_S = 0.5  # a supervisor starts what died by itself after this
 
+MOVE_TAG = tag_of(MoveEvent)
 EVENT_TAG, RESULT_TAG = tag_of(BuildEvent), tag_of(ComputeResult)
 CLAIM_TAG, BUILD_TAG = tag_of(Claim), tag_of(CellBuild)
 
@@ -67,6 +70,7 @@ class _Tagged(Struct):
 _event = msgspec.json.Decoder(BuildEvent)
 _claim = msgspec.json.Decoder(Claim)
 _build = msgspec.json.Decoder(CellBuild)
+_moved = msgspec.json.Decoder(MoveEvent)
 _result = msgspec.json.Decoder(ComputeResult)
 _items = msgspec.json.Decoder(list[_Item])
 _tagged = msgspec.json.Decoder(_Tagged)
@@ -167,15 +171,19 @@ class World:
         self.machines = MachineWatch()
         self.peer_watch = PeerWatch(plan, self.book, self.cells, self.now)
         self.peer_watch.excused = self.taken_back
+        self.move_watch = MoveWatch(self.book, self.cells, self.fleets)
+        self.move_watch.excused = self.taken_back
+        self.harm.given_up = self.move_watch.given_up
         self._book_watch = BookWatch(self.book)
         self.breaker_watch = BreakerWatch(plan, self.now)
-        looks = _all_of(self._book_watch, self.peer_watch, self._others_hold)
+        looks = _all_of(self._book_watch, self.peer_watch, self._others_hold, self.move_watch.book)
         self.book.on_commit.append(partial(self._committed, "placement", looks))
         self.builds.on_commit.append(partial(self._committed, "scheduler", lambda: None))
         for name, cell_table in self.cells.items():
             look = _all_of(
                 partial(self.machines.instances, cell_table.instances),
                 self.peer_watch.machines,
+                partial(self.move_watch.instances, cell_table.instances),
                 partial(self.harm.record, cell_table.instances),
                 partial(self.breaker_watch.committed, cell_table, self.taken_back),
             )
@@ -303,6 +311,7 @@ class World:
         fleet = WatchedFleet.planned(self.wiring.config(service), cell, service)
         assert isinstance(fleet, WatchedFleet)
         fleet.watch, fleet.fail, fleet.destroyed = self.machines, self.fail, self.harm.destroyed
+        fleet.moves = self.move_watch.put
         return fleet
 
     def start_duplicate(self, service: str) -> None:
@@ -485,6 +494,8 @@ class World:
             if body in self.strange:
                 continue
             tag = _tagged.decode(body).type
+            if tag == MOVE_TAG and bus != API:
+                self._moved(_moved.decode(body))
             self.listener.message(bus, message.exchange, message.routing_key, tag)
             if tag == RESULT_TAG:
                 self.machines.result(_result.decode(body))
@@ -499,6 +510,12 @@ class World:
                     self.peer_watch.event(event)
             except Breach as breach:
                 self.fail(breach)
+
+    def _moved(self, event: MoveEvent) -> None:
+        try:
+            self.move_watch.said(event)
+        except Breach as breach:
+            self.fail(breach)
 
     def _sent(self, build: CellBuild) -> None:
         if self.probing:

@@ -281,6 +281,10 @@ class ChangeMachine(Message, frozen=True, kw_only=True, tag="compute.change.v1")
     timeout_s: Annotated[float, Bound(gt=0, le=86_400)] = 300.0
 
 
+# The code of a change whose machine is not on its host: there is nothing that could be changed, or changed back.
+MACHINE_ABSENT = "machine.absent"
+
+
 class MachineChanged(Message, frozen=True, kw_only=True, tag="compute.changed.v1"):
     """How a change ended. May come late, twice, or never.
 

@@ -6,6 +6,7 @@ from msgspec import Struct
 
 from bus.contracts.cell import InstanceSpec, Selection
 from bus.contracts.groups import ServerGroup
+from bus.contracts.moves import CellMove
 from bus.contracts.placement import ClaimOutcome
 from bus.contracts.stages import Stamps
 
@@ -97,7 +98,37 @@ class Destroyed(Event, frozen=True, kw_only=True):
 
 
 class Released(Event, frozen=True, kw_only=True):
-    """Placement holds nothing for this instance any more."""
+    """Placement holds nothing for this consumer any more: the migration of its move, or the instance ("")."""
+
+    consumer: str = ""
+
+
+class Reverted(Event, frozen=True, kw_only=True):
+    """Placement has given the instance its source again. None: another client holds the consumer."""
+
+    attempt: int
+    consumer_generation: int | None = None
+
+
+class MoveAsked(Event, frozen=True, kw_only=True):
+    """Something is to be done with the instance."""
+
+    request: CellMove
+    cause: str = ""
+
+
+class ChangeEnded(Event, frozen=True, kw_only=True):
+    """A host says how a change of a machine ended. runs: whether it runs now (None: not known)."""
+
+    attempt: int
+    order: int
+    host_uuid: str
+    service: str
+    done: bool
+    runs: bool | None = None
+    image: str = ""
+    code: str = ""
+    reason: str = ""
 
 
 class HostRuns(Event, frozen=True, kw_only=True):
@@ -150,4 +181,7 @@ EVENTS: tuple[type[Event], ...] = (
     HostRuns,
     HostMissing,
     ServiceLost,
+    MoveAsked,
+    ChangeEnded,
+    Reverted,
 )

@@ -9,6 +9,7 @@ from msgspec import Struct
 from bus.contracts.build import AttemptRecord
 from bus.contracts.cell import InstanceSpec, Selection
 from bus.contracts.groups import ServerGroup
+from bus.contracts.moves import MoveKind, MoveState
 from bus.contracts.stages import Stamps
 
 
@@ -26,6 +27,31 @@ class State(StrEnum):
     DELETING = "deleting"  # the host was commanded to destroy; the allocation is held until it has
     RELEASING = "releasing"  # destroyed; the allocation is being released, then it is deleted
     DELETED = "deleted"
+    # A move: two machines, one of which runs at most. `Move` says which they are.
+    CLAIMING = "claiming"  # placement is asked for a destination; the source is as it was
+    PREPARING = "preparing"  # the destination is asked whether it can
+    HANDING_OVER = "handing_over"  # the source was told to stop and hand over
+    FINISHING = "finishing"  # the destination was told to build and start; the source is stopped
+    RESIZING = "resizing"  # the machine was told to change its size where it is
+    RESIZED = "resized"  # the destination runs; confirm or revert is awaited, and the migration holds the source
+    CONFIRMING = "confirming"  # the destination runs; the source was told to destroy what it has
+    SETTLING = "settling"  # the source is gone; the migration's allocation is being released
+    UNDOING = "undoing"  # the destination was told to destroy, or to take its old size again
+    REVERTING = "reverting"  # the destination is gone; placement is asked to revert
+    RESTARTING = "restarting"  # reverted; the source was told to start
+    # One machine.
+    CHANGING = "changing"  # the host was told to start, stop, rebuild or snapshot it
+    OFFLOADING = "offloading"  # the host was told to destroy what has been shelved
+    VACATING = "vacating"  # nothing runs; the allocation is being released, then it is offloaded
+    OFFLOADED = "offloaded"  # it has no host and holds nothing; its image is kept
+
+
+class Power(StrEnum):
+    """Whether an instance is meant to run."""
+
+    RUNNING = "running"
+    STOPPED = "stopped"
+    SHELVED = "shelved"  # stopped, and its image is kept
 
 
 # A build goes on: between a backup and its restore it may have moved on, or have become active.
@@ -42,6 +68,61 @@ class ScanId(Struct, frozen=True, order=True):
     number: int
 
 
+# So many requests of one instance that have ended are kept: a copy of one is answered as the first was.
+MAX_ENDED = 16
+
+
+class EndedMove(Struct, frozen=True, omit_defaults=True):
+    """A request that has ended, and how."""
+
+    request_id: str
+    kind: MoveKind
+    state: MoveState
+    code: str = ""
+    reason: str = ""
+
+
+class Move(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What is being done with an instance: a request, and what the instance was when it began.
+
+    request_id: also the migration's uuid in the book. source, source_attempt: the machine that it had (None: none, it
+    was offloaded). book_attempt: the attempt that the book had it under. spec, power, image: as they were.
+    order: of the change that was last commanded and is waited for. handed_over: the source was told to hand over, so it
+    is started when the move is undone. finishing: the current destination was told to build. lost_code, lost_reason:
+    why the move is being undone ("": it is not). answered: the request has had its terminal event. by, by_kind: the
+    request that ends it (confirm, revert, abort), to be answered at its end. history: hosts tried.
+    claimed: the migration holds the source in the book. delete: the instance was deleted while placement was asked.
+    source_gone, here_gone, instance_released: of an instance that is being deleted, or whose release is under way.
+    """
+
+    request_id: str
+    kind: MoveKind
+    source: Selection | None = None
+    source_attempt: int = 0
+    book_attempt: int = 0
+    spec: InstanceSpec
+    power: Power = Power.RUNNING
+    image: str = ""
+    auto_confirm_s: float | None = None
+    step_timeout_s: float = 300.0
+    offload: bool = False
+    order: int = 0
+    handed_over: bool = False
+    finishing: bool = False
+    lost_code: str = ""
+    lost_reason: str = ""
+    answered: bool = False
+    by: str = ""
+    by_kind: MoveKind | None = None
+    history: tuple[AttemptRecord, ...] = ()
+    began: float = 0.0
+    claimed: bool = False
+    delete: bool = False
+    source_gone: bool = False
+    here_gone: bool = False
+    instance_released: bool = False
+
+
 class Instance(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What a cell has on record about one instance.
 
@@ -52,9 +133,13 @@ class Instance(Struct, frozen=True, kw_only=True, omit_defaults=True):
     machines had begun then (None: never, or unknown).
     answered: the build request got its terminal event. cause: the request that last asked for something.
     asked: the attempt's deadline has passed, and its host was queried. doubted: the database was set back while this
-    was being built, so only the hosts know what has become of it since. stamps: when each stage of the build ended,
-    until it is answered. server_group: whose rule alternates are held to; limits: what its project may hold, which they
-    are held to as well.
+    was being built, so only the hosts know what has become of it since.
+    stamps: when each stage of the build ended, until it is answered. server_group: whose rule alternates are held to;
+    limits: what its project may hold, which they are held to as well.
+    newest: the highest attempt number that was ever given out, where that is not `attempt`: a move that was undone has
+    used numbers that nothing runs under. power: whether it is meant to run. image: of a shelved one, its snapshot.
+    order: the highest number given to a change of its machine. move: what is being done with it. ended: requests that
+    have ended, the newest last.
     """
 
     uuid: str
@@ -81,6 +166,39 @@ class Instance(Struct, frozen=True, kw_only=True, omit_defaults=True):
     stamps: Stamps | None = None
     server_group: ServerGroup | None = None
     limits: dict[str, int] = {}
+    newest: int = 0
+    power: Power = Power.RUNNING
+    image: str = ""
+    order: int = 0
+    move: Move | None = None
+    ended: tuple[EndedMove, ...] = ()
+
+    @property
+    def last_attempt(self) -> int:
+        """The highest attempt number that was ever given out."""
+        return max(self.attempt, self.newest)
+
+    @property
+    def next_attempt(self) -> int:
+        """The number of the next attempt."""
+        return self.last_attempt + 1
+
+    @property
+    def is_in_place(self) -> bool:
+        """Whether the destination of the move is the source's own host: then there is one machine."""
+        source = self.move.source if self.move is not None else None
+        return source is not None and self.position > 0 and self.here.host_uuid == source.host_uuid
+
+    @property
+    def source_host_uuid(self) -> str | None:
+        """The host of the move's source, where that is not the current host."""
+        source = self.move.source if self.move is not None and self.position > 0 else None
+        return None if source is None or self.is_in_place else source.host_uuid
+
+    @property
+    def source_attempt(self) -> int:
+        """The attempt that the move's source carries."""
+        return self.move.source_attempt if self.move is not None else 0
 
     @property
     def here(self) -> Selection:

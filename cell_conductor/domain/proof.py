@@ -10,8 +10,26 @@ from .instance import State
 
 # A client has asked for the delete, and nothing takes that back: no attempt is wanted, whatever its number.
 DELETE_ASKED = frozenset({State.TOMBSTONE, State.ABANDONING, State.DELETING, State.RELEASING, State.DELETED})
-# The current attempt is wanted on its host.
-WANTED = frozenset({State.BUILDING, State.ACTIVE})
+# The current attempt is wanted on its host. While a destination is claimed or asked, the source is no other machine.
+WANTED = frozenset(
+    {
+        State.BUILDING,
+        State.ACTIVE,
+        State.FINISHING,
+        State.RESIZING,
+        State.RESIZED,
+        State.CONFIRMING,
+        State.SETTLING,
+        State.RESTARTING,
+        State.CHANGING,
+    }
+)
+# The destination runs for good: what the source of the move has is not wanted any more.
+SOURCE_OVER = frozenset({State.CONFIRMING, State.SETTLING})
+# A destination was claimed and never commanded: what runs there under its attempt has no explanation.
+NOT_COMMANDED = frozenset({State.PREPARING, State.HANDING_OVER})
+# A move goes on, or back, and the current host is still its source.
+AT_SOURCE = frozenset({State.CLAIMING, State.PREPARING, State.HANDING_OVER, State.UNDOING, State.REVERTING})
 
 
 class OnRecord(Protocol):
@@ -29,17 +47,43 @@ class OnRecord(Protocol):
     def attempt(self) -> int:
         """The current attempt."""
 
+    @property
+    def last_attempt(self) -> int:
+        """The highest attempt number that was ever given out."""
+
+    @property
+    def source_host_uuid(self) -> str | None:
+        """The host of the move's source, where that is not the current host."""
+
+    @property
+    def source_attempt(self) -> int:
+        """The attempt that the move's source carries (0: no move, or one without a source)."""
+
 
 def is_over(record: OnRecord, attempt: int, host_uuid: str) -> bool:
     """Whether the record proves that this attempt, run by this host, is not wanted any more.
 
-    An attempt above the record's, or the record's own attempt on another host, was commanded by a record that this
-    database does not have (it was restored from a backup): that proves nothing, and the machine is kept.
+    An attempt above all that were given out, or a machine's own attempt on another host, was commanded by a record that
+    this database does not have (it was restored from a backup): that proves nothing, and the machine is kept.
     """
     if record.state is State.ABSENT or attempt == UNKNOWN_ATTEMPT:
         return False
     if record.state in DELETE_ASKED:
         return True
+    if record.source_host_uuid is not None and attempt == record.source_attempt:
+        return host_uuid == record.source_host_uuid and record.state in SOURCE_OVER
     if attempt == record.attempt:
-        return host_uuid == record.host_uuid and record.state not in WANTED
-    return attempt < record.attempt
+        is_kept = is_wanted_here(record) or record.state in NOT_COMMANDED
+        return host_uuid == record.host_uuid and not is_kept
+    return attempt <= record.last_attempt
+
+
+def is_wanted_here(record: OnRecord) -> bool:
+    """Whether the current attempt is wanted on its host."""
+    is_source = bool(record.source_attempt) and record.source_host_uuid is None
+    return record.state in WANTED or (is_source and record.state in AT_SOURCE)
+
+
+def is_wanted_at_source(record: OnRecord) -> bool:
+    """Whether what the source of the move has is to be kept."""
+    return record.source_host_uuid is not None and record.state not in DELETE_ASKED | SOURCE_OVER

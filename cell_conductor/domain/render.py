@@ -15,7 +15,9 @@ Derived from `cell_conductor/domain/table.py`; a test compares. Write it anew wi
 
 What is allocated follows from the state: one attempt's allocation is held in `building`, `active` and `deleting`;
 `reclaiming` and `abandoning` ask placement to release and claim in one go, `giving_up` and `releasing` ask it to
-release; in every other state nothing is held. A host that never confirms a destroy keeps its allocation: what may
+release. In a move the migration holds the source and the instance its destination: `claiming` asks for one, `reverting`
+gives the instance its source again, `settling` releases the migration; `vacating` releases what a shelved one held.
+In every other state nothing is held. A host that never confirms a destroy keeps its allocation: what may
 still run there must not be promised to anybody else.
 """
 
@@ -70,7 +72,11 @@ def _asks() -> list[str]:
         "## Requests to placement",
         "",
         f"- {claim}: `placement.claim.v1` with `release_first`, the next attempt's number, and the alternates left.",
-        f"- {release}: `placement.release.v1` of this attempt or an older one.",
+        f"- {release}: `placement.release.v1` of this attempt or an older one; then, of an instance that was moving",
+        "  when it was deleted or lost, of its migration.",
+        "- `claiming`: the same with a `migration`, and with `release_first` from the second destination on.",
+        "- `reverting`: `placement.revert.v1`, under the next attempt's number.",
+        "- `settling`: `placement.release.v1` of the migration.",
     ]
 
 

@@ -12,7 +12,7 @@ from bus.contracts.cell import ComputeHosts, Running
 
 from .events import Event, HostMissing, HostRuns
 from .instance import ScanId, State
-from .proof import DELETE_ASKED, OnRecord, is_over
+from .proof import DELETE_ASKED, NOT_COMMANDED, OnRecord, is_over, is_wanted_at_source, is_wanted_here
 
 
 class RecordedInstance(OnRecord, Protocol):
@@ -67,8 +67,12 @@ class Differences(Struct, frozen=True):
     unexplained: tuple[Unexplained, ...] = ()
 
 
-# While an instance stands so, its host running its current attempt is as it should be.
-AT_HOME = frozenset({State.ACTIVE, State.DELETING})
+# Its host must carry it, or may still: a report that leaves it out says something.
+EXPECTED = frozenset({State.ACTIVE, State.RESIZED, State.DELETING, State.UNDOING, State.OFFLOADING})
+# The same of the source of a move, once it is to go.
+SOURCE_EXPECTED = frozenset({State.CONFIRMING, State.DELETING})
+# Of these a report that leaves them out ends something that was not asked to end.
+HARMED = frozenset({State.ACTIVE, State.RESIZED})
 
 
 def differences(
@@ -107,15 +111,18 @@ def differences(
                 into.append((one.instance_uuid, _runs(report, one, host_uuid, now, seen_at)))
     listed = {(host_uuid, one.instance_uuid) for host_uuid, running in running_on.items() for one in running}
     for record in by_uuid.values():
-        if record.host_uuid is None or record.host_uuid not in running_on or record.state not in AT_HOME:
-            continue
         # Of its own service's times the machine knows which was first; another's clock may be minutes off.
         counts = seen_at > 0 if record.service == report.service else seen_at > record.since + grace_s
-        if (record.host_uuid, record.uuid) not in listed and counts:
-            gone = HostMissing(
-                at=now, host_uuid=record.host_uuid, seen_at=seen_at, service=report.service, scan=_scan(report)
-            )
-            (harmful if record.state is State.ACTIVE else events).append((record.uuid, gone))
+        places: tuple[tuple[str | None, bool], ...] = (
+            (record.host_uuid, record.state in EXPECTED),
+            (record.source_host_uuid, record.state in SOURCE_EXPECTED),
+        )
+        for place, is_expected in places:
+            if place is None or not is_expected or not counts or place not in running_on:
+                continue
+            if (place, record.uuid) not in listed:
+                gone = HostMissing(at=now, host_uuid=place, seen_at=seen_at, service=report.service, scan=_scan(report))
+                (harmful if record.state in HARMED else events).append((record.uuid, gone))
     return Differences(tuple(events), tuple(harmful), tuple(unexplained))
 
 
@@ -124,24 +131,41 @@ def _is_known_at(record: RecordedInstance | None, host_uuid: str) -> bool:
 
     It is neither lost nor proved ours: it is left as it is, and a destroy of it is refused by its host.
     """
-    return record is not None and record.state in AT_HOME and record.host_uuid == host_uuid
+    if record is None:
+        return False
+    is_built = record.state not in (State.BUILDING, State.FINISHING)
+    if record.host_uuid == host_uuid and is_built and (record.state is State.DELETING or is_wanted_here(record)):
+        return True
+    return record.source_host_uuid == host_uuid
 
 
 def _unexplained(record: RecordedInstance | None, one: Running, host_uuid: str) -> str:
     """Why the record does not explain a machine that carries our mark; "": it does."""
     if record is None or record.state is State.ABSENT:
         return NO_RECORD
-    if (one.attempt, host_uuid) == (record.attempt, record.host_uuid) or is_over(record, one.attempt, host_uuid):
+    is_here = (one.attempt, host_uuid) == (record.attempt, record.host_uuid)
+    is_commanded = is_here and record.state not in NOT_COMMANDED
+    is_source = (one.attempt, host_uuid) == (record.source_attempt, record.source_host_uuid)
+    if is_commanded or is_source or is_wanted_at_home(record, one.attempt, host_uuid):
         return ""
-    return ELSEWHERE if one.attempt == record.attempt else NEWER
+    if is_over(record, one.attempt, host_uuid):
+        return ""
+    return ELSEWHERE if one.attempt in (record.attempt, record.source_attempt) else NEWER
+
+
+def is_wanted_at_home(record: RecordedInstance, attempt: int, host_uuid: str) -> bool:
+    """Whether this is the machine that the record wants on its current host."""
+    return (attempt, host_uuid) == (record.attempt, record.host_uuid) and is_wanted_here(record)
 
 
 def _agrees(record: RecordedInstance, host_uuid: str, one: Running, service: str) -> bool:
+    if (one.attempt, host_uuid) == (record.source_attempt, record.source_host_uuid):
+        return is_wanted_at_source(record)
     if (one.attempt, host_uuid) != (record.attempt, record.host_uuid):
         return False
-    if record.state is State.BUILDING:
+    if record.state in (State.BUILDING, State.FINISHING):
         return not one.built  # its result is still to come
-    return record.state in AT_HOME and record.service == service
+    return (record.state is State.DELETING or is_wanted_here(record)) and record.service == service
 
 
 def _runs(report: ComputeHosts, one: Running, host_uuid: str, now: float, seen_at: float) -> HostRuns:

@@ -77,7 +77,7 @@ def start_build(instance: Instance, event: BuildAsked, timeouts: Timeouts) -> St
         return _spawn(adopted, event.at, timeouts)
     # Nothing was commanded there, so nothing has to be destroyed.
     passed = _noted(adopted, NOT_TRIED, at=event.at, code=down.code, reason=down.reason)
-    return Step(_ask(_without_down(passed, event.at, timeouts), State.RECLAIMING, event.at, timeouts))
+    return Step(ask(_without_down(passed, event.at, timeouts), State.RECLAIMING, event.at, timeouts))
 
 
 def restart_build(instance: Instance, event: BuildAsked, timeouts: Timeouts) -> Step:
@@ -95,16 +95,16 @@ def tombstone(instance: Instance, event: DeleteAsked, timeouts: Timeouts) -> Ste
 def refuse_build(instance: Instance, event: BuildAsked, timeouts: Timeouts) -> Step:
     """The build of a deleted instance: give its claim back, start nothing."""
     adopted = replace(_adopt(instance, event), cause=instance.cause)
-    return Step(_ask(adopted, State.RELEASING, event.at, timeouts))
+    return Step(ask(adopted, State.RELEASING, event.at, timeouts))
 
 
 def come_up(instance: Instance, event: Spawned | HostRuns, timeouts: Timeouts) -> Step:
     """The current attempt runs: active, once it is certainly built. An older attempt is destroyed, never doubled."""
-    if not _is_ours(instance, event):
+    if not is_ours(instance, event):
         return destroy_orphan(instance, event, timeouts)
     if isinstance(event, HostRuns) and not event.built:
         return Step(instance)
-    instance = _at_service(instance, event.service)
+    instance = at_service(instance, event.service)
     here = instance.here
     up = replace(
         _noted(instance, "active", at=event.at),
@@ -114,13 +114,13 @@ def come_up(instance: Instance, event: Spawned | HostRuns, timeouts: Timeouts) -
         position=0,
         deadline=None,
         since=event.at,
-        up_at=_by_its_clock(event),
+        up_at=by_its_clock(event),
         up_scan=event.scan,
         answered=True,
         asked=False,
         doubted=False,
     )
-    return _announce(up, BuildState.ACTIVE, event.at, timeouts, terminal=True)
+    return announce(up, BuildState.ACTIVE, event.at, timeouts, terminal=True)
 
 
 def destroy_orphan(instance: Instance, event: Spawned | HostRuns, timeouts: Timeouts) -> Step:
@@ -139,23 +139,23 @@ def destroy_orphan(instance: Instance, event: Spawned | HostRuns, timeouts: Time
 
 def confirm_running(instance: Instance, event: Spawned | HostRuns, timeouts: Timeouts) -> Step:
     """The current attempt runs, as known, perhaps under another service now. An older one is destroyed."""
-    if _is_ours(instance, event):
-        moved = _at_service(instance, event.service)
-        return Step(instance if moved is instance else replace(moved, up_at=_by_its_clock(event), up_scan=event.scan))
+    if is_ours(instance, event):
+        moved = at_service(instance, event.service)
+        return Step(instance if moved is instance else replace(moved, up_at=by_its_clock(event), up_scan=event.scan))
     return destroy_orphan(instance, event, timeouts)
 
 
 def repeat_destroy(instance: Instance, event: Spawned | HostRuns, timeouts: Timeouts) -> Step:
     """It still runs, and its destroy is on its way; unless the host has another service now: that one gets it, too."""
-    if not _is_ours(instance, event):
+    if not is_ours(instance, event):
         return destroy_orphan(instance, event, timeouts)
-    moved = _at_service(instance, event.service)
-    return Step(moved, (_destroy_here(moved, timeouts),)) if moved is not instance else Step(instance)
+    moved = at_service(instance, event.service)
+    return Step(moved, (destroy_here(moved, timeouts),)) if moved is not instance else Step(instance)
 
 
 def fail_over(instance: Instance, event: SpawnFailed, timeouts: Timeouts) -> Step:
     """The current attempt failed: clean up there, then claim the next alternate, or give up."""
-    if not _is_current(instance, event.attempt, event.host_uuid):
+    if not is_current(instance, event.attempt, event.host_uuid):
         return Step(instance)
     failed = _noted(instance, "failed", at=event.at, code=event.code, reason=event.reason)
     failed = replace(failed, stamps=_stamped(instance, event))
@@ -175,7 +175,7 @@ def time_out(instance: Instance, event: TimedOut, timeouts: Timeouts) -> Step:
         wait_s = timeouts.answer_timeout_s
         if instance.asked:
             wait_s = min(max(wait_s, event.at - instance.since), timeouts.destroy_retry_max_s)
-        order = replace(_destroy_here(instance, timeouts), unless_built=True)
+        order = replace(destroy_here(instance, timeouts), unless_built=True)
         return Step(replace(instance, asked=True, deadline=event.at + wait_s), (order,))
     return _over_time(instance, event, timeouts)
 
@@ -195,7 +195,7 @@ def leave_service(instance: Instance, event: ServiceLost, timeouts: Timeouts) ->
 
 def fail_over_destroyed(instance: Instance, event: Destroyed, timeouts: Timeouts) -> Step:
     """The host has ended the attempt that was being built: it was out of time, or else it has failed unasked."""
-    if not _is_current(instance, event.attempt, event.host_uuid):
+    if not is_current(instance, event.attempt, event.host_uuid):
         return Step(instance)
     if instance.asked:
         return _over_time(instance, event, timeouts)
@@ -205,16 +205,16 @@ def fail_over_destroyed(instance: Instance, event: Destroyed, timeouts: Timeouts
 
 def move_on(instance: Instance, event: Claimed, timeouts: Timeouts) -> Step:
     """An alternate is claimed: command it under the next attempt. An answer to an older question is ignored."""
-    if event.attempt != instance.attempt + 1:
+    if event.attempt != instance.next_attempt:
         return Step(instance)
     return _spawn(_taken(instance, event), event.at, timeouts)
 
 
 def release_alternate(instance: Instance, event: Claimed, timeouts: Timeouts) -> Step:
     """An alternate was claimed for an instance that is to be deleted: release it, nothing was built there."""
-    if event.attempt != instance.attempt + 1:
+    if event.attempt != instance.next_attempt:
         return Step(instance)
-    return Step(_ask(_taken(instance, event), State.RELEASING, event.at, timeouts))
+    return Step(ask(_taken(instance, event), State.RELEASING, event.at, timeouts))
 
 
 def run_out(instance: Instance, event: ClaimRefused, timeouts: Timeouts) -> Step:
@@ -222,30 +222,30 @@ def run_out(instance: Instance, event: ClaimRefused, timeouts: Timeouts) -> Step
 
     Unless another client holds the consumer: then nothing is ours to release.
     """
-    if event.attempt != instance.attempt + 1:
+    if event.attempt != instance.next_attempt:
         return Step(instance)
     tried = _not_claimed(instance, event.outcomes, event.at)
     if event.consumer_changed:
         reason = event.reason or "another client holds this instance's allocation"
-        changed = replace(tried, code="placement.consumer_changed", reason=_cut(reason))
+        changed = replace(tried, code="placement.consumer_changed", reason=cut(reason))
         return _end_failed(changed, event.at, timeouts)
-    over = replace(tried, code="max_retries_exceeded", reason=_cut(_story(tried)))
-    return Step(_ask(over, State.GIVING_UP, event.at, timeouts))
+    over = replace(tried, code="max_retries_exceeded", reason=cut(_story(tried)))
+    return Step(ask(over, State.GIVING_UP, event.at, timeouts))
 
 
 def drop(instance: Instance, event: ClaimRefused, timeouts: Timeouts) -> Step:
     """No alternate was claimed for an instance that is to be deleted: release as in `run_out`, and end deleted."""
-    if event.attempt != instance.attempt + 1:
+    if event.attempt != instance.next_attempt:
         return Step(instance)
     if event.consumer_changed:
         return _end_deleted(instance, event.at, timeouts)
-    return Step(_ask(instance, State.RELEASING, event.at, timeouts))
+    return Step(ask(instance, State.RELEASING, event.at, timeouts))
 
 
 def abandon(instance: Instance, event: DeleteAsked, timeouts: Timeouts) -> Step:
     """A claim may be under way: wait for its answer, then release instead of building."""
     leaving = replace(instance, state=State.ABANDONING, cause=event.cause or instance.cause)
-    return _announce(leaving, BuildState.DELETING, event.at, timeouts)
+    return announce(leaving, BuildState.DELETING, event.at, timeouts)
 
 
 def destroy(instance: Instance, event: DeleteAsked, timeouts: Timeouts) -> Step:
@@ -257,7 +257,7 @@ def destroy(instance: Instance, event: DeleteAsked, timeouts: Timeouts) -> Step:
         since=event.at,
         cause=event.cause or instance.cause,
     )
-    return _announce(leaving, BuildState.DELETING, event.at, timeouts, first=(_destroy_here(leaving, timeouts),))
+    return announce(leaving, BuildState.DELETING, event.at, timeouts, first=(destroy_here(leaving, timeouts),))
 
 
 def destroy_again(instance: Instance, event: TimedOut, timeouts: Timeouts) -> Step:
@@ -266,18 +266,18 @@ def destroy_again(instance: Instance, event: TimedOut, timeouts: Timeouts) -> St
     Less and less often: the orders wait in the service's queue while it is down, so their number has to stay small.
     """
     wait_s = min(max(timeouts.destroy_retry_s, event.at - instance.since), timeouts.destroy_retry_max_s)
-    return Step(replace(instance, deadline=event.at + wait_s), (_destroy_here(instance, timeouts),))
+    return Step(replace(instance, deadline=event.at + wait_s), (destroy_here(instance, timeouts),))
 
 
 def release_destroyed(instance: Instance, event: Destroyed | HostMissing, timeouts: Timeouts) -> Step:
     """The host has destroyed it (or reports, long enough after, that it does not run it): release."""
-    gone = _is_gone(instance, event, timeouts)
-    return Step(_ask(instance, State.RELEASING, event.at, timeouts)) if gone else Step(instance)
+    gone = is_gone(instance, event, timeouts)
+    return Step(ask(instance, State.RELEASING, event.at, timeouts)) if gone else Step(instance)
 
 
 def lose(instance: Instance, event: HostMissing, timeouts: Timeouts) -> Step:
     """An active instance is gone from its host: fence what may be left, release, and end failed."""
-    gone = _is_gone(instance, event, timeouts)
+    gone = is_gone(instance, event, timeouts)
     if not gone:
         return Step(instance)
     reason = f"host {instance.here.host} does not run it any more"
@@ -288,7 +288,7 @@ def lose(instance: Instance, event: HostMissing, timeouts: Timeouts) -> Step:
 def delete_instead(instance: Instance, event: DeleteAsked, timeouts: Timeouts) -> Step:
     """A release is already under way: it ends deleted instead of failed."""
     leaving = replace(instance, state=State.RELEASING, cause=event.cause or instance.cause)
-    return _announce(leaving, BuildState.DELETING, event.at, timeouts)
+    return announce(leaving, BuildState.DELETING, event.at, timeouts)
 
 
 def repeat_question(instance: Instance, event: TimedOut, timeouts: Timeouts) -> Step:
@@ -297,17 +297,35 @@ def repeat_question(instance: Instance, event: TimedOut, timeouts: Timeouts) -> 
 
 
 def end_failed(instance: Instance, event: Released, timeouts: Timeouts) -> Step:
-    """Nothing is held any more: failed."""
+    """Nothing is held any more: failed. While it moved there are two consumers, released one after the other."""
+    if (left := _half_released(instance, event, timeouts)) is not None:
+        return left
     return _end_failed(instance, event.at, timeouts)
 
 
 def end_deleted(instance: Instance, event: Released | DeleteAsked, timeouts: Timeouts) -> Step:
-    """Nothing is held any more: deleted."""
+    """Nothing is held any more: deleted. While it moved there are two consumers, released one after the other."""
+    if isinstance(event, Released) and (left := _half_released(instance, event, timeouts)) is not None:
+        return left
     cause = event.cause if isinstance(event, DeleteAsked) and event.cause else instance.cause
     return _end_deleted(replace(instance, cause=cause), event.at, timeouts)
 
 
 # --- what several rules share
+
+
+def _half_released(instance: Instance, event: Released, timeouts: Timeouts) -> Step | None:
+    """What follows when that was not the last consumer, or not the one that was asked for; None: nothing is held.
+
+    The instance first: once it holds nothing, a late copy of the move's claim can move nothing to the migration.
+    """
+    move = instance.move
+    consumer = event.consumer or instance.uuid
+    if consumer == instance.uuid and move is not None and move.claimed and not move.instance_released:
+        noted = replace(instance, move=replace(move, instance_released=True))
+        return Step(replace(noted, deadline=event.at + timeouts.claim_retry_s))
+    expected = move.request_id if move is not None and move.instance_released else instance.uuid
+    return None if consumer == expected else Step(instance)
 
 
 def _adopt(instance: Instance, event: BuildAsked) -> Instance:
@@ -339,7 +357,7 @@ def _spawn(instance: Instance, at: float, timeouts: Timeouts) -> Step:
         service=here.service,
         deployment=timeouts.deployment,
     )
-    return _announce(building, BuildState.BUILDING, at, timeouts, first=(order,))
+    return announce(building, BuildState.BUILDING, at, timeouts, first=(order,))
 
 
 def _over_time(instance: Instance, event: TimedOut | Destroyed, timeouts: Timeouts) -> Step:
@@ -353,7 +371,7 @@ def _next(instance: Instance, at: float, timeouts: Timeouts) -> Step:
     instance = _without_down(instance, at, timeouts)
     if not instance.alternates:
         return _give_up(instance, at, timeouts, code="max_retries_exceeded", reason=_story(instance))
-    return Step(_ask(instance, State.RECLAIMING, at, timeouts), (_destroy_here(instance, timeouts),))
+    return Step(ask(instance, State.RECLAIMING, at, timeouts), (destroy_here(instance, timeouts),))
 
 
 def _has_somewhere_to_go(instance: Instance, timeouts: Timeouts) -> bool:
@@ -367,7 +385,7 @@ def _without_down(instance: Instance, at: float, timeouts: Timeouts) -> Instance
         return instance
     notes = tuple(
         AttemptRecord(
-            attempt=instance.attempt + 1,
+            attempt=instance.next_attempt,
             host=selection.host,
             outcome=NOT_TRIED,
             code=timeouts.down[selection.service].code,
@@ -381,11 +399,11 @@ def _without_down(instance: Instance, at: float, timeouts: Timeouts) -> Instance
 
 
 def _give_up(instance: Instance, at: float, timeouts: Timeouts, *, code: str, reason: str) -> Step:
-    over = replace(instance, code=code, reason=_cut(reason))
-    return Step(_ask(over, State.GIVING_UP, at, timeouts), (_destroy_here(instance, timeouts),))
+    over = replace(instance, code=code, reason=cut(reason))
+    return Step(ask(over, State.GIVING_UP, at, timeouts), (destroy_here(instance, timeouts),))
 
 
-def _ask(instance: Instance, state: State, at: float, timeouts: Timeouts) -> Instance:
+def ask(instance: Instance, state: State, at: float, timeouts: Timeouts) -> Instance:
     """Enter a state that waits for placement; the sweep repeats the request when no answer is ever recorded."""
     return replace(instance, state=state, deadline=at + timeouts.claim_retry_s, since=at)
 
@@ -404,7 +422,7 @@ def _not_claimed(instance: Instance, outcomes: tuple[ClaimOutcome, ...], at: flo
     """Write down the alternates that could not be claimed, so that the history is whole."""
     tried = tuple(
         AttemptRecord(
-            attempt=instance.attempt + 1, host=selection.host, outcome="not_claimed", code=outcome.value, at=at
+            attempt=instance.next_attempt, host=selection.host, outcome="not_claimed", code=outcome.value, at=at
         )
         for selection, outcome in zip(instance.alternates, outcomes, strict=False)
     )
@@ -412,18 +430,20 @@ def _not_claimed(instance: Instance, outcomes: tuple[ClaimOutcome, ...], at: flo
 
 
 def _end_failed(instance: Instance, at: float, timeouts: Timeouts) -> Step:
-    over = replace(instance, state=State.FAILED, deadline=None, since=at, answered=True, asked=False, doubted=False)
-    return _announce(over, BuildState.FAILED, at, timeouts, terminal=not instance.answered)
+    over = replace(
+        instance, state=State.FAILED, deadline=None, since=at, answered=True, asked=False, doubted=False, move=None
+    )
+    return announce(over, BuildState.FAILED, at, timeouts, terminal=not instance.answered)
 
 
 def _end_deleted(instance: Instance, at: float, timeouts: Timeouts) -> Step:
-    gone = replace(instance, state=State.DELETED, deadline=None, since=at, answered=True)
-    return _announce(gone, BuildState.DELETED, at, timeouts, terminal=True)
+    gone = replace(instance, state=State.DELETED, deadline=None, since=at, answered=True, move=None)
+    return announce(gone, BuildState.DELETED, at, timeouts, terminal=True)
 
 
 def _noted(instance: Instance, outcome: str, *, at: float, code: str = "", reason: str = "") -> Instance:
     record = AttemptRecord(
-        attempt=instance.attempt, host=instance.here.host, outcome=outcome, code=code, reason=_cut(reason), at=at
+        attempt=instance.attempt, host=instance.here.host, outcome=outcome, code=code, reason=cut(reason), at=at
     )
     return replace(instance, history=(*instance.history, record))
 
@@ -445,7 +465,7 @@ def _stamped(instance: Instance, event: Event) -> Stamps | None:
     )
 
 
-def _announce(
+def announce(
     instance: Instance,
     state: BuildState,
     at: float,
@@ -479,7 +499,8 @@ def _announce(
 _ENDS = (BuildState.ACTIVE, BuildState.FAILED, BuildState.DELETED)
 
 
-def _destroy_here(instance: Instance, timeouts: Timeouts) -> Destroy:
+def destroy_here(instance: Instance, timeouts: Timeouts) -> Destroy:
+    """The order to destroy the current attempt."""
     here: Selection = instance.here
     return Destroy(
         instance_uuid=instance.uuid,
@@ -490,7 +511,7 @@ def _destroy_here(instance: Instance, timeouts: Timeouts) -> Destroy:
     )
 
 
-def _at_service(instance: Instance, service: str) -> Instance:
+def at_service(instance: Instance, service: str) -> Instance:
     """The current host is this service's: a host outlives its service, and an heir takes no orders sent to the dead."""
     if instance.here.service == service:
         return instance
@@ -499,22 +520,23 @@ def _at_service(instance: Instance, service: str) -> Instance:
     return replace(instance, selections=tuple(selections))
 
 
-def _is_current(instance: Instance, attempt: int, host_uuid: str) -> bool:
+def is_current(instance: Instance, attempt: int, host_uuid: str) -> bool:
+    """Whether this attempt on this host is the current one."""
     return attempt == instance.attempt and host_uuid == instance.host_uuid
 
 
-def _is_ours(instance: Instance, event: Spawned | HostRuns) -> bool:
+def is_ours(instance: Instance, event: Spawned | HostRuns) -> bool:
     """Whether it is the current attempt that runs."""
-    return _is_current(instance, event.attempt, event.host_uuid)
+    return is_current(instance, event.attempt, event.host_uuid)
 
 
-def _is_gone(instance: Instance, event: Destroyed | HostMissing, timeouts: Timeouts) -> bool:
+def is_gone(instance: Instance, event: Destroyed | HostMissing, timeouts: Timeouts) -> bool:
     """Whether the current host's word means that the current attempt does not run (any more)."""
     if event.host_uuid != instance.host_uuid:
         return False
     if isinstance(event, Destroyed):
         return event.attempt >= instance.attempt
-    if instance.state is State.ACTIVE and event.service == instance.here.service:
+    if instance.state in (State.ACTIVE, State.RESIZED) and event.service == instance.here.service:
         if instance.up_scan is not None and event.scan is not None:
             return event.scan > instance.up_scan  # no clock: the host's may have been set since
         if instance.up_at is not None:
@@ -522,7 +544,7 @@ def _is_gone(instance: Instance, event: Destroyed | HostMissing, timeouts: Timeo
     return event.seen_at > instance.since + timeouts.report_grace_s
 
 
-def _by_its_clock(event: Spawned | HostRuns) -> float | None:
+def by_its_clock(event: Spawned | HostRuns) -> float | None:
     """When the host knew that it runs."""
     return (event.seen_at if isinstance(event, HostRuns) else event.ended_at) or None
 
@@ -541,5 +563,6 @@ def _story(instance: Instance) -> str:
     return f"{len(instance.history) - passed} of {hosts} hosts tried, none is left. {tries}"
 
 
-def _cut(reason: str) -> str:
+def cut(reason: str) -> str:
+    """At most as long as a reason may be."""
     return reason if len(reason) <= MAX_REASON else reason[: MAX_REASON - 1] + "…"

@@ -7,12 +7,13 @@ from typing import Any
 
 from msgspec import Struct
 
-from bus.contracts.placement import Claim, ClaimOption, Release
+from bus.contracts.placement import Claim, ClaimOption, Migration, Release, Revert
 from bus.faults import BrokenInvariant
 
-from . import rules
+from . import move_rules, rules
 from .events import (
     BuildAsked,
+    ChangeEnded,
     Claimed,
     ClaimRefused,
     DeleteAsked,
@@ -20,13 +21,15 @@ from .events import (
     Event,
     HostMissing,
     HostRuns,
+    MoveAsked,
     Released,
+    Reverted,
     ServiceLost,
     Spawned,
     SpawnFailed,
     TimedOut,
 )
-from .instance import Instance, State
+from .instance import Instance, Move, State
 from .rules import Step, Timeouts
 
 
@@ -51,8 +54,146 @@ class Rule(Struct, frozen=True):
 IGNORE = Rule(rules.ignore)
 DESTROY_ORPHAN = Rule(rules.destroy_orphan)
 CONFIRM_RUNNING = Rule(rules.confirm_running)
-REPEAT_DESTROY = Rule(rules.repeat_destroy)
 AGAIN = Rule(rules.repeat_question)
+REFUSE = Rule(move_rules.refuse)
+REFUSE_BUSY = Rule(move_rules.refuse_busy)
+DELETE_MOVING = Rule(move_rules.delete, (State.DELETING, State.RELEASING))
+UNDONE = (State.UNDOING, State.REVERTING, State.VACATING)
+NEXT = (State.CLAIMING, *UNDONE)
+ARRIVED = (State.RESIZED, State.CONFIRMING, State.SETTLING, State.ACTIVE)
+
+
+# What happens in every state of a move, unless its row says otherwise: nothing, or the machine's own fence.
+MOVING: Mapping[type[Event], Rule | None] = {
+    BuildAsked: IGNORE,
+    DeleteAsked: DELETE_MOVING,
+    Spawned: DESTROY_ORPHAN,
+    SpawnFailed: IGNORE,
+    TimedOut: None,
+    Claimed: IGNORE,
+    ClaimRefused: IGNORE,
+    Destroyed: IGNORE,
+    Released: IGNORE,
+    HostRuns: DESTROY_ORPHAN,
+    HostMissing: IGNORE,
+    ServiceLost: IGNORE,
+    MoveAsked: REFUSE_BUSY,
+    ChangeEnded: IGNORE,
+    Reverted: IGNORE,
+}
+ABORT = Rule(move_rules.abort, UNDONE)
+ARRIVE = Rule(move_rules.arrive, ARRIVED)
+FOLLOW_SOURCE = Rule(move_rules.follow_source)
+FOLLOW_DESTINATION = Rule(move_rules.follow_destination)
+SKIP = Rule(move_rules.skip_destination, NEXT)
+MOVES: Mapping[State, Mapping[type[Event], Rule | None]] = {
+    State.CLAIMING: {
+        **MOVING,
+        TimedOut: AGAIN,
+        Claimed: Rule(
+            move_rules.take_destination, (State.PREPARING, State.RESIZING, *UNDONE, State.DELETING, State.RELEASING)
+        ),
+        ClaimRefused: Rule(move_rules.run_out_of_hosts, (*UNDONE, State.DELETING, State.RELEASING)),
+        MoveAsked: ABORT,
+    },
+    State.PREPARING: {
+        **MOVING,
+        TimedOut: SKIP,
+        ServiceLost: SKIP,
+        ChangeEnded: Rule(move_rules.go_on, (State.HANDING_OVER, State.FINISHING, *NEXT)),
+        MoveAsked: ABORT,
+    },
+    State.HANDING_OVER: {
+        **MOVING,
+        TimedOut: Rule(move_rules.give_up_hand_over, UNDONE),
+        ChangeEnded: Rule(move_rules.take_over, (State.FINISHING, *UNDONE)),
+        MoveAsked: ABORT,
+    },
+    State.FINISHING: {
+        **MOVING,
+        Spawned: ARRIVE,
+        SpawnFailed: Rule(move_rules.fail_destination, NEXT),
+        TimedOut: Rule(move_rules.ask_destination),
+        Destroyed: Rule(move_rules.lose_destination, NEXT),
+        HostRuns: ARRIVE,
+    },
+    State.RESIZING: {
+        **MOVING,
+        Spawned: CONFIRM_RUNNING,
+        TimedOut: Rule(move_rules.give_up_in_place, UNDONE),
+        HostRuns: CONFIRM_RUNNING,
+        ChangeEnded: Rule(move_rules.arrive_in_place, (*ARRIVED, *NEXT)),
+    },
+    State.RESIZED: {
+        **MOVING,
+        Spawned: CONFIRM_RUNNING,
+        TimedOut: Rule(move_rules.confirm_in_time, (State.CONFIRMING, State.SETTLING)),
+        HostRuns: CONFIRM_RUNNING,
+        HostMissing: Rule(move_rules.revert_lost, (*UNDONE, State.GIVING_UP)),
+        MoveAsked: Rule(move_rules.end_resized, (State.CONFIRMING, State.SETTLING, *UNDONE)),
+    },
+    State.CONFIRMING: {
+        **MOVING,
+        Spawned: FOLLOW_SOURCE,
+        TimedOut: Rule(move_rules.destroy_source_again),
+        Destroyed: Rule(move_rules.settle, (State.SETTLING,)),
+        HostRuns: FOLLOW_SOURCE,
+        HostMissing: Rule(move_rules.settle, (State.SETTLING,)),
+    },
+    State.SETTLING: {
+        **MOVING,
+        Spawned: CONFIRM_RUNNING,
+        TimedOut: AGAIN,
+        Released: Rule(move_rules.end_settled, (State.ACTIVE,)),
+        HostRuns: CONFIRM_RUNNING,
+    },
+    State.UNDOING: {
+        **MOVING,
+        Spawned: FOLLOW_DESTINATION,
+        TimedOut: Rule(move_rules.undo_again),
+        Destroyed: Rule(move_rules.revert_destroyed, (State.REVERTING, State.VACATING)),
+        HostRuns: FOLLOW_DESTINATION,
+        HostMissing: Rule(move_rules.revert_destroyed, (State.REVERTING, State.VACATING)),
+        ChangeEnded: Rule(move_rules.undo_failed_in_place, (State.REVERTING,)),
+    },
+    State.REVERTING: {
+        **MOVING,
+        TimedOut: AGAIN,
+        Reverted: Rule(move_rules.return_to_source, (State.RESTARTING, State.ACTIVE)),
+    },
+    State.RESTARTING: {
+        **MOVING,
+        Spawned: CONFIRM_RUNNING,
+        TimedOut: Rule(move_rules.restart_again),
+        HostRuns: CONFIRM_RUNNING,
+        ChangeEnded: Rule(move_rules.restarted, (State.ACTIVE,)),
+    },
+    State.CHANGING: {
+        **MOVING,
+        Spawned: CONFIRM_RUNNING,
+        TimedOut: Rule(move_rules.change_again),
+        HostRuns: CONFIRM_RUNNING,
+        ChangeEnded: Rule(move_rules.changed, (State.ACTIVE, State.OFFLOADING)),
+    },
+    State.OFFLOADING: {
+        **MOVING,
+        Spawned: FOLLOW_DESTINATION,
+        TimedOut: Rule(move_rules.undo_again),
+        Destroyed: Rule(move_rules.vacate, (State.VACATING,)),
+        HostRuns: FOLLOW_DESTINATION,
+        HostMissing: Rule(move_rules.vacate, (State.VACATING,)),
+    },
+    State.VACATING: {
+        **MOVING,
+        TimedOut: AGAIN,
+        Released: Rule(move_rules.end_offloaded, (State.OFFLOADED,)),
+    },
+    State.OFFLOADED: {
+        **MOVING,
+        DeleteAsked: Rule(move_rules.delete_offloaded, (State.RELEASING,)),
+        MoveAsked: Rule(move_rules.begin_offloaded, (State.CLAIMING, State.VACATING)),
+    },
+}
 
 # None: cannot happen. Events from outside (asked, hosts) are legal everywhere; TimedOut comes only from a row that has
 # a deadline, and Claimed, ClaimRefused and Released only after the state that asks for them was once entered.
@@ -70,6 +211,9 @@ TABLE: Mapping[State, Mapping[type[Event], Rule | None]] = {
         HostRuns: IGNORE,
         HostMissing: IGNORE,
         ServiceLost: IGNORE,
+        MoveAsked: Rule(move_rules.refuse_unknown),
+        ChangeEnded: IGNORE,
+        Reverted: IGNORE,
     },
     State.TOMBSTONE: {
         BuildAsked: Rule(rules.refuse_build, (State.RELEASING,)),
@@ -84,6 +228,9 @@ TABLE: Mapping[State, Mapping[type[Event], Rule | None]] = {
         HostRuns: DESTROY_ORPHAN,
         HostMissing: IGNORE,
         ServiceLost: IGNORE,
+        MoveAsked: REFUSE,
+        ChangeEnded: IGNORE,
+        Reverted: IGNORE,
     },
     State.BUILDING: {
         BuildAsked: IGNORE,
@@ -98,6 +245,9 @@ TABLE: Mapping[State, Mapping[type[Event], Rule | None]] = {
         HostRuns: Rule(rules.come_up, (State.ACTIVE,)),
         HostMissing: IGNORE,  # it may not have started yet: the deadline decides
         ServiceLost: Rule(rules.leave_service, (State.RECLAIMING,)),
+        MoveAsked: REFUSE,
+        ChangeEnded: IGNORE,
+        Reverted: IGNORE,
     },
     State.RECLAIMING: {
         BuildAsked: IGNORE,
@@ -112,6 +262,9 @@ TABLE: Mapping[State, Mapping[type[Event], Rule | None]] = {
         HostRuns: DESTROY_ORPHAN,
         HostMissing: IGNORE,
         ServiceLost: IGNORE,
+        MoveAsked: REFUSE,
+        ChangeEnded: IGNORE,
+        Reverted: IGNORE,
     },
     State.ABANDONING: {
         BuildAsked: IGNORE,
@@ -126,6 +279,9 @@ TABLE: Mapping[State, Mapping[type[Event], Rule | None]] = {
         HostRuns: DESTROY_ORPHAN,
         HostMissing: IGNORE,
         ServiceLost: IGNORE,
+        MoveAsked: REFUSE,
+        ChangeEnded: IGNORE,
+        Reverted: IGNORE,
     },
     State.ACTIVE: {
         BuildAsked: IGNORE,
@@ -136,10 +292,13 @@ TABLE: Mapping[State, Mapping[type[Event], Rule | None]] = {
         Claimed: IGNORE,
         ClaimRefused: IGNORE,
         Destroyed: IGNORE,  # no order of ours: it is lost when a report, which the breaker judges, leaves it out
-        Released: None,
+        Released: IGNORE,  # of a migration, once more
         HostRuns: CONFIRM_RUNNING,
         HostMissing: Rule(rules.lose, (State.GIVING_UP,)),
         ServiceLost: IGNORE,  # its machines may run: only a person, or a fence, can say that they do not
+        MoveAsked: Rule(move_rules.begin, (State.CLAIMING, State.REVERTING, State.CHANGING, State.OFFLOADING)),
+        ChangeEnded: IGNORE,
+        Reverted: IGNORE,
     },
     State.GIVING_UP: {
         BuildAsked: IGNORE,
@@ -154,6 +313,9 @@ TABLE: Mapping[State, Mapping[type[Event], Rule | None]] = {
         HostRuns: DESTROY_ORPHAN,
         HostMissing: IGNORE,
         ServiceLost: IGNORE,
+        MoveAsked: REFUSE,
+        ChangeEnded: IGNORE,
+        Reverted: IGNORE,
     },
     State.FAILED: {
         BuildAsked: Rule(rules.restart_build, (State.BUILDING, State.RECLAIMING)),
@@ -168,20 +330,26 @@ TABLE: Mapping[State, Mapping[type[Event], Rule | None]] = {
         HostRuns: DESTROY_ORPHAN,
         HostMissing: IGNORE,
         ServiceLost: IGNORE,
+        MoveAsked: REFUSE,
+        ChangeEnded: IGNORE,
+        Reverted: IGNORE,
     },
     State.DELETING: {
         BuildAsked: IGNORE,
         DeleteAsked: IGNORE,
-        Spawned: REPEAT_DESTROY,
+        Spawned: Rule(move_rules.repeat_destroy_both),
         SpawnFailed: IGNORE,
-        TimedOut: Rule(rules.destroy_again),
+        TimedOut: Rule(move_rules.destroy_both_again),
         Claimed: IGNORE,
         ClaimRefused: IGNORE,
-        Destroyed: Rule(rules.release_destroyed, (State.RELEASING,)),
-        Released: None,
-        HostRuns: REPEAT_DESTROY,
-        HostMissing: Rule(rules.release_destroyed, (State.RELEASING,)),
+        Destroyed: Rule(move_rules.release_both, (State.RELEASING,)),
+        Released: IGNORE,
+        HostRuns: Rule(move_rules.repeat_destroy_both),
+        HostMissing: Rule(move_rules.release_both, (State.RELEASING,)),
         ServiceLost: IGNORE,  # the order waits in its queue, and the allocation with it
+        MoveAsked: REFUSE,
+        ChangeEnded: IGNORE,
+        Reverted: IGNORE,
     },
     State.RELEASING: {
         BuildAsked: IGNORE,
@@ -196,6 +364,9 @@ TABLE: Mapping[State, Mapping[type[Event], Rule | None]] = {
         HostRuns: DESTROY_ORPHAN,
         HostMissing: IGNORE,
         ServiceLost: IGNORE,
+        MoveAsked: REFUSE,
+        ChangeEnded: IGNORE,
+        Reverted: IGNORE,
     },
     State.DELETED: {
         BuildAsked: IGNORE,
@@ -210,7 +381,11 @@ TABLE: Mapping[State, Mapping[type[Event], Rule | None]] = {
         HostRuns: DESTROY_ORPHAN,
         HostMissing: IGNORE,
         ServiceLost: IGNORE,
+        MoveAsked: REFUSE,
+        ChangeEnded: IGNORE,
+        Reverted: IGNORE,
     },
+    **MOVES,
 }
 
 
@@ -219,7 +394,7 @@ def step(instance: Instance, event: Event, timeouts: Timeouts) -> Step:
     rule = TABLE[instance.state][type(event)]
     if rule is None:
         raise IllegalStep(f"{type(event).__name__} while {instance.state}: {event!r} on {instance!r}")
-    if isinstance(event, Claimed) and event.attempt > instance.attempt + (instance.state in MAY_HAVE_ASKED):
+    if isinstance(event, Claimed) and event.attempt > instance.last_attempt + (instance.state in MAY_HAVE_ASKED):
         # A claim that no record of ours has requested would leak: no worker would ever release it.
         raise IllegalStep(f"claim of attempt {event.attempt} while {instance.state}: {instance!r}")
     stepped = rule.apply(instance, event, timeouts)
@@ -228,37 +403,65 @@ def step(instance: Instance, event: Event, timeouts: Timeouts) -> Step:
     return stepped
 
 
-ASKS_A_CLAIM = frozenset({State.RECLAIMING, State.ABANDONING})
-ASKS_A_RELEASE = frozenset({State.GIVING_UP, State.RELEASING})
-# A request may be sent twice at once (a redelivered message, the sweep), answered "full", and then "claimed" because
-# there is room meanwhile. What the first answer led to releases that very attempt: nothing leaks.
-MAY_HAVE_ASKED = ASKS_A_CLAIM | ASKS_A_RELEASE | {State.FAILED, State.DELETED}
+ASKS_A_CLAIM = frozenset({State.RECLAIMING, State.ABANDONING, State.CLAIMING})
+ASKS_A_RELEASE = frozenset({State.GIVING_UP, State.RELEASING, State.VACATING})
+# A question may be asked twice at once (a redelivered message, the sweep), answered "full", and then "claimed" because
+# there is room meanwhile. What the first answer led to asks for the release, or the revert, of that very attempt:
+# nothing leaks.
+MAY_HAVE_ASKED = (
+    ASKS_A_CLAIM
+    | ASKS_A_RELEASE
+    | {State.FAILED, State.DELETED, State.REVERTING, State.UNDOING, State.DELETING, State.OFFLOADED}
+)
 
 
-def wanted(instance: Instance) -> Claim | Release | None:
-    """The request to placement that this state waits for. It follows from the record alone, so a
+def wanted(instance: Instance) -> Claim | Release | Revert | None:
+    """What placement is to be asked while the instance is in this state. Follows from the record alone, so a
     crash at any moment leads to the very same question.
     """
     if instance.state in ASKS_A_CLAIM:
-        assert instance.spec is not None
-        return Claim(
+        return _claim(instance)
+    move = instance.move
+    if instance.state is State.REVERTING:
+        assert move is not None
+        return Revert(
             consumer=instance.uuid,
-            attempt=instance.attempt + 1,
-            consumer_generation=instance.consumer_generation,
-            release_first=True,
-            options=tuple(
-                ClaimOption(
-                    allocations=s.allocations, shapes=s.shapes, host=s.host_uuid if instance.server_group else None
-                )
-                for s in instance.alternates
-            ),
-            server_group=instance.server_group,
-            limits=instance.limits,
-            project_id=instance.spec.project_id,
-            user_id=instance.spec.user_id,
+            migration=_migration(move),
+            source_attempt=move.book_attempt,
+            attempt=instance.next_attempt,
         )
+    is_instance_over = move is not None and move.instance_released
+    if instance.state is State.SETTLING or (instance.state in ASKS_A_RELEASE and is_instance_over):
+        assert move is not None
+        assert instance.spec is not None
+        return Release(consumer=move.request_id, project_id=instance.spec.project_id)
     if instance.state in ASKS_A_RELEASE:
         # One attempt further than the last: a claim that was requested and never answered may still be on its way
         # (a placement worker that waits for its database), and must find itself fenced.
-        return Release(consumer=instance.uuid, attempt=instance.attempt + 1)
+        return Release(consumer=instance.uuid, attempt=instance.next_attempt)
     return None
+
+
+def _claim(instance: Instance) -> Claim:
+    assert instance.spec is not None
+    move = instance.move if instance.state is State.CLAIMING else None
+    return Claim(
+        consumer=instance.uuid,
+        attempt=instance.next_attempt,
+        consumer_generation=instance.consumer_generation,
+        release_first=move is None or instance.position > 0,
+        options=tuple(
+            ClaimOption(allocations=s.allocations, shapes=s.shapes, host=s.host_uuid if instance.server_group else None)
+            for s in instance.alternates
+        ),
+        server_group=instance.server_group,
+        limits=instance.limits,
+        project_id=instance.spec.project_id,
+        user_id=instance.spec.user_id,
+        migration=None if move is None or move.source is None else _migration(move),
+    )
+
+
+def _migration(move: Move) -> Migration:
+    assert move.source is not None
+    return Migration(uuid=move.request_id, source=move.source.allocations)

@@ -18,6 +18,7 @@ from bus.persistence.version_cache import VersionCache
 from cell_conductor.domain.breaker import Breaker
 from cell_conductor.domain.instance import UNDER_WAY, Instance, State
 from cell_conductor.domain.leases import Lease
+from cell_conductor.domain.report import EXPECTED
 
 from .memory_leases import Keeper, MemoryLeases
 from .memory_safety import MemorySafety
@@ -232,9 +233,21 @@ class MemoryInstances:
             await transaction.statement()
             hosts, named = frozenset(host_uuids), frozenset(instance_uuids)
             return [
-                Brief(i.uuid, i.state, i.host_uuid, i.here.service if i.selections else "", i.attempt, i.since)
+                Brief(
+                    i.uuid,
+                    i.state,
+                    i.host_uuid,
+                    i.here.service if i.selections else "",
+                    i.attempt,
+                    i.since,
+                    i.newest,
+                    i.source_host_uuid,
+                    i.source_attempt,
+                )
                 for i in self._table.instances.values()
-                if i.uuid in named or (i.state in (State.ACTIVE, State.DELETING) and i.host_uuid in hosts)
+                if i.uuid in named
+                or (i.state in EXPECTED and i.host_uuid in hosts)
+                or (i.source_host_uuid is not None and i.source_host_uuid in hosts)
             ]
 
     async def building_at(self, services: Sequence[str]) -> list[tuple[str, str]]:
@@ -245,7 +258,7 @@ class MemoryInstances:
             return [
                 (uuid, instance.here.service)
                 for uuid, instance in sorted(self._table.instances.items())
-                if instance.state is State.BUILDING and instance.here.service in named
+                if instance.state in (State.BUILDING, State.PREPARING) and instance.here.service in named
             ]
 
     async def purge_deleted(self, before: float, limit: int) -> int:

@@ -17,7 +17,10 @@ from .safety import Safety
 
 
 class Brief(Struct, frozen=True):
-    """As much of an instance as comparing it with a host's report takes."""
+    """As much of an instance as comparing it with a host's report takes.
+
+    newest: its highest attempt number. source_host_uuid, source_attempt: of a move, as Instance has them.
+    """
 
     uuid: str
     state: State
@@ -25,6 +28,14 @@ class Brief(Struct, frozen=True):
     service: str
     attempt: int
     since: float
+    newest: int = 0
+    source_host_uuid: str | None = None
+    source_attempt: int = 0
+
+    @property
+    def last_attempt(self) -> int:
+        """The highest attempt number that was ever given out."""
+        return max(self.attempt, self.newest)
 
 
 class KnownDatabase(Struct):
@@ -142,10 +153,10 @@ class InstanceStore(Protocol):
         """
 
     async def briefs(self, host_uuids: Sequence[str], instance_uuids: Sequence[str]) -> list[Brief]:
-        """What should be on these hosts (active or deleting there), and these instances whatever they are."""
+        """What should be on these hosts or is to go from them (`EXPECTED`), and these instances whatever they are."""
 
     async def building_at(self, services: Sequence[str]) -> list[tuple[str, str]]:
-        """(uuid, service) of the instances that these compute services were commanded to build, by uuid."""
+        """(uuid, service) of the instances that these compute services were commanded to build, or to check."""
 
     async def purge_deleted(self, before: float, limit: int) -> int:
         """Drop at most so many instances that ended as deleted (or were deleted unbuilt) before; returns how many."""

@@ -46,19 +46,24 @@ UPDATE = rows.numbered(rows.UPDATE)
 
 READ_VERSIONS = "SELECT xmin, record::text FROM instances WHERE uuid = ANY($1::uuid[])"
 
-# The states whose host must run the instance (active) or may still run it (deleting): the partial index's condition.
+# The states of `report.EXPECTED`: the partial index's condition.
 _SERVICE = "coalesce(record #>> ARRAY['selections', coalesce(record ->> 'position', '0'), 'service'], '')"
 _BRIEF = f"""
 SELECT uuid, state, host_uuid,
     {_SERVICE} AS service,
-    attempt, since
+    attempt, since, newest, source_host_uuid, source_attempt
 FROM instances
 """
-BRIEFS_OF_HOSTS = f"{_BRIEF} WHERE host_uuid = ANY($1::uuid[]) AND state IN ('active', 'deleting')"
+BRIEFS_OF_HOSTS = f"""
+{_BRIEF} WHERE host_uuid = ANY($1::uuid[]) AND state IN ('active', 'resized', 'deleting', 'undoing', 'offloading')
+UNION ALL
+{_BRIEF} WHERE source_host_uuid = ANY($1::uuid[]) AND source_host_uuid IS NOT NULL
+"""
 # Whatever is being built has a deadline, so the few rows that are under way are found by its index.
 BUILDING_AT = f"""
 SELECT uuid, service FROM (
-    SELECT uuid, {_SERVICE} AS service FROM instances WHERE deadline IS NOT NULL AND state = 'building') AS building
+    SELECT uuid, {_SERVICE} AS service FROM instances
+    WHERE deadline IS NOT NULL AND state IN ('building', 'preparing')) AS building
 WHERE service = ANY($1::text[]) ORDER BY uuid
 """
 BRIEFS_BY_UUID = f"{_BRIEF} WHERE uuid = ANY($1::uuid[])"
@@ -230,7 +235,7 @@ class PostgresInstances:
             others = set(instance_uuids).difference(row[0] for row in found)
             if others:
                 found += await connection.fetch(BRIEFS_BY_UUID, list(others))
-        return [Brief(row[0], State(row[1]), row[2], row[3], row[4], row[5]) for row in found]
+        return [Brief(row[0], State(row[1]), *row[2:]) for row in found]
 
     async def building_at(self, services: Sequence[str]) -> list[tuple[str, str]]:
         """What these compute services were commanded to build."""

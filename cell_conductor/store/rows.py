@@ -10,10 +10,15 @@ from cell_conductor.domain.instance import Instance
 
 HANDLER = "conductor"
 
-NAMES = "uuid, state, host_uuid, attempt, since, deadline, record"
-GIVEN = "unnest({}::uuid[], {}::text[], {}::uuid[], {}::int[], {}::float8[], {}::float8[], {}::text[]::json[])"
+NAMES = "uuid, state, host_uuid, attempt, newest, source_host_uuid, source_attempt, since, deadline, record"
+GIVEN = (
+    "unnest({}::uuid[], {}::text[], {}::uuid[], {}::int[], {}::int[], {}::uuid[], {}::int[], {}::float8[],"
+    " {}::float8[], {}::text[]::json[])"
+)
 ASSIGNED = """
-state = n.state, host_uuid = n.host_uuid, attempt = n.attempt, since = n.since, deadline = n.deadline, record = n.record
+state = n.state, host_uuid = n.host_uuid, attempt = n.attempt, newest = n.newest,
+source_host_uuid = n.source_host_uuid, source_attempt = n.source_attempt,
+since = n.since, deadline = n.deadline, record = n.record
 """
 SEEN = f"""
 INSERT INTO handled (handler, message_id) SELECT '{HANDLER}', unnest({{}}::text[]) ON CONFLICT DO NOTHING RETURNING 1
@@ -28,7 +33,7 @@ decode = msgspec.json.Decoder(Instance).decode
 
 def numbered(statement: str) -> str:
     """A statement with `{}` for each of the columns, as it is sent alone."""
-    return statement.format(*(f"${number}" for number in range(1, 8)))
+    return statement.format(*(f"${number}" for number in range(1, 11)))
 
 
 def columns(instances: Sequence[Instance]) -> tuple[list[object], ...]:
@@ -39,6 +44,9 @@ def columns(instances: Sequence[Instance]) -> tuple[list[object], ...]:
         [instance.state.value for instance in ordered],
         [instance.host_uuid for instance in ordered],
         [instance.attempt for instance in ordered],
+        [instance.newest for instance in ordered],
+        [instance.source_host_uuid for instance in ordered],
+        [instance.source_attempt for instance in ordered],
         [instance.since for instance in ordered],
         [instance.deadline for instance in ordered],
         [_encode(instance).decode() for instance in ordered],

@@ -4,19 +4,25 @@
 -- connection's search_path is the schema.
 
 -- record: the instance as domain.Instance, in JSON; the columns beside it are what is searched by.
--- since, deadline: seconds since the epoch.
+-- since, deadline: seconds since the epoch. newest: the highest attempt number given out, where that is not `attempt`.
+-- source_host_uuid, source_attempt: the other machine of an instance that moves.
 CREATE TABLE instances (
     uuid uuid PRIMARY KEY,
     state text NOT NULL,
     host_uuid uuid,
     attempt integer NOT NULL,
+    newest integer NOT NULL DEFAULT 0,
+    source_host_uuid uuid,
+    source_attempt integer NOT NULL DEFAULT 0,
     since double precision NOT NULL,
     deadline double precision,
     record json NOT NULL
 ) WITH (fillfactor = 80);
 -- Only what the sweep and the reports ask for is indexed: most rows at rest have no deadline.
 CREATE INDEX instances_deadline ON instances (deadline) WHERE deadline IS NOT NULL;
-CREATE INDEX instances_host ON instances (host_uuid) WHERE state IN ('active', 'deleting');
+CREATE INDEX instances_host ON instances (host_uuid)
+    WHERE state IN ('active', 'resized', 'deleting', 'undoing', 'offloading');
+CREATE INDEX instances_source ON instances (source_host_uuid) WHERE source_host_uuid IS NOT NULL;
 -- For the purge of instances that ended long ago.
 CREATE INDEX instances_over ON instances (since) WHERE state IN ('deleted', 'tombstone');
 CREATE INDEX instances_failed ON instances (since) WHERE state = 'failed';

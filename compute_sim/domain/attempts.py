@@ -32,7 +32,7 @@ class Entry(Struct, frozen=True, array_like=True, omit_defaults=True):
 
     fence: attempts up to this one never start here. reported: the result of this phase reached the broker.
     code and reason: why it failed. final: no other host would do better. deployment: whose machine it is (None: not
-    said, by a release that knew none).
+    said, by a release that knew none). order: of the last change of this machine that was taken.
     """
 
     attempt: int
@@ -43,6 +43,7 @@ class Entry(Struct, frozen=True, array_like=True, omit_defaults=True):
     reason: str = ""
     final: bool = False
     deployment: str | None = None
+    order: int = 0
 
 
 class SpawnVerdict(StrEnum):

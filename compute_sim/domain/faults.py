@@ -26,6 +26,9 @@ class Faults(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     machine behind. hang: never answers. late: builds, but says so only after late_s, come what may.
     duplicate: says its result twice. die: the whole service dies when it accepts such a build;
     die_after: it dies once, when it has accepted that many since its first start.
+    change: a change of a machine (stop, hand over, resize, ...) takes from change_min_s to change_max_s; a copy moves
+    copy_mb_s of the machine's memory a second (0: at once). change_fail: of changes, and of checks of a destination,
+    fail before anything has happened; change_break: are done, and said to have failed; change_hang: never answer.
     """
 
     delay_min_s: Seconds = 0.0
@@ -41,6 +44,12 @@ class Faults(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     duplicate_rate: Rate = 0.0
     die_rate: Rate = 0.0
     die_after: Annotated[int, Bound(ge=1)] | None = None
+    change_min_s: Seconds = 0.0
+    change_max_s: Seconds = 0.0
+    copy_mb_s: Annotated[float, Bound(ge=0)] = 0.0
+    change_fail_rate: Rate = 0.0
+    change_break_rate: Rate = 0.0
+    change_hang_rate: Rate = 0.0
 
 
 class PlannedEnding(StrEnum):
@@ -50,6 +59,15 @@ class PlannedEnding(StrEnum):
     FAILS = "fails"
     ABORTS = "aborts"
     HANGS = "hangs"
+
+
+class ChangePlan(Struct, frozen=True):
+    """What happens to one change. fails: before anything is done; breaks: after it; hangs: never answers."""
+
+    delay_s: float = 0.0
+    fails: bool = False
+    breaks: bool = False
+    hangs: bool = False
 
 
 class AttemptPlan(Struct, frozen=True):
@@ -99,3 +117,18 @@ def _ending(faults: Faults, host: str, roll: float) -> PlannedEnding:
             return ending
         roll -= rate
     return PlannedEnding.WORKS
+
+
+def plan_change(faults: Faults, seed: int, host: str, instance_uuid: str, order: int) -> ChangePlan:
+    """Decide one change's fate: by its order, so that what is asked again may turn out otherwise."""
+    if faults == NO_FAULTS:
+        return ChangePlan()
+    digest = blake2b(f"{seed}/{host}/{instance_uuid}/change {order}".encode(), digest_size=32).digest()
+    ends, waits, *_ = (roll / _FULL for roll in _ROLLS.unpack(digest))
+    fail, broken = faults.change_fail_rate, faults.change_fail_rate + faults.change_break_rate
+    return ChangePlan(
+        delay_s=faults.change_min_s + waits * max(0.0, faults.change_max_s - faults.change_min_s),
+        fails=ends < fail,
+        breaks=fail <= ends < broken,
+        hangs=broken <= ends < broken + faults.change_hang_rate,
+    )

@@ -5,10 +5,24 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
+from msgspec.structs import replace
+
 from bus.clock import Clock
-from compute_sim.domain.faults import Faults, PlannedEnding, plan_attempt
+from bus.contracts.moves import MACHINE_ABSENT, ChangeKind
+from compute_sim.domain.faults import Faults, PlannedEnding, plan_attempt, plan_change
 from compute_sim.domain.hosts import ATTRIBUTES, tree
-from compute_sim.driver import Build, BuildAbort, DriverHost, Machine, NotOurs, Reschedule, Tree
+from compute_sim.driver import (
+    Build,
+    BuildAbort,
+    ChangeFault,
+    ChangeOrder,
+    ChangeResult,
+    DriverHost,
+    Machine,
+    NotOurs,
+    Reschedule,
+    Tree,
+)
 from compute_sim.fleet import Fleet, Guest, Host
 
 
@@ -62,7 +76,12 @@ class Hypervisors:
             await asyncio.get_running_loop().create_future()  # until its destruction cancels it
         self._check_free(build)
         complete = plan.ending is PlannedEnding.WORKS
-        guest = Guest(build.spec.instance_uuid, build.attempt, build.allocations, complete, build.deployment)
+        runs, image = build.origin is None or build.origin.runs, build.spec.image
+        if build.origin is not None and build.origin.image:
+            image = build.origin.image
+        guest = Guest(
+            build.spec.instance_uuid, build.attempt, build.allocations, complete, build.deployment, runs, image
+        )
         if guest.complete or plan.leftover:
             self._fleet.put(build.host_uuid, guest)
         if plan.ending is PlannedEnding.FAILS:
@@ -80,11 +99,63 @@ class Hypervisors:
         if guest is not None and guest.attempt <= attempt:
             self._fleet.remove(host_uuid, instance_uuid)
 
+    async def check(self, build: Build) -> None:
+        """Whether the host is here and takes builds, and the allocation is of it."""
+        host = self._fleet.host(build.host_uuid)
+        if host is None:
+            raise Reschedule("host.unknown", "this service has no such host")
+        _check(host, build)
+        self._check_free(build)
+        plan = plan_change(self._faults, self._seed, host.plan.name, build.spec.instance_uuid, build.attempt)
+        await self._wait(plan.delay_s, hangs=plan.hangs)
+        if plan.fails or plan.breaks:
+            raise Reschedule("sim.check_failed", "planned: this host cannot take it")
+        if not host.enabled:
+            raise Reschedule("host.disabled", host.disabled_reason)
+
+    async def change(self, change: ChangeOrder) -> ChangeResult:
+        """Change a machine as this change's fate has it."""
+        guest = self._guest(change)
+        host = self._fleet.host(change.host_uuid)
+        assert host is not None
+        plan = plan_change(self._faults, self._seed, host.plan.name, guest.instance_uuid, change.order)
+        delay_s = plan.delay_s
+        if change.kind is ChangeKind.HAND_OVER_LIVE and self._faults.copy_mb_s:
+            memory_mb = sum(amounts.get("MEMORY_MB", 0) for amounts in guest.allocations.values())
+            delay_s += memory_mb / self._faults.copy_mb_s
+        await self._wait(delay_s, hangs=plan.hangs)
+        guest = self._guest(change)
+        if plan.fails:
+            raise ChangeFault("sim.change_failed", "planned: nothing has happened", runs=guest.runs)
+        changed = _changed(guest, change)
+        if changed != guest:
+            self._fleet.put(change.host_uuid, changed)
+        if plan.breaks:
+            raise ChangeFault("sim.change_broken", "planned: it was done, and failed at its end", runs=changed.runs)
+        image = f"snapshot-{guest.instance_uuid}-{change.order}" if change.kind is ChangeKind.SNAPSHOT else ""
+        return ChangeResult(changed.runs, image)
+
+    def _guest(self, change: ChangeOrder) -> Guest:
+        guest = self._fleet.guest(change.host_uuid, change.spec.instance_uuid)
+        if guest is None or not guest.complete:
+            raise ChangeFault(MACHINE_ABSENT, "no such machine is here", runs=False)
+        if guest.deployment != change.deployment:
+            raise NotOurs(f"its mark names {guest.deployment or 'no deployment'}, and the command {change.deployment}")
+        if guest.attempt != change.attempt:
+            raise ChangeFault("machine.other", "another attempt's machine is here")
+        return guest
+
+    async def _wait(self, seconds: float, *, hangs: bool) -> None:
+        if seconds:
+            await self._clock.sleep(seconds)
+        if hangs:
+            await asyncio.get_running_loop().create_future()  # until it is cancelled, or its time is over
+
     async def list(self, hosts: Sequence[str] | None = None) -> Mapping[str, Sequence[Machine]]:
         """What runs; a half-built leftover does not run."""
         return {
             host.plan.uuid: [
-                Machine(host.plan.uuid, guest.instance_uuid, guest.attempt, guest.deployment)
+                Machine(host.plan.uuid, guest.instance_uuid, guest.attempt, guest.deployment, runs=guest.runs)
                 for guest in (host.guests or {}).values()
                 if guest.complete
             ]
@@ -112,3 +183,18 @@ def _check(host: Host, build: Build) -> None:
     plan, allocations = host.plan, build.allocations
     if plan.uuid not in allocations and not any(child in allocations for child in plan.children):
         raise BuildAbort("allocation.elsewhere", "the allocation names no provider of this host")
+
+
+def _changed(guest: Guest, change: ChangeOrder) -> Guest:
+    """The machine after a change that worked."""
+    match change.kind:
+        case ChangeKind.START:
+            return replace(guest, runs=True)
+        case ChangeKind.STOP | ChangeKind.HAND_OVER | ChangeKind.HAND_OVER_LIVE | ChangeKind.SNAPSHOT:
+            return replace(guest, runs=False)
+        case ChangeKind.RESIZE:
+            return replace(guest, allocations=change.allocations)
+        case ChangeKind.REBUILD:
+            return replace(guest, image=change.spec.image)
+        case ChangeKind.CHECK:
+            return guest

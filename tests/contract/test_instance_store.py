@@ -11,11 +11,12 @@ from msgspec.structs import replace
 
 from bus.clock import SystemClock
 from bus.contracts.cell import CellDelete, InstanceSpec, Selection
+from bus.contracts.moves import MoveKind
 from bus.faults import DatabaseUnavailable
 from bus.persistence.conflict import Conflict
 from bus.persistence.database import Database
 from bus.persistence.outbox import OutboxMessage
-from cell_conductor.domain.instance import Instance, State
+from cell_conductor.domain.instance import Instance, Move, State
 from cell_conductor.store.memory import MemoryInstances, MemoryInstanceTable
 from cell_conductor.store.port import InstanceStore
 from cell_conductor.store.postgres import PostgresInstances, PostgresTransaction
@@ -195,6 +196,18 @@ async def test_briefs_are_of_what_should_be_on_a_host_and_of_what_is_named(store
     assert sorted(found) == [A, B]
     assert found[A].service == "s" and found[B].service == "s"
     assert (found[A].state, found[A].host_uuid, found[A].attempt, found[A].since) == (State.ACTIVE, HOST, 1, 3.0)
+
+
+async def test_briefs_of_a_host_tell_of_what_moves_away_from_it(store: InstanceStore) -> None:
+    moved = instance(A, State.CONFIRMING)
+    source = replace(moved.here, host_uuid=B)
+    move = Move(request_id=C, kind=MoveKind.MIGRATE, source=source, source_attempt=1, spec=SPEC)
+    moved = replace(moved, selections=(source, moved.here), position=1, attempt=2, newest=4, move=move)
+    await insert(store, moved)
+    for hosts, named in (([B], []), ([], [A])):
+        (found,) = await store.briefs(hosts, named)
+        assert (found.host_uuid, found.source_host_uuid, found.source_attempt) == (HOST, B, 1)
+        assert (found.attempt, found.last_attempt) == (2, 4)
 
 
 async def step(store: InstanceStore, message_id: str, uuids: list[str], *, new: set[str], state: State) -> set[str]:

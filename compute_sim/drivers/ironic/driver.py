@@ -15,7 +15,18 @@ import httpx
 
 from bus.clock import Clock
 from compute_sim.config import IronicConfig
-from compute_sim.driver import Build, DriverHost, DriverUnavailable, Machine, NotOurs, Reschedule, Tree
+from compute_sim.driver import (
+    Build,
+    ChangeFault,
+    ChangeOrder,
+    ChangeResult,
+    DriverHost,
+    DriverUnavailable,
+    Machine,
+    NotOurs,
+    Reschedule,
+    Tree,
+)
 from compute_sim.drivers.ironic.api import IronicApi, Refused
 from compute_sim.drivers.ironic.deployment import NodeDeployment
 from compute_sim.drivers.ironic.network import Network, NoNetwork, StaticNetwork
@@ -118,6 +129,14 @@ class BareMetal:
         if node.provision_state in DELETABLE:
             return await self._api.provision(node.uuid, "deleted")
         return None
+
+    async def check(self, build: Build) -> None:
+        """Moves of bare metal are not supported: a node's disks are its own."""
+        raise Reschedule("change.unsupported", "a bare-metal node takes over no machine of another one")
+
+    async def change(self, change: ChangeOrder) -> ChangeResult:
+        """Not supported; the node is left as it is."""
+        raise ChangeFault("change.unsupported", f"bare metal has no {change.kind.value} here")
 
     async def list(self, hosts: Sequence[str] | None = None) -> Mapping[str, Sequence[Machine]]:
         """What every node carries, whatever its provision state; the mark names its deployment and its attempt."""

@@ -1,0 +1,195 @@
+"""Moves in a world: what a scheduler would tell cells to do with instances, and dead hosts that come back."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import Counter
+
+from msgspec.structs import replace
+
+from berth.sim.load import RETRY_S
+from berth.sim.loop import Process
+from berth.sim.network import SimTransport
+from berth.sim.peer_watch import asked_of
+from berth.sim.plan import Order
+from berth.sim.world import World
+from bus.bus import Bus
+from bus.contracts.base import Message
+from bus.contracts.cell import InstanceSpec, Selection
+from bus.contracts.moves import CellMove, MoveKind
+from bus.port import BusError
+from cell_conductor.domain.instance import Instance, State
+
+STEP_S = 10.0
+MOST_HOSTS = 3
+FENCE = "fence"  # the verb of an order that fences a service's hosts; every other verb is a MoveKind
+SEEN_S = 20.0  # after this a silent service is suspected, and its instances are evacuated
+SIZES = ("m1.tiny", "m1.small", "m1.medium")
+
+
+class Mover:
+    """Chooses hosts and tells the cells, as a scheduler does."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._process = Process("mover")
+        self._rng = random.Random(f"berth.sim.mover {world.plan.seed}")
+        self._buses: dict[str, Bus] = {}
+
+    async def open(self) -> None:
+        """Connect to every cell's bus."""
+        world = self._world
+        for cell in world.cells:
+            transport = SimTransport(world.brokers[cell], self._process, world.network_faults, world.event_log)
+            self._buses[cell] = Bus(cell, transport, process="mover", clock=world.clock, rng=self._rng)
+        await self._process.spawn(self._open(), "the mover opens")
+
+    async def _open(self) -> None:
+        for bus in self._buses.values():
+            while True:
+                try:
+                    await bus.open()
+                    break
+                except BusError:
+                    await asyncio.sleep(RETRY_S)
+
+    def order(self, order: Order) -> asyncio.Task[None]:
+        """Carry one order out."""
+        work = self._fence(order) if order.verb == FENCE else self._move(order)
+        return self._process.spawn(work, f"order {order.verb} {order.uuid or order.service}")
+
+    async def _move(self, order: Order) -> None:
+        # The request's id is drawn with its order; the instance is chosen among those there are.
+        there = [
+            (cell, uuid)
+            for cell, table in sorted(self._world.cells.items())
+            for uuid, one in sorted(table.instances.items())
+            if one.state in (State.ACTIVE, State.RESIZED, State.OFFLOADED) or one.move is not None
+        ]
+        there = [(cell, uuid) for cell, uuid in there if self._may_move(cell, uuid)]
+        if not there:
+            return
+        kind = MoveKind(order.verb)
+        fitting = [
+            (cell, uuid)
+            for cell, uuid in there
+            if (self._world.cells[cell].instances[uuid].state is State.RESIZED)
+            is (kind in (MoveKind.CONFIRM, MoveKind.REVERT))
+        ]
+        chosen = fitting or there
+        cell, uuid = chosen[order.host % len(chosen)]
+        await self._ask(cell, self._world.cells[cell].instances[uuid], order, kind)
+
+    def _may_move(self, cell: str, uuid: str) -> bool:
+        """Machines of metal, those of others and those whose hints were heard once stay where they are."""
+        world = self._world
+        instance = world.cells[cell].instances[uuid]
+        on_metal = instance.host_uuid in (world.ironic.pool.nodes if world.ironic is not None else ())
+        return world.harm.ours(uuid) and uuid not in world.taken_back and not on_metal
+
+    async def _ask(self, cell: str, instance: Instance, order: Order, kind: MoveKind) -> None:
+        rng = random.Random(f"berth.sim.move {order.uuid}")
+        spec = instance.spec
+        assert spec is not None
+        if kind is MoveKind.RESIZE:
+            spec = replace(spec, flavor=rng.choice(SIZES))
+        if kind is MoveKind.REBUILD:
+            spec = replace(spec, image=f"image-{order.uuid[:4]}")
+        request = CellMove(
+            request_id=order.uuid,
+            instance_uuid=instance.uuid,
+            project_id=spec.project_id,
+            kind=kind,
+            spec=spec if kind in (MoveKind.RESIZE, MoveKind.REBUILD) else None,
+            selections=self._selections(cell, instance, spec, kind, rng),
+            limits=self._world.plan.quota_of(spec.project_id),
+            auto_confirm_s=rng.choice((0.0, 2.0, 10.0, 15.0)),
+            offload=rng.random() < 0.5,
+            fenced=order.verb == FENCE or (kind is MoveKind.EVACUATE and rng.random() < 0.7),
+            step_timeout_s=STEP_S,
+        )
+        await self._tell(cell, request)
+        if rng.random() < 0.1:
+            await self._tell(cell, request)  # the same once more
+
+    def _selections(
+        self, cell: str, instance: Instance, spec: InstanceSpec, kind: MoveKind, rng: random.Random
+    ) -> tuple[Selection, ...]:
+        """Hosts of the cell, with what the flavor asks, all of it at the root."""
+        if kind not in (
+            MoveKind.MIGRATE,
+            MoveKind.LIVE_MIGRATE,
+            MoveKind.RESIZE,
+            MoveKind.EVACUATE,
+            MoveKind.UNSHELVE,
+        ):
+            return ()
+        if kind is MoveKind.UNSHELVE and instance.state is not State.OFFLOADED:
+            return ()
+        world = self._world
+        amounts = asked_of(spec.flavor)
+        found = []
+        for service, _ in world.cell(cell).services:
+            for host in world.fleets[service].hosts if service not in world.dead else ():
+                root = world.book.providers.get(host.plan.uuid)
+                if root is None or host.plan.uuid in world.left or not host.enabled:
+                    continue
+                if kind is not MoveKind.RESIZE and host.plan.uuid == instance.host_uuid:
+                    continue
+                if all(name in root.inventories for name in amounts):
+                    found.append(
+                        Selection(
+                            host_uuid=host.plan.uuid,
+                            host=host.plan.name,
+                            service=service,
+                            allocations={host.plan.uuid: dict(amounts)},
+                        )
+                    )
+        rng.shuffle(found)
+        return tuple(found[:MOST_HOSTS])
+
+    async def _fence(self, order: Order) -> None:
+        """The hosts of a service die and are fenced; what they had is evacuated; they come back later, off."""
+        world, name = self._world, f"compute-{order.service}"
+        if order.service in world.dead or name in world.expected_down or name not in world.lives:
+            return
+        world.expected_down.add(name)
+        world.kill(name)
+        fleet, cell = world.fleets[order.service], world.cell_of(order.service).name
+        world.move_watch.fenced.update(host.plan.uuid for host in fleet.hosts)
+        for host, guest in list(fleet.guests()):
+            if world.harm.ours(guest.instance_uuid):
+                fleet.put(host, replace(guest, runs=False))
+        await asyncio.sleep(SEEN_S)
+        hosts = {host.plan.uuid for host in fleet.hosts}
+        for uuid, instance in sorted(world.cells[cell].instances.items()):
+            if instance.host_uuid in hosts and instance.state is State.ACTIVE and self._may_move(cell, uuid):
+                rng = random.Random(f"berth.sim.evacuation {order.uuid} {uuid}")
+                request = order.uuid[:24] + uuid[24:]
+                await self._ask(cell, instance, replace(order, uuid=request), MoveKind.EVACUATE)
+                await asyncio.sleep(rng.uniform(0.0, 0.5))
+        await asyncio.sleep(order.seconds)
+        if order.service not in world.dead:
+            world.expected_down.discard(name)
+            if name not in world.lives:
+                world.start(name)
+
+    async def _tell(self, cell: str, request: CellMove) -> None:
+        self._world.event_log.record("order", f"{request.kind.value} {request.instance_uuid}")
+        self._world.move_watch.sent[request.request_id] = request.instance_uuid
+        await self._publish(cell, request)
+
+    async def _publish(self, cell: str, message: Message) -> None:
+        while True:
+            try:
+                await self._buses[cell].publish(message, cause="mover")
+                return
+            except BusError:
+                await asyncio.sleep(RETRY_S)
+
+
+def held_by_flavor(instance: Instance) -> Counter[str]:
+    """What an instance that has moved is to hold."""
+    assert instance.spec is not None
+    return Counter(asked_of(instance.spec.flavor))

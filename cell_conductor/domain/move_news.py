@@ -1,0 +1,150 @@
+"""What a conductor says of requests: news on the way, and one end each, which is kept so that a copy gets it again."""
+
+from __future__ import annotations
+
+from msgspec import Struct
+from msgspec.structs import replace
+
+from bus.contracts.build import AttemptRecord
+from bus.contracts.moves import ENDS_OF_MOVES, CellMove, Condition, MoveEvent, MoveKind, MoveState
+
+from .events import MoveAsked
+from .instance import MAX_ENDED, EndedMove, Instance, Move, Power, State
+from .rules import Step, Timeouts, cut
+
+_AT_REST = {
+    Power.RUNNING: Condition.ACTIVE,
+    Power.STOPPED: Condition.STOPPED,
+    Power.SHELVED: Condition.SHELVED,
+}
+_CONDITIONS = {
+    State.OFFLOADED: Condition.OFFLOADED,
+    State.RESIZED: Condition.RESIZED,
+    State.FAILED: Condition.FAILED,
+    State.GIVING_UP: Condition.FAILED,
+    State.TOMBSTONE: Condition.DELETED,
+    State.ABANDONING: Condition.DELETED,
+    State.DELETING: Condition.DELETED,
+    State.RELEASING: Condition.DELETED,
+    State.DELETED: Condition.DELETED,
+}
+
+
+class Ending(Struct, frozen=True):
+    """How a request ends. code, reason: why it failed, or was refused."""
+
+    state: MoveState
+    code: str = ""
+    reason: str = ""
+
+
+DONE = Ending(MoveState.DONE)
+
+
+def condition_of(instance: Instance) -> Condition:
+    """What the instance is, as its client sees it."""
+    if instance.state in (State.ACTIVE, State.CONFIRMING, State.SETTLING):
+        return _AT_REST[instance.power]
+    return _CONDITIONS.get(instance.state, Condition.MOVING)
+
+
+def move_of(instance: Instance) -> Move:
+    """The move that is under way."""
+    assert instance.move is not None, instance
+    return instance.move
+
+
+def say(instance: Instance, state: MoveState, at: float, timeouts: Timeouts) -> Step:
+    """News of the request that is under way, not its end."""
+    move = move_of(instance)
+    is_late = state in (MoveState.CONFIRMED, MoveState.SOURCE_GONE)
+    condition = condition_of(instance) if is_late else Condition.MOVING
+    return _event(instance, EndedMove(move.request_id, move.kind, state), at, timeouts, condition=condition)
+
+
+def answer(instance: Instance, ending: Ending, at: float, timeouts: Timeouts) -> Step:
+    """The end of the request that is under way, said once."""
+    move = move_of(instance)
+    if move.answered:
+        return Step(instance)
+    kept = replace(instance, move=replace(move, answered=True))
+    ended = EndedMove(move.request_id, move.kind, ending.state, ending.code, cut(ending.reason))
+    return _end(kept, ended, at, timeouts, move.history)
+
+
+def answer_other(instance: Instance, ending: Ending, at: float, timeouts: Timeouts) -> Step:
+    """The end of the request that has ended the move (confirm, revert, abort), if there is one."""
+    move = move_of(instance)
+    if not move.by or move.by_kind is None:
+        return Step(instance)
+    kept = replace(instance, move=replace(move, by="", by_kind=None))
+    ended = EndedMove(move.by, move.by_kind, ending.state, ending.code, cut(ending.reason))
+    return _end(kept, ended, at, timeouts, move.history)
+
+
+def close(instance: Instance, ending: Ending, at: float, timeouts: Timeouts) -> Step:
+    """The move is over: whatever request has not had its end gets it, and nothing is under way any more."""
+    move = move_of(instance)
+    told = answer(instance, ending, at, timeouts)
+    # An abort or a revert has come true; a confirm whose move was undone all the same has not.
+    is_done = move.by_kind is not MoveKind.CONFIRM or ending.state is MoveState.DONE
+    other = answer_other(told.instance, DONE if is_done else ending, at, timeouts)
+    return after(told, Step(replace(other.instance, move=None), other.commands))
+
+
+def refuse_request(instance: Instance, event: MoveAsked, timeouts: Timeouts, code: str, reason: str = "") -> Step:
+    """Nothing is begun."""
+    request: CellMove = event.request
+    ended = EndedMove(request.request_id, request.kind, MoveState.REFUSED, code, reason)
+    return _end(instance, ended, event.at, timeouts)
+
+
+def repeat_end(instance: Instance, event: MoveAsked, timeouts: Timeouts) -> Step | None:
+    """The end of a request that has ended, said again; None: it is a new one."""
+    known = next((one for one in instance.ended if one.request_id == event.request.request_id), None)
+    return None if known is None else _event(instance, known, event.at, timeouts, condition=condition_of(instance))
+
+
+def after(first: Step, then: Step) -> Step:
+    """Both, one after the other: the second was made of the first's instance."""
+    return Step(then.instance, (*first.commands, *then.commands))
+
+
+def _end(
+    instance: Instance, ended: EndedMove, at: float, timeouts: Timeouts, history: tuple[AttemptRecord, ...] = ()
+) -> Step:
+    kept = replace(instance, ended=(*instance.ended, ended)[-MAX_ENDED:])
+    return _event(kept, ended, at, timeouts, condition=condition_of(instance), history=history)
+
+
+def _event(
+    instance: Instance,
+    news: EndedMove,
+    at: float,
+    timeouts: Timeouts,
+    *,
+    condition: Condition,
+    history: tuple[AttemptRecord, ...] = (),
+) -> Step:
+    """Take the next number of the instance and say how far a request has come."""
+    assert instance.spec is not None
+    said = MoveEvent(
+        request_id=news.request_id,
+        instance_uuid=instance.uuid,
+        project_id=instance.spec.project_id,
+        kind=news.kind,
+        state=news.state,
+        sequence=instance.sequence,
+        terminal=news.state in ENDS_OF_MOVES,
+        condition=condition,
+        cell=timeouts.cell,
+        host=None if instance.state is State.OFFLOADED else instance.here.host,
+        flavor=instance.spec.flavor,
+        image=instance.spec.image,
+        attempt=instance.attempt,
+        code=news.code,
+        reason=news.reason,
+        history=history,
+        at=at,
+    )
+    return Step(replace(instance, sequence=instance.sequence + 1), (said,))

@@ -1,0 +1,595 @@
+"""What each transition of a move does: `rule(instance, event, timeouts) -> Step`. The table says which one applies.
+
+An instance that moves has two machines, of which one runs at most. `here` is the source until a destination has been
+claimed, and the destination from then on. Going on is for the happy case; every state goes back as well: `undo` gives
+the destination up, has the book reverted, and starts the source again if it was told to stop.
+"""
+
+from __future__ import annotations
+
+from msgspec.structs import replace
+
+from bus.contracts.build import BuildState
+from bus.contracts.moves import (
+    MACHINE_ABSENT,
+    ChangeKind,
+    Condition,
+    MoveEvent,
+    MoveKind,
+    MoveState,
+)
+
+from . import rules
+from .events import (
+    ChangeEnded,
+    Claimed,
+    ClaimRefused,
+    DeleteAsked,
+    Destroyed,
+    HostMissing,
+    HostRuns,
+    MoveAsked,
+    Released,
+    Reverted,
+    ServiceLost,
+    Spawned,
+    SpawnFailed,
+    TimedOut,
+)
+from .instance import Instance, Power, State
+from .move_news import DONE, Ending, after, answer, answer_other, close, move_of, refuse_request, repeat_end, say
+from .move_steps import (
+    CHANGES,
+    CLAIMS,
+    NO_HOST,
+    adopt,
+    arrived,
+    ask_again_at,
+    begin_claimed,
+    begin_in_place,
+    change,
+    claim,
+    confirm,
+    destroy_left,
+    destroy_source,
+    end_undone,
+    ending_of,
+    finish,
+    here_gone,
+    is_awaited,
+    leave,
+    note,
+    note_not_claimed,
+    offload,
+    order,
+    over,
+    resize_back,
+    revert_book,
+    source_gone,
+    story_of_hosts,
+    try_next,
+    undo,
+)
+from .rules import Step, Timeouts
+
+ABORTED = "move.aborted"
+REVERTED = "move.reverted"
+TIMED_OUT = "move.timeout"
+DELETED = "instance.deleted"
+
+_ENDS_ANOTHER = frozenset({MoveKind.CONFIRM, MoveKind.REVERT, MoveKind.ABORT})
+
+
+# --- requests
+
+
+def refuse_unknown(instance: Instance, event: MoveAsked, timeouts: Timeouts) -> Step:
+    """This cell has no such instance: say so, and make no record."""
+    request = event.request
+    said = MoveEvent(
+        request_id=request.request_id,
+        instance_uuid=request.instance_uuid,
+        project_id=request.project_id,
+        kind=request.kind,
+        state=MoveState.REFUSED,
+        terminal=True,
+        condition=Condition.UNKNOWN,
+        cell=timeouts.cell,
+        code="instance.unknown",
+        at=event.at,
+    )
+    return Step(instance, (said,))
+
+
+def refuse(instance: Instance, event: MoveAsked, timeouts: Timeouts) -> Step:
+    """Not in this state; a copy of a request that has ended is answered as it was."""
+    if instance.spec is None:
+        return refuse_unknown(instance, event, timeouts)
+    return repeat_end(instance, event, timeouts) or refuse_request(instance, event, timeouts, "instance.not_active")
+
+
+def refuse_busy(instance: Instance, event: MoveAsked, timeouts: Timeouts) -> Step:
+    """Another request is under way; a copy of that very one changes nothing."""
+    move = instance.move
+    if move is not None and event.request.request_id in (move.request_id, move.by):
+        return Step(instance)
+    again = repeat_end(instance, event, timeouts)
+    if again is not None:
+        return again
+    if event.request.kind in _ENDS_ANOTHER:
+        return refuse_request(instance, event, timeouts, "move.too_late", f"the move is {instance.state.value} already")
+    return refuse_request(instance, event, timeouts, "instance.busy", "another request is under way")
+
+
+def begin(instance: Instance, event: MoveAsked, timeouts: Timeouts) -> Step:
+    """A request for an instance that has a machine and nothing under way."""
+    again = repeat_end(instance, event, timeouts)
+    if again is not None:
+        return again
+    kind = event.request.kind
+    if kind in _ENDS_ANOTHER or (kind is MoveKind.OFFLOAD and instance.power is not Power.SHELVED):
+        code = "instance.not_shelved" if kind is MoveKind.OFFLOAD else "move.none"
+        return refuse_request(instance, event, timeouts, code)
+    if instance.power is Power.SHELVED and kind not in (MoveKind.UNSHELVE, MoveKind.OFFLOAD, MoveKind.SHELVE):
+        return refuse_request(instance, event, timeouts, "instance.shelved")
+    if kind in CLAIMS:
+        return begin_claimed(instance, event, timeouts)
+    return begin_in_place(instance, event, timeouts)
+
+
+def begin_offloaded(instance: Instance, event: MoveAsked, timeouts: Timeouts) -> Step:
+    """An instance without a host: it can be unshelved, on a host that is claimed anew."""
+    again = repeat_end(instance, event, timeouts)
+    if again is not None:
+        return again
+    request = event.request
+    if request.kind is not MoveKind.UNSHELVE:
+        return refuse_request(instance, event, timeouts, "instance.offloaded")
+    if not request.selections:
+        return refuse_request(instance, event, timeouts, "move.no_host")
+    # `here` is the host that it had; nothing is there.
+    begun = adopt(instance, event, source=None, selections=(instance.here, *request.selections))
+    return claim(begun, event.at, timeouts)
+
+
+def end_resized(instance: Instance, event: MoveAsked, timeouts: Timeouts) -> Step:
+    """Confirm or revert. The second of two finds the state changed and is told so."""
+    move = move_of(instance)
+    request = event.request
+    again = repeat_end(instance, event, timeouts)
+    if again is not None:
+        return again
+    if request.kind not in (MoveKind.CONFIRM, MoveKind.REVERT):
+        return refuse_request(instance, event, timeouts, "instance.resized", "confirm or revert it first")
+    if request.migration not in (None, move.request_id):
+        return refuse_request(instance, event, timeouts, "move.none", "another move is to be confirmed or reverted")
+    named = replace(instance, move=replace(move, by=request.request_id, by_kind=request.kind), cause=event.cause)
+    if request.kind is MoveKind.CONFIRM:
+        return confirm(named, event.at, timeouts)
+    return undo(named, event.at, timeouts, REVERTED, "")
+
+
+def abort(instance: Instance, event: MoveAsked, timeouts: Timeouts) -> Step:
+    """No destination has been commanded: the move is undone. While placement is asked, once it has answered."""
+    move, request = move_of(instance), event.request
+    is_meant = request.migration in (None, move.request_id)
+    if request.kind is not MoveKind.ABORT or not is_meant or move.by or move.source is None:
+        return refuse_busy(instance, event, timeouts)
+    if move.delete:
+        return refuse_request(instance, event, timeouts, DELETED)
+    named = replace(instance, move=replace(move, by=request.request_id, by_kind=request.kind), cause=event.cause)
+    if instance.state is State.CLAIMING:
+        return Step(named)
+    return undo(named, event.at, timeouts, ABORTED, "")
+
+
+# --- a destination
+
+
+def take_destination(instance: Instance, event: Claimed, timeouts: Timeouts) -> Step:
+    """A destination is claimed: ask it whether it can, or change the size in place."""
+    if event.attempt != instance.next_attempt:
+        return Step(instance)
+    move = move_of(instance)
+    outcomes = event.outcomes[: event.option]
+    noted = note_not_claimed(instance, outcomes, event.at)
+    taken = replace(
+        noted,
+        position=instance.position + 1 + event.option,
+        consumer_generation=event.consumer_generation,
+        newest=event.attempt,
+        move=replace(move_of(noted), claimed=move.source is not None),
+    )
+    taken = replace(taken, attempt=move.source_attempt if taken.is_in_place else event.attempt)
+    if move.delete:
+        return leave(taken, event.at, timeouts)
+    if move.by_kind is MoveKind.ABORT:
+        return undo(taken, event.at, timeouts, ABORTED, "")
+    if taken.is_in_place:
+        return change(taken, State.RESIZING, ChangeKind.RESIZE, event.at, timeouts)
+    return change(taken, State.PREPARING, ChangeKind.CHECK, event.at, timeouts)
+
+
+def run_out_of_hosts(instance: Instance, event: ClaimRefused, timeouts: Timeouts) -> Step:
+    """No destination could be claimed: back to the source. The revert fences a late copy of the claim."""
+    if event.attempt != instance.next_attempt:
+        return Step(instance)
+    tried = note_not_claimed(instance, event.outcomes, event.at)
+    if move_of(instance).delete:
+        return leave(tried, event.at, timeouts)
+    if event.consumer_changed:
+        reason = event.reason or "another client holds this instance's allocation"
+        return undo(tried, event.at, timeouts, "placement.consumer_changed", reason)
+    if move_of(instance).by_kind is MoveKind.ABORT:
+        return undo(tried, event.at, timeouts, ABORTED, "")
+    return undo(tried, event.at, timeouts, NO_HOST, event.reason or story_of_hosts(tried))
+
+
+def go_on(instance: Instance, event: ChangeEnded, timeouts: Timeouts) -> Step:
+    """The destination can, or not: have the source hand over, or try the next destination."""
+    if not is_awaited(instance, event, instance.here, instance.attempt):
+        return Step(instance)
+    if not event.done:
+        return try_next(note(instance, "failed", event.at, event.code, event.reason), event.at, timeouts)
+    move = move_of(instance)
+    if move.source is None or move.kind is MoveKind.EVACUATE or move.handed_over:
+        return finish(instance, event.at, timeouts)
+    live = move.kind is MoveKind.LIVE_MIGRATE
+    kind = ChangeKind.HAND_OVER_LIVE if live else ChangeKind.HAND_OVER
+    told = replace(instance, move=replace(move, handed_over=True))
+    return change(told, State.HANDING_OVER, kind, event.at, timeouts)
+
+
+def skip_destination(instance: Instance, event: TimedOut | ServiceLost, timeouts: Timeouts) -> Step:
+    """The destination does not answer, and was told nothing yet: the next one."""
+    if isinstance(event, ServiceLost):
+        if event.service != instance.here.service:
+            return Step(instance)
+        code, reason = event.code, event.reason
+    else:
+        code, reason = "prepare.timeout", "no answer in time"
+    return try_next(note(instance, "failed", event.at, code, reason), event.at, timeouts)
+
+
+def take_over(instance: Instance, event: ChangeEnded, timeouts: Timeouts) -> Step:
+    """The source has stopped and handed over: the destination starts it. It could not: it goes on where it is."""
+    move = move_of(instance)
+    assert move.source is not None
+    if not is_awaited(instance, event, move.source, move.source_attempt):
+        return Step(instance)
+    if event.done:
+        return finish(instance, event.at, timeouts)
+    return undo(instance, event.at, timeouts, event.code or "hand-over.failed", event.reason)
+
+
+def give_up_hand_over(instance: Instance, event: TimedOut, timeouts: Timeouts) -> Step:
+    """The source does not answer: the move is undone. It is started again, which cancels what it may have begun."""
+    reason = f"the source did not hand over within {move_of(instance).step_timeout_s:g} s"
+    return undo(instance, event.at, timeouts, TIMED_OUT, reason)
+
+
+def arrive(instance: Instance, event: Spawned | HostRuns, timeouts: Timeouts) -> Step:
+    """The destination has it. Only now the source may go: at once, or when the move is confirmed."""
+    if not rules.is_ours(instance, event):
+        return rules.destroy_orphan(instance, event, timeouts)
+    if isinstance(event, HostRuns) and not event.built:
+        return Step(instance)
+    here = rules.at_service(instance, event.service)
+    here = replace(here, up_at=rules.by_its_clock(event), up_scan=event.scan, asked=False)
+    return arrived(note(here, "active", event.at), event.at, timeouts)
+
+
+def arrive_in_place(instance: Instance, event: ChangeEnded, timeouts: Timeouts) -> Step:
+    """The machine has its new size. It could not: the next destination, for it is as it was."""
+    if not is_awaited(instance, event, instance.here, instance.attempt):
+        return Step(instance)
+    if not event.done:
+        return try_next(note(instance, "failed", event.at, event.code, event.reason), event.at, timeouts)
+    return arrived(note(instance, "active", event.at), event.at, timeouts)
+
+
+def give_up_in_place(instance: Instance, event: TimedOut, timeouts: Timeouts) -> Step:
+    """The host does not say whether the machine has its new size: it is given its old one."""
+    return undo(instance, event.at, timeouts, TIMED_OUT, "the host did not say that the machine has its new size")
+
+
+def fail_destination(instance: Instance, event: SpawnFailed, timeouts: Timeouts) -> Step:
+    """The destination could not: what is left there goes, and the next one is tried, or the move is undone."""
+    if not rules.is_current(instance, event.attempt, event.host_uuid):
+        return Step(instance)
+    failed = note(instance, "failed", event.at, event.code, event.reason)
+    if event.final:
+        return undo(failed, event.at, timeouts, event.code, event.reason)
+    return try_next(failed, event.at, timeouts)
+
+
+def ask_destination(instance: Instance, event: TimedOut, timeouts: Timeouts) -> Step:
+    """No answer in time: it is to end the attempt unless it is complete, and is asked for as long as it takes.
+
+    Until it has answered nothing is started anywhere else: it may run.
+    """
+    order = replace(rules.destroy_here(instance, timeouts), unless_built=True)
+    return Step(replace(instance, asked=True, deadline=ask_again_at(instance, event.at, timeouts)), (order,))
+
+
+def lose_destination(instance: Instance, event: Destroyed, timeouts: Timeouts) -> Step:
+    """The destination has ended the attempt: the next one, or back."""
+    if event.host_uuid != instance.host_uuid or event.attempt < instance.attempt:
+        return Step(instance)
+    gone = note(instance, "timed_out" if instance.asked else "failed", event.at, "spawn.timeout", "no answer in time")
+    return try_next(replace(gone, move=replace(move_of(gone), finishing=False)), event.at, timeouts)
+
+
+def revert_lost(instance: Instance, event: HostMissing, timeouts: Timeouts) -> Step:
+    """The destination is gone before it was confirmed: the source is still there, and is started again."""
+    if not rules.is_gone(instance, event, timeouts):
+        return Step(instance)
+    if instance.is_in_place:
+        return rules.lose(instance, event, timeouts)
+    reason = f"host {instance.here.host} does not run it any more"
+    return undo(instance, event.at, timeouts, "instance.lost", reason)
+
+
+# --- the end of a move
+
+
+def confirm_in_time(instance: Instance, event: TimedOut, timeouts: Timeouts) -> Step:
+    """No client has confirmed or reverted in the time that the request allowed: confirmed."""
+    told = say(instance, MoveState.CONFIRMED, event.at, timeouts)
+    return after(told, confirm(told.instance, event.at, timeouts))
+
+
+def destroy_source_again(instance: Instance, event: TimedOut, timeouts: Timeouts) -> Step:
+    """The source has not confirmed: ask again, for as long as it takes. The migration holds its allocation."""
+    return Step(
+        replace(instance, deadline=ask_again_at(instance, event.at, timeouts)), (destroy_source(instance, timeouts),)
+    )
+
+
+def settle(instance: Instance, event: Destroyed | HostMissing, timeouts: Timeouts) -> Step:
+    """The source is gone from its host: its allocation goes."""
+    if not source_gone(instance, event, timeouts):
+        return Step(instance)
+    return Step(rules.ask(instance, State.SETTLING, event.at, timeouts))
+
+
+def follow_source(instance: Instance, event: Spawned | HostRuns, timeouts: Timeouts) -> Step:
+    """The source is listed still; under another service now, that one is told as well."""
+    move = move_of(instance)
+    is_source = (event.host_uuid, event.attempt) == (instance.source_host_uuid, move.source_attempt)
+    if not is_source or move.source is None:
+        return rules.confirm_running(instance, event, timeouts)
+    if event.service == move.source.service:
+        return Step(instance)
+    found = replace(instance, move=replace(move, source=replace(move.source, service=event.service)))
+    return Step(found, (destroy_source(found, timeouts),))
+
+
+def end_settled(instance: Instance, event: Released, timeouts: Timeouts) -> Step:
+    """The migration holds nothing any more: the move is over."""
+    move = move_of(instance)
+    if event.consumer != move.request_id:
+        return Step(instance)
+    told = answer_other(over(instance, event.at), DONE, event.at, timeouts)
+    gone = say(told.instance, MoveState.SOURCE_GONE, event.at, timeouts)
+    return after(told, Step(replace(gone.instance, move=None), gone.commands))
+
+
+# --- the way back
+
+
+def undo_failed_in_place(instance: Instance, event: ChangeEnded, timeouts: Timeouts) -> Step:
+    """The machine has its old size again, or is gone: the book is reverted. Else it is told again in its time."""
+    if not instance.is_in_place or not is_awaited(instance, event, instance.here, instance.attempt):
+        return Step(instance)
+    is_back = event.done or event.code == MACHINE_ABSENT
+    return Step(rules.ask(instance, State.REVERTING, event.at, timeouts)) if is_back else Step(instance)
+
+
+def revert_destroyed(instance: Instance, event: Destroyed | HostMissing, timeouts: Timeouts) -> Step:
+    """Nothing of the destination is left: the book is reverted, or an unshelved instance is without a host again."""
+    if instance.is_in_place or not here_gone(instance, event, timeouts):
+        return Step(instance)
+    return Step(revert_book(instance, event.at, timeouts))
+
+
+def undo_again(instance: Instance, event: TimedOut, timeouts: Timeouts) -> Step:
+    """The destination has not confirmed: ask again, for as long as it takes."""
+    later = replace(instance, deadline=ask_again_at(instance, event.at, timeouts))
+    if not instance.is_in_place:
+        return Step(later, (rules.destroy_here(later, timeouts),))
+    return resize_back(later, event.at, timeouts)
+
+
+def follow_destination(instance: Instance, event: Spawned | HostRuns, timeouts: Timeouts) -> Step:
+    """The destination is listed still; under another service now, that one is told as well."""
+    if instance.is_in_place or not rules.is_ours(instance, event) or event.service == instance.here.service:
+        return Step(instance) if rules.is_ours(instance, event) else rules.destroy_orphan(instance, event, timeouts)
+    found = rules.at_service(instance, event.service)
+    return Step(found, (rules.destroy_here(found, timeouts),))
+
+
+def return_to_source(instance: Instance, event: Reverted, timeouts: Timeouts) -> Step:
+    """The instance holds its source again: it is started there if it was told to stop."""
+    if event.attempt != instance.next_attempt:
+        return Step(instance)
+    move = move_of(instance)
+    assert move.source is not None
+    generation = instance.consumer_generation if event.consumer_generation is None else event.consumer_generation
+    back = replace(
+        instance,
+        selections=(move.source,),
+        position=0,
+        attempt=move.source_attempt,
+        newest=event.attempt,
+        consumer_generation=generation,
+        spec=move.spec,
+        power=move.power,
+        image=move.image,
+        asked=False,
+        up_at=None,  # another host's clock and looks
+        up_scan=None,
+    )
+    if not move.handed_over or move.power is not Power.RUNNING:
+        # Stopped before and handed over: the next start, or hand-over, has a higher order and undoes it.
+        return end_undone(back, event.at, timeouts)
+    return change(back, State.RESTARTING, ChangeKind.START, event.at, timeouts)
+
+
+def restarted(instance: Instance, event: ChangeEnded, timeouts: Timeouts) -> Step:
+    """The source runs again, or says that it cannot: then it is stopped, and a client may start it."""
+    if not is_awaited(instance, event, instance.here, instance.attempt):
+        return Step(instance)
+    if event.done:
+        return end_undone(instance, event.at, timeouts)
+    move = move_of(instance)
+    power = Power.RUNNING if event.runs else Power.STOPPED
+    said = f"{move.lost_reason}; and it could not be started again: {event.code} {event.reason}".strip("; ")
+    left = replace(instance, power=power, move=replace(move, lost_reason=rules.cut(said)))
+    return end_undone(left, event.at, timeouts)
+
+
+def restart_again(instance: Instance, event: TimedOut, timeouts: Timeouts) -> Step:
+    """The source has not said that it runs: it is told again, and the request is not kept waiting for it."""
+    told = order(instance, ChangeKind.START, event.at, timeouts)
+    step = Step(replace(told.instance, deadline=ask_again_at(instance, event.at, timeouts)), told.commands)
+    move = move_of(step.instance)
+    if move.answered:
+        return step
+    return after(step, answer(step.instance, ending_of(move), event.at, timeouts))
+
+
+# --- one machine
+
+
+def changed(instance: Instance, event: ChangeEnded, timeouts: Timeouts) -> Step:
+    """The host has done what was asked, or says that it could not."""
+    if not is_awaited(instance, event, instance.here, instance.attempt):
+        return Step(instance)
+    move = move_of(instance)
+    if not event.done:
+        # What the host knows of the machine counts: a rebuild that failed half-way has left nothing to run.
+        power = instance.power
+        if power is not Power.SHELVED and event.runs is not None:
+            power = Power.RUNNING if event.runs else Power.STOPPED
+        back = replace(instance, power=power, spec=move.spec)
+        ending = Ending(MoveState.FAILED, event.code or "change.failed", event.reason)
+        return close(over(back, event.at), ending, event.at, timeouts)
+    if move.kind is MoveKind.SHELVE:
+        kept = replace(instance, power=Power.SHELVED, image=event.image)
+        if move.offload:
+            return offload(kept, event.at, timeouts)
+        return close(over(kept, event.at), DONE, event.at, timeouts)
+    if move.kind in (MoveKind.START, MoveKind.UNSHELVE):
+        instance = replace(instance, power=Power.RUNNING, image="")
+    if move.kind is MoveKind.STOP:
+        instance = replace(instance, power=Power.STOPPED)
+    return close(over(instance, event.at), DONE, event.at, timeouts)
+
+
+def change_again(instance: Instance, event: TimedOut, timeouts: Timeouts) -> Step:
+    """No answer: the host is told again, in a new order, for as long as it takes; the request is not kept waiting."""
+    move = move_of(instance)
+    told = order(instance, CHANGES[move.kind], event.at, timeouts)
+    step = Step(replace(told.instance, deadline=ask_again_at(instance, event.at, timeouts)), told.commands)
+    if move.answered:
+        return step
+    reason = f"no answer within {move.step_timeout_s:g} s; the host is told again"
+    return after(step, answer(step.instance, Ending(MoveState.FAILED, "change.timeout", reason), event.at, timeouts))
+
+
+def vacate(instance: Instance, event: Destroyed | HostMissing, timeouts: Timeouts) -> Step:
+    """The shelved machine is gone from its host: its allocation goes."""
+    if not here_gone(instance, event, timeouts):
+        return Step(instance)
+    return Step(rules.ask(instance, State.VACATING, event.at, timeouts))
+
+
+def end_offloaded(instance: Instance, event: Released, timeouts: Timeouts) -> Step:
+    """Nothing is held any more: without a host. A copy of a claim, or of this release, is fenced by its attempt."""
+    if event.consumer not in ("", instance.uuid):
+        return Step(instance)
+    move = move_of(instance)
+    gone = replace(
+        instance,
+        state=State.OFFLOADED,
+        power=Power.SHELVED,
+        newest=instance.next_attempt,
+        consumer_generation=None,
+        selections=(instance.here,),
+        position=0,
+        deadline=None,
+        since=event.at,
+        asked=False,
+    )
+    if move.kind is MoveKind.UNSHELVE:
+        gone = replace(gone, spec=move.spec, image=move.image)
+        return close(gone, ending_of(move), event.at, timeouts)
+    return close(gone, DONE, event.at, timeouts)
+
+
+# --- a delete
+
+
+def delete(instance: Instance, event: DeleteAsked, timeouts: Timeouts) -> Step:
+    """Every machine of it is destroyed, and then both consumers are released.
+
+    While placement is asked for a destination its answer is awaited: it says whether the migration holds anything.
+    """
+    move = move_of(instance)
+    if move.delete:
+        return Step(instance)
+    deleted = Ending(MoveState.FAILED, DELETED, "the instance was deleted")
+    told = answer(instance, deleted, event.at, timeouts)
+    told = after(told, answer_other(told.instance, deleted, event.at, timeouts))
+    named = replace(told.instance, cause=event.cause or instance.cause)
+    if named.state is State.CLAIMING:
+        waiting = replace(named, move=replace(move_of(named), delete=True))
+        return after(told, rules.announce(waiting, BuildState.DELETING, event.at, timeouts))
+    left = leave(named, event.at, timeouts)
+    said = rules.announce(left.instance, BuildState.DELETING, event.at, timeouts, first=left.commands)
+    return after(told, said)
+
+
+def delete_offloaded(instance: Instance, event: DeleteAsked, timeouts: Timeouts) -> Step:
+    """No host has it: release, which fences what may be under way, and end deleted."""
+    leaving = replace(instance, cause=event.cause or instance.cause)
+    asked = rules.ask(leaving, State.RELEASING, event.at, timeouts)
+    return rules.announce(asked, BuildState.DELETING, event.at, timeouts)
+
+
+def destroy_both_again(instance: Instance, event: TimedOut, timeouts: Timeouts) -> Step:
+    """The hosts that have not confirmed are asked again."""
+    if instance.move is None:
+        return rules.destroy_again(instance, event, timeouts)
+    return Step(
+        replace(instance, deadline=ask_again_at(instance, event.at, timeouts)), destroy_left(instance, timeouts)
+    )
+
+
+def release_both(instance: Instance, event: Destroyed | HostMissing, timeouts: Timeouts) -> Step:
+    """A host says that nothing of it is left there; when both have, the allocations go."""
+    move = instance.move
+    if move is None:
+        return rules.release_destroyed(instance, event, timeouts)
+    here = move.here_gone or here_gone(instance, event, timeouts)
+    source = move.source_gone or source_gone(instance, event, timeouts)
+    if (here, source) == (move.here_gone, move.source_gone):
+        return Step(instance)
+    noted = replace(instance, move=replace(move, here_gone=here, source_gone=source))
+    return Step(rules.ask(noted, State.RELEASING, event.at, timeouts) if here and source else noted)
+
+
+def repeat_destroy_both(instance: Instance, event: Spawned | HostRuns, timeouts: Timeouts) -> Step:
+    """It is listed still, perhaps under another service: that one is told."""
+    move = instance.move
+    is_source = move is not None and (event.host_uuid, event.attempt) == (
+        instance.source_host_uuid,
+        move.source_attempt,
+    )
+    if move is not None and is_source and move.source is not None:
+        if event.service == move.source.service:
+            return Step(instance)
+        found = replace(instance, move=replace(move, source=replace(move.source, service=event.service)))
+        return Step(found, (destroy_source(found, timeouts),))
+    return rules.repeat_destroy(instance, event, timeouts)

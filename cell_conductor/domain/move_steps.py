@@ -1,0 +1,449 @@
+"""What several rules of a move share: the steps of the way there and back, what is commanded, and what is proved."""
+
+from __future__ import annotations
+
+from msgspec.structs import replace
+
+from bus.contracts.base import Message
+from bus.contracts.build import AttemptRecord
+from bus.contracts.cell import Destroy, Origin, Selection, Spawn
+from bus.contracts.moves import (
+    ChangeKind,
+    ChangeMachine,
+    MoveKind,
+    MoveState,
+)
+from bus.contracts.placement import ClaimOutcome
+
+from . import rules
+from .events import (
+    ChangeEnded,
+    Destroyed,
+    HostMissing,
+    MoveAsked,
+)
+from .instance import Instance, Move, Power, State
+from .move_news import DONE, Ending, after, answer, close, move_of, refuse_request, say
+from .rules import NOT_TRIED, Step, Timeouts
+
+NO_HOST = "max_retries_exceeded"
+LEAVES = frozenset({MoveKind.MIGRATE, MoveKind.LIVE_MIGRATE, MoveKind.EVACUATE})
+CLAIMS = frozenset({*LEAVES, MoveKind.RESIZE})
+AWAITS_CONFIRM = frozenset({MoveKind.MIGRATE, MoveKind.RESIZE})
+# States of a move in which its current destination has been commanded: it may carry a machine.
+COMMANDED = frozenset(
+    {
+        State.FINISHING,
+        State.RESIZING,
+        State.RESIZED,
+        State.CONFIRMING,
+        State.SETTLING,
+        State.UNDOING,
+        State.RESTARTING,
+        State.CHANGING,
+        State.OFFLOADING,
+    }
+)
+
+
+def leave(instance: Instance, at: float, timeouts: Timeouts) -> Step:
+    """Have both hosts destroy what they may have of it; the claims are held until they have."""
+    here_gone = instance.state not in COMMANDED and not is_at_source(instance)
+    source_gone = instance.source_host_uuid is None or instance.state is State.SETTLING
+    left = replace(
+        instance,
+        state=State.DELETING,
+        # A revert that is under way has used the next number: the release comes after it.
+        newest=instance.next_attempt if instance.state is State.REVERTING else instance.newest,
+        deadline=at + timeouts.destroy_retry_s,
+        since=at,
+        move=replace(move_of(instance), here_gone=here_gone, source_gone=source_gone),
+    )
+    if here_gone and source_gone:
+        return Step(rules.ask(left, State.RELEASING, at, timeouts))
+    return Step(left, destroy_left(left, timeouts))
+
+
+def is_at_source(instance: Instance) -> bool:
+    """Whether `here` is the source's own host: no destination on another one has been claimed."""
+    return instance.source_host_uuid is None and move_of(instance).source is not None
+
+
+def begin_claimed(instance: Instance, event: MoveAsked, timeouts: Timeouts) -> Step:
+    """A request that needs a host to go to: placement is asked for the first that fits."""
+    request, here = event.request, instance.here
+    if request.kind is MoveKind.LIVE_MIGRATE and instance.power is not Power.RUNNING:
+        return refuse_request(instance, event, timeouts, "instance.not_running", "a live migration is of what runs")
+    if request.kind is MoveKind.EVACUATE:
+        if not request.fenced:
+            return refuse_request(instance, event, timeouts, "evacuate.not_fenced", "its host may run it")
+        if here.service not in timeouts.down:
+            return refuse_request(instance, event, timeouts, "evacuate.service_up", "the service of its host is heard")
+    hosts = request.selections
+    if request.kind in LEAVES:
+        hosts = tuple(one for one in hosts if one.host_uuid != here.host_uuid)
+    if not hosts:
+        return refuse_request(instance, event, timeouts, "move.no_host", "no host was named that it can go to")
+    return claim(adopt(instance, event, source=here, selections=(here, *hosts)), event.at, timeouts)
+
+
+def begin_in_place(instance: Instance, event: MoveAsked, timeouts: Timeouts) -> Step:
+    """A request for the machine where it is."""
+    kind = event.request.kind
+    begun = adopt(instance, event, source=None, selections=(instance.here,))
+    is_there = {
+        MoveKind.START: instance.power is Power.RUNNING,
+        MoveKind.STOP: instance.power is Power.STOPPED,
+        MoveKind.UNSHELVE: instance.power is not Power.SHELVED,
+        MoveKind.SHELVE: instance.power is Power.SHELVED and not event.request.offload,
+    }
+    if is_there.get(kind):
+        if kind is MoveKind.UNSHELVE:
+            return refuse_request(instance, event, timeouts, "instance.not_shelved")
+        return close(replace(begun, spec=instance.spec), DONE, event.at, timeouts)
+    if kind is MoveKind.OFFLOAD or (instance.power is Power.SHELVED and kind is MoveKind.SHELVE):
+        return offload(begun, event.at, timeouts)
+    return change(begun, State.CHANGING, CHANGES[kind], event.at, timeouts)
+
+
+def adopt(
+    instance: Instance, event: MoveAsked, *, source: Selection | None, selections: tuple[Selection, ...]
+) -> Instance:
+    """The request is under way, and what the instance was before it is kept."""
+    request = event.request
+    assert instance.spec is not None
+    move = Move(
+        request_id=request.request_id,
+        kind=request.kind,
+        source=source,
+        source_attempt=instance.attempt if source is not None else 0,
+        book_attempt=instance.last_attempt,
+        spec=instance.spec,
+        power=instance.power,
+        image=instance.image,
+        auto_confirm_s=request.auto_confirm_s,
+        step_timeout_s=request.step_timeout_s,
+        offload=request.offload,
+        began=event.at,
+    )
+    # Who the instance belongs to never changes with what is done to it.
+    spec = instance.spec
+    if request.spec is not None:
+        spec = replace(spec, image=request.spec.image, flavor=request.spec.flavor)
+    return replace(
+        instance,
+        move=move,
+        spec=spec,
+        selections=selections,
+        position=0,
+        server_group=request.server_group or instance.server_group,
+        limits=request.limits if request.kind in CLAIMS or request.kind is MoveKind.UNSHELVE else instance.limits,
+        cause=event.cause,
+        asked=False,
+    )
+
+
+def claim(instance: Instance, at: float, timeouts: Timeouts) -> Step:
+    """Ask placement for the first destination that is left, or go back when none is."""
+    passed = [one for one in instance.alternates if one.service in timeouts.down]
+    move = move_of(instance)
+    if passed:
+        notes = tuple(
+            AttemptRecord(
+                attempt=instance.next_attempt,
+                host=one.host,
+                outcome=NOT_TRIED,
+                code=timeouts.down[one.service].code,
+                at=at,
+            )
+            for one in passed
+        )
+        move = replace(move, history=move.history + notes)
+    # A machine that was told to stop is handed over, not changed where it is.
+    kept = tuple(
+        one
+        for one in instance.alternates
+        if one.service not in timeouts.down
+        and not (move.handed_over and move.source is not None and one.host_uuid == move.source.host_uuid)
+    )
+    tried = instance.selections[: instance.position + 1]
+    left = replace(instance, selections=(*tried, *kept), move=move)
+    if not kept:
+        return undo(left, at, timeouts, NO_HOST, story_of_hosts(left))
+    return say(rules.ask(left, State.CLAIMING, at, timeouts), MoveState.CLAIMING, at, timeouts)
+
+
+def try_next(instance: Instance, at: float, timeouts: Timeouts) -> Step:
+    """After a destination that failed: what is left of it goes, and the next is claimed, if there is one."""
+    move = move_of(instance)
+    clean: tuple[Message, ...] = (rules.destroy_here(instance, timeouts),) if move.finishing else ()
+    claimed = claim(replace(instance, asked=False), at, timeouts)
+    if claimed.instance.state is State.CLAIMING:
+        left = replace(claimed.instance, move=replace(move_of(claimed.instance), finishing=False))
+        return Step(left, (*clean, *claimed.commands))
+    return claimed
+
+
+def finish(instance: Instance, at: float, timeouts: Timeouts) -> Step:
+    """Command the destination to build and start it."""
+    assert instance.spec is not None
+    move, here = move_of(instance), instance.here
+    handed = move.source if move.handed_over else None
+    order = Spawn(
+        spec=instance.spec,
+        attempt=instance.attempt,
+        host_uuid=here.host_uuid,
+        allocations=here.allocations,
+        service=here.service,
+        deployment=timeouts.deployment,
+        origin=Origin(
+            migration=move.request_id,
+            host_uuid=None if handed is None else handed.host_uuid,
+            image=instance.image if move.source is None else "",
+            runs=move.power is not Power.STOPPED,
+        ),
+    )
+    told = replace(
+        instance,
+        state=State.FINISHING,
+        deadline=at + move.step_timeout_s,
+        since=at,
+        asked=False,
+        move=replace(move, finishing=True),
+    )
+    return after(Step(told, (order,)), say(told, MoveState.FINISHING, at, timeouts))
+
+
+def arrived(instance: Instance, at: float, timeouts: Timeouts) -> Step:
+    """The destination is on record as active. The request has its end; the source waits, or goes."""
+    move = move_of(instance)
+    up = replace(
+        instance,
+        deadline=None,
+        since=at,
+        answered=True,
+        doubted=False,
+        power=Power.STOPPED if move.power is Power.STOPPED else Power.RUNNING,
+        image="",
+    )
+    if move.kind in AWAITS_CONFIRM and move.auto_confirm_s != 0:
+        deadline = None if move.auto_confirm_s is None else at + move.auto_confirm_s
+        waiting = replace(up, state=State.RESIZED, deadline=deadline)
+        return answer(waiting, DONE, at, timeouts)
+    if move.source is None:
+        return close(over(up, at), DONE, at, timeouts)
+    told = answer(replace(up, state=State.CONFIRMING), DONE, at, timeouts)
+    return after(told, confirm(told.instance, at, timeouts))
+
+
+def confirm(instance: Instance, at: float, timeouts: Timeouts) -> Step:
+    """The source is given up: destroyed on its host, then released. In place there is no other machine."""
+    here = instance.here
+    if instance.is_in_place:
+        return Step(rules.ask(instance, State.SETTLING, at, timeouts))
+    # Alternates are of no use any more; the source stays named by the move.
+    gone = replace(
+        instance,
+        state=State.CONFIRMING,
+        selections=(move_of(instance).source or here, here),
+        position=1,
+        deadline=at + timeouts.destroy_retry_s,
+        since=at,
+    )
+    return Step(gone, (destroy_source(gone, timeouts),))
+
+
+def over(instance: Instance, at: float) -> Instance:
+    """Active, where it is now."""
+    return replace(
+        instance,
+        state=State.ACTIVE,
+        selections=(instance.here,),
+        position=0,
+        deadline=None,
+        since=at,
+        asked=False,
+    )
+
+
+def undo(instance: Instance, at: float, timeouts: Timeouts, code: str, reason: str) -> Step:
+    """Give the destination up: its machine, then its allocation; then the source goes on."""
+    lost = replace(move_of(instance), lost_code=code, lost_reason=rules.cut(reason))
+    undone = replace(instance, move=lost, asked=False)
+    if undone.is_in_place:
+        told = resize_back(replace(undone, state=State.UNDOING, since=at), at, timeouts)
+        return after(told, say(told.instance, MoveState.UNDOING, at, timeouts))
+    if not lost.finishing:  # no destination has been commanded: nothing is there
+        return say(revert_book(undone, at, timeouts), MoveState.UNDOING, at, timeouts)
+    leaving = replace(undone, state=State.UNDOING, deadline=at + timeouts.destroy_retry_s, since=at)
+    told = Step(leaving, (rules.destroy_here(leaving, timeouts),))
+    return after(told, say(leaving, MoveState.UNDOING, at, timeouts))
+
+
+def revert_book(instance: Instance, at: float, timeouts: Timeouts) -> Instance:
+    """Ask placement to give the instance its source again; without one, to release what was claimed."""
+    if move_of(instance).source is None:
+        return rules.ask(instance, State.VACATING, at, timeouts)  # nothing to go back to: what was claimed is released
+    return rules.ask(instance, State.REVERTING, at, timeouts)
+
+
+def resize_back(instance: Instance, at: float, timeouts: Timeouts) -> Step:
+    """Command the machine's old size, where it is."""
+    told = order(instance, ChangeKind.RESIZE, at, timeouts, is_back=True)
+    return Step(replace(told.instance, deadline=at + timeouts.destroy_retry_s), told.commands)
+
+
+def end_undone(instance: Instance, at: float, timeouts: Timeouts) -> Step:
+    """The instance is where it was before, and the request has failed, or was reverted."""
+    return close(over(instance, at), ending_of(move_of(instance)), at, timeouts)
+
+
+def ending_of(move: Move) -> Ending:
+    """How a move ends that was undone."""
+    return Ending(MoveState.FAILED, move.lost_code, move.lost_reason)
+
+
+def offload(instance: Instance, at: float, timeouts: Timeouts) -> Step:
+    """Have the host destroy what has been shelved."""
+    leaving = replace(instance, state=State.OFFLOADING, deadline=at + timeouts.destroy_retry_s, since=at)
+    told = Step(leaving, (rules.destroy_here(leaving, timeouts),))
+    return after(told, say(leaving, MoveState.CHANGING, at, timeouts))
+
+
+CHANGES = {
+    MoveKind.START: ChangeKind.START,
+    MoveKind.UNSHELVE: ChangeKind.START,
+    MoveKind.STOP: ChangeKind.STOP,
+    MoveKind.REBUILD: ChangeKind.REBUILD,
+    MoveKind.SHELVE: ChangeKind.SNAPSHOT,
+}
+
+
+SAID = {
+    State.PREPARING: MoveState.PREPARING,
+    State.HANDING_OVER: MoveState.MIGRATING,
+    State.RESIZING: MoveState.CHANGING,
+    State.RESTARTING: MoveState.UNDOING,
+    State.CHANGING: MoveState.CHANGING,
+}
+_OF_SOURCE = frozenset({ChangeKind.HAND_OVER, ChangeKind.HAND_OVER_LIVE})
+
+
+def change(instance: Instance, state: State, kind: ChangeKind, at: float, timeouts: Timeouts) -> Step:
+    """Enter a state that waits for one change of one machine."""
+    deadline = at + move_of(instance).step_timeout_s
+    entered = replace(instance, state=state, deadline=deadline, since=at, asked=False)
+    told = order(entered, kind, at, timeouts)
+    return after(told, say(told.instance, SAID[state], at, timeouts))
+
+
+def order(instance: Instance, kind: ChangeKind, at: float, timeouts: Timeouts, *, is_back: bool = False) -> Step:
+    """Command one change, under a number above all before: also above those that a restored database has forgotten.
+
+    is_back: the machine is to be what it was before the move.
+    """
+    move = move_of(instance)
+    assert instance.spec is not None
+    order = max(instance.order + 1, int(at * 1000))
+    where, attempt = instance.here, instance.attempt
+    if kind in _OF_SOURCE or is_back:
+        assert move.source is not None
+        where, attempt = move.source, move.source_attempt
+    command = ChangeMachine(
+        change=kind,
+        spec=move.spec if kind in _OF_SOURCE or is_back else instance.spec,
+        attempt=attempt,
+        order=order,
+        host_uuid=where.host_uuid,
+        service=where.service,
+        allocations=where.allocations,
+        deployment=timeouts.deployment,
+        to_host=instance.here.host_uuid if kind in _OF_SOURCE else None,
+        timeout_s=move.step_timeout_s,
+    )
+    return Step(replace(instance, order=order, move=replace(move, order=order)), (command,))
+
+
+def is_awaited(instance: Instance, event: ChangeEnded, where: Selection, attempt: int) -> bool:
+    """Whether this answers the change that was last commanded."""
+    answered = (event.order, event.attempt, event.host_uuid)
+    return answered == (move_of(instance).order, attempt, where.host_uuid)
+
+
+def destroy_source(instance: Instance, timeouts: Timeouts) -> Destroy:
+    """The order to destroy what the source of the move has."""
+    move = move_of(instance)
+    assert move.source is not None
+    return Destroy(
+        instance_uuid=instance.uuid,
+        attempt=move.source_attempt,
+        host_uuid=move.source.host_uuid,
+        service=move.source.service,
+        deployment=timeouts.deployment,
+    )
+
+
+def destroy_left(instance: Instance, timeouts: Timeouts) -> tuple[Message, ...]:
+    """The orders for those hosts that have not confirmed yet."""
+    move = move_of(instance)
+    here = () if move.here_gone else (rules.destroy_here(instance, timeouts),)
+    return here if move.source_gone else (*here, destroy_source(instance, timeouts))
+
+
+def here_gone(instance: Instance, event: Destroyed | HostMissing, timeouts: Timeouts) -> bool:
+    """Whether the current host says that nothing of it is left there."""
+    if event.host_uuid != instance.host_uuid:
+        return False
+    if isinstance(event, Destroyed):
+        return event.attempt >= instance.attempt
+    return event.seen_at > instance.since + timeouts.report_grace_s
+
+
+def source_gone(instance: Instance, event: Destroyed | HostMissing, timeouts: Timeouts) -> bool:
+    """Whether the source's host says that nothing of it is left there: its answer, or a report made long enough after.
+
+    The grace counts from the order, so a report that was under way before proves nothing.
+    """
+    move = move_of(instance)
+    if move.source is None or event.host_uuid != move.source.host_uuid:
+        return False
+    if isinstance(event, Destroyed):
+        return event.attempt >= move.source_attempt
+    return event.seen_at > instance.since + timeouts.report_grace_s
+
+
+def ask_again_at(instance: Instance, at: float, timeouts: Timeouts) -> float:
+    """When to ask again a host that does not answer: less and less often."""
+    return at + min(max(timeouts.destroy_retry_s, at - instance.since), timeouts.destroy_retry_max_s)
+
+
+def note(instance: Instance, outcome: str, at: float, code: str = "", reason: str = "") -> Instance:
+    """Write down how the current destination has ended."""
+    move = move_of(instance)
+    record = AttemptRecord(
+        attempt=instance.last_attempt,
+        host=instance.here.host,
+        outcome=outcome,
+        code=code,
+        reason=rules.cut(reason),
+        at=at,
+    )
+    return replace(instance, move=replace(move, history=(*move.history, record)))
+
+
+def note_not_claimed(instance: Instance, outcomes: tuple[ClaimOutcome, ...], at: float) -> Instance:
+    """Write down the destinations that could not be claimed."""
+    move = move_of(instance)
+    tried = tuple(
+        AttemptRecord(attempt=instance.next_attempt, host=one.host, outcome="not_claimed", code=outcome.value, at=at)
+        for one, outcome in zip(instance.alternates, outcomes, strict=False)
+    )
+    return replace(instance, move=replace(move, history=move.history + tried)) if tried else instance
+
+
+def story_of_hosts(instance: Instance) -> str:
+    """One sentence: what was tried, and how each try ended."""
+    tries = "; ".join(
+        f"{one.host}: {one.outcome}" + (f" ({one.code})" if one.code else "") for one in move_of(instance).history
+    )
+    return rules.cut(f"no host is left. {tries}")

@@ -1,0 +1,183 @@
+"""Changes of a machine where it is: started, stopped, handed over, resized, rebuilt, made an image of.
+
+One at a time for one instance on one host, in the chain that its builds and destructions go through. A change with a
+higher order takes the place of the one before, wherever that stands; one with a lower order is late and is dropped. The
+order is on record before the message is acknowledged. A change that its service did not survive is not taken up again:
+nothing says then whether it has happened, and the conductor, which is not answered, asks for what it wants.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import structlog
+from msgspec.structs import replace
+
+from bus.clock import Clock
+from bus.contracts.base import MAX_REASON
+from bus.contracts.moves import MACHINE_ABSENT, ChangeKind, ChangeMachine, MachineChanged
+from compute_sim import metrics
+from compute_sim.domain.attempts import Entry, Phase
+from compute_sim.driver import Build, BuildFault, ChangeFault, ChangeOrder, Driver, DriverUnavailable, NotOurs
+from compute_sim.jobs import Chain, Jobs
+from compute_sim.records import EntryRow, Key, Records
+
+log = structlog.get_logger()
+
+
+class Changes:
+    """One service's. `say` publishes an answer some time soon."""
+
+    def __init__(
+        self,
+        *,
+        service: str,
+        driver: Driver,
+        records: Records,
+        jobs: Jobs,
+        say: Callable[[MachineChanged], None],
+        clock: Clock,
+    ) -> None:
+        self._service = service
+        self._driver = driver
+        self._records = records
+        self._jobs = jobs
+        self._say = say
+        self._clock = clock
+
+    def take(self, command: ChangeMachine, *, is_host: bool) -> EntryRow | None:
+        """Start what the command asks. Returns what is to be remembered before it is acknowledged."""
+        key = (command.host_uuid, command.spec.instance_uuid)
+        if not is_host:
+            self._answer(command, done=False, code="host.unknown", reason="this service has no such host")
+            return None
+        if command.change is ChangeKind.CHECK:
+            # It changes nothing, so it waits for nothing.
+            self._jobs.start(key, Chain(), self._check(command))
+            return None
+        entry = self._records.get(key)
+        if entry is not None and entry.attempt == command.attempt and command.order < entry.order:
+            metrics.COMMANDS.labels(self._service, "stale").inc()
+            return None
+        row = None
+        if entry is not None and _is_its_machine(entry, command):
+            row = self._records.note(key, replace(entry, order=command.order), None)
+        elif entry is not None and entry.phase is not Phase.RUNNING:
+            self._answer(command, done=False, code=MACHINE_ABSENT, reason="no such machine runs here", runs=False)
+            return None
+        chain = self._jobs.without_build(key)
+        chain.build = self._jobs.start(key, chain, self._change(key, chain, command))
+        return row
+
+    async def _check(self, command: ChangeMachine) -> None:
+        build = Build(command.host_uuid, command.spec, command.attempt, dict(command.allocations), command.deployment)
+        try:
+            async with asyncio.timeout(command.timeout_s):
+                await self._driver.check(build)
+        except BuildFault as fault:
+            self._answer(command, done=False, code=fault.code, reason=fault.reason)
+        except DriverUnavailable as fault:
+            self._answer(command, done=False, code="driver.unavailable", reason=str(fault))
+        except TimeoutError:
+            self._answer(command, done=False, code="check.timeout", reason="the driver did not answer in time")
+        else:
+            self._answer(command, done=True)
+
+    async def _change(self, key: Key, chain: Chain, command: ChangeMachine) -> None:
+        async with chain.lock:
+            if not await self._is_here(key, command):
+                return
+            change = ChangeOrder(
+                kind=command.change,
+                host_uuid=command.host_uuid,
+                spec=command.spec,
+                attempt=command.attempt,
+                order=command.order,
+                allocations=dict(command.allocations),
+                deployment=command.deployment,
+                to_host=command.to_host,
+            )
+            try:
+                async with asyncio.timeout(command.timeout_s):
+                    ended = await self._driver.change(change)
+            except ChangeFault as fault:
+                self._answer(command, done=False, code=fault.code, reason=fault.reason, runs=fault.runs)
+            except NotOurs as fault:
+                self._answer(command, done=False, code="change.not_ours", reason=str(fault))
+            except DriverUnavailable as fault:
+                self._answer(command, done=False, code="driver.unavailable", reason=str(fault))
+            except TimeoutError:
+                self._answer(command, done=False, code="change.timeout", reason="the driver did not answer in time")
+            except Exception as fault:  # a driver may be an operator's code: its bug costs this change alone
+                log.exception("driver.fault", instance=key[1], cause=key[1], host=key[0])
+                self._answer(command, done=False, code="driver.fault", reason=f"{type(fault).__name__}: {fault}")
+            else:
+                self._answer(command, done=True, runs=ended.runs, image=ended.image)
+
+    async def _is_here(self, key: Key, command: ChangeMachine) -> bool:
+        """Whether the machine is this attempt's; where nothing is on record its own mark says so."""
+        entry = self._records.get(key)
+        if entry is None:
+            listed = await self._listed(key)
+            if listed is None:
+                self._answer(command, done=False, code="driver.unavailable", reason="its host could not be looked at")
+                return False
+            if listed != (command.attempt, command.deployment):
+                self._answer(command, done=False, code=MACHINE_ABSENT, reason="no such machine is here", runs=False)
+                return False
+            entry = Entry(command.attempt, Phase.RUNNING, deployment=command.deployment, reported=True)
+            self._records.put(key, replace(entry, order=command.order))
+            return True
+        if _is_its_machine(entry, command):
+            return entry.order == command.order  # else a later change is on record, and answers
+        self._answer(command, done=False, code="machine.other", reason="another attempt's machine is here")
+        return False
+
+    async def _listed(self, key: Key) -> tuple[int | None, str | None] | None:
+        """The mark of the machine; None: its host was not seen."""
+        try:
+            listed = await self._driver.list((key[0],))
+        except DriverUnavailable:
+            return None
+        machines = listed.get(key[0])
+        if machines is None:
+            return None
+        found = next((one for one in machines if one.instance_uuid == key[1] and one.built), None)
+        return (None, None) if found is None else (found.attempt, found.deployment)
+
+    def _answer(
+        self,
+        command: ChangeMachine,
+        *,
+        done: bool,
+        code: str = "",
+        reason: str = "",
+        runs: bool | None = None,
+        image: str = "",
+    ) -> None:
+        metrics.COMMANDS.labels(self._service, f"{command.change.value} {'done' if done else 'failed'}").inc()
+        self._say(
+            MachineChanged(
+                instance_uuid=command.spec.instance_uuid,
+                attempt=command.attempt,
+                order=command.order,
+                host_uuid=command.host_uuid,
+                service=self._service,
+                change=command.change,
+                done=done,
+                runs=runs,
+                image=image,
+                code=code,
+                reason=reason[:MAX_REASON],
+                at=self._clock.time(),
+                epoch=self._records.epoch,
+                scan=self._records.scans,
+            )
+        )
+
+
+def _is_its_machine(entry: Entry, command: ChangeMachine) -> bool:
+    """Whether what is on record is the machine that the command means."""
+    is_attempt = entry.phase is Phase.RUNNING and entry.attempt == command.attempt > entry.fence
+    return is_attempt and entry.deployment == command.deployment

@@ -1,0 +1,352 @@
+"""Deliberate defects of moves: of the cell's table, of the book's part, of a driver."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+from unittest.mock import patch
+
+from msgspec.structs import replace
+
+import compute_sim.drivers.hypervisor
+from bus.contracts.cell import Spawn
+from bus.contracts.moves import ChangeKind
+from bus.contracts.placement import Claim, Release
+from cell_conductor.domain import events as e
+from cell_conductor.domain import move_rules, move_steps, proof, rules, table
+from cell_conductor.domain.instance import Power, State
+from cell_conductor.domain.rules import Step
+from cell_conductor.domain.table import Rule
+from placement_worker.domain import claims
+
+Mutant = Callable[[], AbstractContextManager[Any]]
+ANYWHERE = tuple(State)
+
+
+def _rule(state: State, event: type[e.Event], apply: Callable[..., Step]) -> AbstractContextManager[Any]:
+    """Another rule for one event in one state."""
+    row: Any = table.TABLE[state]
+    return patch.dict(row, {event: Rule(apply, ANYWHERE)})
+
+
+def _shared(name: str, apply: Callable[..., Any]) -> AbstractContextManager[Any]:
+    """Another function in place of one that the rules of moves share."""
+    return patch.multiple(move_rules, **{name: apply})
+
+
+def _asked(change: Callable[[Any, Any], Any]) -> AbstractContextManager[Any]:
+    """Another question to placement."""
+    wanted = table.wanted
+    return patch("cell_conductor.engine.wanted", lambda instance: change(instance, wanted(instance)))
+
+
+def source_never_told_to_stop() -> AbstractContextManager[Any]:
+    """A destination that can take it is started at once: the source runs on."""
+
+    def go_on(instance: Any, event: Any, timeouts: Any) -> Step:
+        if not move_steps.is_awaited(instance, event, instance.here, instance.attempt) or not event.done:
+            return move_rules.go_on(instance, event, timeouts)
+        return move_steps.finish(instance, event.at, timeouts)
+
+    return _rule(State.PREPARING, e.ChangeEnded, go_on)
+
+
+def hand_over_leaves_it_running() -> AbstractContextManager[Any]:
+    """A driver says that a machine was handed over, and lets it run."""
+    changed = compute_sim.drivers.hypervisor._changed
+
+    def unchanged(guest: Any, change: Any) -> Any:
+        hands_over = change.kind in (ChangeKind.HAND_OVER, ChangeKind.HAND_OVER_LIVE)
+        return guest if hands_over else changed(guest, change)
+
+    return patch.object(compute_sim.drivers.hypervisor, "_changed", unchanged)
+
+
+def silent_destination_left_behind() -> AbstractContextManager[Any]:
+    """A destination that does not answer is taken for failed: the next one is tried, or the source is started."""
+
+    def pass_on(instance: Any, event: Any, timeouts: Any) -> Step:
+        noted = move_steps.note(instance, "timed_out", event.at)
+        noted = replace(noted, move=replace(noted.move, finishing=False))
+        return move_steps.try_next(noted, event.at, timeouts)
+
+    return _rule(State.FINISHING, e.TimedOut, pass_on)
+
+
+def undone_before_the_destination_is_gone() -> AbstractContextManager[Any]:
+    """The book is reverted, and the source started, while the destination may still run."""
+
+    def undo(instance: Any, event: Any, timeouts: Any) -> Step:
+        return Step(rules.ask(instance, State.REVERTING, event.at, timeouts))
+
+    def end_resized(instance: Any, event: Any, timeouts: Any) -> Step:
+        stepped = move_rules.end_resized(instance, event, timeouts)
+        if stepped.instance.state is not State.UNDOING:
+            return stepped
+        return undo(stepped.instance, event, timeouts)
+
+    return _rule(State.RESIZED, e.MoveAsked, end_resized)
+
+
+def book_never_reverted() -> AbstractContextManager[Any]:
+    """An undone move leaves the book as it is: the source is started under the destination's claim."""
+
+    def wanted(instance: Any, question: Any) -> Any:
+        if instance.state is not State.REVERTING:
+            return question
+        return Release(consumer=instance.move.request_id, project_id=instance.spec.project_id)
+
+    def released(instance: Any, event: Any, timeouts: Any) -> Step:
+        back = e.Reverted(at=event.at, attempt=instance.next_attempt)
+        return move_rules.return_to_source(instance, back, timeouts)
+
+    row: Any = table.TABLE[State.REVERTING]
+    both = _asked(wanted)
+    return _Both(both, patch.dict(row, {e.Released: Rule(released, ANYWHERE)}))
+
+
+class _Both:
+    def __init__(self, *parts: AbstractContextManager[Any]) -> None:
+        self._parts = parts
+
+    def __enter__(self) -> None:
+        for part in self._parts:
+            part.__enter__()
+
+    def __exit__(self, *fault: Any) -> None:
+        for part in reversed(self._parts):
+            part.__exit__(*fault)
+
+
+def instance_released_for_its_migration() -> AbstractContextManager[Any]:
+    """A confirmed move releases what the instance holds, and not what its migration does."""
+
+    def wanted(instance: Any, question: Any) -> Any:
+        return replace(question, consumer=instance.uuid) if instance.state is State.SETTLING else question
+
+    def settled(instance: Any, event: Any, timeouts: Any) -> Step:
+        return move_rules.end_settled(instance, replace(event, consumer=instance.move.request_id), timeouts)
+
+    row: Any = table.TABLE[State.SETTLING]
+    return _Both(_asked(wanted), patch.dict(row, {e.Released: Rule(settled, ANYWHERE)}))
+
+
+def migration_never_released() -> AbstractContextManager[Any]:
+    """A confirmed move ends when its source is gone: the migration holds the source for ever."""
+
+    def settle(instance: Any, event: Any, timeouts: Any) -> Step:
+        stepped = move_rules.settle(instance, event, timeouts)
+        if stepped.instance.state is not State.SETTLING:
+            return stepped
+        released = e.Released(at=event.at, consumer=instance.move.request_id)
+        return move_rules.end_settled(stepped.instance, released, timeouts)
+
+    return _rule(State.CONFIRMING, e.Destroyed, settle)
+
+
+def migration_of_a_deleted_instance_forgotten() -> AbstractContextManager[Any]:
+    """Of an instance that is deleted while it moves only its own claim is released."""
+    return patch.object(rules, "_half_released", lambda instance, event, timeouts: None)
+
+
+def delete_does_not_await_the_claim() -> AbstractContextManager[Any]:
+    """An instance that is deleted while placement is asked for a destination goes at once."""
+
+    def delete(instance: Any, event: Any, timeouts: Any) -> Step:
+        left = move_steps.leave(instance, event.at, timeouts)
+        said = rules.announce(left.instance, move_rules.BuildState.DELETING, event.at, timeouts, first=left.commands)
+        told = move_rules.answer(said.instance, move_rules.Ending(move_rules.MoveState.FAILED), event.at, timeouts)
+        return Step(told.instance, (*said.commands, *told.commands))
+
+    return _rule(State.CLAIMING, e.DeleteAsked, delete)
+
+
+def delete_does_not_await_the_destination() -> AbstractContextManager[Any]:
+    """The claims of a deleted instance go when its source is gone, whatever its destination runs."""
+    leave = move_steps.leave
+
+    def left(instance: Any, at: float, timeouts: Any) -> Step:
+        stepped = leave(instance, at, timeouts)
+        move = stepped.instance.move
+        if stepped.instance.state is not State.DELETING or move.source_gone:
+            return stepped
+        return Step(replace(stepped.instance, move=replace(move, here_gone=True)), stepped.commands)
+
+    return _shared("leave", left)
+
+
+def source_claimed_by_no_migration() -> AbstractContextManager[Any]:
+    """The claim of a destination names no migration: the instance lets its source go with it."""
+
+    def wanted(instance: Any, question: Any) -> Any:
+        return replace(question, migration=None) if isinstance(question, Claim) else question
+
+    return _asked(wanted)
+
+
+def book_keeps_no_source() -> AbstractContextManager[Any]:
+    """The book gives the destination to the instance, and nothing to the migration."""
+    return patch.object(claims, "_keep_source", lambda ledger, claim, wanted: None)
+
+
+def end_said_twice() -> AbstractContextManager[Any]:
+    """A request whose end has been said has another one."""
+    answer = move_rules.answer
+
+    def again(instance: Any, *rest: Any) -> Step:
+        return answer(replace(instance, move=replace(instance.move, answered=False)), *rest)
+
+    return patch("cell_conductor.domain.move_news.answer", again)
+
+
+def end_of_an_undone_move_not_said() -> AbstractContextManager[Any]:
+    """A move that was undone has no end."""
+    return _shared("end_undone", lambda instance, at, timeouts: Step(replace(move_steps.over(instance, at), move=None)))
+
+
+def source_under_the_destinations_number() -> AbstractContextManager[Any]:
+    """An instance that is back on its source keeps the attempt of the destination."""
+
+    def back(instance: Any, event: Any, timeouts: Any) -> Step:
+        stepped = move_rules.return_to_source(instance, event, timeouts)
+        return Step(replace(stepped.instance, attempt=instance.attempt), stepped.commands)
+
+    return _rule(State.REVERTING, e.Reverted, back)
+
+
+def flavor_of_an_undone_resize_kept() -> AbstractContextManager[Any]:
+    """A resize that was undone leaves the new flavor in the record."""
+
+    def back(instance: Any, event: Any, timeouts: Any) -> Step:
+        stepped = move_rules.return_to_source(instance, event, timeouts)
+        return Step(replace(stepped.instance, spec=instance.spec), stepped.commands)
+
+    return _rule(State.REVERTING, e.Reverted, back)
+
+
+def source_over_before_it_is_confirmed() -> AbstractContextManager[Any]:
+    """What the source has is destroyed by the next report, while the destination is being built."""
+    early = proof.SOURCE_OVER | {State.FINISHING, State.RESIZED}
+    return patch.object(proof, "SOURCE_OVER", early)
+
+
+def machine_under_change_not_wanted() -> AbstractContextManager[Any]:
+    """A machine that is being stopped, started or rebuilt is taken for over when a report lists it."""
+    return patch.object(proof, "WANTED", proof.WANTED - {State.CHANGING, State.RESTARTING})
+
+
+def offloaded_keeps_its_claim() -> AbstractContextManager[Any]:
+    """An instance is offloaded when its machine is gone: what it held is never released."""
+
+    def vacate(instance: Any, event: Any, timeouts: Any) -> Step:
+        stepped = move_rules.vacate(instance, event, timeouts)
+        if stepped.instance.state is not State.VACATING:
+            return stepped
+        return move_rules.end_offloaded(stepped.instance, e.Released(at=event.at), timeouts)
+
+    return _rule(State.OFFLOADING, e.Destroyed, vacate)
+
+
+def confirmed_in_place_destroys_the_machine() -> AbstractContextManager[Any]:
+    """A confirmed resize in place destroys its source, which is the only machine."""
+    confirm = move_steps.confirm
+
+    def confirmed(instance: Any, at: float, timeouts: Any) -> Step:
+        stepped = confirm(instance, at, timeouts)
+        return Step(stepped.instance, (*stepped.commands, move_steps.destroy_source(instance, timeouts)))
+
+    return patch.multiple(move_rules, confirm=confirmed)
+
+
+def undone_in_place_keeps_the_new_size() -> AbstractContextManager[Any]:
+    """A resize in place is undone in the book alone."""
+    return patch.object(
+        move_steps,
+        "resize_back",
+        lambda instance, at, timeouts: Step(rules.ask(instance, State.REVERTING, at, timeouts)),
+    )
+
+
+def evacuated_while_its_service_is_heard() -> AbstractContextManager[Any]:
+    """An instance is built elsewhere though the service of its host is up."""
+    begin = move_steps.begin_claimed
+
+    def begun(instance: Any, event: Any, timeouts: Any) -> Step:
+        everything: Any = _Everything()
+        return begin(instance, event, timeouts if timeouts.down else replace(timeouts, down=everything))
+
+    class _Everything(dict[str, Any]):
+        def __contains__(self, service: object) -> bool:
+            return True
+
+    step = move_steps.claim
+
+    def claimed(instance: Any, at: float, timeouts: Any) -> Step:
+        return step(instance, at, replace(timeouts, down={}) if isinstance(timeouts.down, _Everything) else timeouts)
+
+    return _Both(_shared("begin_claimed", begun), patch.object(move_steps, "claim", claimed))
+
+
+def late_answers_believed() -> AbstractContextManager[Any]:
+    """The answer to any change of the attempt counts for the one that is waited for."""
+
+    def is_awaited(instance: Any, event: Any, where: Any, attempt: int) -> bool:
+        return bool((event.attempt, event.host_uuid) == (attempt, where.host_uuid))
+
+    return _shared("is_awaited", is_awaited)
+
+
+def stopped_machine_started_by_its_move() -> AbstractContextManager[Any]:
+    """A machine that its client has stopped runs when it has been moved."""
+    finish = move_steps.finish
+
+    def finished(instance: Any, at: float, timeouts: Any) -> Step:
+        stepped = finish(instance, at, timeouts)
+        commands = tuple(
+            replace(one, origin=replace(one.origin, runs=True)) if isinstance(one, Spawn) and one.origin else one
+            for one in stepped.commands
+        )
+        return Step(stepped.instance, commands)
+
+    return _shared("finish", finished)
+
+
+def shelved_machine_taken_for_running() -> AbstractContextManager[Any]:
+    """A shelved machine counts as running."""
+
+    def changed(instance: Any, event: Any, timeouts: Any) -> Step:
+        stepped = move_rules.changed(instance, event, timeouts)
+        is_shelved = stepped.instance.power is Power.SHELVED and stepped.instance.state is State.ACTIVE
+        return Step(replace(stepped.instance, power=Power.RUNNING), stepped.commands) if is_shelved else stepped
+
+    return _rule(State.CHANGING, e.ChangeEnded, changed)
+
+
+MUTANTS_OF_MOVES: tuple[Mutant, ...] = (
+    source_never_told_to_stop,
+    hand_over_leaves_it_running,
+    silent_destination_left_behind,
+    undone_before_the_destination_is_gone,
+    book_never_reverted,
+    instance_released_for_its_migration,
+    migration_never_released,
+    migration_of_a_deleted_instance_forgotten,
+    delete_does_not_await_the_claim,
+    delete_does_not_await_the_destination,
+    source_claimed_by_no_migration,
+    book_keeps_no_source,
+    end_said_twice,
+    end_of_an_undone_move_not_said,
+    source_under_the_destinations_number,
+    flavor_of_an_undone_resize_kept,
+    source_over_before_it_is_confirmed,
+    machine_under_change_not_wanted,
+    offloaded_keeps_its_claim,
+    confirmed_in_place_destroys_the_machine,
+    undone_in_place_keeps_the_new_size,
+    evacuated_while_its_service_is_heard,
+    late_answers_believed,
+    stopped_machine_started_by_its_move,
+    shelved_machine_taken_for_running,
+)

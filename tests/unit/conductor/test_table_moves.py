@@ -1,0 +1,524 @@
+"""Moves as scenarios of the table: what is commanded, asked and said, and that every way back ends on the source."""
+
+from __future__ import annotations
+
+import pytest
+from msgspec.structs import replace
+
+from bus.contracts.base import Message
+from bus.contracts.cell import Destroy, Spawn
+from bus.contracts.moves import CellMove, ChangeKind, ChangeMachine, Condition, MoveEvent, MoveKind, MoveState
+from bus.contracts.placement import Claim, ClaimOutcome, Release, Revert
+from cell_conductor.domain import events as e
+from cell_conductor.domain.instance import Instance, Power, State
+from cell_conductor.domain.leases import Lease, LeaseState
+from cell_conductor.domain.proof import is_over
+from cell_conductor.domain.rules import Step
+from cell_conductor.domain.table import step, wanted
+from tests.unit.conductor.scenario import PATIENCE, SPEC, UUID, asked, host, run, selection, spawned
+
+MOVE = "d0000000-0000-4000-8000-000000000001"
+OTHER = "d0000000-0000-4000-8000-000000000002"
+AWAY = replace(PATIENCE, down={"s1": Lease(service="s1", epoch=1, state=LeaseState.SILENT)})
+
+
+def request(kind: MoveKind = MoveKind.MIGRATE, *hosts: int, request_id: str = MOVE, **fields: object) -> e.MoveAsked:
+    message = CellMove(
+        request_id=request_id,
+        instance_uuid=UUID,
+        project_id="p",
+        kind=kind,
+        selections=tuple(selection(n) for n in hosts),
+        **fields,  # type: ignore[arg-type]
+    )
+    return e.MoveAsked(at=200.0, request=message, cause=request_id)
+
+
+def active() -> Instance:
+    """On host 1, attempt 1."""
+    return run(asked(hosts=1), spawned()).instance
+
+
+def claimed(attempt: int = 2, option: int = 0) -> e.Claimed:
+    return e.Claimed(at=201.0, attempt=attempt, option=option, consumer_generation=9)
+
+
+def refused(attempt: int = 2) -> e.ClaimRefused:
+    return e.ClaimRefused(at=201.0, attempt=attempt, outcomes=(ClaimOutcome.FULL,))
+
+
+def changes(stepped: Step) -> list[ChangeMachine]:
+    return [one for one in stepped.commands if isinstance(one, ChangeMachine)]
+
+
+def ended(instance: Instance, n: int, attempt: int, *, done: bool = True, **fields: object) -> e.ChangeEnded:
+    assert instance.move is not None
+    return e.ChangeEnded(
+        at=202.0,
+        attempt=attempt,
+        order=instance.move.order,
+        host_uuid=host(n),
+        service="s1",
+        done=done,
+        **fields,  # type: ignore[arg-type]
+    )
+
+
+def said(*commands: Message) -> list[tuple[MoveKind, MoveState, bool, str]]:
+    return [(m.kind, m.state, m.terminal, m.code) for m in commands if isinstance(m, MoveEvent)]
+
+
+class Scenario:
+    """An instance, and everything that was commanded and said since."""
+
+    def __init__(self, instance: Instance, timeouts: object = PATIENCE) -> None:
+        self.instance = instance
+        self.commands: list[Message] = []
+        self.timeouts = timeouts
+
+    def tell(self, *happened: e.Event) -> Step:
+        stepped = Step(self.instance)
+        for event in happened:
+            stepped = step(self.instance, event, self.timeouts)  # type: ignore[arg-type]
+            self.instance = stepped.instance
+            self.commands += stepped.commands
+        return stepped
+
+    def end(self, n: int, attempt: int, *, done: bool = True, **fields: object) -> Step:
+        return self.tell(ended(self.instance, n, attempt, done=done, **fields))
+
+    @property
+    def terminals(self) -> list[tuple[MoveKind, MoveState, str]]:
+        return [(m.kind, m.state, m.code) for m in self.commands if isinstance(m, MoveEvent) and m.terminal]
+
+    @property
+    def destroys(self) -> list[tuple[int, str]]:
+        return [(m.attempt, m.host_uuid) for m in self.commands if isinstance(m, Destroy)]
+
+    @property
+    def spawns(self) -> list[Spawn]:
+        return [m for m in self.commands if isinstance(m, Spawn)]
+
+
+def begun(kind: MoveKind = MoveKind.MIGRATE, *hosts: int, **fields: object) -> Scenario:
+    made = Scenario(active())
+    made.tell(request(kind, *hosts, **fields))
+    return made
+
+
+def to_resized(kind: MoveKind = MoveKind.MIGRATE, **fields: object) -> Scenario:
+    made = begun(kind, 2, 3, **fields)
+    made.tell(claimed())
+    made.end(2, 2)
+    made.end(1, 1)
+    made.tell(spawned(attempt=2, at=210.0))
+    return made
+
+
+def test_a_cold_migration_from_claim_to_confirm() -> None:
+    made = begun(MoveKind.MIGRATE, 2, 3)
+    question = wanted(made.instance)
+    assert isinstance(question, Claim)
+    assert (question.attempt, question.release_first, len(question.options)) == (2, False, 2)
+    assert question.migration is not None
+    assert question.migration.uuid == MOVE
+    assert made.instance.state is State.CLAIMING
+    (check,) = changes(made.tell(claimed()))
+    assert (check.change, check.host_uuid, check.attempt) == (ChangeKind.CHECK, host(2), 2)
+    (stop,) = changes(made.end(2, 2))
+    assert (stop.change, stop.host_uuid, stop.attempt, stop.to_host) == (ChangeKind.HAND_OVER, host(1), 1, host(2))
+    assert stop.order > check.order
+    assert not made.spawns
+    made.end(1, 1)
+    (spawn,) = made.spawns
+    assert (spawn.attempt, spawn.host_uuid) == (2, host(2))
+    assert spawn.origin is not None
+    assert (spawn.origin.host_uuid, spawn.origin.runs) == (host(1), True)
+    assert made.destroys == []  # before the destination is active the source is never given up
+    made.tell(spawned(attempt=2, at=210.0))
+    assert made.instance.state is State.RESIZED
+    assert made.terminals == [(MoveKind.MIGRATE, MoveState.DONE, "")]
+    assert made.destroys == []
+    made.tell(request(MoveKind.CONFIRM, request_id=OTHER))
+    assert (made.instance.state, made.destroys) == (State.CONFIRMING, [(1, host(1))])
+    made.tell(e.Destroyed(at=220.0, attempt=1, host_uuid=host(1)))
+    released = wanted(made.instance)
+    assert isinstance(released, Release)
+    assert released.consumer == MOVE
+    made.tell(e.Released(at=221.0, consumer=MOVE))
+    assert (made.instance.state, made.instance.host_uuid, made.instance.attempt) == (State.ACTIVE, host(2), 2)
+    assert made.instance.move is None
+    assert made.terminals[1:] == [(MoveKind.CONFIRM, MoveState.DONE, "")]
+
+
+def test_a_copy_of_a_request_that_has_ended_gets_its_end_again() -> None:
+    made = to_resized()
+    made.tell(request(MoveKind.MIGRATE, 2, 3))
+    assert made.instance.state is State.RESIZED
+    made.tell(request(MoveKind.REVERT, request_id=OTHER))
+    made.tell(request(MoveKind.MIGRATE, 2, 3))
+    assert made.terminals == [(MoveKind.MIGRATE, MoveState.DONE, "")] * 2
+    made = begun(MoveKind.MIGRATE, 1)
+    made.tell(request(MoveKind.MIGRATE, 2))
+    assert made.terminals == [(MoveKind.MIGRATE, MoveState.REFUSED, "move.no_host")] * 2
+
+
+def test_a_reverted_move_destroys_the_destination_before_the_source_starts() -> None:
+    made = to_resized()
+    made.tell(request(MoveKind.REVERT, request_id=OTHER))
+    assert (made.instance.state, made.destroys) == (State.UNDOING, [(2, host(2))])
+    assert wanted(made.instance) is None
+    made.tell(e.Destroyed(at=220.0, attempt=2, host_uuid=host(2)))
+    question = wanted(made.instance)
+    assert isinstance(question, Revert)
+    assert (question.attempt, question.source_attempt) == (3, 1)
+    (start,) = changes(made.tell(e.Reverted(at=221.0, attempt=3, consumer_generation=11)))
+    assert (start.change, start.host_uuid, start.attempt) == (ChangeKind.START, host(1), 1)
+    made.end(1, 1, runs=True)
+    assert (made.instance.state, made.instance.host_uuid, made.instance.attempt) == (State.ACTIVE, host(1), 1)
+    assert made.terminals == [(MoveKind.MIGRATE, MoveState.DONE, ""), (MoveKind.REVERT, MoveState.DONE, "")]
+    # The numbers that the move has used are behind it: what they may still bring is over, the source is not.
+    assert is_over(made.instance, 2, host(2))
+    assert not is_over(made.instance, 1, host(1))
+    assert not is_over(made.instance, 4, host(2))
+    made.tell(request(MoveKind.MIGRATE, 2, request_id=OTHER.replace("2", "3")))
+    question = wanted(made.instance)
+    assert isinstance(question, Claim)
+    assert question.attempt == 4
+
+
+def test_the_time_confirms_and_a_late_revert_is_told_so() -> None:
+    made = to_resized(auto_confirm_s=5.0)
+    assert made.instance.deadline == 215.0
+    made.tell(e.TimedOut(at=215.0), request(MoveKind.REVERT, request_id=OTHER))
+    assert made.instance.state is State.CONFIRMING
+    assert made.terminals[1:] == [(MoveKind.REVERT, MoveState.REFUSED, "move.too_late")]
+
+
+def test_a_revert_and_then_the_time_reverts() -> None:
+    made = to_resized(auto_confirm_s=5.0)
+    made.tell(request(MoveKind.REVERT, request_id=OTHER), e.TimedOut(at=245.0))
+    assert made.instance.state is State.UNDOING
+
+
+@pytest.mark.parametrize("code", ["check", "spawn"])
+def test_a_destination_that_fails_is_followed_by_the_next(code: str) -> None:
+    made = begun(MoveKind.MIGRATE, 2, 3)
+    made.tell(claimed())
+    if code == "check":
+        made.end(2, 2, done=False, code="host.disabled")
+        assert made.destroys == []
+    else:
+        made.end(2, 2)
+        made.end(1, 1)
+        made.tell(e.SpawnFailed(at=210.0, attempt=2, host_uuid=host(2), code="spawn.no_disk"))
+        assert made.destroys == [(2, host(2))]
+    question = wanted(made.instance)
+    assert isinstance(question, Claim)
+    assert (question.attempt, question.release_first, len(question.options)) == (3, True, 1)
+    made.tell(claimed(3))
+    made.end(3, 3)
+    if code == "check":
+        made.end(1, 1)
+    assert [(spawn.attempt, spawn.host_uuid) for spawn in made.spawns][-1] == (3, host(3))
+    made.tell(spawned(attempt=3, at=220.0))
+    assert (made.instance.state, made.instance.attempt) == (State.RESIZED, 3)
+    event = next(m for m in made.commands if isinstance(m, MoveEvent) and m.terminal)
+    assert [record.outcome for record in event.history] == ["failed", "active"]
+
+
+def test_without_an_alternate_the_instance_is_active_where_it_was() -> None:
+    made = begun(MoveKind.MIGRATE, 2)
+    made.tell(claimed())
+    made.end(2, 2)
+    made.end(1, 1)
+    made.tell(e.SpawnFailed(at=210.0, attempt=2, host_uuid=host(2), code="spawn.no_disk"))
+    made.tell(e.Destroyed(at=211.0, attempt=2, host_uuid=host(2)), e.Reverted(at=212.0, attempt=3))
+    made.end(1, 1, runs=True)
+    assert (made.instance.state, made.instance.host_uuid, made.instance.power) == (
+        State.ACTIVE,
+        host(1),
+        Power.RUNNING,
+    )
+    assert made.terminals == [(MoveKind.MIGRATE, MoveState.FAILED, "max_retries_exceeded")]
+
+
+def test_a_destination_that_does_not_answer_is_never_followed_by_another_machine() -> None:
+    made = begun(MoveKind.MIGRATE, 2, 3)
+    made.tell(claimed())
+    made.end(2, 2)
+    made.end(1, 1)
+    for at in (600.0, 700.0, 900.0):
+        made.tell(e.TimedOut(at=at), e.ServiceLost(at=at, service="s1", code="service.silent"))
+        order = made.commands[-1]
+        assert isinstance(order, Destroy)
+        assert order.unless_built
+    assert made.instance.state is State.FINISHING
+    made.tell(e.Destroyed(at=901.0, attempt=2, host_uuid=host(2)))
+    assert made.instance.state is State.CLAIMING
+
+
+def test_a_source_that_does_not_hand_over_is_started_again() -> None:
+    made = begun(MoveKind.MIGRATE, 2)
+    made.tell(claimed())
+    made.end(2, 2)
+    late = ended(made.instance, 1, 1)
+    made.tell(e.TimedOut(at=600.0))
+    assert made.instance.state is State.REVERTING  # the destination was never commanded
+    (start,) = changes(made.tell(e.Reverted(at=601.0, attempt=3)))
+    assert start.change is ChangeKind.START
+    assert not changes(made.tell(late))  # what it says of the older order counts for nothing
+    assert made.instance.state is State.RESTARTING
+    made.tell(e.TimedOut(at=602.0))
+    assert made.terminals == [(MoveKind.MIGRATE, MoveState.FAILED, "move.timeout")]
+    made.end(1, 1, runs=True)
+    assert made.instance.state is State.ACTIVE
+    assert len(made.terminals) == 1
+
+
+def test_a_failed_live_migration_leaves_the_machine_active() -> None:
+    made = begun(MoveKind.LIVE_MIGRATE, 2)
+    made.tell(claimed())
+    (copy,) = changes(made.end(2, 2))
+    assert copy.change is ChangeKind.HAND_OVER_LIVE
+    made.end(1, 1, done=False, code="live.too_slow", runs=True)
+    made.tell(e.Reverted(at=205.0, attempt=3))
+    made.end(1, 1, runs=True)
+    assert (made.instance.state, made.instance.host_uuid) == (State.ACTIVE, host(1))
+    assert made.terminals == [(MoveKind.LIVE_MIGRATE, MoveState.FAILED, "live.too_slow")]
+
+
+def test_a_live_migration_awaits_no_confirm() -> None:
+    made = to_resized(MoveKind.LIVE_MIGRATE)
+    assert (made.instance.state, made.destroys) == (State.CONFIRMING, [(1, host(1))])
+    assert made.terminals == [(MoveKind.LIVE_MIGRATE, MoveState.DONE, "")]
+
+
+@pytest.mark.parametrize("when", ["claiming", "preparing", "handing over"])
+def test_an_abort_ends_the_move_before_the_destination_is_commanded(when: str) -> None:
+    made = begun(MoveKind.LIVE_MIGRATE, 2)
+    stop = request(MoveKind.ABORT, request_id=OTHER)
+    if when == "claiming":
+        made.tell(stop, claimed())
+    elif when == "preparing":
+        made.tell(claimed(), stop)
+    else:
+        made.tell(claimed())
+        made.end(2, 2)
+        made.tell(stop)
+    made.tell(e.Reverted(at=205.0, attempt=3))
+    if when == "handing over":
+        made.end(1, 1, runs=True)
+    assert (made.instance.state, made.instance.host_uuid) == (State.ACTIVE, host(1))
+    assert made.terminals == [
+        (MoveKind.LIVE_MIGRATE, MoveState.FAILED, "move.aborted"),
+        (MoveKind.ABORT, MoveState.DONE, ""),
+    ]
+
+
+def test_a_resize_in_place_has_one_machine() -> None:
+    made = begun(MoveKind.RESIZE, 1, spec=replace(SPEC, flavor="larger"))
+    (resize,) = changes(made.tell(claimed()))
+    assert (resize.change, resize.attempt, resize.host_uuid, resize.spec.flavor) == (
+        ChangeKind.RESIZE,
+        1,
+        host(1),
+        "larger",
+    )
+    made.end(1, 1, runs=True)
+    assert (made.instance.state, made.instance.attempt, made.spawns) == (State.RESIZED, 1, [])
+    assert not is_over(made.instance, 1, host(1))
+    made.tell(request(MoveKind.CONFIRM, request_id=OTHER))
+    assert made.instance.state is State.SETTLING
+    made.tell(e.Released(at=230.0, consumer=MOVE))
+    assert made.instance.spec is not None
+    assert (made.instance.state, made.instance.spec.flavor, made.destroys) == (State.ACTIVE, "larger", [])
+
+
+def test_a_reverted_resize_in_place_is_given_its_old_size_before_the_book_is() -> None:
+    made = begun(MoveKind.RESIZE, 1, spec=replace(SPEC, flavor="larger"))
+    made.tell(claimed())
+    made.end(1, 1, runs=True)
+    (back,) = changes(made.tell(request(MoveKind.REVERT, request_id=OTHER)))
+    assert (back.change, back.spec.flavor, made.instance.state) == (ChangeKind.RESIZE, "", State.UNDOING)
+    made.end(1, 1, done=False)
+    assert made.instance.state is State.UNDOING  # until it has its old size the larger claim is kept
+    made.tell(e.TimedOut(at=400.0))
+    made.end(1, 1, runs=True)
+    made.tell(e.Reverted(at=401.0, attempt=3))
+    assert (made.instance.state, made.instance.attempt, made.destroys) == (State.ACTIVE, 1, [])
+
+
+def test_a_machine_that_is_gone_is_not_waited_for_to_take_its_old_size() -> None:
+    made = begun(MoveKind.RESIZE, 1, 2, spec=replace(SPEC, flavor="larger"))
+    made.tell(claimed())
+    made.end(1, 1, done=False, code="machine.absent", runs=False)
+    made.tell(refused(3))
+    made.end(1, 1, done=False, code="machine.absent", runs=False)
+    assert made.instance.state is State.REVERTING
+
+
+def test_a_lost_destination_is_reverted_and_not_failed() -> None:
+    made = to_resized()
+    made.tell(e.HostMissing(at=300.0, host_uuid=host(2), seen_at=299.0, service="s1"))
+    assert made.instance.state is State.UNDOING
+    made.tell(e.Destroyed(at=301.0, attempt=2, host_uuid=host(2)), e.Reverted(at=302.0, attempt=3))
+    made.end(1, 1, runs=True)
+    assert (made.instance.state, made.instance.host_uuid) == (State.ACTIVE, host(1))
+
+
+def test_an_evacuation_needs_a_fence_and_a_service_that_is_away() -> None:
+    made = begun(MoveKind.EVACUATE, 2)
+    assert made.terminals == [(MoveKind.EVACUATE, MoveState.REFUSED, "evacuate.not_fenced")]
+    made = begun(MoveKind.EVACUATE, 2, fenced=True)
+    assert made.terminals == [(MoveKind.EVACUATE, MoveState.REFUSED, "evacuate.service_up")]
+
+
+def test_an_evacuated_source_keeps_its_claim_until_its_host_has_nothing_of_it() -> None:
+    made = Scenario(active(), AWAY)
+    elsewhere = replace(selection(2), service="s2")
+    asking = request(MoveKind.EVACUATE, fenced=True)
+    made.tell(replace(asking, request=replace(asking.request, selections=(elsewhere,))))
+    made.tell(claimed())
+    made.end(2, 2)
+    (spawn,) = made.spawns
+    assert spawn.origin is not None
+    assert spawn.origin.host_uuid is None
+    made.tell(replace(spawned(attempt=2, at=210.0), service="s2"))
+    assert (made.instance.state, made.destroys) == (State.CONFIRMING, [(1, host(1))])
+    assert wanted(made.instance) is None
+    runs = e.HostRuns(at=900.0, attempt=1, host_uuid=host(1), service="s3", seen_at=900.0)
+    made.tell(runs)
+    assert made.destroys[-1] == (1, host(1))  # its host has another service now, which is told
+    made.tell(e.HostMissing(at=990.0, host_uuid=host(1), seen_at=990.0, service="s3"))
+    assert made.instance.state is State.SETTLING
+
+
+def test_an_evacuation_that_finds_no_host_leaves_the_record_as_it_was() -> None:
+    made = Scenario(active(), AWAY)
+    elsewhere = replace(selection(2), service="s2")
+    asking = request(MoveKind.EVACUATE, fenced=True)
+    made.tell(replace(asking, request=replace(asking.request, selections=(elsewhere,))))
+    made.tell(refused(), e.Reverted(at=202.0, attempt=2))
+    assert (made.instance.state, made.instance.host_uuid) == (State.ACTIVE, host(1))
+    assert not changes(made.tell())  # nothing is started on a host that is dead
+
+
+@pytest.mark.parametrize(
+    ("kind", "change", "power"),
+    [
+        (MoveKind.STOP, ChangeKind.STOP, Power.STOPPED),
+        (MoveKind.REBUILD, ChangeKind.REBUILD, Power.RUNNING),
+        (MoveKind.SHELVE, ChangeKind.SNAPSHOT, Power.SHELVED),
+    ],
+)
+def test_what_is_done_in_place(kind: MoveKind, change: ChangeKind, power: Power) -> None:
+    made = begun(kind, spec=replace(SPEC, image="new") if kind is MoveKind.REBUILD else None)
+    (order,) = [one for one in made.commands if isinstance(one, ChangeMachine)]
+    assert (order.change, order.attempt) == (change, 1)
+    made.tell(e.TimedOut(at=600.0))
+    assert made.terminals == [(kind, MoveState.FAILED, "change.timeout")]
+    made.end(1, 1, runs=power is Power.RUNNING, image="kept")
+    assert (made.instance.state, made.instance.power) == (State.ACTIVE, power)
+    assert len(made.terminals) == 1
+
+
+def test_what_is_so_already_is_done_at_once() -> None:
+    made = begun(MoveKind.START)
+    assert (made.terminals, made.instance.state) == ([(MoveKind.START, MoveState.DONE, "")], State.ACTIVE)
+
+
+def offloaded() -> Scenario:
+    made = begun(MoveKind.SHELVE, offload=True)
+    made.end(1, 1, runs=False, image="kept")
+    assert (made.instance.state, made.destroys) == (State.OFFLOADING, [(1, host(1))])
+    made.tell(e.Destroyed(at=210.0, attempt=1, host_uuid=host(1)))
+    assert isinstance(wanted(made.instance), Release)
+    made.tell(e.Released(at=211.0, consumer=UUID))
+    return made
+
+
+def test_an_offloaded_instance_holds_nothing_and_is_unshelved_from_its_image() -> None:
+    made = offloaded()
+    assert (made.instance.state, wanted(made.instance)) == (State.OFFLOADED, None)
+    assert made.terminals == [(MoveKind.SHELVE, MoveState.DONE, "")]
+    assert is_over(made.instance, 1, host(1))
+    made.tell(request(MoveKind.UNSHELVE, 2, 3, request_id=OTHER))
+    question = wanted(made.instance)
+    assert isinstance(question, Claim)
+    assert (question.consumer_generation, question.migration, question.release_first) == (None, None, False)
+    made.tell(claimed(question.attempt))
+    made.end(2, question.attempt)
+    (spawn,) = made.spawns
+    assert spawn.origin is not None
+    assert (spawn.origin.image, spawn.host_uuid) == ("kept", host(2))
+    made.tell(spawned(attempt=question.attempt, n=2, at=230.0))
+    assert (made.instance.state, made.instance.power, made.instance.host_uuid) == (
+        State.ACTIVE,
+        Power.RUNNING,
+        host(2),
+    )
+
+
+def test_an_unshelving_that_finds_no_host_leaves_it_offloaded() -> None:
+    made = offloaded()
+    made.tell(request(MoveKind.UNSHELVE, 2, request_id=OTHER))
+    made.tell(refused(made.instance.next_attempt))
+    assert isinstance(wanted(made.instance), Release)
+    made.tell(e.Released(at=231.0, consumer=UUID))
+    assert (made.instance.state, made.instance.image) == (State.OFFLOADED, "kept")
+    assert made.terminals[1:] == [(MoveKind.UNSHELVE, MoveState.FAILED, "max_retries_exceeded")]
+
+
+STAGES = ["claiming", "preparing", "handing over", "finishing", "resized", "confirming", "settling", "undoing"]
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_delete_in_every_state_destroys_both_and_releases_both(stage: str) -> None:
+    made = begun(MoveKind.MIGRATE, 2)
+    number = STAGES.index(stage)
+    steps = [
+        lambda: made.tell(claimed()),
+        lambda: made.end(2, 2),
+        lambda: made.end(1, 1),
+        lambda: made.tell(spawned(attempt=2, at=210.0)),
+        lambda: made.tell(request(MoveKind.CONFIRM, request_id=OTHER)),
+        lambda: made.tell(e.Destroyed(at=215.0, attempt=1, host_uuid=host(1))),
+    ]
+    for act in steps[: min(number, 6)] if stage != "undoing" else steps[:4]:
+        act()
+    if stage == "undoing":
+        made.tell(request(MoveKind.REVERT, request_id=OTHER))
+    made.tell(e.DeleteAsked(at=300.0))
+    if stage == "claiming":
+        made.tell(claimed())
+    made.tell(e.Destroyed(at=301.0, attempt=1, host_uuid=host(1)))
+    if number >= STAGES.index("finishing"):
+        if stage != "settling":
+            assert made.instance.state is State.DELETING  # the destination has not answered
+        made.tell(e.Destroyed(at=301.0, attempt=2, host_uuid=host(2)))
+    assert made.instance.state is State.RELEASING
+    first = wanted(made.instance)
+    assert isinstance(first, Release)
+    assert first.consumer == UUID
+    made.tell(e.Released(at=302.0, consumer=UUID), e.Released(at=302.0, consumer=UUID))
+    second = wanted(made.instance)
+    assert isinstance(second, Release)
+    assert second.consumer == MOVE
+    made.tell(e.Released(at=303.0, consumer=MOVE))
+    assert (made.instance.state, made.instance.move) == (State.DELETED, None)
+    assert len({m.request_id for m in made.commands if isinstance(m, MoveEvent) and m.terminal}) == len(made.terminals)
+
+
+def test_a_move_of_what_is_not_there_is_refused() -> None:
+    stepped = step(Instance(uuid=UUID), request(MoveKind.MIGRATE, 2), PATIENCE)
+    (event,) = stepped.commands
+    assert isinstance(event, MoveEvent)
+    assert (event.state, event.code, event.condition) == (MoveState.REFUSED, "instance.unknown", Condition.UNKNOWN)
+    assert stepped.instance.state is State.ABSENT
+
+
+def test_one_thing_at_a_time() -> None:
+    made = begun(MoveKind.MIGRATE, 2)
+    made.tell(request(MoveKind.STOP, request_id=OTHER), request(MoveKind.MIGRATE, 2))
+    assert made.terminals == [(MoveKind.STOP, MoveState.REFUSED, "instance.busy")]
