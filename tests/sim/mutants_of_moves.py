@@ -323,29 +323,47 @@ def shelved_machine_taken_for_running() -> AbstractContextManager[Any]:
     return _rule(State.CHANGING, e.ChangeEnded, changed)
 
 
+# {defect: a seed that finds it}
+FOUND_BY = {
+    "source_never_told_to_stop": 7,
+    "hand_over_leaves_it_running": 7,
+    "silent_destination_left_behind": 18,
+    "undone_before_the_destination_is_gone": 7,
+    "instance_released_for_its_migration": 7,
+    "migration_never_released": 7,
+    "source_claimed_by_no_migration": 7,
+    "book_keeps_no_source": 7,
+    "flavor_of_an_undone_resize_kept": 7,
+    "source_over_before_it_is_confirmed": 7,
+    "undone_in_place_keeps_the_new_size": 7,
+    "evacuated_while_its_service_is_heard": 36,
+}
 MUTANTS_OF_MOVES: tuple[Mutant, ...] = (
     source_never_told_to_stop,
     hand_over_leaves_it_running,
     silent_destination_left_behind,
     undone_before_the_destination_is_gone,
-    book_never_reverted,
     instance_released_for_its_migration,
     migration_never_released,
+    source_claimed_by_no_migration,
+    book_keeps_no_source,
+    flavor_of_an_undone_resize_kept,
+    source_over_before_it_is_confirmed,
+    undone_in_place_keeps_the_new_size,
+    evacuated_while_its_service_is_heard,
+)
+# No seed is on record yet that finds these.
+UNPROVEN_OF_MOVES: tuple[Mutant, ...] = (
+    book_never_reverted,
     migration_of_a_deleted_instance_forgotten,
     delete_does_not_await_the_claim,
     delete_does_not_await_the_destination,
-    source_claimed_by_no_migration,
-    book_keeps_no_source,
     end_said_twice,
     end_of_an_undone_move_not_said,
     source_under_the_destinations_number,
-    flavor_of_an_undone_resize_kept,
-    source_over_before_it_is_confirmed,
     machine_under_change_not_wanted,
     offloaded_keeps_its_claim,
     confirmed_in_place_destroys_the_machine,
-    undone_in_place_keeps_the_new_size,
-    evacuated_while_its_service_is_heard,
     late_answers_believed,
     stopped_machine_started_by_its_move,
     shelved_machine_taken_for_running,

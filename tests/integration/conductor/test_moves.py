@@ -1,0 +1,231 @@
+"""Moves on real servers: conductor, placement and two compute services as they are wired; the test is the scheduler."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator, Callable, Sequence
+
+import pytest
+
+import cell_conductor.app
+import compute_sim.app
+import placement_worker.app
+from berth.embedded.rabbitmq import RabbitMQ
+from bus.bus import API, Bus
+from bus.clock import SystemClock, new_uuid
+from bus.consuming.outcome import Done, Outcome, Received
+from bus.contracts.base import Message
+from bus.contracts.build import BuildEvent, BuildState
+from bus.contracts.cell import CellBuild, CellDelete, InstanceSpec, Selection
+from bus.contracts.moves import CellMove, Condition, MoveEvent, MoveKind, MoveState
+from bus.contracts.placement import Claim, ClaimOption, ClaimResult, LocatePage, LocateRequest
+from bus.rabbitmq import RabbitTransport
+from bus.service.environment import Environment
+from bus.service.service import Service
+from cell_conductor.config import ConductorConfig
+from compute_sim.config import ComputeConfig
+from compute_sim.domain.faults import Faults
+from compute_sim.fleet import Fleet
+from placement_worker.config import PlacementConfig
+
+pytestmark = pytest.mark.rabbitmq
+
+CELL = "c1"
+WAIT_S = 60.0
+SERVICES = ("s1", "s2")
+
+
+class Rig:
+    """What runs, and what the cell has said."""
+
+    def __init__(self, broker: RabbitMQ, database_url: str) -> None:
+        self._broker = broker
+        self._url = database_url
+        self.rng = random.Random(11)
+        self.config = ComputeConfig(hosts=1, gpu_share=0.0, faults=Faults(change_max_s=0.02))
+        self.fleets = {name: Fleet.planned(self.config, CELL, name) for name in SERVICES}
+        self.said: list[Message] = []
+        self._news = asyncio.Condition()
+        self._stop = asyncio.Event()
+        self._running: list[asyncio.Task[None]] = []
+        self.cell = self._bus(CELL)
+        self.api = self._bus(API)
+
+    def _bus(self, name: str) -> Bus:
+        transport = RabbitTransport(self._broker.url(name), name=name)
+        return Bus(name, transport, process="test", clock=SystemClock(), rng=self.rng)
+
+    async def open(self) -> None:
+        def environment(process: str) -> Environment:
+            return Environment(
+                process,
+                transports=lambda name: RabbitTransport(self._broker.url(name), name=name),
+                cells=(CELL,),
+                database_url=self._url,
+            )
+
+        services: list[Service] = [
+            placement_worker.app.build(environment("placement"), PlacementConfig(), [CELL]),
+            cell_conductor.app.build(environment("conductor"), ConductorConfig(sweep_interval_s=0.1), CELL),
+            *(
+                compute_sim.app.build(environment(f"compute-{name}"), self.config, CELL, name, fleet=self.fleets[name])
+                for name in SERVICES
+            ),
+        ]
+        self._running = [asyncio.create_task(service.run(self._stop)) for service in services]
+        async with asyncio.timeout(WAIT_S):
+            for service in services:
+                await service.ready.wait()
+        await self.cell.open()
+        await self.api.open()
+        self._ears = self.cell.consumer("scheduler.builds", self._hear)
+        await self._ears.start()
+
+    async def close(self) -> None:
+        self._stop.set()
+        await asyncio.gather(*self._running)
+        await self._ears.drain(1.0)
+        await self.cell.close()
+        await self.api.close()
+
+    async def _hear(self, batch: Sequence[Received]) -> Sequence[Outcome]:
+        async with self._news:
+            self.said += [received.message for received in batch]
+            self._news.notify_all()
+        return [Done()] * len(batch)
+
+    async def until(self, found: Callable[[], object]) -> None:
+        async with asyncio.timeout(WAIT_S), self._news:
+            await self._news.wait_for(found)
+
+    # --- what a scheduler does
+
+    def selection(self, service: str, vcpus: int = 1) -> Selection:
+        (host,) = self.fleets[service].hosts
+        amounts = {"VCPU": vcpus, "MEMORY_MB": 512}
+        return Selection(
+            host_uuid=host.plan.uuid, host=host.plan.name, service=service, allocations={host.plan.uuid: amounts}
+        )
+
+    async def build(self) -> str:
+        """An instance on s1, active."""
+        uuid, here = new_uuid(self.rng), self.selection("s1")
+        claim = Claim(consumer=uuid, options=(ClaimOption(allocations=here.allocations),), project_id="p")
+        for _ in range(100):  # until the inventory has been reported
+            result = await self.api.request(claim, ClaimResult, timeout_s=WAIT_S)
+            if result.outcome == "claimed":
+                break
+        assert result.consumer_generation is not None
+        spec = InstanceSpec(instance_uuid=uuid, project_id="p", flavor="small")
+        await self.cell.publish(
+            CellBuild(spec=spec, selections=(here,), consumer_generation=result.consumer_generation)
+        )
+        await self.until(lambda: self.state(uuid) is BuildState.ACTIVE)
+        return uuid
+
+    def state(self, uuid: str) -> BuildState | None:
+        events = [m for m in self.said if isinstance(m, BuildEvent) and m.instance_uuid == uuid]
+        return events[-1].state if events else None
+
+    async def move(self, uuid: str, kind: MoveKind, *services: str, vcpus: int = 1, **fields: object) -> MoveEvent:
+        """Ask for it, and return its end."""
+        request = CellMove(
+            request_id=new_uuid(self.rng),
+            instance_uuid=uuid,
+            project_id="p",
+            kind=kind,
+            selections=tuple(self.selection(service, vcpus) for service in services),
+            **fields,  # type: ignore[arg-type]
+        )
+        await self.cell.publish(request)
+        await self.cell.publish(request)  # at least once
+        await self.until(lambda: self.ends(request.request_id))
+        return self.ends(request.request_id)[-1]
+
+    def ends(self, request_id: str) -> list[MoveEvent]:
+        return [m for m in self.said if isinstance(m, MoveEvent) and m.request_id == request_id and m.terminal]
+
+    # --- what is there
+
+    def machines(self, uuid: str) -> dict[str, bool]:
+        """{service: whether the machine runs}."""
+        found = {
+            name: guest.runs for name, fleet in self.fleets.items() for _, guest in fleet.guests()
+            if guest.instance_uuid == uuid
+        }  # fmt: skip
+        assert sum(found.values()) <= 1
+        return found
+
+    async def held(self, *consumers: str) -> list[str]:
+        """The services on whose hosts these consumers hold something."""
+        page = await self.api.request(LocateRequest(project_id="p", consumers=consumers), LocatePage, timeout_s=WAIT_S)
+        names = {self.selection(name).host_uuid: name for name in SERVICES}
+        return sorted({names[host] for hosts in page.hosts.values() for host in hosts})
+
+
+@pytest.fixture
+async def rig(own_broker: RabbitMQ, postgres_url: str) -> AsyncIterator[Rig]:
+    await asyncio.to_thread(own_broker.add_vhosts, (API, CELL))
+    made = Rig(own_broker, postgres_url)
+    await made.open()
+    yield made
+    await made.close()
+
+
+async def test_a_cold_migration_is_confirmed_and_another_one_reverted(rig: Rig) -> None:
+    uuid = await rig.build()
+    moved = await rig.move(uuid, MoveKind.MIGRATE, "s2")
+    assert (moved.state, moved.condition) == (MoveState.DONE, Condition.RESIZED)
+    assert rig.machines(uuid) == {"s1": False, "s2": True}
+    assert await rig.held(uuid) == ["s2"]
+    assert await rig.held(moved.request_id) == ["s1"]
+    confirmed = await rig.move(uuid, MoveKind.CONFIRM)
+    assert (confirmed.state, confirmed.condition) == (MoveState.DONE, Condition.ACTIVE)
+    assert rig.machines(uuid) == {"s2": True}
+    assert await rig.held(uuid, moved.request_id) == ["s2"]
+    back = await rig.move(uuid, MoveKind.MIGRATE, "s1")
+    reverted = await rig.move(uuid, MoveKind.REVERT)
+    assert (reverted.state, reverted.condition) == (MoveState.DONE, Condition.ACTIVE)
+    assert rig.machines(uuid) == {"s2": True}
+    assert await rig.held(uuid, back.request_id) == ["s2"]
+
+
+async def test_a_live_migration_leaves_nothing_behind(rig: Rig) -> None:
+    uuid = await rig.build()
+    moved = await rig.move(uuid, MoveKind.LIVE_MIGRATE, "s2")
+    assert moved.state is MoveState.DONE
+    await rig.until(lambda: any(isinstance(m, MoveEvent) and m.state is MoveState.SOURCE_GONE for m in rig.said))
+    assert rig.machines(uuid) == {"s2": True}
+    assert await rig.held(uuid, moved.request_id) == ["s2"]
+
+
+async def test_a_resize_in_place_confirms_by_itself(rig: Rig) -> None:
+    uuid = await rig.build()
+    larger = InstanceSpec(instance_uuid=uuid, project_id="p", flavor="large")
+    resized = await rig.move(uuid, MoveKind.RESIZE, "s1", vcpus=2, spec=larger, auto_confirm_s=0.2)
+    assert (resized.state, resized.flavor) == (MoveState.DONE, "large")
+    await rig.until(lambda: any(isinstance(m, MoveEvent) and m.state is MoveState.SOURCE_GONE for m in rig.said))
+    assert await rig.held(resized.request_id) == []
+    assert rig.machines(uuid) == {"s1": True}
+
+
+async def test_an_offloaded_instance_holds_nothing_and_comes_back_elsewhere(rig: Rig) -> None:
+    uuid = await rig.build()
+    assert (await rig.move(uuid, MoveKind.STOP)).condition is Condition.STOPPED
+    assert (await rig.move(uuid, MoveKind.START)).condition is Condition.ACTIVE
+    shelved = await rig.move(uuid, MoveKind.SHELVE, offload=True)
+    assert (shelved.state, shelved.condition) == (MoveState.DONE, Condition.OFFLOADED)
+    assert (rig.machines(uuid), await rig.held(uuid)) == ({}, [])
+    unshelved = await rig.move(uuid, MoveKind.UNSHELVE, "s2")
+    assert (unshelved.state, unshelved.condition) == (MoveState.DONE, Condition.ACTIVE)
+    assert (rig.machines(uuid), await rig.held(uuid)) == ({"s2": True}, ["s2"])
+
+
+async def test_a_delete_before_the_confirm_leaves_nothing(rig: Rig) -> None:
+    uuid = await rig.build()
+    moved = await rig.move(uuid, MoveKind.MIGRATE, "s2")
+    await rig.cell.publish(CellDelete(instance_uuid=uuid, project_id="p"))
+    await rig.until(lambda: rig.state(uuid) is BuildState.DELETED)
+    assert rig.machines(uuid) == {}
+    assert await rig.held(uuid, moved.request_id) == []
