@@ -12,7 +12,7 @@ import pytest
 from berth.commands.objects import read_file
 from berth.settings import read_settings
 from bus.contracts.objects import ObjectsChange
-from scheduler_worker.domain.objects import ChangeFate, plan
+from scheduler_worker.domain.objects import ChangePlan, plan
 from tests.unit.front.test_readme import blocks
 
 ROOT = Path(__file__).parents[3]
@@ -54,7 +54,7 @@ def test_settings_on_a_page_are_settings(page: Path, tmp_path: Path) -> None:
         path.write_text(text)
         if text.startswith("[flavors"):  # a file for `berth apply`
             planned = plan(ObjectsChange(changes=tuple(read_file(path)[0]), who="a reader"), {})
-            assert isinstance(planned, ChangeFate), planned
+            assert isinstance(planned, ChangePlan), planned
             continue
         read_settings(path, {})
 

@@ -19,7 +19,7 @@ from bus.contracts.objects import (
 from scheduler_worker.config import SchedulerConfig
 from scheduler_worker.domain.objects import (
     MAX_BODY_BYTES,
-    ChangeFate,
+    ChangePlan,
     bodies_after,
     effective_config,
     plan,
@@ -50,7 +50,7 @@ def asked(*changes: ObjectChange, **more: Any) -> ObjectsChange:
 def test_a_change_tells_what_was_before_and_leaves_out_what_stays() -> None:
     same = change(F, "small", {"vcpus": 1})
     planned = plan(asked(same, change(F, "large", {"vcpus": 16}), change(F, "new", {})), PRESENT)
-    assert planned == ChangeFate(
+    assert planned == ChangePlan(
         (
             ChangedObject(kind=F, name="large", before={"vcpus": 8}, after={"vcpus": 16}),
             ChangedObject(kind=F, name="new", before=None, after={}),
@@ -60,7 +60,7 @@ def test_a_change_tells_what_was_before_and_leaves_out_what_stays() -> None:
 
 def test_prune_deletes_what_is_not_named_of_these_kinds_only() -> None:
     planned = plan(asked(change(F, "small", {"vcpus": 1}), prune=(F,)), PRESENT)
-    assert isinstance(planned, ChangeFate)
+    assert isinstance(planned, ChangePlan)
     assert planned.changed == (ChangedObject(kind=F, name="large", before={"vcpus": 8}, after=None),)
     assert planned.flavors_deleted == ("large",)
 
@@ -92,7 +92,7 @@ def test_what_is_refused_names_the_object(changes: list[ObjectChange], code: str
 def test_objects_of_a_kind_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("scheduler_worker.domain.objects.MAX_OF_KIND", 2)
     assert isinstance(plan(asked(change(F, "third", {})), PRESENT), Refusal)
-    assert isinstance(plan(asked(change(F, "third", {}), change(F, "small")), PRESENT), ChangeFate)
+    assert isinstance(plan(asked(change(F, "third", {}), change(F, "small")), PRESENT), ChangePlan)
 
 
 def test_the_configuration_is_the_settings_with_the_objects_in_their_place() -> None:
