@@ -61,7 +61,7 @@ class PlannedEnding(StrEnum):
     HANGS = "hangs"
 
 
-class ChangeFate(Struct, frozen=True):
+class PlannedChange(Struct, frozen=True):
     """What happens to one change. fails: before anything is done; breaks: after it; hangs: never answers."""
 
     delay_s: float = 0.0
@@ -119,14 +119,14 @@ def _ending(faults: Faults, host: str, roll: float) -> PlannedEnding:
     return PlannedEnding.WORKS
 
 
-def plan_change(faults: Faults, seed: int, host: str, instance_uuid: str, order: int) -> ChangeFate:
-    """Decide one change's fate: by its order, so that what is asked again may turn out otherwise."""
+def plan_change(faults: Faults, seed: int, host: str, instance_uuid: str, order: int) -> PlannedChange:
+    """Decide how one change ends: by its order, so that what is asked again may turn out otherwise."""
     if faults == NO_FAULTS:
-        return ChangeFate()
+        return PlannedChange()
     digest = blake2b(f"{seed}/{host}/{instance_uuid}/change {order}".encode(), digest_size=32).digest()
     ends, waits, *_ = (roll / _FULL for roll in _ROLLS.unpack(digest))
     fail, broken = faults.change_fail_rate, faults.change_fail_rate + faults.change_break_rate
-    return ChangeFate(
+    return PlannedChange(
         delay_s=faults.change_min_s + waits * max(0.0, faults.change_max_s - faults.change_min_s),
         fails=ends < fail,
         breaks=fail <= ends < broken,
