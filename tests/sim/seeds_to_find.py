@@ -23,7 +23,7 @@ from tests.sim.mutants import MUTANTS, UNPROVEN
 
 FOUND_BY = Path(__file__).with_name("found_by.json")
 MAX_SEEDS = 60
-QUICK_S = 1.5  # of processor time: a seed that finds a defect in this is looked for no further
+QUICK_S = 3.0  # of processor time: a seed that finds a defect in this is looked for no further
 
 
 class Found(Struct, frozen=True):
@@ -50,13 +50,12 @@ def soonest(name: str, first: int | None, most: int) -> Found:
     redirect_logs()
     best: Found | None = None
     for seed in (*([first] if first else []), *range(1, most + 1)):
-        if _fails_alone(seed):  # it would find anything
-            continue
         began = time.process_time()
         with (MUTANTS | UNPROVEN)[name]():
             breach = simulate(seed).breach
         spent_s = time.process_time() - began
-        if breach and (best is None or spent_s < best.spent_s):
+        faster = best is None or spent_s < best.spent_s
+        if breach and faster and not _fails_alone(seed):  # what fails by itself finds anything
             best = Found(name, seed, breach, spent_s)
         if best is not None and best.spent_s <= QUICK_S:
             break
