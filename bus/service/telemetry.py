@@ -11,8 +11,8 @@ import random
 import re
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any, TextIO
+from contextlib import contextmanager, suppress
+from typing import Any, TextIO, cast
 
 import msgspec
 import structlog
@@ -38,6 +38,7 @@ def configure_logging(
     belongs to the command.
     """
     out = stream if stream is not None else sys.stderr
+    log_file = cast("TextIO", LossyLog(out))
     number = logging.getLevelNamesMapping()[level.upper()]
     pretty = style == "pretty" or (style == "auto" and out.isatty())
     structlog.contextvars.bind_contextvars(process=process, role=role)
@@ -55,10 +56,10 @@ def configure_logging(
     structlog.configure(
         processors=[*shared, *last],
         wrapper_class=structlog.make_filtering_bound_logger(number),
-        logger_factory=structlog.WriteLoggerFactory(file=out),
+        logger_factory=structlog.WriteLoggerFactory(file=log_file),
         cache_logger_on_first_use=False,
     )
-    handler = logging.StreamHandler(out)
+    handler = logging.StreamHandler(log_file)
     handler.setFormatter(
         structlog.stdlib.ProcessorFormatter(
             processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, *last],
@@ -70,6 +71,34 @@ def configure_logging(
     root.setLevel(number)
     for name in QUIET:
         logging.getLogger(name).setLevel(max(number, logging.WARNING))
+
+
+class LossyLog:
+    """A log whose lines are lost while they cannot be written, on a full disk or a pipe without a reader.
+
+    A line that raised would end what wrote it: a task that connects again, say, and that for good.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self._lost = 0
+
+    def write(self, text: str) -> int:
+        """Write, and say before it how many writes have failed since the last one."""
+        try:
+            if self._lost:
+                self._stream.write(_dumps({"event": "log.lines_lost", "lines": self._lost}) + "\n")
+                self._stream.flush()
+                self._lost = 0
+            self._stream.write(text)
+        except (OSError, ValueError):  # ValueError: it is closed
+            self._lost += 1
+        return len(text)
+
+    def flush(self) -> None:
+        """Flush; what cannot be written stays in the stream's buffer, or is lost."""
+        with suppress(OSError, ValueError):
+            self._stream.flush()
 
 
 @contextmanager

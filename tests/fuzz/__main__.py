@@ -22,11 +22,13 @@ import structlog
 
 from tests.fuzz import live
 from tests.fuzz.doors import DOORS, Door
+from tests.fuzz.web import web
 
 LIMIT_S = 0.1
 AGAIN = 3  # an input that took too long is taken so many times more
 MAX_DEFECTS = 20  # of a door; then it is given up
-ALL = (*DOORS, *live.DOORS)
+LIVE = {**live.DOORS, "web": web}
+ALL = (*DOORS, *LIVE)
 # Shares of the inputs. The journals write files, and each of the live doors speaks to real servers.
 SHARES = {"amqp": 40, "notifications": 20, "settings": 8, "journals": 4, "rest": 28}
 LIVE_INPUTS = 1_500
@@ -102,7 +104,7 @@ def main() -> int:
         doors[name] = tried(name, DOORS[name](), options.seed, numbers, ends)
         _say(name, doors[name])
         del left[name]
-    for name, door in live.DOORS.items():
+    for name, door in LIVE.items():
         if name in chosen:
             doors[name] = asyncio.run(door(options.seed, _numbers(options, options.live_inputs)))
             _say(name, doors[name])

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import io
+import json
 import logging
+import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import structlog
@@ -28,3 +31,23 @@ def test_a_value_forges_no_line_of_a_persons_log() -> None:
     line = stream.getvalue()
     assert line.count("\n") == 1 and r"\n2026" in line
     assert line.rstrip("\n").isprintable()
+
+
+def test_a_full_disk_costs_lines_and_ends_nothing(tmp_path: Path) -> None:
+    """Each task that logged ended, that which connects to the broker again among them: the worker stayed deaf."""
+    path = tmp_path / "log"
+    with path.open("w", buffering=1) as stream, Path("/dev/full").open("w") as full:
+        configure_logging(process="p", role="r", style="json", stream=stream)
+        log, room = structlog.get_logger(), os.dup(stream.fileno())
+        log.info("before")
+        os.dup2(full.fileno(), stream.fileno())
+        for _ in range(1000):
+            log.warning("bus.unavailable", reason="x" * 1000)
+        logging.getLogger("foreign").warning("said by a library")
+        os.dup2(room, stream.fileno())
+        os.close(room)
+        log.info("after")
+    lines = [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")]
+    assert lines[0]["event"] == "before"
+    assert lines[-1]["event"] == "after"
+    assert any(line["event"] == "log.lines_lost" and line["lines"] > 0 for line in lines)
