@@ -201,11 +201,11 @@ class Bus:
         packed = pack(message, meta)
         # Where only berth's own processes listen it leaves in batches alone, of all states and projects together.
         key = row.batch_key if row.batch_key and not mode.probes_first else routing_key(message)
-        said_twice = mode.probes_first
-        if said_twice and few and self.publisher.post_once(row.exchange, key, mode, row.batch_key, packed, waiter):
+        has_two_keys = mode.probes_first
+        if has_two_keys and few and self.publisher.post_once(row.exchange, key, mode, row.batch_key, packed, waiter):
             return
         self.publisher.post(row.exchange, key, mode, packed, waiter)
-        if said_twice:
+        if has_two_keys:
             # An id of its own: it tells the broker's answers on this connection apart.
             again = Packed(packed.body, structs.replace(meta, id=f"{meta.id}.b"), packed.type)
             self.publisher.post(row.exchange, row.batch_key, BATCHED, again, waiter)

@@ -60,7 +60,7 @@ class LeaseKeeper:
         self._table = LeaseTable(config.missed_heartbeats)
         self._keeping: _Term | None = None
         self._recorded: Mapping[str, Lease] = {}
-        self._told: Mapping[str, Lease] | None = None
+        self._published: Mapping[str, Lease] | None = None
         self._keep_at = self._digest_at = self._fail_over_at = self._forget_at = 0.0
         self._failed_over: frozenset[str] = frozenset()
 
@@ -98,7 +98,7 @@ class LeaseKeeper:
             try:
                 await self._fail_over(engine)
                 await self._keep()
-                await self._tell()
+                await self._publish_digest()
                 await self._tell_outdated()
             except (Transient, BusError) as fault:
                 log.warning("leases.waiting", code=fault.code, reason=str(fault))
@@ -137,7 +137,7 @@ class LeaseKeeper:
             elif self._keeping is None or self._keeping.term != term:
                 recorded = {lease.service: lease for lease in await self._store.leases.leases()}
                 self._table.adopt(recorded.values())
-                self._recorded, self._told = recorded, None
+                self._recorded, self._published = recorded, None
                 self._keeping = _Term(term, now_s + KEEP_S)
                 log.info("leases.keeper", term=term, services=len(recorded))
             else:
@@ -158,13 +158,13 @@ class LeaseKeeper:
             self._table.forget(gone)
             self._recorded = self._table.leases
 
-    async def _tell(self) -> None:
+    async def _publish_digest(self) -> None:
         """The digest, when it has changed, and now and then."""
         keeping, now_s = self._keeping, self._clock.monotonic()
         if keeping is None or now_s >= keeping.until:
             return
         down = self._table.down
-        if down == self._told and now_s < self._digest_at:
+        if down == self._published and now_s < self._digest_at:
             return
         keeping.number += 1
         pages = pages_of(down)
@@ -181,7 +181,7 @@ class LeaseKeeper:
                     at=self._clock.time(),
                 )
             )
-        self._told, self._digest_at = down, now_s + DIGEST_S * len(pages)
+        self._published, self._digest_at = down, now_s + DIGEST_S * len(pages)
 
     async def _tell_outdated(self) -> None:
         """Who goes on under an epoch that the cell takes for over learns which one it has to outgrow."""

@@ -89,7 +89,7 @@ class Journal(Generic[Row]):
             raise JournalInUse(f"{self._path} is in use by another process") from None
         rows, good, self.damage = self._read()
         if self.damage is not None:
-            self.damage = self._keep_aside(self.damage)
+            self.damage = self._back_up(self.damage)
         self._file = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         if self.damage is not None:
             self.rewrite(rows)
@@ -134,7 +134,7 @@ class Journal(Generic[Row]):
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             return None
 
-    def _keep_aside(self, damage: Damage) -> Damage:
+    def _back_up(self, damage: Damage) -> Damage:
         """Copy the damaged file, before anything is written, and log it."""
         names = (self._path.with_name(f"{self._path.name}.damaged-{number}") for number in range(1, MAX_KEPT + 1))
         kept = next((name for name in names if not name.exists()), None)

@@ -50,7 +50,7 @@ class NotificationListener:
         self._check = asyncio.Event()
         self._stopped = False
         self._events: set[str] = set()
-        self._told_missing = False
+        self._logged_missing = False
         self.bound = False
         self.unspoken = False  # the exchange is not there: Ironic makes it with its first notification
 
@@ -97,9 +97,9 @@ class NotificationListener:
                 )
         except QueueMissing:
             self.unspoken = True
-            if not self._told_missing:  # a fresh Ironic is silent for hours; the metric tells all the while
+            if not self._logged_missing:  # a fresh Ironic is silent for hours; the metric tells all the while
                 log.warning("ironic.exchange_missing", exchange=config.exchange, again_in_s=config.bind_retry_s)
-            self._told_missing = True
+            self._logged_missing = True
             return False
         except BusUnavailable as error:
             log.warning("ironic.bus_unavailable", reason=str(error))
@@ -107,7 +107,7 @@ class NotificationListener:
         except BusError as error:
             log.error("ironic.cannot_bind", exchange=config.exchange, queue=config.queue, code=error.code)
             return False
-        self._told_missing = False
+        self._logged_missing = False
         return True
 
     def on_delivery(self, delivery: Delivery) -> None:

@@ -70,7 +70,7 @@ class SyncState:
         if effect.announced:
             return self._move(before, step.announced(before, now=self._clock.time(), timing=self._timing))
         self.heard_at[before.uuid] = (self._clock.monotonic(), cause)
-        after = step.heard(before, away=effect.reserve_all, seq=self.next_seq(), now=self._clock.time())
+        after = step.heard(before, taken=effect.reserve_all, seq=self.next_seq(), now=self._clock.time())
         return self._move(before, after)
 
     def requeue_unacknowledged(self) -> None:

@@ -363,20 +363,19 @@ BY_NAME = {"httptools"}
 
 # Words of our own for things that the field has a name for, and the name. A part of an identifier is compared.
 PRIVATE_NAMES = {
-    "believe": "adopt, trust", "blow": "fault event", "burial": "dead letter", "bury": "dead-letter",
+    "aside": "offload, strand", "away": "unavailable, down", "believe": "adopt, trust",
+    "blow": "fault event", "burial": "dead letter", "bury": "dead-letter",
     "company": "peers",
     "crew": "processes", "doom": "crash plan", "ensemble": "in-process", "farewell": "departure", "farm": "node pool",
     "fate": "plan", "grove": "provider trees", "hush": "redirect logs", "insist": "retry", "insistence": "retry",
     "judge": "filter, check, assess", "knock": "offer", "mend": "repair", "nobody": "none",
+    "noted": "recorded", "said": "a name for what it holds",
     "saboteur": "fault injector",
     "scene": "deployment", "somebody": "a role", "stranger": "foreign, malformed",
-    "street": "cluster, pipeline",
+    "stock": "inventory", "story": "timeline", "street": "cluster, pipeline",
+    "told": "a name for what it does",
     "twin": "duplicate", "voice": "announcer", "weather": "faults",
 }  # fmt: skip
-# (file, identifier): why it stays.
-NAMES_ALLOWED = {
-    ("berth/embedded/rabbitmq.py", "_insist"): "the module is being rebuilt; it goes with that",
-}
 # A role can be named instead of each of these: the client, the scheduler, another process, the operator.
 PRIVATE_PROSE = re.compile(r"\b(nobody|somebody|everybody|whoever|whomever)\b", re.IGNORECASE)
 PROSE_ALLOWED = {
@@ -401,7 +400,7 @@ def test_no_private_word_for_what_the_field_has_a_name_for() -> None:
         for path in sources(*OURS)
         for name, line in [*defined_names(path), (path.stem, 1)]
         for word in re.findall(r"[a-z]+", re.sub(r"(?<!^)(?=[A-Z])", "_", name).lower())
-        if word in PRIVATE_NAMES and (str(path.relative_to(ROOT)), name) not in NAMES_ALLOWED
+        if word in PRIVATE_NAMES
     ]
     assert wrong == []
 

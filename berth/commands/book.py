@@ -145,7 +145,7 @@ def import_(
                 changed = await _assign(store, database, parse(_bounded(source)))
             out.print(f"imported: {changed} providers and consumers changed")
 
-    run(_told(body))
+    run(_run(body))
 
 
 def move_host(
@@ -188,7 +188,7 @@ async def _book(here: Site) -> AsyncIterator[tuple[PostgresStore, Database]]:
         await store.close()
 
 
-def _told(body: Any) -> Any:
+def _run(body: Any) -> Any:
     async def inner() -> int | None:
         try:
             result: int | None = await body()

@@ -145,10 +145,10 @@ class RabbitMQ(PrivateServer):
         with tempfile.NamedTemporaryFile("w", dir=self._work.path, suffix=".json") as file:
             json.dump(definitions, file)
             file.flush()
-            self._insist("import_definitions", file.name)
+            self._control_once_started("import_definitions", file.name)
 
-    def _insist(self, *arguments: str) -> None:
-        """Ask again while the broker says that it has not started: it takes connections a moment before."""
+    def _control_once_started(self, *arguments: str) -> None:
+        """rabbitmqctl, again while the broker says that it has not started: it takes connections a moment before."""
         until = time.monotonic() + STARTED_TIMEOUT_S
         while True:
             try:

@@ -87,7 +87,7 @@ class LoadRun:
         self._changed = asyncio.Event()
         self._slices = asyncio.Semaphore(MAX_SLICES)
         self._door = asyncio.Lock()
-        self._turned_away = False  # whether the newest offer met a full queue, or no broker
+        self._refused = False  # whether the newest offer met a full queue, or no broker
         self._offering: set[asyncio.Task[None]] = set()
         self._fault: BaseException | None = None
         self._last_sent = self.started
@@ -199,7 +199,7 @@ class LoadRun:
 
         What was refused knocks again one slice at a time: a full queue is not to be kept busy with refusing.
         """
-        if self._turned_away and self.plan.offers_again_s > 0:
+        if self._refused and self.plan.offers_again_s > 0:
             offers = await self._offer_again(offers, ledger)
         else:
             offers = await self._offer_once(offers, ledger)
@@ -208,7 +208,7 @@ class LoadRun:
 
     async def _offer_again(self, offers: list[Offer], ledger: LoadLedger) -> list[Offer]:
         async with self._door:
-            if self._turned_away:
+            if self._refused:
                 await self._clock.sleep(AGAIN_S * (0.5 + self._chance.random() / 2))
             return await self._offer_once(offers, ledger)
 
@@ -221,7 +221,7 @@ class LoadRun:
             intended_at=[offer.intended for offer in offers],
             flavors=[offer.flavor for offer in offers],
         )
-        self._turned_away = any(error is not None for error in errors)
+        self._refused = any(error is not None for error in errors)
         return self._settle(offers, errors, ledger)
 
     def _settle(

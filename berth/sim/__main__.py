@@ -39,7 +39,7 @@ ALWAYS = (
     "unseen",
     "restored",
 )
-MAX_STORY_LINES = 400
+MAX_TRACE_LINES = 400
 
 
 def main(
@@ -129,9 +129,9 @@ def replay(seed: int, kinds: Collection[Widening], *, trace: bool, smaller: bool
     if trace:
         event_log = EventLog(keep=True)
         redirect_logs(event_log)
-        told = run(plan, event_log=event_log)
+        result = run(plan, event_log=event_log)
         redirect_logs()
-        for line in readable(told):
+        for line in readable(result):
             typer.echo(line)
     _say(result)
     return result
@@ -142,12 +142,12 @@ def readable(result: Result) -> Iterator[str]:
     about = frozenset(UUID.findall(result.detail))
     lines = list(result.lines)
     first = next((at for at, line in enumerate(lines) if line.split(maxsplit=2)[1] in ("fault", "kill", "store")), 0)
-    told = [
+    picked = [
         line
         for at, line in enumerate(lines)
         if at >= first and (line.split(maxsplit=2)[1] in ALWAYS or any(uuid in line for uuid in about))
     ]
-    yield from told[-MAX_STORY_LINES:]
+    yield from picked[-MAX_TRACE_LINES:]
 
 
 def summary(results: list[Result]) -> dict[str, Any]:

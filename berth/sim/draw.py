@@ -159,8 +159,8 @@ def _orders(rng: random.Random, plan: Plan) -> tuple[Order, ...]:
         if rng.random() < 0.15:
             orders.append(Order(at=rng.uniform(5.0, 20.0), action=Action.LATE, service=service))
         elif rng.random() < 0.1:
-            away = rng.uniform(2.0, 20.0)
-            orders.append(Order(at=rng.uniform(5.0, 40.0), action=Action.LEAVE, service=service, seconds=away))
+            absent_s = rng.uniform(2.0, 20.0)
+            orders.append(Order(at=rng.uniform(5.0, 40.0), action=Action.LEAVE, service=service, seconds=absent_s))
     orders += _departures(rng, plan)
     if plan.metal:
         orders += [_node_order(rng) for _ in range(rng.randint(2, 14))]

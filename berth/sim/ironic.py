@@ -140,7 +140,7 @@ class SimIronic:
     ) -> None:
         rng = random.Random(f"berth.sim.ironic {seed}")
         self.process = Process("ironic")
-        self.away = 0
+        self.unavailable = 0
         self._event_log = event_log
         self._notices = Notices(broker, network_faults)
         self._stand_in = IronicStandIn(self._notices, clock=clock, rng=rng, behaviour=behaviour)
@@ -342,7 +342,7 @@ class IronicTransport(httpx.AsyncBaseTransport):
         network_faults, rates = self._network_faults, self._network_faults.rates
         await network_faults.maybe_crash(self._process.name)
         await asyncio.sleep(network_faults.latency())
-        if self._ironic.away or network_faults.strikes(rates.ironic_lost):
+        if self._ironic.unavailable or network_faults.strikes(rates.ironic_lost):
             raise httpx.ConnectError("Ironic is unavailable")
         if network_faults.strikes(rates.ironic_busy):
             return httpx.Response(503, json={"error_message": "busy"})

@@ -187,9 +187,9 @@ class Chaos:
     async def _ironic(self, _: str, seconds: float) -> None:
         ironic = self._world.ironic
         assert ironic is not None
-        ironic.away += 1
+        ironic.unavailable += 1
         await asyncio.sleep(seconds)
-        ironic.away -= 1
+        ironic.unavailable -= 1
 
     async def _full(self, name: str, seconds: float) -> None:
         empty = self._world.brokers[name].fill(self._world.rng)

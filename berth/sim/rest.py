@@ -66,7 +66,7 @@ def _others(world: World) -> Iterator[str]:
             yield f"foreign_unchanged: the machine {uuid} of others is gone from {host}"
     for service, fleet in world.fleets.items():
         table = world.cells[world.cell_of(service).name]
-        listed = {(noted.machine.host_uuid, noted.machine.uuid) for noted in table.unexplained.values()}
+        listed = {(record.machine.host_uuid, record.machine.uuid) for record in table.unexplained.values()}
         for host, guest in fleet.guests() if service not in world.dead | world.duplicates.keys() else ():
             known = guest.instance_uuid in table.instances or not guest.complete
             if not known and (host, guest.instance_uuid) not in listed:
@@ -91,7 +91,7 @@ def given_back(world: World) -> list[str]:
     return [f"{project} is said to hold {used}" for project, used in counted.items() if any(used.values())]
 
 
-def told_of_quota(world: World) -> str:
+def check_quota_refusals(world: World) -> str:
     """What is wrong with the answer to those who may hold nothing at all; "" when it names their quota."""
     hosts = [host for service, fleet in world.fleets.items() if service not in world.dead for host in fleet.hosts]
     for uuid, standing in world.builds.recorded.items():
@@ -198,14 +198,14 @@ def _heard(world: World) -> Iterator[str]:
 def _reported_differs(report: ProviderReport, provider: Provider | None) -> str:
     if provider is None:
         return "not in the book"
-    said = {name: (i.total, i.reserved, i.allocation_ratio) for name, i in report.inventories.items()}
+    reported = {name: (i.total, i.reserved, i.allocation_ratio) for name, i in report.inventories.items()}
     kept = {
         name: (inventory.total, inventory.reserved, inventory.allocation_ratio)
         for name, inventory in provider.inventories.items()
         if not inventory.stranded
     }
-    if said != kept:
-        return f"says {said}, the book has {kept}"
+    if reported != kept:
+        return f"says {reported}, the book has {kept}"
     return "" if set(report.traits) == set(provider.traits) else f"the book has the traits {provider.traits}"
 
 

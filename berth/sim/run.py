@@ -18,7 +18,7 @@ from berth.sim.operator import GO_S, Operator
 from berth.sim.other_tenants import OTHERS, OtherTenants
 from berth.sim.peers import NONE_ALLOWED
 from berth.sim.plan import Action, Order, Plan
-from berth.sim.rest import given_back, told_of_quota, unsettled
+from berth.sim.rest import check_quota_refusals, given_back, unsettled
 from berth.sim.watch import Breach
 from berth.sim.widening import NONE, Widening
 from berth.sim.wiring import REPORT_S
@@ -173,7 +173,7 @@ class _Runner:
                 tasks += self._last_orders(LAST_FLAVORS[:1], project)
             await asyncio.sleep(POLL_S)
             await self._settled(tasks)
-        if words := told_of_quota(self._world):
+        if words := check_quota_refusals(self._world):
             raise Breach("quota_told", words)
 
     async def _settled(self, tasks: list[asyncio.Task[None]], *, still_s: float = 0.0) -> float:

@@ -101,11 +101,11 @@ class MachineWatch:
         """A host is what it was at an earlier moment: what was destroyed since may run again."""
         self._destroyed = {key: attempt for key, attempt in self._destroyed.items() if key[0] != host}
 
-    def result(self, said: ComputeResult) -> None:
+    def result(self, result: ComputeResult) -> None:
         """A host speaks about an attempt."""
-        if said.outcome is ComputeOutcome.DESTROYED:
-            key = (said.host_uuid, said.instance_uuid)
-            self._destroyed[key] = max(said.attempt, self._destroyed.get(key, 0))
+        if result.outcome is ComputeOutcome.DESTROYED:
+            key = (result.host_uuid, result.instance_uuid)
+            self._destroyed[key] = max(result.attempt, self._destroyed.get(key, 0))
 
     def instances(self, instances: Mapping[str, Instance]) -> None:
         """A conductor has committed: what is active was built, there and by that attempt."""
@@ -189,13 +189,13 @@ class Listener:
             return
         if event.instance_uuid in self.excused:
             return
-        said = self.terminals.setdefault(event.instance_uuid, {})
-        known = said.get(event.sequence)
+        states = self.terminals.setdefault(event.instance_uuid, {})
+        known = states.get(event.sequence)
         if known is not None and known is not event.state:
             raise Breach("one_terminal_state", f"{event.instance_uuid}: number {event.sequence} twice, differently")
-        said[event.sequence] = event.state
-        if len(said) > 1:
-            raise Breach("one_terminal_state", f"{event.instance_uuid}: terminal events {sorted(said.items())}")
+        states[event.sequence] = event.state
+        if len(states) > 1:
+            raise Breach("one_terminal_state", f"{event.instance_uuid}: terminal events {sorted(states.items())}")
 
     def message(self, bus: str, exchange: str, key: str, tag: str) -> None:
         """Any message: one that belongs above must not be said on a cell's bus."""

@@ -135,8 +135,10 @@ def _shares(rng: random.Random, plan: Plan) -> Plan:
     """A service of bare metal joins, in a cell of its own choice, or is unavailable for a while."""
     services = [service for _, service in plan.metal_services]
     if len(services) > 1 and rng.random() < 0.5:
-        at, away = rng.uniform(5.0, 30.0), rng.uniform(2.0, 20.0)
-        return _also(plan, Order(at=at, action=Action.SHARES, verb="away", service=rng.choice(services), seconds=away))
+        at, absent_s = rng.uniform(5.0, 30.0), rng.uniform(2.0, 20.0)
+        return _also(
+            plan, Order(at=at, action=Action.SHARES, verb="away", service=rng.choice(services), seconds=absent_s)
+        )
     name, home = f"m{len(services)}", rng.randrange(len(plan.cells))
     cells = tuple(
         replace(cell, metal=(*cell.metal, name)) if number == home else cell for number, cell in enumerate(plan.cells)
@@ -155,12 +157,12 @@ def _restored(schemas: Callable[[Plan], list[str]], *, empty: bool = False) -> C
         # Empty, a moment old, or as old as anything in the run.
         since = 0.0 if empty else rng.choice((0.0, rng.uniform(1.0, at), at - rng.uniform(0.5, 5.0)))
         schema, uuid = rng.choice(chosen), new_uuid(rng)
-        away = rng.uniform(0.1, 5.0)
+        absent_s = rng.uniform(0.1, 5.0)
         anew = rng.randrange(2)  # whether its workers start anew
         return _also(
             plan,
             Order(at=since, action=Action.BACKUP, service=schema, uuid=uuid),
-            Order(at=at, action=Action.RESTORE, service=schema, uuid=uuid, seconds=away, size=anew),
+            Order(at=at, action=Action.RESTORE, service=schema, uuid=uuid, seconds=absent_s, size=anew),
         )
 
     return draw

@@ -147,7 +147,7 @@ class World:
         self.schemas: dict[str, MemoryDatabase] = {"placement": self.book, "scheduler": self.builds}
         self.schemas.update({f"cell_{name}": table for name, table in self.cells.items()})
         self.positions = MemoryPositionTable(self.clock)
-        self.away: dict[str, int] = {}  # schemas that cannot be reached, and how many faults say so
+        self.unavailable: dict[str, int] = {}  # schemas that cannot be reached, and how many faults say so
         self.fleets: dict[str, WatchedFleet] = {}
         self.lives: dict[str, Incarnation] = {}
         self.counts: dict[str, int] = {}
@@ -420,7 +420,7 @@ class World:
         broker = Broker(self.clock)
         broker.bus = name
         broker.event_log = self.event_log
-        broker.on_message = self._said
+        broker.on_message = self._published
         broker.add_foreign_tenant()
         return broker
 
@@ -433,7 +433,7 @@ class World:
         process = PROCESS.get()
         if process is not None:
             await self.network_faults.maybe_crash(process.name)
-        if self.away.get(schema):
+        if self.unavailable.get(schema):
             raise DatabaseUnavailable(f"{schema} is away")
         rates, strikes = self.network_faults.rates, self.network_faults.strikes
         if strikes(rates.store_crash):
@@ -463,10 +463,10 @@ class World:
         table.crash()
         if table.taken_back != before:
             self.event_log.record("forgot", f"{schema} {table.taken_back - before} commits")
-        self.away[schema] = self.away.get(schema, 0) + 1
+        self.unavailable[schema] = self.unavailable.get(schema, 0) + 1
 
         def up() -> None:
-            self.away[schema] -= 1
+            self.unavailable[schema] -= 1
 
         return up
 
@@ -485,7 +485,7 @@ class World:
         except Breach as breach:
             self.fail(breach)
 
-    def _said(self, bus: str, message: Outgoing) -> None:
+    def _published(self, bus: str, message: Outgoing) -> None:
         """Every message on every bus."""
         if message.exchange == EXCHANGE or message.body in self.strange:
             return

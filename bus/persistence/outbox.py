@@ -435,7 +435,7 @@ class _Lane:
         self._publishing = 0
         self._slow = False  # the youngest publish has been under way for LANE_SLOW_S
         self.is_unavailable = False  # while True one of its publishers tries again and again
-        self._told_at = -math.inf
+        self._logged_at = -math.inf
 
     def is_behind(self, most: int) -> bool:
         """Whether its bus is unavailable and so much waits for it that more is better left to the sweep."""
@@ -515,8 +515,8 @@ class _Lane:
     def _log_unavailable(self, error: BaseException) -> None:
         """Told when it goes away, and now and then while it stays away."""
         now = self._clock.monotonic()
-        if not self.is_unavailable or now - self._told_at >= UNAVAILABLE_LOG_INTERVAL_S:
-            self._told_at = now
+        if not self.is_unavailable or now - self._logged_at >= UNAVAILABLE_LOG_INTERVAL_S:
+            self._logged_at = now
             log.warning("outbox.bus_unavailable", bus=self._bus.name, waiting=len(self._waiting), reason=str(error))
         self.is_unavailable = True
 

@@ -131,8 +131,8 @@ class RabbitTransport:
         self._on_locked: list[Callable[[], None]] = []
         self._jitter = random.Random()
         self._clock = SystemClock()
-        self._aside: Session | None = None
-        self._opening_aside = asyncio.Lock()
+        self._reply_session: Session | None = None
+        self._opening_replies = asyncio.Lock()
 
     @property
     def connected(self) -> bool:
@@ -169,9 +169,9 @@ class RabbitTransport:
             for acks in self._getters.values():
                 await acks.flush()
             await session.close()
-        aside, self._aside = self._aside, None
-        if aside is not None:
-            await aside.close()
+        session, self._reply_session = self._reply_session, None
+        if session is not None:
+            await session.close()
         self._subscriptions.clear()
         self._cancelled.clear()
         self._getters.clear()
@@ -261,16 +261,16 @@ class RabbitTransport:
 
     async def _reply_connection(self, current: Session) -> Session:
         """A connection for direct replies alone, opened when there is the first one."""
-        async with self._opening_aside:
-            if self._aside is None or self._aside.lost.is_set():
-                if self._aside is not None:
-                    await self._aside.close()
-                self._aside = await Session.connect(
+        async with self._opening_replies:
+            if self._reply_session is None or self._reply_session.lost.is_set():
+                if self._reply_session is not None:
+                    await self._reply_session.close()
+                self._reply_session = await Session.connect(
                     self._address, self._names, f"{self._connection_name} direct replies"
                 )
             if current.lost.is_set():  # closed meanwhile, and this one must not stay behind
-                await self._aside.close()
-            return self._aside
+                await self._reply_session.close()
+            return self._reply_session
 
     async def _lasting(self, work: Callable[[Session], Awaitable[T]]) -> T:
         """Do it on this session; when that is lost meanwhile, on the next. Raises BusUnavailable in the end.

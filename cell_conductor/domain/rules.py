@@ -107,7 +107,7 @@ def come_up(instance: Instance, event: Spawned | HostRuns, timeouts: Timeouts) -
     instance = at_service(instance, event.service)
     here = instance.here
     up = replace(
-        _noted(instance, "active", at=event.at),
+        _with_attempt(instance, "active", at=event.at),
         stamps=_stamped(instance, event),
         state=State.ACTIVE,
         selections=(here,),  # alternates are of no use any more
@@ -157,7 +157,7 @@ def fail_over(instance: Instance, event: SpawnFailed, timeouts: Timeouts) -> Ste
     """The current attempt failed: clean up there, then claim the next alternate, or give up."""
     if not is_current(instance, event.attempt, event.host_uuid):
         return Step(instance)
-    failed = _noted(instance, "failed", at=event.at, code=event.code, reason=event.reason)
+    failed = _with_attempt(instance, "failed", at=event.at, code=event.code, reason=event.reason)
     failed = replace(failed, stamps=_stamped(instance, event))
     if event.final:
         return _give_up(failed, event.at, timeouts, code=event.code, reason=event.reason)
@@ -189,7 +189,7 @@ def leave_service(instance: Instance, event: ServiceLost, timeouts: Timeouts) ->
     """
     if instance.doubted or instance.here.service != event.service or not _has_somewhere_to_go(instance, timeouts):
         return Step(instance)
-    failed = _noted(instance, "failed", at=event.at, code=event.code, reason=event.reason)
+    failed = _with_attempt(instance, "failed", at=event.at, code=event.code, reason=event.reason)
     return _next(replace(failed, stamps=_stamped(failed, event)), event.at, timeouts)
 
 
@@ -199,7 +199,7 @@ def fail_over_destroyed(instance: Instance, event: Destroyed, timeouts: Timeouts
         return Step(instance)
     if instance.asked:
         return _over_time(instance, event, timeouts)
-    gone = _noted(instance, "failed", at=event.at, code="spawn.destroyed")
+    gone = _with_attempt(instance, "failed", at=event.at, code="spawn.destroyed")
     return _next(replace(gone, stamps=_stamped(instance, event)), event.at, timeouts)
 
 
@@ -281,7 +281,7 @@ def lose(instance: Instance, event: HostMissing, timeouts: Timeouts) -> Step:
     if not gone:
         return Step(instance)
     reason = f"host {instance.here.host} does not run it any more"
-    lost = _noted(instance, "lost", at=event.at, code="instance.lost", reason=reason)
+    lost = _with_attempt(instance, "lost", at=event.at, code="instance.lost", reason=reason)
     return _give_up(lost, event.at, timeouts, code="instance.lost", reason=reason)
 
 
@@ -362,7 +362,7 @@ def _spawn(instance: Instance, at: float, timeouts: Timeouts) -> Step:
 
 def _over_time(instance: Instance, event: TimedOut | Destroyed, timeouts: Timeouts) -> Step:
     reason = f"no answer within {instance.build_timeout_s:g} s"
-    over = _noted(instance, "timed_out", at=event.at, code="spawn.timeout", reason=reason)
+    over = _with_attempt(instance, "timed_out", at=event.at, code="spawn.timeout", reason=reason)
     return _next(replace(over, stamps=_stamped(instance, event)), event.at, timeouts)
 
 
@@ -441,7 +441,7 @@ def _end_deleted(instance: Instance, at: float, timeouts: Timeouts) -> Step:
     return announce(gone, BuildState.DELETED, at, timeouts, terminal=True)
 
 
-def _noted(instance: Instance, outcome: str, *, at: float, code: str = "", reason: str = "") -> Instance:
+def _with_attempt(instance: Instance, outcome: str, *, at: float, code: str = "", reason: str = "") -> Instance:
     record = AttemptRecord(
         attempt=instance.attempt, host=instance.here.host, outcome=outcome, code=code, reason=cut(reason), at=at
     )
@@ -549,7 +549,7 @@ def by_its_clock(event: Spawned | HostRuns) -> float | None:
     return (event.seen_at if isinstance(event, HostRuns) else event.ended_at) or None
 
 
-def _story(instance: Instance) -> str:
+def _summary(instance: Instance) -> str:
     """One sentence a person understands: what was tried, and how each try ended."""
     tries = "; ".join(
         f"{record.host}: {record.outcome}"

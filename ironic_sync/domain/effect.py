@@ -16,7 +16,7 @@ from ironic_sync.domain.rules import DEAD_POWER, FREE_STATES
 class Effect(Struct, frozen=True, kw_only=True):
     """What to do about one notification.
 
-    read: the node to read again. take_away: hold that node back at once, before reading it. announced: nothing has
+    read: the node to read again. reserve_all: hold that node back at once, before reading it. announced: nothing has
     happened yet, another notification is to follow; read only in case it does not.
     allocation: an allocation that will set some node's instance_uuid: look at it until it has.
     """
@@ -42,8 +42,8 @@ def effect_of(notification: Notification, *, seen_updated_at: str | None = None)
         return NO_EFFECT
     if notification.status is Status.START and notification.action not in _ALWAYS_TRUE:
         return Effect(read=notification.subject, announced=True)
-    away = notification.kind == "node" and _is_fact(notification) and _reserves_all(notification)
-    return Effect(read=notification.subject, reserve_all=away and not _older(notification.updated_at, seen_updated_at))
+    taken = notification.kind == "node" and _is_fact(notification) and _reserves_all(notification)
+    return Effect(read=notification.subject, reserve_all=taken and not _older(notification.updated_at, seen_updated_at))
 
 
 def _of_allocation(notification: Notification) -> Effect:
@@ -64,13 +64,13 @@ def _reserves_all(notification: Notification) -> bool:
         return True
     return (
         notification.maintenance is True
-        or _said(notification.instance_uuid)
+        or _is_set(notification.instance_uuid)
         or (notification.provision_state is not UNSET and notification.provision_state not in FREE_STATES)
         or (notification.power_state is not UNSET and notification.power_state in DEAD_POWER)
     )
 
 
-def _said(value: object) -> bool:
+def _is_set(value: object) -> bool:
     return value is not UNSET and value is not None
 
 

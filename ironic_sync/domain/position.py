@@ -64,12 +64,12 @@ def next_version(last: int, now: float) -> int:
     return max(last + 1, int(now * 1_000_000))
 
 
-def heard(position: Position, *, away: bool, seq: int, now: float) -> Position:
+def heard(position: Position, *, taken: bool, seq: int, now: float) -> Position:
     """A notification named the node: read it now; and hold it back at once when it says it is taken away."""
-    asked = replace(position, heard_seq=seq, due_at=now, tries=0)
-    if not away or position.report is None:
-        return asked
-    return _tell(asked, reserve_all(position.report), now)
+    wanted = replace(position, heard_seq=seq, due_at=now, tries=0)
+    if not taken or position.report is None:
+        return wanted
+    return _tell(wanted, reserve_all(position.report), now)
 
 
 def announced(position: Position, *, now: float, timing: Timing) -> Position:

@@ -22,7 +22,7 @@ from bus.contracts.placement import (
     Swap,
 )
 from placement_worker.domain.moves import MIGRATION_TYPE, amount_of, kept_beside, source_of, total_of
-from placement_worker.domain.server_groups import counted_by_class, group_key, held_by_class, permitted, told_of
+from placement_worker.domain.server_groups import counted_by_class, group_key, held_by_class, permitted, visible_members
 from placement_worker.domain.values import NOTHING, ClaimedProvider, ConsumerState, GroupKey, Holding, Members
 
 ClaimItem = Claim | Release | Revert | Swap
@@ -276,7 +276,7 @@ def _claim(ledger: _Ledger, claim: Claim) -> ClaimVerdict:
     overall = next(hope for hope in _HOPE if hope in outcomes)
     if claim.release_first and known is not None and held:
         return _release_only(ledger, claim, known, overall, tuple(outcomes), source=source)
-    members = told_of(claim, others) if ClaimOutcome.RULED_OUT in outcomes else {}
+    members = visible_members(claim, others) if ClaimOutcome.RULED_OUT in outcomes else {}
     generation = known.generation if known is not None and held else None
     reason = OF_ANOTHER_CELL if any(ledger.is_others(option.allocations) for option in claim.options) else past
     return ClaimVerdict(

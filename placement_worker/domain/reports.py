@@ -179,7 +179,7 @@ class _Draft:
         reported = tuple(report.uuid for report in own)
         leaving = self._leaving(update, earlier, named)
         moved, used = self._migrate(update, {*reported, *leaving})
-        gone, aside = self._partition_leaving(leaving, set(reported), used)
+        gone, stranded = self._partition_leaving(leaving, set(reported), used)
         for report in own:
             owner = self.names.get(report.name)
             # An owner that this update removes, or reports under another name, gives the name up.
@@ -190,7 +190,7 @@ class _Draft:
             old = self.providers.get(report.uuid)
             cell = self._bound(update) if report.uuid == update.root_uuid else None
             touched[report.uuid] = _reported(old, used[report.uuid], report, root=update.root_uuid, cell=cell)
-        for uuid in aside:
+        for uuid in stranded:
             touched[uuid] = _strand(replace(self.providers[uuid], used=used[uuid]))
         self._follow_moves(touched, gone)
         classes = [
@@ -200,7 +200,7 @@ class _Draft:
             if inventory.stranded
         ]
         self.moved.update(moved)
-        return Applied(reported, (*aside, *classes), self._commit(touched, gone))
+        return Applied(reported, (*stranded, *classes), self._commit(touched, gone))
 
     def _cell(self, uuid: str) -> str | None:
         """The cell that a provider belongs to: its root's."""
@@ -259,7 +259,7 @@ class _Draft:
     def _partition_leaving(self, leaving: Sequence[str], reported: set[str], used: _Used) -> tuple[set[str], list[str]]:
         """(those that can go, those that a consumer still uses or a child still hangs on)."""
         gone: set[str] = set()
-        aside: list[str] = []
+        stranded: list[str] = []
         needed: set[str | None] = set()
         if leaving:
             going = set(leaving)
@@ -268,11 +268,11 @@ class _Draft:
         for uuid in leaving:
             provider = self.providers[uuid]
             if uuid in needed or any(used[uuid].values()):
-                aside.append(uuid)
+                stranded.append(uuid)
                 needed.add(provider.parent)
             else:
                 gone.add(uuid)
-        return gone, aside
+        return gone, stranded
 
     def _follow_moves(self, touched: dict[str, Provider], gone: set[str]) -> None:
         """Unreported descendants stay under their parent: their root follows it, wherever it went."""

@@ -56,7 +56,7 @@ def permitted(claim: Claim, option: ClaimOption, others: Mapping[str, int]) -> C
     return ClaimOutcome.CLAIMED if allowed else ClaimOutcome.RULED_OUT
 
 
-def told_of(claim: Claim, others: Mapping[str, int]) -> dict[str, int]:
+def visible_members(claim: Claim, others: Mapping[str, int]) -> dict[str, int]:
     """Of the other members by host what is said of a claim that the rule has turned down.
 
     With anti-affinity only of the hosts that it named: the group may be on any number of them.

@@ -414,7 +414,7 @@ class RestBodies:
         self._bodies: list[bodies.Body[Any]] = [*plain, *(body for _, body in tables)]
         self._kinds = hostile.kinds([body._kind for body in self._bodies])
         self._limit = RestConfig().max_body_bytes
-        self._aside = ThreadPoolExecutor(max_workers=1)
+        self._reply_session = ThreadPoolExecutor(max_workers=1)
 
     def make(self, rng: random.Random) -> tuple[int, bytes]:
         if rng.random() < 0.3:
@@ -457,7 +457,7 @@ class RestBodies:
         if len(raw) <= EXPLAINED_AT_ONCE:
             body.parse(raw)
         elif body.decode(raw) is None:
-            self._aside.submit(body.explain, raw).result()
+            self._reply_session.submit(body.explain, raw).result()
 
 
 DOORS: dict[str, type[Any]] = {

@@ -38,9 +38,9 @@ def stale_notice_applied() -> AbstractContextManager[Any]:
     """A notification that takes nothing away gives the node back at once, however old it is."""
     heard = position.heard
 
-    def believed(before: Any, *, away: bool, seq: int, now: float) -> Any:
-        asked = heard(before, away=away, seq=seq, now=now)
-        if away or before.report is None:
+    def believed(before: Any, *, taken: bool, seq: int, now: float) -> Any:
+        asked = heard(before, taken=taken, seq=seq, now=now)
+        if taken or before.report is None:
             return asked
         free = {name: replace(one, reserved=0) for name, one in before.report.inventories.items()}
         return position._tell(asked, replace(before.report, inventories=free), now)

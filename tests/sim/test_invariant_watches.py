@@ -62,7 +62,7 @@ async def test_nobody_is_led_to_a_host_that_has_left_for_good(message: Message, 
     world = World(replace(plan_of(1), metal=None), EventLog())
     world.left[LEFT] = "dead"
     world.probing = True
-    world._said(API, single(pack(message, Meta(id="1")), "berth", "key"))
+    world._published(API, single(pack(message, Meta(id="1")), "berth", "key"))
     assert world.breach.done() is breaks
 
 

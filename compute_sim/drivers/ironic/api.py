@@ -35,7 +35,7 @@ class Refused(Struct, frozen=True):
     """Ironic turned a change down: its status and its own words."""
 
     status: int
-    said: str
+    text: str
 
     @property
     def is_conflict(self) -> bool:
@@ -43,7 +43,7 @@ class Refused(Struct, frozen=True):
         return self.status == httpx.codes.CONFLICT
 
     def __str__(self) -> str:
-        return f"Ironic answered {self.status}{': ' if self.said else ''}{self.said}"
+        return f"Ironic answered {self.status}{': ' if self.text else ''}{self.text}"
 
 
 class IronicApi:
