@@ -91,7 +91,7 @@ MAX_IN_HAND = 10_000
 # So many requests choose their hosts while they are recorded; choosing for more takes longer than recording.
 MAX_CHOSEN_AHEAD = 16
 FIRST_JITTER_S = 0.002  # half of this is the mean wait before the second round
-HOSTS_UNKNOWN = Retry("hosts.unheard", "not every host has been heard from yet")
+HOSTS_UNKNOWN = Retry("hosts.unknown", "not every host has been announced yet")
 
 
 class ReplicaFollower(Protocol):

@@ -55,7 +55,7 @@ class OperationsHandler:
             return Refuse(HOST_AMBIGUOUS, f"{len(found)} hosts are called {command.host}: name one of {places}")
         if not found:
             if self._is_warming_up() and received.meta.attempt < RETRIES:
-                return Retry("hosts.unheard", "not every host has been heard from yet")
+                return Retry("hosts.unknown", "not every host has been announced yet")
             return Refuse(HOST_UNKNOWN, f"there is no host {command.host}")
         (uuid,) = found
         decided = HostAdminState(

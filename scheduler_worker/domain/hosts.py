@@ -35,7 +35,7 @@ DOWN_HOLD_S = 3600.0
 # So many questions in a row (`HostTable.count_request`) are left unanswered by a service that is there, at most.
 MAX_UNANSWERED = 3
 STOPPED = "service.stopped"
-UNHEARD = "service.unheard"
+UNRESPONSIVE = "service.unresponsive"
 ADMIN_STATES = tuple(AdminState)  # a column holds the place of a state in here; 0 is enabled
 
 
@@ -198,7 +198,7 @@ class HostTable:
             down = None
         if down is None and service.unanswered > MAX_UNANSWERED:
             reason = f"it answered none of the last {service.unanswered} questions for its hosts"
-            down = ServiceDown(service=service.name, epoch=service.epoch, code=UNHEARD, reason=reason)
+            down = ServiceDown(service=service.name, epoch=service.epoch, code=UNRESPONSIVE, reason=reason)
         if down is not None and service.down is None:
             service.down_s = now_s
         service.down = down
