@@ -114,8 +114,8 @@ PLANTS: dict[str, tuple[str, str, str]] = {
     "I-8": (_IRONIC, "tuple(sorted(set(node.traits)))", "()"),
     "I-6": (
         "ironic_sync/domain/position.py",
-        "    if not away or position.report is None:\n        return asked",
-        "    if asked:\n        return asked",
+        "    if not taken or position.report is None:\n        return wanted",
+        "    if wanted:\n        return wanted",
     ),
     "I-14": ("scheduler_worker/config.py", '"resources:MEMORY_MB": "0", ', ""),
     "I-19": ("compute_sim/drivers/ironic/request.py", '{"project_id": spec.project_id}', "{}"),

@@ -76,7 +76,7 @@ def start_build(instance: Instance, event: BuildAsked, timeouts: Timeouts) -> St
     if down is None or not _has_somewhere_to_go(adopted, timeouts):
         return _spawn(adopted, event.at, timeouts)
     # Nothing was commanded there, so nothing has to be destroyed.
-    passed = _noted(adopted, NOT_TRIED, at=event.at, code=down.code, reason=down.reason)
+    passed = _with_attempt(adopted, NOT_TRIED, at=event.at, code=down.code, reason=down.reason)
     return Step(ask(_without_down(passed, event.at, timeouts), State.RECLAIMING, event.at, timeouts))
 
 
@@ -229,7 +229,7 @@ def run_out(instance: Instance, event: ClaimRefused, timeouts: Timeouts) -> Step
         reason = event.reason or "another client holds this instance's allocation"
         changed = replace(tried, code="placement.consumer_changed", reason=cut(reason))
         return _end_failed(changed, event.at, timeouts)
-    over = replace(tried, code="max_retries_exceeded", reason=cut(_story(tried)))
+    over = replace(tried, code="max_retries_exceeded", reason=cut(_summary(tried)))
     return Step(ask(over, State.GIVING_UP, event.at, timeouts))
 
 
@@ -370,7 +370,7 @@ def _next(instance: Instance, at: float, timeouts: Timeouts) -> Step:
     """After a failed attempt: what is left of it goes, and the next alternate is claimed, if there is one."""
     instance = _without_down(instance, at, timeouts)
     if not instance.alternates:
-        return _give_up(instance, at, timeouts, code="max_retries_exceeded", reason=_story(instance))
+        return _give_up(instance, at, timeouts, code="max_retries_exceeded", reason=_summary(instance))
     return Step(ask(instance, State.RECLAIMING, at, timeouts), (destroy_here(instance, timeouts),))
 
 
