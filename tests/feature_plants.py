@@ -160,7 +160,7 @@ PLANTS: dict[str, tuple[str, str, str]] = {
         "return finish(instance, event.at, timeouts)",
     ),
     "M-9": (_MOVES, "    if request.kind is not MoveKind.UNSHELVE:\n", "    if request.kind:\n"),
-    "M-11": (_MOVE_STEPS, "return undo(left, at, timeouts, NO_HOST, story_of_hosts(left))", "return Step(left)"),
+    "M-11": (_MOVE_STEPS, "return undo(left, at, timeouts, NO_HOST, summary_of_hosts(left))", "return Step(left)"),
     "T-13": (
         _MOVE_STEPS,
         "    if instance.is_in_place:\n        return Step(rules.ask",
@@ -381,8 +381,8 @@ PLANTS: dict[str, tuple[str, str, str]] = {
     "B-11": ("bus/contracts/build.py", 'tag="build.delete.v1"', 'tag="build.delete"'),
     "O-4": (
         "ironic_sync/domain/position.py",
-        "    return _tell(asked, reserve_all(position.report), now)",
-        "    return asked",
+        "    return _tell(wanted, reserve_all(position.report), now)",
+        "    return wanted",
     ),
     "O-7": (
         "placement_worker/replica/candidates.py",

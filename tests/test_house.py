@@ -363,17 +363,17 @@ BY_NAME = {"httptools"}
 
 # Words of our own for things that the field has a name for, and the name. A part of an identifier is compared.
 PRIVATE_NAMES = {
-    "aside": "offload, strand", "away": "unavailable, down", "believe": "adopt, trust",
+    "aside": "offload, strand", "believe": "adopt, trust",
     "blow": "fault event", "burial": "dead letter", "bury": "dead-letter",
     "company": "peers",
     "crew": "processes", "doom": "crash plan", "ensemble": "in-process", "farewell": "departure", "farm": "node pool",
     "fate": "plan", "grove": "provider trees", "hush": "redirect logs", "insist": "retry", "insistence": "retry",
     "judge": "filter, check, assess", "knock": "offer", "mend": "repair", "nobody": "none",
-    "noted": "recorded", "said": "a name for what it holds",
+
     "saboteur": "fault injector",
     "scene": "deployment", "somebody": "a role", "stranger": "foreign, malformed",
     "stock": "inventory", "story": "timeline", "street": "cluster, pipeline",
-    "told": "a name for what it does",
+
     "twin": "duplicate", "voice": "announcer", "weather": "faults",
 }  # fmt: skip
 # A role can be named instead of each of these: the client, the scheduler, another process, the operator.

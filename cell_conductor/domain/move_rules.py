@@ -66,7 +66,7 @@ from .move_steps import (
     resize_back,
     revert_book,
     source_gone,
-    story_of_hosts,
+    summary_of_hosts,
     try_next,
     undo,
 )
@@ -222,7 +222,7 @@ def run_out_of_hosts(instance: Instance, event: ClaimRefused, timeouts: Timeouts
         return undo(tried, event.at, timeouts, "placement.consumer_changed", reason)
     if move_of(instance).by_kind is MoveKind.ABORT:
         return undo(tried, event.at, timeouts, ABORTED, "")
-    return undo(tried, event.at, timeouts, NO_HOST, event.reason or story_of_hosts(tried))
+    return undo(tried, event.at, timeouts, NO_HOST, event.reason or summary_of_hosts(tried))
 
 
 def go_on(instance: Instance, event: ChangeEnded, timeouts: Timeouts) -> Step:

@@ -169,7 +169,7 @@ def claim(instance: Instance, at: float, timeouts: Timeouts) -> Step:
     tried = instance.selections[: instance.position + 1]
     left = replace(instance, selections=(*tried, *kept), move=move)
     if not kept:
-        return undo(left, at, timeouts, NO_HOST, story_of_hosts(left))
+        return undo(left, at, timeouts, NO_HOST, summary_of_hosts(left))
     return say(rules.ask(left, State.CLAIMING, at, timeouts), MoveState.CLAIMING, at, timeouts)
 
 
@@ -441,7 +441,7 @@ def note_not_claimed(instance: Instance, outcomes: tuple[ClaimOutcome, ...], at:
     return replace(instance, move=replace(move, history=move.history + tried)) if tried else instance
 
 
-def story_of_hosts(instance: Instance) -> str:
+def summary_of_hosts(instance: Instance) -> str:
     """One sentence: what was tried, and how each try ended."""
     tries = "; ".join(
         f"{one.host}: {one.outcome}" + (f" ({one.code})" if one.code else "") for one in move_of(instance).history
