@@ -31,6 +31,12 @@ class Plant(Struct, frozen=True, kw_only=True):
     tests: str
 
 
+# What stands between the report of a running machine and the next state, in the table of instances.
+_LAST_OF_FAILED = (
+    "        HostMissing: IGNORE,\n        ServiceLost: IGNORE,\n        MoveAsked: REFUSE,\n"
+    "        ChangeEnded: IGNORE,\n        Reverted: IGNORE,\n    },\n    State.DELETING"
+)
+
 PLANTS = (
     Plant(
         name="overtaken_404_believed",
@@ -44,9 +50,8 @@ PLANTS = (
         name="failed_machine_left_running",
         does="a failed instance whose machine runs is left alone",
         file="cell_conductor/domain/table.py",
-        old="HostRuns: DESTROY_ORPHAN,\n        HostMissing: IGNORE,\n"
-        "        ServiceLost: IGNORE,\n    },\n    State.DELETING",
-        new="HostRuns: IGNORE,\n        HostMissing: IGNORE,\n        ServiceLost: IGNORE,\n    },\n    State.DELETING",
+        old=f"HostRuns: DESTROY_ORPHAN,\n{_LAST_OF_FAILED}",
+        new=f"HostRuns: IGNORE,\n{_LAST_OF_FAILED}",
         tests="tests/unit/conductor",
     ),
     Plant(
@@ -171,8 +176,8 @@ PLANTS = (
         name="newer_attempt_over",
         does="a machine of a newer attempt than its record's counts as over",
         file="cell_conductor/domain/proof.py",
-        old="    return attempt < record.attempt",
-        new="    return attempt != record.attempt",
+        old="    return attempt <= record.last_attempt",
+        new="    return True",
         tests="tests/unit/conductor",
     ),
     Plant(
@@ -187,7 +192,7 @@ PLANTS = (
         name="claim_of_an_older_question",
         does="an answer to an older question moves a build on",
         file="cell_conductor/domain/rules.py",
-        old="    if event.attempt != instance.attempt + 1:\n        return Step(instance)\n    return _spawn(",
+        old="    if event.attempt != instance.next_attempt:\n        return Step(instance)\n    return _spawn(",
         new="    return _spawn(",
         tests="tests/unit/conductor",
     ),

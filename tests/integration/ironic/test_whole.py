@@ -125,9 +125,9 @@ async def stand_in(site: Site, nodes: int) -> AsyncIterator[IronicStandIn]:
 
 
 @asynccontextmanager
-async def running(site: Site, url: str, **settings: Any) -> AsyncIterator[Service]:
+async def running(site: Site, url: str, process: str = "sync", **settings: Any) -> AsyncIterator[Service]:
     config = IronicSyncConfig(url=url, exchange=site.exchange, bind_retry_s=0.05, transient_retry_s=0.2, **settings)
-    service, stop = build(environment(site, "sync"), config), asyncio.Event()
+    service, stop = build(environment(site, process), config), asyncio.Event()
     task = asyncio.create_task(service.run(stop))
     try:
         async with asyncio.timeout(LIMIT_S):
@@ -190,11 +190,11 @@ async def test_one_of_two_processes_works_and_the_other_takes_over(site: Site) -
     async with stand_in(site, 1) as ironic, book_on(site) as book:
         (uuid,) = ironic.pool.nodes
         async with running(site, ironic.url, leader_poll_interval_s=0.05) as first:
-            async with running(site, ironic.url, leader_poll_interval_s=0.05):
+            async with running(site, ironic.url, "sync2", leader_poll_interval_s=0.05):
                 await book.until(lambda: book.offered() == {uuid})
                 assert first.not_ready() == []
             version = book.newest[uuid].version
-            async with running(site, ironic.url, leader_poll_interval_s=0.05):
+            async with running(site, ironic.url, "sync3", leader_poll_interval_s=0.05):
                 await ironic.pool.set_maintenance(ironic.pool.nodes[uuid], True, "x", "req-1")
                 await book.until(lambda: book.offered() == set())
                 assert book.newest[uuid].version > version
