@@ -341,7 +341,7 @@ class Agent:
         command = self._records.spawn_of(key)
         # A machine at or below its fence: its destruction was on record, but did not come true.
         undead = machine is not None and machine.attempt is not None and machine.attempt <= entry.fence
-        undead = undead and machine is not None and machine.deployment == entry.deployment
+        undead = undead and machine is not None and machine.deployment == entry.deployment and not machine.left
         if entry.phase is Phase.DESTROYING or (undead and entry.phase is not Phase.BUILDING):
             fence = max(entry.fence, entry.attempt)
             self._records.put(key, Entry(entry.attempt, Phase.DESTROYING, fence=fence, deployment=entry.deployment))
@@ -399,6 +399,13 @@ def _made_by(entry: Entry, machine: Machine) -> bool:
     return (machine.attempt, machine.deployment) == (entry.attempt, entry.deployment)
 
 
+def _is_done_with(machine: Machine, known: Entry | None) -> bool:
+    """Whether all that an order could do about this machine is done: it is left as it is, and its attempt is fenced."""
+    if not machine.left or machine.attempt is None or known is None:
+        return False
+    return machine.attempt <= known.fence and known.deployment in (None, machine.deployment)
+
+
 def _running(machine: Machine, known: Entry | None) -> Running:
     """A machine as it is reported: by its mark; the attempt of one without a mark is its record's."""
     attempt = machine.attempt if machine.attempt is not None else (known.attempt if known else UNKNOWN_ATTEMPT)
@@ -407,6 +414,6 @@ def _running(machine: Machine, known: Entry | None) -> Running:
         attempt=attempt,
         deployment=machine.deployment,
         built=machine.built,
-        destroying=is_leaving(known, attempt),
+        destroying=is_leaving(known, attempt) or _is_done_with(machine, known),
         stopped=not machine.runs,
     )

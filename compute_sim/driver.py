@@ -102,7 +102,8 @@ class Machine(Struct, frozen=True):
     """One instance that a host carries.
 
     attempt, deployment: as its mark says (None: it has no mark of ours). built: it is certainly complete. runs: it is
-    not stopped.
+    not stopped. left: only its mark still names it, what manages the host says that it is gone, and `destroy` leaves it
+    as it is.
     """
 
     host_uuid: str
@@ -111,6 +112,7 @@ class Machine(Struct, frozen=True):
     deployment: str | None = None
     built: bool = True
     runs: bool = True
+    left: bool = False
 
 
 Tree = tuple[ProviderReport, ...]  # one root provider first, a parent before its children

@@ -162,8 +162,8 @@ class Running(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One instance that a host carries, and the attempt that built it (0: the host does not know).
 
     deployment: the identity that its mark names (None: it has no mark of ours). built: it is certainly complete.
-    destroying: the service has taken the order to destroy this attempt, and is carrying it out. stopped: it does not
-    run: it was stopped by its client, or to be handed over to another host.
+    destroying: the service has taken the order to destroy this attempt, and is carrying it out, or has done all that
+    it does about it. stopped: it does not run: it was stopped by its client, or to be handed over to another host.
     """
 
     instance_uuid: Uuid

@@ -140,7 +140,8 @@ def machines_of(node: IronicNode) -> tuple[Machine, ...]:
     built = node.provision_state in BUILT
     if mark is None:
         return (Machine(node.uuid, machine, None, None, built),)
-    return (Machine(node.uuid, machine, mark.attempt, mark.deployment, built),)
+    left = node.instance is None  # an operator has cleared `instance_uuid` alone: nothing is done to such a node
+    return (Machine(node.uuid, machine, mark.attempt, mark.deployment, built, left=left),)
 
 
 def _is_uuid(text: str) -> bool:

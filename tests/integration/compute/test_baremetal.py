@@ -271,7 +271,7 @@ async def test_a_cleared_instance_uuid_does_not_prove_the_machine_gone_and_nothi
     await driver.spawn(build(node, instance, attempt=3))
     ironic.pool.nodes[node]["instance_uuid"] = None
     ironic.asked.clear()
-    assert (await driver.list())[node] == (Machine(node, instance, 3, DEPLOYMENT, True),)
+    assert (await driver.list())[node] == (Machine(node, instance, 3, DEPLOYMENT, True, left=True),)
     with pytest.raises(Reschedule):
         await driver.spawn(build(node, NOVAS))
     await driver.destroy(node, instance, 3, DEPLOYMENT)  # a client's delete: the node is its operator's now

@@ -2,12 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 import pytest
+from msgspec.structs import replace
 
 from bus.contracts.cell import ComputeOutcome
+from compute_sim.driver import Machine
 from tests.unit.compute.test_agent import HOSTS, INSTANCES, Scripted, Service, destroy, spawn
 
 KEY = (HOSTS[0], INSTANCES[0])
+
+
+class LeavesMachines(Scripted):
+    """Hosts whose manager says that their machines are gone, while the marks stay: nothing is done about them."""
+
+    left = False
+
+    async def list(self, hosts: Sequence[str] | None = None) -> Mapping[str, Sequence[Machine]]:
+        """As marked."""
+        found = await super().list(hosts)
+        return {host: [replace(one, left=self.left) for one in machines] for host, machines in found.items()}
+
+    async def destroy(self, host_uuid: str, instance_uuid: str, attempt: int, deployment: str | None) -> None:
+        """It changes nothing."""
+        self.destroys += 1
 
 
 @pytest.mark.parametrize("phase", ["destroyed", "replaced and destroyed"])
@@ -43,3 +62,30 @@ async def test_a_newer_machine_than_what_was_destroyed_stays() -> None:
     await again.agent.resume()
     await again.rest()
     assert driver.machines == {KEY: 2}
+
+
+async def test_a_machine_that_is_left_as_it_is_counts_as_leaving_once_its_attempt_is_fenced() -> None:
+    """Seed 1094: an operator cleared `instance_uuid` alone; each report had both conductors order its destruction."""
+    driver = LeavesMachines()
+    service = Service(driver)
+    await service.agent.resume()
+    service.agent.take([spawn(0)])
+    await service.rest()
+    driver.left = True
+
+    async def leaving() -> list[bool]:
+        return [one.destroying for one in (await service.agent.running())[HOSTS[0]]]
+
+    assert await leaving() == [False], "no client has asked for its end"
+    service.agent.take([destroy(0)])
+    await service.rest()
+    assert driver.machines == {KEY: 1} and await leaving() == [True]
+    assert [result.outcome for result in service.said][-1] is ComputeOutcome.DESTROYED
+    driver.machines[KEY] = 2
+    assert await leaving() == [False], "a newer one than its fence"
+    driver.machines[KEY] = 1
+    asked = driver.destroys
+    again = Service(driver, service.records)
+    await again.agent.resume()
+    await again.rest()
+    assert driver.destroys == asked, "nor is it destroyed with each start"
