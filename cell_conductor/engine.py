@@ -172,6 +172,25 @@ class Engine:
             await self._settle(_questions(due, recorded.instances, again=due.keys()))
         return len(due)
 
+    async def leave_services(self, incoming: Sequence[InstanceEvent]) -> None:
+        """Fail builds over from services that are not waited for: `ServiceLost` for each of them.
+
+        As with deadlines the database is compared first, in the same transaction: in one that was set back the silence
+        of a service proves nothing, so its builds are doubted, and wait for their hosts.
+        """
+        await self._relay.wait_for_capacity()
+        async with self._store.transaction() as transaction:
+            change = await transaction.recognise()
+            if change is None:
+                known = await transaction.lock(sorted({one.uuid for one in incoming}))
+                recorded = await self._record(transaction, known, [one for one in incoming if one.uuid in known])
+        if change is not None:
+            _tell_change(change, self._timeouts.cell)
+            return
+        self._committed(transaction, recorded)
+        with metrics.BATCH_SECONDS.labels("leases").time():
+            await self._settle(_questions(known, recorded.instances, again=()))
+
     async def _apply(self, incoming: Sequence[InstanceEvent]) -> list[PendingQuestion]:
         """One transaction: what is new of these events, on the locked instances. Returns the requests that follow."""
         await self._relay.wait_for_capacity()

@@ -61,6 +61,10 @@ UNDER_WAY = frozenset({State.BUILDING, State.RECLAIMING})
 FIRST_SEQUENCE = 10
 
 
+# Of an alternate, or a first host, whose service was down when its turn came.
+NOT_TRIED = "not_tried"
+
+
 class ScanId(Struct, frozen=True, order=True):
     """Names one scan of a compute service over its machines: later ones are greater, also when its clock was set."""
 
@@ -209,6 +213,11 @@ class Instance(Struct, frozen=True, kw_only=True, omit_defaults=True):
     def host_uuid(self) -> str | None:
         """The host of the current attempt, once there was one."""
         return self.selections[self.position].host_uuid if self.selections else None
+
+    @property
+    def first_not_tried(self) -> bool:
+        """Whether attempt 1 was never commanded by this record, because its service was down."""
+        return bool(self.history) and (self.history[0].attempt, self.history[0].outcome) == (1, NOT_TRIED)
 
     @property
     def alternates(self) -> tuple[Selection, ...]:

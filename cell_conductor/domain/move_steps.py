@@ -22,9 +22,9 @@ from .events import (
     HostMissing,
     MoveAsked,
 )
-from .instance import Instance, Move, Power, State
+from .instance import NOT_TRIED, Instance, Move, Power, State
 from .move_news import DONE, Ending, after, answer, close, move_of, refuse_request, say
-from .rules import NOT_TRIED, Step, Timeouts
+from .rules import Step, Timeouts
 
 NO_HOST = "max_retries_exceeded"
 LEAVES = frozenset({MoveKind.MIGRATE, MoveKind.LIVE_MIGRATE, MoveKind.EVACUATE})

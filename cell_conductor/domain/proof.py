@@ -59,17 +59,24 @@ class OnRecord(Protocol):
     def source_attempt(self) -> int:
         """The attempt that the move's source carries (0: no move, or one without a source)."""
 
+    @property
+    def first_not_tried(self) -> bool:
+        """Whether attempt 1 was never commanded by this record, because its service was down."""
+
 
 def is_over(record: OnRecord, attempt: int, host_uuid: str) -> bool:
     """Whether the record proves that this attempt, run by this host, is not wanted any more.
 
     An attempt above all that were given out, or a machine's own attempt on another host, was commanded by a record that
-    this database does not have (it was restored from a backup): that proves nothing, and the machine is kept.
+    this database does not have (it was restored from a backup): that proves nothing, and the machine is kept. So was
+    attempt 1 of a record that has passed over its first host.
     """
     if record.state is State.ABSENT or attempt == UNKNOWN_ATTEMPT:
         return False
     if record.state in DELETE_ASKED:
         return True
+    if is_untried(record, attempt):
+        return False
     if record.source_host_uuid is not None and attempt == record.source_attempt:
         return host_uuid == record.source_host_uuid and record.state in SOURCE_OVER
     if attempt == record.attempt:
@@ -87,3 +94,8 @@ def is_wanted_here(record: OnRecord) -> bool:
 def is_wanted_at_source(record: OnRecord) -> bool:
     """Whether what the source of the move has is to be kept."""
     return record.source_host_uuid is not None and record.state not in DELETE_ASKED | SOURCE_OVER
+
+
+def is_untried(record: OnRecord, attempt: int) -> bool:
+    """Whether this attempt was never commanded by the record: a machine of it is another record's."""
+    return attempt == 1 and record.first_not_tried

@@ -12,7 +12,7 @@ from bus.contracts.cell import ComputeHosts, Running
 
 from .events import Event, HostMissing, HostRuns
 from .instance import ScanId, State
-from .proof import DELETE_ASKED, NOT_COMMANDED, OnRecord, is_over, is_wanted_at_source, is_wanted_here
+from .proof import DELETE_ASKED, NOT_COMMANDED, OnRecord, is_over, is_untried, is_wanted_at_source, is_wanted_here
 
 
 class RecordedInstance(OnRecord, Protocol):
@@ -54,6 +54,7 @@ NO_MARK = "no mark of this deployment"
 NO_RECORD = "no record"
 NEWER = "newer than its record"
 ELSEWHERE = "its record has this attempt on another host"
+UNTRIED = "its record has not tried this host"
 
 
 class Differences(Struct, frozen=True):
@@ -143,6 +144,8 @@ def _unexplained(record: RecordedInstance | None, one: Running, host_uuid: str) 
     """Why the record does not explain a machine that carries our mark; "": it does."""
     if record is None or record.state is State.ABSENT:
         return NO_RECORD
+    if is_untried(record, one.attempt) and not is_over(record, one.attempt, host_uuid):
+        return UNTRIED
     is_here = (one.attempt, host_uuid) == (record.attempt, record.host_uuid)
     is_commanded = is_here and record.state not in NOT_COMMANDED
     is_source = (one.attempt, host_uuid) == (record.source_attempt, record.source_host_uuid)

@@ -32,12 +32,9 @@ from .events import (
     SpawnFailed,
     TimedOut,
 )
-from .instance import Instance, State
+from .instance import NOT_TRIED, Instance, State
 from .leases import Lease
 from .proof import is_over
-
-# Of an alternate, or a first host, whose service was down when its turn came.
-NOT_TRIED = "not_tried"
 
 
 class Timeouts(Struct, frozen=True, kw_only=True):
@@ -75,7 +72,8 @@ def start_build(instance: Instance, event: BuildAsked, timeouts: Timeouts) -> St
     down = timeouts.down.get(adopted.here.service)
     if down is None or not _has_somewhere_to_go(adopted, timeouts):
         return _spawn(adopted, event.at, timeouts)
-    # Nothing was commanded there, so nothing has to be destroyed.
+    # Nothing was commanded there by this record, so nothing has to be destroyed. Should a machine of attempt 1 be there
+    # nevertheless (the database was set back to before this build), it is kept: see `proof.is_over`.
     passed = _with_attempt(adopted, NOT_TRIED, at=event.at, code=down.code, reason=down.reason)
     return Step(ask(_without_down(passed, event.at, timeouts), State.RECLAIMING, event.at, timeouts))
 

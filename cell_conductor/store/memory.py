@@ -243,6 +243,7 @@ class MemoryInstances:
                     i.newest,
                     i.source_host_uuid,
                     i.source_attempt,
+                    i.first_not_tried,
                 )
                 for i in self._table.instances.values()
                 if i.uuid in named

@@ -20,6 +20,7 @@ class Brief(Struct, frozen=True):
     """As much of an instance as comparing it with a host's report takes.
 
     newest: its highest attempt number. source_host_uuid, source_attempt: of a move, as Instance has them.
+    first_not_tried: attempt 1 was never commanded by this record, because its service was down.
     """
 
     uuid: str
@@ -31,6 +32,7 @@ class Brief(Struct, frozen=True):
     newest: int = 0
     source_host_uuid: str | None = None
     source_attempt: int = 0
+    first_not_tried: bool = False
 
     @property
     def last_attempt(self) -> int:

@@ -18,7 +18,7 @@ from bus.persistence.guarded_statement import GuardedStatement
 from bus.persistence.outbox import OutboxMessage
 from bus.persistence.unit_of_work import Committed
 from bus.persistence.version_cache import VersionCache
-from cell_conductor.domain.instance import UNDER_WAY, Instance, State
+from cell_conductor.domain.instance import NOT_TRIED, UNDER_WAY, Instance, State
 
 from . import rows
 from .leases import PostgresLeases
@@ -51,7 +51,9 @@ _SERVICE = "coalesce(record #>> ARRAY['selections', coalesce(record ->> 'positio
 _BRIEF = f"""
 SELECT uuid, state, host_uuid,
     {_SERVICE} AS service,
-    attempt, since, newest, source_host_uuid, source_attempt
+    attempt, since, newest, source_host_uuid, source_attempt,
+    coalesce(record #>> '{{history,0,outcome}}' = '{NOT_TRIED}' AND record #>> '{{history,0,attempt}}' = '1', false)
+        AS first_not_tried
 FROM instances
 """
 BRIEFS_OF_HOSTS = f"""

@@ -10,6 +10,7 @@ import pytest
 from msgspec.structs import replace
 
 from bus.clock import SystemClock
+from bus.contracts.build import AttemptRecord
 from bus.contracts.cell import CellDelete, InstanceSpec, Selection
 from bus.contracts.moves import MoveKind
 from bus.faults import DatabaseUnavailable
@@ -208,6 +209,19 @@ async def test_briefs_of_a_host_tell_of_what_moves_away_from_it(store: InstanceS
         (found,) = await store.briefs(hosts, named)
         assert (found.host_uuid, found.source_host_uuid, found.source_attempt) == (HOST, B, 1)
         assert (found.attempt, found.last_attempt) == (2, 4)
+
+
+async def test_a_brief_tells_whether_the_first_host_was_passed_over(store: InstanceStore) -> None:
+    first, second = (AttemptRecord(attempt=n, host="h", outcome="not_tried") for n in (1, 2))
+    failed = replace(first, outcome="failed")
+    await insert(
+        store,
+        replace(instance(A, State.ACTIVE), history=(first, second)),
+        replace(instance(B, State.ACTIVE), history=(failed, second)),
+        instance(C, State.ACTIVE),
+    )
+    found = {brief.uuid: brief.first_not_tried for brief in await store.briefs([HOST], [])}
+    assert found == {A: True, B: False, C: False}
 
 
 async def step(store: InstanceStore, message_id: str, uuids: list[str], *, new: set[str], state: State) -> set[str]:

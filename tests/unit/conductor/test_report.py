@@ -7,7 +7,7 @@ from msgspec.structs import replace
 from bus.contracts.cell import UNKNOWN_ATTEMPT, ComputeHosts, HostReport, Running
 from cell_conductor.domain.events import Event, HostMissing, HostRuns
 from cell_conductor.domain.instance import ScanId, State
-from cell_conductor.domain.report import Differences, Newest, Unexplained, UnexplainedKind, differences
+from cell_conductor.domain.report import UNTRIED, Differences, Newest, Unexplained, UnexplainedKind, differences
 from cell_conductor.store.port import Brief
 
 HOST = "10000000-0000-4000-8000-000000000001"
@@ -149,3 +149,14 @@ def test_older_reports_lose() -> None:
     assert [take(5), take(5), take(4), take(6)] == [True, False, False, True]
     assert take(1, epoch=2)
     assert not take(7)
+
+
+def test_a_machine_on_a_host_that_its_record_has_not_tried_is_quarantined() -> None:
+    """Seed 13006: attempt 1 counted as over, because the set-back record had passed over its host."""
+    for state, at, attempt in ((State.RECLAIMING, HOST, 1), (State.FAILED, HOST, 1), (State.ACTIVE, OTHER, 2)):
+        record = replace(brief(state, host=at, attempt=attempt), first_not_tried=True)
+        differs = compared(report((A, 1)), record)
+        assert [(one.kind, one.why) for one in differs.unexplained] == [(UnexplainedKind.QUARANTINED, UNTRIED)]
+        assert not differs.harmful and HostRuns not in [type(event) for _, event in differs.events]
+    gone = replace(brief(State.DELETED, host=OTHER, attempt=2), first_not_tried=True)
+    assert [type(event) for event in found(report((A, 1)), gone)] == [HostRuns]

@@ -67,7 +67,8 @@ def test_a_build_leaves_a_silent_service_for_the_first_host_of_another() -> None
 
 
 def test_the_late_active_of_the_lost_attempt_loses_and_its_machine_is_destroyed() -> None:
-    moved = run(on("s1", "s2"), LOST, claimed(), down="s1").instance
+    building = run(on("s1", "s2")).instance
+    moved = run(LOST, claimed(), down="s1", start=building).instance
     for start in (moved, run(spawned(2), start=moved).instance):
         late = run(spawned(1), start=start)
         assert destroys(late) == [(1, host(1))] and late.instance is start and not said(late)
@@ -121,3 +122,15 @@ def test_a_build_that_comes_for_a_service_that_is_away_begins_elsewhere() -> Non
     assert spawns(moved) == [(2, host(3))] and [event.state for event in said(moved)] == [BuildState.BUILDING]
     alone = run(on("s1", "s1"), down="s1")
     assert spawns(alone) == [(1, host(1))], "there is nowhere else: its order waits for the service"
+
+
+def test_a_machine_on_the_host_that_a_build_passed_over_is_another_records_and_kept() -> None:
+    """Seed 13006: the cell was set back to before the build; handed in again it passed over the host that ran it."""
+    passed = run(on("s1", "s2"), down="s1").instance
+    moved = run(claimed(), start=passed).instance
+    up = run(spawned(2), start=moved).instance
+    for record in (passed, moved, up):
+        for late in (spawned(1), e.HostRuns(at=120.0, attempt=1, host_uuid=host(1), service="s1", seen_at=119.0)):
+            assert run(late, start=record) == Step(record)
+    leaving = run(DELETE, start=up).instance
+    assert destroys(run(spawned(1), start=leaving)) == [(1, host(1))], "a client's delete is for whatever attempt"

@@ -1,0 +1,71 @@
+"""A compute service that is lost in a cell whose database was set back: no build fails over from what it forgot."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from bus.clock import SystemClock
+from bus.consuming.outcome import Received
+from bus.contracts.base import Meta
+from bus.contracts.cell import ServicesDigest
+from bus.faults import Transient
+from cell_conductor.config import ConductorConfig
+from cell_conductor.domain.instance import Instance, State
+from cell_conductor.domain.leases import Lease, LeaseState
+from cell_conductor.engine import Engine
+from cell_conductor.lease_keeper import LeaseKeeper, pages_of
+from cell_conductor.store.memory import MemoryInstances, MemoryInstanceTable
+from tests.unit.conductor.scenario import UUID
+from tests.unit.conductor.test_table_services import on, run
+
+
+class Relay:
+    """Keeps what would be published."""
+
+    def __init__(self) -> None:
+        self.sent: list[object] = []
+
+    async def wait_for_capacity(self) -> None:
+        """Never full."""
+
+    def send(self, row_id: int | None, outgoing: Any) -> None:
+        """Keep it."""
+        self.sent += outgoing
+
+
+class Asked:
+    """A bus whose requests get no answer."""
+
+    name = "c1"
+
+    async def request_all(self, messages: list[Any], *_: Any, **__: Any) -> list[Any]:
+        """No answer to any of them."""
+        return [Transient("no answer", code="request.timeout") for _ in messages]
+
+
+async def test_no_build_leaves_a_lost_service_before_the_database_was_compared() -> None:
+    """The keeper failed builds over from restored leases and records before a sweep had doubted them."""
+    table, relay, config = MemoryInstanceTable(clock := SystemClock()), Relay(), ConductorConfig()
+    bus: Any = Asked()
+    store = MemoryInstances(table.session())
+    await store.open()
+    keeper = LeaseKeeper(store, bus, clock=clock, config=config, cell="c1", process="p")  # type: ignore[arg-type]
+    engine = Engine(store=store, bus=bus, relay=relay, clock=clock, config=config, cell="c1", down=keeper.down)  # type: ignore[arg-type]
+    building = run(on("s1", "s2")).instance
+    async with store.transaction() as transaction:
+        await transaction.insert([building])
+    (silent,) = pages_of({"s1": Lease(service="s1", epoch=1, state=LeaseState.SILENT, reason="why")})
+    told = ServicesDigest(cell="c1", term=1, number=1, down=silent)
+    await keeper.handle([Received(told, Meta(id="m"), "c1", "conductor.leases")])
+    table.place += 1  # an operator restores a backup
+
+    async def recorded() -> Instance:
+        async with store.transaction() as transaction:
+            return (await transaction.lock([UUID]))[UUID]
+
+    for _ in range(2):
+        await keeper._fail_over(engine)
+        keeper._fail_over_at = 0.0
+        found = await recorded()
+        assert (found.state, found.doubted) == (State.BUILDING, True)
+    assert not relay.sent, "nothing is destroyed"
