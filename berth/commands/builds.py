@@ -283,7 +283,9 @@ def _plain(track: Track) -> dict[str, object]:
 
 def _show_record(record: BuildRecord, *, history: bool) -> None:
     out.print(Text.assemble(record.instance_uuid, f" {printable(record.name)} ", _colour(record.state)), soft_wrap=True)
-    facts = {"flavor": record.flavor, "project": record.project_id, "cell": record.cell, "host": record.host}
+    now = record.condition if record.condition != record.state else ""
+    facts = {"now": now, "request": f"{record.under_way} is under way" if record.under_way else None}
+    facts |= {"flavor": record.flavor, "project": record.project_id, "cell": record.cell, "host": record.host}
     facts |= {"code": record.code, "reason": record.reason, "asked": _when(record.created_at, day=True)}
     for name, value in facts.items():
         if value:

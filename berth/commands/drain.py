@@ -34,6 +34,7 @@ from bus.faults import RequestRefused
 
 PLAN_TIMEOUT_S = 60.0
 MAX_AT_ONCE = 100
+NOT_RUNNING = "instance.not_running"  # a cell's refusal of a live migration
 
 
 class _Drained:
@@ -112,37 +113,43 @@ async def _drain(
     *,
     quiet: bool,
 ) -> _Drained:
-    """Move what can be moved, so many at a time, until time runs out or a person stops it."""
-    drained, waiting = _Drained(), list(planned.moves)
+    """Move what can be moved, so many at a time, until time runs out or a person stops it.
+
+    What does not run cannot be moved live; its cell says so, and it is moved cold (a stopped one stays stopped).
+    """
+    drained, waiting = _Drained(), [(one, kind) for one in planned.moves]
     give_up_at = berth.clock.monotonic() + timeout_s
     stopped = asyncio.Event()
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGINT, stopped.set)
-    under_way: dict[str, PlannedMove] = {}
+    under_way: dict[str, tuple[PlannedMove, MoveKind]] = {}
     rng = random.SystemRandom()
     try:
         while waiting or under_way:
             late = berth.clock.monotonic() >= give_up_at
             while waiting and len(under_way) < at_once and not late and not stopped.is_set():
-                one = waiting.pop(0)
+                one, how = waiting.pop(0)
                 request = MoveRequest(
                     request_id=new_uuid(rng),
                     instance_uuid=one.instance_uuid,
                     project_id=one.project_id,
-                    kind=kind,
-                    auto_confirm_s=0.0 if kind is MoveKind.MIGRATE else None,
+                    kind=how,
+                    auto_confirm_s=0.0 if how is MoveKind.MIGRATE else None,
                 )
                 try:
                     await following.ask(request)
                 except RequestRefused as fault:
                     drained.failed.append((one.instance_uuid, fault.code, fault.reason))
                     continue
-                under_way[request.request_id] = one
+                under_way[request.request_id] = (one, how)
             if not under_way:
                 break
             await following.wait_for_one(give_up_at - berth.clock.monotonic())
             for request_id in [one for one in under_way if one in following.ended]:
-                moved, end = under_way.pop(request_id), following.ended.pop(request_id)
+                (moved, how), end = under_way.pop(request_id), following.ended.pop(request_id)
+                if how is MoveKind.LIVE_MIGRATE and end.code == NOT_RUNNING:
+                    waiting.append((moved, MoveKind.MIGRATE))  # asked at most twice: a cold one has no such end
+                    continue
                 if end.state is MoveState.DONE:
                     drained.moved.append(moved.instance_uuid)
                 else:
@@ -153,8 +160,8 @@ async def _drain(
                 break
     finally:
         loop.remove_signal_handler(signal.SIGINT)
-    drained.not_begun = [one.instance_uuid for one in waiting]
-    drained.failed += [(one.instance_uuid, "timeout", "it had not ended in time") for one in under_way.values()]
+    drained.not_begun = [one.instance_uuid for one, _ in waiting]
+    drained.failed += [(one.instance_uuid, "timeout", "it had not ended in time") for one, _ in under_way.values()]
     return drained
 
 

@@ -128,10 +128,11 @@ def begin(instance: Instance, event: MoveAsked, timeouts: Timeouts) -> Step:
         return again
     kind = event.request.kind
     if kind in _ENDS_ANOTHER or (kind is MoveKind.OFFLOAD and instance.power is not Power.SHELVED):
-        code = "instance.not_shelved" if kind is MoveKind.OFFLOAD else "move.none"
-        return refuse_request(instance, event, timeouts, code)
+        if kind is MoveKind.OFFLOAD:
+            return refuse_request(instance, event, timeouts, "instance.not_shelved", "shelve it first")
+        return refuse_request(instance, event, timeouts, "move.none", f"no move is there to {kind.value}")
     if instance.power is Power.SHELVED and kind not in (MoveKind.UNSHELVE, MoveKind.OFFLOAD, MoveKind.SHELVE):
-        return refuse_request(instance, event, timeouts, "instance.shelved")
+        return refuse_request(instance, event, timeouts, "instance.shelved", "unshelve or offload it first")
     if kind in CLAIMS:
         return begin_claimed(instance, event, timeouts)
     return begin_in_place(instance, event, timeouts)
@@ -144,7 +145,7 @@ def begin_offloaded(instance: Instance, event: MoveAsked, timeouts: Timeouts) ->
         return again
     request = event.request
     if request.kind is not MoveKind.UNSHELVE:
-        return refuse_request(instance, event, timeouts, "instance.offloaded")
+        return refuse_request(instance, event, timeouts, "instance.offloaded", "unshelve it first")
     if not request.selections:
         return refuse_request(instance, event, timeouts, "move.no_host")
     # `here` is the host that it had; nothing is there.

@@ -60,6 +60,7 @@ def test_an_instance_is_stopped_shelved_offloaded_and_unshelved(berth: Berth, in
         done = berth(command[0], instance, *command[1:], "--wait")
         assert done.status == 0, done.out + done.err
         assert shown(berth, instance)["condition"] == condition
+        assert (f"now      {condition}" in berth("show", instance).out) == (condition != "active")
     moves = berth("moves", "--instance", instance, "--json").data
     assert [one["kind"] for one in moves] == ["unshelve", "offload", "shelve", "rebuild", "start", "stop"]
     assert all(one["state"] == "done" for one in moves)
@@ -73,11 +74,12 @@ def test_mistakes_are_sentences_with_codes(berth: Berth, instance: str) -> None:
         (["evacuate", instance], NO, "host.not_fenced"),
         (["stop", str(uuid.uuid4())], NO, "instance.unknown"),
         (["stop", "x"], USAGE, ""),
-        (["confirm", instance, "--wait"], NO, ""),
         (["drain", "nowhere"], NO, "host.unknown"),
     ):
         said = berth(*arguments)
         assert said.status == status and code in said.err, (arguments, said)
+    refused = berth("confirm", instance, "--wait")
+    assert refused.status == NO and refused.out.splitlines()[0].endswith(": no move is there to confirm")
     assert shown(berth, instance)["state"] == "active"
 
 
@@ -105,6 +107,20 @@ def test_a_host_is_drained_by_the_plan(berth: Berth) -> None:
     finally:
         berth("hosts", "enable", host)
         berth("delete", *mine, "--wait")
+
+
+def test_a_drain_moves_a_stopped_instance_cold_and_leaves_it_stopped(berth: Berth) -> None:
+    host = "cell2-c1-00001"
+    mine = boot(berth, "--host", host)[0]["instance_uuid"]
+    try:
+        assert berth("stop", mine, "--wait").status == 0
+        drained = berth("drain", host, "--json")
+        assert drained.status == 0 and mine in drained.data["moved"], drained.out
+        there = shown(berth, mine)
+        assert there["host"] != host and there["condition"] == "stopped"
+    finally:
+        berth("hosts", "enable", host)
+        berth("delete", mine, "--wait")
 
 
 def test_no_wait_answers_at_once_and_time_runs_out(berth: Berth, instance: str) -> None:
