@@ -239,7 +239,7 @@ def destroyed_is_only_said() -> AbstractContextManager[Any]:
 
 def late_success_believed() -> AbstractContextManager[Any]:
     """A conductor takes any host's word for the success of its instance, whichever attempt it was."""
-    return patch.object(rules, "_is_current", lambda instance, attempt, host_uuid: True)
+    return patch.object(rules, "is_current", lambda instance, attempt, host_uuid: True)
 
 
 def old_attempt_not_destroyed() -> AbstractContextManager[Any]:

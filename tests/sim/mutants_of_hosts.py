@@ -219,17 +219,17 @@ def report_by_our_clock() -> AbstractContextManager[Any]:
             return bool(event.attempt >= instance.attempt)
         return bool(event.seen_at > instance.since + patience.report_grace_s)
 
-    return patch.object(rules, "_is_gone", is_gone)
+    return patch.object(rules, "is_gone", is_gone)
 
 
 def report_by_a_clock_that_is_set() -> AbstractContextManager[Any]:
     """Which of a host's words was first is for its clock to say, and somebody sets that."""
-    real = rules._is_gone
+    real = rules.is_gone
 
     def is_gone(instance: Any, event: Any, patience: Any) -> bool:
         return real(replace(instance, up_scan=None), event, patience)
 
-    return patch.object(rules, "_is_gone", is_gone)
+    return patch.object(rules, "is_gone", is_gone)
 
 
 MUTANTS_OF_HOSTS = (
