@@ -118,6 +118,13 @@ class Nodes:
         found: dict[str, Any] = await self._ask("GET", f"/v1/nodes/{node}")
         return found
 
+    async def repair(self, node: str) -> None:
+        """What an operator does about a node whose cleaning failed: make it available again."""
+        await self.maintenance(node, on=False)
+        for target, reached in (("manage", "manageable"), ("provide", "available")):
+            await self.provision(node, target)
+            await self.until(node, reached)
+
     async def maintenance(self, node: str, *, on: bool) -> None:
         """Set or unset maintenance."""
         await self._ask("PUT" if on else "DELETE", f"/v1/nodes/{node}/maintenance", {"reason": "tried"} if on else None)
