@@ -40,6 +40,12 @@ STEPS = (
         "{} tests (pytest)",
     ),
     Step(
+        "mutants.xml",
+        lambda told: _suites(told, "tests") - _suites(told, "skipped"),
+        lambda told: _suites(told, "failures") == _suites(told, "errors") == 0,
+        "{} tests of deliberate defects",
+    ),
+    Step(
         "demo.json",
         lambda told: told["requests"],
         lambda told: bool(told["verdicts"]) and all(verdict["holds"] is True for verdict in told["verdicts"]),

@@ -28,6 +28,7 @@ TOLD: dict[str, Any] = {
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     (tmp_path / "pytest.xml").write_text(PYTEST.format(0, 0, 0, 2858))
+    (tmp_path / "mutants.xml").write_text(PYTEST.format(0, 0, 0, 71))
     (tmp_path / "ironic.xml").write_text(PYTEST.format(0, 0, 0, 7))
     for name, told in TOLD.items():
         (tmp_path / name).write_text(json.dumps(told))
@@ -36,8 +37,8 @@ def folder(tmp_path: Path) -> Path:
 
 def test_what_every_step_did_is_said_in_one_line(folder: Path) -> None:
     assert executed(folder) == (
-        "all passed: 2858 tests (pytest), demo 1000 boots, conformance 1315, differential 3000 requests, "
-        "simulation 4466 requests, clients 57 calls, bad input 1524 requests, pages 10 steps, "
+        "all passed: 2858 tests (pytest), 71 tests of deliberate defects, demo 1000 boots, conformance 1315, "
+        "differential 3000 requests, simulation 4466 requests, clients 57 calls, bad input 1524 requests, pages 10 steps, "
         "Ironic 7 tests, fuzz 15000 inputs"
     )
 
