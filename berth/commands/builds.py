@@ -48,9 +48,7 @@ def boot(
     image: Annotated[str, typer.Option(help="The image's name.")] = "",
     image_source: Annotated[str | None, typer.Option(help="Where the image is, for bare metal (a URL).")] = None,
     image_sha256: Annotated[str | None, typer.Option(help="Its SHA-256.")] = None,
-    user_data: Annotated[
-        Path | None, typer.Option(exists=True, dir_okay=False, help="A file for cloud-init, for bare metal.")
-    ] = None,
+    user_data: Annotated[Path | None, typer.Option(help="A file for cloud-init, for bare metal.")] = None,
     key: Annotated[list[Path] | None, typer.Option(help="A file with a public SSH key; repeatable.")] = None,
     port: Annotated[
         list[str] | None,

@@ -38,8 +38,8 @@ def folder(tmp_path: Path) -> Path:
 def test_what_every_step_did_is_said_in_one_line(folder: Path) -> None:
     assert executed(folder) == (
         "all passed: 2858 tests (pytest), 71 tests of deliberate defects, demo 1000 boots, conformance 1315, "
-        "differential 3000 requests, simulation 4466 requests, clients 57 calls, bad input 1524 requests, pages 10 steps, "
-        "Ironic 7 tests, fuzz 15000 inputs"
+        "differential 3000 requests, simulation 4466 requests, clients 57 calls, bad input 1524 requests, "
+        "pages 10 steps, Ironic 7 tests, fuzz 15000 inputs"
     )
 
 
