@@ -18,7 +18,7 @@ from bus.clock import SystemClock
 from compute_sim.driver import DriverUnavailable
 from compute_sim.drivers.ironic.api import IronicApi, Refused
 
-baremetal = typer.Typer(no_args_is_help=True, help="Ironic's nodes: which there are, what is wrong, hold one back.")
+baremetal = typer.Typer(no_args_is_help=True, help="Ironic's nodes, and what is wrong with them.")
 
 NodeIdent = Annotated[str, typer.Argument(help="The node's UUID or name.", metavar="NODE")]
 

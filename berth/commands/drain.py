@@ -65,7 +65,9 @@ def drain(
     timeout: Timeout = 3600.0,
     as_json: AsJson = False,
 ) -> None:
-    """Move every instance away from a host, which is disabled first; Ctrl-C begins nothing more.
+    """Move every instance away from a host.
+
+    The host is disabled first; Ctrl-C begins nothing more.
 
     Run again, it goes on with what is left. Exit status 1 when an instance could not move, or is not begun.
     """
@@ -139,6 +141,8 @@ async def _drain(
                 try:
                     await following.ask(request)
                 except RequestRefused as fault:
+                    # Its event may have come first; an end of what is not under way would be waited for no longer.
+                    following.ended.pop(request.request_id, None)
                     drained.failed.append((one.instance_uuid, fault.code, fault.reason))
                     continue
                 under_way[request.request_id] = (one, how)

@@ -93,7 +93,10 @@ def resize(
     timeout: Timeout = 600.0,
     as_json: AsJson = False,
 ) -> None:
-    """Give an instance another flavor, on another host or where it is; confirm or revert follows."""
+    """Give an instance another flavor.
+
+    On another host, or where it is; confirm or revert follows.
+    """
     fields = {
         "flavor": flavor,
         "policy": policy.value,
@@ -114,7 +117,10 @@ def evacuate(
     timeout: Timeout = 600.0,
     as_json: AsJson = False,
 ) -> None:
-    """Build an instance again elsewhere: its host is dead, and an operator has fenced it."""
+    """Build an instance of a dead host again elsewhere.
+
+    An operator has fenced the host before (`berth hosts fence`).
+    """
     fields = {"host": host, "max_attempts": max_attempts, "fenced": True}
     _ask(context, uuid, MoveKind.EVACUATE, fields, request_id=request_id, wait=wait, timeout_s=timeout, as_json=as_json)
 
@@ -157,7 +163,10 @@ def unshelve(
     timeout: Timeout = 600.0,
     as_json: AsJson = False,
 ) -> None:
-    """Start a shelved instance again; an offloaded one on a host that is chosen anew."""
+    """Start a shelved instance again.
+
+    An offloaded one starts on a host that is chosen anew.
+    """
     fields = {"host": host, "max_attempts": max_attempts}
     _ask(context, uuid, MoveKind.UNSHELVE, fields, request_id=request_id, wait=wait, timeout_s=timeout, as_json=as_json)
 
@@ -179,7 +188,7 @@ def _simple(kind: MoveKind, sentence: str) -> Any:
     return command
 
 
-confirm = _simple(MoveKind.CONFIRM, "Keep a resized or migrated instance where it is now; its source is given up.")
+confirm = _simple(MoveKind.CONFIRM, "Keep a resized or migrated instance where it is.")
 revert = _simple(MoveKind.REVERT, "Take a resized or migrated instance back to its source.")
 abort = _simple(MoveKind.ABORT, "End a move that has not reached its destination.")
 offload = _simple(MoveKind.OFFLOAD, "Give up the host of a shelved instance.")
@@ -199,7 +208,7 @@ def moves(
     limit: Annotated[int, typer.Option(min=1, max=1000, help="The newest so many.")] = 50,
     as_json: AsJson = False,
 ) -> None:
-    """List what was asked of instances after their builds, newest first."""
+    """List moves and other requests, newest first."""
 
     async def body() -> None:
         async with client(settings_of(context)) as berth:
