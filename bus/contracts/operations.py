@@ -73,7 +73,7 @@ class ServicesQuery(Message, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     limit: Annotated[int, Bound(ge=1, le=100_000)] = 1000
 
 
-class ServiceRecord(Struct, frozen=True, kw_only=True, omit_defaults=True):
+class ServiceRecord(Struct, frozen=True, kw_only=True):
     """One compute service as a scheduler sees it.
 
     code, reason: why it is not up, as its cell's conductor says, and `since` when (seconds since the epoch).
