@@ -31,7 +31,8 @@ MICROVERSION = {"X-OpenStack-Ironic-API-Version": "1.72"}
 WAITING = frozenset({"wait call-back", "clean wait", "rescue wait", "service wait"})
 BOOTED = WAITING | {"deploying", "cleaning", "rescuing", "servicing"}  # the same ramdisk runs, with the same token
 BEAT_S = 0.3
-TIMEOUT_S = 10.0
+TIMEOUT_S = 60.0  # Ironic gives a token once: an answer that is given up is a token lost, and the deployment with it
+HIDDEN_TOKEN = "******"  # what a lookup answers while a token of this boot is out already
 MAX_ORDERS = 10_000
 IMAGE = "image.raw"
 IMAGE_BYTES = b"an image that no machine boots\n"
@@ -73,7 +74,7 @@ class Agents:
         self.failing: dict[str, str] = {}
         self.called: set[str] = set()  # nodes whose agent has called back at least once
         self._beat_s = beat_s
-        self._tokens: dict[str, str] = {}
+        self.tokens: dict[str, str] = {}  # by node, of the ramdisk that runs
         self._commands: dict[str, list[dict[str, Any]]] = {}
         self._url = ""
         self._server: _Server | None = None
@@ -108,24 +109,31 @@ class Agents:
     async def _beat_all(self) -> None:
         answer = await self._client.get("/v1/nodes", params={"fields": "uuid,provision_state"})
         states = {node["uuid"]: node["provision_state"] for node in answer.raise_for_status().json()["nodes"]}
-        for gone in [node for node in self._tokens if states.get(node) not in BOOTED]:
-            del self._tokens[gone]  # the ramdisk was shut down; the next boot looks itself up again
+        for gone in [node for node in self.tokens if states.get(node) not in BOOTED]:
+            del self.tokens[gone]  # the ramdisk was shut down; the next boot looks itself up again
             self._commands.pop(gone, None)
         for node, state in states.items():
             if state in WAITING and node not in self.silent:
                 await self._beat(node)
 
     async def _beat(self, node: str) -> None:
-        if node not in self._tokens:
+        if node not in self.tokens:
             found = await self._client.get("/v1/lookup", params={"node_uuid": node})
             if not found.is_success:
                 return
-            self._tokens[node] = found.json()["config"]["agent_token"]
-        body = {"callback_url": f"{self._url}/{node}", "agent_version": VERSION, "agent_token": self._tokens[node]}
+            token = found.json()["config"]["agent_token"]
+            if token == HIDDEN_TOKEN:
+                log.warning("agent.token_lost", node=node)
+                return
+            self.tokens[node] = token
+        body = {"callback_url": f"{self._url}/{node}", "agent_version": VERSION, "agent_token": self.tokens[node]}
         answer = await self._client.post(f"/v1/heartbeat/{node}", json=body)
         if answer.is_success:
             self.called.add(node)
         else:
+            if answer.status_code == httpx.codes.BAD_REQUEST:
+                # Ironic restarted the node between two beats: its ramdisk booted again and looks itself up again.
+                self.tokens.pop(node, None)
             log.debug("agent.not_heard", node=node, status=answer.status_code, answer=answer.text[:300])
 
     image_sha256 = IMAGE_SHA256
