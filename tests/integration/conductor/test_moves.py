@@ -19,7 +19,7 @@ from bus.contracts.base import Message
 from bus.contracts.build import BuildEvent, BuildState
 from bus.contracts.cell import CellBuild, CellDelete, InstanceSpec, Selection
 from bus.contracts.moves import CellMove, Condition, MoveEvent, MoveKind, MoveState
-from bus.contracts.placement import Claim, ClaimOption, ClaimResult, LocatePage, LocateRequest
+from bus.contracts.placement import Claim, ClaimOption, ClaimResult, LocatePage, LocateRequest, Release, ReleaseResult
 from bus.rabbitmq import RabbitTransport
 from bus.service.environment import Environment
 from bus.service.service import Service
@@ -81,6 +81,8 @@ class Rig:
         await self.api.open()
         self._ears = self.cell.consumer("scheduler.builds", self._hear)
         await self._ears.start()
+        for name in SERVICES:
+            await self._until_reported(name)
 
     async def close(self) -> None:
         self._stop.set()
@@ -99,6 +101,15 @@ class Rig:
         async with asyncio.timeout(WAIT_S), self._news:
             await self._news.wait_for(found)
 
+    async def _until_reported(self, service: str) -> None:
+        """Wait until placement has the inventory of this service's host."""
+        consumer, amounts = new_uuid(self.rng), self.selection(service).allocations
+        claim = Claim(consumer=consumer, options=(ClaimOption(allocations=amounts),), project_id="p")
+        async with asyncio.timeout(WAIT_S):
+            while (await self.api.request(claim, ClaimResult, timeout_s=WAIT_S)).outcome != "claimed":
+                pass
+        await self.api.request(Release(consumer=consumer), ReleaseResult, timeout_s=WAIT_S)
+
     # --- what a scheduler does
 
     def selection(self, service: str, vcpus: int = 1) -> Selection:
@@ -112,10 +123,7 @@ class Rig:
         """An instance on s1, active."""
         uuid, here = new_uuid(self.rng), self.selection("s1")
         claim = Claim(consumer=uuid, options=(ClaimOption(allocations=here.allocations),), project_id="p")
-        for _ in range(100):  # until the inventory has been reported
-            result = await self.api.request(claim, ClaimResult, timeout_s=WAIT_S)
-            if result.outcome == "claimed":
-                break
+        result = await self.api.request(claim, ClaimResult, timeout_s=WAIT_S)
         assert result.consumer_generation is not None
         spec = InstanceSpec(instance_uuid=uuid, project_id="p", flavor="small")
         await self.cell.publish(

@@ -330,7 +330,9 @@ async def test_a_book_that_was_set_back_is_taken_anew_however_far_it_has_come_si
             await stage.source.say_head()
         else:
             stage.source.unsaid.clear()
-            await follower.refresh(timeout_s=HANG_S)
+            asking = asyncio.create_task(follower.refresh(timeout_s=HANG_S))
+            await until(asking.done, stage.clock)
+            assert asking.result()
         await until(stage.is_true, stage.clock)
         assert stage.source.snapshots == snapshots + 1
         assert stage.book.history == "h2"
