@@ -2,7 +2,8 @@
 
 For every node that waits for a call-back it looks itself up, takes the agent token, sends heartbeats, and answers
 Ironic's commands as done at once. What Ironic orders is kept in `orders`: the image and the config drive that a real
-agent would write. Faults are planned a node: never call back, or fail a step.
+agent would write. Faults are planned a node: never call back, or fail a step. A machine whose agent lost its token is
+restarted, as an operator would: Ironic gives a token once a boot.
 """
 
 from __future__ import annotations
@@ -33,6 +34,8 @@ BOOTED = WAITING | {"deploying", "cleaning", "rescuing", "servicing"}  # the sam
 BEAT_S = 0.3
 TIMEOUT_S = 60.0  # Ironic gives a token once: an answer that is given up is a token lost, and the deployment with it
 HIDDEN_TOKEN = "******"  # what a lookup answers while a token of this boot is out already
+REFUSED_TOKEN = "agent token"  # in Ironic's words; its 400 also says that no conductor is there, or an address is new
+OTHER_ADDRESS = "callback_url"
 MAX_ORDERS = 10_000
 IMAGE = "image.raw"
 IMAGE_BYTES = b"an image that no machine boots\n"
@@ -63,18 +66,36 @@ class AgentCommand(Struct, frozen=True):
 
 
 class Agents:
-    """One agent a node that waits. silent: nodes whose agent never calls. failing: {node: why}, not written."""
+    """One agent a node that waits.
 
-    def __init__(self, ironic_url: str, *, headers: Mapping[str, str] | None = None, beat_s: float = BEAT_S) -> None:
+    silent: nodes whose agent never calls. failing: {node: why}, nothing is written there. first_fails: {node: why}, of
+    these the first that is to write anything is failing from then on, and the others are not.
+    """
+
+    def __init__(
+        self,
+        ironic_url: str,
+        *,
+        headers: Mapping[str, str] | None = None,
+        beat_s: float = BEAT_S,
+        transport: httpx.AsyncBaseTransport | None = None,
+    ) -> None:
         self._client = httpx.AsyncClient(
-            base_url=ironic_url, headers={**MICROVERSION, **(headers or {})}, timeout=TIMEOUT_S, trust_env=False
+            base_url=ironic_url,
+            headers={**MICROVERSION, **(headers or {})},
+            timeout=TIMEOUT_S,
+            trust_env=False,
+            transport=transport,
         )
         self.orders: deque[AgentCommand] = deque(maxlen=MAX_ORDERS)
         self.silent: set[str] = set()
         self.failing: dict[str, str] = {}
+        self.first_fails: dict[str, str] = {}
         self.called: set[str] = set()  # nodes whose agent has called back at least once
         self._beat_s = beat_s
         self.tokens: dict[str, str] = {}  # by node, of the ramdisk that runs
+        self.restarts = 0  # machines restarted because their agent could not sign in
+        self._aborted: set[str] = set()  # nodes whose cleaning was ended for that
         self._commands: dict[str, list[dict[str, Any]]] = {}
         self._url = ""
         self._server: _Server | None = None
@@ -102,7 +123,8 @@ class Agents:
 
     async def _run(self) -> None:
         while True:
-            with contextlib.suppress(httpx.HTTPError):  # Ironic is unavailable, as it is for a real agent: again
+            # Ironic is unavailable or in trouble, as it is for a real agent: again.
+            with contextlib.suppress(httpx.HTTPError, LookupError, ValueError):
                 await self._beat_all()
             await asyncio.sleep(self._beat_s)
 
@@ -110,31 +132,65 @@ class Agents:
         answer = await self._client.get("/v1/nodes", params={"fields": "uuid,provision_state"})
         states = {node["uuid"]: node["provision_state"] for node in answer.raise_for_status().json()["nodes"]}
         for gone in [node for node in self.tokens if states.get(node) not in BOOTED]:
-            del self.tokens[gone]  # the ramdisk was shut down; the next boot looks itself up again
-            self._commands.pop(gone, None)
+            self._forget(gone)  # the ramdisk was shut down; the next boot looks itself up again
         for node, state in states.items():
-            if state in WAITING and node not in self.silent:
-                await self._beat(node)
+            with contextlib.suppress(httpx.HTTPError, LookupError, ValueError):  # one node's trouble is no other's
+                if node in self._aborted:
+                    await self._clean_again(node, state)
+                if state in WAITING and node not in self.silent:
+                    await self._beat(node, state)
 
-    async def _beat(self, node: str) -> None:
-        if node not in self.tokens:
-            found = await self._client.get("/v1/lookup", params={"node_uuid": node})
-            if not found.is_success:
-                return
-            token = found.json()["config"]["agent_token"]
-            if token == HIDDEN_TOKEN:
-                log.warning("agent.token_lost", node=node)
-                return
-            self.tokens[node] = token
+    async def _beat(self, node: str, state: str) -> None:
+        if node not in self.tokens and not await self._sign_in(node, state):
+            return
         body = {"callback_url": f"{self._url}/{node}", "agent_version": VERSION, "agent_token": self.tokens[node]}
         answer = await self._client.post(f"/v1/heartbeat/{node}", json=body)
         if answer.is_success:
             self.called.add(node)
-        else:
-            if answer.status_code == httpx.codes.BAD_REQUEST:
+            return
+        log.debug("agent.not_heard", node=node, status=answer.status_code, answer=answer.text[:300])
+        if answer.status_code == httpx.codes.BAD_REQUEST:
+            if REFUSED_TOKEN in answer.text:
                 # Ironic restarted the node between two beats: its ramdisk booted again and looks itself up again.
-                self.tokens.pop(node, None)
-            log.debug("agent.not_heard", node=node, status=answer.status_code, answer=answer.text[:300])
+                self._forget(node)
+            elif OTHER_ADDRESS in answer.text:
+                await self._restart(node, state)
+
+    async def _sign_in(self, node: str, state: str) -> bool:
+        """Look the node up; Ironic gives its token once a boot, and an answer may be lost."""
+        found = await self._client.get("/v1/lookup", params={"node_uuid": node})
+        if not found.is_success:
+            return False
+        token = str(found.json()["config"]["agent_token"])
+        if token == HIDDEN_TOKEN:
+            await self._restart(node, state)
+            return False
+        self.tokens[node] = token
+        return True
+
+    async def _restart(self, node: str, state: str) -> None:
+        """What an operator does about a ramdisk that cannot sign in; Ironic then gives the next boot a token."""
+        self._forget(node)
+        if state == "clean wait":  # Ironic refuses power actions while it cleans
+            self._aborted.add(node)
+            path, target = "provision", "abort"
+        else:
+            path, target = "power", "rebooting"
+        answer = await self._client.put(f"/v1/nodes/{node}/states/{path}", json={"target": target})
+        self.restarts += answer.is_success
+        log.warning("agent.restarted", node=node, state=state, status=answer.status_code)
+
+    async def _clean_again(self, node: str, state: str) -> None:
+        verb = {"clean failed": "manage", "manageable": "provide"}.get(state)
+        if verb is None:
+            return
+        answer = await self._client.put(f"/v1/nodes/{node}/states/provision", json={"target": verb})
+        if answer.is_success and verb == "provide":
+            self._aborted.discard(node)
+
+    def _forget(self, node: str) -> None:
+        self.tokens.pop(node, None)
+        self._commands.pop(node, None)
 
     image_sha256 = IMAGE_SHA256
 
@@ -174,6 +230,9 @@ class Agents:
             "command_error": None,
             "command_result": result,
         }
+        if short == "execute_deploy_step" and node in self.first_fails:
+            self.failing[node] = self.first_fails[node]
+            self.first_fails.clear()
         if node in self.failing and short == "execute_deploy_step":
             error = {"type": "CommandExecutionError", "code": 500, "message": self.failing[node], "details": ""}
             done.update(command_status="FAILED", command_error=error, command_result=None)

@@ -11,6 +11,8 @@ import contextlib
 import os
 import signal
 import sys
+import time
+import uuid
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -29,6 +31,7 @@ CLASS = "baremetal-gold"
 POLL_S = 0.2
 ENROLL_TIMEOUT_S = 300.0
 REQUEST_TIMEOUT_S = 60.0
+BUSY_TIMEOUT_S = 60.0
 # A direct deployment boots a ramdisk from somewhere; fake hardware boots nothing.
 RAMDISK = {"deploy_kernel": "http://127.0.0.1/kernel", "deploy_ramdisk": "http://127.0.0.1/ramdisk"}
 SETTINGS = """\
@@ -69,8 +72,10 @@ def programs() -> Path:
 
 
 @contextlib.asynccontextmanager
-async def lab(directory: Path | None = None, **more: Any) -> AsyncIterator[Lab]:
-    """Broker, Ironic and agents, for as long as this context. more: as for `Ironic`."""
+async def lab(
+    directory: Path | None = None, *, agents_way: httpx.AsyncBaseTransport | None = None, **more: Any
+) -> AsyncIterator[Lab]:
+    """Broker, Ironic and agents, for as long as this context. agents_way: how they speak. more: as for `Ironic`."""
     with contextlib.ExitStack() as servers:
         broker = await asyncio.to_thread(
             servers.enter_context, RabbitMQ(None if directory is None else directory / "rabbitmq")
@@ -78,7 +83,7 @@ async def lab(directory: Path | None = None, **more: Any) -> AsyncIterator[Lab]:
         url = await asyncio.to_thread(broker.add_vhost, VHOST)
         place = None if directory is None else directory / "ironic"
         ironic = await asyncio.to_thread(servers.enter_context, Ironic(programs(), place, broker_url=url, **more))
-        agents = Agents(ironic.url)
+        agents = Agents(ironic.url, transport=agents_way)
         await agents.start()
         try:
             yield Lab(ironic=ironic, broker_url=url, agents=agents)
@@ -98,8 +103,9 @@ class Nodes:
         fields.setdefault("properties", {"cpu_arch": "x86_64", "memory_mb": 1024, "cpus": 1, "local_gb": 10})
         if direct:
             fields.update(deploy_interface="direct", management_interface="noop", driver_info=RAMDISK)
-        made = [await self._ask("POST", "/v1/nodes", fields) for _ in range(count)]
-        nodes: list[str] = [node["uuid"] for node in made]
+        nodes = [str(uuid.uuid4()) for _ in range(count)]
+        for node in nodes:
+            await self._ask("POST", "/v1/nodes", {**fields, "uuid": node})
         for target, reached in (("manage", "manageable"), ("provide", "available")):
             for node in nodes:
                 await self.provision(node, target)
@@ -145,10 +151,28 @@ class Nodes:
         await self.client.aclose()
 
     async def _ask(self, method: str, path: str, body: Any = None) -> Any:
-        answer = await self.client.request(method, path, json=body)
-        if answer.is_error:
-            raise RuntimeError(f"{method} {path}: {answer.status_code} {answer.text[:500]}")
-        return answer.json() if answer.content else None
+        """One request, repeated while the node is locked or Ironic in trouble (SQLite has one writer).
+
+        One that Ironic answered with a fault may have come true: then its repetition is refused, which is fine.
+        """
+        unsure = False
+        limit = time.monotonic() + BUSY_TIMEOUT_S
+        while True:
+            try:
+                answer = await self.client.request(method, path, json=body)
+            except httpx.TransportError as error:
+                status, text = 0, repr(error)
+            else:
+                status, text = answer.status_code, answer.text[:500]
+                if answer.is_success:
+                    return answer.json() if answer.content else None
+            if unsure and status in {httpx.codes.BAD_REQUEST, httpx.codes.CONFLICT} and method != "GET":
+                return None
+            unsure = unsure or status == 0 or status >= httpx.codes.INTERNAL_SERVER_ERROR
+            passes = status in {0, httpx.codes.CONFLICT} or status >= httpx.codes.INTERNAL_SERVER_ERROR
+            if not passes or time.monotonic() > limit:
+                raise RuntimeError(f"{method} {path}: {status} {text}")
+            await asyncio.sleep(POLL_S)
 
 
 async def _run(directory: Path) -> None:

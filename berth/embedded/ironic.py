@@ -62,7 +62,7 @@ port = {port}
 api_workers = 1
 [conductor]
 automated_clean = true
-deploy_callback_timeout = 120
+deploy_callback_timeout = 600
 check_provision_state_interval = 5
 workers_pool_size = 100
 [agent]

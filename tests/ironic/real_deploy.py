@@ -29,7 +29,6 @@ async def test_a_direct_deployment_waits_for_the_agent_and_ends_active(metal: Re
     waiting = await metal.nodes.until(node, "wait call-back", timeout_s=WAIT_S)
     assert (waiting["instance_uuid"], waiting["lessee"]) == (request.instance_uuid, "acme")
     assert waiting["instance_info"]["berth"]["instance"] == request.instance_uuid
-    metal.lab.agents.tokens[node] = "of the boot before, whose end the agent did not see"
     metal.lab.agents.silent.discard(node)
     assert await metal.client.wait(WAIT_S) and track.state == "active"
     active = await metal.nodes.get(node)
@@ -47,25 +46,17 @@ async def test_a_direct_deployment_waits_for_the_agent_and_ends_active(metal: Re
 async def test_a_node_whose_deployment_fails_lets_go_before_the_alternate_is_deployed(metal: RealMetal) -> None:
     nodes = await metal.nodes.enroll(2, direct=True, resource_class="baremetal-silver")
     await metal.offered(*nodes)
-    for node in nodes:
-        metal.lab.agents.failing[node] = "the disk is broken"
+    metal.lab.agents.first_fails = dict.fromkeys(nodes, "the disk is broken")
     request = metal.request(flavor="bm.silver", image_source=metal.image, config_drive=drive())
     (track,) = await metal.client.boot([request])
-    tried: list[str] = []
-
-    async def is_tried() -> bool:
-        tried[:] = [node for node in nodes if (await metal.nodes.get(node))["instance_uuid"]]
-        return bool(tried)
-
-    await until(is_tried)
-    (good,) = set(nodes) - set(tried)
-    metal.lab.agents.failing.pop(good)
     assert await metal.client.wait(WAIT_S)
     record = await metal.record(request.instance_uuid)
+    (broken,) = set(nodes) & set(metal.lab.agents.failing)
+    (good,) = set(nodes) - {broken}
     assert (track.state, record.host) == ("active", good), record.history
     assert [attempt.code for attempt in record.history] == ["node.deploy_failed", ""]
     assert "the disk is broken" in record.history[0].reason, "Ironic's own words"
-    await metal.nodes.until(tried[0], "available", timeout_s=WAIT_S)
+    await metal.nodes.until(broken, "available", timeout_s=WAIT_S)
     await metal.delete(request.instance_uuid)
     await metal.nodes.until(good, "available", timeout_s=WAIT_S)
     await metal.all_agree()

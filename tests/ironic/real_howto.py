@@ -15,7 +15,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent.parent
 PAGE = ROOT / "docs" / "howto" / "bare-metal.md"
-LIMIT_S = 200.0
+LIMIT_S = 400.0
 PAGES_DIRECTORY = ".berth/ironic/run"
 TERMINALS = 3
 

@@ -10,7 +10,7 @@ import os
 import random
 
 from bus.contracts.build import BuildRequest
-from tests.kit.real_metal import RealMetal, drive, real_metal, until
+from tests.kit.real_metal import WAIT_S, RealMetal, drive, real_metal, until
 
 CYCLES = int(os.environ.get("IRONIC_CYCLES", "8"))
 NODES, AT_ONCE = 6, 4
@@ -55,7 +55,7 @@ async def one_round(metal: RealMetal, nodes: list[str], rng: random.Random, coun
     metal.lab.agents.failing[broken] = "soak: the disk is broken"
     tracks = await metal.client.boot(requests)
     await fault(metal, nodes, rng)
-    assert await metal.client.wait(300.0), [track.state for track in tracks]
+    assert await metal.client.wait(2 * WAIT_S), [track.state for track in tracks]
     metal.lab.agents.failing.pop(broken)
     for track in tracks:
         assert track.terminals == 1 and track.state in ENDS, track

@@ -31,7 +31,7 @@ from cell_conductor.config import ConductorConfig
 from compute_sim.config import ComputeConfig, IronicConfig
 from ironic_sync.config import IronicSyncConfig, NotificationBroker
 
-WAIT_S = 90.0
+WAIT_S = 300.0
 POLL_S = 0.2
 FLAVOR = "bm.gold"
 RNG = random.Random()

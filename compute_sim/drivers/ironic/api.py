@@ -137,7 +137,9 @@ class IronicApi:
         """The node that carries this instance, by Ironic's word; Ironic lets only one. With all its fields."""
         held = await self.nodes(instance_uuid=instance)
         found = next((node.uuid for node in held if node.instance == instance), None)
-        return None if found is None else await self.node(found)
+        node = None if found is None else await self.node(found)
+        # Between the two reads it may have let go: then it is free, and not another's that carries our instance.
+        return node if node is not None and node.instance == instance else None
 
     async def refusals(self, ident: str, interfaces: builtins.list[str]) -> builtins.list[str]:
         """Why these interfaces of the node would not deploy it, in Ironic's words; none: they would."""

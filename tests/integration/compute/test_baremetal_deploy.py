@@ -194,6 +194,37 @@ async def test_an_instance_that_another_deployment_has_on_a_node_is_built_nowher
     assert caught.value.code == "instance.elsewhere" and ironic.pool.nodes[free]["instance_uuid"] is None
 
 
+class BetweenTwoReads(httpx.AsyncBaseTransport):
+    """A way to Ironic on which a node lets go of its instance after a list has named it as the holder."""
+
+    def __init__(self, node: dict[str, Any]) -> None:
+        self._inner = httpx.AsyncHTTPTransport()
+        self.node = node
+        self.raced = False
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        answer = await self._inner.handle_async_request(request)
+        if "instance_uuid" in request.url.params and not self.raced:
+            await answer.aread()
+            self.raced = True
+            self.node.update(instance_uuid=None, instance_info={}, provision_state="cleaning")
+        return answer
+
+    async def aclose(self) -> None:
+        await self._inner.aclose()
+
+
+async def test_a_node_that_lets_go_between_two_reads_ends_no_build(ironic: IronicStandIn) -> None:
+    """It was taken for another deployment's: `instance.elsewhere`, final, and the build on a good node was over."""
+    failing, good, _ = ironic.pool.nodes
+    await deployed(config(ironic), build(failing))
+    way = BetweenTwoReads(ironic.pool.nodes[failing])
+    driver = await driver_of(config(ironic), way)
+    async with asyncio.timeout(PATIENCE_S):
+        await driver.spawn(build(good, attempt=2))
+    assert way.raced and ironic.pool.nodes[good]["provision_state"] == "active"
+
+
 class Flaky(httpx.AsyncBaseTransport):
     """A way to Ironic that answers some requests with 503, or loses an answer."""
 
