@@ -24,6 +24,7 @@ from placement_worker.replica.book import Book
 from placement_worker.replica.follower import Follower
 from scheduler_worker import metrics
 from scheduler_worker.announcements import AnnouncementHandler
+from scheduler_worker.changes import ChangeHandler, ControlListener
 from scheduler_worker.claims import BusClaims
 from scheduler_worker.config import SchedulerConfig
 from scheduler_worker.domain.decisions import refused_event
@@ -36,10 +37,8 @@ from scheduler_worker.fleet_metrics import FLEET
 from scheduler_worker.handlers import RequestHandler
 from scheduler_worker.moves import MoveEngine
 from scheduler_worker.objects import ObjectRegistry, configured
-from scheduler_worker.operations import AdminListener, OperationsHandler
 from scheduler_worker.queries import QueryHandler
 from scheduler_worker.retention import purge_forever
-from scheduler_worker.store.objects import ObjectStore, PostgresObjects
 from scheduler_worker.store.port import SchedulerStore
 from scheduler_worker.store.postgres import PostgresBuilds
 
@@ -126,14 +125,12 @@ def build(
     cells: Sequence[str],
     *,
     store: SchedulerStore | None = None,
-    objects: ObjectStore | None = None,
     book: Book | None = None,
     table: HostTable | None = None,
 ) -> Service:
     """One scheduler over these cells. Any number may run side by side.
 
-    store: instead of the schema `scheduler` in the environment's database. objects: where operators' objects are; with
-    a store of one's own and no objects, the settings stay as they are. book, table: the replica and the host
+    store: instead of the schema `scheduler` in the environment's database. book, table: the replica and the host
     table to fill, for callers that read them (simulation, tests).
     """
     service = Service("scheduler", clock=env.clock)
@@ -148,8 +145,7 @@ def build(
     )
     buses = {name: env.bus(name) for name in (API, *cells)}
     if store is None:
-        database = env.database("scheduler")
-        store, objects = PostgresBuilds(database), objects if objects is not None else PostgresObjects(database)
+        store = PostgresBuilds(env.database("scheduler"))
     relay = Relay(store.outbox, buses, clock=env.clock, linger_s=config.progress_linger_s, lingers=is_progress)
     store.publish_through(relay)
     follower = Follower(buses[API], selector.book, process=env.process, clock=env.clock)
@@ -196,25 +192,36 @@ def build(
         service.add_refresh(partial(count_dead_letters, name, bus.transport))
     workers = WorkerTable()
     announce_presence(service, env, buses[API], "scheduler")
-    _operations(service, buses[API], store=store, selector=selector, workers=workers, config=config)
+    registry = ObjectRegistry(store, selector, config, clock=env.clock)
+    _objects(service, buses[API], registry, selector=selector, workers=workers, config=config)
     links = [_link(service, env, buses[cell], selector, workers, store=store, config=config) for cell in cells]
     service.add_preparation(lambda: wait_for(links, config.cell_wait_s))
-    registry = None
-    if objects is not None:
-        registry = ObjectRegistry(objects, selector, config, bus=buses[API], clock=env.clock)
-        _objects(service, buses[API], registry)
     queries = QueryHandler(store, selector, moves, workers, clock=env.clock, objects=registry)
     _requests(service, env, buses[API], queries=queries, selector=selector, engine=engine, moves=moves, config=config)
     return service
 
 
-def _objects(service: Service, bus: Bus, registry: ObjectRegistry) -> None:
+def _objects(
+    service: Service,
+    bus: Bus,
+    registry: ObjectRegistry,
+    *,
+    selector: Selector,
+    workers: WorkerTable,
+    config: SchedulerConfig,
+) -> None:
     """Operators' objects: loaded before the first request is taken, and again whenever they change."""
+    bus.transport.on_reconnect(registry.on_reconnected)
+    listener = ControlListener(registry, workers, bus.name, clock=bus.clock)
+    changes = ChangeHandler(registry, selector, clock=bus.clock, warmup_s=config.hosts_warmup_s)
+    # The queue is there before the objects are read: a change in between is announced in it.
+    service.add_declaration(lambda: bus.declare("scheduler.control.{process}"))
     service.add_preparation(registry.open)
     service.add_task("objects", registry.run)
     service.add_consumer(
-        bus.consumer("scheduler.objects.{process}", registry, max_batch=64, concurrency=1, prefetch=64)
+        bus.consumer("scheduler.control.{process}", listener, max_batch=64, concurrency=1, prefetch=64)
     )
+    service.add_consumer(bus.consumer("scheduler.changes", changes, max_batch=16, concurrency=1, prefetch=16))
 
 
 def _link(
@@ -260,26 +267,6 @@ def _link(
 
 async def open_nothing() -> None:
     """Open nothing: the bus of a cell is opened by its own side task."""
-
-
-def _operations(
-    service: Service,
-    bus: Bus,
-    *,
-    store: SchedulerStore,
-    selector: Selector,
-    workers: WorkerTable,
-    config: SchedulerConfig,
-) -> None:
-    listener = AdminListener(store, selector.table, workers, bus, again_s=config.report_interval_s)
-    bus.transport.on_reconnect(listener.on_reconnected)
-    operations = OperationsHandler(store, selector, clock=bus.clock, warmup_s=config.hosts_warmup_s)
-    # The queue is there before the decisions on record are read: what is decided in between arrives as a message.
-    service.add_declaration(lambda: bus.declare("scheduler.admin.{process}"))
-    service.add_task("operators' decisions", listener.run)
-    service.add_preparation(listener.loaded.wait)
-    service.add_consumer(bus.consumer("scheduler.admin.{process}", listener, max_batch=64, concurrency=1, prefetch=64))
-    service.add_consumer(bus.consumer("scheduler.operations", operations, max_batch=16, concurrency=1, prefetch=16))
 
 
 def _requests(

@@ -1,22 +1,23 @@
 """Operators' objects in a scheduler: loaded at start and whenever they change, and changed on request.
 
-A change is one transaction; then it is announced on the bus, and every scheduler loads the new revision. An
-announcement that is lost is made up for by a look at the revision every RELOAD_S.
+A change is one transaction with its announcement; then every scheduler loads the new revision. An announcement that is
+lost is made up for by reading the revision every RELOAD_S. Flavors, aggregates, quotas and scheduling rules make the
+scheduler's configuration; decisions about hosts are columns of its host table.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import structlog
 from msgspec import Struct
 
-from bus.bus import Bus
+from bus.bus import API
 from bus.clock import Clock
-from bus.consuming.outcome import Done, Outcome, Received, Refuse
-from bus.contracts.base import MAX_REASON, Message, Refusal
+from bus.contracts.base import MAX_REASON, Refusal
 from bus.contracts.objects import (
     ChangedObject,
     ObjectKind,
@@ -28,9 +29,9 @@ from bus.contracts.objects import (
     ObjectsQuery,
     ObjectsRevision,
 )
-from bus.faults import DatabaseUnavailable
-from bus.port import BusError
-from bus.retrying import OBJECTS, Retrying
+from bus.faults import Transient
+from bus.persistence.outbox import OutboxMessage
+from bus.retrying import OBJECTS, Retrying, passes_with_time
 from bus.service.settings import SettingsError
 from scheduler_worker import metrics, plugins
 from scheduler_worker.config import SchedulerConfig
@@ -39,9 +40,14 @@ from scheduler_worker.domain.fleet import zones_of
 from scheduler_worker.domain.objects import (
     IN_USE,
     INVALID,
+    ChangeAuthor,
     ChangePlan,
-    bodies_after,
+    Key,
+    ObjectsOnRecord,
+    applied,
+    configuration_bodies,
     effective_config,
+    host_decisions,
     plan,
     seeds,
     zones_that_move,
@@ -49,11 +55,15 @@ from scheduler_worker.domain.objects import (
 from scheduler_worker.domain.plugins import Filter, Weighing
 from scheduler_worker.domain.selector import Selector
 from scheduler_worker.domain.view import HostsView, Membership
-from scheduler_worker.store.objects import ObjectsOnRecord, ObjectStore
+from scheduler_worker.store.port import SchedulerStore
+from scheduler_worker.store.rows import clean
 
 log = structlog.get_logger(__name__)
 
 RELOAD_S = 10.0
+RELOAD_CHECK_S = 0.5  # how soon after a reconnect the revision is read again
+NOT_LOADED = -1
+HANDLER = "scheduler.changes"
 MAX_BUILDS_COUNTED = 1000
 SEEDED_BY = "settings"
 
@@ -78,124 +88,157 @@ def configured(config: SchedulerConfig) -> Configured:
 
 
 class ObjectRegistry:
-    """Keeps a scheduler's configuration up to date with the objects on record. settings: its own, without objects."""
+    """Keeps a scheduler's configuration and its host table up to date with the objects on record.
 
-    def __init__(
-        self, store: ObjectStore, selector: Selector, settings: SchedulerConfig, *, bus: Bus, clock: Clock
-    ) -> None:
+    settings: the scheduler's own, without objects.
+    """
+
+    def __init__(self, store: SchedulerStore, selector: Selector, settings: SchedulerConfig, *, clock: Clock) -> None:
         self._store = store
         self._selector = selector
         self._settings = settings
-        self._bus = bus
         self._clock = clock
         self._loading = asyncio.Lock()  # what was read first is not adopted last
+        self._is_fresh = True  # False: announcements may have been lost
+        self._in_force: tuple[dict[Key, dict[str, Any]], Configured] | None = None
+        self.revision = NOT_LOADED  # of the objects in force here
 
     async def open(self) -> None:
-        """Seed an empty system from the settings, and load the objects. Waits while the database is away."""
-        await Retrying(OBJECTS, self._clock).call(
-            self._seed_and_load, lambda error: isinstance(error, DatabaseUnavailable)
-        )
+        """Seed an empty system from the settings, and load the objects. Waits while the database is unavailable."""
+        await Retrying(OBJECTS, self._clock).call(self.reload, passes_with_time)
 
     async def run(self) -> None:
-        """Look at the revision every RELOAD_S."""
+        """Read the revision every RELOAD_S, and soon after each reconnect."""
+        due = self._clock.monotonic() + RELOAD_S
         while True:
-            await self._clock.sleep(RELOAD_S)
-            await self._reload()
+            await self._clock.sleep(RELOAD_CHECK_S)
+            if not self._is_fresh or self._clock.monotonic() >= due:
+                self._is_fresh = True  # before: a connection that is lost meanwhile has it read again
+                try:
+                    await self.reload()
+                    due = self._clock.monotonic() + RELOAD_S
+                except Transient as fault:
+                    self._is_fresh = False
+                    log.warning("objects.not_loaded", code=fault.code)
 
-    async def __call__(self, batch: Sequence[Received]) -> Sequence[Outcome]:
-        """Queue `scheduler.objects.{process}`: a new revision was announced."""
-        newest = max((one.message.revision for one in batch if isinstance(one.message, ObjectsRevision)), default=0)
-        if newest > self._selector.revision:
-            await self._reload()
-        return [Done()] * len(batch)
+    def on_reconnected(self) -> None:
+        """The private queue was deleted with the connection, and so were the announcements in it."""
+        self._is_fresh = False
 
-    async def answer(self, message: Message) -> Outcome:
-        """Carry out a change, or answer a query."""
-        try:
-            match message:
-                case ObjectsChange():
-                    changed = await self.change(message)
-                    return Done(reply=changed) if isinstance(changed, ObjectsChanged) else _refuse(changed)
-                case ObjectsQuery():
-                    return Done(reply=await self._page(message))
-                case ObjectLogQuery():
-                    return Done(reply=ObjectLogPage(entries=tuple(await self._store.log(message))))
-        except DatabaseUnavailable as fault:  # answered now: the requester does not wait until it is back
-            return Refuse(fault.code, fault.reason)
-        raise AssertionError(message)
+    async def announced(self, revision: int) -> None:
+        """Load the objects, unless this revision or a later one is in force here. Raises Transient."""
+        if revision > self.revision:
+            await self.reload()
 
-    async def change(self, asked: ObjectsChange) -> ObjectsChanged | Refusal:
-        """Change objects, all of them or none; in force here when this returns."""
+    async def reload(self) -> None:
+        """Load the objects if their revision is another one. One that was set back (a restore) is another, too.
+
+        Raises Transient; SettingsError when none was loaded before and those on record cannot be used here.
+        """
         async with self._loading:
-            return await self._change(asked)
+            found = await self._store.objects(unless=self.revision)
+            if found is not None and found.revision == 0 and (first := seeds(self._settings)):
+                found = await self._seed(first)
+            if found is not None:
+                self._load(found)
 
-    async def _change(self, asked: ObjectsChange) -> ObjectsChanged | Refusal:
-        async with self._store.changing() as unit:
-            present = unit.present
-            planned = plan(asked, present.objects)
+    async def page(self, query: ObjectsQuery) -> ObjectsPage:
+        """Objects on record, in order of kind and name. Raises Transient."""
+        found = await self._store.objects()
+        assert found is not None
+        wanted = [
+            stored
+            for key, stored in sorted(found.objects.items())
+            if query.kind in (None, stored.kind)
+            and query.name in (None, stored.name)
+            and (query.after is None or key > query.after)
+        ]
+        return ObjectsPage(
+            revision=found.revision, objects=tuple(wanted[: query.limit]), more=len(wanted) > query.limit
+        )
+
+    async def log(self, query: ObjectLogQuery) -> ObjectLogPage:
+        """Entries of the log of changes, newest first. Raises Transient."""
+        return ObjectLogPage(entries=tuple(await self._store.object_log(query)))
+
+    async def change(self, change: ObjectsChange, message_id: str) -> ObjectsChanged | Refusal:
+        """Change objects, all of them or none; in force here when this returns. Raises Transient.
+
+        message_id: of the message that asks for it; what it has changed before, it does not change again.
+        """
+        async with self._loading:
+            return await self._change(change, message_id)
+
+    async def _change(self, change: ObjectsChange, message_id: str) -> ObjectsChanged | Refusal:
+        async with self._store.operation() as unit:
+            present = await unit.lock_objects()
+            if not await unit.first_time(HANDLER, message_id):
+                # Delivered again; a later change may have come since, and it stays.
+                return ObjectsChanged(revision=present.revision)
+            planned = plan(change, present.objects)
             if isinstance(planned, Refusal):
                 return planned
-            after = self._checked(present, planned)
-            if isinstance(after, Refusal):
-                return after
-            stranded = None if asked.force else await self._stranded(planned, after.config)
+            made = self._checked(present, planned)
+            if isinstance(made, Refusal):
+                return made
+            stranded = None if change.force else await self._stranded(planned, made.config)
             if stranded is not None:
                 return Refusal(code=IN_USE, reason=stranded[:MAX_REASON])
-            if asked.dry_run or not planned.changed:
+            if change.dry_run or not planned.changed:
                 return ObjectsChanged(revision=present.revision, changed=planned.changed)
-            revision = await unit.write(
-                planned.changed, who=asked.who, why=asked.why, at=self._clock.time(), forced=asked.force
-            )
-        log.info("objects.changed", revision=revision, who=asked.who, objects=_named(planned.changed))
-        self._adopt(after, revision)
-        try:
-            await self._bus.publish(ObjectsRevision(revision=revision))
-        except BusError as error:  # the others look at the revision themselves
-            log.warning("objects.not_announced", revision=revision, code=error.code)
-        return ObjectsChanged(revision=revision, changed=planned.changed)
+            author = ChangeAuthor(clean(change.who), clean(change.why), self._clock.time(), change.force)
+            after = applied(present, planned.changed, author)
+            await unit.write_objects(planned.changed, author)
+            unit.emit(OutboxMessage(API, ObjectsRevision(revision=after.revision)))
+        log.info("objects.changed", revision=after.revision, who=author.who, objects=_named(planned.changed))
+        self._adopt(made, after)
+        return ObjectsChanged(revision=after.revision, changed=planned.changed)
 
-    async def _seed_and_load(self) -> None:
-        async with self._store.changing() as unit:
-            if unit.present.revision == 0 and (found := seeds(self._settings)):
-                await unit.write(found, who=SEEDED_BY, why="the settings of the first scheduler", at=self._clock.time())
-        await self._reload()
+    async def _seed(self, first: Sequence[ChangedObject]) -> ObjectsOnRecord | None:
+        async with self._store.operation() as unit:
+            if (await unit.lock_objects()).revision == 0:
+                author = ChangeAuthor(SEEDED_BY, "the settings of the first scheduler", self._clock.time())
+                await unit.write_objects(first, author)
+        return await self._store.objects()
 
-    async def _reload(self) -> None:
-        """Load the objects if their revision is another. One that was set back (a restore) is another, too."""
-        async with self._loading:
-            await self._load()
-
-    async def _load(self) -> None:
+    def _load(self, found: ObjectsOnRecord) -> None:
         try:
-            found = await self._store.read(unless=self._selector.revision)
-        except DatabaseUnavailable as fault:
-            if self._selector.revision == 0:
-                raise
-            log.warning("objects.not_loaded", code=fault.code)
-            return
-        if found is None:
-            return
-        try:
-            made = configured(effective_config(self._settings, bodies_after(found.objects, ())))
+            made = self._configured(configuration_bodies(found.objects))
+            self._adopt(made, found)
         except (ValueError, SettingsError) as error:
             # Another scheduler, of another version or with other plug-ins, has taken them: this one goes on as it is.
             log.error("objects.not_usable", revision=found.revision, reason=str(error))
-            if self._selector.revision == 0:
+            if self.revision == NOT_LOADED:
                 raise SettingsError(INVALID, f"the objects on record cannot be used here: {error}") from error
             return
-        self._adopt(made, found.revision)
         log.info("objects.loaded", revision=found.revision, objects=len(found.objects))
 
-    def _adopt(self, made: Configured, revision: int) -> None:
-        self._selector.configure(
-            made.config, flavors=made.flavors, filters=made.filters, weighings=made.weighings, revision=revision
-        )
-        metrics.OBJECTS_REVISION.set(revision)
+    def _configured(self, bodies: dict[Key, dict[str, Any]]) -> Configured:
+        """Raises ValueError or SettingsError."""
+        if self._in_force is not None and self._in_force[0] == bodies:
+            return self._in_force[1]
+        return configured(effective_config(self._settings, bodies))
+
+    def _adopt(self, made: Configured, found: ObjectsOnRecord) -> None:
+        """Raises ValueError for a decision about a host that is not valid, and then nothing is adopted."""
+        decisions = host_decisions(found.objects)
+        if self._in_force is None or self._in_force[1] is not made:
+            self._selector.configure(
+                made.config,
+                flavors=made.flavors,
+                filters=made.filters,
+                weighings=made.weighings,
+                revision=found.revision,
+            )
+            self._in_force = configuration_bodies(found.objects), made
+        self._selector.table.adopt_decisions(decisions)
+        self.revision = found.revision
+        metrics.OBJECTS_REVISION.set(found.revision)
 
     def _checked(self, present: ObjectsOnRecord, planned: ChangePlan) -> Configured | Refusal:
         """The configuration after a change: one that no scheduler could use is refused before it is written."""
         try:
-            return configured(effective_config(self._settings, bodies_after(present.objects, planned.changed)))
+            return self._configured(configuration_bodies(present.objects, planned.changed))
         except FlavorInvalid as error:
             return Refusal(code=error.code, reason=str(error)[:MAX_REASON])
         except SettingsError as error:
@@ -229,24 +272,6 @@ class ObjectRegistry:
         )
         then = _zone_of_each(changed, names, after.default_availability_zone)
         return zones_that_move(before, then, [name for name, has in zip(names, used.tolist(), strict=True) if has])
-
-    async def _page(self, query: ObjectsQuery) -> ObjectsPage:
-        found = await self._store.read()
-        assert found is not None
-        wanted = [
-            stored
-            for key, stored in sorted(found.objects.items())
-            if query.kind in (None, stored.kind)
-            and query.name in (None, stored.name)
-            and (query.after is None or key > query.after)
-        ]
-        return ObjectsPage(
-            revision=found.revision, objects=tuple(wanted[: query.limit]), more=len(wanted) > query.limit
-        )
-
-
-def _refuse(refusal: Refusal) -> Refuse:
-    return Refuse(refusal.code, refusal.reason)
 
 
 def _named(changed: Sequence[ChangedObject], limit: int = 10) -> list[str]:

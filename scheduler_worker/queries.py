@@ -11,6 +11,7 @@ from bus.clock import Clock
 from bus.consuming.outcome import Done, Outcome, Received, Refuse
 from bus.contracts.build import BuildPage, BuildQuery, BuildRecord, HostRecord, HostsPage, HostsQuery, TimelineEntry
 from bus.contracts.moves import DrainQuery, MovePage, MoveQuery
+from bus.contracts.objects import ObjectLogQuery, ObjectsQuery
 from bus.contracts.operations import ServiceRecord, ServicesPage, ServicesQuery
 from bus.contracts.workers import WorkersQuery
 from bus.faults import DatabaseUnavailable, Transient
@@ -33,7 +34,7 @@ class QueryHandler:
         workers: WorkerTable,
         *,
         clock: Clock,
-        objects: ObjectRegistry | None = None,
+        objects: ObjectRegistry,
     ) -> None:
         self._store = store
         self._objects = objects
@@ -69,11 +70,15 @@ class QueryHandler:
             return Done(reply=self._workers.page(message, self._clock.monotonic()))
         if isinstance(message, ServicesQuery):
             return Done(reply=self.services(message))
-        if not isinstance(message, HostsQuery):
-            if self._objects is None:
-                return Refuse("objects.none", "this scheduler keeps no objects: it has no database")
-            return await self._objects.answer(message)
-        return Done(reply=self.hosts(message))
+        if isinstance(message, HostsQuery):
+            return Done(reply=self.hosts(message))
+        try:
+            if isinstance(message, ObjectsQuery):
+                return Done(reply=await self._objects.page(message))
+            assert isinstance(message, ObjectLogQuery), message
+            return Done(reply=await self._objects.log(message))
+        except DatabaseUnavailable as fault:
+            return Refuse(fault.code, fault.reason)
 
     def services(self, query: ServicesQuery) -> ServicesPage:
         """The compute services that have announced themselves, by cell and name."""

@@ -93,7 +93,11 @@ PLANTS: dict[str, tuple[str, str, str]] = {
     "N-11": (_FLAVORS, "        forced=request.forced,", "        forced=False,"),
     "N-12": (_FLAVORS, "query = replace(query, only_roots=hosts)", "pass"),
     "N-13": ("scheduler_worker/domain/attempt.py", "for host in request.ignore_hosts", "for host in ()"),
-    "N-15": ("scheduler_worker/objects.py", "        self._adopt(after, revision)\n", ""),
+    "N-15": (
+        "scheduler_worker/domain/objects.py",
+        "                aggregates.append(aggregate)",
+        "                pass",
+    ),
     "N-14": (_FLAVORS, _PREFILTERS, _NO_ZONES),
     "N-18": (_ROUND, _ASSUMED, "        pass"),
     "N-27": ("compute_sim/domain/hosts.py", "max_unit=vcpus, allocation_ratio=size.cpu_ratio", "max_unit=vcpus"),

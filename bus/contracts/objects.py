@@ -1,7 +1,7 @@
-"""What operators define at run time: flavors, aggregates, quotas and scheduling rules; how they are changed and read.
+"""What operators define at run time: flavors, aggregates, quotas, scheduling rules and decisions about hosts.
 
-They are kept in the schedulers' database, versioned, and in effect on every scheduler as soon as it has heard of the
-new revision. The settings file holds what an empty system begins with.
+They are rows of one table in the schedulers' database, versioned by one revision, and in effect on every scheduler as
+soon as the new revision has been announced to it. The settings file holds what an empty system begins with.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from msgspec import Meta as Bound
 from msgspec import Struct
 
 from .base import ClassName, Label, Message, Reason, Version
+from .operations import AdminState
 
 # {class or INSTANCES: how much of it}, as claims carry it: under no other name, and for no more of them.
 Quota = Annotated[dict[ClassName, Annotated[int, Bound(ge=0, lt=2**31)]], Bound(max_length=64)]
@@ -32,6 +33,7 @@ class ObjectKind(StrEnum):
     AGGREGATE = "aggregate"
     QUOTA = "quota"
     SCHEDULING = "scheduling"
+    HOST = "host"
 
 
 class Flavor(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
@@ -82,10 +84,18 @@ class SchedulingRules(Struct, frozen=True, kw_only=True, omit_defaults=True, for
     host_subset_size: Annotated[int, Bound(ge=1, le=1_000_000)] | None = None
 
 
+class HostDecision(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
+    """What an operator has decided about a host. The object's name is the host's uuid; host: its name at that time."""
+
+    host: Label
+    state: AdminState
+    reason: Reason = ""
+
+
 class ObjectChange(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
     """One object as it is to be; body None: it is deleted. A body replaces the whole of the one before.
 
-    name: of a quota, the project or "default"; of the scheduling rules, "default".
+    name: of a quota, the project or "default"; of the scheduling rules, "default"; of a host, its uuid.
     if_version: only if the object has this version (0: only if there is none).
     """
 
@@ -97,6 +107,8 @@ class ObjectChange(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid
 
 class ObjectsChange(Message, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="objects.change.v1"):
     """Change objects, all of them or none. Answered with ObjectsChanged, or with a refusal that names the object.
+
+    Idempotent by the message's id.
 
     who, why: kept in the log of changes. prune: objects of these kinds that the changes do not name are deleted.
     force: also where instances would be left outside of what they asked for. dry_run: only tell what would change.

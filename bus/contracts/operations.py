@@ -26,9 +26,10 @@ class AdminState(StrEnum):
 
 
 class HostAdminState(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The newest decision about one host, as it is on record. version: rises with each decision about this host.
+    """The newest decision about one host, as it is on record: an object of kind `host` (bus.contracts.objects).
 
-    by: the person, as the command or the HTTP caller named it. at: seconds since the epoch.
+    by: the person, as the command or the HTTP caller named it. at: seconds since the epoch. version: the revision of
+    the objects that it was made in, so it rises with each decision.
     """
 
     host_uuid: Uuid
@@ -43,7 +44,8 @@ class HostAdminState(Struct, frozen=True, kw_only=True, omit_defaults=True):
 class SetAdminState(Message, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="hosts.set.v1"):
     """Decide about a host: `host` is its uuid, or its name when one host has it. Idempotent by the message's id.
 
-    cell: where a name is looked for; None: in all cells.
+    The decision is kept as an object of kind `host`, so it is in the log of changes too. cell: where a name is looked
+    for; None: in all cells.
     """
 
     host: Label
@@ -57,12 +59,6 @@ class AdminStateSet(Message, frozen=True, kw_only=True, tag="hosts.set.result.v1
     """Reply to a SetAdminState that is on record."""
 
     host: HostAdminState
-
-
-class AdminStatesChanged(Message, frozen=True, kw_only=True, tag="hosts.admin.v1"):
-    """Decisions that are on record now. A listener keeps, of each host, the one with the highest version."""
-
-    hosts: Annotated[tuple[HostAdminState, ...], Bound(max_length=1000)] = ()
 
 
 class ServicesQuery(Message, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="services.query.v1"):

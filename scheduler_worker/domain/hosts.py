@@ -154,16 +154,14 @@ class HostTable:
         """Per service: whether its cell says that it is down. One more entry at the end stands for NO_SERVICE."""
         return np.array([*(service.down is not None for service in self.services), True], dtype=np.bool_)
 
-    def decide(self, decision: HostAdminState) -> bool:
-        """Apply an operator's decision, also about a host that is not announced yet. False: a newer one is known."""
-        known = self._decided.get(decision.host_uuid)
-        if known is not None and known.version >= decision.version:
-            return False
-        self._decided[decision.host_uuid] = decision
-        index = self._index.get(decision.host_uuid)
-        if index is not None:
-            self.admin[index] = ADMIN_STATES.index(decision.state)
-        return True
+    def adopt_decisions(self, decisions: Mapping[str, HostAdminState]) -> None:
+        """Replace all decisions of operators: {uuid: decision}, also about hosts that are not announced yet."""
+        self.admin[: len(self)] = 0
+        for uuid, decision in decisions.items():
+            index = self._index.get(uuid)
+            if index is not None:
+                self.admin[index] = ADMIN_STATES.index(decision.state)
+        self._decided = dict(decisions)
 
     def decision_of(self, uuid: str) -> HostAdminState | None:
         """The operator's newest decision about a host; None: there never was one."""

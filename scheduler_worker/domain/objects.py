@@ -17,12 +17,14 @@ from bus.contracts.objects import (
     Aggregate,
     ChangedObject,
     Flavor,
+    HostDecision,
     ObjectKind,
     ObjectsChange,
     ProjectQuota,
     SchedulingRules,
     StoredObject,
 )
+from bus.contracts.operations import HostAdminState
 from scheduler_worker.config import SchedulerConfig
 
 INVALID = "object.invalid"
@@ -35,15 +37,34 @@ TOO_MANY = "object.too_many"
 MAX_OF_KIND = 10_000
 MAX_BODY_BYTES = 64 * 1024
 
-BODIES: Mapping[ObjectKind, type[Flavor | Aggregate | ProjectQuota | SchedulingRules]] = {
+Body = Flavor | Aggregate | ProjectQuota | SchedulingRules | HostDecision
+BODIES: Mapping[ObjectKind, type[Body]] = {
     ObjectKind.FLAVOR: Flavor,
     ObjectKind.AGGREGATE: Aggregate,
     ObjectKind.QUOTA: ProjectQuota,
     ObjectKind.SCHEDULING: SchedulingRules,
+    ObjectKind.HOST: HostDecision,
 }
 
 Key = tuple[ObjectKind, str]
 Objects = Mapping[Key, StoredObject]
+
+
+class ChangeAuthor(Struct, frozen=True):
+    """What the log of changes keeps about a change beside the objects. at: seconds since the epoch."""
+
+    who: str
+    why: str
+    at: float
+    forced: bool = False
+
+
+class ObjectsOnRecord(Struct, frozen=True):
+    """All objects, and the revision that they are of. Revision 0: none was ever written."""
+
+    revision: int
+    objects: Objects
+
 
 _encode = msgspec.json.Encoder(order="deterministic").encode
 
@@ -59,9 +80,7 @@ class ChangePlan(Struct, frozen=True):
         return tuple(one.name for one in self.changed if one.kind is ObjectKind.FLAVOR and one.after is None)
 
 
-def body_of(
-    kind: ObjectKind, name: str, body: Mapping[str, Any]
-) -> Flavor | Aggregate | ProjectQuota | SchedulingRules:
+def body_of(kind: ObjectKind, name: str, body: Mapping[str, Any]) -> Body:
     """The struct of a body. Raises ValueError with a sentence that names the object."""
     where = f"{kind.value} {name!r}"
     if not name.isprintable():
@@ -77,11 +96,17 @@ def body_of(
     if isinstance(parsed, Aggregate):
         if parsed.name != name:
             raise ValueError(f"{where}: its body says the name {parsed.name!r}")
-        try:
-            UUID(parsed.uuid)
-        except ValueError:
-            raise ValueError(f"{where}: {parsed.uuid!r} is no uuid") from None
+        _uuid(where, parsed.uuid)
+    if isinstance(parsed, HostDecision) and _uuid(where, name) != name:
+        raise ValueError(f"{where}: a host's uuid is written in lower case with hyphens")
     return parsed
+
+
+def _uuid(where: str, text: str) -> str:
+    try:
+        return str(UUID(text))
+    except ValueError:
+        raise ValueError(f"{where}: {text!r} is no uuid") from None
 
 
 def plan(asked: ObjectsChange, present: Objects) -> ChangePlan | Refusal:
@@ -124,21 +149,40 @@ def plan(asked: ObjectsChange, present: Objects) -> ChangePlan | Refusal:
     return ChangePlan(changed)
 
 
-def bodies_after(present: Objects, changed: Iterable[ChangedObject]) -> dict[Key, dict[str, Any]]:
-    """All bodies once these changes are made."""
+def applied(present: ObjectsOnRecord, changed: Iterable[ChangedObject], author: ChangeAuthor) -> ObjectsOnRecord:
+    """The objects once these changes are made, under the next revision."""
+    revision = present.revision + 1
+    objects = dict(present.objects)
+    for one in changed:
+        if one.after is None:
+            objects.pop((one.kind, one.name), None)
+        else:
+            objects[one.kind, one.name] = StoredObject(
+                kind=one.kind,
+                name=one.name,
+                body=one.after,
+                version=revision,
+                changed_at=author.at,
+                changed_by=author.who,
+            )
+    return ObjectsOnRecord(revision, objects)
+
+
+def configuration_bodies(present: Objects, changed: Iterable[ChangedObject] = ()) -> dict[Key, dict[str, Any]]:
+    """The bodies that make a configuration, once these changes are made: all but the decisions about hosts."""
     bodies = {key: stored.body for key, stored in present.items()}
     for one in changed:
         if one.after is None:
             bodies.pop((one.kind, one.name), None)
         else:
             bodies[one.kind, one.name] = one.after
-    return bodies
+    return {key: body for key, body in bodies.items() if key[0] is not ObjectKind.HOST}
 
 
 def effective_config(settings: SchedulerConfig, bodies: Mapping[Key, Mapping[str, Any]]) -> SchedulerConfig:
     """The settings with the objects in the place of their own flavors, aggregates, quotas and scheduling rules.
 
-    Raises ValueError when a body is not valid.
+    bodies: those of `configuration_bodies`. Raises ValueError when one is not valid.
     """
     flavors: dict[str, Flavor] = {}
     aggregates: list[Aggregate] = []
@@ -175,6 +219,28 @@ def seeds(settings: SchedulerConfig) -> tuple[ChangedObject, ...]:
     return tuple(
         ChangedObject(kind=kind, name=name, after=msgspec.to_builtins(body))
         for (kind, name), body in sorted(bodies.items())
+    )
+
+
+def host_decisions(present: Objects) -> dict[str, HostAdminState]:
+    """The newest decision about each host: {uuid: decision}. Raises ValueError when a body is not valid."""
+    return {
+        stored.name: host_decision(stored) for (kind, _), stored in sorted(present.items()) if kind is ObjectKind.HOST
+    }
+
+
+def host_decision(stored: StoredObject) -> HostAdminState:
+    """The decision that an object of kind `host` holds. Raises ValueError when its body is not valid."""
+    body = body_of(stored.kind, stored.name, stored.body)
+    assert isinstance(body, HostDecision), stored
+    return HostAdminState(
+        host_uuid=stored.name,
+        host=body.host,
+        state=body.state,
+        reason=body.reason,
+        by=stored.changed_by,
+        at=stored.changed_at,
+        version=stored.version,
     )
 
 

@@ -6,13 +6,14 @@ import asyncio
 from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from functools import partial
+from itertools import islice
 
 import structlog
 from msgspec.structs import replace
 
 from bus.contracts.build import BuildQuery, BuildRecord, BuildRequest, BuildState, TimelineEntry
 from bus.contracts.moves import MoveQuery, MoveRecord
-from bus.contracts.operations import HostAdminState
+from bus.contracts.objects import ChangedObject, ObjectLogEntry, ObjectLogQuery
 from bus.persistence.conflict import PreconditionFailed
 from bus.persistence.memory_database import MemoryDatabase, MemoryDatabaseTransaction, MemoryRows, MemorySession
 from bus.persistence.outbox import OutboxMessage, Relay
@@ -27,10 +28,14 @@ from scheduler_worker.domain.builds import (
     RecordedBuild,
 )
 from scheduler_worker.domain.moves import InstanceRecord, MoveContext, RecordedMove, known_of, record_of
+from scheduler_worker.domain.objects import ChangeAuthor, ObjectsOnRecord
+from scheduler_worker.store.objects import BUILDS_WITH_A_MACHINE, MemoryObjects
 from scheduler_worker.store.port import BuildUnit, OperationUnit, Purged
 from scheduler_worker.store.unit_of_work import BuildWrites, OptimisticBuildUnit
 
 log = structlog.get_logger(__name__)
+
+OBJECTS = ("objects", "")  # the key of operators' objects, which have one lock
 
 
 class MemoryBuildTable(MemoryDatabase):
@@ -45,7 +50,7 @@ class MemoryBuildTable(MemoryDatabase):
         "requests",
         "moves",
         "instances",
-        "admin_states",
+        "objects",
     )
 
     def __init__(self, *arguments: object, **named: object) -> None:
@@ -57,7 +62,7 @@ class MemoryBuildTable(MemoryDatabase):
         self.requests: dict[str, BuildRequest] = {}
         self.moves: dict[str, tuple[RecordedMove, float]] = {}  # and when it was last written
         self.instances: dict[str, InstanceRecord] = {}
-        self.admin_states: dict[str, HostAdminState] = {}
+        self.objects = MemoryObjects()
 
 
 class MemoryBuildUnit:
@@ -182,17 +187,18 @@ class MemoryOperationUnit(MemoryBuildUnit):
         after = {one.instance_uuid: one for one in instances}
         self._transaction.will(lambda: self._table.instances.update(after))
 
-    async def lock_admin_states(self, hosts: Sequence[str]) -> dict[str, HostAdminState]:
-        """In uuid order, also those without a decision."""
+    async def lock_objects(self) -> ObjectsOnRecord:
+        """All of them have one lock."""
         await self._transaction.statement()
-        await self._transaction.lock([_admin_key(host) for host in sorted(set(hosts))])
-        return {host: self._table.admin_states[host] for host in hosts if host in self._table.admin_states}
+        await self._transaction.lock([OBJECTS])
+        return self._table.objects.present
 
-    async def put_admin_states(self, states: Sequence[HostAdminState]) -> None:
-        """Hosts that this unit has locked."""
+    async def write_objects(self, changed: Sequence[ChangedObject], author: ChangeAuthor) -> int:
+        """Those that this unit has locked."""
         await self._transaction.statement()
-        found = {one.host_uuid: one for one in states}
-        self._transaction.will(lambda: self._table.admin_states.update(found), *map(_admin_key, found))
+        after = self._table.objects.changed(changed, author)
+        self._transaction.will(partial(setattr, self._table, "objects", after), OBJECTS)
+        return after.present.revision
 
 
 class MemoryBuildRows:
@@ -282,10 +288,26 @@ class MemoryBuilds:
             yield unit
             unit.row = await transaction.send_later(unit.outbox)
 
-    async def admin_states(self) -> list[HostAdminState]:
-        """All of them."""
+    async def objects(self, unless: int = -1) -> ObjectsOnRecord | None:
+        """Without a lock."""
         async with self._session.transaction():
-            return [self._table.admin_states[host] for host in sorted(self._table.admin_states)]
+            present = self._table.objects.present
+            return None if present.revision == unless else present
+
+    async def object_log(self, query: ObjectLogQuery) -> list[ObjectLogEntry]:
+        """Without a lock."""
+        async with self._session.transaction():
+            return self._table.objects.log(query)
+
+    async def builds_of(self, flavor: str, limit: int) -> int:
+        """A scan that ends at the limit."""
+        async with self._session.transaction():
+            found = (
+                uuid
+                for uuid, record in self._table.records.items()
+                if record.flavor == flavor and self._table.recorded[uuid].state in BUILDS_WITH_A_MACHINE
+            )
+            return sum(1 for _ in islice(found, limit))
 
     async def purge(self, before: float, limit: int, start: float = 0.0) -> Purged:
         """Those that no transaction holds."""
@@ -374,10 +396,6 @@ def _as_it_is(record: BuildRecord, instance: InstanceRecord | None) -> BuildReco
         return record
     flavor = instance.flavor or record.flavor
     return replace(record, flavor=flavor, condition=instance.condition.value, under_way=instance.under_way)
-
-
-def _admin_key(host: str) -> tuple[str, str]:
-    return "admin_state", host
 
 
 def _insert(table: MemoryBuildTable, new: NewBuild, now: float) -> None:

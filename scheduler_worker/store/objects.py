@@ -1,63 +1,29 @@
-"""Operators' objects on record: the port, and its adapters on PostgreSQL and in memory."""
+"""Operators' objects as rows: the statements of the store's PostgreSQL adapter, and what its memory adapter keeps."""
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from typing import Any, Protocol
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import asyncpg
 import msgspec
 from msgspec import Struct
+from msgspec.structs import replace
 
 from bus.contracts.objects import ChangedObject, ObjectKind, ObjectLogEntry, ObjectLogQuery, StoredObject
-from bus.persistence.database import Database
-from scheduler_worker.domain.objects import Key
+from scheduler_worker.domain.objects import ChangeAuthor, Key, ObjectsOnRecord, applied
 from scheduler_worker.store.rows import clean
 
 # Entries of the log of changes that are kept; the oldest go.
 MAX_LOG_ENTRIES = 100_000
+BUILDS_WITH_A_MACHINE = ("accepted", "scheduled", "building", "active", "deleting")
 
 _encode = msgspec.json.Encoder(order="deterministic").encode
 _decode = msgspec.json.Decoder(dict[str, Any]).decode
 
 
-class ObjectsOnRecord(Struct, frozen=True):
-    """All objects, and the revision that they are of. Revision 0: none was ever written."""
-
-    revision: int
-    objects: Mapping[Key, StoredObject]
-
-
-class ObjectsUnit(Protocol):
-    """One transaction that no other change of objects runs beside."""
-
-    present: ObjectsOnRecord
-
-    async def write(
-        self, changed: Sequence[ChangedObject], *, who: str, why: str, at: float, forced: bool = False
-    ) -> int:
-        """Write objects and their log under the next revision, which it returns. At most once a unit."""
-
-
-class ObjectStore(Protocol):
-    """Objects of one system. Both adapters pass tests/contract/test_object_store.py."""
-
-    def changing(self) -> AbstractAsyncContextManager[ObjectsUnit]:
-        """A unit that holds the lock on all objects; what it has written is there when it ends without an exception."""
-
-    async def read(self, unless: int = -1) -> ObjectsOnRecord | None:
-        """All objects; None when the revision is `unless`."""
-
-    async def log(self, query: ObjectLogQuery) -> list[ObjectLogEntry]:
-        """Entries of the log, newest first."""
-
-    async def builds_of(self, flavor: str, limit: int) -> int:
-        """How many builds of a flavor have a machine, or may get one; counted up to `limit`."""
-
-
 REVISION = "SELECT revision FROM objects_revision"
+NEXT_REVISION = "UPDATE objects_revision SET revision = revision + 1 RETURNING revision"
 OBJECTS = "SELECT kind, name, body, version, changed_at, changed_by FROM objects"
 UPSERT = """
 INSERT INTO objects (kind, name, body, version, changed_at, changed_by)
@@ -82,78 +48,55 @@ ORDER BY revision DESC, kind, name LIMIT $4
 """
 BUILDS_OF = """
 SELECT count(*) FROM (SELECT FROM build_requests WHERE flavor = $1
-                      AND state = ANY('{accepted,scheduled,building,active,deleting}'::text[]) LIMIT $2) found
+                      AND state = ANY($3::text[]) LIMIT $2) found
 """
 
 
-class PostgresObjectsUnit:
-    """One transaction, which has locked the revision."""
-
-    def __init__(self, connection: asyncpg.Connection, present: ObjectsOnRecord) -> None:
-        self._connection = connection
-        self.present = present
-
-    async def write(
-        self, changed: Sequence[ChangedObject], *, who: str, why: str, at: float, forced: bool = False
-    ) -> int:
-        """Three statements, whatever their number."""
-        revision = self.present.revision + 1
-        kept = [one for one in changed if one.after is not None]
-        gone = [one for one in changed if one.after is None]
-        run = self._connection.execute
-        await run("UPDATE objects_revision SET revision = $1", revision)
-        who, why = clean(who), clean(why)
-        await run(UPSERT, *_keys(kept), [_text(one.after) for one in kept], revision, at, who)
-        await run(DELETE, *_keys(gone))
-        before, after = [_text(one.before) for one in changed], [_text(one.after) for one in changed]
-        await run(LOG, *_keys(changed), before, after, revision, at, who, why, forced)
-        await run(TRIM, MAX_LOG_ENTRIES)
-        return revision
+async def lock(connection: asyncpg.Connection) -> ObjectsOnRecord:
+    """All objects, held until the end of the transaction. The row of the revision is the lock."""
+    revision = await connection.fetchval(f"{REVISION} FOR UPDATE")
+    return ObjectsOnRecord(revision, await _objects(connection))
 
 
-class PostgresObjects:
-    """The tables `objects` and `object_log` of schema `scheduler`. The database is opened by its other store."""
+async def read(connection: asyncpg.Connection, unless: int) -> ObjectsOnRecord | None:
+    """All objects; None when the revision is `unless`."""
+    # The revision first: what a later one has added is newer, and is read again.
+    revision = await connection.fetchval(REVISION)
+    return None if revision == unless else ObjectsOnRecord(revision, await _objects(connection))
 
-    def __init__(self, database: Database) -> None:
-        self._database = database
 
-    @asynccontextmanager
-    async def changing(self) -> AsyncIterator[PostgresObjectsUnit]:
-        """The row of the revision is the lock."""
-        async with self._database.raw() as connection:
-            revision = await connection.fetchval(f"{REVISION} FOR UPDATE")
-            yield PostgresObjectsUnit(connection, ObjectsOnRecord(revision, await _objects(connection)))
+async def write(connection: asyncpg.Connection, changed: Sequence[ChangedObject], author: ChangeAuthor) -> int:
+    """Write objects that are locked, and their log. Five statements, whatever their number. Returns the revision."""
+    kept = [one for one in changed if one.after is not None]
+    gone = [one for one in changed if one.after is None]
+    run = connection.execute
+    revision = int(await connection.fetchval(NEXT_REVISION))
+    who, why = clean(author.who), clean(author.why)
+    await run(UPSERT, *_keys(kept), [_text(one.after) for one in kept], revision, author.at, who)
+    await run(DELETE, *_keys(gone))
+    before, after = [_text(one.before) for one in changed], [_text(one.after) for one in changed]
+    await run(LOG, *_keys(changed), before, after, revision, author.at, who, why, author.forced)
+    await run(TRIM, MAX_LOG_ENTRIES)
+    return revision
 
-    async def read(self, unless: int = -1) -> ObjectsOnRecord | None:
-        """The revision first: what a later one has added is newer, and is read again."""
-        async with self._database.raw() as connection:
-            revision = await connection.fetchval(REVISION)
-            return None if revision == unless else ObjectsOnRecord(revision, await _objects(connection))
 
-    async def log(self, query: ObjectLogQuery) -> list[ObjectLogEntry]:
-        """Entries of the log, newest first."""
-        kind = None if query.kind is None else query.kind.value
-        async with self._database.raw() as connection:
-            found = await connection.fetch(ENTRIES, kind, query.name, query.before, query.limit)
-        return [
-            ObjectLogEntry(
-                revision=row["revision"],
-                at=row["at"],
-                who=row["who"],
-                why=row["why"],
-                kind=ObjectKind(row["kind"]),
-                name=row["name"],
-                before=_body(row["before"]),
-                after=_body(row["after"]),
-                forced=row["forced"],
-            )
-            for row in found
-        ]
-
-    async def builds_of(self, flavor: str, limit: int) -> int:
-        """Counted up to a limit."""
-        async with self._database.raw() as connection:
-            return int(await connection.fetchval(BUILDS_OF, flavor, limit))
+async def log(connection: asyncpg.Connection, query: ObjectLogQuery) -> list[ObjectLogEntry]:
+    """Entries of the log of changes, newest first."""
+    kind = None if query.kind is None else query.kind.value
+    return [
+        ObjectLogEntry(
+            revision=row["revision"],
+            at=row["at"],
+            who=row["who"],
+            why=row["why"],
+            kind=ObjectKind(row["kind"]),
+            name=row["name"],
+            before=_body(row["before"]),
+            after=_body(row["after"]),
+            forced=row["forced"],
+        )
+        for row in await connection.fetch(ENTRIES, kind, query.name, query.before, query.limit)
+    ]
 
 
 async def _objects(connection: asyncpg.Connection) -> dict[Key, StoredObject]:
@@ -182,80 +125,39 @@ def _body(text: str | None) -> dict[str, Any] | None:
     return None if text is None else _decode(text)
 
 
-class MemoryObjectsUnit:
-    """One transaction in memory."""
+class MemoryObjects(Struct, frozen=True):
+    """Objects on record with their log, newest first, as one value: a transaction replaces the whole."""
 
-    def __init__(self, present: ObjectsOnRecord) -> None:
-        self.present = present
-        self.written: ObjectsOnRecord | None = None
-        self.entries: list[ObjectLogEntry] = []
+    present: ObjectsOnRecord = ObjectsOnRecord(0, {})
+    entries: tuple[ObjectLogEntry, ...] = ()
 
-    async def write(
-        self, changed: Sequence[ChangedObject], *, who: str, why: str, at: float, forced: bool = False
-    ) -> int:
-        """Kept until the unit ends."""
-        who, why = clean(who), clean(why)
-        revision = self.present.revision + 1
-        objects = dict(self.present.objects)
-        for one in sorted(changed, key=lambda one: (one.kind, one.name)):
-            key = (one.kind, one.name)
-            if one.after is None:
-                objects.pop(key, None)
-            else:
-                objects[key] = StoredObject(
-                    kind=one.kind, name=one.name, body=one.after, version=revision, changed_at=at, changed_by=who
-                )
-            self.entries.append(
-                ObjectLogEntry(
-                    revision=revision,
-                    at=at,
-                    who=who,
-                    why=why,
-                    kind=one.kind,
-                    name=one.name,
-                    before=one.before,
-                    after=one.after,
-                    forced=forced,
-                )
+    def changed(self, changed: Sequence[ChangedObject], author: ChangeAuthor) -> MemoryObjects:
+        """These objects after a change."""
+        kept = replace(author, who=clean(author.who), why=clean(author.why))
+        after = applied(self.present, changed, kept)
+        entries = [
+            ObjectLogEntry(
+                revision=after.revision,
+                at=kept.at,
+                who=kept.who,
+                why=kept.why,
+                kind=one.kind,
+                name=one.name,
+                before=one.before,
+                after=one.after,
+                forced=kept.forced,
             )
-        self.written = ObjectsOnRecord(revision, objects)
-        return revision
+            for one in sorted(changed, key=lambda one: (one.kind, one.name))
+        ]
+        return MemoryObjects(after, (*entries, *self.entries)[:MAX_LOG_ENTRIES])
 
-
-class MemoryObjects:
-    """Objects in memory, for tests. It shares no table of builds: `builds` counts them for it."""
-
-    def __init__(self, builds: Mapping[str, int] | None = None) -> None:
-        self._present = ObjectsOnRecord(0, {})
-        self._log: list[ObjectLogEntry] = []
-        self._lock = asyncio.Lock()
-        self._builds = builds if builds is not None else {}
-
-    @asynccontextmanager
-    async def changing(self) -> AsyncIterator[MemoryObjectsUnit]:
-        """One at a time."""
-        async with self._lock:
-            unit = MemoryObjectsUnit(self._present)
-            yield unit
-            if unit.written is not None:
-                self._present = unit.written
-                self._log = [*unit.entries, *self._log][:MAX_LOG_ENTRIES]
-
-    async def read(self, unless: int = -1) -> ObjectsOnRecord | None:
-        """All objects; None when the revision is `unless`."""
-        return None if self._present.revision == unless else self._present
-
-    async def log(self, query: ObjectLogQuery) -> list[ObjectLogEntry]:
-        """Entries of the log, newest first."""
+    def log(self, query: ObjectLogQuery) -> list[ObjectLogEntry]:
+        """Entries of the log of changes, newest first."""
         found = [
             entry
-            for entry in self._log
+            for entry in self.entries
             if query.kind in (None, entry.kind)
             and query.name in (None, entry.name)
             and (query.before is None or entry.revision < query.before)
         ]
         return found[: query.limit]
-
-    async def builds_of(self, flavor: str, limit: int) -> int:
-        """Counted up to a limit."""
-        return min(self._builds.get(flavor, 0), limit)

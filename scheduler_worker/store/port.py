@@ -11,10 +11,11 @@ from msgspec import Struct
 
 from bus.contracts.build import BuildQuery, BuildRecord
 from bus.contracts.moves import MoveQuery, MoveRecord
-from bus.contracts.operations import HostAdminState
+from bus.contracts.objects import ChangedObject, ObjectLogEntry, ObjectLogQuery
 from bus.persistence.outbox import OutboxMessage, Relay, Rows
 from scheduler_worker.domain.builds import BuildDecision, BuildStatus, BuildUpdate, NewBuild, RecordedBuild
 from scheduler_worker.domain.moves import InstanceRecord, MoveContext, RecordedMove
+from scheduler_worker.domain.objects import ChangeAuthor, ObjectsOnRecord
 
 
 class Purged(Struct, frozen=True):
@@ -70,11 +71,11 @@ class OperationUnit(BuildUnit, Protocol):
     async def put_instances(self, instances: Sequence[InstanceRecord]) -> None:
         """Write what instances have become; they were locked."""
 
-    async def lock_admin_states(self, hosts: Sequence[str]) -> dict[str, HostAdminState]:
-        """Hold these hosts, whether or not they are on record, and read what was decided about them."""
+    async def lock_objects(self) -> ObjectsOnRecord:
+        """Hold all objects until the end of the unit, and read them."""
 
-    async def put_admin_states(self, states: Sequence[HostAdminState]) -> None:
-        """Write decisions about hosts that were locked."""
+    async def write_objects(self, changed: Sequence[ChangedObject], author: ChangeAuthor) -> int:
+        """Write objects that were locked, and their log, under the next revision, which it returns. Once a unit."""
 
 
 class SchedulerStore(Protocol):
@@ -108,8 +109,14 @@ class SchedulerStore(Protocol):
     def operation(self) -> AbstractAsyncContextManager[OperationUnit]:
         """A durable transaction for operations."""
 
-    async def admin_states(self) -> list[HostAdminState]:
-        """The newest decision about each host that an operator ever decided about."""
+    async def objects(self, unless: int = -1) -> ObjectsOnRecord | None:
+        """All objects of operators; None when the revision is `unless`."""
+
+    async def object_log(self, query: ObjectLogQuery) -> list[ObjectLogEntry]:
+        """Entries of the log of changes, newest first."""
+
+    async def builds_of(self, flavor: str, limit: int) -> int:
+        """How many builds of a flavor have a machine, or may get one; counted up to `limit`."""
 
     async def purge(self, before: float, limit: int, start: float = 0.0) -> Purged:
         """Delete builds that ended without a machine and last changed before, oldest first from a creation time on.

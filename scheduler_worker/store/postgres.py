@@ -11,7 +11,7 @@ import structlog
 
 from bus.contracts.build import BuildQuery, BuildRecord, BuildState
 from bus.contracts.moves import MoveQuery, MoveRecord
-from bus.contracts.operations import HostAdminState
+from bus.contracts.objects import ChangedObject, ObjectLogEntry, ObjectLogQuery
 from bus.persistence import outbox
 from bus.persistence.database import Database
 from bus.persistence.guarded_statement import GuardedStatement
@@ -27,7 +27,8 @@ from scheduler_worker.domain.builds import (
     RecordedBuild,
 )
 from scheduler_worker.domain.moves import InstanceRecord, MoveContext, RecordedMove, known_of
-from scheduler_worker.store import rows
+from scheduler_worker.domain.objects import ChangeAuthor, ObjectsOnRecord
+from scheduler_worker.store import objects, rows
 from scheduler_worker.store.port import BuildUnit, OperationUnit, Purged
 from scheduler_worker.store.unit_of_work import BuildWrites, OptimisticBuildUnit
 
@@ -110,15 +111,6 @@ PURGE_MOVES = """
 DELETE FROM moves WHERE request_id IN (
     SELECT request_id FROM moves WHERE created_at < $1 AND updated_at < $1 AND terminal
     ORDER BY created_at LIMIT $2 FOR UPDATE SKIP LOCKED)
-"""
-
-LOCK_HOST = "SELECT pg_advisory_xact_lock(hashtextextended('host_admin_states ' || $1, 0))"
-ADMIN_STATES = f"SELECT {rows.ADMIN_STATE} FROM host_admin_states ORDER BY host_uuid"
-ADMIN_STATES_OF = f"SELECT {rows.ADMIN_STATE} FROM host_admin_states WHERE host_uuid = ANY($1::uuid[])"
-PUT_ADMIN_STATE = f"""
-INSERT INTO host_admin_states ({rows.ADMIN_STATE}) VALUES ($1, $2, $3, $4, $5, $6, $7)
-ON CONFLICT (host_uuid) DO UPDATE SET host = excluded.host, state = excluded.state, reason = excluded.reason,
-    decided_by = excluded.decided_by, at = excluded.at, version = excluded.version
 """
 
 
@@ -269,16 +261,13 @@ class PostgresOperationUnit(PostgresBuildUnit):
         for one in instances:
             await self._connection.execute(PUT_INSTANCE, *rows.instance_row(one))
 
-    async def lock_admin_states(self, hosts: Sequence[str]) -> dict[str, HostAdminState]:
-        """By an advisory lock a host, because a row that is not there cannot be locked."""
-        for host in sorted(set(hosts)):
-            await self._connection.execute(LOCK_HOST, host)
-        return {row["host_uuid"]: rows.admin_state(row) for row in await self._connection.fetch(ADMIN_STATES_OF, hosts)}
+    async def lock_objects(self) -> ObjectsOnRecord:
+        """By the row of their revision."""
+        return await objects.lock(self._connection)
 
-    async def put_admin_states(self, states: Sequence[HostAdminState]) -> None:
-        """One statement a host: they are few."""
-        for one in states:
-            await self._connection.execute(PUT_ADMIN_STATE, *rows.admin_state_row(one))
+    async def write_objects(self, changed: Sequence[ChangedObject], author: ChangeAuthor) -> int:
+        """A few statements, whatever their number."""
+        return await objects.write(self._connection, changed, author)
 
 
 class PostgresBuilds:
@@ -341,10 +330,21 @@ class PostgresBuilds:
             yield unit
             unit.row = await outbox.add(connection, unit.outbox)
 
-    async def admin_states(self) -> list[HostAdminState]:
-        """All of them."""
+    async def objects(self, unless: int = -1) -> ObjectsOnRecord | None:
+        """One row when the revision is `unless`."""
         async with self._database.raw() as connection:
-            return [rows.admin_state(row) for row in await connection.fetch(ADMIN_STATES)]
+            return await objects.read(connection, unless)
+
+    async def object_log(self, query: ObjectLogQuery) -> list[ObjectLogEntry]:
+        """Along the primary key."""
+        async with self._database.raw() as connection:
+            return await objects.log(connection, query)
+
+    async def builds_of(self, flavor: str, limit: int) -> int:
+        """A scan that ends at the limit."""
+        async with self._database.raw() as connection:
+            states = objects.BUILDS_WITH_A_MACHINE
+            return int(await connection.fetchval(objects.BUILDS_OF, flavor, limit, states))
 
     async def purge(self, before: float, limit: int, start: float = 0.0) -> Purged:
         """One bounded statement."""

@@ -10,7 +10,6 @@ import msgspec
 
 from bus.contracts.build import AttemptRecord, BuildRecord, BuildRequest, BuildState, FunnelStep, TimelineEntry
 from bus.contracts.moves import Condition, MoveKind, MoveRecord, MoveState
-from bus.contracts.operations import AdminState, HostAdminState
 from scheduler_worker.domain.builds import BuildDecision, BuildUpdate, NewBuild, RecordedBuild
 from scheduler_worker.domain.moves import InstanceRecord, RecordedMove, record_of
 
@@ -281,24 +280,3 @@ _requests = msgspec.json.Decoder(BuildRequest)
 def build_request(text: str) -> BuildRequest:
     """The message of a build as it is kept."""
     return _requests.decode(text)
-
-
-ADMIN_STATE = "host_uuid, host, state, reason, decided_by, at, version"
-
-
-def admin_state(row: asyncpg.Record) -> HostAdminState:
-    """A row of ADMIN_STATE."""
-    return HostAdminState(
-        host_uuid=row["host_uuid"],
-        host=row["host"],
-        state=AdminState(row["state"]),
-        reason=row["reason"],
-        by=row["decided_by"],
-        at=row["at"],
-        version=row["version"],
-    )
-
-
-def admin_state_row(one: HostAdminState) -> tuple[Any, ...]:
-    """The values of a row of ADMIN_STATE."""
-    return one.host_uuid, clean(one.host), one.state.value, clean(one.reason), clean(one.by), one.at, one.version

@@ -74,19 +74,9 @@ CREATE TABLE instances (
     sequence bigint NOT NULL
 );
 
--- The newest decision of an operator about a host. version: rises with each. at: seconds since the epoch.
-CREATE TABLE host_admin_states (
-    host_uuid uuid PRIMARY KEY,
-    host text NOT NULL,
-    state text NOT NULL,
-    reason text NOT NULL,
-    decided_by text NOT NULL,
-    at double precision NOT NULL,
-    version bigint NOT NULL
-);
-
--- What operators define at run time (bus.contracts.objects). body: JSON; version: the revision that it was last changed
--- in; changed_at, at: seconds since the epoch. The one row of objects_revision is the lock of every change.
+-- What operators define at run time, decisions about hosts included (bus.contracts.objects). body: JSON; version: the
+-- revision that it was last changed in; changed_at, at: seconds since the epoch. The one row of objects_revision is the
+-- lock of every change.
 CREATE TABLE objects_revision (
     singleton boolean PRIMARY KEY DEFAULT true CHECK (singleton),
     revision bigint NOT NULL

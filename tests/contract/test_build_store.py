@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, TypeVar
 
 import pytest
@@ -12,7 +12,6 @@ from msgspec.structs import replace
 from bus.clock import SystemClock
 from bus.contracts.build import AttemptRecord, BuildEvent, BuildQuery, BuildRequest, BuildState, TimelineEntry
 from bus.contracts.moves import Condition, MoveKind, MoveQuery, MoveState
-from bus.contracts.operations import AdminState, AdminStatesChanged, HostAdminState
 from bus.faults import DatabaseUnavailable
 from bus.persistence.conflict import Conflict
 from bus.persistence.database import Database
@@ -24,25 +23,13 @@ from scheduler_worker.retention import purge
 from scheduler_worker.store.memory import MemoryBuilds, MemoryBuildTable
 from scheduler_worker.store.port import BuildUnit, SchedulerStore
 from scheduler_worker.store.postgres import PostgresBuilds
+from tests.kit.sent import Sent
 
 T = TypeVar("T")
 Make = Callable[[], SchedulerStore]
 
 A, B, C = (f"{n}0000000-0000-4000-8000-000000000000" for n in "abc")
 HOST = "10000000-0000-4000-8000-000000000000"
-
-
-class Sent:
-    """Stands where the relay is: what it is given has committed."""
-
-    def __init__(self) -> None:
-        self.rows: list[tuple[int | None, list[OutboxMessage]]] = []
-
-    async def wait_for_capacity(self) -> None:
-        return None
-
-    def send(self, row_id: int | None, outgoing: Sequence[OutboxMessage]) -> None:
-        self.rows.append((row_id, list(outgoing)))
 
 
 @pytest.fixture
@@ -333,49 +320,6 @@ async def test_the_cache_is_dropped_after_a_crash_of_the_database(postgres_url: 
             await connection.execute("SELECT pg_terminate_backend(pg_backend_pid())")
     assert await announce(store, A) == {A: 1}
     await store.close()
-
-
-def decided(state: AdminState = AdminState.DISABLED, version: int = 1, reason: str = "fan\x00") -> HostAdminState:
-    return HostAdminState(host_uuid=HOST, host="h1", state=state, reason=reason, by="ann", at=5.0, version=version)
-
-
-async def test_the_newest_decision_about_a_host_is_kept_and_told_with_its_commit(
-    make: Make, store: SchedulerStore, sent: Sent
-) -> None:
-    told = OutboxMessage("api", AdminStatesChanged(hosts=(decided(),)), HOST)
-    async with store.operation() as unit:
-        assert await unit.lock_admin_states([HOST]) == {}
-        await unit.put_admin_states([decided()])
-        unit.emit(told)
-    assert [messages for _, messages in sent.rows] == [[told]] and sent.rows[0][0] is not None
-    with pytest.raises(RuntimeError):
-        async with store.operation() as unit:
-            await unit.put_admin_states([decided(AdminState.MAINTENANCE, 2)])
-            raise RuntimeError
-    other = make()
-    await other.open()
-    (known,) = await other.admin_states()
-    assert (known.state, known.by, known.reason.rstrip("\x00"), known.version) == (AdminState.DISABLED, "ann", "fan", 1)
-    async with other.operation() as unit:
-        assert list(await unit.lock_admin_states([HOST, A])) == [HOST]
-        await unit.put_admin_states([decided(AdminState.ENABLED, 2, "")])
-    assert await store.admin_states() == [decided(AdminState.ENABLED, 2, "")]
-
-
-async def test_two_decisions_about_a_host_that_none_is_on_record_of_follow_each_other(
-    make: Make, store: SchedulerStore
-) -> None:
-    other = make()
-    await other.open()
-
-    async def decide(keeper: SchedulerStore) -> None:
-        async with keeper.operation() as unit:
-            known = (await unit.lock_admin_states([HOST])).get(HOST)
-            await asyncio.sleep(0)
-            await unit.put_admin_states([decided(version=1 + (known.version if known else 0))])
-
-    await asyncio.gather(decide(store), decide(other))
-    assert [one.version for one in await store.admin_states()] == [2]
 
 
 async def test_a_message_is_handled_the_first_time_only_and_not_in_a_unit_that_fails(store: SchedulerStore) -> None:

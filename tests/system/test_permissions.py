@@ -331,7 +331,7 @@ FORBIDDEN: dict[str, Attempt] = {
     "moves for another project": publishing(f"instance.move.{THEIRS}"),
     "forges an event of a move": publishing(f"instance.event.done.{MINE}", "berth.events"),
     "hears another project's moves": binding(f"instance.event.*.{THEIRS}"),
-    "hears operators' decisions": binding("hosts.admin"),
+    "hears of operators' changes": binding("objects.revision"),
     "asks for the book": publishing("placement.snapshot"),
     "reports inventory": publishing(f"inventory.update.{SOME_UUID}"),
     "forges an event of its own": publishing(f"build.event.active.{MINE}", "berth.events"),

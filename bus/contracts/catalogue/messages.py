@@ -148,16 +148,6 @@ MESSAGES: tuple[MessageRow, ...] = (
         idempotency="the message's id",
     ),
     MessageRow(
-        message=operations.AdminStatesChanged,
-        owner="scheduler_worker",
-        publishers=("scheduler_worker",),
-        where=Where.API,
-        exchange=EVENTS,
-        key="hosts.admin",
-        public=True,
-        idempotency="each host's version",
-    ),
-    MessageRow(
         message=operations.ServicesQuery,
         owner="scheduler_worker",
         publishers=("operator",),
@@ -178,10 +168,9 @@ MESSAGES: tuple[MessageRow, ...] = (
         exchange=COMMANDS,
         key="objects.change",
         reply=objects.ObjectsChanged,
-        persistent=False,
         public=True,
         max_batch=1,
-        idempotency="each change names the whole object; if_version refuses a second one",
+        idempotency="the message's id",
     ),
     MessageRow(
         message=objects.ObjectsQuery,

@@ -22,8 +22,10 @@ from bus.contracts.objects import (
 from bus.faults import RequestRefused
 from bus.persistence.database import Database
 from scheduler_worker.config import SchedulerConfig
-from scheduler_worker.store.objects import PostgresObjects
+from scheduler_worker.domain.objects import ChangeAuthor
+from scheduler_worker.store.postgres import PostgresBuilds
 from tests.integration.scheduler.world import World
+from tests.kit.sent import Sent
 
 pytestmark = pytest.mark.postgres
 
@@ -85,13 +87,17 @@ async def test_a_scheduler_that_missed_the_announcement_looks_by_itself(
 ) -> None:
     """The scheduler that changed it died before it could say so."""
     monkeypatch.setattr("scheduler_worker.objects.RELOAD_S", 0.05)
+    monkeypatch.setattr("scheduler_worker.objects.RELOAD_CHECK_S", 0.05)
     await world.scheduler("s1")
     await world.add_hosts("c1", 1)
-    database = Database(world.url, "scheduler")
-    await database.open("scheduler_worker.store.migrations")
-    async with PostgresObjects(database).changing() as unit:
-        await unit.write([ChangedObject(kind=F, name="new", after={"vcpus": 1})], who="dead", why="", at=1.0)
-    await database.close()
+    store = PostgresBuilds(Database(world.url, "scheduler"))
+    store.publish_through(Sent())  # type: ignore[arg-type]
+    await store.open()
+    async with store.operation() as unit:
+        await unit.lock_objects()
+        changed = ChangedObject(kind=F, name="new", after={"vcpus": 1})
+        await unit.write_objects([changed], ChangeAuthor("dead", "", 1.0))
+    await store.close()
     while await taken(world, world.request("new")) != "":
         pass
 

@@ -20,7 +20,7 @@ from scheduler_worker.config import SchedulerConfig
 from scheduler_worker.domain.objects import (
     MAX_BODY_BYTES,
     ChangePlan,
-    bodies_after,
+    configuration_bodies,
     effective_config,
     plan,
     seeds,
@@ -122,7 +122,7 @@ def test_the_seeds_of_settings_add_up_to_them() -> None:
         default_quota={"VCPU": 10},
         quotas={"p": {"VCPU": 1}},
     )
-    config = effective_config(SchedulerConfig(), bodies_after({}, seeds(settings)))
+    config = effective_config(SchedulerConfig(), configuration_bodies({}, seeds(settings)))
     for name in ("flavors", "aggregates", "default_quota", "quotas"):
         assert getattr(config, name) == getattr(settings, name), name
 

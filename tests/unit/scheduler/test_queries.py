@@ -11,8 +11,11 @@ from bus.consuming.outcome import Received, Refuse
 from bus.contracts.base import Meta
 from bus.contracts.build import BuildQuery, BuildRecord, HostsQuery
 from bus.contracts.cell import ServiceDown, ServicesDigest
+from bus.contracts.objects import ObjectLogQuery, ObjectsQuery
 from bus.faults import DatabaseUnavailable
+from scheduler_worker.config import SchedulerConfig
 from scheduler_worker.domain.workers import WorkerTable
+from scheduler_worker.objects import ObjectRegistry
 from scheduler_worker.queries import QueryHandler
 from tests.unit.scheduler.hosts import PLENTY, Hosts
 
@@ -35,7 +38,14 @@ def test_hosts_are_those_asked_for_by_name(query: HostsQuery, names: list[str]) 
     hosts = Hosts([PLENTY] * 5, cells=["c1", "c1", "c1", "c2", "c2"])
     down = (ServiceDown(service="compute-c1", epoch=1, code="service.silent"),)
     hosts.table.apply(ServicesDigest(cell="c1", term=1, number=1, down=down), 1.0)
-    handler = QueryHandler(cast("Any", None), hosts.selector, cast("Any", None), WorkerTable(), clock=SystemClock())
+    handler = QueryHandler(
+        cast("Any", None),
+        hosts.selector,
+        cast("Any", None),
+        WorkerTable(),
+        clock=SystemClock(),
+        objects=cast("Any", None),
+    )
     assert [host.name for host in handler.hosts(query).hosts] == names
 
 
@@ -45,10 +55,19 @@ class Away:
     async def builds(self, query: BuildQuery) -> list[BuildRecord]:
         raise DatabaseUnavailable("connection refused")
 
+    async def objects(self, unless: int = -1) -> None:
+        raise DatabaseUnavailable("connection refused")
+
+    async def object_log(self, query: ObjectLogQuery) -> None:
+        raise DatabaseUnavailable("connection refused")
+
 
 async def test_a_question_while_the_database_is_away_is_refused_at_once() -> None:
     """Not kept until it is back: who asked would wait in vain, and be told that there is no scheduler."""
     hosts = Hosts([PLENTY])
-    handler = QueryHandler(cast("Any", Away()), hosts.selector, cast("Any", None), WorkerTable(), clock=SystemClock())
-    asked = Received(message=BuildQuery(), meta=Meta(id="q", cause="q", sent_at=1.0), bus="api", queue="q")
-    assert await handler([asked]) == [Refuse("database.unavailable", "connection refused")]
+    store, clock = cast("Any", Away()), SystemClock()
+    registry = ObjectRegistry(store, hosts.selector, SchedulerConfig(), clock=clock)
+    handler = QueryHandler(store, hosts.selector, cast("Any", None), WorkerTable(), clock=clock, objects=registry)
+    for query in (BuildQuery(), ObjectsQuery(), ObjectLogQuery()):
+        asked = Received(message=query, meta=Meta(id="q", cause="q", sent_at=1.0), bus="api", queue="q")
+        assert await handler([asked]) == [Refuse("database.unavailable", "connection refused")]

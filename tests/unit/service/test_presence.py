@@ -36,7 +36,7 @@ async def test_heartbeats_tell_the_phase_what_is_waited_for_and_what_is_in_hand(
 
     listening = environment(broker, "listener", None).bus(API)
     await listening.open()
-    listener = listening.consumer("scheduler.admin.{process}", hear)  # type: ignore[arg-type]
+    listener = listening.consumer("scheduler.control.{process}", hear)  # type: ignore[arg-type]
     await listener.start()
     running = asyncio.create_task(listener.run())
 

@@ -1,0 +1,117 @@
+"""Operators' changes of objects: requested on queue `scheduler.changes`, announced on `scheduler.control.{process}`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from bus.clock import Clock
+from bus.consuming.outcome import Done, Outcome, Received, Refuse, Retry
+from bus.contracts.base import Refusal
+from bus.contracts.catalogue import BY_QUEUE
+from bus.contracts.objects import HostDecision, ObjectChange, ObjectKind, ObjectsChange, ObjectsRevision
+from bus.contracts.operations import AdminState, AdminStateSet, HostAdminState, SetAdminState
+from bus.contracts.workers import WorkerHeartbeat
+from bus.faults import Transient
+from scheduler_worker.domain.selector import Selector
+from scheduler_worker.domain.workers import WorkerTable
+from scheduler_worker.objects import ObjectRegistry
+
+RETRIES = len(BY_QUEUE["scheduler.changes"].retry_s)
+HOST_UNKNOWN = "host.unknown"
+HOST_AMBIGUOUS = "host.ambiguous"
+
+
+class ChangeHandler:
+    """Handles queue `scheduler.changes`: changes of objects, and decisions about hosts, which name the host by name.
+
+    warmup_s: how long after its start a scheduler may not have heard from every host.
+    """
+
+    def __init__(self, registry: ObjectRegistry, selector: Selector, *, clock: Clock, warmup_s: float) -> None:
+        self._registry = registry
+        self._selector = selector
+        self._clock = clock
+        self._warmup_s = warmup_s
+        self._started_s: float | None = None
+
+    async def __call__(self, batch: Sequence[Received]) -> Sequence[Outcome]:
+        """One after another: an operator's changes are rare, and the later one of an object counts."""
+        if self._started_s is None:
+            self._started_s = self._clock.monotonic()
+        return [await self._handle(received) for received in batch]
+
+    async def _handle(self, received: Received) -> Outcome:
+        message = received.message
+        if isinstance(message, SetAdminState):
+            return await self._decide(message, received)
+        assert isinstance(message, ObjectsChange), message
+        try:
+            changed = await self._registry.change(message, received.meta.id)
+        except Transient as fault:  # answered now: the requester does not wait until the database is back
+            return Refuse(fault.code, fault.reason)
+        return Refuse(changed.code, changed.reason) if isinstance(changed, Refusal) else Done(reply=changed)
+
+    async def _decide(self, command: SetAdminState, received: Received) -> Outcome:
+        found = self._find(command)
+        if len(found) > 1:
+            places = ", ".join(found)
+            return Refuse(HOST_AMBIGUOUS, f"{len(found)} hosts are called {command.host}: name one of {places}")
+        if not found:
+            if self._is_warming_up() and received.meta.attempt < RETRIES:
+                return Retry("hosts.unknown", "not every host has been announced yet")
+            return Refuse(HOST_UNKNOWN, f"there is no host {command.host}")
+        (uuid,) = found
+        host = self._name_of(uuid)
+        body = msgspec.to_builtins(HostDecision(host=host, state=command.state, reason=command.reason))
+        change = ObjectsChange(
+            changes=(ObjectChange(kind=ObjectKind.HOST, name=uuid, body=body),), who=command.by, why=command.reason
+        )
+        changed = await self._registry.change(change, received.meta.id)
+        if isinstance(changed, Refusal):
+            return Refuse(changed.code, changed.reason)
+        await self._registry.announced(changed.revision)
+        decision = self._selector.table.decision_of(uuid)
+        if decision is None:  # this is a repeat, and the decision was deleted since
+            decision = HostAdminState(host_uuid=uuid, host=host, state=AdminState.ENABLED)
+        return Done(reply=AdminStateSet(host=decision))
+
+    def _find(self, command: SetAdminState) -> list[str]:
+        """The hosts (uuids) with this name, or the host with this uuid, in the cell that the command names."""
+        found = self._selector.uuids_of(command.host)
+        if command.cell is not None:
+            found = [uuid for uuid in found if self._selector.cell_of(uuid) == command.cell]
+        return found
+
+    def _name_of(self, uuid: str) -> str:
+        index = self._selector.table.index_of(uuid)
+        return self._selector.name_of(uuid) if index is None else self._selector.table.names[index]
+
+    def _is_warming_up(self) -> bool:
+        assert self._started_s is not None
+        return self._clock.monotonic() - self._started_s < self._warmup_s
+
+
+class ControlListener:
+    """Handles queue `scheduler.control.{process}`: new revisions of the objects, and heartbeats of workers.
+
+    bus: the name of the bus that the queue is on.
+    """
+
+    def __init__(self, registry: ObjectRegistry, workers: WorkerTable, bus: str, *, clock: Clock) -> None:
+        self._registry = registry
+        self._workers = workers
+        self._bus = bus
+        self._clock = clock
+
+    async def __call__(self, batch: Sequence[Received]) -> Sequence[Outcome]:
+        """In any order: the newest revision counts. While the database is unavailable the batch waits."""
+        revision = -1
+        for received in batch:
+            if isinstance(received.message, ObjectsRevision):
+                revision = max(revision, received.message.revision)
+            elif isinstance(received.message, WorkerHeartbeat):
+                self._workers.apply(received.message, self._bus, self._clock.monotonic())
+        await self._registry.announced(revision)
+        return [Done()] * len(batch)
