@@ -34,7 +34,7 @@ class _Operation(Struct, frozen=True):
 def _operations() -> dict[str, _Operation]:
     from berth.web.api import Accepted, Builds  # noqa: PLC0415  (api mounts this document)
     from berth.web.moves import MoveTaken  # noqa: PLC0415
-    from berth.web.operations import HostDecision  # noqa: PLC0415
+    from berth.web.operations import AdminStateRequest  # noqa: PLC0415
 
     change = (403, 409, 422, 429)
     return {
@@ -59,7 +59,7 @@ def _operations() -> dict[str, _Operation]:
         "list_services": _Operation(
             tuple[ServiceRecord, ...], query={"cell": Word, "up": bool, "limit": int}, errors=(400, 403)
         ),
-        "decide_about_host": _Operation(HostAdminState, body=HostDecision, errors=(400, 413, 415, *change)),
+        "decide_about_host": _Operation(HostAdminState, body=AdminStateRequest, errors=(400, 413, 415, *change)),
     }
 
 

@@ -18,7 +18,7 @@ from bus.contracts.operations import AdminState, AdminStateSet, ServicesPage, Se
 MAX_SERVICES = 100_000
 
 
-class HostDecision(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class AdminStateRequest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The body of a decision about a host. cell: where a name is looked for; the caller's name goes on record."""
 
     state: AdminState
@@ -43,7 +43,7 @@ class WebOperations:
         """Disable a host, put it under maintenance, or enable it. For operators."""
         caller = caller_of(request)
         need(caller, WebRole.OPERATOR)
-        decision = converted(await object_of(request), HostDecision)
+        decision = converted(await object_of(request), AdminStateRequest)
         command = parsed(
             lambda: msgspec.convert(
                 {"host": request.path_params["host"], "by": caller.name, **msgspec.to_builtins(decision)},
