@@ -9,6 +9,7 @@ import structlog
 from bus.clock import Clock
 from bus.consuming.outcome import Done, Outcome, Received, Refuse
 from bus.contracts.base import Message
+from bus.contracts.book import HostTreeQuery, ProjectUsageQuery
 from bus.contracts.placement import (
     ChangesRequest,
     Claim,
@@ -107,7 +108,7 @@ class PlacementHandlers:
         return outcomes
 
     async def reads(self, batch: Sequence[Received]) -> list[Outcome]:
-        """placement.reads: pages of the feed and of the book, and where consumers are."""
+        """placement.reads: pages of the feed and of the book, where consumers are, and what operators ask."""
         outcomes: list[Outcome] = []
         for received in batch:
             asked = received.message
@@ -117,6 +118,10 @@ class PlacementHandlers:
                 outcomes.append(Done(await self._store.snapshot(asked.after, asked.limit)))
             elif isinstance(asked, LocateRequest):
                 outcomes.append(Done(await self._store.locate(asked)))
+            elif isinstance(asked, HostTreeQuery):
+                outcomes.append(Done(await self._store.tree(asked)))
+            elif isinstance(asked, ProjectUsageQuery):
+                outcomes.append(Done(await self._store.usage(asked)))
             else:
                 outcomes.append(_unexpected(asked))
         return outcomes

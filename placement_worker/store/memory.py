@@ -13,6 +13,14 @@ from functools import partial
 
 from msgspec.structs import replace
 
+from bus.contracts.book import (
+    MAX_TREE,
+    HostTree,
+    HostTreeQuery,
+    ProjectUsagePage,
+    ProjectUsageQuery,
+    TreeHolder,
+)
 from bus.contracts.placement import (
     MAX_HOSTS_TOLD,
     Change,
@@ -298,6 +306,45 @@ class MemoryBook:
                 and kept.consumer.project_id == asked.project_id
             }
             return LocatePage(members=dict(sorted(counted.items())[:MAX_HOSTS_TOLD]), hosts=hosts)
+
+    async def tree(self, asked: HostTreeQuery) -> HostTree:
+        """The tree that a provider is in, and who holds what of it, true at one moment."""
+        table = self.table
+        async with self.session.transaction():
+            if (known := table.providers.get(asked.provider)) is None:
+                return HostTree()
+            every = sorted(uuid for uuid, one in table.providers.items() if one.root == known.root)
+            shown = every[:MAX_TREE]
+            holders = [
+                TreeHolder(
+                    consumer=uuid,
+                    project_id=state.project_id,
+                    user_id=state.user_id,
+                    consumer_type=state.consumer_type,
+                    attempt=state.attempt,
+                    holding=held,
+                )
+                for uuid, row in sorted(table.consumers.items())
+                if (state := row.consumer)
+                and (held := {one: dict(state.holding[one]) for one in shown if one in state.holding})
+            ]
+            return HostTree(
+                providers=tuple(state_of(table.providers[uuid]) for uuid in shown),
+                holders=tuple(holders[: asked.limit]),
+                more=len(every) > MAX_TREE or len(holders) > asked.limit,
+            )
+
+    async def usage(self, asked: ProjectUsageQuery) -> ProjectUsagePage:
+        """What projects hold, true at one moment."""
+        async with self.session.transaction():
+            usage: dict[str, dict[str, int]] = {}
+            for project, held in sorted(self.table.project_usage.items()):
+                if asked.projects and project not in asked.projects:
+                    continue
+                if (asked.after is None or project > asked.after) and any(held.values()):
+                    usage[project] = {name: amount for name, amount in sorted(held.items()) if amount}
+            shown = dict(list(usage.items())[: asked.limit])
+            return ProjectUsagePage(usage=shown, more=len(usage) > asked.limit)
 
     async def head(self) -> FeedHead:
         """The newest committed change's number, and the history that it is of."""

@@ -7,6 +7,7 @@ from typing import Protocol
 
 from msgspec import Struct
 
+from bus.contracts.book import HostTree, HostTreeQuery, ProjectUsagePage, ProjectUsageQuery
 from bus.contracts.placement import (
     ChangesPage,
     FeedChanges,
@@ -71,6 +72,12 @@ class PlacementStore(Protocol):
 
     async def locate(self, asked: LocateRequest) -> LocatePage:
         """On which hosts consumers of a project hold something, and the members of one of its server groups."""
+
+    async def tree(self, asked: HostTreeQuery) -> HostTree:
+        """The tree that a provider is in, and who holds what of it, true at one moment."""
+
+    async def usage(self, asked: ProjectUsageQuery) -> ProjectUsagePage:
+        """What projects hold, true at one moment."""
 
     async def head(self) -> FeedHead:
         """The newest committed change's number, and the history that it is of."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
 
+from bus.contracts.book import HostTree, HostTreeQuery, ProjectUsagePage, ProjectUsageQuery
 from bus.contracts.placement import (
     ChangesPage,
     Claim,
@@ -22,7 +23,7 @@ from placement_worker.domain.claim_items import ClaimReply
 from placement_worker.domain.claims import ClaimItem
 from placement_worker.domain.reports import ReportRefusal
 from placement_worker.domain.values import ABOVE_CELLS
-from placement_worker.store import claims, fast_path, feed, inventory, limits, members, snapshot
+from placement_worker.store import claims, fast_path, feed, inventory, limits, members, operator_reads, snapshot
 from placement_worker.store.names import NameTable
 from placement_worker.store.port import Published
 from placement_worker.store.publishing import Publishing
@@ -135,6 +136,19 @@ class PostgresStore:
         """On which hosts consumers are, and the members of a server group."""
         async with self._database.raw() as connection:
             return await members.where(connection, asked)
+
+    async def tree(self, asked: HostTreeQuery) -> HostTree:
+        """The tree that a provider is in, and who holds what of it, true at one moment."""
+        await self._names.refresh()
+        async with self._database.raw() as connection:
+            await connection.execute(REPEATABLE)
+            return await operator_reads.tree(connection, asked)
+
+    async def usage(self, asked: ProjectUsageQuery) -> ProjectUsagePage:
+        """What projects hold, true at one moment."""
+        async with self._database.raw() as connection:
+            await connection.execute(REPEATABLE)
+            return await operator_reads.usage(connection, asked, self._names)
 
     async def head(self) -> FeedHead:
         """The newest committed change's number, and the history that it is of."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bus.contracts import build, cell, moves, objects, operations, placement, workers
+from bus.contracts import book, build, cell, moves, objects, operations, placement, workers
 from bus.contracts.base import Message, Refusal
 from bus.contracts.catalogue.queues import BUILD_EVENTS, MOST_REQUESTS_A_MESSAGE
 from bus.contracts.catalogue.rows import COMMANDS, EVENTS, MessageRow, Where
@@ -304,6 +304,30 @@ MESSAGES: tuple[MessageRow, ...] = (
         key="placement.locate",
         reply=placement.LocatePage,
         persistent=False,
+        idempotency="reads only",
+    ),
+    MessageRow(
+        message=book.HostTreeQuery,
+        owner="placement_worker",
+        publishers=("operator",),
+        where=Where.API,
+        exchange=COMMANDS,
+        key="placement.tree",
+        reply=book.HostTree,
+        persistent=False,
+        public=True,
+        idempotency="reads only",
+    ),
+    MessageRow(
+        message=book.ProjectUsageQuery,
+        owner="placement_worker",
+        publishers=("operator",),
+        where=Where.API,
+        exchange=COMMANDS,
+        key="placement.usage",
+        reply=book.ProjectUsagePage,
+        persistent=False,
+        public=True,
         idempotency="reads only",
     ),
     MessageRow(

@@ -1,0 +1,63 @@
+"""What an operator asks of the resource book: a host's whole tree with who holds what of it, and what projects hold."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from msgspec import Meta as Bound
+from msgspec import Struct
+
+from .base import Message, Uuid, Word
+from .placement import ProviderState
+
+# Of one answer. A larger tree or project list is cut off there, and says so.
+MAX_TREE = 500
+MAX_HOLDERS = 5_000
+MAX_PROJECTS = 1_000
+
+
+class HostTreeQuery(Message, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="placement.tree.v1"):
+    """Ask for the tree that a provider is in: its providers, and the consumers that hold something of it."""
+
+    provider: Uuid
+    limit: Annotated[int, Bound(ge=1, le=MAX_HOLDERS)] = 1000
+
+
+class TreeHolder(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A consumer, and what it holds of a tree: {provider: {class: amount}}. Instances are named by their uuid."""
+
+    consumer: Uuid
+    project_id: str
+    user_id: str
+    consumer_type: str
+    attempt: int = 0
+    holding: dict[Uuid, dict[str, int]] = {}
+
+
+class HostTree(Message, frozen=True, kw_only=True, tag="placement.tree.page.v1"):
+    """Reply to a HostTreeQuery, true at one moment: at most MAX_TREE providers by uuid, `limit` consumers by uuid.
+
+    No providers: the book has none of that uuid. more: there are further providers or consumers.
+    """
+
+    providers: tuple[ProviderState, ...] = ()
+    holders: tuple[TreeHolder, ...] = ()
+    more: bool = False
+
+
+class ProjectUsageQuery(Message, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="placement.usage.v1"):
+    """Ask what projects hold: those named, or without names all that hold something. after: the last one known."""
+
+    projects: Annotated[tuple[Word, ...], Bound(max_length=MAX_PROJECTS)] = ()
+    after: Word | None = None
+    limit: Annotated[int, Bound(ge=1, le=MAX_PROJECTS)] = MAX_PROJECTS
+
+
+class ProjectUsagePage(Message, frozen=True, kw_only=True, tag="placement.usage.page.v1"):
+    """Reply to a ProjectUsageQuery: {project: {class: amount}}, INSTANCES for how many hold something. In order.
+
+    A project that holds nothing is left out. more: there are further ones.
+    """
+
+    usage: dict[str, dict[str, int]] = {}
+    more: bool = False

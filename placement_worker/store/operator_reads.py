@@ -1,0 +1,60 @@
+"""What operators ask of the book, by SQL: a tree with its holders, and what projects hold."""
+
+from __future__ import annotations
+
+import asyncpg
+
+from bus.contracts.book import MAX_TREE, HostTree, HostTreeQuery, ProjectUsagePage, ProjectUsageQuery, TreeHolder
+from placement_worker.domain.values import state_of
+from placement_worker.store import limits
+from placement_worker.store.names import NameTable
+from placement_worker.store.rows import READ_PROVIDERS_BY_ID, read_providers
+
+TREE_IDS = """
+SELECT id FROM providers WHERE root_id = (SELECT root_id FROM providers WHERE uuid = $1) ORDER BY uuid LIMIT $2
+"""
+HOLDERS = """
+SELECT DISTINCT a.consumer FROM allocations a WHERE a.provider_id = ANY($1::bigint[]) ORDER BY a.consumer LIMIT $2
+"""
+HELD = """
+SELECT a.consumer::text, p.uuid::text, n.name, a.amount, c.project_id, c.user_id, c.consumer_type, c.attempt
+FROM allocations a JOIN providers p ON p.id = a.provider_id JOIN resource_classes n ON n.id = a.class_id
+JOIN consumers c ON c.uuid = a.consumer
+WHERE a.provider_id = ANY($1::bigint[]) AND a.consumer = ANY($2::uuid[]) ORDER BY a.consumer, p.uuid, n.name
+"""
+PROJECTS = """
+SELECT DISTINCT project_id COLLATE "C" FROM project_usage
+WHERE amount > 0 AND ($1::text[] = '{}' OR project_id = ANY($1)) AND ($2::text IS NULL OR project_id > $2 COLLATE "C")
+ORDER BY 1 LIMIT $3
+"""
+USAGE = "SELECT project_id, class_id, amount FROM project_usage WHERE project_id = ANY($1::text[]) AND amount > 0"
+
+
+async def tree(connection: asyncpg.Connection, asked: HostTreeQuery) -> HostTree:
+    """The tree and its holders; the caller's transaction is REPEATABLE READ, so that they belong together."""
+    ids = [row[0] for row in await connection.fetch(TREE_IDS, asked.provider, MAX_TREE + 1)]
+    more, ids = len(ids) > MAX_TREE, ids[:MAX_TREE]
+    _, providers = await read_providers(connection, READ_PROVIDERS_BY_ID, ids)
+    consumers = [row[0] for row in await connection.fetch(HOLDERS, ids, asked.limit + 1)]
+    more, consumers = more or len(consumers) > asked.limit, consumers[: asked.limit]
+    found: dict[str, TreeHolder] = {}
+    for consumer, provider, name, amount, project, user, kind, attempt in await connection.fetch(HELD, ids, consumers):
+        holder = found.setdefault(
+            consumer,
+            TreeHolder(
+                consumer=consumer, project_id=project, user_id=user, consumer_type=kind, attempt=attempt, holding={}
+            ),
+        )
+        holder.holding.setdefault(provider, {})[name] = amount
+    states = tuple(state_of(providers[uuid]) for uuid in sorted(providers))
+    return HostTree(providers=states, holders=tuple(found.values()), more=more)
+
+
+async def usage(connection: asyncpg.Connection, asked: ProjectUsageQuery, names: NameTable) -> ProjectUsagePage:
+    """What projects hold; the caller's transaction is REPEATABLE READ."""
+    rows = await connection.fetch(PROJECTS, list(asked.projects), asked.after, asked.limit + 1)
+    projects = [row[0] for row in rows[: asked.limit]]
+    held = await limits.by_project(connection, await connection.fetch(USAGE, projects), names)
+    return ProjectUsagePage(
+        usage={project: dict(sorted(held[project].items())) for project in projects}, more=len(rows) > asked.limit
+    )
