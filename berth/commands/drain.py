@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import random
 import signal
 from typing import Annotated
 
@@ -26,28 +25,12 @@ from berth.commands.common import (
     run,
     settings_of,
 )
+from berth.draining import MAX_AT_ONCE, Drain
 from berth.render import printable, render_rows
-from bus.clock import new_uuid
-from bus.contracts.moves import DrainPlan, DrainQuery, MoveKind, MoveRequest, MoveState, PlannedMove
+from bus.contracts.moves import DrainPlan, DrainQuery, MoveKind, PlannedMove
 from bus.contracts.operations import AdminState, SetAdminState
-from bus.faults import RequestRefused
 
 PLAN_TIMEOUT_S = 60.0
-MAX_AT_ONCE = 100
-NOT_RUNNING = "instance.not_running"  # a cell's refusal of a live migration
-
-
-class _Drained:
-    """What has become of the instances so far."""
-
-    def __init__(self) -> None:
-        self.moved: list[str] = []
-        self.failed: list[tuple[str, str, str]] = []  # instance, code, reason
-        self.not_begun: list[str] = []
-
-    def as_plain(self) -> dict[str, object]:
-        failed = [{"instance_uuid": uuid, "code": code, "reason": reason} for uuid, code, reason in self.failed]
-        return {"moved": self.moved, "failed": failed, "not_begun": self.not_begun}
 
 
 def drain(
@@ -87,14 +70,13 @@ def drain(
                 return EXIT_NO if stuck else 0
             disabled = SetAdminState(host=planned.host_uuid, state=AdminState.DISABLED, reason=reason, by=who)
             await berth.set_admin_state(disabled, timeout_s=PLAN_TIMEOUT_S)
-            following = MoveClient(berth.bus, clock=berth.clock, process=berth.process)
-            await following.open()
-            try:
-                drained = await _drain(berth, following, planned, kind, at_once, timeout, quiet=as_json)
-            finally:
-                await following.close()
+            said = (lambda *_: None) if as_json else _show_end
+            drained = Drain(planned, kind, at_once=at_once, on_end=said)
+            await _run(drained, berth, timeout)
         if as_json:
-            print_json({"host": planned.host, "more": planned.more, **drained.as_plain()})
+            failed = [{"instance_uuid": uuid, "code": code, "reason": reason} for uuid, code, reason in drained.failed]
+            ends = {"moved": drained.moved, "failed": failed, "not_begun": drained.not_begun}
+            print_json({"host": planned.host, "more": planned.more, **ends})
         else:
             left = len(drained.failed) + len(drained.not_begun)
             out.print(Text(f"{planned.host}: {len(drained.moved)} moved, {left} left"), soft_wrap=True)
@@ -105,68 +87,17 @@ def drain(
     run(body)
 
 
-async def _drain(
-    berth: BuildClient,
-    following: MoveClient,
-    planned: DrainPlan,
-    kind: MoveKind,
-    at_once: int,
-    timeout_s: float,
-    *,
-    quiet: bool,
-) -> _Drained:
-    """Move what can be moved, so many at a time, until time runs out or a person stops it.
-
-    What does not run cannot be moved live; its cell says so, and it is moved cold (a stopped one stays stopped).
-    """
-    drained, waiting = _Drained(), [(one, kind) for one in planned.moves]
-    give_up_at = berth.clock.monotonic() + timeout_s
-    stopped = asyncio.Event()
+async def _run(drain: Drain, berth: BuildClient, timeout_s: float) -> None:
+    """Carry it out; SIGINT begins nothing more."""
+    following = MoveClient(berth.bus, clock=berth.clock, process=berth.process)
     loop = asyncio.get_running_loop()
-    loop.add_signal_handler(signal.SIGINT, stopped.set)
-    under_way: dict[str, tuple[PlannedMove, MoveKind]] = {}
-    rng = random.SystemRandom()
+    await following.open()
+    loop.add_signal_handler(signal.SIGINT, drain.stop)
     try:
-        while waiting or under_way:
-            late = berth.clock.monotonic() >= give_up_at
-            while waiting and len(under_way) < at_once and not late and not stopped.is_set():
-                one, how = waiting.pop(0)
-                request = MoveRequest(
-                    request_id=new_uuid(rng),
-                    instance_uuid=one.instance_uuid,
-                    project_id=one.project_id,
-                    kind=how,
-                    auto_confirm_s=0.0 if how is MoveKind.MIGRATE else None,
-                )
-                try:
-                    await following.ask(request)
-                except RequestRefused as fault:
-                    # Its event may have come first; an end of what is not under way would be waited for no longer.
-                    following.ended.pop(request.request_id, None)
-                    drained.failed.append((one.instance_uuid, fault.code, fault.reason))
-                    continue
-                under_way[request.request_id] = (one, how)
-            if not under_way:
-                break
-            await following.wait_for_one(give_up_at - berth.clock.monotonic())
-            for request_id in [one for one in under_way if one in following.ended]:
-                (moved, how), end = under_way.pop(request_id), following.ended.pop(request_id)
-                if how is MoveKind.LIVE_MIGRATE and end.code == NOT_RUNNING:
-                    waiting.append((moved, MoveKind.MIGRATE))  # asked at most twice: a cold one has no such end
-                    continue
-                if end.state is MoveState.DONE:
-                    drained.moved.append(moved.instance_uuid)
-                else:
-                    drained.failed.append((moved.instance_uuid, end.code, end.reason))
-                if not quiet:
-                    _show_end(moved, end.state.value, end.host or "", end.reason or end.code)
-            if berth.clock.monotonic() >= give_up_at:
-                break
+        await drain.run(following, clock=berth.clock, timeout_s=timeout_s)
     finally:
         loop.remove_signal_handler(signal.SIGINT)
-    drained.not_begun = [one.instance_uuid for one, _ in waiting]
-    drained.failed += [(one.instance_uuid, "timeout", "it had not ended in time") for one, _ in under_way.values()]
-    return drained
+        await following.close()
 
 
 def _show_end(moved: PlannedMove, state: str, host: str, why: str) -> None:

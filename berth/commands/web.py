@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import random
 from pathlib import Path
 from typing import Annotated
 
@@ -43,10 +42,8 @@ def web(
         configure_logging(process="web", role="web", level=telemetry.log_level, style=telemetry.log_format)
         site, process = Site(settings), process_name("web")
         server = WebServer(
-            site.bus(process),
-            clock=site.clock,
-            rng=random.SystemRandom(),
-            process=process,
+            site.environment(process),
+            settings,
             host=host.strip("[]") or "127.0.0.1",
             port=int(port),
             access=Access(None if tokens is None else read_tokens(tokens), site.clock),

@@ -157,12 +157,9 @@ class WebApi:
         query = request.query_params
         only(request, "cell", "up", "limit")
         need(caller_of(request), WebRole.READER)
-        up = query.get("up")
-        if up not in (None, "true", "false"):
-            raise Problem(400, "request.invalid", "up is true or false")
         asked = {
             "cell": query.get("cell"),
-            "up": None if up is None else up == "true",
+            "up": truth_of(request, "up"),
             "limit": number_of(request, "limit", 1000, most=MAX_HOSTS),
         }
         page = await self.hosts(parsed(lambda: msgspec.convert(asked, HostsQuery)))
@@ -328,6 +325,14 @@ def number_of(request: Request, name: str, default: int, *, most: int) -> int:
     if not (text.isascii() and text.isdigit() and len(text) <= 9 and 1 <= int(text) <= most):
         raise Problem(400, "request.invalid", f"{name} is a number from 1 to {most}")
     return int(text)
+
+
+def truth_of(request: Request, name: str) -> bool | None:
+    """A parameter that is true or false; None when it is not given. Raises Problem 400."""
+    text = request.query_params.get(name)
+    if text not in (None, "true", "false"):
+        raise Problem(400, "request.invalid", f"{name} is true or false")
+    return None if text is None else text == "true"
 
 
 def _accepted(uuid: str) -> Response:

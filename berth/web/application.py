@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Mapping
 from importlib import resources
 from typing import Any
@@ -18,16 +17,24 @@ from starlette.routing import BaseRoute, Mount, Route
 from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from berth.settings import Settings
 from berth.web.access import Access
 from berth.web.api import API_ROOT, WebApi, json_response
+from berth.web.dead_letters import LetterBox, WebDeadLetters
+from berth.web.drains import Drains, WebDrains
+from berth.web.fleet import FleetReader
 from berth.web.live import Live
+from berth.web.metal import MetalReader, WebMetal
 from berth.web.moves import WebMoves
+from berth.web.objects import ObjectApi, WebObjects
 from berth.web.openapi import document
 from berth.web.operations import WebOperations
 from berth.web.pages import Pages
 from berth.web.problems import Problem, problem_of, problem_response
 from bus.bus import Bus
-from bus.clock import Clock
+from bus.faults import Fault
+from bus.port import BusError
+from bus.service.environment import Environment
 
 log = structlog.get_logger("web")
 
@@ -106,12 +113,30 @@ def _wants_html(headers: Mapping[str, str]) -> bool:
 
 
 def application(
-    bus: Bus, live: Live, access: Access, *, clock: Clock, rng: random.Random, hosts: frozenset[str] | None
+    env: Environment,
+    settings: Settings,
+    *,
+    bus: Bus,
+    live: Live,
+    drains: Drains,
+    access: Access,
+    hosts: frozenset[str] | None,
 ) -> Starlette:
     """The application. hosts: the names that the Host header may have (None: any, as tokens are needed anyway)."""
-    api = WebApi(bus, live, rng)
-    pages = Pages(api, live, access, clock=clock)
-    routes_of_api = [*api.routes(), *WebMoves(bus, api, rng).routes(), *WebOperations(bus).routes()]
+    api, objects = WebApi(bus, live, env.rng), ObjectApi(bus)
+    fleet, box = FleetReader(bus, env.clock, env.cells), LetterBox(env, settings)
+    moves, metal = WebMoves(bus, api, env.rng), MetalReader(settings, objects, env.clock)
+    pages = Pages(api, live, access, fleet, clock=env.clock)
+    parts = (
+        api,
+        moves,
+        WebOperations(bus, fleet),
+        WebDrains(drains),
+        WebObjects(objects),
+        WebDeadLetters(box),
+        WebMetal(metal),
+    )
+    routes_of_api = [route for part in parts for route in part.routes()]
     described = document(routes_of_api)
 
     async def openapi(_: Request) -> Response:
@@ -126,6 +151,8 @@ def application(
         *pages.routes(),
         Mount("/static", StaticFiles(directory=str(resources.files("berth.web") / "static"))),
     ]
-    handlers: dict[Any, Any] = {Exception: _on_problem, HTTPException: _on_problem, Problem: _on_problem}
+    # What is expected is named: after the handler of Exception alone the fault is raised on, into the log of uvicorn.
+    expected = (HTTPException, Problem, Fault, BusError)
+    handlers: dict[Any, Any] = {Exception: _on_problem} | dict.fromkeys(expected, _on_problem)
     guard = Middleware(SiteGuard, access=access, hosts=hosts)
     return Starlette(routes=routes, middleware=[guard], exception_handlers=handlers)

@@ -25,6 +25,7 @@ from berth.web.api import (
     object_of,
     only,
     parsed,
+    truth_of,
     uuid_of,
 )
 from berth.web.problems import Problem
@@ -87,26 +88,24 @@ class WebMoves:
         project = query.get("project", caller.sees)
         if caller.sees is not None and project != caller.sees:
             raise Problem(403, "project.forbidden", f"this token sees project {caller.sees}")
-        under_way = query.get("under_way")
-        if under_way not in (None, "true", "false"):
-            raise Problem(400, "request.invalid", "under_way is true or false")
         asked = {
             "instance_uuid": query.get("instance"),
             "project_id": project,
-            "under_way": None if under_way is None else under_way == "true",
+            "under_way": truth_of(request, "under_way"),
             "limit": number_of(request, "limit", 100, most=MAX_PAGE),
         }
-        page = await self._moves(parsed(lambda: msgspec.convert(asked, MoveQuery)))
+        page = await self.moves(parsed(lambda: msgspec.convert(asked, MoveQuery)))
         return json_response(page.moves)
 
     async def show_move(self, request: Request) -> Response:
         """One request about an instance, and how it has ended."""
         uuid, caller = uuid_of(request), caller_of(request)
-        page = await self._moves(MoveQuery(request_id=uuid))
+        page = await self.moves(MoveQuery(request_id=uuid))
         found = next((one for one in page.moves if caller.sees in (None, one.project_id)), None)
         if found is None:
             raise Problem(404, "move.unknown", f"no request {uuid} is on record")
         return json_response(found)
 
-    async def _moves(self, query: MoveQuery) -> MovePage:
+    async def moves(self, query: MoveQuery) -> MovePage:
+        """Ask a scheduler for requests about instances."""
         return await self._bus.request(query, MovePage, timeout_s=ASK_TIMEOUT_S)

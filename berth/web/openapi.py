@@ -5,17 +5,28 @@ from __future__ import annotations
 import inspect
 from collections.abc import Sequence
 from importlib import metadata
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 from msgspec import Struct
 from starlette.routing import Route
 
 from berth.web.problems import PROBLEM_JSON, ProblemBody
-from bus.contracts.base import Label, Uuid, Word
+from bus.contracts.base import Label, Reason, Uuid, Version, Word
 from bus.contracts.build import BuildRecord, BuildRequest, BuildState, HostRecord
-from bus.contracts.moves import MoveRecord, MoveRequest
+from bus.contracts.moves import DrainPlan, MoveRecord, MoveRequest
+from bus.contracts.objects import (
+    Aggregate,
+    Flavor,
+    ObjectKind,
+    ObjectLogEntry,
+    ObjectsChanged,
+    ProjectQuota,
+    SchedulingRules,
+    StoredObject,
+)
 from bus.contracts.operations import HostAdminState, ServiceRecord
+from bus.contracts.workers import WorkerRecord
 
 _REF = "#/components/schemas/{name}"
 
@@ -31,35 +42,105 @@ class _Operation(Struct, frozen=True):
     stream: bool = False
 
 
+# The kinds of the parameters in paths.
+_IN_PATH: dict[str, Any] = {
+    "uuid": Uuid,
+    "host": Label,
+    "name": Label,
+    "project": Word,
+    "bus": Word,
+    "queue": Label,
+    "letter": Label,
+}
+_WRITES = (400, 403, 413, 415, 422, 429)
+_READS = (400, 403)
+
+
 def _operations() -> dict[str, _Operation]:
+    return _of_instances() | _of_hosts() | _of_objects() | _of_letters()
+
+
+def _of_instances() -> dict[str, _Operation]:
     from berth.web.api import Accepted, Builds  # noqa: PLC0415  (api mounts this document)
     from berth.web.moves import MoveTaken  # noqa: PLC0415
+
+    builds = {"project": Word, "state": BuildState, "before": float, "limit": int}
+    moves = {"instance": Uuid, "project": Word, "under_way": bool, "limit": int}
+    return {
+        "create_build": _Operation(Accepted, 202, BuildRequest, errors=(409, *_WRITES)),
+        "list_builds": _Operation(Builds, query=builds, errors=_READS),
+        "show_build": _Operation(BuildRecord, errors=(400, 404)),
+        "delete_build": _Operation(Accepted, 202, errors=(404, 409, *_WRITES)),
+        "follow_build": _Operation(str, query={"until": Literal["end", "deleted"]}, errors=(400, 404), stream=True),
+        "follow_all": _Operation(str, errors=(400,), stream=True),
+        "create_move": _Operation(MoveTaken, 202, MoveRequest, errors=(404, 409, *_WRITES)),
+        "list_moves": _Operation(tuple[MoveRecord, ...], query=moves, errors=_READS),
+        "show_move": _Operation(MoveRecord, errors=(400, 404)),
+    }
+
+
+def _of_hosts() -> dict[str, _Operation]:
+    from berth.web.drains import DrainBody, DrainProgress  # noqa: PLC0415
+    from berth.web.fleet import CellView, HostDetail  # noqa: PLC0415
+    from berth.web.metal import MetalView  # noqa: PLC0415
     from berth.web.operations import AdminStateRequest  # noqa: PLC0415
 
-    change = (403, 409, 422, 429)
+    listed = {"cell": Word, "up": bool, "limit": int}
+    plan = {"kind": Literal["live-migrate", "migrate"], "cell": Word}
     return {
-        "create_build": _Operation(Accepted, 202, BuildRequest, errors=(400, 413, 415, *change)),
-        "list_builds": _Operation(
-            Builds, query={"project": Word, "state": BuildState, "before": float, "limit": int}, errors=(400, 403)
-        ),
-        "show_build": _Operation(BuildRecord, errors=(400, 404)),
-        "delete_build": _Operation(Accepted, 202, errors=(400, 404, *change)),
-        "follow_build": _Operation(str, errors=(400, 404), stream=True),
-        "follow_all": _Operation(str, stream=True),
-        "list_hosts": _Operation(
-            tuple[HostRecord, ...], query={"cell": Word, "up": bool, "limit": int}, errors=(400, 403)
-        ),
-        "create_move": _Operation(MoveTaken, 202, MoveRequest, errors=(400, 404, 413, 415, *change)),
-        "list_moves": _Operation(
-            tuple[MoveRecord, ...],
-            query={"instance": Uuid, "project": Word, "under_way": bool, "limit": int},
-            errors=(400, 403),
-        ),
-        "show_move": _Operation(MoveRecord, errors=(400, 404)),
-        "list_services": _Operation(
-            tuple[ServiceRecord, ...], query={"cell": Word, "up": bool, "limit": int}, errors=(400, 403)
-        ),
-        "decide_about_host": _Operation(HostAdminState, body=AdminStateRequest, errors=(400, 413, 415, *change)),
+        "list_hosts": _Operation(tuple[HostRecord, ...], query=listed, errors=_READS),
+        "show_host": _Operation(HostDetail, errors=(404, 409, *_READS)),
+        "decide_about_host": _Operation(HostAdminState, body=AdminStateRequest, errors=_WRITES),
+        "list_services": _Operation(tuple[ServiceRecord, ...], query=listed, errors=_READS),
+        "list_workers": _Operation(tuple[WorkerRecord, ...], query={"role": Word, "limit": int}, errors=_READS),
+        "list_cells": _Operation(tuple[CellView, ...], errors=_READS),
+        "plan_drain": _Operation(DrainPlan, query=plan, errors=(422, *_READS)),
+        "start_drain": _Operation(DrainProgress, 202, DrainBody, errors=(409, *_WRITES)),
+        "list_drains": _Operation(tuple[DrainProgress, ...], errors=_READS),
+        "show_drain": _Operation(DrainProgress, errors=(404, *_READS)),
+        "stop_drain": _Operation(DrainProgress, errors=(404, *_READS)),
+        "show_metal": _Operation(MetalView, errors=_READS),
+    }
+
+
+def _of_objects() -> dict[str, _Operation]:
+    from berth.web.objects import SECTIONS, ChangeBody, ObjectList, QuotaUse, Zone  # noqa: PLC0415
+
+    change = {"reason": Reason, "if_version": Version, "force": bool, "dry_run": bool}
+    log = {"kind": ObjectKind, "name": Label, "before": Version, "limit": int}
+    found = {
+        "show_quota": _Operation(QuotaUse, errors=_READS),
+        "list_zones": _Operation(tuple[Zone, ...], errors=_READS),
+        "list_objects": _Operation(ObjectList, errors=_READS),
+        "change_objects": _Operation(ObjectsChanged, body=ChangeBody, errors=(404, 409, *_WRITES)),
+        "list_changes": _Operation(tuple[ObjectLogEntry, ...], query=log, errors=_READS),
+    }
+    bodies = {
+        ObjectKind.FLAVOR: Flavor,
+        ObjectKind.AGGREGATE: Aggregate,
+        ObjectKind.QUOTA: ProjectQuota,
+        ObjectKind.SCHEDULING: SchedulingRules,
+    }
+    for kind, section in SECTIONS.items():
+        listed = tuple[QuotaUse, ...] if kind is ObjectKind.QUOTA else ObjectList
+        found[f"list_{section}"] = _Operation(listed, errors=_READS)
+        found[f"show_{section}"] = _Operation(StoredObject, errors=(404, *_READS))
+        found[f"set_{section}"] = _Operation(
+            ObjectsChanged, body=bodies[kind], query=change, errors=(404, 409, *_WRITES)
+        )
+        found[f"delete_{section}"] = _Operation(ObjectsChanged, query=change, errors=(404, 409, 422, *_READS))
+    return found
+
+
+def _of_letters() -> dict[str, _Operation]:
+    from berth.web.dead_letters import LetterCount, LettersPurged, LettersReplayed, LetterView, ReplayBody  # noqa: PLC0415
+
+    return {
+        "count_letters": _Operation(tuple[LetterCount, ...], errors=_READS),
+        "list_letters": _Operation(tuple[LetterView, ...], query={"limit": int}, errors=(404, *_READS)),
+        "show_letter": _Operation(LetterView, errors=(404, *_READS)),
+        "replay_letters": _Operation(LettersReplayed, body=ReplayBody, errors=(404, *_WRITES)),
+        "purge_letters": _Operation(LettersPurged, errors=(404, *_READS)),
     }
 
 
@@ -71,11 +152,12 @@ def document(routes: Sequence[Route]) -> dict[str, Any]:
     of_kind = dict(zip(map(repr, [*kinds, ProblemBody]), schemas, strict=True))
     _as_body(components["BuildRequest"], "instance_uuid", "project_id")
     _as_body(components["MoveRequest"], "request_id", "instance_uuid", "project_id")
+    _as_body(components["Aggregate"], "name")
     paths: dict[str, Any] = {}
     for route in routes:
-        name = route.endpoint.__name__
         for method in sorted((route.methods or set()) - {"HEAD"}):
-            paths.setdefault(route.path, {})[method.lower()] = _operation(route, operations[name], of_kind)
+            path = paths.setdefault(route.path_format, {})
+            path[method.lower()] = _operation(route, operations[route.name], of_kind)
     return {
         "openapi": "3.1.0",
         "info": {"title": "berth", "version": metadata.version("berth")},
@@ -97,7 +179,7 @@ def _operation(route: Route, operation: _Operation, of_kind: dict[str, Any]) -> 
     errors = (401, *operation.errors, 503, 504)
     problem = {"description": "problem", "content": {PROBLEM_JSON: {"schema": of_kind[repr(ProblemBody)]}}}
     described: dict[str, Any] = {
-        "operationId": route.endpoint.__name__,
+        "operationId": route.name,
         "summary": (inspect.getdoc(route.endpoint) or "").splitlines()[0],
         "responses": {
             str(operation.status): {
@@ -108,9 +190,8 @@ def _operation(route: Route, operation: _Operation, of_kind: dict[str, Any]) -> 
         },
     }
     parameters = [
-        {"name": name, "in": "path", "required": True, "schema": _inlined(kind_of)}
-        for name, kind_of in (("uuid", Uuid), ("host", Label))
-        if f"{{{name}}}" in route.path
+        {"name": name, "in": "path", "required": True, "schema": _inlined(_IN_PATH[name])}
+        for name in route.param_convertors
     ]
     parameters += [
         {"name": name, "in": "query", "schema": _inlined(kind_of)} for name, kind_of in operation.query.items()

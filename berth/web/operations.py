@@ -1,4 +1,4 @@
-"""`/api/v1` for operators: decisions about hosts, and compute services. Each answer is what a scheduler says."""
+"""`/api/v1` for operators: one host, decisions about it, services, workers and cells."""
 
 from __future__ import annotations
 
@@ -9,13 +9,25 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from berth.web.access import WebRole
-from berth.web.api import ASK_TIMEOUT_S, caller_of, converted, json_response, need, number_of, object_of, only, parsed
-from berth.web.problems import Problem
+from berth.web.api import (
+    ASK_TIMEOUT_S,
+    caller_of,
+    converted,
+    json_response,
+    need,
+    number_of,
+    object_of,
+    only,
+    parsed,
+    truth_of,
+)
+from berth.web.fleet import MAX_SERVICES, FleetReader
 from bus.bus import Bus
 from bus.contracts.base import Reason, Word
-from bus.contracts.operations import AdminState, AdminStateSet, ServicesPage, ServicesQuery, SetAdminState
+from bus.contracts.operations import AdminState, AdminStateSet, ServicesQuery, SetAdminState
+from bus.contracts.workers import WorkersQuery
 
-MAX_SERVICES = 100_000
+MAX_WORKERS = 100_000
 
 
 class AdminStateRequest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -29,20 +41,31 @@ class AdminStateRequest(Struct, frozen=True, kw_only=True, forbid_unknown_fields
 class WebOperations:
     """The handlers. Each takes a request of a caller that is known."""
 
-    def __init__(self, bus: Bus) -> None:
+    def __init__(self, bus: Bus, fleet: FleetReader) -> None:
         self._bus = bus
+        self._fleet = fleet
 
     def routes(self) -> list[Route]:
         """The routes below API_ROOT."""
         return [
+            Route("/hosts/{host}", self.show_host, methods=["GET"]),
             Route("/hosts/{host}/admin-state", self.decide_about_host, methods=["PUT"]),
             Route("/services", self.list_services, methods=["GET"]),
+            Route("/workers", self.list_workers, methods=["GET"]),
+            Route("/cells", self.list_cells, methods=["GET"]),
         ]
 
+    async def show_host(self, request: Request) -> Response:
+        """One host by uuid or name, with its tree, inventories and allocations. Not for role project."""
+        only(request)
+        need(caller_of(request), WebRole.READER)
+        return json_response(await self._fleet.detail(request.path_params["host"]))
+
     async def decide_about_host(self, request: Request) -> Response:
-        """Disable a host, put it under maintenance, or enable it. For operators."""
+        """Disable a host, put it under maintenance, fence it, or enable it. For operators."""
         caller = caller_of(request)
         need(caller, WebRole.OPERATOR)
+        only(request)
         decision = converted(await object_of(request), AdminStateRequest)
         command = parsed(
             lambda: msgspec.convert(
@@ -55,18 +78,27 @@ class WebOperations:
 
     async def list_services(self, request: Request) -> Response:
         """Compute services: ?cell=&up=true|false&limit=. Not for role project."""
-        query = request.query_params
         only(request, "cell", "up", "limit")
         need(caller_of(request), WebRole.READER)
-        up = query.get("up")
-        if up not in (None, "true", "false"):
-            raise Problem(400, "request.invalid", "up is true or false")
         asked = {
-            "cell": query.get("cell"),
-            "up": None if up is None else up == "true",
+            "cell": request.query_params.get("cell"),
+            "up": truth_of(request, "up"),
             "limit": number_of(request, "limit", 1000, most=MAX_SERVICES),
         }
-        page = await self._bus.request(
-            parsed(lambda: msgspec.convert(asked, ServicesQuery)), ServicesPage, timeout_s=ASK_TIMEOUT_S
-        )
-        return json_response(page.services)
+        query = parsed(lambda: msgspec.convert(asked, ServicesQuery))
+        return json_response(await self._fleet.services(query))
+
+    async def list_workers(self, request: Request) -> Response:
+        """Workers by their heartbeats: ?role=&limit=. Not for role project."""
+        only(request, "role", "limit")
+        need(caller_of(request), WebRole.READER)
+        limit = number_of(request, "limit", 1000, most=MAX_WORKERS)
+        asked = {"role": request.query_params.get("role"), "limit": limit}
+        page = await self._fleet.workers(parsed(lambda: msgspec.convert(asked, WorkersQuery)))
+        return json_response(page.workers)
+
+    async def list_cells(self, request: Request) -> Response:
+        """Cells with their services and hosts. Not for role project."""
+        only(request)
+        need(caller_of(request), WebRole.READER)
+        return json_response(await self._fleet.cells())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from datetime import UTC, datetime
@@ -19,7 +18,6 @@ from starlette.routing import Route
 from berth.render import printable
 from berth.web.access import SESSION_COOKIE, SESSION_S, Access, WebRole
 from berth.web.api import (
-    MAX_HOSTS,
     WebApi,
     body_of,
     caller_of,
@@ -30,10 +28,11 @@ from berth.web.api import (
     stream_response,
     uuid_of,
 )
+from berth.web.fleet import FleetReader
 from berth.web.live import Live, Second
 from berth.web.problems import Problem
 from bus.clock import Clock
-from bus.contracts.build import TERMINAL_STATES, BuildQuery, BuildRecord, BuildState, HostRecord, HostsQuery
+from bus.contracts.build import TERMINAL_STATES, BuildQuery, BuildRecord, BuildState, HostRecord
 from bus.contracts.stages import durations
 from bus.faults import Fault
 from bus.port import BusError
@@ -83,14 +82,12 @@ class HostMap(Struct, frozen=True):
 class Pages:
     """The handlers of the pages."""
 
-    def __init__(self, api: WebApi, live: Live, access: Access, *, clock: Clock) -> None:
+    def __init__(self, api: WebApi, live: Live, access: Access, fleet: FleetReader, *, clock: Clock) -> None:
         self._api = api
+        self._fleet = fleet
         self._live = live
         self._access = access
         self._clock = clock
-        self._hosts: tuple[HostRecord, ...] = ()
-        self._hosts_at = float("-inf")
-        self._reading = asyncio.Lock()
 
     def routes(self) -> list[Route]:
         """The routes of the pages."""
@@ -135,7 +132,7 @@ class Pages:
         troubles: list[Trouble] = []
         hosts: tuple[HostRecord, ...] = ()
         try:
-            hosts = await self._all_hosts()
+            hosts = await self._fleet.hosts()
         except (Fault, BusError) as fault:
             troubles.append(Trouble("No scheduler answers", f"{fault.code}: {fault}"))
         cells: dict[str, tuple[int, int]] = {}
@@ -163,20 +160,12 @@ class Pages:
             seconds=tuple(history),
         )
 
-    async def _all_hosts(self) -> tuple[HostRecord, ...]:
-        """All hosts, at most HOSTS_AGE_S old. One request fetches them, the others wait for it."""
-        async with self._reading:
-            if self._clock.monotonic() - self._hosts_at > HOSTS_AGE_S:
-                self._hosts = (await self._api.hosts(HostsQuery(limit=MAX_HOSTS))).hosts
-                self._hosts_at = self._clock.monotonic()
-        return self._hosts
-
     # --- fleet
 
     async def fleet(self, request: Request) -> Response:
         """Every host as a cell of a heat map, and the same as a table."""
         need(caller_of(request), WebRole.READER)
-        hosts = await self._all_hosts()
+        hosts = await self._fleet.hosts()
         cell, wanted = request.query_params.get("cell", ""), request.query_params.get("q", "").strip()
         shown = [host for host in hosts if cell in ("", host.cell) and wanted.lower() in host.name.lower()]
         return self._page(
@@ -193,7 +182,7 @@ class Pages:
     async def fleet_map(self, request: Request) -> Response:
         """The heat map's data."""
         need(caller_of(request), WebRole.READER)
-        hosts = await self._all_hosts()
+        hosts = await self._fleet.hosts()
         classes = sorted({name for host in hosts for name in host.resources})
         return json_response(
             HostMap(
@@ -210,7 +199,7 @@ class Pages:
         """One host."""
         need(caller_of(request), WebRole.READER)
         uuid = request.path_params["uuid"]
-        found = next((host for host in await self._all_hosts() if host.uuid == uuid), None)
+        found = next((host for host in await self._fleet.hosts() if host.uuid == uuid), None)
         if found is None:
             raise Problem(404, "host.unknown", f"no host {uuid[:64]} is known")
         return self._page(request, "host.html", host=found)

@@ -12,8 +12,8 @@ from bus.port import BusError, PublishRefused
 
 PROBLEM_JSON = "application/problem+json"
 
-# Refusals that are a conflict with what is on record; every other refusal is 422.
-_CONFLICTS = frozenset({"request.duplicate"})
+# Refusals that are a conflict with what is on record, or of what is not; every other refusal is 422.
+_STATUS = {"request.duplicate": 409, "object.conflict": 409, "object.in_use": 409, "object.unknown": 404}
 
 
 class Problem(Exception):
@@ -65,7 +65,7 @@ def problem_of(fault: Exception) -> Problem | None:
     if isinstance(fault, Problem):
         return fault
     if isinstance(fault, RequestRefused):
-        return Problem(409 if fault.code in _CONFLICTS else 422, fault.code, fault.reason)
+        return Problem(_STATUS.get(fault.code, 422), fault.code, fault.reason)
     if isinstance(fault, RequestTimeout):
         return Problem(504, fault.code, "no scheduler has answered in time; what was asked may still happen")
     if isinstance(fault, PublishRefused):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import random
 import secrets
 import socket
 from collections.abc import AsyncIterator, Generator
@@ -12,13 +11,15 @@ from collections.abc import AsyncIterator, Generator
 import structlog
 import uvicorn
 
+from berth.settings import Settings
 from berth.site import Site, process_name
 from berth.web.access import LOCAL, Access, check_listen, digest_of
 from berth.web.application import application
+from berth.web.drains import Drains
 from berth.web.live import Live
-from bus.bus import Bus
-from bus.clock import Clock
+from bus.bus import API
 from bus.faults import Fault
+from bus.service.environment import Environment
 
 log = structlog.get_logger("web")
 
@@ -59,15 +60,7 @@ async def pages_of_up(site: Site, *, wanted: bool) -> AsyncIterator[str]:
     process = process_name("web")
     access = Access({digest_of(token): LOCAL}, site.clock)
     for port in (DEFAULT_PORT, 0):
-        server = WebServer(
-            site.bus(process),
-            clock=site.clock,
-            rng=random.SystemRandom(),
-            process=process,
-            host="127.0.0.1",
-            port=port,
-            access=access,
-        )
+        server = WebServer(site.environment(process), site.settings, host="127.0.0.1", port=port, access=access)
         try:
             await server.open()
             break
@@ -83,13 +76,12 @@ async def pages_of_up(site: Site, *, wanted: bool) -> AsyncIterator[str]:
 class WebServer:
     """The pages and `/api/v1` at one address; port 0 takes a free one, which `port` then names."""
 
-    def __init__(
-        self, bus: Bus, *, clock: Clock, rng: random.Random, process: str, host: str, port: int, access: Access
-    ) -> None:
+    def __init__(self, env: Environment, settings: Settings, *, host: str, port: int, access: Access) -> None:
         self.host, self.port = host, port
-        self._bus, self._clock, self._rng = bus, clock, rng
-        self._live = Live(bus, clock=clock, process=process)
-        self._access = access
+        self._env, self._settings, self._access = env, settings, access
+        self._bus = env.bus(API)
+        self._live = Live(self._bus, clock=env.clock, process=env.process)
+        self._drains = Drains(self._bus, env.clock, env.rng, env.process)
         check_listen(host, access)
         self._server: _Server | None = None
         self._serving: asyncio.Task[None] | None = None
@@ -116,7 +108,15 @@ class WebServer:
             raise
         # Without tokens a page elsewhere could have its own name point here: only names of this machine are served.
         names = frozenset({"127.0.0.1", "localhost", "[::1]", self.host}) if self._access.open else None
-        served = application(self._bus, self._live, self._access, clock=self._clock, rng=self._rng, hosts=names)
+        served = application(
+            self._env,
+            self._settings,
+            bus=self._bus,
+            live=self._live,
+            drains=self._drains,
+            access=self._access,
+            hosts=names,
+        )
         config = uvicorn.Config(
             served,
             ws="none",
@@ -140,5 +140,6 @@ class WebServer:
         if self._serving is not None and self._server is not None:
             self._server.should_exit = True
             await asyncio.wait({self._serving})
+        await self._drains.close()
         await self._live.close()
         await self._bus.close()

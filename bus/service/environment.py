@@ -53,9 +53,13 @@ class Environment:
 
     def bus(self, name: str = API) -> Bus:
         """A fresh bus with its own connection: "api", or a cell's name."""
-        transport = self._transports(name)
+        transport = self.transport(name)
         rng = random.Random(self.rng.getrandbits(64))  # its own stream: one bus's traffic does not move another's ids
         return Bus(name, transport, process=self.process, clock=self.clock, rng=rng, limits=self._limits)
+
+    def transport(self, name: str) -> Transport:
+        """A connection of its own to a bus, for what is no worker's traffic."""
+        return self._transports(name)
 
     def database(self, role: str, *, pool_size: int | None = None) -> Database:
         """The schema of one role: "placement", "scheduler", "cell_<name>", "ironic_sync"."""

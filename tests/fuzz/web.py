@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -12,9 +13,9 @@ from urllib.parse import quote
 
 from msgspec import inspect
 
+from berth.settings import Settings
 from berth.web.access import Access
 from berth.web.server import WebServer
-from bus.bus import API
 from bus.contracts.build import BuildRequest
 from tests.fuzz import hostile
 from tests.fuzz.live import CONNECTIONS, HOSTS, Stalls, _answers
@@ -36,6 +37,21 @@ PATHS = (
     "/api/v1/hosts",
     "/api/v1/hosts/{uuid}/admin-state",
     "/api/v1/services",
+    "/api/v1/hosts/{uuid}",
+    "/api/v1/hosts/{uuid}/drain-plan",
+    "/api/v1/hosts/{uuid}/drain",
+    "/api/v1/drains/{uuid}",
+    "/api/v1/workers",
+    "/api/v1/cells",
+    "/api/v1/flavors/{uuid}",
+    "/api/v1/aggregates/{uuid}",
+    "/api/v1/quotas/{uuid}",
+    "/api/v1/rules/default",
+    "/api/v1/objects",
+    "/api/v1/objects/log",
+    "/api/v1/dead-letters",
+    "/api/v1/dead-letters/api/{uuid}",
+    "/api/v1/moves/{uuid}",
     "/api/v1/events",
     "/api/v1/openapi.json",
 )
@@ -45,19 +61,15 @@ NAMES = ("project_id", "state", "limit", "before", "cell", "name", "page", "q")
 
 async def web(seed: int, numbers: range) -> dict[str, Any]:
     """Requests to the web server that are whole, odd and broken; answers below 500, no callback stands still."""
-    with servers.postgres_server() as admin, servers.fresh_database(admin) as url:
+    with (
+        tempfile.TemporaryDirectory(prefix="berth-fuzz-") as state,
+        servers.postgres_server() as admin,
+        servers.fresh_database(admin) as url,
+    ):
         world = World(url)
         await world.open()
-        bus = world.environment("web").bus(API)
-        server = WebServer(
-            bus,
-            clock=world.clock,
-            rng=random.Random(seed),
-            process="web",
-            host="127.0.0.1",
-            port=0,
-            access=Access(None, world.clock),
-        )
+        env, access = world.environment("web"), Access(None, world.clock)
+        server = WebServer(env, Settings(state_dir=state), host="127.0.0.1", port=0, access=access)
         try:
             await world.placement()
             await world.scheduler()

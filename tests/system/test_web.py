@@ -2,144 +2,33 @@
 
 from __future__ import annotations
 
-import asyncio
-import hashlib
 import json
-import random
-import tempfile
-import threading
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
-from msgspec import Struct
-from msgspec.structs import replace
 
-from berth.settings import Settings, UpSettings
+from berth.settings import Settings
 from berth.site import Site
-from berth.up import LocalSystem, site
 from berth.web.access import MAX_SESSIONS, Access, WebRole, check_listen, read_tokens
 from berth.web.api import MAX_BODY_BYTES
 from berth.web.server import WebCannotListen, WebServer
 from bus.clock import SystemClock
 from bus.service.settings import SettingsError
-from compute_sim.config import ComputeConfig
+from tests.system.web_server import JSON, TIMEOUT_S, Web, boot, code_of, ended, follow, running_web, token_file
 
 pytestmark = [pytest.mark.system, pytest.mark.postgres]
 
-START_TIMEOUT_S = 120.0
-TIMEOUT_S = 60.0
 UNKNOWN = "00000000-0000-4000-8000-00000000dead"
 HOSTILE = "<script>alert(1)</script>\n\u202eevil"
-TOKENS = {
-    "op": ("operator", None),
-    "see": ("reader", None),
-    "alice": ("project", "p-alice"),
-    "bob": ("project", "p-bob"),
-}
-JSON = {"content-type": "application/json"}
-
-
-class Web(Struct):
-    """A running system: the address without tokens, and the one with."""
-
-    open_url: str
-    tokens_url: str
-
-    def client(self, token: str = "", **headers: str) -> httpx.Client:
-        """A program that calls; with a token at the address that wants one."""
-        base = self.tokens_url if token else self.open_url
-        auth = {"authorization": f"Bearer {token}"} if token else {}
-        return httpx.Client(base_url=base, headers={**auth, **headers}, timeout=TIMEOUT_S)
-
-
-def token_file(directory: Path) -> Path:
-    lines: list[str] = []
-    for name, (role, project) in TOKENS.items():
-        digest = hashlib.sha256(name.encode()).hexdigest()
-        lines += ["[[tokens]]", f'sha256 = "{digest}"', f'name = "{name}"', f'role = "{role}"']
-        lines += [f'project = "{project}"'] if project else []
-    path = directory / "tokens.toml"
-    path.write_text("\n".join(lines))
-    return path
-
-
-def server(here: Site, name: str, access: Access) -> WebServer:
-    return WebServer(
-        here.bus(name), clock=here.clock, rng=random.Random(name), process=name, host="127.0.0.1", port=0, access=access
-    )
-
-
-async def serve(directory: Path, found: list[Web], ready: threading.Event, stop: threading.Event) -> None:
-    settings = replace(
-        Settings(),
-        state_dir=str(directory),
-        up=UpSettings(schedulers=1, computes_per_cell=1, nodes=0, rest=False),
-        compute=ComputeConfig(hosts=3),
-    )
-    async with site(settings, directory=None, seed=1) as here:
-        system = LocalSystem(here)
-        tokens = Access(read_tokens(token_file(directory)), here.clock)
-        servers = [server(here, "web1", Access(None, here.clock)), server(here, "web2", tokens)]
-        try:
-            await system.start()
-            for one in servers:
-                await one.open()
-            found.append(Web(*(one.url for one in servers)))
-            ready.set()
-            await asyncio.to_thread(stop.wait)
-        finally:
-            ready.set()
-            for one in servers:
-                await one.close()
-            await system.in_process.stop()
 
 
 @pytest.fixture(scope="module")
 def web() -> Iterator[Web]:
-    found: list[Web] = []
-    ready, stop = threading.Event(), threading.Event()
-    with tempfile.TemporaryDirectory(prefix="berth-web-") as name:
-        directory = Path(name)
-        directory.chmod(0o755)
-        thread = threading.Thread(target=lambda: asyncio.run(serve(directory, found, ready, stop)))
-        thread.start()
-        try:
-            assert ready.wait(START_TIMEOUT_S) and found
-            yield found[0]
-        finally:
-            stop.set()
-            thread.join()
-
-
-def boot(client: httpx.Client, **fields: Any) -> str:
-    answer = client.post("/api/v1/builds", json={"flavor": "m1.tiny", "project_id": "p", **fields})
-    assert answer.status_code == 202, answer.text
-    assert answer.headers["location"] == answer.json()["links"]["self"]
-    return str(answer.json()["instance_uuid"])
-
-
-def follow(client: httpx.Client, uuid: str, until: str = "end") -> list[tuple[str, dict[str, Any]]]:
-    """All server-sent events of one build, to the end of the stream."""
-    events: list[tuple[str, dict[str, Any]]] = []
-    with client.stream("GET", f"/api/v1/builds/{uuid}/events", params={"until": until}) as stream:
-        assert stream.headers["content-type"].startswith("text/event-stream")
-        name = ""
-        for line in stream.iter_lines():
-            if line.startswith("event: "):
-                name = line[7:]
-            elif line.startswith("data: "):
-                events.append((name, json.loads(line[6:])))
-    return events
-
-
-def code_of(answer: httpx.Response, status: int) -> str:
-    assert (answer.status_code, answer.headers["content-type"]) == (status, "application/problem+json"), answer.text
-    assert answer.json()["status"] == status
-    return str(answer.json()["code"])
+    with running_web() as found:
+        yield found
 
 
 # --- builds
@@ -240,18 +129,6 @@ def test_hosts_are_listed_with_what_is_used(web: Web) -> None:
         assert {host["cell"] for host in client.get("/api/v1/hosts?cell=cell2").json()} == {"cell2"}
 
 
-def ended(client: httpx.Client, taken: httpx.Response) -> dict[str, Any]:
-    """The end of a request about an instance."""
-    assert taken.status_code == 202, taken.text
-    said: dict[str, Any] = {}
-    for _ in range(int(TIMEOUT_S * 20)):
-        said = client.get(taken.headers["location"]).json()
-        if said.get("terminal"):
-            return said
-        threading.Event().wait(0.05)
-    raise AssertionError(said)
-
-
 def test_an_instance_is_moved_stopped_and_shown(web: Web) -> None:
     with web.client("op") as client, web.client("alice") as alice, web.client("bob") as bob, web.client("see") as see:
         uuid = alice.post("/api/v1/builds", json={"flavor": "m1.tiny"}).json()["instance_uuid"]
@@ -305,9 +182,14 @@ def test_the_document_describes_every_route(web: Web) -> None:
         document = client.get("/api/v1/openapi.json").json()
         paths = document["paths"]
         assert set(paths) == {
-            "/builds", "/builds/{uuid}", "/builds/{uuid}/events", "/events", "/hosts", "/hosts/{host}/admin-state",
-            "/services", "/builds/{uuid}/moves", "/moves", "/moves/{uuid}",
+            "/builds", "/builds/{uuid}", "/builds/{uuid}/events", "/events", "/builds/{uuid}/moves", "/moves",
+            "/moves/{uuid}", "/hosts", "/hosts/{host}", "/hosts/{host}/admin-state", "/hosts/{host}/drain-plan",
+            "/hosts/{host}/drain", "/drains", "/drains/{uuid}", "/services", "/workers", "/cells", "/metal", "/zones",
+            "/flavors", "/flavors/{name}", "/aggregates", "/aggregates/{name}", "/quotas", "/quotas/{project}",
+            "/rules", "/rules/{name}", "/objects", "/objects/log", "/dead-letters", "/dead-letters/{bus}/{queue}",
+            "/dead-letters/{bus}/{queue}/replay", "/dead-letters/{bus}/{queue}/letters/{letter}",
         }  # fmt: skip
+        assert all(answer["responses"].keys() >= {"401", "503"} for path in paths.values() for answer in path.values())
         assert set(paths["/builds"]) == {"get", "post"} and set(paths["/builds/{uuid}"]) == {"get", "delete"}
         body = document["components"]["schemas"]["BuildRequest"]
         assert "type" not in body["properties"] and body["required"] == ["flavor"]
@@ -422,15 +304,8 @@ async def test_sessions_are_bounded(tmp_path: Path) -> None:
 async def test_a_taken_address_is_a_sentence(web: Web) -> None:
     taken = int(web.open_url.rpartition(":")[2])
     here = Site(Settings())
-    one = WebServer(
-        here.bus("w"),
-        clock=here.clock,
-        rng=random.Random(),
-        process="w",
-        host="127.0.0.1",
-        port=taken,
-        access=Access(None, here.clock),
-    )
+    access = Access(None, here.clock)
+    one = WebServer(here.environment("w"), here.settings, host="127.0.0.1", port=taken, access=access)
     with pytest.raises(WebCannotListen, match="cannot listen"):
         await one.open()
 

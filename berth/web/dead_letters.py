@@ -1,0 +1,214 @@
+"""`/api/v1/dead-letters`: what was given up on each bus; look at it, send it back, throw it away."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta as Bound
+from msgspec import Struct
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from berth.commands.expired import send_back
+from berth.settings import Settings
+from berth.web.access import WebRole
+from berth.web.api import caller_of, converted, json_response, need, number_of, object_of, only, parsed
+from berth.web.problems import Problem
+from bus.bus import API
+from bus.consuming import dead_letters as letters
+from bus.consuming.dead_letters import Counts, DeadLetter
+from bus.contracts.base import Label
+from bus.port import QueueMissing, Transport
+from bus.service.environment import Environment
+
+MAX_SHOWN = 10_000
+OPEN_TIMEOUT_S = 10.0
+
+
+class LetterCount(Struct, frozen=True):
+    """How many dead letters a queue of a bus has."""
+
+    bus: str
+    queue: str
+    dead: int
+
+
+class LetterView(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A dead letter. at: seconds since the epoch. body: only of one letter, for operators; it may hold secrets."""
+
+    bus: str
+    queue: str
+    id: str
+    code: str
+    reason: str
+    type: str
+    routing_key: str
+    cause: str
+    died_at: float | None = None
+    sent_at: float | None = None
+    body: str = ""
+
+
+class ReplayBody(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Which letters go back to their queue. ids: null: all. old: also those whose delete may be forgotten by now."""
+
+    ids: Annotated[tuple[Label, ...], Bound(min_length=1, max_length=1000)] | None = None
+    old: bool = False
+
+
+class LettersReplayed(Struct, frozen=True):
+    """The ids that were sent back, and those that are too old and stayed."""
+
+    replayed: tuple[str, ...]
+    too_old: tuple[str, ...]
+
+
+class LettersPurged(Struct, frozen=True):
+    """How many letters were thrown away."""
+
+    purged: int
+
+
+class LetterBox:
+    """Dead letters of all buses. One look at a time: letters that one look holds are hidden from another."""
+
+    def __init__(self, env: Environment, settings: Settings) -> None:
+        self._env = env
+        self._settings = settings
+        self._looking = asyncio.Lock()
+
+    @property
+    def buses(self) -> tuple[str, ...]:
+        """The API bus, and each cell's."""
+        return (API, *self._env.cells)
+
+    async def counts(self) -> list[LetterCount]:
+        """How many there are, by bus and queue."""
+        found: list[LetterCount] = []
+        for bus in self.buses:
+            async with self._open(bus) as transport:
+                try:
+                    counted = await letters.count(transport)
+                except QueueMissing:  # no worker has been on that bus yet
+                    counted = Counts({}, 0)
+            found += [LetterCount(bus, queue, dead) for queue, dead in counted.by_queue.items()]
+        return found
+
+    async def of_queue(self, bus: str, queue: str, limit: int) -> list[LetterView]:
+        """The oldest letters of a queue."""
+        async with self._open(bus) as transport:
+            return [_view(bus, letter) for letter in await letters.list_dead(transport, queue, limit)]
+
+    async def one(self, bus: str, queue: str, ident: str) -> LetterView:
+        """One letter with its body. Raises Problem 404."""
+        async with self._open(bus) as transport:
+            found = [one for one in await letters.list_dead(transport, queue, MAX_SHOWN) if one.id == ident]
+        if not found:
+            raise Problem(404, "letter.unknown", f"{queue[:255]} has no dead letter {ident[:255]}")
+        return _view(bus, found[0], body=found[0].body.decode(errors="replace"))
+
+    async def replay(self, bus: str, queue: str, asked: ReplayBody) -> LettersReplayed:
+        """Send letters back to their queue."""
+        async with self._open(bus) as transport:
+            now = self._env.clock.time()
+            back = await send_back(transport, queue, asked.ids, self._settings, now=now, old=asked.old)
+        return LettersReplayed(tuple(back.sent), tuple(back.too_old))
+
+    async def purge(self, bus: str, queue: str) -> LettersPurged:
+        """Throw the letters of a queue away."""
+        async with self._open(bus) as transport:
+            return LettersPurged(await letters.purge(transport, queue))
+
+    @asynccontextmanager
+    async def _open(self, bus: str) -> AsyncIterator[Transport]:
+        if bus not in self.buses:
+            raise Problem(404, "bus.unknown", f"there is no bus {bus[:64]!r}; there are {', '.join(self.buses)}")
+        async with self._looking:
+            transport = self._env.transport(bus)
+            try:
+                async with asyncio.timeout(OPEN_TIMEOUT_S):
+                    await transport.open()
+            except TimeoutError:
+                raise Problem(503, "bus.unavailable", f"bus {bus} is out of reach") from None
+            try:
+                yield transport
+            except QueueMissing as fault:
+                raise Problem(404, "queue.unknown", f"bus {bus} has no such queue: {fault}") from None
+            finally:
+                await transport.close()
+
+
+class WebDeadLetters:
+    """The handlers. Each takes a request of a caller that is known."""
+
+    def __init__(self, box: LetterBox) -> None:
+        self._box = box
+
+    def routes(self) -> list[Route]:
+        """The routes below API_ROOT."""
+        of_queue = "/dead-letters/{bus}/{queue}"
+        return [
+            Route("/dead-letters", self.count_letters, methods=["GET"]),
+            Route(of_queue, self.list_letters, methods=["GET"]),
+            Route(of_queue, self.purge_letters, methods=["DELETE"]),
+            Route(f"{of_queue}/replay", self.replay_letters, methods=["POST"]),
+            Route(f"{of_queue}/letters/{{letter}}", self.show_letter, methods=["GET"]),
+        ]
+
+    async def count_letters(self, request: Request) -> Response:
+        """How many dead letters there are, by bus and queue. Not for role project."""
+        only(request)
+        need(caller_of(request), WebRole.READER)
+        return json_response(await self._box.counts())
+
+    async def list_letters(self, request: Request) -> Response:
+        """The oldest dead letters of a queue, without their bodies: ?limit=. Not for role project."""
+        only(request, "limit")
+        need(caller_of(request), WebRole.READER)
+        limit = number_of(request, "limit", 100, most=MAX_SHOWN)
+        return json_response(await self._box.of_queue(*_place(request), limit))
+
+    async def show_letter(self, request: Request) -> Response:
+        """One dead letter with its body. For operators."""
+        only(request)
+        need(caller_of(request), WebRole.OPERATOR)
+        return json_response(await self._box.one(*_place(request), request.path_params["letter"]))
+
+    async def replay_letters(self, request: Request) -> Response:
+        """Send dead letters back to their queue. For operators."""
+        only(request)
+        need(caller_of(request), WebRole.OPERATOR)
+        body = converted(await object_of(request), ReplayBody)
+        return json_response(await self._box.replay(*_place(request), body))
+
+    async def purge_letters(self, request: Request) -> Response:
+        """Throw the dead letters of a queue away, for good. For operators."""
+        only(request)
+        need(caller_of(request), WebRole.OPERATOR)
+        return json_response(await self._box.purge(*_place(request)))
+
+
+def _place(request: Request) -> tuple[str, str]:
+    bus, queue = request.path_params["bus"], request.path_params["queue"]
+    return bus, parsed(lambda: msgspec.convert(queue, Label))
+
+
+def _view(bus: str, letter: DeadLetter, *, body: str = "") -> LetterView:
+    return LetterView(
+        bus=bus,
+        queue=letter.queue,
+        id=letter.id,
+        code=letter.code,
+        reason=letter.reason,
+        type=letter.type,
+        routing_key=letter.routing_key,
+        cause=letter.cause,
+        died_at=letter.died_at,
+        sent_at=letter.sent_at,
+        body=body,
+    )

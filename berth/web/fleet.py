@@ -1,0 +1,184 @@
+"""What is said of hosts, services, workers and cells, as the API and the pages show it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+from msgspec import Struct
+
+from berth.web.api import ASK_TIMEOUT_S, MAX_HOSTS
+from berth.web.problems import Problem
+from bus.bus import Bus
+from bus.clock import Clock
+from bus.contracts.book import HostTree, HostTreeQuery, TreeHolder
+from bus.contracts.build import HostRecord, HostsPage, HostsQuery
+from bus.contracts.operations import ServiceRecord, ServicesPage, ServicesQuery
+from bus.contracts.placement import ProviderState
+from bus.contracts.workers import WorkersPage, WorkersQuery
+
+# Hosts are read anew at most so often, however many pages show them.
+HOSTS_AGE_S = 2.0
+MAX_SERVICES = 100_000
+
+
+class InventoryView(Struct, frozen=True, kw_only=True):
+    """One inventory of a provider, and what is used of it. capacity: (total - reserved) x allocation_ratio."""
+
+    total: int
+    reserved: int
+    allocation_ratio: float
+    capacity: float
+    min_unit: int
+    max_unit: int
+    step_size: int
+    used: int
+
+
+class ProviderView(Struct, frozen=True, kw_only=True):
+    """One provider of a host's tree. depth: how far below the root."""
+
+    uuid: str
+    name: str
+    parent_uuid: str | None
+    depth: int
+    generation: int
+    inventories: dict[str, InventoryView]
+    traits: tuple[str, ...]
+    aggregates: tuple[str, ...]
+
+
+class HostDetail(Struct, frozen=True, kw_only=True):
+    """One host: what schedulers say of it, its tree from the root down, and who holds what of it.
+
+    more: the tree or its holders are cut off.
+    """
+
+    host: HostRecord
+    providers: tuple[ProviderView, ...]
+    holders: tuple[TreeHolder, ...]
+    more: bool
+
+
+class CellView(Struct, frozen=True, kw_only=True):
+    """One cell as schedulers see it. configured: the settings of this server name it."""
+
+    name: str
+    configured: bool
+    services: int = 0
+    services_up: int = 0
+    hosts: int = 0
+    hosts_up: int = 0
+    hosts_enabled: int = 0
+
+
+class FleetReader:
+    """Asks schedulers and the book about the fleet."""
+
+    def __init__(self, bus: Bus, clock: Clock, cells: Sequence[str]) -> None:
+        self._bus = bus
+        self._clock = clock
+        self._cells = tuple(cells)
+        self._hosts: tuple[HostRecord, ...] = ()
+        self._hosts_at = float("-inf")
+        self._reading = asyncio.Lock()
+
+    async def hosts(self, *, fresh: bool = False) -> tuple[HostRecord, ...]:
+        """All hosts, at most HOSTS_AGE_S old. One request fetches them, the others wait for it."""
+        async with self._reading:
+            if fresh or self._clock.monotonic() - self._hosts_at > HOSTS_AGE_S:
+                page = await self._bus.request(HostsQuery(limit=MAX_HOSTS), HostsPage, timeout_s=ASK_TIMEOUT_S)
+                self._hosts, self._hosts_at = page.hosts, self._clock.monotonic()
+        return self._hosts
+
+    async def host(self, ident: str, *, fresh: bool = False) -> HostRecord:
+        """One host by uuid, or by a name that one host has. Raises Problem 404 or 409."""
+        hosts = await self.hosts(fresh=fresh)
+        found = [one for one in hosts if one.uuid == ident] or [one for one in hosts if one.name == ident]
+        if not found:
+            raise Problem(404, "host.unknown", f"no host {ident[:255]} is known")
+        if len(found) > 1:
+            raise Problem(409, "host.ambiguous", f"{len(found)} hosts are called {ident[:255]}: name it by its uuid")
+        return found[0]
+
+    async def detail(self, ident: str, *, fresh: bool = False) -> HostDetail:
+        """One host with its tree and holders. Raises Problem 404 or 409."""
+        host = await self.host(ident, fresh=fresh)
+        tree = await self._bus.request(HostTreeQuery(provider=host.uuid), HostTree, timeout_s=ASK_TIMEOUT_S)
+        return HostDetail(host=host, providers=tree_of(tree.providers), holders=tree.holders, more=tree.more)
+
+    async def services(self, query: ServicesQuery) -> tuple[ServiceRecord, ...]:
+        """Compute services by cell and name."""
+        return (await self._bus.request(query, ServicesPage, timeout_s=ASK_TIMEOUT_S)).services
+
+    async def workers(self, query: WorkersQuery) -> WorkersPage:
+        """Workers by role, bus and name."""
+        return await self._bus.request(query, WorkersPage, timeout_s=ASK_TIMEOUT_S)
+
+    async def cells(self) -> tuple[CellView, ...]:
+        """The cells that the settings name or that services are in, by name."""
+        services = await self.services(ServicesQuery(limit=MAX_SERVICES))
+        return cells_of(self._cells, services, await self.hosts())
+
+
+def cells_of(
+    configured: Sequence[str], services: Sequence[ServiceRecord], hosts: Sequence[HostRecord]
+) -> tuple[CellView, ...]:
+    """Each cell with its counts, by name."""
+    names = {*configured, *(one.cell for one in services), *(host.cell for host in hosts if host.cell)}
+    found = []
+    for name in sorted(names):
+        of_cell = [one for one in services if one.cell == name]
+        here = [host for host in hosts if host.cell == name]
+        found.append(
+            CellView(
+                name=name,
+                configured=name in configured,
+                services=len(of_cell),
+                services_up=sum(one.up for one in of_cell),
+                hosts=len(here),
+                hosts_up=sum(host.up for host in here),
+                hosts_enabled=sum(host.enabled for host in here),
+            )
+        )
+    return tuple(found)
+
+
+def tree_of(providers: Sequence[ProviderState]) -> tuple[ProviderView, ...]:
+    """The providers of a tree, each after its parent, siblings by name. Of a tree that was cut off what is there."""
+    known = {one.uuid: one for one in providers}
+    children: dict[str | None, list[ProviderState]] = {}
+    for one in sorted(providers, key=lambda one: (one.name, one.uuid)):
+        children.setdefault(one.parent_uuid if one.parent_uuid in known else None, []).append(one)
+    found: list[ProviderView] = []
+    waiting = [(one, 0) for one in reversed(children.get(None, []))]
+    while waiting:
+        one, depth = waiting.pop()
+        found.append(_view(one, depth))
+        waiting += [(child, depth + 1) for child in reversed(children.get(one.uuid, []))]
+    return tuple(found)
+
+
+def _view(one: ProviderState, depth: int) -> ProviderView:
+    inventories = {}
+    for name, (capacity, min_unit, max_unit, step_size, total, reserved, ratio) in sorted(one.inventories.items()):
+        inventories[name] = InventoryView(
+            total=total,
+            reserved=reserved,
+            allocation_ratio=ratio,
+            capacity=capacity,
+            min_unit=min_unit,
+            max_unit=max_unit,
+            step_size=step_size,
+            used=one.used.get(name, 0),
+        )
+    return ProviderView(
+        uuid=one.uuid,
+        name=one.name,
+        parent_uuid=one.parent_uuid,
+        depth=depth,
+        generation=one.generation,
+        inventories=inventories,
+        traits=one.traits,
+        aggregates=one.aggregates,
+    )

@@ -1,0 +1,322 @@
+"""`/api/v1` for what operators define at run time: flavors, aggregates, quotas, scheduling rules, and their log.
+
+The bodies are the structs of the messages; a change is one `objects.change.v1`, so it is checked, logged and announced
+like one of `berth flavors set`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+from msgspec import Struct
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from berth.web.access import WebCaller, WebRole
+from berth.web.api import (
+    ASK_TIMEOUT_S,
+    MAX_PAGE,
+    caller_of,
+    converted,
+    json_response,
+    need,
+    number_of,
+    object_of,
+    only,
+    parsed,
+    truth_of,
+)
+from berth.web.problems import Problem
+from bus.bus import Bus
+from bus.contracts.base import Label, Reason, Version, Word
+from bus.contracts.book import MAX_PROJECTS, ProjectUsagePage, ProjectUsageQuery
+from bus.contracts.objects import (
+    DEFAULT_QUOTA,
+    MAX_CHANGES,
+    ObjectChange,
+    ObjectKind,
+    ObjectLogPage,
+    ObjectLogQuery,
+    ObjectsChange,
+    ObjectsChanged,
+    ObjectsPage,
+    ObjectsQuery,
+    StoredObject,
+)
+
+ZONE = "availability_zone"
+# The path of each kind below API_ROOT.
+SECTIONS = {
+    ObjectKind.FLAVOR: "flavors",
+    ObjectKind.AGGREGATE: "aggregates",
+    ObjectKind.QUOTA: "quotas",
+    ObjectKind.SCHEDULING: "rules",
+}
+CHANGE_PARAMETERS = ("reason", "if_version", "force", "dry_run")
+# Pages of objects that one answer gathers; a scheduler keeps no more of one kind (`MAX_OF_KIND`).
+MAX_PAGES = 50
+
+
+class ObjectList(Struct, frozen=True):
+    """Objects of one kind in order of name, and the revision in force."""
+
+    revision: int
+    objects: tuple[StoredObject, ...]
+
+
+class QuotaUse(Struct, frozen=True, kw_only=True):
+    """What a project may hold and what it holds: {class: amount}, INSTANCES: how many instances.
+
+    quota: the name of the quota that applies; "": none does. version: its revision (0: none).
+    """
+
+    project: str
+    quota: str
+    limits: dict[str, int]
+    used: dict[str, int]
+    version: int = 0
+
+
+class Zone(Struct, frozen=True):
+    """An availability zone: the aggregates that make it."""
+
+    name: str
+    aggregates: tuple[str, ...]
+
+
+class ChangeBody(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Many changes at once, all or none: as `objects.change.v1`; the caller's name goes on record as its `who`."""
+
+    changes: tuple[ObjectChange, ...] = ()
+    why: Reason = ""
+    prune: tuple[ObjectKind, ...] = ()
+    force: bool = False
+    dry_run: bool = False
+
+
+class ObjectApi:
+    """What schedulers and the book say of objects, as the API and the pages ask."""
+
+    def __init__(self, bus: Bus) -> None:
+        self._bus = bus
+
+    async def stored(self, kind: ObjectKind | None = None, name: str | None = None) -> tuple[int, list[StoredObject]]:
+        """(revision, objects in order of kind and name): all, of one kind, or one."""
+        found: list[StoredObject] = []
+        after: tuple[str, str] | None = None
+        for _ in range(MAX_PAGES):
+            query = ObjectsQuery(kind=kind, name=name, after=after)
+            page = await self._bus.request(query, ObjectsPage, timeout_s=ASK_TIMEOUT_S)
+            found += page.objects
+            if not page.more:
+                break
+            after = (page.objects[-1].kind.value, page.objects[-1].name)
+        return page.revision, found
+
+    async def change(self, change: ObjectsChange) -> ObjectsChanged:
+        """Ask for a change. Raises RequestRefused with what stands in the way."""
+        return await self._bus.request(change, ObjectsChanged, timeout_s=ASK_TIMEOUT_S)
+
+    async def log(self, query: ObjectLogQuery) -> ObjectLogPage:
+        """A page of the log of changes, newest first."""
+        return await self._bus.request(query, ObjectLogPage, timeout_s=ASK_TIMEOUT_S)
+
+    async def quotas(self, projects: Sequence[str] = ()) -> list[QuotaUse]:
+        """Quotas beside what is held: of these projects, or of all that have a quota or hold something."""
+        _, stored = await self.stored(ObjectKind.QUOTA)
+        limits = {one.name: one for one in stored}
+        used = await self._usage(projects)
+        wanted = projects or sorted(limits.keys() - {DEFAULT_QUOTA} | used.keys())
+        rows = [_quota_use(project, limits, used.get(project, {})) for project in wanted]
+        if not projects and DEFAULT_QUOTA in limits and DEFAULT_QUOTA not in used:
+            rows.insert(0, _quota_use(DEFAULT_QUOTA, limits, {}))
+        return rows
+
+    async def _usage(self, projects: Sequence[str]) -> dict[str, dict[str, int]]:
+        if len(projects) > MAX_PROJECTS:
+            raise Problem(400, "request.invalid", f"at most {MAX_PROJECTS} projects")
+        found: dict[str, dict[str, int]] = {}
+        after: str | None = None
+        for _ in range(MAX_PAGES):
+            query = ProjectUsageQuery(projects=tuple(projects), after=after)
+            page = await self._bus.request(query, ProjectUsagePage, timeout_s=ASK_TIMEOUT_S)
+            found |= page.usage
+            if not page.more:
+                break
+            after = max(page.usage)
+        return found
+
+
+class WebObjects:
+    """The handlers. Each takes a request of a caller that is known."""
+
+    def __init__(self, objects: ObjectApi) -> None:
+        self._objects = objects
+
+    def routes(self) -> list[Route]:
+        """The routes below API_ROOT."""
+        routes = [
+            Route("/quotas", self.list_quotas, methods=["GET"]),
+            Route("/quotas/{project}", self.show_quota, methods=["GET"]),
+            Route("/zones", self.list_zones, methods=["GET"]),
+            Route("/objects", self.list_objects, methods=["GET"]),
+            Route("/objects", self.change_objects, methods=["POST"]),
+            Route("/objects/log", self.list_changes, methods=["GET"]),
+        ]
+        for kind, section in SECTIONS.items():
+            of_kind = _OfKind(self._objects, kind)
+            where = f"/{section}/" + ("{project}" if kind is ObjectKind.QUOTA else "{name:path}")
+            if kind is not ObjectKind.QUOTA:
+                routes += [
+                    Route(f"/{section}", of_kind.list_all, methods=["GET"], name=f"list_{section}"),
+                    Route(where, of_kind.show, methods=["GET"], name=f"show_{section}"),
+                ]
+            routes += [
+                Route(where, of_kind.put, methods=["PUT"], name=f"set_{section}"),
+                Route(where, of_kind.delete, methods=["DELETE"], name=f"delete_{section}"),
+            ]
+        return routes
+
+    async def list_quotas(self, request: Request) -> Response:
+        """Quotas with what is used beside the limits. Role project sees its own."""
+        only(request)
+        caller = caller_of(request)
+        return json_response(await self._objects.quotas([caller.project] if caller.sees and caller.project else ()))
+
+    async def show_quota(self, request: Request) -> Response:
+        """What one project may hold, and what it holds."""
+        only(request)
+        project, caller = parsed(lambda: msgspec.convert(request.path_params["project"], Word)), caller_of(request)
+        if caller.sees not in (None, project):
+            raise Problem(403, "project.forbidden", f"this token sees project {caller.sees}")
+        return json_response((await self._objects.quotas([project]))[0])
+
+    async def list_zones(self, request: Request) -> Response:
+        """Availability zones by name."""
+        only(request)
+        _, aggregates = await self._objects.stored(ObjectKind.AGGREGATE)
+        return json_response(zones_of(aggregates))
+
+    async def list_objects(self, request: Request) -> Response:
+        """All objects, in order of kind and name. Not for role project."""
+        only(request)
+        need(caller_of(request), WebRole.READER)
+        revision, found = await self._objects.stored()
+        return json_response(ObjectList(revision, tuple(found)))
+
+    async def change_objects(self, request: Request) -> Response:
+        """Change many objects, all or none. For operators."""
+        caller = caller_of(request)
+        need(caller, WebRole.OPERATOR)
+        body = converted(await object_of(request), ChangeBody)
+        if len(body.changes) > MAX_CHANGES:
+            raise Problem(400, "request.invalid", f"at most {MAX_CHANGES} changes")
+        fields = {**msgspec.to_builtins(body), "who": caller.name}
+        return json_response(await self._objects.change(parsed(lambda: msgspec.convert(fields, ObjectsChange))))
+
+    async def list_changes(self, request: Request) -> Response:
+        """The log of changes, newest first: ?kind=&name=&before=&limit=. Not for role project."""
+        only(request, "kind", "name", "before", "limit")
+        need(caller_of(request), WebRole.READER)
+        query = request.query_params
+        fields: dict[str, Any] = {"kind": query.get("kind"), "name": query.get("name")}
+        if "before" in query:
+            fields["before"] = parsed(lambda: msgspec.convert(query["before"], Version, strict=False))
+        fields["limit"] = number_of(request, "limit", 100, most=MAX_PAGE)
+        page = await self._objects.log(parsed(lambda: msgspec.convert(fields, ObjectLogQuery)))
+        return json_response(page.entries)
+
+
+class _OfKind:
+    """The handlers of the objects of one kind."""
+
+    def __init__(self, objects: ObjectApi, kind: ObjectKind) -> None:
+        self._objects = objects
+        self._kind = kind
+
+    async def list_all(self, request: Request) -> Response:
+        """Objects of this kind by name."""
+        only(request)
+        self._check_role(caller_of(request))
+        revision, found = await self._objects.stored(self._kind)
+        shown = tuple(one for one in found if self._is_shown(one, caller_of(request)))
+        return json_response(ObjectList(revision, shown))
+
+    async def show(self, request: Request) -> Response:
+        """One object of this kind."""
+        only(request)
+        self._check_role(caller_of(request))
+        name = self._name(request)
+        _, found = await self._objects.stored(self._kind, name)
+        shown = [one for one in found if self._is_shown(one, caller_of(request))]
+        if not shown:
+            raise Problem(404, "object.unknown", f"there is no {self._kind.value} {name!r}")
+        return json_response(shown[0])
+
+    async def put(self, request: Request) -> Response:
+        """Make an object, or replace the whole of it. For operators."""
+        caller = caller_of(request)
+        need(caller, WebRole.OPERATOR)
+        only(request, *CHANGE_PARAMETERS)
+        body = await object_of(request)
+        if self._kind is ObjectKind.AGGREGATE:
+            body.setdefault("name", self._name(request))
+        return await self._change(request, caller, body)
+
+    async def delete(self, request: Request) -> Response:
+        """Delete an object. For operators."""
+        caller = caller_of(request)
+        need(caller, WebRole.OPERATOR)
+        only(request, *CHANGE_PARAMETERS)
+        return await self._change(request, caller, None)
+
+    async def _change(self, request: Request, caller: WebCaller, body: dict[str, object] | None) -> Response:
+        query = request.query_params
+        fields: dict[str, Any] = {"kind": self._kind, "name": self._name(request), "body": body}
+        if "if_version" in query:
+            fields["if_version"] = parsed(lambda: msgspec.convert(query["if_version"], Version, strict=False))
+        asked = {
+            "changes": [fields],
+            "who": caller.name,
+            "why": query.get("reason", ""),
+            "force": truth_of(request, "force") or False,
+            "dry_run": truth_of(request, "dry_run") or False,
+        }
+        return json_response(await self._objects.change(parsed(lambda: msgspec.convert(asked, ObjectsChange))))
+
+    def _name(self, request: Request) -> str:
+        key = "project" if self._kind is ObjectKind.QUOTA else "name"
+        return parsed(lambda: msgspec.convert(request.path_params[key], Label))
+
+    def _check_role(self, caller: WebCaller) -> None:
+        """Flavors are for every project; how hosts are chosen is not."""
+        if self._kind is not ObjectKind.FLAVOR:
+            need(caller, WebRole.READER)
+
+    @staticmethod
+    def _is_shown(one: StoredObject, caller: WebCaller) -> bool:
+        projects = one.body.get("projects") or ()
+        return caller.sees is None or not projects or caller.sees in projects
+
+
+def zones_of(aggregates: Sequence[StoredObject]) -> list[Zone]:
+    """The availability zones that aggregates make, by name."""
+    zones: dict[str, list[str]] = {}
+    for one in aggregates:
+        if zone := one.body.get("metadata", {}).get(ZONE):
+            zones.setdefault(str(zone), []).append(one.name)
+    return [Zone(name, tuple(names)) for name, names in sorted(zones.items())]
+
+
+def _quota_use(project: str, limits: dict[str, StoredObject], used: dict[str, int]) -> QuotaUse:
+    quota = limits.get(project) or limits.get(DEFAULT_QUOTA)
+    return QuotaUse(
+        project=project,
+        quota="" if quota is None else quota.name,
+        limits={} if quota is None else dict(quota.body.get("limits", {})),
+        used=used,
+        version=0 if quota is None else quota.version,
+    )

@@ -1,0 +1,307 @@
+"""What an operator does over HTTP: objects, hosts, drains, workers, cells, dead letters; and who else may not."""
+
+from __future__ import annotations
+
+import threading
+import uuid
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.system.web_server import TIMEOUT_S, Web, boot, code_of, ended, follow, running_web
+
+pytestmark = [pytest.mark.system, pytest.mark.postgres]
+
+UNKNOWN = "00000000-0000-4000-8000-00000000dead"
+ZONE = "0c8f0c9e-3f0d-4d9f-8b58-9c2f6f0f2a11"
+
+
+@pytest.fixture(scope="module")
+def web() -> Iterator[Web]:
+    with running_web() as found:
+        yield found
+
+
+def until(what: Callable[[], Any]) -> Any:
+    """What is true in the end."""
+    for _ in range(int(TIMEOUT_S * 20)):
+        if found := what():
+            return found
+        threading.Event().wait(0.05)
+    raise AssertionError(what())
+
+
+def booted(client: httpx.Client, **fields: Any) -> str:
+    instance = boot(client, **fields)
+    assert follow(client, instance)[-1][1]["state"] == "active"
+    return instance
+
+
+# --- objects
+
+
+def test_a_flavor_is_made_used_changed_and_deleted(web: Web) -> None:
+    with web.client("op") as client:
+        made = client.put("/api/v1/flavors/m1.http", params={"reason": "asked for"}, json={"vcpus": 1, "memory_mb": 64})
+        assert made.status_code == 200 and made.json()["changed"][0]["after"]["memory_mb"] == 64, made.text
+        stored = client.get("/api/v1/flavors/m1.http").json()
+        assert (stored["version"], stored["changed_by"]) == (made.json()["revision"], "op")
+        instance = booted(client, flavor="m1.http")
+        assert code_of(client.delete("/api/v1/flavors/m1.http"), 409) == "object.in_use"
+        client.delete(f"/api/v1/builds/{instance}")
+        assert follow(client, instance, "deleted")[-1][1]["state"] == "deleted"
+        would = client.delete("/api/v1/flavors/m1.http", params={"dry_run": "true"})
+        assert would.status_code == 200 and client.get("/api/v1/flavors/m1.http").status_code == 200
+        assert client.delete("/api/v1/flavors/m1.http").status_code == 200
+        assert code_of(client.get("/api/v1/flavors/m1.http"), 404) == "object.unknown"
+        assert code_of(client.delete("/api/v1/flavors/m1.http"), 404) == "object.unknown"
+        log = client.get("/api/v1/objects/log", params={"kind": "flavor", "name": "m1.http"}).json()
+        assert [(one["who"], one.get("why", "")) for one in log] == [("op", ""), ("op", "asked for")]
+
+
+def test_a_change_by_version_is_refused_when_another_came_first(web: Web) -> None:
+    with web.client("op") as client:
+        path, body = "/api/v1/flavors/a%2Fb", {"vcpus": 1}
+        first = client.put(path, params={"if_version": "0"}, json=body)
+        assert first.status_code == 200, first.text
+        assert client.get(path).json()["name"] == "a/b"
+        assert code_of(client.put(path, params={"if_version": "0"}, json={"vcpus": 2}), 409) == "object.conflict"
+        again = client.put(path, params={"if_version": str(first.json()["revision"])}, json={"vcpus": 2})
+        assert again.status_code == 200 and client.delete(path).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "params", "refused"),
+    [
+        ("/flavors/bad", {"vcpu": 1}, {}, (422, "object.invalid")),
+        ("/flavors/bad", {"vcpus": -1}, {}, (422, "object.invalid")),
+        ("/flavors/bad", {"vcpus": 1}, {"forse": "true"}, (400, "request.invalid")),
+        ("/flavors/bad", {"vcpus": 1}, {"force": "maybe"}, (400, "request.invalid")),
+        ("/flavors/bad", {"vcpus": 1}, {"if_version": "x"}, (400, "request.invalid")),
+        ("/flavors/" + "x" * 300, {"vcpus": 1}, {}, (400, "request.invalid")),
+        ("/aggregates/east", {"uuid": "nothing"}, {}, (422, "object.invalid")),
+        ("/quotas/p", {"limits": {"VCPU": -1}}, {}, (422, "object.invalid")),
+        ("/rules/default", {"enabled_filters": ["nothing"]}, {}, (422, "plugin.invalid")),
+    ],
+)
+def test_a_wrong_object_is_a_coded_problem(
+    web: Web, path: str, body: dict[str, Any], params: dict[str, str], refused: tuple[int, str]
+) -> None:
+    with web.client("op") as client:
+        assert code_of(client.put(f"/api/v1{path}", json=body, params=params), refused[0]) == refused[1]
+
+
+def test_a_quota_is_shown_beside_what_is_used(web: Web) -> None:
+    with web.client("op") as client, web.client("alice") as alice, web.client("bob") as bob:
+        booted(alice, project_id="p-alice")
+        before = alice.get("/api/v1/quotas/p-alice").json()
+        used = before["used"]
+        assert (before["quota"], before["limits"]) == ("", {}) and used["INSTANCES"] >= 1 and used["VCPU"] >= 1
+        client.put("/api/v1/quotas/p-alice", json={"limits": {"INSTANCES": used["INSTANCES"]}})
+        try:
+            (own,) = alice.get("/api/v1/quotas").json()
+            assert (own["quota"], own["limits"], own["used"]) == ("p-alice", {"INSTANCES": used["INSTANCES"]}, used)
+            refused = alice.post("/api/v1/builds", json={"flavor": "m1.tiny"}).json()["instance_uuid"]
+            assert follow(alice, refused)[-1][1]["code"] == "quota.exceeded"
+            assert {one["project"] for one in client.get("/api/v1/quotas").json()} >= {"p-alice"}
+            assert code_of(bob.get("/api/v1/quotas/p-alice"), 403) == "project.forbidden"
+            assert bob.get("/api/v1/quotas").json()[0]["used"] == {}
+        finally:
+            assert client.delete("/api/v1/quotas/p-alice").status_code == 200
+
+
+def test_aggregates_make_zones_and_rules_are_set(web: Web) -> None:
+    with web.client("op") as client:
+        body = {"uuid": ZONE, "metadata": {"availability_zone": "east"}}
+        assert client.put("/api/v1/aggregates/racks", json=body).status_code == 200
+        assert client.get("/api/v1/zones").json() == [{"name": "east", "aggregates": ["racks"]}]
+        assert client.get("/api/v1/aggregates").json()["objects"][0]["body"]["uuid"] == ZONE
+        assert client.put("/api/v1/rules/default", json={"host_subset_size": 2}).status_code == 200
+        assert client.get("/api/v1/rules/default").json()["body"] == {"host_subset_size": 2}
+        both = [{"kind": "aggregate", "name": "racks"}, {"kind": "scheduling", "name": "default"}]
+        gone = client.post("/api/v1/objects", json={"changes": both, "why": "over"})
+        assert gone.status_code == 200 and len(gone.json()["changed"]) == 2, gone.text
+        assert client.get("/api/v1/zones").json() == []
+        forged = client.post("/api/v1/objects", json={"changes": both, "who": "another"})
+        assert code_of(forged, 400) == "request.invalid"
+
+
+def test_a_project_sees_the_flavors_that_it_may_request(web: Web) -> None:
+    with web.client("op") as client, web.client("alice") as alice, web.client("bob") as bob:
+        client.put("/api/v1/flavors/secret", json={"vcpus": 1, "projects": ["p-alice"]})
+        assert alice.get("/api/v1/flavors/secret").status_code == 200
+        assert code_of(bob.get("/api/v1/flavors/secret"), 404) == "object.unknown"
+        names = {one["name"] for one in bob.get("/api/v1/flavors").json()["objects"]}
+        assert "m1.tiny" in names and "secret" not in names
+        assert client.delete("/api/v1/flavors/secret").status_code == 200
+
+
+READERS = (
+    "/aggregates", "/rules", "/objects", "/objects/log", "/hosts/x", "/hosts/x/drain-plan", "/drains",
+    f"/drains/{UNKNOWN}", "/workers", "/cells", "/services", "/metal", "/dead-letters", "/dead-letters/api/x",
+)  # fmt: skip
+OPERATORS: tuple[tuple[str, str, Any], ...] = (
+    ("PUT", "/flavors/x", {"vcpus": 1}),
+    ("DELETE", "/flavors/m1.tiny", None),
+    ("PUT", "/aggregates/x", {"uuid": ZONE}),
+    ("PUT", "/quotas/p-alice", {"limits": {}}),
+    ("DELETE", "/quotas/p-alice", None),
+    ("PUT", "/rules/default", {}),
+    ("POST", "/objects", {"changes": []}),
+    ("PUT", "/hosts/x/admin-state", {"state": "fenced"}),
+    ("POST", "/hosts/x/drain", {}),
+    ("DELETE", f"/drains/{UNKNOWN}", None),
+    ("GET", "/dead-letters/api/scheduler.requests/letters/x", None),
+    ("POST", "/dead-letters/api/scheduler.requests/replay", {}),
+    ("DELETE", "/dead-letters/api/scheduler.requests", None),
+)
+
+
+@pytest.mark.parametrize("path", READERS)
+def test_a_project_does_not_see_what_is_the_sites(web: Web, path: str) -> None:
+    with web.client("alice") as alice:
+        assert code_of(alice.get(f"/api/v1{path}"), 403) == "role.forbidden"
+
+
+@pytest.mark.parametrize(("method", "path", "body"), OPERATORS)
+@pytest.mark.parametrize("token", ["alice", "see"])
+def test_what_an_operator_does_no_other_may(web: Web, token: str, method: str, path: str, body: Any) -> None:
+    with web.client(token) as client:
+        assert code_of(client.request(method, f"/api/v1{path}", json=body), 403) == "role.forbidden"
+
+
+# --- hosts
+
+
+def test_a_host_is_shown_with_its_tree_and_who_holds_what(web: Web) -> None:
+    with web.client("op") as client, web.client("see") as see:
+        instance = booted(client)
+        build = client.get(f"/api/v1/builds/{instance}").json()
+        shown = see.get(f"/api/v1/hosts/{build['host']}").json()
+        assert shown["host"]["name"] == build["host"] and not shown["more"]
+        root = shown["providers"][0]
+        assert root["depth"] == 0 and root["uuid"] == shown["host"]["uuid"]
+        vcpu = root["inventories"]["VCPU"]
+        assert vcpu["capacity"] == (vcpu["total"] - vcpu["reserved"]) * vcpu["allocation_ratio"] and vcpu["used"] >= 1
+        (holder,) = (one for one in shown["holders"] if one["consumer"] == instance)
+        assert holder["project_id"] == "p" and holder["holding"][root["uuid"]]["VCPU"] >= 1
+        assert see.get(f"/api/v1/hosts/{root['uuid']}").json()["host"]["name"] == build["host"]
+        assert code_of(see.get(f"/api/v1/hosts/{UNKNOWN}"), 404) == "host.unknown"
+
+
+def test_a_host_is_fenced_before_it_is_evacuated(web: Web) -> None:
+    with web.client("op") as client:
+        instance = booted(client)
+        host = client.get(f"/api/v1/builds/{instance}").json()["host"]
+        path, move = f"/api/v1/hosts/{host}/admin-state", f"/api/v1/builds/{instance}/moves"
+        assert code_of(client.post(move, json={"kind": "evacuate"}), 422) == "host.not_fenced"
+        try:
+            assert client.put(path, json={"state": "fenced", "reason": "PSU"}).json()["state"] == "fenced"
+            # Accepted now; its cell may still refuse it, as the host's compute service is heard.
+            assert ended(client, client.post(move, json={"kind": "evacuate"})).get("code") != "host.not_fenced"
+        finally:
+            client.put(path, json={"state": "enabled"})
+
+
+def test_a_host_is_drained_by_its_plan(web: Web) -> None:
+    with web.client("op") as client, web.client("see") as see:
+        instance = booted(client)
+        host = client.get(f"/api/v1/builds/{instance}").json()["host"]
+        plan = see.get(f"/api/v1/hosts/{host}/drain-plan").json()
+        assert plan["host"] == host and {one["instance_uuid"] for one in plan["moves"]} >= {instance}
+        assert code_of(client.get(f"/api/v1/hosts/{host}/drain-plan?kind=stop"), 400) == "request.invalid"
+        assert code_of(client.get("/api/v1/hosts/nowhere/drain-plan"), 422) == "host.unknown"
+        try:
+            begun = client.post(f"/api/v1/hosts/{host}/drain", json={"reason": "fan", "at_once": 2})
+            assert begun.status_code == 202, begun.text
+            assert begun.json()["planned"] == len(plan["moves"]) and begun.json()["by"] == "op"
+            where = begun.headers["location"]
+            until(lambda: see.get(where).json()["state"] == "ended")
+            told = see.get(where).json()
+            assert instance in told["moved"] and not (told["failed"] or told["not_begun"] or told["under_way"]), told
+            assert client.get(f"/api/v1/builds/{instance}").json()["host"] != host
+            assert client.get(f"/api/v1/hosts/{host}").json()["host"]["admin"]["reason"] == "fan"
+            assert see.get("/api/v1/drains").json()[0]["id"] == told["id"]
+            assert client.delete(where).json()["state"] == "ended"
+            assert code_of(client.get(f"/api/v1/drains/{UNKNOWN}"), 404) == "drain.unknown"
+        finally:
+            client.put(f"/api/v1/hosts/{host}/admin-state", json={"state": "enabled"})
+
+
+def test_a_drain_that_is_stuck_begins_nothing(web: Web) -> None:
+    with web.client("op") as client:
+        instance = booted(client)
+        build = client.get(f"/api/v1/builds/{instance}").json()
+        others = [one["name"] for one in client.get(f"/api/v1/hosts?cell={build['cell']}").json()]
+        others.remove(build["host"])
+        try:
+            for name in others:
+                client.put(f"/api/v1/hosts/{name}/admin-state", json={"state": "disabled"})
+            plan = until(lambda: _stuck(client, build["host"], instance))
+            assert plan["code"] and plan["reason"], plan
+            answer = client.post(f"/api/v1/hosts/{build['host']}/drain", json={})
+            assert code_of(answer, 409) == "drain.stuck"
+            shown = client.get(f"/api/v1/hosts/{build['host']}").json()["host"]
+            assert (
+                shown.get("enabled", True) and client.get(f"/api/v1/builds/{instance}").json()["host"] == build["host"]
+            )
+        finally:
+            for name in others:
+                client.put(f"/api/v1/hosts/{name}/admin-state", json={"state": "enabled"})
+
+
+def _stuck(client: httpx.Client, host: str, instance: str) -> Any:
+    moves = client.get(f"/api/v1/hosts/{host}/drain-plan").json()["moves"]
+    return next((one for one in moves if one["instance_uuid"] == instance and not one.get("hosts")), None)
+
+
+def test_workers_and_cells_are_listed(web: Web) -> None:
+    with web.client("see") as see:
+        workers = until(lambda: see.get("/api/v1/workers").json())
+        until(lambda: {"scheduler", "placement"} <= {one["heartbeat"]["role"] for one in workers_of(see)})
+        assert all(one["heartbeat"]["pid"] > 0 for one in workers)
+        assert [one["heartbeat"]["role"] for one in see.get("/api/v1/workers?role=placement").json()] == ["placement"]
+        cells = see.get("/api/v1/cells").json()
+        assert [(one["name"], one["configured"], one["hosts"]) for one in cells] == [
+            ("cell1", True, 3),
+            ("cell2", True, 3),
+        ]
+        assert all(one["services"] == one["services_up"] == 1 and one["hosts_up"] == 3 for one in cells)
+
+
+def workers_of(client: httpx.Client) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = client.get("/api/v1/workers").json()
+    return found
+
+
+def test_without_ironic_metal_is_a_coded_problem(web: Web) -> None:
+    with web.client("see") as see:
+        assert code_of(see.get("/api/v1/metal"), 503) == "ironic.unavailable"
+
+
+# --- dead letters
+
+
+def test_dead_letters_are_counted_shown_sent_back_and_thrown_away(web: Web) -> None:
+    one, two = (f"letter-{uuid.uuid4()}" for _ in range(2))
+    command = b'{"type": "hosts.set.v1", "host": "nowhere", "state": "enabled", "by": "x", "secret": "s"}'
+    web.give_up("scheduler.operations", one, command)
+    web.give_up("scheduler.operations", two, command)
+    queue = "/api/v1/dead-letters/api/scheduler.operations"
+    with web.client("op") as client, web.client("see") as see:
+        counts = {(row["bus"], row["queue"]): row["dead"] for row in see.get("/api/v1/dead-letters").json()}
+        assert counts["api", "scheduler.operations"] == 2
+        letters = see.get(queue).json()
+        assert [letter["id"] for letter in letters] == [one, two]
+        assert letters[0]["code"] == "test.given_up" and "secret" not in see.get(queue).text
+        assert "secret" in client.get(f"{queue}/letters/{one}").json()["body"]
+        assert code_of(client.get(f"{queue}/letters/none"), 404) == "letter.unknown"
+        assert client.post(f"{queue}/replay", json={"ids": [one]}).json() == {"replayed": [one], "too_old": []}
+        until(lambda: one in {letter["id"] for letter in see.get(queue).json()})  # it is refused and parked again
+        assert client.delete(queue).json()["purged"] == 2
+        assert see.get(queue).json() == []
+        assert code_of(client.get("/api/v1/dead-letters/mars/x"), 404) == "bus.unknown"
+        assert code_of(client.get("/api/v1/dead-letters/api/nothing"), 404) == "queue.unknown"
+        assert code_of(client.post(f"{queue}/replay", json={"ids": []}), 400) == "request.invalid"
