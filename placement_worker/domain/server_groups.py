@@ -44,7 +44,10 @@ def hosts_of(providers: Iterable[Provider]) -> tuple[str, ...]:
 
 
 def permitted(claim: Claim, option: ClaimOption, others: Mapping[str, int]) -> ClaimOutcome:
-    """Whether the server group's hard rule allows the member on this host. Its own host is always allowed."""
+    """Whether the server group's hard rule allows the member on this host. Its own host is always allowed.
+
+    Of a group that stays together a member that moves is on two hosts: it may end on either, so neither is allowed.
+    """
     group = claim.server_group
     assert group is not None
     if option.host is None:
@@ -52,7 +55,7 @@ def permitted(claim: Claim, option: ClaimOption, others: Mapping[str, int]) -> C
     if group.policy is GroupPolicy.ANTI_AFFINITY:
         allowed = others.get(option.host, 0) < group.max_per_host
     else:
-        allowed = group.policy is not GroupPolicy.AFFINITY or not others or option.host in others
+        allowed = group.policy is not GroupPolicy.AFFINITY or set(others) <= {option.host}
     return ClaimOutcome.CLAIMED if allowed else ClaimOutcome.RULED_OUT
 
 

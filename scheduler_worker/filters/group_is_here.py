@@ -13,7 +13,10 @@ from scheduler_worker.domain.view import HostsView
 
 
 class ServerGroupAffinityFilter:
-    """Passes hosts that have a member; all of them while there is none. Of two first members the claim grants one."""
+    """Passes the host that has the members; all hosts while there is none. Of two first members the claim grants one.
+
+    While a member moves it is on two hosts and may end on either: none passes until its move is over.
+    """
 
     name: ClassVar[str] = "ServerGroupAffinityFilter"
 
@@ -26,4 +29,5 @@ class ServerGroupAffinityFilter:
         assert spec.peers is not None
         if not spec.peers.members:
             return Verdict(np.ones(len(view), dtype=np.bool_), NONE_REJECTED)
-        return verdict_of(view.counted(spec.peers.members) > 0, "group.elsewhere")
+        is_settled = len(spec.peers.members) == 1
+        return verdict_of((view.counted(spec.peers.members) > 0) & is_settled, "group.elsewhere")

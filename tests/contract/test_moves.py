@@ -34,6 +34,7 @@ MOVE = "d0000000-0000-4000-8000-000000000000"
 OTHER_MOVE = "d0000001-0000-4000-8000-000000000000"
 GROUP = "e0000000-0000-4000-8000-000000000000"
 APART = ServerGroup(uuid=GROUP, policy=GroupPolicy.ANTI_AFFINITY)
+TOGETHER = ServerGroup(uuid=GROUP, policy=GroupPolicy.AFFINITY)
 
 Amounts = dict[str, dict[str, int]]
 
@@ -255,6 +256,21 @@ async def test_no_member_takes_the_source_before_the_move_is_confirmed(store: Pl
     await store.apply([Release(consumer=MOVE)])
     page = await store.locate(LocateRequest(project_id="p", server_group=GROUP))
     assert page.members == {HOSTS[0]: 1}
+
+
+@pytest.mark.parametrize("confirmed", [True, False], ids=["confirmed", "reverted"])
+async def test_no_member_joins_one_that_may_end_on_either_of_two_hosts(store: PlacementStore, confirmed: bool) -> None:
+    """Of a group that stays together: who joined the source, or the destination, was alone when the move ended."""
+    await claimed(store, build(0, 0, server_group=TOGETHER))
+    await claimed(store, move(option(1), source=option(0), server_group=TOGETHER))
+    at_source, at_destination = await claimed(
+        store, build(1, 0, server_group=TOGETHER), build(2, 1, server_group=TOGETHER)
+    )
+    assert (at_source.outcome, at_destination.outcome) == ("ruled_out", "ruled_out")
+    await store.apply([Release(consumer=MOVE) if confirmed else revert(option(0), attempt=3)])
+    joining = [build(1, 0, server_group=TOGETHER), build(2, 1, server_group=TOGETHER)]
+    ended = [reply.outcome.value for one in joining for reply in await claimed(store, one)]
+    assert ended == (["ruled_out", "claimed"] if confirmed else ["claimed", "ruled_out"])
 
 
 async def test_a_resize_in_place_of_a_member_keeps_its_own_host(store: PlacementStore) -> None:

@@ -38,6 +38,7 @@ def in_group(hosts: Hosts, policy: GroupPolicy, members: Mapping[int, int], **fi
         (GroupPolicy.ANTI_AFFINITY, {0: 1, 2: 2}, {"max_per_host": 2}, [True, True, False]),
         (GroupPolicy.AFFINITY, {}, {}, [True, True, True]),  # the claim tells two first members apart
         (GroupPolicy.AFFINITY, {1: 3}, {}, [False, True, False]),
+        (GroupPolicy.AFFINITY, {0: 1, 1: 1}, {}, [False, False, False]),  # a member moves: it may end on either
         (GroupPolicy.SOFT_AFFINITY, {1: 3}, {}, [True, True, True]),
         (GroupPolicy.SOFT_ANTI_AFFINITY, {1: 3}, {}, [True, True, True]),
     ],
