@@ -104,7 +104,7 @@ class Changes:
             except ChangeFault as fault:
                 self._answer(command, done=False, code=fault.code, reason=fault.reason, runs=fault.runs)
             except NotOurs as fault:
-                self._answer(command, done=False, code="change.not_ours", reason=str(fault))
+                self._answer(command, done=False, code="change.not_ours", reason=str(fault), runs=False)
             except DriverUnavailable as fault:
                 self._answer(command, done=False, code="driver.unavailable", reason=str(fault))
             except TimeoutError:
@@ -131,7 +131,8 @@ class Changes:
             return True
         if _is_its_machine(entry, command):
             return entry.order == command.order  # else a later change is on record, and answers
-        self._answer(command, done=False, code="machine.other", reason="another attempt's machine is here")
+        reason = "another attempt's machine is here"
+        self._answer(command, done=False, code="machine.other", reason=reason, runs=False)
         return False
 
     async def _listed(self, key: Key) -> tuple[int | None, str | None] | None:

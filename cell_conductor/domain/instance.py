@@ -92,8 +92,8 @@ class Move(Struct, frozen=True, kw_only=True, omit_defaults=True):
     request_id: also the migration's uuid in the book. source, source_attempt: the machine that it had (None: none, it
     was offloaded). book_attempt: the attempt that the book had it under. spec, power, image: as they were.
     order: of the change that was last commanded and is waited for. handed_over: the source was told to hand over, so it
-    is started when the move is undone. finishing: the current destination was told to build. lost_code, lost_reason:
-    why the move is being undone ("": it is not). answered: the request has had its terminal event. by, by_kind: the
+    is started when the move is undone. finishing: the current destination was told to build. resizing_back: a
+    resize in place has failed, and the machine was told its old size. lost_code, lost_reason: why the move is being undone ("": it is not). answered: the request has had its terminal event. by, by_kind: the
     request that ends it (confirm, revert, abort), to be answered at its end. history: hosts tried.
     claimed: the migration holds the source in the book. delete: the instance was deleted while placement was asked.
     source_gone, here_gone, instance_released: of an instance that is being deleted, or whose release is under way.
@@ -113,6 +113,7 @@ class Move(Struct, frozen=True, kw_only=True, omit_defaults=True):
     order: int = 0
     handed_over: bool = False
     finishing: bool = False
+    resizing_back: bool = False
     lost_code: str = ""
     lost_reason: str = ""
     answered: bool = False

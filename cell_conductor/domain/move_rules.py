@@ -281,11 +281,24 @@ def arrive(instance: Instance, event: Spawned | HostRuns, timeouts: Timeouts) ->
 
 
 def arrive_in_place(instance: Instance, event: ChangeEnded, timeouts: Timeouts) -> Step:
-    """The machine has its new size. It could not: the next destination, for it is as it was."""
+    """The machine has its new size. It could not: it gets its old one, for it may have both; then the next destination.
+
+    Until it has, the larger of the two stays claimed here.
+    """
     if not is_awaited(instance, event, instance.here, instance.attempt):
         return Step(instance)
+    move, is_absent = move_of(instance), event.code == MACHINE_ABSENT
+    if move.resizing_back:
+        if not event.done and not is_absent:
+            return Step(instance)  # its deadline undoes the move, and then it is told for as long as it takes
+        return try_next(replace(instance, move=replace(move, resizing_back=False)), event.at, timeouts)
     if not event.done:
-        return try_next(note(instance, "failed", event.at, event.code, event.reason), event.at, timeouts)
+        failed = note(instance, "failed", event.at, event.code, event.reason)
+        if is_absent:
+            return try_next(failed, event.at, timeouts)
+        told = order(failed, ChangeKind.RESIZE, event.at, timeouts, is_back=True)
+        back = replace(move_of(told.instance), resizing_back=True)
+        return Step(replace(told.instance, move=back, deadline=event.at + move.step_timeout_s), told.commands)
     return arrived(note(instance, "active", event.at), event.at, timeouts)
 
 
@@ -438,11 +451,16 @@ def return_to_source(instance: Instance, event: Reverted, timeouts: Timeouts) ->
 
 
 def restarted(instance: Instance, event: ChangeEnded, timeouts: Timeouts) -> Step:
-    """The source runs again, or says that it cannot: then it is stopped, and a client may start it."""
+    """The source runs again, or says that it cannot: then it is stopped, and a client may start it.
+
+    What its host does not know is asked again in its time: a machine that may run is not on record as stopped.
+    """
     if not is_awaited(instance, event, instance.here, instance.attempt):
         return Step(instance)
     if event.done:
         return end_undone(instance, event.at, timeouts)
+    if event.runs is None:
+        return Step(instance)
     move = move_of(instance)
     power = Power.RUNNING if event.runs else Power.STOPPED
     said = f"{move.lost_reason}; and it could not be started again: {event.code} {event.reason}".strip("; ")
@@ -464,17 +482,21 @@ def restart_again(instance: Instance, event: TimedOut, timeouts: Timeouts) -> St
 
 
 def changed(instance: Instance, event: ChangeEnded, timeouts: Timeouts) -> Step:
-    """The host has done what was asked, or says that it could not."""
+    """The host has done what was asked, or says that it could not; what it does not know is asked again in its time."""
     if not is_awaited(instance, event, instance.here, instance.attempt):
         return Step(instance)
     move = move_of(instance)
     if not event.done:
-        # What the host knows of the machine counts: a rebuild that failed half-way has left nothing to run.
-        power = instance.power
-        if power is not Power.SHELVED and event.runs is not None:
-            power = Power.RUNNING if event.runs else Power.STOPPED
-        back = replace(instance, power=power, spec=move.spec)
         ending = Ending(MoveState.FAILED, event.code or "change.failed", event.reason)
+        if event.runs is None:
+            return answer(instance, ending, event.at, timeouts)
+        # What the host knows of the machine counts: a rebuild that failed half-way has left nothing to run, and what
+        # was shelved and runs is not shelved any more.
+        back = replace(instance, spec=move.spec)
+        if event.runs:
+            back = replace(back, power=Power.RUNNING, image="")
+        elif instance.power is not Power.SHELVED:
+            back = replace(back, power=Power.STOPPED)
         return close(over(back, event.at), ending, event.at, timeouts)
     if move.kind is MoveKind.SHELVE:
         kept = replace(instance, power=Power.SHELVED, image=event.image)

@@ -142,7 +142,7 @@ class Hypervisors:
         if guest.deployment != change.deployment:
             raise NotOurs(f"its mark names {guest.deployment or 'no deployment'}, and the command {change.deployment}")
         if guest.attempt != change.attempt:
-            raise ChangeFault("machine.other", "another attempt's machine is here")
+            raise ChangeFault("machine.other", "another attempt's machine is here", runs=False)
         return guest
 
     async def _wait(self, seconds: float, *, hangs: bool) -> None:

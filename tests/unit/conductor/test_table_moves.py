@@ -522,3 +522,62 @@ def test_one_thing_at_a_time() -> None:
     made = begun(MoveKind.MIGRATE, 2)
     made.tell(request(MoveKind.STOP, request_id=OTHER), request(MoveKind.MIGRATE, 2))
     assert made.terminals == [(MoveKind.STOP, MoveState.REFUSED, "instance.busy")]
+
+
+def test_a_source_that_may_run_is_not_on_record_as_stopped() -> None:
+    """Its host did not know whether it had started again: it ran, and its record said that it was stopped."""
+    made = begun(MoveKind.MIGRATE, 2)
+    made.tell(claimed())
+    made.end(2, 2)
+    made.end(1, 1, done=False, code="change.timeout")
+    made.tell(e.Reverted(at=205.0, attempt=3))
+    made.end(1, 1, done=False, code="change.timeout")
+    assert (made.instance.state, made.instance.power) == (State.RESTARTING, Power.RUNNING)
+    (again,) = changes(made.tell(e.TimedOut(at=600.0)))
+    assert again.change is ChangeKind.START
+    made.end(1, 1, runs=True)
+    assert (made.instance.state, made.instance.power) == (State.ACTIVE, Power.RUNNING)
+    assert made.terminals == [(MoveKind.MIGRATE, MoveState.FAILED, "change.timeout")]
+
+
+def test_a_change_of_which_its_host_does_not_know_whether_it_happened_is_asked_for_again() -> None:
+    made = begun(MoveKind.STOP)
+    made.end(1, 1, done=False, code="change.timeout")
+    assert made.terminals == [(MoveKind.STOP, MoveState.FAILED, "change.timeout")]
+    assert made.instance.state is State.CHANGING
+    (again,) = changes(made.tell(e.TimedOut(at=600.0)))
+    assert again.change is ChangeKind.STOP
+    made.end(1, 1, runs=False)
+    assert (made.instance.state, made.instance.power) == (State.ACTIVE, Power.STOPPED)
+    assert len(made.terminals) == 1
+
+
+def test_a_shelved_machine_that_runs_though_its_start_failed_is_not_on_record_as_shelved() -> None:
+    made = begun(MoveKind.SHELVE)
+    made.end(1, 1, runs=False, image="snapshot")
+    made.tell(request(MoveKind.UNSHELVE, request_id=OTHER))
+    made.end(1, 1, done=False, code="broken", runs=True)
+    assert (made.instance.state, made.instance.power, made.instance.image) == (State.ACTIVE, Power.RUNNING, "")
+    assert made.terminals[-1] == (MoveKind.UNSHELVE, MoveState.FAILED, "broken")
+
+
+@pytest.mark.parametrize("answered", [True, False], ids=["answered", "not answered"])
+def test_a_resize_that_failed_in_place_is_taken_back_before_the_next_host_is_asked(answered: bool) -> None:
+    """The machine kept the new size, and with the move undone its record and the book had the old one."""
+    made = begun(MoveKind.RESIZE, 1, 2, spec=replace(SPEC, flavor="larger"))
+    made.tell(claimed())
+    (back,) = changes(made.end(1, 1, done=False, code="broken", runs=True))
+    assert (back.change, back.spec.flavor, back.allocations) == (ChangeKind.RESIZE, "", selection(1).allocations)
+    assert made.instance.state is State.RESIZING
+    if not answered:
+        made.end(1, 1, done=False, code="broken", runs=True)
+        made.tell(e.TimedOut(at=600.0))
+        assert made.instance.state is State.UNDOING
+        return
+    made.end(1, 1, runs=True)
+    assert made.instance.state is State.CLAIMING
+    made.tell(claimed(3))
+    made.end(2, 3, done=False, code="full")
+    made.tell(e.Reverted(at=401.0, attempt=4))
+    assert (made.instance.state, made.instance.here) == (State.ACTIVE, selection(1))
+    assert made.instance.spec == SPEC
