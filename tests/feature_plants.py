@@ -411,7 +411,7 @@ PLANTS: dict[str, tuple[str, str, str]] = {
     ),
     "T-4": (
         "placement_worker/domain/server_groups.py",
-        "allowed = group.policy is not GroupPolicy.AFFINITY or not others or option.host in others",
+        "allowed = group.policy is not GroupPolicy.AFFINITY or set(others) <= {option.host}",
         "allowed = True",
     ),
     "T-6": (
