@@ -90,20 +90,23 @@ class Move(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What is being done with an instance: a request, and what the instance was when it began.
 
     request_id: also the migration's uuid in the book. source, source_attempt: the machine that it had (None: none,
-    it was offloaded). book_attempt: the attempt that the book had it under. spec, power, image: as they were.
-    order: of the change that was last commanded and is waited for. handed_over: the source was told to hand over,
-    so it is started when the move is undone. finishing: the current destination was told to build. resizing_back: a
-    resize in place has failed, and the machine was told its old size. lost_code, lost_reason: why the move is being
-    undone ("": it is not). answered: the request has had its terminal event. by, by_kind: the request that ends it
-    (confirm, revert, abort), to be answered at its end. history: hosts tried. claimed: the migration holds the
-    source in the book. delete: the instance was deleted while placement was asked. source_gone, here_gone,
-    instance_released: of an instance that is being deleted, or whose release is under way.
+    it was offloaded). source_up_at, source_up_scan: when its host was first known to run it. book_attempt: the
+    attempt that the book had it under. spec, power, image: as they were. order: of the change that was last
+    commanded and is waited for. handed_over: the source was told to hand over, so it is started when the move is
+    undone. finishing: the current destination was told to build. resizing_back: a resize in place has failed, and
+    the machine was told its old size. lost_code, lost_reason: why the move is being undone ("": it is not).
+    answered: the request has had its terminal event. by, by_kind: the request that ends it (confirm, revert,
+    abort), to be answered at its end. history: hosts tried. claimed: the migration holds the source in the book.
+    delete: the instance was deleted while placement was asked. source_gone, here_gone, instance_released: of an
+    instance that is being deleted, or whose release is under way.
     """
 
     request_id: str
     kind: MoveKind
     source: Selection | None = None
     source_attempt: int = 0
+    source_up_at: float | None = None
+    source_up_scan: ScanId | None = None
     book_attempt: int = 0
     spec: InstanceSpec
     power: Power = Power.RUNNING

@@ -30,6 +30,9 @@ _CONDITIONS = {
 }
 
 
+ENDS_ANOTHER = frozenset({MoveKind.CONFIRM, MoveKind.REVERT, MoveKind.ABORT})
+
+
 class Ending(Struct, frozen=True):
     """How a request ends. code, reason: why it failed, or was refused."""
 
@@ -97,6 +100,44 @@ def refuse_request(instance: Instance, event: MoveAsked, timeouts: Timeouts, cod
     request: CellMove = event.request
     ended = EndedMove(request.request_id, request.kind, MoveState.REFUSED, code, reason)
     return _end(instance, ended, event.at, timeouts)
+
+
+def refuse_unknown(instance: Instance, event: MoveAsked, timeouts: Timeouts) -> Step:
+    """This cell has no such instance: say so, and make no record."""
+    request = event.request
+    said = MoveEvent(
+        request_id=request.request_id,
+        instance_uuid=request.instance_uuid,
+        project_id=request.project_id,
+        kind=request.kind,
+        state=MoveState.REFUSED,
+        terminal=True,
+        condition=Condition.UNKNOWN,
+        cell=timeouts.cell,
+        code="instance.unknown",
+        at=event.at,
+    )
+    return Step(instance, (said,))
+
+
+def refuse(instance: Instance, event: MoveAsked, timeouts: Timeouts) -> Step:
+    """Not in this state; a copy of a request that has ended is answered as it was."""
+    if instance.spec is None:
+        return refuse_unknown(instance, event, timeouts)
+    return repeat_end(instance, event, timeouts) or refuse_request(instance, event, timeouts, "instance.not_active")
+
+
+def refuse_busy(instance: Instance, event: MoveAsked, timeouts: Timeouts) -> Step:
+    """Another request is under way; a copy of that very one changes nothing."""
+    move = instance.move
+    if move is not None and event.request.request_id in (move.request_id, move.by):
+        return Step(instance)
+    again = repeat_end(instance, event, timeouts)
+    if again is not None:
+        return again
+    if event.request.kind in ENDS_ANOTHER:
+        return refuse_request(instance, event, timeouts, "move.too_late", f"the move is {instance.state.value} already")
+    return refuse_request(instance, event, timeouts, "instance.busy", "another request is under way")
 
 
 def repeat_end(instance: Instance, event: MoveAsked, timeouts: Timeouts) -> Step | None:

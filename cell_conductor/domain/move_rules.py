@@ -13,8 +13,6 @@ from bus.contracts.build import BuildState
 from bus.contracts.moves import (
     MACHINE_ABSENT,
     ChangeKind,
-    Condition,
-    MoveEvent,
     MoveKind,
     MoveState,
 )
@@ -37,7 +35,20 @@ from .events import (
     TimedOut,
 )
 from .instance import Instance, Power, State
-from .move_news import DONE, Ending, after, answer, answer_other, close, move_of, refuse_request, repeat_end, say
+from .move_news import (
+    DONE,
+    ENDS_ANOTHER,
+    Ending,
+    after,
+    answer,
+    answer_other,
+    close,
+    move_of,
+    refuse_busy,
+    refuse_request,
+    repeat_end,
+    say,
+)
 from .move_steps import (
     CHANGES,
     CLAIMS,
@@ -77,48 +88,8 @@ REVERTED = "move.reverted"
 TIMED_OUT = "move.timeout"
 DELETED = "instance.deleted"
 
-_ENDS_ANOTHER = frozenset({MoveKind.CONFIRM, MoveKind.REVERT, MoveKind.ABORT})
-
 
 # --- requests
-
-
-def refuse_unknown(instance: Instance, event: MoveAsked, timeouts: Timeouts) -> Step:
-    """This cell has no such instance: say so, and make no record."""
-    request = event.request
-    said = MoveEvent(
-        request_id=request.request_id,
-        instance_uuid=request.instance_uuid,
-        project_id=request.project_id,
-        kind=request.kind,
-        state=MoveState.REFUSED,
-        terminal=True,
-        condition=Condition.UNKNOWN,
-        cell=timeouts.cell,
-        code="instance.unknown",
-        at=event.at,
-    )
-    return Step(instance, (said,))
-
-
-def refuse(instance: Instance, event: MoveAsked, timeouts: Timeouts) -> Step:
-    """Not in this state; a copy of a request that has ended is answered as it was."""
-    if instance.spec is None:
-        return refuse_unknown(instance, event, timeouts)
-    return repeat_end(instance, event, timeouts) or refuse_request(instance, event, timeouts, "instance.not_active")
-
-
-def refuse_busy(instance: Instance, event: MoveAsked, timeouts: Timeouts) -> Step:
-    """Another request is under way; a copy of that very one changes nothing."""
-    move = instance.move
-    if move is not None and event.request.request_id in (move.request_id, move.by):
-        return Step(instance)
-    again = repeat_end(instance, event, timeouts)
-    if again is not None:
-        return again
-    if event.request.kind in _ENDS_ANOTHER:
-        return refuse_request(instance, event, timeouts, "move.too_late", f"the move is {instance.state.value} already")
-    return refuse_request(instance, event, timeouts, "instance.busy", "another request is under way")
 
 
 def begin(instance: Instance, event: MoveAsked, timeouts: Timeouts) -> Step:
@@ -127,7 +98,7 @@ def begin(instance: Instance, event: MoveAsked, timeouts: Timeouts) -> Step:
     if again is not None:
         return again
     kind = event.request.kind
-    if kind in _ENDS_ANOTHER or (kind is MoveKind.OFFLOAD and instance.power is not Power.SHELVED):
+    if kind in ENDS_ANOTHER or (kind is MoveKind.OFFLOAD and instance.power is not Power.SHELVED):
         if kind is MoveKind.OFFLOAD:
             return refuse_request(instance, event, timeouts, "instance.not_shelved", "shelve it first")
         return refuse_request(instance, event, timeouts, "move.none", f"no move is there to {kind.value}")
@@ -441,8 +412,8 @@ def return_to_source(instance: Instance, event: Reverted, timeouts: Timeouts) ->
         power=move.power,
         image=move.image,
         asked=False,
-        up_at=None,  # another host's clock and looks
-        up_scan=None,
+        up_at=move.source_up_at,
+        up_scan=move.source_up_scan,
     )
     if not move.handed_over or move.power is not Power.RUNNING:
         # Stopped before and handed over: the next start, or hand-over, has a higher order and undoes it.

@@ -117,6 +117,8 @@ def adopt(
         kind=request.kind,
         source=source,
         source_attempt=instance.attempt if source is not None else 0,
+        source_up_at=instance.up_at,
+        source_up_scan=instance.up_scan,
         book_attempt=instance.last_attempt,
         spec=instance.spec,
         power=instance.power,

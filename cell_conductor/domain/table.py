@@ -10,7 +10,7 @@ from msgspec import Struct
 from bus.contracts.placement import Claim, ClaimOption, Migration, Release, Revert
 from bus.faults import BrokenInvariant
 
-from . import move_rules, rules
+from . import move_news, move_rules, rules
 from .events import (
     BuildAsked,
     ChangeEnded,
@@ -55,8 +55,8 @@ IGNORE = Rule(rules.ignore)
 DESTROY_ORPHAN = Rule(rules.destroy_orphan)
 CONFIRM_RUNNING = Rule(rules.confirm_running)
 AGAIN = Rule(rules.repeat_question)
-REFUSE = Rule(move_rules.refuse)
-REFUSE_BUSY = Rule(move_rules.refuse_busy)
+REFUSE = Rule(move_news.refuse)
+REFUSE_BUSY = Rule(move_news.refuse_busy)
 DELETE_MOVING = Rule(move_rules.delete, (State.DELETING, State.RELEASING))
 UNDONE = (State.UNDOING, State.REVERTING, State.VACATING)
 NEXT = (State.CLAIMING, *UNDONE)
@@ -211,7 +211,7 @@ TABLE: Mapping[State, Mapping[type[Event], Rule | None]] = {
         HostRuns: IGNORE,
         HostMissing: IGNORE,
         ServiceLost: IGNORE,
-        MoveAsked: Rule(move_rules.refuse_unknown),
+        MoveAsked: Rule(move_news.refuse_unknown),
         ChangeEnded: IGNORE,
         Reverted: IGNORE,
     },

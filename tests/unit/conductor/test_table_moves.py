@@ -10,7 +10,7 @@ from bus.contracts.cell import Destroy, Spawn
 from bus.contracts.moves import CellMove, ChangeKind, ChangeMachine, Condition, MoveEvent, MoveKind, MoveState
 from bus.contracts.placement import Claim, ClaimOutcome, Release, Revert
 from cell_conductor.domain import events as e
-from cell_conductor.domain.instance import Instance, Power, State
+from cell_conductor.domain.instance import Instance, Power, ScanId, State
 from cell_conductor.domain.leases import Lease, LeaseState
 from cell_conductor.domain.proof import is_over
 from cell_conductor.domain.rules import Step
@@ -581,3 +581,15 @@ def test_a_resize_that_failed_in_place_is_taken_back_before_the_next_host_is_ask
     made.tell(e.Reverted(at=401.0, attempt=4))
     assert (made.instance.state, made.instance.here) == (State.ACTIVE, selection(1))
     assert made.instance.spec == SPEC
+
+
+def test_after_a_move_that_was_undone_its_source_is_lost_by_its_own_hosts_scans_as_before() -> None:
+    """That its host had been seen to run it was forgotten: a host whose clock was behind was not heard any more."""
+    up = active()
+    made = Scenario(replace(up, up_at=50.0, up_scan=ScanId(1, 4)))
+    made.tell(request(MoveKind.MIGRATE, 2), refused(), e.Reverted(at=205.0, attempt=2))
+    assert made.instance.state is State.ACTIVE
+    older = e.HostMissing(at=300.0, host_uuid=host(1), seen_at=20.0, service="s1", scan=ScanId(1, 4))
+    assert made.tell(older).instance.state is State.ACTIVE
+    made.tell(replace(older, scan=ScanId(1, 5)))
+    assert made.instance.state is State.GIVING_UP
