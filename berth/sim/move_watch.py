@@ -25,11 +25,17 @@ class MoveWatch:
     """Looks after every commit of the book and of a cell, at every machine that comes to be, and at what is said."""
 
     def __init__(
-        self, book: MemoryBookTable, cells: Mapping[str, MemoryInstanceTable], fleets: Mapping[str, Fleet]
+        self,
+        book: MemoryBookTable,
+        cells: Mapping[str, MemoryInstanceTable],
+        fleets: Mapping[str, Fleet],
+        duplicates: Mapping[str, Fleet],
     ) -> None:
+        """`duplicates`: machines of second services of a name: of two hosts of one uuid either may be meant."""
         self._book = book
         self._cells = cells
         self._fleets = fleets
+        self._duplicates = duplicates
         self._first: dict[str, int] = {}  # the attempt under which each was first active
         self._seen: dict[str, Instance] = {}
         self.given_up: set[tuple[str, str, int]] = set()  # (host, instance, attempt) that a move or a shelving gave up
@@ -38,6 +44,7 @@ class MoveWatch:
         self.fenced: set[str] = set()  # hosts that were switched off once: what was not evacuated is off there
         self.sent: dict[str, str] = {}  # {request: its instance} that a cell was told of
         self.ends: dict[str, tuple[MoveState, str]] = {}
+        self.brought_back: set[tuple[str, str, int]] = set()  # (host, instance, attempt) on a set-back host
         self.excused: Mapping[str, None] = {}  # of whom a restored database knows an old truth
 
     # --- cells
@@ -72,7 +79,7 @@ class MoveWatch:
 
     def put(self, host: str, guest: Guest) -> None:
         """A machine comes to be, or is changed. Raises Breach."""
-        if not guest.complete or not guest.runs or not self._counts(guest):
+        if not guest.complete or not guest.runs or not self._counts(host, guest) or self._has_a_double(host):
             return
         uuid = guest.instance_uuid
         for other, one in self._running(uuid):
@@ -82,15 +89,22 @@ class MoveWatch:
             raise Breach("never_running_unclaimed", f"{uuid} attempt {guest.attempt} starts on {host}, unclaimed")
 
     def _running(self, uuid: str) -> Iterator[tuple[str, Guest]]:
-        for fleet in self._fleets.values():
-            for host in fleet.hosts:
+        for service, fleet in self._fleets.items():
+            for host in fleet.hosts if service not in self._duplicates else ():
                 guest = (host.guests or {}).get(uuid)
-                if guest is not None and guest.complete and guest.runs and self._counts(guest):
+                if guest is not None and guest.complete and guest.runs and self._counts(host.plan.uuid, guest):
                     yield host.plan.uuid, guest
 
-    def _counts(self, guest: Guest) -> bool:
-        first = self._first.get(guest.instance_uuid)
-        return first is not None and guest.attempt >= first and guest.instance_uuid not in self.excused
+    def _counts(self, host: str, guest: Guest) -> bool:
+        uuid = guest.instance_uuid
+        first = self._first.get(uuid)
+        if first is None or guest.attempt < first or uuid in self.excused:
+            return False
+        return (host, uuid, guest.attempt) not in self.brought_back
+
+    def _has_a_double(self, host: str) -> bool:
+        """Whether a second service of a name has, or had, a host of this uuid too."""
+        return any(self._fleets[service].host(host) is not None for service in self._duplicates)
 
     # --- the book
 
@@ -139,9 +153,11 @@ class MoveWatch:
             for uuid, instance in table.instances.items():
                 if instance.state is not State.ACTIVE or uuid not in self.moved or uuid in lost:
                     continue
-                fleet = self._fleets.get(instance.here.service)
-                guest = fleet.guest(instance.here.host_uuid, uuid) if fleet is not None else None
-                if guest is None or instance.here.host_uuid in self.fenced:
+                fleet, host = self._fleets.get(instance.here.service), instance.here.host_uuid
+                guest = fleet.guest(host, uuid) if fleet is not None else None
+                if guest is None or host in self.fenced or self._has_a_double(host):
+                    continue
+                if (host, uuid, guest.attempt) in self.brought_back:
                     continue
                 if guest.allocations != instance.here.allocations:
                     yield f"machine_has_its_size: {uuid} is {guest.allocations}, its record {instance.here.allocations}"

@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable
 
 from berth.sim.load import Client
 from berth.sim.plan import SIZES, Action, Order
+from berth.sim.rest import unclearable
 from berth.sim.world import World
 from bus.contracts.placement import InventoryUpdate
 from cell_conductor.store.memory import MemoryInstances
@@ -165,5 +166,7 @@ class Operator:
         for uuid, kept in world.book.consumers.items():
             if any(world.book.providers[one].root == host for one in kept.consumer.holding):
                 here[uuid] = None
-        # Of those that a restored database does not know no client can see the end.
-        return [uuid for uuid in here if uuid not in world.taken_back and world.harm.ours(uuid)]
+        # Of those that a restored database does not know no client can see the end; of those that can never be cleared
+        # away there is none.
+        gone = unclearable(world)
+        return [uuid for uuid in here if uuid not in gone and world.harm.ours(uuid)]

@@ -330,6 +330,10 @@ class OtherTenants:
         if order.service in world.dead or f"compute-{order.service}" in world.lives:
             return
         guests, entries = copied
+        now = {(uuid, guest.instance_uuid): guest for uuid, guest in fleet.guests()}
+        for uuid, guest in guests:
+            if now.get((uuid, guest.instance_uuid)) != guest:
+                world.move_watch.brought_back.add((uuid, guest.instance_uuid, guest.attempt))
         for host in fleet.hosts:
             fleet.lose(host.plan.uuid)
             world.machines.set_back(host.plan.uuid)

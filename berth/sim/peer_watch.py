@@ -6,7 +6,7 @@ Nothing of the product's own counting is used: not who it takes for a member, no
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 
 from berth.sim.plan import Order, Plan
 from berth.sim.watch import Breach
@@ -65,21 +65,42 @@ class PeerWatch:
         gone = [uuid for uuid in self._seen if uuid not in consumers]
         if not changed and not gone:
             return
+        reverted = self._reverted(changed, gone)
         self._seen = dict(consumers)
         for uuid in (*changed, *gone):
             host = self._root(uuid)
             where = self._hosts.setdefault(uuid, [])
             if host != (where[-1][1] if where else None):
                 where.append((self._now(), host))
-        self._quotas()
+        self._quotas(reverted)
         self._groups({uuid: host for uuid, where in self._hosts.items() if (host := where[-1][1] if where else None)})
+
+    def _reverted(self, changed: Iterable[str], gone: Iterable[str]) -> set[str]:
+        """Projects of which this commit gave a migration's source back to its instance."""
+        consumers = self._book.consumers
+        ended = {
+            before.consumer.project_id
+            for uuid in (*changed, *gone)
+            if (before := self._seen.get(uuid)) is not None
+            and before.consumer.consumer_type == MIGRATION_TYPE
+            and (uuid not in consumers or not consumers[uuid].consumer.holding)
+        }
+        moved = {
+            consumers[uuid].consumer.project_id
+            for uuid in changed
+            if (before := self._seen.get(uuid)) is not None
+            and before.consumer.holding
+            and consumers[uuid].consumer.holding not in ({}, before.consumer.holding)
+        }
+        return ended & moved
 
     def _root(self, uuid: str) -> str | None:
         kept = self._book.consumers.get(uuid)
         holding = kept.consumer.holding if kept is not None else {}
         return next((self._book.providers[provider].root for provider in holding), None)
 
-    def _quotas(self) -> None:
+    def _quotas(self, reverted: Collection[str]) -> None:
+        """What grows stays within its quota; but a revert is not held to it, as in Nova. Raises Breach."""
         held: dict[str, Counter[str]] = {}
         for kept in self._book.consumers.values():
             # Other clients claim by themselves, without limits: a claim carries those that it is held to.
@@ -95,9 +116,10 @@ class PeerWatch:
             known = self._held.setdefault(project, [])
             if known and known[-1][1] == now:
                 continue
+            before = known[-1][1] if known else Counter[str]()
             known.append((self._now(), now))
             for name, most in self._plan.quota_of(project).items():
-                if now[name] > most:
+                if now[name] > max(most, before[name]) and project not in reverted:
                     raise Breach("quota", f"{project} holds {now[name]} {name} of {most}")
 
     def _groups(self, hosts: Mapping[str, str]) -> None:

@@ -26,7 +26,7 @@ FROM_CELLS = ("conductor", "compute")
 
 def unsettled(world: World, client: Client) -> list[str]:
     """One line each, empty when the world is at rest as it should be: the first word names the invariant."""
-    lost = _lost(world)
+    lost = unclearable(world)
     found = list(_requests(world, client, lost))
     for schema, table in world.schemas.items():
         if table.outbox:
@@ -78,7 +78,7 @@ def _others(world: World) -> Iterator[str]:
 
 def given_back(world: World) -> list[str]:
     """What is still held though all has been deleted; not of those that burnt down."""
-    lost = _lost(world)
+    lost = unclearable(world)
     held = {
         uuid
         for uuid, kept in world.book.consumers.items()
@@ -103,7 +103,7 @@ def check_quota_refusals(world: World) -> str:
     return f"no project of {NONE_ALLOWED} is on record"
 
 
-def _lost(world: World) -> set[str]:
+def unclearable(world: World) -> set[str]:
     """Instances that can never be cleared away: they are to be destroyed, or are doubted, on a host that burnt down.
 
     And those of which a restored database knows an old truth: what becomes of their machines is judged as it happens.
@@ -264,7 +264,8 @@ def _running(world: World) -> Iterator[RunningFact]:
     }
     for duplicate in world.duplicates.values():
         for host, guest in duplicate.guests():
-            if guest.complete and guest.instance_uuid in elsewhere:
+            # A source that the second service stopped and handed over is destroyed by neither once that has gone.
+            if guest.complete and guest.runs and guest.instance_uuid in elsewhere:
                 yield RunningFact(guest.instance_uuid, guest.attempt, host)
     for table in world.cells.values():
         for uuid, instance in table.instances.items():

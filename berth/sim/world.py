@@ -171,7 +171,7 @@ class World:
         self.machines = MachineWatch()
         self.peer_watch = PeerWatch(plan, self.book, self.cells, self.now)
         self.peer_watch.excused = self.taken_back
-        self.move_watch = MoveWatch(self.book, self.cells, self.fleets)
+        self.move_watch = MoveWatch(self.book, self.cells, self.fleets, self.duplicates)
         self.move_watch.excused = self.taken_back
         self.harm.given_up = self.move_watch.given_up
         self._book_watch = BookWatch(self.book)
