@@ -53,6 +53,7 @@ COMMANDS = {
     "apply": ("objects", "apply"),
     "objects": ("objects", "objects"),
     "audit-log": ("objects", "audit_log"),
+    "bus": ("bus", "app"),
     "dead-letters": ("dead_letters", "app"),
     "placement": ("placement", "app"),
     "quarantine": ("safety", "quarantine"),

@@ -9,6 +9,7 @@ from typing import Any
 from msgspec import Struct
 
 from bus.faults import Fault
+from bus.port import BusForbidden
 from bus.service.service import Service
 from bus.service.settings import SettingsError
 
@@ -82,7 +83,7 @@ class InProcessWorkers:
         if member is None or member.task is not task or member.stop.is_set() or self.failed.done():
             return
         error = None if task.cancelled() else task.exception()
-        why = str(error) if isinstance(error, Fault | SettingsError) else repr(error)
+        why = str(error) if isinstance(error, Fault | SettingsError | BusForbidden) else repr(error)
         fault = WorkerEnded(f"worker {member.name} ended: {why}")
         fault.__cause__ = error
         self.failed.set_exception(fault)

@@ -32,8 +32,9 @@ from bus.contracts.catalogue import (
     QueueRow,
     Where,
 )
+from bus.owner import OWNERS
 from bus.rabbitmq import parse_bus_url
-from bus.topology import QueueNames, delay_exchange, shared_exchanges, shared_queues
+from bus.topology import MARK, MARK_OF, QueueNames, delay_exchange, shared_exchanges, shared_queues
 from bus.wire import REPLY_PREFIX
 
 # How RabbitMQ calls the default exchange, through which replies and replayed letters go to queues by name.
@@ -234,6 +235,8 @@ def _allow(allowed: _Allowed, role: PermissionRole, kind: Where, names: QueueNam
     package, kinds = _CATALOGUE[role]
     if role in MAKERS:
         _allow_making(allowed, names)
+    for mark in OWNERS if role is PermissionRole.OPERATOR else [role] if role in OWNERS else []:
+        _allow_mark(allowed, mark, names)
     for queue in QUEUES:
         watched = role is PermissionRole.OPERATOR and queue.name in _WATCHED
         if queue.where in (kind, Where.BOTH) and (package in (queue.consumer, *queue.declared_by) or watched):
@@ -269,6 +272,13 @@ def _allow_making(allowed: _Allowed, names: QueueNames) -> None:
         if planned.dead_exchange is not None:
             allowed.read[name] = None
             allowed.allow_route(names.exchange(planned.dead_exchange))
+
+
+def _allow_mark(allowed: _Allowed, mark: str, names: QueueNames) -> None:
+    """To leave a role's mark on the bus (`bus.owner`). RabbitMQ asks for read and write of an alternate exchange."""
+    name = _literal(names.exchange(f"{MARK}{mark}"))
+    allowed.configure[name] = allowed.read[name] = None
+    allowed.write[f"{_literal(MARK_OF)}.+"] = None
 
 
 def _allow_queue(allowed: _Allowed, queue: QueueRow, names: QueueNames) -> None:

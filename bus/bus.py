@@ -16,6 +16,7 @@ from bus.consuming.outcome import Handler
 from bus.contracts.base import Message, Meta
 from bus.contracts.catalogue import BY_QUEUE, BY_TYPE, EVENTS, MessageRow, routing_key
 from bus.faults import Fault
+from bus.owner import enter
 from bus.port import QueueLocked, Transport
 from bus.publishing import BATCHED, BusLimits, Confirmation, Mode, Publisher, Waiter
 from bus.requests import Requester
@@ -57,6 +58,7 @@ class Bus:
         self.publisher = Publisher(name, transport, limits)
         self._requester = Requester(name, transport, self.publisher, process=process, clock=clock, rng=rng)
         self._modes: dict[type[Message], tuple[MessageRow, Mode]] = {}
+        self._owner: tuple[str, Callable[[], str]] | None = None
 
     @property
     def trouble(self) -> str:
@@ -66,9 +68,23 @@ class Bus:
         blocked = self.transport.blocked
         return f"the broker takes no messages: {blocked}" if blocked else ""
 
+    def belongs_to(self, role: str, deployment: Callable[[], str]) -> None:
+        """Enter the bus only if it is this deployment's, or no other's yet.
+
+        deployment: the identity of the role's database, known by the time the bus is opened.
+        """
+        self._owner = role, deployment
+
     async def open(self) -> None:
-        """Connect and declare what the bus shares."""
+        """Connect and declare what the bus shares. Raises BusOwnedByAnother."""
         await self.transport.open()
+        await self.declare_shared()
+
+    async def declare_shared(self) -> None:
+        """Declare what the bus shares, once it is known whose it is. Raises BusOwnedByAnother."""
+        if self._owner is not None:
+            role, deployment = self._owner
+            await enter(self.transport, self.name, role, deployment())
         await self.transport.declare_shared()
 
     async def close(self) -> None:

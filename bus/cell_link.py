@@ -43,7 +43,7 @@ class CellLink:
                 running.create_task(consumer.run())
 
     async def _start(self) -> None:
-        await self._bus.transport.declare_shared()
+        await self._bus.declare_shared()
         for consumer in self._consumers:
             if not consumer.started:
                 await consumer.start()

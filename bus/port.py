@@ -62,6 +62,17 @@ class BusForbidden(BusError):
     code = "bus.forbidden"
 
 
+class BusMarked(BusError):
+    """A mark of this name is there, with another owner, which is all of its text."""
+
+    code = "bus.marked"
+
+    @property
+    def owner(self) -> str:
+        """Whose the mark is."""
+        return str(self)
+
+
 # The header that carries `Outgoing.also`, by the name that RabbitMQ has for it; deliveries show it.
 CC = "CC"
 
@@ -149,6 +160,18 @@ class Transport(Protocol):
 
         What exists is left as it is. Raises BusUnavailable: something is missing and not these credentials' to make.
         """
+
+    async def mark(self, name: str, owner: str) -> None:
+        """Leave a durable mark on the bus, or find it there; nothing is routed by it. Restored with each connection.
+
+        Of several that leave one at the same time all but one find it there. Raises BusMarked: it is another owner's.
+        """
+
+    async def owner_of(self, name: str) -> str:
+        """The owner of a mark; "" where there is none."""
+
+    async def unmark(self, name: str) -> None:
+        """Take a mark away, whose ever it is."""
 
     async def declare_queue(self, row: QueueRow, name: str, bindings: Sequence[tuple[str, str]]) -> None:
         """Declare a queue as the row says, bound; placeholders filled in. What the bus shares is there already.

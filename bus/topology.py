@@ -31,6 +31,11 @@ ALL_KEYS = "#"
 # Replies that wait in one reply queue; the oldest goes first.
 MAX_REPLIES = 100_000
 
+# The exchange of a mark (`Transport.mark`) is this and the mark's name. Its alternate exchange, which never exists
+# and has no prefix, names the owner: the broker refuses to declare an exchange anew with another one.
+MARK = "berth.owner."
+MARK_OF = "berth.of."
+
 # A name that starts with this is another program's (a client's reply queue): it gets no prefix.
 FOREIGN = "="
 

@@ -42,6 +42,7 @@ def build(env: Environment, config: ConductorConfig, cell: str, *, store: Instan
     service = Service(f"conductor {cell}", clock=env.clock)
     store = store if store is not None else PostgresInstances(env.database(f"cell_{cell}"))
     bus = env.bus(cell)
+    bus.belongs_to("conductor", lambda: store.deployment)
     relay = Relay(store.outbox, {cell: bus}, clock=env.clock, linger_s=config.progress_linger_s, lingers=is_progress)
     keeper = LeaseKeeper(store, bus, clock=env.clock, config=config, cell=cell, process=env.process)
     engine = Engine(store=store, bus=bus, relay=relay, clock=env.clock, config=config, cell=cell, down=keeper.down)

@@ -19,7 +19,7 @@ from ironic_sync.loop import SyncLoop
 from ironic_sync.source.port import IronicSource
 from ironic_sync.source.rest import RestSource
 from ironic_sync.store.port import Positions
-from ironic_sync.store.postgres import MIGRATIONS, PostgresPositions
+from ironic_sync.store.postgres import PostgresPositions
 
 log = structlog.get_logger(__name__)
 
@@ -44,6 +44,7 @@ def build(
     own_broker = notifications_transport(config.broker)
     service = Service("ironic-sync", clock=env.clock, log=log)
     positions = store if store is not None else _postgres(env, service)
+    bus.belongs_to("ironic-sync", lambda: positions.deployment)
     reading = source if source is not None else rest_source(config, env.clock)
     loop = SyncLoop(
         reading,
@@ -84,13 +85,9 @@ def notifications_transport(config: NotificationBroker) -> Transport | None:
 
 
 def _postgres(env: Environment, service: Service) -> Positions:
-    database = env.database(SCHEMA)
-
-    async def open_database() -> None:
-        await database.open(MIGRATIONS)
-
-    service.add_resource(open_database, database.close)
-    return PostgresPositions(database)
+    positions = PostgresPositions(env.database(SCHEMA))
+    service.add_resource(positions.open, positions.close)
+    return positions
 
 
 def rest_source(config: IronicSyncConfig, clock: Clock) -> RestSource:

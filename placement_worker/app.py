@@ -46,6 +46,8 @@ def build(
     store = store if store is not None else PostgresStore(env.database(NAME, pool_size=config.pool_size))
     api = env.bus(API)
     buses = {API: api, **{cell: env.bus(cell) for cell in cells}}
+    for bus in buses.values():
+        bus.belongs_to("placement", lambda: store.deployment)
     publisher = FeedPublisher(store, api, clock=env.clock, config=config)
 
     async def tell(bus: str, messages: Sequence[Message]) -> None:

@@ -146,6 +146,8 @@ def build(
     buses = {name: env.bus(name) for name in (API, *cells)}
     if store is None:
         store = PostgresBuilds(env.database("scheduler"))
+    for bus in buses.values():
+        bus.belongs_to("scheduler", lambda: store.deployment)
     relay = Relay(store.outbox, buses, clock=env.clock, linger_s=config.progress_linger_s, lingers=is_progress)
     store.publish_through(relay)
     follower = Follower(buses[API], selector.book, process=env.process, clock=env.clock)

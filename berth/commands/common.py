@@ -28,6 +28,7 @@ from berth.render import printable_lines
 from berth.settings import Settings, check_urls, read_settings
 from berth.site import Site, process_name
 from bus.faults import DatabaseUnavailable, Fault, Forbidden, RequestTimeout, Transient
+from bus.owner import BusOwnedByAnother
 from bus.port import BusError, BusForbidden, BusUnavailable, PublishRefused, Unroutable
 from bus.rabbitmq import BrokerUntrusted
 from bus.service.environment import NotConfigured
@@ -129,6 +130,7 @@ _MEANINGS: tuple[tuple[type[BaseException], int, str], ...] = (
     (Unroutable, EXIT_UNAVAILABLE, "the bus has no queue for this yet: has a scheduler ever been started?"),
     (PublishRefused, EXIT_UNAVAILABLE, "the queue is full: publish more slowly"),
     (BrokerUntrusted, EXIT_USAGE, "the broker is not trusted: {}"),
+    (BusOwnedByAnother, EXIT_USAGE, "{}"),
     (BusForbidden, EXIT_USAGE, "the broker refuses these credentials: {}"),
     (BusUnavailable, EXIT_UNAVAILABLE, "the bus is out of reach: {}"),
     (RequestTimeout, EXIT_TIME, "no answer in time: is a scheduler running?"),

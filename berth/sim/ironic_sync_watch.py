@@ -95,6 +95,7 @@ class WatchedPositions:
     def __init__(self, inner: Positions, watch: IronicSyncWatch) -> None:
         self._inner = inner
         self._watch = watch
+        self.deployment = inner.deployment
 
     def become_leader(self) -> AbstractAsyncContextManager[Term]:
         """As ever."""

@@ -165,6 +165,20 @@ class SimTransport:
         """Declare what the bus shares."""
         await self._lasting(self._inner.declare_shared)
 
+    async def mark(self, name: str, owner: str) -> None:
+        """Leave a mark, or find it there; at once, so that the run goes as it did before there were marks."""
+        await self._inner.mark(name, owner)
+
+    async def owner_of(self, name: str) -> str:
+        """The owner of a mark."""
+        await self._trip()
+        return await self._inner.owner_of(name)
+
+    async def unmark(self, name: str) -> None:
+        """Take a mark away."""
+        await self._trip()
+        await self._inner.unmark(name)
+
     async def declare_queue(self, row: QueueRow, name: str, bindings: Sequence[tuple[str, str]]) -> None:
         """Declare a queue."""
         await self._lasting(lambda: self._inner.declare_queue(row, name, bindings))

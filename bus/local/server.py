@@ -150,6 +150,9 @@ class _Session:
             return await transport.declare_queue(msgspec.convert(a[0], QueueRow), a[1], bindings)
         plain: Mapping[str, Callable[..., Awaitable[object]]] = {
             "declare_shared": transport.declare_shared,
+            "mark": transport.mark,
+            "owner_of": transport.owner_of,
+            "unmark": transport.unmark,
             "declare_reply_queue": transport.declare_reply_queue,
             "bind_foreign": transport.bind_foreign,
             "depth": transport.depth,

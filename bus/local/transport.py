@@ -26,6 +26,7 @@ _FAULTS: dict[str, type[BusError]] = {
         PublishRefused,
         port.QueueLocked,
         port.QueueMissing,
+        port.BusMarked,
         port.BusForbidden,
     )
 }
@@ -115,6 +116,18 @@ class LocalTransport:
     async def declare_shared(self) -> None:
         """Declare what the whole bus shares."""
         await self.call("declare_shared")
+
+    async def mark(self, name: str, owner: str) -> None:
+        """Leave a mark, or find it there."""
+        await self.call("mark", name, owner)
+
+    async def owner_of(self, name: str) -> str:
+        """The owner of a mark."""
+        return str(await self.call("owner_of", name))
+
+    async def unmark(self, name: str) -> None:
+        """Take a mark away."""
+        await self.call("unmark", name)
 
     async def declare_queue(self, row: QueueRow, name: str, bindings: Sequence[tuple[str, str]]) -> None:
         """Declare a queue as its row says."""

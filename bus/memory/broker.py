@@ -30,6 +30,7 @@ class MemoryBroker:
         self._routes: dict[str, dict[str, tuple[str, ...]]] = {}
         self._alternates: dict[str, str] = {}
         self._queues: dict[str, Queue] = {}
+        self.marks: dict[str, str] = {}  # durable: {name: owner}
         self._alarms: list[tuple[float, int, Queue]] = []
         self._alarm_number = 0
         self._alarm_task: asyncio.Task[None] | None = None

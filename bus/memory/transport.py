@@ -10,9 +10,10 @@ from msgspec import structs
 from bus.contracts.catalogue import QueueRow
 from bus.memory.broker import MemoryBroker
 from bus.memory.queue import Consumption
-from bus.port import BusUnavailable, Delivery, Outgoing, QueueLocked, QueueMissing
+from bus.port import BusMarked, BusUnavailable, Delivery, Outgoing, QueueLocked, QueueMissing
 from bus.topology import (
     FOREIGN,
+    MARK,
     QueueNames,
     QueuePlan,
     foreign_plan,
@@ -64,6 +65,7 @@ class MemoryTransport:
         self.subscriptions: list[MemorySubscription] = []
         self.names = QueueNames(prefix)
         self._plain = not prefix
+        self._marks: dict[str, str] = {}
         self._declared: list[QueuePlan] = []
         self._getters: dict[str, Consumption] = {}
         self._callbacks: list[Callable[[], None]] = []
@@ -116,12 +118,14 @@ class MemoryTransport:
         if not self._opened or not self.broker.up or self.connected:
             return
         try:
+            for name, owner in self._marks.items():
+                self._leave_mark(name, owner)
             for planned in self._declared:
                 self.broker.declare(planned, self if planned.exclusive else None)
-        except QueueLocked:
+        except (QueueLocked, BusMarked) as error:
             self.broker.leave(self)
             asyncio.get_running_loop().call_later(LOCKED_AGAIN_S, self._reconnect, context=self.broker.context)
-            for callback in self._on_locked:
+            for callback in self._on_locked if isinstance(error, QueueLocked) else ():
                 callback()
             return
         self._connected.set()
@@ -138,6 +142,28 @@ class MemoryTransport:
             self.broker.declare_exchange(real.name, alternate=real.alternate)
         for planned in shared_queues():
             self._declare(planned)
+
+    async def mark(self, name: str, owner: str) -> None:
+        """Leave a mark, or find it there."""
+        self._check()
+        self._leave_mark(name, owner)
+        self._marks[name] = owner
+
+    async def owner_of(self, name: str) -> str:
+        """The owner of a mark."""
+        self._check()
+        return self.broker.marks.get(self.names.exchange(MARK + name), "")
+
+    async def unmark(self, name: str) -> None:
+        """Take a mark away."""
+        self._check()
+        self.broker.marks.pop(self.names.exchange(MARK + name), None)
+        self._marks.pop(name, None)
+
+    def _leave_mark(self, name: str, owner: str) -> None:
+        found = self.broker.marks.setdefault(self.names.exchange(MARK + name), owner)
+        if found != owner:
+            raise BusMarked(found)
 
     async def declare_queue(self, row: QueueRow, name: str, bindings: Sequence[tuple[str, str]]) -> None:
         """Declare a queue."""

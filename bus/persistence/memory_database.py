@@ -15,6 +15,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Hashable, Iterab
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from functools import partial
 from typing import Any
+from uuid import uuid4
 
 from msgspec import Struct, structs
 
@@ -68,8 +69,9 @@ class MemoryDatabase:
 
     ROWS: tuple[str, ...] = ("outbox", "handled", "row_versions", "commits")
 
-    def __init__(self, clock: Clock) -> None:
+    def __init__(self, clock: Clock, *, deployment: str | None = None) -> None:
         self.clock = clock
+        self.deployment = str(uuid4()) if deployment is None else deployment  # its identity
         self.outbox: dict[int, Row] = {}
         self.handled: dict[tuple[str, str], float] = {}
         self.row_versions: dict[Hashable, int] = {}

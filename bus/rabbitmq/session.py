@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,12 +13,12 @@ import aio_pika
 from aiormq import Channel, spec
 from aiormq.abc import AbstractChannel, AbstractConnection
 
-from bus.port import BusError, BusForbidden, BusUnavailable, Outgoing, QueueDiffers, QueueMissing
+from bus.port import BusError, BusForbidden, BusMarked, BusUnavailable, Outgoing, QueueDiffers, QueueMissing
 from bus.rabbitmq.address import BrokerAddress
 from bus.rabbitmq.confirms import PublishChannel
 from bus.rabbitmq.errors import translated
 from bus.server_url import Endpoint
-from bus.topology import ExchangePlan, QueueNames, QueuePlan, shared_exchanges, shared_queues
+from bus.topology import MARK_OF, ExchangePlan, QueueNames, QueuePlan, shared_exchanges, shared_queues
 
 CONNECT_TIMEOUT_S = 10.0
 # An answer to a declaration or a get may take this long on a broker that is busy syncing disks.
@@ -25,6 +26,10 @@ RPC_TIMEOUT_S = 30.0
 CLOSE_TIMEOUT_S = 5.0
 # Silence of the broker is noticed within about three of these.
 HEARTBEAT_S = 10
+
+# How the broker tells the argument that an exchange has, when another one is declared; it says no more than 255 bytes.
+CURRENT_VALUE = re.compile(r"current is (?:the value )?'([^']*)")
+UNKNOWN_OWNER, NO_OWNER = "unknown", "?"
 
 
 class Session:
@@ -155,6 +160,54 @@ class Session:
         except BusForbidden:
             return False
         return True
+
+    async def mark(self, name: str, owner: str) -> None:
+        """A mark, under its real name: an exchange whose alternate exchange names its owner. Raises BusMarked.
+
+        Of an exchange the broker compares type, durability and alternate exchange with what is declared anew.
+        """
+        try:
+            await self._mark(name, owner)
+        except QueueDiffers as error:
+            raise BusMarked(await self.owner_of(name) or UNKNOWN_OWNER) from error
+
+    async def _mark(self, name: str, owner: str) -> None:
+        channel = await self.named("marks")
+        with translated(name):
+            await channel.exchange_declare(
+                name,
+                exchange_type="direct",
+                durable=True,
+                internal=True,
+                arguments={"alternate-exchange": f"{MARK_OF}{owner}"},
+                timeout=RPC_TIMEOUT_S,
+            )
+
+    async def owner_of(self, name: str) -> str:
+        """The owner of a mark; "" where there is none.
+
+        No call tells an exchange's arguments: it is declared as no worker would. That it differs is the broker's code;
+        its text is only for a person.
+        """
+        channel = await self.named("marks")
+        try:
+            with translated(name):
+                await channel.exchange_declare(name, passive=True, timeout=RPC_TIMEOUT_S)
+        except QueueMissing:
+            return ""
+        try:
+            await self._mark(name, NO_OWNER)
+        except QueueDiffers as error:
+            current = CURRENT_VALUE.search(str(error))
+            return current[1].removeprefix(MARK_OF) if current else UNKNOWN_OWNER
+        await self.unmark(name)  # it was taken away just then
+        return ""
+
+    async def unmark(self, name: str) -> None:
+        """Take a mark away."""
+        channel = await self.named("marks")
+        with translated(name):
+            await channel.exchange_delete(name, timeout=RPC_TIMEOUT_S)
 
     async def _declare_exchange(self, planned: ExchangePlan) -> None:
         channel = await self.named("shared")

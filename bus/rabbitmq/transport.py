@@ -21,7 +21,7 @@ from bus.rabbitmq.delivery import Acks, RabbitDelivery
 from bus.rabbitmq.errors import translated
 from bus.rabbitmq.session import RPC_TIMEOUT_S, Session, is_there
 from bus.retrying import RECONNECT, SET_UP, Backoff, Retrying
-from bus.topology import QueueNames, QueuePlan, foreign_plan, plan, reply_plan
+from bus.topology import MARK, QueueNames, QueuePlan, foreign_plan, plan, reply_plan
 
 log = structlog.get_logger("bus.rabbitmq")
 
@@ -122,6 +122,7 @@ class RabbitTransport:
         self._restoring: set[asyncio.Task[None]] = set()
         self._opened: asyncio.Future[None] | None = None
         self._shared = False
+        self._marks: dict[str, str] = {}  # {exchange: owner}
         self._declared: dict[str, QueuePlan] = {}
         self._foreign: dict[tuple[str, str], tuple[QueuePlan, tuple[str, ...]]] = {}
         self._subscriptions: list[RabbitSubscription] = []
@@ -180,6 +181,22 @@ class RabbitTransport:
         """Declare what the whole bus shares."""
         await self._lasting(Session.declare_shared)
         self._shared = True
+
+    async def mark(self, name: str, owner: str) -> None:
+        """Leave a mark, or find it there."""
+        real = self._names.exchange(MARK + name)
+        await self._lasting(lambda session: session.mark(real, owner))
+        self._marks[real] = owner
+
+    async def owner_of(self, name: str) -> str:
+        """The owner of a mark."""
+        return await self._current().owner_of(self._names.exchange(MARK + name))
+
+    async def unmark(self, name: str) -> None:
+        """Take a mark away."""
+        real = self._names.exchange(MARK + name)
+        await self._current().unmark(real)
+        self._marks.pop(real, None)
 
     async def declare_queue(self, row: QueueRow, name: str, bindings: Sequence[tuple[str, str]]) -> None:
         """Declare a queue. Raises QueueLocked."""
@@ -359,6 +376,8 @@ class RabbitTransport:
             log.info("bus.unblocked", bus=self.name)
 
     async def _bring_back(self, session: Session) -> None:
+        for mark in self._marks.items():
+            await session.mark(*mark)
         if self._shared:
             await session.declare_shared()
         for planned in self._declared.values():

@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from functools import partial
-from uuid import uuid4
 
 from msgspec.structs import replace
 
@@ -34,9 +33,8 @@ class MemoryInstanceTable(MemoryDatabase):
 
     ROWS = (*MemoryDatabase.ROWS, "instances", "unexplained", "breakers", "origin", "leases", "lease_keeper")
 
-    def __init__(self, *arguments: object, deployment: str | None = None, **named: object) -> None:
+    def __init__(self, *arguments: object, **named: object) -> None:
         super().__init__(*arguments, **named)  # type: ignore[arg-type]
-        self.deployment = str(uuid4()) if deployment is None else deployment
         self.place = 1  # no row: what a restore leaves behind, as a cluster and its timeline
         self.origin = self.place
         self.instances: dict[str, Instance] = {}

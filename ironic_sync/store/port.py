@@ -38,5 +38,9 @@ class Term(Protocol):
 class Positions(Protocol):
     """Adapters: `store.memory` (one process), `store.postgres` (several, one writing)."""
 
+    @property
+    def deployment(self) -> str:
+        """The identity of this database: a uuid made once with its schema. Known once it has been open."""
+
     def become_leader(self) -> AbstractAsyncContextManager[Term]:
         """Become the only writer. Raises NotLeader at once while another process is."""

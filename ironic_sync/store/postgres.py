@@ -17,6 +17,7 @@ import msgspec
 from bus.contracts.base import encode
 from bus.contracts.placement import ProviderReport
 from bus.persistence.database import Database
+from bus.persistence.identity import read_identity
 from ironic_sync.domain.position import Position
 from ironic_sync.store.port import NotLeader
 
@@ -52,6 +53,16 @@ class PostgresPositions:
 
     def __init__(self, database: Database) -> None:
         self._database = database
+        self.deployment = ""
+
+    async def open(self) -> None:
+        """Migrate, and learn whose it is. Waits for a database that is unavailable."""
+        await self._database.open(MIGRATIONS)
+        self.deployment = await read_identity(self._database)
+
+    async def close(self) -> None:
+        """Close the pool."""
+        await self._database.close()
 
     def become_leader(self) -> AbstractAsyncContextManager[PostgresTerm]:
         """Become the only writer. Raises NotLeader at once while another process is."""

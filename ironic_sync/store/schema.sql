@@ -26,3 +26,10 @@ CREATE TABLE leadership (
     since timestamptz NOT NULL DEFAULT now()
 );
 INSERT INTO leadership (one, epoch) VALUES (true, 0);
+
+-- The identity of this database, made with the schema: whose the buses are that its workers enter. A backup takes it along.
+CREATE TABLE identity (
+    deployment uuid NOT NULL DEFAULT gen_random_uuid(),
+    one boolean PRIMARY KEY DEFAULT true CHECK (one)
+);
+INSERT INTO identity DEFAULT VALUES;

@@ -77,6 +77,7 @@ class MemoryBook:
         assert isinstance(session.database, MemoryBookTable)
         self.table = session.database
         self.session = session
+        self.deployment = session.database.deployment
         self._lease: float | None = None  # the end of the last turn of publishing, until it has ended well
         self._seen: FeedHead | None = None  # the last head that `renew_history` has looked at
         self.ready = False

@@ -44,6 +44,10 @@ class PlacementStore(Protocol):
     def rest(self) -> RestStore:
         """The same book as the REST API uses it."""
 
+    @property
+    def deployment(self) -> str:
+        """The identity of this database: a uuid made once with its schema. Known once it has been open."""
+
     async def open(self) -> None:
         """Connect and migrate; waits while the database is unavailable."""
 

@@ -19,6 +19,7 @@ from bus.contracts.placement import (
     SnapshotPage,
 )
 from bus.persistence.database import Database
+from bus.persistence.identity import read_identity
 from placement_worker.domain.claim_items import ClaimReply
 from placement_worker.domain.claims import ClaimItem
 from placement_worker.domain.reports import ReportRefusal
@@ -54,6 +55,7 @@ class PostgresStore:
         self._database = database
         self._names = NameTable(database)
         self._publishing = Publishing(database)
+        self.deployment = ""
         self._seen: FeedHead | None = None  # the last head that `renew_history` has looked at
 
     @property
@@ -79,6 +81,7 @@ class PostgresStore:
     async def open(self) -> None:
         """Migrate, and write down the standard names. Waits for a database that is unavailable."""
         await self._database.open(MIGRATIONS)
+        self.deployment = await read_identity(self._database)
         await self._names.open()
         await self.renew_history()
 

@@ -591,3 +591,10 @@ BEGIN
 END
 $$ LANGUAGE plpgsql SET plan_cache_mode = force_generic_plan SET enable_seqscan = off SET enable_hashjoin = off
 SET enable_mergejoin = off;
+
+-- The identity of this database, made with the schema: whose the buses are that its workers enter. A backup takes it along.
+CREATE TABLE identity (
+    deployment uuid NOT NULL DEFAULT gen_random_uuid(),
+    one boolean PRIMARY KEY DEFAULT true CHECK (one)
+);
+INSERT INTO identity DEFAULT VALUES;

@@ -247,6 +247,7 @@ class MemoryBuilds:
         self._cache: VersionCache[RecordedBuild] = VersionCache(session)
         self._relay: Relay | None = None
         self.outbox = MemoryRows(session)
+        self.deployment = session.database.deployment
         self.ready = False
 
     async def open(self) -> None:

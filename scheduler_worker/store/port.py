@@ -89,6 +89,10 @@ class SchedulerStore(Protocol):
     def ready(self) -> bool:
         """Whether it is open (for /readyz)."""
 
+    @property
+    def deployment(self) -> str:
+        """The identity of this database: a uuid made once with its schema. Known once it has been open."""
+
     async def open(self) -> None:
         """Connect and migrate; waits while the database is unavailable."""
 

@@ -15,6 +15,7 @@ from bus.contracts.objects import ChangedObject, ObjectLogEntry, ObjectLogQuery
 from bus.persistence import outbox
 from bus.persistence.database import Database
 from bus.persistence.guarded_statement import GuardedStatement
+from bus.persistence.identity import read_identity
 from bus.persistence.outbox import OutboxMessage, Relay
 from bus.persistence.unit_of_work import Committed, published
 from bus.persistence.version_cache import VersionCache
@@ -278,6 +279,7 @@ class PostgresBuilds:
         self._cache: VersionCache[RecordedBuild] = VersionCache(database)
         self._relay: Relay | None = None
         self.outbox = outbox.PostgresRows(database)
+        self.deployment = ""
 
     @property
     def ready(self) -> bool:
@@ -285,8 +287,9 @@ class PostgresBuilds:
         return self._database.ready
 
     async def open(self) -> None:
-        """Migrate. Waits for a database that is unavailable."""
+        """Migrate, and learn whose it is. Waits for a database that is unavailable."""
         await self._database.open(MIGRATIONS)
+        self.deployment = await read_identity(self._database)
 
     async def close(self) -> None:
         """Close the pool."""

@@ -124,3 +124,10 @@ CREATE TABLE handled (
     PRIMARY KEY (handler, message_id)
 );
 CREATE INDEX handled_at ON handled (at);
+
+-- The identity of this database, made with the schema: whose the buses are that its workers enter. A backup takes it along.
+CREATE TABLE identity (
+    deployment uuid NOT NULL DEFAULT gen_random_uuid(),
+    one boolean PRIMARY KEY DEFAULT true CHECK (one)
+);
+INSERT INTO identity DEFAULT VALUES;

@@ -371,6 +371,8 @@ FORBIDDEN: dict[str, Attempt] = {
     "declares an exchange": lambda one: one.channel.declare_exchange("mine"),
     "declares an exchange named as its queues are": lambda one: one.channel.declare_exchange("amq.gen-mine"),
     "declares ours": lambda one: one.channel.declare_exchange("berth", "topic", durable=True),
+    "takes the bus": lambda one: one.channel.declare_exchange("berth.owner.scheduler", "direct", durable=True),
+    "frees the bus": lambda one: one.channel.exchange_delete("berth.owner.scheduler"),
     "deletes ours": lambda one: one.channel.exchange_delete("berth"),
     "joins commands to events": joining("berth.events", "berth", "#"),
     "joins others' events to commands": joining("berth", "berth.events", f"build.event.*.{THEIRS}"),
@@ -405,6 +407,8 @@ FORBIDDEN_TO_AN_AGENT: dict[str, Attempt] = {
     "delays for the conductor": publishing("conductor.requests", "berth.delay.200"),
     "returns to the conductor": publishing("conductor.requests", "berth.return"),
     "deletes an exchange": lambda one: one.channel.exchange_delete("berth.dead"),
+    "takes the bus": lambda one: one.channel.declare_exchange("berth.owner.conductor", "direct", durable=True),
+    "frees the bus": lambda one: one.channel.exchange_delete("berth.owner.conductor"),
 }
 
 
@@ -499,6 +503,7 @@ def test_an_operator_does_all_of_an_operators_work(system: Guarded) -> None:
         ("dead-letters", "list", "scheduler.requests"),
         ("dead-letters", "replay", "scheduler.requests", "--all"),
         ("dead-letters", "purge", "scheduler.requests", "--yes"),
+        ("bus", "owner"),
         ("check",),
     ):
         done = system.berth(*arguments)

@@ -1,0 +1,33 @@
+"""Whose a bus is: the database of each role leaves its identity there, and a worker of another database does not enter.
+
+Two deployments on one bus would take each other's messages. A mark is left by the first worker of a role that
+enters the bus, for good; an operator takes it away (`berth bus release`).
+"""
+
+from __future__ import annotations
+
+from bus.port import BusForbidden, BusMarked, Transport
+
+# The roles whose workers have a database of their own. Each leaves a mark on every bus that it enters.
+OWNERS = ("placement", "scheduler", "conductor", "ironic-sync")
+
+
+class BusOwnedByAnother(BusForbidden):
+    """Another deployment's worker of this role has entered the bus before. Permanent, until an operator decides."""
+
+    code = "bus.owned_by_another"
+
+
+async def enter(transport: Transport, bus: str, role: str, deployment: str) -> None:
+    """Leave the mark of this role's database on a bus, or find it there. Raises BusOwnedByAnother.
+
+    deployment: the identity of the database of this process.
+    """
+    try:
+        await transport.mark(role, deployment)
+    except BusMarked as error:
+        raise BusOwnedByAnother(
+            f"bus {bus!r} belongs to another deployment: the database of its {role} is {error.owner}, and that of this "
+            f"one is {deployment}; give this deployment another virtual host or prefix, restore its database, or, once "
+            f"no worker of the other runs, take the bus over with `berth bus release {bus}`"
+        ) from error

@@ -1,0 +1,90 @@
+"""A second deployment with a database of its own, on the buses of the first, takes none of its messages."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import pytest
+
+from bus.bus import API
+from bus.clock import SystemClock
+from bus.contracts.build import BuildState
+from bus.memory import MemoryBroker, MemoryTransport
+from bus.owner import BusOwnedByAnother
+from bus.service.environment import Environment
+from bus.service.service import Service
+from cell_conductor.app import build as build_conductor
+from cell_conductor.config import ConductorConfig
+from ironic_sync.app import build as build_ironic_sync
+from ironic_sync.config import IronicSyncConfig
+from placement_worker.app import build as build_placement
+from placement_worker.config import PlacementConfig
+from scheduler_worker.app import build as build_scheduler
+from scheduler_worker.config import SchedulerConfig
+from tests.integration.scheduler.world import CELLS, PATIENCE_S, World
+from tests.kit import servers
+
+pytestmark = [pytest.mark.postgres, pytest.mark.timeout(300)]
+
+Build = Callable[[Environment], Service]
+ROLES: dict[str, Build] = {
+    "scheduler": lambda env: build_scheduler(env, SchedulerConfig(), CELLS),
+    "placement": lambda env: build_placement(env, PlacementConfig(), CELLS),
+    "conductor": lambda env: build_conductor(env, ConductorConfig(), CELLS[0]),
+    "ironic-sync": lambda env: build_ironic_sync(env, IronicSyncConfig(url="http://127.0.0.1:1")),
+}
+
+
+async def entered_once(service: Service) -> None:
+    """Start it, and stop it when it has entered its bus; raises what it ended of before that."""
+    stop = asyncio.Event()
+    running = asyncio.create_task(service.run(stop))
+    async with asyncio.timeout(PATIENCE_S):
+        while not running.done() and service.phase not in ("preparing", "ready"):  # noqa: ASYNC110  (a text, no event)
+            await asyncio.sleep(0.005)
+    stop.set()
+    await running
+
+
+async def test_item_36_a_second_deployment_takes_no_build_of_the_first(world: World, postgres_server: str) -> None:
+    await world.scheduler("first")
+    await world.add_hosts("c1", 2)
+    with servers.fresh_database(postgres_server) as other, pytest.raises(BusOwnedByAnother, match="'api'"):
+        first, world.url = world.url, other
+        try:
+            await world.scheduler("second")
+        finally:
+            world.url = first
+            await world.kill("second")
+    requests = [world.request() for _ in range(20)]
+    await world.ask(*requests)
+    for request in requests:
+        await world.ended(request.instance_uuid, BuildState.SCHEDULED)
+        assert await world.show(request.instance_uuid) is not None
+    await world.stop("first")
+    await world.scheduler("again")  # of the same database
+
+
+@pytest.mark.parametrize("role", ROLES)
+async def test_each_role_says_whose_the_bus_is(role: str, postgres_server: str) -> None:
+    """And what can be done; the first deployment's own next worker starts."""
+    brokers = {name: MemoryBroker(SystemClock()) for name in (API, *CELLS)}
+
+    def worker(url: str) -> Service:
+        def connect(bus: str) -> MemoryTransport:
+            return MemoryTransport(brokers[bus], bus)
+
+        return ROLES[role](Environment(role, transports=connect, database_url=url, cells=CELLS))
+
+    with servers.fresh_database(postgres_server) as first, servers.fresh_database(postgres_server) as second:
+        for url in (first, first):
+            await entered_once(worker(url))
+        with pytest.raises(BusOwnedByAnother) as refused:
+            await entered_once(worker(second))
+        marks = {owner for broker in brokers.values() for owner in broker.marks.values()}
+        assert len(marks) == 1 and marks.pop() in str(refused.value)
+        assert "berth bus release" in str(refused.value)
+        for broker in brokers.values():
+            broker.marks.clear()
+        await entered_once(worker(second))
