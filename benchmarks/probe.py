@@ -42,6 +42,11 @@ def memory_mb(root: int) -> float:
     return total
 
 
+def tree(root: int) -> list[int]:
+    """A process and its living descendants."""
+    return _tree(root, _processes()[0])
+
+
 def shared_out_mb(root: int, *, alone: bool = False) -> float:
     """Memory of a process and (unless alone) its descendants; shared pages divided among those who share them (PSS)."""
     parents, _ = ({}, {}) if alone else _processes()
