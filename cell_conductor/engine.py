@@ -151,6 +151,8 @@ class Engine:
         """Let passed deadlines happen, one bounded batch of them. Returns how many."""
         await self._relay.wait_for_capacity()
         now = self._clock.time()
+        if not await self._store.has_due(now):
+            return 0
         async with self._store.transaction() as transaction:
             # Before any deadline counts: in a database that was set back it proves nothing.
             change = await transaction.recognise()

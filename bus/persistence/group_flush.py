@@ -1,18 +1,22 @@
 """One flush for all who have committed without waiting for the disk.
 
 A handler whose commits may be done again hands its messages back at once, and they are acknowledged when a flush that
-came after those commits is done: ten flushes a second at the most, however many batches there are.
+came after those commits is done: four flushes a second, however many batches there are, and at the same times in all
+processes of a machine, so that one flush of the disk serves all of them.
 """
 
 from __future__ import annotations
 
 import asyncio
+import time
 from typing import Protocol
 
+from bus.clock import shared_delay_s
 from bus.faults import DatabaseUnavailable
 
-# Acknowledgements gather for longer than this anyway (bus.rabbitmq.delivery), so no task waits for it.
-GATHER_S = 0.1
+# Acknowledgements gather for longer than this anyway (bus.rabbitmq.delivery), so no task waits for it. What is not
+# acknowledged counts against the prefetch, so it cannot be much longer.
+GATHER_S = 0.25
 
 
 class FlushedDatabase(Protocol):
@@ -58,7 +62,7 @@ class GroupFlush:
 
     async def _flush(self) -> None:
         while self._waiting:
-            await asyncio.sleep(GATHER_S)
+            await asyncio.sleep(shared_delay_s(time.time(), GATHER_S))
             waiting, self._waiting = self._waiting, []
             try:
                 await self._database.flush()

@@ -43,7 +43,7 @@ FORGET_BATCH = 2_000  # rows deleted by one statement
 # Rows that a process had not deleted when it died are published again; and they must be far too young for another's
 # sweep meanwhile.
 FORGET_PAUSE_S = 0.9
-SWEEP_EVERY_S = 1.0
+SWEEP_EVERY_S = 2.0
 SWEEP_AGE_S = (
     5.0  # a row this old belongs to a process that died, or to one whose broker is unavailable: publish it again
 )

@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import struct
+import time
 from collections.abc import Mapping
 
 from aiormq.abc import AbstractChannel, ChannelFrame, DeliveredMessage
 
+from bus.clock import shared_delay_s
 from bus.port import DELIVERY_FIELDS
 from bus.topology import QueueNames
 
@@ -18,7 +20,8 @@ _ACK, _REJECT = 80, 90
 _MULTIPLE, _REQUEUE = 1, 1
 
 # A quorum queue writes an acknowledgement to its log and flushes it, as it does a message. Sent at once it would make
-# the message that its handler has just published wait for two flushes. No task waits for them, so they gather.
+# the message that its handler has just published wait for two flushes. No task waits for them, so they gather;
+# and all processes of a machine send them at the same times (`shared_delay_s`): one flush for all of them.
 LINGER_S = 0.5
 WRITE_TIMEOUT_S = 1.0  # a connection that takes nothing for so long is closed as it is
 GATHERED_SHARE = 4  # ... but no longer than until this part of what may be delivered ahead is waiting
@@ -48,7 +51,8 @@ class Acks:
             if now or len(self._acked) >= self._at_most:
                 self._flush_soon()
             elif self._timer is None:
-                self._timer = asyncio.get_running_loop().call_later(LINGER_S, self._send)
+                delay_s = shared_delay_s(time.time(), LINGER_S)
+                self._timer = asyncio.get_running_loop().call_later(delay_s, self._send)
 
     def nack(self, tag: int, *, requeue: bool) -> None:
         """One is given back, or given up."""

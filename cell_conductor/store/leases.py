@@ -62,7 +62,7 @@ class PostgresLeases:
 
     async def keep(self, process: str, for_s: float) -> int | None:
         """One statement."""
-        async with self._database.raw() as connection:
+        async with self._database.single() as connection:
             term: int | None = await connection.fetchval(KEEP, process, for_s)
         return term
 

@@ -199,6 +199,15 @@ class MemoryInstances:
         self.ready = False
         self._session.cut()
 
+    async def has_due(self, now: float) -> bool:
+        """As in PostgreSQL: a look without locks."""
+        async with self._session.transaction() as transaction:
+            await transaction.statement()
+            table = self._table
+            if table.origin != table.place or table.deployment != self._seen.deployment:
+                return True
+            return any(one.deadline is not None and one.deadline <= now for one in table.instances.values())
+
     def transaction(self) -> AbstractAsyncContextManager[MemoryTransaction]:
         """Commits at the end, rolls back on an exception."""
         return self._transaction()

@@ -132,6 +132,12 @@ class InstanceStore(Protocol):
     async def close(self) -> None:
         """Disconnect."""
 
+    async def has_due(self, now: float) -> bool:
+        """Whether a sweep would find anything: a deadline that has passed, or a database that was set back.
+
+        One round trip without locks, instead of a transaction that nearly always finds nothing.
+        """
+
     def transaction(self) -> AbstractAsyncContextManager[LockingTransaction]:
         """Commits at the end, rolls back on an exception."""
 
@@ -151,7 +157,7 @@ class InstanceStore(Protocol):
     def flushed(self, losses: int) -> asyncio.Future[None]:
         """Done when everything committed so far is on disk; fails when that is not so, or `losses` is another by then.
 
-        losses: taken before those commits. Many share one flush, so it takes a tenth of a second.
+        losses: taken before those commits. Many share one flush, so it takes some tenths of a second.
         """
 
     async def briefs(self, host_uuids: Sequence[str], instance_uuids: Sequence[str]) -> list[Brief]:

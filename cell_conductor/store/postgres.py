@@ -36,6 +36,10 @@ SELECT record::text FROM instances WHERE deadline <= $1 ORDER BY deadline LIMIT 
 """
 
 RECOGNISE = "SELECT deployment::text, origin <> cell_origin() FROM identity"
+NOTHING_DUE = """
+SELECT deployment::text = $2 AND origin = cell_origin() AND NOT EXISTS (SELECT FROM instances WHERE deadline <= $1)
+FROM identity
+"""
 NOTE_ORIGIN = "UPDATE identity SET origin = cell_origin()"
 DOUBT = """
 UPDATE instances SET record = (record::jsonb || '{"doubted": true}')::json WHERE state = ANY($1)
@@ -194,6 +198,11 @@ class PostgresInstances:
     async def close(self) -> None:
         """Close the pool."""
         await self._database.close()
+
+    async def has_due(self, now: float) -> bool:
+        """One statement. A database without its identity has been emptied: the sweep finds that out."""
+        async with self._database.single() as connection:
+            return await connection.fetchval(NOTHING_DUE, now, self._seen.deployment) is not True
 
     def transaction(self) -> AbstractAsyncContextManager[PostgresTransaction]:
         """Commits at the end, rolls back on an exception."""

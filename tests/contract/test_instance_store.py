@@ -144,6 +144,17 @@ async def test_a_locked_instance_is_waited_for_and_seen_as_it_became(make: Make,
     assert (await waiting)[A].state is State.ACTIVE
 
 
+async def test_a_sweep_is_due_for_a_passed_deadline_and_for_a_database_that_was_set_back(store: InstanceStore) -> None:
+    assert not await store.has_due(10.0)
+    await insert(store, instance(A, deadline=5.0), instance(B))
+    assert [await store.has_due(now) for now in (4.9, 5.0)] == [False, True]
+    await restored(store)
+    assert await store.has_due(4.9)
+    async with store.transaction() as transaction:
+        assert await transaction.recognise() is not None
+    assert not await store.has_due(4.9)
+
+
 async def test_what_is_due_is_taken_by_one(make: Make, store: InstanceStore) -> None:
     other = make()
     await other.open()

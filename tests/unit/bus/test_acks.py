@@ -43,7 +43,7 @@ async def test_acknowledgements_gather_and_leave_as_one_frame() -> None:
     assert await channel.sent_at_once() == []
     acks.ack(2)
     frame = await asyncio.wait_for(channel.write_queue.get(), 10)
-    assert asyncio.get_running_loop().time() - started >= LINGER_S * 0.9
+    assert asyncio.get_running_loop().time() - started >= LINGER_S * 0.45
     assert len(frame.payload) == FRAME_SIZE
     assert (frame.payload[18], frame.payload[19]) == (2, MULTIPLE), "all up to the second"
     acks.ack(3)
