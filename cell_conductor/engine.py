@@ -19,7 +19,7 @@ from bus.clock import Clock
 from bus.contracts.base import Message
 from bus.contracts.build import BuildEvent
 from bus.contracts.cell import Spawn
-from bus.contracts.moves import MoveEvent
+from bus.contracts.moves import MoveEvent, MoveState
 from bus.contracts.placement import (
     Claim,
     ClaimOutcome,
@@ -392,11 +392,15 @@ def _may_be_redone(recorded: Transition) -> bool:
     """Whether it may leave before it is on disk: the message that caused it is acknowledged after that.
 
     A database that forgets it in a crash is given the message again, and announces the same again; see
-    docs/decisions/0011-what-waits-for-the-disk.md. What commands a host or goes to placement is on disk first.
+    docs/decisions/0011-what-waits-for-the-disk.md. What commands a host or goes to placement is on disk first; so is a
+    refusal: given again later, when the instance is not busy any more, the request would be carried out after all.
     """
     if any(wanted(instance) is not None for instance in recorded.instances.values()):
         return False
-    return all(isinstance(addressed.message, BuildEvent | MoveEvent) for addressed in recorded.outgoing)
+    said = [addressed.message for addressed in recorded.outgoing]
+    if any(isinstance(message, MoveEvent) and message.state is MoveState.REFUSED for message in said):
+        return False
+    return all(isinstance(message, BuildEvent | MoveEvent) for message in said)
 
 
 def _questions(

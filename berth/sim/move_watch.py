@@ -1,4 +1,5 @@
-"""What must hold of moves at every moment: one machine runs, what runs is claimed, every claim has its owner.
+"""What must hold at every moment: one machine runs, what runs is claimed, what is refused is unchanged, and a machine
+that was evacuated from a fenced host never runs there again. At rest every claim has its owner.
 
 Judged from what machines really do and what the book really holds, for every instance that a record has had as active.
 An older attempt of its build may still come alive late, as always; it is not looked at here.
@@ -9,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from berth.sim.watch import Breach
-from bus.contracts.moves import MoveEvent, MoveState
+from bus.contracts.moves import MoveEvent, MoveKind, MoveState
 from cell_conductor.domain.instance import Instance, Power, State
 from cell_conductor.store.memory import MemoryInstanceTable
 from compute_sim.fleet import Fleet, Guest
@@ -19,6 +20,9 @@ from placement_worker.store.memory import MemoryBookTable
 # In these the source of a move is given up: the destination is on record as active.
 GIVES_UP_SOURCE = frozenset({State.CONFIRMING, State.SETTLING})
 GIVES_UP_HERE = frozenset({State.OFFLOADING, State.UNDOING})
+# An evacuated instance is being built elsewhere, or is there.
+EVACUATED = frozenset({State.FINISHING, State.RESIZED, State.CONFIRMING, State.SETTLING})
+AT_REST = frozenset({State.ACTIVE, State.OFFLOADED})
 
 
 class MoveWatch:
@@ -40,7 +44,9 @@ class MoveWatch:
         self._seen: dict[str, Instance] = {}
         self.given_up: set[tuple[str, str, int]] = set()  # (host, instance, attempt) that a move or a shelving gave up
         self.moved: dict[str, None] = {}  # instances of which a move was ever recorded
-        self.migrations: dict[str, str] = {}  # {request: its instance}
+        self._migrations: dict[str, dict[str, None]] = {}  # {instance: its requests, as consumers of the book}
+        self.evacuated: set[tuple[str, str, int]] = set()  # (host, instance, attempt) of a fenced host
+        self.refused: set[str] = set()  # requests
         self.fenced: set[str] = set()  # hosts that were switched off once: what was not evacuated is off there
         self.sent: dict[str, str] = {}  # {request: its instance} that a cell was told of
         self.ends: dict[str, tuple[MoveState, str]] = {}
@@ -50,22 +56,50 @@ class MoveWatch:
     # --- cells
 
     def instances(self, instances: Mapping[str, Instance]) -> None:
-        """After a commit of a conductor."""
+        """After a commit of a conductor. Raises Breach."""
         for uuid, instance in instances.items():
-            if self._seen.get(uuid) is instance:
+            before = self._seen.get(uuid)
+            if before is instance:
                 continue
             self._seen[uuid] = instance
             if instance.state is State.ACTIVE:
                 self._first.setdefault(uuid, instance.attempt)
+                self.evacuated.discard((instance.here.host_uuid, uuid, instance.attempt))  # it found no other host
+            if uuid not in self.excused:
+                self._refusals(before, instance)
             move = instance.move
             if move is None:
                 continue
             self.moved[uuid] = None
-            self.migrations[move.request_id] = uuid
-            if instance.state in GIVES_UP_SOURCE and move.source is not None and not instance.is_in_place:
-                self.given_up.add((move.source.host_uuid, uuid, move.source_attempt))
-            if instance.state in GIVES_UP_HERE and not instance.is_in_place and instance.host_uuid:
-                self.given_up.add((instance.host_uuid, uuid, instance.attempt))
+            self._migrations.setdefault(uuid, {})[move.request_id] = None
+            source = move.source
+            if source is None or not instance.is_in_place:
+                self._given_up(instance)
+            if move.kind is MoveKind.EVACUATE and source is not None and instance.state in EVACUATED:
+                self.evacuated.add((source.host_uuid, uuid, move.source_attempt))
+
+    def _given_up(self, instance: Instance) -> None:
+        move = instance.move
+        assert move is not None
+        if instance.state in GIVES_UP_SOURCE and move.source is not None:
+            self.given_up.add((move.source.host_uuid, instance.uuid, move.source_attempt))
+        if instance.state in GIVES_UP_HERE and instance.host_uuid:
+            self.given_up.add((instance.host_uuid, instance.uuid, instance.attempt))
+
+    def _refusals(self, before: Instance | None, instance: Instance) -> None:
+        """A request that was refused is under way nowhere, and has changed nothing. Raises Breach."""
+        known = () if before is None else before.ended
+        new = [one for one in instance.ended if one not in known]
+        self.refused.update(one.request_id for one in new if one.state is MoveState.REFUSED)
+        move = instance.move
+        if move is not None and (under_way := {move.request_id, move.by} & self.refused):
+            raise Breach("refused_is_unchanged", f"{instance.uuid}: {under_way} was refused, and is {instance.state}")
+        only_refused = bool(new) and all(one.state is MoveState.REFUSED for one in new)
+        if before is None or not only_refused or not (before.state is instance.state and instance.state in AT_REST):
+            return
+        was, now = ((i.spec, i.power, i.image, i.attempt, i.host_uuid) for i in (before, instance))
+        if was != now:
+            raise Breach("refused_is_unchanged", f"{instance.uuid} was {was}, and is {now}")
 
     def said(self, event: MoveEvent) -> None:
         """A conductor speaks. Raises Breach."""
@@ -82,18 +116,21 @@ class MoveWatch:
         if not guest.complete or not guest.runs or not self._counts(host, guest) or self._has_a_double(host):
             return
         uuid = guest.instance_uuid
-        for other, one in self._running(uuid):
-            if other != host:
+        if (host, uuid, guest.attempt) in self.evacuated:
+            raise Breach("fenced_never_runs", f"{uuid} attempt {guest.attempt} starts on {host}, and was evacuated")
+        for other, one in self._running():
+            if other != host and one.instance_uuid == uuid:
                 raise Breach("never_two_running", f"{uuid} runs on {other} as {one.attempt}, starts on {host}")
-        if uuid in self.moved and host not in self._claimed(uuid):
+        if not self._is_claimed(uuid, host):
             raise Breach("never_running_unclaimed", f"{uuid} attempt {guest.attempt} starts on {host}, unclaimed")
 
-    def _running(self, uuid: str) -> Iterator[tuple[str, Guest]]:
+    def _running(self) -> Iterator[tuple[str, Guest]]:
+        """What runs now, and where."""
         for service, fleet in self._fleets.items():
             for host in fleet.hosts if service not in self._duplicates else ():
-                guest = (host.guests or {}).get(uuid)
-                if guest is not None and guest.complete and guest.runs and self._counts(host.plan.uuid, guest):
-                    yield host.plan.uuid, guest
+                for guest in (host.guests or {}).values():
+                    if guest.complete and guest.runs and self._counts(host.plan.uuid, guest):
+                        yield host.plan.uuid, guest
 
     def _counts(self, host: str, guest: Guest) -> bool:
         uuid = guest.instance_uuid
@@ -108,26 +145,25 @@ class MoveWatch:
 
     # --- the book
 
-    def _claimed(self, uuid: str) -> set[str]:
-        """The root providers that the instance, or its migration, holds something of."""
-        named = [uuid, *(request for request, instance in self.migrations.items() if instance == uuid)]
-        found: set[str] = set()
-        for consumer in named:
+    def _is_claimed(self, uuid: str, host: str) -> bool:
+        """Whether the instance, or a migration of it, holds something of this host."""
+        providers = self._book.providers
+        for consumer in (uuid, *self._migrations.get(uuid, ())):
             kept = self._book.consumers.get(consumer)
             for provider in kept.consumer.holding if kept is not None else ():
-                if provider in self._book.providers:
-                    found.add(self._book.providers[provider].root)
-        return found
+                if provider in providers and providers[provider].root == host:
+                    return True
+        return False
 
     def book(self) -> None:
-        """After a commit of the book: what runs of those that have moved is claimed. Raises Breach."""
-        for uuid in self.moved:
-            running = list(self._running(uuid))
-            if running and uuid not in self.excused:
-                claimed = self._claimed(uuid)
-                for host, guest in running:
-                    if host not in claimed:
-                        raise Breach("never_running_unclaimed", f"{uuid} attempt {guest.attempt} runs on {host}")
+        """After a commit of the book: what runs is claimed, and nothing is under a refused request. Raises Breach."""
+        for host, guest in self._running():
+            if not self._is_claimed(guest.instance_uuid, host):
+                raise Breach("never_running_unclaimed", f"{guest.instance_uuid} attempt {guest.attempt} runs on {host}")
+        for request in self.refused:
+            kept = self._book.consumers.get(request)
+            if kept is not None and kept.consumer.holding and kept.consumer.consumer_type == MIGRATION_TYPE:
+                raise Breach("refused_is_unchanged", f"the refused request {request} holds {kept.consumer.holding}")
 
     # --- at rest
 
@@ -140,9 +176,10 @@ class MoveWatch:
             for instance in table.instances.values()
             if instance.move is not None
         }
+        owners = {request: uuid for uuid, requests in self._migrations.items() for request in requests}
         for uuid, kept in self._book.consumers.items():
             is_migration = kept.consumer.consumer_type == MIGRATION_TYPE and kept.consumer.holding
-            if is_migration and uuid not in under_way and self.migrations.get(uuid) not in lost:
+            if is_migration and uuid not in under_way and owners.get(uuid) not in lost:
                 yield f"claims_have_owners: the migration {uuid} holds {dict(kept.consumer.holding)}"
         for request, instance in self.sent.items():
             if request not in self.ends and instance not in lost:

@@ -39,8 +39,7 @@ class Widening(StrEnum):
     TREES = "trees"  # another source's hosts: devices that move within one batch, roots removed and made again
 
 
-# Moves are drawn by name alone until many seeds of them have run among all the others.
-WIDENED = frozenset(Widening) - {Widening.MOVES}
+WIDENED = frozenset(Widening)
 NONE: frozenset[Widening] = frozenset()
 
 # How often a kind is in a run that could have it: few at a time, so that each is also seen alone.

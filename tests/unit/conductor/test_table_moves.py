@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 from msgspec.structs import replace
 
@@ -9,12 +11,14 @@ from bus.contracts.base import Message
 from bus.contracts.cell import Destroy, Spawn
 from bus.contracts.moves import CellMove, ChangeKind, ChangeMachine, Condition, MoveEvent, MoveKind, MoveState
 from bus.contracts.placement import Claim, ClaimOutcome, Release, Revert
+from bus.persistence.outbox import OutboxMessage
 from cell_conductor.domain import events as e
 from cell_conductor.domain.instance import Instance, Power, ScanId, State
 from cell_conductor.domain.leases import Lease, LeaseState
 from cell_conductor.domain.proof import is_over
 from cell_conductor.domain.rules import Step
 from cell_conductor.domain.table import step, wanted
+from cell_conductor.engine import Transition, _may_be_redone
 from tests.unit.conductor.scenario import PATIENCE, SPEC, UUID, asked, host, run, selection, spawned
 
 MOVE = "d0000000-0000-4000-8000-000000000001"
@@ -593,3 +597,12 @@ def test_after_a_move_that_was_undone_its_source_is_lost_by_its_own_hosts_scans_
     assert made.tell(older).instance.state is State.ACTIVE
     made.tell(replace(older, scan=ScanId(1, 5)))
     assert made.instance.state is State.GIVING_UP
+
+
+def test_a_refusal_is_on_disk_before_its_request_is_acknowledged() -> None:
+    """Forgotten in a crash, the request came again when the instance was not busy any more, and was carried out."""
+    made = to_resized()
+    refusal = made.tell(request(MoveKind.STOP, request_id=OTHER))
+    assert said(*refusal.commands) == [(MoveKind.STOP, MoveState.REFUSED, True, "instance.resized")]
+    outgoing = [OutboxMessage("c", message, UUID) for message in refusal.commands]
+    assert not _may_be_redone(Transition({UUID: refusal.instance}, outgoing, Counter(), []))

@@ -1,0 +1,142 @@
+"""What the simulation calls a breach of what must hold of instances that move, and what it does not."""
+
+from __future__ import annotations
+
+import pytest
+from msgspec.structs import replace
+
+from berth.sim.draw import plan_of
+from berth.sim.event_log import EventLog
+from berth.sim.move_watch import MoveWatch
+from berth.sim.watch import Breach
+from berth.sim.world import World
+from bus.contracts.cell import InstanceSpec, Selection
+from bus.contracts.moves import MoveKind, MoveState
+from bus.contracts.placement import Inventory
+from cell_conductor.domain.instance import EndedMove, Instance, Move, Power, State
+from compute_sim.fleet import Fleet, Guest
+from placement_worker.domain.moves import MIGRATION_TYPE
+from placement_worker.domain.values import ConsumerState, Provider, stored_inventory
+from placement_worker.store.memory_table import ConsumerRow
+
+UUID = "00000000-0000-4000-9000-000000000001"
+REQUEST, OTHER = (f"00000000-0000-4000-a000-00000000000{n}" for n in range(2))
+SPEC = InstanceSpec(instance_uuid=UUID, project_id="red")
+AMOUNTS = {"VCPU": 1}
+
+
+class Scene:
+    """A world's watch, two of its hosts, and the instance on the first of them, which it holds."""
+
+    def __init__(self) -> None:
+        self.world = world = World(replace(plan_of(2), metal=None), EventLog())
+        self.places = [(fleet, host.plan.uuid) for fleet in world.fleets.values() for host in fleet.hosts][:2]
+        assert len(self.places) == 2
+        for _, host in self.places:
+            world.book.providers[host] = Provider(
+                uuid=host, name="h", parent=None, root=host, generation=1, shape=1,
+                inventories={"VCPU": stored_inventory(Inventory(total=4))}, used={}, traits=(), aggregates=(),
+            )  # fmt: skip
+        self.active = Instance(uuid=UUID, state=State.ACTIVE, spec=SPEC, selections=(self.selection(0),), attempt=1)
+        self.watch.instances({UUID: self.active})
+        self.hold(UUID, 0)
+        self.run(0)
+
+    @property
+    def watch(self) -> MoveWatch:
+        return self.world.move_watch
+
+    def selection(self, at: int) -> Selection:
+        host = self.places[at][1]
+        return Selection(host_uuid=host, host="h", service="s", allocations={host: AMOUNTS})
+
+    def hold(self, consumer: str, at: int, kind: str = "INSTANCE") -> None:
+        state = ConsumerState(1, 1, "red", "u", kind, {self.places[at][1]: AMOUNTS})
+        self.world.book.consumers[consumer] = ConsumerRow(state, None, 0.0)
+
+    def run(self, at: int, attempt: int = 1, *, runs: bool = True) -> Guest:
+        """A machine that is there already."""
+        guest = Guest(UUID, attempt, {}, True, None, runs)
+        Fleet.put(self.places[at][0], self.places[at][1], guest)
+        return guest
+
+    def start(self, at: int, attempt: int) -> None:
+        """A driver starts it. Raises Breach."""
+        self.watch.put(self.places[at][1], Guest(UUID, attempt, {}, True))
+
+    def moving(self, state: State, kind: MoveKind = MoveKind.MIGRATE) -> Instance:
+        move = Move(request_id=REQUEST, kind=kind, source=self.selection(0), source_attempt=1, spec=SPEC)
+        chosen = (self.selection(0), self.selection(1))
+        return replace(self.active, state=state, selections=chosen, position=1, attempt=2, move=move)
+
+
+@pytest.fixture
+async def scene() -> Scene:
+    return Scene()
+
+
+async def test_the_destination_starts_when_the_source_has_stopped(scene: Scene) -> None:
+    scene.watch.instances({UUID: scene.moving(State.FINISHING)})
+    scene.hold(UUID, 1)
+    scene.hold(REQUEST, 0, MIGRATION_TYPE)
+    with pytest.raises(Breach, match="never_two_running"):
+        scene.start(1, 2)
+    scene.run(0, runs=False)
+    scene.start(1, 2)
+
+
+async def test_what_runs_is_claimed(scene: Scene) -> None:
+    scene.watch.book()
+    scene.hold(UUID, 1)  # the source is claimed by none
+    with pytest.raises(Breach, match="never_running_unclaimed"):
+        scene.watch.book()
+    scene.watch.instances({UUID: scene.moving(State.PREPARING)})
+    scene.hold(REQUEST, 0, MIGRATION_TYPE)
+    scene.watch.book()
+
+
+@pytest.mark.parametrize("undone", [False, True])
+async def test_what_was_evacuated_from_a_fenced_host_never_runs_there_again(scene: Scene, *, undone: bool) -> None:
+    scene.run(0, runs=False)
+    scene.watch.instances({UUID: scene.moving(State.FINISHING, MoveKind.EVACUATE)})
+    if undone:  # no other host could: it stays where it is, and a client may start it
+        scene.watch.instances({UUID: replace(scene.active, power=Power.STOPPED)})
+        scene.start(0, 1)
+        return
+    with pytest.raises(Breach, match="fenced_never_runs"):
+        scene.start(0, 1)
+
+
+async def test_what_is_refused_is_unchanged(scene: Scene) -> None:
+    ended = EndedMove(REQUEST, MoveKind.STOP, MoveState.REFUSED, "instance.busy")
+    refused = replace(scene.active, ended=(ended,))
+    scene.watch.instances({UUID: refused})
+    with pytest.raises(Breach, match="refused_is_unchanged"):  # it is begun after all
+        scene.watch.instances({UUID: scene.moving(State.CLAIMING)})
+    scene.hold(REQUEST, 1, MIGRATION_TYPE)
+    with pytest.raises(Breach, match="refused_is_unchanged"):
+        scene.watch.book()
+    stopped = replace(refused, power=Power.STOPPED, ended=(ended, replace(ended, request_id=OTHER)))
+    scene.watch.instances({UUID: refused})
+    with pytest.raises(Breach, match="refused_is_unchanged"):
+        scene.watch.instances({UUID: stopped})
+
+
+async def test_on_a_host_that_was_set_back_what_runs_again_is_no_breach(scene: Scene) -> None:
+    scene.hold(UUID, 1)
+    scene.watch.brought_back.add((scene.places[0][1], UUID, 1))
+    scene.watch.book()
+
+
+async def test_of_two_hosts_of_one_uuid_either_may_be_meant(scene: Scene) -> None:
+    scene.hold(UUID, 1)
+    service = next(name for name, fleet in scene.world.fleets.items() if fleet is scene.places[0][0])
+    scene.world.duplicates[service] = scene.world.fleets[service]
+    scene.watch.book()
+    scene.start(0, 1)
+
+
+async def test_a_migration_whose_move_is_over_owns_nothing(scene: Scene) -> None:
+    scene.watch.instances({UUID: scene.moving(State.SETTLING)})
+    scene.hold(REQUEST, 0, MIGRATION_TYPE)
+    assert any("claims_have_owners" in words for words in scene.watch.unsettled(set()))
