@@ -14,7 +14,14 @@ from msgspec import Struct
 from bus.bus import Bus
 from bus.clock import Clock
 from bus.consuming.outcome import Done, Outcome, Received
-from bus.contracts.cell import Heartbeat, ServiceDown, ServiceOutdated, ServicesDigest
+from bus.contracts.cell import (
+    MAX_RING_MEMBERS,
+    Heartbeat,
+    RingMembers,
+    ServiceDown,
+    ServiceOutdated,
+    ServicesDigest,
+)
 from bus.faults import Transient
 from bus.port import BusError
 
@@ -35,14 +42,22 @@ FAIL_OVER_AGAIN_S = 5.0  # builds that came to a service that is down all the sa
 PER_PAGE = 1000
 MAX_PAGES = 100
 FORGET_BATCH = 1000
+LOGGED_RINGS = 10
 
 
 class _Term(Struct):
-    """This conductor is the keeper, for sure until then (monotonic). number: of its last digest."""
+    """This conductor is the keeper, for sure until then (monotonic). number: of its last digest.
+
+    rings: as they were published last (None: not yet), ring_number: how often they have changed in this term; rings_at:
+    when they are repeated.
+    """
 
     term: int
     until: float
     number: int = 0
+    rings: Mapping[str, tuple[str, ...]] | None = None
+    ring_number: int = 0
+    rings_at: float = 0.0
 
 
 class LeaseKeeper:
@@ -83,7 +98,13 @@ class LeaseKeeper:
             beat = received.message
             if isinstance(beat, Heartbeat) and beat.cell == self._cell:
                 changed = self._table.renew(
-                    beat.service, beat.epoch, beat.sequence, at=at, interval_s=beat.interval_s, stopping=beat.stopping
+                    beat.service,
+                    beat.epoch,
+                    beat.sequence,
+                    at=at,
+                    interval_s=beat.interval_s,
+                    stopping=beat.stopping,
+                    ring=beat.ring,
                 )
                 if changed:
                     lease = self._table.leases[beat.service]
@@ -99,6 +120,7 @@ class LeaseKeeper:
                 await self._fail_over(engine)
                 await self._keep()
                 await self._publish_digest()
+                await self._publish_rings()
                 await self._tell_outdated()
             except (Transient, BusError) as fault:
                 log.warning("leases.waiting", code=fault.code, reason=str(fault))
@@ -182,6 +204,30 @@ class LeaseKeeper:
                 )
             )
         self._published, self._digest_at = down, now_s + DIGEST_S * len(pages)
+
+    async def _publish_rings(self) -> None:
+        """Who shares nodes with whom, when that has changed, and now and then."""
+        keeping, now_s = self._keeping, self._clock.monotonic()
+        if keeping is None or now_s >= keeping.until:
+            return
+        rings = self._table.rings()
+        if rings is None or (rings == keeping.rings and now_s < keeping.rings_at):
+            return
+        if rings != keeping.rings:
+            keeping.ring_number += 1
+            keeping.rings = rings
+            log.info("rings.changed", rings=dict(list(rings.items())[:LOGGED_RINGS]), of=len(rings))
+        for ring, members in rings.items():
+            await self._bus.publish(
+                RingMembers(
+                    cell=self._cell,
+                    ring=ring,
+                    term=keeping.term,
+                    number=keeping.ring_number,
+                    members=members[:MAX_RING_MEMBERS],
+                )
+            )
+        keeping.rings_at = now_s + DIGEST_S
 
     async def _tell_outdated(self) -> None:
         """Who goes on under an epoch that the cell takes for over learns which one it has to outgrow."""

@@ -19,11 +19,12 @@ from compute_sim.config import ComputeConfig
 from compute_sim.domain.faults import plan_attempt
 from compute_sim.driver import Driver, DriverUnavailable
 from compute_sim.drivers.hypervisor import Hypervisors
-from compute_sim.drivers.ironic.driver import BareMetal
+from compute_sim.drivers.ironic.driver import BareMetal, ring_name
 from compute_sim.fleet import Fleet
 from compute_sim.handlers import ComputeHandlers
 from compute_sim.name import QUEUE, ServiceName, source_of
 from compute_sim.reporter import Reporter
+from compute_sim.ring import Ring
 from compute_sim.unreliable import FaultyResultSender
 
 if TYPE_CHECKING:
@@ -34,6 +35,7 @@ log = structlog.get_logger()
 
 BATCH = 256  # commands decided at once; deciding one takes tens of microseconds
 PREFETCH = 1024
+RING_QUEUE = "compute.ring.{service}"
 STOP_GRACE_S = 3.0  # builds may end within this; later ones are taken up by the next start
 FLUSH_S = 3.0  # results that the broker has not confirmed within this are published by the next start
 DRIVER = RetryPolicy(first_s=0.2, longest_s=10.0, least=0.0)  # at the start: until it is there
@@ -89,6 +91,11 @@ def build(
         QUEUE, parts.handlers.asked_or_beating, concurrency=1, service=service, source=source_of(service)
     )
     result.add_consumer(asked)
+    if parts.ring is not None:
+        members = parts.bus.consumer(
+            RING_QUEUE, parts.handlers.ring_members, concurrency=1, service=service, ring=parts.ring.name
+        )
+        result.add_consumer(members)
     result.add_bus_check("bus", parts.bus)
     return result
 
@@ -112,6 +119,7 @@ class Parts:
         self.fleet = fleet or Fleet.planned(config, cell, service)
         self.driver = driver or make_driver(config, self.fleet, env.clock, cell=cell, service=service)
         records = self.fleet.records
+        self.ring = self.driver.ring if isinstance(self.driver, BareMetal) else None
         self.name = ServiceName(
             self.bus, service=service, cell=cell, records=records, clock=env.clock, wait_s=config.name_wait_s
         )
@@ -150,6 +158,7 @@ class Parts:
             rng=env.rng,
             heartbeat_interval_s=config.heartbeat_interval_s,
             report_interval_s=config.report_interval_s,
+            ring=self.ring,
         )
         self.handlers = ComputeHandlers(
             self.agent,
@@ -158,6 +167,7 @@ class Parts:
             asked=self.reporter.on_request,
             heard=self.name.on_heartbeat,
             outdated=self.reporter.outdated,
+            ring=self.ring,
         )
 
     async def connect(self) -> None:
@@ -232,5 +242,6 @@ def make_driver(config: ComputeConfig, fleet: Fleet, clock: Clock, *, cell: str,
     """The driver that the configuration names."""
     if config.driver == "ironic":
         is_live = fleet.records.is_live
-        return BareMetal(config.ironic, cell=cell, service=service, clock=clock, is_live=is_live)
+        ring = Ring(ring_name(config.ironic), service)
+        return BareMetal(config.ironic, cell=cell, service=service, clock=clock, is_live=is_live, ring=ring)
     return Hypervisors(fleet, config.faults, seed=config.seed, clock=clock, nested=config.nested)

@@ -54,8 +54,11 @@ class HostSize(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unk
 
 
 class IronicConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Where the bare-metal nodes are. share of shares: which free ones are this service's, by a hash of uuids.
+    """Where the bare-metal nodes are.
 
+    Services of one cell with the same settings share the free nodes by a hash ring: one more is one more process.
+    ring: the name of the ring, for services that spell the url differently (empty: derived from url, share and shares).
+    share of shares: for several cells on one Ironic; which free nodes are this cell's, by a hash of uuids.
     url: with or without /v1. keystone, token, username and password, verify_tls, ca_file: as for ironic_sync.
     images: what a request's `image` means, by name. network: `static` attaches the ports that a request names.
     validate: ask Ironic whether the node can be deployed before it is.
@@ -86,6 +89,7 @@ class IronicConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     release_timeout_s: Annotated[float, Bound(gt=0, le=86_400)] = 600.0
     lock_timeout_s: Annotated[float, Bound(gt=0, le=3_600)] = 30.0
     request_timeout_s: Annotated[float, Bound(gt=0, le=600)] = 10.0
+    ring: Annotated[str, Bound(pattern=r"^[A-Za-z0-9_\-]{0,64}$")] = ""
     share: Annotated[int, Bound(ge=0)] = 0
     shares: Annotated[int, Bound(ge=1)] = 1
     takes_over: Annotated[tuple[Word, ...], Bound(max_length=1000)] = ()

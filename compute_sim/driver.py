@@ -55,13 +55,18 @@ class DriverUnavailable(Exception):
 
 
 class DriverHost(Struct, frozen=True, kw_only=True):
-    """One host as its driver knows it. uuid: its root provider's. attributes: what ComputeCapabilities reads."""
+    """One host as its driver knows it. uuid: its root provider's. attributes: what ComputeCapabilities reads.
+
+    offered: this service announces it. Of hosts that another service announces now, builds are taken all the same: one
+    that was on its way when the host changed hands has the claim, and the host itself lets one build have it.
+    """
 
     uuid: str
     name: str
     enabled: bool = True
     disabled_reason: str = ""
     attributes: dict[str, str] = {}
+    offered: bool = True
 
 
 class Build(Struct, frozen=True):

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Sequence
 
 from bus.consuming.outcome import Done, Outcome, Received, Refuse
-from bus.contracts.cell import Destroy, Heartbeat, ReportHosts, ServiceOutdated, Spawn
+from bus.contracts.cell import Destroy, Heartbeat, ReportHosts, RingMembers, ServiceOutdated, Spawn
 from bus.contracts.moves import ChangeMachine
 from bus.contracts.placement import InventoryOutdated
 from compute_sim.agent import Agent
 from compute_sim.name import source_of
+from compute_sim.ring import Ring
 
 DONE = Done()
 
@@ -26,6 +27,7 @@ class ComputeHandlers:
         asked: Callable[[], None],
         heard: Callable[[Heartbeat], None],
         outdated: Callable[..., None],
+        ring: Ring | None = None,
     ) -> None:
         self._agent = agent
         self._service = service
@@ -33,6 +35,7 @@ class ComputeHandlers:
         self._asked = asked
         self._heard = heard
         self._outdated = outdated
+        self._ring = ring
 
     async def commands(self, batch: Sequence[Received]) -> Sequence[Outcome]:
         """Spawn, Destroy and ChangeMachine: Done means remembered and started, not ended; the end is said."""
@@ -66,4 +69,11 @@ class ComputeHandlers:
                 self._outdated(version=message.version)
         if any(isinstance(received.message, ReportHosts) for received in batch):
             self._asked()
+        return [DONE] * len(batch)
+
+    async def ring_members(self, batch: Sequence[Received]) -> Sequence[Outcome]:
+        """RingMembers: which services share the free nodes now."""
+        for received in batch:
+            if isinstance(received.message, RingMembers) and self._ring is not None:
+                self._ring.apply(received.message)
         return [DONE] * len(batch)

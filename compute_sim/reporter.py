@@ -26,6 +26,7 @@ from compute_sim import metrics
 from compute_sim.driver import Driver, DriverHost, DriverUnavailable
 from compute_sim.name import source_of
 from compute_sim.records import Records
+from compute_sim.ring import UNKNOWN, Ring
 
 log = structlog.get_logger()
 
@@ -112,6 +113,7 @@ class Reporter:
         rng: random.Random,
         heartbeat_interval_s: float,
         report_interval_s: float,
+        ring: Ring | None = None,
     ) -> None:
         self._bus = bus
         self._service = service
@@ -124,6 +126,7 @@ class Reporter:
         self._retrying = Retrying(REPORTS, clock, rng)
         self._heartbeat_interval_s = heartbeat_interval_s
         self._report_interval_s = report_interval_s
+        self._ring = ring
         self._announce = PendingReport()
         self._inventory = PendingReport()
         self._changed: dict[str, float] = {}  # hosts whose inventory is due once more, and when they changed
@@ -174,7 +177,9 @@ class Reporter:
             await self._clock.sleep(self._heartbeat_interval_s)
 
     async def announce(self) -> None:
-        """Host announcements, until cancelled."""
+        """Host announcements, until cancelled; none before the ring is known, for the free hosts would be missing."""
+        if self._ring is not None:
+            await self._ring.known.wait()
         await self._repeat(self._announce, self._publish_hosts, self._report_interval_s)
 
     async def report(self) -> None:
@@ -219,14 +224,16 @@ class Reporter:
                     sequence=self._sequence,
                     stopping=stopping,
                     interval_s=self._heartbeat_interval_s,
+                    ring=None if self._ring is None else self._ring.name,
                 )
             )
 
     async def _publish_hosts(self, hosts: list[str] | None) -> None:
         # Before looking: a slow driver must not prove a young machine missing.
         scan, seen_at = self._records.begin_scan(), self._clock.time()
+        ring_term, ring_number = UNKNOWN if self._ring is None else self._ring.version
         # Asked once: a host that is announced is one whose builds are taken.
-        known = await self._work.load_hosts()
+        known = [host for host in await self._work.load_hosts() if host.offered]
         running = await self._work.running(hosts)
         if hosts is not None:
             wanted = frozenset(hosts)
@@ -252,6 +259,8 @@ class Reporter:
                         first_sequence=first_sequence,
                         pages=len(pages),
                         scan=scan,
+                        ring_term=ring_term,
+                        ring_number=ring_number,
                     )
                 )
             metrics.ANNOUNCED.labels(self._service).inc(len(page))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -245,9 +245,10 @@ class OtherTenants:
             world.cells_out.discard(cell)
             for name in world.plan.processes_of(cell):
                 self._start(name)
+            before = self._shares_now()
             world.metal_out.difference_update(world.cell(cell).metal)
             await self._above(cell)
-            await self._metal_again()
+            await self._metal_again(before)
             return
         world.cells_out.add(cell)
         await self._above(cell)
@@ -263,18 +264,23 @@ class OtherTenants:
     async def _shares(self, order: Order) -> None:
         world, service = self._world, order.service
         if order.verb == "away":
+            before = self._shares_now()
             world.metal_out.add(service)
             await self._stop(f"compute-{service}")
-            await self._metal_again()
+            await self._metal_again(before)
             await asyncio.sleep(order.seconds)
+        before = self._shares_now()
         world.metal_out.discard(service)
-        await self._metal_again()
+        await self._metal_again(before)
         self._start(f"compute-{service}")
 
-    async def _metal_again(self) -> None:
-        """Every service of bare metal learns its new share at its next start."""
-        for _, service in self._world.plan.metal_services:
-            if service not in self._world.metal_out:
+    def _shares_now(self) -> dict[str, tuple[int, int]]:
+        return {service: self._world.wiring.share_of(service) for _, service in self._world.plan.metal_services}
+
+    async def _metal_again(self, before: Mapping[str, tuple[int, int]]) -> None:
+        """A service whose cell has another share now learns that at its next start; within a cell the ring tells."""
+        for service, share in self._shares_now().items():
+            if service not in self._world.metal_out and share != before[service]:
                 await self._again(f"compute-{service}")
 
     async def _again(self, name: str) -> None:

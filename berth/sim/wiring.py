@@ -26,8 +26,9 @@ from bus.service.service import Service
 from cell_conductor.config import ConductorConfig
 from cell_conductor.store.memory import MemoryInstances
 from compute_sim.config import ComputeConfig, IronicConfig
-from compute_sim.drivers.ironic.driver import BareMetal
+from compute_sim.drivers.ironic.driver import BareMetal, ring_name
 from compute_sim.fleet import Fleet
+from compute_sim.ring import Ring
 from ironic_sync.config import IronicSyncConfig
 from ironic_sync.source.rest import RestSource
 from ironic_sync.store.memory import MemoryPositions
@@ -170,18 +171,17 @@ class Wiring:
         """The settings of a compute service, as they are now."""
         plan = self._world.plan
         if service in [name for _, name in plan.metal_services]:
-            metal = self._world.metal_now
-            metal = metal if service in metal else [*metal, service]
-            share = IronicConfig(
+            share, shares = self.share_of(service)
+            ironic = IronicConfig(
                 url=URL,
                 poll_interval_s=0.5,
                 deploy_timeout_s=METAL_LIMIT_S,
                 clean_timeout_s=METAL_LIMIT_S,
-                share=metal.index(service),
-                shares=len(metal),
+                share=share,
+                shares=shares,
             )
             return ComputeConfig(
-                driver="ironic", ironic=share, seed=plan.seed, heartbeat_interval_s=2.0, report_interval_s=REPORT_S
+                driver="ironic", ironic=ironic, seed=plan.seed, heartbeat_interval_s=2.0, report_interval_s=REPORT_S
             )
         hosts = dict(self._world.cell_of(service).services)
         number = list(hosts).index(service)
@@ -198,6 +198,11 @@ class Wiring:
             max_build_s=3600.0,
         )
 
+    def share_of(self, service: str) -> tuple[int, int]:
+        """Which part of the free nodes is its cell's, of how many: its services divide that by their ring."""
+        cells = sorted({self._world.cell_of(name).name for name in (*self._world.metal_now, service)})
+        return cells.index(self._world.cell_of(service).name), len(cells)
+
     def _compute(self, env: Environment, service: str, seat: ProcessContext, fleet: Fleet) -> Service:
         world, config = self._world, self.config(service)
         driver = None
@@ -212,6 +217,7 @@ class Wiring:
                 clock=env.clock,
                 is_live=fleet.records.is_live,
                 transport=way,
+                ring=Ring(ring_name(config.ironic), service),
             )
         return compute_sim.app.build(env, config, cell, service, fleet=fleet, driver=driver)
 

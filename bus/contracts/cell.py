@@ -197,7 +197,9 @@ class ComputeHosts(Message, frozen=True, kw_only=True, tag="compute.hosts.v1"):
     sequence of the first page of a report of all its hosts, which has so many `pages` (0: only those listed have
     changed); `complete`: this page is its last. seen_at: seconds since the epoch before which the service had not begun
     this scan; what came to be later may be missing here (0: when it was sent). scan: its number in this epoch
-    (0: unknown): unlike a time, it cannot go back when a clock is set.
+    (0: unknown): unlike a time, it cannot go back when a clock is set. ring_term, ring_number: of the membership that
+    says which free nodes are its (see RingMembers; 0: it shares none): a host is not taken from a service that goes by
+    a newer one.
     """
 
     service: Word
@@ -210,10 +212,15 @@ class ComputeHosts(Message, frozen=True, kw_only=True, tag="compute.hosts.v1"):
     first_sequence: int = 0
     pages: int = 1
     scan: int = 0
+    ring_term: int = 0
+    ring_number: int = 0
 
 
 class Heartbeat(Message, frozen=True, kw_only=True, tag="compute.heartbeat.v1"):
-    """A compute service is up. stopping: it stops now, on purpose. interval_s: when to expect the next heartbeat."""
+    """A compute service is up. stopping: it stops now, on purpose. interval_s: when to expect the next heartbeat.
+
+    ring: the name that the services share which divide their free nodes among them (None: it shares none).
+    """
 
     service: Word
     cell: Word
@@ -221,6 +228,24 @@ class Heartbeat(Message, frozen=True, kw_only=True, tag="compute.heartbeat.v1"):
     sequence: int
     stopping: bool = False
     interval_s: Annotated[float, Bound(ge=0, le=3600)] = 0.0
+    ring: Word | None = None
+
+
+MAX_RING_MEMBERS = 1000
+
+
+class RingMembers(Message, frozen=True, kw_only=True, tag="conductor.ring.v1"):
+    """The services of one ring that are up: published when they change, and about every second.
+
+    Each service works out by itself which free nodes are its own; all go by the same members. (term, number) rises with
+    each change; an older one is ignored. Services beyond the first thousand by name are no members.
+    """
+
+    cell: Word
+    ring: Word
+    term: int
+    number: int
+    members: Annotated[tuple[Word, ...], Bound(max_length=MAX_RING_MEMBERS)] = ()
 
 
 class ServiceOutdated(Message, frozen=True, kw_only=True, tag="conductor.outdated.v1"):

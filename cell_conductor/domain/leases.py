@@ -20,6 +20,9 @@ STEP_S = 2.0
 # A service that does not say how often it sends a heartbeat.
 UNSAID_BEAT_S = 10.0
 FARTHEST_EPOCH = 2**62  # of a message that names one
+# So many heartbeats in a row that are missing put a service out of its ring: its free nodes go to the others. That does
+# no harm when it lives, so it is sooner than silence.
+RING_MISSED = 3
 # So many services are kept at most; further ones are not suspected of anything.
 MAX_SERVICES = 100_000
 
@@ -56,11 +59,16 @@ class Lease(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class _Held(Struct):
-    """A lease as this conductor holds it. sequence: of the last message of its epoch; heard: the clock's value then."""
+    """A lease as this conductor holds it.
+
+    sequence: of the last message of its epoch (-1: none was heard here); heard: the clock's value then. ring: with whom
+    it shares its free nodes.
+    """
 
     lease: Lease
     sequence: int
     heard: float
+    ring: str | None = None
 
 
 class LeaseTable:
@@ -113,8 +121,31 @@ class LeaseTable:
             self._clock += min(max(0.0, now_s - self._delivered), STEP_S)
         self._delivered = now_s
 
+    def rings(self) -> dict[str, tuple[str, ...]] | None:
+        """The services of each ring that are up, by its name; None: one that is up on record was not heard here yet.
+
+        A conductor that has just started would leave it out of its ring, and its nodes would move for nothing.
+        """
+        members: dict[str, list[str]] = {}
+        for service, held in sorted(self._held.items()):
+            if held.lease.state is not LeaseState.UP:
+                continue
+            if held.sequence < 0:
+                return None
+            if held.ring and self._clock - held.heard <= RING_MISSED * held.lease.interval_s:
+                members.setdefault(held.ring, []).append(service)
+        return {ring: tuple(services) for ring, services in members.items()}
+
     def renew(
-        self, service: str, epoch: int, sequence: int, *, at: float, interval_s: float = 0.0, stopping: bool = False
+        self,
+        service: str,
+        epoch: int,
+        sequence: int,
+        *,
+        at: float,
+        interval_s: float = 0.0,
+        stopping: bool = False,
+        ring: str | None = None,
     ) -> bool:
         """One message of a service; at: seconds since the epoch. True: its state or its life is another now."""
         if not (0 <= epoch <= _LAST and 0 <= sequence <= _LAST):
@@ -130,7 +161,7 @@ class LeaseTable:
         if (epoch, sequence) <= (before.epoch, held.sequence):
             return False
         interval_s = interval_s if interval_s > 0 else before.interval_s
-        held.sequence, held.heard = sequence, self._clock
+        held.sequence, held.heard, held.ring = sequence, self._clock, ring
         if stopping:
             held.sequence = _LAST
             held.lease = replace(

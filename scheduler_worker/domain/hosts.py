@@ -23,6 +23,7 @@ Rows = npt.NDArray[np.intp]
 Mask = npt.NDArray[np.bool_]
 Floats = npt.NDArray[np.float64]
 
+NO_RING = (0, 0)
 NO_SERVICE = -1  # no service manages this host any more
 MAX_HOSTS = 4_000_000  # announced hosts kept; a cell that announces more is broken
 MAX_SERVICES = 100_000  # compute services kept; announcements of further names are ignored
@@ -43,7 +44,8 @@ class ServiceState(Struct):
     """The last announcement of one compute service. `heard_s`: when, monotonic. down: why it takes no builds now.
 
     first_sequence: the sequence of the first page of its newest full report; heard: how many pages of it came; listing:
-    its number here. unanswered: how many requests for its hosts it has left unanswered since.
+    its number here. unanswered: how many requests for its hosts it has left unanswered since. ring: of its newest
+    announcement, by which members of its ring it goes ((0, 0): it shares no hosts).
     """
 
     name: str
@@ -57,6 +59,7 @@ class ServiceState(Struct):
     heard: int = 0
     listing: int = 0
     unanswered: int = 0
+    ring: tuple[int, int] = NO_RING
 
 
 class CellDigest(Struct):
@@ -211,12 +214,13 @@ class HostTable:
     def _apply_hosts(self, service: int, message: ComputeHosts, now_s: float) -> None:
         cell = self.cells.index(message.cell)
         state = self.services[service]
+        state.ring = (message.ring_term, message.ring_number)
         first_sequence = message.first_sequence or (message.sequence if message.complete else 0)
         if first_sequence and first_sequence != state.first_sequence:
             self._listings += 1
             state.first_sequence, state.heard, state.listing = first_sequence, 0, self._listings
         for host in message.hosts:
-            if not self._is_held(host.uuid, cell, now_s):
+            if not self._is_held(host.uuid, cell, now_s) and not self._has_moved_on(host.uuid, service):
                 self._put(host, service, cell)
         if not first_sequence:
             return
@@ -237,6 +241,14 @@ class HostTable:
             return holder.down.code != STOPPED and now_s - holder.down_s <= CELL_HOLD_S
         digest = self._digests.get(holder.cell)
         return now_s - max(holder.heard_s, digest.heard_s if digest else -math.inf) <= CELL_HOLD_S
+
+    def _has_moved_on(self, uuid: str, service: int) -> bool:
+        """Whether another service of this one's ring has the host, by a membership that this one does not know yet."""
+        index, ring = self._index.get(uuid), self.services[service].ring
+        if index is None or self.service[index] in (NO_SERVICE, service) or ring == NO_RING:
+            return False
+        holder = self.services[int(self.service[index])]
+        return holder.cell == self.services[service].cell and holder.down is None and ring < holder.ring
 
     def _put(self, host: HostReport, service: int, cell: int) -> None:
         index = self._index.get(host.uuid)

@@ -465,6 +465,16 @@ MESSAGES: tuple[MessageRow, ...] = (
         idempotency="cell, term, number and page",
     ),
     MessageRow(
+        message=cell.RingMembers,
+        owner="cell_conductor",
+        publishers=("cell_conductor",),
+        where=Where.CELL,
+        exchange=EVENTS,
+        key="services.ring.{ring}",
+        persistent=False,
+        idempotency="cell, ring, term and number",
+    ),
+    MessageRow(
         message=cell.ServiceOutdated,
         owner="cell_conductor",
         publishers=("cell_conductor",),

@@ -180,6 +180,14 @@ QUEUES: tuple[QueueRow, ...] = (
         max_length=1_000,
     ),
     QueueRow(
+        name="compute.ring.{service}",
+        where=Where.CELL,
+        kind=QueueKind.PRIVATE,
+        consumer="compute_sim",
+        bindings=((EVENTS, "services.ring.{ring}"),),
+        max_length=1_000,
+    ),
+    QueueRow(
         name="scheduler.builds",
         where=Where.CELL,
         kind=QueueKind.DURABLE,

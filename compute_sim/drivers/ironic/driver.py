@@ -6,14 +6,17 @@ always read again before acting, because the book may be behind.
 
 from __future__ import annotations
 
+import asyncio
 import builtins
 import contextlib
+import hashlib
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 
 import httpx
 
 from bus.clock import Clock
+from bus.openstack.rest import api_root
 from compute_sim.config import IronicConfig
 from compute_sim.driver import (
     Build,
@@ -32,6 +35,7 @@ from compute_sim.drivers.ironic.deployment import NodeDeployment
 from compute_sim.drivers.ironic.network import Network, NoNetwork, StaticNetwork
 from compute_sim.drivers.ironic.node import DELETABLE, IronicNode, Mark, machines_of
 from compute_sim.drivers.ironic.request import free_patch
+from compute_sim.ring import Ring
 
 # Looking for new nodes is to take one part in so many of this service's time, however many nodes there are.
 LOOK_SHARE = 20
@@ -51,8 +55,13 @@ class BareMetal:
         is_live: Callable[[str, str], bool] = lambda _host, _instance: False,
         transport: httpx.AsyncBaseTransport | None = None,
         network: Network | None = None,
+        ring: Ring | None = None,
     ) -> None:
-        """`is_live(host, instance)`: whether the service's own records hold such a machine."""
+        """`is_live(host, instance)`: whether the service's own records hold such a machine.
+
+        ring: with which services it shares the free nodes; None: with none.
+        """
+        self.ring = ring
         self._config = config
         self._cell = cell
         self._service = service
@@ -75,10 +84,13 @@ class BareMetal:
         await self._network.close()
 
     async def hosts(self) -> Sequence[DriverHost]:
-        """One host a node, named by its uuid as Nova does; a node in maintenance is not enabled."""
-        nodes = await self._nodes()
+        """One host a node, named by its uuid as Nova does; a node in maintenance is not enabled.
+
+        Free nodes that other services of the ring offer are among them.
+        """
+        nodes = [node for node in await self._all_nodes() if self._is_ours(node)]
         if self._maintenance is None:
-            self._maintenance = {node.uuid: node.maintenance for node in nodes}
+            self._maintenance = {node.uuid: node.maintenance for node in nodes if self._is_offered(node)}
         return [
             DriverHost(
                 uuid=node.uuid,
@@ -86,6 +98,7 @@ class BareMetal:
                 enabled=not node.maintenance,
                 disabled_reason="maintenance" if node.maintenance else "",
                 attributes=ATTRIBUTES,
+                offered=self._is_offered(node),
             )
             for node in nodes
         ]
@@ -163,7 +176,17 @@ class BareMetal:
                 self._maintenance = {node.uuid: node.maintenance for node in nodes}
                 if news and self._changed is not None:
                     self._changed(news)
-            await self._clock.sleep(max(self._config.watch_interval_s, LOOK_SHARE * (self._clock.monotonic() - began)))
+            await self._pause(max(self._config.watch_interval_s, LOOK_SHARE * (self._clock.monotonic() - began)))
+
+    async def _pause(self, seconds: float) -> None:
+        """Until then, or until the ring has moved nodes here."""
+        if self.ring is None:
+            await self._clock.sleep(seconds)
+            return
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self.ring.changed.wait()
+        self.ring.changed.clear()
 
     def _deployment(self, build: Build) -> NodeDeployment:
         if build.deployment is None:
@@ -173,18 +196,37 @@ class BareMetal:
         return NodeDeployment(build, mark, api=self._api, network=self._network, config=self._config, clock=self._clock)
 
     async def _nodes(self) -> builtins.list[IronicNode]:
-        """This service's nodes, by uuid."""
-        nodes = [node for node in await self._api.nodes() if self._is_host(node)]
-        return sorted(nodes, key=lambda node: node.uuid)
+        """The nodes that this service announces, by uuid."""
+        return [node for node in await self._all_nodes() if self._is_ours(node) and self._is_offered(node)]
 
-    def _is_host(self, node: IronicNode) -> bool:
-        """Whether this service announces the node. Shares decide about nodes without a mark only."""
+    async def _all_nodes(self) -> builtins.list[IronicNode]:
+        return sorted(await self._api.nodes(), key=lambda node: node.uuid)
+
+    def _is_ours(self, node: IronicNode) -> bool:
+        """Whether this service, or one of its ring, announces the node. Shares decide about those without a mark."""
         mark = node.mark
         if mark is not None:
             return mark.cell == self._cell and mark.service in self._services
-        if node.instance is not None and self._is_live(node.uuid, node.instance):
+        if self._carries_ours(node):
             return True
         return zlib.crc32(node.uuid.encode()) % self._config.shares == self._config.share
+
+    def _is_offered(self, node: IronicNode) -> bool:
+        """Of a node of ours, whether this service announces it: the ring decides about nodes without a mark only."""
+        if self.ring is None or node.mark is not None or self._carries_ours(node):
+            return True
+        return self.ring.owns(node.uuid)
+
+    def _carries_ours(self, node: IronicNode) -> bool:
+        return node.instance is not None and self._is_live(node.uuid, node.instance)
+
+
+def ring_name(config: IronicConfig) -> str:
+    """The ring of all services that share these nodes: those of one cell whose settings name the same ones."""
+    if config.ring:
+        return config.ring
+    nodes = f"{api_root(config.url)} {config.share}/{config.shares}"
+    return f"ironic-{hashlib.sha256(nodes.encode()).hexdigest()[:16]}"
 
 
 def make_network(config: IronicConfig) -> Network:

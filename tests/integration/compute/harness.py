@@ -21,6 +21,7 @@ from bus.contracts.cell import (
     Heartbeat,
     InstanceSpec,
     ReportHosts,
+    RingMembers,
     Spawn,
 )
 from bus.contracts.placement import InventoryUpdate
@@ -49,6 +50,9 @@ class Cell:
         self.bus = Bus(CELL, self.transports(CELL), process="ears", clock=self.clock, rng=self.rng)
         self.heard: list[Message] = []
         self._news = asyncio.Condition()
+        self.away: set[str] = set()
+        self._rings: dict[str, dict[str, int]] = {}
+        self._ring_number = 0
         self._consumers: list[Consumer] = []
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -77,7 +81,29 @@ class Cell:
         async with self._news:
             self.heard.extend(received.message for received in batch)
             self._news.notify_all()
+        await self._tell_rings()
         return [Done()] * len(batch)
+
+    async def _tell_rings(self) -> None:
+        """As the cell's keeper does: who is in which ring, whenever that changes. `away` are dead, by its word."""
+        rings: dict[str, dict[str, int]] = {}
+        for beat in self.heartbeats():
+            if beat.ring is not None:
+                ring = rings.setdefault(beat.ring, {})
+                ring.pop(beat.service, None)
+                if not beat.stopping and beat.service not in self.away:
+                    ring[beat.service] = beat.epoch
+        if rings == self._rings:
+            return
+        self._rings, self._ring_number = rings, self._ring_number + 1
+        for ring, members in rings.items():
+            said = RingMembers(cell=CELL, ring=ring, term=1, number=self._ring_number, members=tuple(sorted(members)))
+            await self.bus.publish(said)
+
+    async def lose(self, *services: str) -> None:
+        """The keeper hears no heartbeat of these any more."""
+        self.away.update(services)
+        await self._tell_rings()
 
     async def until(self, there: Callable[[], Any]) -> Any:
         """Wait until what was heard makes this true; returns it."""

@@ -376,6 +376,68 @@ async def test_a_restart_adopts_nothing_that_it_did_not_build(cell: Cell, ironic
     await life.stop()
 
 
+def offering(cell: Cell) -> dict[str, str]:
+    """Which service offers each node, as the last announcements have it."""
+    found: dict[str, str] = {}
+    for page in cell.announced():
+        if page.complete:
+            found = {node: service for node, service in found.items() if service != page.service}
+        found.update((host.uuid, page.service) for host in page.hosts)
+    return found
+
+
+async def test_services_share_the_free_nodes_and_take_over_those_of_one_that_dies(
+    cell: Cell, ironic: IronicStandIn
+) -> None:
+    """A number in a file said who has which node, and a dead service's free nodes served no more."""
+    ironic.pool.plan(30)
+    config = settings(ironic)
+    nodes = set(ironic.pool.nodes)
+    lives = {
+        name: await cell.compute(config, Fleet.planned(config, CELL, name), service=name) for name in ("a", "b", "c")
+    }
+
+    def of(*services: str) -> bool:
+        found = offering(cell)
+        return set(found) == nodes and set(found.values()) == set(services)
+
+    await cell.until(lambda: of("a", "b", "c"))
+    before = offering(cell)
+    occupied, instance = next(node for node, service in before.items() if service == "b"), cell.instance()
+    await cell.spawn(occupied, instance, service="b")
+    await cell.ended(instance, 1, ComputeOutcome.ACTIVE)
+    await lives.pop("a").kill()
+    await cell.lose("a")
+    await cell.until(lambda: of("b", "c"))
+    after = offering(cell)
+    assert {node: after[node] for node in nodes if before[node] != "a"} == {
+        node: before[node] for node in nodes if before[node] != "a"
+    }, "only the dead one's have moved"
+    await lives.pop("b").stop()  # it says so, and is gone at once
+
+    def all_but_the_occupied() -> bool:
+        return {node for node, service in offering(cell).items() if service == "c"} == nodes - {occupied}
+
+    await cell.until(all_but_the_occupied)
+    await lives.pop("c").stop()
+
+
+async def test_a_build_for_a_node_that_has_just_changed_hands_is_taken(cell: Cell, ironic: IronicStandIn) -> None:
+    ironic.pool.plan(30)
+    config = settings(ironic)
+    first = await cell.compute(config, Fleet.planned(config, CELL, "a"), service="a")
+    await cell.until(lambda: set(offering(cell)) == set(ironic.pool.nodes))
+    second = await cell.compute(config, Fleet.planned(config, CELL, "b"), service="b")
+    await cell.until(lambda: set(offering(cell).values()) == {"a", "b"})
+    moved, instance = next(node for node, service in offering(cell).items() if service == "b"), cell.instance()
+    await cell.spawn(moved, instance, service="a")  # decided before it moved
+    await cell.ended(instance, 1, ComputeOutcome.ACTIVE)
+    await cell.until(lambda: offering(cell)[moved] == "a")
+    assert ironic.pool.nodes[moved]["instance_info"]["berth"]["service"] == "a", "and it stays there"
+    await first.stop()
+    await second.stop()
+
+
 async def test_nodes_with_an_instance_stay_with_the_service_that_built_them(ironic: IronicStandIn) -> None:
     """A third service took over two thirds of the nodes, machines and all, and its cell knew none of them."""
     ironic.pool.plan(10)

@@ -161,3 +161,43 @@ def test_an_epoch_that_no_message_may_name_is_told_to_none() -> None:
     table = LeaseTable(MISSED)
     table.note_outdated("a", FARTHEST_EPOCH + 1)
     assert table.outdated() == {}
+
+
+def test_a_ring_has_the_services_that_are_heard_and_loses_one_after_three_heartbeats() -> None:
+    story = Story("other")
+
+    def beat(*services: str) -> None:
+        for service in services:
+            story.table.renew(service, 1, story.sequence, at=story.now, interval_s=1.0, ring="r")
+
+    for _ in range(3):
+        story.run(1)
+        beat("a", "b")
+    assert story.table.rings() == {"r": ("a", "b")}
+    for _ in range(3):
+        story.run(1)
+        beat("b")
+        assert story.table.rings() == {"r": ("a", "b")}, "three may be late"
+    story.run(1)
+    beat("b")
+    assert story.table.rings() == {"r": ("b",)} and "a" not in story.table.down, "it may live, and its builds go on"
+    beat("a")
+    assert story.table.rings() == {"r": ("a", "b")}
+    story.table.renew("a", 1, story.sequence + 1, at=story.now, stopping=True, ring="r")
+    assert story.table.rings() == {"r": ("b",)}, "at once, when it says so"
+
+
+def test_no_ring_is_known_before_each_service_on_record_was_heard_or_is_silent() -> None:
+    """A conductor that has just started would move the nodes of those it has not heard yet."""
+    story = Story("b")
+    story.table.adopt([Lease(service="a", epoch=1, interval_s=1.0), Lease(service="b", epoch=1, interval_s=1.0)])
+    story.table.renew("b", 1, story.sequence + 1, at=story.now, interval_s=1.0, ring="r")
+    assert story.table.rings() is None
+    story.table.renew("a", 1, 1, at=story.now, interval_s=1.0, ring="r")
+    assert story.table.rings() == {"r": ("a", "b")}
+    dead = Story("b")
+    dead.table.adopt([Lease(service="a", epoch=1, interval_s=1.0)])
+    dead.run(MISSED)
+    assert dead.table.rings() is None
+    dead.run(1)
+    assert dead.table.rings() == {}

@@ -182,3 +182,34 @@ def test_a_service_that_its_cell_counts_is_not_asked_for() -> None:
     assert not table.knows_more("c1")
     table.apply(ServicesDigest(cell="c1", term=1, number=2, up=1, down=digest(1, "a").down), 2.0)
     assert not table.knows_more("c1"), "its cell says that it is down"
+
+
+def of_ring(service: str, sequence: int, number: int, *, cell: str = "c1", complete: bool = False) -> ComputeHosts:
+    node = HostReport(uuid="aaaaaaaa-0000-4000-8000-000000000000", name="a")
+    return ComputeHosts(
+        service=service,
+        cell=cell,
+        epoch=1,
+        sequence=sequence,
+        hosts=(node,),
+        complete=complete,
+        ring_term=1,
+        ring_number=number,
+    )
+
+
+def test_a_node_is_not_taken_from_a_service_that_goes_by_newer_members() -> None:
+    """A paused service that wakes announces what was its own before it learns who has it now."""
+    table = hosts.HostTable()
+
+    def has_it() -> str:
+        return table.services[int(table.service[0])].name
+
+    assert table.apply(of_ring("m1", 1, 1), 0.0) and has_it() == "m1"
+    assert table.apply(of_ring("m2", 1, 2), 1.0) and has_it() == "m2"
+    assert table.apply(of_ring("m1", 2, 1, complete=True), 2.0) and has_it() == "m2"
+    assert table.apply(of_ring("m1", 3, 3), 3.0) and has_it() == "m1"
+    assert table.apply(of_ring("m2", 2, 3), 4.0) and has_it() == "m2", "of one number the last one counts"
+    down = ServiceDown(service="m2", epoch=1, code="service.silent")
+    table.apply(ServicesDigest(cell="c1", term=1, number=1, down=(down,)), 5.0)
+    assert table.apply(of_ring("m1", 4, 1), 6.0) and has_it() == "m1", "a service that is down holds nothing"
