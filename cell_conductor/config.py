@@ -16,7 +16,9 @@ class ConductorConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     claim_timeout_s: how long one answer of placement is waited for; claim_retry_s: after this an instance that still
     waits for placement (a crash, an outage) is asked for again by the sweep. answer_timeout_s: how long a host that did
     not build in time is waited for, once it is asked what became of the attempt. destroy_retry_s: between two Destroy
-    commands to a host that does not confirm, at first; destroy_retry_max_s: later. report_grace_s: a host's report only
+    commands to a host that does not confirm, at first; destroy_retry_max_s: later. doubt_limit_s: how long a build is
+    waited for that was under way when the database was set back, while its host is silent: then it has failed for its
+    client, and what the host may run goes to quarantine. report_grace_s: a host's report only
     counts against an instance when it was made this long after the instance's last command, so that a report on its way
     cannot kill a young build. missed_heartbeats: so many heartbeats of a compute service in a row are missing, while
     the bus delivers, before it counts as silent: its builds go to other services, and schedulers choose none of its
@@ -35,6 +37,7 @@ class ConductorConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     answer_timeout_s: Seconds = 10.0
     destroy_retry_s: Seconds = 30.0
     destroy_retry_max_s: Seconds = 600.0
+    doubt_limit_s: Seconds = 3600.0
     report_grace_s: Seconds = 30.0
     report_interval_s: Seconds = 300.0
     sweep_interval_s: Seconds = 0.5

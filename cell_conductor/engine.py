@@ -120,6 +120,7 @@ class Engine:
             destroy_retry_s=config.destroy_retry_s,
             destroy_retry_max_s=config.destroy_retry_max_s,
             report_grace_s=config.report_grace_s,
+            doubt_limit_s=config.doubt_limit_s,
         )
 
     async def take(self, incoming: Sequence[InstanceEvent], *, source: str) -> asyncio.Future[None] | None:
@@ -264,7 +265,9 @@ class Engine:
         outgoing: list[OutboxMessage] = []
         steps: Counter[tuple[State, str]] = Counter()
         ended: list[Instance] = []
-        timeouts = replace(self._timeouts, deployment=self._store.deployment, down=self._down())
+        timeouts = replace(
+            self._timeouts, deployment=self._store.deployment, set_back_at=self._store.set_back_at, down=self._down()
+        )
         for instance_event in incoming:
             before = now.get(instance_event.uuid) or Instance(uuid=instance_event.uuid)
             stepped = step(before, instance_event.event, timeouts)

@@ -63,19 +63,23 @@ class OnRecord(Protocol):
     def first_not_tried(self) -> bool:
         """Whether attempt 1 was never commanded by this record, because its service was down."""
 
+    @property
+    def doubted(self) -> bool:
+        """Whether the database was set back while this was being built."""
+
 
 def is_over(record: OnRecord, attempt: int, host_uuid: str) -> bool:
     """Whether the record proves that this attempt, run by this host, is not wanted any more.
 
     An attempt above all that were given out, or a machine's own attempt on another host, was commanded by a record that
     this database does not have (it was restored from a backup): that proves nothing, and the machine is kept. So was
-    attempt 1 of a record that has passed over its first host.
+    attempt 1 of a record that has passed over its first host, and the attempt of which a set-back record never heard.
     """
     if record.state is State.ABSENT or attempt == UNKNOWN_ATTEMPT:
         return False
     if record.state in DELETE_ASKED:
         return True
-    if is_untried(record, attempt):
+    if is_untried(record, attempt) or is_unsure(record, attempt, host_uuid):
         return False
     if record.source_host_uuid is not None and attempt == record.source_attempt:
         return host_uuid == record.source_host_uuid and record.state in SOURCE_OVER
@@ -99,3 +103,9 @@ def is_wanted_at_source(record: OnRecord) -> bool:
 def is_untried(record: OnRecord, attempt: int) -> bool:
     """Whether this attempt was never commanded by the record: a machine of it is another record's."""
     return attempt == 1 and record.first_not_tried
+
+
+def is_unsure(record: OnRecord, attempt: int, host_uuid: str) -> bool:
+    """Whether the build was given up without a word of its host, in doubt: its machine may be what the client had."""
+    ended = record.state in (State.GIVING_UP, State.FAILED)
+    return ended and record.doubted and (attempt, host_uuid) == (record.attempt, record.host_uuid)

@@ -12,7 +12,16 @@ from bus.contracts.cell import ComputeHosts, Running
 
 from .events import Event, HostMissing, HostRuns
 from .instance import ScanId, State
-from .proof import DELETE_ASKED, NOT_COMMANDED, OnRecord, is_over, is_untried, is_wanted_at_source, is_wanted_here
+from .proof import (
+    DELETE_ASKED,
+    NOT_COMMANDED,
+    OnRecord,
+    is_over,
+    is_unsure,
+    is_untried,
+    is_wanted_at_source,
+    is_wanted_here,
+)
 
 
 class RecordedInstance(OnRecord, Protocol):
@@ -55,6 +64,7 @@ NO_RECORD = "no record"
 NEWER = "newer than its record"
 ELSEWHERE = "its record has this attempt on another host"
 UNTRIED = "its record has not tried this host"
+UNSURE = "its build was given up in doubt, after the database was set back"
 
 
 class Differences(Struct, frozen=True):
@@ -146,6 +156,8 @@ def _unexplained(record: RecordedInstance | None, one: Running, host_uuid: str) 
         return NO_RECORD
     if is_untried(record, one.attempt) and not is_over(record, one.attempt, host_uuid):
         return UNTRIED
+    if is_unsure(record, one.attempt, host_uuid):
+        return UNSURE
     is_here = (one.attempt, host_uuid) == (record.attempt, record.host_uuid)
     is_commanded = is_here and record.state not in NOT_COMMANDED
     is_source = (one.attempt, host_uuid) == (record.source_attempt, record.source_host_uuid)

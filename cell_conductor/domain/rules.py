@@ -36,21 +36,31 @@ from .instance import NOT_TRIED, Instance, State
 from .leases import Lease
 from .proof import is_over
 
+# The clock that says when a build was requested, and the one that says when the database was set back, may be so far
+# apart. A build of so long after a restore is doubted for nothing: it waits longer for a silent host.
+CLOCKS_APART_S = 30.0
+
+# Of a doubted build whose host stayed silent.
+OUTCOME_UNKNOWN = "build.outcome_unknown"
+
 
 class Timeouts(Struct, frozen=True, kw_only=True):
     """How long the machine waits, and where it is (`cell` is named in every announcement).
 
     deployment: the identity of the cell's database, which every machine is marked with. down: compute services that
-    take no builds now, so that none is begun there while another host can be tried.
+    take no builds now, so that none is begun there while another host can be tried. set_back_at: when the database was
+    last found to be set back or replaced (0: never).
     """
 
     cell: str
     deployment: str | None = None
     down: Mapping[str, Lease] = {}
+    set_back_at: float = 0.0
     claim_retry_s: float = 15.0
     answer_timeout_s: float = 10.0
     destroy_retry_s: float = 30.0
     destroy_retry_max_s: float = 600.0
+    doubt_limit_s: float = 3600.0
     report_grace_s: float = 30.0
 
 
@@ -69,6 +79,9 @@ def ignore(instance: Instance, event: object, timeouts: Timeouts) -> Step:
 def start_build(instance: Instance, event: BuildAsked, timeouts: Timeouts) -> Step:
     """The first selection, claimed under attempt 1, is commanded; unless its service is down and another's is not."""
     adopted = _adopt(instance, event)
+    if timeouts.set_back_at and event.requested_at < timeouts.set_back_at + CLOCKS_APART_S:
+        # It may have been handed in before, to what the database has forgotten: its host is asked, and waited for.
+        return _spawn(replace(adopted, doubted=True), event.at, timeouts)
     down = timeouts.down.get(adopted.here.service)
     if down is None or not _has_somewhere_to_go(adopted, timeouts):
         return _spawn(adopted, event.at, timeouts)
@@ -167,8 +180,15 @@ def time_out(instance: Instance, event: TimedOut, timeouts: Timeouts) -> Step:
 
     A deadline alone proves nothing: the answer may be on its way, or in what a restored database has forgotten. A
     host that stays silent is not waited for, and its attempt is fenced; unless the record is doubted: then the host
-    alone knows whether it runs, and is queried for as long as it takes.
+    alone knows whether it runs, and is queried until the doubt's own limit. After that the client is told that the
+    build has failed, and what the host may run is kept for an operator (`proof.is_unsure`).
     """
+    doubted_for_s = event.at - max(instance.since, timeouts.set_back_at)
+    if instance.asked and instance.doubted and doubted_for_s >= timeouts.doubt_limit_s:
+        reason = f"the cell's database was set back, and host {instance.here.host} was silent since"
+        unsure = _with_attempt(instance, "unknown", at=event.at, code=OUTCOME_UNKNOWN, reason=reason)
+        unsure = replace(unsure, code=OUTCOME_UNKNOWN, reason=cut(reason), stamps=_stamped(unsure, event))
+        return Step(ask(unsure, State.GIVING_UP, event.at, timeouts))  # without an order to destroy
     if not instance.asked or instance.doubted:
         wait_s = timeouts.answer_timeout_s
         if instance.asked:
@@ -428,8 +448,9 @@ def _not_claimed(instance: Instance, outcomes: tuple[ClaimOutcome, ...], at: flo
 
 
 def _end_failed(instance: Instance, at: float, timeouts: Timeouts) -> Step:
+    unsure = instance.doubted and instance.code == OUTCOME_UNKNOWN
     over = replace(
-        instance, state=State.FAILED, deadline=None, since=at, answered=True, asked=False, doubted=False, move=None
+        instance, state=State.FAILED, deadline=None, since=at, answered=True, asked=False, doubted=unsure, move=None
     )
     return announce(over, BuildState.FAILED, at, timeouts, terminal=not instance.answered)
 

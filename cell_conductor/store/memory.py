@@ -31,12 +31,22 @@ HANDLER = "conductor"
 class MemoryInstanceTable(MemoryDatabase):
     """The committed instances of one cell; it outlives the conductors."""
 
-    ROWS = (*MemoryDatabase.ROWS, "instances", "unexplained", "breakers", "origin", "leases", "lease_keeper")
+    ROWS = (
+        *MemoryDatabase.ROWS,
+        "instances",
+        "unexplained",
+        "breakers",
+        "origin",
+        "set_back_at",
+        "leases",
+        "lease_keeper",
+    )
 
     def __init__(self, *arguments: object, **named: object) -> None:
         super().__init__(*arguments, **named)  # type: ignore[arg-type]
         self.place = 1  # no row: what a restore leaves behind, as a cluster and its timeline
         self.origin = self.place
+        self.set_back_at = 0.0
         self.instances: dict[str, Instance] = {}
         self.unexplained: dict[tuple[str, str], UnexplainedRecord] = {}
         self.breakers: dict[str, Breaker] = {}
@@ -58,9 +68,11 @@ class MemoryTransaction:
         """Compare the table with what was last seen of it; one that was set back has its builds doubted."""
         await self._transaction.statement()
         table, was = self._table, self._seen.deployment
-        self._seen.deployment = table.deployment
+        self._seen.deployment, self._seen.set_back_at = table.deployment, table.set_back_at
         if table.origin == table.place and table.deployment == was:
             return None
+        self._seen.set_back_at = table.clock.time()
+        self._transaction.will(partial(setattr, table, "set_back_at", self._seen.set_back_at))
         under_way = sorted(uuid for uuid, one in table.instances.items() if one.state in UNDER_WAY)
         await self._transaction.lock([_key(uuid) for uuid in under_way])
         doubted = [replace(table.instances[uuid], doubted=True) for uuid in under_way]
@@ -189,9 +201,14 @@ class MemoryInstances:
         assert self._seen.deployment, "not opened"
         return self._seen.deployment
 
+    @property
+    def set_back_at(self) -> float:
+        """When the table was last recognised as set back; 0: never."""
+        return self._seen.set_back_at
+
     async def open(self) -> None:
         """Nothing to migrate."""
-        self._seen.deployment = self._table.deployment
+        self._seen.deployment, self._seen.set_back_at = self._table.deployment, self._table.set_back_at
         self.ready = True
 
     async def close(self) -> None:
@@ -203,8 +220,9 @@ class MemoryInstances:
         """As in PostgreSQL: a look without locks."""
         async with self._session.transaction() as transaction:
             await transaction.statement()
-            table = self._table
-            if table.origin != table.place or table.deployment != self._seen.deployment:
+            table, seen = self._table, self._seen
+            is_known = (table.deployment, table.set_back_at) == (seen.deployment, seen.set_back_at)
+            if table.origin != table.place or not is_known:
                 return True
             return any(one.deadline is not None and one.deadline <= now for one in table.instances.values())
 
@@ -251,6 +269,7 @@ class MemoryInstances:
                     i.source_host_uuid,
                     i.source_attempt,
                     i.first_not_tried,
+                    i.doubted,
                 )
                 for i in self._table.instances.values()
                 if i.uuid in named

@@ -20,7 +20,8 @@ class Brief(Struct, frozen=True):
     """As much of an instance as comparing it with a host's report takes.
 
     newest: its highest attempt number. source_host_uuid, source_attempt: of a move, as Instance has them.
-    first_not_tried: attempt 1 was never commanded by this record, because its service was down.
+    first_not_tried: attempt 1 was never commanded by this record, because its service was down. doubted: the database
+    was set back while it was being built.
     """
 
     uuid: str
@@ -33,6 +34,7 @@ class Brief(Struct, frozen=True):
     source_host_uuid: str | None = None
     source_attempt: int = 0
     first_not_tried: bool = False
+    doubted: bool = False
 
     @property
     def last_attempt(self) -> int:
@@ -44,6 +46,7 @@ class KnownDatabase(Struct):
     """What a conductor last saw of its database."""
 
     deployment: str = ""
+    set_back_at: float = 0.0
 
 
 class DatabaseChange(Struct, frozen=True):
@@ -125,6 +128,10 @@ class InstanceStore(Protocol):
 
         As read then, or when a transaction last recognised the database.
         """
+
+    @property
+    def set_back_at(self) -> float:
+        """When the database was last recognised as set back or replaced, in seconds since the epoch; 0: never."""
 
     async def open(self) -> None:
         """Connect and migrate; waits while the database is unavailable."""

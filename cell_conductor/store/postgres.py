@@ -35,12 +35,15 @@ LOCK_DUE = """
 SELECT record::text FROM instances WHERE deadline <= $1 ORDER BY deadline LIMIT $2 FOR UPDATE SKIP LOCKED
 """
 
-RECOGNISE = "SELECT deployment::text, origin <> cell_origin() FROM identity"
+IDENTITY = "SELECT deployment::text, set_back_at FROM identity"
+RECOGNISE = "SELECT deployment::text, origin <> cell_origin(), set_back_at FROM identity"
 NOTHING_DUE = """
-SELECT deployment::text = $2 AND origin = cell_origin() AND NOT EXISTS (SELECT FROM instances WHERE deadline <= $1)
+SELECT deployment::text = $2 AND origin = cell_origin() AND set_back_at = $3
+    AND NOT EXISTS (SELECT FROM instances WHERE deadline <= $1)
 FROM identity
 """
 NOTE_ORIGIN = "UPDATE identity SET origin = cell_origin()"
+NOTE_SET_BACK = f"{NOTE_ORIGIN}, set_back_at = extract(epoch FROM clock_timestamp()) RETURNING set_back_at"
 DOUBT = """
 UPDATE instances SET record = (record::jsonb || '{"doubted": true}')::json WHERE state = ANY($1)
 """
@@ -57,7 +60,8 @@ SELECT uuid, state, host_uuid,
     {_SERVICE} AS service,
     attempt, since, newest, source_host_uuid, source_attempt,
     coalesce(record #>> '{{history,0,outcome}}' = '{NOT_TRIED}' AND record #>> '{{history,0,attempt}}' = '1', false)
-        AS first_not_tried
+        AS first_not_tried,
+    coalesce((record ->> 'doubted')::boolean, false) AS doubted
 FROM instances
 """
 BRIEFS_OF_HOSTS = f"""
@@ -127,10 +131,11 @@ class PostgresTransaction:
     async def recognise(self) -> DatabaseChange | None:
         """Compare the database with what was last seen of it; one that was set back has its builds doubted."""
         was = self._seen.deployment
-        self._seen.deployment, is_elsewhere = await self._connection.fetchrow(RECOGNISE)
-        if self._seen.deployment == was and not is_elsewhere:
+        seen = self._seen
+        seen.deployment, is_elsewhere, seen.set_back_at = await self._connection.fetchrow(RECOGNISE)
+        if seen.deployment == was and not is_elsewhere:
             return None
-        await self._connection.execute(NOTE_ORIGIN)
+        seen.set_back_at = await self._connection.fetchval(NOTE_SET_BACK)
         status: str = await self._connection.execute(DOUBT, [state.value for state in UNDER_WAY])
         return DatabaseChange(was, self._seen.deployment, int(status.rpartition(" ")[2]))
 
@@ -188,12 +193,17 @@ class PostgresInstances:
         assert self._seen.deployment, "not opened"
         return self._seen.deployment
 
+    @property
+    def set_back_at(self) -> float:
+        """When the database was last recognised as set back; 0: never."""
+        return self._seen.set_back_at
+
     async def open(self) -> None:
         """Migrate, and learn the schema's identity. Waits for a database that is unavailable."""
         await self._database.open(MIGRATIONS)
         async with self._database.raw() as connection:
             await connection.execute(f"{NOTE_ORIGIN} WHERE origin = ''")
-            self._seen.deployment = str(await connection.fetchval("SELECT deployment FROM identity"))
+            self._seen.deployment, self._seen.set_back_at = await connection.fetchrow(IDENTITY)
 
     async def close(self) -> None:
         """Close the pool."""
@@ -202,7 +212,8 @@ class PostgresInstances:
     async def has_due(self, now: float) -> bool:
         """One statement. A database without its identity has been emptied: the sweep finds that out."""
         async with self._database.single() as connection:
-            return await connection.fetchval(NOTHING_DUE, now, self._seen.deployment) is not True
+            seen = self._seen
+            return await connection.fetchval(NOTHING_DUE, now, seen.deployment, seen.set_back_at) is not True
 
     def transaction(self) -> AbstractAsyncContextManager[PostgresTransaction]:
         """Commits at the end, rolls back on an exception."""

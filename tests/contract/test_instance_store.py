@@ -89,13 +89,20 @@ async def test_a_database_that_was_set_back_is_recognised_once_and_its_builds_ar
     for store in (one, other):
         async with store.transaction() as transaction:
             assert await transaction.recognise() is None
+        assert store.set_back_at == 0
     await restored(one)
     async with one.transaction() as transaction:
         change = await transaction.recognise()
     assert change is not None and (change.doubted, change.was) == (2, change.deployment)
+    assert await other.has_due(0.0), "it does not know yet since when"
     for store in (one, other):
         async with store.transaction() as transaction:
             assert await transaction.recognise() is None
+    third = make()
+    await third.open()
+    assert one.set_back_at == other.set_back_at == third.set_back_at > 0
+    briefs = await other.briefs([], [A, B, C])
+    assert {brief.uuid: brief.doubted for brief in briefs} == {A: True, B: False, C: True}
     doubted = await recorded(other)
     assert {uuid: found.doubted for uuid, found in doubted.items()} == {A: True, B: False, C: True}
     assert replace(doubted[A], doubted=False) == instance(A)

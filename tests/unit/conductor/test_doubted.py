@@ -1,0 +1,142 @@
+"""Builds in doubt: their cell's database was set back, so the record does not tell what their hosts have done since."""
+
+from __future__ import annotations
+
+from msgspec.structs import replace
+
+from bus.contracts.build import BuildState
+from bus.contracts.cell import ComputeHosts, Destroy, HostReport, Running
+from cell_conductor.domain import events as e
+from cell_conductor.domain.instance import Instance, State
+from cell_conductor.domain.leases import Lease, LeaseState
+from cell_conductor.domain.proof import is_over
+from cell_conductor.domain.report import UnexplainedKind, differences
+from cell_conductor.domain.rules import OUTCOME_UNKNOWN, Step
+from cell_conductor.domain.table import step
+from cell_conductor.store.port import Brief
+from tests.unit.conductor.scenario import (
+    DEPLOYMENT,
+    PATIENCE,
+    RELEASED,
+    UUID,
+    asked,
+    claimed,
+    destroys,
+    host,
+    said,
+    spawned,
+    spawns,
+)
+
+SET_BACK_AT = 1_000.0
+LIMIT_S = 3_600.0
+SILENT = {"s1": Lease(service="s1", epoch=1, state=LeaseState.SILENT, reason="why")}
+AFTER = replace(PATIENCE, set_back_at=SET_BACK_AT, doubt_limit_s=LIMIT_S)
+
+
+def run(*happened: e.Event, start: Instance | None = None, down: bool = False) -> Step:
+    stepped = Step(start or Instance(uuid=UUID))
+    for event in happened:
+        stepped = step(stepped.instance, event, replace(AFTER, down=SILENT if down else {}))
+    return stepped
+
+
+def requested(at: float) -> e.BuildAsked:
+    return replace(asked(hosts=2, at=SET_BACK_AT + 100.0), requested_at=at)
+
+
+def in_doubt() -> Instance:
+    return run(requested(SET_BACK_AT - 10.0)).instance
+
+
+def past(instance: Instance, seconds: float) -> e.TimedOut:
+    return e.TimedOut(at=instance.since + seconds)
+
+
+def brief(record: Instance) -> Brief:
+    return Brief(
+        record.uuid, record.state, record.host_uuid, "s1", record.attempt, record.since, doubted=record.doubted
+    )
+
+
+def report_of(attempt: int) -> ComputeHosts:
+    machine = Running(instance_uuid=UUID, attempt=attempt, deployment=DEPLOYMENT)
+    hosts = (HostReport(uuid=host(1), name="host-1", running=(machine,)),)
+    return ComputeHosts(service="s1", cell="c1", epoch=1, sequence=1, hosts=hosts, complete=True)
+
+
+def test_a_build_that_was_requested_before_a_set_back_waits_for_its_host() -> None:
+    """The redelivered cell.build was timed out like any other: its machine was active and was built a second time."""
+    first = run(requested(SET_BACK_AT - 10.0))
+    assert spawns(first) == [(1, host(1))] and first.instance.doubted
+    now = first
+    for seconds in (61.0, 72.0, 90.0, 600.0):
+        now = run(past(first.instance, seconds), start=now.instance)
+        assert now.instance.state is State.BUILDING
+        assert [c.unless_built for c in now.commands if isinstance(c, Destroy)] == [True]
+    up = run(spawned(), start=now.instance)
+    assert up.instance.state is State.ACTIVE and not up.instance.doubted
+
+
+def test_it_does_not_pass_over_its_first_host_because_that_is_silent_just_then() -> None:
+    stepped = run(requested(SET_BACK_AT - 10.0), down=True)
+    assert spawns(stepped) == [(1, host(1))] and stepped.instance.doubted
+
+
+def test_a_build_that_was_requested_after_the_set_back_is_like_any_other() -> None:
+    stepped = run(requested(SET_BACK_AT + 60.0))
+    assert not stepped.instance.doubted
+    assert (
+        run(past(stepped.instance, 61.0), past(stepped.instance, 72.0), start=stepped.instance).instance.state
+        is State.RECLAIMING
+    )
+    assert not step(Instance(uuid=UUID), requested(5.0), PATIENCE).instance.doubted, "never set back"
+
+
+def test_clocks_may_be_apart() -> None:
+    assert run(requested(SET_BACK_AT + 20.0)).instance.doubted
+
+
+def given_up() -> Step:
+    waiting = in_doubt()
+    return run(past(waiting, 61.0), past(waiting, LIMIT_S + 1.0), start=waiting)
+
+
+def test_a_doubted_build_on_a_dead_host_ends_and_nothing_is_destroyed() -> None:
+    """It stayed `building` for ever."""
+    over = given_up()
+    assert over.instance.state is State.GIVING_UP and over.commands == ()
+    failed = run(RELEASED, start=over.instance)
+    (event,) = said(failed)
+    assert (event.state, event.code, event.terminal) == (BuildState.FAILED, OUTCOME_UNKNOWN, True)
+    assert "silent" in event.reason and event.history[-1].outcome == "unknown"
+    assert failed.instance.doubted
+
+
+def test_the_limit_counts_from_the_set_back_and_not_from_the_build_in_the_backup() -> None:
+    """A record of a day-old backup was given up after one unanswered question."""
+    restored = replace(in_doubt(), since=SET_BACK_AT - 86_400.0, asked=True)
+    assert run(e.TimedOut(at=SET_BACK_AT + 60.0), start=restored).instance.state is State.BUILDING
+
+
+def test_what_its_host_runs_when_it_is_back_is_kept_in_quarantine() -> None:
+    over = given_up().instance
+    for record in (over, run(RELEASED, start=over).instance):
+        found = differences(report_of(1), [brief(record)], now=9e3, seen_at=9e3, grace_s=30.0, deployment=DEPLOYMENT)
+        assert [one.kind for one in found.unexplained] == [UnexplainedKind.QUARANTINED]
+        assert not found.events and not found.harmful
+        assert not destroys(run(spawned(), start=record)), "nor by the host's own late word"
+
+
+def test_its_client_may_still_delete_it_and_then_the_machine_goes() -> None:
+    failed = run(RELEASED, start=given_up().instance).instance
+    deleted = run(e.DeleteAsked(at=9e3), start=failed).instance
+    assert deleted.state is State.DELETED and is_over(deleted, 1, host(1))
+
+
+def test_a_failure_that_its_host_has_said_leaves_no_doubt() -> None:
+    waiting = in_doubt()
+    failed = replace(run(RELEASED, start=given_up().instance).instance, doubted=False)
+    assert is_over(failed, 1, host(1))
+    gone = run(e.Destroyed(at=2e3, attempt=1, host_uuid=host(1)), start=waiting)
+    assert run(claimed(), start=gone.instance).instance.state is State.BUILDING
