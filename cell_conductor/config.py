@@ -52,4 +52,4 @@ class ConductorConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     failed_retention_s: Annotated[float, Bound(gt=0)] = 8 * 86_400.0
     purge_interval_s: Seconds = 60.0
     purge_batch: Annotated[int, Bound(ge=1, le=10_000)] = 1000
-    progress_linger_s: Annotated[float, Bound(ge=0, le=1)] = 0.05
+    progress_linger_s: Annotated[float, Bound(ge=0, le=1)] = 0.1

@@ -18,7 +18,7 @@ class PlacementConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     claim_batch, inventory_batch: messages applied as one transaction. concurrency: transactions under way per queue.
     feed_page: changes in one event. feed_gap_s: between two turns of publishing while commits go on. feed_linger_s: a
-    claim's changes wait so long for its answer to leave first.
+    claim's changes wait so long for those of others: the scheduler that claimed knows them already.
     feed_retention: published changes kept for replicas that fell behind; one that is further behind takes a snapshot.
     fence_retention_s: how long a released consumer's attempts stay fenced; longer than any claim can be under way.
     source_retention_s: how long the last version of a source is kept whose host is gone or was taken over; longer than
@@ -34,7 +34,7 @@ class PlacementConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     concurrency: Annotated[int, Bound(ge=1, le=16)] = 2
     pool_size: Annotated[int, Bound(ge=2, le=100)] = 10
     feed_gap_s: Annotated[float, Bound(ge=0, le=1)] = 0.01
-    feed_linger_s: Annotated[float, Bound(ge=0, le=1)] = 0.005
+    feed_linger_s: Annotated[float, Bound(ge=0, le=1)] = 0.05
     feed_page: Some = 1000
     feed_retention: Annotated[int, Bound(ge=1000)] = 500_000
     head_interval_s: Seconds = 1.0

@@ -126,7 +126,7 @@ class SchedulerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     # Bounds of the consumers
     batch: Positive = 512  # 256: an eighth fewer boots a second where much waits (docs/lab/performance.md)
-    progress_linger_s: Annotated[float, Bound(ge=0, le=1)] = 0.05  # an event that ends nothing leaves within this
+    progress_linger_s: Annotated[float, Bound(ge=0, le=1)] = 0.1  # an event that ends nothing leaves within this
     concurrency: Positive = 2  # batches of requests at a time: one decides while another waits for its claims
     prefetch: Positive = 512
     max_funnel_nearest: Positive = 3
