@@ -29,8 +29,10 @@ from berth.web.moves import WebMoves
 from berth.web.objects import ObjectApi, WebObjects
 from berth.web.openapi import document
 from berth.web.operations import WebOperations
+from berth.web.operator_pages import OperatorPages
 from berth.web.pages import Pages
 from berth.web.problems import Problem, problem_of, problem_response
+from berth.web.rendering import problem_page
 from bus.bus import Bus
 from bus.faults import Fault
 from bus.port import BusError
@@ -105,7 +107,7 @@ async def _on_problem(request: Request, error: Exception) -> Response:
         problem = Problem(500, "internal", "a defect of berth; the log has it")
     if problem.status >= 500 or request.url.path.startswith(API_ROOT) or not _wants_html(request.headers):
         return problem_response(problem)
-    return Pages.problem(request, problem)
+    return problem_page(request, problem)
 
 
 def _wants_html(headers: Mapping[str, str]) -> bool:
@@ -126,7 +128,16 @@ def application(
     api, objects = WebApi(bus, live, env.rng), ObjectApi(bus)
     fleet, box = FleetReader(bus, env.clock, env.cells), LetterBox(env, settings)
     moves, metal = WebMoves(bus, api, env.rng), MetalReader(settings, objects, env.clock)
-    pages = Pages(api, live, access, fleet, clock=env.clock)
+    pages = Pages(api, moves, live, access, fleet, clock=env.clock)
+    for_operators = OperatorPages(
+        fleet=fleet,
+        moves=moves,
+        drains=drains,
+        metal=metal,
+        objects=objects,
+        letters=box,
+        has_session=not access.open,
+    )
     parts = (
         api,
         moves,
@@ -149,6 +160,7 @@ def application(
         Route("/healthz", healthz),
         Mount(API_ROOT, routes=[*routes_of_api, Route("/openapi.json", openapi)]),
         *pages.routes(),
+        *for_operators.routes(),
         Mount("/static", StaticFiles(directory=str(resources.files("berth.web") / "static"))),
     ]
     # What is expected is named: after the handler of Exception alone the fault is raised on, into the log of uvicorn.

@@ -15,10 +15,11 @@ from bus.contracts.book import HostTree, HostTreeQuery, TreeHolder
 from bus.contracts.build import HostRecord, HostsPage, HostsQuery
 from bus.contracts.operations import ServiceRecord, ServicesPage, ServicesQuery
 from bus.contracts.placement import ProviderState
-from bus.contracts.workers import WorkersPage, WorkersQuery
+from bus.contracts.workers import WorkerRecord, WorkersPage, WorkersQuery
 
 # Hosts are read anew at most so often, however many pages show them.
 HOSTS_AGE_S = 2.0
+WORKERS_AGE_S = 5.0
 MAX_SERVICES = 100_000
 
 
@@ -82,6 +83,8 @@ class FleetReader:
         self._hosts: tuple[HostRecord, ...] = ()
         self._hosts_at = float("-inf")
         self._reading = asyncio.Lock()
+        self._workers: tuple[WorkerRecord, ...] = ()
+        self._workers_at = float("-inf")
 
     async def hosts(self, *, fresh: bool = False) -> tuple[HostRecord, ...]:
         """All hosts, at most HOSTS_AGE_S old. One request fetches them, the others wait for it."""
@@ -114,6 +117,13 @@ class FleetReader:
     async def workers(self, query: WorkersQuery) -> WorkersPage:
         """Workers by role, bus and name."""
         return await self._bus.request(query, WorkersPage, timeout_s=ASK_TIMEOUT_S)
+
+    async def known_workers(self) -> tuple[WorkerRecord, ...]:
+        """All workers, at most WORKERS_AGE_S old."""
+        if self._clock.monotonic() - self._workers_at > WORKERS_AGE_S:
+            self._workers_at = self._clock.monotonic()  # before it is asked: another page does not ask as well
+            self._workers = (await self.workers(WorkersQuery(limit=MAX_SERVICES))).workers
+        return self._workers
 
     async def cells(self) -> tuple[CellView, ...]:
         """The cells that the settings name or that services are in, by name."""

@@ -59,7 +59,7 @@ class WebOperations:
         """One host by uuid or name, with its tree, inventories and allocations. Not for role project."""
         only(request)
         need(caller_of(request), WebRole.READER)
-        return json_response(await self._fleet.detail(request.path_params["host"]))
+        return json_response(await self._fleet.detail(request.path_params["host"], fresh=True))
 
     async def decide_about_host(self, request: Request) -> Response:
         """Disable a host, put it under maintenance, fence it, or enable it. For operators."""

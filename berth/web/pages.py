@@ -4,19 +4,17 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import AsyncIterator, Sequence
-from datetime import UTC, datetime
 from typing import Any
 from urllib.parse import parse_qs
 
 import msgspec
-from jinja2 import Environment, PackageLoader, select_autoescape
 from msgspec import Struct
 from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
 from starlette.routing import Route
 
 from berth.render import printable
-from berth.web.access import SESSION_COOKIE, SESSION_S, Access, WebRole
+from berth.web.access import SESSION_COOKIE, SESSION_S, Access, WebCaller, WebRole
 from berth.web.api import (
     WebApi,
     body_of,
@@ -30,15 +28,15 @@ from berth.web.api import (
 )
 from berth.web.fleet import FleetReader
 from berth.web.live import Live, Second
-from berth.web.problems import Problem
+from berth.web.moves import OPERATORS_KINDS, WebMoves
+from berth.web.rendering import rendered
 from bus.clock import Clock
 from bus.contracts.build import TERMINAL_STATES, BuildQuery, BuildRecord, BuildState, HostRecord
+from bus.contracts.moves import MoveKind, MoveQuery
 from bus.contracts.stages import durations
 from bus.faults import Fault
 from bus.port import BusError
 
-# Hosts are read anew at most so often, however many pages show them.
-HOSTS_AGE_S = 2.0
 NOW_EVERY_S = 1.0
 PAGE = 50
 MAX_LOGIN_BYTES = 4096
@@ -82,8 +80,11 @@ class HostMap(Struct, frozen=True):
 class Pages:
     """The handlers of the pages."""
 
-    def __init__(self, api: WebApi, live: Live, access: Access, fleet: FleetReader, *, clock: Clock) -> None:
+    def __init__(
+        self, api: WebApi, moves: WebMoves, live: Live, access: Access, fleet: FleetReader, *, clock: Clock
+    ) -> None:
         self._api = api
+        self._moves = moves
         self._fleet = fleet
         self._live = live
         self._access = access
@@ -96,7 +97,6 @@ class Pages:
             Route("/now/events", self.now_events),
             Route("/fleet", self.fleet),
             Route("/fleet/map", self.fleet_map),
-            Route("/fleet/{uuid}", self.host),
             Route("/builds", self.builds),
             Route("/builds/{uuid}", self.build),
             Route("/login", self.login, methods=["GET", "POST"]),
@@ -143,6 +143,7 @@ class Pages:
             if up < every:
                 detail = f"{every - up:,} of {every:,} hosts are down: their compute services are silent"
                 troubles.append(Trouble(f"Cell {cell}", detail, f"/fleet?cell={cell}"))
+        troubles += await self._silent_workers()
         if not hosts and not troubles:
             troubles.append(Trouble("No hosts", "no compute service has announced a host yet"))
         history = self._live.history()
@@ -159,6 +160,20 @@ class Pages:
             troubles=tuple(troubles),
             seconds=tuple(history),
         )
+
+    async def _silent_workers(self) -> list[Trouble]:
+        try:
+            workers = await self._fleet.known_workers()
+        except (Fault, BusError):  # said already: no scheduler answers
+            return []
+        silent = [one for one in workers if one.silent]
+        waiting = [one for one in workers if one.heartbeat.not_ready and not one.silent]
+        told = []
+        for what, found in (("silent", silent), ("not ready", waiting)):
+            if found:
+                names = ", ".join(one.heartbeat.worker for one in found[:3]) + (", ..." if len(found) > 3 else "")
+                told.append(Trouble(f"{len(found)} workers are {what}", names, "/system"))
+        return told
 
     # --- fleet
 
@@ -195,15 +210,6 @@ class Pages:
             )
         )
 
-    async def host(self, request: Request) -> Response:
-        """One host."""
-        need(caller_of(request), WebRole.READER)
-        uuid = request.path_params["uuid"]
-        found = next((host for host in await self._fleet.hosts() if host.uuid == uuid), None)
-        if found is None:
-            raise Problem(404, "host.unknown", f"no host {uuid[:64]} is known")
-        return self._page(request, "host.html", host=found)
-
     # --- builds
 
     async def builds(self, request: Request) -> Response:
@@ -237,6 +243,9 @@ class Pages:
             "build.html",
             build=found,
             stages=stages_of(found),
+            scores=next((line.scores for line in reversed(found.timeline) if line.scores), ()),
+            moves=(await self._moves.moves(MoveQuery(instance_uuid=found.instance_uuid))).moves,
+            kinds=_kinds_for(found, caller),
             ended=found.state in TERMINAL_STATES,
             deletable=found.state in DELETABLE and caller.role is not WebRole.READER,
         )
@@ -271,26 +280,25 @@ class Pages:
         response.delete_cookie(SESSION_COOKIE)
         return response
 
-    # --- rendering
-
-    @staticmethod
-    def problem(request: Request, problem: Problem) -> Response:
-        """An error for a person."""
-        return Pages._rendered(request, "problem.html", problem.status, problem=problem)
-
     def _page(self, request: Request, template: str, status: int = 200, **fields: Any) -> Response:
-        return self._rendered(request, template, status, has_session=not self._access.open, **fields)
-
-    @staticmethod
-    def _rendered(request: Request, template: str, status: int = 200, **fields: Any) -> Response:
-        caller = getattr(request.state, "caller", None)
-        page = TEMPLATES.get_template(template).render(path=request.url.path, who=caller, **fields)
-        return Response(page, status, {"cache-control": "no-store"}, "text/html")
+        return rendered(request, template, status, has_session=not self._access.open, **fields)
 
 
 def state_of(host: HostRecord) -> str:
     """One word for the map: down, disabled or up."""
     return "down" if not host.up else "up" if host.enabled else "disabled"
+
+
+def _kinds_for(build: BuildRecord, caller: WebCaller) -> list[MoveKind]:
+    """What this caller may ask of an instance that is there; whether it can be done its cell says."""
+    if caller.role is WebRole.READER or build.state is not BuildState.ACTIVE:
+        return []
+    needs_more = {MoveKind.RESIZE, MoveKind.REBUILD, MoveKind.OFFLOAD}  # another flavor, an image: by the API
+    return [
+        kind
+        for kind in MoveKind
+        if kind not in needs_more and (caller.role is WebRole.OPERATOR or kind not in OPERATORS_KINDS)
+    ]
 
 
 def _by_frequency(hosts: Sequence[HostRecord]) -> list[str]:
@@ -308,22 +316,3 @@ def stages_of(build: BuildRecord) -> list[tuple[str, float, float]]:
         rows.append((stage, at, at + seconds))
         at += seconds
     return rows
-
-
-def _when(at: float) -> str:
-    return datetime.fromtimestamp(at, UTC).strftime("%Y-%m-%d %H:%M:%S") if at else ""
-
-
-def _duration(seconds: float) -> str:
-    return f"{seconds * 1000:.1f} ms" if seconds < 1 else f"{seconds:.2f} s"
-
-
-def _templates() -> Environment:
-    environment = Environment(
-        loader=PackageLoader("berth.web"), autoescape=select_autoescape(), trim_blocks=True, lstrip_blocks=True
-    )
-    environment.filters |= {"when": _when, "duration": _duration, "text": lambda text: printable(str(text))}
-    return environment
-
-
-TEMPLATES = _templates()

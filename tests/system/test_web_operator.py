@@ -286,13 +286,13 @@ def test_without_ironic_metal_is_a_coded_problem(web: Web) -> None:
 
 def test_dead_letters_are_counted_shown_sent_back_and_thrown_away(web: Web) -> None:
     one, two = (f"letter-{uuid.uuid4()}" for _ in range(2))
-    command = b'{"type": "hosts.set.v1", "host": "nowhere", "state": "enabled", "by": "x", "secret": "s"}'
-    web.give_up("scheduler.operations", one, command)
-    web.give_up("scheduler.operations", two, command)
-    queue = "/api/v1/dead-letters/api/scheduler.operations"
+    command = b'{"type": "inventory.update.v1", "secret": "s"}'
+    web.give_up("placement.inventory", one, command)
+    web.give_up("placement.inventory", two, command)
+    queue = "/api/v1/dead-letters/api/placement.inventory"
     with web.client("op") as client, web.client("see") as see:
         counts = {(row["bus"], row["queue"]): row["dead"] for row in see.get("/api/v1/dead-letters").json()}
-        assert counts["api", "scheduler.operations"] == 2
+        assert counts["api", "placement.inventory"] == 2
         letters = see.get(queue).json()
         assert [letter["id"] for letter in letters] == [one, two]
         assert letters[0]["code"] == "test.given_up" and "secret" not in see.get(queue).text
@@ -305,3 +305,61 @@ def test_dead_letters_are_counted_shown_sent_back_and_thrown_away(web: Web) -> N
         assert code_of(client.get("/api/v1/dead-letters/mars/x"), 404) == "bus.unknown"
         assert code_of(client.get("/api/v1/dead-letters/api/nothing"), 404) == "queue.unknown"
         assert code_of(client.post(f"{queue}/replay", json={"ids": []}), 400) == "request.invalid"
+
+
+# --- pages
+
+HOSTILE = "<script>alert(1)</script>\u202eevil"
+PAGES = ("/moves", "/objects", "/objects/flavors", "/objects/flavors?name=m1.tiny", "/objects/quotas?name=p", "/system")
+
+
+@pytest.mark.parametrize("path", PAGES)
+def test_a_page_for_operators_is_shown(web: Web, path: str) -> None:
+    with web.client("op", accept="text/html") as client:
+        page = client.get(path)
+        assert page.status_code == 200 and "<h1>" in page.text, page.text
+        assert "default-src 'none'" in page.headers["content-security-policy"]
+
+
+def test_pages_show_a_host_its_plan_its_build_and_its_drain(web: Web) -> None:
+    with web.client("op", accept="text/html") as client, web.client("see", accept="text/html") as see:
+        instance = booted(client, name="shown")
+        build = client.get(f"/api/v1/builds/{instance}").json()
+        host = client.get(f"/api/v1/hosts/{build['host']}").json()["host"]
+        page = client.get(f"/fleet/{host['uuid']}").text
+        assert instance in page and "Disable" in page and "MEMORY_MB" in page
+        assert "Disable" not in see.get(f"/fleet/{host['uuid']}").text
+        plan = client.get(f"/fleet/{host['uuid']}/drain").text
+        assert instance in plan and "Drain it" in plan
+        assert "Drain it" not in see.get(f"/fleet/{host['uuid']}/drain").text
+        ended(client, client.post(f"/api/v1/builds/{instance}/moves", json={"kind": "stop"}))
+        shown = client.get(f"/builds/{instance}").text
+        assert "Why this host" in shown and "What was asked of it since" in shown and "live-migrate" in shown
+        assert instance in client.get("/moves").text
+        assert client.get("/metal").status_code == 503
+
+
+def test_what_is_not_for_a_role_has_no_page(web: Web) -> None:
+    with web.client("alice") as alice, web.client("see") as see:
+        for path in ("/objects", "/system", "/metal", "/fleet/x", "/fleet/x/drain", f"/drains/{UNKNOWN}"):
+            assert code_of(alice.get(path), 403) == "role.forbidden"
+        assert alice.get("/moves").status_code == 200
+        assert code_of(see.get("/objects/flavors"), 403) == "role.forbidden"
+
+
+def test_hostile_names_of_objects_and_reasons_are_only_text(web: Web) -> None:
+    with web.client("op", accept="text/html") as client:
+        spec = {"vcpus": 1, "extra_specs": {f"x:{HOSTILE}": HOSTILE}}
+        made = client.put("/api/v1/flavors/<b>bold", json=spec, params={"reason": HOSTILE})
+        assert made.status_code == 200, made.text
+        host = client.get("/api/v1/hosts").json()[0]
+        path = f"/api/v1/hosts/{host['name']}/admin-state"
+        client.put(path, json={"state": "disabled", "reason": HOSTILE})
+        try:
+            for page in ("/objects", "/objects/flavors?name=%3Cb%3Ebold", f"/fleet/{host['uuid']}"):
+                text = client.get(page).text
+                assert "<script>alert" not in text and "\u202e" not in text and "<b>bold" not in text, page
+                assert "&lt;script&gt;alert(1)" in text, page
+        finally:
+            client.put(path, json={"state": "enabled"})
+            client.delete("/api/v1/flavors/<b>bold")

@@ -60,7 +60,7 @@ class Web(Struct):
             headers: dict[str, str | int | float] = {"berth-code": "test.given_up", "berth-reason": "for the test"}
             letter = Outgoing(
                 exchange=DEAD, routing_key=queue, body=body, content_type="application/json", message_id=ident,
-                type="hosts.set.v1", headers=headers, mandatory=True,
+                type="inventory.update.v1", headers=headers, mandatory=True,
             )  # fmt: skip
             await transport.publish(letter)
             await transport.close()

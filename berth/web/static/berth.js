@@ -86,6 +86,8 @@ async function startFleet() {
   const side = (count, width) => Math.max(4, Math.min(22, Math.floor(Math.sqrt((width * 360) / Math.max(1, count)))));
   let map = null, shown = [], columns = 1, size = 10, at = -1;
 
+  const SHADES = 32;
+  const shades = Array.from({ length: SHADES + 1 }, (_, n) => `hsl(215 ${55 + (25 * n) / SHADES}% ${88 - (68 * n) / SHADES}%)`);
   const share = (host) => {
     if (colour.value === "*failed") return Math.min(1, map.failed_builds[host] / 5);
     const amount = (map.resources[colour.value] ?? [])[host];
@@ -95,8 +97,19 @@ async function startFleet() {
     if (map.state[host] === "down") return "#b42318";
     if (map.state[host] === "disabled") return "#8b949e";
     const used = share(host);
-    if (used === null) return "transparent"; // it has none of this class
-    return `hsl(215 ${55 + 25 * used}% ${88 - 68 * used}%)`;
+    return used === null ? null : shades[Math.round(SHADES * used)]; // null: it has none of this class
+  };
+  const pen = canvas.getContext("2d");
+  const square = (n, style) => {
+    const x = (n % columns) * size, y = Math.floor(n / columns) * size;
+    if (style) { pen.fillStyle = style; pen.fillRect(x, y, size - 1, size - 1); } else pen.clearRect(x, y, size - 1, size - 1);
+  };
+  const mark = () => {
+    if (at < 0 || at >= shown.length) return;
+    square(at, getComputedStyle(document.documentElement).getPropertyValue("--fg").trim());
+    const x = (at % columns) * size, y = Math.floor(at / columns) * size, style = fill(shown[at]);
+    pen.clearRect(x + 2, y + 2, size - 5, size - 5);
+    if (style) { pen.fillStyle = style; pen.fillRect(x + 2, y + 2, size - 5, size - 5); }
   };
   const draw = () => {
     const ratio = window.devicePixelRatio || 1, width = canvas.clientWidth;
@@ -106,25 +119,23 @@ async function startFleet() {
     canvas.style.height = height + "px";
     canvas.width = width * ratio;
     canvas.height = height * ratio;
-    const pen = canvas.getContext("2d");
-    pen.scale(ratio, ratio);
-    shown.forEach((host, n) => {
-      pen.fillStyle = fill(host);
-      pen.fillRect((n % columns) * size, Math.floor(n / columns) * size, size - 1, size - 1);
-    });
-    if (at >= 0) {
-      pen.lineWidth = 2;
-      pen.strokeStyle = getComputedStyle(document.documentElement).getPropertyValue("--fg");
-      pen.strokeRect((at % columns) * size, Math.floor(at / columns) * size, size - 1, size - 1);
+    pen.setTransform(ratio, 0, 0, ratio, 0, 0);
+    const by = new Map(); // squares of one colour together: setting a colour costs more than a square
+    shown.forEach((host, n) => { const style = fill(host); if (style) { if (!by.has(style)) by.set(style, []); by.get(style).push(n); } });
+    for (const [style, squares] of by) {
+      pen.fillStyle = style;
+      for (const n of squares) pen.fillRect((n % columns) * size, Math.floor(n / columns) * size, size - 1, size - 1);
     }
+    mark();
   };
   const pick = (n) => {
-    if (n < 0 || n >= shown.length) return;
+    if (n < 0 || n >= shown.length || n === at) return;
+    if (at >= 0 && at < shown.length) square(at, fill(shown[at]));
     at = n;
     const host = shown[n];
     const used = Object.entries(map.resources).filter(([, all]) => all[host]).map(([name, all]) => `${name} ${all[host][0]}/${all[host][1]}`).join(", ");
     picked.textContent = printable(`${map.name[host]} (${map.cell[host] ?? "no cell"}), ${map.state[host]}: ${used}; failed builds: ${map.failed_builds[host]}`);
-    draw();
+    mark();
   };
   const open = () => { if (at >= 0) location.href = "/fleet/" + map.uuid[shown[at]]; };
   const under = (event) => Math.floor(event.offsetY / size) * columns + Math.floor(event.offsetX / size);
@@ -176,6 +187,117 @@ function startDelete(button) {
   });
 }
 
+// --- what an operator does: a form becomes one request to the API, after its question
+
+const said = (form, text, wrong) => {
+  const status = form.querySelector("[role=status]");
+  status.textContent = printable(text);
+  status.className = wrong ? "down" : "up";
+};
+
+async function ask(method, path, body) {
+  const options = { method };
+  if (body !== undefined) { options.body = JSON.stringify(body); options.headers = { "content-type": "application/json" }; }
+  const answer = await fetch(path, options);
+  const told = await answer.json();
+  return { ok: answer.ok, told, location: answer.headers.get("location") ?? "", sentence: answer.ok ? "" : `${told.code}: ${told.detail}` };
+}
+
+function fieldsOf(form, submitter) {
+  const fields = {};
+  for (const field of form.elements) {
+    if (!field.name || field.tagName === "BUTTON" || (field.value === "" && field.type !== "checkbox")) continue;
+    fields[field.name] = field.type === "checkbox" ? field.checked : field.type === "number" ? Number(field.value) : field.value;
+  }
+  if (submitter?.name) fields[submitter.name] = submitter.value;
+  return fields;
+}
+
+async function followMove(form, id) {
+  for (;;) {
+    const { ok, told, sentence } = await ask("GET", "/api/v1/moves/" + id);
+    if (!ok) return said(form, sentence, true);
+    said(form, told.state, told.state === "failed" || told.state === "refused");
+    if (told.terminal) {
+      if (told.code) said(form, `${told.state}: ${told.code}: ${told.reason ?? ""}`, true);
+      else location.reload();
+      return;
+    }
+    await new Promise((go) => setTimeout(go, 500));
+  }
+}
+
+function startAction(form) {
+  form.addEventListener("submit", async (event) => {
+    event.preventDefault();
+    const button = event.submitter;
+    if (button?.dataset.confirm && !confirm(button.dataset.confirm)) return;
+    for (const one of form.querySelectorAll("button")) one.disabled = true;
+    try {
+      const body = form.dataset.method === "DELETE" ? undefined : fieldsOf(form, button);
+      const { ok, told, location: where, sentence } = await ask(form.dataset.method, form.dataset.path, body);
+      if (!ok) return said(form, sentence, true);
+      said(form, "Done.", false);
+      if (form.dataset.then === "move") await followMove(form, told.request_id);
+      else if (form.dataset.then === "location") location.href = where.replace("/api/v1", "");
+      else location.reload();
+    } catch (fault) {
+      said(form, `The server does not answer: ${fault.message}`, true);
+    } finally {
+      for (const one of form.querySelectorAll("button")) one.disabled = false;
+    }
+  });
+}
+
+// --- an object: what would change is shown before it is changed
+
+function startObject(form) {
+  const table = byId("difference"), rows = table.querySelector("tbody"), set = form.querySelector("[value=set]");
+  const path = () => `/api/v1/${form.dataset.section}/${encodeURIComponent(form.elements.name.value)}`;
+  const control = (extra) => new URLSearchParams({ reason: form.elements.reason.value, force: form.elements.force.checked, if_version: form.dataset.version, ...extra });
+  const show = (changed) => {
+    rows.replaceChildren();
+    for (const { before = {}, after = {} } of changed)
+      for (const key of new Set([...Object.keys(before), ...Object.keys(after)]))
+        if (JSON.stringify(before[key]) !== JSON.stringify(after[key])) rows.append(row([key, JSON.stringify(before[key]) ?? "", JSON.stringify(after[key]) ?? ""]));
+    table.hidden = !rows.children.length;
+  };
+  form.addEventListener("input", () => { set.disabled = true; table.hidden = true; said(form, "", false); });
+  form.addEventListener("submit", async (event) => {
+    event.preventDefault();
+    const what = event.submitter?.value ?? "preview";
+    let body;
+    try { body = what === "delete" ? undefined : JSON.parse(form.elements.body.value); } catch (fault) { return said(form, `This is no JSON: ${fault.message}`, true); }
+    if (event.submitter?.dataset.confirm && !confirm(event.submitter.dataset.confirm)) return;
+    const query = control(what === "preview" ? { dry_run: true } : {});
+    try {
+      const { ok, told, sentence } = await ask(what === "delete" ? "DELETE" : "PUT", `${path()}?${query}`, body);
+      if (!ok) return said(form, sentence, true);
+      if (what !== "preview") { location.href = "/objects"; return; }
+      show(told.changed ?? []);
+      said(form, table.hidden ? "Nothing would change." : "This would change:", false);
+      set.disabled = table.hidden;
+    } catch (fault) {
+      said(form, `The server does not answer: ${fault.message}`, true);
+    }
+  });
+}
+
+// --- a drain
+
+async function followDrain(id) {
+  for (;;) {
+    const { ok, told } = await ask("GET", "/api/v1/drains/" + id);
+    if (!ok) return;
+    byId("drain-state").textContent = told.state;
+    for (const [name, count] of [["moved", told.moved.length], ["under-way", told.under_way.length], ["not-begun", told.not_begun.length], ["failed", told.failed.length]]) byId("drain-" + name).textContent = count;
+    byId("drain-progress").value = told.moved.length;
+    if (told.failed.length) byId("drain-failures").replaceChildren(...told.failed.map((one) => row([link("/builds/" + one.instance_uuid, one.instance_uuid), one.code, one.reason])));
+    if (told.state === "ended") return;
+    await new Promise((go) => setTimeout(go, 1000));
+  }
+}
+
 document.addEventListener("DOMContentLoaded", () => {
   if (byId("rates")) startNow();
   if (byId("map")) startFleet();
@@ -188,6 +310,10 @@ document.addEventListener("DOMContentLoaded", () => {
     history.replaceState(null, "", location.pathname);
     login.submit();
   }
+  document.querySelectorAll("form.action").forEach(startAction);
+  document.querySelectorAll("form.object").forEach(startObject);
+  const drain = document.querySelector("[data-drain]");
+  if (drain && byId("drain-state").textContent !== "ended") followDrain(drain.dataset.drain);
   const button = document.querySelector("[data-delete]");
   if (button) startDelete(button);
 });

@@ -1,0 +1,180 @@
+"""Pages for operators: one host and its drain, moves, bare metal, objects, and the parts of the system.
+
+What is changed is changed by `/api/v1`, which the pages' forms call; here is only what they show.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from berth.web.access import WebRole
+from berth.web.api import caller_of, need, parsed
+from berth.web.dead_letters import LetterBox
+from berth.web.drains import DrainBody, Drains
+from berth.web.fleet import FleetReader
+from berth.web.metal import MetalReader
+from berth.web.moves import WebMoves
+from berth.web.objects import SECTIONS, ObjectApi, zones_of
+from berth.web.problems import Problem
+from berth.web.rendering import rendered
+from bus.contracts.base import Label
+from bus.contracts.moves import DrainQuery, MoveKind, MoveQuery
+from bus.contracts.objects import SCHEDULING, ObjectKind, ObjectLogQuery
+from bus.contracts.operations import ServicesQuery
+
+# Rows of one table; what is beyond is counted.
+PAGE = 200
+LETTERS = 100
+# What a form for a new object begins with.
+NEW: dict[ObjectKind, dict[str, Any]] = {
+    ObjectKind.FLAVOR: {"vcpus": 1, "memory_mb": 1024, "disk_gb": 10, "extra_specs": {}, "projects": []},
+    ObjectKind.AGGREGATE: {"uuid": "", "metadata": {"availability_zone": ""}},
+    ObjectKind.QUOTA: {"limits": {"INSTANCES": 10, "VCPU": 20}},
+    ObjectKind.SCHEDULING: {"multipliers": {}},
+}
+
+
+class OperatorPages:
+    """The handlers of these pages."""
+
+    def __init__(
+        self,
+        *,
+        fleet: FleetReader,
+        moves: WebMoves,
+        drains: Drains,
+        metal: MetalReader,
+        objects: ObjectApi,
+        letters: LetterBox,
+        has_session: bool,
+    ) -> None:
+        self._fleet = fleet
+        self._moves = moves
+        self._drains = drains
+        self._metal = metal
+        self._objects = objects
+        self._letters = letters
+        self._has_session = has_session
+
+    def routes(self) -> list[Route]:
+        """The routes of the pages."""
+        return [
+            Route("/fleet/{host}", self.host),
+            Route("/fleet/{host}/drain", self.drain_plan),
+            Route("/moves", self.moves),
+            Route("/drains/{uuid}", self.drain),
+            Route("/metal", self.metal),
+            Route("/objects", self.objects),
+            Route("/objects/{section}", self.edit_object),
+            Route("/system", self.system),
+            Route("/system/dead-letters/{bus}/{queue}", self.letters),
+        ]
+
+    async def host(self, request: Request) -> Response:
+        """One host: its tree, what is used, and who holds what of it."""
+        need(caller_of(request), WebRole.READER)
+        detail = await self._fleet.detail(request.path_params["host"], fresh=True)
+        return self._page(request, "host.html", detail=detail, host=detail.host)
+
+    async def drain_plan(self, request: Request) -> Response:
+        """How a host could be drained now, before it is done."""
+        need(caller_of(request), WebRole.READER)
+        host = await self._fleet.host(request.path_params["host"], fresh=True)
+        kind = request.query_params.get("kind", "live-migrate")
+        parsed(lambda: msgspec.convert({"kind": kind}, DrainBody))
+        plan = await self._drains.plan(DrainQuery(host=host.uuid, kind=MoveKind(kind)))
+        stuck = sum(not one.hosts for one in plan.moves)
+        return self._page(request, "drain_plan.html", host=host, plan=plan, kind=kind, stuck=stuck)
+
+    async def drain(self, request: Request) -> Response:
+        """What a drain has come to."""
+        need(caller_of(request), WebRole.READER)
+        return self._page(request, "drain.html", drain=self._drains.get(request.path_params["uuid"]))
+
+    async def moves(self, request: Request) -> Response:
+        """What was asked of instances, newest first, and the drains of this server."""
+        caller, query = caller_of(request), request.query_params
+        fields = {
+            "project_id": caller.sees or query.get("project") or None,
+            "under_way": True if query.get("under_way") == "true" else None,
+            "limit": PAGE,
+        }
+        page = await self._moves.moves(parsed(lambda: msgspec.convert(fields, MoveQuery)))
+        drains = self._drains.list_all() if caller.role is not WebRole.PROJECT else []
+        return self._page(request, "moves.html", moves=page.moves, drains=drains, query=query)
+
+    async def metal(self, request: Request) -> Response:
+        """Ironic's nodes by provision state, those that are held back first."""
+        need(caller_of(request), WebRole.READER)
+        state = request.query_params.get("state", "")
+        try:
+            view, away = await self._metal.view(), None
+        except Problem as problem:
+            view, away = None, problem
+        nodes = [] if view is None else [one for one in view.nodes if state in ("", one.state)]
+        nodes.sort(key=lambda node: not node.problems)
+        fields = {"view": view, "away": away, "nodes": nodes[:PAGE], "count": len(nodes), "state": state}
+        return self._page(request, "metal.html", 200 if away is None else 503, **fields)
+
+    async def objects(self, request: Request) -> Response:
+        """All objects, quotas beside what is used, and the newest changes."""
+        need(caller_of(request), WebRole.READER)
+        revision, found = await self._objects.stored()
+        of_kind = {kind: [one for one in found if one.kind is kind] for kind in SECTIONS}
+        log = await self._objects.log(ObjectLogQuery(limit=50))
+        return self._page(
+            request,
+            "objects.html",
+            revision=revision,
+            flavors=of_kind[ObjectKind.FLAVOR],
+            aggregates=of_kind[ObjectKind.AGGREGATE],
+            rules=of_kind[ObjectKind.SCHEDULING],
+            zones=zones_of(of_kind[ObjectKind.AGGREGATE]),
+            quotas=(await self._objects.quotas())[:PAGE],
+            log=log.entries,
+        )
+
+    async def edit_object(self, request: Request) -> Response:
+        """The form that makes, changes or deletes one object."""
+        need(caller_of(request), WebRole.OPERATOR)
+        section = request.path_params["section"]
+        kind = next((kind for kind, name in SECTIONS.items() if name == section), None)
+        if kind is None:
+            raise Problem(404, "path.unknown", f"there are no {section[:64]}")
+        name = request.query_params.get("name", SCHEDULING if kind is ObjectKind.SCHEDULING else "")
+        stored = None
+        if name:
+            _, found = await self._objects.stored(kind, parsed(lambda: msgspec.convert(name, Label)))
+            stored = found[0] if found else None
+        body = NEW[kind] if stored is None else stored.body
+        fields = {"kind": kind, "section": section, "name": name, "stored": stored, "body": body}
+        return self._page(request, "object.html", **fields)
+
+    async def system(self, request: Request) -> Response:
+        """Cells, compute services, workers and dead letters."""
+        need(caller_of(request), WebRole.READER)
+        services = await self._fleet.services(ServicesQuery(limit=PAGE))
+        workers = await self._fleet.known_workers()
+        return self._page(
+            request,
+            "system.html",
+            cells=await self._fleet.cells(),
+            services=sorted(services, key=lambda one: one.up),
+            workers=sorted(workers, key=lambda one: (not one.silent, not one.heartbeat.not_ready))[:PAGE],
+            letters=await self._letters.counts(),
+        )
+
+    async def letters(self, request: Request) -> Response:
+        """The dead letters of one queue."""
+        need(caller_of(request), WebRole.READER)
+        bus, queue = request.path_params["bus"], request.path_params["queue"]
+        found = await self._letters.of_queue(bus, parsed(lambda: msgspec.convert(queue, Label)), LETTERS)
+        return self._page(request, "letters.html", bus=bus, queue=queue, letters=found)
+
+    def _page(self, request: Request, template: str, status: int = 200, **fields: Any) -> Response:
+        return rendered(request, template, status, has_session=self._has_session, **fields)

@@ -1,0 +1,57 @@
+"""Templates, and what they make of text, times and numbers from outside."""
+
+from __future__ import annotations
+
+import json
+from datetime import UTC, datetime
+from typing import Any
+
+import msgspec
+from jinja2 import Environment, PackageLoader, select_autoescape
+from starlette.requests import Request
+from starlette.responses import Response
+
+from berth.render import printable
+from berth.web.problems import Problem
+
+
+def rendered(request: Request, template: str, status: int = 200, **fields: Any) -> Response:
+    """A page for the caller of a request."""
+    caller = getattr(request.state, "caller", None)
+    page = TEMPLATES.get_template(template).render(path=request.url.path, who=caller, **fields)
+    return Response(page, status, {"cache-control": "no-store"}, "text/html")
+
+
+def problem_page(request: Request, problem: Problem) -> Response:
+    """An error for a person."""
+    return rendered(request, "problem.html", problem.status, problem=problem)
+
+
+def compact(value: object) -> str:
+    """A value as one line of JSON, what is not printable escaped."""
+    return printable(json.dumps(msgspec.to_builtins(value), ensure_ascii=False, separators=(", ", ": ")))
+
+
+def _when(at: float | None) -> str:
+    return datetime.fromtimestamp(at, UTC).strftime("%Y-%m-%d %H:%M:%S") if at else ""
+
+
+def _duration(seconds: float) -> str:
+    return f"{seconds * 1000:.1f} ms" if seconds < 1 else f"{seconds:.2f} s"
+
+
+def _templates() -> Environment:
+    environment = Environment(
+        loader=PackageLoader("berth.web"), autoescape=select_autoescape(), trim_blocks=True, lstrip_blocks=True
+    )
+    environment.filters |= {
+        "when": _when,
+        "duration": _duration,
+        "text": lambda text: printable(str(text)),
+        "compact": compact,
+        "json": lambda value: json.dumps(msgspec.to_builtins(value), indent=2),
+    }
+    return environment
+
+
+TEMPLATES = _templates()
