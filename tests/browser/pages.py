@@ -32,6 +32,11 @@ START_TIMEOUT_S = 180.0
 WAIT_S = 60.0
 STOP_TIMEOUT_S = 60.0
 HOSTILE = "<script>document.title='owned'</script>\n\u202eevil"
+# What has a name for those who do not see it.
+NAMED = "input:not([type=hidden]), select, textarea, meter, progress, #map"
+# Limits for a busy machine: while the map is used, and while all hosts are read and drawn. The figures are printed.
+STUTTER_MS = 250
+LOAD_MS = 1000
 SIZES = {"wide": (1280, 900), "narrow": (390, 844)}
 FLAGS = (
     "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-dev-shm-usage",
@@ -93,6 +98,7 @@ class Person:
         self.url = url
         self.link = link
         self.hosts = hosts
+        self.measured: dict[str, Any] = {}
 
     def open(self, path: str) -> None:
         """Go to a page."""
@@ -104,7 +110,8 @@ class Person:
             wait = WebDriverWait(self.driver, WAIT_S, 0.1, [StaleElementReferenceException, NoSuchElementException])
             return wait.until(lambda _: condition())  # a page that has just been loaded anew is looked at again
         except Exception as error:
-            raise Unexpected(f"{what}: {type(error).__name__}") from error
+            shown = f"{self.driver.current_url}: {self.text()[:1500]}; the browser complains: {self.errors()}"
+            raise Unexpected(f"{what}: {type(error).__name__} at {shown}") from error
 
     def text(self, selector: str = "main") -> str:
         """The text of one element."""
@@ -119,6 +126,21 @@ class Person:
         with urllib.request.urlopen(request, timeout=WAIT_S) as answer:
             return str(json.load(answer)["instance_uuid"])
 
+    def api(self, path: str) -> Any:
+        """What the HTTP API says, as a program would ask."""
+        with urllib.request.urlopen(self.url + path, timeout=WAIT_S) as answer:
+            return json.load(answer)
+
+    def paths(self) -> tuple[str, ...]:
+        """Every page that is always there."""
+        host = self.api("/api/v1/hosts?limit=1")[0]["uuid"]
+        build = self.api("/api/v1/builds?state=active&limit=1")["builds"][0]["instance_uuid"]
+        drain = self.api("/api/v1/drains")[0]["id"]
+        return (
+            "/", "/fleet", f"/fleet/{host}", f"/fleet/{host}/drain", "/builds", f"/builds/{build}", "/moves",
+            f"/drains/{drain}", "/metal", "/objects", "/objects/flavors?name=m1.tiny", "/system",
+        )  # fmt: skip
+
     def errors(self) -> list[str]:
         """What the browser complains of: a script's fault, or what its policy has stopped."""
         kinds = ("javascript", "security", "network")
@@ -129,7 +151,7 @@ def now_shows_what_happens(person: Person) -> None:
     """The first page counts a build that is asked for while it is open."""
     person.open("/")
     person.until("the hosts are counted", lambda: f"{person.hosts} of {person.hosts}" in person.text(".tiles"))
-    expect("nothing is wrong", not person.text("#troubles"))
+    person.until("nothing is wrong once every worker has said so", lambda: not person.text("#troubles"))
     for _ in range(3):
         person.boot()
     person.until("a latency is shown", lambda: "none yet" not in person.text(".tiles"))
@@ -200,21 +222,176 @@ def hostile_name_is_text(person: Person) -> None:
     expect("the name is shown as text", "<script>" in person.text("h1") and "\\u202eevil" in person.text("h1"))
 
 
+def fleet_does_not_stutter(person: Person) -> None:
+    """However many hosts: no task of the browser's stops it for long while the map is drawn, coloured, pointed at."""
+    person.driver.execute_cdp_cmd(
+        "Page.addScriptToEvaluateOnNewDocument",
+        {
+            "source": "window.longTasks = []; new PerformanceObserver((list) => window.longTasks.push("
+            "...list.getEntries().map((one) => one.duration))).observe({type: 'longtask', buffered: true});"
+        },
+    )
+    person.open("/fleet")
+    canvas = person.driver.find_element(By.ID, "map")
+    person.until("all hosts are drawn", lambda: canvas.get_attribute("data-hosts") == str(person.hosts))
+    loaded = person.driver.execute_script("return window.longTasks.splice(0)")
+    box = canvas.rect
+    # As fast as a browser hands them on: the pointer goes over the whole map, then each colouring is chosen once.
+    took = person.driver.execute_async_script(
+        """
+        const [width, height, done] = arguments, canvas = document.getElementById("map");
+        const colour = document.getElementById("colour"), frames = [];
+        const frame = () => new Promise((go) => requestAnimationFrame(go));
+        (async () => {
+          for (let n = 0; n < 300; n++) {
+            const began = performance.now();
+            const at = { offsetX: (n * 37) % width, offsetY: (n * height) / 300 };
+            const event = new MouseEvent("mousemove");
+            for (const [key, value] of Object.entries(at)) Object.defineProperty(event, key, { value });
+            canvas.dispatchEvent(event);
+            frames.push(performance.now() - began);
+            await frame();
+          }
+          for (const option of colour.options) {
+            const began = performance.now();
+            colour.value = option.value;
+            colour.dispatchEvent(new Event("change"));
+            frames.push(performance.now() - began);
+            await frame();
+          }
+          done(Math.max(...frames));
+        })();
+        """,
+        box["width"],
+        box["height"],
+    )
+    used = person.driver.execute_script("return window.longTasks.splice(0)")
+    person.measured["hosts"] = person.hosts
+    person.measured["long_tasks_while_loading_ms"] = [round(one) for one in loaded]
+    person.measured["long_tasks_while_used_ms"] = [round(one) for one in used]
+    person.measured["longest_handler_ms"] = round(took, 1)
+    sys.stdout.write(f"  {json.dumps(person.measured)}\n")
+    expect("a host is named", "failed builds" in person.text("#picked"))
+    expect(
+        f"no task takes longer than {STUTTER_MS} ms while the map is used: {used}", max(used, default=0) < STUTTER_MS
+    )
+    expect(f"nor while it is loaded: {loaded}", max(loaded, default=0) < LOAD_MS)
+
+
+def host_is_disabled_and_enabled(person: Person) -> None:
+    """With a reason and a question first; the decision, its person and reason are shown."""
+    host = person.api("/api/v1/hosts?limit=1")[0]
+    person.open(f"/fleet/{host['uuid']}")
+    disable = person.driver.find_element(By.CSS_SELECTOR, "button[value=disabled]")
+    disable.click()
+    expect("without a reason nothing is asked", not person.api(f"/api/v1/hosts/{host['uuid']}")["host"].get("admin"))
+    person.driver.find_element(By.NAME, "reason").send_keys(f"fan 2 {HOSTILE.splitlines()[0]}")
+    disable.click()
+    person.driver.switch_to.alert.dismiss()
+    expect("dismissed, nothing is decided", person.text("#admin") == "nothing")
+    for state in ("disabled", "maintenance", "fenced", "enabled"):
+        field = person.driver.find_element(By.NAME, "reason")
+        field.clear()
+        field.send_keys(f"fan 2 {HOSTILE.splitlines()[0]}")
+        person.driver.find_element(By.CSS_SELECTOR, f"button[value={state}]").click()
+        person.driver.switch_to.alert.accept()
+        person.until(f"it is {state}", lambda state=state: person.text("#admin").startswith(f"{state} by "))
+        expect("the reason is text", "<script>" in person.text("#admin") and person.driver.title != "owned")
+
+
+def host_is_drained_by_its_plan(person: Person) -> None:
+    """The plan is shown, the drain asked for and followed to its end; its instance is elsewhere then."""
+    instance = person.boot(name="to move")
+    person.until("it is active", lambda: person.api(f"/api/v1/builds/{instance}")["state"] == "active")
+    name = person.api(f"/api/v1/builds/{instance}")["host"]
+    host = person.api(f"/api/v1/hosts/{name}")["host"]
+    person.open(f"/fleet/{host['uuid']}")
+    expect("the instance is on its page", instance in person.text("#holders"))
+    person.driver.find_element(By.LINK_TEXT, "Drain this host").click()
+    person.until("the plan is shown", lambda: instance in person.text("#plan"))
+    expect("nothing is begun by it", person.api(f"/api/v1/builds/{instance}")["host"] == name)
+    person.driver.find_element(By.NAME, "reason").send_keys("firmware")
+    person.driver.find_element(By.CSS_SELECTOR, "form.action button").click()
+    person.driver.switch_to.alert.accept()
+    person.until("its progress is shown", lambda: "/drains/" in person.driver.current_url)
+    person.until("it ends", lambda: person.text("#drain-state") == "ended")
+    expect("nothing failed", person.text("#drain-failed") == "0")
+    expect("it is elsewhere", person.api(f"/api/v1/builds/{instance}")["host"] != name)
+    person.open("/moves")
+    expect("the move is listed", instance in person.text() and "live-migrate" in person.text())
+
+
+def instance_is_stopped_and_started(person: Person) -> None:
+    """From its page; what was asked is listed there."""
+    instance = person.boot(name="power")
+    person.until("it is active", lambda: person.api(f"/api/v1/builds/{instance}")["state"] == "active")
+    for kind, condition in (("stop", "stopped"), ("start", "active")):
+        person.open(f"/builds/{instance}")
+        kinds = person.driver.find_element(By.NAME, "kind")
+        kinds.find_element(By.XPATH, f"option[text()='{kind}']").click()
+        person.driver.find_element(By.CSS_SELECTOR, "form.action button").click()
+        person.driver.switch_to.alert.accept()
+        person.until(
+            f"it is {condition}", lambda c=condition: c in person.text(".facts").lower().split("condition")[-1]
+        )
+    expect("why here is told", "chosen" in person.text("#scores"))
+
+
+def object_is_changed_after_a_look(person: Person) -> None:
+    """A flavor: first what would change, then the change; its log; and it is deleted."""
+    person.open("/objects/flavors")
+    person.driver.find_element(By.NAME, "name").send_keys("m1.page")
+    set_ = person.driver.find_element(By.CSS_SELECTOR, "button[value=set]")
+    expect("it cannot be made unseen", not set_.is_enabled())
+    person.driver.find_element(By.CSS_SELECTOR, "button[value=preview]").click()
+    person.until("what would change is shown", lambda: "memory_mb" in person.text("#difference"))
+    expect("nothing is changed by it", "m1.page" not in json.dumps(person.api("/api/v1/flavors")))
+    set_.click()
+    person.until("it is listed", lambda: "m1.page" in person.text())
+    person.driver.find_element(By.LINK_TEXT, "m1.page").click()
+    person.until("its form is open", lambda: "Version" in person.text())
+    body = person.driver.find_element(By.NAME, "body")
+    body.clear()
+    body.send_keys('{"vcpus": "many"}')
+    person.driver.find_element(By.CSS_SELECTOR, "button[value=preview]").click()
+    person.until("what is wrong is said", lambda: "object.invalid" in person.text("form [role=status]"))
+    person.driver.find_element(By.CSS_SELECTOR, "button[value=delete]").click()
+    person.driver.switch_to.alert.accept()
+    person.until("it is gone", lambda: person.text("h1") == "Objects" and "m1.page" in person.text("#log"))
+    expect("from the flavors", "m1.page" not in json.dumps(person.api("/api/v1/flavors")))
+
+
+def metal_says_what_is_held_back(person: Person) -> None:
+    """Ironic's nodes by provision state."""
+    person.open("/metal")
+    expect("the nodes are counted", "2 nodes" in person.text())
+    expect("their class is shown", "available" in person.text().lower())
+
+
+def system_shows_its_parts(person: Person) -> None:
+    """Cells, services, workers; no dead letters."""
+    person.open("/system")
+    for what in ("cell1", "cell2", "scheduler", "placement", "None."):
+        expect(f"{what} is shown", what in person.text())
+
+
 def keyboard_and_reader_find_their_way(person: Person) -> None:
     """The first tab skips to the content; every field has a name; each page has one heading of its own."""
-    for path in ("/", "/fleet", "/builds"):
+    for path in person.paths():
         person.open(path)
         person.driver.find_element(By.TAG_NAME, "body").send_keys(Keys.TAB)
         expect(f"{path}: skip link", person.driver.switch_to.active_element.get_attribute("class") == "skip")
         expect(f"{path}: one h1", len(person.driver.find_elements(By.TAG_NAME, "h1")) == 1)
-        for field in person.driver.find_elements(By.CSS_SELECTOR, "input, select, #map"):
+        for field in person.driver.find_elements(
+            By.CSS_SELECTOR, "input:not([type=hidden]), select, textarea, meter, progress, #map"
+        ):
             expect(f"{path}: {field.get_attribute('outerHTML')} has a name", field.accessible_name)
 
 
 def nothing_is_wider_than_a_telephone(person: Person) -> None:
     """A narrow window scrolls down, not sideways."""
     person.driver.set_window_size(*SIZES["narrow"])
-    for path in ("/", "/fleet", "/builds"):
+    for path in person.paths():
         person.open(path)
         wide = person.driver.execute_script("return document.documentElement.scrollWidth - window.innerWidth")
         expect(f"{path} is {wide} pixels too wide", wide <= 0)
@@ -239,6 +416,13 @@ STEPS = (
     now_shows_a_failure,
     fleet_shows_every_host,
     fleet_is_searched,
+    fleet_does_not_stutter,
+    host_is_disabled_and_enabled,
+    host_is_drained_by_its_plan,
+    instance_is_stopped_and_started,
+    object_is_changed_after_a_look,
+    metal_says_what_is_held_back,
+    system_shows_its_parts,
     build_is_followed_and_deleted,
     builds_are_searched,
     hostile_name_is_text,
@@ -248,15 +432,29 @@ STEPS = (
 )
 
 
-def take_pictures(person: Person, directory: Path) -> None:
-    """Screenshots of all pages, wide and narrow, light and dark."""
+def take_pictures(person: Person, directory: Path, schemes: tuple[str, ...]) -> None:
+    """Screenshots of all pages, wide and narrow."""
     directory.mkdir(parents=True, exist_ok=True)
     instance = person.boot(name="web-1")
     person.open(f"/builds/{instance}")
     person.until("it is active", lambda: person.text("#state") == "active")
-    pages = {"now": "/", "fleet": "/fleet", "builds": "/builds", "build": f"/builds/{instance}"}
+    host = person.api(f"/api/v1/hosts/{person.api(f'/api/v1/builds/{instance}')['host']}")["host"]["uuid"]
+    pages = {
+        "now": "/",
+        "fleet": "/fleet",
+        "host": f"/fleet/{host}",
+        "drain-plan": f"/fleet/{host}/drain",
+        "drain": f"/drains/{person.api('/api/v1/drains')[0]['id']}",
+        "builds": "/builds",
+        "build": f"/builds/{instance}",
+        "moves": "/moves",
+        "metal": "/metal",
+        "objects": "/objects",
+        "object": "/objects/flavors?name=m1.tiny",
+        "system": "/system",
+    }
     for size, (width, height) in SIZES.items():
-        for scheme in ("light", "dark"):
+        for scheme in schemes:
             person.driver.execute_cdp_cmd(
                 "Emulation.setEmulatedMedia", {"features": [{"name": "prefers-color-scheme", "value": scheme}]}
             )
@@ -274,6 +472,8 @@ def main() -> int:
     parser.add_argument("--hosts", type=int, default=400)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--pictures", type=Path)
+    parser.add_argument("--schemes", default="light,dark")
+    parser.add_argument("--only", help="so many steps by name, by commas; for who looks for a mistake")
     asked = parser.parse_args()
     directory = Path(tempfile.mkdtemp(prefix="berth-pages-"))
     directory.chmod(0o755)
@@ -284,13 +484,14 @@ def main() -> int:
     options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
     done: list[str] = []
     failed = ""
+    person: Person | None = None
     try:
         with berth_up(asked.berth, asked.hosts, directory) as (url, link):
             service = webdriver.ChromeService(shutil.which("chromedriver") or "chromedriver")
             driver = webdriver.Chrome(options=options, service=service)
             try:
                 person = Person(driver, url, link, asked.hosts // 2 * 2 + 2)
-                for step in STEPS:
+                for step in [one for one in STEPS if not asked.only or one.__name__ in asked.only.split(",")]:
                     began = time.monotonic()
                     step(person)
                     done.append(step.__name__)
@@ -299,7 +500,7 @@ def main() -> int:
                 complaints = [one for one in person.errors() if "422" not in one]  # the build of no flavor
                 expect(f"the browser complains: {complaints}", not complaints)
                 if asked.pictures:
-                    take_pictures(person, asked.pictures)
+                    take_pictures(person, asked.pictures, tuple(asked.schemes.split(",")))
             finally:
                 driver.quit()
     except Unexpected as error:
@@ -308,7 +509,8 @@ def main() -> int:
     finally:
         shutil.rmtree(directory, ignore_errors=True)
     if asked.json:
-        asked.json.write_text(json.dumps({"steps": len(done), "passed": not failed, "failed": failed}))
+        measured = {} if person is None else person.measured
+        asked.json.write_text(json.dumps({"steps": len(done), "passed": not failed, "failed": failed, **measured}))
     sys.stdout.write(f"{len(done)} of {len(STEPS)} steps passed\n")
     return 1 if failed else 0
 

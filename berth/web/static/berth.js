@@ -227,6 +227,15 @@ async function followMove(form, id) {
   }
 }
 
+// Another scheduler may answer than the one that decided: a page is loaded anew once that has heard of it.
+async function hostKnows(decision) {
+  for (let n = 0; n < 20; n++) {
+    const { ok, told } = await ask("GET", "/api/v1/hosts/" + decision.host_uuid);
+    if (ok && (told.host.admin?.version ?? 0) >= decision.version) return;
+    await new Promise((go) => setTimeout(go, 250));
+  }
+}
+
 function startAction(form) {
   form.addEventListener("submit", async (event) => {
     event.preventDefault();
@@ -238,6 +247,7 @@ function startAction(form) {
       const { ok, told, location: where, sentence } = await ask(form.dataset.method, form.dataset.path, body);
       if (!ok) return said(form, sentence, true);
       said(form, "Done.", false);
+      if (form.dataset.then === "host") await hostKnows(told);
       if (form.dataset.then === "move") await followMove(form, told.request_id);
       else if (form.dataset.then === "location") location.href = where.replace("/api/v1", "");
       else location.reload();

@@ -1,0 +1,167 @@
+"""The AsyncAPI 3 document of the bus, derived from the catalogue and the messages' own structs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from importlib import metadata
+from typing import Any
+
+import msgspec
+
+from bus.contracts.base import Message, Refusal, tag_of
+from bus.contracts.catalogue import COMMANDS, EVENTS, MESSAGES, REPLIES, MessageRow, Where
+from bus.wire import CAUSE, TRACEPARENT
+
+_SCHEMA = "#/components/schemas/{name}"
+REPLY_CHANNEL = "replies"
+_BUSES = {Where.API: "API bus", Where.CELL: "each cell's bus", Where.BOTH: "API bus and each cell's bus"}
+_BINDING = "0.3.0"
+
+_DESCRIPTION = """\
+Every bus (the API bus, and one bus a cell: a virtual host or broker of its own) has the topic exchanges `berth` for commands
+and `berth.events` for events. An operation `receive` is a command that berth takes; `send` is an event that berth says.
+Extensions: x-bus, where the message lives; x-owner, the worker that decides about it; x-publishers, who may say it;
+x-idempotency, what makes it safe to repeat."""
+
+
+def document(*, public: bool = False) -> dict[str, Any]:
+    """The document: all messages, or only those for programs that are not berth's."""
+    rows = [row for row in MESSAGES if row.public or not public]
+    replies = _replies(rows) if public else list(REPLIES)
+    kinds = list(dict.fromkeys([*(row.message for row in rows), *replies]))
+    schemas = _schemas(kinds)
+    channels = {_name(row.message): _channel(row) for row in rows}
+    channels[REPLY_CHANNEL] = {
+        "address": None,
+        "title": "Replies",
+        "description": "The queue that a request names in `reply-to`, by way of the default exchange.",
+        "messages": {_name(kind): _message_ref(kind) for kind in replies},
+        "bindings": {"amqp": {"is": "queue", "queue": {"exclusive": True}, "bindingVersion": _BINDING}},
+    }
+    return {
+        "asyncapi": "3.0.0",
+        "info": {
+            "title": "berth's bus",
+            "version": metadata.version("berth"),
+            "description": _DESCRIPTION,
+            "license": {"name": "Apache-2.0"},
+        },
+        "defaultContentType": "application/json",
+        "channels": channels,
+        "operations": {_name(row.message): _operation(row) for row in rows},
+        "components": {"schemas": schemas, "messages": {_name(kind): _message(kind) for kind in kinds}},
+    }
+
+
+def _replies(rows: Iterable[MessageRow]) -> list[type[Message]]:
+    return list(dict.fromkeys([Refusal, *(row.reply for row in rows if row.reply is not None)]))
+
+
+def _name(kind: type[Message]) -> str:
+    """The tag as a key of the document: `build.request.v1` is `build.request.v1` there, too."""
+    return tag_of(kind)
+
+
+def _message_ref(kind: type[Message]) -> dict[str, str]:
+    return {"$ref": f"#/components/messages/{_name(kind)}"}
+
+
+def _channel(row: MessageRow) -> dict[str, Any]:
+    parameters = [part[1:-1] for part in row.key.split(".") if part.startswith("{")]
+    channel: dict[str, Any] = {
+        "address": row.key,
+        "title": row.tag,
+        "description": f"{_BUSES[row.where]}, exchange `{row.exchange}`, routing key `{row.key}`.",
+        "messages": {_name(row.message): _message_ref(row.message)},
+        "bindings": {
+            "amqp": {
+                "is": "routingKey",
+                "exchange": {"name": row.exchange, "type": "topic", "durable": True, "autoDelete": False},
+                "bindingVersion": _BINDING,
+            }
+        },
+        "x-bus": row.where.value,
+    }
+    if parameters:
+        channel["parameters"] = {
+            name: {"description": f"The message's own field `{name}`.", "location": f"$message.payload#/{name}"}
+            for name in parameters
+        }
+    if row.batch_key:
+        channel["x-batch-key"] = row.batch_key
+    return channel
+
+
+def _operation(row: MessageRow) -> dict[str, Any]:
+    channel = {"$ref": f"#/channels/{_name(row.message)}"}
+    operation: dict[str, Any] = {
+        "action": "receive" if row.exchange == COMMANDS else "send",
+        "channel": channel,
+        "messages": [{"$ref": f"#/channels/{_name(row.message)}/messages/{_name(row.message)}"}],
+        "summary": _doc(row.message).partition("\n")[0],
+        "tags": [{"name": "for clients" if row.public else "between berth's own parts"}],
+        "bindings": {
+            "amqp": {
+                "deliveryMode": 2 if row.persistent else 1,
+                "mandatory": row.mandatory,
+                "bindingVersion": _BINDING,
+            }
+        },
+        "x-owner": row.owner,
+        "x-publishers": list(row.publishers),
+        "x-idempotency": row.idempotency,
+    }
+    if row.reply is not None:
+        operation["reply"] = {
+            "address": {"location": "$message.header#/reply-to", "description": "Leave it out to get no answer."},
+            "channel": {"$ref": f"#/channels/{REPLY_CHANNEL}"},
+            "messages": [
+                {"$ref": f"#/channels/{REPLY_CHANNEL}/messages/{_name(kind)}"} for kind in (row.reply, Refusal)
+            ],
+        }
+    assert row.exchange in (COMMANDS, EVENTS), row
+    return operation
+
+
+def _message(kind: type[Message]) -> dict[str, Any]:
+    text = _doc(kind)
+    return {
+        "name": tag_of(kind),
+        "title": kind.__name__,
+        "summary": text.partition("\n")[0],
+        "description": text,
+        "contentType": "application/json",
+        "headers": {
+            "type": "object",
+            "properties": {
+                CAUSE: {"type": "string", "description": "The request or state change that led to this message."},
+                TRACEPARENT: {"type": "string", "description": "W3C trace context."},
+            },
+        },
+        "payload": {"$ref": _SCHEMA.format(name=kind.__name__)},
+        "bindings": {"amqp": {"messageType": tag_of(kind), "bindingVersion": _BINDING}},
+    }
+
+
+def _schemas(kinds: Sequence[type[Message]]) -> dict[str, Any]:
+    _, components = msgspec.json.schema_components(kinds, ref_template=_SCHEMA)
+    plain: dict[str, Any] = _as_draft_7(components)
+    return plain
+
+
+def _as_draft_7(schema: Any) -> Any:
+    """AsyncAPI's schema objects are JSON Schema draft 7: a tuple's items have another word there."""
+    if isinstance(schema, list):
+        return [_as_draft_7(one) for one in schema]
+    if not isinstance(schema, dict):
+        return schema
+    plain = {key: _as_draft_7(value) for key, value in schema.items()}
+    if "prefixItems" in plain:
+        rest = plain.pop("items", False)
+        plain["items"] = plain.pop("prefixItems")
+        plain["additionalItems"] = rest
+    return plain
+
+
+def _doc(kind: type[Message]) -> str:
+    return "\n".join(line.strip() for line in (kind.__doc__ or "").strip().splitlines())
