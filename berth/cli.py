@@ -46,6 +46,7 @@ COMMANDS = {
     "check": ("check", "check"),
     "web": ("web", "web"),
     "permissions": ("permissions", "permissions"),
+    "asyncapi": ("asyncapi", "asyncapi"),
     "flavors": ("objects", "flavors"),
     "aggregates": ("objects", "aggregates"),
     "quotas": ("objects", "quotas"),

@@ -18,10 +18,10 @@ _BUSES = {Where.API: "API bus", Where.CELL: "each cell's bus", Where.BOTH: "API 
 _BINDING = "0.3.0"
 
 _DESCRIPTION = """\
-Every bus (the API bus, and one bus a cell: a virtual host or broker of its own) has the topic exchanges `berth` for commands
-and `berth.events` for events. An operation `receive` is a command that berth takes; `send` is an event that berth says.
-Extensions: x-bus, where the message lives; x-owner, the worker that decides about it; x-publishers, who may say it;
-x-idempotency, what makes it safe to repeat."""
+Every bus (the API bus, and one bus a cell: a virtual host or broker of its own) has the topic exchanges `berth` for
+commands and `berth.events` for events. An operation `receive` is a command that berth takes; `send` is an event that
+berth says. Extensions: x-bus, where the message lives; x-owner, the worker that decides about it; x-publishers, who may
+say it; x-idempotency, what makes it safe to repeat."""
 
 
 def document(*, public: bool = False) -> dict[str, Any]:
@@ -151,7 +151,7 @@ def _schemas(kinds: Sequence[type[Message]]) -> dict[str, Any]:
 
 def _as_draft_7(schema: Any) -> Any:
     """AsyncAPI's schema objects are JSON Schema draft 7: a tuple's items have another word there."""
-    if isinstance(schema, list):
+    if isinstance(schema, list | tuple):
         return [_as_draft_7(one) for one in schema]
     if not isinstance(schema, dict):
         return schema

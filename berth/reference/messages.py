@@ -54,7 +54,9 @@ CELL_WORKERS = ("cell_conductor", "compute_sim")
 HEAD = f"""\
 # Messages
 
-Derived from `bus/contracts/catalogue/` by `scripts/docs`; do not edit by hand.
+Derived from `bus/contracts/catalogue/` by `scripts/docs`; do not edit by hand. The same as an AsyncAPI 3 document:
+`berth asyncapi` prints it (`--public`: without what berth's own parts say to each other), and
+[`berth web`](../howto/web.md) serves it at `/api/v1/asyncapi.json`.
 
 Every bus (the API bus, and one bus a cell: a virtual host or broker of its own) has a topic exchange `{COMMANDS}` for
 commands (publish with `mandatory`: a command that no queue takes is an error), `{EVENTS}` for events (which may have

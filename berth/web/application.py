@@ -17,6 +17,7 @@ from starlette.routing import BaseRoute, Mount, Route
 from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from berth.reference.asyncapi import document as asyncapi_document
 from berth.settings import Settings
 from berth.web.access import Access
 from berth.web.api import API_ROOT, WebApi, json_response
@@ -148,17 +149,20 @@ def application(
         WebMetal(metal),
     )
     routes_of_api = [route for part in parts for route in part.routes()]
-    described = document(routes_of_api)
+    described, of_the_bus = document(routes_of_api), asyncapi_document()
 
     async def openapi(_: Request) -> Response:
         return json_response(described)
+
+    async def asyncapi(_: Request) -> Response:
+        return json_response(of_the_bus)
 
     async def healthz(_: Request) -> Response:
         return json_response({"alive": True})
 
     routes: list[BaseRoute] = [
         Route("/healthz", healthz),
-        Mount(API_ROOT, routes=[*routes_of_api, Route("/openapi.json", openapi)]),
+        Mount(API_ROOT, routes=[*routes_of_api, Route("/openapi.json", openapi), Route("/asyncapi.json", asyncapi)]),
         *pages.routes(),
         *for_operators.routes(),
         Mount("/static", StaticFiles(directory=str(resources.files("berth.web") / "static"))),

@@ -1,0 +1,20 @@
+"""`berth asyncapi`: the AsyncAPI document of the bus."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from berth.commands.common import print_json
+from berth.reference.asyncapi import document
+
+
+def asyncapi(
+    public: Annotated[bool, typer.Option("--public", help="Only messages for programs that are not berth's.")] = False,
+) -> None:
+    """Print the AsyncAPI 3 document of the bus: every message, its key, its fields and its answer.
+
+    It is derived from the catalogue. `berth web` serves it at /api/v1/asyncapi.json.
+    """
+    print_json(document(public=public))
