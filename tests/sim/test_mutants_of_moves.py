@@ -1,17 +1,42 @@
-"""Deliberate defects of moves are found: each by the seed on record, or another of the first with moves in it."""
+"""Deliberate defects of moves are found: each by the seed on record, or another of the first with moves in it.
+
+Those that no seed has found are found by a test of the table of states.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
 
 import pytest
 
 from berth.sim.draw import plan_of
 from berth.sim.run import simulate
 from berth.sim.widening import Widening
-from tests.sim.mutants_of_moves import FOUND_BY, MUTANTS_OF_MOVES
+from cell_conductor.domain.instance import State
+from tests.sim.mutants_of_moves import FOUND_BY, FOUND_BY_THE_TABLE, MUTANTS_OF_MOVES
+from tests.unit.conductor import test_table_moves as table
 
 MOVES = frozenset({Widening.MOVES})
 MAX_SEEDS = 30
 MUTANTS = {mutant.__name__: mutant for mutant in MUTANTS_OF_MOVES}
+OF_THE_TABLE = {mutant.__name__: mutant for mutant in FOUND_BY_THE_TABLE}
+TESTS: dict[str, Callable[[], None]] = {
+    "migration_of_a_deleted_instance_forgotten": partial(
+        table.test_a_delete_in_every_state_destroys_both_and_releases_both, "resized"
+    ),
+    "delete_does_not_await_the_claim": partial(
+        table.test_a_delete_in_every_state_destroys_both_and_releases_both, "claiming"
+    ),
+    "delete_does_not_await_the_destination": partial(
+        table.test_a_delete_in_every_state_destroys_both_and_releases_both, "finishing"
+    ),
+    "machine_under_change_not_wanted": partial(
+        table.test_a_machine_that_is_being_changed_is_wanted_where_it_is, State.RESTARTING
+    ),
+    "late_answers_believed": table.test_a_source_that_does_not_hand_over_is_started_again,
+    "stopped_machine_started_by_its_move": table.test_a_stopped_machine_is_stopped_where_it_has_been_moved_to,
+}
 
 
 @pytest.mark.timeout(900)
@@ -29,3 +54,15 @@ def test_a_defect_of_moves_is_found(name: str) -> None:
 def test_without_a_defect_the_same_seeds_find_nothing(seed: int) -> None:
     result = simulate(seed, MOVES)
     assert result.breach == "", result.detail
+
+
+@pytest.mark.parametrize("name", sorted(OF_THE_TABLE))
+def test_a_defect_that_no_seed_finds_is_found_by_a_test_of_the_table(name: str) -> None:
+    TESTS[name]()
+    with OF_THE_TABLE[name](), pytest.raises(AssertionError):
+        TESTS[name]()
+
+
+def test_each_of_twenty_five_defects_is_found() -> None:
+    assert len(FOUND_BY) + len(TESTS) == len(MUTANTS) + len(OF_THE_TABLE) == 25
+    assert (set(FOUND_BY), set(TESTS)) == (set(MUTANTS), set(OF_THE_TABLE))

@@ -606,3 +606,31 @@ def test_a_refusal_is_on_disk_before_its_request_is_acknowledged() -> None:
     assert said(*refusal.commands) == [(MoveKind.STOP, MoveState.REFUSED, True, "instance.resized")]
     outgoing = [OutboxMessage("c", message, UUID) for message in refusal.commands]
     assert not _may_be_redone(Transition({UUID: refusal.instance}, outgoing, Counter(), []))
+
+
+@pytest.mark.parametrize("state", [State.CHANGING, State.RESTARTING])
+def test_a_machine_that_is_being_changed_is_wanted_where_it_is(state: State) -> None:
+    """A report that lists it comes while it is being stopped, or started again after a move that was undone."""
+    made = begun(MoveKind.STOP) if state is State.CHANGING else begun(MoveKind.MIGRATE, 2)
+    if state is State.RESTARTING:
+        made.tell(claimed())
+        made.end(2, 2)
+        made.end(1, 1, done=False, code="broken", runs=True)
+        made.tell(e.Reverted(at=205.0, attempt=3))
+    assert made.instance.state is state
+    assert not is_over(made.instance, 1, host(1))
+    made.tell(e.HostRuns(at=206.0, attempt=1, host_uuid=host(1), service="s1", seen_at=206.0))
+    assert (made.instance.state, made.destroys) == (state, [])
+
+
+def test_a_stopped_machine_is_stopped_where_it_has_been_moved_to() -> None:
+    made = begun(MoveKind.STOP)
+    made.end(1, 1, runs=False)
+    made.tell(request(MoveKind.MIGRATE, 2, request_id=OTHER), claimed())
+    made.end(2, 2)
+    made.end(1, 1, runs=False)
+    (spawn,) = made.spawns
+    assert spawn.origin is not None
+    assert not spawn.origin.runs
+    made.tell(spawned(attempt=2, at=210.0))
+    assert (made.instance.state, made.instance.power) == (State.RESIZED, Power.STOPPED)
