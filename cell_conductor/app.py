@@ -13,7 +13,7 @@ from bus.service.service import Service
 
 from .config import ConductorConfig
 from .engine import Engine
-from .handlers import HostHandlers, RequestHandlers
+from .handlers import GIVEN_UP_QUEUE, HostHandlers, RequestHandlers
 from .lease_keeper import LeaseKeeper
 from .side_tasks import ReportRequester, purge_forever, sweep_forever
 from .store.port import InstanceStore
@@ -51,7 +51,7 @@ def build(env: Environment, config: ConductorConfig, cell: str, *, store: Instan
     reporter = ReportRequester(bus, env.clock, config)
 
     async def declare() -> None:
-        for queue in (ANNOUNCED_TO, REQUESTS, RESULTS, HOSTS, LEASES):
+        for queue in (ANNOUNCED_TO, REQUESTS, GIVEN_UP_QUEUE, RESULTS, HOSTS, LEASES):
             await bus.declare(queue)
 
     service.add_resource(store.open, store.close)
@@ -63,7 +63,11 @@ def build(env: Environment, config: ConductorConfig, cell: str, *, store: Instan
     service.add_task("retention", lambda: purge_forever(store, env.clock, config))
     service.add_task("reports", reporter.run)
     service.add_task("leases", lambda: keeper.run(engine))
-    for queue, handler in ((REQUESTS, requests.requests), (RESULTS, requests.results)):
+    for queue, handler in (
+        (REQUESTS, requests.requests),
+        (GIVEN_UP_QUEUE, requests.given_up),
+        (RESULTS, requests.results),
+    ):
         consumer = bus.consumer(
             queue, handler, max_batch=config.max_batch, concurrency=config.concurrency, prefetch=config.prefetch
         )

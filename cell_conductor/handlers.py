@@ -8,7 +8,9 @@ import structlog
 
 from bus.bus import Bus
 from bus.clock import Clock
+from bus.consuming.given_up import GIVEN_UP_UNSAID, given_up_of
 from bus.consuming.outcome import Done, Outcome, Received, Refuse
+from bus.contracts.base import Refusal
 from bus.contracts.cell import CellBuild, CellDelete, ComputeHosts, ComputeOutcome, ComputeResult
 from bus.contracts.moves import CellMove, MachineChanged
 
@@ -34,10 +36,11 @@ from .store.port import InstanceStore
 log = structlog.get_logger(__name__)
 
 DONE = Done()
+GIVEN_UP_QUEUE = "conductor.given_up"
 
 
 class RequestHandlers:
-    """Queues conductor.requests and conductor.results: requests for instances, and results of attempts."""
+    """Queues conductor.requests, .given_up and .results: requests for instances, and results of attempts."""
 
     def __init__(self, engine: Engine, clock: Clock) -> None:
         self._engine = engine
@@ -46,6 +49,13 @@ class RequestHandlers:
     async def requests(self, batch: Sequence[Received]) -> Sequence[Outcome]:
         """CellBuild, CellMove and CellDelete."""
         return await self._take(batch, "requests")
+
+    async def given_up(self, batch: Sequence[Received]) -> Sequence[Outcome]:
+        """Queue conductor.given_up: a build or a move that was given up ends with one event, and is not begun.
+
+        A delete is tried once more, without the messages that it came with.
+        """
+        return await self._take(batch, "given_up")
 
     async def results(self, batch: Sequence[Received]) -> Sequence[Outcome]:
         """ComputeResult and MachineChanged."""
@@ -141,13 +151,16 @@ def _instance_event(received: Received, at: float) -> InstanceEvent | None:
     message, meta = received.message, received.meta
     if isinstance(message, CellBuild):
         uuid = message.spec.instance_uuid
-        return InstanceEvent(uuid, build_asked(message, at, meta.cause or uuid), meta.id, meta.cause)
+        return InstanceEvent(
+            uuid, build_asked(message, at, meta.cause or uuid, _given_up(received)), meta.id, meta.cause
+        )
     if isinstance(message, CellDelete):
         uuid = message.instance_uuid
         return InstanceEvent(uuid, DeleteAsked(at=at, cause=meta.cause or uuid), meta.id, meta.cause)
     if isinstance(message, CellMove):
         uuid = message.instance_uuid
-        moved = MoveAsked(at=at, request=message, cause=meta.cause or message.request_id)
+        cause = meta.cause or message.request_id
+        moved = MoveAsked(at=at, request=message, cause=cause, given_up=_given_up(received))
         return InstanceEvent(uuid, moved, meta.id, meta.cause)
     if isinstance(message, MachineChanged):
         ended = ChangeEnded(
@@ -168,7 +181,12 @@ def _instance_event(received: Received, at: float) -> InstanceEvent | None:
     return None
 
 
-def build_asked(message: CellBuild, at: float, cause: str) -> BuildAsked:
+def _given_up(received: Received) -> Refusal | None:
+    """Why a request is not carried out any more; None: it is."""
+    return given_up_of(received) or (GIVEN_UP_UNSAID if received.queue == GIVEN_UP_QUEUE else None)
+
+
+def build_asked(message: CellBuild, at: float, cause: str, given_up: Refusal | None = None) -> BuildAsked:
     """The event that a CellBuild brings."""
     return BuildAsked(
         at=at,
@@ -181,6 +199,7 @@ def build_asked(message: CellBuild, at: float, cause: str) -> BuildAsked:
         stamps=message.stamps,
         server_group=message.server_group,
         limits=message.limits,
+        given_up=given_up,
     )
 
 

@@ -7,13 +7,14 @@ from collections.abc import Sequence
 from msgspec import structs
 
 from bus.clock import Clock
+from bus.consuming.given_up import GIVEN_UP_UNSAID, given_up_of
 from bus.consuming.outcome import Done, Outcome, Received
 from bus.contracts.build import BuildRequest, DeleteRequest
 from bus.contracts.moves import MoveRequest
 from scheduler_worker.config import SchedulerConfig
 from scheduler_worker.domain.deletes import pending_delete
 from scheduler_worker.domain.moves import PendingMove, pending_move
-from scheduler_worker.domain.pending import GIVEN_UP_UNSAID, FlavorAccess, PendingBuild, given_up_of, pending_build
+from scheduler_worker.domain.pending import FlavorAccess, PendingBuild, pending_build
 from scheduler_worker.engine import SchedulingEngine
 from scheduler_worker.moves import MoveEngine
 from scheduler_worker.retention import max_request_age_s

@@ -14,11 +14,11 @@ from msgspec import Struct
 from berth.settings import Settings
 from bus.consuming import dead_letters
 from bus.consuming.dead_letters import DeadLetter
+from bus.consuming.given_up import EXPIRED
 from bus.contracts.base import tag_of
 from bus.contracts.cell import CellBuild
 from bus.contracts.placement import Claim, Swap
 from bus.port import Transport
-from scheduler_worker.domain.pending import EXPIRED
 from scheduler_worker.retention import CLOCK_SLACK_S
 
 KEPT_S: Mapping[str, Callable[[Settings], float]] = {

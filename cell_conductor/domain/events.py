@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from msgspec import Struct
 
+from bus.contracts.base import Refusal
 from bus.contracts.cell import InstanceSpec, Selection
 from bus.contracts.groups import ServerGroup
 from bus.contracts.moves import CellMove
@@ -20,7 +21,10 @@ class Event(Struct, frozen=True, kw_only=True):
 
 
 class BuildAsked(Event, frozen=True, kw_only=True):
-    """The scheduler hands over a build whose first selection is claimed under attempt 1."""
+    """The scheduler hands over a build whose first selection is claimed under attempt 1.
+
+    given_up: why its queue has given the message up, or is about to; None: it does not.
+    """
 
     spec: InstanceSpec
     selections: tuple[Selection, ...]
@@ -31,6 +35,7 @@ class BuildAsked(Event, frozen=True, kw_only=True):
     stamps: Stamps | None = None
     server_group: ServerGroup | None = None
     limits: dict[str, int] = {}
+    given_up: Refusal | None = None
 
 
 class DeleteAsked(Event, frozen=True, kw_only=True):
@@ -111,10 +116,11 @@ class Reverted(Event, frozen=True, kw_only=True):
 
 
 class MoveAsked(Event, frozen=True, kw_only=True):
-    """Something is to be done with the instance."""
+    """Something is to be done with the instance. given_up: as of a BuildAsked."""
 
     request: CellMove
     cause: str = ""
+    given_up: Refusal | None = None
 
 
 class ChangeEnded(Event, frozen=True, kw_only=True):

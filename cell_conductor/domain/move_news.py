@@ -120,6 +120,17 @@ def refuse_unknown(instance: Instance, event: MoveAsked, timeouts: Timeouts) -> 
     return Step(instance, (said,))
 
 
+def refuse_given_up(instance: Instance, event: MoveAsked, timeouts: Timeouts) -> Step:
+    """Its message was given up, so it is not begun; unless it has been: then that is how it goes on, or has ended."""
+    why, move = event.given_up, instance.move
+    assert why is not None
+    if instance.spec is None:
+        return refuse_unknown(instance, event, timeouts)
+    if move is not None and event.request.request_id in (move.request_id, move.by):
+        return Step(instance)
+    return repeat_end(instance, event, timeouts) or refuse_request(instance, event, timeouts, why.code, why.reason)
+
+
 def refuse(instance: Instance, event: MoveAsked, timeouts: Timeouts) -> Step:
     """Not in this state; a copy of a request that has ended is answered as it was."""
     if instance.spec is None:

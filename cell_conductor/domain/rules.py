@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from msgspec import Struct
 from msgspec.structs import replace
 
-from bus.contracts.base import MAX_REASON, Message
+from bus.contracts.base import MAX_REASON, Message, Refusal
 from bus.contracts.build import AttemptRecord, BuildEvent, BuildState
 from bus.contracts.cell import Destroy, Selection, Spawn
 from bus.contracts.placement import ClaimOutcome
@@ -79,6 +79,8 @@ def ignore(instance: Instance, event: object, timeouts: Timeouts) -> Step:
 def start_build(instance: Instance, event: BuildAsked, timeouts: Timeouts) -> Step:
     """The first selection, claimed under attempt 1, is commanded; unless its service is down and another's is not."""
     adopted = _adopt(instance, event)
+    if event.given_up is not None:
+        return _end_unbuilt(adopted, event.given_up, event.at, timeouts)
     if timeouts.set_back_at and event.requested_at < timeouts.set_back_at + CLOCKS_APART_S:
         # It may have been handed in before, to what the database has forgotten: its host is asked, and waited for.
         return _spawn(replace(adopted, doubted=True), event.at, timeouts)
@@ -89,6 +91,12 @@ def start_build(instance: Instance, event: BuildAsked, timeouts: Timeouts) -> St
     # nevertheless (the database was set back to before this build), it is kept: see `proof.is_over`.
     passed = _with_attempt(adopted, NOT_TRIED, at=event.at, code=down.code, reason=down.reason)
     return Step(ask(_without_down(passed, event.at, timeouts), State.RECLAIMING, event.at, timeouts))
+
+
+def _end_unbuilt(instance: Instance, why: Refusal, at: float, timeouts: Timeouts) -> Step:
+    """Its message was given up: nothing is commanded, its claim is released, and it ends failed."""
+    passed = _with_attempt(instance, NOT_TRIED, at=at, code=why.code, reason=why.reason)
+    return Step(ask(replace(passed, code=why.code, reason=cut(why.reason)), State.GIVING_UP, at, timeouts))
 
 
 def restart_build(instance: Instance, event: BuildAsked, timeouts: Timeouts) -> Step:

@@ -199,7 +199,7 @@ MOVES: Mapping[State, Mapping[type[Event], Rule | None]] = {
 # a deadline, and Claimed, ClaimRefused and Released only after the state that asks for them was once entered.
 TABLE: Mapping[State, Mapping[type[Event], Rule | None]] = {
     State.ABSENT: {
-        BuildAsked: Rule(rules.start_build, (State.BUILDING, State.RECLAIMING)),
+        BuildAsked: Rule(rules.start_build, (State.BUILDING, State.RECLAIMING, State.GIVING_UP)),
         DeleteAsked: Rule(rules.tombstone, (State.TOMBSTONE,)),
         Spawned: IGNORE,  # no record proves nothing: the database may be new, another's, or older than the machine
         SpawnFailed: IGNORE,
@@ -318,7 +318,7 @@ TABLE: Mapping[State, Mapping[type[Event], Rule | None]] = {
         Reverted: IGNORE,
     },
     State.FAILED: {
-        BuildAsked: Rule(rules.restart_build, (State.BUILDING, State.RECLAIMING)),
+        BuildAsked: Rule(rules.restart_build, (State.BUILDING, State.RECLAIMING, State.GIVING_UP)),
         DeleteAsked: Rule(rules.end_deleted, (State.DELETED,)),
         Spawned: DESTROY_ORPHAN,
         SpawnFailed: IGNORE,
@@ -397,6 +397,8 @@ def step(instance: Instance, event: Event, timeouts: Timeouts) -> Step:
     if isinstance(event, Claimed) and event.attempt > instance.last_attempt + (instance.state in MAY_HAVE_ASKED):
         # A claim that no record of ours has requested would leak: no worker would ever release it.
         raise IllegalStep(f"claim of attempt {event.attempt} while {instance.state}: {instance!r}")
+    if isinstance(event, MoveAsked) and event.given_up is not None:
+        return move_news.refuse_given_up(instance, event, timeouts)
     stepped = rule.apply(instance, event, timeouts)
     after = stepped.instance.state
     assert after is instance.state or after in rule.to, (rule.name, instance.state, after)

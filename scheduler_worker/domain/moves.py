@@ -13,6 +13,7 @@ import msgspec
 from msgspec import Struct
 from msgspec.structs import replace
 
+from bus.consuming.given_up import given_up_of
 from bus.consuming.outcome import Done, Outcome, Received, Retry
 from bus.contracts.base import MAX_REASON, Refusal, Uuid
 from bus.contracts.build import AttemptRecord, BuildRequest, BuildState, FunnelStep, TimelineEntry
@@ -30,7 +31,7 @@ from bus.contracts.moves import (
 )
 from bus.wire import Malformed
 from scheduler_worker.domain.builds import Author, RecordedBuild
-from scheduler_worker.domain.pending import DUPLICATE, TOO_OLD, FlavorAccess, given_up_of
+from scheduler_worker.domain.pending import DUPLICATE, TOO_OLD, FlavorAccess
 
 # The scheduler's own sequence numbers of a request's events; a conductor's begin above them.
 MALFORMED, SCHEDULED, DECIDED = 0, 2, 3

@@ -9,19 +9,15 @@ from typing import Protocol
 import msgspec
 from msgspec import Struct
 
+from bus.consuming.given_up import given_up_of
 from bus.consuming.outcome import Done, Outcome, Received, Retry
 from bus.contracts.base import MAX_REASON, Refusal
 from bus.contracts.build import BuildAccepted, BuildEvent, BuildRequest, BuildState
 from bus.contracts.stages import Stamps
-from bus.wire import BROKERS
 from scheduler_worker.domain.attempt import CONSUMER_CHANGED, HostClaimed
 from scheduler_worker.domain.builds import ACCEPTED, DECIDED, MALFORMED, Author, BuildStatus, NewBuild, RecordedBuild
 from scheduler_worker.domain.deletes import UNKNOWN
 
-EXPIRED = f"{BROKERS}expired"
-EXHAUSTED = "delivery.exhausted"
-GIVEN_UP = "delivery.given_up"
-GIVEN_UP_UNSAID = Refusal(code=GIVEN_UP, reason="its queue gave it up; its dead letter tells why")
 TOO_OLD = "request.too_old"
 DUPLICATE = "request.duplicate"
 
@@ -104,17 +100,6 @@ def pending_build(
         given_up=given_up_of(received),
         refusal=refusal,
     )
-
-
-def given_up_of(received: Received) -> Refusal | None:
-    """Why the queue of a request has given it up, or is about to; None: it does not."""
-    if received.given_up == EXPIRED:
-        return Refusal(code=EXPIRED, reason="it waited longer than the expiration that its publisher gave it")
-    if received.exhausted or received.given_up == f"{BROKERS}delivery_limit":
-        return Refusal(code=EXHAUSTED, reason="it was delivered to several schedulers, and none of them finished it")
-    if received.given_up:
-        return Refusal(code=GIVEN_UP, reason=f"a scheduler gave it up; its dead letter tells why ({received.given_up})")
-    return None
 
 
 def new_build(pending: PendingBuild, author: Author) -> NewBuild:

@@ -131,6 +131,14 @@ QUEUES: tuple[QueueRow, ...] = (
         retry_s=RETRY_S,
     ),
     QueueRow(
+        name="conductor.given_up",
+        where=Where.CELL,
+        kind=QueueKind.DURABLE,
+        consumer="cell_conductor",
+        bindings=((DEAD, "conductor.requests"),),
+        retry_s=RETRY_S,
+    ),
+    QueueRow(
         name="conductor.results",
         where=Where.CELL,
         kind=QueueKind.DURABLE,

@@ -23,6 +23,7 @@ from bus.contracts.cell import (
     Selection,
     Spawn,
 )
+from bus.contracts.moves import MoveEvent
 from bus.contracts.placement import Claim, ClaimOutcome, ClaimResult, Release, ReleaseResult
 from bus.memory import MemoryBroker, MemoryTransport
 from bus.persistence.database import Database
@@ -69,6 +70,7 @@ class Neighbours:
         self.spawns: list[Spawn] = []
         self.destroys: list[Destroy] = []
         self.events: list[BuildEvent] = []
+        self.moves: list[MoveEvent] = []
         self.changed = asyncio.Condition()
         self.bus: Bus
 
@@ -157,6 +159,7 @@ class Neighbours:
 
     async def scheduler(self, batch: Sequence[Received]) -> Sequence[Outcome]:
         self.events += [received.message for received in batch if isinstance(received.message, BuildEvent)]
+        self.moves += [received.message for received in batch if isinstance(received.message, MoveEvent)]
         async with self.changed:
             self.changed.notify_all()
         return [Done()] * len(batch)
@@ -206,6 +209,7 @@ class Cell:
             self.around.bus.consumer("compute.{service}", self.around.compute, service="s1"),
             self.around.bus.consumer("scheduler.builds", self.around.scheduler),
             self.bus.consumer("conductor.requests", requests.requests),
+            self.bus.consumer("conductor.given_up", requests.given_up),
             self.bus.consumer("conductor.results", requests.results),
             self.bus.consumer("conductor.hosts.{process}", self.hosts.hosts, process="conductor"),
         ):

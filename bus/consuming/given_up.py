@@ -1,0 +1,23 @@
+"""Why a message is given up, in the words for the client whose request it is."""
+
+from __future__ import annotations
+
+from bus.consuming.outcome import Received
+from bus.contracts.base import Refusal
+from bus.wire import BROKERS
+
+EXPIRED = f"{BROKERS}expired"
+EXHAUSTED = "delivery.exhausted"
+GIVEN_UP = "delivery.given_up"
+GIVEN_UP_UNSAID = Refusal(code=GIVEN_UP, reason="its queue gave it up; its dead letter tells why")
+
+
+def given_up_of(received: Received) -> Refusal | None:
+    """Why the queue of a request has given it up, or is about to; None: it does not."""
+    if received.given_up == EXPIRED:
+        return Refusal(code=EXPIRED, reason="it waited longer than the expiration that its publisher gave it")
+    if received.exhausted or received.given_up == f"{BROKERS}delivery_limit":
+        return Refusal(code=EXHAUSTED, reason="it was delivered to several processes, and none of them finished it")
+    if received.given_up:
+        return Refusal(code=GIVEN_UP, reason=f"a worker gave it up; its dead letter tells why ({received.given_up})")
+    return None
