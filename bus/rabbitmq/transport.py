@@ -19,6 +19,7 @@ from bus.port import BusError, BusForbidden, BusUnavailable, Delivery, Outgoing,
 from bus.rabbitmq.address import parse_bus_url
 from bus.rabbitmq.delivery import Acks, RabbitDelivery
 from bus.rabbitmq.errors import translated
+from bus.rabbitmq.receiving import hand_over_at_once
 from bus.rabbitmq.session import RPC_TIMEOUT_S, Session, is_there
 from bus.retrying import RECONNECT, SET_UP, Backoff, Retrying
 from bus.topology import MARK, QueueNames, QueuePlan, foreign_plan, plan, reply_plan
@@ -75,6 +76,7 @@ class RabbitSubscription:
             else:
                 self._on_delivery(delivery)
 
+        hand_over_at_once(channel, on_message)
         with translated():
             await channel.basic_qos(prefetch_count=self._prefetch, timeout=RPC_TIMEOUT_S)
             answer = await channel.basic_consume(self.queue, on_message, timeout=RPC_TIMEOUT_S)  # type: ignore[arg-type]
