@@ -38,8 +38,8 @@ class SystemClock:
 
 
 def shared_delay_s(now: float, every_s: float) -> float:
-    """Seconds until the next multiple of `every_s` on the machine's clock (now: seconds since the epoch) that is at
-    least half of it away, so between a half and one and a half of it.
+    """Seconds until the next multiple of `every_s` on the machine's clock that is at least half of it away, so between
+    a half and one and a half of it. now: the running loop's time, which all processes of a machine share.
 
     Work that nothing waits for is done at these times by all processes of a machine: one wake-up of the broker and of
     the database, and one flush, serves all of them.

@@ -8,7 +8,6 @@ processes of a machine, so that one flush of the disk serves all of them.
 from __future__ import annotations
 
 import asyncio
-import time
 from typing import Protocol
 
 from bus.clock import shared_delay_s
@@ -62,7 +61,7 @@ class GroupFlush:
 
     async def _flush(self) -> None:
         while self._waiting:
-            await asyncio.sleep(shared_delay_s(time.time(), GATHER_S))
+            await asyncio.sleep(shared_delay_s(asyncio.get_running_loop().time(), GATHER_S))
             waiting, self._waiting = self._waiting, []
             try:
                 await self._database.flush()

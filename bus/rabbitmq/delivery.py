@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import struct
-import time
 from collections.abc import Mapping
 
 from aiormq.abc import AbstractChannel, ChannelFrame, DeliveredMessage
@@ -51,8 +50,8 @@ class Acks:
             if now or len(self._acked) >= self._at_most:
                 self._flush_soon()
             elif self._timer is None:
-                delay_s = shared_delay_s(time.time(), LINGER_S)
-                self._timer = asyncio.get_running_loop().call_later(delay_s, self._send)
+                loop = asyncio.get_running_loop()
+                self._timer = loop.call_later(shared_delay_s(loop.time(), LINGER_S), self._send)
 
     def nack(self, tag: int, *, requeue: bool) -> None:
         """One is given back, or given up."""
