@@ -136,7 +136,7 @@ def p50(name: str, run: Callable[[], int], times: int = 15) -> None:
 
 def groups(*resources: dict[str, int]) -> tuple[Group, ...]:
     """Numbered groups."""
-    return tuple(Group(suffix=f"_{number}", resources=asked) for number, asked in enumerate(resources))
+    return tuple(Group(suffix=f"_{number}", resources=requested) for number, requested in enumerate(resources))
 
 
 def main() -> None:

@@ -137,7 +137,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=100)
     parser.add_argument("--nodes", type=int, default=40)
     parser.add_argument("--json", type=Path)
-    asked = parser.parse_args()
+    requested = parser.parse_args()
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.ERROR))
     with ExitStack() as servers:
         postgres = servers.enter_context(Postgres(durable=True))
@@ -145,7 +145,7 @@ def main() -> None:
 
         async def both() -> dict[str, dict[str, dict[str, float]]]:
             broker = MemoryBroker(SystemClock())
-            count = {"rounds": asked.rounds, "nodes": asked.nodes}
+            count = {"rounds": requested.rounds, "nodes": requested.nodes}
             memory = await measure(
                 "memory", partial(MemoryTransport, broker), MemoryAnnouncer(broker), postgres.url("postgres"), **count
             )
@@ -156,8 +156,8 @@ def main() -> None:
             return {"memory": memory, "rabbitmq": real}
 
         found = asyncio.run(both())
-    if asked.json:
-        asked.json.write_bytes(msgspec.json.format(msgspec.json.encode(found), indent=2))
+    if requested.json:
+        requested.json.write_bytes(msgspec.json.format(msgspec.json.encode(found), indent=2))
 
 
 if __name__ == "__main__":

@@ -146,8 +146,8 @@ async def run_one(hosts: int, schedulers: int, boots: int, most_s: float) -> Run
 
 def options_of(hosts: int, schedulers: int, boots: int) -> argparse.Namespace:
     """What a part asks of the street."""
-    asked = ["--hosts", str(hosts), "--schedulers", str(schedulers), "--boots", str(boots), "--cells", str(CELLS)]
-    return parsed([*asked, "--no-bare", "--no-rates", "--no-statements"])
+    requested = ["--hosts", str(hosts), "--schedulers", str(schedulers), "--boots", str(boots), "--cells", str(CELLS)]
+    return parsed([*requested, "--no-bare", "--no-rates", "--no-statements"])
 
 
 def line(run: Run) -> str:

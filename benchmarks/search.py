@@ -202,20 +202,20 @@ def main() -> None:
     parser.add_argument("--hosts", type=int, nargs="*", default=[1_000, 10_000, 100_000])
     parser.add_argument("--nested", type=int, nargs="*", default=[1_000, 10_000])
     parser.add_argument("--repeats", type=int, default=2000)
-    asked = parser.parse_args()
+    requested = parser.parse_args()
     print(f"numpy {np.__version__}")
-    for hosts in asked.hosts:
+    for hosts in requested.hosts:
         print(f"{hosts:,} flat hosts")
         states = [host(number) for number in range(hosts)]
         book = loaded(states)
         del states
-        searches(book, hosts, asked.repeats)
+        searches(book, hosts, requested.repeats)
         feed(book, hosts, 20_000)
-    for hosts in asked.nested:
+    for hosts in requested.nested:
         print(f"{hosts:,} nested hosts of 7 providers")
         book = loaded([state for number in range(hosts) for state in numa_host(number)])
         query = Query(resources={**BOOT, "VGPU": 1}, required=(("CUSTOM_VGPU_A",), ("HW_NUMA_ROOT",)))
-        boots(book, query, "VCPU, MEMORY_MB, DISK_GB, VGPU", asked.repeats // 4)
+        boots(book, query, "VCPU, MEMORY_MB, DISK_GB, VGPU", requested.repeats // 4)
 
 
 if __name__ == "__main__":

@@ -72,7 +72,7 @@ class Piece(Struct, frozen=True, kw_only=True):
 
     until_s: float
     arrivals: int
-    asked: dict[str, float]
+    requested: dict[str, float]
     given: dict[str, float]
 
 
@@ -155,13 +155,13 @@ def _named(rows: Iterable[Sequence[object]]) -> list[tuple[str, Sequence[float]]
     return [(names[str(row[0])], row) for row in rows if row[0] in names]  # type: ignore[misc]
 
 
-def fragmented(hosts: Sequence[FreeHost], asked: Counter[TraceRequest]) -> float:
+def fragmented(hosts: Sequence[FreeHost], requested: Counter[TraceRequest]) -> float:
     """Thousandths of GPUs that are free and that a GPU request, drawn as they come, cannot use: its expectation.
 
     As in "Beware of Fragmentation" (ATC 2023), over the requests that ask for GPUs: all that is free on a host which
     cannot take the request; else what is free of single GPUs that are too full, or of a model it may not have.
     """
-    wants = {one: count for one, count in asked.items() if one.gpus}
+    wants = {one: count for one, count in requested.items() if one.gpus}
     whole = sum(wants.values())
     alike = Counter((host.cpu_milli, host.memory_mib, tuple(sorted(host.gpus))) for host in hosts if host.gpus)
     total = 0.0
@@ -174,9 +174,9 @@ def fragmented(hosts: Sequence[FreeHost], asked: Counter[TraceRequest]) -> float
     return total
 
 
-def may_be(model: str, asked: TraceRequest) -> bool:
+def may_be(model: str, requested: TraceRequest) -> bool:
     """Whether a request may have this model."""
-    return not asked.models or model in asked.models
+    return not requested.models or model in requested.models
 
 
 async def free_hosts(book: Database) -> list[FreeHost]:
@@ -210,7 +210,7 @@ def first_rejection(record: LoadRecord, watch: Watch) -> dict[str, float]:
 def pieces(requests: Sequence[TraceRow], watch: Watch, *, speed: float, deletes: bool) -> list[Piece]:
     """Asked and given over the run, cut where equal parts of the arrivals end."""
     first = requests[0].created_s
-    asked = demand(requests, deletes=deletes)
+    requested = demand(requests, deletes=deletes)
     cuts = [requests[(len(requests) - 1) * part // PIECES].created_s - first for part in range(PIECES + 1)]
     found = []
     for low, high in itertools.pairwise(cuts):
@@ -218,7 +218,7 @@ def pieces(requests: Sequence[TraceRow], watch: Watch, *, speed: float, deletes:
             Piece(
                 until_s=round(high / speed, 2),
                 arrivals=sum(low <= one.created_s - first < high for one in requests),
-                asked={name: round(mean_in(asked, low, high, part), 2) for part, name in enumerate(CLASSES, 1)},
+                requested={name: round(mean_in(requested, low, high, part), 2) for part, name in enumerate(CLASSES, 1)},
                 given={name: round(watch.mean(name, low / speed, high / speed), 2) for name in CLASSES},
             )
         )
@@ -227,7 +227,7 @@ def pieces(requests: Sequence[TraceRow], watch: Watch, *, speed: float, deletes:
 
 async def replay(here: Site, requests: list[TraceRow], hosts: int, options: argparse.Namespace) -> Replay:
     """Fire it at a system that runs; look on; judge."""
-    shapes = {one.flavor: one.shape for one in {request.asked for request in requests}}
+    shapes = {one.flavor: one.shape for one in {request.requested for request in requests}}
     arrivals = arrivals_of(requests, shapes, speed=options.speed, deletes=options.deletes)
     book = here.environment("bench").database("placement", pool_size=1)
     watch = Watch(book, here.clock)
@@ -308,7 +308,7 @@ def summed_up(
         highest_share={name: round(max(seen[1][name] for seen in watch.seen) / capacity[name], 4) for name in CLASSES},
         end_share={name: round(watch.seen[-1][1][name] / capacity[name], 4) for name in CLASSES},
         free_gpu_share=round(sum(free for host in left for free, _ in host.gpus) / milli, 4),
-        fragmented_share=round(fragmented(left, Counter(one.asked for one in requests)) / milli, 4),
+        fragmented_share=round(fragmented(left, Counter(one.requested for one in requests)) / milli, 4),
         pieces=pieces(requests, watch, speed=options.speed, deletes=options.deletes),
         invariants_hold=invariants_hold,
     )
@@ -363,7 +363,7 @@ def say(found: Replay) -> None:
     print(f"GPUs free {found.free_gpu_share:.2%}, of no use to a GPU request as they come {found.fragmented_share:.2%}")
     print("| until s | arrivals | cores asked | given | GPUs asked | given |\n" + "| --- " * 6 + "|")
     for one in found.pieces:
-        cells = [f"{value:,.1f}" for name in ("cores", "gpus") for value in (one.asked[name], one.given[name])]
+        cells = [f"{value:,.1f}" for name in ("cores", "gpus") for value in (one.requested[name], one.given[name])]
         print(f"| {one.until_s} | {one.arrivals} | {' | '.join(cells)} |")
     print(f"invariants {'hold' if found.invariants_hold else 'BROKEN'}")
 

@@ -30,7 +30,7 @@ class NodeRecord(Struct, frozen=True, kw_only=True):
     ours: bool
     serves: tuple[str, ...]
     problems: tuple[str, ...]
-    said: str
+    ironic_reason: str
 
 
 def flavor_classes(flavors: Mapping[str, Flavor]) -> dict[str, tuple[str, ...]]:
@@ -65,7 +65,7 @@ def node_record(raw: Mapping[str, Any], classes: Mapping[str, tuple[str, ...]]) 
         ours=_is_marked(raw.get("instance_info")),
         serves=classes.get(custom, ()),
         problems=tuple(_problems(raw, node, custom, classes)),
-        said=" ".join(str(raw.get("last_error") or raw.get("maintenance_reason") or "").split()),
+        ironic_reason=" ".join(str(raw.get("last_error") or raw.get("maintenance_reason") or "").split()),
     )
 
 

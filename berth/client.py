@@ -57,7 +57,7 @@ class Track(Struct):
     deleting: bool = False
     published_at: float | None = None
     ended_at: float | None = None
-    state: str = "asked"
+    state: str = "requested"
     terminals: int = 0
     repeats: int = 0
     sequence: int = -1
@@ -99,7 +99,7 @@ class BuildClient:
         """Connect, declare the listening queue and start to listen."""
         await self.bus.open()
         self._consumer = self.bus.consumer(
-            self._queue, self._heard, max_batch=1000, concurrency=1, prefetch=2000, process=self._process
+            self._queue, self._on_events, max_batch=1000, concurrency=1, prefetch=2000, process=self._process
         )
         await self._consumer.start()
 
@@ -192,7 +192,7 @@ class BuildClient:
             left = deadline - self._clock.monotonic()
             if left <= 0:
                 return False
-            if not await self._heard_within(min(left, SILENCE_S)):
+            if not await self._event_within(min(left, SILENCE_S)):
                 with contextlib.suppress(Transient, BusError):  # queried again after the next silence
                     await self.resync(timeout_s=min(ASK_TIMEOUT_S, max(left, MIN_ASK_S)))
         return True
@@ -204,16 +204,16 @@ class BuildClient:
             left = deadline - self._clock.monotonic()
             if left <= 0:
                 return False
-            await self._heard_within(left)
+            await self._event_within(left)
         return True
 
     async def resync(self, *, timeout_s: float = ASK_TIMEOUT_S, at_most: int = MAX_ASKED) -> None:
         """Ask where what is unfinished stands (its event may have been missed). Raises RequestTimeout."""
-        asked = sorted(self._open)[:at_most]
-        for uuid in asked:
+        requested = sorted(self._open)[:at_most]
+        for uuid in requested:
             self.tracks[uuid].under_way = False
-        for start in range(0, len(asked), ASK_SLICE):
-            part = asked[start : start + ASK_SLICE]
+        for start in range(0, len(requested), ASK_SLICE):
+            part = requested[start : start + ASK_SLICE]
             queries = [BuildQuery(instance_uuid=uuid) for uuid in part]
             pages = await self.bus.request_all(queries, BuildPage, timeout_s=timeout_s, causes=part)
             for page in pages:
@@ -245,7 +245,7 @@ class BuildClient:
         answer = await self.bus.request(decision, AdminStateSet, timeout_s=timeout_s)
         return answer.host
 
-    async def _heard(self, batch: Sequence[Received]) -> Sequence[Outcome]:
+    async def _on_events(self, batch: Sequence[Received]) -> Sequence[Outcome]:
         own = [self._note(received.message) for received in batch if isinstance(received.message, BuildEvent)]
         if any(own):
             self._changed.set()
@@ -303,7 +303,7 @@ class BuildClient:
             requests = [request for request, _ in failed]
             await self._clock.sleep(PUBLISH_AGAIN_S)
 
-    async def _heard_within(self, timeout_s: float) -> bool:
+    async def _event_within(self, timeout_s: float) -> bool:
         self._changed.clear()
         try:
             async with asyncio.timeout(timeout_s):

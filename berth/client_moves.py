@@ -39,7 +39,12 @@ class MoveClient:
     async def open(self) -> None:
         """Declare the listening queue and start to listen; the bus is open."""
         self._consumer = self._bus.consumer(
-            "client.moves.{process}", self._heard, max_batch=1000, concurrency=1, prefetch=2000, process=self._process
+            "client.moves.{process}",
+            self._on_events,
+            max_batch=1000,
+            concurrency=1,
+            prefetch=2000,
+            process=self._process,
         )
         await self._consumer.start()
 
@@ -94,22 +99,22 @@ class MoveClient:
                     await self._changed.wait()
             except TimeoutError:
                 with contextlib.suppress(Transient, BusError):  # asked again after the next silence
-                    await self._ask_where(min(ASK_TIMEOUT_S, max(left, SILENCE_S)))
+                    await self._query_states(min(ASK_TIMEOUT_S, max(left, SILENCE_S)))
         return True
 
-    async def _ask_where(self, timeout_s: float) -> None:
-        asked = list(self._open)[:MAX_ASKED]
-        queries = [MoveQuery(request_id=one) for one in asked]
-        pages = await self._bus.request_all(queries, MovePage, timeout_s=timeout_s, causes=asked)
+    async def _query_states(self, timeout_s: float) -> None:
+        requested = list(self._open)[:MAX_ASKED]
+        queries = [MoveQuery(request_id=one) for one in requested]
+        pages = await self._bus.request_all(queries, MovePage, timeout_s=timeout_s, causes=requested)
         for page in pages:
             for record in page.moves if isinstance(page, MovePage) else ():
                 if record.terminal:
                     self._end(record.request_id, record)
-        for one in asked[: len(asked) if self.unfinished > MAX_ASKED else 0]:  # to the end of the line
+        for one in requested[: len(requested) if self.unfinished > MAX_ASKED else 0]:  # to the end of the line
             if one in self._open:
                 self._open[one] = self._open.pop(one)
 
-    async def _heard(self, batch: Sequence[Received]) -> Sequence[Outcome]:
+    async def _on_events(self, batch: Sequence[Received]) -> Sequence[Outcome]:
         for received in batch:
             event = received.message
             if not isinstance(event, MoveEvent):

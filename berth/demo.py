@@ -129,13 +129,13 @@ async def demonstrate(seed: int, recordings: Path, console: Console) -> Demo:
             console.print(f"up after {time.monotonic() - began:.1f} s: {_inventory(system, ironic)}")
             replayed = await _replay(here, ironic, recordings, console)
             report, accident = await _load(client, system, plan, seed, console)
-            calm = undisturbed(list(client.tracks.values()), accident.at)
+            undisturbed_builds = undisturbed(list(client.tracks.values()), accident.at)
             await rest(here, timeout_s=REST_TIMEOUT_S)
             verdicts = await _check_invariants(here, client, watch)
         finally:
             await asyncio.gather(client.close(), watch.close())
             await system.in_process.stop()
-    return _sum_up(report, verdicts, dead=accident.service, replayed=replayed, calm=calm)
+    return _sum_up(report, verdicts, dead=accident.service, replayed=replayed, undisturbed_builds=undisturbed_builds)
 
 
 async def _replay(here: Site, ironic: IronicStandIn, recordings: Path, console: Console) -> dict[str, object]:
@@ -189,7 +189,7 @@ async def _load(
         trouble = asyncio.create_task(accident())
         report = await run_load(
             client, plan, clock=client.bus.clock, rng=random.Random(seed),
-            progress=lambda done, asked: bar.update(task, completed=done, total=asked),
+            progress=lambda done, requested: bar.update(task, completed=done, total=requested),
         )  # fmt: skip
         await trouble
     return report, happened
@@ -219,14 +219,14 @@ def _sum_up(
     *,
     dead: str,
     replayed: dict[str, object],
-    calm: Undisturbed,
+    undisturbed_builds: Undisturbed,
 ) -> Demo:
     return Demo(
         requests=report.requests,
         active=report.active,
         failed=report.failed + report.refused,
         boots_per_s=round(report.boots_per_s, 1),
-        undisturbed=calm,
+        undisturbed=undisturbed_builds,
         latency_ms=report.latency_ms,
         alternates_used=report.alternates_used,
         load=report,
@@ -277,12 +277,12 @@ def show(demo: Demo, console: Console) -> None:
 
 def describe(demo: Demo) -> str:
     """What the rate above is a rate of, and the one that nothing disturbed."""
-    calm = demo.undisturbed
+    undisturbed_builds = demo.undisturbed
     died = demo.faults["compute_service_that_died"]
     return (
         f"that includes {DEAD_FOR_S:g} s without {died}, failed attempts and bare-metal deploys. Undisturbed, until it "
-        f"died: {calm.active} virtual machines in {calm.seconds:.2f} s, "
-        f"[bold]{calm.boots_per_s:.0f} boots a second[/bold]"
+        f"died: {undisturbed_builds.active} virtual machines in {undisturbed_builds.seconds:.2f} s, "
+        f"[bold]{undisturbed_builds.boots_per_s:.0f} boots a second[/bold]"
     )
 
 

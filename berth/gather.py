@@ -84,8 +84,8 @@ async def gather(
         instances, down = await _instances(cells), await _down(cells)
         there = [one for one in instances if one.state == "active" and (one.cell, one.service) not in down]
         wanted = {(one.cell, one.host_uuid): one.service for one in there if one.host_uuid is not None}
-        running, unheard = await _reports(site, wanted, {cell: await _deployment(cells[cell]) for cell in cells})
-        down.update(unheard)
+        running, unreported = await _reports(site, wanted, {cell: await _deployment(cells[cell]) for cell in cells})
+        down.update(unreported)
         return Facts(
             inventories=[InventoryFact(*row) for row in await _rows(book, _INVENTORIES)],
             allocations=_by_consumer(await _rows(book, _ALLOCATIONS)),
@@ -234,12 +234,12 @@ async def _reports(
     """
     missing = {host for _, host in wanted}
     per_cell = await asyncio.gather(*(_cell_report(site, cell, missing, deployments.get(cell)) for cell in site.cells))
-    unheard: dict[tuple[str, str], ServiceDownFact] = {}
+    unreported: dict[tuple[str, str], ServiceDownFact] = {}
     for (cell, host), service in wanted.items():
         if host in missing and not per_cell[site.cells.index(cell)].has_whole(service):
             why = f"it did not answer within {SILENCE_S:g} s"
-            unheard[cell, service] = ServiceDownFact(cell=cell, service=service, why=why)
-    return [fact for reports in per_cell for fact in reports.facts()], unheard
+            unreported[cell, service] = ServiceDownFact(cell=cell, service=service, why=why)
+    return [fact for reports in per_cell for fact in reports.facts()], unreported
 
 
 async def _cell_report(site: Site, cell: str, missing: set[str], deployment: str | None) -> Reports:
@@ -266,13 +266,13 @@ class Reports:
         self._missing = missing
         self._by_host: dict[str, tuple[tuple[int, int], list[RunningFact]]] = {}
         self._pages: dict[str, tuple[tuple[int, int], set[int], int]] = {}  # {service: (report, pages heard, pages)}
-        self._heard = clock.monotonic()
+        self._received_at = clock.monotonic()
 
     async def whole(self) -> None:
         """Wait for every host that must report and every report begun; in the end for quiet: who else lives?"""
         started = self._clock.monotonic()
         while (now := self._clock.monotonic()) - started < REPORT_TIMEOUT_S:
-            quiet_s = now - (self._heard if self._by_host else started)
+            quiet_s = now - (self._received_at if self._by_host else started)
             if quiet_s >= SILENCE_S:
                 return
             enough_s = REPORT_QUIET_S if self._by_host else FIRST_REPORT_S
@@ -299,7 +299,7 @@ class Reports:
         for received in batch:
             if isinstance(received.message, ComputeHosts):
                 self._fold(received.message)
-        self._heard = self._clock.monotonic()
+        self._received_at = self._clock.monotonic()
         return [Done() for _ in batch]
 
     def _fold(self, page: ComputeHosts) -> None:

@@ -135,7 +135,7 @@ class InvariantVerdict(Struct, frozen=True, kw_only=True):
 
 def check_invariants(facts: Facts) -> tuple[InvariantVerdict, ...]:
     """Judge every invariant that the facts suffice for, in DESIGN.md's order."""
-    unheard = tuple(_unheard(facts))
+    unreported = tuple(_unreported(facts))
     verdicts = [
         _verdict(
             "capacity",
@@ -156,13 +156,15 @@ def check_invariants(facts: Facts) -> tuple[InvariantVerdict, ...]:
             _terminal(facts),
             tuple(_unsettled_down(facts)),
         ),
-        _verdict("built_once", "no instance runs twice, or in two cells", len(facts.instances), _twice(facts), unheard),
+        _verdict(
+            "built_once", "no instance runs twice, or in two cells", len(facts.instances), _twice(facts), unreported
+        ),
         _verdict(
             "hosts_instances_allocations_agree",
             "at rest, what runs on hosts = what instances say = what allocations say",
             len(facts.instances),
             _agreement(facts),
-            unheard,
+            unreported,
         ),
         _verdict("feed_has_no_hole", "the change feed has no hole", facts.feed[2], _feed(facts)),
         _verdict(
@@ -211,7 +213,7 @@ def _down(facts: Facts) -> set[tuple[str, str]]:
     return {(one.cell, one.service) for one in facts.down or ()}
 
 
-def _unheard(facts: Facts) -> Iterator[str]:
+def _unreported(facts: Facts) -> Iterator[str]:
     """What services that are down do not report: one line each."""
     for one in facts.down or ():
         theirs = [i for i in facts.instances if (i.cell, i.service) == (one.cell, one.service)]

@@ -14,7 +14,7 @@ from bus.retrying import RetryPolicy
 
 log = structlog.get_logger(__name__)
 
-Say = Callable[[str], None]
+Notify = Callable[[str], None]
 
 CHECK_INTERVAL_S = 0.2
 # Before the second start and every later one (the disk may be full); the first follows at once.
@@ -35,10 +35,10 @@ class ServerKeeper:
     name: of the server, for the sentences. say: takes one sentence for each end, failed start and return.
     """
 
-    def __init__(self, name: str, server: PrivateServer, *, say: Say) -> None:
+    def __init__(self, name: str, server: PrivateServer, *, notify: Notify) -> None:
         self._name = name
         self._server = server
-        self._say = say
+        self._notify = notify
         self._stop = asyncio.Event()
         self._starts = 0  # in a row that did not last
 
@@ -64,7 +64,7 @@ class ServerKeeper:
         while True:
             wait_s = RESTART.wait_s(self._starts, None) if self._starts else 0.0
             again = f"; started again in {wait_s:g} s" if wait_s else "; started again"
-            self._say(f"{problem}{again} (its log: {self._server.log})")
+            self._notify(f"{problem}{again} (its log: {self._server.log})")
             if await self._stopped_within(wait_s):
                 return
             self._starts += 1
@@ -73,7 +73,7 @@ class ServerKeeper:
             except (ServerFailed, OSError) as error:
                 problem = f"{self._name} does not start: {_last_line(error)}"
             else:
-                self._say(f"{self._name} is up again")
+                self._notify(f"{self._name} is up again")
                 return
 
     async def _stopped_within(self, seconds: float) -> bool:
@@ -86,10 +86,10 @@ class ServerKeeper:
 
 
 @contextlib.asynccontextmanager
-async def kept_alive(name: str, server: PrivateServer, *, say: Say) -> AsyncIterator[None]:
+async def kept_alive(name: str, server: PrivateServer, *, notify: Notify) -> AsyncIterator[None]:
     """Start a server and keep it alive for as long as the block runs. Raises ServerFailed when it does not start."""
     await asyncio.to_thread(server.start)
-    keeper = ServerKeeper(name, server, say=say)
+    keeper = ServerKeeper(name, server, notify=notify)
     watching = asyncio.create_task(keeper.watch(), name=f"keeper of {name}")
     try:
         yield

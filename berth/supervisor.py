@@ -22,10 +22,10 @@ LONGEST_PAUSE_S = 8.0
 class Supervisor:
     """Watches worker processes. `say` takes a sentence for each death and restart."""
 
-    def __init__(self, processes: WorkerProcesses, *, clock: Clock, say: Callable[[str], None]) -> None:
+    def __init__(self, processes: WorkerProcesses, *, clock: Clock, notify: Callable[[str], None]) -> None:
         self._processes = processes
         self._clock = clock
-        self._say = say
+        self._notify = notify
         self._deaths: dict[str, deque[float]] = {}
         self._again_at: dict[str, float] = {}
 
@@ -58,7 +58,7 @@ class Supervisor:
             raise ServerFailed(f"{status}, {MAX_DEATHS} times within {WITHIN_S:g} s:\n{worker.process.tail()}")
         pause_s = min(PAUSE_S * 2 ** (len(deaths) - 1), LONGEST_PAUSE_S) if deaths else 0.0
         deaths.append(now)
-        self._say(f"{status}; started again{f' after {pause_s:g} s' if pause_s else ''} (its log: {worker.log})")
+        self._notify(f"{status}; started again{f' after {pause_s:g} s' if pause_s else ''} (its log: {worker.log})")
         return pause_s
 
 

@@ -16,7 +16,7 @@ import placement_worker.app
 import scheduler_worker.app
 from berth.embedded.postgres import Postgres
 from berth.in_process import InProcessWorkers
-from berth.keeper import Say, kept_alive, to_log
+from berth.keeper import Notify, kept_alive, to_log
 from berth.settings import EMBEDDED, MEMORY, Settings
 from berth.site import Brokers, Runtime, Site, write_runtime
 from bus.clock import SystemClock
@@ -31,24 +31,24 @@ FIRST_PLACEMENT = "placement1"
 
 @contextlib.asynccontextmanager
 async def database(
-    settings: Settings, *, durable: bool, directory: Path | None, say: Say = to_log
+    settings: Settings, *, durable: bool, directory: Path | None, notify: Notify = to_log
 ) -> AsyncIterator[str]:
     """The URL of the database: the settings', or of an embedded server that is kept alive as long as this context."""
     if settings.database.url != EMBEDDED:
         yield settings.database.url
         return
     server = Postgres(directory, durable=durable)
-    async with kept_alive("PostgreSQL", server, say=say):
+    async with kept_alive("PostgreSQL", server, notify=notify):
         yield server.url(DATABASE_NAME)
 
 
 @contextlib.asynccontextmanager
 async def site(
-    settings: Settings, *, directory: Path | None, seed: int | None = None, say: Say = to_log
+    settings: Settings, *, directory: Path | None, seed: int | None = None, notify: Notify = to_log
 ) -> AsyncIterator[Site]:
     """A site of this process: memory buses (where the settings say so) and a database that answers."""
     clock = SystemClock()
-    async with database(settings, durable=directory is not None, directory=directory, say=say) as url:
+    async with database(settings, durable=directory is not None, directory=directory, notify=notify) as url:
         brokers = Brokers(clock)
         try:
             yield Site(settings, brokers=brokers, database_url=url, clock=clock, seed=seed)

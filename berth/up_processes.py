@@ -13,7 +13,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from berth.embedded.rabbitmq import RabbitMQ
-from berth.keeper import Say, kept_alive
+from berth.keeper import Notify, kept_alive
 from berth.metal import ironic_of
 from berth.servers import API_VHOST, variables
 from berth.settings import MEMORY, CellSettings, Settings, UpSettings
@@ -50,7 +50,7 @@ class ProcessCounts(Struct, frozen=True, kw_only=True):
         return self.schedulers + self.placements + cells * (self.conductors + self.computes)
 
 
-def numbers(cpus: int, cells: int, up: UpSettings, asked: Mapping[str, int | None]) -> ProcessCounts:
+def numbers(cpus: int, cells: int, up: UpSettings, requested: Mapping[str, int | None]) -> ProcessCounts:
     """The options, else settings that are not their default, else numbers that suit so many CPUs."""
     usual = UpSettings()
     alone = min(max(cpus // CORES_PER_WORKER, 1), MAX_WORKERS)
@@ -65,7 +65,7 @@ def numbers(cpus: int, cells: int, up: UpSettings, asked: Mapping[str, int | Non
         )
         if value != default
     }
-    given = {name: number for name, number in asked.items() if number is not None}
+    given = {name: number for name, number in requested.items() if number is not None}
     return ProcessCounts(**{**suits, **settings, **given})
 
 
@@ -79,7 +79,7 @@ class RunningProcesses(Struct, frozen=True, kw_only=True):
 
 
 @contextlib.asynccontextmanager
-async def running(settings: Settings, count: ProcessCounts, *, say: Say) -> AsyncIterator[RunningProcesses]:
+async def running(settings: Settings, count: ProcessCounts, *, notify: Notify) -> AsyncIterator[RunningProcesses]:
     """Run servers (ours, kept alive, unless the settings name others) and every worker, ready for other commands.
 
     say: takes a sentence when a server of ours ended.
@@ -89,8 +89,8 @@ async def running(settings: Settings, count: ProcessCounts, *, say: Say) -> Asyn
     logs = settings.state / "logs"
     logs.mkdir(parents=True, exist_ok=True)
     async with (
-        _broker(settings, say) as buses,
-        database(settings, durable=True, directory=settings.state / "postgres", say=say) as database_url,
+        _broker(settings, notify) as buses,
+        database(settings, durable=True, directory=settings.state / "postgres", notify=notify) as database_url,
     ):
         real = _real(settings, buses, database_url)
         here = Site(real)
@@ -139,14 +139,14 @@ async def _hosts_known(here: Site) -> None:
     """
     bus = here.bus(process_name("up"))
     deadline = here.clock.monotonic() + HOSTS_WAIT_S
-    unheard = list(here.cells)
+    unannounced = list(here.cells)
     await bus.open()
     try:
-        while unheard and (left := deadline - here.clock.monotonic()) > 0:
+        while unannounced and (left := deadline - here.clock.monotonic()) > 0:
             with contextlib.suppress(Fault, BusError):  # not there yet
-                one = HostsQuery(cell=unheard[0], up=True, limit=1)
+                one = HostsQuery(cell=unannounced[0], up=True, limit=1)
                 if (await bus.request(one, HostsPage, timeout_s=max(left, MIN_ASK_S))).hosts:
-                    unheard.pop(0)
+                    unannounced.pop(0)
                     continue
             await here.clock.sleep(HOSTS_ASK_S)
     finally:
@@ -164,13 +164,13 @@ def _metal(settings: Settings, url: str, share: int, shares: int) -> dict[str, s
 
 
 @contextlib.asynccontextmanager
-async def _broker(settings: Settings, say: Say) -> AsyncIterator[dict[str, str]]:
+async def _broker(settings: Settings, notify: Notify) -> AsyncIterator[dict[str, str]]:
     """{bus: URL} of a broker of our own, its messages kept below the state directory; {}: the settings name one."""
     if settings.bus.url != MEMORY:
         yield {}
         return
     broker = RabbitMQ(settings.state / "rabbitmq")
-    async with kept_alive("RabbitMQ", broker, say=say):
+    async with kept_alive("RabbitMQ", broker, notify=notify):
         vhosts = {API: API_VHOST, **{cell: cell for cell in settings.cells}}
         urls = await asyncio.to_thread(broker.add_vhosts, vhosts.values())
         yield {name: urls[vhost] for name, vhost in vhosts.items()}

@@ -61,7 +61,7 @@ class Bus:
         self._owner: tuple[str, Callable[[], str]] | None = None
 
     @property
-    def trouble(self) -> str:
+    def unavailable_reason(self) -> str:
         """Why nothing can be published on it now; "": it can."""
         if not self.transport.connected:
             return "not connected"

@@ -118,7 +118,7 @@ class _Entry(Struct):
 
 
 class _BatchingPublisher:
-    __slots__ = ("asked", "entries", "exchange", "flying", "heard", "key", "mode")
+    __slots__ = ("entries", "exchange", "flying", "key", "mode", "probed", "routable")
 
     def __init__(self, exchange: str, key: str, mode: Mode) -> None:
         self.exchange = exchange
@@ -126,8 +126,8 @@ class _BatchingPublisher:
         self.mode = mode
         self.entries: deque[_Entry] = deque()
         self.flying = 0
-        self.asked = 0  # entries that wait for the answer to the first one of them
-        self.heard = 0  # entries that a queue takes, so they may leave
+        self.probed = 0  # entries that wait for the answer to the first one of them
+        self.routable = 0  # entries that a queue takes, so they may leave
 
     def take(self, limits: BusLimits) -> list[_Entry]:
         """What goes into the next broker message."""
@@ -146,23 +146,23 @@ class _BatchingPublisher:
     @property
     def must_probe(self) -> bool:
         """Whether the next entry leaves to find out about those behind it."""
-        return self.mode.probes_first and not self.heard and len(self.entries) > 1
+        return self.mode.probes_first and not self.routable and len(self.entries) > 1
 
     def answer(self, error: BaseException | None) -> list[_Entry]:
         """The entry that probed is settled. Returns those that no queue would take."""
-        asked, self.asked = self.asked, 0
+        probed, self.probed = self.probed, 0
         if isinstance(error, Unroutable):
-            return [self.entries.popleft() for _ in range(asked)]
-        self.heard = asked
+            return [self.entries.popleft() for _ in range(probed)]
+        self.routable = probed
         return []
 
-    def message(self, entries: Sequence[_Entry], *, asks: bool) -> Outgoing:
+    def message(self, entries: Sequence[_Entry], *, probes: bool) -> Outgoing:
         """The broker message that carries them."""
         waits = [entry.expiration_s for entry in entries]
         expiration_s = None if None in waits else max(wait for wait in waits if wait is not None)
         options = {
             "persistent": self.mode.persistent,
-            "mandatory": self.mode.mandatory or asks,
+            "mandatory": self.mode.mandatory or probes,
             "expiration_s": expiration_s,
         }
         if alone := entries[0].alone:
@@ -233,7 +233,7 @@ class Publisher:
         self._links[name] = link
         waiter.pending += 1
         self.waiting += 1
-        self._launch(link, [_Entry(packed, waiter, None, key)], asks=False)
+        self._launch(link, [_Entry(packed, waiter, None, key)], probes=False)
         return True
 
     def pump(self) -> None:
@@ -262,21 +262,21 @@ class Publisher:
             await asyncio.wait(list(self._flights), timeout=left, return_when=asyncio.FIRST_COMPLETED)
 
     def _pump_link(self, link: _BatchingPublisher) -> None:
-        while link.entries and link.flying < self._most(link) and not link.asked:
+        while link.entries and link.flying < self._most(link) and not link.probed:
             if len(self._flights) >= self._limits.flights:
                 self._stalled[link] = None
                 return
-            asks = link.must_probe
+            probes = link.must_probe
             entries = link.take(self._limits)
-            link.asked = len(link.entries) if asks else 0
-            link.heard = max(0, link.heard - 1)
-            self._launch(link, entries, asks=asks)
+            link.probed = len(link.entries) if probes else 0
+            link.routable = max(0, link.routable - 1)
+            self._launch(link, entries, probes=probes)
         if not link.entries and not link.flying:
             self._links.pop((link.exchange, link.key, link.mode), None)
 
-    def _launch(self, link: _BatchingPublisher, entries: list[_Entry], *, asks: bool) -> None:
+    def _launch(self, link: _BatchingPublisher, entries: list[_Entry], *, probes: bool) -> None:
         link.flying += 1
-        task = asyncio.get_running_loop().create_task(self._fly(link, entries, asks=asks))
+        task = asyncio.get_running_loop().create_task(self._fly(link, entries, probes=probes))
         self._flights.add(task)
         task.add_done_callback(self._flights.discard)
 
@@ -287,10 +287,10 @@ class Publisher:
         full = len(link.entries) >= link.mode.at_most(self._limits)
         return self._limits.full_flights if full else self._limits.link_flights
 
-    async def _fly(self, link: _BatchingPublisher, entries: list[_Entry], *, asks: bool) -> None:
+    async def _fly(self, link: _BatchingPublisher, entries: list[_Entry], *, probes: bool) -> None:
         error: BaseException | None = None
         try:
-            await self._transport.publish(link.message(entries, asks=asks))
+            await self._transport.publish(link.message(entries, probes=probes))
         except BusError as fault:
             error = fault
         except asyncio.CancelledError:
@@ -299,7 +299,7 @@ class Publisher:
             log.exception("bus.publish_failed", bus=self._bus, exchange=link.exchange)
             error = fault
         link.flying -= 1
-        if asks:
+        if probes:
             entries += link.answer(error)
             error = None if isinstance(error, Unroutable) else error
         self._count(len(entries), error)

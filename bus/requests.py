@@ -66,22 +66,22 @@ class Requester:
         self, messages: Sequence[Message], reply: type[R], *, timeout_s: float, causes: Sequence[str]
     ) -> list[R | Fault]:
         """Ask for all of them at once; each gets its reply or its fault."""
-        asked = _PendingRequests(len(messages))
+        pending = _PendingRequests(len(messages))
         if not messages:
             return []
         ids = [new_uuid(self._rng) for _ in messages]
         for index, one in enumerate(ids):
-            self._pending[one] = (asked, index)
+            self._pending[one] = (pending, index)
         try:
             async with asyncio.timeout(timeout_s):
                 await self._open()
-                await self._exchange(messages, causes, ids, asked, timeout_s)
+                await self._exchange(messages, causes, ids, pending, timeout_s)
         except TimeoutError:
-            self._timeouts.inc(asked.missing)
+            self._timeouts.inc(pending.missing)
         finally:
             for one in ids:
                 self._pending.pop(one, None)
-        return [_result(answer, reply, timeout_s) for answer in asked.answers]
+        return [_result(answer, reply, timeout_s) for answer in pending.answers]
 
     async def _open(self) -> None:
         async with self._opening:
@@ -98,7 +98,7 @@ class Requester:
         messages: Sequence[Message],
         causes: Sequence[str],
         ids: Sequence[str],
-        asked: _PendingRequests,
+        pending: _PendingRequests,
         timeout_s: float,
     ) -> None:
         """Publish until the broker takes them: the other side may be starting, and a request may be repeated."""
@@ -107,16 +107,16 @@ class Requester:
         async def publish_unanswered() -> None:
             waiter = Waiter()
             for index, message in enumerate(messages):
-                if asked.answers[index] is None:
+                if pending.answers[index] is None:
                     await self._publisher.wait_for_capacity()
                     self._post(message, causes[index], ids[index], deadline, waiter)
             self._publisher.pump()
             await waiter.wait()
-            await asked.done
+            await pending.done
 
         def log_failure(error: BaseException, _failures: int) -> None:
             code = getattr(error, "code", "")
-            log.info("bus.request_again", code=code, asked=len(ids), cause=causes[0])
+            log.info("bus.request_again", code=code, pending=len(ids), cause=causes[0])
 
         await self._retrying.call(publish_unanswered, on_failure=log_failure)
 

@@ -35,7 +35,7 @@ from bus.persistence.outbox import OutboxMessage
 
 from . import metrics
 from .config import ConductorConfig
-from .domain.events import BuildAsked, Claimed, ClaimRefused, Event, Released, Reverted, TimedOut
+from .domain.events import BuildRequested, Claimed, ClaimRefused, Event, Released, Reverted, TimedOut
 from .domain.instance import Instance, State
 from .domain.leases import Lease
 from .domain.rules import Timeouts
@@ -111,7 +111,7 @@ class Engine:
         self._clock = clock
         self._config = config
         self._down = down
-        self._asking: set[str] = set()
+        self._requesting: set[str] = set()
         self._unflushed = 0  # commits that did not wait for the disk
         self._timeouts = Timeouts(
             cell=cell,
@@ -165,7 +165,7 @@ class Engine:
                 incoming = [InstanceEvent(uuid, TimedOut(at=now)) for uuid in due]
                 recorded = await self._record(transaction, due, incoming)
         if change is not None:
-            _tell_change(change, self._timeouts.cell)
+            _log_change(change, self._timeouts.cell)
             return 0
         self._committed(transaction, recorded)
         for instance in due.values():
@@ -188,7 +188,7 @@ class Engine:
                 known = await transaction.lock(sorted({one.uuid for one in incoming}))
                 recorded = await self._record(transaction, known, [one for one in incoming if one.uuid in known])
         if change is not None:
-            _tell_change(change, self._timeouts.cell)
+            _log_change(change, self._timeouts.cell)
             return
         self._committed(transaction, recorded)
         with metrics.BATCH_SECONDS.labels("leases").time():
@@ -198,7 +198,7 @@ class Engine:
         """One transaction: what is new of these events, on the locked instances. Returns the requests that follow."""
         await self._relay.wait_for_capacity()
         uuids = sorted({instance_event.uuid for instance_event in incoming})
-        new = {instance_event.uuid for instance_event in incoming if isinstance(instance_event.event, BuildAsked)}
+        new = {instance_event.uuid for instance_event in incoming if isinstance(instance_event.event, BuildRequested)}
         for number in range(MAX_STALE):
             # First on cached instances, in one round trip; with locks after a conflict.
             is_locked = number > 0
@@ -287,7 +287,7 @@ class Engine:
     def _committed(self, transaction: Transaction, recorded: Transition) -> None:
         """Send, log and count what has been committed."""
         self._relay.send(transaction.row, recorded.outgoing)
-        _tell(recorded.steps, recorded.ended, recorded.outgoing)
+        _observe_steps(recorded.steps, recorded.ended, recorded.outgoing)
 
     async def _settle(self, questions: Sequence[PendingQuestion]) -> None:
         """Ask placement, until nothing of this batch waits for it; what gets no answer is left to the sweep.
@@ -295,14 +295,14 @@ class Engine:
         A missing answer is no reason to hold the messages back: the request is on record, and repeated until answered.
         """
         for _ in range(MAX_ROUNDS):
-            mine = [question for question in questions if question.instance.uuid not in self._asking]
+            mine = [question for question in questions if question.instance.uuid not in self._requesting]
             if not mine:
                 return
-            self._asking.update(question.instance.uuid for question in mine)
+            self._requesting.update(question.instance.uuid for question in mine)
             try:
                 answers = await self._ask(mine)
             finally:
-                self._asking.difference_update(question.instance.uuid for question in mine)
+                self._requesting.difference_update(question.instance.uuid for question in mine)
             if not answers:
                 return
             questions = await self._apply(answers)
@@ -319,8 +319,8 @@ class Engine:
                 event = self._claim_event(question, claim, answer)
                 incoming += [InstanceEvent(question.instance.uuid, event)] if event else []
         if releases:
-            asked = [release for _, release in releases]
-            replies = await self._request(asked, ReleaseResult, [q.instance.cause for q, _ in releases])
+            queried = [release for _, release in releases]
+            replies = await self._request(queried, ReleaseResult, [q.instance.cause for q, _ in releases])
             for (question, release), reply in zip(releases, replies, strict=True):
                 if self._is_released(question.instance, reply):
                     released = Released(at=self._clock.time(), consumer=release.consumer)
@@ -400,10 +400,10 @@ def _may_be_redone(recorded: Transition) -> bool:
     """
     if any(wanted(instance) is not None for instance in recorded.instances.values()):
         return False
-    said = [addressed.message for addressed in recorded.outgoing]
-    if any(isinstance(message, MoveEvent) and message.state is MoveState.REFUSED for message in said):
+    outgoing = [addressed.message for addressed in recorded.outgoing]
+    if any(isinstance(message, MoveEvent) and message.state is MoveState.REFUSED for message in outgoing):
         return False
-    return all(isinstance(message, BuildEvent | MoveEvent) for message in said)
+    return all(isinstance(message, BuildEvent | MoveEvent) for message in outgoing)
 
 
 def _questions(
@@ -441,7 +441,7 @@ def _refused(claim: Claim, answer: ClaimResult, now: float, repeated: bool) -> C
     )
 
 
-def _tell_change(change: DatabaseChange, cell: str) -> None:
+def _log_change(change: DatabaseChange, cell: str) -> None:
     metrics.DATABASE_CHANGES.inc()
     log.error(
         "cell.database_set_back" if change.was == change.deployment else "cell.database_replaced",
@@ -453,14 +453,16 @@ def _tell_change(change: DatabaseChange, cell: str) -> None:
     )
 
 
-def _tell(steps: Counter[tuple[State, str]], ended: Sequence[Instance], outgoing: Sequence[OutboxMessage]) -> None:
+def _observe_steps(
+    steps: Counter[tuple[State, str]], ended: Sequence[Instance], outgoing: Sequence[OutboxMessage]
+) -> None:
     """Count a batch, and log each instance that came to an end."""
     for (state, event), times in steps.items():
         metrics.STEPS.labels(state, event).inc(times)
     for instance in ended:
         metrics.ENDED.labels(instance.state).inc()
-        say = log.info if instance.state is State.FAILED else log.debug
-        say(
+        write = log.info if instance.state is State.FAILED else log.debug
+        write(
             "instance.ended",
             instance=instance.uuid,
             state=instance.state,

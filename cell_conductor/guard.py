@@ -192,11 +192,11 @@ class Guard:
         await self._bus.publish(order, cause=machine.uuid)
 
     def _log(self, service: str, machines: Sequence[Unexplained]) -> None:
-        news = [one for one in machines if one not in self._known]
-        self._known.update(dict.fromkeys(news))
+        unseen = [one for one in machines if one not in self._known]
+        self._known.update(dict.fromkeys(unseen))
         while len(self._known) > MAX_KNOWN:
             del self._known[next(iter(self._known))]
-        for one in news[:LOGGED_PER_PAGE]:
+        for one in unseen[:LOGGED_PER_PAGE]:
             log.warning(
                 "machine.unexplained",
                 instance=one.uuid,
@@ -206,7 +206,7 @@ class Guard:
                 why=one.why,
                 service=service,
             )
-        if len(news) > LOGGED_PER_PAGE:
-            log.warning("machine.unexplained_more", service=service, machines=len(news) - LOGGED_PER_PAGE)
-        for one in news:
+        if len(unseen) > LOGGED_PER_PAGE:
+            log.warning("machine.unexplained_more", service=service, machines=len(unseen) - LOGGED_PER_PAGE)
+        for one in unseen:
             metrics.UNEXPLAINED.labels(one.kind).inc()

@@ -17,13 +17,13 @@ from bus.contracts.moves import CellMove, MachineChanged
 from . import metrics
 from .config import ConductorConfig
 from .domain.events import (
-    BuildAsked,
+    BuildRequested,
     ChangeEnded,
-    DeleteAsked,
+    DeleteRequested,
     Destroyed,
     Event,
     HostRuns,
-    MoveAsked,
+    MoveRequested,
     Spawned,
     SpawnFailed,
 )
@@ -106,7 +106,7 @@ class HostHandlers:
             message = received.message
             if not isinstance(message, ComputeHosts):
                 continue
-            if self._newest.is_news(message):
+            if self._newest.is_newer(message):
                 await self._compare(message, message.seen_at or received.meta.sent_at)
                 self._newest.note(message)
             elif message.epoch < (newest := self._newest.epoch(message.service)):
@@ -152,15 +152,15 @@ def _instance_event(received: Received, at: float) -> InstanceEvent | None:
     if isinstance(message, CellBuild):
         uuid = message.spec.instance_uuid
         return InstanceEvent(
-            uuid, build_asked(message, at, meta.cause or uuid, _given_up(received)), meta.id, meta.cause
+            uuid, build_requested(message, at, meta.cause or uuid, _given_up(received)), meta.id, meta.cause
         )
     if isinstance(message, CellDelete):
         uuid = message.instance_uuid
-        return InstanceEvent(uuid, DeleteAsked(at=at, cause=meta.cause or uuid), meta.id, meta.cause)
+        return InstanceEvent(uuid, DeleteRequested(at=at, cause=meta.cause or uuid), meta.id, meta.cause)
     if isinstance(message, CellMove):
         uuid = message.instance_uuid
         cause = meta.cause or message.request_id
-        moved = MoveAsked(at=at, request=message, cause=cause, given_up=_given_up(received))
+        moved = MoveRequested(at=at, request=message, cause=cause, given_up=_given_up(received))
         return InstanceEvent(uuid, moved, meta.id, meta.cause)
     if isinstance(message, MachineChanged):
         ended = ChangeEnded(
@@ -186,9 +186,9 @@ def _given_up(received: Received) -> Refusal | None:
     return given_up_of(received) or (GIVEN_UP_UNSAID if received.queue == GIVEN_UP_QUEUE else None)
 
 
-def build_asked(message: CellBuild, at: float, cause: str, given_up: Refusal | None = None) -> BuildAsked:
+def build_requested(message: CellBuild, at: float, cause: str, given_up: Refusal | None = None) -> BuildRequested:
     """The event that a CellBuild brings."""
-    return BuildAsked(
+    return BuildRequested(
         at=at,
         spec=message.spec,
         selections=message.selections,

@@ -121,7 +121,7 @@ class LeaseKeeper:
                 await self._keep()
                 await self._publish_digest()
                 await self._publish_rings()
-                await self._tell_outdated()
+                await self._announce_outdated()
             except (Transient, BusError) as fault:
                 log.warning("leases.waiting", code=fault.code, reason=str(fault))
 
@@ -229,7 +229,7 @@ class LeaseKeeper:
             )
         keeping.rings_at = now_s + DIGEST_S
 
-    async def _tell_outdated(self) -> None:
+    async def _announce_outdated(self) -> None:
         """Who goes on under an epoch that the cell takes for over learns which one it has to outgrow."""
         outdated = self._table.outdated()
         if self._keeping is not None:

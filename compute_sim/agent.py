@@ -78,7 +78,7 @@ class Agent:
         service: str,
         driver: Driver,
         records: Records,
-        say: Callable[[ComputeResult | MachineChanged], None],
+        send: Callable[[ComputeResult | MachineChanged], None],
         clock: Clock,
         rng: random.Random,
         limits: Limits,
@@ -87,7 +87,7 @@ class Agent:
     ) -> None:
         self._driver = driver
         self._records = records
-        self._answers = Answers(service, say, clock, records)
+        self._answers = Answers(service, send, clock, records)
         self._clock = clock
         self._limits = limits
         self._destroying = Retrying(structs.replace(DESTROY, attempts=limits.destroy_attempts), clock, rng)
@@ -95,7 +95,9 @@ class Agent:
         self._on_accepted = on_accepted
         self._hosts: frozenset[str] = frozenset()
         self._jobs = Jobs()
-        self._changes = Changes(service=service, driver=driver, records=records, jobs=self._jobs, say=say, clock=clock)
+        self._changes = Changes(
+            service=service, driver=driver, records=records, jobs=self._jobs, send=send, clock=clock
+        )
         self._undone: dict[Key, None] = {}  # destructions that were given up, the oldest first
         self._accepted = 0
         self._slots = asyncio.Semaphore(limits.builds)
@@ -340,9 +342,14 @@ class Agent:
             self._records.put(key, entry)
         command = self._records.spawn_of(key)
         # A machine at or below its fence: its destruction was on record, but did not come true.
-        undead = machine is not None and machine.attempt is not None and machine.attempt <= entry.fence
-        undead = undead and machine is not None and machine.deployment == entry.deployment and not machine.left
-        if entry.phase is Phase.DESTROYING or (undead and entry.phase is not Phase.BUILDING):
+        survived_destroy = (
+            machine is not None
+            and machine.attempt is not None
+            and machine.attempt <= entry.fence
+            and machine.deployment == entry.deployment
+            and not machine.left
+        )
+        if entry.phase is Phase.DESTROYING or (survived_destroy and entry.phase is not Phase.BUILDING):
             fence = max(entry.fence, entry.attempt)
             self._records.put(key, Entry(entry.attempt, Phase.DESTROYING, fence=fence, deployment=entry.deployment))
             self._start_destroy(key, fence, entry.deployment)

@@ -16,10 +16,10 @@ from compute_sim.records import Key, Records
 class Answers:
     """One service's results. `say` publishes one some time soon."""
 
-    def __init__(self, service: str, say: Callable[[ComputeResult], None], clock: Clock, records: Records) -> None:
+    def __init__(self, service: str, send: Callable[[ComputeResult], None], clock: Clock, records: Records) -> None:
         self._service = service
         self._records = records
-        self._say = say
+        self._send = send
         self._clock = clock
         self._ended = {outcome: metrics.BUILDS.labels(service, outcome.value) for outcome in ComputeOutcome}
 
@@ -55,7 +55,7 @@ class Answers:
         started_at: float = 0.0,
     ) -> None:
         self._ended[outcome].inc()
-        self._say(
+        self._send(
             ComputeResult(
                 instance_uuid=key[1],
                 attempt=attempt,

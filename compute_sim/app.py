@@ -87,10 +87,10 @@ def build(
         "compute.{service}", parts.handlers.commands, max_batch=BATCH, concurrency=1, prefetch=PREFETCH, service=service
     )
     result.add_consumer(commands)
-    asked = parts.bus.consumer(
-        QUEUE, parts.handlers.asked_or_beating, concurrency=1, service=service, source=source_of(service)
+    consumer = parts.bus.consumer(
+        QUEUE, parts.handlers.control, concurrency=1, service=service, source=source_of(service)
     )
-    result.add_consumer(asked)
+    result.add_consumer(consumer)
     if parts.ring is not None:
         members = parts.bus.consumer(
             RING_QUEUE, parts.handlers.ring_members, concurrency=1, service=service, ring=parts.ring.name
@@ -134,7 +134,7 @@ class Parts:
             service=service,
             driver=self.driver,
             records=records,
-            say=self.result_sender.send,
+            send=self.result_sender.send,
             clock=env.clock,
             rng=env.rng,
             limits=Limits(
@@ -164,8 +164,8 @@ class Parts:
             self.agent,
             service=service,
             wait_for_capacity=self.announcer.wait_for_capacity,
-            asked=self.reporter.on_request,
-            heard=self.name.on_heartbeat,
+            on_report_requested=self.reporter.on_request,
+            on_heartbeat=self.name.on_heartbeat,
             outdated=self.reporter.outdated,
             ring=self.ring,
         )

@@ -36,14 +36,14 @@ class Changes:
         driver: Driver,
         records: Records,
         jobs: Jobs,
-        say: Callable[[MachineChanged], None],
+        send: Callable[[MachineChanged], None],
         clock: Clock,
     ) -> None:
         self._service = service
         self._driver = driver
         self._records = records
         self._jobs = jobs
-        self._say = say
+        self._send = send
         self._clock = clock
 
     def take(self, command: ChangeMachine, *, is_host: bool) -> EntryRow | None:
@@ -158,7 +158,7 @@ class Changes:
         image: str = "",
     ) -> None:
         metrics.COMMANDS.labels(self._service, f"{command.change.value} {'done' if done else 'failed'}").inc()
-        self._say(
+        self._send(
             MachineChanged(
                 instance_uuid=command.spec.instance_uuid,
                 attempt=command.attempt,

@@ -24,16 +24,16 @@ class ComputeHandlers:
         *,
         service: str,
         wait_for_capacity: Callable[[], Awaitable[None]],
-        asked: Callable[[], None],
-        heard: Callable[[Heartbeat], None],
+        on_report_requested: Callable[[], None],
+        on_heartbeat: Callable[[Heartbeat], None],
         outdated: Callable[..., None],
         ring: Ring | None = None,
     ) -> None:
         self._agent = agent
         self._service = service
         self._wait_for_capacity = wait_for_capacity
-        self._asked = asked
-        self._heard = heard
+        self._on_report_requested = on_report_requested
+        self._on_heartbeat = on_heartbeat
         self._outdated = outdated
         self._ring = ring
 
@@ -54,7 +54,7 @@ class ComputeHandlers:
         self._agent.take(taken)
         return outcomes
 
-    async def asked_or_beating(self, batch: Sequence[Received]) -> Sequence[Outcome]:
+    async def control(self, batch: Sequence[Received]) -> Sequence[Outcome]:
         """ReportHosts: one announcement answers all that asked. Heartbeats under this service's name: are they ours?
 
         ServiceOutdated, InventoryOutdated: what the cell and the book have heard under this name.
@@ -62,13 +62,13 @@ class ComputeHandlers:
         for received in batch:
             message = received.message
             if isinstance(message, Heartbeat):
-                self._heard(message)
+                self._on_heartbeat(message)
             elif isinstance(message, ServiceOutdated) and message.service == self._service:
                 self._outdated(epoch=message.epoch)
             elif isinstance(message, InventoryOutdated) and message.source == source_of(self._service):
                 self._outdated(version=message.version)
         if any(isinstance(received.message, ReportHosts) for received in batch):
-            self._asked()
+            self._on_report_requested()
         return [DONE] * len(batch)
 
     async def ring_members(self, batch: Sequence[Received]) -> Sequence[Outcome]:

@@ -192,18 +192,18 @@ class Reporter:
             await self._heartbeat(stopping=True)
 
     async def _repeat(
-        self, wanted: PendingReport, say: Callable[[list[str] | None], Awaitable[None]], interval_s: float
+        self, wanted: PendingReport, save: Callable[[list[str] | None], Awaitable[None]], interval_s: float
     ) -> None:
         while True:
             await wanted.wait(interval_s * self._rng.uniform(1 - JITTER, 1 + JITTER))
             taken = wanted.take()
-            await self._persist(say, taken)
+            await self._persist(save, taken)
             await self._clock.sleep(GATHER_S)
 
-    async def _persist(self, say: Callable[[list[str] | None], Awaitable[None]], hosts: list[str] | None) -> None:
+    async def _persist(self, save: Callable[[list[str] | None], Awaitable[None]], hosts: list[str] | None) -> None:
         """Until it is published: a broker, a consumer or a driver that is away comes back with time."""
         await self._retrying.call(
-            lambda: say(hosts),
+            lambda: save(hosts),
             lambda error: passes_with_time(error) or isinstance(error, DriverUnavailable),
             on_failure=self._log_state,
         )

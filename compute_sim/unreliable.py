@@ -19,14 +19,14 @@ class FaultyResultSender:
 
     def __init__(
         self,
-        say: Callable[[ComputeResult | MachineChanged], None],
+        forward: Callable[[ComputeResult | MachineChanged], None],
         fleet: Fleet,
         faults: Faults,
         *,
         seed: int,
         clock: Clock,
     ) -> None:
-        self._say = say
+        self._forward = forward
         self._fleet = fleet
         self._faults = faults
         self._seed = seed
@@ -37,7 +37,7 @@ class FaultyResultSender:
         """Pass a result on as the attempt's fate has it."""
         host = self._fleet.host(result.host_uuid)
         if host is None or self._faults == NO_FAULTS or isinstance(result, MachineChanged):
-            self._say(result)
+            self._forward(result)
             return
         plan = plan_attempt(self._faults, self._seed, host.plan.name, result.instance_uuid, result.attempt)
         if plan.late_s and result.outcome is ComputeOutcome.ACTIVE and len(self._late) < MAX_LATE:
@@ -48,11 +48,11 @@ class FaultyResultSender:
             task.add_done_callback(self._late.discard)
             return
         for _ in range(plan.copies):
-            self._say(result)
+            self._forward(result)
 
     async def _send_late(self, result: ComputeResult, late_s: float) -> None:
         await self._clock.sleep(late_s)
-        self._say(result)
+        self._forward(result)
 
     def stop(self) -> None:
         """Drop the false results that are not sent yet. The next start reports the attempts, which are unreported."""

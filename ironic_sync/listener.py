@@ -52,7 +52,7 @@ class NotificationListener:
         self._events: set[str] = set()
         self._logged_missing = False
         self.bound = False
-        self.unspoken = False  # the exchange is not there: Ironic makes it with its first notification
+        self.exchange_missing = False  # the exchange is not there: Ironic makes it with its first notification
 
     async def run(self) -> None:
         """Bind, consume, and bind again after each reconnection and now and then, until cancelled.
@@ -87,7 +87,7 @@ class NotificationListener:
 
     async def _bind(self) -> bool:
         config = self._config
-        self.unspoken = False
+        self.exchange_missing = False
         try:
             # Never `#`: Ironic's RPC goes through the same exchange.
             await self._transport.bind_foreign(config.queue, config.exchange, [f"{topic}.*" for topic in config.topics])
@@ -96,7 +96,7 @@ class NotificationListener:
                     config.queue, self.on_delivery, prefetch=config.prefetch
                 )
         except QueueMissing:
-            self.unspoken = True
+            self.exchange_missing = True
             if not self._logged_missing:  # a fresh Ironic is silent for hours; the metric tells all the while
                 log.warning("ironic.exchange_missing", exchange=config.exchange, again_in_s=config.bind_retry_s)
             self._logged_missing = True

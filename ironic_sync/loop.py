@@ -66,7 +66,7 @@ class SyncLoop:
         term = self._term
         if term is None:
             return self._waiting
-        listening = term.listener.bound or term.listener.unspoken
+        listening = term.listener.bound or term.listener.exchange_missing
         return listening and term.reader.reachable and term.reader.last_all_at is not None
 
     @property

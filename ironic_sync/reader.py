@@ -95,13 +95,13 @@ class Reader:
 
         A read of all nodes is not repeated every second, and after an outage none of them is to wait for its turn.
         """
-        was_away = False
+        was_unavailable = False
         while True:
             try:
                 await self._source.ping()
-                return was_away
+                return was_unavailable
             except Fault:
-                was_away = True
+                was_unavailable = True
             await self._clock.sleep(self._config.probe_interval_s)
 
     def follow_allocation(self, uuid: str) -> None:

@@ -42,7 +42,7 @@ class SyncState:
         self.published = dict(published)
         self.unsaved: dict[str, None] = {}
         self.deliveries: list[Delivery] = []  # to acknowledge once what they moved is saved; prefetch bounds it
-        self.heard_at: dict[str, tuple[float, str]] = {}  # {node: (arrival, cause)} until an update is confirmed
+        self.notified_at: dict[str, tuple[float, str]] = {}  # {node: (arrival, cause)} until an update is confirmed
         self.moved = asyncio.Event()
         self.planned = asyncio.Event()
         self._clock = clock
@@ -69,8 +69,8 @@ class SyncState:
             return False
         if effect.announced:
             return self._move(before, step.announced(before, now=self._clock.time(), timing=self._timing))
-        self.heard_at[before.uuid] = (self._clock.monotonic(), cause)
-        after = step.heard(before, taken=effect.reserve_all, seq=self.next_seq(), now=self._clock.time())
+        self.notified_at[before.uuid] = (self._clock.monotonic(), cause)
+        after = step.notified(before, taken=effect.reserve_all, seq=self.next_seq(), now=self._clock.time())
         return self._move(before, after)
 
     def requeue_unacknowledged(self) -> None:
@@ -192,7 +192,7 @@ class SyncState:
 
     def _mark_mark_mark_mark_republished(self, after: Position, before: Position, now: float) -> Position:
         # Overtaken by a notification, it is read again at once: an offer is reported again after a fresh read, too.
-        if after.uuid not in self._republish or after.read_at != now or after.heard_seq > after.read_seq:
+        if after.uuid not in self._republish or after.read_at != now or after.notified_seq > after.read_seq:
             return after
         self._republish.discard(after.uuid)
         return after if after.version > before.version else step.republished(after, now=now)
@@ -204,8 +204,8 @@ class SyncState:
             heapq.heappush(self._due, (after.due_at, after.uuid))
             self.planned.set()
         self._log_problem(before, after)
-        if after.read_seq > after.heard_seq and after.version <= self.published.get(after.uuid, 0):
-            self.heard_at.pop(after.uuid, None)  # read as asked, and the book knows it all
+        if after.read_seq > after.notified_seq and after.version <= self.published.get(after.uuid, 0):
+            self.notified_at.pop(after.uuid, None)  # read as asked, and the book knows it all
         if (after.version, after.problem, after.state) == (before.version, before.problem, before.state):
             return False
         self.unsaved[after.uuid] = None

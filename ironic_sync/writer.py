@@ -111,7 +111,7 @@ class Writer:
 
     async def _publish_once(self, backoff: Backoff) -> None:
         batch = {uuid: self._saved[uuid] for uuid in list(self._saved)[:PUBLISH_BATCH]}
-        causes = {uuid: self._sync_state.heard_at.get(uuid, (0.0, NO_CAUSE))[1] for uuid in batch}
+        causes = {uuid: self._sync_state.notified_at.get(uuid, (0.0, NO_CAUSE))[1] for uuid in batch}
         try:
             await self._publish_all(
                 [(update_of(position, self._cell), causes[uuid]) for uuid, position in batch.items()]
@@ -134,12 +134,12 @@ class Writer:
             del self._saved[uuid]
         kind = _kind(position)
         metrics.TOLD.labels(kind).inc()
-        arrived = sync_state.heard_at.get(uuid)
+        arrived = sync_state.notified_at.get(uuid)
         if arrived is not None:
             metrics.LATENCY_S.labels(kind).observe(self._clock.monotonic() - arrived[0])
             now = sync_state.positions.get(uuid, position)
-            if now.read_seq > now.heard_seq and now.version == position.version:  # the read it asked for is in this
-                del sync_state.heard_at[uuid]
+            if now.read_seq > now.notified_seq and now.version == position.version:  # the read it asked for is in this
+                del sync_state.notified_at[uuid]
         log.info("ironic.reported", node=uuid, kind=kind, version=position.version, state=position.state, cause=cause)
 
 

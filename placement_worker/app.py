@@ -50,7 +50,7 @@ def build(
         bus.belongs_to("placement", lambda: store.deployment)
     publisher = FeedPublisher(store, api, clock=env.clock, config=config)
 
-    async def tell(bus: str, messages: Sequence[Message]) -> None:
+    async def publish(bus: str, messages: Sequence[Message]) -> None:
         with contextlib.suppress(BusError):
             await buses[bus].publish_all([(message, "") for message in messages])
 
@@ -58,8 +58,8 @@ def build(
         store,
         clock=env.clock,
         committed=publisher.wake,
-        claimed=partial(publisher.wake, in_a_hurry=False),
-        tell=tell,
+        claimed=partial(publisher.wake, at_once=False),
+        publish=publish,
     )
 
     rest = _rest(env, config, store, publisher)

@@ -47,13 +47,13 @@ class PlacementHandlers:
         clock: Clock,
         committed: Callable[[], None],
         claimed: Callable[[], None],
-        tell: Callable[[str, Sequence[Message]], Awaitable[None]] | None = None,
+        publish: Callable[[str, Sequence[Message]], Awaitable[None]] | None = None,
     ) -> None:
         self._store = store
         self._clock = clock
         self._committed = committed
         self._claimed = claimed
-        self._tell = tell
+        self._publish = publish
 
     async def requests(self, batch: Sequence[Received]) -> list[Outcome]:
         """placement.requests: all claims, releases, reverts and swaps of the batch are one group, one transaction."""
@@ -103,27 +103,27 @@ class PlacementHandlers:
                     InventoryOutdated(source=update.source, root_uuid=update.root_uuid, version=result.version)
                 )
             outcomes.append(Done(result))
-        if outdated and self._tell is not None:
-            await self._tell(batch[0].bus, outdated)
+        if outdated and self._publish is not None:
+            await self._publish(batch[0].bus, outdated)
         return outcomes
 
     async def reads(self, batch: Sequence[Received]) -> list[Outcome]:
         """placement.reads: pages of the feed and of the book, where consumers are, and what operators ask."""
         outcomes: list[Outcome] = []
         for received in batch:
-            asked = received.message
-            if isinstance(asked, ChangesRequest):
-                outcomes.append(Done(await self._store.changes(asked.after, asked.limit, asked.history)))
-            elif isinstance(asked, SnapshotRequest):
-                outcomes.append(Done(await self._store.snapshot(asked.after, asked.limit)))
-            elif isinstance(asked, LocateRequest):
-                outcomes.append(Done(await self._store.locate(asked)))
-            elif isinstance(asked, HostTreeQuery):
-                outcomes.append(Done(await self._store.tree(asked)))
-            elif isinstance(asked, ProjectUsageQuery):
-                outcomes.append(Done(await self._store.usage(asked)))
+            requested = received.message
+            if isinstance(requested, ChangesRequest):
+                outcomes.append(Done(await self._store.changes(requested.after, requested.limit, requested.history)))
+            elif isinstance(requested, SnapshotRequest):
+                outcomes.append(Done(await self._store.snapshot(requested.after, requested.limit)))
+            elif isinstance(requested, LocateRequest):
+                outcomes.append(Done(await self._store.locate(requested)))
+            elif isinstance(requested, HostTreeQuery):
+                outcomes.append(Done(await self._store.tree(requested)))
+            elif isinstance(requested, ProjectUsageQuery):
+                outcomes.append(Done(await self._store.usage(requested)))
             else:
-                outcomes.append(_unexpected(asked))
+                outcomes.append(_unexpected(requested))
         return outcomes
 
     def _answer(self, received: Received, reply: ClaimReply) -> Outcome:

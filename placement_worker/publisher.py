@@ -31,11 +31,11 @@ class FeedPublisher:
         self._clock = clock
         self._config = config
         self._committed = asyncio.Event()
-        self._in_a_hurry = False
+        self._at_once = False
 
-    def wake(self, *, in_a_hurry: bool = True) -> None:
-        """Something was committed. in_a_hurry: at once; a claim's answer leaves first, and its news a moment later."""
-        self._in_a_hurry |= in_a_hurry
+    def wake(self, *, at_once: bool = True) -> None:
+        """Something was committed. at_once: do not wait; a claim's answer leaves first, and its news a moment later."""
+        self._at_once |= at_once
         self._committed.set()
 
     async def run(self) -> None:
@@ -46,10 +46,10 @@ class FeedPublisher:
         """
         while True:
             await self._committed.wait()
-            if not self._in_a_hurry:
+            if not self._at_once:
                 await self._clock.sleep(self._config.feed_linger_s)
             self._committed.clear()
-            self._in_a_hurry = False
+            self._at_once = False
             try:
                 await self._publish_all()
             except (Transient, BusError) as error:

@@ -110,7 +110,7 @@ class AnnouncementHandler:
             instances = {
                 uuid: known.now for known in found.values() if known.build for uuid in [known.build.instance_uuid]
             }
-            stories: dict[str, list[TimelineEntry]] = {}
+            entries: dict[str, list[TimelineEntry]] = {}
             changed: dict[str, None] = {}
             for event in events:
                 move, build = moves.get(event.request_id), builds.get(event.instance_uuid)
@@ -127,14 +127,14 @@ class AnnouncementHandler:
                     continue
                 moves[event.request_id], instances[uuid] = applied.move, applied.instance
                 builds[uuid] = replace(build, host=applied.host)
-                stories.setdefault(uuid, []).extend(applied.timeline)
+                entries.setdefault(uuid, []).extend(applied.timeline)
                 changed[event.request_id] = None
                 unit.emit(OutboxMessage(API, applied.event, event.request_id))
             await unit.update(
-                [BuildUpdate(build=builds[uuid], timeline=tuple(lines)) for uuid, lines in stories.items()], now
+                [BuildUpdate(build=builds[uuid], timeline=tuple(lines)) for uuid, lines in entries.items()], now
             )
             await unit.update_moves([moves[one] for one in changed], now)
-            await unit.put_instances([instances[uuid] for uuid in stories])
+            await unit.put_instances([instances[uuid] for uuid in entries])
         for event, why in ignored:
             metrics.ANNOUNCED.labels(why).inc()
             if why != "late":

@@ -92,12 +92,12 @@ class HostsListener:
         """
         while True:
             self._requested = await self.request_reports()
-            asked_at = self._clock.monotonic()
-            due = asked_at + self._pause()
+            requested_at = self._clock.monotonic()
+            due = requested_at + self._pause()
             while True:
                 await self._clock.sleep(RECONNECT_CHECK_S)
                 now_s = self._clock.monotonic()
-                doubts = now_s - asked_at >= DOUBT_S and self._table.knows_more(self._bus.name)
+                doubts = now_s - requested_at >= DOUBT_S and self._table.knows_more(self._bus.name)
                 if not self._requested or now_s >= due or doubts:
                     break
 

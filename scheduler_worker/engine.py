@@ -335,12 +335,12 @@ class SchedulingEngine:
 
     async def _with_peers(self, attempts: list[Attempt]) -> list[Attempt]:
         """Ask where the instances are that requests depend on; without an answer the request is tried again."""
-        asking = [attempt for attempt in attempts if has_peers(attempt.request)]
-        if not asking:
+        to_locate = [attempt for attempt in attempts if has_peers(attempt.request)]
+        if not to_locate:
             return attempts
-        pages = await self._claims.locate([locate_request(attempt.request) for attempt in asking])
+        pages = await self._claims.locate([locate_request(attempt.request) for attempt in to_locate])
         answered: dict[str, Attempt] = {}
-        for attempt, page in zip(asking, pages, strict=True):
+        for attempt, page in zip(to_locate, pages, strict=True):
             uuid = attempt.request.instance_uuid
             if isinstance(page, Fault):
                 answered[uuid] = replace(attempt, result=unavailable_after(page))

@@ -155,7 +155,9 @@ class MoveEngine:
         async with self._store.operation() as unit:
             known = await unit.known({uuid: uuid for uuid in uuids})
         pending = [
-            _asked(known[uuid], query.kind, self._clock.time()) for uuid in uuids if known[uuid].build is not None
+            _pending_move(known[uuid], query.kind, self._clock.time())
+            for uuid in uuids
+            if known[uuid].build is not None
         ]
         contexts = {
             one.request.request_id: replace(known[one.request.instance_uuid], names_instance=False) for one in pending
@@ -206,13 +208,13 @@ class MoveEngine:
             return []
         questions = []
         for pending in moves:
-            asked = placed_as(pending.request, known[pending.request.request_id])
-            consumers = (asked.instance_uuid, *asked.different_host, *asked.same_host)
+            requested = placed_as(pending.request, known[pending.request.request_id])
+            consumers = (requested.instance_uuid, *requested.different_host, *requested.same_host)
             questions.append(
                 LocateRequest(
-                    project_id=asked.project_id,
-                    server_group=asked.server_group.uuid if asked.server_group is not None else None,
-                    besides=asked.instance_uuid,
+                    project_id=requested.project_id,
+                    server_group=requested.server_group.uuid if requested.server_group is not None else None,
+                    besides=requested.instance_uuid,
                     consumers=tuple(dict.fromkeys(consumers)),
                 )
             )
@@ -266,17 +268,17 @@ class MoveEngine:
     ) -> RequestSpec | Unsatisfiable:
         """What hosts are looked for: as for a build of the instance as it is to be, in its cell."""
         assert known.build is not None
-        asked = placed_as(request, known)
-        if asked.flavor not in self._selector.flavors:
-            return Unsatisfiable("flavor.unknown", f"flavor {asked.flavor} is no longer configured", "flavor")
-        spec = self._selector.request_spec(asked)
+        requested = placed_as(request, known)
+        if requested.flavor not in self._selector.flavors:
+            return Unsatisfiable("flavor.unknown", f"flavor {requested.flavor} is no longer configured", "flavor")
+        spec = self._selector.request_spec(requested)
         if isinstance(spec, Unsatisfiable):
             return spec
         if request.kind is MoveKind.RESIZE and request.policy is ResizePolicy.SAME_HOST and source is not None:
             spec = replace(spec, query=replace(spec.query, only_roots=(source,)))
         spec = replace(spec, cell=known.build.cell, key=(*spec.key, request.request_id))
-        if asked.server_group is not None or asked.different_host or asked.same_host:
-            spec = spec.with_peers(peers_of(asked, page), request.request_id)
+        if requested.server_group is not None or requested.different_host or requested.same_host:
+            spec = spec.with_peers(peers_of(requested, page), request.request_id)
         return spec
 
     def _pick(
@@ -285,8 +287,8 @@ class MoveEngine:
         """One synchronous choice on the replica as it is now; what is chosen counts as used from here on."""
         request, book = pending.request, self._selector.book
         self._release()
-        asked = replace(placed_as(request, known), max_attempts=None)
-        attempt = new_attempt(PlacementRequest(request=asked, spec=spec), self._selector)
+        requested = replace(placed_as(request, known), max_attempts=None)
+        attempt = new_attempt(PlacementRequest(request=requested, spec=spec), self._selector)
         if source is not None and leaves_source(request, same_host=self._selector.config.allow_resize_to_same_host):
             attempt = replace(attempt, rejected={**attempt.rejected, source: "host.source"})
         tried = min(request.max_attempts or self._selector.config.max_attempts, MAX_SELECTIONS)
@@ -453,7 +455,7 @@ class MoveEngine:
         )
 
 
-def _asked(known: MoveContext, kind: MoveKind, now: float) -> PendingMove:
+def _pending_move(known: MoveContext, kind: MoveKind, now: float) -> PendingMove:
     """A request that is only planned. Its id cannot be any instance's uuid or request's: it is no uuid."""
     assert known.build is not None
     build = known.build

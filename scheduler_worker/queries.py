@@ -89,7 +89,7 @@ class QueryHandler:
         managed = np.bincount(table.service[:known] + 1, minlength=len(table.services) + 1)
         enabled = np.bincount(table.service[:known] + 1, weights=usable, minlength=len(table.services) + 1)
         found = sorted(enumerate(table.services), key=lambda item: (item[1].cell, item[1].name))
-        asked = [
+        requested = [
             (index, one)
             for index, one in found
             if query.cell in (None, one.cell) and query.up in (None, one.down is None)
@@ -104,11 +104,11 @@ class QueryHandler:
                     code="" if one.down is None else one.down.code,
                     reason="" if one.down is None else one.down.reason,
                     since=0.0 if one.down is None else one.down.since,
-                    heard_s=max(0.0, now_s - one.heard_s),
+                    last_seen_s=max(0.0, now_s - one.last_seen_s),
                     hosts=int(managed[index + 1]),
                     enabled=int(enabled[index + 1]),
                 )
-                for index, one in asked[: query.limit]
+                for index, one in requested[: query.limit]
             )
         )
 
@@ -118,9 +118,9 @@ class QueryHandler:
         down = table.down()
         rows = [row for row in book.rows_of_roots().tolist() if self._matches(row, query, down)]
         rows = sorted(rows, key=book.name_of)[: query.limit]
-        asked = np.array(rows, dtype=np.intp)
+        requested = np.array(rows, dtype=np.intp)
         amounts = {
-            name: (book.usage(name, asked).tolist(), book.totals(name, asked).tolist())
+            name: (book.usage(name, requested).tolist(), book.totals(name, requested).tolist())
             for name in sorted(book.resource_classes())
         }
         hosts = []

@@ -147,8 +147,8 @@ PLANTS: dict[str, tuple[str, str, str]] = {
     ),
     "M-2": (
         _MOVES,
-        "return change(told, State.HANDING_OVER, kind, event.at, timeouts)",
-        "return finish(told, event.at, timeouts)",
+        "return change(earlier, State.HANDING_OVER, kind, event.at, timeouts)",
+        "return finish(earlier, event.at, timeouts)",
     ),
     "M-3": (_MOVES, "    if event.final:\n", "    if event.attempt:\n"),
     "M-4": (_MOVES, "attempt=move.source_attempt if taken.is_in_place else event.attempt", "attempt=event.attempt"),
@@ -225,7 +225,7 @@ PLANTS: dict[str, tuple[str, str, str]] = {
     "N-32": ("bus/service/service.py", "                    await self._drain()\n", "                    pass\n"),
     "N-34": (
         "scheduler_worker/domain/explain.py",
-        '    return f"None of {hosts} hosts can take {asked}: " + "; ".join(reasons) + "."',
+        '    return f"None of {hosts} hosts can take {requested}: " + "; ".join(reasons) + "."',
         '    return "No valid host was found."',
     ),
     "C-1": (
@@ -390,7 +390,7 @@ PLANTS: dict[str, tuple[str, str, str]] = {
     "B-11": ("bus/contracts/build.py", 'tag="build.delete.v1"', 'tag="build.delete"'),
     "O-4": (
         "ironic_sync/domain/position.py",
-        "    return _tell(wanted, reserve_all(position.report), now)",
+        "    return _with_report(wanted, reserve_all(position.report), now)",
         "    return wanted",
     ),
     "O-7": (

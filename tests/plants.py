@@ -33,7 +33,7 @@ class Plant(Struct, frozen=True, kw_only=True):
 
 # What stands between the report of a running machine and the next state, in the table of instances.
 _LAST_OF_FAILED = (
-    "        HostMissing: IGNORE,\n        ServiceLost: IGNORE,\n        MoveAsked: REFUSE,\n"
+    "        HostMissing: IGNORE,\n        ServiceLost: IGNORE,\n        MoveRequested: REFUSE,\n"
     "        ChangeEnded: IGNORE,\n        Reverted: IGNORE,\n    },\n    State.DELETING"
 )
 
@@ -42,7 +42,8 @@ PLANTS = (
         name="overtaken_404_believed",
         does="a node is taken out on a 404 though something was heard of it since",
         file="ironic_sync/domain/position.py",
-        old="    if position.heard_seq > seq:\n        return replace(position, due_at=now, read_seq=seq)\n    gone =",
+        old="    if position.notified_seq > seq:\n"
+        "        return replace(position, due_at=now, read_seq=seq)\n    gone =",
         new="    gone =",
         tests="tests/unit/ironic",
     ),
@@ -58,7 +59,7 @@ PLANTS = (
         name="undead_machine_kept",
         does="a machine that was destroyed and runs again is kept at its service's start",
         file="compute_sim/agent.py",
-        old="entry.phase is Phase.DESTROYING or (undead and entry.phase is not Phase.BUILDING)",
+        old="entry.phase is Phase.DESTROYING or (survived_destroy and entry.phase is not Phase.BUILDING)",
         new="entry.phase is Phase.DESTROYING",
         tests="tests/unit/compute",
     ),
@@ -184,8 +185,8 @@ PLANTS = (
         name="deleted_tombstone_builds",
         does="a build that comes after its delete is built",
         file="cell_conductor/domain/table.py",
-        old="BuildAsked: Rule(rules.refuse_build, (State.RELEASING,)),",
-        new="BuildAsked: Rule(rules.start_build, (State.BUILDING, State.RECLAIMING)),",
+        old="BuildRequested: Rule(rules.refuse_build, (State.RELEASING,)),",
+        new="BuildRequested: Rule(rules.start_build, (State.BUILDING, State.RECLAIMING)),",
         tests="tests/unit/conductor",
     ),
     Plant(

@@ -363,18 +363,18 @@ BY_NAME = {"httptools"}
 
 # Words of our own for things that the field has a name for, and the name. A part of an identifier is compared.
 PRIVATE_NAMES = {
-    "aside": "offload, strand", "believe": "adopt, trust",
-    "blow": "fault event", "burial": "dead letter", "bury": "dead-letter",
-    "company": "peers",
-    "crew": "processes", "doom": "crash plan", "ensemble": "in-process", "farewell": "departure", "farm": "node pool",
-    "fate": "plan", "grove": "provider trees", "hush": "redirect logs", "insist": "retry", "insistence": "retry",
-    "judge": "filter, check, assess", "knock": "offer", "mend": "repair", "nobody": "none",
-
-    "saboteur": "fault injector",
-    "scene": "deployment", "somebody": "a role", "stranger": "foreign, malformed",
-    "stock": "inventory", "story": "timeline", "street": "cluster, pipeline",
-
-    "twin": "duplicate", "voice": "announcer", "weather": "faults",
+    "aside": "offload, strand", "asked": "requested", "askers": "requesters", "away": "unavailable, down",
+    "believe": "adopt, trust", "blow": "fault event", "burial": "dead letter", "bury": "dead-letter",
+    "company": "peers", "crew": "processes", "doom": "crash plan", "ensemble": "in-process", "farewell": "departure",
+    "farm": "node pool", "fate": "plan", "grove": "provider trees", "guilty": "responsible", "hasten": "flush",
+    "hear": "receive, listen", "heard": "received, last seen", "hurry": "at once", "hush": "redirect logs",
+    "insist": "retry", "insistence": "retry", "judge": "filter, check, assess", "knock": "offer", "mend": "repair",
+    "news": "events, changes", "nobody": "none", "noted": "recorded", "obeyed": "accepted", "outcast": "excluded",
+    "ripen": "flush", "saboteur": "fault injector", "said": "sent, event, reason", "say": "send, publish, print",
+    "scene": "deployment", "somebody": "a role", "stock": "inventory", "stories": "timelines", "story": "timeline",
+    "stranger": "foreign, malformed", "street": "cluster, pipeline", "tell": "publish, log, print",
+    "told": "sent, requested", "twin": "duplicate", "undead": "survived its destruction", "unheard": "unreported",
+    "unspoken": "missing", "voice": "announcer", "weather": "faults",
 }  # fmt: skip
 # A role can be named instead of each of these: the client, the scheduler, another process, the operator.
 PRIVATE_PROSE = re.compile(r"\b(nobody|somebody|everybody|whoever|whomever)\b", re.IGNORECASE)

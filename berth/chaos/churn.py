@@ -31,7 +31,7 @@ STUCK_S = 240.0
 class Ended(Struct, frozen=True):
     """One build or delete that ended: when it was confirmed, when the event of its end came."""
 
-    asked_at: float
+    requested_at: float
     ended_at: float
 
 
@@ -53,7 +53,7 @@ class Churn:
         self._young: deque[tuple[float, str]] = deque()  # (when it was accepted, instance): not yet called stuck
         self._began = 0.0
         self._flavors: dict[str, str] = {}
-        client.on_event(self._heard)
+        client.on_event(self._on_event)
 
     async def run(self) -> None:
         """Fire the plan's load; returns when the last request is accepted, not when it has ended."""
@@ -73,7 +73,7 @@ class Churn:
             part = requests[sent : sent + min(max(room, 0), MAX_AT_ONCE)]
             await self._client.boot(part, patience_s=plan.patience_s)
             self.accepted += [request.instance_uuid for request in part]
-            self._asked([request.instance_uuid for request in part])
+            self._track_requested([request.instance_uuid for request in part])
             sent += len(part)
             self._last = sent == len(requests)  # before anything else is heard: who is marked now would never be asked
 
@@ -98,7 +98,7 @@ class Churn:
             self.stopped = f"nothing has ended for {STUCK_S:g} s"
         return bool(self.stopped)
 
-    def _asked(self, uuids: Sequence[str]) -> None:
+    def _track_requested(self, uuids: Sequence[str]) -> None:
         now = self._clock.monotonic()
         self._young.extend((now, uuid) for uuid in uuids)
 
@@ -129,9 +129,9 @@ class Churn:
         for track in tracks:
             track.published_at = now
         self.deletes += len(part)
-        self._asked(part)
+        self._track_requested(part)
 
-    def _heard(self, event: BuildEvent) -> None:
+    def _on_event(self, event: BuildEvent) -> None:
         track: Track = self._client.tracks[event.instance_uuid]
         if track.ended_at is None:
             if not (track.deleting or self._last) and self._rng.random() < self._plan.early_deletes / STAGES:

@@ -105,8 +105,8 @@ def _tcp(url: str, port: int) -> str:
 
 
 def _socket_of(url: str) -> str:
-    asked = parse_qs(urlsplit(url).query)
-    return f"{asked['host'][0]}/.s.PGSQL.{asked['port'][0]}"
+    requested = parse_qs(urlsplit(url).query)
+    return f"{requested['host'][0]}/.s.PGSQL.{requested['port'][0]}"
 
 
 async def wait_registered(deployment: Deployment) -> None:

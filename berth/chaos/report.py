@@ -21,7 +21,7 @@ MUST_BE_NONE = ("lost", "doubled", "leaked", "overcommitted")
 class ChaosReport(Struct, frozen=True, kw_only=True):
     """Figures of one run. Times in seconds.
 
-    requests: builds that the broker confirmed. asked_for: as many as there should be; stopped: why there are fewer,
+    requests: builds that the broker confirmed. wanted: as many as there should be; stopped: why there are fewer,
     after which the run cannot be sound: it has not shown what it was to show. active ... deleted: how they stood at the
     end, by the schedulers' record. recovery_s: from the end of the last fault until everything was at rest.
     recovery_by_kind: from the end of each fault until a build or delete asked for after it had ended (median, longest).
@@ -32,7 +32,7 @@ class ChaosReport(Struct, frozen=True, kw_only=True):
     seed: int
     seconds: float
     requests: int
-    asked_for: int
+    wanted: int
     stopped: str
     deletes: int
     active: int
@@ -67,7 +67,7 @@ class ChaosReport(Struct, frozen=True, kw_only=True):
     def sound(self) -> bool:
         """Nothing lost, doubled, leaked or overcommitted; at rest; every invariant holds; no worker found a bug."""
         nothing = not (self.lost or self.doubled or self.leaked or self.overcommitted)
-        whole = self.requests == self.asked_for
+        whole = self.requests == self.wanted
         return nothing and whole and self.at_rest and all(self.invariants.values()) and not self.bugs
 
     @property
@@ -111,9 +111,9 @@ def render(report: ChaosReport, console: Console) -> None:
             report.requests, report.active, report.deleted, report.failed, report.refused, report.deletes
         )]],
     )  # fmt: skip
-    if report.requests != report.asked_for:
+    if report.requests != report.wanted:
         why = report.stopped or "unknown why"
-        console.print(f"[red]only {report.requests} of {report.asked_for} builds were requested: {why}[/red]")
+        console.print(f"[red]only {report.requests} of {report.wanted} builds were requested: {why}[/red]")
     console.print(f"failures: {_words(report.failures_by_code)}; left in queues: {_words(report.dead_letters)}")
     for code, reason in report.failure_reasons.items():
         console.print(f"  {code}, for example: {escape(reason)}", soft_wrap=True)

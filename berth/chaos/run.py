@@ -84,7 +84,7 @@ class Run:
         self.watch = FeedWatch(site.bus(f"{process}-feed"))
         self.churn = Churn(self.client, plan, clock=site.clock, rng=random.Random(rng.getrandbits(64)))
         self.injector = FaultInjector(stage, random.Random(rng.getrandbits(64)))
-        self._deck = FaultSchedule(plan.deck, rng)
+        self._schedule = FaultSchedule(plan.deck, rng)
         self._clock = site.clock
         self._console = console
 
@@ -115,9 +115,11 @@ class Run:
         """Load and faults, until the last request is accepted."""
         async with asyncio.TaskGroup() as group:
             others = [
-                group.create_task(self.injector.disturb(self._deck, self.plan.fault_every_s, self.plan.most_faults)),
+                group.create_task(
+                    self.injector.disturb(self._schedule, self.plan.fault_every_s, self.plan.most_faults)
+                ),
                 group.create_task(self.injector.watch()),
-                group.create_task(self._tell()),
+                group.create_task(self._print_load()),
             ]
             await self.churn.run()
             for task in others:
@@ -149,7 +151,7 @@ class Run:
             dead_letters=await left_in_queues(self.stage),
         )
 
-    async def _tell(self) -> None:
+    async def _print_load(self) -> None:
         """How it goes, now and then."""
         began = self._clock.monotonic()
         while True:
@@ -174,7 +176,7 @@ class Run:
             seed=self.plan.seed,
             seconds=round(ending.seconds, 1),
             requests=len(self.churn.accepted),
-            asked_for=self.plan.boots,
+            wanted=self.plan.boots,
             stopped=self.churn.stopped,
             deletes=self.churn.deletes,
             active=states[BuildState.ACTIVE],

@@ -86,8 +86,8 @@ def longest_stall(ended: Sequence[Ended], faults: Sequence[Injected]) -> Stall:
     if not gaps:
         return Stall(0.0, ())
     seconds, early, late = max(gaps)
-    guilty = [f for f in faults if f.began_at < late and (f.over_at is None or f.over_at > early - 1.0)]
-    return Stall(round(seconds, 3), tuple(sorted({fault.fault.label for fault in guilty})))
+    responsible = [f for f in faults if f.began_at < late and (f.over_at is None or f.over_at > early - 1.0)]
+    return Stall(round(seconds, 3), tuple(sorted({fault.fault.label for fault in responsible})))
 
 
 def recoveries(ended: Sequence[Ended], faults: Sequence[Injected]) -> dict[str, list[float]]:
@@ -95,15 +95,15 @@ def recoveries(ended: Sequence[Ended], faults: Sequence[Injected]) -> dict[str, 
 
     Other faults go on meanwhile; so this is how soon the system works again, not how soon it would alone.
     """
-    by_asked = sorted(ended, key=lambda end: end.asked_at)
-    asked = [end.asked_at for end in by_asked]
+    by_request_time = sorted(ended, key=lambda end: end.requested_at)
+    requested = [end.requested_at for end in by_request_time]
     soonest: list[float] = [float("inf")]
-    for end in reversed(by_asked):
+    for end in reversed(by_request_time):
         soonest.append(min(soonest[-1], end.ended_at))
     soonest.reverse()  # soonest[n]: the first end among those asked n-th or later
     found: dict[str, list[float]] = defaultdict(list)
     for fault in faults:
-        if fault.over_at is not None and (at := bisect_left(asked, fault.over_at)) < len(asked):
+        if fault.over_at is not None and (at := bisect_left(requested, fault.over_at)) < len(requested):
             found[fault.fault.label].append(round(soonest[at] - fault.over_at, 3))
     return dict(found)
 

@@ -77,7 +77,7 @@ def show(context: typer.Context, node: NodeIdent, as_json: AsJson = False) -> No
             ("power", record.power),
             ("instance", f"{record.instance} ({'ours' if record.ours else 'foreign'})" if record.instance else ""),
             *(("problem", problem) for problem in record.problems),
-            ("Ironic says", record.said),
+            ("Ironic says", record.ironic_reason),
         ]
         render_rows(out, ("what", "value"), [row for row in rows if row[1]])
 
@@ -93,7 +93,7 @@ def quarantine(
     async def body() -> None:
         async with _ironic(settings_of(context)) as api:
             await _known(api, node)
-            _obeyed(await api.set_maintenance(node, on=True, reason=f"{QUARANTINE}{reason}"))
+            _check_accepted(await api.set_maintenance(node, on=True, reason=f"{QUARANTINE}{reason}"))
 
     run(body)
 
@@ -110,7 +110,7 @@ def release(context: typer.Context, node: NodeIdent) -> None:
                 raise Stop(
                     EXIT_NO, "node.not_quarantined", f"node {node} is not in quarantine by berth: {reason or '-'}"
                 )
-            _obeyed(await api.set_maintenance(node, on=False))
+            _check_accepted(await api.set_maintenance(node, on=False))
 
     run(body)
 
@@ -145,7 +145,7 @@ async def _known(api: IronicApi, node: str) -> dict[str, Any]:
     return raw
 
 
-def _obeyed(refused: Refused | None) -> None:
+def _check_accepted(refused: Refused | None) -> None:
     if refused is not None:
         raise Stop(EXIT_NO, "ironic.refused", str(refused))
 
@@ -161,7 +161,10 @@ def _show(nodes: Sequence[NodeRecord], as_json: bool) -> None:
             node.state,
             node.power,
             node.instance or "-",
-            "; ".join((*node.problems, *([f"Ironic: {node.said}"] if node.problems and node.said else []))) or "-",
+            "; ".join(
+                (*node.problems, *([f"Ironic: {node.ironic_reason}"] if node.problems and node.ironic_reason else []))
+            )
+            or "-",
         )
         for node in nodes
     ]

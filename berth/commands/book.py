@@ -95,7 +95,7 @@ def audit(
             "over_capacity": [each.line() for each in over],
             "repaired": done,
         }
-        _tell(found, as_json)
+        _print_found(found, as_json)
         return EXIT_NO if any(found[kind] for kind in ("orphaned", "doubled", "unsound", "over_capacity")) else 0
 
     run(body)
@@ -334,7 +334,7 @@ async def _repair(
     return [f"{uuid}: released" for uuid in [*orphans, *evicted]] + mended
 
 
-def _tell(found: dict[str, list[str]], as_json: bool) -> None:
+def _print_found(found: dict[str, list[str]], as_json: bool) -> None:
     if as_json:
         print_json(found)
         return

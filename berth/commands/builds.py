@@ -101,7 +101,7 @@ def boot(
 
     async def body() -> int:
         async with client(settings_of(context)) as berth:
-            tracks = await asked_for(berth, requests, timeout_s=timeout, as_json=as_json)
+            tracks = await publish_and_follow(berth, requests, timeout_s=timeout, as_json=as_json)
             ended = not wait or await berth.wait(timeout)
             _show_tracks(tracks, as_json)
         if not ended:
@@ -149,11 +149,11 @@ def delete(
     as_json: AsJson = False,
 ) -> None:
     """Delete machines, or stop their builds wherever they stand."""
-    asked = list(dict.fromkeys(uuids))
+    requested = list(dict.fromkeys(uuids))
 
     async def body() -> int:
         async with client(settings_of(context)) as berth:
-            records = [await _record(berth, uuid) for uuid in asked]
+            records = [await _record(berth, uuid) for uuid in requested]
             tracks = await berth.delete(records, patience_s=timeout)
             ended = not wait or await berth.wait(timeout)
             _show_tracks(tracks, as_json)
@@ -236,7 +236,7 @@ def _check(request: BuildRequest) -> None:
         raise typer.BadParameter(rule, param_hint=option or None) from error
 
 
-async def asked_for(
+async def publish_and_follow(
     berth: BuildClient, requests: Sequence[BuildRequest], *, timeout_s: float, as_json: bool
 ) -> list[Track]:
     """Publish all, waiting for a full queue to have room. What was accepted before an end without success is shown."""
@@ -284,7 +284,7 @@ def _show_record(record: BuildRecord, *, history: bool) -> None:
     now = record.condition if record.condition != record.state else ""
     facts = {"now": now, "request": f"{record.under_way} is under way" if record.under_way else None}
     facts |= {"flavor": record.flavor, "project": record.project_id, "cell": record.cell, "host": record.host}
-    facts |= {"code": record.code, "reason": record.reason, "asked": _when(record.created_at, day=True)}
+    facts |= {"code": record.code, "reason": record.reason, "requested": _when(record.created_at, day=True)}
     for name, value in facts.items():
         if value:
             out.print(Text(f"  {name:8} {printable(value)}"), soft_wrap=True)

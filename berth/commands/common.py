@@ -113,12 +113,12 @@ def run(body: Callable[[], Coroutine[Any, Any, int | None]]) -> NoReturn:
         found = explain(fault)
         if found is None:
             raise
-        tell(found)
+        print_stop(found)
         status = found.status
     raise SystemExit(status)
 
 
-def tell(stop: Stop) -> None:
+def print_stop(stop: Stop) -> None:
     """The sentence of a Stop on standard error, with its stable code."""
     sentence = Text.assemble(("berth: ", "red"), printable_lines(str(stop)), (f" ({stop.code})", "dim"))
     err.print(sentence, soft_wrap=True)

@@ -70,8 +70,8 @@ def drain(
                 return EXIT_NO if stuck else 0
             disabled = SetAdminState(host=planned.host_uuid, state=AdminState.DISABLED, reason=reason, by=who)
             await berth.set_admin_state(disabled, timeout_s=PLAN_TIMEOUT_S)
-            said = (lambda *_: None) if as_json else _show_end
-            drained = Drain(planned, kind, at_once=at_once, on_end=said)
+            show_end = (lambda *_: None) if as_json else _show_end
+            drained = Drain(planned, kind, at_once=at_once, on_end=show_end)
             await _run(drained, berth, timeout)
         if as_json:
             failed = [{"instance_uuid": uuid, "code": code, "reason": reason} for uuid, code, reason in drained.failed]

@@ -157,7 +157,7 @@ def services(
         if as_json:
             print_json(page.services)
         else:
-            headers = ["service", "cell", "state", "hosts", "enabled", "heard", "why"]
+            headers = ["service", "cell", "state", "hosts", "enabled", "last seen", "why"]
             render_rows(out, headers, [_service_row(one) for one in page.services])
         return EXIT_NO if any(not one.up for one in page.services) else 0
 
@@ -224,4 +224,4 @@ def _host_row(host: HostRecord) -> list[str | Text]:
 def _service_row(one: ServiceRecord) -> list[str | Text]:
     state = Text("up", "green") if one.up else Text("down", "red")
     why = "" if one.up else f"{one.code}: {one.reason}" if one.reason else one.code
-    return [one.name, one.cell, state, str(one.hosts), str(one.enabled), f"{one.heard_s:.0f} s ago", why]
+    return [one.name, one.cell, state, str(one.hosts), str(one.enabled), f"{one.last_seen_s:.0f} s ago", why]

@@ -101,7 +101,7 @@ def load(
                 _writable(path)
         rng = random.Random(seed) if seed is not None else random.SystemRandom()
         record = await _fire(settings, plan, rng, seed=seed, trace=str(trace or ""), speed=speed)
-        _tell(record, json_file, report)
+        _write_record(record, json_file, report)
         return _status(record)
 
     run(body)
@@ -213,7 +213,7 @@ def _shapes(flavors: dict[str, Flavor]) -> dict[str, Shape]:
     }
 
 
-def _tell(record: LoadRecord, json_file: Path | None, report: Path | None) -> None:
+def _write_record(record: LoadRecord, json_file: Path | None, report: Path | None) -> None:
     """The end for a person, unless standard output is for a program; and the files that were asked for."""
     if json_file == STDOUT:
         sys.stdout.write(encode(record).decode() + "\n")

@@ -304,8 +304,10 @@ def _change(
 
     async def body() -> None:
         async with client(settings_of(context)) as berth:
-            asked = ObjectsChange(changes=tuple(changes), who=who, why=why, prune=prune, force=force, dry_run=dry_run)
-            answer = await berth.bus.request(asked, ObjectsChanged, timeout_s=QUERY_TIMEOUT_S)
+            requested = ObjectsChange(
+                changes=tuple(changes), who=who, why=why, prune=prune, force=force, dry_run=dry_run
+            )
+            answer = await berth.bus.request(requested, ObjectsChanged, timeout_s=QUERY_TIMEOUT_S)
         if as_json:
             print_json(answer)
             return

@@ -10,7 +10,7 @@ import typer
 
 import placement_worker.app
 from berth.commands import book
-from berth.commands.common import Stop, explain, make_directory, print_json, settings_of, tell
+from berth.commands.common import Stop, explain, make_directory, print_json, print_stop, settings_of
 from berth.embedded.postgres import Postgres
 from berth.embedded.process import ServerFailed, ServerMissing
 from berth.rest_address import DEFAULT_PORT, LOOPBACK, with_rest_at
@@ -58,7 +58,7 @@ def serve(
     except (SettingsError, Stop, ServerFailed, ServerMissing) as fault:
         stop = explain(fault)
         assert stop is not None
-        tell(stop)
+        print_stop(stop)
         raise SystemExit(stop.status) from None
 
 

@@ -66,12 +66,12 @@ def up(
     a PostgreSQL of its own, kept below state_dir. A worker that dies is started again, a bounded number of times. Each
     one's log is in state_dir/logs.
     """
-    asked = {"schedulers": schedulers, "placements": placements, "conductors": conductors, "computes": computes}
+    requested = {"schedulers": schedulers, "placements": placements, "conductors": conductors, "computes": computes}
 
     async def body() -> int:
         if processes:
-            return await _up_processes(context, asked, as_json)
-        if any(number is not None for number in asked.values()):
+            return await _up_processes(context, requested, as_json)
+        if any(number is not None for number in requested.values()):
             raise Stop(EXIT_USAGE, "up.processes", "numbers of processes are for --processes; see also [up]")
         settings, stop = _prepare(context)
         with for_up(settings) as rest:
@@ -82,7 +82,7 @@ def up(
 
 async def _up_here(rest: AtUp, stop: asyncio.Event, as_json: bool) -> int:
     async with (
-        site(rest.settings, directory=rest.settings.state / "postgres", say=_warn) as here,
+        site(rest.settings, directory=rest.settings.state / "postgres", notify=_warn) as here,
         ironic_of(here) as ironic_url,
     ):
         system = LocalSystem(here)
@@ -93,7 +93,9 @@ async def _up_here(rest: AtUp, stop: asyncio.Event, as_json: bool) -> int:
             if starting.done():
                 await starting
                 async with serve(here, ironic_url), pages_of_up(here, wanted=here.settings.up.web) as pages:
-                    _say({**one_process(here, system.computes, ironic_url, rest), "pages": pages or None}, as_json)
+                    _print_summary(
+                        {**one_process(here, system.computes, ironic_url, rest), "pages": pages or None}, as_json
+                    )
                     waiting: set[asyncio.Future[Any]] = {stopped, system.in_process.failed}
                     await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -124,18 +126,18 @@ def _prepare(context: typer.Context) -> tuple[Settings, asyncio.Event]:
     return settings, stop
 
 
-async def _up_processes(context: typer.Context, asked: Mapping[str, int | None], as_json: bool) -> int:
+async def _up_processes(context: typer.Context, requested: Mapping[str, int | None], as_json: bool) -> int:
     settings, stop = _prepare(context)
     cpus = len(os.sched_getaffinity(0))
-    count = numbers(cpus, len(settings.cells), settings.up, asked)
+    count = numbers(cpus, len(settings.cells), settings.up, requested)
     starting = asyncio.create_task(_given_up(stop, asyncio.current_task()))
     try:
         with for_up(settings) as rest:
-            async with running(rest.settings, count, say=_warn) as started:
+            async with running(rest.settings, count, notify=_warn) as started:
                 starting.cancel()
-                supervisor = Supervisor(started.processes, clock=started.site.clock, say=_warn)
+                supervisor = Supervisor(started.processes, clock=started.site.clock, notify=_warn)
                 async with pages_of_up(started.site, wanted=settings.up.web) as pages:
-                    _say({**as_processes(started, count, cpus, rest), "pages": pages or None}, as_json)
+                    _print_summary({**as_processes(started, count, cpus, rest), "pages": pages or None}, as_json)
                     await supervised(supervisor, stop)
     except asyncio.CancelledError:
         raise KeyboardInterrupt from None
@@ -189,7 +191,7 @@ def _warn(summary: str) -> None:
     err.print(summary, soft_wrap=True, markup=False)
 
 
-def _say(summary: dict[str, Any], as_json: bool) -> None:
+def _print_summary(summary: dict[str, Any], as_json: bool) -> None:
     if as_json:
         print_json(summary)
     else:

@@ -13,7 +13,7 @@ from typing import Annotated
 import msgspec
 import typer
 
-from berth.commands.common import EXIT_UNAVAILABLE, EXIT_USAGE, Stop, database_of, err, explain, settings_of, tell
+from berth.commands.common import EXIT_UNAVAILABLE, EXIT_USAGE, Stop, database_of, err, explain, print_stop, settings_of
 from berth.rest_address import AtHttp, at_http, with_rest_at
 from berth.settings import MEMORY, Settings
 from berth.site import Site, process_name, read_runtime
@@ -63,21 +63,21 @@ def run_role(
             if role is not Role.PLACEMENT:
                 raise Stop(EXIT_USAGE, "api.role", "--api is placement's")
             settings = with_rest_at(settings, api)
-        asked = _http(http)
+        requested = _http(http)
         served = AtHttp(settings=settings, with_rest=False)
-        if role is Role.PLACEMENT and asked is not None:
-            served = at_http(settings, *asked)
+        if role is Role.PLACEMENT and requested is not None:
+            served = at_http(settings, *requested)
             settings = served.settings
         here = database_of(settings) if role is not Role.COMPUTE else Site(settings)
         build = _build(role, here, cell, service, health_with_rest=served.with_rest)
-        listen = _listen(asked, settings)
+        listen = _listen(requested, settings)
         _join(settings, cell if role in {Role.CONDUCTOR, Role.COMPUTE} else None)
         if served.sentence:
             err.print(served.sentence, soft_wrap=True, markup=False)
     except (Stop, SettingsError) as fault:
         stop = explain(fault)
         assert stop is not None
-        tell(stop)
+        print_stop(stop)
         raise SystemExit(stop.status) from None
     process = process_name(role.value, cell or "")
     status = run_process(
@@ -144,10 +144,10 @@ def _join(settings: Settings, cell: str | None) -> None:
     err.print("[yellow]bus.url is memory://: this worker joins the `berth up` of this machine[/yellow]", soft_wrap=True)
 
 
-def _listen(asked: tuple[str, int] | None, settings: Settings) -> tuple[str, int] | None:
+def _listen(requested: tuple[str, int] | None, settings: Settings) -> tuple[str, int] | None:
     """Where to answer /healthz, if anywhere. Raises Stop when that address cannot be had: better now than later."""
     telemetry = settings.telemetry
-    where = asked or ((telemetry.http_host, telemetry.http_port) if telemetry.http_port is not None else None)
+    where = requested or ((telemetry.http_host, telemetry.http_port) if telemetry.http_port is not None else None)
     if where is None:
         return None
     try:

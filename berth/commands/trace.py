@@ -29,13 +29,13 @@ def trace_settings(
 
     async def body() -> None:
         try:
-            known, asked = read_hosts(hosts), read_requests(requests)
-            settings = settings_like(known, asked)
+            known, requested = read_hosts(hosts), read_requests(requests)
+            settings = settings_like(known, requested)
         except PlanError as fault:
             raise Stop(EXIT_USAGE, fault.code, str(fault)) from fault
         out.print(as_toml(differing(settings)), end="", markup=False, soft_wrap=True)
         err.print(
-            f"{known.total():,} hosts of {len(known)} kinds, {len(asked):,} requests of "
+            f"{known.total():,} hosts of {len(known)} kinds, {len(requested):,} requests of "
             f"{len(settings.scheduler.flavors)} kinds",
             soft_wrap=True,
         )

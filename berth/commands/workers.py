@@ -31,7 +31,18 @@ def workers(
         if as_json:
             print_json(page)
         else:
-            headers = ["role", "worker", "bus", "host", "pid", "version", "since (UTC)", "heard", "state", "in hand"]
+            headers = [
+                "role",
+                "worker",
+                "bus",
+                "host",
+                "pid",
+                "version",
+                "since (UTC)",
+                "last seen",
+                "state",
+                "in hand",
+            ]
             render_rows(out, headers, [_row(one) for one in page.workers])
         return EXIT_NO if any(one.silent or one.heartbeat.not_ready for one in page.workers) else 0
 
@@ -39,11 +50,11 @@ def workers(
 
 
 def _row(one: WorkerRecord) -> list[str | Text]:
-    said = one.heartbeat
-    state = Text(said.phase, "green") if not said.not_ready else Text("; ".join(said.not_ready), "yellow")
+    beat = one.heartbeat
+    state = Text(beat.phase, "green") if not beat.not_ready else Text("; ".join(beat.not_ready), "yellow")
     if one.silent:
-        state = Text(f"silent, was {said.phase}", "red")
-    in_hand = ", ".join(f"{queue} {count}" for queue, count in sorted(said.in_hand.items()) if count)
-    since = datetime.fromtimestamp(said.started_at, UTC).strftime("%Y-%m-%d %H:%M:%S")
-    heard = f"{one.heard_s:.0f} s ago"
-    return [said.role, said.worker, one.bus, said.host, str(said.pid), said.version, since, heard, state, in_hand]
+        state = Text(f"silent, was {beat.phase}", "red")
+    in_hand = ", ".join(f"{queue} {count}" for queue, count in sorted(beat.in_hand.items()) if count)
+    since = datetime.fromtimestamp(beat.started_at, UTC).strftime("%Y-%m-%d %H:%M:%S")
+    last_seen = f"{one.last_seen_s:.0f} s ago"
+    return [beat.role, beat.worker, one.bus, beat.host, str(beat.pid), beat.version, since, last_seen, state, in_hand]

@@ -127,22 +127,22 @@ class NodePool:
 
     async def patch(self, node: dict[str, Any], changes: Mapping[str, Any], request_id: str) -> None:
         """PATCH: the notification of the request comes first, true or not, as with Ironic (README)."""
-        wished = {**node, **changes}
-        await self._publish(wished, "update", "start", request_id)
+        requested_target = {**node, **changes}
+        await self._publish(requested_target, "update", "start", request_id)
         try:
             self._check_unlocked(node)
             self._check_instance(node, changes)
         except RequestError:
-            await self._publish(wished, "update", "error", request_id)
+            await self._publish(requested_target, "update", "error", request_id)
             raise
         self._change(node, **changes)
         await self._publish(node, "update", "end", request_id)
 
     async def set_maintenance(self, node: dict[str, Any], on: bool, reason: str | None, request_id: str) -> None:
         """PUT and DELETE maintenance."""
-        wished = {"maintenance": on, "maintenance_reason": reason if on else None}
-        await self._publish({**node, **wished}, "maintenance_set", "start", request_id)
-        self._change(node, **wished, **({} if on else {"fault": None}))
+        requested_target = {"maintenance": on, "maintenance_reason": reason if on else None}
+        await self._publish({**node, **requested_target}, "maintenance_set", "start", request_id)
+        self._change(node, **requested_target, **({} if on else {"fault": None}))
         await self._publish(node, "maintenance_set", "end", request_id)
 
     async def set_power(self, node: dict[str, Any], target: str, request_id: str) -> None:

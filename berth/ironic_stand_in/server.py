@@ -57,7 +57,9 @@ class IronicStandIn:
     ) -> None:
         self.pool = NodePool(announcer, clock=clock, rng=rng, behaviour=behaviour)
         self.url = ""
-        self.asked: deque[tuple[str, str]] = deque(maxlen=MAX_ASKED)  # (method, node) of requests that change a node
+        self.requested: deque[tuple[str, str]] = deque(
+            maxlen=MAX_ASKED
+        )  # (method, node) of requests that change a node
         self._announcer = announcer
         self._clock = clock
         self._rng = rng
@@ -201,11 +203,11 @@ class IronicStandIn:
         return Response(status_code=204, headers=VERSIONS)
 
     async def _provision(self, request: Request) -> Response:
-        asked = await _json(request, dict)
+        requested = await _json(request, dict)
         node = self._node(request)
-        self.pool.provision(node, str(asked.get("target", "")), self._request_id())
-        if "configdrive" in asked:
-            self.pool.config_drives[node["uuid"]] = asked["configdrive"]
+        self.pool.provision(node, str(requested.get("target", "")), self._request_id())
+        if "configdrive" in requested:
+            self.pool.config_drives[node["uuid"]] = requested["configdrive"]
         return Response(status_code=202, headers=VERSIONS)
 
     async def _power(self, request: Request) -> Response:
@@ -225,7 +227,7 @@ class IronicStandIn:
     def _node(self, request: Request) -> dict[str, Any]:
         node = self.pool.get(request.path_params["ident"])
         if request.method != "GET":
-            self.asked.append((request.method, node["uuid"]))
+            self.requested.append((request.method, node["uuid"]))
         return node
 
     def _shown(self, node: Mapping[str, Any], status: int = 200) -> Response:
@@ -260,8 +262,8 @@ async def _json(request: Request, kind: type) -> Any:
 
 def _passes(node: Mapping[str, Any], query: Mapping[str, str]) -> bool:
     """Ironic's filters, as far as they are used here."""
-    asked = {name: query[name] for name in ("provision_state", "resource_class", "instance_uuid") if name in query}
-    if any(node[name] != value for name, value in asked.items()):
+    requested = {name: query[name] for name in ("provision_state", "resource_class", "instance_uuid") if name in query}
+    if any(node[name] != value for name, value in requested.items()):
         return False
     if "maintenance" in query and node["maintenance"] != (query["maintenance"].lower() == "true"):
         return False

@@ -72,7 +72,7 @@ async def save_changes(pool: NodePool, path: Path, clock: Clock) -> None:
                 raise
             except OSError as error:  # a full disk may have room again
                 if not is_logged:
-                    _tell(path, error)
+                    _log_damage(path, error)
                 is_logged = True
         await clock.sleep(SAVE_EVERY_S)
 
@@ -82,14 +82,14 @@ def save(pool: NodePool, path: Path) -> None:
     try:
         _write(path, msgspec.json.encode(_nodes(pool)))
     except OSError as error:
-        _tell(path, error)
+        _log_damage(path, error)
 
 
 def _nodes(pool: NodePool) -> list[dict[str, Any]]:
     return list(pool.nodes.values())
 
 
-def _tell(path: Path, error: OSError) -> None:
+def _log_damage(path: Path, error: OSError) -> None:
     log.error("ironic.nodes_not_kept", path=str(path), reason=str(error))
 
 

@@ -67,12 +67,12 @@ class Axis(Struct, frozen=True):
             few = len(steps) > 4
             found = [m * 10.0**power for power in steps for m in ((1,) if few else (1, 2, 5))]
         else:
-            step = nice((self.high - self.low) / 5)
+            step = rounded((self.high - self.low) / 5)
             found = [step * n for n in range(math.ceil(self.low / step), math.floor(self.high / step + 1e-9) + 1)]
         return [tick for tick in found if self.low * (1 - 1e-9) <= tick <= self.high * (1 + 1e-9)]
 
 
-def nice(value: float) -> float:
+def rounded(value: float) -> float:
     """The next of 1, 2, 5 times a power of ten, at or above."""
     power = 10.0 ** math.floor(math.log10(value))
     return next(m * power for m in (1.0, 2.0, 5.0, 10.0) if m * power >= value * (1 - 1e-9))
@@ -81,7 +81,7 @@ def nice(value: float) -> float:
 def linear(high: float, start: float, end: float) -> Axis:
     """From nought to a round number at or above `high`."""
     high = high if high > 0 else 1.0
-    step = nice(high / 5)
+    step = rounded(high / 5)
     return Axis(0.0, step * math.ceil(high / step - 1e-9), start, end)
 
 

@@ -164,9 +164,9 @@ def _per_thousand(a: LoadRecord, b: LoadRecord) -> Iterator[Line]:
 
 def _verdict(found: Comparison, a: LoadRecord, b: LoadRecord) -> Iterator[str]:
     one, two = (cut(name) for name in found.names)
-    asked = [what for what, _, _ in found.differences if what in QUESTION]
-    if asked:
-        yield f"The requests differ: {', '.join(asked)}. What follows may come from that alone."
+    requested = [what for what, _, _ in found.differences if what in QUESTION]
+    if requested:
+        yield f"The requests differ: {', '.join(requested)}. What follows may come from that alone."
     elif found.differences:
         yield f"The requests are the same; what differs: {', '.join(what for what, _, _ in found.differences)}."
     else:

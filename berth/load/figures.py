@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from berth.load.charts import nice
+from berth.load.charts import rounded
 from berth.load.record import OUTCOMES, STAGES, Column, LoadRecord, Operations
 
 Array = npt.NDArray[np.float64]
@@ -78,7 +78,7 @@ class Timeline:
         last = max((float(np.nanmax(found)) for found in times if np.isfinite(found).any()), default=0.0)
         self.seconds = max(last, 1e-3)
         pieces = min(max(len(record.boots) // BOOTS_A_PIECE, LEAST_PIECES), MAX_PIECES)
-        self.step = nice(max(self.seconds / pieces, LEAST_STEP_S))
+        self.step = rounded(max(self.seconds / pieces, LEAST_STEP_S))
         self.edges = np.arange(0.0, self.seconds + self.step, self.step)
         self.middles: list[float] = (self.edges[:-1] + self.step / 2).tolist()
 

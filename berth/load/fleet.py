@@ -81,25 +81,25 @@ def size_of(kind: HostKind) -> HostSize:
     )
 
 
-def flavor_of(asked: TraceRequest) -> Flavor:
+def flavor_of(requested: TraceRequest) -> Flavor:
     """The flavor that is just this request."""
     specs: dict[str, str] = {}
-    for group in range(1, asked.gpus + 1):
-        specs[f"resources{group}:{GPU_CLASS}"] = str(asked.gpu_milli)
-        if len(asked.models) == 1:
-            specs[f"trait{group}:{GPU_TRAIT.format(asked.models[0])}"] = "required"
-        elif asked.models:
-            specs[f"trait{group}:in:{','.join(map(GPU_TRAIT.format, asked.models))}"] = "required"
-    if asked.gpus > 1:
+    for group in range(1, requested.gpus + 1):
+        specs[f"resources{group}:{GPU_CLASS}"] = str(requested.gpu_milli)
+        if len(requested.models) == 1:
+            specs[f"trait{group}:{GPU_TRAIT.format(requested.models[0])}"] = "required"
+        elif requested.models:
+            specs[f"trait{group}:in:{','.join(map(GPU_TRAIT.format, requested.models))}"] = "required"
+    if requested.gpus > 1:
         specs["group_policy"] = "isolate"
-    return Flavor(vcpus=asked.cpu_milli, memory_mb=asked.memory_mib, extra_specs=specs)
+    return Flavor(vcpus=requested.cpu_milli, memory_mb=requested.memory_mib, extra_specs=specs)
 
 
 def settings_like(hosts: Counter[HostKind], requests: Sequence[TraceRow]) -> Settings:
     """One cell with just these hosts, and a flavor for every distinct request. Raises PlanError."""
     kinds = sorted(hosts)
-    asked = sorted({one.asked for one in requests})
-    if over := [one for one in asked if one.gpus > MAX_GROUPS]:
+    requested = sorted({one.requested for one in requests})
+    if over := [one for one in requested if one.gpus > MAX_GROUPS]:
         raise PlanError("load.trace", f"a request for {over[0].gpus} GPUs, and {MAX_GROUPS} are the most")
     return Settings(
         cells={"cell1": Settings().cells["cell1"]},
@@ -110,7 +110,7 @@ def settings_like(hosts: Counter[HostKind], requests: Sequence[TraceRow]) -> Set
             counts=tuple(hosts[kind] for kind in kinds),
             gpu_share=0.0,
         ),
-        scheduler=SchedulerConfig(default_flavors=(), flavors={one.flavor: flavor_of(one) for one in asked}),
+        scheduler=SchedulerConfig(default_flavors=(), flavors={one.flavor: flavor_of(one) for one in requested}),
     )
 
 
@@ -119,14 +119,14 @@ def demand(requests: Sequence[TraceRow], *, deletes: bool = True) -> list[tuple[
     first, last = requests[0].created_s, requests[-1].created_s
     steps: list[tuple[float, int, TraceRequest]] = []
     for one in requests:
-        steps.append((one.created_s - first, 1, one.asked))
+        steps.append((one.created_s - first, 1, one.requested))
         if deletes and one.ends_by(last):
-            steps.append((one.created_s - first + one.lifetime_s, -1, one.asked))
+            steps.append((one.created_s - first + one.lifetime_s, -1, one.requested))
     steps.sort(key=lambda step: (step[0], step[1]))
     sums = [0, 0, 0]
     found = []
-    for at, sign, asked in steps:
-        for place, part in enumerate((asked.cpu_milli, asked.memory_mib, asked.gpus * asked.gpu_milli)):
+    for at, sign, requested in steps:
+        for place, part in enumerate((requested.cpu_milli, requested.memory_mib, requested.gpus * requested.gpu_milli)):
             sums[place] += sign * part
         found.append((at, sums[0] / 1000, float(sums[1]), sums[2] / WHOLE_GPU))
     return found

@@ -86,12 +86,12 @@ class LoadRun:
         self._given_up = 0  # boots that are not sent and will not be
         self._changed = asyncio.Event()
         self._slices = asyncio.Semaphore(MAX_SLICES)
-        self._door = asyncio.Lock()
+        self._send_lock = asyncio.Lock()
         self._refused = False  # whether the newest offer met a full queue, or no broker
         self._offering: set[asyncio.Task[None]] = set()
         self._fault: BaseException | None = None
         self._last_sent = self.started
-        client.on_event(self._heard)
+        client.on_event(self._on_event)
         client.on_end(self._on_end)
 
     @property
@@ -207,7 +207,7 @@ class LoadRun:
             offers = await self._offer_again(offers, ledger)
 
     async def _offer_again(self, offers: list[Offer], ledger: LoadLedger) -> list[Offer]:
-        async with self._door:
+        async with self._send_lock:
             if self._refused:
                 await self._clock.sleep(AGAIN_S * (0.5 + self._chance.random() / 2))
             return await self._offer_once(offers, ledger)
@@ -331,7 +331,7 @@ class LoadRun:
         give_up_at = self._clock.monotonic() + self.plan.timeout_s
         return Offer(request=request, flavor=flavor, intended=due, row=row, give_up_at=give_up_at)
 
-    def _heard(self, event: BuildEvent) -> None:
+    def _on_event(self, event: BuildEvent) -> None:
         if event.state.value == "accepted":
             row = self.boots.rows.get(event.instance_uuid)
             if row is not None:
@@ -388,7 +388,7 @@ async def run_load(
     *,
     clock: Clock,
     rng: random.Random,
-    progress: Callable[[int, int], None] = lambda done, asked: None,
+    progress: Callable[[int, int], None] = lambda done, requested: None,
 ) -> LoadReport:
     """Fire the plan, wait for every end, and sum up what the client saw. Raises what publishing raises."""
     run = LoadRun(client, plan, clock=clock, rng=rng)

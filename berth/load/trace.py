@@ -33,9 +33,9 @@ class Shape(Struct, frozen=True):
     memory_mb: float
     gpus: float = 0.0
 
-    def covers(self, asked: Shape) -> bool:
+    def covers(self, requested: Shape) -> bool:
         """Whether no part of the request is larger."""
-        return self.vcpus >= asked.vcpus and self.memory_mb >= asked.memory_mb and self.gpus >= asked.gpus
+        return self.vcpus >= requested.vcpus and self.memory_mb >= requested.memory_mb and self.gpus >= requested.gpus
 
 
 class TraceRequest(Struct, frozen=True, order=True):
@@ -69,7 +69,7 @@ class TraceRow(Struct, frozen=True):
 
     created_s: float
     deleted_s: float | None
-    asked: TraceRequest
+    requested: TraceRequest
 
     @property
     def lifetime_s(self) -> float:
@@ -96,7 +96,9 @@ def skipped(requests: list[TraceRow], skip_s: float) -> list[TraceRow]:
     begin = requests[0].created_s + skip_s
     if begin > requests[-1].created_s:
         raise PlanError("load.trace", f"nothing arrives after the first {skip_s:g} s that are skipped")
-    return [TraceRow(max(one.created_s, begin), one.deleted_s, one.asked) for one in requests if not one.ends_by(begin)]
+    return [
+        TraceRow(max(one.created_s, begin), one.deleted_s, one.requested) for one in requests if not one.ends_by(begin)
+    ]
 
 
 def arrivals_of(
@@ -108,7 +110,7 @@ def arrivals_of(
     return tuple(
         Arrival(
             at_s=(one.created_s - first) / speed,
-            flavor=_flavor(one.asked, order, flavors),
+            flavor=_flavor(one.requested, order, flavors),
             lifetime_s=one.lifetime_s / speed if deletes and one.ends_by(last) else None,
         )
         for one in requests
@@ -126,11 +128,11 @@ def read_requests(path: Path) -> list[TraceRow]:
 def _flavor(request: TraceRequest, order: list[str], flavors: Mapping[str, Shape]) -> str:
     if request.flavor in flavors:
         return request.flavor
-    asked = request.shape
+    requested = request.shape
     for name in order:
-        if flavors[name].covers(asked):
+        if flavors[name].covers(requested):
             return name
-    return max(order, key=lambda name: (min(flavors[name].gpus, asked.gpus), flavors[name].vcpus))
+    return max(order, key=lambda name: (min(flavors[name].gpus, requested.gpus), flavors[name].vcpus))
 
 
 def _rows(path: Path) -> list[TraceRow]:
@@ -173,7 +175,7 @@ def _request(path: Path, line: int, row: Mapping[str, str]) -> TraceRow:
             raise ValueError("deletion_time")
         gpus = int(amount(row, "num_gpu", "0"))
         models = tuple(sorted({model(name) for name in (row.get("gpu_spec") or "").split("|") if name.strip()}))
-        asked = TraceRequest(
+        requested = TraceRequest(
             cpu_milli=math.ceil(amount(row, "cpu_milli")),
             memory_mib=math.ceil(amount(row, "memory_mib")),
             gpus=gpus,
@@ -182,7 +184,7 @@ def _request(path: Path, line: int, row: Mapping[str, str]) -> TraceRow:
         )
     except ValueError as fault:
         raise PlanError("load.trace", f"{path}, line {line}: not a request: {fault}") from fault
-    return TraceRow(created, deleted if deleted >= created else None, asked)
+    return TraceRow(created, deleted if deleted >= created else None, requested)
 
 
 def model(text: str) -> str:

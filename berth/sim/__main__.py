@@ -76,9 +76,9 @@ def main(
         for one in _seeds(first_seed, seeds, minutes):
             results.append(simulate(one, kinds))
             if results[-1].breach:
-                _say(results[-1])
+                _print_result(results[-1])
                 if shrink:
-                    _tell_smaller(plan_of(one, kinds), results[-1])
+                    _print_smaller(plan_of(one, kinds), results[-1])
     figures = summary(results)
     if report is not None:
         report.write_text(json.dumps(figures, indent=2) + "\n")
@@ -125,7 +125,7 @@ def replay(seed: int, kinds: Collection[Widening], *, trace: bool, smaller: bool
     plan = plan_of(seed, kinds)
     result = run(plan)
     if result.breach and smaller:
-        plan = _tell_smaller(plan, result)
+        plan = _print_smaller(plan, result)
     if trace:
         event_log = EventLog(keep=True)
         redirect_logs(event_log)
@@ -133,7 +133,7 @@ def replay(seed: int, kinds: Collection[Widening], *, trace: bool, smaller: bool
         redirect_logs()
         for line in readable(result):
             typer.echo(line)
-    _say(result)
+    _print_result(result)
     return result
 
 
@@ -180,7 +180,7 @@ def _seeds(first: int, count: int, minutes: float | None) -> Iterator[int]:
         fresh += 1
 
 
-def _tell_smaller(plan: Plan, result: Result) -> Plan:
+def _print_smaller(plan: Plan, result: Result) -> Plan:
     smaller = Shrinker(lambda one: run(one).breach == result.breach).shrink(plan)
     typer.echo(f"  among others: {' '.join(smaller.widenings) or 'alone'}")
     words = f"{len(smaller.fault_events)} of {len(plan.fault_events)} faults, "
@@ -192,7 +192,7 @@ def _tell_smaller(plan: Plan, result: Result) -> Plan:
     return smaller
 
 
-def _say(result: Result) -> None:
+def _print_result(result: Result) -> None:
     ending = f"{result.breach}: {result.detail[:600]}" if result.breach else "all invariants hold"
     among = f" [{' '.join(result.widenings)}]" if result.widenings else ""
     typer.echo(f"seed {result.seed}{among}: {ending} (at {result.virtual_s:.1f} s, digest {result.digest})")

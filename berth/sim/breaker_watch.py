@@ -36,7 +36,7 @@ class BreakerWatch:
         """An operator says go for the machines that tripped it."""
         self._passed.update((breaker.service, machine) for machine in breaker.machines)
 
-    def committed(self, table: MemoryInstanceTable, excused: Collection[str]) -> None:
+    def committed(self, table: MemoryInstanceTable, exempt: Collection[str]) -> None:
         """After a commit of a cell's conductor. Raises Breach."""
         if not self._limit:
             return
@@ -46,8 +46,8 @@ class BreakerWatch:
             if before is instance:
                 continue
             self._seen[uuid] = instance
-            is_news = before is not None and before.state is State.ACTIVE and instance.code == LOST
-            if is_news and uuid not in excused and instance.host_uuid is not None:
+            is_new_loss = before is not None and before.state is State.ACTIVE and instance.code == LOST
+            if is_new_loss and uuid not in exempt and instance.host_uuid is not None:
                 self._lost(instance, f"{uuid}@{instance.host_uuid}")
 
     def _note_open(self, breakers: Mapping[str, Breaker]) -> None:

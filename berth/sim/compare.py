@@ -22,10 +22,10 @@ def digests(first: int, count: int, kinds: Collection[Widening] = WIDENED) -> di
 
 def digests_of(python: str, first: int, count: int) -> dict[int, str]:
     """The same in a process of another interpreter, under a hash seed of its own."""
-    asked = [python, "-m", "berth.sim", "--digests", "--first-seed", str(first), "--seeds", str(count)]
+    requested = [python, "-m", "berth.sim", "--digests", "--first-seed", str(first), "--seeds", str(count)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONHASHSEED": str(random.randrange(2**32))}
     output = subprocess.run(
-        asked, cwd=ROOT, env=environment, capture_output=True, text=True, check=True, timeout=LIMIT_S
+        requested, cwd=ROOT, env=environment, capture_output=True, text=True, check=True, timeout=LIMIT_S
     ).stdout
     return {int(seed): digest for seed, digest in (line.split() for line in output.splitlines())}
 

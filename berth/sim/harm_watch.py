@@ -37,7 +37,7 @@ class HarmWatch:
 
     def __init__(self, now: Callable[[], float]) -> None:
         self._now = now
-        self.asked: dict[str, None] = {}  # builds that a client ever asked for: what could be ours
+        self.requested: dict[str, None] = {}  # builds that a client ever asked for: what could be ours
         self._to_delete: dict[str, None] = {}
         self._given_up: dict[str, int] = {}  # the newest attempt of each instance that a record gave up
         self._lost: dict[str, int] = {}  # attempts that a record has as lost: told, and seen to be so (`lost_was_lost`)
@@ -52,7 +52,7 @@ class HarmWatch:
 
     def ours(self, instance: str) -> bool:
         """Whether berth was ever asked to build it."""
-        return instance in self.asked
+        return instance in self.requested
 
     # --- reasons
 
@@ -67,7 +67,7 @@ class HarmWatch:
                 continue
             self._records[uuid] = instance
             # Of one that is out of time its host was told to end what is not complete.
-            over = instance.attempt - (instance.state in WANTED and not instance.asked)
+            over = instance.attempt - (instance.state in WANTED and not instance.queried)
             self._given_up[uuid] = max(over, self._given_up.get(uuid, 0))
             if instance.code == "instance.lost":
                 self._lost[uuid] = instance.attempt

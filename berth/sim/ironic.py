@@ -41,7 +41,7 @@ OF_OTHERS = frozenset(
 OF_USED = frozenset({"clear", "swap", "undeploy", "rescue", "service", "rebuild"})
 
 
-class Notices:
+class FaultyNotifications:
     """Ironic's way to its exchange: fire and forget, so what a fault takes is gone."""
 
     def __init__(self, broker: Broker, network_faults: NetworkFaults) -> None:
@@ -142,9 +142,11 @@ class SimIronic:
         self.process = Process("ironic")
         self.unavailable = 0
         self._event_log = event_log
-        self._notices = Notices(broker, network_faults)
-        self._stand_in = IronicStandIn(self._notices, clock=clock, rng=rng, behaviour=behaviour)
-        self._stand_in.pool = self.pool = WatchedNodePool(self._notices, clock=clock, rng=rng, behaviour=behaviour)
+        self._notifications = FaultyNotifications(broker, network_faults)
+        self._stand_in = IronicStandIn(self._notifications, clock=clock, rng=rng, behaviour=behaviour)
+        self._stand_in.pool = self.pool = WatchedNodePool(
+            self._notifications, clock=clock, rng=rng, behaviour=behaviour
+        )
         self._app = httpx.ASGITransport(self._stand_in.app(), raise_app_exceptions=False)
         self._rng = rng
         self._ambushes: list[str] = []  # instances of others that take the next free node that is looked at

@@ -24,10 +24,10 @@ FACTS = frozenset({"provision_set", "power_state_corrected"})
 class Known:
     """What one process knows of one node: when it last heard of it, and whether it may say that it is free."""
 
-    __slots__ = ("heard_at", "may_offer", "may_remove", "seen")
+    __slots__ = ("may_offer", "may_remove", "notified_at", "seen")
 
     def __init__(self) -> None:
-        self.heard_at = -1.0
+        self.notified_at = -1.0
         self.may_remove = False  # Ironic has answered that there is no such node, and nothing was heard of it since
         self.may_offer = False
         self.seen = ""
@@ -41,7 +41,7 @@ class IronicSyncWatch:
         self._fail = fail
         self._nodes: dict[str, Known] = {}
 
-    def heard(self, body: bytes) -> None:
+    def notified(self, body: bytes) -> None:
         """A notification arrives at the process."""
         outer = json.loads(body)
         if "oslo.message" not in outer:
@@ -52,7 +52,7 @@ class IronicSyncWatch:
         if kind != "node" or (status == "start" and action not in FACTS):
             return
         known = self._nodes.setdefault(node["uuid"], Known())
-        known.heard_at = self._now()
+        known.notified_at = self._now()
         fact = action in FACTS or status in ("end", "success")
         late = str(node.get("updated_at") or known.seen)[:19] < known.seen[:19]
         if fact and not late and (action == "delete" or not free(node)):
@@ -68,13 +68,13 @@ class IronicSyncWatch:
             known.may_remove = False
             if not free(node):
                 known.may_offer = False
-            elif known.heard_at <= at:  # what was heard by then had happened
+            elif known.notified_at <= at:  # what was heard by then had happened
                 known.may_offer = True
 
     def missing(self, at: float, uuid: str) -> None:
         """An answer that Ironic made at this time, that it has no such node, arrives at the process."""
         known = self._nodes.setdefault(uuid, Known())
-        known.may_remove = known.may_remove or known.heard_at <= at
+        known.may_remove = known.may_remove or known.notified_at <= at
 
     def saving(self, positions: Sequence[Position], loaded: Mapping[str, Position]) -> None:
         """The process is about to keep these, and to tell the book."""

@@ -83,7 +83,7 @@ class Client:
         if order.action is Action.DELETE:
             if order.uuid not in self._projects:
                 return  # its build was cut out of the plan
-            await self._heard(order.uuid)
+            await self._on_accepted(order.uuid)
             self._world.harm.delete(order.uuid)
             await self._publish_until_taken(
                 DeleteRequest(instance_uuid=order.uuid, project_id=order.project), order.uuid
@@ -101,12 +101,12 @@ class Client:
             different_host=order.apart_from,
             same_host=order.together_with,
         )
-        self._world.peer_watch.asked(order)
-        self._world.harm.asked[order.uuid] = None
+        self._world.peer_watch.requested(order)
+        self._world.harm.requested[order.uuid] = None
         await self._publish_until_taken(request, order.uuid)
         self.confirmed[order.uuid] = None
 
-    async def _heard(self, uuid: str) -> None:
+    async def _on_accepted(self, uuid: str) -> None:
         """No client deletes what was never accepted; a delete that comes first is answered `unknown`, correctly."""
         until = asyncio.get_running_loop().time() + HEARD_S
         listener = self._world.listener
@@ -147,7 +147,7 @@ class Chaos:
         }[fault.kind]
         return asyncio.create_task(what(fault.target, fault.seconds), name=f"fault {fault.kind} {fault.target}")
 
-    def one_last_change_unheard(self) -> None:
+    def one_last_change_unannounced(self) -> None:
         """At rest: every scheduler is cut off while a host changes, and no other change follows to show a gap."""
         for name, life in self._world.lives.items():
             if name.startswith("scheduler"):

@@ -128,7 +128,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         """Every task that has not ended, oldest first."""
         return list(self._alive)
 
-    def breathe(self) -> None:
+    def yield_to_loop(self) -> None:
         """The tasks that spun at this moment are over."""
         self._turns_now = 0
 
@@ -208,7 +208,7 @@ def _unwind(loop: VirtualLoop) -> None:
     """Let every task end, the dead ones' too: a coroutine that is thrown away would run its `finally` at any time."""
     loop.set_exception_handler(lambda *_: None)
     tasks = loop.tasks
-    loop.breathe()
+    loop.yield_to_loop()
     for task in tasks:
         task.cancel()
     for process in loop.processes:

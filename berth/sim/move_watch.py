@@ -51,7 +51,7 @@ class MoveWatch:
         self.sent: dict[str, str] = {}  # {request: its instance} that a cell was told of
         self.ends: dict[str, tuple[MoveState, str]] = {}
         self.brought_back: set[tuple[str, str, int]] = set()  # (host, instance, attempt) on a set-back host
-        self.excused: Mapping[str, None] = {}  # of whom a restored database knows an old truth
+        self.exempt: Mapping[str, None] = {}  # of whom a restored database knows an old truth
 
     # --- cells
 
@@ -65,7 +65,7 @@ class MoveWatch:
             if instance.state is State.ACTIVE:
                 self._first.setdefault(uuid, instance.attempt)
                 self.evacuated.discard((instance.here.host_uuid, uuid, instance.attempt))  # it found no other host
-            if uuid not in self.excused:
+            if uuid not in self.exempt:
                 self._refusals(before, instance)
             move = instance.move
             if move is None:
@@ -101,12 +101,12 @@ class MoveWatch:
         if was != now:
             raise Breach("refused_is_unchanged", f"{instance.uuid} was {was}, and is {now}")
 
-    def said(self, event: MoveEvent) -> None:
+    def on_event(self, event: MoveEvent) -> None:
         """A conductor speaks. Raises Breach."""
         if not event.terminal:
             return
         end = (event.state, event.code)
-        if self.ends.setdefault(event.request_id, end) != end and event.instance_uuid not in self.excused:
+        if self.ends.setdefault(event.request_id, end) != end and event.instance_uuid not in self.exempt:
             raise Breach("one_terminal_event", f"{event.request_id}: {self.ends[event.request_id]}, then {end}")
 
     # --- machines
@@ -135,7 +135,7 @@ class MoveWatch:
     def _counts(self, host: str, guest: Guest) -> bool:
         uuid = guest.instance_uuid
         first = self._first.get(uuid)
-        if first is None or guest.attempt < first or uuid in self.excused:
+        if first is None or guest.attempt < first or uuid in self.exempt:
             return False
         return (host, uuid, guest.attempt) not in self.brought_back
 

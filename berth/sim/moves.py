@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from berth.sim.load import RETRY_S
 from berth.sim.loop import Process
 from berth.sim.network import SimTransport
-from berth.sim.peer_watch import asked_of
+from berth.sim.peer_watch import resources_of_flavor
 from berth.sim.plan import Order
 from berth.sim.world import World
 from bus.bus import Bus
@@ -109,9 +109,9 @@ class Mover:
             fenced=order.verb == FENCE or (kind is MoveKind.EVACUATE and rng.random() < 0.7),
             step_timeout_s=STEP_S,
         )
-        await self._tell(cell, request)
+        await self._send(cell, request)
         if rng.random() < 0.1:
-            await self._tell(cell, request)  # the same once more
+            await self._send(cell, request)  # the same once more
 
     def _selections(
         self, cell: str, instance: Instance, spec: InstanceSpec, kind: MoveKind, rng: random.Random
@@ -128,7 +128,7 @@ class Mover:
         if kind is MoveKind.UNSHELVE and instance.state is not State.OFFLOADED:
             return ()
         world = self._world
-        amounts = asked_of(spec.flavor)
+        amounts = resources_of_flavor(spec.flavor)
         found = []
         for service, _ in world.cell(cell).services:
             for host in world.fleets[service].hosts if service not in world.dead else ():
@@ -175,7 +175,7 @@ class Mover:
             if name not in world.lives:
                 world.start(name)
 
-    async def _tell(self, cell: str, request: CellMove) -> None:
+    async def _send(self, cell: str, request: CellMove) -> None:
         self._world.event_log.record("order", f"{request.kind.value} {request.instance_uuid}")
         self._world.move_watch.sent[request.request_id] = request.instance_uuid
         await self._publish(cell, request)
@@ -192,4 +192,4 @@ class Mover:
 def held_by_flavor(instance: Instance) -> Counter[str]:
     """What an instance that has moved is to hold."""
     assert instance.spec is not None
-    return Counter(asked_of(instance.spec.flavor))
+    return Counter(resources_of_flavor(instance.spec.flavor))

@@ -136,23 +136,23 @@ class ForeignTrees:
         rng = random.Random(order.host)
         match order.verb:
             case "report":
-                await self._say(*(self._report(root) for root in self.ROOTS))
+                await self._publish(*(self._report(root) for root in self.ROOTS))
             case "move":
                 device = rng.choice(self.DEVICES)
                 old = self._at[device]
                 new = self._at[device] = next(root for root in self.ROOTS if root != old)
                 roots = (old, new) if rng.random() < 0.5 else (new, old)
-                await self._say(*(self._report(root) for root in roots))
+                await self._publish(*(self._report(root) for root in roots))
             case "again":
                 root = rng.choice(self.ROOTS)
                 # One SGX unit more or less: the second is not what was taken out.
-                await self._say(self._report(root, gone=True), self._report(root, traits=rng.random() < 0.5))
+                await self._publish(self._report(root, gone=True), self._report(root, traits=rng.random() < 0.5))
             case "claim":
                 wanted: dict[str, Resources] = {rng.choice(self.DEVICES): {"VGPU": 1}}
                 if rng.random() < 0.5:
                     wanted = {rng.choice(self.ROOTS): {"VCPU": rng.randint(1, 4)}}
                 self._world.harm.holdings[order.uuid] = {}
-                await self._say(
+                await self._publish(
                     Claim(consumer=order.uuid, options=(ClaimOption(allocations=wanted),), project_id=THEIRS)
                 )
             case _:
@@ -160,7 +160,7 @@ class ForeignTrees:
                 if held:
                     consumer = rng.choice(held)
                     self._world.harm.may_let_go.add(consumer)
-                    await self._say(Release(consumer=consumer))
+                    await self._publish(Release(consumer=consumer))
 
     def _report(self, root: str, *, gone: bool = False, traits: bool = True) -> InventoryUpdate:
         self._version += 1
@@ -186,7 +186,7 @@ class ForeignTrees:
             source=THEIRS, version=self._version, root_uuid=root, providers=() if gone else providers
         )
 
-    async def _say(self, *messages: Message) -> None:
+    async def _publish(self, *messages: Message) -> None:
         self._world.publish_foreign(messages)
         await self._client.publish_batch(messages)
 

@@ -23,12 +23,12 @@ from scheduler_worker.config import DEFAULT_FLAVORS
 OVER_QUOTA = "quota.exceeded"
 
 
-def asked_of(name: str) -> dict[str, int]:
+def resources_of_flavor(name: str) -> dict[str, int]:
     """What a flavor asks for, by class."""
     flavor = DEFAULT_FLAVORS[name]
-    asked = {"VCPU": flavor.vcpus, "MEMORY_MB": flavor.memory_mb, "DISK_GB": flavor.disk_gb}
+    requested = {"VCPU": flavor.vcpus, "MEMORY_MB": flavor.memory_mb, "DISK_GB": flavor.disk_gb}
     specs = {key.removeprefix("resources:"): int(amount) for key, amount in flavor.extra_specs.items()}
-    return {resource: amount for resource, amount in (asked | specs).items() if amount}
+    return {resource: amount for resource, amount in (requested | specs).items() if amount}
 
 
 class PeerWatch:
@@ -47,10 +47,10 @@ class PeerWatch:
         self._seen: dict[str, ConsumerRow] = {}
         self._hosts: dict[str, list[tuple[float, str | None]]] = {}  # where each was, and since when
         self._held: dict[str, list[tuple[float, Counter[str]]]] = {}  # what each project held, and since when
-        self.excused: Collection[str] = ()  # of whom a restored database knows an old truth: no rule can be kept
+        self.exempt: Collection[str] = ()  # of whom a restored database knows an old truth: no rule can be kept
         self.refused: dict[str, None] = {}  # told that their project's quota stands in the way
 
-    def asked(self, order: Order) -> None:
+    def requested(self, order: Order) -> None:
         """A client is about to ask for a build."""
         self._orders.setdefault(order.uuid, order)
         self._projects[order.project] = None
@@ -127,7 +127,7 @@ class PeerWatch:
         members: dict[str, list[tuple[str, str]]] = {}
         for uuid, host in hosts.items():
             order = self._orders.get(uuid)
-            if order is not None and order.group is not None and uuid not in self.excused:
+            if order is not None and order.group is not None and uuid not in self.exempt:
                 members.setdefault(order.group.uuid, []).append((uuid, host))
         for mates in members.values():
             group = self._orders[mates[0][0]].group
@@ -188,12 +188,12 @@ class PeerWatch:
         uuid = event.instance_uuid
         self.refused[uuid] = None
         order = self._orders[uuid]
-        asked = {INSTANCES: 1, **asked_of(order.flavor)}
+        requested = {INSTANCES: 1, **resources_of_flavor(order.flavor)}
         quota = self._plan.quota_of(order.project)
         for held in self._held_since(order.project, self._since[uuid]):
-            if any(held[name] + asked.get(name, 0) > most for name, most in quota.items() if name in asked):
+            if any(held[name] + requested.get(name, 0) > most for name, most in quota.items() if name in requested):
                 return
-        raise Breach("quota_refused", f"{uuid} of {order.project} was refused, and {quota} had room for {asked}")
+        raise Breach("quota_refused", f"{uuid} of {order.project} was refused, and {quota} had room for {requested}")
 
     def _held_since(self, project: str, since: float) -> Iterator[Counter[str]]:
         known = [(0.0, Counter[str]()), *self._held.get(project, [])]

@@ -36,7 +36,7 @@ def with_peers(rng: random.Random, plan: Plan) -> Plan:
     for at, order in enumerate(builds):
         earlier = [one.uuid for one in builds[:at] if one.project == order.project]
         keeping[order.uuid] = order if order.group else _keep(rng, order, groups[order.project], earlier)
-    orders = tuple(_as_asked(order, keeping) for order in plan.orders)
+    orders = tuple(_as_requested(order, keeping) for order in plan.orders)
     quota = _quota(rng) if rng.random() < 0.6 else {}
     own = {"red": _quota(rng)} if rng.random() < 0.4 else {}
     return replace(plan, orders=orders, quota=quota, quotas={**own, NONE_ALLOWED: {INSTANCES: 0}})
@@ -71,7 +71,7 @@ def _keep(rng: random.Random, order: Order, groups: list[ServerGroup], earlier: 
     return replace(order, group=group, apart_from=named if hint < HINT_SHARE else ())
 
 
-def _as_asked(order: Order, keeping: dict[str, Order]) -> Order:
+def _as_requested(order: Order, keeping: dict[str, Order]) -> Order:
     """A build or its repeat as its client says it."""
     if order.action not in (Action.BUILD, Action.REPEAT):
         return order

@@ -9,7 +9,7 @@ from berth.invariants import Facts, InstanceFact, InventoryFact, RunningFact, ch
 from berth.sim.draw import PROJECTS
 from berth.sim.ironic_sync_watch import disagreements, is_reported
 from berth.sim.load import Client
-from berth.sim.peer_watch import OVER_QUOTA, asked_of
+from berth.sim.peer_watch import OVER_QUOTA, resources_of_flavor
 from berth.sim.peers import NONE_ALLOWED
 from berth.sim.world import World, marked
 from bus.contracts.build import TERMINAL_STATES, BuildState
@@ -43,7 +43,7 @@ def unsettled(world: World, client: Client) -> list[str]:
     found += list(_leftovers(world))
     found += list(_holdings(world, client))
     found += list(_inventories(world))
-    found += list(_heard(world))
+    found += list(_schedulers_know_hosts(world))
     found += list(_others(world))
     found += list(world.peer_watch.unsettled())
     found += list(world.move_watch.unsettled(lost))
@@ -158,7 +158,7 @@ def _holdings(world: World, client: Client) -> Iterator[str]:
             flavor = client.flavors[uuid]
             if uuid in world.move_watch.moved and instance.spec is not None:
                 flavor = instance.spec.flavor
-            if held != asked_of(flavor):
+            if held != resources_of_flavor(flavor):
                 yield f"holds_what_it_asked_for: {uuid} of {flavor} holds {dict(held)}"
 
 
@@ -177,7 +177,7 @@ def _inventories(world: World) -> Iterator[str]:
                     yield f"book_has_the_hosts: {report.name}: {words}"
 
 
-def _heard(world: World) -> Iterator[str]:
+def _schedulers_know_hosts(world: World) -> Iterator[str]:
     """Every scheduler knows every host as it is: whose it is, and whether it may be chosen."""
     for name, life in world.lives.items():
         table = life.hosts

@@ -151,7 +151,7 @@ class _Runner:
     async def _rest(self, tasks: list[asyncio.Task[None]]) -> None:
         """All settled within the bound, and still so after a while."""
         self.rest_s = await self._settled(tasks)
-        Chaos(self._world).one_last_change_unheard()
+        Chaos(self._world).one_last_change_unannounced()
         tasks += self._last_orders(LAST_FLAVORS, "red")
         await asyncio.sleep(POLL_S)
         await self._settled(tasks, still_s=STILL_S)

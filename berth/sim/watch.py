@@ -178,7 +178,7 @@ class Listener:
         self.accepted: dict[str, None] = {}
         self.upward: list[str] = []
         self.dead: list[str] = []
-        self.excused: set[str] = set()  # builds of which a restored database knows an old truth, and tells it
+        self.exempt: set[str] = set()  # builds of which a restored database knows an old truth, and tells it
 
     def event(self, event: BuildEvent) -> None:
         """One event on the API bus."""
@@ -187,7 +187,7 @@ class Listener:
             self.accepted[event.instance_uuid] = None
         if not event.terminal or event.state is BuildState.DELETED:
             return
-        if event.instance_uuid in self.excused:
+        if event.instance_uuid in self.exempt:
             return
         states = self.terminals.setdefault(event.instance_uuid, {})
         known = states.get(event.sequence)

@@ -261,8 +261,10 @@ def _moves(rng: random.Random, plan: Plan) -> Plan:
     ]
     if rng.random() < 0.4:
         _, service = rng.choice(plan.services)
-        at, away = rng.uniform(15.0, 35.0), rng.uniform(1.0, 15.0)
-        orders.append(Order(at=at, action=Action.MOVE, verb="fence", service=service, seconds=away, uuid=new_uuid(rng)))
+        at, paused_apart = rng.uniform(15.0, 35.0), rng.uniform(1.0, 15.0)
+        orders.append(
+            Order(at=at, action=Action.MOVE, verb="fence", service=service, seconds=paused_apart, uuid=new_uuid(rng))
+        )
     return _also(replace(plan, computes=computes), *orders)
 
 

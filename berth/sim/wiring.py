@@ -144,27 +144,27 @@ class Wiring:
     def __init__(self, world: WiredWorld) -> None:
         self._world = world
 
-    def build(self, name: str, env: Environment, seat: ProcessContext) -> Service:
+    def build(self, name: str, env: Environment, context: ProcessContext) -> Service:
         """The service of one life of the process of this name."""
         world, (kind, _, rest) = self._world, name.partition("-")
         cells = list(world.known_cells)
         if kind == "conductor":
             cell = rest.rpartition("-")[0]
             return cell_conductor.app.build(
-                env, conductor(world.plan), cell, store=MemoryInstances(seat.session(f"cell_{cell}"))
+                env, conductor(world.plan), cell, store=MemoryInstances(context.session(f"cell_{cell}"))
             )
         if kind in ("compute", "twin"):
             fleets = world.fleets if kind == "compute" else world.duplicates
-            return self._compute(env, rest, seat, fleets[rest])
+            return self._compute(env, rest, context, fleets[rest])
         if kind.startswith("scheduler"):
-            store = MemoryBuilds(seat.session("scheduler"))
+            store = MemoryBuilds(context.session("scheduler"))
             return scheduler_worker.app.build(
-                env, scheduler(world.plan), cells, store=store, book=seat.book, table=seat.hosts
+                env, scheduler(world.plan), cells, store=store, book=context.book, table=context.hosts
             )
         if kind.startswith("ironic"):
-            return self._ironic(env, seat)
+            return self._ironic(env, context)
         return placement_worker.app.build(
-            env, placement(world.plan), cells, store=MemoryBook(seat.session("placement"))
+            env, placement(world.plan), cells, store=MemoryBook(context.session("placement"))
         )
 
     def config(self, service: str) -> ComputeConfig:
@@ -203,13 +203,13 @@ class Wiring:
         cells = sorted({self._world.cell_of(name).name for name in (*self._world.metal_now, service)})
         return cells.index(self._world.cell_of(service).name), len(cells)
 
-    def _compute(self, env: Environment, service: str, seat: ProcessContext, fleet: Fleet) -> Service:
+    def _compute(self, env: Environment, service: str, context: ProcessContext, fleet: Fleet) -> Service:
         world, config = self._world, self.config(service)
         driver = None
         cell = world.cell_of(service).name
         if config.driver == "ironic":
             assert world.ironic is not None
-            way = IronicTransport(world.ironic, seat.process, world.network_faults)
+            way = IronicTransport(world.ironic, context.process, world.network_faults)
             driver = BareMetal(
                 config.ironic,
                 cell=cell,
@@ -221,11 +221,11 @@ class Wiring:
             )
         return compute_sim.app.build(env, config, cell, service, fleet=fleet, driver=driver)
 
-    def _ironic(self, env: Environment, seat: ProcessContext) -> Service:
+    def _ironic(self, env: Environment, context: ProcessContext) -> Service:
         world = self._world
         assert world.ironic is not None
         watch = IronicSyncWatch(world.now, world.fail)
-        way = IronicTransport(world.ironic, seat.process, world.network_faults)
+        way = IronicTransport(world.ironic, context.process, world.network_faults)
         way.answered, way.missing = watch.answered, watch.missing
         source = RestSource(
             URL,
@@ -236,10 +236,10 @@ class Wiring:
             connections=IRONIC.reads_in_flight,
             transport=way,
         )
-        store = WatchedPositions(MemoryPositions(seat.session("ironic_sync")), watch)
+        store = WatchedPositions(MemoryPositions(context.session("ironic_sync")), watch)
         service = ironic_sync.app.build(env, IRONIC, source=source, store=store)
-        for transport in seat.transports:
-            transport.arrived = lambda delivery: watch.heard(delivery.body)
+        for transport in context.transports:
+            transport.arrived = lambda delivery: watch.notified(delivery.body)
         return service
 
 

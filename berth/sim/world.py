@@ -170,9 +170,9 @@ class World:
         self.wiring = Wiring(self)
         self.machines = MachineWatch()
         self.peer_watch = PeerWatch(plan, self.book, self.cells, self.now)
-        self.peer_watch.excused = self.taken_back
+        self.peer_watch.exempt = self.taken_back
         self.move_watch = MoveWatch(self.book, self.cells, self.fleets, self.duplicates)
-        self.move_watch.excused = self.taken_back
+        self.move_watch.exempt = self.taken_back
         self.harm.given_up = self.move_watch.given_up
         self._book_watch = BookWatch(self.book)
         self.breaker_watch = BreakerWatch(plan, self.now)
@@ -378,7 +378,7 @@ class World:
         for before, after in zip(now, tables.get(schema, []), strict=True):
             differing = [uuid for uuid in {**before, **after} if before.get(uuid) is not after.get(uuid)]
             self.taken_back.update(dict.fromkeys(differing))
-        self.listener.excused.update(self.taken_back)
+        self.listener.exempt.update(self.taken_back)
         self.event_log.record("restored", f"{schema} {len(self.taken_back)}")
         if schema == "placement":
             self._book_watch.begin_anew()
@@ -513,7 +513,7 @@ class World:
 
     def _moved(self, event: MoveEvent) -> None:
         try:
-            self.move_watch.said(event)
+            self.move_watch.on_event(event)
         except Breach as breach:
             self.fail(breach)
 

@@ -157,12 +157,12 @@ class WebApi:
         query = request.query_params
         only(request, "cell", "up", "limit")
         need(caller_of(request), WebRole.READER)
-        asked = {
+        requested = {
             "cell": query.get("cell"),
             "up": truth_of(request, "up"),
             "limit": number_of(request, "limit", 1000, most=MAX_HOSTS),
         }
-        page = await self.hosts(parsed(lambda: msgspec.convert(asked, HostsQuery)))
+        page = await self.hosts(parsed(lambda: msgspec.convert(requested, HostsQuery)))
         return json_response(page.hosts)
 
     async def hosts(self, query: HostsQuery) -> HostsPage:
@@ -204,15 +204,15 @@ class WebApi:
                     if record.state in ends:
                         return
                 while True:
-                    heard = await follower.next(KEEP_ALIVE_S)
+                    events_received = await follower.next(KEEP_ALIVE_S)
                     if follower.lagged:
                         yield sse("lagged", {"code": "stream.lagged"})
                         return
-                    for event in heard:
+                    for event in events_received:
                         yield sse("event", event)
                         if event.terminal and event.state in ends:
                             return
-                    if not heard:
+                    if not events_received:
                         yield b": nothing happened\n\n"
 
         return stream_response(events())

@@ -112,11 +112,11 @@ class LetterBox:
             raise Problem(404, "letter.unknown", f"{queue[:255]} has no dead letter {ident[:255]}")
         return _view(bus, found[0], body=found[0].body.decode(errors="replace"))
 
-    async def replay(self, bus: str, queue: str, asked: ReplayBody) -> LettersReplayed:
+    async def replay(self, bus: str, queue: str, requested: ReplayBody) -> LettersReplayed:
         """Send letters back to their queue."""
         async with self._open(bus) as transport:
             now = self._env.clock.time()
-            back = await send_back(transport, queue, asked.ids, self._settings, now=now, old=asked.old)
+            back = await send_back(transport, queue, requested.ids, self._settings, now=now, old=requested.old)
         return LettersReplayed(tuple(back.sent), tuple(back.too_old))
 
     async def purge(self, bus: str, queue: str) -> LettersPurged:

@@ -234,9 +234,9 @@ class WebDrains:
         need(caller_of(request), WebRole.READER)
         query = request.query_params
         kind = query.get("kind", "live-migrate")
-        asked = {"host": request.path_params["host"], "kind": kind, "cell": query.get("cell")}
+        requested = {"host": request.path_params["host"], "kind": kind, "cell": query.get("cell")}
         parsed(lambda: msgspec.convert({"kind": kind}, DrainBody))
-        return json_response(await self._drains.plan(parsed(lambda: msgspec.convert(asked, DrainQuery))))
+        return json_response(await self._drains.plan(parsed(lambda: msgspec.convert(requested, DrainQuery))))
 
     async def start_drain(self, request: Request) -> Response:
         """Disable a host and move every instance away from it, a few at a time. For operators."""

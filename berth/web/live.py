@@ -47,7 +47,7 @@ class EventFollower:
     def __init__(self, wanted: Callable[[BuildEvent], bool]) -> None:
         self._wanted = wanted
         self._waiting: deque[BuildEvent] = deque(maxlen=MAX_BEHIND)
-        self._news = asyncio.Event()
+        self._changed = asyncio.Event()
         self.lagged = False
 
     def put(self, event: BuildEvent) -> None:
@@ -55,15 +55,15 @@ class EventFollower:
         if self._wanted(event):
             self.lagged = self.lagged or len(self._waiting) == MAX_BEHIND
             self._waiting.append(event)
-            self._news.set()
+            self._changed.set()
 
     async def next(self, timeout_s: float) -> list[BuildEvent]:
         """The events since the last call; none when there were none in time."""
         if not self._waiting:
-            self._news.clear()
+            self._changed.clear()
             try:
                 async with asyncio.timeout(timeout_s):
-                    await self._news.wait()
+                    await self._changed.wait()
             except TimeoutError:
                 return []
         events = list(self._waiting)
@@ -88,7 +88,12 @@ class Live:
     async def open(self) -> None:
         """Listen."""
         self._consumer = self._bus.consumer(
-            "client.feed.{process}", self._heard, max_batch=1000, concurrency=1, prefetch=2000, process=self._process
+            "client.feed.{process}",
+            self._on_events,
+            max_batch=1000,
+            concurrency=1,
+            prefetch=2000,
+            process=self._process,
         )
         await self._consumer.start()
 
@@ -126,7 +131,7 @@ class Live:
             return {}
         return {name: ordered[int(len(ordered) * at)] for name, at in (("p50", 0.5), ("p95", 0.95), ("p99", 0.99))}
 
-    async def _heard(self, batch: Sequence[Received]) -> Sequence[Outcome]:
+    async def _on_events(self, batch: Sequence[Received]) -> Sequence[Outcome]:
         for received in batch:
             if isinstance(received.message, BuildEvent):
                 self.note(received.message)

@@ -88,13 +88,13 @@ class WebMoves:
         project = query.get("project", caller.sees)
         if caller.sees is not None and project != caller.sees:
             raise Problem(403, "project.forbidden", f"this token sees project {caller.sees}")
-        asked = {
+        requested = {
             "instance_uuid": query.get("instance"),
             "project_id": project,
             "under_way": truth_of(request, "under_way"),
             "limit": number_of(request, "limit", 100, most=MAX_PAGE),
         }
-        page = await self.moves(parsed(lambda: msgspec.convert(asked, MoveQuery)))
+        page = await self.moves(parsed(lambda: msgspec.convert(requested, MoveQuery)))
         return json_response(page.moves)
 
     async def show_move(self, request: Request) -> Response:

@@ -278,14 +278,14 @@ class _OfKind:
         fields: dict[str, Any] = {"kind": self._kind, "name": self._name(request), "body": body}
         if "if_version" in query:
             fields["if_version"] = parsed(lambda: msgspec.convert(query["if_version"], Version, strict=False))
-        asked = {
+        requested = {
             "changes": [fields],
             "who": caller.name,
             "why": query.get("reason", ""),
             "force": truth_of(request, "force") or False,
             "dry_run": truth_of(request, "dry_run") or False,
         }
-        return json_response(await self._objects.change(parsed(lambda: msgspec.convert(asked, ObjectsChange))))
+        return json_response(await self._objects.change(parsed(lambda: msgspec.convert(requested, ObjectsChange))))
 
     def _name(self, request: Request) -> str:
         key = "project" if self._kind is ObjectKind.QUOTA else "name"

@@ -80,12 +80,12 @@ class WebOperations:
         """Compute services: ?cell=&up=true|false&limit=. Not for role project."""
         only(request, "cell", "up", "limit")
         need(caller_of(request), WebRole.READER)
-        asked = {
+        requested = {
             "cell": request.query_params.get("cell"),
             "up": truth_of(request, "up"),
             "limit": number_of(request, "limit", 1000, most=MAX_SERVICES),
         }
-        query = parsed(lambda: msgspec.convert(asked, ServicesQuery))
+        query = parsed(lambda: msgspec.convert(requested, ServicesQuery))
         return json_response(await self._fleet.services(query))
 
     async def list_workers(self, request: Request) -> Response:
@@ -93,8 +93,8 @@ class WebOperations:
         only(request, "role", "limit")
         need(caller_of(request), WebRole.READER)
         limit = number_of(request, "limit", 1000, most=MAX_WORKERS)
-        asked = {"role": request.query_params.get("role"), "limit": limit}
-        page = await self._fleet.workers(parsed(lambda: msgspec.convert(asked, WorkersQuery)))
+        requested = {"role": request.query_params.get("role"), "limit": limit}
+        page = await self._fleet.workers(parsed(lambda: msgspec.convert(requested, WorkersQuery)))
         return json_response(page.workers)
 
     async def list_cells(self, request: Request) -> Response:

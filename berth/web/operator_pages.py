@@ -113,13 +113,13 @@ class OperatorPages:
         need(caller_of(request), WebRole.READER)
         state = request.query_params.get("state", "")
         try:
-            view, away = await self._metal.view(), None
+            view, unavailable = await self._metal.view(), None
         except Problem as problem:
-            view, away = None, problem
+            view, unavailable = None, problem
         nodes = [] if view is None else [one for one in view.nodes if state in ("", one.state)]
         nodes.sort(key=lambda node: not node.problems)
-        fields = {"view": view, "away": away, "nodes": nodes[:PAGE], "count": len(nodes), "state": state}
-        return self._page(request, "metal.html", 200 if away is None else 503, **fields)
+        fields = {"view": view, "away": unavailable, "nodes": nodes[:PAGE], "count": len(nodes), "state": state}
+        return self._page(request, "metal.html", 200 if unavailable is None else 503, **fields)
 
     async def objects(self, request: Request) -> Response:
         """All objects, quotas beside what is used, and the newest changes."""

@@ -168,12 +168,12 @@ class Pages:
             return []
         silent = [one for one in workers if one.silent]
         waiting = [one for one in workers if one.heartbeat.not_ready and not one.silent]
-        told = []
+        shown = []
         for what, found in (("silent", silent), ("not ready", waiting)):
             if found:
                 names = ", ".join(one.heartbeat.worker for one in found[:3]) + (", ..." if len(found) > 3 else "")
-                told.append(Trouble(f"{len(found)} workers are {what}", names, "/system"))
-        return told
+                shown.append(Trouble(f"{len(found)} workers are {what}", names, "/system"))
+        return shown
 
     # --- fleet
 
@@ -214,15 +214,15 @@ class Pages:
 
     async def builds(self, request: Request) -> Response:
         """A page of builds, newest first."""
-        caller, asked = caller_of(request), request.query_params
-        if asked.get("uuid"):
-            return RedirectResponse(f"/builds/{asked['uuid'].strip()}", 303)
+        caller, requested = caller_of(request), request.query_params
+        if requested.get("uuid"):
+            return RedirectResponse(f"/builds/{requested['uuid'].strip()}", 303)
         query = parsed(
             lambda: msgspec.convert(
                 {
-                    "project_id": caller.sees or asked.get("project") or None,
-                    "state": asked.get("state") or None,
-                    "before": float(asked["before"]) if asked.get("before") else None,
+                    "project_id": caller.sees or requested.get("project") or None,
+                    "state": requested.get("state") or None,
+                    "before": float(requested["before"]) if requested.get("before") else None,
                     "limit": PAGE,
                 },
                 BuildQuery,
@@ -231,7 +231,13 @@ class Pages:
         page = await self._api.builds(query)
         older = page.builds[-1].created_at if len(page.builds) == PAGE else None
         return self._page(
-            request, "builds.html", builds=page.builds, older=older, states=list(BuildState), query=asked, caller=caller
+            request,
+            "builds.html",
+            builds=page.builds,
+            older=older,
+            states=list(BuildState),
+            query=requested,
+            caller=caller,
         )
 
     async def build(self, request: Request) -> Response:

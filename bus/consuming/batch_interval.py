@@ -19,12 +19,12 @@ DOUBLES_S = 600.0  # what a batch takes alone is taken to double in this time, u
 class BatchInterval:
     """The gap between one batch and the next. Times are seconds of one monotonic clock, which the caller reads."""
 
-    __slots__ = ("_alone_s", "_heard_at", "_taken_at", "gap_s")
+    __slots__ = ("_alone_s", "_arrived_at", "_taken_at", "gap_s")
 
     def __init__(self) -> None:
         self.gap_s = 0.0
         self._alone_s: float | None = None  # what a batch without items would take, by the quickest of late
-        self._heard_at = 0.0
+        self._arrived_at = 0.0
         self._taken_at: float | None = None
 
     def wait_s(self, now: float) -> float:
@@ -41,6 +41,6 @@ class BatchInterval:
         if self._alone_s is None:
             self._alone_s = base_s
         else:
-            self._alone_s = min(base_s, self._alone_s * 2.0 ** ((now - self._heard_at) / DOUBLES_S))
-        self._heard_at = now
+            self._alone_s = min(base_s, self._alone_s * 2.0 ** ((now - self._arrived_at) / DOUBLES_S))
+        self._arrived_at = now
         self.gap_s = 0.0 if more else min(GAP * self._alone_s, LONGEST_S)

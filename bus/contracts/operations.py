@@ -73,8 +73,8 @@ class ServiceRecord(Struct, frozen=True, kw_only=True):
     """One compute service as a scheduler sees it.
 
     code, reason: why it is not up, as its cell's conductor says, and `since` when (seconds since the epoch).
-    heard_s: seconds since its last announcement of hosts. hosts, enabled: how many it manages, how many of them take
-    builds. epoch: of its present life.
+    last_seen_s: seconds since its last announcement of hosts. hosts, enabled: how many hosts it manages, and how many
+    of them take builds. epoch: of its present life.
     """
 
     name: str
@@ -84,7 +84,7 @@ class ServiceRecord(Struct, frozen=True, kw_only=True):
     code: str = ""
     reason: str = ""
     since: float = 0.0
-    heard_s: float = 0.0
+    last_seen_s: float = 0.0
     hosts: Count = 0
     enabled: Count = 0
 

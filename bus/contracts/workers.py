@@ -40,11 +40,11 @@ class WorkersQuery(Message, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 class WorkerRecord(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One worker's newest heartbeat. bus: where it was heard. heard_s: how many seconds ago. silent: for too long."""
+    """One worker's newest heartbeat. bus: where it was received. last_seen_s: seconds since then. silent: too many."""
 
     heartbeat: WorkerHeartbeat
     bus: str
-    heard_s: float
+    last_seen_s: float
     silent: bool = False
 
 

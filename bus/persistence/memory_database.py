@@ -167,10 +167,10 @@ class MemoryDatabase:
                 del self._locks[key]
 
     @staticmethod
-    def _is_circle(asking: MemoryDatabaseTransaction, lock: _Lock) -> bool:
+    def _is_circle(waiting_transaction: MemoryDatabaseTransaction, lock: _Lock) -> bool:
         seen: _Lock | None = lock
         while seen is not None:
-            if seen.owner is asking:
+            if seen.owner is waiting_transaction:
                 return True
             seen = seen.owner.waits_for
         return False

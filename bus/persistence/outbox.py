@@ -238,7 +238,7 @@ class Relay:
         self._confirmed: list[int] = []
         self._some_confirmed = asyncio.Event()
         self._gathering: asyncio.Task[None] | None = None
-        self._in_a_hurry = False  # a drain waits for the end of all rows
+        self._at_once = False  # a drain waits for the end of all rows
         self._changed = asyncio.Event()  # pulsed when a ticket ends
         self._running = False
 
@@ -292,7 +292,7 @@ class Relay:
                     for _ in range(LANE_PUBLISHES):
                         group.create_task(lane.run())
                     if lane.lingers is not None:
-                        group.create_task(lane.ripen())
+                        group.create_task(lane.flush_lingering())
                 group.create_task(self._delete_confirmed())
                 group.create_task(self._shorten())
                 group.create_task(self._sweep())
@@ -302,8 +302,8 @@ class Relay:
 
     async def drain(self, grace_s: float) -> None:
         """Return when all that was sent is confirmed and forgotten; after the grace time the rest is the sweep's."""
-        self._in_a_hurry = True
-        self._hasten()
+        self._at_once = True
+        self._flush_lingering()
         try:
             async with asyncio.timeout(grace_s):
                 while self._running and self.held:
@@ -311,7 +311,7 @@ class Relay:
         except TimeoutError:
             log.warning("outbox.left_behind", rows=self.held)
         finally:
-            self._in_a_hurry = False
+            self._at_once = False
 
     async def _change(self) -> None:
         self._changed.clear()
@@ -333,7 +333,7 @@ class Relay:
             self._confirmed.append(ticket.row_id)
             self._some_confirmed.set()
             if self._is_due():
-                self._hasten()
+                self._flush_lingering()
 
     def _end(self, ticket: _Ticket) -> None:
         del self._tickets[ticket.row_id]
@@ -352,9 +352,9 @@ class Relay:
 
     def _is_due(self) -> bool:
         """Whether confirmed rows have nothing to gather for."""
-        return self._in_a_hurry or len(self._confirmed) >= FORGET_BATCH
+        return self._at_once or len(self._confirmed) >= FORGET_BATCH
 
-    def _hasten(self) -> None:
+    def _flush_lingering(self) -> None:
         if self._gathering is not None:
             self._gathering.cancel()
 
@@ -446,19 +446,19 @@ class _Lane:
             self._lingering.append(item)
             self._some_linger.set()
             return
-        self._hasten()
+        self._flush_lingering()
         self._waiting.append(item)
         self._wake()
 
-    async def ripen(self) -> None:
+    async def flush_lingering(self) -> None:
         """What lingers leaves in the end, whatever else there is to say."""
         while True:
             await self._some_linger.wait()
             self._some_linger.clear()
             await self._clock.sleep(self._linger_s)
-            self._hasten()
+            self._flush_lingering()
 
-    def _hasten(self) -> None:
+    def _flush_lingering(self) -> None:
         if self._lingering:
             self._waiting.extend(self._lingering)
             self._lingering.clear()

@@ -44,7 +44,7 @@ class Session:
         self._pika = connection
         self._connection: AbstractConnection = connection.transport.connection
         self._connection.closing.add_done_callback(lambda _: self.lost.set())
-        self._hear_alarms(self._connection)
+        self._listen_for_alarms(self._connection)
         self._channels: dict[str, AbstractChannel] = {}
         self._opening = asyncio.Lock()
         self._publisher: PublishChannel | None = None
@@ -80,7 +80,7 @@ class Session:
                 raise
         return cls(pika, names)
 
-    def _hear_alarms(self, connection: AbstractConnection) -> None:
+    def _listen_for_alarms(self, connection: AbstractConnection) -> None:
         """aiormq only logs connection.blocked: its two handlers are replaced on this connection."""
 
         async def blocked(frame: spec.Connection.Blocked) -> None:

@@ -38,7 +38,7 @@ T = TypeVar("T")
 FORMER_DEAD = ".dead"
 
 
-async def _say_what_is_left(session: Session, name: str) -> None:
+async def _log_what_is_left(session: Session, name: str) -> None:
     """Log what an older berth has left beside a queue, so that no letter is forgotten there."""
     left = await session.count(name + FORMER_DEAD)
     if left is not None:
@@ -204,7 +204,7 @@ class RabbitTransport:
         """Declare a queue. Raises QueueLocked."""
         await self._declare(plan(row, name, bindings))
         if row.kind is QueueKind.DURABLE:
-            await self._lasting(partial(_say_what_is_left, name=self._names.queue(name)))
+            await self._lasting(partial(_log_what_is_left, name=self._names.queue(name)))
 
     async def declare_reply_queue(self, name: str) -> None:
         """Declare a private queue for replies."""

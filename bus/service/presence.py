@@ -54,7 +54,7 @@ class Presence:
             version=self._version,
             started_at=self._started_at,
             phase=self._service.phase,
-            not_ready=tuple(said[:MAX_TEXT] for said in self._service.not_ready()[:MAX_NOT_READY]),
+            not_ready=tuple(reason[:MAX_TEXT] for reason in self._service.not_ready()[:MAX_NOT_READY]),
             in_hand=in_hand,
             every_s=self._every_s,
         )

@@ -57,7 +57,7 @@ class Reached(Protocol):
     """What the lifecycle needs of a bus."""
 
     @property
-    def trouble(self) -> str:
+    def unavailable_reason(self) -> str:
         """Why nothing can be published on it now; "": it can."""
 
 
@@ -113,7 +113,7 @@ class Service:
 
     def add_bus_check(self, name: str, bus: Reached) -> None:
         """One line of /readyz: the bus is connected, and its broker takes messages. It says why it does not."""
-        self._checks[name] = lambda: f"{name}: {bus.trouble}" if bus.trouble else ""
+        self._checks[name] = lambda: f"{name}: {bus.unavailable_reason}" if bus.unavailable_reason else ""
 
     def add_refresh(self, refreshing: Callable[[], Awaitable[Any]]) -> None:
         """Called before metrics are scraped: sets gauges whose value has to be asked for. It raises nothing."""

@@ -20,7 +20,7 @@ class Event(Struct, frozen=True, kw_only=True):
     at: float
 
 
-class BuildAsked(Event, frozen=True, kw_only=True):
+class BuildRequested(Event, frozen=True, kw_only=True):
     """The scheduler hands over a build whose first selection is claimed under attempt 1.
 
     given_up: why its queue has given the message up, or is about to; None: it does not.
@@ -38,7 +38,7 @@ class BuildAsked(Event, frozen=True, kw_only=True):
     given_up: Refusal | None = None
 
 
-class DeleteAsked(Event, frozen=True, kw_only=True):
+class DeleteRequested(Event, frozen=True, kw_only=True):
     """The instance is not wanted any more."""
 
     cause: str = ""
@@ -115,7 +115,7 @@ class Reverted(Event, frozen=True, kw_only=True):
     consumer_generation: int | None = None
 
 
-class MoveAsked(Event, frozen=True, kw_only=True):
+class MoveRequested(Event, frozen=True, kw_only=True):
     """Something is to be done with the instance. given_up: as of a BuildAsked."""
 
     request: CellMove
@@ -175,8 +175,8 @@ class ServiceLost(Event, frozen=True, kw_only=True):
 
 
 EVENTS: tuple[type[Event], ...] = (
-    BuildAsked,
-    DeleteAsked,
+    BuildRequested,
+    DeleteRequested,
     Spawned,
     SpawnFailed,
     TimedOut,
@@ -187,7 +187,7 @@ EVENTS: tuple[type[Event], ...] = (
     HostRuns,
     HostMissing,
     ServiceLost,
-    MoveAsked,
+    MoveRequested,
     ChangeEnded,
     Reverted,
 )

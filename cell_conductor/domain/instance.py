@@ -166,7 +166,7 @@ class Instance(Struct, frozen=True, kw_only=True, omit_defaults=True):
     up_at: float | None = None
     up_scan: ScanId | None = None
     answered: bool = False
-    asked: bool = False
+    queried: bool = False
     doubted: bool = False
     code: str = ""
     reason: str = ""

@@ -18,7 +18,7 @@ from msgspec.structs import replace
 # What a pause between two deliveries counts for at most. The keeper's digests arrive more often than that.
 STEP_S = 2.0
 # A service that does not say how often it sends a heartbeat.
-UNSAID_BEAT_S = 10.0
+DEFAULT_BEAT_S = 10.0
 FARTHEST_EPOCH = 2**62  # of a message that names one
 # So many heartbeats in a row that are missing put a service out of its ring: its free nodes go to the others. That does
 # no harm when it lives, so it is sooner than silence.
@@ -47,7 +47,7 @@ class Lease(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     service: str
     epoch: int
-    interval_s: float = UNSAID_BEAT_S
+    interval_s: float = DEFAULT_BEAT_S
     state: LeaseState = LeaseState.UP
     since: float = 0.0
     reason: str = ""
@@ -67,7 +67,7 @@ class _Held(Struct):
 
     lease: Lease
     sequence: int
-    heard: float
+    beat_at: float
     ring: str | None = None
 
 
@@ -132,7 +132,7 @@ class LeaseTable:
                 continue
             if held.sequence < 0:
                 return None
-            if held.ring and self._clock - held.heard <= RING_MISSED * held.lease.interval_s:
+            if held.ring and self._clock - held.beat_at <= RING_MISSED * held.lease.interval_s:
                 members.setdefault(held.ring, []).append(service)
         return {ring: tuple(services) for ring, services in members.items()}
 
@@ -161,7 +161,7 @@ class LeaseTable:
         if (epoch, sequence) <= (before.epoch, held.sequence):
             return False
         interval_s = interval_s if interval_s > 0 else before.interval_s
-        held.sequence, held.heard, held.ring = sequence, self._clock, ring
+        held.sequence, held.beat_at, held.ring = sequence, self._clock, ring
         if stopping:
             held.sequence = _LAST
             held.lease = replace(
@@ -187,7 +187,7 @@ class LeaseTable:
         for _, held in sorted(self._held.items()):
             if held.lease.state is LeaseState.UP and self._is_overdue(held):
                 reason = (
-                    f"nothing came from it for {self._clock - held.heard:.1f} s while others were;"
+                    f"nothing came from it for {self._clock - held.beat_at:.1f} s while others were;"
                     f" it sends a heartbeat every {held.lease.interval_s:g} s"
                 )
                 held.lease = replace(held.lease, state=LeaseState.SILENT, since=at, reason=reason)
@@ -202,7 +202,7 @@ class LeaseTable:
                 del self._held[service]
 
     def _is_overdue(self, held: _Held) -> bool:
-        return self._clock - held.heard > self._missed_heartbeats * held.lease.interval_s
+        return self._clock - held.beat_at > self._missed_heartbeats * held.lease.interval_s
 
 
 _LAST = 2**63 - 1

@@ -22,11 +22,11 @@ from .events import (
     ChangeEnded,
     Claimed,
     ClaimRefused,
-    DeleteAsked,
+    DeleteRequested,
     Destroyed,
     HostMissing,
     HostRuns,
-    MoveAsked,
+    MoveRequested,
     Released,
     Reverted,
     ServiceLost,
@@ -35,7 +35,7 @@ from .events import (
     TimedOut,
 )
 from .instance import Instance, Power, State
-from .move_news import (
+from .move_events import (
     DONE,
     ENDS_ANOTHER,
     Ending,
@@ -47,7 +47,7 @@ from .move_news import (
     refuse_busy,
     refuse_request,
     repeat_end,
-    say,
+    report_progress,
 )
 from .move_steps import (
     CHANGES,
@@ -55,7 +55,6 @@ from .move_steps import (
     NO_HOST,
     adopt,
     arrived,
-    ask_again_at,
     begin_claimed,
     begin_in_place,
     change,
@@ -74,6 +73,7 @@ from .move_steps import (
     offload,
     order,
     over,
+    repeat_at,
     resize_back,
     revert_book,
     source_gone,
@@ -92,7 +92,7 @@ DELETED = "instance.deleted"
 # --- requests
 
 
-def begin(instance: Instance, event: MoveAsked, timeouts: Timeouts) -> Step:
+def begin(instance: Instance, event: MoveRequested, timeouts: Timeouts) -> Step:
     """A request for an instance that has a machine and nothing under way."""
     again = repeat_end(instance, event, timeouts)
     if again is not None:
@@ -109,7 +109,7 @@ def begin(instance: Instance, event: MoveAsked, timeouts: Timeouts) -> Step:
     return begin_in_place(instance, event, timeouts)
 
 
-def begin_offloaded(instance: Instance, event: MoveAsked, timeouts: Timeouts) -> Step:
+def begin_offloaded(instance: Instance, event: MoveRequested, timeouts: Timeouts) -> Step:
     """An instance without a host: it can be unshelved, on a host that is claimed anew."""
     again = repeat_end(instance, event, timeouts)
     if again is not None:
@@ -124,7 +124,7 @@ def begin_offloaded(instance: Instance, event: MoveAsked, timeouts: Timeouts) ->
     return claim(begun, event.at, timeouts)
 
 
-def end_resized(instance: Instance, event: MoveAsked, timeouts: Timeouts) -> Step:
+def end_resized(instance: Instance, event: MoveRequested, timeouts: Timeouts) -> Step:
     """Confirm or revert. The second of two finds the state changed and is told so."""
     move = move_of(instance)
     request = event.request
@@ -141,7 +141,7 @@ def end_resized(instance: Instance, event: MoveAsked, timeouts: Timeouts) -> Ste
     return undo(named, event.at, timeouts, REVERTED, "")
 
 
-def abort(instance: Instance, event: MoveAsked, timeouts: Timeouts) -> Step:
+def abort(instance: Instance, event: MoveRequested, timeouts: Timeouts) -> Step:
     """No destination has been commanded: the move is undone. While placement is asked, once it has answered."""
     move, request = move_of(instance), event.request
     is_meant = request.migration in (None, move.request_id)
@@ -164,13 +164,13 @@ def take_destination(instance: Instance, event: Claimed, timeouts: Timeouts) -> 
         return Step(instance)
     move = move_of(instance)
     outcomes = event.outcomes[: event.option]
-    noted = note_not_claimed(instance, outcomes, event.at)
+    updated = note_not_claimed(instance, outcomes, event.at)
     taken = replace(
-        noted,
+        updated,
         position=instance.position + 1 + event.option,
         consumer_generation=event.consumer_generation,
         newest=event.attempt,
-        move=replace(move_of(noted), claimed=move.source is not None),
+        move=replace(move_of(updated), claimed=move.source is not None),
     )
     taken = replace(taken, attempt=move.source_attempt if taken.is_in_place else event.attempt)
     if move.delete:
@@ -208,8 +208,8 @@ def go_on(instance: Instance, event: ChangeEnded, timeouts: Timeouts) -> Step:
         return finish(instance, event.at, timeouts)
     live = move.kind is MoveKind.LIVE_MIGRATE
     kind = ChangeKind.HAND_OVER_LIVE if live else ChangeKind.HAND_OVER
-    told = replace(instance, move=replace(move, handed_over=True))
-    return change(told, State.HANDING_OVER, kind, event.at, timeouts)
+    earlier = replace(instance, move=replace(move, handed_over=True))
+    return change(earlier, State.HANDING_OVER, kind, event.at, timeouts)
 
 
 def skip_destination(instance: Instance, event: TimedOut | ServiceLost, timeouts: Timeouts) -> Step:
@@ -247,7 +247,7 @@ def arrive(instance: Instance, event: Spawned | HostRuns, timeouts: Timeouts) ->
     if isinstance(event, HostRuns) and not event.built:
         return Step(instance)
     here = rules.at_service(instance, event.service)
-    here = replace(here, up_at=rules.by_its_clock(event), up_scan=event.scan, asked=False)
+    here = replace(here, up_at=rules.by_its_clock(event), up_scan=event.scan, queried=False)
     return arrived(note(here, "active", event.at), event.at, timeouts)
 
 
@@ -267,9 +267,9 @@ def arrive_in_place(instance: Instance, event: ChangeEnded, timeouts: Timeouts) 
         failed = note(instance, "failed", event.at, event.code, event.reason)
         if is_absent:
             return try_next(failed, event.at, timeouts)
-        told = order(failed, ChangeKind.RESIZE, event.at, timeouts, is_back=True)
-        back = replace(move_of(told.instance), resizing_back=True)
-        return Step(replace(told.instance, move=back, deadline=event.at + move.step_timeout_s), told.commands)
+        earlier = order(failed, ChangeKind.RESIZE, event.at, timeouts, is_back=True)
+        back = replace(move_of(earlier.instance), resizing_back=True)
+        return Step(replace(earlier.instance, move=back, deadline=event.at + move.step_timeout_s), earlier.commands)
     return arrived(note(instance, "active", event.at), event.at, timeouts)
 
 
@@ -288,20 +288,20 @@ def fail_destination(instance: Instance, event: SpawnFailed, timeouts: Timeouts)
     return try_next(failed, event.at, timeouts)
 
 
-def ask_destination(instance: Instance, event: TimedOut, timeouts: Timeouts) -> Step:
+def query_destination(instance: Instance, event: TimedOut, timeouts: Timeouts) -> Step:
     """No answer in time: it is to end the attempt unless it is complete, and is asked for as long as it takes.
 
     Until it has answered nothing is started anywhere else: it may run.
     """
     order = replace(rules.destroy_here(instance, timeouts), unless_built=True)
-    return Step(replace(instance, asked=True, deadline=ask_again_at(instance, event.at, timeouts)), (order,))
+    return Step(replace(instance, queried=True, deadline=repeat_at(instance, event.at, timeouts)), (order,))
 
 
 def lose_destination(instance: Instance, event: Destroyed, timeouts: Timeouts) -> Step:
     """The destination has ended the attempt: the next one, or back."""
     if event.host_uuid != instance.host_uuid or event.attempt < instance.attempt:
         return Step(instance)
-    gone = note(instance, "timed_out" if instance.asked else "failed", event.at, "spawn.timeout", "no answer in time")
+    gone = note(instance, "timed_out" if instance.queried else "failed", event.at, "spawn.timeout", "no answer in time")
     return try_next(replace(gone, move=replace(move_of(gone), finishing=False)), event.at, timeouts)
 
 
@@ -320,14 +320,14 @@ def revert_lost(instance: Instance, event: HostMissing, timeouts: Timeouts) -> S
 
 def confirm_in_time(instance: Instance, event: TimedOut, timeouts: Timeouts) -> Step:
     """No client has confirmed or reverted in the time that the request allowed: confirmed."""
-    told = say(instance, MoveState.CONFIRMED, event.at, timeouts)
-    return after(told, confirm(told.instance, event.at, timeouts))
+    earlier = report_progress(instance, MoveState.CONFIRMED, event.at, timeouts)
+    return after(earlier, confirm(earlier.instance, event.at, timeouts))
 
 
 def destroy_source_again(instance: Instance, event: TimedOut, timeouts: Timeouts) -> Step:
     """The source has not confirmed: ask again, for as long as it takes. The migration holds its allocation."""
     return Step(
-        replace(instance, deadline=ask_again_at(instance, event.at, timeouts)), (destroy_source(instance, timeouts),)
+        replace(instance, deadline=repeat_at(instance, event.at, timeouts)), (destroy_source(instance, timeouts),)
     )
 
 
@@ -355,9 +355,9 @@ def end_settled(instance: Instance, event: Released, timeouts: Timeouts) -> Step
     move = move_of(instance)
     if event.consumer != move.request_id:
         return Step(instance)
-    told = answer_other(over(instance, event.at), DONE, event.at, timeouts)
-    gone = say(told.instance, MoveState.SOURCE_GONE, event.at, timeouts)
-    return after(told, Step(replace(gone.instance, move=None), gone.commands))
+    earlier = answer_other(over(instance, event.at), DONE, event.at, timeouts)
+    gone = report_progress(earlier.instance, MoveState.SOURCE_GONE, event.at, timeouts)
+    return after(earlier, Step(replace(gone.instance, move=None), gone.commands))
 
 
 # --- the way back
@@ -380,7 +380,7 @@ def revert_destroyed(instance: Instance, event: Destroyed | HostMissing, timeout
 
 def undo_again(instance: Instance, event: TimedOut, timeouts: Timeouts) -> Step:
     """The destination has not confirmed: ask again, for as long as it takes."""
-    later = replace(instance, deadline=ask_again_at(instance, event.at, timeouts))
+    later = replace(instance, deadline=repeat_at(instance, event.at, timeouts))
     if not instance.is_in_place:
         return Step(later, (rules.destroy_here(later, timeouts),))
     return resize_back(later, event.at, timeouts)
@@ -411,7 +411,7 @@ def return_to_source(instance: Instance, event: Reverted, timeouts: Timeouts) ->
         spec=move.spec,
         power=move.power,
         image=move.image,
-        asked=False,
+        queried=False,
         up_at=move.source_up_at,
         up_scan=move.source_up_scan,
     )
@@ -434,15 +434,15 @@ def restarted(instance: Instance, event: ChangeEnded, timeouts: Timeouts) -> Ste
         return Step(instance)
     move = move_of(instance)
     power = Power.RUNNING if event.runs else Power.STOPPED
-    said = f"{move.lost_reason}; and it could not be started again: {event.code} {event.reason}".strip("; ")
-    left = replace(instance, power=power, move=replace(move, lost_reason=rules.cut(said)))
+    move_event = f"{move.lost_reason}; and it could not be started again: {event.code} {event.reason}".strip("; ")
+    left = replace(instance, power=power, move=replace(move, lost_reason=rules.cut(move_event)))
     return end_undone(left, event.at, timeouts)
 
 
 def restart_again(instance: Instance, event: TimedOut, timeouts: Timeouts) -> Step:
     """The source has not said that it runs: it is told again, and the request is not kept waiting for it."""
-    told = order(instance, ChangeKind.START, event.at, timeouts)
-    step = Step(replace(told.instance, deadline=ask_again_at(instance, event.at, timeouts)), told.commands)
+    earlier = order(instance, ChangeKind.START, event.at, timeouts)
+    step = Step(replace(earlier.instance, deadline=repeat_at(instance, event.at, timeouts)), earlier.commands)
     move = move_of(step.instance)
     if move.answered:
         return step
@@ -484,8 +484,8 @@ def changed(instance: Instance, event: ChangeEnded, timeouts: Timeouts) -> Step:
 def change_again(instance: Instance, event: TimedOut, timeouts: Timeouts) -> Step:
     """No answer: the host is told again, in a new order, for as long as it takes; the request is not kept waiting."""
     move = move_of(instance)
-    told = order(instance, CHANGES[move.kind], event.at, timeouts)
-    step = Step(replace(told.instance, deadline=ask_again_at(instance, event.at, timeouts)), told.commands)
+    earlier = order(instance, CHANGES[move.kind], event.at, timeouts)
+    step = Step(replace(earlier.instance, deadline=repeat_at(instance, event.at, timeouts)), earlier.commands)
     if move.answered:
         return step
     reason = f"no answer within {move.step_timeout_s:g} s; the host is told again"
@@ -514,7 +514,7 @@ def end_offloaded(instance: Instance, event: Released, timeouts: Timeouts) -> St
         position=0,
         deadline=None,
         since=event.at,
-        asked=False,
+        queried=False,
     )
     if move.kind is MoveKind.UNSHELVE:
         gone = replace(gone, spec=move.spec, image=move.image)
@@ -525,7 +525,7 @@ def end_offloaded(instance: Instance, event: Released, timeouts: Timeouts) -> St
 # --- a delete
 
 
-def delete(instance: Instance, event: DeleteAsked, timeouts: Timeouts) -> Step:
+def delete(instance: Instance, event: DeleteRequested, timeouts: Timeouts) -> Step:
     """Every machine of it is destroyed, and then both consumers are released.
 
     While placement is asked for a destination its answer is awaited: it says whether the migration holds anything.
@@ -534,31 +534,29 @@ def delete(instance: Instance, event: DeleteAsked, timeouts: Timeouts) -> Step:
     if move.delete:
         return Step(instance)
     deleted = Ending(MoveState.FAILED, DELETED, "the instance was deleted")
-    told = answer(instance, deleted, event.at, timeouts)
-    told = after(told, answer_other(told.instance, deleted, event.at, timeouts))
-    named = replace(told.instance, cause=event.cause or instance.cause)
+    earlier = answer(instance, deleted, event.at, timeouts)
+    earlier = after(earlier, answer_other(earlier.instance, deleted, event.at, timeouts))
+    named = replace(earlier.instance, cause=event.cause or instance.cause)
     if named.state is State.CLAIMING:
         waiting = replace(named, move=replace(move_of(named), delete=True))
-        return after(told, rules.announce(waiting, BuildState.DELETING, event.at, timeouts))
+        return after(earlier, rules.announce(waiting, BuildState.DELETING, event.at, timeouts))
     left = leave(named, event.at, timeouts)
-    said = rules.announce(left.instance, BuildState.DELETING, event.at, timeouts, first=left.commands)
-    return after(told, said)
+    move_event = rules.announce(left.instance, BuildState.DELETING, event.at, timeouts, first=left.commands)
+    return after(earlier, move_event)
 
 
-def delete_offloaded(instance: Instance, event: DeleteAsked, timeouts: Timeouts) -> Step:
+def delete_offloaded(instance: Instance, event: DeleteRequested, timeouts: Timeouts) -> Step:
     """No host has it: release, which fences what may be under way, and end deleted."""
     leaving = replace(instance, cause=event.cause or instance.cause)
-    asked = rules.ask(leaving, State.RELEASING, event.at, timeouts)
-    return rules.announce(asked, BuildState.DELETING, event.at, timeouts)
+    queried = rules.ask(leaving, State.RELEASING, event.at, timeouts)
+    return rules.announce(queried, BuildState.DELETING, event.at, timeouts)
 
 
 def destroy_both_again(instance: Instance, event: TimedOut, timeouts: Timeouts) -> Step:
     """The hosts that have not confirmed are asked again."""
     if instance.move is None:
         return rules.destroy_again(instance, event, timeouts)
-    return Step(
-        replace(instance, deadline=ask_again_at(instance, event.at, timeouts)), destroy_left(instance, timeouts)
-    )
+    return Step(replace(instance, deadline=repeat_at(instance, event.at, timeouts)), destroy_left(instance, timeouts))
 
 
 def release_both(instance: Instance, event: Destroyed | HostMissing, timeouts: Timeouts) -> Step:
@@ -570,8 +568,8 @@ def release_both(instance: Instance, event: Destroyed | HostMissing, timeouts: T
     source = move.source_gone or source_gone(instance, event, timeouts)
     if (here, source) == (move.here_gone, move.source_gone):
         return Step(instance)
-    noted = replace(instance, move=replace(move, here_gone=here, source_gone=source))
-    return Step(rules.ask(noted, State.RELEASING, event.at, timeouts) if here and source else noted)
+    updated = replace(instance, move=replace(move, here_gone=here, source_gone=source))
+    return Step(rules.ask(updated, State.RELEASING, event.at, timeouts) if here and source else updated)
 
 
 def repeat_destroy_both(instance: Instance, event: Spawned | HostRuns, timeouts: Timeouts) -> Step:

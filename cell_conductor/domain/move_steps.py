@@ -20,10 +20,10 @@ from .events import (
     ChangeEnded,
     Destroyed,
     HostMissing,
-    MoveAsked,
+    MoveRequested,
 )
 from .instance import NOT_TRIED, Instance, Move, Power, State
-from .move_news import DONE, Ending, after, answer, close, move_of, refuse_request, say
+from .move_events import DONE, Ending, after, answer, close, move_of, refuse_request, report_progress
 from .rules import Step, Timeouts
 
 NO_HOST = "max_retries_exceeded"
@@ -69,7 +69,7 @@ def is_at_source(instance: Instance) -> bool:
     return instance.source_host_uuid is None and move_of(instance).source is not None
 
 
-def begin_claimed(instance: Instance, event: MoveAsked, timeouts: Timeouts) -> Step:
+def begin_claimed(instance: Instance, event: MoveRequested, timeouts: Timeouts) -> Step:
     """A request that needs a host to go to: placement is asked for the first that fits."""
     request, here = event.request, instance.here
     if request.kind is MoveKind.LIVE_MIGRATE and instance.power is not Power.RUNNING:
@@ -87,7 +87,7 @@ def begin_claimed(instance: Instance, event: MoveAsked, timeouts: Timeouts) -> S
     return claim(adopt(instance, event, source=here, selections=(here, *hosts)), event.at, timeouts)
 
 
-def begin_in_place(instance: Instance, event: MoveAsked, timeouts: Timeouts) -> Step:
+def begin_in_place(instance: Instance, event: MoveRequested, timeouts: Timeouts) -> Step:
     """A request for the machine where it is."""
     kind = event.request.kind
     begun = adopt(instance, event, source=None, selections=(instance.here,))
@@ -107,7 +107,7 @@ def begin_in_place(instance: Instance, event: MoveAsked, timeouts: Timeouts) -> 
 
 
 def adopt(
-    instance: Instance, event: MoveAsked, *, source: Selection | None, selections: tuple[Selection, ...]
+    instance: Instance, event: MoveRequested, *, source: Selection | None, selections: tuple[Selection, ...]
 ) -> Instance:
     """The request is under way, and what the instance was before it is kept."""
     request = event.request
@@ -141,7 +141,7 @@ def adopt(
         server_group=request.server_group or instance.server_group,
         limits=request.limits if request.kind in CLAIMS or request.kind is MoveKind.UNSHELVE else instance.limits,
         cause=event.cause,
-        asked=False,
+        queried=False,
     )
 
 
@@ -172,14 +172,14 @@ def claim(instance: Instance, at: float, timeouts: Timeouts) -> Step:
     left = replace(instance, selections=(*tried, *kept), move=move)
     if not kept:
         return undo(left, at, timeouts, NO_HOST, summary_of_hosts(left))
-    return say(rules.ask(left, State.CLAIMING, at, timeouts), MoveState.CLAIMING, at, timeouts)
+    return report_progress(rules.ask(left, State.CLAIMING, at, timeouts), MoveState.CLAIMING, at, timeouts)
 
 
 def try_next(instance: Instance, at: float, timeouts: Timeouts) -> Step:
     """After a destination that failed: what is left of it goes, and the next is claimed, if there is one."""
     move = move_of(instance)
     clean: tuple[Message, ...] = (rules.destroy_here(instance, timeouts),) if move.finishing else ()
-    claimed = claim(replace(instance, asked=False), at, timeouts)
+    claimed = claim(replace(instance, queried=False), at, timeouts)
     if claimed.instance.state is State.CLAIMING:
         left = replace(claimed.instance, move=replace(move_of(claimed.instance), finishing=False))
         return Step(left, (*clean, *claimed.commands))
@@ -205,15 +205,15 @@ def finish(instance: Instance, at: float, timeouts: Timeouts) -> Step:
             runs=move.power is not Power.STOPPED,
         ),
     )
-    told = replace(
+    earlier = replace(
         instance,
         state=State.FINISHING,
         deadline=at + move.step_timeout_s,
         since=at,
-        asked=False,
+        queried=False,
         move=replace(move, finishing=True),
     )
-    return after(Step(told, (order,)), say(told, MoveState.FINISHING, at, timeouts))
+    return after(Step(earlier, (order,)), report_progress(earlier, MoveState.FINISHING, at, timeouts))
 
 
 def arrived(instance: Instance, at: float, timeouts: Timeouts) -> Step:
@@ -234,8 +234,8 @@ def arrived(instance: Instance, at: float, timeouts: Timeouts) -> Step:
         return answer(waiting, DONE, at, timeouts)
     if move.source is None:
         return close(over(up, at), DONE, at, timeouts)
-    told = answer(replace(up, state=State.CONFIRMING), DONE, at, timeouts)
-    return after(told, confirm(told.instance, at, timeouts))
+    earlier = answer(replace(up, state=State.CONFIRMING), DONE, at, timeouts)
+    return after(earlier, confirm(earlier.instance, at, timeouts))
 
 
 def confirm(instance: Instance, at: float, timeouts: Timeouts) -> Step:
@@ -264,22 +264,22 @@ def over(instance: Instance, at: float) -> Instance:
         position=0,
         deadline=None,
         since=at,
-        asked=False,
+        queried=False,
     )
 
 
 def undo(instance: Instance, at: float, timeouts: Timeouts, code: str, reason: str) -> Step:
     """Give the destination up: its machine, then its allocation; then the source goes on."""
     lost = replace(move_of(instance), lost_code=code, lost_reason=rules.cut(reason))
-    undone = replace(instance, move=lost, asked=False)
+    undone = replace(instance, move=lost, queried=False)
     if undone.is_in_place:
-        told = resize_back(replace(undone, state=State.UNDOING, since=at), at, timeouts)
-        return after(told, say(told.instance, MoveState.UNDOING, at, timeouts))
+        earlier = resize_back(replace(undone, state=State.UNDOING, since=at), at, timeouts)
+        return after(earlier, report_progress(earlier.instance, MoveState.UNDOING, at, timeouts))
     if not lost.finishing:  # no destination has been commanded: nothing is there
-        return say(revert_book(undone, at, timeouts), MoveState.UNDOING, at, timeouts)
+        return report_progress(revert_book(undone, at, timeouts), MoveState.UNDOING, at, timeouts)
     leaving = replace(undone, state=State.UNDOING, deadline=at + timeouts.destroy_retry_s, since=at)
-    told = Step(leaving, (rules.destroy_here(leaving, timeouts),))
-    return after(told, say(leaving, MoveState.UNDOING, at, timeouts))
+    earlier = Step(leaving, (rules.destroy_here(leaving, timeouts),))
+    return after(earlier, report_progress(leaving, MoveState.UNDOING, at, timeouts))
 
 
 def revert_book(instance: Instance, at: float, timeouts: Timeouts) -> Instance:
@@ -291,8 +291,8 @@ def revert_book(instance: Instance, at: float, timeouts: Timeouts) -> Instance:
 
 def resize_back(instance: Instance, at: float, timeouts: Timeouts) -> Step:
     """Command the machine's old size, where it is."""
-    told = order(instance, ChangeKind.RESIZE, at, timeouts, is_back=True)
-    return Step(replace(told.instance, deadline=at + timeouts.destroy_retry_s), told.commands)
+    earlier = order(instance, ChangeKind.RESIZE, at, timeouts, is_back=True)
+    return Step(replace(earlier.instance, deadline=at + timeouts.destroy_retry_s), earlier.commands)
 
 
 def end_undone(instance: Instance, at: float, timeouts: Timeouts) -> Step:
@@ -308,8 +308,8 @@ def ending_of(move: Move) -> Ending:
 def offload(instance: Instance, at: float, timeouts: Timeouts) -> Step:
     """Have the host destroy what has been shelved."""
     leaving = replace(instance, state=State.OFFLOADING, deadline=at + timeouts.destroy_retry_s, since=at)
-    told = Step(leaving, (rules.destroy_here(leaving, timeouts),))
-    return after(told, say(leaving, MoveState.CHANGING, at, timeouts))
+    earlier = Step(leaving, (rules.destroy_here(leaving, timeouts),))
+    return after(earlier, report_progress(leaving, MoveState.CHANGING, at, timeouts))
 
 
 CHANGES = {
@@ -321,7 +321,7 @@ CHANGES = {
 }
 
 
-SAID = {
+PROGRESS = {
     State.PREPARING: MoveState.PREPARING,
     State.HANDING_OVER: MoveState.MIGRATING,
     State.RESIZING: MoveState.CHANGING,
@@ -334,9 +334,9 @@ _OF_SOURCE = frozenset({ChangeKind.HAND_OVER, ChangeKind.HAND_OVER_LIVE})
 def change(instance: Instance, state: State, kind: ChangeKind, at: float, timeouts: Timeouts) -> Step:
     """Enter a state that waits for one change of one machine."""
     deadline = at + move_of(instance).step_timeout_s
-    entered = replace(instance, state=state, deadline=deadline, since=at, asked=False)
-    told = order(entered, kind, at, timeouts)
-    return after(told, say(told.instance, SAID[state], at, timeouts))
+    entered = replace(instance, state=state, deadline=deadline, since=at, queried=False)
+    earlier = order(entered, kind, at, timeouts)
+    return after(earlier, report_progress(earlier.instance, PROGRESS[state], at, timeouts))
 
 
 def order(instance: Instance, kind: ChangeKind, at: float, timeouts: Timeouts, *, is_back: bool = False) -> Step:
@@ -414,7 +414,7 @@ def source_gone(instance: Instance, event: Destroyed | HostMissing, timeouts: Ti
     return event.seen_at > instance.since + timeouts.report_grace_s
 
 
-def ask_again_at(instance: Instance, at: float, timeouts: Timeouts) -> float:
+def repeat_at(instance: Instance, at: float, timeouts: Timeouts) -> float:
     """When to ask again a host that does not answer: less and less often."""
     return at + min(max(timeouts.destroy_retry_s, at - instance.since), timeouts.destroy_retry_max_s)
 

@@ -24,7 +24,7 @@ still run there must not be promised to anybody else.
 
 def render() -> str:
     """docs/reference/states.md, whole."""
-    return "\n".join([HEAD, *_diagram(), "", *_matrix(), "", *_rules(), "", *_asks()]) + "\n"
+    return "\n".join([HEAD, *_diagram(), "", *_matrix(), "", *_rules(), "", *_placement_requests()]) + "\n"
 
 
 def _diagram() -> list[str]:
@@ -65,7 +65,7 @@ def _rules() -> list[str]:
     return lines + [f"- `{name}`: {cleandoc(found[name].apply.__doc__ or '')}" for name in sorted(found)]
 
 
-def _asks() -> list[str]:
+def _placement_requests() -> list[str]:
     claim = ", ".join(f"`{state}`" for state in State if state in ASKS_A_CLAIM)
     release = ", ".join(f"`{state}`" for state in State if state in ASKS_A_RELEASE)
     return [

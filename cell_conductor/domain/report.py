@@ -207,20 +207,20 @@ class Newest:
     """Which report of each compute service is the newest handled: older ones lose (they come late, or twice)."""
 
     def __init__(self) -> None:
-        self._heard: dict[str, tuple[int, int]] = {}
+        self._newest: dict[str, tuple[int, int]] = {}
 
-    def is_news(self, report: ComputeHosts) -> bool:
+    def is_newer(self, report: ComputeHosts) -> bool:
         """Whether it is newer than every report of its service that was handled."""
-        last = self._heard.get(report.service)
+        last = self._newest.get(report.service)
         return last is None or (report.epoch, report.sequence) > last
 
     def epoch(self, service: str) -> int:
         """Of the newest report of this service that was handled; 0 before there is one."""
-        return self._heard.get(service, (0, 0))[0]
+        return self._newest.get(service, (0, 0))[0]
 
     def note(self, report: ComputeHosts) -> None:
         """The report has been handled. Not before: one that met an outage comes again, and is still news then."""
         at = (report.epoch, report.sequence)
-        self._heard[report.service] = max(at, self._heard.pop(report.service, at))
-        if len(self._heard) > MAX_SERVICES:
-            del self._heard[next(iter(self._heard))]
+        self._newest[report.service] = max(at, self._newest.pop(report.service, at))
+        if len(self._newest) > MAX_SERVICES:
+            del self._newest[next(iter(self._newest))]

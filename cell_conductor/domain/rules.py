@@ -18,10 +18,10 @@ from bus.contracts.placement import ClaimOutcome
 from bus.contracts.stages import Stamps
 
 from .events import (
-    BuildAsked,
+    BuildRequested,
     Claimed,
     ClaimRefused,
-    DeleteAsked,
+    DeleteRequested,
     Destroyed,
     Event,
     HostMissing,
@@ -76,7 +76,7 @@ def ignore(instance: Instance, event: object, timeouts: Timeouts) -> Step:
     return Step(instance)
 
 
-def start_build(instance: Instance, event: BuildAsked, timeouts: Timeouts) -> Step:
+def start_build(instance: Instance, event: BuildRequested, timeouts: Timeouts) -> Step:
     """The first selection, claimed under attempt 1, is commanded; unless its service is down and another's is not."""
     adopted = _adopt(instance, event)
     if event.given_up is not None:
@@ -99,19 +99,19 @@ def _end_unbuilt(instance: Instance, why: Refusal, at: float, timeouts: Timeouts
     return Step(ask(replace(passed, code=why.code, reason=cut(why.reason)), State.GIVING_UP, at, timeouts))
 
 
-def restart_build(instance: Instance, event: BuildAsked, timeouts: Timeouts) -> Step:
+def restart_build(instance: Instance, event: BuildRequested, timeouts: Timeouts) -> Step:
     """It has failed, and was forgotten above before it was here: a newer request of it is built, a copy is not."""
     if event.requested_at <= instance.requested_at:
         return Step(instance)
     return start_build(Instance(uuid=instance.uuid, sequence=instance.sequence), event, timeouts)
 
 
-def tombstone(instance: Instance, event: DeleteAsked, timeouts: Timeouts) -> Step:
+def tombstone(instance: Instance, event: DeleteRequested, timeouts: Timeouts) -> Step:
     """The delete came first: remember it, so that the build never starts."""
     return Step(replace(instance, state=State.TOMBSTONE, since=event.at, cause=event.cause))
 
 
-def refuse_build(instance: Instance, event: BuildAsked, timeouts: Timeouts) -> Step:
+def refuse_build(instance: Instance, event: BuildRequested, timeouts: Timeouts) -> Step:
     """The build of a deleted instance: give its claim back, start nothing."""
     adopted = replace(_adopt(instance, event), cause=instance.cause)
     return Step(ask(adopted, State.RELEASING, event.at, timeouts))
@@ -136,7 +136,7 @@ def come_up(instance: Instance, event: Spawned | HostRuns, timeouts: Timeouts) -
         up_at=by_its_clock(event),
         up_scan=event.scan,
         answered=True,
-        asked=False,
+        queried=False,
         doubted=False,
     )
     return announce(up, BuildState.ACTIVE, event.at, timeouts, terminal=True)
@@ -192,17 +192,17 @@ def time_out(instance: Instance, event: TimedOut, timeouts: Timeouts) -> Step:
     build has failed, and what the host may run is kept for an operator (`proof.is_unsure`).
     """
     doubted_for_s = event.at - max(instance.since, timeouts.set_back_at)
-    if instance.asked and instance.doubted and doubted_for_s >= timeouts.doubt_limit_s:
+    if instance.queried and instance.doubted and doubted_for_s >= timeouts.doubt_limit_s:
         reason = f"the cell's database was set back, and host {instance.here.host} was silent since"
         unsure = _with_attempt(instance, "unknown", at=event.at, code=OUTCOME_UNKNOWN, reason=reason)
         unsure = replace(unsure, code=OUTCOME_UNKNOWN, reason=cut(reason), stamps=_stamped(unsure, event))
         return Step(ask(unsure, State.GIVING_UP, event.at, timeouts))  # without an order to destroy
-    if not instance.asked or instance.doubted:
+    if not instance.queried or instance.doubted:
         wait_s = timeouts.answer_timeout_s
-        if instance.asked:
+        if instance.queried:
             wait_s = min(max(wait_s, event.at - instance.since), timeouts.destroy_retry_max_s)
         order = replace(destroy_here(instance, timeouts), unless_built=True)
-        return Step(replace(instance, asked=True, deadline=event.at + wait_s), (order,))
+        return Step(replace(instance, queried=True, deadline=event.at + wait_s), (order,))
     return _over_time(instance, event, timeouts)
 
 
@@ -223,7 +223,7 @@ def fail_over_destroyed(instance: Instance, event: Destroyed, timeouts: Timeouts
     """The host has ended the attempt that was being built: it was out of time, or else it has failed unasked."""
     if not is_current(instance, event.attempt, event.host_uuid):
         return Step(instance)
-    if instance.asked:
+    if instance.queried:
         return _over_time(instance, event, timeouts)
     gone = _with_attempt(instance, "failed", at=event.at, code="spawn.destroyed")
     return _next(replace(gone, stamps=_stamped(instance, event)), event.at, timeouts)
@@ -268,13 +268,13 @@ def drop(instance: Instance, event: ClaimRefused, timeouts: Timeouts) -> Step:
     return Step(ask(instance, State.RELEASING, event.at, timeouts))
 
 
-def abandon(instance: Instance, event: DeleteAsked, timeouts: Timeouts) -> Step:
+def abandon(instance: Instance, event: DeleteRequested, timeouts: Timeouts) -> Step:
     """A claim may be under way: wait for its answer, then release instead of building."""
     leaving = replace(instance, state=State.ABANDONING, cause=event.cause or instance.cause)
     return announce(leaving, BuildState.DELETING, event.at, timeouts)
 
 
-def destroy(instance: Instance, event: DeleteAsked, timeouts: Timeouts) -> Step:
+def destroy(instance: Instance, event: DeleteRequested, timeouts: Timeouts) -> Step:
     """Command the host to destroy; the allocation is held until it says that it has."""
     leaving = replace(
         instance,
@@ -311,7 +311,7 @@ def lose(instance: Instance, event: HostMissing, timeouts: Timeouts) -> Step:
     return _give_up(lost, event.at, timeouts, code="instance.lost", reason=reason)
 
 
-def delete_instead(instance: Instance, event: DeleteAsked, timeouts: Timeouts) -> Step:
+def delete_instead(instance: Instance, event: DeleteRequested, timeouts: Timeouts) -> Step:
     """A release is already under way: it ends deleted instead of failed."""
     leaving = replace(instance, state=State.RELEASING, cause=event.cause or instance.cause)
     return announce(leaving, BuildState.DELETING, event.at, timeouts)
@@ -329,11 +329,11 @@ def end_failed(instance: Instance, event: Released, timeouts: Timeouts) -> Step:
     return _end_failed(instance, event.at, timeouts)
 
 
-def end_deleted(instance: Instance, event: Released | DeleteAsked, timeouts: Timeouts) -> Step:
+def end_deleted(instance: Instance, event: Released | DeleteRequested, timeouts: Timeouts) -> Step:
     """Nothing is held any more: deleted. While it moved there are two consumers, released one after the other."""
     if isinstance(event, Released) and (left := _half_released(instance, event, timeouts)) is not None:
         return left
-    cause = event.cause if isinstance(event, DeleteAsked) and event.cause else instance.cause
+    cause = event.cause if isinstance(event, DeleteRequested) and event.cause else instance.cause
     return _end_deleted(replace(instance, cause=cause), event.at, timeouts)
 
 
@@ -348,13 +348,13 @@ def _half_released(instance: Instance, event: Released, timeouts: Timeouts) -> S
     move = instance.move
     consumer = event.consumer or instance.uuid
     if consumer == instance.uuid and move is not None and move.claimed and not move.instance_released:
-        noted = replace(instance, move=replace(move, instance_released=True))
-        return Step(replace(noted, deadline=event.at + timeouts.claim_retry_s))
+        updated = replace(instance, move=replace(move, instance_released=True))
+        return Step(replace(updated, deadline=event.at + timeouts.claim_retry_s))
     expected = move.request_id if move is not None and move.instance_released else instance.uuid
     return None if consumer == expected else Step(instance)
 
 
-def _adopt(instance: Instance, event: BuildAsked) -> Instance:
+def _adopt(instance: Instance, event: BuildRequested) -> Instance:
     return replace(
         instance,
         spec=event.spec,
@@ -374,7 +374,7 @@ def _spawn(instance: Instance, at: float, timeouts: Timeouts) -> Step:
     assert instance.spec is not None
     here = instance.here
     deadline = at + instance.build_timeout_s
-    building = replace(instance, state=State.BUILDING, deadline=deadline, since=at, asked=False)
+    building = replace(instance, state=State.BUILDING, deadline=deadline, since=at, queried=False)
     order = Spawn(
         spec=instance.spec,
         attempt=instance.attempt,
@@ -458,7 +458,7 @@ def _not_claimed(instance: Instance, outcomes: tuple[ClaimOutcome, ...], at: flo
 def _end_failed(instance: Instance, at: float, timeouts: Timeouts) -> Step:
     unsure = instance.doubted and instance.code == OUTCOME_UNKNOWN
     over = replace(
-        instance, state=State.FAILED, deadline=None, since=at, answered=True, asked=False, doubted=unsure, move=None
+        instance, state=State.FAILED, deadline=None, since=at, answered=True, queried=False, doubted=unsure, move=None
     )
     return announce(over, BuildState.FAILED, at, timeouts, terminal=not instance.answered)
 

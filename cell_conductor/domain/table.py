@@ -10,18 +10,18 @@ from msgspec import Struct
 from bus.contracts.placement import Claim, ClaimOption, Migration, Release, Revert
 from bus.faults import BrokenInvariant
 
-from . import move_news, move_rules, rules
+from . import move_events, move_rules, rules
 from .events import (
-    BuildAsked,
+    BuildRequested,
     ChangeEnded,
     Claimed,
     ClaimRefused,
-    DeleteAsked,
+    DeleteRequested,
     Destroyed,
     Event,
     HostMissing,
     HostRuns,
-    MoveAsked,
+    MoveRequested,
     Released,
     Reverted,
     ServiceLost,
@@ -55,8 +55,8 @@ IGNORE = Rule(rules.ignore)
 DESTROY_ORPHAN = Rule(rules.destroy_orphan)
 CONFIRM_RUNNING = Rule(rules.confirm_running)
 AGAIN = Rule(rules.repeat_question)
-REFUSE = Rule(move_news.refuse)
-REFUSE_BUSY = Rule(move_news.refuse_busy)
+REFUSE = Rule(move_events.refuse)
+REFUSE_BUSY = Rule(move_events.refuse_busy)
 DELETE_MOVING = Rule(move_rules.delete, (State.DELETING, State.RELEASING))
 UNDONE = (State.UNDOING, State.REVERTING, State.VACATING)
 NEXT = (State.CLAIMING, *UNDONE)
@@ -65,8 +65,8 @@ ARRIVED = (State.RESIZED, State.CONFIRMING, State.SETTLING, State.ACTIVE)
 
 # What happens in every state of a move, unless its row says otherwise: nothing, or the machine's own fence.
 MOVING: Mapping[type[Event], Rule | None] = {
-    BuildAsked: IGNORE,
-    DeleteAsked: DELETE_MOVING,
+    BuildRequested: IGNORE,
+    DeleteRequested: DELETE_MOVING,
     Spawned: DESTROY_ORPHAN,
     SpawnFailed: IGNORE,
     TimedOut: None,
@@ -77,7 +77,7 @@ MOVING: Mapping[type[Event], Rule | None] = {
     HostRuns: DESTROY_ORPHAN,
     HostMissing: IGNORE,
     ServiceLost: IGNORE,
-    MoveAsked: REFUSE_BUSY,
+    MoveRequested: REFUSE_BUSY,
     ChangeEnded: IGNORE,
     Reverted: IGNORE,
 }
@@ -94,26 +94,26 @@ MOVES: Mapping[State, Mapping[type[Event], Rule | None]] = {
             move_rules.take_destination, (State.PREPARING, State.RESIZING, *UNDONE, State.DELETING, State.RELEASING)
         ),
         ClaimRefused: Rule(move_rules.run_out_of_hosts, (*UNDONE, State.DELETING, State.RELEASING)),
-        MoveAsked: ABORT,
+        MoveRequested: ABORT,
     },
     State.PREPARING: {
         **MOVING,
         TimedOut: SKIP,
         ServiceLost: SKIP,
         ChangeEnded: Rule(move_rules.go_on, (State.HANDING_OVER, State.FINISHING, *NEXT)),
-        MoveAsked: ABORT,
+        MoveRequested: ABORT,
     },
     State.HANDING_OVER: {
         **MOVING,
         TimedOut: Rule(move_rules.give_up_hand_over, UNDONE),
         ChangeEnded: Rule(move_rules.take_over, (State.FINISHING, *UNDONE)),
-        MoveAsked: ABORT,
+        MoveRequested: ABORT,
     },
     State.FINISHING: {
         **MOVING,
         Spawned: ARRIVE,
         SpawnFailed: Rule(move_rules.fail_destination, NEXT),
-        TimedOut: Rule(move_rules.ask_destination),
+        TimedOut: Rule(move_rules.query_destination),
         Destroyed: Rule(move_rules.lose_destination, NEXT),
         HostRuns: ARRIVE,
     },
@@ -130,7 +130,7 @@ MOVES: Mapping[State, Mapping[type[Event], Rule | None]] = {
         TimedOut: Rule(move_rules.confirm_in_time, (State.CONFIRMING, State.SETTLING)),
         HostRuns: CONFIRM_RUNNING,
         HostMissing: Rule(move_rules.revert_lost, (*UNDONE, State.GIVING_UP)),
-        MoveAsked: Rule(move_rules.end_resized, (State.CONFIRMING, State.SETTLING, *UNDONE)),
+        MoveRequested: Rule(move_rules.end_resized, (State.CONFIRMING, State.SETTLING, *UNDONE)),
     },
     State.CONFIRMING: {
         **MOVING,
@@ -190,8 +190,8 @@ MOVES: Mapping[State, Mapping[type[Event], Rule | None]] = {
     },
     State.OFFLOADED: {
         **MOVING,
-        DeleteAsked: Rule(move_rules.delete_offloaded, (State.RELEASING,)),
-        MoveAsked: Rule(move_rules.begin_offloaded, (State.CLAIMING, State.VACATING)),
+        DeleteRequested: Rule(move_rules.delete_offloaded, (State.RELEASING,)),
+        MoveRequested: Rule(move_rules.begin_offloaded, (State.CLAIMING, State.VACATING)),
     },
 }
 
@@ -199,8 +199,8 @@ MOVES: Mapping[State, Mapping[type[Event], Rule | None]] = {
 # a deadline, and Claimed, ClaimRefused and Released only after the state that asks for them was once entered.
 TABLE: Mapping[State, Mapping[type[Event], Rule | None]] = {
     State.ABSENT: {
-        BuildAsked: Rule(rules.start_build, (State.BUILDING, State.RECLAIMING, State.GIVING_UP)),
-        DeleteAsked: Rule(rules.tombstone, (State.TOMBSTONE,)),
+        BuildRequested: Rule(rules.start_build, (State.BUILDING, State.RECLAIMING, State.GIVING_UP)),
+        DeleteRequested: Rule(rules.tombstone, (State.TOMBSTONE,)),
         Spawned: IGNORE,  # no record proves nothing: the database may be new, another's, or older than the machine
         SpawnFailed: IGNORE,
         TimedOut: None,
@@ -211,13 +211,13 @@ TABLE: Mapping[State, Mapping[type[Event], Rule | None]] = {
         HostRuns: IGNORE,
         HostMissing: IGNORE,
         ServiceLost: IGNORE,
-        MoveAsked: Rule(move_news.refuse_unknown),
+        MoveRequested: Rule(move_events.refuse_unknown),
         ChangeEnded: IGNORE,
         Reverted: IGNORE,
     },
     State.TOMBSTONE: {
-        BuildAsked: Rule(rules.refuse_build, (State.RELEASING,)),
-        DeleteAsked: IGNORE,
+        BuildRequested: Rule(rules.refuse_build, (State.RELEASING,)),
+        DeleteRequested: IGNORE,
         Spawned: DESTROY_ORPHAN,
         SpawnFailed: IGNORE,
         TimedOut: None,
@@ -228,13 +228,13 @@ TABLE: Mapping[State, Mapping[type[Event], Rule | None]] = {
         HostRuns: DESTROY_ORPHAN,
         HostMissing: IGNORE,
         ServiceLost: IGNORE,
-        MoveAsked: REFUSE,
+        MoveRequested: REFUSE,
         ChangeEnded: IGNORE,
         Reverted: IGNORE,
     },
     State.BUILDING: {
-        BuildAsked: IGNORE,
-        DeleteAsked: Rule(rules.destroy, (State.DELETING,)),
+        BuildRequested: IGNORE,
+        DeleteRequested: Rule(rules.destroy, (State.DELETING,)),
         Spawned: Rule(rules.come_up, (State.ACTIVE,)),
         SpawnFailed: Rule(rules.fail_over, (State.RECLAIMING, State.GIVING_UP)),
         TimedOut: Rule(rules.time_out, (State.RECLAIMING, State.GIVING_UP)),
@@ -245,13 +245,13 @@ TABLE: Mapping[State, Mapping[type[Event], Rule | None]] = {
         HostRuns: Rule(rules.come_up, (State.ACTIVE,)),
         HostMissing: IGNORE,  # it may not have started yet: the deadline decides
         ServiceLost: Rule(rules.leave_service, (State.RECLAIMING,)),
-        MoveAsked: REFUSE,
+        MoveRequested: REFUSE,
         ChangeEnded: IGNORE,
         Reverted: IGNORE,
     },
     State.RECLAIMING: {
-        BuildAsked: IGNORE,
-        DeleteAsked: Rule(rules.abandon, (State.ABANDONING,)),
+        BuildRequested: IGNORE,
+        DeleteRequested: Rule(rules.abandon, (State.ABANDONING,)),
         Spawned: DESTROY_ORPHAN,
         SpawnFailed: IGNORE,
         TimedOut: AGAIN,
@@ -262,13 +262,13 @@ TABLE: Mapping[State, Mapping[type[Event], Rule | None]] = {
         HostRuns: DESTROY_ORPHAN,
         HostMissing: IGNORE,
         ServiceLost: IGNORE,
-        MoveAsked: REFUSE,
+        MoveRequested: REFUSE,
         ChangeEnded: IGNORE,
         Reverted: IGNORE,
     },
     State.ABANDONING: {
-        BuildAsked: IGNORE,
-        DeleteAsked: IGNORE,
+        BuildRequested: IGNORE,
+        DeleteRequested: IGNORE,
         Spawned: DESTROY_ORPHAN,
         SpawnFailed: IGNORE,
         TimedOut: AGAIN,
@@ -279,13 +279,13 @@ TABLE: Mapping[State, Mapping[type[Event], Rule | None]] = {
         HostRuns: DESTROY_ORPHAN,
         HostMissing: IGNORE,
         ServiceLost: IGNORE,
-        MoveAsked: REFUSE,
+        MoveRequested: REFUSE,
         ChangeEnded: IGNORE,
         Reverted: IGNORE,
     },
     State.ACTIVE: {
-        BuildAsked: IGNORE,
-        DeleteAsked: Rule(rules.destroy, (State.DELETING,)),
+        BuildRequested: IGNORE,
+        DeleteRequested: Rule(rules.destroy, (State.DELETING,)),
         Spawned: CONFIRM_RUNNING,
         SpawnFailed: IGNORE,  # a host that corrects itself does so by reporting what it runs
         TimedOut: None,
@@ -296,13 +296,13 @@ TABLE: Mapping[State, Mapping[type[Event], Rule | None]] = {
         HostRuns: CONFIRM_RUNNING,
         HostMissing: Rule(rules.lose, (State.GIVING_UP,)),
         ServiceLost: IGNORE,  # its machines may run: only a person, or a fence, can say that they do not
-        MoveAsked: Rule(move_rules.begin, (State.CLAIMING, State.REVERTING, State.CHANGING, State.OFFLOADING)),
+        MoveRequested: Rule(move_rules.begin, (State.CLAIMING, State.REVERTING, State.CHANGING, State.OFFLOADING)),
         ChangeEnded: IGNORE,
         Reverted: IGNORE,
     },
     State.GIVING_UP: {
-        BuildAsked: IGNORE,
-        DeleteAsked: Rule(rules.delete_instead, (State.RELEASING,)),
+        BuildRequested: IGNORE,
+        DeleteRequested: Rule(rules.delete_instead, (State.RELEASING,)),
         Spawned: DESTROY_ORPHAN,
         SpawnFailed: IGNORE,
         TimedOut: AGAIN,
@@ -313,13 +313,13 @@ TABLE: Mapping[State, Mapping[type[Event], Rule | None]] = {
         HostRuns: DESTROY_ORPHAN,
         HostMissing: IGNORE,
         ServiceLost: IGNORE,
-        MoveAsked: REFUSE,
+        MoveRequested: REFUSE,
         ChangeEnded: IGNORE,
         Reverted: IGNORE,
     },
     State.FAILED: {
-        BuildAsked: Rule(rules.restart_build, (State.BUILDING, State.RECLAIMING, State.GIVING_UP)),
-        DeleteAsked: Rule(rules.end_deleted, (State.DELETED,)),
+        BuildRequested: Rule(rules.restart_build, (State.BUILDING, State.RECLAIMING, State.GIVING_UP)),
+        DeleteRequested: Rule(rules.end_deleted, (State.DELETED,)),
         Spawned: DESTROY_ORPHAN,
         SpawnFailed: IGNORE,
         TimedOut: None,
@@ -330,13 +330,13 @@ TABLE: Mapping[State, Mapping[type[Event], Rule | None]] = {
         HostRuns: DESTROY_ORPHAN,
         HostMissing: IGNORE,
         ServiceLost: IGNORE,
-        MoveAsked: REFUSE,
+        MoveRequested: REFUSE,
         ChangeEnded: IGNORE,
         Reverted: IGNORE,
     },
     State.DELETING: {
-        BuildAsked: IGNORE,
-        DeleteAsked: IGNORE,
+        BuildRequested: IGNORE,
+        DeleteRequested: IGNORE,
         Spawned: Rule(move_rules.repeat_destroy_both),
         SpawnFailed: IGNORE,
         TimedOut: Rule(move_rules.destroy_both_again),
@@ -347,13 +347,13 @@ TABLE: Mapping[State, Mapping[type[Event], Rule | None]] = {
         HostRuns: Rule(move_rules.repeat_destroy_both),
         HostMissing: Rule(move_rules.release_both, (State.RELEASING,)),
         ServiceLost: IGNORE,  # the order waits in its queue, and the allocation with it
-        MoveAsked: REFUSE,
+        MoveRequested: REFUSE,
         ChangeEnded: IGNORE,
         Reverted: IGNORE,
     },
     State.RELEASING: {
-        BuildAsked: IGNORE,
-        DeleteAsked: IGNORE,
+        BuildRequested: IGNORE,
+        DeleteRequested: IGNORE,
         Spawned: DESTROY_ORPHAN,
         SpawnFailed: IGNORE,
         TimedOut: AGAIN,
@@ -364,13 +364,13 @@ TABLE: Mapping[State, Mapping[type[Event], Rule | None]] = {
         HostRuns: DESTROY_ORPHAN,
         HostMissing: IGNORE,
         ServiceLost: IGNORE,
-        MoveAsked: REFUSE,
+        MoveRequested: REFUSE,
         ChangeEnded: IGNORE,
         Reverted: IGNORE,
     },
     State.DELETED: {
-        BuildAsked: IGNORE,
-        DeleteAsked: IGNORE,
+        BuildRequested: IGNORE,
+        DeleteRequested: IGNORE,
         Spawned: DESTROY_ORPHAN,
         SpawnFailed: IGNORE,
         TimedOut: None,
@@ -381,7 +381,7 @@ TABLE: Mapping[State, Mapping[type[Event], Rule | None]] = {
         HostRuns: DESTROY_ORPHAN,
         HostMissing: IGNORE,
         ServiceLost: IGNORE,
-        MoveAsked: REFUSE,
+        MoveRequested: REFUSE,
         ChangeEnded: IGNORE,
         Reverted: IGNORE,
     },
@@ -397,8 +397,8 @@ def step(instance: Instance, event: Event, timeouts: Timeouts) -> Step:
     if isinstance(event, Claimed) and event.attempt > instance.last_attempt + (instance.state in MAY_HAVE_ASKED):
         # A claim that no record of ours has requested would leak: no worker would ever release it.
         raise IllegalStep(f"claim of attempt {event.attempt} while {instance.state}: {instance!r}")
-    if isinstance(event, MoveAsked) and event.given_up is not None:
-        return move_news.refuse_given_up(instance, event, timeouts)
+    if isinstance(event, MoveRequested) and event.given_up is not None:
+        return move_events.refuse_given_up(instance, event, timeouts)
     stepped = rule.apply(instance, event, timeouts)
     after = stepped.instance.state
     assert after is instance.state or after in rule.to, (rule.name, instance.state, after)

@@ -43,7 +43,7 @@ class Position(Struct, frozen=True, kw_only=True):
     read_at: float | None = None
     due_at: float | None = None
     tries: int = 0
-    heard_seq: int = 0
+    notified_seq: int = 0
     read_seq: int = 0
 
 
@@ -64,12 +64,12 @@ def next_version(last: int, now: float) -> int:
     return max(last + 1, int(now * 1_000_000))
 
 
-def heard(position: Position, *, taken: bool, seq: int, now: float) -> Position:
+def notified(position: Position, *, taken: bool, seq: int, now: float) -> Position:
     """A notification named the node: read it now; and hold it back at once when it says it is taken away."""
-    wanted = replace(position, heard_seq=seq, due_at=now, tries=0)
+    wanted = replace(position, notified_seq=seq, due_at=now, tries=0)
     if not taken or position.report is None:
         return wanted
-    return _tell(wanted, reserve_all(position.report), now)
+    return _with_report(wanted, reserve_all(position.report), now)
 
 
 def announced(position: Position, *, now: float, timing: Timing) -> Position:
@@ -92,7 +92,7 @@ def apply_read(position: Position, node: Node, *, seq: int, now: float, timing: 
     if seq < position.read_seq:
         return position
     placed = place(node, position.report)
-    overtaken = position.heard_seq > seq
+    overtaken = position.notified_seq > seq
     if overtaken and offers_more(placed.report, position.report):
         return replace(position, due_at=now, read_seq=seq)
     known = replace(
@@ -106,17 +106,17 @@ def apply_read(position: Position, node: Node, *, seq: int, now: float, timing: 
         due_at=None,
     )
     due_at = now if overtaken else _due(known, now, timing)
-    return _tell(replace(known, due_at=due_at), placed.report, now)
+    return _with_report(replace(known, due_at=due_at), placed.report, now)
 
 
 def apply_removed(position: Position, *, seq: int, now: float) -> Position:
     """Ironic answered that the node does not exist (a 404 to a read of it; absence from a list proves nothing)."""
     if seq < position.read_seq:
         return position
-    if position.heard_seq > seq:
+    if position.notified_seq > seq:
         return replace(position, due_at=now, read_seq=seq)
     gone = replace(position, problem="", state=None, updated_at=None, read_at=now, read_seq=seq, due_at=None, tries=0)
-    return _tell(gone, None, now)
+    return _with_report(gone, None, now)
 
 
 def apply_unreadable(position: Position, problem: str, *, seq: int, now: float, timing: Timing) -> Position:
@@ -124,7 +124,7 @@ def apply_unreadable(position: Position, problem: str, *, seq: int, now: float, 
     if seq < position.read_seq:
         return position
     wrong = replace(failed(position, now=now, timing=timing), problem=problem, read_seq=seq)
-    return wrong if wrong.report is None else _tell(wrong, reserve_all(wrong.report), now)
+    return wrong if wrong.report is None else _with_report(wrong, reserve_all(wrong.report), now)
 
 
 def failed(position: Position, *, now: float, timing: Timing) -> Position:
@@ -141,7 +141,7 @@ def republished(position: Position, *, now: float) -> Position:
     return replace(position, version=next_version(position.version, now))
 
 
-def _tell(position: Position, report: ProviderReport | None, now: float) -> Position:
+def _with_report(position: Position, report: ProviderReport | None, now: float) -> Position:
     if report == position.report:
         return position
     return replace(position, report=report, version=next_version(position.version, now))

@@ -136,4 +136,4 @@ class MemoryTerm:
 
 
 def _kept(position: Position) -> Position:
-    return replace(position, tries=0, heard_seq=0, read_seq=0)
+    return replace(position, tries=0, notified_seq=0, read_seq=0)

@@ -32,14 +32,14 @@ def total_of(holdings: Iterable[Holding]) -> dict[str, dict[str, int]]:
     return total
 
 
-def source_of(asked: Holding, held: Holding, kept: Holding) -> dict[str, dict[str, int]]:
+def source_of(requested: Holding, held: Holding, kept: Holding) -> dict[str, dict[str, int]]:
     """What the source takes, once the move has begun.
 
     asked: as in the move's claim; held: by the instance; kept: by the migration. The book's own record wins where
     inventories were moved meanwhile: a provider of which neither consumer holds anything is left out.
     """
     source = {uuid: dict(resources) for uuid, resources in kept.items()}
-    for uuid, resources in asked.items():
+    for uuid, resources in requested.items():
         if uuid in held or uuid in kept:
             row = source.setdefault(uuid, {})
             for name, amount in resources.items():

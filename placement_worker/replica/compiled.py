@@ -77,13 +77,13 @@ class CompiledRequest:
         for group in request.groups:
             if len(group.required) > MAX_REQUIRED or len(group.member_of) > MAX_REQUIRED:
                 raise QueryTooWide(f"more than {MAX_REQUIRED} required traits or aggregates in one group")
-        asked = [group for group in request.groups if group.suffix == UNNUMBERED]
+        requested = [group for group in request.groups if group.suffix == UNNUMBERED]
         # An un-numbered group without resources is met by nothing, as in Placement.
-        self.possible = all(any(amount > 0 for amount in group.resources.values()) for group in asked) and bool(
+        self.possible = all(any(amount > 0 for amount in group.resources.values()) for group in requested) and bool(
             any(slot.resources for slot in self.slots)
         )
-        self.unnumbered = asked[0] if asked else None
-        self.required = asked[0].required if asked else ()
+        self.unnumbered = requested[0] if requested else None
+        self.required = requested[0].required if requested else ()
         numbered = [at for at, slot in enumerate(self.slots) if slot.suffix != UNNUMBERED]
         self.apart = frozenset(numbered if request.group_policy == "isolate" and len(numbered) > 1 else ())
         self.fits = [[ResourceFit(name, amount) for name, amount in slot.resources.items()] for slot in self.slots]
@@ -116,13 +116,13 @@ class CompiledRequest:
 
     def _contended(self) -> list[ContendedClass]:
         """Classes that several slots could ask of one provider: slots that must be apart never do."""
-        askers: dict[str, list[int]] = {}
+        slots_of_class: dict[str, list[int]] = {}
         for at, slot in enumerate(self.slots):
             for name in slot.resources:
-                askers.setdefault(name, []).append(at)
+                slots_of_class.setdefault(name, []).append(at)
         return [
             ContendedClass(name, [self.slots[at].resources[name] for at in slots])
-            for name, slots in sorted(askers.items())
+            for name, slots in sorted(slots_of_class.items())
             if len(slots) > 1 and not self.apart.issuperset(slots)
         ]
 
@@ -276,10 +276,10 @@ class CompiledRequest:
         allowed = {suffix: rules.allowed(members) for suffix, rules in self.rules.items()}
         eligible = np.zeros((len(self.slots), len(members.rows)), dtype=np.bool_)
         complete = np.ones(len(roots), dtype=np.bool_)  # trees with a member for each slot so far
-        for slot, asked in enumerate(self.slots):
+        for slot, requested in enumerate(self.slots):
             if time_budget is not None:
                 time_budget.check()
-            able = (allowed[asked.suffix] & complete[members.owners]).nonzero()[0]
+            able = (allowed[requested.suffix] & complete[members.owners]).nonzero()[0]
             for fit in self.fits[slot]:
                 able = able[fit.now(members.rows[able])]
             if not able.size:

@@ -30,10 +30,10 @@ def explain(compiled: CompiledRequest, roots: Rows) -> Codes:
     members = compiled.members(roots)
     groups = {group.suffix: group for group in compiled.request.groups}
     best = np.zeros(len(members.rows), dtype=np.int64)
-    for slot, asked in enumerate(compiled.slots):
-        levels = _levels(compiled, slot, groups[asked.suffix], members)
+    for slot, requested in enumerate(compiled.slots):
+        levels = _levels(compiled, slot, groups[requested.suffix], members)
         codes = np.minimum(codes, reasons.of_level[slot][members.greatest(levels)])
-        if asked.suffix == UNNUMBERED:
+        if requested.suffix == UNNUMBERED:
             best = np.maximum(best, _ranked(levels, slot, len(compiled.slots)))
     if compiled.unnumbered is not None:
         codes = np.minimum(codes, _no_member_left(compiled, compiled.unnumbered, members))

@@ -102,7 +102,7 @@ class Follower:
         self._head = 0
         self._off_since: float | None = None  # since when the head and the book disagree
         self._off_target = 0
-        self._heard_at = 0.0
+        self._received_at = 0.0
         self._callbacks: list[Callable[[], None]] = []
         self._waiters: dict[asyncio.Future[None], Callable[[], bool]] = {}
         self._tasks: list[asyncio.Task[None]] = []
@@ -111,7 +111,7 @@ class Follower:
 
     async def start(self) -> None:
         """Bind and consume the queue, then take a snapshot in the background."""
-        self._heard_at = self._clock.monotonic()
+        self._received_at = self._clock.monotonic()
         self._bus.transport.on_reconnect(lambda: self._request_catch_up("reconnected"))
         await self._consumer.start()
         self._request_catch_up("start")
@@ -166,7 +166,7 @@ class Follower:
 
     async def handle(self, batch: Sequence[Received]) -> Sequence[Outcome]:
         """Handler of the feed's queue."""
-        self._heard_at = self._clock.monotonic()
+        self._received_at = self._clock.monotonic()
         for received in batch:
             message = received.message
             if isinstance(message, FeedChanges | FeedHead) and self._is_of_another(message.history):
@@ -269,8 +269,8 @@ class Follower:
     async def _watch(self) -> None:
         while True:
             await self._clock.sleep(self._limits.watch_s)
-            if self._clock.monotonic() - self._heard_at >= self._limits.silence_s:
-                self._heard_at = self._clock.monotonic()
+            if self._clock.monotonic() - self._received_at >= self._limits.silence_s:
+                self._received_at = self._clock.monotonic()
                 self._request_catch_up("silence")
 
     async def _poll_feed(self) -> None:

@@ -173,14 +173,14 @@ class GroupRules:
         required = [] if self._unnumbered else every
         forbidden = frozenset(group.forbidden)
         members = [frozenset(names) for names in group.member_of]
-        outcasts = frozenset(group.forbidden_aggregates)
+        excluded = frozenset(group.forbidden_aggregates)
         self._book = book
         self._group = group
         self._any_traits = bool(required or forbidden)
         self._traits = flags(book.trait_sets, lambda own: meets_all(own, required) and not meets_any(own, forbidden))
         self._all_traits = flags(book.trait_sets, lambda own: meets_all(own, every) and not meets_any(own, forbidden))
         self._member = flags(book.aggregate_sets, lambda own: meets_all(own, members))
-        self._outcast = flags(book.aggregate_sets, lambda own: meets_any(own, outcasts))
+        self._is_excluded = flags(book.aggregate_sets, lambda own: meets_any(own, excluded))
         self._covers = lookup_table(
             book.trait_sets,
             lambda own: sum(1 << bit for bit, names in enumerate(every) if meets_any(own, names)),
@@ -196,7 +196,7 @@ class GroupRules:
         if group.member_of:
             rows = rows[self._member(book.aggregates[rows]) == 1]
         if group.forbidden_aggregates:
-            rows = rows[self._outcast(book.aggregates[rows]) == 0]
+            rows = rows[self._is_excluded(book.aggregates[rows]) == 0]
         return rows
 
     def allowed(self, members: MemberRows) -> Flags:
@@ -236,10 +236,10 @@ class GroupRules:
 
     def in_forbidden_aggregates(self, members: MemberRows) -> Flags:
         """Which members are in a forbidden aggregate: themselves, or for the un-numbered group by the tree's root."""
-        outcast: Flags = self._outcast(self._book.aggregates[members.rows]) == 1
+        is_excluded: Flags = self._is_excluded(self._book.aggregates[members.rows]) == 1
         if self._unnumbered:
-            outcast |= (self._outcast(self._book.aggregates[members.roots]) == 1)[members.owners]
-        return outcast
+            is_excluded |= (self._is_excluded(self._book.aggregates[members.roots]) == 1)[members.owners]
+        return is_excluded
 
     def covers(self, rows: Rows) -> Amounts:
         """Per row, which of the required any-of groups its traits meet, as bits."""

@@ -52,9 +52,9 @@ def request_of(query: Query) -> CandidatesRequest:
         forbidden_aggregates=query.forbidden_aggregates,
         in_tree=query.in_tree,
     )
-    asked = any(amount > 0 for amount in query.resources.values())
+    requested = any(amount > 0 for amount in query.resources.values())
     return CandidatesRequest(
-        groups=(*((own,) if asked else ()), *query.groups),
+        groups=(*((own,) if requested else ()), *query.groups),
         group_policy=query.group_policy,
         root_required=query.root_required,
         root_forbidden=query.root_forbidden,

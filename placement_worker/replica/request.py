@@ -65,7 +65,7 @@ def slots_of(request: CandidatesRequest) -> tuple[Slot, ...]:
     """The request's slots: groups in order, the un-numbered group's classes by name."""
     slots: list[Slot] = []
     for group in request.groups:
-        asked = {name: amount for name, amount in sorted(group.resources.items()) if amount > 0}
-        each = [{name: amount} for name, amount in asked.items()] if group.suffix == UNNUMBERED else [asked]
+        requested = {name: amount for name, amount in sorted(group.resources.items()) if amount > 0}
+        each = [{name: amount} for name, amount in requested.items()] if group.suffix == UNNUMBERED else [requested]
         slots += [Slot(group.suffix, resources) for resources in each]
     return tuple(slots)

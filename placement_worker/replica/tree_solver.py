@@ -319,13 +319,13 @@ def _apart_by_amounts(problem: TreeProblem) -> TreeProblem:
     Only where all the slots that contend ask for one class: then any two of them on one member would be too much, and
     each alone is what `eligible` says.
     """
-    asking = frozenset(slot for slot, needs in enumerate(problem.needs) if any(needs))
-    if len(asking) < 2 or not problem.apart <= asking:
+    requesting = frozenset(slot for slot, needs in enumerate(problem.needs) if any(needs))
+    if len(requesting) < 2 or not problem.apart <= requesting:
         return problem
-    for number, needs in enumerate(zip(*(problem.needs[slot] for slot in sorted(asking)), strict=True)):
+    for number, needs in enumerate(zip(*(problem.needs[slot] for slot in sorted(requesting)), strict=True)):
         least, next_least = sorted(needs)[:2]
         if least > 0 and max(limits[number] for limits in problem.limits) < least + next_least:
-            return structs.replace(problem, apart=asking, needs=[], limits=[])
+            return structs.replace(problem, apart=requesting, needs=[], limits=[])
     return problem
 
 

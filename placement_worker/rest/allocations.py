@@ -100,12 +100,12 @@ async def reshape(api: Api, request: HttpRequest) -> Response:
     """POST /reshaper: inventories and the allocations that follow them, all or none."""
     body = await api.parse(at(bodies.RESHAPE, request.version), request.body)
     inventories = {}
-    for uuid, asked in body.inventories.items():
+    for uuid, requested in body.inventories.items():
         if not is_canonical(uuid):
             words = f"Resource provider {uuid} in inventories not found: {no_provider(uuid).words}"
             raise HttpFault(400, words, PROVIDER_NOT_FOUND)
-        offered = {name: inventory.inventory() for name, inventory in asked.inventories.items()}
-        inventories[uuid] = (asked.resource_provider_generation, offered)
+        offered = {name: inventory.inventory() for name, inventory in requested.inventories.items()}
+        inventories[uuid] = (requested.resource_provider_generation, offered)
     outcome = await api.reshape(Reshape(inventories, _writes(api, dict(body.allocations))))
     if outcome is not None:
         if outcome.why is Why.NO_PROVIDER and outcome.about in inventories:
@@ -119,13 +119,13 @@ async def reshape(api: Api, request: HttpRequest) -> Response:
 def _writes(api: Api, body: dict[str, Any]) -> tuple[Any, ...]:
     unowned = (api.config.incomplete_project_id, api.config.incomplete_user_id)
     writes = {}
-    for consumer, asked in body.items():
+    for consumer, requested in body.items():
         if not is_uuid(consumer):
             raise HttpFault(400, f"Malformed consumer_uuid: {consumer}")
         uuid = canonical(consumer)
         if uuid in writes:
             raise HttpFault(400, f"Consumer {uuid} is named twice")
-        writes[uuid] = consumer_write(uuid, asked, unowned)
+        writes[uuid] = consumer_write(uuid, requested, unowned)
     return tuple(writes.values())
 
 

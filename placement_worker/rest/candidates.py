@@ -12,7 +12,7 @@ from placement_worker.replica.candidates import CandidateSet, candidates
 from placement_worker.replica.request import QueryTooWide
 from placement_worker.replica.time_budget import TimeBudget, TooLong
 from placement_worker.rest.api import Api
-from placement_worker.rest.candidates_query import ParsedQuery, asked_of
+from placement_worker.rest.candidates_query import ParsedQuery, parse_candidates
 from placement_worker.rest.faults import HttpFault
 from placement_worker.rest.http import HttpRequest, Response
 from placement_worker.rest.summaries import summaries
@@ -29,19 +29,19 @@ SINCE_MAPPINGS = 34
 
 async def search(api: Api, request: HttpRequest) -> Response:
     """GET."""
-    asked = asked_of(request.query, request.version)
-    await _check_names(api, asked, await api.replica.fresh())
+    requested = parse_candidates(request.query, request.version)
+    await _check_names(api, requested, await api.replica.fresh())
     config = api.config
     most = config.default_limit if config.default_limit > 0 else None
-    limit = min((bound for bound in (asked.limit, most) if bound is not None), default=None)
+    limit = min((bound for bound in (requested.limit, most) if bound is not None), default=None)
     seed = api.rng.getrandbits(64) if config.randomize else None
 
     def answer(book: Book, time_budget: TimeBudget) -> bytes:
         rng = None if seed is None else random.Random(seed)
         found = candidates(
-            book, asked.request, limit=limit, rng=rng, budget=config.search_budget, time_budget=time_budget
+            book, requested.request, limit=limit, rng=rng, budget=config.search_budget, time_budget=time_budget
         )
-        return _rendered(book, found, asked, request.version, time_budget)
+        return _rendered(book, found, requested, request.version, time_budget)
 
     book = api.replica.book
     try:
@@ -56,7 +56,7 @@ async def search(api: Api, request: HttpRequest) -> Response:
     return Response(200, body).set_modified(request, api.clock.time())
 
 
-def _rendered(book: Book, found: CandidateSet, asked: ParsedQuery, version: int, time_budget: TimeBudget) -> bytes:
+def _rendered(book: Book, found: CandidateSet, requested: ParsedQuery, version: int, time_budget: TimeBudget) -> bytes:
     """The whole body. Raises HttpFault 400 when "none" would be said without knowing; TooLong."""
     if not len(found) and not found.exhausted:
         raise HttpFault(
@@ -68,19 +68,19 @@ def _rendered(book: Book, found: CandidateSet, asked: ParsedQuery, version: int,
     if found.rows.size > CELLS_AT_ONCE and not time_budget.keeps_partial:
         raise TooLong
     parts = (b'{"allocation_requests":[', _requests(found, version), b'],"provider_summaries":{')
-    return b"".join((*parts, summaries(book, found, asked.classes(), version), b"}}"))
+    return b"".join((*parts, summaries(book, found, requested.classes(), version), b"}}"))
 
 
-async def _check_names(api: Api, asked: ParsedQuery, book: Book) -> None:
+async def _check_names(api: Api, requested: ParsedQuery, book: Book) -> None:
     seen = (book.epoch, len(book.resource_classes()))
     if seen != api.classes_seen:  # one that this process has not heard of may be a renamed one
         api.classes_seen = seen
         await api.store.refresh_names()
-    unknown = await api.store.unknown_classes(asked.classes())
+    unknown = await api.store.unknown_classes(requested.classes())
     if unknown:
         words = f"No such resource class {sorted(unknown)[0]}."
         raise HttpFault(400, f"Invalid resource class in resources parameter: {words}")
-    unknown = await api.store.unknown_traits(asked.traits())
+    unknown = await api.store.unknown_traits(requested.traits())
     if unknown:
         raise HttpFault(400, f"No such trait(s): {', '.join(sorted(unknown))}.")
 

@@ -57,7 +57,7 @@ class ParsedQuery(Struct, frozen=True):
         return named
 
 
-def asked_of(query: QueryString, version: int) -> ParsedQuery:
+def parse_candidates(query: QueryString, version: int) -> ParsedQuery:
     """Raises HttpFault 400."""
     at(_SCHEMAS, version).check(query)
     limit = _limit(query.all("limit"))

@@ -49,10 +49,12 @@ class Cors:
         """What the answer to OPTIONS carries: nothing, unless origin, method and headers are all allowed."""
         origin = _text(headers, b"origin")
         method = _text(headers, b"access-control-request-method")
-        asked = [name.strip() for name in _text(headers, b"access-control-request-headers").split(",") if name.strip()]
+        requested = [
+            name.strip() for name in _text(headers, b"access-control-request-headers").split(",") if name.strip()
+        ]
         if origin not in self._origins or method not in self._config.allow_methods:
             return []
-        if not all(name.upper() in self._allowed for name in asked):
+        if not all(name.upper() in self._allowed for name in requested):
             return []
         pairs = [(b"vary", b"Origin"), (b"access-control-allow-origin", origin.encode("latin-1"))]
         if self._config.allow_credentials:
@@ -60,8 +62,8 @@ class Cors:
         if self._config.max_age:
             pairs.append((b"access-control-max-age", str(self._config.max_age).encode()))
         pairs.append((b"access-control-allow-methods", method.encode("latin-1")))
-        if asked:
-            pairs.append((b"access-control-allow-headers", ",".join(asked).encode("latin-1")))
+        if requested:
+            pairs.append((b"access-control-allow-headers", ",".join(requested).encode("latin-1")))
         return pairs
 
 

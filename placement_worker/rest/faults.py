@@ -140,11 +140,11 @@ def best(accept: str, offers: tuple[str, ...]) -> str | None:
         return accept
     if not accept:
         return offers[0]
-    found, liked = None, 0.0
+    found, best_quality = None, 0.0
     for offer in offers:
         quality = _quality(accept, offer)
-        if quality > liked:
-            found, liked = offer, quality
+        if quality > best_quality:
+            found, best_quality = offer, quality
     return found
 
 

@@ -77,7 +77,7 @@ class Keystone:
         self._own = ""
         self._signing_in = asyncio.Lock()
         self._known: OrderedDict[bytes, CachedToken] = OrderedDict()
-        self._asking: dict[bytes, asyncio.Task[CachedToken]] = {}
+        self._validating: dict[bytes, asyncio.Task[CachedToken]] = {}
 
     async def identify(self, headers: Headers) -> Caller | None:
         """The token's owner. Raises KeystoneUnavailable, KeystoneForbidden."""
@@ -87,21 +87,21 @@ class Keystone:
         digest = hashlib.sha256(token).digest()  # the cache must not be a list of good tokens
         known = self._known.get(digest)
         if known is None or known.until <= self._clock.time():
-            known = await self._ask_once(digest, token)
+            known = await self._look_up_once(digest, token)
         return known.caller
 
     async def close(self) -> None:
         """Close the connections."""
         await self._client.aclose()
 
-    async def _ask_once(self, digest: bytes, token: bytes) -> CachedToken:
-        task = self._asking.get(digest)
+    async def _look_up_once(self, digest: bytes, token: bytes) -> CachedToken:
+        task = self._validating.get(digest)
         if task is None:
-            task = self._asking[digest] = asyncio.create_task(self._ask(digest, token), name="keystone")
-            task.add_done_callback(lambda _: self._asking.pop(digest, None))
+            task = self._validating[digest] = asyncio.create_task(self._look_up(digest, token), name="keystone")
+            task.add_done_callback(lambda _: self._validating.pop(digest, None))
         return await asyncio.shield(task)
 
-    async def _ask(self, digest: bytes, token: bytes) -> CachedToken:
+    async def _look_up(self, digest: bytes, token: bytes) -> CachedToken:
         own = self._own or await self._sign_in("")
         answer = await self._validate(own, token)
         if answer.status_code == 401:  # ours has expired, or was revoked

@@ -71,13 +71,13 @@ async def list_traits(api: Api, request: HttpRequest) -> Response:
     _LIST_TRAITS.check(query)
     names: list[str] | None = None
     prefix: str | None = None
-    if (asked := query.get("name")) is not None:
-        op, colon, value = asked.partition(":")
+    if (requested := query.get("name")) is not None:
+        op, colon, value = requested.partition(":")
         if not colon:
             raise HttpFault(
                 400,
                 "Badly formatted name parameter. Expected name query string parameter in form: "
-                f'?name=[in|startswith]:[name1,name2|prefix]. Got: "{asked}"',
+                f'?name=[in|startswith]:[name1,name2|prefix]. Got: "{requested}"',
             )
         names = value.split(",") if op == "in" else None
         prefix = value if op == "startswith" else None

@@ -137,13 +137,13 @@ async def _listing(api: Api, query: QueryString, version: int) -> Listing | None
     """The query in the book's terms; None when it cannot match anything."""
     members = members_of(query.all("member_of"), version)
     traits = traits_of(query.all("required"), version) if query.all("required") else traits_of([], 39)
-    asked = resources_of(text) if (text := query.get("resources")) is not None else {}
+    requested = resources_of(text) if (text := query.get("resources")) is not None else {}
     named = [name for group in traits.required for name in group] + list(traits.forbidden)
     unknown = await api.store.unknown_traits(named)
     if unknown:
         words = f"No such trait(s): {', '.join(sorted(unknown))}."
         raise HttpFault(400, f'Invalid trait(s) in "required" parameter: {words}')
-    unknown = await api.store.unknown_classes(asked)
+    unknown = await api.store.unknown_classes(requested)
     if unknown:
         raise HttpFault(400, f"Invalid resource class in resources parameter: No such resource class {unknown[0]}.")
     uuid, in_tree = query.get("uuid"), query.get("in_tree")
@@ -157,5 +157,5 @@ async def _listing(api: Api, query: QueryString, version: int) -> Listing | None
         forbidden=tuple(traits.forbidden),
         member_of=members.required,
         forbidden_aggregates=members.forbidden,
-        resources=tuple(asked.items()),
+        resources=tuple(requested.items()),
     )

@@ -76,7 +76,7 @@ def resources_of(text: str) -> dict[str, int]:
     )
     if not text.strip():
         raise HttpFault(400, form + "empty string.")
-    asked: dict[str, int] = {}
+    requested: dict[str, int] = {}
     for part in text.split(","):
         name, colon, amount = part.partition(":")
         if not colon or ":" in amount:
@@ -90,8 +90,8 @@ def resources_of(text: str) -> dict[str, int]:
         if number < 1:
             raise HttpFault(400, f"Requested resource {name} requires amount >= 1. Got: {number}.")
         # More than any inventory can hold is simply more than fits.
-        asked[name] = min(number, 10**MAX_AMOUNT_DIGITS)
-    return asked
+        requested[name] = min(number, 10**MAX_AMOUNT_DIGITS)
+    return requested
 
 
 def traits_of(values: list[str], version: int) -> Traits:

@@ -28,13 +28,13 @@ async def of_project(api: Api, request: HttpRequest) -> Response:
     query = request.query
     typed = request.version >= SINCE_CONSUMER_TYPES
     (_USAGES_38 if typed else _USAGES_9).check(query)
-    asked = query.get("consumer_type") if typed else None
-    kind = "" if asked == UNKNOWN else None if asked == ALL else asked
+    requested = query.get("consumer_type") if typed else None
+    kind = "" if requested == UNKNOWN else None if requested == ALL else requested
     rows = await api.store.totals(query.get("project_id") or "", query.get("user_id") or None, kind)
     data: dict[str, Any]
     if not typed:
         data = _summed(rows)
-    elif asked == ALL:
+    elif requested == ALL:
         counts = {row.consumer_type: row.count for row in rows}
         data = {ALL: {**_summed(rows), "consumer_count": sum(counts.values())}} if rows else {}
     else:

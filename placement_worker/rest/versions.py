@@ -27,11 +27,11 @@ def _minor(text: str) -> int:
         return NEWEST
     major, dot, minor = text.partition(".")
     try:
-        asked = (int(major), int(minor)) if dot else (int(major), -1)
+        requested = (int(major), int(minor)) if dot else (int(major), -1)
         if not dot:
             raise ValueError("a minor version is missing")
     except ValueError as error:
         raise HttpFault(400, f"Invalid microversion: invalid version string: {text}; {error}") from error
-    if asked[0] != 1 or not OLDEST <= asked[1] <= NEWEST:
+    if requested[0] != 1 or not OLDEST <= requested[1] <= NEWEST:
         raise HttpFault(406, f"Invalid microversion: Unacceptable version header: {text}")
-    return asked[1]
+    return requested[1]

@@ -150,12 +150,14 @@ async def forget(connection: asyncpg.Connection, limit: int) -> int:
     return len(left)
 
 
-async def where(connection: asyncpg.Connection, asked: LocateRequest) -> LocatePage:
+async def where(connection: asyncpg.Connection, requested: LocateRequest) -> LocatePage:
     """On which hosts they are."""
     members = (
-        await connection.fetch(COUNT, asked.project_id, asked.server_group, asked.besides, MAX_HOSTS_TOLD)
-        if asked.server_group
+        await connection.fetch(COUNT, requested.project_id, requested.server_group, requested.besides, MAX_HOSTS_TOLD)
+        if requested.server_group
         else []
     )
-    hosts = await connection.fetch(HOSTS, asked.project_id, list(asked.consumers)) if asked.consumers else []
+    hosts = (
+        await connection.fetch(HOSTS, requested.project_id, list(requested.consumers)) if requested.consumers else []
+    )
     return LocatePage(members={row[0]: row[1] for row in members}, hosts={row[0]: tuple(row[1]) for row in hosts})

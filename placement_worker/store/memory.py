@@ -292,27 +292,27 @@ class MemoryBook:
             more = len(uuids) > limit
             return SnapshotPage(sequence=table.head, providers=states, more=more, history=table.history)
 
-    async def locate(self, asked: LocateRequest) -> LocatePage:
+    async def locate(self, requested: LocateRequest) -> LocatePage:
         """On which hosts consumers of a project hold something, and the members of one of its server groups."""
         table = self.table
         async with self.session.transaction():
-            key = (asked.project_id, asked.server_group or "")
+            key = (requested.project_id, requested.server_group or "")
             alive = table.alive(key)
-            counted = Counter(host for uuid, hosts in alive.items() if uuid != asked.besides for host in hosts)
+            counted = Counter(host for uuid, hosts in alive.items() if uuid != requested.besides for host in hosts)
             hosts = {
                 uuid: tuple(sorted({table.providers[provider].root for provider in kept.consumer.holding}))
-                for uuid in sorted(set(asked.consumers))
+                for uuid in sorted(set(requested.consumers))
                 if (kept := table.consumers.get(uuid)) is not None
                 and kept.consumer.holding
-                and kept.consumer.project_id == asked.project_id
+                and kept.consumer.project_id == requested.project_id
             }
             return LocatePage(members=dict(sorted(counted.items())[:MAX_HOSTS_TOLD]), hosts=hosts)
 
-    async def tree(self, asked: HostTreeQuery) -> HostTree:
+    async def tree(self, requested: HostTreeQuery) -> HostTree:
         """The tree that a provider is in, and who holds what of it, true at one moment."""
         table = self.table
         async with self.session.transaction():
-            if (known := table.providers.get(asked.provider)) is None:
+            if (known := table.providers.get(requested.provider)) is None:
                 return HostTree()
             every = sorted(uuid for uuid, one in table.providers.items() if one.root == known.root)
             shown = every[:MAX_TREE]
@@ -331,21 +331,21 @@ class MemoryBook:
             ]
             return HostTree(
                 providers=tuple(state_of(table.providers[uuid]) for uuid in shown),
-                holders=tuple(holders[: asked.limit]),
-                more=len(every) > MAX_TREE or len(holders) > asked.limit,
+                holders=tuple(holders[: requested.limit]),
+                more=len(every) > MAX_TREE or len(holders) > requested.limit,
             )
 
-    async def usage(self, asked: ProjectUsageQuery) -> ProjectUsagePage:
+    async def usage(self, requested: ProjectUsageQuery) -> ProjectUsagePage:
         """What projects hold, true at one moment."""
         async with self.session.transaction():
             usage: dict[str, dict[str, int]] = {}
             for project, held in sorted(self.table.project_usage.items()):
-                if asked.projects and project not in asked.projects:
+                if requested.projects and project not in requested.projects:
                     continue
-                if (asked.after is None or project > asked.after) and any(held.values()):
+                if (requested.after is None or project > requested.after) and any(held.values()):
                     usage[project] = {name: amount for name, amount in sorted(held.items()) if amount}
-            shown = dict(list(usage.items())[: asked.limit])
-            return ProjectUsagePage(usage=shown, more=len(usage) > asked.limit)
+            shown = dict(list(usage.items())[: requested.limit])
+            return ProjectUsagePage(usage=shown, more=len(usage) > requested.limit)
 
     async def head(self) -> FeedHead:
         """The newest committed change's number, and the history that it is of."""

@@ -55,7 +55,7 @@ class MemoryBookTable(MemoryDatabase):
         self.project_usage: dict[str, dict[str, int]] = {}  # by class, as a row each
         self.members: dict[GroupKey, dict[str, None]] = {}
         self.sources: dict[Key, ReportSource] = {}
-        self.heard: dict[Key, float] = {}  # when each source said its last
+        self.reported_at: dict[Key, float] = {}  # when each source said its last
         self.classes: dict[str, int] = {name: number for number, name in enumerate(sorted(STANDARD_CLASSES))}
         self.traits: dict[str, None] = dict.fromkeys(sorted(os_traits.get_traits()))
         now = self.clock.time()
@@ -199,7 +199,7 @@ class MemoryBookTable(MemoryDatabase):
             self.sources[root, source] = ReportSource(
                 version, digest, settled, providers.split(",") if providers else []
             )
-            self.heard[root, source] = self.clock.time()
+            self.reported_at[root, source] = self.clock.time()
         for root, source in group.changed:
             for key, report in self.sources.items():
                 if key[0] == root and key[1] != source and report.settled:
@@ -247,11 +247,11 @@ class MemoryBookTable(MemoryDatabase):
         def is_of_no_use(key: Key) -> bool:
             mine = set(self.sources[key].providers)
             return key[0] not in self.providers or any(
-                other[0] == key[0] and self.heard[other] > self.heard[key] and mine <= set(report.providers)
+                other[0] == key[0] and self.reported_at[other] > self.reported_at[key] and mine <= set(report.providers)
                 for other, report in self.sources.items()
             )
 
-        return [key for key in self.sources if self.heard[key] < before and is_of_no_use(key)]
+        return [key for key in self.sources if self.reported_at[key] < before and is_of_no_use(key)]
 
     def is_taken_out(self, key: Key) -> bool:
         """Whether a source's last report removed its root, is not carried out, and no source reported it since."""
@@ -260,7 +260,7 @@ class MemoryBookTable(MemoryDatabase):
             not report.settled
             and report.digest == TAKEN_OUT
             and not any(
-                other[0] == key[0] and rival.digest != TAKEN_OUT and self.heard[other] >= self.heard[key]
+                other[0] == key[0] and rival.digest != TAKEN_OUT and self.reported_at[other] >= self.reported_at[key]
                 for other, rival in self.sources.items()
             )
         )
@@ -273,7 +273,7 @@ class MemoryBookTable(MemoryDatabase):
         """What is no longer kept: changes up to a number, fences, and sources."""
         for key in sources:
             self.sources.pop(key, None)
-            self.heard.pop(key, None)
+            self.reported_at.pop(key, None)
         self.changes = [change for change in self.changes if change.sequence > until]
         self.project_usage = {project: usage for project, usage in self.project_usage.items() if any(usage.values())}
         for uuid in fences:

@@ -30,13 +30,13 @@ ORDER BY 1 LIMIT $3
 USAGE = "SELECT project_id, class_id, amount FROM project_usage WHERE project_id = ANY($1::text[]) AND amount > 0"
 
 
-async def tree(connection: asyncpg.Connection, asked: HostTreeQuery) -> HostTree:
+async def tree(connection: asyncpg.Connection, requested: HostTreeQuery) -> HostTree:
     """The tree and its holders; the caller's transaction is REPEATABLE READ, so that they belong together."""
-    ids = [row[0] for row in await connection.fetch(TREE_IDS, asked.provider, MAX_TREE + 1)]
+    ids = [row[0] for row in await connection.fetch(TREE_IDS, requested.provider, MAX_TREE + 1)]
     more, ids = len(ids) > MAX_TREE, ids[:MAX_TREE]
     _, providers = await read_providers(connection, READ_PROVIDERS_BY_ID, ids)
-    consumers = [row[0] for row in await connection.fetch(HOLDERS, ids, asked.limit + 1)]
-    more, consumers = more or len(consumers) > asked.limit, consumers[: asked.limit]
+    consumers = [row[0] for row in await connection.fetch(HOLDERS, ids, requested.limit + 1)]
+    more, consumers = more or len(consumers) > requested.limit, consumers[: requested.limit]
     found: dict[str, TreeHolder] = {}
     for consumer, provider, name, amount, project, user, kind, attempt in await connection.fetch(HELD, ids, consumers):
         holder = found.setdefault(
@@ -50,11 +50,11 @@ async def tree(connection: asyncpg.Connection, asked: HostTreeQuery) -> HostTree
     return HostTree(providers=states, holders=tuple(found.values()), more=more)
 
 
-async def usage(connection: asyncpg.Connection, asked: ProjectUsageQuery, names: NameTable) -> ProjectUsagePage:
+async def usage(connection: asyncpg.Connection, requested: ProjectUsageQuery, names: NameTable) -> ProjectUsagePage:
     """What projects hold; the caller's transaction is REPEATABLE READ."""
-    rows = await connection.fetch(PROJECTS, list(asked.projects), asked.after, asked.limit + 1)
-    projects = [row[0] for row in rows[: asked.limit]]
+    rows = await connection.fetch(PROJECTS, list(requested.projects), requested.after, requested.limit + 1)
+    projects = [row[0] for row in rows[: requested.limit]]
     held = await limits.by_project(connection, await connection.fetch(USAGE, projects), names)
     return ProjectUsagePage(
-        usage={project: dict(sorted(held[project].items())) for project in projects}, more=len(rows) > asked.limit
+        usage={project: dict(sorted(held[project].items())) for project in projects}, more=len(rows) > requested.limit
     )

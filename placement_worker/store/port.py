@@ -74,13 +74,13 @@ class PlacementStore(Protocol):
     async def snapshot(self, after: str | None, limit: int) -> SnapshotPage:
         """A page of whole providers by uuid, true at one feed number."""
 
-    async def locate(self, asked: LocateRequest) -> LocatePage:
+    async def locate(self, requested: LocateRequest) -> LocatePage:
         """On which hosts consumers of a project hold something, and the members of one of its server groups."""
 
-    async def tree(self, asked: HostTreeQuery) -> HostTree:
+    async def tree(self, requested: HostTreeQuery) -> HostTree:
         """The tree that a provider is in, and who holds what of it, true at one moment."""
 
-    async def usage(self, asked: ProjectUsageQuery) -> ProjectUsagePage:
+    async def usage(self, requested: ProjectUsageQuery) -> ProjectUsagePage:
         """What projects hold, true at one moment."""
 
     async def head(self) -> FeedHead:

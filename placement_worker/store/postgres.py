@@ -135,23 +135,23 @@ class PostgresStore:
             await connection.execute(REPEATABLE)
             return await snapshot.page(connection, after, limit)
 
-    async def locate(self, asked: LocateRequest) -> LocatePage:
+    async def locate(self, requested: LocateRequest) -> LocatePage:
         """On which hosts consumers are, and the members of a server group."""
         async with self._database.raw() as connection:
-            return await members.where(connection, asked)
+            return await members.where(connection, requested)
 
-    async def tree(self, asked: HostTreeQuery) -> HostTree:
+    async def tree(self, requested: HostTreeQuery) -> HostTree:
         """The tree that a provider is in, and who holds what of it, true at one moment."""
         await self._names.refresh()
         async with self._database.raw() as connection:
             await connection.execute(REPEATABLE)
-            return await operator_reads.tree(connection, asked)
+            return await operator_reads.tree(connection, requested)
 
-    async def usage(self, asked: ProjectUsageQuery) -> ProjectUsagePage:
+    async def usage(self, requested: ProjectUsageQuery) -> ProjectUsagePage:
         """What projects hold, true at one moment."""
         async with self._database.raw() as connection:
             await connection.execute(REPEATABLE)
-            return await operator_reads.usage(connection, asked, self._names)
+            return await operator_reads.usage(connection, requested, self._names)
 
     async def head(self) -> FeedHead:
         """The newest committed change's number, and the history that it is of."""

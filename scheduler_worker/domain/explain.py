@@ -74,14 +74,14 @@ CONDITIONS = (
 def sentence(spec: RequestSpec, funnel: Sequence[FunnelStep], nearest: int) -> str:
     """Why no host can take the request, in one line: the last steps first, most frequent reasons first, with counts."""
     amounts = ", ".join(f"{amount} {name}" for name, amount in total_resources(spec.query).items())
-    asked = f"{spec.flavor} ({amounts})"
+    requested = f"{spec.flavor} ({amounts})"
     hosts = funnel[0].remaining + sum(funnel[0].rejected.values()) if funnel else 0
     if hosts == 0:
-        return f"No host can take {asked}: the resource book has no hosts at all."
+        return f"No host can take {requested}: the resource book has no hosts at all."
     reasons = nearest_reasons(funnel, nearest)
     if not reasons:
-        return f"None of {hosts} hosts can take {asked}."
-    return f"None of {hosts} hosts can take {asked}: " + "; ".join(reasons) + "."
+        return f"None of {hosts} hosts can take {requested}."
+    return f"None of {hosts} hosts can take {requested}: " + "; ".join(reasons) + "."
 
 
 def nearest_reasons(funnel: Sequence[FunnelStep], limit: int) -> list[str]:

@@ -23,13 +23,13 @@ NOT_FORCED = "host.not_forced"
 
 def request_spec(
     request: BuildRequest,
-    asked: ParsedFlavor,
+    requested: ParsedFlavor,
     hosts: tuple[str, ...] | None,
     membership: Membership,
     config: SchedulerConfig,
 ) -> RequestSpec | Unsatisfiable:
     """The request spec of one build request, pre-filters applied. `hosts`: uuids of the host that it names, if any."""
-    query = asked.query
+    query = requested.query
     if request.forced and (hosts is None or request.project_id not in config.force_host_projects):
         why = "it names no host" if hosts is None else f"project {request.project_id} may not pass the filters by"
         return Unsatisfiable(NOT_FORCED, f"it cannot be forced: {why}", "requested_host")
@@ -46,9 +46,9 @@ def request_spec(
         query=query,
         flavor=request.flavor,
         project_id=request.project_id,
-        extra_specs=asked.extra_specs,
-        preferred_traits=asked.preferred_traits,
-        preferred_classes=asked.preferred_classes,
+        extra_specs=requested.extra_specs,
+        preferred_traits=requested.preferred_traits,
+        preferred_classes=requested.preferred_classes,
         availability_zone=request.availability_zone,
         image_properties=request.image_properties,
         forced=request.forced,
@@ -101,8 +101,8 @@ def _isolated_aggregates(request: BuildRequest, query: Query, membership: Member
     """A host in an aggregate with `trait:X` = required metadata takes only flavors that require each such X."""
     if not config.enable_isolated_aggregate_filtering:
         return query
-    asked = (*query.required, *query.root_required, *(names for group in query.groups for names in group.required))
-    required = {names[0] for names in asked if len(names) == 1}
+    requested = (*query.required, *query.root_required, *(names for group in query.groups for names in group.required))
+    required = {names[0] for names in requested if len(names) == 1}
     kept = tuple(
         aggregate.uuid
         for aggregate in membership.with_prefix(TRAIT_KEY)

@@ -41,7 +41,7 @@ ADMIN_STATES = tuple(AdminState)  # a column holds the place of a state in here;
 
 
 class ServiceState(Struct):
-    """The last announcement of one compute service. `heard_s`: when, monotonic. down: why it takes no builds now.
+    """The last announcement of one compute service. `last_seen_s`: when, monotonic. down: why it takes no builds now.
 
     first_sequence: the sequence of the first page of its newest full report; heard: how many pages of it came; listing:
     its number here. unanswered: how many requests for its hosts it has left unanswered since. ring: of its newest
@@ -52,24 +52,24 @@ class ServiceState(Struct):
     cell: str
     epoch: int
     sequence: int
-    heard_s: float
+    last_seen_s: float
     down: ServiceDown | None = None
     down_s: float = 0.0
     first_sequence: int = 0
-    heard: int = 0
+    pages_received: int = 0
     listing: int = 0
     unanswered: int = 0
     ring: tuple[int, int] = NO_RING
 
 
 class CellDigest(Struct):
-    """The newest digest of one cell. heard_s: when it, or the same again, was heard. page: the last of it that came.
+    """The newest digest of one cell. last_seen_s: when it, or the same again, came (monotonic).
 
-    up: how many services are there, by its word; -1: no digest has come yet.
+    page: the last page of it that came. up: how many services it counts; -1: no digest has come yet.
     """
 
     version: tuple[int, int] = (-1, -1)
-    heard_s: float = -math.inf
+    last_seen_s: float = -math.inf
     page: int = 0
     gathered: dict[str, ServiceDown] = {}
     down: dict[str, ServiceDown] = {}
@@ -128,7 +128,7 @@ class HostTable:
                 return False
             if message.epoch != service.epoch:
                 service.first_sequence = 0  # its sequence starts again
-            service.epoch, service.sequence, service.heard_s = message.epoch, message.sequence, now_s
+            service.epoch, service.sequence, service.last_seen_s = message.epoch, message.sequence, now_s
             service.unanswered = 0
         digest = self._digests.get(message.cell)
         if digest is not None:
@@ -184,7 +184,7 @@ class HostTable:
         known.gathered.update((down.service, down) for down in digest.down)
         if digest.page < digest.pages:
             return True
-        known.down, known.gathered, known.heard_s, known.up = known.gathered, {}, now_s, digest.up
+        known.down, known.gathered, known.last_seen_s, known.up = known.gathered, {}, now_s, digest.up
         for index, service in enumerate(self.services):
             if service.cell == digest.cell:
                 self._assess(service, known, now_s)
@@ -218,15 +218,15 @@ class HostTable:
         first_sequence = message.first_sequence or (message.sequence if message.complete else 0)
         if first_sequence and first_sequence != state.first_sequence:
             self._listings += 1
-            state.first_sequence, state.heard, state.listing = first_sequence, 0, self._listings
+            state.first_sequence, state.pages_received, state.listing = first_sequence, 0, self._listings
         for host in message.hosts:
             if not self._is_held(host.uuid, cell, now_s) and not self._has_moved_on(host.uuid, service):
                 self._put(host, service, cell)
         if not first_sequence:
             return
-        state.heard += 1
+        state.pages_received += 1
         # A lost page would remove its hosts: only a report of which every page came tells which hosts have left.
-        if message.complete and state.heard == message.pages:
+        if message.complete and state.pages_received == message.pages:
             # A host that the service no longer lists is managed by another one (a node re-homed) or gone.
             mine = self.service[: len(self)] == service
             self.service[: len(self)][mine & (self.listed[: len(self)] != state.listing)] = NO_SERVICE
@@ -240,7 +240,7 @@ class HostTable:
         if holder.down is not None:
             return holder.down.code != STOPPED and now_s - holder.down_s <= CELL_HOLD_S
         digest = self._digests.get(holder.cell)
-        return now_s - max(holder.heard_s, digest.heard_s if digest else -math.inf) <= CELL_HOLD_S
+        return now_s - max(holder.last_seen_s, digest.last_seen_s if digest else -math.inf) <= CELL_HOLD_S
 
     def _has_moved_on(self, uuid: str, service: int) -> bool:
         """Whether another service of this one's ring has the host, by a membership that this one does not know yet."""

@@ -148,7 +148,7 @@ def known_of(
     *,
     moves: Mapping[str, RecordedMove],
     builds: Mapping[str, RecordedBuild],
-    asked: Mapping[str, BuildRequest],
+    requested: Mapping[str, BuildRequest],
     instances: Mapping[str, InstanceRecord],
     named: Collection[str],
 ) -> dict[str, MoveContext]:
@@ -160,7 +160,7 @@ def known_of(
         request_id: MoveContext(
             move=moves.get(request_id),
             build=builds.get(uuid),
-            build_request=asked.get(uuid),
+            build_request=requested.get(uuid),
             instance=instances.get(uuid),
             names_instance=request_id in named,
         )
@@ -407,9 +407,9 @@ def timeline_of(event: MoveEvent, known: int, now: float) -> tuple[TimelineEntry
     )
 
 
-def _detail(host: str | None, said: MoveEvent | AttemptRecord) -> str:
-    where = f"{host} (attempt {said.attempt})" if host and said.attempt else host or ""
-    why = f"{said.code}: {said.reason}" if said.code and said.reason else said.code or said.reason
+def _detail(host: str | None, entry: MoveEvent | AttemptRecord) -> str:
+    where = f"{host} (attempt {entry.attempt})" if host and entry.attempt else host or ""
+    why = f"{entry.code}: {entry.reason}" if entry.code and entry.reason else entry.code or entry.reason
     return "; ".join(part for part in (where, why) if part)
 
 

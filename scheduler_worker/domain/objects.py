@@ -109,10 +109,10 @@ def _uuid(where: str, text: str) -> str:
         raise ValueError(f"{where}: {text!r} is no uuid") from None
 
 
-def plan(asked: ObjectsChange, present: Objects) -> ChangePlan | Refusal:
+def plan(requested: ObjectsChange, present: Objects) -> ChangePlan | Refusal:
     """What a change would do to the objects there are. A refusal names the first object that cannot be changed so."""
     after: dict[Key, dict[str, Any] | None] = {}
-    for change in asked.changes:
+    for change in requested.changes:
         key = (change.kind, change.name)
         known = present.get(key)
         where = f"{change.kind.value} {change.name!r}"
@@ -131,7 +131,7 @@ def plan(asked: ObjectsChange, present: Objects) -> ChangePlan | Refusal:
         except ValueError as error:
             return Refusal(code=INVALID, reason=str(error)[:MAX_REASON])
     for key in present:
-        if key[0] in asked.prune and key not in after:
+        if key[0] in requested.prune and key not in after:
             after[key] = None
     changed = tuple(
         ChangedObject(kind=kind, name=name, before=before, after=body)

@@ -37,15 +37,16 @@ class FlavorAccess(Protocol):
 class PendingBuild(Struct, frozen=True, kw_only=True):
     """A build request that has no outcome yet.
 
-    position: in its batch. asked_at, taken_at: when it was sent, and when this batch was taken. redelivered: an earlier
-    delivery may have come as far as its claim. delivery: how often its queue has retried it. given_up: why
-    its queue has given it up, or is about to; None: it has not. refusal: why it is refused at once, if it is new.
+    position: in its batch. requested_at, taken_at: when it was sent, and when this batch was taken (seconds since the
+    epoch). redelivered: an earlier delivery may have come as far as its claim. delivery: how often its queue has
+    retried it. given_up: why its queue has given it up, or is about to; None: it has not. refusal: why it is
+    refused at once, if it is new.
     """
 
     position: int
     request: BuildRequest
     digest: bytes
-    asked_at: float
+    requested_at: float
     taken_at: float
     redelivered: bool = False
     delivery: int = 0
@@ -93,7 +94,7 @@ def pending_build(
         request=request,
         digest=blake2b(_encode(request), digest_size=16).digest(),
         # A program that does not say when it asked is taken to have asked just now.
-        asked_at=meta.sent_at or now,
+        requested_at=meta.sent_at or now,
         taken_at=now,
         redelivered=received.redelivered or meta.attempt > 0,
         delivery=meta.attempt,
@@ -197,9 +198,9 @@ def is_unused(known: BuildStatus) -> bool:
 def stamps_of(pending: PendingBuild, claimed: HostClaimed | None, now: float) -> Stamps:
     """When each stage so far has ended."""
     if claimed is None:
-        return Stamps(requested=pending.asked_at, queued=pending.taken_at, decided=now)
+        return Stamps(requested=pending.requested_at, queued=pending.taken_at, decided=now)
     return Stamps(
-        requested=pending.asked_at, queued=pending.taken_at, decided=claimed.decided_at, claimed=claimed.claimed_at
+        requested=pending.requested_at, queued=pending.taken_at, decided=claimed.decided_at, claimed=claimed.claimed_at
     )
 
 

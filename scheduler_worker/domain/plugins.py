@@ -76,8 +76,8 @@ def applies_to(plugin: Filter | Weigher, spec: RequestSpec) -> bool:
 
     Then it is skipped, and is not in the funnel.
     """
-    asks = getattr(plugin, "applies_to", None)
-    return asks is None or bool(asks(spec))
+    applies = getattr(plugin, "applies_to", None)
+    return applies is None or bool(applies(spec))
 
 
 NONE_REJECTED: Mapping[str, int] = {}

@@ -192,9 +192,9 @@ class Selector:
             view = view.subset(view.cell == at)
             funnel.append(funnel_step("cell", before, {"host.other_cell": before - len(view)} if before else {}))
         for state in (AdminState.MAINTENANCE, AdminState.FENCED) if spec.forced else ():
-            if (kept_away := view.is_in(state)).any():
+            if (excluded := view.is_in(state)).any():
                 before = len(view)
-                view = view.subset(~kept_away)
+                view = view.subset(~excluded)
                 funnel.append(funnel_step(state.value, before, {f"host.{state}": before - len(view)}))
         for host_filter in self.filters:
             if spec.forced or not applies_to(host_filter, spec):

@@ -11,11 +11,11 @@ SILENT_AFTER = 3  # heartbeats missed
 FORGET_S = 3600.0  # a worker that was silent for so long is forgotten
 
 
-class HeardWorker(Struct, frozen=True):
+class KnownWorker(Struct, frozen=True):
     """The newest heartbeat of one worker, and when it was heard (monotonic, seconds)."""
 
     heartbeat: WorkerHeartbeat
-    heard_s: float
+    last_seen_s: float
 
 
 class WorkerTable:
@@ -23,38 +23,38 @@ class WorkerTable:
 
     def __init__(self) -> None:
         self.began_s: float | None = None
-        self._heard: dict[tuple[str, str, str], HeardWorker] = {}
+        self._known: dict[tuple[str, str, str], KnownWorker] = {}
 
     def __len__(self) -> int:
-        return len(self._heard)
+        return len(self._known)
 
     def apply(self, heartbeat: WorkerHeartbeat, bus: str, now_s: float) -> None:
         """Take one heartbeat in."""
         if self.began_s is None:
             self.began_s = now_s
         key = heartbeat.role, bus, heartbeat.worker
-        if key not in self._heard and len(self._heard) >= MAX_WORKERS:
+        if key not in self._known and len(self._known) >= MAX_WORKERS:
             self._forget(now_s)
-            if len(self._heard) >= MAX_WORKERS:
+            if len(self._known) >= MAX_WORKERS:
                 return
-        self._heard[key] = HeardWorker(heartbeat, now_s)
+        self._known[key] = KnownWorker(heartbeat, now_s)
 
     def page(self, query: WorkersQuery, now_s: float) -> WorkersPage:
         """The workers that a query asks for, by role, bus and name."""
         self._forget(now_s)
-        found = [key for key in sorted(self._heard) if query.role in (None, key[0])][: query.limit]
+        found = [key for key in sorted(self._known) if query.role in (None, key[0])][: query.limit]
         return WorkersPage(
-            workers=tuple(_record(self._heard[key], key[1], now_s) for key in found),
+            workers=tuple(_record(self._known[key], key[1], now_s) for key in found),
             since_s=0.0 if self.began_s is None else now_s - self.began_s,
         )
 
     def _forget(self, now_s: float) -> None:
-        gone = [key for key, one in self._heard.items() if now_s - one.heard_s > FORGET_S]
+        gone = [key for key, one in self._known.items() if now_s - one.last_seen_s > FORGET_S]
         for key in gone:
-            del self._heard[key]
+            del self._known[key]
 
 
-def _record(one: HeardWorker, bus: str, now_s: float) -> WorkerRecord:
-    heard_s = now_s - one.heard_s
-    silent = heard_s > SILENT_AFTER * one.heartbeat.every_s
-    return WorkerRecord(heartbeat=one.heartbeat, bus=bus, heard_s=heard_s, silent=silent)
+def _record(one: KnownWorker, bus: str, now_s: float) -> WorkerRecord:
+    last_seen_s = now_s - one.last_seen_s
+    silent = last_seen_s > SILENT_AFTER * one.heartbeat.every_s
+    return WorkerRecord(heartbeat=one.heartbeat, bus=bus, last_seen_s=last_seen_s, silent=silent)

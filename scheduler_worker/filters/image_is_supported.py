@@ -31,16 +31,16 @@ class ImagePropertiesFilter:
 
     def filter(self, view: HostsView, spec: RequestSpec) -> Verdict:
         """Hosts announce the same few lists, so each distinct one is compared once."""
-        asked = [spec.image_properties.get(key, "").lower() for key in PROPERTIES]
+        requested = [spec.image_properties.get(key, "").lower() for key in PROPERTIES]
         words = view.attribute(SUPPORTED)
-        verdicts = {word: supports(word, asked) for word in set(words)}
+        verdicts = {word: supports(word, requested) for word in set(words)}
         return verdict_of(np.array([verdicts[word] for word in words], dtype=np.bool_), "image.not_supported")
 
 
-def supports(announced: str | None, asked: list[str]) -> bool:
+def supports(announced: str | None, requested: list[str]) -> bool:
     """Whether one of the announced triples has everything that is asked for (an empty string asks for nothing)."""
     triples = [[word.strip().lower() for word in triple.split("/")] for triple in (announced or "").split(",")]
     return any(
-        len(triple) == len(asked) and all(want in ("", have) for have, want in zip(triple, asked, strict=True))
+        len(triple) == len(requested) and all(want in ("", have) for have, want in zip(triple, requested, strict=True))
         for triple in triples
     )

@@ -162,7 +162,7 @@ class MemoryOperationUnit(MemoryBuildUnit):
             requests,
             moves={one: table.moves[one][0] for one in requests if one in table.moves},
             builds={uuid: table.recorded[uuid] for uuid in uuids},
-            asked={uuid: table.requests[uuid] for uuid in uuids},
+            requested={uuid: table.requests[uuid] for uuid in uuids},
             instances={uuid: table.instances[uuid] for uuid in uuids if uuid in table.instances},
             named=requests.keys() & table.recorded.keys(),
         )

@@ -238,7 +238,7 @@ class PostgresOperationUnit(PostgresBuildUnit):
             requests,
             moves={row["request_id"]: rows.move(row) for row in moves},
             builds={row["instance_uuid"]: rows.recorded(row) for row in builds},
-            asked={row["instance_uuid"]: rows.build_request(row["request"]) for row in builds},
+            requested={row["instance_uuid"]: rows.build_request(row["request"]) for row in builds},
             instances={row["instance_uuid"]: rows.instance(row) for row in instances},
             named={row["instance_uuid"] for row in named},
         )

@@ -254,7 +254,7 @@ def group_of(suite: dict[str, Any]) -> str:
     return next(name for name, marker, _, _ in GROUPS if issubclass(fixture, marker))
 
 
-def say(line: str) -> None:
+def notify(line: str) -> None:
     """Tell it now."""
     sys.stdout.write(line + "\n")
     sys.stdout.flush()
@@ -277,15 +277,15 @@ def main() -> int:
         names = [name for name in chosen if group_of(suites[name]) == group]
         if not names:
             continue
-        say(f"# {group}")
+        notify(f"# {group}")
         with berth_with(command, settings, check) as url:
             for name in names:
                 got = files[name] = {"group": group, **run_file(name, suites[name], url)}
-                say(f"{name:44} passed {got['passed']:4}  failed {got['failed']:4}  of {got['total']:4}")
+                notify(f"{name:44} passed {got['passed']:4}  failed {got['failed']:4}  of {got['total']:4}")
                 for title, text in got["failures"].items():
-                    say(f"    {title}: {text.strip().splitlines()[-1][:160]}")
+                    notify(f"    {title}: {text.strip().splitlines()[-1][:160]}")
     counts = {key: sum(file[key] for file in files.values()) for key in ("passed", "failed", "total", "excluded")}
-    say("{passed} of {total} passed, {failed} failed, {excluded} cannot be sent over a connection".format(**counts))
+    notify("{passed} of {total} passed, {failed} failed, {excluded} cannot be sent over a connection".format(**counts))
     if options.json:
         options.json.write_text(json.dumps({**counts, "files": files}, indent=1))
     return 1 if counts["failed"] else 0

@@ -69,7 +69,7 @@ def claim(*roots: str, attempt: int = 1, **fields: object) -> Claim:
     return Claim(consumer=SOMEBODY, attempt=attempt, options=options, project_id="p", **fields)  # type: ignore[arg-type]
 
 
-async def say(store: PlacementStore, bus: str, *updates: InventoryUpdate) -> list[str]:
+async def notify(store: PlacementStore, bus: str, *updates: InventoryUpdate) -> list[str]:
     results = await store.report(updates, bus=bus)
     return [result.code if isinstance(result, ReportRefusal) else result.outcome for result in results]
 
@@ -84,48 +84,48 @@ def test_the_book_and_the_bus_mean_the_same_above() -> None:
 
 
 async def test_the_first_report_binds_a_host_to_its_cell(store: PlacementStore) -> None:
-    assert await say(store, "c1", host(MINE, 1)) == ["applied"]
-    assert await say(store, "c2", host(MINE, 2, vcpus=9)) == ["inventory.foreign_cell"]
-    assert await say(store, "c2", replace(host(MINE, 3), providers=())) == ["inventory.foreign_cell"]
-    assert await say(store, "c1", host(MINE, 2, vcpus=5)) == ["applied"]
-    assert await say(store, API, host(MINE, 3, vcpus=6)) == ["applied"]
-    assert await say(store, "c1", host(MINE, 4, vcpus=6)) == ["unchanged"]
+    assert await notify(store, "c1", host(MINE, 1)) == ["applied"]
+    assert await notify(store, "c2", host(MINE, 2, vcpus=9)) == ["inventory.foreign_cell"]
+    assert await notify(store, "c2", replace(host(MINE, 3), providers=())) == ["inventory.foreign_cell"]
+    assert await notify(store, "c1", host(MINE, 2, vcpus=5)) == ["applied"]
+    assert await notify(store, API, host(MINE, 3, vcpus=6)) == ["applied"]
+    assert await notify(store, "c1", host(MINE, 4, vcpus=6)) == ["unchanged"]
 
 
 async def test_a_foreign_report_outdates_nothing(store: PlacementStore) -> None:
     """Word for word what the cell itself said, as if from its own service, with the last version there is."""
-    await say(store, "c1", host(MINE, 1))
-    assert await say(store, "c2", host(MINE, MAX_VERSION)) == ["inventory.foreign_cell"]
-    assert await say(store, "c1", host(MINE, 2, vcpus=5)) == ["applied"]
+    await notify(store, "c1", host(MINE, 1))
+    assert await notify(store, "c2", host(MINE, MAX_VERSION)) == ["inventory.foreign_cell"]
+    assert await notify(store, "c1", host(MINE, 2, vcpus=5)) == ["applied"]
 
 
 async def test_a_foreign_report_refuses_alone(store: PlacementStore) -> None:
-    await say(store, "c1", host(MINE, 1))
-    assert await say(store, "c2", host(MINE, 2), host(OTHER, 1)) == ["inventory.foreign_cell", "applied"]
+    await notify(store, "c1", host(MINE, 1))
+    assert await notify(store, "c2", host(MINE, 2), host(OTHER, 1)) == ["inventory.foreign_cell", "applied"]
 
 
 async def test_services_of_one_cell_hand_hosts_to_each_other(store: PlacementStore) -> None:
-    await say(store, "c1", host(MINE, 1, source="dead"))
-    assert await say(store, "c1", host(MINE, 1, source="heir", vcpus=5)) == ["applied"]
+    await notify(store, "c1", host(MINE, 1, source="dead"))
+    assert await notify(store, "c1", host(MINE, 1, source="heir", vcpus=5)) == ["applied"]
 
 
 async def test_a_tree_takes_no_providers_from_another_cells_tree(store: PlacementStore) -> None:
-    await say(store, "c1", host(MINE, 1, CHILD))
-    assert await say(store, "c2", host(OTHER, 1, CHILD)) == ["inventory.foreign_cell"]
-    assert await say(store, "c2", host(CHILD, 1)) == ["inventory.foreign_cell"]
+    await notify(store, "c1", host(MINE, 1, CHILD))
+    assert await notify(store, "c2", host(OTHER, 1, CHILD)) == ["inventory.foreign_cell"]
+    assert await notify(store, "c2", host(CHILD, 1)) == ["inventory.foreign_cell"]
 
 
 async def test_what_the_top_has_reported_no_cell_reports(store: PlacementStore) -> None:
-    await say(store, API, host(MINE, 1, source="ironic"))
-    assert await say(store, "c1", host(MINE, 2, source="ironic")) == ["inventory.foreign_cell"]
+    await notify(store, API, host(MINE, 1, source="ironic"))
+    assert await notify(store, "c1", host(MINE, 2, source="ironic")) == ["inventory.foreign_cell"]
     assert await ask(store, "c1", claim(MINE)) == "claimed"
     # A bare-metal node: deleted in its cell, or its allocation stays for ever.
     assert await ask(store, "c1", Release(consumer=SOMEBODY)) == "released"
 
 
 async def test_a_cell_claims_nothing_of_another(store: PlacementStore) -> None:
-    await say(store, "c1", host(MINE, 1, CHILD))
-    await say(store, "c2", host(OTHER, 1))
+    await notify(store, "c1", host(MINE, 1, CHILD))
+    await notify(store, "c2", host(OTHER, 1))
     (answer,) = await store.apply([claim(MINE, CHILD, OTHER)], bus="c2")
     assert isinstance(answer, ClaimResult)
     assert (answer.option, [str(o) for o in answer.outcomes]) == (2, ["gone", "gone", "claimed"])
@@ -136,8 +136,8 @@ async def test_a_cell_claims_nothing_of_another(store: PlacementStore) -> None:
 
 
 async def test_a_cell_releases_and_moves_nothing_of_another(store: PlacementStore) -> None:
-    await say(store, "c1", host(MINE, 1))
-    await say(store, "c2", host(OTHER, 1))
+    await notify(store, "c1", host(MINE, 1))
+    await notify(store, "c2", host(OTHER, 1))
     await ask(store, API, claim(MINE))
     again = claim(OTHER, attempt=2, release_first=True, consumer_generation=1)
     assert await ask(store, "c2", again) == "consumer_changed"
@@ -153,7 +153,7 @@ async def test_a_cell_releases_and_moves_nothing_of_another(store: PlacementStor
 
 async def test_the_bus_that_a_message_came_on_decides(store: PlacementStore) -> None:
     handlers = PlacementHandlers(store, clock=SystemClock(), committed=lambda: None, claimed=lambda: None)
-    await say(store, "c1", host(MINE, 1))
+    await notify(store, "c1", host(MINE, 1))
     (refused,) = await handlers.inventory([Received(host(MINE, 2), Meta(id="m"), "c2", "placement.inventory")])
     assert isinstance(refused, Refuse)
     assert refused.code == "inventory.foreign_cell"
@@ -182,28 +182,28 @@ def node(version: int, cell: str | None = None) -> InventoryUpdate:
 
 async def test_a_source_above_cells_says_whose_a_node_is(store: PlacementStore) -> None:
     """Without a word any cell may claim it: several may share the nodes of one Ironic."""
-    await say(store, API, node(1, "c1"))
+    await notify(store, API, node(1, "c1"))
     assert await ask(store, "c2", claim(MINE)) == "gone"
-    assert await say(store, "c2", host(MINE, 9)) == ["inventory.foreign_cell"]
-    assert await say(store, API, node(2, "c1"), node(3)) == ["stale", "unchanged"]
+    assert await notify(store, "c2", host(MINE, 9)) == ["inventory.foreign_cell"]
+    assert await notify(store, API, node(2, "c1"), node(3)) == ["stale", "unchanged"]
     assert await ask(store, "c2", claim(MINE)) == "gone", "a word less opens nothing"
     assert await ask(store, "c1", claim(MINE)) == "claimed"
 
 
 async def test_an_open_node_is_closed_when_nobody_uses_it(store: PlacementStore) -> None:
     """Its instance may be the other cell's, which has to be able to release it."""
-    await say(store, API, node(1))
+    await notify(store, API, node(1))
     assert await ask(store, "c2", claim(MINE)) == "claimed"
-    await say(store, API, node(2, "c1"))
+    await notify(store, API, node(2, "c1"))
     assert await ask(store, "c2", Release(consumer=SOMEBODY)) == "released"
-    await say(store, API, node(3, "c1"))
+    await notify(store, API, node(3, "c1"))
     assert await ask(store, "c2", claim(MINE, attempt=2)) == "gone"
     assert await ask(store, "c1", claim(MINE, attempt=2)) == "claimed"
 
 
 async def test_a_cells_own_bus_gives_nothing_to_another_cell(store: PlacementStore) -> None:
-    await say(store, "c1", replace(host(MINE, 1), cell="c2"))
-    assert await say(store, API, node(1, "c2")) == ["unchanged"]
+    await notify(store, "c1", replace(host(MINE, 1), cell="c2"))
+    assert await notify(store, API, node(1, "c2")) == ["unchanged"]
     assert await ask(store, "c2", claim(MINE)) == "gone"
     assert await ask(store, "c1", claim(MINE)) == "claimed"
 
@@ -215,15 +215,15 @@ async def unbind(store: PostgresStore) -> None:
 
 @pytest.mark.postgres
 async def test_a_host_of_an_older_book_is_bound_by_its_next_report(postgres: PostgresStore) -> None:
-    await say(postgres, API, host(MINE, 1))
+    await notify(postgres, API, host(MINE, 1))
     await unbind(postgres)
-    assert await say(postgres, "c1", host(MINE, 2)) == ["applied"]
-    assert await say(postgres, "c2", host(MINE, 3)) == ["inventory.foreign_cell"]
+    assert await notify(postgres, "c1", host(MINE, 2)) == ["applied"]
+    assert await notify(postgres, "c2", host(MINE, 3)) == ["inventory.foreign_cell"]
 
 
 @pytest.mark.postgres
 async def test_an_operator_moves_an_empty_host(postgres: PostgresStore) -> None:
-    await say(postgres, "c1", host(MINE, 7, CHILD))
+    await notify(postgres, "c1", host(MINE, 7, CHILD))
     await ask(postgres, "c1", claim(CHILD))
     move = partial(move_host, host=CHILD, cell="c2")
     async with postgres.database.raw() as connection:
@@ -234,7 +234,7 @@ async def test_an_operator_moves_an_empty_host(postgres: PostgresStore) -> None:
         moved, again = await move(connection), await move(connection)
         unknown = await move_host(connection, SOMEBODY, "c2")
     assert (moved.outcome, moved.before, again.outcome, unknown.outcome) == ("moved", "c1", "unchanged", "unknown")
-    assert await say(postgres, "c1", host(MINE, 8)) == ["inventory.foreign_cell"]
+    assert await notify(postgres, "c1", host(MINE, 8)) == ["inventory.foreign_cell"]
     (result,) = await postgres.report([host(MINE, 1, vcpus=5)], bus="c2")
     assert isinstance(result, InventoryResult)
     assert result.outcome == "applied"

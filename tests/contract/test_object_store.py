@@ -41,7 +41,7 @@ async def store(request: pytest.FixtureRequest, sent: Sent) -> AsyncIterator[Sch
     made.publish_through(sent)  # type: ignore[arg-type]
     await made.open()
     build = BuildRequest(instance_uuid=BUILD, flavor="small", project_id="p")
-    pending = PendingBuild(position=0, request=build, digest=b"", asked_at=1.0, taken_at=1.0)
+    pending = PendingBuild(position=0, request=build, digest=b"", requested_at=1.0, taken_at=1.0)
     async with made.unit() as unit:
         await unit.insert([new_build(pending, Author("test", 1.0))], 1.0)
     yield made

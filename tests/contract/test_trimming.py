@@ -45,7 +45,9 @@ async def store(request: pytest.FixtureRequest) -> AsyncIterator[PlacementStore]
         yield made
 
 
-async def say(store: PlacementStore, root: str, source: str, version: int, *children: str, gone: bool = False) -> str:
+async def notify(
+    store: PlacementStore, root: str, source: str, version: int, *children: str, gone: bool = False
+) -> str:
     inventory = {"VCPU": Inventory(total=4)}
     reports = [ProviderReport(uuid=root, name=root, inventories=inventory)]
     reports += [ProviderReport(uuid=child, name=child, parent_uuid=root, inventories=inventory) for child in children]
@@ -60,34 +62,34 @@ async def trim(store: PlacementStore, *, sources_s: float = 0.0, fences_s: float
 
 
 async def test_a_source_of_a_host_that_is_gone_is_forgotten_after_its_time(store: PlacementStore) -> None:
-    await say(store, GONE, "s", 5)
-    await say(store, GONE, "s", 6, gone=True)
+    await notify(store, GONE, "s", 5)
+    await notify(store, GONE, "s", 6, gone=True)
     await trim(store, sources_s=LONG_S)
-    assert await say(store, GONE, "s", 4) == "stale"  # an old report brings no host back
+    assert await notify(store, GONE, "s", 4) == "stale"  # an old report brings no host back
     await trim(store)
-    assert await say(store, GONE, "s", 4) == "applied"
+    assert await notify(store, GONE, "s", 4) == "applied"
 
 
 async def test_a_source_that_still_answers_for_something_is_kept(store: PlacementStore) -> None:
-    await say(store, KEPT, "rare", 5, CHILD)
-    await say(store, KEPT, "often", 1)
+    await notify(store, KEPT, "rare", 5, CHILD)
+    await notify(store, KEPT, "often", 1)
     await trim(store)
-    assert await say(store, KEPT, "rare", 4) == "stale"
-    assert await say(store, KEPT, "rare", 6) == "applied"  # and still takes its child back
+    assert await notify(store, KEPT, "rare", 4) == "stale"
+    assert await notify(store, KEPT, "rare", 6) == "applied"  # and still takes its child back
     page = await store.snapshot(None, 10)
     assert [provider.uuid for provider in page.providers] == [KEPT]
 
 
 async def test_a_dead_source_whose_host_another_took_over_is_forgotten(store: PlacementStore) -> None:
-    await say(store, KEPT, "dead", 5, CHILD)
-    await say(store, KEPT, "heir", 1, CHILD)
+    await notify(store, KEPT, "dead", 5, CHILD)
+    await notify(store, KEPT, "heir", 1, CHILD)
     await trim(store)
-    assert await say(store, KEPT, "heir", 1) == "stale"
-    assert await say(store, KEPT, "dead", 1, CHILD) == "unchanged"
+    assert await notify(store, KEPT, "heir", 1) == "stale"
+    assert await notify(store, KEPT, "dead", 1, CHILD) == "unchanged"
 
 
 async def test_little_is_forgotten_at_once_and_the_rest_is_told(store: PlacementStore) -> None:
-    await say(store, KEPT, "s", 1)
+    await notify(store, KEPT, "s", 1)
     consumers = [f"c000000{n}-0000-4000-8000-000000000000" for n in range(3)]
     option = ClaimOption(allocations={KEPT: {"VCPU": 1}})
     await store.apply([Claim(consumer=uuid, options=(option,), project_id="p") for uuid in consumers])
@@ -106,7 +108,7 @@ async def test_little_is_forgotten_at_once_and_the_rest_is_told(store: Placement
 
 
 async def test_few_changes_are_forgotten_at_once(store: PlacementStore) -> None:
-    await say(store, KEPT, "s", 1)
+    await notify(store, KEPT, "s", 1)
     option = ClaimOption(allocations={KEPT: {"VCPU": 1}})
     for number in range(4):
         consumer = f"c000000{number}-0000-4000-8000-000000000000"
@@ -137,10 +139,10 @@ async def providers(store: PlacementStore) -> list[str]:
 async def test_the_shell_of_a_host_that_was_taken_out_goes_with_its_last_user(store: PlacementStore) -> None:
     """Its source has left for good and never speaks of it again."""
     user = "c0000000-0000-4000-8000-000000000000"
-    await say(store, KEPT, "s", 1)
-    await say(store, GONE, "s", 1, CHILD)
+    await notify(store, KEPT, "s", 1)
+    await notify(store, GONE, "s", 1, CHILD)
     await hold(store, user, CHILD)
-    await say(store, GONE, "s", 2, gone=True)
+    await notify(store, GONE, "s", 2, gone=True)
     assert await store.remove_retired_trees(100) == []
     assert await providers(store) == [KEPT, GONE, CHILD], "somebody uses it"
     await store.apply([Release(consumer=user)])
@@ -149,17 +151,17 @@ async def test_the_shell_of_a_host_that_was_taken_out_goes_with_its_last_user(st
     assert await providers(store) == [KEPT]
     changes = (await store.changes(head, 10)).changes
     assert sorted((change.provider, change.removed) for change in changes) == [(GONE, True), (CHILD, True)]
-    assert await say(store, GONE, "s", 1, CHILD) == "stale"
+    assert await notify(store, GONE, "s", 1, CHILD) == "stale"
     assert await store.remove_retired_trees(100) == []
-    assert await say(store, GONE, "s", 3, CHILD) == "applied", "it may come back"
+    assert await notify(store, GONE, "s", 3, CHILD) == "applied", "it may come back"
 
 
 async def test_a_host_that_somebody_else_reports_by_then_is_no_shell(store: PlacementStore) -> None:
     user = "c0000000-0000-4000-8000-000000000000"
-    await say(store, GONE, "s", 1)
+    await notify(store, GONE, "s", 1)
     await hold(store, user, GONE)
-    await say(store, GONE, "s", 2, gone=True)
-    await say(store, GONE, "heir", 1)
+    await notify(store, GONE, "s", 2, gone=True)
+    await notify(store, GONE, "heir", 1)
     await store.apply([Release(consumer=user)])
     assert await store.remove_retired_trees(100) == []
     assert await hold(store, user.replace("c", "d"), GONE) == "claimed"
@@ -168,8 +170,8 @@ async def test_a_host_that_somebody_else_reports_by_then_is_no_shell(store: Plac
 async def test_few_retired_trees_go_at_once_and_one_in_use_holds_none_up(store: PlacementStore) -> None:
     in_use = KEPT.replace("1", "0")
     for root in (in_use, KEPT, GONE):
-        await say(store, root, "s", 1)
+        await notify(store, root, "s", 1)
         await hold(store, root.replace("0", "c"), root)
-        await say(store, root, "s", 2, gone=True)
+        await notify(store, root, "s", 2, gone=True)
     await store.apply([Release(consumer=root.replace("0", "c")) for root in (KEPT, GONE)])
     assert [await store.remove_retired_trees(1) for _ in range(3)] == [[KEPT], [GONE], []]

@@ -29,7 +29,7 @@ MAX_STORIES_SHORTENED = 5
 MAX_SHORTENING_RUNS = 80
 
 
-def say(text: str) -> None:
+def notify(text: str) -> None:
     """One line, at once."""
     sys.stdout.write(text + "\n")
     sys.stdout.flush()
@@ -185,12 +185,12 @@ def run(pair: Pair, options: argparse.Namespace) -> list[dict[str, Any]]:
         story, sent = story + 1, sent + len(calls)
         if not found:
             continue
-        say(f"story {seed}: " + "\n    ".join(found[:4]))
+        notify(f"story {seed}: " + "\n    ".join(found[:4]))
         if len(failures) < MAX_STORIES_SHORTENED and not options.fast:
             calls = shorten(pair, calls)
             found = tell(pair, calls) or ["not again"]
         for call in calls if len(calls) < 25 else ():
-            say("        " + json.dumps(call.to_json()))
+            notify("        " + json.dumps(call.to_json()))
         failures.append({"seed": seed, "differences": found, "calls": [call.to_json() for call in calls]})
     return failures
 
@@ -224,7 +224,7 @@ def main() -> int:
     if options.json:
         options.json.write_text(json.dumps(report, indent=1, ensure_ascii=False))
     short = ("seed", "requests", "seconds", "failed", "statuses", "known_differences", "errors_worded_alike")
-    say(json.dumps({key: report[key] for key in short}))
+    notify(json.dumps({key: report[key] for key in short}))
     return 1 if failures else 0
 
 

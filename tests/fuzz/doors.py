@@ -55,7 +55,7 @@ from ironic_sync.domain.notification import Notification, Rejected
 from ironic_sync.domain.notification import parse as parse_notification
 from placement_worker.rest import bodies
 from placement_worker.rest.api import EXPLAINED_AT_ONCE
-from placement_worker.rest.candidates_query import asked_of
+from placement_worker.rest.candidates_query import parse_candidates
 from placement_worker.rest.config import RestConfig
 from placement_worker.rest.faults import HttpFault
 from placement_worker.rest.http import QueryString
@@ -446,7 +446,7 @@ class RestBodies:
         number, raw = given
         try:
             if number < 0:
-                asked_of(QueryString(raw), -1 - number)
+                parse_candidates(QueryString(raw), -1 - number)
             elif len(raw) <= self._limit:  # a longer one is 413
                 self._parse(self._bodies[number], raw)
         except HttpFault as fault:

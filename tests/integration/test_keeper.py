@@ -22,7 +22,7 @@ async def test_a_server_that_cannot_start_is_tried_until_it_can(monkeypatch: pyt
     monkeypatch.setattr(module, "RESTART", replace(module.RESTART, first_s=0.1))
     said: list[str] = []
     server = Postgres()
-    async with kept_alive("PostgreSQL", server, say=said.append):
+    async with kept_alive("PostgreSQL", server, notify=said.append):
         broken = _hba(server)
         kept = broken.read_text()
         broken.write_text("nonsense\n")
@@ -38,7 +38,7 @@ async def test_a_keeper_that_is_stopped_starts_nothing(monkeypatch: pytest.Monke
     monkeypatch.setattr(module, "RESTART", replace(module.RESTART, first_s=3_600.0, longest_s=3_600.0))
     said: list[str] = []
     server = Postgres()
-    async with asyncio.timeout(PATIENCE_S), kept_alive("PostgreSQL", server, say=said.append):
+    async with asyncio.timeout(PATIENCE_S), kept_alive("PostgreSQL", server, notify=said.append):
         _hba(server).write_text("nonsense\n")
         server.kill()
         await _until(lambda: any("does not start" in one for one in said))

@@ -123,10 +123,10 @@ def stale_inventory_applied() -> AbstractContextManager[Any]:
 
 def alternates_claimed_twice() -> AbstractContextManager[Any]:
     """The claim of an alternate is not the same when it is repeated: each asking takes another attempt."""
-    asked = table.wanted
+    requested = table.wanted
 
     def wanted(instance: Any) -> Any:
-        message = asked(instance)
+        message = requested(instance)
         if isinstance(message, Claim):
             return replace(message, attempt=message.attempt + int(instance.deadline or 0) % 2)
         return message

@@ -39,13 +39,13 @@ def stale_notice_applied() -> AbstractContextManager[Any]:
     heard = position.heard
 
     def believed(before: Any, *, taken: bool, seq: int, now: float) -> Any:
-        asked = heard(before, taken=taken, seq=seq, now=now)
+        requested = heard(before, taken=taken, seq=seq, now=now)
         if taken or before.report is None:
-            return asked
+            return requested
         free = {name: replace(one, reserved=0) for name, one in before.report.inventories.items()}
-        return position._tell(asked, replace(before.report, inventories=free), now)
+        return position._with_report(requested, replace(before.report, inventories=free), now)
 
-    return patch.object(position, "heard", believed)
+    return patch.object(position, "notified", believed)
 
 
 def overtaken_read_applied() -> AbstractContextManager[Any]:
@@ -53,7 +53,7 @@ def overtaken_read_applied() -> AbstractContextManager[Any]:
     apply_read = position.apply_read
 
     def applied(before: Any, node: Any, *, seq: int, now: float, timing: Any) -> Any:
-        return apply_read(replace(before, heard_seq=0), node, seq=seq, now=now, timing=timing)
+        return apply_read(replace(before, notified_seq=0), node, seq=seq, now=now, timing=timing)
 
     return patch.object(position, "apply_read", applied)
 

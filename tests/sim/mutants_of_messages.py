@@ -67,10 +67,10 @@ def full_queue_forgets() -> AbstractContextManager[Any]:
 def progress_lingers_for_ever() -> AbstractContextManager[Any]:
     """What may wait for the next message waits for it, however long that takes."""
 
-    async def ripen(self: Any) -> None:
+    async def flush_lingering(self: Any) -> None:
         await asyncio.get_running_loop().create_future()
 
-    return patch.object(outbox._Lane, "ripen", ripen)
+    return patch.object(outbox._Lane, "flush_lingering", flush_lingering)
 
 
 def failed_build_keeps_its_claim() -> AbstractContextManager[Any]:
@@ -141,7 +141,7 @@ def alternate_that_left() -> AbstractContextManager[Any]:
 
 def overtaken_report_believed() -> AbstractContextManager[Any]:
     """A conductor believes every report of a host, also one that a newer one has overtaken."""
-    return patch.object(Newest, "is_news", lambda self, report: True)
+    return patch.object(Newest, "is_newer", lambda self, report: True)
 
 
 def hosts_not_asked_after_a_loss() -> AbstractContextManager[Any]:

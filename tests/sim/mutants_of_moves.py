@@ -86,7 +86,7 @@ def undone_before_the_destination_is_gone() -> AbstractContextManager[Any]:
             return stepped
         return undo(stepped.instance, event, timeouts)
 
-    return _rule(State.RESIZED, e.MoveAsked, end_resized)
+    return _rule(State.RESIZED, e.MoveRequested, end_resized)
 
 
 def book_never_reverted() -> AbstractContextManager[Any]:
@@ -159,7 +159,7 @@ def delete_does_not_await_the_claim() -> AbstractContextManager[Any]:
         told = move_rules.answer(said.instance, move_rules.Ending(move_rules.MoveState.FAILED), event.at, timeouts)
         return Step(told.instance, (*said.commands, *told.commands))
 
-    return _rule(State.CLAIMING, e.DeleteAsked, delete)
+    return _rule(State.CLAIMING, e.DeleteRequested, delete)
 
 
 def delete_does_not_await_the_destination() -> AbstractContextManager[Any]:
@@ -197,7 +197,7 @@ def end_said_twice() -> AbstractContextManager[Any]:
     def again(instance: Any, *rest: Any) -> Step:
         return answer(replace(instance, move=replace(instance.move, answered=False)), *rest)
 
-    return patch("cell_conductor.domain.move_news.answer", again)
+    return patch("cell_conductor.domain.move_events.answer", again)
 
 
 def end_of_an_undone_move_not_said() -> AbstractContextManager[Any]:

@@ -21,7 +21,7 @@ def overtaken_404_believed() -> AbstractContextManager[Any]:
     apply_removed = position.apply_removed
 
     def gone(before: Any, *, seq: int, now: float) -> Any:
-        return apply_removed(replace(before, heard_seq=0), seq=seq, now=now)
+        return apply_removed(replace(before, notified_seq=0), seq=seq, now=now)
 
     return patch.object(position, "apply_removed", gone)
 

@@ -44,10 +44,10 @@ def group_not_locked() -> AbstractContextManager[Any]:
 
 def alternates_without_their_group() -> AbstractContextManager[Any]:
     """A conductor's claims of alternates do not name the server group."""
-    asked = table.wanted
+    requested = table.wanted
 
     def wanted(instance: Any) -> Any:
-        message = asked(instance)
+        message = requested(instance)
         return replace(message, server_group=None) if isinstance(message, Claim) else message
 
     return patch("cell_conductor.engine.wanted", wanted)
@@ -55,10 +55,10 @@ def alternates_without_their_group() -> AbstractContextManager[Any]:
 
 def alternates_without_limits() -> AbstractContextManager[Any]:
     """A conductor's claims of alternates do not name their project's limits."""
-    asked = table.wanted
+    requested = table.wanted
 
     def wanted(instance: Any) -> Any:
-        message = asked(instance)
+        message = requested(instance)
         return replace(message, limits={}) if isinstance(message, Claim) else message
 
     return patch("cell_conductor.engine.wanted", wanted)

@@ -110,7 +110,7 @@ def test_what_a_host_lost_just_before_it_burnt_down_nobody_can_know() -> None:
 async def test_what_another_client_claims_without_limits_is_no_breach_of_a_quota() -> None:
     """Seed 2168: a claim carries the limits that it is held to, and another client's carried none."""
     world = World(replace(plan_of(1), metal=None, quota={"VCPU": 6}), EventLog())
-    world.peer_watch.asked(Order(at=0.0, action=Action.BUILD, uuid=INSTANCE, flavor="m1.tiny", project="red"))
+    world.peer_watch.requested(Order(at=0.0, action=Action.BUILD, uuid=INSTANCE, flavor="m1.tiny", project="red"))
     for project, breaks in (("theirs", False), ("red", True)):
         consumer = ConsumerState(1, 1, project, "u", "INSTANCE", {HERE: {"VCPU": 7}})
         world.book.providers[HERE] = Provider(

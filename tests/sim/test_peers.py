@@ -52,7 +52,7 @@ class PeerWorld:
     def ask(self, vm: int, **fields: object) -> None:
         self.clock.now += 1.0
         order = Order(at=0.0, action=Action.BUILD, uuid=VMS[vm], flavor="m1.tiny", project="red", **fields)  # type: ignore[arg-type]
-        self.watch.asked(order)
+        self.watch.requested(order)
 
     def hold(self, vm: int, host: int | None) -> None:
         self.clock.now += 1.0

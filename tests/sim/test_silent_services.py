@@ -53,13 +53,13 @@ def plan(seed: int, kind: FaultType, seconds: float, *, target: str = "compute-s
 
 def ends_of(planned: Plan) -> tuple[Result, dict[str, float]]:
     """The run, and how long each build took to its end: active, or failed because its other hosts are full."""
-    asked = {order.uuid: order.at for order in planned.orders}
+    requested = {order.uuid: order.at for order in planned.orders}
     took: dict[str, float] = {}
     listen = Listener.event
 
     def event(self: Listener, said: BuildEvent) -> None:
-        if said.terminal and said.state is not BuildState.DELETED and said.instance_uuid in asked:
-            took.setdefault(said.instance_uuid, asyncio.get_running_loop().time() - asked[said.instance_uuid])
+        if said.terminal and said.state is not BuildState.DELETED and said.instance_uuid in requested:
+            took.setdefault(said.instance_uuid, asyncio.get_running_loop().time() - requested[said.instance_uuid])
         listen(self, said)
 
     with patch.object(Listener, "event", event):

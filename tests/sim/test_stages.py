@@ -37,11 +37,11 @@ def test_every_build_carries_all_six_stages_and_they_add_up(skew_s: float, monke
     assert len(active) > 10
     for event in active:
         assert event.stamps is not None
-        asked, heard = event.stamps.requested, event.stamps.announced + 0.001
-        spent = durations(event.stamps, since=asked, until=max(asked, heard))
+        requested, heard = event.stamps.requested, event.stamps.announced + 0.001
+        spent = durations(event.stamps, since=requested, until=max(requested, heard))
         assert tuple(spent) == STAGES
         assert min(spent.values()) >= 0
-        assert sum(spent.values()) == pytest.approx(max(0.0, heard - asked), abs=1e-5)
+        assert sum(spent.values()) == pytest.approx(max(0.0, heard - requested), abs=1e-5)
         if not skew_s:
             raw = [event.stamps.requested, *(getattr(event.stamps, stage) for stage in STAGES)]
             assert raw == sorted(raw), "on one clock no stage ends before it began"

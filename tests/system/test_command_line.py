@@ -79,9 +79,14 @@ class Berth:
         self.zygote = self.start("tests.system.zygote", stdin=subprocess.PIPE, stderr=None)
 
     def __call__(self, *arguments: str, settings: Mapping[str, str] | None = None, given: str = "") -> Ran:
-        asked = {"arguments": arguments, "settings": settings or {}, "given": given, "directory": str(self.directory)}
+        requested = {
+            "arguments": arguments,
+            "settings": settings or {},
+            "given": given,
+            "directory": str(self.directory),
+        }
         assert self.zygote.stdin is not None and self.zygote.stdout is not None
-        self.zygote.stdin.write(json.dumps(asked) + "\n")
+        self.zygote.stdin.write(json.dumps(requested) + "\n")
         self.zygote.stdin.flush()
         done = Ran(**json.loads(self.zygote.stdout.readline()))
         assert "Traceback" not in done.err + done.out, done.err
@@ -263,7 +268,7 @@ def test_every_worker_is_listed_with_what_it_is_doing(berth: Berth) -> None:
     assert {bus for role, bus in heard if role == "conductor"} == {"cell1", "cell2"}
     for one in said.data["workers"]:
         beat = one["heartbeat"]
-        assert beat["phase"] == "ready" and beat["pid"] > 1 and beat["version"] and one["heard_s"] < 60
+        assert beat["phase"] == "ready" and beat["pid"] > 1 and beat["version"] and one["last_seen_s"] < 60
     queues = {queue for one in said.data["workers"] for queue in one["heartbeat"].get("in_hand", {})}
     assert {"scheduler.requests", "conductor.requests", "placement.requests"} <= queues
     only = berth("workers", "--role", "compute").out.splitlines()

@@ -236,7 +236,7 @@ async def test_foreign_nodes_are_never_changed(ironic: IronicStandIn, cells: lis
     await cell.stop()
     await cell.start()
     assert ironic.pool.nodes[foreign] == before
-    assert foreign not in {node for _, node in ironic.asked}, "no request that changes it was ever sent"
+    assert foreign not in {node for _, node in ironic.requested}, "no request that changes it was ever sent"
     assert carried(ironic)[own] == (uuid, "active")
 
 

@@ -163,13 +163,13 @@ class Tenant:
 
     async def move(self, instance: str, kind: str, **more: Any) -> dict[str, Any]:
         """Ask for a move; its end."""
-        asked = str(uuid.uuid4())
-        body = {"request_id": asked, "instance_uuid": instance, "project_id": self.project, "kind": kind, **more}
+        requested = str(uuid.uuid4())
+        body = {"request_id": requested, "instance_uuid": instance, "project_id": self.project, "kind": kind, **more}
         await self.publish(body, f"instance.move.{self.project}")
         async with asyncio.timeout(PATIENCE_S):
             while True:
                 for event in self.events:
-                    if event.get("request_id") == asked and event.get("terminal"):
+                    if event.get("request_id") == requested and event.get("terminal"):
                         return event
                 self._changed.clear()
                 await self._changed.wait()

@@ -229,8 +229,8 @@ def test_a_reader_sees_all_and_changes_nothing(web: Web) -> None:
         instance = boot(operator, project_id="p-read")
         assert reader.get(f"/api/v1/builds/{instance}").status_code == 200
         assert code_of(reader.delete(f"/api/v1/builds/{instance}"), 403) == "role.forbidden"
-        asked = reader.post("/api/v1/builds", json={"flavor": "m1.tiny", "project_id": "p"})
-        assert code_of(asked, 403) == "role.forbidden"
+        requested = reader.post("/api/v1/builds", json={"flavor": "m1.tiny", "project_id": "p"})
+        assert code_of(requested, 403) == "role.forbidden"
 
 
 def test_a_session_begins_with_a_token_and_ends_with_log_out(web: Web) -> None:

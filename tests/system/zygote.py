@@ -22,27 +22,27 @@ def main() -> None:
         sys.stdout.flush()
 
 
-def run(asked: dict[str, Any]) -> dict[str, Any]:
+def run(requested: dict[str, Any]) -> dict[str, Any]:
     with tempfile.TemporaryFile() as given, tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
-        given.write(asked["given"].encode())
+        given.write(requested["given"].encode())
         given.seek(0)
         child = os.fork()
         if child == 0:
             for number, file in enumerate((given, out, err)):
                 os.dup2(file.fileno(), number)
-            os._exit(command(asked))
+            os._exit(command(requested))
         _, ended = os.waitpid(child, 0)
         printed = [(file.seek(0), file.read().decode())[1] for file in (out, err)]
     return {"status": os.waitstatus_to_exitcode(ended), "out": printed[0], "err": printed[1]}
 
 
-def command(asked: dict[str, Any]) -> int:
-    os.environ.update(asked["settings"])
-    os.chdir(asked["directory"])
+def command(requested: dict[str, Any]) -> int:
+    os.environ.update(requested["settings"])
+    os.chdir(requested["directory"])
     sys.stdin = open(0)  # noqa: SIM115  (the child ends with it)
     status = 0
     try:
-        app(asked["arguments"], prog_name="berth")
+        app(requested["arguments"], prog_name="berth")
     except SystemExit as ended:
         status = int(ended.code or 0)
     except BaseException:

@@ -181,13 +181,13 @@ class IronicApi:
 
     async def _change(self, method: str, path: str, body: Any = None) -> Refused | None:
         """A request that changes something is never left half-way: cancelled, it could land after its undoing."""
-        asking = asyncio.ensure_future(self._call(method, path, body))
+        call = asyncio.ensure_future(self._call(method, path, body))
         try:
-            answer = await asyncio.shield(asking)
+            answer = await asyncio.shield(call)
         except asyncio.CancelledError:
-            await asyncio.wait({asking})  # bounded by the request's own timeout
-            if not asking.cancelled():
-                asking.exception()
+            await asyncio.wait({call})  # bounded by the request's own timeout
+            if not call.cancelled():
+                call.exception()
             raise
         return Refused(answer.status_code, error_text(answer.content)) if answer.is_error else None
 

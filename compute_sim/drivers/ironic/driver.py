@@ -172,10 +172,10 @@ class BareMetal:
             with contextlib.suppress(DriverUnavailable):  # the call that needs Ironic logs it
                 nodes = await self._nodes()
                 known = self._maintenance or {}
-                news = [node.uuid for node in nodes if known.get(node.uuid) != node.maintenance]
+                changed_nodes = [node.uuid for node in nodes if known.get(node.uuid) != node.maintenance]
                 self._maintenance = {node.uuid: node.maintenance for node in nodes}
-                if news and self._changed is not None:
-                    self._changed(news)
+                if changed_nodes and self._changed is not None:
+                    self._changed(changed_nodes)
             await self._pause(max(self._config.watch_interval_s, LOOK_SHARE * (self._clock.monotonic() - began)))
 
     async def _pause(self, seconds: float) -> None:

@@ -52,9 +52,9 @@ class StaticNetwork:
 
     async def prepare(self, node: str, spec: InstanceSpec) -> Attachments:
         """The ports as they are named."""
-        if any(asked.port is None for asked in spec.networks):
+        if any(attachment.port is None for attachment in spec.networks):
             raise BuildAbort("network.static", 'a network is asked for, and with "static" only ports can be')
-        return Attachments(tuple(asked.port for asked in spec.networks if asked.port is not None))
+        return Attachments(tuple(attachment.port for attachment in spec.networks if attachment.port is not None))
 
     async def release(self, instance: str) -> None:
         """They are not ours to remove."""

@@ -73,18 +73,18 @@ def instance_info(spec: InstanceSpec, image: ImageSource | None) -> dict[str, An
 
 def config_drive(spec: InstanceSpec, network_data: Mapping[str, Any]) -> dict[str, Any] | None:
     """The config drive as Ironic takes it and makes an image of it; None when nothing is to be on it."""
-    asked = spec.config_drive
-    if asked is None and not network_data:
+    drive_spec = spec.config_drive
+    if drive_spec is None and not network_data:
         return None
-    hostname = (asked.hostname if asked is not None else "") or _hostname(spec)
+    hostname = (drive_spec.hostname if drive_spec is not None else "") or _hostname(spec)
     meta: dict[str, Any] = {"uuid": spec.instance_uuid, "name": spec.name or hostname, "hostname": hostname}
     meta["project_id"] = spec.project_id
     drive: dict[str, Any] = {"meta_data": meta}
-    if asked is not None and asked.public_keys:
-        meta["public_keys"] = {f"key{number}": key for number, key in enumerate(asked.public_keys)}
-    if asked is not None and asked.user_data:
-        drive["user_data"] = asked.user_data
-    data = (asked.network_data if asked is not None else None) or network_data
+    if drive_spec is not None and drive_spec.public_keys:
+        meta["public_keys"] = {f"key{number}": key for number, key in enumerate(drive_spec.public_keys)}
+    if drive_spec is not None and drive_spec.user_data:
+        drive["user_data"] = drive_spec.user_data
+    data = (drive_spec.network_data if drive_spec is not None else None) or network_data
     if data:
         drive["network_data"] = dict(data)
     return drive

@@ -257,7 +257,7 @@ async def test_a_nodes_mark_is_written_with_its_instance_and_goes_with_it(
     node, instance = next(iter(ironic.pool.nodes)), "20000000-0000-4000-8000-000000000000"
     await driver.spawn(build(node, instance, attempt=3))
     assert ironic.pool.nodes[node]["instance_info"] == {**mark(instance, attempt=3), "project_id": "p"}
-    assert [method for method, _ in ironic.asked] == ["PATCH", "PUT"], "one PATCH carries both"
+    assert [method for method, _ in ironic.requested] == ["PATCH", "PUT"], "one PATCH carries both"
     assert (await driver.list())[node] == (Machine(node, instance, 3, DEPLOYMENT, True),)
     await driver.destroy(node, instance, 3, DEPLOYMENT)
     assert ironic.pool.nodes[node]["instance_info"] == {}
@@ -270,12 +270,12 @@ async def test_a_cleared_instance_uuid_does_not_prove_the_machine_gone_and_nothi
     node, instance = next(iter(ironic.pool.nodes)), "20000000-0000-4000-8000-000000000000"
     await driver.spawn(build(node, instance, attempt=3))
     ironic.pool.nodes[node]["instance_uuid"] = None
-    ironic.asked.clear()
+    ironic.requested.clear()
     assert (await driver.list())[node] == (Machine(node, instance, 3, DEPLOYMENT, True, left=True),)
     with pytest.raises(Reschedule):
         await driver.spawn(build(node, NOVAS))
     await driver.destroy(node, instance, 3, DEPLOYMENT)  # a client's delete: the node is its operator's now
-    assert not ironic.asked and ironic.pool.nodes[node]["provision_state"] == "active"
+    assert not ironic.requested and ironic.pool.nodes[node]["provision_state"] == "active"
     ironic.pool.nodes[node]["instance_uuid"] = NOVAS
     assert (await driver.list())[node] == (Machine(node, NOVAS, None, None, True),), "another's: now it is lost"
     ironic.pool.nodes[node].update(instance_uuid=None, provision_state="available")
@@ -303,7 +303,7 @@ async def test_a_foreign_nodes_uuid_neither_builds_nor_destroys_it(
     assert caught.value.code == "node.taken"
     with pytest.raises(NotOurs):
         await driver.destroy(node, NOVAS, 9, DEPLOYMENT)
-    assert ironic.pool.nodes[node] == before and not ironic.asked
+    assert ironic.pool.nodes[node] == before and not ironic.requested
 
 
 async def test_a_refused_destroy_is_told_and_an_operators_undeployment_ends_it(
@@ -315,7 +315,7 @@ async def test_a_refused_destroy_is_told_and_an_operators_undeployment_ends_it(
     assert (await cell.ended(NOVAS, 1, ComputeOutcome.FAILED)).code == "node.taken"
     await cell.destroy(node, NOVAS)
     refused = (await cell.until(lambda: [r for r in cell.results(NOVAS) if r.code == "destroy.not_ours"]))[0]
-    assert "nothing was changed" in refused.reason and not ironic.asked
+    assert "nothing was changed" in refused.reason and not ironic.requested
     ironic.pool.nodes[node].update(instance_uuid=None, instance_info={}, provision_state="available")
     await cell.destroy(node, NOVAS)
     await cell.ended(NOVAS, 1, ComputeOutcome.DESTROYED)
@@ -372,7 +372,7 @@ async def test_a_restart_adopts_nothing_that_it_did_not_build(cell: Cell, ironic
     page = (await cell.until(cell.announced))[0]
     (host,) = (host for host in page.hosts if host.uuid == node)
     assert [(r.instance_uuid, r.attempt, r.deployment) for r in host.running or ()] == [(NOVAS, 0, None)]
-    assert fleet.records.running() == {} and not ironic.asked
+    assert fleet.records.running() == {} and not ironic.requested
     await life.stop()
 
 

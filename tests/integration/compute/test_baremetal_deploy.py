@@ -73,7 +73,7 @@ async def deployed(settings: IronicConfig, wanted: Build) -> BareMetal:
 
 async def test_ironic_is_told_what_to_deploy(ironic: IronicStandIn) -> None:
     node = next(iter(ironic.pool.nodes))
-    asked = build(
+    requested = build(
         node,
         name="web 1",
         image_source=IMAGE,
@@ -84,7 +84,7 @@ async def test_ironic_is_told_what_to_deploy(ironic: IronicStandIn) -> None:
             user_data="#cloud-config\n", public_keys=("ssh-ed25519 AAAA me",), network_data={"links": []}
         ),
     )
-    await deployed(config(ironic), asked)
+    await deployed(config(ironic), requested)
     kept = ironic.pool.nodes[node]
     assert {name: value for name, value in kept["instance_info"].items() if name != "berth"} == {
         "project_id": "acme",
@@ -101,7 +101,7 @@ async def test_ironic_is_told_what_to_deploy(ironic: IronicStandIn) -> None:
     assert drive["user_data"] == "#cloud-config\n" and drive["network_data"] == {"links": []}
     assert drive["meta_data"]["public_keys"] == {"key0": "ssh-ed25519 AAAA me"}
     assert (drive["meta_data"]["hostname"], drive["meta_data"]["uuid"]) == ("web-1", INSTANCE)
-    assert [method for method, _ in ironic.asked] == ["PATCH", "PUT"], "all of it is written with the instance"
+    assert [method for method, _ in ironic.requested] == ["PATCH", "PUT"], "all of it is written with the instance"
 
 
 async def test_an_image_is_known_by_name_or_the_build_is_given_up(ironic: IronicStandIn) -> None:
@@ -136,28 +136,28 @@ async def test_ports_are_attached_before_the_deployment_and_detached_when_it_nev
     ironic: IronicStandIn,
 ) -> None:
     first, second, _ = ironic.pool.nodes
-    asked: dict[str, Any] = {"networks": (NetworkRequest(port=PORT),)}
-    driver = await deployed(config(ironic, network="static"), build(first, **asked))
+    requested: dict[str, Any] = {"networks": (NetworkRequest(port=PORT),)}
+    driver = await deployed(config(ironic, network="static"), build(first, **requested))
     assert ironic.pool.vifs[first] == [PORT]
     await driver.destroy(first, INSTANCE, 1, DEPLOYMENT)
     ironic.pool.invalid[second] = "no"
     with pytest.raises(Reschedule):
-        await driver.spawn(build(second, attempt=2, **asked))
+        await driver.spawn(build(second, attempt=2, **requested))
     assert ironic.pool.vifs[second] == [PORT]
     await driver.destroy(second, INSTANCE, 2, DEPLOYMENT)
     assert ironic.pool.vifs[second] == []
 
 
 @pytest.mark.parametrize(
-    ("network", "asked", "code"),
+    ("network", "requested", "code"),
     [("none", NetworkRequest(port=PORT), "network.none"), ("static", NetworkRequest(network=PORT), "network.static")],
 )
 async def test_networks_that_no_node_here_can_have_end_the_build(
-    ironic: IronicStandIn, network: str, asked: NetworkRequest, code: str
+    ironic: IronicStandIn, network: str, requested: NetworkRequest, code: str
 ) -> None:
     driver = await driver_of(config(ironic, network=network))
     with pytest.raises(BuildAbort) as caught:
-        await driver.spawn(build(next(iter(ironic.pool.nodes)), networks=(asked,)))
+        await driver.spawn(build(next(iter(ironic.pool.nodes)), networks=(requested,)))
     assert caught.value.code == code
 
 
@@ -261,10 +261,10 @@ async def test_a_protected_node_is_kept_and_the_reason_said(ironic: IronicStandI
     node = next(iter(ironic.pool.nodes))
     driver = await deployed(config(ironic), build(node))
     ironic.pool.nodes[node].update(protected=True, protected_reason="the ledger is on it")
-    ironic.asked.clear()
+    ironic.requested.clear()
     with pytest.raises(DriverUnavailable, match=r"protected in Ironic \(the ledger is on it\)"):
         await driver.destroy(node, INSTANCE, 1, DEPLOYMENT)
-    assert not ironic.asked and ironic.pool.nodes[node]["provision_state"] == "active"
+    assert not ironic.requested and ironic.pool.nodes[node]["provision_state"] == "active"
 
 
 async def test_a_retired_node_takes_no_build(ironic: IronicStandIn) -> None:
@@ -273,7 +273,7 @@ async def test_a_retired_node_takes_no_build(ironic: IronicStandIn) -> None:
     driver = await driver_of(config(ironic))
     with pytest.raises(BuildFault) as caught:
         await driver.spawn(build(node))
-    assert caught.value.code == "node.retired" and not ironic.asked
+    assert caught.value.code == "node.retired" and not ironic.requested
 
 
 @pytest.mark.parametrize("suffix", ["", "/", "/v1", "/v1/"])

@@ -41,7 +41,7 @@ async def main(state_dir: str) -> None:
         service=SERVICE,
         driver=Hypervisors(fleet, FAULTS, seed=1, clock=clock),
         records=fleet.records,
-        say=answered,
+        send=answered,
         clock=clock,
         rng=random.Random(1),
         limits=limits,

@@ -11,7 +11,7 @@ from bus.contracts.placement import Claim, ClaimOutcome, ClaimResult
 from cell_conductor.domain.events import SpawnFailed
 from cell_conductor.domain.instance import State
 from cell_conductor.engine import Engine, InstanceEvent, PendingQuestion
-from cell_conductor.handlers import build_asked
+from cell_conductor.handlers import build_requested
 from tests.integration.conductor.neighbours import WAIT_S, Cell, opened
 
 
@@ -74,7 +74,7 @@ async def _building(cell: Cell) -> str:
     cell.around.hangs = {cell.host(1)}
     build = cell.build(1, 2)
     uuid = build.spec.instance_uuid
-    await cell.engine.take([InstanceEvent(uuid, build_asked(build, cell.clock.time(), uuid))], source="test")
+    await cell.engine.take([InstanceEvent(uuid, build_requested(build, cell.clock.time(), uuid))], source="test")
     return uuid
 
 

@@ -22,10 +22,10 @@ from bus.contracts.cell import (
     Running,
 )
 from bus.faults import Transient
-from cell_conductor.domain.events import DeleteAsked
+from cell_conductor.domain.events import DeleteRequested
 from cell_conductor.domain.instance import State
 from cell_conductor.engine import InstanceEvent
-from cell_conductor.handlers import RequestHandlers, build_asked
+from cell_conductor.handlers import RequestHandlers, build_requested
 from tests.integration.conductor.neighbours import CELL, WAIT_S, Cell, opened
 
 
@@ -303,8 +303,8 @@ async def _calm_outbox(cell: Cell) -> None:
 
 
 def _delete_arrival(uuid: str, cell: Cell) -> InstanceEvent:
-    return InstanceEvent(uuid, DeleteAsked(at=cell.clock.time()), new_uuid(cell.rng))
+    return InstanceEvent(uuid, DeleteRequested(at=cell.clock.time()), new_uuid(cell.rng))
 
 
 def _build_arrival(build: CellBuild, cell: Cell) -> InstanceEvent:
-    return InstanceEvent(build.spec.instance_uuid, build_asked(build, cell.clock.time(), "why"), "message-1")
+    return InstanceEvent(build.spec.instance_uuid, build_requested(build, cell.clock.time(), "why"), "message-1")

@@ -12,7 +12,7 @@ from bus.consuming.outcome import Received
 from bus.contracts.base import Meta
 from bus.contracts.build import BuildState
 from bus.contracts.cell import CellDelete, ComputeHosts, ComputeOutcome, ComputeResult, HostReport
-from cell_conductor.domain.events import DeleteAsked
+from cell_conductor.domain.events import DeleteRequested
 from cell_conductor.domain.instance import State
 from cell_conductor.engine import InstanceEvent
 from tests.integration.conductor.neighbours import CELL, Cell, opened
@@ -33,7 +33,7 @@ async def test_deleted_instances_are_forgotten_after_their_time_and_no_others(ce
     await cell.around.until(lambda: all(cell.around.ends(uuid) for uuid in uuids))
     await cell.around.bus.publish(CellDelete(instance_uuid=uuids[0], project_id="p"))
     await cell.around.until(lambda: BuildState.DELETED in cell.around.ends(uuids[0]))
-    await cell.engine.take([InstanceEvent(tombstone, DeleteAsked(at=cell.clock.time()))], source="test")
+    await cell.engine.take([InstanceEvent(tombstone, DeleteRequested(at=cell.clock.time()))], source="test")
     day_s = cell.config.deleted_retention_s
     assert await cell.store.purge_deleted(cell.clock.time() - day_s, 10) == 0
     cell.clock.offset += day_s + 1.0

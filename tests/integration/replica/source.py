@@ -134,7 +134,7 @@ class Source:
         self.changes.append(change)
         self.unsaid.append(change)
 
-    async def say(self) -> None:
+    async def notify(self) -> None:
         """Announce what is committed and not said, as placement does."""
         unsaid, self.unsaid = self.unsaid, []
         if unsaid:
@@ -157,7 +157,7 @@ class Source:
         replies = [Done(self._page(received.message)) for received in batch]
         if self.busy:
             self.write()
-            await self.say()
+            await self.notify()
         return replies
 
     def _page(self, asked: object) -> ChangesPage | SnapshotPage:

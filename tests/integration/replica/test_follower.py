@@ -79,7 +79,7 @@ async def test_snapshot_then_feed() -> None:
         pages = stage.source.pages
         for _ in range(20):
             stage.source.write()
-            await stage.source.say()
+            await stage.source.notify()
         assert await follower.wait_until(stage.source.head, timeout_s=HANG_S)
         assert stage.is_true()
         assert stage.source.pages == pages, "a whole feed needs no asking"
@@ -97,10 +97,10 @@ async def test_changes_while_the_snapshot_is_being_read() -> None:
     stage.source.on_page = write
     async with playing(stage) as follower:
         await until(lambda: stage.source.pages >= 3, stage.clock)
-        await stage.source.say()
+        await stage.source.notify()
         await until(lambda: stage.source.pages >= 6, stage.clock)
         stage.source.on_page = lambda: None
-        await stage.source.say()
+        await stage.source.notify()
         await until(follower.ready.is_set, stage.clock)
         await stage.until_true()
         assert stage.source.snapshots == 1
@@ -113,7 +113,7 @@ async def test_a_gap_is_asked_for_without_waiting_for_a_head() -> None:
         stage.source.write()
         stage.source.unsaid.clear()  # lost
         stage.source.write()
-        await stage.source.say()
+        await stage.source.notify()
         before = stage.clock.now
         await until(stage.is_true, stage.clock)
         assert stage.clock.now - before < LIMITS.head_lag_s
@@ -163,7 +163,7 @@ async def test_a_book_that_was_set_back_is_read_anew() -> None:
         stage.source.begin_again()
         for _ in range(5):
             stage.source.write()
-        await stage.source.say()
+        await stage.source.notify()
         await stage.until_true()
 
 
@@ -179,7 +179,7 @@ async def test_a_cut_connection_is_caught_up() -> None:
         await until(stage.is_true, stage.clock)
         assert stage.clock.now - before < LIMITS.head_lag_s
         stage.source.write()
-        await stage.source.say()
+        await stage.source.notify()
         assert await follower.wait_until(stage.source.head, timeout_s=HANG_S)
 
 
@@ -191,7 +191,7 @@ async def test_placement_away_at_the_start() -> None:
     follower = stage.follower(bus, FollowerLimits(request_timeout_s=0.01))
     await follower.start()
     stage.source.write()
-    await stage.source.say()
+    await stage.source.notify()
     assert not await follower.wait_until(1, timeout_s=0.05)
     assert not follower.ready.is_set()
     assert not follower.is_fresh()
@@ -214,7 +214,7 @@ async def test_a_feed_that_never_rests_is_caught_up_with() -> None:
         stage.source.busy = True
         stage.source.write()
         pages = stage.source.pages
-        await stage.source.say()
+        await stage.source.notify()
         await until(lambda: stage.source.pages > pages and stage.is_true(), stage.clock)
         for _ in range(1000):
             await asyncio.sleep(0)
@@ -324,7 +324,7 @@ async def test_a_book_that_was_set_back_is_taken_anew_however_far_it_has_come_si
         for _ in range(20 + more):
             stage.source.write()
         if heard == "changes":
-            await stage.source.say()
+            await stage.source.notify()
         elif heard == "head":
             stage.source.unsaid.clear()
             await stage.source.say_head()

@@ -124,12 +124,12 @@ async def test_a_number_of_the_outbox_never_comes_again() -> None:
     database = MemoryDatabase(Hands())
     said = [OutboxMessage("api", Release(consumer="a"))]
 
-    async def say() -> int | None:
+    async def notify() -> int | None:
         async with database.session().transaction() as transaction:
             transaction.durable = False
             return await transaction.send_later(said)
 
-    before = await say()
+    before = await notify()
     database.crash()
     assert not database.outbox
-    assert await say() != before
+    assert await notify() != before

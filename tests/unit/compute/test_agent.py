@@ -122,7 +122,7 @@ class Service:
             service="s",
             driver=driver,
             records=self.records,
-            say=self.said.append,
+            send=self.said.append,
             clock=Instant(),
             rng=random.Random(1),
             limits=limits,
@@ -308,7 +308,7 @@ async def test_what_could_not_be_destroyed_is_taken_up_again_without_being_asked
     await service.rest()
     assert service.said[-1].code == "destroy.failed" and len(driver.machines) == 2
     done = asyncio.Event()
-    service.agent._answers._say = lambda result: done.set() if result.outcome is ComputeOutcome.DESTROYED else None
+    service.agent._answers._send = lambda result: done.set() if result.outcome is ComputeOutcome.DESTROYED else None
     insisting = asyncio.create_task(service.agent.retry_destroys())
     async with asyncio.timeout(20):
         await done.wait()

@@ -37,8 +37,8 @@ class Rig:
         )  # fmt: skip
         self.name = ServiceName(nothing, service="s", cell="c", records=self.records, clock=self.clock, wait_s=0.0)
         self.handlers = ComputeHandlers(
-            nothing, service="s", wait_for_capacity=nothing, asked=self.reporter.on_request,
-            heard=self.name.on_heartbeat,
+            nothing, service="s", wait_for_capacity=nothing, on_report_requested=self.reporter.on_request,
+            on_heartbeat=self.name.on_heartbeat,
             outdated=self.reporter.outdated,
         )  # fmt: skip
         self.reporter._announce.take()
@@ -46,7 +46,7 @@ class Rig:
 
     async def hear(self, *messages: Message) -> None:
         batch: Sequence[Received] = [Received(one, Meta(id="m"), "c", "compute.asked.s") for one in messages]
-        await self.handlers.asked_or_beating(batch)
+        await self.handlers.control(batch)
 
     @property
     def says_all(self) -> tuple[bool, bool]:

@@ -28,8 +28,8 @@ def selection(n: int) -> Selection:
 SPEC = InstanceSpec(instance_uuid=UUID, project_id="p", user_id="u")
 
 
-def asked(hosts: int = 3, at: float = 100.0) -> e.BuildAsked:
-    return e.BuildAsked(
+def queried(hosts: int = 3, at: float = 100.0) -> e.BuildRequested:
+    return e.BuildRequested(
         at=at,
         spec=SPEC,
         selections=tuple(selection(n) for n in range(1, hosts + 1)),
@@ -68,7 +68,7 @@ def refused(attempt: int = 2, *, changed: bool = False) -> e.ClaimRefused:
     )
 
 
-DELETE = e.DeleteAsked(at=120.0)
+DELETE = e.DeleteRequested(at=120.0)
 TIMED_OUT = e.TimedOut(at=170.0)
 SILENT = (TIMED_OUT, e.TimedOut(at=180.0))  # the host did not answer either when it was asked
 RELEASED = e.Released(at=130.0)

@@ -19,10 +19,10 @@ from tests.unit.conductor.scenario import (
     PATIENCE,
     RELEASED,
     UUID,
-    asked,
     claimed,
     destroys,
     host,
+    queried,
     said,
     spawned,
     spawns,
@@ -41,8 +41,8 @@ def run(*happened: e.Event, start: Instance | None = None, down: bool = False) -
     return stepped
 
 
-def requested(at: float) -> e.BuildAsked:
-    return replace(asked(hosts=2, at=SET_BACK_AT + 100.0), requested_at=at)
+def requested(at: float) -> e.BuildRequested:
+    return replace(queried(hosts=2, at=SET_BACK_AT + 100.0), requested_at=at)
 
 
 def in_doubt() -> Instance:
@@ -115,7 +115,7 @@ def test_a_doubted_build_on_a_dead_host_ends_and_nothing_is_destroyed() -> None:
 
 def test_the_limit_counts_from_the_set_back_and_not_from_the_build_in_the_backup() -> None:
     """A record of a day-old backup was given up after one unanswered question."""
-    restored = replace(in_doubt(), since=SET_BACK_AT - 86_400.0, asked=True)
+    restored = replace(in_doubt(), since=SET_BACK_AT - 86_400.0, queried=True)
     assert run(e.TimedOut(at=SET_BACK_AT + 60.0), start=restored).instance.state is State.BUILDING
 
 
@@ -130,7 +130,7 @@ def test_what_its_host_runs_when_it_is_back_is_kept_in_quarantine() -> None:
 
 def test_its_client_may_still_delete_it_and_then_the_machine_goes() -> None:
     failed = run(RELEASED, start=given_up().instance).instance
-    deleted = run(e.DeleteAsked(at=9e3), start=failed).instance
+    deleted = run(e.DeleteRequested(at=9e3), start=failed).instance
     assert deleted.state is State.DELETED and is_over(deleted, 1, host(1))
 
 

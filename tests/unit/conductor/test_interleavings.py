@@ -99,7 +99,7 @@ class World(RuleBasedStateMachine):
         self.network: list[object] = []
         self.said: list[BuildEvent] = []
         self.spawned: dict[int, Spawn] = {}
-        self.asked = False
+        self.queried = False
         self.deleted = False
         self.asked_before: Claim | None = None
         self.sent: list[Claim] = []
@@ -161,10 +161,10 @@ class World(RuleBasedStateMachine):
                 changed = outcome is ClaimOutcome.CONSUMER_CHANGED and not repeated
                 self.take(e.ClaimRefused(at=self.now, attempt=question.attempt, consumer_changed=changed))
 
-    @precondition(lambda self: not self.asked)
+    @precondition(lambda self: not self.queried)
     @rule(alternates=st.integers(0, 2))
     def build(self, alternates: int) -> None:
-        self.asked = True
+        self.queried = True
         self.book.start()
         hosts = HOSTS[: alternates + 1]
         selections = tuple(
@@ -172,14 +172,14 @@ class World(RuleBasedStateMachine):
         )
         spec = InstanceSpec(instance_uuid=UUID, project_id="p")
         self.network.append(
-            e.BuildAsked(at=0.0, spec=spec, selections=selections, consumer_generation=1, build_timeout_s=60.0)
+            e.BuildRequested(at=0.0, spec=spec, selections=selections, consumer_generation=1, build_timeout_s=60.0)
         )
 
-    @precondition(lambda self: self.asked)
+    @precondition(lambda self: self.queried)
     @rule()
     def delete(self) -> None:
         self.deleted = True
-        self.network.append(e.DeleteAsked(at=0.0))
+        self.network.append(e.DeleteRequested(at=0.0))
 
     @precondition(lambda self: self.network)
     @rule(data=st.data(), doubled=st.booleans(), outcome=st.sampled_from(["runs", "runs", "fails", "silent"]))
@@ -283,7 +283,7 @@ class World(RuleBasedStateMachine):
         running = [(host.running, host.uuid) for host in self.hosts.values() if host.running is not None]
         assert running == ([expected] if expected else []), (running, self.instance)
         assert self.book.held == expected, (self.book.held, self.instance)
-        if self.asked:
+        if self.queried:
             assert any(event.terminal for event in self.said), self.instance
         if self.deleted:
             assert self.instance.state is State.DELETED

@@ -142,9 +142,9 @@ def test_older_reports_lose() -> None:
 
     def take(sequence: int, epoch: int = 1) -> bool:
         said = report(sequence=sequence, epoch=epoch)
-        is_news = newest.is_news(said)
+        is_newer = newest.is_newer(said)
         newest.note(said)
-        return is_news
+        return is_newer
 
     assert [take(5), take(5), take(4), take(6)] == [True, False, False, True]
     assert take(1, epoch=2)

@@ -7,13 +7,13 @@ from msgspec.structs import replace
 
 from cell_conductor.domain import events as e
 from cell_conductor.domain.instance import Instance, State
-from tests.unit.conductor.scenario import DELETE, RELEASED, asked, destroys, failed, host, run, spawned
+from tests.unit.conductor.scenario import DELETE, RELEASED, destroys, failed, host, queried, run, spawned
 
 MISSING = e.HostMissing(at=900.0, host_uuid=host(1), seen_at=900.0)
 GONE = e.Destroyed(at=130.0, attempt=1, host_uuid=host(1))
 STORIES = {
-    State.FAILED: (asked(), failed(final=True), RELEASED),
-    State.DELETED: (asked(), spawned(), DELETE, GONE, RELEASED),
+    State.FAILED: (queried(), failed(final=True), RELEASED),
+    State.DELETED: (queried(), spawned(), DELETE, GONE, RELEASED),
 }
 
 
@@ -40,7 +40,7 @@ def test_a_success_that_comes_when_all_is_over_is_destroyed(state: State) -> Non
 
 def test_a_lost_machine_that_runs_again_is_destroyed() -> None:
     """Its client was told that it is lost, and its allocation was released."""
-    lost = run(asked(), spawned(), MISSING, RELEASED).instance
+    lost = run(queried(), spawned(), MISSING, RELEASED).instance
     assert (lost.state, lost.code) == (State.FAILED, "instance.lost")
     runs = e.HostRuns(at=1000.0, attempt=1, host_uuid=host(1), service="s1", seen_at=1000.0)
     assert destroys(run(runs, start=lost)) == [(1, host(1))]

@@ -13,17 +13,17 @@ from tests.unit.conductor.scenario import (
     DELETE,
     RELEASED,
     SILENT,
-    asked,
     claimed,
     failed,
     host,
+    queried,
     run,
     said,
     spawned,
 )
 
 SO_FAR = Stamps(requested=90.0, queued=91.0, decided=92.0, claimed=93.0)
-BEGIN = replace(asked(), stamps=SO_FAR)  # at 100
+BEGIN = replace(queried(), stamps=SO_FAR)  # at 100
 
 
 def ended(*happened: e.Event) -> BuildEvent:
@@ -67,4 +67,4 @@ def test_what_was_said_is_not_kept() -> None:
     active = run(BEGIN, spawned()).instance
     assert (active.state, active.stamps) == (State.ACTIVE, None)
     assert run(BEGIN).instance.stamps == SO_FAR
-    assert run(asked(), spawned()).instance.stamps is None, "an older scheduler said nothing"
+    assert run(queried(), spawned()).instance.stamps is None, "an older scheduler said nothing"

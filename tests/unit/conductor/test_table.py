@@ -16,10 +16,10 @@ from tests.unit.conductor.scenario import (
     RELEASED,
     TIMED_OUT,
     UUID,
-    asked,
     claimed,
     failed,
     host,
+    queried,
     refused,
     run,
     said,
@@ -46,22 +46,22 @@ def test_docs_are_what_the_table_says() -> None:
 
 
 def test_an_unfulfilled_question_is_asked_again() -> None:
-    waiting = run(asked(), failed()).instance
+    waiting = run(queried(), failed()).instance
     again = run(e.TimedOut(at=125.0), start=waiting)
     assert again.instance.deadline == 140.0 and wanted(again.instance) == wanted(waiting)
 
 
 def test_illegal_pairs_raise_with_the_history() -> None:
     with pytest.raises(IllegalStep, match=r"spawn\.no_disk"):
-        run(RELEASED, start=run(asked(), failed(), claimed()).instance)
+        run(RELEASED, start=run(queried(), failed(), claimed()).instance)
     with pytest.raises(IllegalStep):
         run(TIMED_OUT)
     with pytest.raises(IllegalStep, match="claim of attempt 2"):
-        run(claimed(), start=run(asked()).instance)
+        run(claimed(), start=run(queried()).instance)
 
 
 def test_answers_to_older_questions_change_nothing() -> None:
-    second = run(asked(), failed(), claimed(), failed(2)).instance
+    second = run(queried(), failed(), claimed(), failed(2)).instance
     assert second.state is State.RECLAIMING
     for late in (claimed(), refused(), claimed(option=1)):
         assert run(late, start=second).instance == second
@@ -70,7 +70,7 @@ def test_answers_to_older_questions_change_nothing() -> None:
 def test_sequence_rises_with_every_announcement() -> None:
     instance, numbers = Instance(uuid=UUID), []
     story = (
-        asked(),
+        queried(),
         failed(),
         claimed(),
         spawned(2),

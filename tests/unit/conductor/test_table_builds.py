@@ -20,11 +20,11 @@ from tests.unit.conductor.scenario import (
     SILENT,
     TIMED_OUT,
     UUID,
-    asked,
     claimed,
     destroys,
     failed,
     host,
+    queried,
     refused,
     run,
     said,
@@ -34,7 +34,7 @@ from tests.unit.conductor.scenario import (
 
 
 def test_build_spawns_on_the_first_selection_and_announces() -> None:
-    stepped = run(asked())
+    stepped = run(queried())
     spawn, event = stepped.commands
     assert isinstance(spawn, Spawn) and isinstance(event, BuildEvent)
     assert (spawn.attempt, spawn.host_uuid, spawn.allocations) == (1, host(1), {host(1): {"VCPU": 1}})
@@ -43,7 +43,7 @@ def test_build_spawns_on_the_first_selection_and_announces() -> None:
 
 
 def test_success_is_terminal_and_forgets_the_alternates() -> None:
-    stepped = run(asked(), spawned())
+    stepped = run(queried(), spawned())
     (event,) = said(stepped)
     assert (event.state, event.terminal, event.sequence, event.host) == (BuildState.ACTIVE, True, 11, "host-1")
     assert stepped.instance.deadline is None and len(stepped.instance.selections) == 1
@@ -51,7 +51,7 @@ def test_success_is_terminal_and_forgets_the_alternates() -> None:
 
 
 def test_failure_destroys_there_and_asks_for_the_alternates_in_order() -> None:
-    stepped = run(asked(), failed())
+    stepped = run(queried(), failed())
     assert stepped.instance.state is State.RECLAIMING
     assert destroys(stepped) == [(1, host(1))] and not said(stepped)
     claim = wanted(stepped.instance)
@@ -62,7 +62,7 @@ def test_failure_destroys_there_and_asks_for_the_alternates_in_order() -> None:
 
 
 def test_a_claimed_alternate_is_built_under_the_next_attempt() -> None:
-    stepped = run(asked(), failed(), claimed(option=1))
+    stepped = run(queried(), failed(), claimed(option=1))
     assert spawns(stepped) == [(2, host(3))]
     assert stepped.instance.consumer_generation == 9
     assert [(r.host, r.outcome, r.code) for r in stepped.instance.history] == [
@@ -72,7 +72,7 @@ def test_a_claimed_alternate_is_built_under_the_next_attempt() -> None:
 
 
 def test_exhausted_before_any_claim_releases_first_then_fails_with_the_whole_history() -> None:
-    over = run(asked(hosts=1), failed())
+    over = run(queried(hosts=1), failed())
     assert over.instance.state is State.GIVING_UP and not said(over)
     assert wanted(over.instance) == Release(consumer=UUID, attempt=2)
     (event,) = said(run(RELEASED, start=over.instance))
@@ -82,7 +82,7 @@ def test_exhausted_before_any_claim_releases_first_then_fails_with_the_whole_his
 
 
 def test_exhausted_by_the_claim_fences_what_may_be_on_its_way_then_fails() -> None:
-    over = run(asked(), failed(), refused())
+    over = run(queried(), failed(), refused())
     assert wanted(over.instance) == Release(consumer=UUID, attempt=2), "a late copy of the claim of attempt 2"
     stepped = run(RELEASED, start=over.instance)
     (event,) = said(stepped)
@@ -93,9 +93,9 @@ def test_exhausted_by_the_claim_fences_what_may_be_on_its_way_then_fails() -> No
 
 def test_what_failed_and_was_forgotten_above_is_built_when_it_is_asked_for_anew() -> None:
     """Schedulers forget a failed build a day before its cell does: the new one stayed scheduled, and held its claim."""
-    over = run(asked(hosts=1), failed(), RELEASED).instance
-    assert run(asked(), start=over) == Step(over), "a copy of the same request"
-    anew = run(replace(asked(), requested_at=9e5, at=9e5), start=over)
+    over = run(queried(hosts=1), failed(), RELEASED).instance
+    assert run(queried(), start=over) == Step(over), "a copy of the same request"
+    anew = run(replace(queried(), requested_at=9e5, at=9e5), start=over)
     assert spawns(anew) == [(1, host(1))] and anew.instance.state is State.BUILDING
     assert not anew.instance.history and not anew.instance.answered and not anew.instance.code
     (event,) = said(anew)
@@ -103,40 +103,40 @@ def test_what_failed_and_was_forgotten_above_is_built_when_it_is_asked_for_anew(
 
 
 def test_changed_consumer_is_fatal() -> None:
-    stepped = run(asked(), failed(), refused(changed=True))
+    stepped = run(queried(), failed(), refused(changed=True))
     assert stepped.instance.state is State.FAILED and not spawns(stepped)
     assert said(stepped)[0].code == "placement.consumer_changed"
 
 
 def test_a_final_failure_tries_no_alternate() -> None:
-    stepped = run(asked(), failed(final=True))
+    stepped = run(queried(), failed(final=True))
     assert stepped.instance.state is State.GIVING_UP
     assert said(run(RELEASED, start=stepped.instance))[0].code == "spawn.no_disk"
 
 
 def test_a_host_that_never_answers_is_fenced_and_left() -> None:
-    stepped = run(asked(), *SILENT)
+    stepped = run(queried(), *SILENT)
     assert (stepped.instance.state, destroys(stepped)) == (State.RECLAIMING, [(1, host(1))])
     assert stepped.instance.history[0].code == "spawn.timeout"
 
 
 def test_a_host_is_asked_what_became_of_an_attempt_before_its_time_out_ends_it() -> None:
     """The answer may be on its way, or in what a restored database has forgotten."""
-    asking = run(asked(), TIMED_OUT)
+    asking = run(queried(), TIMED_OUT)
     (order,) = asking.commands
     assert isinstance(order, Destroy) and order.unless_built and order.attempt == 1
     assert (
         asking.instance.state is State.BUILDING and asking.instance.deadline == TIMED_OUT.at + PATIENCE.answer_timeout_s
     )
     late = run(spawned(), start=asking.instance)
-    assert late.instance.state is State.ACTIVE and not late.instance.asked and not destroys(late)
+    assert late.instance.state is State.ACTIVE and not late.instance.queried and not destroys(late)
     ended = run(e.Destroyed(at=171.0, attempt=1, host_uuid=host(1)), start=asking.instance)
     assert ended.instance.state is State.RECLAIMING and ended.instance.history[0].code == "spawn.timeout"
 
 
 def test_of_a_doubted_build_the_host_alone_says_what_became_of_it() -> None:
     """The database was set back: the attempt may have been active since."""
-    doubted = replace(run(asked()).instance, doubted=True)
+    doubted = replace(run(queried()).instance, doubted=True)
     asking = run(*SILENT, start=doubted)
     (order,) = asking.commands
     assert isinstance(order, Destroy) and order.unless_built and asking.instance.state is State.BUILDING
@@ -144,20 +144,20 @@ def test_of_a_doubted_build_the_host_alone_says_what_became_of_it() -> None:
     up = run(spawned(), start=asking.instance).instance
     assert (up.state, up.doubted) == (State.ACTIVE, False)
     next_one = run(e.Destroyed(at=300.0, attempt=1, host_uuid=host(1)), claimed(), start=asking.instance).instance
-    assert (next_one.state, next_one.doubted, next_one.asked) == (State.BUILDING, True, False)
+    assert (next_one.state, next_one.doubted, next_one.queried) == (State.BUILDING, True, False)
 
 
 @pytest.mark.parametrize(
     "story",
     [
-        (asked(), *SILENT),
-        (asked(), *SILENT, claimed()),
-        (asked(), *SILENT, claimed(), spawned(2)),
-        (asked(), *SILENT, refused()),
-        (asked(), *SILENT, refused(), RELEASED),
-        (asked(), *SILENT, DELETE),
-        (asked(hosts=1), *SILENT, RELEASED),
-        (asked(), *SILENT, claimed(), DELETE),
+        (queried(), *SILENT),
+        (queried(), *SILENT, claimed()),
+        (queried(), *SILENT, claimed(), spawned(2)),
+        (queried(), *SILENT, refused()),
+        (queried(), *SILENT, refused(), RELEASED),
+        (queried(), *SILENT, DELETE),
+        (queried(hosts=1), *SILENT, RELEASED),
+        (queried(), *SILENT, claimed(), DELETE),
     ],
 )
 def test_a_late_success_of_a_fenced_attempt_is_destroyed(story: tuple[e.Event, ...]) -> None:
@@ -169,13 +169,13 @@ def test_a_late_success_of_a_fenced_attempt_is_destroyed(story: tuple[e.Event, .
 
 def test_an_attempt_that_this_record_never_commanded_is_kept() -> None:
     """The record may be a backup's: what it does not know it does not prove unwanted."""
-    assert destroys(run(asked(), spawned(2))) == []
-    assert destroys(run(asked(), spawned(1, n=3))) == []
+    assert destroys(run(queried(), spawned(2))) == []
+    assert destroys(run(queried(), spawned(1, n=3))) == []
     assert destroys(run(spawned())) == []
 
 
 def test_alternates_are_held_to_the_limits_of_their_project() -> None:
-    stepped = run(replace(asked(), limits={"INSTANCES": 3}), failed(1))
+    stepped = run(replace(queried(), limits={"INSTANCES": 3}), failed(1))
     claim = wanted(stepped.instance)
     assert isinstance(claim, Claim)
     assert claim.limits == {"INSTANCES": 3}
@@ -186,7 +186,7 @@ def test_alternates_are_held_to_the_limits_of_their_project() -> None:
 
 def test_alternates_are_held_to_the_rule_of_the_server_group() -> None:
     apart = ServerGroup(uuid=host(99), policy=GroupPolicy.ANTI_AFFINITY)
-    stepped = run(replace(asked(), server_group=apart), failed(1))
+    stepped = run(replace(queried(), server_group=apart), failed(1))
     claim = wanted(stepped.instance)
     assert isinstance(claim, Claim)
     assert claim.server_group == apart

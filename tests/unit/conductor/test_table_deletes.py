@@ -13,12 +13,12 @@ from tests.unit.conductor.scenario import (
     RELEASED,
     TIMED_OUT,
     UUID,
-    asked,
     claimed,
     destroys,
     failed,
     host,
     orders,
+    queried,
     refused,
     reported,
     run,
@@ -29,7 +29,7 @@ from tests.unit.conductor.scenario import (
 
 
 def test_delete_holds_the_allocation_until_the_host_has_destroyed() -> None:
-    leaving = run(asked(), spawned(), DELETE)
+    leaving = run(queried(), spawned(), DELETE)
     assert (leaving.instance.state, destroys(leaving)) == (State.DELETING, [(1, host(1))])
     assert wanted(leaving.instance) is None
     again = run(e.TimedOut(at=150.0), start=leaving.instance)
@@ -45,7 +45,7 @@ def test_delete_holds_the_allocation_until_the_host_has_destroyed() -> None:
 
 
 def test_delete_while_building_announces_one_terminal_event() -> None:
-    leaving = run(asked(), DELETE)
+    leaving = run(queried(), DELETE)
     gone = run(e.Destroyed(at=1.0, attempt=1, host_uuid=host(1)), RELEASED, start=leaving.instance)
     assert [(s.state, s.terminal) for s in said(leaving) + said(gone)] == [
         (BuildState.DELETING, False),
@@ -54,7 +54,7 @@ def test_delete_while_building_announces_one_terminal_event() -> None:
 
 
 def test_delete_while_claiming_gives_the_alternate_back() -> None:
-    waiting = run(asked(), failed(), DELETE)
+    waiting = run(queried(), failed(), DELETE)
     assert waiting.instance.state is State.ABANDONING
     assert isinstance(wanted(waiting.instance), Claim), "a claim may be under way: only its answer makes releasing safe"
     back = run(claimed(), start=waiting.instance)
@@ -66,14 +66,14 @@ def test_delete_while_claiming_gives_the_alternate_back() -> None:
 def test_delete_before_its_build_starts_nothing_and_frees_the_claim() -> None:
     grave = run(DELETE)
     assert (grave.instance.state, grave.commands) == (State.TOMBSTONE, ())
-    late = run(asked(), start=grave.instance)
+    late = run(queried(), start=grave.instance)
     assert late.commands == () and wanted(late.instance) == Release(consumer=UUID, attempt=2)
     (event,) = said(run(RELEASED, start=late.instance))
     assert (event.state, event.terminal) == (BuildState.DELETED, True)
 
 
 def test_delete_while_giving_up_ends_deleted_once() -> None:
-    leaving = run(asked(hosts=1), failed(), DELETE)
+    leaving = run(queried(hosts=1), failed(), DELETE)
     assert leaving.instance.state is State.RELEASING
     end = run(RELEASED, start=leaving.instance)
     assert [s.state for s in said(end)] == [BuildState.DELETED]
@@ -81,13 +81,13 @@ def test_delete_while_giving_up_ends_deleted_once() -> None:
 
 
 def test_delete_of_a_failed_instance() -> None:
-    assert said(run(asked(), failed(), refused(), RELEASED, DELETE))[0].state is BuildState.DELETED
+    assert said(run(queried(), failed(), refused(), RELEASED, DELETE))[0].state is BuildState.DELETED
 
 
 def test_a_host_that_never_confirms_is_asked_less_and_less_often() -> None:
     """Each order waits in the queue of a service that is away: at one every 30 s a day would fill it."""
     now = 200.0
-    instance = run(asked(), spawned(), e.DeleteAsked(at=now)).instance
+    instance = run(queried(), spawned(), e.DeleteRequested(at=now)).instance
     orders, day = 0, now + 86_400.0
     waits: list[float] = []
     while instance.deadline is not None and instance.deadline < day:
@@ -101,7 +101,7 @@ def test_a_host_that_never_confirms_is_asked_less_and_less_often() -> None:
 
 
 def test_a_delete_follows_its_host_to_the_heir_of_a_dead_service() -> None:
-    leaving = run(asked(), spawned(), DELETE)
+    leaving = run(queried(), spawned(), DELETE)
     assert orders(leaving) == [("s1", host(1), 1)]
     resent = run(reported("heir"), start=leaving.instance)
     assert resent.instance.state is State.DELETING
@@ -111,13 +111,13 @@ def test_a_delete_follows_its_host_to_the_heir_of_a_dead_service() -> None:
 
 
 def test_a_delete_does_not_follow_what_is_not_its_own() -> None:
-    leaving = run(asked(), spawned(), DELETE)
+    leaving = run(queried(), spawned(), DELETE)
     older = run(reported("heir", attempt=9, n=2), start=leaving.instance)
     assert orders(older) == [("heir", host(2), 9)]
     assert older.instance == leaving.instance
 
 
 def test_an_active_machine_follows_its_host_so_that_its_delete_is_sent_to_the_heir() -> None:
-    moved = run(asked(), spawned(), reported("heir"))
+    moved = run(queried(), spawned(), reported("heir"))
     assert (moved.instance.state, moved.commands) == (State.ACTIVE, ())
     assert orders(run(DELETE, start=moved.instance)) == [("heir", host(1), 1)]

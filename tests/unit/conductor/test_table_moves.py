@@ -19,14 +19,16 @@ from cell_conductor.domain.proof import is_over
 from cell_conductor.domain.rules import Step
 from cell_conductor.domain.table import step, wanted
 from cell_conductor.engine import Transition, _may_be_redone
-from tests.unit.conductor.scenario import PATIENCE, SPEC, UUID, asked, host, run, selection, spawned
+from tests.unit.conductor.scenario import PATIENCE, SPEC, UUID, host, queried, run, selection, spawned
 
 MOVE = "d0000000-0000-4000-8000-000000000001"
 OTHER = "d0000000-0000-4000-8000-000000000002"
 AWAY = replace(PATIENCE, down={"s1": Lease(service="s1", epoch=1, state=LeaseState.SILENT)})
 
 
-def request(kind: MoveKind = MoveKind.MIGRATE, *hosts: int, request_id: str = MOVE, **fields: object) -> e.MoveAsked:
+def request(
+    kind: MoveKind = MoveKind.MIGRATE, *hosts: int, request_id: str = MOVE, **fields: object
+) -> e.MoveRequested:
     message = CellMove(
         request_id=request_id,
         instance_uuid=UUID,
@@ -35,12 +37,12 @@ def request(kind: MoveKind = MoveKind.MIGRATE, *hosts: int, request_id: str = MO
         selections=tuple(selection(n) for n in hosts),
         **fields,  # type: ignore[arg-type]
     )
-    return e.MoveAsked(at=200.0, request=message, cause=request_id)
+    return e.MoveRequested(at=200.0, request=message, cause=request_id)
 
 
 def active() -> Instance:
     """On host 1, attempt 1."""
-    return run(asked(hosts=1), spawned()).instance
+    return run(queried(hosts=1), spawned()).instance
 
 
 def claimed(attempt: int = 2, option: int = 0) -> e.Claimed:
@@ -493,7 +495,7 @@ def test_a_delete_in_every_state_destroys_both_and_releases_both(stage: str) -> 
         act()
     if stage == "undoing":
         made.tell(request(MoveKind.REVERT, request_id=OTHER))
-    made.tell(e.DeleteAsked(at=300.0))
+    made.tell(e.DeleteRequested(at=300.0))
     if stage == "claiming":
         made.tell(claimed())
     made.tell(e.Destroyed(at=301.0, attempt=1, host_uuid=host(1)))

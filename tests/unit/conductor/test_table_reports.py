@@ -17,12 +17,12 @@ from tests.unit.conductor.scenario import (
     PATIENCE,
     RELEASED,
     UUID,
-    asked,
     claimed,
     destroys,
     failed,
     host,
     orders,
+    queried,
     reported,
     run,
     said,
@@ -32,11 +32,11 @@ from tests.unit.conductor.scenario import (
 
 def test_report_finds_a_lost_success() -> None:
     runs = e.HostRuns(at=112.0, attempt=1, host_uuid=host(1), service="s1", seen_at=112.0)
-    assert run(asked(), runs).instance.state is State.ACTIVE
+    assert run(queried(), runs).instance.state is State.ACTIVE
 
 
 def test_report_of_a_vanished_instance_fails_it_without_a_second_terminal_event() -> None:
-    up = run(asked(), spawned(at=110.0))
+    up = run(queried(), spawned(at=110.0))
     young = e.HostMissing(at=141.0, host_uuid=host(1), seen_at=139.9)
     assert run(young, start=up.instance).instance.state is State.ACTIVE
     lost = run(replace(young, seen_at=140.1), start=up.instance)
@@ -47,7 +47,7 @@ def test_report_of_a_vanished_instance_fails_it_without_a_second_terminal_event(
 
 def test_an_unasked_destroyed_of_an_active_instance_waits_for_a_report() -> None:
     """One result made it lost and released its allocation, past the breaker, though its machine might still run."""
-    up = run(asked(), spawned(at=110.0)).instance
+    up = run(queried(), spawned(at=110.0)).instance
     for attempt in (1, 2):
         said_gone = run(e.Destroyed(at=150.0, attempt=attempt, host_uuid=host(1)), start=up)
         assert said_gone.instance == up and not said_gone.commands
@@ -60,7 +60,7 @@ def test_an_unasked_destroyed_of_an_active_instance_waits_for_a_report() -> None
 @pytest.mark.parametrize("ahead_s", [240.0, -240.0])
 def test_a_host_whose_clock_is_minutes_off_neither_kills_a_young_instance_nor_hides_a_lost_one(ahead_s: float) -> None:
     """Its report's time was compared with ours: ahead it killed what it had not seen yet, behind it hid a loss."""
-    up = run(asked(), replace(spawned(at=110.0), service="s1", ended_at=110.0 + ahead_s))
+    up = run(queried(), replace(spawned(at=110.0), service="s1", ended_at=110.0 + ahead_s))
     looked = e.HostMissing(at=111.0, host_uuid=host(1), seen_at=109.0 + ahead_s, service=up.instance.here.service)
     assert run(looked, start=up.instance).instance.state is State.ACTIVE
     lost = run(replace(looked, seen_at=111.0 + ahead_s), start=up.instance)
@@ -75,7 +75,7 @@ def test_a_host_whose_clock_is_set_neither_kills_a_young_instance_nor_hides_a_lo
     set_by_s: float, after: ScanId
 ) -> None:
     """Set back after a look and before the build ended, its clock made the look the later, and the machine lost."""
-    up = run(asked(), replace(spawned(at=110.0), ended_at=110.0 + set_by_s, scan=ScanId(5, 3)))
+    up = run(queried(), replace(spawned(at=110.0), ended_at=110.0 + set_by_s, scan=ScanId(5, 3)))
     before = e.HostMissing(at=111.0, host_uuid=host(1), seen_at=109.0, service="s1", scan=ScanId(5, 3))
     for earlier in (before, replace(before, scan=ScanId(4, 9))):
         assert run(earlier, start=up.instance).instance.state is State.ACTIVE
@@ -85,7 +85,7 @@ def test_a_host_whose_clock_is_set_neither_kills_a_young_instance_nor_hides_a_lo
 
 def test_what_a_report_brought_up_is_missed_by_a_later_look_only() -> None:
     seen = e.HostRuns(at=112.0, attempt=1, host_uuid=host(1), service="s1", seen_at=112.0, scan=ScanId(5, 3))
-    for up in (run(asked(), seen), run(asked(), spawned(at=110.0), replace(seen, service="heir"))):
+    for up in (run(queried(), seen), run(queried(), spawned(at=110.0), replace(seen, service="heir"))):
         missed = e.HostMissing(
             at=1.0, host_uuid=host(1), seen_at=999.0, service=up.instance.here.service, scan=ScanId(5, 3)
         )
@@ -97,19 +97,19 @@ def test_what_a_report_brought_up_is_missed_by_a_later_look_only() -> None:
 def test_a_host_that_says_no_look_is_judged_by_its_clock() -> None:
     """Its service is of a release that counted none, at the report or at the build."""
     for told, seen in ((None, ScanId(5, 4)), (ScanId(5, 3), None)):
-        up = run(asked(), replace(spawned(at=110.0), ended_at=110.0, scan=told))
+        up = run(queried(), replace(spawned(at=110.0), ended_at=110.0, scan=told))
         missed = e.HostMissing(at=111.0, host_uuid=host(1), seen_at=109.0, service="s1", scan=seen)
         assert run(missed, start=up.instance).instance.state is State.ACTIVE
         assert run(replace(missed, seen_at=111.0), start=up.instance).instance.state is State.GIVING_UP
 
 
 def test_a_young_build_is_not_killed_by_a_report() -> None:
-    building = run(asked()).instance
+    building = run(queried()).instance
     assert run(e.HostMissing(at=999.0, host_uuid=host(1), seen_at=999.0), start=building).instance == building
 
 
 def test_a_report_that_it_is_gone_ends_a_delete_whose_answer_was_lost() -> None:
-    leaving = run(asked(), spawned(), DELETE).instance
+    leaving = run(queried(), spawned(), DELETE).instance
     assert run(e.HostMissing(at=1.0, host_uuid=host(1), seen_at=150.0), start=leaving).instance == leaving
     assert run(e.HostMissing(at=1.0, host_uuid=host(1), seen_at=150.1), start=leaving).instance.state is State.RELEASING
 
@@ -126,16 +126,16 @@ def test_without_a_record_nothing_is_destroyed() -> None:
 
 def test_what_is_newer_than_its_record_is_kept() -> None:
     """A database that was restored from a backup does not know what was commanded since."""
-    failed_twice = run(asked(hosts=1), failed(), RELEASED).instance
-    for before in (run(asked()).instance, run(asked(), spawned()).instance, failed_twice):
+    failed_twice = run(queried(hosts=1), failed(), RELEASED).instance
+    for before in (run(queried()).instance, run(queried(), spawned()).instance, failed_twice):
         for event in (runs(2), runs(2, 2), runs(1, 2), runs(UNKNOWN_ATTEMPT), runs(UNKNOWN_ATTEMPT, 2), spawned(2)):
             assert step(before, event, PATIENCE) == Step(before), (before.state, event)
 
 
 def test_what_its_record_proves_over_is_destroyed() -> None:
-    second = run(asked(), failed(), claimed(), spawned(2)).instance
-    over = run(asked(hosts=1), failed(), RELEASED).instance
-    gone = run(asked(), spawned(), DELETE, e.Destroyed(at=1.0, attempt=1, host_uuid=host(1)), RELEASED).instance
+    second = run(queried(), failed(), claimed(), spawned(2)).instance
+    over = run(queried(hosts=1), failed(), RELEASED).instance
+    gone = run(queried(), spawned(), DELETE, e.Destroyed(at=1.0, attempt=1, host_uuid=host(1)), RELEASED).instance
     buried = run(DELETE).instance
     for before, event in ((second, runs(1)), (over, runs(1)), (gone, runs(1)), (gone, runs(5, 3)), (buried, runs(1))):
         (order,) = step(before, event, PATIENCE).commands
@@ -144,12 +144,12 @@ def test_what_its_record_proves_over_is_destroyed() -> None:
 
 
 def test_a_machine_that_may_still_be_building_is_not_active() -> None:
-    building = run(asked()).instance
+    building = run(queried()).instance
     assert step(building, runs(1, built=False), PATIENCE) == Step(building)
     assert step(building, runs(1), PATIENCE).instance.state is State.ACTIVE
 
 
 def test_a_build_that_the_heir_reports_is_the_heirs() -> None:
-    up = run(asked(), reported("heir"))
+    up = run(queried(), reported("heir"))
     assert up.instance.state is State.ACTIVE
     assert orders(run(DELETE, start=up.instance)) == [("heir", host(1), 1)]

@@ -18,12 +18,12 @@ from tests.unit.conductor.scenario import (
     RELEASED,
     TIMED_OUT,
     UUID,
-    asked,
     claimed,
     destroys,
     failed,
     host,
     orders,
+    queried,
     said,
     spawned,
     spawns,
@@ -32,9 +32,9 @@ from tests.unit.conductor.scenario import (
 LOST = e.ServiceLost(at=112.0, service="s1", code="service.silent", reason="nothing was heard")
 
 
-def on(*services: str) -> e.BuildAsked:
+def on(*services: str) -> e.BuildRequested:
     """A build whose hosts are these services', in order."""
-    build = asked(hosts=len(services))
+    build = queried(hosts=len(services))
     chosen = zip(build.selections, services, strict=True)
     return replace(build, selections=tuple(replace(selection, service=service) for selection, service in chosen))
 

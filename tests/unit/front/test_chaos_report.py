@@ -13,7 +13,7 @@ from berth.chaos.report import ChaosReport, render
 from berth.chaos.tally import Stall
 
 SOUND = ChaosReport(
-    seed=1, seconds=10.0, requests=100, asked_for=100, stopped="", deletes=10, active=90, failed=0, refused=0,
+    seed=1, seconds=10.0, requests=100, wanted=100, stopped="", deletes=10, active=90, failed=0, refused=0,
     deleted=10, failures_by_code={}, failure_reasons={}, events=400, events_repeated=1, lost=0, doubled=0, leaked=0,
     overcommitted=0,
     faults={"kill_broker": 1}, faults_total=1, connections_cut=0, died=(), ends_per_s=11.0, longest_stall_s=3.2,
@@ -34,7 +34,7 @@ def test_a_run_is_sound_when_nothing_is_wrong() -> None:
         {"leaked": 1},
         {"overcommitted": 1},
         {"at_rest": False},
-        {"asked_for": 101},
+        {"wanted": 101},
         {"invariants": {"x": False}},
     ],
 )
@@ -59,7 +59,7 @@ def test_a_death_is_a_bug_unless_an_outage_explains_it(status: int, words: str, 
 def test_a_person_reads_every_figure() -> None:
     said = io.StringIO()
     report = msgspec.structs.replace(
-        SOUND, lost=7, examples={"lost": ("some-uuid",)}, asked_for=200, stopped="after 3600 s"
+        SOUND, lost=7, examples={"lost": ("some-uuid",)}, wanted=200, stopped="after 3600 s"
     )
     render(report, Console(file=said, width=100))
     text = said.getvalue()

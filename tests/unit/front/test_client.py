@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from berth import client as client_module
-from berth.commands.builds import asked_for
+from berth.commands.builds import publish_and_follow
 from berth.load import LoadPlan, draw_requests
 from bus.contracts.build import BuildEvent, BuildRecord, BuildRequest, BuildState
 from bus.port import BusUnavailable, PublishRefused
@@ -54,7 +54,7 @@ async def test_item_7_an_event_of_another_project_ends_no_build_of_ours(client_w
     )
     await client_world.scheduler.publish(forged)
     await until(lambda: client_world.client.foreign_events == 1)
-    assert (track.state, client_world.client.unfinished) == ("asked", 1)
+    assert (track.state, client_world.client.unfinished) == ("requested", 1)
 
 
 async def test_of_many_builds_it_is_known_which_were_accepted_before_the_queue_was_full(
@@ -64,7 +64,9 @@ async def test_of_many_builds_it_is_known_which_were_accepted_before_the_queue_w
     client_world.answer_at_once = False
     client_world.full = {2, 3, 4}
     with pytest.raises(PublishRefused):
-        await asked_for(client_world.client, requests(1200), timeout_s=2 * client_module.PUBLISH_AGAIN_S, as_json=True)
+        await publish_and_follow(
+            client_world.client, requests(1200), timeout_s=2 * client_module.PUBLISH_AGAIN_S, as_json=True
+        )
     accepted = [track for track in client_world.client.tracks.values() if track.published_at is not None]
     assert len(accepted) == 1000
     shown = msgspec.json.decode(capsys.readouterr().out)
@@ -73,7 +75,7 @@ async def test_of_many_builds_it_is_known_which_were_accepted_before_the_queue_w
 
 async def test_many_builds_wait_for_a_full_queue_to_have_room(client_world: ClientWorld) -> None:
     client_world.full = {2, 3}
-    tracks = await asked_for(client_world.client, requests(1200), timeout_s=20.0, as_json=True)
+    tracks = await publish_and_follow(client_world.client, requests(1200), timeout_s=20.0, as_json=True)
     assert all(track.published_at is not None for track in tracks) and len(tracks) == 1200
 
 
@@ -89,9 +91,9 @@ async def test_a_repeated_or_late_event_changes_nothing(client_world: ClientWorl
     client_world.answer_at_once = False
     (request,) = requests(1)
     (track,) = await client_world.client.boot([request])
-    await client_world.say(request, BuildState.ACTIVE, 12)
-    await client_world.say(request, BuildState.ACTIVE, 12)
-    await client_world.say(request, BuildState.BUILDING, 10, terminal=False)
+    await client_world.notify(request, BuildState.ACTIVE, 12)
+    await client_world.notify(request, BuildState.ACTIVE, 12)
+    await client_world.notify(request, BuildState.BUILDING, 10, terminal=False)
     await until(lambda: track.repeats == 2)
     assert (track.terminals, track.state) == (1, "active")
 
@@ -102,9 +104,9 @@ async def test_a_delete_ends_when_the_machine_is_gone_and_not_before(client_worl
     client_world.answer_at_once = False
     client_world.records[request.instance_uuid] = record(request, BuildState.BUILDING)
     (track,) = await client_world.client.delete([record(request, BuildState.BUILDING)])
-    await client_world.say(request, BuildState.ACTIVE, 12)
+    await client_world.notify(request, BuildState.ACTIVE, 12)
     assert not await client_world.client.wait(0.0)
-    await client_world.say(request, BuildState.DELETED, 15)
+    await client_world.notify(request, BuildState.DELETED, 15)
     await until(lambda: track.ended_at is not None)
     assert track.state == "deleted"
 

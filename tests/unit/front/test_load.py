@@ -109,11 +109,11 @@ async def test_a_closed_loop_keeps_so_many_in_flight(client_world: ClientWorld) 
 async def test_what_clients_spent_in_each_stage_adds_up_to_their_latency(client_world: ClientWorld) -> None:
     """From the intended time until the client heard, though the scheduler's clock is an hour fast."""
     world = client_world
-    say = world.scheduler.publish
+    notify = world.scheduler.publish
 
     async def stamped(event: BuildEvent) -> None:
         ahead = world.clock.now + 3600
-        await say(replace(event, stamps=Stamps(ahead, ahead, ahead, ahead, ahead, ahead)))
+        await notify(replace(event, stamps=Stamps(ahead, ahead, ahead, ahead, ahead, ahead)))
 
     world.scheduler.publish = stamped  # type: ignore[method-assign, assignment]
     world.stall_s = {2: 0.5}
@@ -199,7 +199,7 @@ async def test_what_a_scheduler_still_has_under_way_at_the_bound_is_late_and_not
     going = asyncio.create_task(run.go())
     await client_world.asked_more()
     await client_world.finish(2)
-    await client_world.say(client_world.waiting[0], BuildState.BUILDING, 3, terminal=False)
+    await client_world.notify(client_world.waiting[0], BuildState.BUILDING, 3, terminal=False)
     await going
     assert outcomes(run) == {"active": 2, "late": 1, "lost": 2}
 

@@ -103,12 +103,12 @@ def test_a_request_for_more_gpus_than_groups_is_said_so(tmp_path: Path) -> None:
 
 def test_what_is_asked_for_rises_and_falls_with_arrivals_and_deletions(tmp_path: Path) -> None:
     requests = read_requests(written(tmp_path, "requests.csv", REQUESTS))
-    asked = demand(requests)
-    assert [(at, round(gpus, 2)) for at, _, _, gpus in asked] == [
+    requested = demand(requests)
+    assert [(at, round(gpus, 2)) for at, _, _, gpus in requested] == [
         (0.0, 0.81), (20.0, 2.81), (40.0, 2.81), (50.0, 2.81), (60.0, 2.0), (100.0, 2.81),
     ]  # fmt: skip
-    assert mean_in(asked, 0.0, 40.0, 3) == pytest.approx((0.81 + 2.81) / 2)
-    assert mean_in(asked, 45.0, 55.0, 1) == pytest.approx((3.152 + 12 + 0.25), abs=1e-9)
+    assert mean_in(requested, 0.0, 40.0, 3) == pytest.approx((0.81 + 2.81) / 2)
+    assert mean_in(requested, 45.0, 55.0, 1) == pytest.approx((3.152 + 12 + 0.25), abs=1e-9)
     assert demand(requests, deletes=False)[-1][3] == pytest.approx(3.62)
 
 

@@ -48,12 +48,12 @@ def test_a_part_says_everything_that_the_street_reads() -> None:
     """The street had learned two options that scale did not pass: every part ended in an AttributeError."""
     options = scale.options_of(1000, 2, 50)
     tree = ast.parse(inspect.getsource(street_systems.on_real_servers))
-    asked = {
+    requested = {
         node.attr
         for node in ast.walk(tree)
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "options"
     }
-    assert asked and asked <= vars(options).keys()
+    assert requested and requested <= vars(options).keys()
     assert (options.hosts, options.schedulers, options.boots, options.cells) == (1000, 2, 50, scale.CELLS)
 
 

@@ -83,7 +83,7 @@ async def died(processes: WorkerProcesses, name: str = "scheduler1") -> Worker:
 
 async def test_a_dead_worker_is_started_again_with_what_it_had_and_not_for_ever(processes: ShortLived) -> None:
     clock, said = HandClock(), list[str]()
-    supervisor = Supervisor(processes, clock=clock, say=said.append)
+    supervisor = Supervisor(processes, clock=clock, notify=said.append)
     before = await died(processes)
     supervisor.check_workers()
     again = processes.workers["scheduler1"]
@@ -104,7 +104,7 @@ async def test_a_dead_worker_is_started_again_with_what_it_had_and_not_for_ever(
 
 async def test_deaths_long_ago_are_forgiven(processes: ShortLived) -> None:
     clock = HandClock()
-    supervisor = Supervisor(processes, clock=clock, say=lambda said: None)
+    supervisor = Supervisor(processes, clock=clock, notify=lambda said: None)
     for _ in range(MAX_DEATHS + 2):
         fallen = await died(processes)
         supervisor.check_workers()
@@ -115,10 +115,10 @@ async def test_deaths_long_ago_are_forgiven(processes: ShortLived) -> None:
 async def test_supervision_ends_when_asked_or_when_it_fails(processes: ShortLived) -> None:
     stop = asyncio.Event()
     stop.set()
-    await supervised(Supervisor(processes, clock=HandClock(), say=lambda said: None), stop)
+    await supervised(Supervisor(processes, clock=HandClock(), notify=lambda said: None), stop)
     clock = HandClock()
     with pytest.raises(ServerFailed):
-        await supervised(Supervisor(processes, clock=clock, say=lambda said: None), asyncio.Event())
+        await supervised(Supervisor(processes, clock=clock, notify=lambda said: None), asyncio.Event())
 
 
 async def test_every_cell_has_hosts_however_many_another_one_has() -> None:
@@ -132,8 +132,8 @@ async def test_every_cell_has_hosts_however_many_another_one_has() -> None:
     await bus.open()
     consumer = bus.consumer("scheduler.queries", handler)
     await consumer.start()
-    asked_at = clock.now
+    requested_at = clock.now
     await _hosts_known(here)
-    assert clock.now - asked_at < HOSTS_WAIT_S / 2
+    assert clock.now - requested_at < HOSTS_WAIT_S / 2
     await consumer.drain(1.0)
     await bus.close()

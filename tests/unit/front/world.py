@@ -117,10 +117,10 @@ class ClientWorld:
     async def finish(self, count: int) -> None:
         """End some builds, the oldest first."""
         for request in self.waiting[:count]:
-            await self.say(request, BuildState.ACTIVE, 12)
+            await self.notify(request, BuildState.ACTIVE, 12)
         del self.waiting[:count]
 
-    async def say(self, request: BuildRequest, state: BuildState, sequence: int, *, terminal: bool = True) -> None:
+    async def notify(self, request: BuildRequest, state: BuildState, sequence: int, *, terminal: bool = True) -> None:
         """An event, and the record of it."""
         self.records[request.instance_uuid] = BuildRecord(
             instance_uuid=request.instance_uuid, project_id=request.project_id, flavor=request.flavor, state=state
@@ -141,12 +141,12 @@ class ClientWorld:
     async def _requests(self, batch: Sequence[Received]) -> Sequence[Outcome]:
         for received in batch:
             if isinstance(received.message, DeleteRequest) and self.answer_at_once:
-                await self.say(self._requested[received.message.instance_uuid], BuildState.DELETED, 20)
+                await self.notify(self._requested[received.message.instance_uuid], BuildState.DELETED, 20)
             if not isinstance(received.message, BuildRequest):
                 continue  # else the test says what comes of it
             self._requested[received.message.instance_uuid] = received.message
             if self.answer_at_once:
-                await self.say(received.message, BuildState.ACTIVE, 12)
+                await self.notify(received.message, BuildState.ACTIVE, 12)
             else:
                 self.waiting.append(received.message)
         return [Done()] * len(batch)

@@ -25,12 +25,12 @@ async def test_a_notification_that_cannot_be_handled_stops_nothing(monkeypatch: 
         with monkeypatch.context() as patched:
             patched.setattr("ironic_sync.listener.effect_of", lambda *_, **__: 1 / 0)
             nodes.put(maintenance=True)
-            await here.say(told("node.maintenance_set.end", maintenance=True))
+            await here.notify(told("node.maintenance_set.end", maintenance=True))
             await here.settle()
         assert nodes.lists > lists
         assert reserved(here) == 1
         nodes.put(maintenance=False)
-        await here.say(told("node.maintenance_set.end", maintenance=False))
+        await here.notify(told("node.maintenance_set.end", maintenance=False))
         await here.settle()
         assert reserved(here) == 0
         assert await here.transport.depth(here.config.queue) == 0
@@ -58,7 +58,7 @@ async def test_the_exchange_may_come_later() -> None:
         await here.pass_time(5)
         assert here.loop.healthy
         nodes.put(maintenance=True)
-        await here.say(told("node.maintenance_set.end", maintenance=True))
+        await here.notify(told("node.maintenance_set.end", maintenance=True))
         await here.settle()
         assert reserved(here) == 1
 
@@ -79,7 +79,7 @@ async def test_after_a_reconnection_it_binds_and_reads_all() -> None:
         assert nodes.lists == lists + 1
         assert reserved(here) == 1
         nodes.put(maintenance=False)
-        await here.say(told("node.maintenance_set.end"))
+        await here.notify(told("node.maintenance_set.end"))
         await here.settle()
         assert reserved(here) == 0, "it consumes again"
 
@@ -91,7 +91,7 @@ async def test_ironic_away() -> None:
         await here.settle()
         nodes.fault = SourceUnavailable("unavailable")
         nodes.put(maintenance=True)
-        await here.say(told("node.maintenance_set.end", maintenance=True))
+        await here.notify(told("node.maintenance_set.end", maintenance=True))
         await turns()
         assert reserved(here) == 1
         reads = nodes.reads
@@ -112,7 +112,7 @@ async def test_a_node_is_offered_within_two_seconds_of_ironics_first_answer() ->
         await here.settle()
         nodes.fault = SourceUnavailable("away")
         nodes.put(maintenance=True)
-        await here.say(told("node.maintenance_set.end", maintenance=True))
+        await here.notify(told("node.maintenance_set.end", maintenance=True))
         await unsettled(here, 300)
         assert reserved(here) == 1
         lists = nodes.lists
@@ -142,7 +142,7 @@ async def test_the_bus_away_loses_nothing_and_piles_up_one_update_a_node() -> No
         here.book.fault = BusUnavailable("unavailable")
         for on in (True, False) * 20 + (True,):
             nodes.put(maintenance=on)
-            await here.say(told("node.maintenance_set.end", maintenance=on))
+            await here.notify(told("node.maintenance_set.end", maintenance=on))
             await turns()
         here.book.fault = None
         reported_before = len(here.book.updates)
@@ -169,7 +169,7 @@ async def test_a_notification_is_acknowledged_only_after_what_it_did_is_saved(mo
         await here.settle()
         Away.away = True
         nodes.put(maintenance=True)
-        await here.say(told("node.maintenance_set.end", maintenance=True))
+        await here.notify(told("node.maintenance_set.end", maintenance=True))
         await turns()
         assert here.loop.sync_state is not None
         assert len(here.loop.sync_state.deliveries) == 1

@@ -140,8 +140,8 @@ async def test_no_body_is_ever_logged() -> None:
             await world.settle()
             for wrong in ({"uuid": TOKEN}, {"uuid": UUID, "maintenance": TOKEN}, {"uuid": UUID}):
                 for event in ("node.update.end", f"node.{TOKEN}.end", "allocation.create.end"):
-                    await world.say(body(event, wrong))
-            await world.say(TOKEN.encode())
+                    await world.notify(body(event, wrong))
+            await world.notify(TOKEN.encode())
             await world.settle()
     assert [line for line in lines if line["event"] == "ironic.rejected"]
     assert not [line for line in lines if TOKEN in json.dumps(line, default=str)]

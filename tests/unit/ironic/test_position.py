@@ -44,7 +44,7 @@ class Model:
         self.seq += 1
         away = reserved(self.node)
         self.away_heard = self.seq if away else self.away_heard
-        self._set(step.heard(self.position, taken=away, seq=self.seq, now=self.now))
+        self._set(step.notified(self.position, taken=away, seq=self.seq, now=self.now))
 
     def send(self) -> None:
         self.seq += 1

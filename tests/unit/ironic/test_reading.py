@@ -15,7 +15,7 @@ async def test_taking_away_does_not_wait_for_the_read() -> None:
         assert reserved(here) == 0
         nodes.gate.clear()
         nodes.put(maintenance=True)
-        await here.say(told("node.maintenance_set.end", maintenance=True))
+        await here.notify(told("node.maintenance_set.end", maintenance=True))
         await turns()
         assert nodes.under_way == 1, "the read is on its way"
         assert reserved(here) == 1
@@ -30,7 +30,7 @@ async def test_giving_back_waits_for_the_read() -> None:
         await here.settle()
         nodes.gate.clear()
         nodes.put(maintenance=False)
-        await here.say(told("node.maintenance_set.end"))
+        await here.notify(told("node.maintenance_set.end"))
         await turns()
         assert reserved(here) == 1
         nodes.gate.set()
@@ -46,10 +46,10 @@ async def test_a_read_overtaken_by_news_gives_nothing_back() -> None:
         await here.settle()
         nodes.put(provision_state="available")
         nodes.gate.clear()
-        await here.say(told("node.provision_set.end"))
+        await here.notify(told("node.provision_set.end"))
         await turns()
         nodes.put(provision_state="deploying", instance_uuid=INSTANCE)
-        await here.say(told("node.provision_set.start", provision_state="deploying"))
+        await here.notify(told("node.provision_set.start", provision_state="deploying"))
         await turns()
         nodes.gate.set()
         await here.settle()
@@ -62,7 +62,7 @@ async def test_much_news_about_a_node_being_read_is_one_more_read() -> None:
         await here.settle()
         nodes.gate.clear()
         for _ in range(100):
-            await here.say(told("node.update.end"))
+            await here.notify(told("node.update.end"))
         await turns(400)
         nodes.gate.set()
         await here.settle()
@@ -74,15 +74,15 @@ async def test_a_start_is_read_later_unless_its_end_comes() -> None:
     nodes, here = world()
     async with here.running():
         await here.settle()
-        await here.say(told("node.maintenance_set.start", maintenance=True))
+        await here.notify(told("node.maintenance_set.start", maintenance=True))
         await here.settle()
         assert (nodes.reads, reserved(here)) == (0, 0), "nothing has happened yet"
         nodes.put(maintenance=True)
         await here.pass_time(1)
         assert (nodes.reads, reserved(here)) == (1, 1), "its end was lost"
         nodes.put(maintenance=False)
-        await here.say(told("node.maintenance_set.start"))
-        await here.say(told("node.maintenance_set.end"))
+        await here.notify(told("node.maintenance_set.start"))
+        await here.notify(told("node.maintenance_set.end"))
         await here.settle()
         assert reserved(here) == 0
         await here.pass_time(1)
@@ -98,7 +98,7 @@ async def test_many_nodes_are_read_side_by_side_within_the_bound() -> None:
         await here.settle()
         nodes.gate.clear()
         for uuid in uuids:
-            await here.say(told("node.update.end", uuid))
+            await here.notify(told("node.update.end", uuid))
         await turns(400)
         assert nodes.under_way == 4
         nodes.gate.set()
@@ -128,7 +128,7 @@ async def test_an_allocation_is_followed_until_it_has_its_node() -> None:
     async with here.running():
         await here.settle()
         nodes.allocations[INSTANCE] = {"state": "allocating"}
-        await here.say(body("allocation.create.end", {"uuid": INSTANCE, "node_uuid": None, "state": "allocating"}))
+        await here.notify(body("allocation.create.end", {"uuid": INSTANCE, "node_uuid": None, "state": "allocating"}))
         await turns(200)
         assert reserved(here) == 0
         nodes.allocations[INSTANCE] = {"state": "active", "node_uuid": NODE}
@@ -144,14 +144,14 @@ async def test_a_deleted_node_is_removed_and_may_come_back() -> None:
         first = here.book.versions[NODE]
         del nodes.nodes[NODE]
         nodes.gate.clear()
-        await here.say(told("node.delete.end"))
+        await here.notify(told("node.delete.end"))
         await turns()
         assert reserved(here) == 1, "held back before the 404 confirms it"
         nodes.gate.set()
         await here.settle()
         assert here.book.updates[-1].providers == ()
         nodes.put()
-        await here.say(told("node.create.end"))
+        await here.notify(told("node.create.end"))
         await here.settle()
         assert reserved(here) == 0
         assert here.book.versions[NODE] > first
@@ -183,7 +183,7 @@ async def test_a_made_up_uuid_leaves_nothing_behind() -> None:
     _, here = world()
     async with here.running():
         await here.settle()
-        await here.say(told("node.update.end", OTHER))
+        await here.notify(told("node.update.end", OTHER))
         await here.settle()
         assert here.loop.sync_state is not None
         assert list(here.loop.sync_state.positions) == [NODE]

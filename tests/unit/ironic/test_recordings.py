@@ -51,7 +51,7 @@ async def play(recording: Recording, disturb: Callable[[int, Messages], Messages
             recording.source.go_to(index)
             told = len(world.book.updates)
             for body, key in disturb(index, recording.messages[index]):
-                await world.say(body, key)
+                await world.notify(body, key)
             await world.settle()
             # A second "start:" brings a node whose making was not recorded: nothing but reading all can find it.
             if resync or (index and expected["step"].startswith("start:")):

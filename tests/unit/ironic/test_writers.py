@@ -32,7 +32,7 @@ async def test_a_second_process_waits_and_takes_over_with_newer_versions() -> No
             versions = dict(here.book.versions)
             here.positions.depose()
             nodes.put(maintenance=True)
-            await here.say(told("node.maintenance_set.end", maintenance=True))
+            await here.notify(told("node.maintenance_set.end", maintenance=True))
             for _ in range(10):
                 await turns()
                 here.clock.advance()
@@ -50,7 +50,7 @@ async def test_a_deposed_writer_tells_nothing_more() -> None:
         async with held:
             count = len(here.book.updates)
             nodes.put(maintenance=True)
-            await here.say(told("node.maintenance_set.end", maintenance=True))
+            await here.notify(told("node.maintenance_set.end", maintenance=True))
             await turns(200)
             assert len(here.book.updates) == count
             assert not here.loop.is_leader
@@ -75,7 +75,7 @@ async def test_what_was_saved_and_not_published_is_published_at_the_next_start()
         await here.settle()
         here.book.fault = BusUnavailable("unavailable")
         nodes.put(maintenance=True)
-        await here.say(told("node.maintenance_set.end", maintenance=True))
+        await here.notify(told("node.maintenance_set.end", maintenance=True))
         await turns()
     again = World(nodes, positions=here.positions)
     nodes.fault = SourceUnavailable("and Ironic is unavailable too")
@@ -108,7 +108,7 @@ async def test_an_offer_is_not_told_again_on_a_read_that_something_heard_has_ove
         await turns()
         assert nodes.lists == 2  # under way, with the node as it still is
         nodes.put(maintenance=True)  # and this goes unsaid
-        await again.say(told("node.power_set.end"))
+        await again.notify(told("node.power_set.end"))
         await turns()
         nodes.gate.set()
         await turns()

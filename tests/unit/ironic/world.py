@@ -147,7 +147,7 @@ class World:
             await self.transport.close()
             await self.ironic.close()
 
-    async def say(self, body: bytes, key: str = "ironic_versioned_notifications.info") -> None:
+    async def notify(self, body: bytes, key: str = "ironic_versioned_notifications.info") -> None:
         await self.ironic.publish(Outgoing(exchange="ironic", routing_key=key, body=body))
 
     async def settle(self, tries: int = 200) -> None:

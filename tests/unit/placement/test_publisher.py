@@ -128,7 +128,7 @@ async def test_the_news_of_a_claim_waits_for_its_answer_to_leave_and_all_other_n
     async with asyncio.timeout(20):
         while len(told_at) < 1:  # noqa: ASYNC110  (whatever it is, it needs only turns of the loop)
             await asyncio.sleep(0)
-        publisher.wake(in_a_hurry=False)
+        publisher.wake(at_once=False)
         while len(told_at) < 2:  # noqa: ASYNC110
             await asyncio.sleep(0)
     running.cancel()

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from placement_worker.domain.values import MAX_CAPACITY
 from placement_worker.rest import bodies
 from placement_worker.rest.bodies import InventoryBody, at, consumer_write
-from placement_worker.rest.candidates_query import asked_of
+from placement_worker.rest.candidates_query import parse_candidates
 from placement_worker.rest.faults import HttpFault, best
 from placement_worker.rest.http import QueryString
 from placement_worker.rest.query import is_uuid, resources_of
@@ -113,7 +113,7 @@ def test_a_body_that_is_not_utf_8_is_a_bad_request(body: bytes) -> None:
 def test_no_query_is_more_than_a_bad_request(text: str) -> None:
     for version in (10, 24, 25, 33, 36, 39):
         try:
-            asked_of(QueryString(text.encode()), version)
+            parse_candidates(QueryString(text.encode()), version)
         except HttpFault as fault:
             assert fault.status == 400
 
@@ -121,12 +121,12 @@ def test_no_query_is_more_than_a_bad_request(text: str) -> None:
 @pytest.mark.parametrize("query", ["limit=x&limit=1", "limit=0&limit=1", "limit=-1&limit=1", "limit=&limit=1"])
 def test_a_limit_that_is_none_is_a_bad_request_though_a_later_one_is_good(query: str) -> None:
     with pytest.raises(HttpFault) as caught:
-        asked_of(QueryString(f"resources=VCPU:1&{query}".encode()), 39)
+        parse_candidates(QueryString(f"resources=VCPU:1&{query}".encode()), 39)
     assert caught.value.status == 400
 
 
 def test_a_limit_of_thousands_of_digits_is_a_limit() -> None:
-    limit = asked_of(QueryString(b"resources=VCPU:1&limit=" + b"9" * 5000), 39).limit
+    limit = parse_candidates(QueryString(b"resources=VCPU:1&limit=" + b"9" * 5000), 39).limit
     assert limit is not None
     assert limit > 2**53
 

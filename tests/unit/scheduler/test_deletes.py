@@ -25,7 +25,7 @@ UUID = "00000000-0000-4000-8000-000000000001"
 AUTHOR = Author("scheduler", 7.0)
 
 
-def asked(position: int = 0, *, project: str = "p", delivery: int = 0) -> PendingDelete:
+def requested(position: int = 0, *, project: str = "p", delivery: int = 0) -> PendingDelete:
     request = DeleteRequest(instance_uuid=UUID, project_id=project)
     return pending_delete(Received(request, Meta(id="m", attempt=delivery), "api", "scheduler.requests"), position)
 
@@ -48,7 +48,7 @@ def recorded(state: BuildState, cell: str | None = None) -> RecordedBuild:
 def test_a_delete_by_the_state_of_its_build(
     build: RecordedBuild, after: BuildState | None, message: type | None
 ) -> None:
-    plan = plan_deletes([asked(0), asked(1)], {UUID: build}, AUTHOR)
+    plan = plan_deletes([requested(0), requested(1)], {UUID: build}, AUTHOR)
     assert [isinstance(plan.outcomes[at], Done) for at in (0, 1)] == [True, True] and plan.accepted == {UUID}
     assert [update.build.state for update in plan.updates] == ([after] if after else [])
     assert all(update.build.delete_requested for update in plan.updates)
@@ -56,15 +56,15 @@ def test_a_delete_by_the_state_of_its_build(
 
 
 def test_another_projects_delete_does_nothing() -> None:
-    plan = plan_deletes([asked(project="q")], {UUID: recorded(BuildState.ACTIVE, "c1")}, AUTHOR)
+    plan = plan_deletes([requested(project="q")], {UUID: recorded(BuildState.ACTIVE, "c1")}, AUTHOR)
     assert isinstance(plan.outcomes[0], Refuse)
     assert (plan.accepted, plan.updates, plan.messages, plan.unknown) == (set(), [], [], [])
 
 
 def test_an_unknown_instance_is_looked_for_again_and_then_put_on_record_as_deleted() -> None:
-    early = plan_deletes([asked()], {}, AUTHOR)
+    early = plan_deletes([requested()], {}, AUTHOR)
     assert isinstance(early.outcomes[0], Retry) and early.unknown == []
-    late = plan_deletes([asked(delivery=DELETE_RETRIES)], {}, AUTHOR)
+    late = plan_deletes([requested(delivery=DELETE_RETRIES)], {}, AUTHOR)
     (tombstone,) = tombstones(late.unknown, (), AUTHOR)
     assert (tombstone.build.state, tombstone.build.terminal) == (BuildState.DELETED, True)
     refused, messages = refuse_unknown(late.unknown, {UUID}, AUTHOR)

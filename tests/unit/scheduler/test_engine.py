@@ -85,7 +85,7 @@ class Cluster:
         return await self.engine.place([self.asking(request, first_run=first_run) for request in requests])
 
     def pending(self, request: BuildRequest) -> PendingBuild:
-        return PendingBuild(position=0, request=request, digest=b"", asked_at=0.0, taken_at=0.0)
+        return PendingBuild(position=0, request=request, digest=b"", requested_at=0.0, taken_at=0.0)
 
 
 # Hosts were announced at 0, and the loop has its own time.
@@ -343,11 +343,11 @@ async def test_a_flavor_too_wide_to_search_is_refused_and_its_neighbours_are_not
     hosts = cluster.hosts
     wide = Query(resources={"VCPU": 1}, groups=tuple(Group(suffix=f"_{n}", resources={"VGPU": 1}) for n in range(999)))
     spec = hosts.spec()
-    asked = [
+    requested = [
         PlacementRequest(request=hosts.request(), spec=spec),
         PlacementRequest(request=hosts.request(), spec=structs.replace(spec, query=wide, key=("wide",))),
     ]
-    placed, stopped = await cluster.engine.place(asked)
+    placed, stopped = await cluster.engine.place(requested)
     assert isinstance(placed, HostClaimed)
     assert isinstance(stopped, PlacementRefused) and stopped.code == "search.too_wide"
 

@@ -43,8 +43,8 @@ def test_words_of_groups_become_a_query() -> None:
             "capabilities:arch": "x",
         },
     )
-    asked = parse("f", flavor)
-    query = asked.query
+    requested = parse("f", flavor)
+    query = requested.query
     assert query.resources == {"VCPU": 2, "MEMORY_MB": 512}
     assert query.groups == (
         Group(
@@ -59,8 +59,8 @@ def test_words_of_groups_become_a_query() -> None:
     assert (query.group_policy, query.same_subtree) == ("isolate", (("1", "_NUMA"),))
     assert query.root_required == (("COMPUTE_NODE",),)
     assert query.root_forbidden == ("COMPUTE_STATUS_DISABLED", "CUSTOM_OLD")
-    assert (asked.preferred_traits, asked.preferred_classes) == (("CUSTOM_NICE",), ("VGPU",))
-    assert asked.extra_specs == {"capabilities:arch": "x"}
+    assert (requested.preferred_traits, requested.preferred_classes) == (("CUSTOM_NICE",), ("VGPU",))
+    assert requested.extra_specs == {"capabilities:arch": "x"}
 
 
 class Cluster:

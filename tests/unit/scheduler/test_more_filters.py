@@ -63,7 +63,7 @@ def test_an_aggregate_lists_the_flavors_that_it_takes() -> None:
 
 
 @pytest.mark.parametrize(
-    ("announced", "asked", "runs"),
+    ("announced", "requested", "runs"),
     [
         ("x86_64/kvm/hvm", ["x86_64", "", ""], True),
         ("x86_64/kvm/hvm", ["aarch64", "", ""], False),
@@ -75,16 +75,16 @@ def test_an_aggregate_lists_the_flavors_that_it_takes() -> None:
         (None, ["x86_64", "", ""], False),
     ],
 )
-def test_what_an_image_is_made_for(announced: str | None, asked: list[str], runs: bool) -> None:
-    assert supports(announced, asked) is runs
+def test_what_an_image_is_made_for(announced: str | None, requested: list[str], runs: bool) -> None:
+    assert supports(announced, requested) is runs
 
 
 def test_images_run_where_they_can() -> None:
     intel, arm = {"supported_instances": "x86_64/kvm/hvm"}, {"supported_instances": "aarch64/kvm/hvm"}
     hosts = Hosts([PLENTY] * 3, reports={0: {"attributes": intel}, 1: {"attributes": arm}})
     host_filter = ImagePropertiesFilter()
-    asked = hosts.spec(image_properties={"hw_architecture": "AARCH64", "os_type": "linux"})
-    verdict = host_filter.filter(hosts.view(), asked)
+    requested = hosts.spec(image_properties={"hw_architecture": "AARCH64", "os_type": "linux"})
+    verdict = host_filter.filter(hosts.view(), requested)
     assert verdict.passed.tolist() == [False, True, False]
     assert verdict.rejected == {"image.not_supported": 2}
     assert not applies_to(host_filter, hosts.spec(image_properties={"os_type": "linux"}))

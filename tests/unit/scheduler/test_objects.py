@@ -43,13 +43,13 @@ def change(kind: ObjectKind, name: str, body: dict[str, Any] | None = None, **mo
     return ObjectChange(kind=kind, name=name, body=body, **more)
 
 
-def asked(*changes: ObjectChange, **more: Any) -> ObjectsChange:
+def requested(*changes: ObjectChange, **more: Any) -> ObjectsChange:
     return ObjectsChange(who="me", changes=changes, **more)
 
 
 def test_a_change_tells_what_was_before_and_leaves_out_what_stays() -> None:
     same = change(F, "small", {"vcpus": 1})
-    planned = plan(asked(same, change(F, "large", {"vcpus": 16}), change(F, "new", {})), PRESENT)
+    planned = plan(requested(same, change(F, "large", {"vcpus": 16}), change(F, "new", {})), PRESENT)
     assert planned == ChangePlan(
         (
             ChangedObject(kind=F, name="large", before={"vcpus": 8}, after={"vcpus": 16}),
@@ -59,7 +59,7 @@ def test_a_change_tells_what_was_before_and_leaves_out_what_stays() -> None:
 
 
 def test_prune_deletes_what_is_not_named_of_these_kinds_only() -> None:
-    planned = plan(asked(change(F, "small", {"vcpus": 1}), prune=(F,)), PRESENT)
+    planned = plan(requested(change(F, "small", {"vcpus": 1}), prune=(F,)), PRESENT)
     assert isinstance(planned, ChangePlan)
     assert planned.changed == (ChangedObject(kind=F, name="large", before={"vcpus": 8}, after=None),)
     assert planned.flavors_deleted == ("large",)
@@ -83,7 +83,7 @@ def test_prune_deletes_what_is_not_named_of_these_kinds_only() -> None:
     ],
 )  # fmt: skip
 def test_what_is_refused_names_the_object(changes: list[ObjectChange], code: str, says: str) -> None:
-    refused = plan(asked(change(F, "fine", {}), *changes), PRESENT)
+    refused = plan(requested(change(F, "fine", {}), *changes), PRESENT)
     assert isinstance(refused, Refusal)
     assert refused.code == code
     assert says in refused.reason
@@ -91,8 +91,8 @@ def test_what_is_refused_names_the_object(changes: list[ObjectChange], code: str
 
 def test_objects_of_a_kind_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("scheduler_worker.domain.objects.MAX_OF_KIND", 2)
-    assert isinstance(plan(asked(change(F, "third", {})), PRESENT), Refusal)
-    assert isinstance(plan(asked(change(F, "third", {}), change(F, "small")), PRESENT), ChangePlan)
+    assert isinstance(plan(requested(change(F, "third", {})), PRESENT), Refusal)
+    assert isinstance(plan(requested(change(F, "third", {}), change(F, "small")), PRESENT), ChangePlan)
 
 
 def test_the_configuration_is_the_settings_with_the_objects_in_their_place() -> None:

@@ -69,5 +69,5 @@ async def test_a_question_while_the_database_is_away_is_refused_at_once() -> Non
     registry = ObjectRegistry(store, hosts.selector, SchedulerConfig(), clock=clock)
     handler = QueryHandler(store, hosts.selector, cast("Any", None), WorkerTable(), clock=clock, objects=registry)
     for query in (BuildQuery(), ObjectsQuery(), ObjectLogQuery()):
-        asked = Received(message=query, meta=Meta(id="q", cause="q", sent_at=1.0), bus="api", queue="q")
-        assert await handler([asked]) == [Refuse("database.unavailable", "connection refused")]
+        requested = Received(message=query, meta=Meta(id="q", cause="q", sent_at=1.0), bus="api", queue="q")
+        assert await handler([requested]) == [Refuse("database.unavailable", "connection refused")]

@@ -32,11 +32,11 @@ def test_a_flavor_becomes_a_query() -> None:
             "capabilities:arch": "x",
         },
     )
-    asked = parse("f", flavor)
-    assert asked.query.resources == {"VCPU": 2, "MEMORY_MB": 1024, "VGPU": 1}
-    assert asked.query.required == (("HW_CPU_X86_AVX2",),) and asked.query.forbidden == ("CUSTOM_SLOW",)
-    assert asked.query.root_forbidden == ("COMPUTE_STATUS_DISABLED",)
-    assert asked.extra_specs == {"capabilities:arch": "x"}
+    requested = parse("f", flavor)
+    assert requested.query.resources == {"VCPU": 2, "MEMORY_MB": 1024, "VGPU": 1}
+    assert requested.query.required == (("HW_CPU_X86_AVX2",),) and requested.query.forbidden == ("CUSTOM_SLOW",)
+    assert requested.query.root_forbidden == ("COMPUTE_STATUS_DISABLED",)
+    assert requested.extra_specs == {"capabilities:arch": "x"}
 
 
 def test_bare_metal_asks_for_its_class_alone() -> None:

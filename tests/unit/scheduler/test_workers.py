@@ -25,7 +25,7 @@ def test_each_worker_is_listed_once_by_its_newest_heartbeat_until_it_is_long_sil
         ("c1", "cell1", "ready"),
         ("s1", "api", "ready"),
     ]
-    assert [(one.heard_s, one.silent) for one in page.workers] == [(14.5, False), (10.5, False)]
+    assert [(one.last_seen_s, one.silent) for one in page.workers] == [(14.5, False), (10.5, False)]
     assert [one.silent for one in table.page(WorkersQuery(), 17.0).workers] == [True, False]
     assert [one.bus for one in table.page(WorkersQuery(role="scheduler"), 17.0).workers] == ["api"]
     assert table.page(WorkersQuery(limit=1), 17.0).since_s == 17.0

@@ -78,12 +78,12 @@ async def test_a_check_names_what_is_not_ready() -> None:
 
 async def test_a_bus_says_why_nothing_can_be_said_on_it() -> None:
     class Told:
-        trouble = "not connected"
+        unavailable_reason = "not connected"
 
     service, bus = service_of(Recorder()), Told()
     service.add_bus_check("bus api", bus)
     assert service.not_ready() == ["service is new", "bus api: not connected"]
-    bus.trouble = ""
+    bus.unavailable_reason = ""
     assert service.not_ready() == ["service is new"]
 
 

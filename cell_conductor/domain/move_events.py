@@ -8,7 +8,7 @@ from msgspec.structs import replace
 from bus.contracts.build import AttemptRecord
 from bus.contracts.moves import ENDS_OF_MOVES, CellMove, Condition, MoveEvent, MoveKind, MoveState
 
-from .events import MoveAsked
+from .events import MoveRequested
 from .instance import MAX_ENDED, EndedMove, Instance, Move, Power, State
 from .rules import Step, Timeouts, cut
 
@@ -57,7 +57,7 @@ def move_of(instance: Instance) -> Move:
     return instance.move
 
 
-def say(instance: Instance, state: MoveState, at: float, timeouts: Timeouts) -> Step:
+def report_progress(instance: Instance, state: MoveState, at: float, timeouts: Timeouts) -> Step:
     """News of the request that is under way, not its end."""
     move = move_of(instance)
     is_late = state in (MoveState.CONFIRMED, MoveState.SOURCE_GONE)
@@ -88,24 +88,24 @@ def answer_other(instance: Instance, ending: Ending, at: float, timeouts: Timeou
 def close(instance: Instance, ending: Ending, at: float, timeouts: Timeouts) -> Step:
     """The move is over: whatever request has not had its end gets it, and nothing is under way any more."""
     move = move_of(instance)
-    told = answer(instance, ending, at, timeouts)
+    earlier = answer(instance, ending, at, timeouts)
     # An abort or a revert has come true; a confirm whose move was undone all the same has not.
     is_done = move.by_kind is not MoveKind.CONFIRM or ending.state is MoveState.DONE
-    other = answer_other(told.instance, DONE if is_done else ending, at, timeouts)
-    return after(told, Step(replace(other.instance, move=None), other.commands))
+    other = answer_other(earlier.instance, DONE if is_done else ending, at, timeouts)
+    return after(earlier, Step(replace(other.instance, move=None), other.commands))
 
 
-def refuse_request(instance: Instance, event: MoveAsked, timeouts: Timeouts, code: str, reason: str = "") -> Step:
+def refuse_request(instance: Instance, event: MoveRequested, timeouts: Timeouts, code: str, reason: str = "") -> Step:
     """Nothing is begun."""
     request: CellMove = event.request
     ended = EndedMove(request.request_id, request.kind, MoveState.REFUSED, code, reason)
     return _end(instance, ended, event.at, timeouts)
 
 
-def refuse_unknown(instance: Instance, event: MoveAsked, timeouts: Timeouts) -> Step:
+def refuse_unknown(instance: Instance, event: MoveRequested, timeouts: Timeouts) -> Step:
     """This cell has no such instance: say so, and make no record."""
     request = event.request
-    said = MoveEvent(
+    move_event = MoveEvent(
         request_id=request.request_id,
         instance_uuid=request.instance_uuid,
         project_id=request.project_id,
@@ -117,10 +117,10 @@ def refuse_unknown(instance: Instance, event: MoveAsked, timeouts: Timeouts) -> 
         code="instance.unknown",
         at=event.at,
     )
-    return Step(instance, (said,))
+    return Step(instance, (move_event,))
 
 
-def refuse_given_up(instance: Instance, event: MoveAsked, timeouts: Timeouts) -> Step:
+def refuse_given_up(instance: Instance, event: MoveRequested, timeouts: Timeouts) -> Step:
     """Its message was given up, so it is not begun; unless it has been: then that is how it goes on, or has ended."""
     why, move = event.given_up, instance.move
     assert why is not None
@@ -131,14 +131,14 @@ def refuse_given_up(instance: Instance, event: MoveAsked, timeouts: Timeouts) ->
     return repeat_end(instance, event, timeouts) or refuse_request(instance, event, timeouts, why.code, why.reason)
 
 
-def refuse(instance: Instance, event: MoveAsked, timeouts: Timeouts) -> Step:
+def refuse(instance: Instance, event: MoveRequested, timeouts: Timeouts) -> Step:
     """Not in this state; a copy of a request that has ended is answered as it was."""
     if instance.spec is None:
         return refuse_unknown(instance, event, timeouts)
     return repeat_end(instance, event, timeouts) or refuse_request(instance, event, timeouts, "instance.not_active")
 
 
-def refuse_busy(instance: Instance, event: MoveAsked, timeouts: Timeouts) -> Step:
+def refuse_busy(instance: Instance, event: MoveRequested, timeouts: Timeouts) -> Step:
     """Another request is under way; a copy of that very one changes nothing."""
     move = instance.move
     if move is not None and event.request.request_id in (move.request_id, move.by):
@@ -151,7 +151,7 @@ def refuse_busy(instance: Instance, event: MoveAsked, timeouts: Timeouts) -> Ste
     return refuse_request(instance, event, timeouts, "instance.busy", "another request is under way")
 
 
-def repeat_end(instance: Instance, event: MoveAsked, timeouts: Timeouts) -> Step | None:
+def repeat_end(instance: Instance, event: MoveRequested, timeouts: Timeouts) -> Step | None:
     """The end of a request that has ended, said again; None: it is a new one."""
     known = next((one for one in instance.ended if one.request_id == event.request.request_id), None)
     return None if known is None else _event(instance, known, event.at, timeouts, condition=condition_of(instance))
@@ -171,7 +171,7 @@ def _end(
 
 def _event(
     instance: Instance,
-    news: EndedMove,
+    outcome: EndedMove,
     at: float,
     timeouts: Timeouts,
     *,
@@ -180,23 +180,23 @@ def _event(
 ) -> Step:
     """Take the next number of the instance and say how far a request has come."""
     assert instance.spec is not None
-    said = MoveEvent(
-        request_id=news.request_id,
+    move_event = MoveEvent(
+        request_id=outcome.request_id,
         instance_uuid=instance.uuid,
         project_id=instance.spec.project_id,
-        kind=news.kind,
-        state=news.state,
+        kind=outcome.kind,
+        state=outcome.state,
         sequence=instance.sequence,
-        terminal=news.state in ENDS_OF_MOVES,
+        terminal=outcome.state in ENDS_OF_MOVES,
         condition=condition,
         cell=timeouts.cell,
         host=None if instance.state is State.OFFLOADED else instance.here.host,
         flavor=instance.spec.flavor,
         image=instance.spec.image,
         attempt=instance.attempt,
-        code=news.code,
-        reason=news.reason,
+        code=outcome.code,
+        reason=outcome.reason,
         history=history,
         at=at,
     )
-    return Step(replace(instance, sequence=instance.sequence + 1), (said,))
+    return Step(replace(instance, sequence=instance.sequence + 1), (move_event,))
