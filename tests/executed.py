@@ -66,6 +66,12 @@ STEPS = (
         "clients {} calls",
     ),
     Step("bad-input.json", lambda told: told["requests"], lambda told: told["passed"] is True, "bad input {} requests"),
+    Step(
+        "bad-input-web.json",
+        lambda told: told["requests"],
+        lambda told: told["passed"] is True,
+        "bad input to the HTTP API {} requests",
+    ),
     Step("pages.json", lambda told: told["steps"], lambda told: told["passed"] is True, "pages {} steps"),
     Step(
         "ironic.xml",

@@ -20,6 +20,7 @@ TOLD: dict[str, Any] = {
     "simulate.json": {"seeds": 130, "failed": [], "requests": 4466},
     "clients.json": {"passed": True, "openstack command": {"steps": 40}, "openstacksdk": {"steps": 17}},
     "bad-input.json": {"passed": True, "requests": 1524},
+    "bad-input-web.json": {"passed": True, "requests": 2262},
     "pages.json": {"passed": True, "steps": 10},
     "fuzz.json": {"passed": True, "inputs": 15000, "defects": 0},
 }
@@ -39,6 +40,7 @@ def test_what_every_step_did_is_said_in_one_line(folder: Path) -> None:
     assert executed(folder) == (
         "all passed: 2858 tests (pytest), 71 tests of deliberate defects, demo 1000 boots, conformance 1315, "
         "differential 3000 requests, simulation 4466 requests, clients 57 calls, bad input 1524 requests, "
+        "bad input to the HTTP API 2262 requests, "
         "pages 10 steps, Ironic 7 tests, fuzz 15000 inputs"
     )
 
@@ -70,6 +72,7 @@ def test_a_file_that_is_missing_or_says_nothing_is_no_pass(folder: Path, step: A
         ("clients.json", {"openstacksdk": {"wrong": "Unexpected"}}),
         ("bad-input.json", {"passed": False}),
         ("bad-input.json", {"requests": 0}),
+        ("bad-input-web.json", {"passed": False}),
         ("pages.json", {"passed": False}),
         ("fuzz.json", {"passed": False}),
         ("fuzz.json", {"inputs": 0}),
