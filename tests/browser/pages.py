@@ -36,10 +36,11 @@ STOP_TIMEOUT_S = 60.0
 HOSTILE = "<script>document.title='owned'</script>\n\u202eevil"
 # What has a name for those who do not see it.
 NAMED = "input:not([type=hidden]), select, textarea, meter, progress, #map"
-# Limits for a busy machine: while the map is used, and while all hosts are read and drawn. The figures are printed.
-QUALITY = 55  # of a picture, of 100
-STUTTER_MS = 250
+# The processor's time of the browser's main thread, which a busy machine does not change: for one movement of the
+# pointer or one colouring (a sixtieth of a second is a frame), and for reading and drawing all hosts once.
+FRAME_MS = 1000 / 60
 LOAD_MS = 1000
+QUALITY = 55  # of a picture, of 100
 SIZES = {"wide": (1280, 900), "narrow": (390, 844)}
 FLAGS = (
     "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-dev-shm-usage",
@@ -134,6 +135,11 @@ class Person:
         with urllib.request.urlopen(self.url + path, timeout=WAIT_S) as answer:
             return json.load(answer)
 
+    def busy_ms(self) -> float:
+        """The processor's time that the page's main thread has taken in tasks so far."""
+        metrics = self.driver.execute_cdp_cmd("Performance.getMetrics", {})["metrics"]
+        return 1000 * next(float(one["value"]) for one in metrics if one["name"] == "TaskDuration")
+
     def paths(self) -> tuple[str, ...]:
         """Every page that is always there."""
         host = self.api("/api/v1/hosts?limit=1")[0]["uuid"]
@@ -226,7 +232,8 @@ def hostile_name_is_text(person: Person) -> None:
 
 
 def fleet_does_not_stutter(person: Person) -> None:
-    """However many hosts: no task of the browser's stops it for long while the map is drawn, coloured, pointed at."""
+    """However many hosts: pointing at the map and colouring it take less than a frame each. Long tasks are printed."""
+    person.driver.execute_cdp_cmd("Performance.enable", {"timeDomain": "threadTicks"})
     person.driver.execute_cdp_cmd(
         "Page.addScriptToEvaluateOnNewDocument",
         {
@@ -234,35 +241,36 @@ def fleet_does_not_stutter(person: Person) -> None:
             "...list.getEntries().map((one) => one.duration))).observe({type: 'longtask', buffered: true});"
         },
     )
+    person.open("/")
+    before = person.busy_ms()
     person.open("/fleet")
     canvas = person.driver.find_element(By.ID, "map")
     person.until("all hosts are drawn", lambda: canvas.get_attribute("data-hosts") == str(person.hosts))
+    load_ms = person.busy_ms() - before
     loaded = person.driver.execute_script("return window.longTasks.splice(0)")
-    box = canvas.rect
+    box, before = canvas.rect, person.busy_ms()
     # As fast as a browser hands them on: the pointer goes over the whole map, then each colouring is chosen once.
-    took = person.driver.execute_async_script(
+    steps = person.driver.execute_async_script(
         """
         const [width, height, done] = arguments, canvas = document.getElementById("map");
         const colour = document.getElementById("colour"), frames = [];
         const frame = () => new Promise((go) => requestAnimationFrame(go));
         (async () => {
           for (let n = 0; n < 150; n++) {
-            const began = performance.now();
             const at = { offsetX: (n * 37) % width, offsetY: (n * height) / 150 };
             const event = new MouseEvent("mousemove");
             for (const [key, value] of Object.entries(at)) Object.defineProperty(event, key, { value });
             canvas.dispatchEvent(event);
-            frames.push(performance.now() - began);
+            frames.push(n);
             await frame();
           }
           for (const option of colour.options) {
-            const began = performance.now();
             colour.value = option.value;
             colour.dispatchEvent(new Event("change"));
-            frames.push(performance.now() - began);
+            frames.push(option);
             await frame();
           }
-          done(Math.max(...frames));
+          done(frames.length);
         })();
         """,
         box["width"],
@@ -272,13 +280,13 @@ def fleet_does_not_stutter(person: Person) -> None:
     person.measured["hosts"] = person.hosts
     person.measured["long_tasks_while_loading_ms"] = [round(one) for one in loaded]
     person.measured["long_tasks_while_used_ms"] = [round(one) for one in used]
-    person.measured["longest_handler_ms"] = round(took, 1)
+    frame_ms = (person.busy_ms() - before) / steps
+    person.measured["main_thread_ms_to_load"] = round(load_ms)
+    person.measured["main_thread_ms_a_step"] = round(frame_ms, 2)
     sys.stdout.write(f"  {json.dumps(person.measured)}\n")
     expect("a host is named", "failed builds" in person.text("#picked"))
-    expect(
-        f"no task takes longer than {STUTTER_MS} ms while the map is used: {used}", max(used, default=0) < STUTTER_MS
-    )
-    expect(f"nor while it is loaded: {loaded}", max(loaded, default=0) < LOAD_MS)
+    expect(f"a step of its use takes a frame at most, not {frame_ms:.1f} ms", frame_ms < FRAME_MS)
+    expect(f"it is loaded in {LOAD_MS} ms, not {load_ms:.0f}", load_ms < LOAD_MS)
 
 
 def host_is_disabled_and_enabled(person: Person) -> None:
@@ -510,7 +518,7 @@ def main() -> int:
                 driver.quit()
     except Unexpected as error:
         failed = str(error)
-        sys.stderr.write(f"{STEPS[min(len(done), len(STEPS) - 1)].__name__}: {failed}\n")
+        sys.stderr.write(f"after {done[-1] if done else 'nothing'}: {failed}\n")
     finally:
         shutil.rmtree(directory, ignore_errors=True)
     if asked.json:
