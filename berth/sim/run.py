@@ -17,7 +17,7 @@ from berth.sim.moves import Mover
 from berth.sim.operator import GO_S, Operator
 from berth.sim.other_tenants import OTHERS, OtherTenants
 from berth.sim.peers import NONE_ALLOWED
-from berth.sim.plan import Action, Order, Plan
+from berth.sim.plan import Action, FaultType, Order, Plan
 from berth.sim.rest import check_quota_refusals, given_back, unsettled
 from berth.sim.watch import Breach
 from berth.sim.widening import NONE, Widening
@@ -98,6 +98,9 @@ class _Runner:
         self.rest_s = 0.0
         self._rest_s = REST_S + INVENTORIES_S * (Widening.BOOK_RESTORED in plan.widenings)
         self._rest_s += MOST_TRIPS * (REPORT_S + GO_S) * bool(plan.breaker_limit)
+        # A deadline is in the time of the conductor that set it: it comes later by as much as that clock is set back.
+        is_set = any(one.kind is FaultType.CLOCK and one.target.startswith("conductor") for one in plan.fault_events)
+        self._rest_s += 2 * plan.skew_s * is_set
         self.now = 0.0
         self.states: dict[str, int] = {}
         self._last = random.Random(f"berth.sim.last {plan.seed}")
