@@ -113,7 +113,7 @@ class MoveWatch:
 
     def put(self, host: str, guest: Guest) -> None:
         """A machine comes to be, or is changed. Raises Breach."""
-        if not guest.complete or not guest.runs or not self._counts(host, guest) or self._has_a_double(host):
+        if not guest.complete or not guest.runs or not self._counts(host, guest) or self.has_a_double(host):
             return
         uuid = guest.instance_uuid
         if (host, uuid, guest.attempt) in self.evacuated:
@@ -139,7 +139,7 @@ class MoveWatch:
             return False
         return (host, uuid, guest.attempt) not in self.brought_back
 
-    def _has_a_double(self, host: str) -> bool:
+    def has_a_double(self, host: str) -> bool:
         """Whether a second service of a name has, or had, a host of this uuid too."""
         return any(self._fleets[service].host(host) is not None for service in self._duplicates)
 
@@ -192,7 +192,7 @@ class MoveWatch:
                     continue
                 fleet, host = self._fleets.get(instance.here.service), instance.here.host_uuid
                 guest = fleet.guest(host, uuid) if fleet is not None else None
-                if guest is None or host in self.fenced or self._has_a_double(host):
+                if guest is None or host in self.fenced or self.has_a_double(host):
                     continue
                 if (host, uuid, guest.attempt) in self.brought_back:
                     continue

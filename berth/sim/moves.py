@@ -19,11 +19,13 @@ from bus.contracts.base import Message
 from bus.contracts.cell import InstanceSpec, Selection
 from bus.contracts.moves import CellMove, MoveKind
 from bus.port import BusError
-from cell_conductor.domain.instance import Instance, State
+from cell_conductor.domain.instance import Instance, Power, State
 
 STEP_S = 10.0
 MOST_HOSTS = 3
-FENCE = "fence"  # the verb of an order that fences a service's hosts; every other verb is a MoveKind
+FENCE = "fence"  # the verb of an order that fences a service's hosts
+DRAIN = "drain"  # ... and of one that empties a host; every other verb is a MoveKind
+DRAIN_STEP_S = 0.5
 SEEN_S = 20.0  # after this a silent service is suspected, and its instances are evacuated
 SIZES = ("m1.tiny", "m1.small", "m1.medium")
 
@@ -56,7 +58,7 @@ class Mover:
 
     def order(self, order: Order) -> asyncio.Task[None]:
         """Carry one order out."""
-        work = self._fence(order) if order.verb == FENCE else self._move(order)
+        work = {FENCE: self._fence, DRAIN: self._drain}.get(order.verb, self._move)(order)
         return self._process.spawn(work, f"order {order.verb} {order.uuid or order.service}")
 
     async def _move(self, order: Order) -> None:
@@ -148,6 +150,26 @@ class Mover:
                     )
         rng.shuffle(found)
         return tuple(found[:MOST_HOSTS])
+
+    async def _drain(self, order: Order) -> None:
+        """An operator disables a host, has what runs there moved away, one after the other, and enables it again."""
+        world, fleet = self._world, self._world.fleets[order.service]
+        hosts = [one.plan.uuid for one in fleet.hosts]
+        if order.service in world.dead or order.host >= len(hosts):
+            return
+        host, cell = hosts[order.host], world.cell_of(order.service).name
+        world.event_log.record("order", f"drain {host}")
+        fleet.disable(host, "it is drained")
+        for uuid, instance in sorted(world.cells[cell].instances.items()):
+            if instance.host_uuid == host and instance.state is State.ACTIVE and self._may_move(cell, uuid):
+                live = instance.power is Power.RUNNING
+                request = order.uuid[:24] + uuid[24:]
+                kind = MoveKind.LIVE_MIGRATE if live else MoveKind.MIGRATE
+                await self._ask(cell, instance, replace(order, uuid=request), kind)
+                await asyncio.sleep(DRAIN_STEP_S)
+        await asyncio.sleep(order.seconds)
+        if order.service not in world.dead and fleet.host(host) is not None:
+            fleet.enable(host)
 
     async def _fence(self, order: Order) -> None:
         """The hosts of a service die and are fenced; what they had is evacuated; they come back later, off."""

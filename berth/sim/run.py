@@ -129,7 +129,7 @@ class _Runner:
                 world.start(name)
         await self._client.open()
         mover = Mover(world)
-        if Widening.MOVES in plan.widenings:
+        if {Widening.MOVES, Widening.DRAINS} & set(plan.widenings):
             await mover.open()
         operator, others, chaos = Operator(world, self._client), OtherTenants(world, self._client), Chaos(world)
         if plan.breaker_limit:

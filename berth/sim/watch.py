@@ -85,6 +85,8 @@ class MachineWatch:
         self._active: dict[str, Instance] = {}
         self.runs: Callable[[str, str], int | None] = lambda _host, _instance: None  # the attempt that runs there now
         self._deployed: set[tuple[str, str]] = set()  # (node, instance): Ironic knows no attempts
+        # Of two hosts of one uuid either may have said that it destroyed an attempt.
+        self.has_a_double: Callable[[str], bool] = lambda _host: False
 
     def deployed(self, node: str, instance: str) -> None:
         """A machine of metal comes to be."""
@@ -92,7 +94,8 @@ class MachineWatch:
 
     def put(self, host: str, guest: Guest) -> None:
         """A machine comes to be."""
-        if guest.attempt <= self._destroyed.get((host, guest.instance_uuid), 0):
+        fence = self._destroyed.get((host, guest.instance_uuid), 0)
+        if guest.attempt <= fence and not self.has_a_double(host):
             raise Breach("fenced_for_good", f"{guest.instance_uuid} attempt {guest.attempt} on {host}, said destroyed")
         if guest.complete:
             self._built.add((host, guest.instance_uuid, guest.attempt))

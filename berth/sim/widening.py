@@ -36,6 +36,7 @@ class Widening(StrEnum):
     CLIENTS = "clients"  # other clients' messages: bodies and properties at their edges
     BREAKER = "breaker"  # machines are lost many at once, and an operator has to say go
     MOVES = "moves"  # instances are moved, resized, shelved, stopped; hosts die, are fenced and come back
+    DRAINS = "drains"  # operators disable hosts, move away what they run, and enable them again
     TREES = "trees"  # another source's hosts: devices that move within one batch, roots removed and made again
 
 
@@ -268,6 +269,16 @@ def _moves(rng: random.Random, plan: Plan) -> Plan:
     return _also(replace(plan, computes=computes), *orders)
 
 
+def _drains(rng: random.Random, plan: Plan) -> Plan:
+    orders = []
+    for _ in range(rng.randint(1, 3)):
+        service, hosts = rng.choice([one for cell in plan.cells for one in cell.services])
+        at, host, seconds = rng.uniform(10.0, 45.0), rng.randrange(hosts), rng.uniform(5.0, 20.0)
+        drain = Order(at=at, action=Action.MOVE, verb="drain", service=service, host=host, seconds=seconds)
+        orders.append(replace(drain, uuid=new_uuid(rng)))
+    return _also(plan, *orders)
+
+
 def _sometimes(rng: random.Random) -> Callable[[float], float]:
     """Each rate is off in half of the runs, so that faults are also seen one at a time."""
     return lambda most: rng.uniform(0.0, most) if rng.random() < 0.5 else 0.0
@@ -301,5 +312,6 @@ DRAWS: Mapping[Widening, Callable[[random.Random, Plan], Plan]] = {
     Widening.CLIENTS: _clients,
     Widening.BREAKER: _breaker,
     Widening.MOVES: _moves,
+    Widening.DRAINS: _drains,
     Widening.TREES: _trees,
 }

@@ -305,7 +305,7 @@ class World:
     def _fleets(self) -> None:
         for cell, service in (*self.plan.services, *self.plan.metal_services):
             self.fleets[service] = self._fleet(cell, service)
-        self.machines.runs = self._runs
+        self.machines.runs, self.machines.has_a_double = self._runs, self.move_watch.has_a_double
 
     def _fleet(self, cell: str, service: str) -> WatchedFleet:
         fleet = WatchedFleet.planned(self.wiring.config(service), cell, service)
