@@ -8,7 +8,11 @@ from msgspec.structs import replace
 from berth.sim.draw import plan_of
 from berth.sim.event_log import EventLog
 from berth.sim.move_watch import MoveWatch
+from berth.sim.plan import Action, Order
+from berth.sim.run import run
+from berth.sim.shrink import _without_metal
 from berth.sim.watch import Breach
+from berth.sim.widening import Widening
 from berth.sim.world import World
 from bus.contracts.cell import InstanceSpec, Selection
 from bus.contracts.moves import MoveKind, MoveState
@@ -134,6 +138,19 @@ async def test_of_two_hosts_of_one_uuid_either_may_be_meant(scene: Scene) -> Non
     scene.world.duplicates[service] = scene.world.fleets[service]
     scene.watch.book()
     scene.start(0, 1)
+
+
+def test_a_host_that_is_drained_hands_over_what_it_runs() -> None:
+    plan = _without_metal(plan_of(4).without_faults())  # with room elsewhere
+    service, _ = plan.cells[0].services[0]
+    builds = tuple(order for order in plan.orders if order.action is Action.BUILD and order.at < 30.0)
+    drain = Order(at=40.0, action=Action.MOVE, verb="drain", service=service, uuid=REQUEST, seconds=10.0)
+    event_log = EventLog(keep=True)
+    result = run(replace(plan, orders=(*builds, drain), widenings=(Widening.DRAINS,)), event_log=event_log)
+    assert result.breach == "", result.detail
+    lines = [str(line) for line in event_log.lines]
+    assert any("order" in line and "live-migrate" in line for line in lines)
+    assert any("instance.event.done" in line and '"kind":"live-migrate"' in line for line in lines)
 
 
 async def test_a_migration_whose_move_is_over_owns_nothing(scene: Scene) -> None:
