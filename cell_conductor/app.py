@@ -13,6 +13,7 @@ from bus.service.service import Service
 
 from .config import ConductorConfig
 from .engine import Engine
+from .fences import FenceKeeper
 from .handlers import GIVEN_UP_QUEUE, HostHandlers, RequestHandlers
 from .lease_keeper import LeaseKeeper
 from .side_tasks import ReportRequester, purge_forever, sweep_forever
@@ -44,10 +45,15 @@ def build(env: Environment, config: ConductorConfig, cell: str, *, store: Instan
     bus = env.bus(cell)
     bus.belongs_to("conductor", lambda: store.deployment)
     relay = Relay(store.outbox, {cell: bus}, clock=env.clock, linger_s=config.progress_linger_s, lingers=is_progress)
-    keeper = LeaseKeeper(store, bus, clock=env.clock, config=config, cell=cell, process=env.process)
-    engine = Engine(store=store, bus=bus, relay=relay, clock=env.clock, config=config, cell=cell, down=keeper.down)
-    requests = RequestHandlers(engine, env.clock)
-    hosts = HostHandlers(engine, store, env.clock, config, bus, outdated=keeper.note_outdated)
+    fences = FenceKeeper(store, bus, clock=env.clock, config=config, cell=cell)
+    keeper = LeaseKeeper(
+        store, bus, clock=env.clock, config=config, cell=cell, process=env.process, on_fence=fences.on_announced
+    )
+    engine = Engine(
+        store=store, bus=bus, relay=relay, clock=env.clock, config=config, cell=cell, down=keeper.down, fences=fences
+    )
+    requests = RequestHandlers(engine, env.clock, fences)
+    hosts = HostHandlers(engine, store, env.clock, config, bus, outdated=keeper.note_outdated, fences=fences)
     reporter = ReportRequester(bus, env.clock, config)
 
     async def declare() -> None:
@@ -62,6 +68,8 @@ def build(env: Environment, config: ConductorConfig, cell: str, *, store: Instan
     service.add_task("deadlines", lambda: sweep_forever(engine, env.clock, config))
     service.add_task("retention", lambda: purge_forever(store, env.clock, config))
     service.add_task("reports", reporter.run)
+    service.add_preparation(fences.prepare)
+    service.add_task("fences", fences.run)
     service.add_task("leases", lambda: keeper.run(engine))
     for queue, handler in (
         (REQUESTS, requests.requests),

@@ -35,10 +35,11 @@ from bus.persistence.outbox import OutboxMessage
 
 from . import metrics
 from .config import ConductorConfig
-from .domain.events import BuildRequested, Claimed, ClaimRefused, Event, Released, Reverted, TimedOut
+from .domain.events import BuildRequested, Claimed, ClaimRefused, Event, HostFenced, Released, Reverted, TimedOut
+from .domain.fences import Fence, Loss, fenced_hosts, losses_of
 from .domain.instance import Instance, State
 from .domain.leases import Lease
-from .domain.rules import Timeouts
+from .domain.rules import Step, Timeouts
 from .domain.table import IllegalStep, step, wanted
 from .store.port import DatabaseChange, InstanceStore, Transaction
 
@@ -51,6 +52,8 @@ log = structlog.get_logger(__name__)
 MAX_ROUNDS = 4
 # How often a batch is decided anew when another conductor recorded one of its new instances first.
 MAX_STALE = 5
+# How many steps in a row one fence makes an instance take: one for each of its hosts, and what follows from undoing.
+MAX_FENCE_STEPS = 4
 
 ENDS = frozenset({State.ACTIVE, State.FAILED, State.DELETED, State.OFFLOADED})
 
@@ -79,6 +82,33 @@ class Transition(Struct, frozen=True):
     outgoing: list[OutboxMessage]
     steps: Counter[tuple[State, str]]
     ended: list[Instance]
+    losses: Sequence[Loss] = ()
+
+
+class FenceView(Protocol):
+    """The fences as this conductor knows them (`fences.FenceKeeper`)."""
+
+    @property
+    def known(self) -> Mapping[str, Fence]:
+        """By host."""
+
+    def invalidate(self) -> None:
+        """They are not what is on record any more."""
+
+    def note_losses(self, losses: Sequence[Loss]) -> None:
+        """These have just been recorded."""
+
+
+class NoFences:
+    """Where none is ever made."""
+
+    known: Mapping[str, Fence] = {}
+
+    def invalidate(self) -> None:
+        """There are none."""
+
+    def note_losses(self, losses: Sequence[Loss]) -> None:
+        """There are none."""
 
 
 class Sender(Protocol):
@@ -104,6 +134,7 @@ class Engine:
         config: ConductorConfig,
         cell: str,
         down: Callable[[], Mapping[str, Lease]] = dict,
+        fences: FenceView | None = None,
     ) -> None:
         self._store = store
         self._bus = bus
@@ -111,6 +142,7 @@ class Engine:
         self._clock = clock
         self._config = config
         self._down = down
+        self._fences = fences or NoFences()
         self._requesting: set[str] = set()
         self._unflushed = 0  # commits that did not wait for the disk
         self._timeouts = Timeouts(
@@ -266,11 +298,18 @@ class Engine:
         steps: Counter[tuple[State, str]] = Counter()
         ended: list[Instance] = []
         timeouts = replace(
-            self._timeouts, deployment=self._store.deployment, set_back_at=self._store.set_back_at, down=self._down()
+            self._timeouts,
+            deployment=self._store.deployment,
+            set_back_at=self._store.set_back_at,
+            down=self._down(),
+            fences=self._fences.known,
         )
+        ended_by = _FenceSteps()
         for instance_event in incoming:
             before = now.get(instance_event.uuid) or Instance(uuid=instance_event.uuid)
             stepped = step(before, instance_event.event, timeouts)
+            if timeouts.fences:
+                stepped = ended_by.follow(before, stepped, instance_event.event, timeouts)
             now[instance_event.uuid] = stepped.instance
             cause = stepped.instance.cause or instance_event.cause
             outgoing += [OutboxMessage(self._bus.name, command, cause) for command in stepped.commands]
@@ -279,14 +318,19 @@ class Engine:
                 ended.append(stepped.instance)
         changed = [i for uuid, i in now.items() if uuid in known and i is not known[uuid]]
         created = [i for uuid, i in now.items() if uuid not in known and i.state is not State.ABSENT]
+        if ended_by.hosts and not await transaction.lose(list(ended_by.hosts), ended_by.losses):
+            self._fences.invalidate()
+            raise Transient("the fence that this relies on was lifted meanwhile", code="fence.lifted")
         await transaction.insert(created)
         await transaction.update(changed)
         await transaction.send_later(outgoing)
-        return Transition(now, outgoing, steps, ended)
+        return Transition(now, outgoing, steps, ended, ended_by.losses)
 
     def _committed(self, transaction: Transaction, recorded: Transition) -> None:
         """Send, log and count what has been committed."""
         self._relay.send(transaction.row, recorded.outgoing)
+        if recorded.losses:
+            self._fences.note_losses(recorded.losses)
         _observe_steps(recorded.steps, recorded.ended, recorded.outgoing)
 
     async def _settle(self, questions: Sequence[PendingQuestion]) -> None:
@@ -389,6 +433,36 @@ class Engine:
     def _unanswered(self, instance: Instance, kind: str, fault: Fault) -> None:
         metrics.ASKED.labels(kind, fault.code).inc()
         log.warning("instance.unanswered", instance=instance.uuid, ask=kind, code=fault.code, cause=instance.cause)
+
+
+class _FenceSteps:
+    """What fences end in one transaction: on which hosts, and what these have lost by it."""
+
+    def __init__(self) -> None:
+        self.hosts: dict[str, None] = {}
+        self.losses: list[Loss] = []
+
+    def follow(self, before: Instance, stepped: Step, event: Event, timeouts: Timeouts) -> Step:
+        """The step, and those that the fences of the instance's hosts lead to."""
+        at, commands = event.at, stepped.commands
+        fenced = {*fenced_hosts(before, timeouts.fences), *fenced_hosts(stepped.instance, timeouts.fences)}
+        after = stepped.instance
+        if isinstance(event, HostFenced) and after is not before:
+            self.hosts[event.host_uuid] = None
+        for _ in range(MAX_FENCE_STEPS):
+            was = after
+            for host in fenced_hosts(after, timeouts.fences):
+                then = step(after, HostFenced(at=at, host_uuid=host), timeouts)
+                if then.instance is not after:
+                    self.hosts[host] = None
+                    after, commands = then.instance, (*commands, *then.commands)
+            if after is was:
+                break
+        if after is not before:
+            for host in sorted(fenced):
+                self.losses += losses_of(before, after, host, at)
+        self.hosts.update(dict.fromkeys(loss.host_uuid for loss in self.losses))
+        return Step(after, commands)
 
 
 def _may_be_redone(recorded: Transition) -> bool:

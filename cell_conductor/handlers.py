@@ -10,9 +10,10 @@ from bus.bus import Bus
 from bus.clock import Clock
 from bus.consuming.given_up import GIVEN_UP_UNSAID, given_up_of
 from bus.consuming.outcome import Done, Outcome, Received, Refuse
-from bus.contracts.base import Refusal
+from bus.contracts.base import Message, Refusal
 from bus.contracts.cell import CellBuild, CellDelete, ComputeHosts, ComputeOutcome, ComputeResult
-from bus.contracts.moves import CellMove, MachineChanged
+from bus.contracts.fences import CellFence
+from bus.contracts.moves import CellMove, MachineChanged, MoveKind
 
 from . import metrics
 from .config import ConductorConfig
@@ -30,6 +31,7 @@ from .domain.events import (
 from .domain.instance import ScanId
 from .domain.report import Differences, Newest, differences
 from .engine import Engine, InstanceEvent
+from .fences import FenceKeeper
 from .guard import Guard
 from .store.port import InstanceStore
 
@@ -42,13 +44,26 @@ GIVEN_UP_QUEUE = "conductor.given_up"
 class RequestHandlers:
     """Queues conductor.requests, .given_up and .results: requests for instances, and results of attempts."""
 
-    def __init__(self, engine: Engine, clock: Clock) -> None:
+    def __init__(self, engine: Engine, clock: Clock, fences: FenceKeeper | None = None) -> None:
         self._engine = engine
         self._clock = clock
+        self._fences = fences
 
     async def requests(self, batch: Sequence[Received]) -> Sequence[Outcome]:
-        """CellBuild, CellMove and CellDelete."""
-        return await self._take(batch, "requests")
+        """CellBuild, CellMove, CellDelete; and CellFence, which comes first: what is asked with it relies on it."""
+        if self._fences is None:
+            return await self._take(batch, "requests")
+        decisions = [received.message for received in batch if isinstance(received.message, CellFence)]
+        if decisions:
+            await self._fences.take(decisions, self._engine)
+        elif any(_is_evacuation(received.message) for received in batch):
+            await self._fences.load()  # another conductor may have taken the fence a moment ago
+        others = iter(
+            await self._take([one for one in batch if not isinstance(one.message, CellFence)], "requests")
+            if len(decisions) < len(batch)
+            else ()
+        )
+        return [DONE if isinstance(received.message, CellFence) else next(others) for received in batch]
 
     async def given_up(self, batch: Sequence[Received]) -> Sequence[Outcome]:
         """Queue conductor.given_up: a build or a move that was given up ends with one event, and is not begun.
@@ -59,7 +74,12 @@ class RequestHandlers:
 
     async def results(self, batch: Sequence[Received]) -> Sequence[Outcome]:
         """ComputeResult and MachineChanged."""
-        return await self._take(batch, "results")
+        outcomes = await self._take(batch, "results")
+        if self._fences is not None:
+            await self._fences.on_results(
+                [received.message for received in batch if isinstance(received.message, ComputeResult)]
+            )
+        return outcomes
 
     async def _take(self, batch: Sequence[Received], source: str) -> list[Outcome]:
         at = self._clock.time()
@@ -90,6 +110,7 @@ class HostHandlers:
         bus: Bus,
         *,
         outdated: Callable[[str, int], None],
+        fences: FenceKeeper | None = None,
     ) -> None:
         """`outdated(service, epoch)`: a report came whose epoch is below this one of the same service."""
         self._engine = engine
@@ -98,6 +119,7 @@ class HostHandlers:
         self._config = config
         self._newest = Newest()
         self._outdated = outdated
+        self._fences = fences
         self._guard = Guard(store, bus, clock, config, effective=engine.effective)
 
     async def hosts(self, batch: Sequence[Received]) -> Sequence[Outcome]:
@@ -114,6 +136,8 @@ class HostHandlers:
         return [Done()] * len(batch)
 
     async def _compare(self, report: ComputeHosts, seen_at: float) -> None:
+        if self._fences is not None:
+            report = await self._fences.without_losses(report, seen_at, self._store.deployment)
         listed = [host for host in report.hosts if host.running is not None]
         if listed:
             running = sorted({one.instance_uuid for host in listed for one in host.running or ()})
@@ -144,6 +168,10 @@ class HostHandlers:
             flushed = await self._engine.take(piece, source="reports")
             if flushed is not None:
                 await flushed
+
+
+def _is_evacuation(message: Message) -> bool:
+    return isinstance(message, CellMove) and message.kind is MoveKind.EVACUATE
 
 
 def _instance_event(received: Received, at: float) -> InstanceEvent | None:

@@ -6,7 +6,7 @@ harm). One of them, the keeper (`store.leases`), records what it believes and pu
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import structlog
 from msgspec import Struct
@@ -22,6 +22,7 @@ from bus.contracts.cell import (
     ServiceOutdated,
     ServicesDigest,
 )
+from bus.contracts.fences import HostFence
 from bus.faults import Transient
 from bus.port import BusError
 
@@ -64,14 +65,24 @@ class LeaseKeeper:
     """The leases of one cell as this conductor has them."""
 
     def __init__(
-        self, store: InstanceStore, bus: Bus, *, clock: Clock, config: ConductorConfig, cell: str, process: str
+        self,
+        store: InstanceStore,
+        bus: Bus,
+        *,
+        clock: Clock,
+        config: ConductorConfig,
+        cell: str,
+        process: str,
+        on_fence: Callable[[HostFence], None] = lambda _fence: None,
     ) -> None:
+        """`on_fence(report)`: a conductor of the cell has recorded something about a fence."""
         self._store = store
         self._bus = bus
         self._clock = clock
         self._config = config
         self._cell = cell
         self._process = process
+        self._on_fence = on_fence
         self._table = LeaseTable(config.missed_heartbeats)
         self._keeping: _Term | None = None
         self._recorded: Mapping[str, Lease] = {}
@@ -95,6 +106,8 @@ class LeaseKeeper:
             if isinstance(received.message, ServicesDigest) and received.message.cell == self._cell:
                 # Who was down before this conductor started is not heard here; only the keeper reads the record.
                 self._table.adopt(map(_lease_of, received.message.down))
+            if isinstance(received.message, HostFence):
+                self._on_fence(received.message)
             beat = received.message
             if isinstance(beat, Heartbeat) and beat.cell == self._cell:
                 changed = self._table.renew(

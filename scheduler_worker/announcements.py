@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 
 import structlog
 from msgspec import Struct
@@ -12,6 +12,7 @@ from bus.bus import API
 from bus.clock import Clock
 from bus.consuming.outcome import Done, Outcome, Received
 from bus.contracts.build import BuildEvent, TimelineEntry
+from bus.contracts.fences import HostFence
 from bus.contracts.moves import MoveEvent
 from bus.contracts.stages import Stamps
 from bus.persistence.outbox import OutboxMessage
@@ -37,9 +38,17 @@ class AppliedAnnouncements(Struct, frozen=True):
 class AnnouncementHandler:
     """Handles queue `scheduler.builds` of one cell's bus. A cell announces its own instances only."""
 
-    def __init__(self, store: SchedulerStore, cell: str, *, clock: Clock) -> None:
+    def __init__(
+        self,
+        store: SchedulerStore,
+        cell: str,
+        *,
+        clock: Clock,
+        on_fences: Callable[[Sequence[HostFence]], Awaitable[None]],
+    ) -> None:
         self._store = store
         self._cell = cell
+        self._on_fences = on_fences
         self._clock = clock
 
     async def __call__(self, batch: Sequence[Received]) -> Sequence[Outcome]:
@@ -59,6 +68,8 @@ class AnnouncementHandler:
         moves = [received.message for received in batch if isinstance(received.message, MoveEvent)]
         if moves:
             await self._apply_moves(sorted(moves, key=lambda event: (event.instance_uuid, event.sequence)))
+        if fences := [received.message for received in batch if isinstance(received.message, HostFence)]:
+            await self._on_fences([one for one in fences if one.cell == self._cell])
         flushed = self._store.flushed(losses)
         for event, why in applied.ignored:
             self._log_ignored(event, why)

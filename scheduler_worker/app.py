@@ -33,6 +33,7 @@ from scheduler_worker.domain.moves import refused_move
 from scheduler_worker.domain.selector import Selector
 from scheduler_worker.domain.workers import WorkerTable
 from scheduler_worker.engine import SchedulingEngine
+from scheduler_worker.fences import FencePublisher
 from scheduler_worker.fleet_metrics import FLEET
 from scheduler_worker.handlers import RequestHandler
 from scheduler_worker.moves import MoveEngine
@@ -196,7 +197,12 @@ def build(
     announce_presence(service, env, buses[API], "scheduler")
     registry = ObjectRegistry(store, selector, config, clock=env.clock)
     _objects(service, buses[API], registry, selector=selector, workers=workers, config=config)
-    links = [_link(service, env, buses[cell], selector, workers, store=store, config=config) for cell in cells]
+    publisher = FencePublisher(registry, {cell: buses[cell] for cell in cells}, clock=env.clock)
+    service.add_task("fences", publisher.run)
+    links = [
+        _link(service, env, buses[cell], selector, workers, store=store, registry=registry, config=config)
+        for cell in cells
+    ]
     service.add_preparation(lambda: wait_for(links, config.cell_wait_s))
     queries = QueryHandler(store, selector, moves, workers, clock=env.clock, objects=registry)
     _requests(service, env, buses[API], queries=queries, selector=selector, engine=engine, moves=moves, config=config)
@@ -234,6 +240,7 @@ def _link(
     workers: WorkerTable,
     *,
     store: SchedulerStore,
+    registry: ObjectRegistry,
     config: SchedulerConfig,
 ) -> CellLink:
     """The link to one cell: announcements of its hosts, and of its builds."""
@@ -244,7 +251,7 @@ def _link(
     consumers = [
         bus.consumer(
             "scheduler.builds",
-            AnnouncementHandler(store, bus.name, clock=env.clock),
+            AnnouncementHandler(store, bus.name, clock=env.clock, on_fences=registry.record_fences),
             max_batch=config.batch,
             concurrency=1,  # two would block on each other's row locks
             prefetch=config.prefetch,

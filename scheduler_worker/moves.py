@@ -322,7 +322,7 @@ class MoveEngine:
 
     def _is_fenced(self, host: str | None) -> bool:
         decision = None if host is None else self._selector.table.decision_of(host)
-        return decision is not None and decision.state is AdminState.FENCED
+        return decision is not None and decision.state is AdminState.FENCED and decision.pending is None
 
     def _hold(self, key: str, allocations: Mapping[str, Mapping[str, int]]) -> None:
         self._release()

@@ -8,7 +8,7 @@ scheduler's configuration; decisions about hosts are columns of its host table.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,8 +18,10 @@ from msgspec import Struct
 from bus.bus import API
 from bus.clock import Clock
 from bus.contracts.base import MAX_REASON, Refusal
+from bus.contracts.fences import HostFence
 from bus.contracts.objects import (
     ChangedObject,
+    FenceRecord,
     ObjectKind,
     ObjectLogPage,
     ObjectLogQuery,
@@ -29,12 +31,14 @@ from bus.contracts.objects import (
     ObjectsQuery,
     ObjectsRevision,
 )
+from bus.contracts.operations import HostAdminState
 from bus.faults import Transient
 from bus.persistence.outbox import OutboxMessage
 from bus.retrying import OBJECTS, Retrying, passes_with_time
 from bus.service.settings import SettingsError
 from scheduler_worker import metrics, plugins
 from scheduler_worker.config import SchedulerConfig
+from scheduler_worker.domain import fences
 from scheduler_worker.domain.flavors import FlavorInvalid, ParsedFlavor, parse
 from scheduler_worker.domain.fleet import zones_of
 from scheduler_worker.domain.objects import (
@@ -47,6 +51,7 @@ from scheduler_worker.domain.objects import (
     applied,
     configuration_bodies,
     effective_config,
+    fences_of,
     host_decisions,
     plan,
     seeds,
@@ -101,6 +106,7 @@ class ObjectRegistry:
         self._loading = asyncio.Lock()  # what was read first is not adopted last
         self._is_fresh = True  # False: announcements may have been lost
         self._in_force: tuple[dict[Key, dict[str, Any]], Configured] | None = None
+        self.fences: Mapping[str, FenceRecord] = {}  # of hosts, by uuid, as they are in force here
         self.revision = NOT_LOADED  # of the objects in force here
 
     async def open(self) -> None:
@@ -187,12 +193,44 @@ class ObjectRegistry:
             if change.dry_run or not planned.changed:
                 return ObjectsChanged(revision=present.revision, changed=planned.changed)
             author = ChangeAuthor(clean(change.who), clean(change.why), self._clock.time(), change.force)
-            after = applied(present, planned.changed, author)
-            await unit.write_objects(planned.changed, author)
+            table = self._selector.table
+            followed = fences.followed(planned.changed, present.objects, present.revision + 1, table.last_cell_of)
+            after = applied(present, (*planned.changed, *followed), author)
+            await unit.write_objects((*planned.changed, *followed), author)
             unit.emit(OutboxMessage(API, ObjectsRevision(revision=after.revision)))
+            decisions = host_decisions(after.objects)
+            for uuid, fence in fences_of(applied(ObjectsOnRecord(0, {}), followed, author).objects).items():
+                cell = table.last_cell_of(uuid)
+                if cell is not None:  # else `FencePublisher` tells every cell
+                    unit.emit(OutboxMessage(cell, fences.command(uuid, fence, decisions.get(uuid)), uuid))
         log.info("objects.changed", revision=after.revision, who=author.who, objects=_named(planned.changed))
         self._adopt(made, after)
         return ObjectsChanged(revision=after.revision, changed=planned.changed)
+
+    async def record_fences(self, reports: Sequence[HostFence]) -> None:
+        """What cells say of fences: on record, and announced to every scheduler. Raises Transient."""
+        async with self._loading:
+            async with self._store.operation() as unit:
+                present = await unit.lock_objects()
+                changed: dict[str, ChangedObject] = {}
+                for one in reports:
+                    stored = present.objects.get((ObjectKind.FENCE, one.host_uuid))
+                    change = None if stored is None else fences.acknowledge(one.host_uuid, fences.fence_of(stored), one)
+                    if change is not None:
+                        changed[one.host_uuid] = change  # the last of several words about one fence
+                if not changed:
+                    return
+                author = ChangeAuthor(f"cell {reports[0].cell}", "its word about the fence", self._clock.time())
+                after = applied(present, changed.values(), author)
+                await unit.write_objects(list(changed.values()), author)
+                unit.emit(OutboxMessage(API, ObjectsRevision(revision=after.revision)))
+            self._load(after)
+        for one in reports:
+            log.info("host.fence", uuid=one.host_uuid, state=one.state.value, losses=one.losses, cell=one.cell)
+
+    def decision_of(self, host_uuid: str) -> HostAdminState | None:
+        """What is in force about a host."""
+        return self._selector.table.decision_of(host_uuid)
 
     async def _seed(self, first: Sequence[ChangedObject]) -> ObjectsOnRecord | None:
         async with self._store.operation() as unit:
@@ -232,6 +270,7 @@ class ObjectRegistry:
             )
             self._in_force = configuration_bodies(found.objects), made
         self._selector.table.adopt_decisions(decisions)
+        self.fences = fences_of(found.objects)
         self.revision = found.revision
         metrics.OBJECTS_REVISION.set(found.revision)
 

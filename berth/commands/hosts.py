@@ -135,7 +135,11 @@ def enable(
     timeout: Timeout = 30.0,
     as_json: AsJson = False,
 ) -> None:
-    """Use these hosts again."""
+    """Use these hosts again.
+
+    A fenced host is used once it has destroyed what it has lost; until then it stays fenced, and `berth hosts` says how
+    many machines are left.
+    """
     _decide(context, names, AdminState.ENABLED, reason, cell=cell, by=by, timeout_s=timeout, as_json=as_json)
 
 
@@ -202,7 +206,7 @@ def _decide(
                 }
             )
         for one in [] if as_json else decided:
-            out.print(Text(printable(f"{one.host}: {one.state.value}, by {one.by}")), soft_wrap=True)
+            out.print(Text(printable(f"{one.host}: {_decided_state(one)}, by {one.by}")), soft_wrap=True)
         if refused and not as_json:
             name, first = refused[0]
             raise Stop(EXIT_NO, first.code, f"{len(refused)} refused; {name}: {first.reason}")
@@ -211,11 +215,20 @@ def _decide(
     run(body)
 
 
+def _decided_state(one: HostAdminState) -> str:
+    if one.state is not AdminState.FENCED:
+        return one.state.value
+    if one.pending is not None:
+        return f"fenced, then {one.pending.value} ({one.losses} to destroy)"
+    return "fenced" if one.acknowledged >= one.fence else "fenced, its cell does not know yet"
+
+
 def _host_row(host: HostRecord) -> list[str | Text]:
     state = Text("up", "green") if host.up and host.enabled else Text("disabled" if host.up else "down", "red")
     admin, decided = host.admin, ""
     if admin is not None and admin.state is not AdminState.ENABLED:
-        state = Text(admin.state.value, "yellow") if host.up else Text(f"down, {admin.state.value}", "red")
+        decision = _decided_state(admin)
+        state = Text(decision, "yellow") if host.up else Text(f"down, {decision}", "red")
         decided = f"{admin.by}: {admin.reason}" if admin.reason else admin.by
     used = "  ".join(f"{name} {u:g}/{c:g}" for name, (u, c) in sorted(host.resources.items()))
     return [host.name, host.cell or "", host.service or "", state, str(host.failed_builds or ""), used, decided]

@@ -10,6 +10,7 @@ from msgspec import Struct
 
 from .base import Allocations, ClassName, Count, Generation, Label, Message, Reason, TraitName, Uuid, Word
 from .deploy import ConfigDrive, ImageSource, Networks
+from .fences import EvacuationPolicy
 from .groups import ServerGroup
 from .stages import Stamps
 
@@ -31,7 +32,7 @@ class InstanceSpec(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What to build, as far as a cell needs to know.
 
     root_gb, traits (required ones), capabilities (`capabilities:NAME` of its extra specs): of the flavor, for drivers
-    that deploy by them.
+    that deploy by them. on_host_failure: what becomes of it when its host is fenced (None: as `wait`).
     """
 
     instance_uuid: Uuid
@@ -46,6 +47,7 @@ class InstanceSpec(Struct, frozen=True, kw_only=True, omit_defaults=True):
     root_gb: Count = 0
     traits: Annotated[tuple[TraitName, ...], Bound(max_length=256)] = ()
     capabilities: Annotated[dict[Label, Annotated[str, Bound(max_length=255)]], Bound(max_length=64)] = {}
+    on_host_failure: EvacuationPolicy | None = None
 
 
 class CellBuild(Message, frozen=True, kw_only=True, tag="cell.build.v1"):

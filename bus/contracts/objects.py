@@ -12,7 +12,7 @@ from typing import Annotated, Any
 from msgspec import Meta as Bound
 from msgspec import Struct
 
-from .base import ClassName, Label, Message, Reason, Version
+from .base import ClassName, Count, Label, Message, Reason, Version
 from .operations import AdminState
 
 # {class or INSTANCES: how much of it}, as claims carry it: under no other name, and for no more of them.
@@ -34,6 +34,7 @@ class ObjectKind(StrEnum):
     QUOTA = "quota"
     SCHEDULING = "scheduling"
     HOST = "host"
+    FENCE = "fence"
 
 
 class Flavor(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
@@ -90,6 +91,22 @@ class HostDecision(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid
     host: Label
     state: AdminState
     reason: Reason = ""
+
+
+class FenceRecord(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
+    """A host that is kept fenced; the object's name is the host's uuid.
+
+    It follows from decisions about the host and from its cell's words.
+    cell: where the host is (None: not known yet). version: of the newest decision about it; acknowledged: of the newest
+    that the cell has on record. lifting: the host is to be used again, once it has destroyed its `losses`.
+    """
+
+    host: Label
+    cell: str | None = None
+    version: Version
+    lifting: bool = False
+    acknowledged: Version = 0
+    losses: Count = 0
 
 
 class ObjectChange(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):

@@ -29,7 +29,9 @@ class HostAdminState(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The newest decision about one host, as it is on record: an object of kind `host` (bus.contracts.objects).
 
     by: the person, as the command or the HTTP caller named it. at: seconds since the epoch. version: the revision of
-    the objects that it was made in, so it rises with each decision.
+    the objects that it was made in, so it rises with each decision. fence, acknowledged: the number of the newest
+    decision about the host's fence, and of the newest that its cell has on record (0: none). pending: what a fenced
+    host is to be once it has destroyed what it has lost; losses: so many machines are left, by its cell's last word.
     """
 
     host_uuid: Uuid
@@ -39,13 +41,18 @@ class HostAdminState(Struct, frozen=True, kw_only=True, omit_defaults=True):
     by: str = ""
     at: float = 0.0
     version: Version = 0
+    fence: Version = 0
+    acknowledged: Version = 0
+    pending: AdminState | None = None
+    losses: Count = 0
 
 
 class SetAdminState(Message, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="hosts.set.v1"):
     """Decide about a host: `host` is its uuid, or its name when one host has it. Idempotent by the message's id.
 
-    The decision is kept as an object of kind `host`, so it is in the log of changes too. cell: where a name is looked
-    for; None: in all cells.
+    A fenced host stays fenced until its cell says that it has destroyed what it has lost; what this names is `pending`
+    until then. The decision is kept as an object of kind `host`, so it is in the log of changes too. cell: where a
+    name is looked for; None: in all cells.
     """
 
     host: Label

@@ -174,6 +174,12 @@ class ServiceLost(Event, frozen=True, kw_only=True):
     reason: str = ""
 
 
+class HostFenced(Event, frozen=True, kw_only=True):
+    """A host is fenced: it is off, and is told what it has lost before it is used again (see `fences`)."""
+
+    host_uuid: str
+
+
 EVENTS: tuple[type[Event], ...] = (
     BuildRequested,
     DeleteRequested,
@@ -190,4 +196,5 @@ EVENTS: tuple[type[Event], ...] = (
     MoveRequested,
     ChangeEnded,
     Reverted,
+    HostFenced,
 )

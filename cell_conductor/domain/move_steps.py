@@ -22,7 +22,7 @@ from .events import (
     HostMissing,
     MoveRequested,
 )
-from .instance import NOT_TRIED, Instance, Move, Power, State
+from .instance import Instance, Move, Power, State
 from .move_events import DONE, Ending, after, answer, close, move_of, refuse_request, report_progress
 from .rules import Step, Timeouts
 
@@ -75,9 +75,11 @@ def begin_claimed(instance: Instance, event: MoveRequested, timeouts: Timeouts) 
     if request.kind is MoveKind.LIVE_MIGRATE and instance.power is not Power.RUNNING:
         return refuse_request(instance, event, timeouts, "instance.not_running", "a live migration is of what runs")
     if request.kind is MoveKind.EVACUATE:
-        if not request.fenced:
+        # A fence on this cell's own record is the proof; without one the request's word and a silent service are.
+        is_fenced = here.host_uuid in timeouts.fences
+        if not is_fenced and not request.fenced:
             return refuse_request(instance, event, timeouts, "evacuate.not_fenced", "its host may run it")
-        if here.service not in timeouts.down:
+        if not is_fenced and here.service not in timeouts.down:
             return refuse_request(instance, event, timeouts, "evacuate.service_up", "the service of its host is heard")
     hosts = request.selections
     if request.kind in LEAVES:
@@ -147,25 +149,14 @@ def adopt(
 
 def claim(instance: Instance, at: float, timeouts: Timeouts) -> Step:
     """Ask placement for the first destination that is left, or go back when none is."""
-    passed = [one for one in instance.alternates if one.service in timeouts.down]
     move = move_of(instance)
-    if passed:
-        notes = tuple(
-            AttemptRecord(
-                attempt=instance.next_attempt,
-                host=one.host,
-                outcome=NOT_TRIED,
-                code=timeouts.down[one.service].code,
-                at=at,
-            )
-            for one in passed
-        )
+    if notes := timeouts.closed.passed_over(instance.alternates, instance.next_attempt, at):
         move = replace(move, history=move.history + notes)
     # A machine that was told to stop is handed over, not changed where it is.
     kept = tuple(
         one
         for one in instance.alternates
-        if one.service not in timeouts.down
+        if timeouts.closed.why(one) is None
         and not (move.handed_over and move.source is not None and one.host_uuid == move.source.host_uuid)
     )
     tried = instance.selections[: instance.position + 1]

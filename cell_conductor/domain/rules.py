@@ -17,6 +17,7 @@ from bus.contracts.cell import Destroy, Selection, Spawn
 from bus.contracts.placement import ClaimOutcome
 from bus.contracts.stages import Stamps
 
+from .closed_hosts import ClosedHosts
 from .events import (
     BuildRequested,
     Claimed,
@@ -32,6 +33,8 @@ from .events import (
     SpawnFailed,
     TimedOut,
 )
+from .fences import FENCED, Fence
+from .history import summary_of
 from .instance import NOT_TRIED, Instance, State
 from .leases import Lease
 from .proof import is_over
@@ -48,13 +51,14 @@ class Timeouts(Struct, frozen=True, kw_only=True):
     """How long the machine waits, and where it is (`cell` is named in every announcement).
 
     deployment: the identity of the cell's database, which every machine is marked with. down: compute services that
-    take no builds now, so that none is begun there while another host can be tried. set_back_at: when the database was
-    last found to be set back or replaced (0: never).
+    take no builds now, so that none is begun there while another host can be tried. fences: hosts on which nothing is
+    begun at all, by uuid. set_back_at: when the database was last found to be set back or replaced (0: never).
     """
 
     cell: str
     deployment: str | None = None
     down: Mapping[str, Lease] = {}
+    fences: Mapping[str, Fence] = {}
     set_back_at: float = 0.0
     claim_retry_s: float = 15.0
     answer_timeout_s: float = 10.0
@@ -62,6 +66,11 @@ class Timeouts(Struct, frozen=True, kw_only=True):
     destroy_retry_max_s: float = 600.0
     doubt_limit_s: float = 3600.0
     report_grace_s: float = 30.0
+
+    @property
+    def closed(self) -> ClosedHosts:
+        """The hosts on which nothing is begun now."""
+        return ClosedHosts(self.down, self.fences)
 
 
 class Step(Struct, frozen=True):
@@ -77,20 +86,24 @@ def ignore(instance: Instance, event: object, timeouts: Timeouts) -> Step:
 
 
 def start_build(instance: Instance, event: BuildRequested, timeouts: Timeouts) -> Step:
-    """The first selection, claimed under attempt 1, is commanded; unless its service is down and another's is not."""
+    """The first selection is commanded; unless its service is down and another's is not, or it is fenced."""
     adopted = _adopt(instance, event)
     if event.given_up is not None:
         return _end_unbuilt(adopted, event.given_up, event.at, timeouts)
     if timeouts.set_back_at and event.requested_at < timeouts.set_back_at + CLOCKS_APART_S:
         # It may have been handed in before, to what the database has forgotten: its host is asked, and waited for.
         return _spawn(replace(adopted, doubted=True), event.at, timeouts)
-    down = timeouts.down.get(adopted.here.service)
-    if down is None or not _has_somewhere_to_go(adopted, timeouts):
+    closed = timeouts.closed.why(adopted.here)
+    if closed is None or (closed.code != FENCED and not _has_somewhere_to_go(adopted, timeouts)):
         return _spawn(adopted, event.at, timeouts)
     # Nothing was commanded there by this record, so nothing has to be destroyed. Should a machine of attempt 1 be there
     # nevertheless (the database was set back to before this build), it is kept: see `proof.is_over`.
-    passed = _with_attempt(adopted, NOT_TRIED, at=event.at, code=down.code, reason=down.reason)
-    return Step(ask(_without_down(passed, event.at, timeouts), State.RECLAIMING, event.at, timeouts))
+    passed = _with_attempt(adopted, NOT_TRIED, at=event.at, code=closed.code, reason=closed.reason)
+    left = _without_closed(passed, event.at, timeouts)
+    if left.alternates:
+        return Step(ask(left, State.RECLAIMING, event.at, timeouts))
+    over = replace(left, code="max_retries_exceeded", reason=cut(summary_of(left)))
+    return Step(ask(over, State.GIVING_UP, event.at, timeouts))
 
 
 def _end_unbuilt(instance: Instance, why: Refusal, at: float, timeouts: Timeouts) -> Step:
@@ -215,7 +228,12 @@ def leave_service(instance: Instance, event: ServiceLost, timeouts: Timeouts) ->
     """
     if instance.doubted or instance.here.service != event.service or not _has_somewhere_to_go(instance, timeouts):
         return Step(instance)
-    failed = _with_attempt(instance, "failed", at=event.at, code=event.code, reason=event.reason)
+    return next_after(instance, event, timeouts, code=event.code, reason=event.reason)
+
+
+def next_after(instance: Instance, event: Event, timeouts: Timeouts, *, code: str, reason: str) -> Step:
+    """The attempt has failed: the next alternate, or the end."""
+    failed = _with_attempt(instance, "failed", at=event.at, code=code, reason=reason)
     return _next(replace(failed, stamps=_stamped(failed, event)), event.at, timeouts)
 
 
@@ -255,7 +273,7 @@ def run_out(instance: Instance, event: ClaimRefused, timeouts: Timeouts) -> Step
         reason = event.reason or "another client holds this instance's allocation"
         changed = replace(tried, code="placement.consumer_changed", reason=cut(reason))
         return _end_failed(changed, event.at, timeouts)
-    over = replace(tried, code="max_retries_exceeded", reason=cut(_summary(tried)))
+    over = replace(tried, code="max_retries_exceeded", reason=cut(summary_of(tried)))
     return Step(ask(over, State.GIVING_UP, event.at, timeouts))
 
 
@@ -307,8 +325,13 @@ def lose(instance: Instance, event: HostMissing, timeouts: Timeouts) -> Step:
     if not gone:
         return Step(instance)
     reason = f"host {instance.here.host} does not run it any more"
-    lost = _with_attempt(instance, "lost", at=event.at, code="instance.lost", reason=reason)
-    return _give_up(lost, event.at, timeouts, code="instance.lost", reason=reason)
+    return give_up_lost(instance, event.at, timeouts, code="instance.lost", reason=reason)
+
+
+def give_up_lost(instance: Instance, at: float, timeouts: Timeouts, *, code: str, reason: str) -> Step:
+    """An active instance is lost: what may be left is destroyed, its allocation released, and it ends failed."""
+    lost = _with_attempt(instance, "lost", at=at, code=code, reason=reason)
+    return _give_up(lost, at, timeouts, code=code, reason=reason)
 
 
 def delete_instead(instance: Instance, event: DeleteRequested, timeouts: Timeouts) -> Step:
@@ -394,32 +417,22 @@ def _over_time(instance: Instance, event: TimedOut | Destroyed, timeouts: Timeou
 
 def _next(instance: Instance, at: float, timeouts: Timeouts) -> Step:
     """After a failed attempt: what is left of it goes, and the next alternate is claimed, if there is one."""
-    instance = _without_down(instance, at, timeouts)
+    instance = _without_closed(instance, at, timeouts)
     if not instance.alternates:
-        return _give_up(instance, at, timeouts, code="max_retries_exceeded", reason=_summary(instance))
+        return _give_up(instance, at, timeouts, code="max_retries_exceeded", reason=summary_of(instance))
     return Step(ask(instance, State.RECLAIMING, at, timeouts), (destroy_here(instance, timeouts),))
 
 
 def _has_somewhere_to_go(instance: Instance, timeouts: Timeouts) -> bool:
-    return any(selection.service not in timeouts.down for selection in instance.alternates)
+    return any(timeouts.closed.why(selection) is None for selection in instance.alternates)
 
 
-def _without_down(instance: Instance, at: float, timeouts: Timeouts) -> Instance:
-    """Alternates whose service is down are passed over, and written down: a question to placement is never changed."""
-    passed = [selection for selection in instance.alternates if selection.service in timeouts.down]
-    if not passed:
+def _without_closed(instance: Instance, at: float, timeouts: Timeouts) -> Instance:
+    """Hosts that are closed now are passed over, and written down: a question to placement is never changed."""
+    notes = timeouts.closed.passed_over(instance.alternates, instance.next_attempt, at)
+    if not notes:
         return instance
-    notes = tuple(
-        AttemptRecord(
-            attempt=instance.next_attempt,
-            host=selection.host,
-            outcome=NOT_TRIED,
-            code=timeouts.down[selection.service].code,
-            at=at,
-        )
-        for selection in passed
-    )
-    kept = tuple(selection for selection in instance.alternates if selection.service not in timeouts.down)
+    kept = tuple(selection for selection in instance.alternates if timeouts.closed.why(selection) is None)
     tried = instance.selections[: instance.position + 1]
     return replace(instance, selections=(*tried, *kept), history=instance.history + notes)
 
@@ -574,20 +587,6 @@ def is_gone(instance: Instance, event: Destroyed | HostMissing, timeouts: Timeou
 def by_its_clock(event: Spawned | HostRuns) -> float | None:
     """When the host knew that it runs."""
     return (event.seen_at if isinstance(event, HostRuns) else event.ended_at) or None
-
-
-def _summary(instance: Instance) -> str:
-    """One sentence a person understands: what was tried, and how each try ended."""
-    tries = "; ".join(
-        f"{record.host}: {record.outcome}"
-        + (f" ({record.code}{': ' if record.reason else ''}{record.reason})" if record.code else "")
-        for record in instance.history
-    )
-    passed = sum(record.outcome == NOT_TRIED for record in instance.history)
-    hosts = len(instance.selections) + sum(
-        record.outcome == NOT_TRIED and record.attempt > 1 for record in instance.history
-    )
-    return f"{len(instance.history) - passed} of {hosts} hosts tried, none is left. {tries}"
 
 
 def cut(reason: str) -> str:

@@ -10,7 +10,7 @@ from msgspec import Struct
 from bus.contracts.placement import Claim, ClaimOption, Migration, Release, Revert
 from bus.faults import BrokenInvariant
 
-from . import move_events, move_rules, rules
+from . import fence_rules, move_events, move_rules, rules
 from .events import (
     BuildRequested,
     ChangeEnded,
@@ -19,6 +19,7 @@ from .events import (
     DeleteRequested,
     Destroyed,
     Event,
+    HostFenced,
     HostMissing,
     HostRuns,
     MoveRequested,
@@ -80,6 +81,7 @@ MOVING: Mapping[type[Event], Rule | None] = {
     MoveRequested: REFUSE_BUSY,
     ChangeEnded: IGNORE,
     Reverted: IGNORE,
+    HostFenced: IGNORE,
 }
 ABORT = Rule(move_rules.abort, UNDONE)
 ARRIVE = Rule(move_rules.arrive, ARRIVED)
@@ -102,12 +104,14 @@ MOVES: Mapping[State, Mapping[type[Event], Rule | None]] = {
         ServiceLost: SKIP,
         ChangeEnded: Rule(move_rules.go_on, (State.HANDING_OVER, State.FINISHING, *NEXT)),
         MoveRequested: ABORT,
+        HostFenced: Rule(fence_rules.leave_unasked, NEXT),
     },
     State.HANDING_OVER: {
         **MOVING,
         TimedOut: Rule(move_rules.give_up_hand_over, UNDONE),
         ChangeEnded: Rule(move_rules.take_over, (State.FINISHING, *UNDONE)),
         MoveRequested: ABORT,
+        HostFenced: Rule(fence_rules.stay_at_source, UNDONE),
     },
     State.FINISHING: {
         **MOVING,
@@ -116,6 +120,7 @@ MOVES: Mapping[State, Mapping[type[Event], Rule | None]] = {
         TimedOut: Rule(move_rules.query_destination),
         Destroyed: Rule(move_rules.lose_destination, NEXT),
         HostRuns: ARRIVE,
+        HostFenced: Rule(fence_rules.give_up_destination, NEXT),
     },
     State.RESIZING: {
         **MOVING,
@@ -123,6 +128,7 @@ MOVES: Mapping[State, Mapping[type[Event], Rule | None]] = {
         TimedOut: Rule(move_rules.give_up_in_place, UNDONE),
         HostRuns: CONFIRM_RUNNING,
         ChangeEnded: Rule(move_rules.arrive_in_place, (*ARRIVED, *NEXT)),
+        HostFenced: Rule(fence_rules.give_up_destination, UNDONE),
     },
     State.RESIZED: {
         **MOVING,
@@ -131,6 +137,7 @@ MOVES: Mapping[State, Mapping[type[Event], Rule | None]] = {
         HostRuns: CONFIRM_RUNNING,
         HostMissing: Rule(move_rules.revert_lost, (*UNDONE, State.GIVING_UP)),
         MoveRequested: Rule(move_rules.end_resized, (State.CONFIRMING, State.SETTLING, *UNDONE)),
+        HostFenced: Rule(fence_rules.give_up_destination, UNDONE),
     },
     State.CONFIRMING: {
         **MOVING,
@@ -139,6 +146,7 @@ MOVES: Mapping[State, Mapping[type[Event], Rule | None]] = {
         Destroyed: Rule(move_rules.settle, (State.SETTLING,)),
         HostRuns: FOLLOW_SOURCE,
         HostMissing: Rule(move_rules.settle, (State.SETTLING,)),
+        HostFenced: Rule(fence_rules.settle, (State.SETTLING,)),
     },
     State.SETTLING: {
         **MOVING,
@@ -155,6 +163,7 @@ MOVES: Mapping[State, Mapping[type[Event], Rule | None]] = {
         HostRuns: FOLLOW_DESTINATION,
         HostMissing: Rule(move_rules.revert_destroyed, (State.REVERTING, State.VACATING)),
         ChangeEnded: Rule(move_rules.undo_failed_in_place, (State.REVERTING,)),
+        HostFenced: Rule(fence_rules.revert, (State.REVERTING, State.VACATING)),
     },
     State.REVERTING: {
         **MOVING,
@@ -167,6 +176,7 @@ MOVES: Mapping[State, Mapping[type[Event], Rule | None]] = {
         TimedOut: Rule(move_rules.restart_again),
         HostRuns: CONFIRM_RUNNING,
         ChangeEnded: Rule(move_rules.restarted, (State.ACTIVE,)),
+        HostFenced: Rule(fence_rules.end_unstarted, (State.ACTIVE,)),
     },
     State.CHANGING: {
         **MOVING,
@@ -174,6 +184,7 @@ MOVES: Mapping[State, Mapping[type[Event], Rule | None]] = {
         TimedOut: Rule(move_rules.change_again),
         HostRuns: CONFIRM_RUNNING,
         ChangeEnded: Rule(move_rules.changed, (State.ACTIVE, State.OFFLOADING)),
+        HostFenced: Rule(fence_rules.end_change, (State.ACTIVE,)),
     },
     State.OFFLOADING: {
         **MOVING,
@@ -182,6 +193,7 @@ MOVES: Mapping[State, Mapping[type[Event], Rule | None]] = {
         Destroyed: Rule(move_rules.vacate, (State.VACATING,)),
         HostRuns: FOLLOW_DESTINATION,
         HostMissing: Rule(move_rules.vacate, (State.VACATING,)),
+        HostFenced: Rule(fence_rules.vacate, (State.VACATING,)),
     },
     State.VACATING: {
         **MOVING,
@@ -214,6 +226,7 @@ TABLE: Mapping[State, Mapping[type[Event], Rule | None]] = {
         MoveRequested: Rule(move_events.refuse_unknown),
         ChangeEnded: IGNORE,
         Reverted: IGNORE,
+        HostFenced: IGNORE,
     },
     State.TOMBSTONE: {
         BuildRequested: Rule(rules.refuse_build, (State.RELEASING,)),
@@ -231,6 +244,7 @@ TABLE: Mapping[State, Mapping[type[Event], Rule | None]] = {
         MoveRequested: REFUSE,
         ChangeEnded: IGNORE,
         Reverted: IGNORE,
+        HostFenced: IGNORE,
     },
     State.BUILDING: {
         BuildRequested: IGNORE,
@@ -248,6 +262,7 @@ TABLE: Mapping[State, Mapping[type[Event], Rule | None]] = {
         MoveRequested: REFUSE,
         ChangeEnded: IGNORE,
         Reverted: IGNORE,
+        HostFenced: Rule(fence_rules.leave_host, (State.RECLAIMING, State.GIVING_UP)),
     },
     State.RECLAIMING: {
         BuildRequested: IGNORE,
@@ -265,6 +280,7 @@ TABLE: Mapping[State, Mapping[type[Event], Rule | None]] = {
         MoveRequested: REFUSE,
         ChangeEnded: IGNORE,
         Reverted: IGNORE,
+        HostFenced: IGNORE,
     },
     State.ABANDONING: {
         BuildRequested: IGNORE,
@@ -282,6 +298,7 @@ TABLE: Mapping[State, Mapping[type[Event], Rule | None]] = {
         MoveRequested: REFUSE,
         ChangeEnded: IGNORE,
         Reverted: IGNORE,
+        HostFenced: IGNORE,
     },
     State.ACTIVE: {
         BuildRequested: IGNORE,
@@ -299,6 +316,7 @@ TABLE: Mapping[State, Mapping[type[Event], Rule | None]] = {
         MoveRequested: Rule(move_rules.begin, (State.CLAIMING, State.REVERTING, State.CHANGING, State.OFFLOADING)),
         ChangeEnded: IGNORE,
         Reverted: IGNORE,
+        HostFenced: Rule(fence_rules.fail_by_policy, (State.GIVING_UP,)),
     },
     State.GIVING_UP: {
         BuildRequested: IGNORE,
@@ -316,6 +334,7 @@ TABLE: Mapping[State, Mapping[type[Event], Rule | None]] = {
         MoveRequested: REFUSE,
         ChangeEnded: IGNORE,
         Reverted: IGNORE,
+        HostFenced: IGNORE,
     },
     State.FAILED: {
         BuildRequested: Rule(rules.restart_build, (State.BUILDING, State.RECLAIMING, State.GIVING_UP)),
@@ -333,6 +352,7 @@ TABLE: Mapping[State, Mapping[type[Event], Rule | None]] = {
         MoveRequested: REFUSE,
         ChangeEnded: IGNORE,
         Reverted: IGNORE,
+        HostFenced: IGNORE,
     },
     State.DELETING: {
         BuildRequested: IGNORE,
@@ -350,6 +370,7 @@ TABLE: Mapping[State, Mapping[type[Event], Rule | None]] = {
         MoveRequested: REFUSE,
         ChangeEnded: IGNORE,
         Reverted: IGNORE,
+        HostFenced: Rule(fence_rules.end_delete, (State.RELEASING,)),
     },
     State.RELEASING: {
         BuildRequested: IGNORE,
@@ -367,6 +388,7 @@ TABLE: Mapping[State, Mapping[type[Event], Rule | None]] = {
         MoveRequested: REFUSE,
         ChangeEnded: IGNORE,
         Reverted: IGNORE,
+        HostFenced: IGNORE,
     },
     State.DELETED: {
         BuildRequested: IGNORE,
@@ -384,6 +406,7 @@ TABLE: Mapping[State, Mapping[type[Event], Rule | None]] = {
         MoveRequested: REFUSE,
         ChangeEnded: IGNORE,
         Reverted: IGNORE,
+        HostFenced: IGNORE,
     },
     **MOVES,
 }

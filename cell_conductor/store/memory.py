@@ -15,10 +15,13 @@ from bus.persistence.outbox import OutboxMessage
 from bus.persistence.unit_of_work import Committed
 from bus.persistence.version_cache import VersionCache
 from cell_conductor.domain.breaker import Breaker
+from cell_conductor.domain.fences import Fence, Loss
 from cell_conductor.domain.instance import UNDER_WAY, Instance, State
 from cell_conductor.domain.leases import Lease
 from cell_conductor.domain.report import EXPECTED
 
+from . import memory_fences
+from .memory_fences import MemoryFences
 from .memory_leases import Keeper, MemoryLeases
 from .memory_safety import MemorySafety
 from .port import Brief, DatabaseChange, KnownDatabase
@@ -40,6 +43,8 @@ class MemoryInstanceTable(MemoryDatabase):
         "set_back_at",
         "leases",
         "lease_keeper",
+        "fences",
+        "fence_losses",
     )
 
     def __init__(self, *arguments: object, **named: object) -> None:
@@ -52,6 +57,8 @@ class MemoryInstanceTable(MemoryDatabase):
         self.breakers: dict[str, Breaker] = {}
         self.leases: dict[str, Lease] = {}
         self.lease_keeper: dict[str, Keeper] = {}
+        self.fences: dict[str, Fence] = {}
+        self.fence_losses: dict[tuple[str, str], Loss] = {}
 
 
 class MemoryTransaction:
@@ -121,6 +128,10 @@ class MemoryTransaction:
         if instances:
             await self._transaction.statement()
             self._write(instances)
+
+    async def lose(self, hosts: Sequence[str], losses: Sequence[Loss]) -> bool:
+        """Hold the fences of these hosts until the end, and record what they have lost."""
+        return await memory_fences.lose(self._table, self._transaction, hosts, losses)
 
     async def send_later(self, outgoing: Sequence[OutboxMessage]) -> int | None:
         """Put messages into the outbox; the row for the relay."""
@@ -193,6 +204,7 @@ class MemoryInstances:
         self.safety = MemorySafety(session.database, session)
         self._seen = KnownDatabase()
         self.leases = MemoryLeases(session.database, session)
+        self.fences = MemoryFences(session.database, session)
         self.ready = False
 
     @property

@@ -10,8 +10,10 @@ from typing import Protocol
 from msgspec import Struct
 
 from bus.persistence.outbox import OutboxMessage, Rows
+from cell_conductor.domain.fences import Loss
 from cell_conductor.domain.instance import Instance, State
 
+from .fences import FenceStore
 from .leases import LeaseStore
 from .safety import Safety
 
@@ -86,6 +88,12 @@ class Transaction(Protocol):
     async def update(self, instances: Sequence[Instance]) -> None:
         """Record what became of locked instances."""
 
+    async def lose(self, hosts: Sequence[str], losses: Sequence[Loss]) -> bool:
+        """Hold the fences of these hosts until the end, and record what they have lost. False: one is not fenced.
+
+        An optimistic transaction cannot, and raises Conflict.
+        """
+
     async def send_later(self, outgoing: Sequence[OutboxMessage]) -> int | None:
         """Put messages into the outbox; the row for the relay (None while it is not known: see `row`)."""
 
@@ -121,6 +129,10 @@ class InstanceStore(Protocol):
     @property
     def leases(self) -> LeaseStore:
         """The leases of the cell's compute services, in the same schema."""
+
+    @property
+    def fences(self) -> FenceStore:
+        """The fences of the cell's hosts, in the same schema."""
 
     @property
     def deployment(self) -> str:

@@ -18,9 +18,11 @@ from bus.persistence.guarded_statement import GuardedStatement
 from bus.persistence.outbox import OutboxMessage
 from bus.persistence.unit_of_work import Committed
 from bus.persistence.version_cache import VersionCache
+from cell_conductor.domain.fences import Loss
 from cell_conductor.domain.instance import NOT_TRIED, UNDER_WAY, Instance, State
 
 from . import rows
+from .fences import HOLD, LOSE, PostgresFences, loss_columns
 from .leases import PostgresLeases
 from .port import Brief, DatabaseChange, KnownDatabase
 from .safety import PostgresSafety
@@ -165,6 +167,15 @@ class PostgresTransaction:
             self._cache.invalidate([instance.uuid for instance in instances])
             await self._connection.execute(UPDATE, *rows.columns(instances))
 
+    async def lose(self, hosts: Sequence[str], losses: Sequence[Loss]) -> bool:
+        """Two statements."""
+        held = await self._connection.fetch(HOLD, sorted(set(hosts)))
+        if len(held) < len(set(hosts)):
+            return False
+        if losses:
+            await self._connection.execute(LOSE, *loss_columns(losses))
+        return True
+
     async def send_later(self, outgoing: Sequence[OutboxMessage]) -> int | None:
         """Put messages into the outbox; the row for the relay."""
         self.row = await outbox.add(self._connection, outgoing)
@@ -180,6 +191,7 @@ class PostgresInstances:
         self._seen = KnownDatabase()
         self.safety = PostgresSafety(database)
         self.leases = PostgresLeases(database)
+        self.fences = PostgresFences(database)
         self.outbox = outbox.PostgresRows(database)
 
     @property

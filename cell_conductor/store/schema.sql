@@ -103,6 +103,27 @@ CREATE TABLE lease_keeper (
     one boolean PRIMARY KEY DEFAULT true CHECK (one)
 );
 
+-- Hosts that an operator has fenced, and the machines that such a host has lost: no attempt up to this one is wanted
+-- there, and its allocation is given up. Who records a loss holds the fence's row; it goes when its host has no losses
+-- left. version: of the decision. at: seconds since the epoch.
+CREATE TABLE fences (
+    host_uuid uuid PRIMARY KEY,
+    host text NOT NULL,
+    version bigint NOT NULL,
+    lifting boolean NOT NULL,
+    reason text NOT NULL,
+    decided_by text NOT NULL,
+    at double precision NOT NULL
+);
+CREATE TABLE fence_losses (
+    host_uuid uuid NOT NULL,
+    instance_uuid uuid NOT NULL,
+    attempt integer NOT NULL,
+    service text NOT NULL,
+    at double precision NOT NULL,
+    PRIMARY KEY (host_uuid, instance_uuid)
+);
+
 -- The outbox: messages that commit with the state that caused them (bus.persistence.outbox). The table is a short-lived
 -- heap, so it is vacuumed by count and not by share. A row is large and soon gone: compressing it is most of what
 -- writing it would cost.

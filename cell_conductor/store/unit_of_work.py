@@ -8,6 +8,7 @@ from bus.persistence.conflict import Conflict
 from bus.persistence.outbox import OutboxMessage
 from bus.persistence.unit_of_work import OptimisticUnitOfWork, RowStore, WriteSet
 from bus.persistence.version_cache import VersionCache
+from cell_conductor.domain.fences import Loss
 from cell_conductor.domain.instance import Instance
 from cell_conductor.domain.table import IllegalStep
 
@@ -62,6 +63,10 @@ class OptimisticTransaction(OptimisticUnitOfWork[Instance, InstanceWrites]):
         """Kept for the end."""
         self.writes.updates = list(instances)
         self._after.update((one.uuid, one) for one in instances)
+
+    async def lose(self, hosts: Sequence[str], losses: Sequence[Loss]) -> bool:
+        """Not without a lock on the fence. Raises Conflict."""
+        raise Conflict
 
     async def send_later(self, outgoing: Sequence[OutboxMessage]) -> int | None:
         """Keep them for the commit, which sets `row` to their outbox row."""

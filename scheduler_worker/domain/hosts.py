@@ -166,6 +166,11 @@ class HostTable:
                 self.admin[index] = ADMIN_STATES.index(decision.state)
         self._decided = dict(decisions)
 
+    def last_cell_of(self, uuid: str) -> str | None:
+        """The cell that a host was last announced in, also when no service manages it any more."""
+        index = self._index.get(uuid)
+        return None if index is None or self.cell[index] == NO_SERVICE else self.cells[int(self.cell[index])]
+
     def decision_of(self, uuid: str) -> HostAdminState | None:
         """The operator's newest decision about a host; None: there never was one."""
         return self._decided.get(uuid)

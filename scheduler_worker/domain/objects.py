@@ -16,6 +16,7 @@ from bus.contracts.objects import (
     SCHEDULING,
     Aggregate,
     ChangedObject,
+    FenceRecord,
     Flavor,
     HostDecision,
     ObjectKind,
@@ -26,6 +27,7 @@ from bus.contracts.objects import (
 )
 from bus.contracts.operations import HostAdminState
 from scheduler_worker.config import SchedulerConfig
+from scheduler_worker.domain import fences
 
 INVALID = "object.invalid"
 UNKNOWN = "object.unknown"
@@ -37,14 +39,17 @@ TOO_MANY = "object.too_many"
 MAX_OF_KIND = 10_000
 MAX_BODY_BYTES = 64 * 1024
 
-Body = Flavor | Aggregate | ProjectQuota | SchedulingRules | HostDecision
+Body = Flavor | Aggregate | ProjectQuota | SchedulingRules | HostDecision | FenceRecord
 BODIES: Mapping[ObjectKind, type[Body]] = {
     ObjectKind.FLAVOR: Flavor,
     ObjectKind.AGGREGATE: Aggregate,
     ObjectKind.QUOTA: ProjectQuota,
     ObjectKind.SCHEDULING: SchedulingRules,
     ObjectKind.HOST: HostDecision,
+    ObjectKind.FENCE: FenceRecord,
 }
+# What follows from decisions and from the cells' words; no other request changes it.
+DERIVED = frozenset({ObjectKind.FENCE})
 
 Key = tuple[ObjectKind, str]
 Objects = Mapping[Key, StoredObject]
@@ -116,6 +121,8 @@ def plan(requested: ObjectsChange, present: Objects) -> ChangePlan | Refusal:
         key = (change.kind, change.name)
         known = present.get(key)
         where = f"{change.kind.value} {change.name!r}"
+        if change.kind in DERIVED:
+            return Refusal(code=INVALID, reason=f"{where} follows from a decision about its host, and is not changed")
         if key in after:
             return Refusal(code=INVALID, reason=f"{where} is named twice")
         version = 0 if known is None else known.version
@@ -131,7 +138,7 @@ def plan(requested: ObjectsChange, present: Objects) -> ChangePlan | Refusal:
         except ValueError as error:
             return Refusal(code=INVALID, reason=str(error)[:MAX_REASON])
     for key in present:
-        if key[0] in requested.prune and key not in after:
+        if key[0] in requested.prune and key[0] not in DERIVED and key not in after:
             after[key] = None
     changed = tuple(
         ChangedObject(kind=kind, name=name, before=before, after=body)
@@ -169,14 +176,14 @@ def applied(present: ObjectsOnRecord, changed: Iterable[ChangedObject], author: 
 
 
 def configuration_bodies(present: Objects, changed: Iterable[ChangedObject] = ()) -> dict[Key, dict[str, Any]]:
-    """The bodies that make a configuration, once these changes are made: all but the decisions about hosts."""
+    """The bodies that make a configuration, once these changes are made: all but decisions about hosts, and fences."""
     bodies = {key: stored.body for key, stored in present.items()}
     for one in changed:
         if one.after is None:
             bodies.pop((one.kind, one.name), None)
         else:
             bodies[one.kind, one.name] = one.after
-    return {key: body for key, body in bodies.items() if key[0] is not ObjectKind.HOST}
+    return {key: body for key, body in bodies.items() if key[0] not in (ObjectKind.HOST, ObjectKind.FENCE)}
 
 
 def effective_config(settings: SchedulerConfig, bodies: Mapping[Key, Mapping[str, Any]]) -> SchedulerConfig:
@@ -223,10 +230,18 @@ def seeds(settings: SchedulerConfig) -> tuple[ChangedObject, ...]:
 
 
 def host_decisions(present: Objects) -> dict[str, HostAdminState]:
-    """The newest decision about each host: {uuid: decision}. Raises ValueError when a body is not valid."""
-    return {
+    """What is in force about each host: {uuid: decision}. Raises ValueError when a body is not valid."""
+    decisions = {
         stored.name: host_decision(stored) for (kind, _), stored in sorted(present.items()) if kind is ObjectKind.HOST
     }
+    for uuid, fence in fences_of(present).items():
+        decisions[uuid] = fences.fenced(decisions.get(uuid), uuid, fence)
+    return decisions
+
+
+def fences_of(present: Objects) -> dict[str, FenceRecord]:
+    """The fences of hosts, by uuid. Raises ValueError when a body is not valid."""
+    return {name: fences.fence_of(stored) for (kind, name), stored in sorted(present.items()) if kind in DERIVED}
 
 
 def host_decision(stored: StoredObject) -> HostAdminState:

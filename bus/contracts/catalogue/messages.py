@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bus.contracts import book, build, cell, moves, objects, operations, placement, workers
+from bus.contracts import book, build, cell, fences, moves, objects, operations, placement, workers
 from bus.contracts.base import Message, Refusal
 from bus.contracts.catalogue.queues import BUILD_EVENTS, MOST_REQUESTS_A_MESSAGE
 from bus.contracts.catalogue.rows import COMMANDS, EVENTS, MessageRow, Where
@@ -378,6 +378,25 @@ MESSAGES: tuple[MessageRow, ...] = (
         exchange=COMMANDS,
         key="cell.move",
         idempotency="request_id",
+    ),
+    MessageRow(
+        message=fences.CellFence,
+        owner="cell_conductor",
+        publishers=("scheduler_worker",),
+        where=Where.CELL,
+        exchange=COMMANDS,
+        key="cell.fence",
+        idempotency="host_uuid and version; an older version is ignored",
+    ),
+    MessageRow(
+        message=fences.HostFence,
+        owner="cell_conductor",
+        publishers=("cell_conductor",),
+        where=Where.CELL,
+        exchange=EVENTS,
+        key="host.fence",
+        public=True,
+        idempotency="host_uuid, version and state",
     ),
     MessageRow(
         message=moves.ChangeMachine,

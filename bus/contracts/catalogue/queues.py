@@ -127,7 +127,12 @@ QUEUES: tuple[QueueRow, ...] = (
         where=Where.CELL,
         kind=QueueKind.DURABLE,
         consumer="cell_conductor",
-        bindings=((COMMANDS, "cell.build"), (COMMANDS, "cell.delete"), (COMMANDS, "cell.move")),
+        bindings=(
+            (COMMANDS, "cell.build"),
+            (COMMANDS, "cell.delete"),
+            (COMMANDS, "cell.move"),
+            (COMMANDS, "cell.fence"),
+        ),
         retry_s=RETRY_S,
     ),
     QueueRow(
@@ -159,7 +164,7 @@ QUEUES: tuple[QueueRow, ...] = (
         where=Where.CELL,
         kind=QueueKind.PRIVATE,
         consumer="cell_conductor",
-        bindings=((EVENTS, "compute.heartbeat.#"), (EVENTS, "services.digest")),
+        bindings=((EVENTS, "compute.heartbeat.#"), (EVENTS, "services.digest"), (EVENTS, "host.fence")),
         max_length=100_000,
     ),
     QueueRow(
@@ -200,7 +205,12 @@ QUEUES: tuple[QueueRow, ...] = (
         where=Where.CELL,
         kind=QueueKind.DURABLE,
         consumer="scheduler_worker",
-        bindings=((EVENTS, "build.event.#"), (EVENTS, BUILD_EVENTS), (EVENTS, "instance.event.#")),
+        bindings=(
+            (EVENTS, "build.event.#"),
+            (EVENTS, BUILD_EVENTS),
+            (EVENTS, "instance.event.#"),
+            (EVENTS, "host.fence"),
+        ),
         retry_s=RETRY_S,
         declared_by=("cell_conductor",),
     ),

@@ -14,6 +14,7 @@ from bus.consuming.outcome import Done, Outcome, Received
 from bus.contracts.base import Message
 from bus.contracts.build import BuildEvent, BuildPage, BuildQuery, BuildRecord, BuildRequest, BuildState, DeleteRequest
 from bus.contracts.cell import CellBuild, CellDelete, ComputeHosts, HostReport, ReportHosts
+from bus.contracts.fences import CellFence
 from bus.contracts.moves import CellMove, MoveEvent, MoveKind, MoveRequest, MoveState
 from bus.contracts.placement import (
     Inventory,
@@ -57,6 +58,7 @@ class World:
         self.deletes: list[tuple[str, CellDelete]] = []
         self.hosts: dict[str, dict[str, HostReport]] = {cell: {} for cell in CELLS}
         self.buses: dict[str, Bus] = {}
+        self.fences: list[tuple[str, CellFence]] = []
         self._sequence = 0
         self._version = 0
         self._news = asyncio.Condition()
@@ -155,6 +157,8 @@ class World:
                 self.deletes.append((received.bus, received.message))
             elif isinstance(received.message, CellMove):
                 self.moves.append((received.bus, received.message))
+            elif isinstance(received.message, CellFence):
+                self.fences.append((received.bus, received.message))
         return await self._tell(batch, [])
 
     async def _tell(self, batch: Sequence[Received], heard: list[Any]) -> Sequence[Outcome]:

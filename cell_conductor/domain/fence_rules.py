@@ -1,0 +1,119 @@
+"""What a fence does to an instance: `rule(instance, event, timeouts) -> Step`. The table says which one applies.
+
+A fence proves what a host's own word proves: nothing of the instance runs there, and nothing will before the host was
+told what it has lost. So what waits for that word goes on without it. An instance that is active there stays so: only
+its policy, or a person, says whether it is built again elsewhere.
+"""
+
+from __future__ import annotations
+
+from msgspec.structs import replace
+
+from bus.contracts.build import AttemptRecord
+from bus.contracts.fences import EvacuationPolicy
+from bus.contracts.moves import MoveState
+
+from . import move_rules, rules
+from .events import Destroyed, HostFenced
+from .fences import FENCED
+from .instance import Instance, State
+from .move_events import Ending, close, move_of
+from .move_steps import end_undone, note, over, try_next, undo
+from .rules import Step, Timeouts
+
+
+def leave_host(instance: Instance, event: HostFenced, timeouts: Timeouts) -> Step:
+    """A build there: its attempt is over, and the next alternate is claimed, or the build has failed."""
+    if event.host_uuid != instance.host_uuid:
+        return Step(instance)
+    return rules.next_after(instance, event, timeouts, code=FENCED, reason=_reason(instance.here.host))
+
+
+def fail_by_policy(instance: Instance, event: HostFenced, timeouts: Timeouts) -> Step:
+    """Active there: it stays on record, unless its policy says that it has failed with its host."""
+    assert instance.spec is not None
+    if event.host_uuid != instance.host_uuid or instance.spec.on_host_failure is not EvacuationPolicy.FAIL:
+        return Step(instance)
+    return rules.give_up_lost(instance, event.at, timeouts, code=FENCED, reason=_reason(instance.here.host))
+
+
+def end_delete(instance: Instance, event: HostFenced, timeouts: Timeouts) -> Step:
+    """A delete: the host's word is not waited for; the history says so."""
+    ended = move_rules.release_both(instance, _destroyed(instance, event), timeouts)
+    if ended.instance is instance:
+        return ended
+    host = instance.here.host
+    if event.host_uuid == instance.source_host_uuid and instance.move is not None and instance.move.source is not None:
+        host = instance.move.source.host
+    reason = "the delete did not wait for this host's word"
+    record = AttemptRecord(
+        attempt=instance.attempt, host=host, outcome="fenced", code=FENCED, reason=reason, at=event.at
+    )
+    return Step(replace(ended.instance, history=(*ended.instance.history, record)), ended.commands)
+
+
+def leave_unasked(instance: Instance, event: HostFenced, timeouts: Timeouts) -> Step:
+    """A destination that was only asked: the next one."""
+    if event.host_uuid != instance.host_uuid:
+        return Step(instance)
+    failed = note(instance, "failed", event.at, FENCED, _reason(instance.here.host))
+    return try_next(failed, event.at, timeouts)
+
+
+def stay_at_source(instance: Instance, event: HostFenced, timeouts: Timeouts) -> Step:
+    """The source was to hand over, and cannot: the move is undone."""
+    if event.host_uuid != instance.source_host_uuid:
+        return Step(instance)
+    return undo(instance, event.at, timeouts, FENCED, "the source was fenced before it had handed over")
+
+
+def give_up_destination(instance: Instance, event: HostFenced, timeouts: Timeouts) -> Step:
+    """The destination is off, arrived or not: the source, which is stopped and whole, goes on, or the next is tried."""
+    if event.host_uuid != instance.host_uuid or (instance.is_in_place and instance.state is State.RESIZED):
+        return Step(instance)
+    if instance.state is State.FINISHING:
+        return leave_unasked(instance, event, timeouts)
+    return undo(instance, event.at, timeouts, FENCED, _reason(instance.here.host))
+
+
+def settle(instance: Instance, event: HostFenced, timeouts: Timeouts) -> Step:
+    """The source of a move that has arrived: its allocation goes."""
+    return move_rules.settle(instance, _destroyed(instance, event), timeouts)
+
+
+def revert(instance: Instance, event: HostFenced, timeouts: Timeouts) -> Step:
+    """What an undone move left there is not waited for."""
+    if event.host_uuid == instance.host_uuid and instance.is_in_place:
+        return Step(rules.ask(instance, State.REVERTING, event.at, timeouts))
+    return move_rules.revert_destroyed(instance, _destroyed(instance, event), timeouts)
+
+
+def end_unstarted(instance: Instance, event: HostFenced, timeouts: Timeouts) -> Step:
+    """The source of an undone move cannot be started: on record it is where it was, as any instance of a dead host."""
+    if event.host_uuid != instance.host_uuid:
+        return Step(instance)
+    move = move_of(instance)
+    why = rules.cut(f"{move.lost_reason}; its host was fenced before it was started again".strip("; "))
+    return end_undone(replace(instance, move=replace(move, lost_reason=why)), event.at, timeouts)
+
+
+def end_change(instance: Instance, event: HostFenced, timeouts: Timeouts) -> Step:
+    """A change of a machine that is off: it has failed, and the machine is on record as it was."""
+    if event.host_uuid != instance.host_uuid:
+        return Step(instance)
+    back = replace(instance, spec=move_of(instance).spec)
+    ending = Ending(MoveState.FAILED, FENCED, _reason(instance.here.host))
+    return close(over(back, event.at), ending, event.at, timeouts)
+
+
+def vacate(instance: Instance, event: HostFenced, timeouts: Timeouts) -> Step:
+    """A shelved machine: its allocation goes."""
+    return move_rules.vacate(instance, _destroyed(instance, event), timeouts)
+
+
+def _destroyed(instance: Instance, event: HostFenced) -> Destroyed:
+    return Destroyed(at=event.at, attempt=instance.last_attempt, host_uuid=event.host_uuid)
+
+
+def _reason(host: str) -> str:
+    return f"host {host} was fenced"

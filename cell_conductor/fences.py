@@ -1,0 +1,243 @@
+"""Keeps the fences of a cell's hosts: takes the operator's decisions, ends what waits for a fenced host, lifts fences.
+
+Every conductor knows all fences of its cell; they are few. What a fence ends is recorded with what the host has lost by
+it, in one transaction that holds the fence. The order to destroy a loss waits in the service's queue; a host that comes
+back and lists the loss is ordered again, and a loss goes from the record when the host has destroyed it, or reports
+without it, long enough after. A fence is lifted when its host has no losses left.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+import structlog
+from msgspec.structs import replace
+
+from bus.bus import Bus
+from bus.clock import Clock
+from bus.contracts.cell import ComputeHosts, ComputeOutcome, ComputeResult, Destroy, HostReport
+from bus.contracts.fences import CellFence, FenceState, HostFence
+from bus.faults import Transient
+from bus.port import BusError
+
+from .config import ConductorConfig
+from .domain.events import HostFenced
+from .domain.fences import Fence, Loss
+from .engine import Engine, InstanceEvent
+from .store.port import InstanceStore
+
+log = structlog.get_logger(__name__)
+
+CHECK_S = 0.5  # between two looks at the fences that are to be lifted
+RELOAD_S = 30.0  # what another conductor has recorded is read again after this, should its announcement be lost
+NO_UUID = "00000000-0000-0000-0000-000000000000"
+
+
+class FenceKeeper:
+    """The fences of one cell as one conductor has them."""
+
+    def __init__(self, store: InstanceStore, bus: Bus, *, clock: Clock, config: ConductorConfig, cell: str) -> None:
+        self._store = store
+        self._bus = bus
+        self._clock = clock
+        self._config = config
+        self._cell = cell
+        self._fences: Mapping[str, Fence] = {}
+        self._losses: Mapping[tuple[str, str], Loss] = {}
+        self._is_fresh = False
+        self._reload_at = 0.0
+
+    @property
+    def known(self) -> Mapping[str, Fence]:
+        """Fences by host. What this conductor does not know yet is handled late; what is lifted already is refused."""
+        return self._fences
+
+    def invalidate(self) -> None:
+        """They are not what is on record any more: none counts until they have been read again."""
+        self._fences = {}
+        self._is_fresh = False
+
+    def note_losses(self, losses: Sequence[Loss]) -> None:
+        """These have just been recorded."""
+        self._losses = {**self._losses, **{one.place: one for one in losses}}
+
+    async def prepare(self) -> None:
+        """Read them before the first message is taken, if the database allows it; else `run` does, soon after."""
+        try:
+            await self.load()
+        except Transient as fault:
+            self._is_fresh = False
+            log.warning("fences.waiting", code=fault.code, reason=str(fault))
+
+    async def load(self) -> None:
+        """Read what is on record."""
+        self._is_fresh = True
+        self._reload_at = self._clock.monotonic() + RELOAD_S
+        fences = {one.host_uuid: one for one in await self._store.fences.fences()}
+        self._losses = {one.place: one for one in await self._store.fences.losses()} if fences else {}
+        self._fences = fences
+
+    def on_announced(self, change: HostFence) -> None:
+        """A conductor of this cell has recorded something about a fence."""
+        known = self._fences.get(change.host_uuid)
+        is_known = known is not None and known.version >= change.version
+        if change.cell == self._cell and (change.state is FenceState.LIFTED) == is_known:
+            self._is_fresh = False
+
+    async def run(self) -> None:
+        """Until cancelled: read again what others have recorded, and lift what may be lifted."""
+        while True:
+            await self._clock.sleep(CHECK_S)
+            is_due = bool(self._fences) and self._clock.monotonic() >= self._reload_at
+            try:
+                if is_due or not self._is_fresh:
+                    await self.load()
+                for fence in [one for one in self._fences.values() if one.lifting]:
+                    await self._lift(fence)
+            except (Transient, BusError) as fault:
+                self._is_fresh = False
+                log.warning("fences.waiting", code=fault.code, reason=str(fault))
+
+    # --- the operator's decisions
+
+    async def take(self, decisions: Sequence[CellFence], engine: Engine) -> None:
+        """Queue conductor.requests: record these, end what waits for the hosts, and say what is on record."""
+        for decision in decisions:
+            fence = Fence(
+                host_uuid=decision.host_uuid,
+                host=decision.host,
+                version=decision.version,
+                lifting=decision.lift,
+                reason=decision.reason,
+                by=decision.by,
+                at=decision.at,
+            )
+            await self.load()
+            known = self._fences.get(fence.host_uuid)
+            if known is None and fence.lifting:
+                await self._announce(fence, FenceState.LIFTED)  # there is none: nothing was ended here
+                continue
+            if await self._store.fences.put(fence):
+                log.warning(
+                    "host.fenced" if not fence.lifting else "host.fence_lifting",
+                    host=fence.host,
+                    uuid=fence.host_uuid,
+                    by=fence.by,
+                    reason=fence.reason,
+                    cause=fence.host_uuid,
+                )
+            await self.load()
+            if fence.host_uuid in self._fences:
+                # Also of a decision that was known: a conductor may have died between recording and ending.
+                await self._end_what_waits(fence.host_uuid, engine)
+                await self.load()
+            await self._announce_known(fence)
+
+    async def _end_what_waits(self, host_uuid: str, engine: Engine) -> None:
+        last = NO_UUID
+        while True:
+            uuids = await self._store.fences.touching(host_uuid, last, self._config.max_batch)
+            if not uuids:
+                return
+            at = self._clock.time()
+            events = [InstanceEvent(uuid, HostFenced(at=at, host_uuid=host_uuid)) for uuid in uuids]
+            flushed = await engine.take(events, source="fences")
+            if flushed is not None:
+                await flushed
+            last = uuids[-1]
+
+    async def _announce_known(self, fence: Fence) -> None:
+        known = self._fences.get(fence.host_uuid)
+        if known is None:
+            await self._announce(fence, FenceState.LIFTED)
+            return
+        if known.lifting and await self._lift(known):
+            return
+        await self._announce(known, FenceState.LIFTING if known.lifting else FenceState.FENCED)
+
+    async def _lift(self, fence: Fence) -> bool:
+        if any(host == fence.host_uuid for host, _ in self._losses):
+            return False
+        if not await self._store.fences.lift(fence.host_uuid, fence.version):
+            self._is_fresh = False
+            return False
+        log.info("host.fence_lifted", host=fence.host, uuid=fence.host_uuid, cause=fence.host_uuid)
+        self._fences = {host: one for host, one in self._fences.items() if host != fence.host_uuid}
+        await self._announce(fence, FenceState.LIFTED)
+        return True
+
+    async def _announce(self, fence: Fence, state: FenceState) -> None:
+        count = Counter(host for host, _ in self._losses)[fence.host_uuid]
+        await self._bus.publish(
+            HostFence(
+                cell=self._cell,
+                host_uuid=fence.host_uuid,
+                version=fence.version,
+                state=state,
+                losses=0 if state is FenceState.LIFTED else count,
+                at=self._clock.time(),
+            ),
+            cause=fence.host_uuid,
+        )
+
+    # --- what fenced hosts say
+
+    async def on_results(self, results: Sequence[ComputeResult]) -> None:
+        """Queue conductor.results: what a host has destroyed is no loss any more."""
+        gone = [
+            loss
+            for one in results
+            if one.outcome is ComputeOutcome.DESTROYED
+            and (loss := self._losses.get((one.host_uuid, one.instance_uuid))) is not None
+            and one.attempt >= loss.attempt
+        ]
+        await self._forget(gone)
+
+    async def without_losses(self, report: ComputeHosts, seen_at: float, deployment: str) -> ComputeHosts:
+        """A report without the machines that their hosts have lost: these are ordered to be destroyed.
+
+        The fence is the proof: no record has to explain them, and no breaker counts them.
+        """
+        if not any(host.uuid in self._fences for host in report.hosts):
+            return report
+        gone: list[Loss] = []
+        hosts: list[HostReport] = []
+        for host in report.hosts:
+            if host.running is None or host.uuid not in self._fences:
+                hosts.append(host)
+                continue
+            losses = {loss.instance_uuid: loss for place, loss in self._losses.items() if place[0] == host.uuid}
+            kept = []
+            for one in host.running:
+                loss = losses.get(one.instance_uuid)
+                if loss is None or one.deployment != deployment or not 0 < one.attempt <= loss.attempt:
+                    kept.append(one)
+                elif not one.destroying:
+                    await self._destroy(loss, report.service, deployment)
+            listed = {one.instance_uuid for one in host.running}
+            gone += [
+                loss
+                for uuid, loss in losses.items()
+                if uuid not in listed and seen_at > loss.at + self._config.report_grace_s
+            ]
+            hosts.append(replace(host, running=tuple(kept)))
+        await self._forget(gone)
+        return replace(report, hosts=tuple(hosts))
+
+    async def _destroy(self, loss: Loss, service: str, deployment: str) -> None:
+        order = Destroy(
+            instance_uuid=loss.instance_uuid,
+            attempt=loss.attempt,
+            host_uuid=loss.host_uuid,
+            service=service,
+            deployment=deployment,
+        )
+        await self._bus.publish(order, cause=loss.instance_uuid)
+
+    async def _forget(self, losses: Sequence[Loss]) -> None:
+        if not losses:
+            return
+        await self._store.fences.forget(losses)
+        gone = {loss.place for loss in losses}
+        self._losses = {place: loss for place, loss in self._losses.items() if place not in gone}

@@ -1,0 +1,136 @@
+"""Fences of the cell's hosts and the machines that these have lost: a port, and PostgreSQL."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from bus.persistence.database import Database
+from cell_conductor.domain.fences import Fence, Loss
+
+MAX_LOSSES = 100_000  # read at a time; the oldest are destroyed first
+
+
+class FenceStore(Protocol):
+    """The fences on record. What ends because of one is recorded by `Transaction.lose`, which holds it."""
+
+    async def fences(self) -> list[Fence]:
+        """All of them, by host."""
+
+    async def losses(self) -> list[Loss]:
+        """What fenced hosts are still to destroy, oldest first, at most MAX_LOSSES."""
+
+    async def put(self, fence: Fence) -> bool:
+        """Record a fence, or a newer decision about it. False: one at least as new is on record."""
+
+    async def forget(self, losses: Sequence[Loss]) -> None:
+        """The hosts have destroyed these, and all attempts below them."""
+
+    async def lift(self, host_uuid: str, version: int) -> bool:
+        """Drop a fence that is to be lifted by this decision, once its host has no losses. False: it stays."""
+
+    async def touching(self, host_uuid: str, after: str, limit: int) -> list[str]:
+        """The instances that have, or may have, a machine on this host: in order of uuids, above `after`."""
+
+
+FENCES = "SELECT host_uuid::text, host, version, lifting, reason, decided_by, at FROM fences ORDER BY host_uuid"
+LOSSES = """
+SELECT host_uuid::text, instance_uuid::text, attempt, service, at FROM fence_losses
+ORDER BY at, host_uuid, instance_uuid LIMIT $1
+"""
+PUT = """
+INSERT INTO fences AS f (host_uuid, host, version, lifting, reason, decided_by, at)
+VALUES ($1, $2, $3, $4, $5, $6, $7)
+ON CONFLICT (host_uuid) DO UPDATE SET host = excluded.host, version = excluded.version, lifting = excluded.lifting,
+    reason = excluded.reason, decided_by = excluded.decided_by, at = excluded.at
+WHERE f.version < excluded.version RETURNING 1
+"""
+HOLD = "SELECT host_uuid FROM fences WHERE host_uuid = ANY($1::uuid[]) ORDER BY host_uuid FOR SHARE"
+LOSE = """
+INSERT INTO fence_losses AS l (host_uuid, instance_uuid, attempt, service, at)
+SELECT * FROM unnest($1::uuid[], $2::uuid[], $3::int[], $4::text[], $5::float8[])
+ON CONFLICT (host_uuid, instance_uuid) DO UPDATE SET
+    attempt = greatest(l.attempt, excluded.attempt), service = excluded.service, at = excluded.at
+"""
+FORGET = """
+DELETE FROM fence_losses l USING unnest($1::uuid[], $2::uuid[], $3::int[]) AS n (h, i, a)
+WHERE (l.host_uuid, l.instance_uuid) = (n.h, n.i) AND l.attempt <= n.a
+"""
+_TO_LIFT = "SELECT 1 FROM fences WHERE host_uuid = $1 AND version = $2 AND lifting FOR UPDATE"
+_LEFT = "SELECT 1 FROM fence_losses WHERE host_uuid = $1 LIMIT 1"
+LIFT = "DELETE FROM fences WHERE host_uuid = $1"
+# Instances that are over hold nothing there; what is left of one that is lost is a loss already.
+TOUCHING = """
+SELECT uuid::text FROM instances
+WHERE (host_uuid = $1 OR source_host_uuid = $1) AND uuid > $2::uuid
+    AND state NOT IN ('tombstone', 'failed', 'deleted', 'offloaded')
+ORDER BY uuid LIMIT $3
+"""
+
+
+def loss_columns(losses: Sequence[Loss]) -> tuple[list[object], ...]:
+    """Column arrays for LOSE, each place once, in the order of the locks."""
+    ordered = [one for _, one in sorted({one.place: one for one in sorted(losses, key=_attempt)}.items())]
+    return (
+        [one.host_uuid for one in ordered],
+        [one.instance_uuid for one in ordered],
+        [one.attempt for one in ordered],
+        [one.service for one in ordered],
+        [one.at for one in ordered],
+    )
+
+
+def _attempt(loss: Loss) -> int:
+    return loss.attempt
+
+
+class PostgresFences:
+    """In the cell's schema."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+
+    async def fences(self) -> list[Fence]:
+        """One statement."""
+        async with self._database.raw() as connection:
+            return [
+                Fence(
+                    host_uuid=row[0], host=row[1], version=row[2], lifting=row[3], reason=row[4], by=row[5], at=row[6]
+                )
+                for row in await connection.fetch(FENCES)
+            ]
+
+    async def losses(self) -> list[Loss]:
+        """One statement."""
+        async with self._database.raw() as connection:
+            return [
+                Loss(host_uuid=row[0], instance_uuid=row[1], attempt=row[2], service=row[3], at=row[4])
+                for row in await connection.fetch(LOSSES, MAX_LOSSES)
+            ]
+
+    async def put(self, fence: Fence) -> bool:
+        """One statement."""
+        values = (fence.host_uuid, fence.host, fence.version, fence.lifting, fence.reason, fence.by, fence.at)
+        async with self._database.raw() as connection:
+            return await connection.fetchval(PUT, *values) is not None
+
+    async def forget(self, losses: Sequence[Loss]) -> None:
+        """One statement."""
+        hosts, instances, attempts, _, _ = loss_columns(losses)
+        async with self._database.raw() as connection:
+            await connection.execute(FORGET, hosts, instances, attempts)
+
+    async def lift(self, host_uuid: str, version: int) -> bool:
+        """One transaction: the row is locked before its losses are read, and who records a loss locks it, too."""
+        async with self._database.raw() as connection:
+            if await connection.fetchval(_TO_LIFT, host_uuid, version) is None:
+                return False
+            if await connection.fetchval(_LEFT, host_uuid) is not None:
+                return False
+            await connection.execute(LIFT, host_uuid)
+        return True
+
+    async def touching(self, host_uuid: str, after: str, limit: int) -> list[str]:
+        """One statement; it reads the whole table, and fences are rare."""
+        async with self._database.raw() as connection:
+            return [row[0] for row in await connection.fetch(TOUCHING, host_uuid, after, limit)]

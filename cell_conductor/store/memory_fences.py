@@ -1,0 +1,118 @@
+"""Fences and losses in memory. They pass the same suite as PostgreSQL."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Protocol
+
+from bus.persistence.memory_database import MemoryDatabaseTransaction, MemorySession
+from cell_conductor.domain.fences import Fence, Loss
+from cell_conductor.domain.instance import Instance, State
+
+from .fences import MAX_LOSSES
+
+Place = tuple[str, str]
+_OVER = frozenset({State.TOMBSTONE, State.FAILED, State.DELETED, State.OFFLOADED})
+
+
+class FenceTables(Protocol):
+    """The committed rows."""
+
+    instances: dict[str, Instance]
+    fences: dict[str, Fence]
+    fence_losses: dict[Place, Loss]
+
+
+class MemoryFences:
+    """In a cell's tables."""
+
+    def __init__(self, table: FenceTables, session: MemorySession) -> None:
+        self._table = table
+        self._session = session
+
+    async def fences(self) -> list[Fence]:
+        """All of them."""
+        async with self._session.transaction() as transaction:
+            await transaction.statement()
+            return [fence for _, fence in sorted(self._table.fences.items())]
+
+    async def losses(self) -> list[Loss]:
+        """All of them."""
+        async with self._session.transaction() as transaction:
+            await transaction.statement()
+            return sorted(self._table.fence_losses.values(), key=lambda one: (one.at, one.place))[:MAX_LOSSES]
+
+    async def put(self, fence: Fence) -> bool:
+        """One transaction."""
+        async with self._session.transaction() as transaction:
+            await transaction.statement()
+            await transaction.lock([_key(fence.host_uuid)])
+            known = self._table.fences.get(fence.host_uuid)
+            if known is not None and known.version >= fence.version:
+                return False
+            transaction.will(partial(self._table.fences.update, {fence.host_uuid: fence}))
+            return True
+
+    async def forget(self, losses: Sequence[Loss]) -> None:
+        """One transaction."""
+        async with self._session.transaction() as transaction:
+            await transaction.statement()
+            transaction.will(partial(_drop, self._table.fence_losses, losses))
+
+    async def lift(self, host_uuid: str, version: int) -> bool:
+        """One transaction."""
+        async with self._session.transaction() as transaction:
+            await transaction.statement()
+            await transaction.lock([_key(host_uuid)])
+            known = self._table.fences.get(host_uuid)
+            if known is None or not known.lifting or known.version != version:
+                return False
+            if any(place[0] == host_uuid for place in self._table.fence_losses):
+                return False
+            transaction.will(partial(_lift, self._table.fences, host_uuid))
+            return True
+
+    async def touching(self, host_uuid: str, after: str, limit: int) -> list[str]:
+        """All of them are looked at."""
+        async with self._session.transaction() as transaction:
+            await transaction.statement()
+            return [
+                uuid
+                for uuid, one in sorted(self._table.instances.items())
+                if uuid > after and one.state not in _OVER and host_uuid in (one.host_uuid, one.source_host_uuid)
+            ][:limit]
+
+
+async def lose(
+    table: FenceTables, transaction: MemoryDatabaseTransaction, hosts: Sequence[str], losses: Sequence[Loss]
+) -> bool:
+    """As `Transaction.lose`."""
+    await transaction.statement()
+    await transaction.lock([_key(host) for host in sorted(set(hosts))])
+    if any(host not in table.fences for host in hosts):
+        return False
+    transaction.will(partial(_put, table.fence_losses, losses))
+    return True
+
+
+def _key(host_uuid: str) -> tuple[str, str]:
+    return "fence", host_uuid
+
+
+def _lift(rows: dict[str, Fence], host_uuid: str) -> None:
+    rows.pop(host_uuid, None)
+
+
+def _put(rows: dict[Place, Loss], losses: Sequence[Loss]) -> None:
+    for loss in losses:
+        known = rows.get(loss.place)
+        if known is None or known.attempt <= loss.attempt:
+            rows[loss.place] = loss
+
+
+def _drop(rows: dict[Place, Loss], losses: Sequence[Loss]) -> None:
+    for loss in losses:
+        known = rows.get(loss.place)
+        if known is not None and known.attempt <= loss.attempt:
+            del rows[loss.place]

@@ -1,0 +1,105 @@
+"""A fence at the top: an object of kind `fence`, made by a decision about a host and ended by its cell. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+
+import msgspec
+from msgspec.structs import replace
+
+from bus.contracts.fences import CellFence, FenceState, HostFence
+from bus.contracts.objects import ChangedObject, FenceRecord, HostDecision, ObjectKind, StoredObject
+from bus.contracts.operations import AdminState, HostAdminState
+
+Key = tuple[ObjectKind, str]
+
+
+def fence_of(stored: StoredObject) -> FenceRecord:
+    """The fence that an object holds. Raises ValueError when its body is not valid."""
+    return msgspec.convert(stored.body, FenceRecord)
+
+
+def followed(
+    changed: Iterable[ChangedObject],
+    present: Mapping[Key, StoredObject],
+    revision: int,
+    cell_of: Callable[[str], str | None],
+) -> tuple[ChangedObject, ...]:
+    """What decisions about hosts change of their fences, under this revision. cell_of: of a host, where it is known.
+
+    A decision to fence makes a fence. Any other, or none, about a host that has one asks for it to be lifted: the host
+    stays fenced until its cell has done so.
+    """
+    found = []
+    for one in changed:
+        if one.kind is not ObjectKind.HOST:
+            continue
+        stored = present.get((ObjectKind.FENCE, one.name))
+        known = None if stored is None else fence_of(stored)
+        decision = None if one.after is None else msgspec.convert(one.after, HostDecision)
+        is_fenced = decision is not None and decision.state is AdminState.FENCED
+        if known is None and not is_fenced:
+            continue
+        host = decision.host if decision is not None else known.host if known is not None else one.name
+        after = FenceRecord(
+            host=host,
+            cell=cell_of(one.name) or (None if known is None else known.cell),
+            version=max(revision, 0 if known is None else known.version + 1),
+            lifting=not is_fenced,
+            acknowledged=0 if known is None else known.acknowledged,
+            losses=0 if known is None else known.losses,
+        )
+        found.append(_change(one.name, known, after))
+    return tuple(found)
+
+
+def acknowledge(host_uuid: str, known: FenceRecord, report: HostFence) -> ChangedObject | None:
+    """What a cell's word changes of a fence; None: nothing.
+
+    The word about an older decision is late, and that of a cell that the host is not in means nothing. A cell that
+    knows a later decision than this record (it was set back) is told again, above that one.
+    """
+    if known.cell not in (None, report.cell) or report.version < known.version:
+        return None
+    if report.version > known.version:
+        return _change(host_uuid, known, replace(known, version=report.version + 1))
+    if report.state is FenceState.LIFTED:
+        return _change(host_uuid, known, None) if known.lifting else None  # else its record was set back: told again
+    after = replace(known, acknowledged=report.version, losses=report.losses)
+    return None if after == known else _change(host_uuid, known, after)
+
+
+def command(host_uuid: str, fence: FenceRecord, decision: HostAdminState | None) -> CellFence:
+    """What the cell of the host is told. decision: why, and by whom."""
+    return CellFence(
+        host_uuid=host_uuid,
+        host=fence.host,
+        version=fence.version,
+        lift=fence.lifting,
+        reason="" if decision is None else decision.reason,
+        by="" if decision is None else decision.by,
+        at=0.0 if decision is None else decision.at,
+    )
+
+
+def fenced(decision: HostAdminState | None, host_uuid: str, fence: FenceRecord) -> HostAdminState:
+    """The decision about a host as it is in force while there is a fence."""
+    if decision is None:
+        decision = HostAdminState(host_uuid=host_uuid, host=fence.host, state=AdminState.ENABLED)
+    return replace(
+        decision,
+        state=AdminState.FENCED,
+        pending=decision.state if fence.lifting else None,
+        fence=fence.version,
+        acknowledged=fence.acknowledged,
+        losses=fence.losses,
+    )
+
+
+def _change(host_uuid: str, before: FenceRecord | None, after: FenceRecord | None) -> ChangedObject:
+    return ChangedObject(
+        kind=ObjectKind.FENCE,
+        name=host_uuid,
+        before=None if before is None else msgspec.to_builtins(before),
+        after=None if after is None else msgspec.to_builtins(after),
+    )

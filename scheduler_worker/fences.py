@@ -1,0 +1,48 @@
+"""Tells cells of fences until they have said so. Any number of schedulers do so side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import structlog
+
+from bus.bus import Bus
+from bus.clock import Clock
+from bus.port import BusError
+from scheduler_worker.domain.fences import command
+from scheduler_worker.objects import ObjectRegistry
+
+log = structlog.get_logger(__name__)
+
+REPUBLISH_S = 5.0  # a cell that has not recorded a fence, or is to lift one, is order again after this
+REPEAT_S = 300.0  # and every cell all of its fences after this: its record may have been set back
+
+
+class FencePublisher:
+    """One scheduler's. cells: the bus of each."""
+
+    def __init__(self, registry: ObjectRegistry, cells: Mapping[str, Bus], *, clock: Clock) -> None:
+        self._registry = registry
+        self._cells = cells
+        self._clock = clock
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        repeated_s = self._clock.monotonic()
+        while True:
+            await self._clock.sleep(REPUBLISH_S)
+            everything = self._clock.monotonic() - repeated_s >= REPEAT_S
+            if everything:
+                repeated_s = self._clock.monotonic()
+            for uuid, fence in self._registry.fences.items():
+                if everything or fence.acknowledged < fence.version or fence.lifting:
+                    await self._publish(uuid, fence.cell)
+
+    async def _publish(self, uuid: str, cell: str | None) -> None:
+        """Where the host's cell is not known all of them get it: a fence of a host that is elsewhere ends nothing."""
+        order = command(uuid, self._registry.fences[uuid], self._registry.decision_of(uuid))
+        for bus in [one for name, one in self._cells.items() if cell in (None, name)]:
+            try:
+                await bus.publish(order, cause=uuid)
+            except BusError as fault:
+                log.info("fence.not_told", cell=bus.name, host=order.host, code=fault.code, reason=str(fault))

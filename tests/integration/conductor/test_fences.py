@@ -1,0 +1,205 @@
+"""A cell that was told of a fence: what waits ends, and a host is told of its losses before the fence is lifted."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack
+from functools import partial
+
+import pytest
+
+from bus.clock import new_uuid
+from bus.consuming.outcome import Outcome, Received
+from bus.contracts.build import BuildState
+from bus.contracts.cell import CellDelete, ComputeHosts, HostReport, Running
+from bus.contracts.fences import CellFence, FenceState, HostFence
+from bus.memory import MemoryBroker, MemoryTransport
+from cell_conductor.domain.instance import State
+from cell_conductor.fences import FenceKeeper
+from cell_conductor.handlers import HostHandlers, RequestHandlers
+from tests.integration.conductor.neighbours import CELL, WAIT_S, Cell, MovingClock
+
+pytestmark = pytest.mark.postgres
+
+
+class FencedCell(Cell):
+    """A cell whose conductor keeps fences."""
+
+    async def open(self, stack: AsyncExitStack) -> None:
+        await super().open(stack)
+        self.said: list[HostFence] = []
+        self.sequence = self.compared = 0
+        for consumer in self.consumers:
+            await consumer.drain(WAIT_S)
+        self.consumers.clear()
+        self.conduct()
+        running = asyncio.create_task(self.fences.run())
+        stack.push_async_callback(self._stop, running)
+        requests = RequestHandlers(self.engine, self.clock, self.fences)
+        for consumer in (
+            self.around.bus.consumer("placement.requests", self.around.placement),
+            self.around.bus.consumer("compute.{service}", self.around.compute, service="s1"),
+            self.around.bus.consumer("scheduler.builds", self._hear),
+            self.bus.consumer("conductor.requests", requests.requests),
+            self.bus.consumer("conductor.results", requests.results),
+            self.bus.consumer("conductor.hosts.{process}", self._compare, process="conductor"),
+        ):
+            await consumer.start()
+            self.consumers.append(consumer)
+            stack.push_async_callback(consumer.drain, 5.0)
+
+    def conduct(self) -> None:
+        """A conductor that knows nothing yet but what is on record."""
+        self.fences = FenceKeeper(self.store, self.bus, clock=self.clock, config=self.config, cell=CELL)
+        self.engine = self.new_engine()
+        self.engine._fences = self.fences
+        self.hosts = HostHandlers(
+            self.engine,
+            self.store,
+            self.clock,
+            self.config,
+            self.bus,
+            outdated=lambda _service, _epoch: None,
+            fences=self.fences,
+        )
+
+    @staticmethod
+    async def _stop(task: asyncio.Task[None]) -> None:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+    async def _hear(self, batch: Sequence[Received]) -> Sequence[Outcome]:
+        self.said += [received.message for received in batch if isinstance(received.message, HostFence)]
+        return await self.around.scheduler(batch)
+
+    async def fence(self, n: int, version: int, *, lift: bool = False) -> None:
+        decision = CellFence(host_uuid=self.host(n), host=f"host-{n}", version=version, lift=lift, by="ann", at=1.0)
+        await self.around.bus.publish(decision)
+
+    async def active(self, *hosts: int) -> str:
+        build = self.build(*hosts)
+        uuid = build.spec.instance_uuid
+        await self.around.bus.publish(build)
+        await self.around.until(lambda: self.around.ends(uuid) == [BuildState.ACTIVE])
+        return uuid
+
+    async def delete(self, uuid: str) -> None:
+        await self.around.bus.publish(CellDelete(instance_uuid=uuid, project_id="p"))
+
+    async def report(self, n: int, *running: Running) -> None:
+        self.sequence += 1
+        host = HostReport(uuid=self.host(n), name=f"host-{n}", running=running)
+        await self.around.bus.publish(
+            ComputeHosts(
+                service="s1",
+                cell=CELL,
+                epoch=9,
+                sequence=self.sequence,
+                hosts=(host,),
+                complete=True,
+                first_sequence=self.sequence,
+                seen_at=self.clock.time(),
+            )
+        )
+
+    async def _compare(self, batch: Sequence[Received]) -> Sequence[Outcome]:
+        outcomes = await self.hosts.hosts(batch)
+        async with self.around.changed:
+            self.compared += len(batch)
+            self.around.changed.notify_all()
+        return outcomes
+
+    async def settled_reports(self) -> None:
+        """Return when all reports so far were handled."""
+        await self.around.until(lambda: self.compared == self.sequence)
+
+    def states(self, version: int) -> list[FenceState]:
+        return [one.state for one in self.said if one.version == version]
+
+
+@pytest.fixture
+async def cell(postgres_url: str) -> AsyncIterator[FencedCell]:
+    clock = MovingClock()
+    made = FencedCell(postgres_url, partial(MemoryTransport, MemoryBroker(clock)), clock)
+    async with AsyncExitStack() as stack:
+        await made.open(stack)
+        yield made
+
+
+async def test_a_delete_on_a_fenced_host_ends_and_the_host_is_told_before_the_fence_is_lifted(cell: FencedCell) -> None:
+    uuid = await cell.active(1)
+    cell.around.silent = True  # the host is dead: its service takes no command
+    await cell.delete(uuid)
+    await cell.around.until(lambda: any(one.state is BuildState.DELETING for one in cell.around.events))
+    await cell.fence(1, 1)
+    await cell.around.until(lambda: cell.around.ends(uuid)[-1:] == [BuildState.DELETED])
+    assert uuid not in cell.around.held
+    await cell.around.until(lambda: cell.states(1) == [FenceState.FENCED])
+    assert cell.said[-1].losses == 1
+    await cell.fence(1, 2, lift=True)
+    await cell.around.until(lambda: cell.states(2) == [FenceState.LIFTING])
+    cell.around.silent = False
+    await cell.report(1, Running(instance_uuid=uuid, attempt=1, deployment=cell.store.deployment))
+    await cell.around.until(lambda: FenceState.LIFTED in cell.states(2))
+    assert not cell.around.running
+    assert [one.instance_uuid for one in cell.around.destroys] == [uuid]
+
+
+async def test_what_is_lost_and_has_no_record_any_more_is_destroyed_and_no_breaker_counts_it(cell: FencedCell) -> None:
+    """More machines than a breaker allows, whose records were purged while their host was away."""
+    uuids = [await cell.active(1) for _ in range(cell.config.breaker_limit + 2)]
+    cell.around.silent = True
+    await cell.fence(1, 1)
+    for uuid in uuids:
+        await cell.delete(uuid)
+    await cell.around.until(lambda: all(cell.around.ends(one)[-1] is BuildState.DELETED for one in uuids))
+    assert await cell.store.purge_deleted(cell.clock.time() + 1, 1000) == len(uuids)
+    cell.around.silent = False
+    foreign = Running(instance_uuid=new_uuid(cell.rng), attempt=1, deployment=new_uuid(cell.rng))
+    ours = [Running(instance_uuid=one, attempt=1, deployment=cell.store.deployment) for one in uuids]
+    await cell.report(1, foreign, *ours)
+    await cell.settled_reports()
+    await cell.around.until(lambda: not cell.around.running)
+    assert foreign.instance_uuid not in {one.instance_uuid for one in cell.around.destroys}
+    assert not await cell.store.safety.breakers()
+    assert [one.machine.uuid for one in await cell.store.safety.records()] == [foreign.instance_uuid]
+
+
+async def test_a_fence_survives_its_conductor_and_is_answered_again(cell: FencedCell) -> None:
+    uuid = await cell.active(1)
+    cell.around.silent = True
+    await cell.fence(1, 1)
+    await cell.around.until(lambda: cell.states(1) == [FenceState.FENCED])
+    cell.conduct()
+    await cell.fences.load()
+    assert set(cell.fences.known) == {cell.host(1)}
+    await cell.fence(1, 1)  # repeated: answered again, and nothing is recorded twice
+    await cell.around.until(lambda: cell.states(1) == [FenceState.FENCED] * 2)
+    assert await cell.state(uuid) is State.ACTIVE
+
+
+async def test_an_older_decision_is_ignored_and_a_lift_of_nothing_is_answered(cell: FencedCell) -> None:
+    await cell.fence(2, 5)
+    await cell.fence(2, 4, lift=True)
+    await cell.around.until(lambda: cell.states(5) == [FenceState.FENCED] * 2)
+    await cell.fence(3, 1, lift=True)
+    await cell.around.until(lambda: cell.states(1) == [FenceState.LIFTED])
+    await cell.fence(2, 6, lift=True)
+    await cell.around.until(lambda: cell.states(6) == [FenceState.LIFTED])
+
+
+async def test_a_machine_that_a_returned_host_does_not_have_is_no_loss_after_a_while(cell: FencedCell) -> None:
+    uuid = await cell.active(1)
+    cell.around.silent = True
+    await cell.fence(1, 1)
+    await cell.delete(uuid)
+    await cell.around.until(lambda: cell.around.ends(uuid)[-1] is BuildState.DELETED)
+    await cell.fence(1, 2, lift=True)
+    await cell.around.until(lambda: cell.states(2) == [FenceState.LIFTING])
+    await cell.report(1)  # made too soon after: it may be of before
+    await cell.settled_reports()
+    assert [one.instance_uuid for one in await cell.store.fences.losses()] == [uuid]
+    cell.clock.offset += cell.config.report_grace_s + 1
+    await cell.report(1)
+    await cell.around.until(lambda: FenceState.LIFTED in cell.states(2))

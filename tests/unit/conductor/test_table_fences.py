@@ -1,0 +1,184 @@
+"""A fence of a host: what waits for the host's word ends, what is active stays, and what it may have kept is a loss."""
+
+from __future__ import annotations
+
+import pytest
+from msgspec.structs import replace
+
+from bus.contracts.build import BuildState
+from bus.contracts.cell import Destroy, Spawn
+from bus.contracts.fences import EvacuationPolicy
+from bus.contracts.moves import ChangeMachine, MoveKind, MoveState
+from bus.contracts.placement import Claim, Release, Revert
+from cell_conductor.domain import events as e
+from cell_conductor.domain.fences import FENCED, Fence, losses_of
+from cell_conductor.domain.instance import Instance, State
+from cell_conductor.domain.table import step, wanted
+from tests.unit.conductor.scenario import DELETE, PATIENCE, UUID, destroys, host, queried, run, said, spawned
+from tests.unit.conductor.test_table_moves import Scenario, active, begun, claimed, request, selection, to_resized
+
+
+def fenced(*numbers: int) -> dict[str, Fence]:
+    return {host(n): Fence(host_uuid=host(n), host=f"host-{n}", version=1) for n in numbers}
+
+
+def fence(n: int, at: float = 300.0) -> e.HostFenced:
+    return e.HostFenced(at=at, host_uuid=host(n))
+
+
+def lost(before: Instance, after: Instance, n: int) -> list[tuple[str, int]]:
+    return [(one.host_uuid, one.attempt) for one in losses_of(before, after, host(n), 300.0)]
+
+
+def test_a_delete_on_a_fenced_host_ends_without_its_word_and_says_so() -> None:
+    before = run(queried(hosts=1), spawned(), DELETE).instance
+    stepped = run(fence(1), start=before)
+    assert (stepped.instance.state, isinstance(wanted(stepped.instance), Release)) == (State.RELEASING, True)
+    ended = run(e.Released(at=301.0), start=stepped.instance)
+    (event,) = said(ended)
+    assert (event.state, event.terminal) == (BuildState.DELETED, True)
+    assert (event.history[-1].outcome, event.history[-1].code, event.history[-1].host) == ("fenced", FENCED, "host-1")
+    assert lost(before, stepped.instance, 1) == [(host(1), 1)]
+
+
+def test_a_delete_on_another_host_is_not_ended_by_the_fence() -> None:
+    before = run(queried(hosts=1), spawned(), DELETE).instance
+    assert run(fence(2), start=before).instance is before
+
+
+def test_a_build_leaves_a_fenced_host_even_when_its_record_is_doubted() -> None:
+    before = replace(run(queried()).instance, doubted=True)
+    stepped = run(fence(1), start=before)
+    assert (stepped.instance.state, destroys(stepped)) == (State.RECLAIMING, [(1, host(1))])
+    assert stepped.instance.history[-1].code == FENCED
+    assert lost(before, stepped.instance, 1) == [(host(1), 1)]
+
+
+def test_a_build_without_another_host_fails() -> None:
+    stepped = run(queried(hosts=1), fence(1))
+    assert stepped.instance.state is State.GIVING_UP
+
+
+def test_nothing_is_commanded_on_a_fenced_host() -> None:
+    timeouts = replace(PATIENCE, fences=fenced(1, 2))
+    stepped = step(Instance(uuid=UUID), queried(), timeouts)
+    claim = wanted(stepped.instance)
+    assert not [one for one in stepped.commands if isinstance(one, Spawn)]
+    assert isinstance(claim, Claim)
+    assert [list(option.allocations) for option in claim.options] == [[host(3)]]
+    alone = step(Instance(uuid=UUID), queried(hosts=2), timeouts)
+    assert (alone.instance.state, alone.instance.code) == (State.GIVING_UP, "max_retries_exceeded")
+    assert not alone.commands
+
+
+@pytest.mark.parametrize("policy", [None, EvacuationPolicy.WAIT, EvacuationPolicy.RESTART])
+def test_an_active_instance_stays_on_record(policy: EvacuationPolicy | None) -> None:
+    before = active()
+    assert before.spec is not None
+    before = replace(before, spec=replace(before.spec, on_host_failure=policy))
+    assert run(fence(1), start=before).instance is before
+
+
+def test_an_active_instance_whose_policy_is_to_fail_has_failed() -> None:
+    before = active()
+    assert before.spec is not None
+    before = replace(before, spec=replace(before.spec, on_host_failure=EvacuationPolicy.FAIL))
+    stepped = run(fence(1), start=before)
+    assert (stepped.instance.state, stepped.instance.code) == (State.GIVING_UP, FENCED)
+    assert destroys(stepped) == [(1, host(1))]  # waits in its queue
+    assert lost(before, stepped.instance, 1) == [(host(1), 1)]
+    assert run(fence(2), start=before).instance is before
+
+
+def test_an_evacuation_needs_a_fence_on_this_record_and_then_no_silence() -> None:
+    made = Scenario(active(), replace(PATIENCE, fences=fenced(1)))
+    made.tell(request(MoveKind.EVACUATE, 2))
+    assert made.instance.state is State.CLAIMING
+    other = Scenario(active(), replace(PATIENCE, fences=fenced(2)))
+    other.tell(request(MoveKind.EVACUATE, 2))
+    assert other.terminals == [(MoveKind.EVACUATE, MoveState.REFUSED, "evacuate.not_fenced")]
+
+
+def test_the_source_of_an_evacuation_is_released_with_the_fence() -> None:
+    made = Scenario(active(), replace(PATIENCE, fences=fenced(1)))
+    made.tell(request(MoveKind.EVACUATE, 2), claimed())
+    made.end(2, 2)
+    before = made.instance
+    made.tell(spawned(attempt=2, at=210.0), fence(1))
+    assert made.instance.state is State.SETTLING
+    assert made.destroys == [(1, host(1))]  # for when it comes back
+    assert lost(before, made.instance, 1) == [(host(1), 1)]
+
+
+@pytest.mark.parametrize("is_last", [False, True])
+def test_a_destination_that_is_fenced_is_given_up(is_last: bool) -> None:
+    made = begun(MoveKind.MIGRATE, *((2,) if is_last else (2, 3)))
+    made.tell(claimed())
+    made.end(2, 2)
+    made.end(1, 1)
+    assert made.instance.state is State.FINISHING
+    before = made.instance
+    made.tell(fence(2))
+    assert (made.instance.state, made.destroys) == (State.UNDOING if is_last else State.CLAIMING, [(2, host(2))])
+    if is_last:
+        made.tell(fence(2))
+        assert isinstance(wanted(made.instance), Revert)
+    assert lost(before, made.instance, 2) == [(host(2), 2)]
+
+
+def test_a_destination_that_was_only_asked_is_passed_over() -> None:
+    made = begun(MoveKind.MIGRATE, 2, 3)
+    made.tell(claimed(), fence(2))
+    assert (made.instance.state, made.destroys) == (State.CLAIMING, [])
+
+
+def test_a_source_that_is_fenced_before_it_handed_over_ends_the_move_on_record_there() -> None:
+    made = begun(MoveKind.MIGRATE, 2, 3)
+    made.tell(claimed())
+    made.end(2, 2)
+    made.tell(fence(1), e.Reverted(at=301.0, attempt=3))
+    assert made.instance.state is State.RESTARTING
+    made.tell(fence(1))
+    assert (made.instance.state, made.instance.host_uuid, made.instance.move) == (State.ACTIVE, host(1), None)
+    assert made.terminals == [(MoveKind.MIGRATE, MoveState.FAILED, FENCED)]
+
+
+def test_a_migration_that_is_not_confirmed_goes_back_from_a_fenced_destination() -> None:
+    made = to_resized()
+    made.tell(fence(2), fence(2))
+    assert isinstance(wanted(made.instance), Revert)
+    made.tell(e.Reverted(at=301.0, attempt=3))
+    (start,) = [one for one in made.commands[-2:] if isinstance(one, ChangeMachine)]
+    assert start.host_uuid == host(1)
+
+
+@pytest.mark.parametrize("kind", [MoveKind.STOP, MoveKind.SHELVE])
+def test_a_change_on_a_fenced_host_has_failed(kind: MoveKind) -> None:
+    made = begun(kind)
+    made.tell(fence(1))
+    assert (made.instance.state, made.terminals) == (State.ACTIVE, [(kind, MoveState.FAILED, FENCED)])
+
+
+def test_an_offload_on_a_fenced_host_releases() -> None:
+    made = begun(MoveKind.SHELVE, offload=True)
+    made.end(1, 1, runs=False, image="kept")
+    before = made.instance
+    made.tell(fence(1))
+    assert isinstance(wanted(made.instance), Release)
+    assert lost(before, made.instance, 1) == [(host(1), 1)]
+
+
+def test_a_delete_of_what_moves_ends_when_both_hosts_have_said_so_or_are_fenced() -> None:
+    made = to_resized()
+    made.tell(DELETE, fence(1))
+    assert made.instance.state is State.DELETING
+    made.tell(e.Destroyed(at=302.0, attempt=2, host_uuid=host(2)))
+    assert made.instance.state is State.RELEASING
+    assert [one.host for one in made.instance.history if one.code == FENCED] == ["host-1"]
+
+
+def test_what_is_still_wanted_there_is_no_loss() -> None:
+    before = active()
+    assert lost(before, before, 1) == []
+    assert [one for one in destroys(run(fence(1), start=before)) if isinstance(one, Destroy)] == []
+    assert selection(1).service == "s1"
