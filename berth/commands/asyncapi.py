@@ -13,8 +13,8 @@ from berth.reference.asyncapi import document
 def asyncapi(
     public: Annotated[bool, typer.Option("--public", help="Only messages for programs that are not berth's.")] = False,
 ) -> None:
-    """Print the AsyncAPI 3 document of the bus: every message, its key, its fields and its answer.
+    """Print the bus as an AsyncAPI 3 document.
 
-    It is derived from the catalogue. `berth web` serves it at /api/v1/asyncapi.json.
+    Each message, its key, its fields and its answer. `berth web` serves it at /api/v1/asyncapi.json.
     """
     print_json(document(public=public))
