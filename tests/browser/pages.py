@@ -37,8 +37,9 @@ HOSTILE = "<script>document.title='owned'</script>\n\u202eevil"
 # What has a name for those who do not see it.
 NAMED = "input:not([type=hidden]), select, textarea, meter, progress, #map"
 # The processor's time of the browser's main thread, which a busy machine does not change: for one movement of the
-# pointer or one colouring (a sixtieth of a second is a frame), and for reading and drawing all hosts once.
-FRAME_MS = 1000 / 60
+# pointer or one colouring (half a frame; a map that is drawn whole each time takes 13 ms), and for reading and drawing
+# all hosts once.
+FRAME_MS = 1000 / 60 / 2
 LOAD_MS = 1000
 QUALITY = 55  # of a picture, of 100
 SIZES = {"wide": (1280, 900), "narrow": (390, 844)}
@@ -232,7 +233,7 @@ def hostile_name_is_text(person: Person) -> None:
 
 
 def fleet_does_not_stutter(person: Person) -> None:
-    """However many hosts: pointing at the map and colouring it take less than a frame each. Long tasks are printed."""
+    """However many hosts: pointing at the map and colouring it take half a frame each. Long tasks are printed."""
     person.driver.execute_cdp_cmd("Performance.enable", {"timeDomain": "threadTicks"})
     person.driver.execute_cdp_cmd(
         "Page.addScriptToEvaluateOnNewDocument",
@@ -285,7 +286,7 @@ def fleet_does_not_stutter(person: Person) -> None:
     person.measured["main_thread_ms_a_step"] = round(frame_ms, 2)
     sys.stdout.write(f"  {json.dumps(person.measured)}\n")
     expect("a host is named", "failed builds" in person.text("#picked"))
-    expect(f"a step of its use takes a frame at most, not {frame_ms:.1f} ms", frame_ms < FRAME_MS)
+    expect(f"a step of its use takes half a frame at most, not {frame_ms:.1f} ms", frame_ms < FRAME_MS)
     expect(f"it is loaded in {LOAD_MS} ms, not {load_ms:.0f}", load_ms < LOAD_MS)
 
 
