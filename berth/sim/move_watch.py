@@ -179,7 +179,7 @@ class MoveWatch:
         owners = {request: uuid for uuid, requests in self._migrations.items() for request in requests}
         for uuid, kept in self._book.consumers.items():
             is_migration = kept.consumer.consumer_type == MIGRATION_TYPE and kept.consumer.holding
-            if is_migration and uuid not in under_way and owners.get(uuid) not in lost:
+            if is_migration and uuid not in under_way and not {uuid, owners.get(uuid)} & lost:
                 yield f"claims_have_owners: the migration {uuid} holds {dict(kept.consumer.holding)}"
         for request, instance in self.sent.items():
             if request not in self.ends and instance not in lost:

@@ -36,10 +36,10 @@ def flip_ignored() -> AbstractContextManager[Any]:
 
 def stale_notice_applied() -> AbstractContextManager[Any]:
     """A notification that takes nothing away gives the node back at once, however old it is."""
-    heard = position.heard
+    notified = position.notified
 
     def believed(before: Any, *, taken: bool, seq: int, now: float) -> Any:
-        requested = heard(before, taken=taken, seq=seq, now=now)
+        requested = notified(before, taken=taken, seq=seq, now=now)
         if taken or before.report is None:
             return requested
         free = {name: replace(one, reserved=0) for name, one in before.report.inventories.items()}
