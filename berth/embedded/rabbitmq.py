@@ -37,8 +37,9 @@ DEAD_LETTER_AGAIN_MS = 2_000
 # The log of the quorum queues is opened with O_SYNC: a batch is on disk when its write returns, and needs no fdatasync
 # after it, which would be a second job of another thread.
 FLUSH_AS_WRITTEN = "{ra, [{wal_write_strategy, o_sync}]}"
-# It runs beside the workers: no scheduler thread of Erlang spins, a sleeping one wakes only for much work, few do I/O.
-SELDOM_AWAKE = "+sbwt none +sbwtdcpu none +swt very_high +SDio 4"
+# It runs beside the workers: no scheduler thread of Erlang spins. They wake as usual: `+swt very_high` spares wake-ups,
+# and on a busy machine doubles the time that a message alone takes (docs/lab/quick.md).
+SELDOM_AWAKE = "+sbwt none +sbwtdcpu none"
 LOCAL_ONLY = "-kernel inet_dist_use_interface {127,0,0,1}"
 SCRIPTS = ("/usr/lib/rabbitmq/bin", "/opt/rabbitmq/sbin", "/usr/local/sbin")
 
