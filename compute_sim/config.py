@@ -53,11 +53,15 @@ class HostSize(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unk
             above.add(device.name)
 
 
+SHARD_VERSION = 82  # Ironic's API has shards since 1.82
+
+
 class IronicConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Where the bare-metal nodes are.
 
     Services of one cell with the same settings share the free nodes by a hash ring: one more is one more process.
-    ring: the name of the ring, for services that spell the url differently (empty: derived from url, share and shares).
+    ring: the name of the ring, for services that spell the url differently (empty: derived from the others).
+    conductor_group: only nodes of this group of Ironic's; shards: only of one of these shards (microversion 1.82).
     share of shares: for several cells on one Ironic; which free nodes are this cell's, by a hash of uuids.
     url: with or without /v1. keystone, token, username and password, verify_tls, ca_file: as for ironic_sync.
     images: what a request's `image` means, by name. network: `static` attaches the ports that a request names.
@@ -90,9 +94,15 @@ class IronicConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     lock_timeout_s: Annotated[float, Bound(gt=0, le=3_600)] = 30.0
     request_timeout_s: Annotated[float, Bound(gt=0, le=600)] = 10.0
     ring: Annotated[str, Bound(pattern=r"^[A-Za-z0-9_\-]{0,64}$")] = ""
+    conductor_group: str | None = None
+    shards: Annotated[tuple[Label, ...], Bound(max_length=1000)] = ()
     share: Annotated[int, Bound(ge=0)] = 0
     shares: Annotated[int, Bound(ge=1)] = 1
     takes_over: Annotated[tuple[Word, ...], Bound(max_length=1000)] = ()
+
+    def __post_init__(self) -> None:
+        if self.shards and int(self.microversion.partition(".")[2]) < SHARD_VERSION:
+            raise ValueError(f"shards need microversion 1.{SHARD_VERSION} or newer; it is {self.microversion}")
 
 
 MAX_NAME = 64  # as Word bounds it

@@ -38,6 +38,7 @@ DEFAULT_FLAVORS: dict[str, Flavor] = {
 DEFAULT_FILTERS = (
     "scheduler_worker.filters.service_is_up.ComputeFilter",
     "scheduler_worker.filters.tenant_is_allowed.AggregateMultiTenancyIsolation",
+    "scheduler_worker.filters.belongs_to_project.ProjectHostFilter",
     "scheduler_worker.filters.capabilities_match.ComputeCapabilitiesFilter",
     "scheduler_worker.filters.group_has_room.ServerGroupAntiAffinityFilter",
     "scheduler_worker.filters.group_is_here.ServerGroupAffinityFilter",

@@ -304,6 +304,11 @@ PLANTS: dict[str, tuple[str, str, str]] = {
         "        return zlib.crc32(node.uuid.encode()) % self._config.shares == self._config.share",
         "        return True",
     ),
+    "I-18": (
+        "compute_sim/drivers/ironic/driver.py",
+        "        if config.shards and node.shard not in config.shards:\n",
+        "        if False:\n",
+    ),
     "I-13": (
         "ironic_sync/reader.py",
         "            self._sync_state.apply_removed(uuid, seq=seq)\n",

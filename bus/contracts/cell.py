@@ -177,7 +177,8 @@ class Running(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class HostReport(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One host as its compute service sees it. `attributes` are what ComputeCapabilities reads (free words).
+    """One host as its compute service sees it. `attributes` are what ComputeCapabilities reads (free words); of them
+    `project_id` says that the host takes builds of that project only.
 
     failed_builds: consecutive failures since the last success. running: every machine it carries now, ours or not
     (None: unknown, which proves nothing).

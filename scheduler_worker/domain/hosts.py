@@ -25,6 +25,9 @@ Floats = npt.NDArray[np.float64]
 
 NO_RING = (0, 0)
 NO_SERVICE = -1  # no service manages this host any more
+PROJECT = "project_id"  # the attribute of a host that takes builds of one project only
+OPEN, CLOSED = -1, -2  # instead of the place of a project: a host takes builds of all, or of none
+MAX_PROJECTS = 1_000_000
 MAX_HOSTS = 4_000_000  # announced hosts kept; a cell that announces more is broken
 MAX_SERVICES = 100_000  # compute services kept; announcements of further names are ignored
 INITIAL_CAPACITY = 1024
@@ -98,6 +101,8 @@ class HostTable:
         self.enabled = np.zeros(INITIAL_CAPACITY, dtype=np.bool_)
         self.failed_builds = np.zeros(INITIAL_CAPACITY, dtype=np.float64)
         self.admin = np.zeros(INITIAL_CAPACITY, dtype=np.int8)
+        self.project = np.full(INITIAL_CAPACITY, OPEN, dtype=np.int32)  # whose builds alone: its place in `projects`
+        self.projects: dict[str, int] = {}
         self._decided: dict[str, HostAdminState] = {}
 
     def __len__(self) -> int:
@@ -264,10 +269,19 @@ class HostTable:
         if self.names[index] != host.name:
             self._rename(index, host)
         self.attributes[index] = host.attributes
+        self.project[index] = self._place_of(host.attributes.get(PROJECT))
         self.service[index], self.cell[index] = service, cell
         self.listed[index] = self.services[service].listing
         self.enabled[index] = host.enabled
         self.failed_builds[index] = host.failed_builds
+
+    def _place_of(self, project: str | None) -> int:
+        """Hosts of projects beyond the most that are kept take no builds, which is safe."""
+        if not project:
+            return OPEN
+        if project not in self.projects and len(self.projects) >= MAX_PROJECTS:
+            return CLOSED
+        return self.projects.setdefault(project, len(self.projects))
 
     def _add(self, host: HostReport) -> int:
         index = len(self.uuids)
@@ -295,6 +309,7 @@ class HostTable:
         self.enabled = _extended(self.enabled, more, False)
         self.failed_builds = _extended(self.failed_builds, more, 0.0)
         self.admin = _extended(self.admin, more, 0)
+        self.project = _extended(self.project, more, OPEN)
 
 
 def _extended(column: npt.NDArray[Any], more: int, fill: float) -> npt.NDArray[Any]:

@@ -10,7 +10,7 @@ from msgspec import Struct
 from bus.contracts.operations import AdminState
 from placement_worker.replica.book import Book
 from scheduler_worker.config import Aggregate
-from scheduler_worker.domain.hosts import ADMIN_STATES, NO_SERVICE, Floats, HostTable, Mask, Rows
+from scheduler_worker.domain.hosts import ADMIN_STATES, NO_SERVICE, OPEN, Floats, HostTable, Mask, Rows
 
 
 class Membership:
@@ -86,6 +86,11 @@ class HostsView:
     def enabled(self) -> Mask:
         """Whether the host takes new builds: its compute service and the operator both say so."""
         return np.asarray(self.table.enabled[self.index] & (self.table.admin[self.index] == 0), dtype=np.bool_)
+
+    def open_to(self, project: str) -> Mask:
+        """Whether each host takes builds of this project: those that belong to another one do not."""
+        column = self.table.project[self.index]
+        return np.asarray((column == OPEN) | (column == self.table.projects.get(project, OPEN)), dtype=np.bool_)
 
     def is_in(self, *states: AdminState) -> Mask:
         """Whether an operator has put each host into one of these states."""

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from functools import partial
 
 import pytest
 import pytest_asyncio
 
 from bus.contracts.build import BuildState
+from compute_sim.config import IronicConfig
+from compute_sim.drivers.ironic.driver import BareMetal
 from tests.kit.real_metal import WAIT_S, RealMetal, drive, real_metal, until
 
 
@@ -119,3 +122,30 @@ async def test_a_protected_node_is_kept_until_its_operator_unsets_it(metal: Real
     await metal.nodes.patch(node, {"op": "replace", "path": "/protected", "value": False})
     assert await metal.client.wait(WAIT_S)
     await metal.nodes.until(node, "available", timeout_s=WAIT_S)
+
+
+async def test_a_node_of_a_project_serves_no_other_and_shards_select(metal: RealMetal) -> None:
+    owned, sharded = await metal.nodes.enroll(2)
+    await metal.nodes.patch(owned, {"op": "add", "path": "/owner", "value": "hotel"})
+    await metal.nodes.patch(sharded, {"op": "add", "path": "/shard", "value": "s1"})
+    for on in (True, False):  # a service that announces the maintenance has read the owner
+        await metal.nodes.maintenance(owned, on=on)
+        await until(partial(metal.takes_builds, owned, not on))
+    await metal.offered(owned, sharded)
+
+    (strange,) = await metal.boot(metal.request(host=owned, project_id="acme"))
+    assert strange.state == "failed"
+    record = await metal.record(strange.instance_uuid)
+    assert "host.of_another_project" in str(record), record
+    request = metal.request(host=owned, project_id="hotel")
+    assert (await metal.boot(request))[0].state == "active"
+    await metal.delete(request.instance_uuid)
+    driver = BareMetal(
+        IronicConfig(url=metal.lab.ironic.url, shards=("s1",), microversion="1.82"),
+        cell="cell1",
+        service="sharded",
+        clock=metal.site.clock,
+    )
+    await driver.open()
+    assert [host.uuid for host in await driver.hosts()] == [sharded]
+    await driver.close()

@@ -82,6 +82,11 @@ class RealMetal:
         free = {host.uuid for host in page.hosts if any(most > used for used, most in host.resources.values())}
         return set(nodes) <= free
 
+    async def takes_builds(self, node: str, wanted: bool) -> bool:
+        """Whether the scheduler has the node as enabled, or as disabled."""
+        page = await self.client.bus.request(HostsQuery(up=True), HostsPage, timeout_s=WAIT_S)
+        return any(host.uuid == node and host.enabled is wanted for host in page.hosts)
+
     async def all_agree(self) -> None:
         """At rest, nodes, book and records say the same."""
         assert await rest(self.site, timeout_s=WAIT_S)

@@ -95,7 +95,8 @@ class IronicApi:
     async def nodes(self, **filters: str) -> builtins.list[IronicNode]:
         """All nodes (that these filters of Ironic's name), in its order."""
         found: builtins.list[IronicNode] = []
-        params = {"fields": FIELDS, "limit": str(PAGE), **filters}
+        fields = f"{FIELDS},shard" if self._config.shards else FIELDS
+        params = {"fields": fields, "limit": str(PAGE), **filters}
         for _ in range(MAX_NODES // PAGE):
             answer = await self._call("GET", "/v1/nodes", params=params)
             page = _parse(answer, Page).nodes

@@ -40,6 +40,7 @@ from compute_sim.ring import Ring
 # Looking for new nodes is to take one part in so many of this service's time, however many nodes there are.
 LOOK_SHARE = 20
 ATTRIBUTES = {"hypervisor_type": "ironic"}
+PROJECT = "project_id"  # an attribute: builds of this project only
 
 
 class BareMetal:
@@ -70,8 +71,8 @@ class BareMetal:
         self._clock = clock
         self._api = IronicApi(config, clock=clock, transport=transport)
         self._network = network if network is not None else make_network(config)
-        # Of each node whether it is in maintenance: as the first announcement has it, and then as `watch` has told it.
-        self._maintenance: dict[str, bool] | None = None
+        # The nodes that are offered: as the first announcement has them, and then as `watch` has told them.
+        self._offered: dict[str, DriverHost] | None = None
         self._changed: Callable[[Sequence[str]], None] | None = None
 
     async def open(self) -> None:
@@ -84,24 +85,14 @@ class BareMetal:
         await self._network.close()
 
     async def hosts(self) -> Sequence[DriverHost]:
-        """One host a node, named by its uuid as Nova does; a node in maintenance is not enabled.
+        """One host a node, named by its uuid as Nova does; one that is retired or in maintenance is not enabled.
 
         Free nodes that other services of the ring offer are among them.
         """
-        nodes = [node for node in await self._all_nodes() if self._is_ours(node)]
-        if self._maintenance is None:
-            self._maintenance = {node.uuid: node.maintenance for node in nodes if self._is_offered(node)}
-        return [
-            DriverHost(
-                uuid=node.uuid,
-                name=node.uuid,
-                enabled=not node.maintenance,
-                disabled_reason="maintenance" if node.maintenance else "",
-                attributes=ATTRIBUTES,
-                offered=self._is_offered(node),
-            )
-            for node in nodes
-        ]
+        hosts = await self._hosts()
+        if self._offered is None:
+            self._offered = {host.uuid: host for host in hosts if host.offered}
+        return hosts
 
     async def inventory(self, hosts: Sequence[str] | None = None) -> Sequence[Tree]:
         """None: ironic_sync reports them."""
@@ -170,10 +161,10 @@ class BareMetal:
         while True:
             began = self._clock.monotonic()
             with contextlib.suppress(DriverUnavailable):  # the call that needs Ironic logs it
-                nodes = await self._nodes()
-                known = self._maintenance or {}
-                changed_nodes = [node.uuid for node in nodes if known.get(node.uuid) != node.maintenance]
-                self._maintenance = {node.uuid: node.maintenance for node in nodes}
+                offered = {host.uuid: host for host in await self._hosts() if host.offered}
+                known = self._offered or {}
+                changed_nodes = [uuid for uuid, host in offered.items() if known.get(uuid) != host]
+                self._offered = offered
                 if changed_nodes and self._changed is not None:
                     self._changed(changed_nodes)
             await self._pause(max(self._config.watch_interval_s, LOOK_SHARE * (self._clock.monotonic() - began)))
@@ -199,6 +190,19 @@ class BareMetal:
         """The nodes that this service announces, by uuid."""
         return [node for node in await self._all_nodes() if self._is_ours(node) and self._is_offered(node)]
 
+    async def _hosts(self) -> builtins.list[DriverHost]:
+        return [self._host(node) for node in await self._all_nodes() if self._is_ours(node)]
+
+    def _host(self, node: IronicNode) -> DriverHost:
+        return DriverHost(
+            uuid=node.uuid,
+            name=node.uuid,
+            enabled=not node.disabled_reason,
+            disabled_reason=node.disabled_reason,
+            attributes={**ATTRIBUTES, PROJECT: node.project} if node.project else ATTRIBUTES,
+            offered=self._is_offered(node),
+        )
+
     async def _all_nodes(self) -> builtins.list[IronicNode]:
         return sorted(await self._api.nodes(), key=lambda node: node.uuid)
 
@@ -209,7 +213,12 @@ class BareMetal:
             return mark.cell == self._cell and mark.service in self._services
         if self._carries_ours(node):
             return True
-        return zlib.crc32(node.uuid.encode()) % self._config.shares == self._config.share
+        config = self._config
+        if config.conductor_group is not None and node.conductor_group.lower() != config.conductor_group.lower():
+            return False
+        if config.shards and node.shard not in config.shards:
+            return False
+        return zlib.crc32(node.uuid.encode()) % config.shares == config.share
 
     def _is_offered(self, node: IronicNode) -> bool:
         """Of a node of ours, whether this service announces it: the ring decides about nodes without a mark only."""
@@ -222,10 +231,11 @@ class BareMetal:
 
 
 def ring_name(config: IronicConfig) -> str:
-    """The ring of all services that share these nodes: those of one cell whose settings name the same ones."""
+    """The ring of all services that share these nodes: those of one cell whose settings mean the same ones."""
     if config.ring:
         return config.ring
-    nodes = f"{api_root(config.url)} {config.share}/{config.shares}"
+    group = "any" if config.conductor_group is None else f"group {config.conductor_group.lower()}"
+    nodes = f"{api_root(config.url)} {group} {sorted(config.shards)} {config.share}/{config.shares}"
     return f"ironic-{hashlib.sha256(nodes.encode()).hexdigest()[:16]}"
 
 

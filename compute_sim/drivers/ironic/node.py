@@ -14,7 +14,10 @@ from bus.contracts.base import Uuid, Word
 from compute_sim.driver import Machine
 
 # What a list asks of each node; a page of a thousand is then some 300 kB.
-FIELDS = "uuid,name,provision_state,maintenance,instance_uuid,instance_info"
+FIELDS = (
+    "uuid,name,provision_state,maintenance,instance_uuid,instance_info"
+    ",conductor_group,owner,lessee,retired,retired_reason"
+)
 # Where our mark is on a node. Ironic keeps `instance_info` through rescue and service and empties it together with
 # `instance_uuid` when it undeploys a node. An operator who clears `instance_uuid` alone leaves the mark behind: while
 # the node is deployed it still says whose machine is on it.
@@ -88,6 +91,23 @@ class IronicNode(Struct, frozen=True):
     protected: bool | None = None
     protected_reason: str | None = None
     retired: bool | None = None
+    retired_reason: str | None = None
+    conductor_group: str = ""
+    shard: str | None = None
+    owner: str | None = None
+    lessee: str | None = None
+
+    @property
+    def project(self) -> str:
+        """The only project that a free node serves, by its lessee, else by its owner; "": it serves all."""
+        return self.lessee or self.owner or ""
+
+    @property
+    def disabled_reason(self) -> str:
+        """Why it takes no build though nothing is on it, "" when it does; what placement shows is not repeated."""
+        if self.maintenance:
+            return "maintenance"
+        return f"retired: {self.retired_reason}" if self.retired_reason else "retired" if self.retired else ""
 
     @property
     def instance(self) -> str | None:

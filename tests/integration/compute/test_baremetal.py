@@ -15,7 +15,7 @@ from berth.ironic_stand_in import Behaviour, IronicStandIn, NodePool, Silent
 from bus.clock import SystemClock
 from bus.contracts.cell import ComputeOutcome, InstanceSpec
 from compute_sim.config import ComputeConfig, IronicConfig
-from compute_sim.driver import Build, DriverUnavailable, Machine, NotOurs, Reschedule
+from compute_sim.driver import Build, DriverHost, DriverUnavailable, Machine, NotOurs, Reschedule
 from compute_sim.drivers.ironic.driver import BareMetal
 from compute_sim.fleet import Fleet
 from tests.integration.compute.harness import CELL, DEPLOYMENT, PATIENCE_S, Cell
@@ -436,6 +436,58 @@ async def test_a_build_for_a_node_that_has_just_changed_hands_is_taken(cell: Cel
     assert ironic.pool.nodes[moved]["instance_info"]["berth"]["service"] == "a", "and it stays there"
     await first.stop()
     await second.stop()
+
+
+async def test_a_service_offers_nodes_of_its_group_and_shards_and_names_their_project(
+    ironic: IronicStandIn,
+) -> None:
+    plain, grouped, sharded, leased, owned, retired = sorted(ironic.pool.nodes)
+    ironic.pool.nodes[grouped].update(conductor_group="rack1", shard="s2")
+    ironic.pool.nodes[sharded].update(shard="s1")
+    ironic.pool.nodes[leased].update(owner="hotel", lessee="guest")
+    ironic.pool.nodes[owned].update(owner="hotel")
+    ironic.pool.nodes[retired].update(retired=True, retired_reason="the fan")
+
+    async def hosts(**more: Any) -> dict[str, DriverHost]:
+        driver = bare_metal(settings(ironic, **more).ironic)
+        await driver.open()
+        found = {host.uuid: host for host in await driver.hosts()}
+        await driver.close()
+        return found
+
+    everything = await hosts()
+    assert set(everything) == set(ironic.pool.nodes)
+    assert {uuid: host.attributes.get("project_id") for uuid, host in everything.items()} == {
+        **dict.fromkeys(everything),
+        leased: "guest",
+        owned: "hotel",
+    }
+    assert [(host.uuid, host.disabled_reason) for host in everything.values() if not host.enabled] == [
+        (retired, "retired: the fan")
+    ]
+    assert set(await hosts(conductor_group="RACK1")) == {grouped}
+    assert set(await hosts(conductor_group="")) == set(ironic.pool.nodes) - {grouped}
+    assert set(await hosts(shards=("s1", "s2"), microversion="1.82")) == {grouped, sharded}
+    assert set(await hosts(shards=("s1",), conductor_group="rack1", microversion="1.82")) == set()
+    with pytest.raises(ValueError, match=r"shards need microversion 1\.82"):
+        settings(ironic, shards=("s1",))
+    info = mark(service="c1-a")
+    ironic.pool.nodes[plain].update(instance_uuid=NOVAS, instance_info=info, provision_state="active")
+    assert set(await hosts(conductor_group="rack1")) == {grouped, plain}, "what it has built on it keeps"
+
+
+async def test_a_new_lessee_is_announced_at_once(cell: Cell, ironic: IronicStandIn) -> None:
+    life = await cell.compute(settings(ironic), Fleet.planned(settings(ironic), CELL, "c1-a"))
+    node = next(iter(ironic.pool.nodes))
+    await cell.until(lambda: node in offering(cell))
+    ironic.pool.nodes[node]["lessee"] = "guest"
+
+    def is_announced() -> bool:
+        said = [host for page in cell.announced() for host in page.hosts if host.uuid == node]
+        return said[-1].attributes.get("project_id") == "guest"
+
+    await cell.until(is_announced)
+    await life.stop()
 
 
 async def test_nodes_with_an_instance_stay_with_the_service_that_built_them(ironic: IronicStandIn) -> None:

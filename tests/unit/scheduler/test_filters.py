@@ -14,6 +14,7 @@ from scheduler_worker.domain.hosts import HostTable
 from scheduler_worker.domain.plugins import HostFilter
 from scheduler_worker.domain.request_spec import RequestSpec
 from scheduler_worker.domain.view import HostView
+from scheduler_worker.filters.belongs_to_project import ProjectHostFilter
 from scheduler_worker.filters.capabilities_match import ComputeCapabilitiesFilter
 from scheduler_worker.filters.service_is_up import ComputeFilter
 from scheduler_worker.filters.tenant_is_allowed import AggregateMultiTenancyIsolation
@@ -101,6 +102,26 @@ def test_tenant_isolation() -> None:
     assert host_filter(hosts.view(), hosts.spec(project_id="third")).passed.tolist() == [False, True, True, True]
     nobody = host_filter(hosts.view(), hosts.spec(project_id="nobody"))
     assert nobody.passed.tolist() == [False, False, False, True] and nobody.rejected == {"tenant.not_allowed": 3}
+
+
+def test_a_host_that_belongs_to_a_project_takes_builds_of_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    def passed(hosts: Hosts, project: str) -> list[bool]:
+        verdict = ProjectHostFilter().filter(hosts.view(), hosts.spec(project_id=project))
+        assert sum(verdict.rejected.values()) == verdict.passed.tolist().count(False)
+        assert set(verdict.rejected) <= {"host.of_another_project"}
+        return [bool(one) for one in verdict.passed]
+
+    assert passed(Hosts([PLENTY] * 2), "red") == [True, True]
+    reports = {0: {"attributes": {"project_id": "red"}}, 1: {"attributes": {"project_id": "blue"}}}
+    hosts = Hosts([PLENTY] * 3, reports=reports)
+    assert passed(hosts, "red") == [True, False, True]
+    assert passed(hosts, "blue") == [False, True, True]
+    assert passed(hosts, "green") == [False, False, True]
+    hosts.announce(["c1"] * 3, {}, sequence=2)  # the lease is over
+    assert passed(hosts, "green") == [True, True, True]
+    monkeypatch.setattr("scheduler_worker.domain.hosts.MAX_PROJECTS", 1)
+    few = Hosts([PLENTY] * 3, reports=reports)
+    assert passed(few, "red") == [True, False, True] and passed(few, "blue") == [False, False, True], "safe, not open"
 
 
 def test_capabilities() -> None:
