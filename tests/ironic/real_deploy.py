@@ -4,14 +4,19 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from functools import partial
+from typing import Any
 
 import pytest
 import pytest_asyncio
 
+from berth.client_moves import MoveClient
+from berth.site import process_name
+from bus.clock import new_uuid
 from bus.contracts.build import BuildState
+from bus.contracts.moves import MoveKind, MoveRequest, MoveState
 from compute_sim.config import IronicConfig
 from compute_sim.drivers.ironic.driver import BareMetal
-from tests.kit.real_metal import WAIT_S, RealMetal, drive, real_metal, until
+from tests.kit.real_metal import RNG, WAIT_S, RealMetal, drive, real_metal, until
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -149,3 +154,40 @@ async def test_a_node_of_a_project_serves_no_other_and_shards_select(metal: Real
     await driver.open()
     assert [host.uuid for host in await driver.hosts()] == [sharded]
     await driver.close()
+
+
+async def test_a_machine_is_stopped_started_and_rebuilt_by_its_client(metal: RealMetal) -> None:
+    (node,) = await metal.nodes.enroll(1, direct=True)
+    await metal.offered(node)
+    request = metal.request(image_source=metal.image, config_drive=drive(), host=node)
+    assert (await metal.boot(request))[0].state == "active"
+    moves = MoveClient(metal.client.bus, clock=metal.site.clock, process=process_name("moves"))
+    await moves.open()
+
+    async def ask(kind: MoveKind, **fields: Any) -> None:
+        asked = MoveRequest(
+            request_id=new_uuid(RNG), instance_uuid=request.instance_uuid, project_id="acme", kind=kind, **fields
+        )
+        await moves.ask(asked, timeout_s=WAIT_S)
+        assert await moves.wait(WAIT_S)
+        ended = moves.ended[asked.request_id]
+        assert ended.state is MoveState.DONE, ended
+
+    try:
+        await ask(MoveKind.STOP)
+        assert (await metal.nodes.get(node))["power_state"] == "power off"
+        await metal.all_agree()
+        await ask(MoveKind.START)
+        assert (await metal.nodes.get(node))["power_state"] == "power on"
+        metal.lab.agents.orders.clear()
+        await ask(MoveKind.REBUILD, image="again")
+    finally:
+        await moves.close()
+    rebuilt = await metal.nodes.get(node)
+    assert rebuilt["provision_state"] == "active" and rebuilt["instance_info"]["berth"]["order"] > 0
+    assert rebuilt["instance_info"]["image_source"].endswith("?again")
+    steps = [one.params["step"] for one in metal.lab.agents.orders if one.name == "deploy.execute_deploy_step"]
+    assert steps[0]["args"]["image_info"]["urls"] == [rebuilt["instance_info"]["image_source"]], "written anew"
+    await metal.delete(request.instance_uuid)
+    await metal.nodes.until(node, "available", timeout_s=WAIT_S)
+    await metal.all_agree()

@@ -122,7 +122,13 @@ async def real_metal(*, compute: dict[str, Any] | None = None, **ironic: Any) ->
 
 def settings_of(here: Lab, compute: dict[str, Any]) -> Settings:
     """One cell, one of each worker, impatient."""
-    ironic = IronicConfig(url=here.ironic.url, poll_interval_s=0.1, watch_interval_s=0.5)
+    again = ImageSource(
+        source=f"{here.agents.image_url}?again",
+        hash_algorithm="sha256",
+        hash_value=here.agents.image_sha256,
+        type="whole-disk",
+    )
+    ironic = IronicConfig(url=here.ironic.url, poll_interval_s=0.1, watch_interval_s=0.5, images={"again": again})
     return Settings(
         bus=BusSettings(),
         cells={"cell1": CellSettings()},

@@ -20,7 +20,6 @@ from bus.openstack.rest import api_root
 from compute_sim.config import IronicConfig
 from compute_sim.driver import (
     Build,
-    ChangeFault,
     ChangeOrder,
     ChangeResult,
     DriverHost,
@@ -32,6 +31,7 @@ from compute_sim.driver import (
 )
 from compute_sim.drivers.ironic.api import IronicApi, Refused
 from compute_sim.drivers.ironic.deployment import NodeDeployment
+from compute_sim.drivers.ironic.machine_change import NodeChange
 from compute_sim.drivers.ironic.network import Network, NoNetwork, StaticNetwork
 from compute_sim.drivers.ironic.node import DELETABLE, IronicNode, Mark, machines_of
 from compute_sim.drivers.ironic.request import free_patch
@@ -139,8 +139,8 @@ class BareMetal:
         raise Reschedule("change.unsupported", "a bare-metal node takes over no machine of another one")
 
     async def change(self, change: ChangeOrder) -> ChangeResult:
-        """Not supported; the node is left as it is."""
-        raise ChangeFault("change.unsupported", f"bare metal has no {change.kind.value} here")
+        """Power on, power off, rebuild; of others the node is left as it is."""
+        return await NodeChange(change, api=self._api, config=self._config, clock=self._clock).run()
 
     async def list(self, hosts: Sequence[str] | None = None) -> Mapping[str, Sequence[Machine]]:
         """What every node carries, whatever its provision state; the mark names its deployment and its attempt."""

@@ -15,7 +15,7 @@ from compute_sim.driver import Machine
 
 # What a list asks of each node; a page of a thousand is then some 300 kB.
 FIELDS = (
-    "uuid,name,provision_state,maintenance,instance_uuid,instance_info"
+    "uuid,name,provision_state,power_state,maintenance,instance_uuid,instance_info"
     ",conductor_group,owner,lessee,retired,retired_reason"
 )
 # Where our mark is on a node. Ironic keeps `instance_info` through rescue and service and empties it together with
@@ -62,7 +62,7 @@ BUILT = frozenset(
 DEPLOYED = BUILT | DELETABLE
 
 
-class Mark(Struct, frozen=True):
+class Mark(Struct, frozen=True, omit_defaults=True):
     """What proves that a node's instance is ours: written in the same PATCH as its `instance_uuid`."""
 
     deployment: Uuid
@@ -70,6 +70,7 @@ class Mark(Struct, frozen=True):
     service: Word
     instance: Uuid
     attempt: Annotated[int, Bound(ge=1)]
+    order: Annotated[int, Bound(ge=0)] = 0  # of the last rebuild of this machine
 
 
 class InstanceInfo(Struct, frozen=True):
@@ -84,6 +85,8 @@ class IronicNode(Struct, frozen=True):
     uuid: str
     name: str | None = None
     provision_state: str | None = None
+    power_state: str | None = None
+    target_power_state: str | None = None
     maintenance: bool = False
     instance_uuid: str | None = None
     instance_info: msgspec.Raw = msgspec.Raw(b"{}")
@@ -108,6 +111,19 @@ class IronicNode(Struct, frozen=True):
         if self.maintenance:
             return "maintenance"
         return f"retired: {self.retired_reason}" if self.retired_reason else "retired" if self.retired else ""
+
+    @property
+    def runs(self) -> bool:
+        """Whether it is not certainly off."""
+        return self.power_state != "power off"
+
+    @property
+    def info_entries(self) -> tuple[str, ...]:
+        """The names in its `instance_info`; none when that is not understood."""
+        try:
+            return tuple(msgspec.json.decode(self.instance_info, type=dict[str, msgspec.Raw]))
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            return ()
 
     @property
     def instance(self) -> str | None:
@@ -159,9 +175,9 @@ def machines_of(node: IronicNode) -> tuple[Machine, ...]:
         return ()
     built = node.provision_state in BUILT
     if mark is None:
-        return (Machine(node.uuid, machine, None, None, built),)
+        return (Machine(node.uuid, machine, None, None, built, runs=node.runs),)
     left = node.instance is None  # an operator has cleared `instance_uuid` alone: nothing is done to such a node
-    return (Machine(node.uuid, machine, mark.attempt, mark.deployment, built, left=left),)
+    return (Machine(node.uuid, machine, mark.attempt, mark.deployment, built, runs=node.runs, left=left),)
 
 
 def _is_uuid(text: str) -> bool:

@@ -13,6 +13,13 @@ from compute_sim.driver import BuildAbort
 from compute_sim.drivers.ironic.node import MARK, Mark
 
 MAX_HOSTNAME = 63
+# The entries of `instance_info` that say which image is on a node: a rebuild from another one replaces all of them.
+IMAGE_ENTRIES = frozenset(
+    {
+        *("image_source", "image_checksum", "image_os_hash_algo", "image_os_hash_value", "image_disk_format"),
+        *("image_type", "kernel", "ramdisk"),
+    }
+)
 
 
 def image_of(spec: InstanceSpec, images: Mapping[str, ImageSource]) -> ImageSource | None:

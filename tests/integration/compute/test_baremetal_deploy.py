@@ -16,8 +16,18 @@ from berth.ironic_stand_in import Behaviour, IronicStandIn, Silent
 from bus.clock import SystemClock
 from bus.contracts.cell import InstanceSpec
 from bus.contracts.deploy import ConfigDrive, ImageSource, NetworkRequest
+from bus.contracts.moves import MACHINE_ABSENT, ChangeKind
 from compute_sim.config import IronicConfig
-from compute_sim.driver import Build, BuildAbort, BuildFault, DriverUnavailable, Reschedule
+from compute_sim.driver import (
+    Build,
+    BuildAbort,
+    BuildFault,
+    ChangeFault,
+    ChangeOrder,
+    DriverUnavailable,
+    NotOurs,
+    Reschedule,
+)
 from compute_sim.drivers.ironic.driver import BareMetal
 from tests.integration.compute.harness import CELL, DEPLOYMENT, PATIENCE_S
 
@@ -291,3 +301,91 @@ async def test_a_microversion_that_ironic_does_not_speak_is_answered_with_what_t
     assert (
         str(caught.value) == "Ironic speaks microversions 1.1 to 1.58: set compute.ironic.microversion to one of them"
     )
+
+
+def order(node: str, kind: ChangeKind, number: int = 1, attempt: int = 1, **spec: Any) -> ChangeOrder:
+    return ChangeOrder(
+        kind=kind,
+        host_uuid=node,
+        spec=InstanceSpec(instance_uuid=INSTANCE, project_id="acme", **spec),
+        attempt=attempt,
+        order=number,
+        allocations={},
+        deployment=DEPLOYMENT,
+    )
+
+
+async def test_a_machine_is_switched_off_and_on_again(ironic: IronicStandIn) -> None:
+    node = next(iter(ironic.pool.nodes))
+    driver = await deployed(config(ironic), build(node))
+    for kind, power, runs in ((ChangeKind.STOP, "power off", False), (ChangeKind.START, "power on", True)):
+        ironic.asked.clear()
+        for _ in range(2):  # the second time it is so already
+            assert (await driver.change(order(node, kind))).runs is runs
+        assert ironic.pool.nodes[node]["power_state"] == power and len(ironic.asked) == 1
+        (machine,) = (await driver.list([node]))[node]
+        assert (machine.runs, machine.built) == (runs, True)
+
+
+async def test_a_power_action_that_ironic_ends_with_a_fault_says_why(ironic: IronicStandIn) -> None:
+    node = next(iter(ironic.pool.nodes))
+
+    class Broken(Flaky):
+        async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+            if request.url.path.endswith("/states/power"):
+                ironic.pool.nodes[node]["last_error"] = "the BMC does not answer"
+                return httpx.Response(202)
+            return await super().handle_async_request(request)
+
+    await deployed(config(ironic), build(node))
+    driver = await driver_of(config(ironic), Broken())
+    with pytest.raises(ChangeFault, match="the BMC does not answer") as caught:
+        await driver.change(order(node, ChangeKind.STOP))
+    assert (caught.value.code, caught.value.runs) == ("node.power_failed", True)
+
+
+async def test_a_rebuild_writes_the_new_image_with_a_new_config_drive_once(ironic: IronicStandIn) -> None:
+    node = next(iter(ironic.pool.nodes))
+    old = ImageSource(source="http://images/old.qcow2", checksum="http://images/SUMS", kernel="http://images/k")
+    settings = config(ironic, images={"debian-12": IMAGE})
+    driver = await deployed(settings, build(node, image_source=old, name="web"))
+    ironic.asked.clear()
+    again = ConfigDrive(user_data="again")
+    wanted: dict[str, Any] = {"name": "web", "image": "debian-12", "image_source": old, "config_drive": again}
+    async with asyncio.timeout(PATIENCE_S):
+        assert (await driver.change(order(node, ChangeKind.REBUILD, 3, **wanted))).runs
+    info = ironic.pool.nodes[node]["instance_info"]
+    assert (info["image_source"], info["image_os_hash_value"]) == (IMAGE.source, DIGEST)
+    assert "kernel" not in info and "image_checksum" not in info, "nothing of the old image"
+    assert ironic.pool.config_drives[node]["user_data"] == "again"
+    assert list(ironic.asked) == [("PATCH", node), ("PUT", node)]
+    mark = info["berth"]
+    assert (mark["attempt"], mark["order"], mark["instance"]) == (1, 3, INSTANCE)
+    assert ironic.pool.nodes[node]["provision_state"] == "active"
+    with pytest.raises(ChangeFault) as unknown:
+        await driver.change(order(node, ChangeKind.REBUILD, 4, image="debian-13"))
+    assert unknown.value.code == "image.unknown"
+    ironic.pool.behaviour = msgspec.structs.replace(QUICK, deploy_fails=1.0)
+    with pytest.raises(ChangeFault) as failed:
+        await driver.change(order(node, ChangeKind.REBUILD, 5, image="debian-12"))
+    assert (failed.value.code, failed.value.runs) == ("node.rebuild_failed", False)
+    await driver.destroy(node, INSTANCE, 1, DEPLOYMENT)
+    assert ironic.pool.nodes[node]["instance_uuid"] is None
+
+
+@pytest.mark.parametrize("kind", [ChangeKind.STOP, ChangeKind.REBUILD])
+async def test_a_node_that_is_not_ours_is_not_changed(ironic: IronicStandIn, kind: ChangeKind) -> None:
+    node, free, _ = ironic.pool.nodes
+    driver = await deployed(config(ironic), build(node))
+    ironic.asked.clear()
+    with pytest.raises(ChangeFault) as other:
+        await driver.change(order(node, kind, attempt=2))
+    with pytest.raises(ChangeFault) as absent:
+        await driver.change(order(free, kind))
+    assert (other.value.code, absent.value.code) == ("machine.other", MACHINE_ABSENT)
+    del ironic.pool.nodes[node]["instance_info"]["berth"]
+    with pytest.raises(NotOurs):
+        await driver.change(order(node, kind))
+    with pytest.raises(ChangeFault, match="no snapshot"):
+        await driver.change(order(node, ChangeKind.SNAPSHOT))
+    assert not ironic.asked

@@ -1,0 +1,129 @@
+"""One change of a deployed node where it is: power on, power off, or a rebuild from another image.
+
+A loop as a deployment is: look at the node, do the next thing, look again. What a node is asked for twice is done once,
+except a rebuild whose service died between asking and hearing: it is done again.
+"""
+
+from __future__ import annotations
+
+from msgspec import to_builtins
+from msgspec.structs import replace
+
+from bus.clock import Clock
+from bus.contracts.moves import MACHINE_ABSENT, ChangeKind
+from compute_sim.config import IronicConfig
+from compute_sim.driver import BuildAbort, ChangeFault, ChangeOrder, ChangeResult, DriverUnavailable, NotOurs
+from compute_sim.drivers.ironic.api import IronicApi, Refused
+from compute_sim.drivers.ironic.deployment import VALIDATED
+from compute_sim.drivers.ironic.node import BUILT, DEPLOYING, MARK, IronicNode, Mark
+from compute_sim.drivers.ironic.request import IMAGE_ENTRIES, config_drive, image_of, instance_info
+
+POWER = {ChangeKind.START: "power on", ChangeKind.STOP: "power off"}
+CHANGES = frozenset({*POWER, ChangeKind.REBUILD})
+POLL_SHARE = 0.05  # of the time taken: a rebuild takes minutes
+
+
+class NodeChange:
+    """One order. `run` returns when the node is as it asks."""
+
+    def __init__(self, change: ChangeOrder, *, api: IronicApi, config: IronicConfig, clock: Clock) -> None:
+        self._change = change
+        self._api = api
+        self._config = config
+        self._clock = clock
+        self._asked = False  # the node was asked for it by this run, and Ironic has not refused
+
+    async def run(self) -> ChangeResult:
+        """Change it. Raises ChangeFault, NotOurs, or DriverUnavailable (only before anything was asked for)."""
+        if self._change.kind not in CHANGES:
+            raise ChangeFault("change.unsupported", f"bare metal has no {self._change.kind.value} here")
+        began = self._clock.monotonic()
+        while not await self._pass():
+            took = self._clock.monotonic() - began
+            pause = max(self._config.poll_interval_s, min(self._config.max_poll_interval_s, POLL_SHARE * took))
+            await self._clock.sleep(pause)  # the order's own time bounds this
+        return ChangeResult(runs=self._change.kind is not ChangeKind.STOP)
+
+    async def _pass(self) -> bool:
+        try:
+            node = await self._api.node(self._change.host_uuid)
+            mark = self._checked(node)
+            assert node is not None
+            if self._change.kind is ChangeKind.REBUILD:
+                return await self._rebuild(node, mark)
+            return await self._power(node, POWER[self._change.kind])
+        except DriverUnavailable:
+            if not self._asked:
+                raise
+            return False
+
+    def _checked(self, node: IronicNode | None) -> Mark:
+        """The mark of the machine that the order means."""
+        if node is None or node.instance != self._change.spec.instance_uuid:
+            raise ChangeFault(MACHINE_ABSENT, "the node does not carry this instance", runs=False)
+        mark = node.mark
+        if mark is None or mark.deployment != self._change.deployment:
+            named = "no mark of ours" if mark is None else f"the mark of deployment {mark.deployment}"
+            raise NotOurs(f"node {node.uuid} carries instance {node.instance} with {named}")
+        if mark.attempt != self._change.attempt:
+            raise ChangeFault("machine.other", "another attempt's machine is here", runs=False)
+        return mark
+
+    async def _power(self, node: IronicNode, wanted: str) -> bool:
+        if node.provision_state not in BUILT:
+            raise ChangeFault("node.not_active", f"the node is {node.condition}")
+        if node.target_power_state is not None:
+            return False  # on its way
+        if node.power_state == wanted:
+            return True
+        if self._asked and node.last_error:
+            raise ChangeFault("node.power_failed", f"the node is {node.condition}", runs=node.runs)
+        self._judge(await self._api.power(node.uuid, wanted), f"to {wanted}")
+        return False
+
+    async def _rebuild(self, node: IronicNode, mark: Mark) -> bool:
+        begun = mark.order == self._change.order
+        if node.provision_state in DEPLOYING and begun:
+            self._asked = True
+            return False
+        if node.provision_state == "active" and begun and self._asked:
+            return True
+        if node.provision_state not in {"active", "deploy failed", "error"}:
+            raise ChangeFault("node.not_active", f"the node is {node.condition}")
+        if self._asked and begun:
+            raise ChangeFault("node.rebuild_failed", f"the node is {node.condition}", runs=False)
+        if not begun:
+            self._judge(await self._api.patch(node.uuid, self._image_patch(node, mark)), "to the new image")
+            return False
+        if self._config.validate and (refusals := await self._api.refusals(node.uuid, VALIDATED)):
+            raise ChangeFault("node.invalid", "; ".join(refusals))
+        drive = config_drive(self._change.spec, {})
+        more = {} if drive is None else {"configdrive": drive}
+        refused = await self._api.provision(node.uuid, "rebuild", **more)
+        self._judge(refused, "to being rebuilt")
+        self._asked = refused is None
+        return False
+
+    def _image_patch(self, node: IronicNode, mark: Mark) -> list[dict[str, object]]:
+        """The new image instead of the old one, and the order in our mark, all or none."""
+        try:
+            image = image_of(replace(self._change.spec, image_source=None), self._config.images)
+        except BuildAbort as fault:
+            raise ChangeFault(fault.code, fault.reason) from fault
+        wanted = {
+            name: value for name, value in instance_info(self._change.spec, image).items() if name in IMAGE_ENTRIES
+        }
+        gone = [name for name in node.info_entries if name in IMAGE_ENTRIES and name not in wanted]
+        return [
+            # The mark first: when the node is not ours any more, this fails, and with it all of it.
+            {"op": "replace", "path": MARK, "value": to_builtins(replace(mark, order=self._change.order))},
+            *({"op": "remove", "path": f"/instance_info/{name}"} for name in gone),
+            *({"op": "add", "path": f"/instance_info/{name}", "value": value} for name, value in wanted.items()),
+        ]
+
+    def _judge(self, refused: Refused | None, what: str) -> None:
+        """A conflict (the node is locked) is seen at the next look."""
+        if refused is None:
+            self._asked = self._change.kind is not ChangeKind.REBUILD
+        elif not refused.is_conflict:
+            raise ChangeFault("node.refused", f"{refused} ({what})")
