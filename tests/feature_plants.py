@@ -301,7 +301,7 @@ PLANTS: dict[str, tuple[str, str, str]] = {
     ),
     "I-11": (
         "compute_sim/drivers/ironic/driver.py",
-        "        return zlib.crc32(node.uuid.encode()) % self._config.shares == self._config.share",
+        "        return zlib.crc32(node.uuid.encode()) % config.shares == config.share",
         "        return True",
     ),
     "I-18": (
