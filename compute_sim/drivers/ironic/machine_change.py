@@ -78,7 +78,7 @@ class NodeChange:
             return True
         if self._asked and node.last_error:
             raise ChangeFault("node.power_failed", f"the node is {node.condition}", runs=node.runs)
-        self._judge(await self._api.power(node.uuid, wanted), f"to {wanted}")
+        self._check_answer(await self._api.power(node.uuid, wanted), f"to {wanted}")
         return False
 
     async def _rebuild(self, node: IronicNode, mark: Mark) -> bool:
@@ -93,14 +93,14 @@ class NodeChange:
         if self._asked and begun:
             raise ChangeFault("node.rebuild_failed", f"the node is {node.condition}", runs=False)
         if not begun:
-            self._judge(await self._api.patch(node.uuid, self._image_patch(node, mark)), "to the new image")
+            self._check_answer(await self._api.patch(node.uuid, self._image_patch(node, mark)), "to the new image")
             return False
         if self._config.validate and (refusals := await self._api.refusals(node.uuid, VALIDATED)):
             raise ChangeFault("node.invalid", "; ".join(refusals))
         drive = config_drive(self._change.spec, {})
         more = {} if drive is None else {"configdrive": drive}
         refused = await self._api.provision(node.uuid, "rebuild", **more)
-        self._judge(refused, "to being rebuilt")
+        self._check_answer(refused, "to being rebuilt")
         self._asked = refused is None
         return False
 
@@ -121,7 +121,7 @@ class NodeChange:
             *({"op": "add", "path": f"/instance_info/{name}", "value": value} for name, value in wanted.items()),
         ]
 
-    def _judge(self, refused: Refused | None, what: str) -> None:
+    def _check_answer(self, refused: Refused | None, what: str) -> None:
         """A conflict (the node is locked) is seen at the next look."""
         if refused is None:
             self._asked = self._change.kind is not ChangeKind.REBUILD
