@@ -31,7 +31,7 @@ class NodeChange:
         self._api = api
         self._config = config
         self._clock = clock
-        self._asked = False  # the node was asked for it by this run, and Ironic has not refused
+        self._requested = False  # the node was asked for it by this run, and Ironic has not refused
 
     async def run(self) -> ChangeResult:
         """Change it. Raises ChangeFault, NotOurs, or DriverUnavailable (only before anything was asked for)."""
@@ -53,7 +53,7 @@ class NodeChange:
                 return await self._rebuild(node, mark)
             return await self._power(node, POWER[self._change.kind])
         except DriverUnavailable:
-            if not self._asked:
+            if not self._requested:
                 raise
             return False
 
@@ -76,7 +76,7 @@ class NodeChange:
             return False  # on its way
         if node.power_state == wanted:
             return True
-        if self._asked and node.last_error:
+        if self._requested and node.last_error:
             raise ChangeFault("node.power_failed", f"the node is {node.condition}", runs=node.runs)
         self._check_answer(await self._api.power(node.uuid, wanted), f"to {wanted}")
         return False
@@ -84,13 +84,13 @@ class NodeChange:
     async def _rebuild(self, node: IronicNode, mark: Mark) -> bool:
         begun = mark.order == self._change.order
         if node.provision_state in DEPLOYING and begun:
-            self._asked = True
+            self._requested = True
             return False
-        if node.provision_state == "active" and begun and self._asked:
+        if node.provision_state == "active" and begun and self._requested:
             return True
         if node.provision_state not in {"active", "deploy failed", "error"}:
             raise ChangeFault("node.not_active", f"the node is {node.condition}")
-        if self._asked and begun:
+        if self._requested and begun:
             raise ChangeFault("node.rebuild_failed", f"the node is {node.condition}", runs=False)
         if not begun:
             self._check_answer(await self._api.patch(node.uuid, self._image_patch(node, mark)), "to the new image")
@@ -101,7 +101,7 @@ class NodeChange:
         more = {} if drive is None else {"configdrive": drive}
         refused = await self._api.provision(node.uuid, "rebuild", **more)
         self._check_answer(refused, "to being rebuilt")
-        self._asked = refused is None
+        self._requested = refused is None
         return False
 
     def _image_patch(self, node: IronicNode, mark: Mark) -> list[dict[str, object]]:
@@ -124,6 +124,6 @@ class NodeChange:
     def _check_answer(self, refused: Refused | None, what: str) -> None:
         """A conflict (the node is locked) is seen at the next look."""
         if refused is None:
-            self._asked = self._change.kind is not ChangeKind.REBUILD
+            self._requested = self._change.kind is not ChangeKind.REBUILD
         elif not refused.is_conflict:
             raise ChangeFault("node.refused", f"{refused} ({what})")
