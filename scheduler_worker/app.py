@@ -152,38 +152,12 @@ def build(
     relay = Relay(store.outbox, buses, clock=env.clock, linger_s=config.progress_linger_s, lingers=is_progress)
     store.publish_through(relay)
     follower = Follower(buses[API], selector.book, process=env.process, clock=env.clock)
-    engine = SchedulingEngine(
-        store,
-        BusClaims(buses[API], timeout_s=config.claim_timeout_s),
-        selector,
-        follower,
-        clock=env.clock,
-        rng=random.Random(env.rng.getrandbits(64)),
-        config=config,
-        process=f"scheduler {env.process}".strip(),
-    )
-
-    moves = MoveEngine(
-        store,
-        BusClaims(buses[API], timeout_s=config.claim_timeout_s),
-        selector,
-        follower,
-        clock=env.clock,
-        rng=random.Random(f"moves {env.process}"),
-        process=f"scheduler {env.process}".strip(),
-    )
-
+    engine, moves = _engines(env, buses[API], store=store, selector=selector, follower=follower, config=config)
     service.add_resource(store.open, store.close)
     service.add_resource(buses[API].open, buses[API].close)
     service.add_resource(follower.start, follower.close)
 
-    async def export_fleet() -> None:
-        FLEET.add(selector)
-
-    async def stop_exporting_fleet() -> None:
-        FLEET.remove(selector)
-
-    service.add_resource(export_fleet, stop_exporting_fleet)
+    service.add_resource(partial(_export_fleet, selector), partial(_stop_exporting_fleet, selector))
     service.add_task("outbox", relay.run)
     service.add_task("retention", lambda: purge_forever(store, env.clock, config))
     service.add_drain(relay.drain)
@@ -207,6 +181,47 @@ def build(
     queries = QueryHandler(store, selector, moves, workers, clock=env.clock, objects=registry)
     _requests(service, env, buses[API], queries=queries, selector=selector, engine=engine, moves=moves, config=config)
     return service
+
+
+def _engines(
+    env: Environment,
+    bus: Bus,
+    *,
+    store: SchedulerStore,
+    selector: Selector,
+    follower: Follower,
+    config: SchedulerConfig,
+) -> tuple[SchedulingEngine, MoveEngine]:
+    """What decides about builds and deletes, and what decides about moves."""
+    process = f"scheduler {env.process}".strip()
+    engine = SchedulingEngine(
+        store,
+        BusClaims(bus, timeout_s=config.claim_timeout_s),
+        selector,
+        follower,
+        clock=env.clock,
+        rng=random.Random(env.rng.getrandbits(64)),
+        config=config,
+        process=process,
+    )
+    moves = MoveEngine(
+        store,
+        BusClaims(bus, timeout_s=config.claim_timeout_s),
+        selector,
+        follower,
+        clock=env.clock,
+        rng=random.Random(f"moves {env.process}"),
+        process=process,
+    )
+    return engine, moves
+
+
+async def _export_fleet(selector: Selector) -> None:
+    FLEET.add(selector)
+
+
+async def _stop_exporting_fleet(selector: Selector) -> None:
+    FLEET.remove(selector)
 
 
 def _objects(

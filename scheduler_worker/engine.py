@@ -43,10 +43,12 @@ from scheduler_worker.domain.attempt import (
     Assume,
     Attempt,
     ClaimsContended,
+    Forget,
     HostClaimed,
     PlacementRequest,
     PlacementResult,
     PlacementUnavailable,
+    Settle,
     claim_of,
     new_attempt,
     unavailable_after,
@@ -311,7 +313,7 @@ class SchedulingEngine:
         """Assume no longer what was chosen and not claimed."""
         for attempt in attempts:
             if not isinstance(attempt.result, HostClaimed):
-                self._selector.book.settle(attempt.request.instance_uuid, None)
+                self._selector.book.forget(attempt.request.instance_uuid)
 
     # --- claim
 
@@ -383,10 +385,13 @@ class SchedulingEngine:
             stepped = step(attempt, answer, self._selector, now=now)
             uuid = attempt.request.instance_uuid
             for command in stepped.commands:
-                if isinstance(command, Assume):
-                    self._selector.book.assume(uuid, command.allocations)
-                else:
-                    self._selector.book.settle(uuid, command.generations, command.sequence)
+                match command:
+                    case Assume():
+                        self._selector.book.assume(uuid, command.allocations)
+                    case Settle():
+                        self._selector.book.settle(uuid, command.generations, command.sequence)
+                    case Forget():
+                        self._selector.book.forget(uuid)
             if stepped.attempt.recovered is not None:
                 log.info("claim.recovered", instance=uuid, host=stepped.attempt.recovered)
             after[uuid] = stepped.attempt

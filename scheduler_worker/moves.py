@@ -170,7 +170,7 @@ class MoveEngine:
                 planned.append(await self._planned(one, context, page, host))
         finally:
             for one in pending:  # a plan holds nothing
-                self._selector.book.settle(one.request.request_id, None)
+                self._selector.book.forget(one.request.request_id)
             self._held = deque(held for held in self._held if held[1] not in contexts)
         return DrainPlan(host_uuid=host, host=name, moves=tuple(planned), more=more)
 
@@ -304,7 +304,7 @@ class MoveEngine:
             hosts = (choice.selected, *choice.alternates)
             selections = tuple(self._selector.selection(host) for host in hosts)
         finally:
-            book.settle(leaving, None)
+            book.forget(leaving)
         self._hold(request.request_id, choice.selected.options[0].allocations)
         return Chosen(selections=selections, passed=choice.passed)
 
@@ -327,14 +327,14 @@ class MoveEngine:
     def _hold(self, key: str, allocations: Mapping[str, Mapping[str, int]]) -> None:
         self._release()
         if len(self._held) >= MAX_HELD:
-            self._selector.book.settle(self._held.popleft()[1], None)
+            self._selector.book.forget(self._held.popleft()[1])
         self._selector.book.assume(key, allocations)
         self._held.append((self._clock.monotonic() + self._selector.config.choice_held_s, key))
 
     def _release(self, *, everything: bool = False) -> None:
         now_s = self._clock.monotonic()
         while self._held and (everything or self._held[0][0] <= now_s):
-            self._selector.book.settle(self._held.popleft()[1], None)
+            self._selector.book.forget(self._held.popleft()[1])
 
     def _is_warming_up(self) -> bool:
         assert self._started_s is not None

@@ -150,17 +150,17 @@ class Book(Trees):
         self._restore(self.assumptions.drop(key))
         self._restore(self.assumptions.add(key, allocations))
 
-    def settle(self, key: str, generations: Mapping[str, int] | None, sequence: int = 0) -> None:
-        """The claim has ended. None: it failed, drop it now.
+    def forget(self, key: str) -> None:
+        """Drop what is assumed under this key now: its claim has failed, or is not going to be made."""
+        self._restore(self.assumptions.drop(key))
 
-        Otherwise it stands, and its share on each provider is dropped when the feed has brought that provider to
-        the given generation, which then counts it as used. A share on a provider not named is dropped now. sequence:
-        the feed's number of the claim's changes, 0 when they were made before it was asked again; a book that is there
-        already counts it.
+    def settle(self, key: str, generations: Mapping[str, int], sequence: int = 0) -> None:
+        """The claim holds. generations: {provider: the generation that its changes gave it}.
+
+        Its share on each provider is dropped when the feed has brought that provider to the given generation, which
+        then counts it as used. A share on a provider not named is dropped now. sequence: the feed's number of the
+        claim's changes, 0 when they were made before it was requested again; a book that is there already counts it.
         """
-        if generations is None:
-            self._restore(self.assumptions.drop(key))
-            return
         reached = [
             uuid
             for uuid in self.assumptions.providers_of(key)

@@ -176,17 +176,21 @@ class Assume(Struct, frozen=True):
     allocations: Mapping[str, Mapping[str, int]]
 
 
+class Forget(Struct, frozen=True):
+    """The claim has failed: its choice is assumed no longer."""
+
+
 class Settle(Struct, frozen=True):
-    """The claim holds at these generations: assume it until the feed has reached them. None: assume it no longer.
+    """The claim holds at these generations ({provider: generation}): assume it until the feed has reached them.
 
     sequence: the feed's number of the claim's changes; a replica that is there already counts them.
     """
 
-    generations: Mapping[str, int] | None
+    generations: Mapping[str, int]
     sequence: int = 0
 
 
-Command = Assume | Settle
+Command = Assume | Settle | Forget
 
 
 class AttemptStep(Struct, frozen=True):

@@ -28,6 +28,7 @@ from scheduler_worker.domain.attempt import (
     AttemptStep,
     ClaimStranded,
     Command,
+    Forget,
     HostClaimed,
     PlacementRefused,
     PlacementResult,
@@ -175,7 +176,7 @@ def _recover(
     attempt: Attempt, candidates: Sequence[RankedHost], answer: ClaimResult, selector: Selector, *, now: float
 ) -> AttemptStep:
     """Build where an earlier run claimed; it crashed before it wrote its decision, and the claim is what counts."""
-    drop = (Settle(None),)
+    drop = (Forget(),)
     main = _recovered_selection(attempt, answer, selector)
     if main is None:
         reason = "an earlier claim of this request holds a host that no compute service announces"

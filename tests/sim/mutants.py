@@ -192,13 +192,7 @@ def group_locks_in_any_order() -> AbstractContextManager[Any]:
 
 def assumption_never_dropped() -> AbstractContextManager[Any]:
     """A scheduler goes on to assume what it could not claim."""
-    settled = Book.settle
-
-    def settle(self: Book, key: str, generations: Any) -> None:
-        if generations is not None:
-            settled(self, key, generations)
-
-    return patch.object(Book, "settle", settle)
+    return patch.object(Book, "forget", lambda self, key: None)
 
 
 def deadline_forgotten() -> AbstractContextManager[Any]:

@@ -111,7 +111,10 @@ async def boot(bus: Bus, book: Book, rng: random.Random) -> ClaimOutcome | None:
     claim = Claim(consumer=consumer, options=tuple(best), project_id="p")
     result = await bus.request(claim, ClaimResult, timeout_s=TIMEOUT_S)
     won = result.outcome is ClaimOutcome.CLAIMED
-    book.settle(consumer, result.generations if won else None)
+    if won:
+        book.settle(consumer, result.generations)
+    else:
+        book.forget(consumer)
     if won and rng.random() < 0.3:
         await bus.request(Release(consumer=consumer), ReleaseResult, timeout_s=TIMEOUT_S)
     return result.outcome

@@ -155,9 +155,9 @@ def test_a_failed_claim_and_one_that_landed_elsewhere_are_dropped_at_once() -> N
     book = loaded(provider(0, inventories={"VCPU": 8}), provider(1, inventories={"VCPU": 8}))
     book.assume("failed", {uuid(0): {"VCPU": 2}})
     book.assume("elsewhere", {uuid(0): {"VCPU": 3}})
-    book.settle("failed", None)
+    book.forget("failed")
     book.settle("elsewhere", {uuid(1): 2})
-    book.settle("never heard of", None)
+    book.forget("never heard of")
     assert free(book) == 8
     assert not list(book.assumed_keys())
 

@@ -386,7 +386,7 @@ def test_claims_in_flight_count() -> None:
     book.assume("k", {uuid(1): {"VF": 1}})
     assert len(candidates(book, numbered({"VF": 2}))) == 0
     book.apply([used(book.sequence + 1, 0, 2, {"VCPU": 1})])
-    book.settle("k", None)
+    book.forget("k")
     assert len(candidates(book, numbered({"VF": 2}))) == 1
 
 

@@ -91,12 +91,12 @@ async def test_readers_have_the_old_book_until_the_new_one_is_whole() -> None:
     await loading.add(hosts(MANY, capacity=16))
     assert (len(book), free(book), free(book, 1), book.sequence) == (3, 8, 6, 5)
     book.assume("l", {uuid(2): {"VCPU": 3}})  # while it is loaded
-    book.settle("k", None)
+    book.forget("k")
     epoch, version = book.epoch, book.version
     loading.finish(book, 9, "h")
     assert (len(book), free(book), free(book, 1), free(book, 2), book.sequence) == (MANY, 16, 16, 13, 9)
     assert book.epoch > epoch and book.changed_roots(version) is None
-    book.settle("l", None)
+    book.forget("l")
     assert free(book, 2) == 16
 
 

@@ -57,7 +57,7 @@ class World:
             self.claims[key] = claim
         elif kind == "fail" and self.claims:
             key = rng.choice(sorted(self.claims))
-            self.book.settle(key, None)
+            self.book.forget(key)
             del self.claims[key]
         elif kind == "land" and self.claims:
             self.land(rng.choice(sorted(self.claims)), rng)

@@ -148,7 +148,7 @@ def test_a_shared_pool_that_fills_up_takes_its_hosts_along() -> None:
     assert len(search(book, query).roots) == 39
     book.assume("l", option.allocations)
     assert len(search(book, query).roots) == 0
-    book.settle("k", None)
+    book.forget("k")
     assert len(search(book, query).roots) == 39
 
 

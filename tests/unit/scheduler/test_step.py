@@ -18,6 +18,7 @@ from scheduler_worker.domain.attempt import (
     Attempt,
     AttemptStep,
     ClaimStranded,
+    Forget,
     HostClaimed,
     PlacementRefused,
     PlacementRequest,
@@ -68,7 +69,7 @@ def test_a_claim_of_an_earlier_run_is_recovered_where_it_is() -> None:
     case = ClaimCase()
     other = next(uuid for uuid in case.hosts.uuids if uuid != case.chosen)
     stepped = case.step(ClaimOutcome.CLAIMED, consumer_generation=1, generations={other: 2})
-    assert (stepped.commands, stepped.attempt.recovered is not None) == ((Settle(None),), True)
+    assert (stepped.commands, stepped.attempt.recovered is not None) == ((Forget(),), True)
     assert isinstance(stepped.attempt.result, HostClaimed) and stepped.attempt.result.selections[0].host_uuid == other
     elsewhere = case.step(ClaimOutcome.CLAIMED, consumer_generation=1, generations={"no such host": 2})
     assert isinstance(elsewhere.attempt.result, ClaimStranded)
