@@ -69,7 +69,7 @@ async def test_what_is_wrong_with_each_node_is_said_in_ironics_words(ironic: Iro
         "broken": ["it is in clean failed"],
         "away": ["it is in maintenance: a new fan"],
     }
-    assert {node["name"]: node["said"] for node in told["nodes"]}["broken"] == "disk 0 is dead"
+    assert {node["name"]: node["ironic_reason"] for node in told["nodes"]}["broken"] == "disk 0 is dead"
     assert told["flavors"] == []
     assert "disk 0 is dead" in (await berth("problems")).output
     assert "disk 0 is dead" in (await berth("show", "broken")).output
