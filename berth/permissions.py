@@ -24,6 +24,7 @@ from bus.contracts.catalogue import (
     DEAD,
     DEAD_LETTERS,
     EVENTS,
+    GIVEN_UP,
     MESSAGES,
     OF_PROJECT,
     QUEUES,
@@ -290,6 +291,8 @@ def _allow_queue(allowed: _Allowed, queue: QueueRow, names: QueueNames) -> None:
     allowed.write[_literal(DEFAULT_EXCHANGE)] = None
     if queue.kind is QueueKind.DURABLE:
         allowed.allow_publish(names.exchange(DEAD), name)
+        if queue.keeps_keys:
+            allowed.allow_route(names.exchange(GIVEN_UP))
         allowed.allow_bind(names.exchange(RETURN), name)
         for delay_s in queue.retry_s:
             allowed.allow_publish(names.exchange(delay_exchange(delay_s)), name)

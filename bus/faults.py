@@ -45,6 +45,12 @@ class DatabaseForbidden(Forbidden):
     code = "database.forbidden"
 
 
+class DatabaseUnprepared(DatabaseForbidden):
+    """The schema has not the tables that our migrations make: no worker was there yet, or they were dropped."""
+
+    code = "database.unprepared"
+
+
 class RequestRefused(Fault):
     """The other side answered with a Refusal; `code` is its code."""
 

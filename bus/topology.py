@@ -13,6 +13,7 @@ from bus.contracts.catalogue import (
     DELAY,
     DELAYED,
     EVENTS,
+    GIVEN_UP,
     RETRY_S,
     RETURN,
     QueueKind,
@@ -151,6 +152,7 @@ def shared_exchanges() -> tuple[ExchangePlan, ...]:
         ExchangePlan(COMMANDS),
         ExchangePlan(EVENTS),
         ExchangePlan(DEAD),
+        ExchangePlan(GIVEN_UP),
         ExchangePlan(RETURN, alternate=DEAD),
         *delays,
     )
@@ -159,7 +161,11 @@ def shared_exchanges() -> tuple[ExchangePlan, ...]:
 def shared_queues() -> tuple[QueuePlan, ...]:
     """The queues that a bus has for all its consumers."""
     dead = QueuePlan(
-        name=DEAD_LETTERS, durable=True, exclusive=False, max_length=MAX_PARKED, bindings=((DEAD, ALL_KEYS),)
+        name=DEAD_LETTERS,
+        durable=True,
+        exclusive=False,
+        max_length=MAX_PARKED,
+        bindings=((DEAD, ALL_KEYS), (GIVEN_UP, ALL_KEYS)),
     )
     delays = (
         QueuePlan(
@@ -180,6 +186,7 @@ def plan(row: QueueRow, name: str, bindings: Sequence[tuple[str, str]]) -> Queue
     """The queue that a catalogue row describes."""
     durable = row.kind is QueueKind.DURABLE
     private = row.kind is QueueKind.PRIVATE
+    dies = durable and not row.takes_letters
     return QueuePlan(
         name=name,
         durable=not private,
@@ -190,8 +197,8 @@ def plan(row: QueueRow, name: str, bindings: Sequence[tuple[str, str]]) -> Queue
         drop_head=private,
         delivery_limit=row.delivery_limit if durable else None,
         ttl_s=row.ttl_s,
-        dead_exchange=DEAD if durable and not row.takes_letters else None,
-        dead_key=name if durable and not row.takes_letters else "",
+        dead_exchange=(GIVEN_UP if row.keeps_keys else DEAD) if dies else None,
+        dead_key=name if dies and not row.keeps_keys else "",
         bindings=(*bindings, (RETURN, name)) if durable else tuple(bindings),
     )
 

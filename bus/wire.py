@@ -19,7 +19,17 @@ import structlog
 from msgspec import Struct, structs
 
 from bus.contracts.base import MAX_REASON, FieldName, Message, Meta, encode, tag_of
-from bus.contracts.catalogue import BY_TYPE, DEAD, MESSAGES, REPLIES, RETURN, may_come_under, routing_key
+from bus.contracts.catalogue import (
+    BY_TYPE,
+    DEAD,
+    GIVEN_UP,
+    MESSAGES,
+    QUEUES,
+    REPLIES,
+    RETURN,
+    may_come_under,
+    routing_key,
+)
 from bus.port import Delivery, Outgoing
 from bus.topology import FOREIGN, delayed_it
 
@@ -209,7 +219,9 @@ class Codec:
 
     def _read(self, delivery: Delivery, new_id: str, key: str) -> list[Read | Malformed]:
         # A dead letter brings the broker's record along.
-        forged = bool(key) and delivery.exchange != DEAD and not BROKERS_OWN.isdisjoint(delivery.headers)
+        forged = (
+            bool(key) and delivery.exchange not in (DEAD, GIVEN_UP) and not BROKERS_OWN.isdisjoint(delivery.headers)
+        )
         if delivery.content_type == BATCH and len(delivery.body) <= MAX_BODY_BYTES and not forged:
             return self._read_batch(delivery, new_id, key)
         meta, problem = _meta(delivery, new_id)
@@ -406,7 +418,7 @@ def published_key(delivery: Delivery) -> str:
     """
     if delivery.exchange == RETURN:
         return ""
-    if delivery.exchange == DEAD:
+    if delivery.exchange in (DEAD, GIVEN_UP):
         return letters_key(delivery)
     if delivery.exchange:
         return delivery.routing_key
@@ -414,14 +426,20 @@ def published_key(delivery: Delivery) -> str:
     return key if isinstance(key, str) else ""
 
 
+# As the key of a letter: it came back from a delay, and has its queue's name instead of its own key.
+KEEPING = tuple(row.name for row in QUEUES if row.keeps_keys)
+
+
 def letters_key(delivery: Delivery) -> str:
     """The routing key that a dead letter was first published with, against which it is read again; empty: unknown.
 
-    A letter of the broker's has the headers of its publisher, who may have written anything: there the broker's own
-    record tells. A message that was read cannot have brought one along (`Codec`). One that no consumer has read can,
-    and the broker (3.10) goes on with it: of a request that expired unread nothing may follow but the announcement of
-    its end.
+    A letter of the broker's has the headers of its publisher, who may have written anything, a record of deaths too,
+    which the broker (3.10) goes on with. The queue of requests keeps the key (`QueueRow.keeps_keys`), so that of one
+    that no consumer has read the broker itself still tells under which key it let it pass. A message that was read
+    cannot have brought a record along (`Codec`): where it came back from a delay, the record tells.
     """
+    if delivery.exchange == GIVEN_UP and not delivery.routing_key.endswith(KEEPING):
+        return delivery.routing_key
     if delivery.headers.keys().isdisjoint(("x-death", "x-first-death-reason")):
         key = delivery.headers.get(ORIGINAL_KEY)
         return key if isinstance(key, str) else ""

@@ -239,6 +239,11 @@ def test_every_command_is_taken_by_one_queue_on_each_of_its_buses(row: catalogue
         assert len([queue for queue in takers if queue.where in (bus, Where.BOTH) and not queue.takes_letters]) == 1
 
 
+def test_one_queue_keeps_the_keys_of_its_letters() -> None:
+    """What the broker gives up of it names no queue (`dead_letters._origin`)."""
+    assert [row.name for row in QUEUES if row.keeps_keys] == ["scheduler.requests"]
+
+
 @pytest.mark.parametrize("queue", QUEUES, ids=lambda queue: queue.name)
 def test_every_queue_takes_something_and_is_bounded(queue: catalogue.QueueRow) -> None:
     assert catalogue.taken_by(queue.name)

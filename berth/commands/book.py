@@ -27,6 +27,7 @@ from berth.commands.common import (
 from berth.render import printable
 from berth.site import Site
 from bus.contracts.placement import Release
+from bus.faults import DatabaseUnprepared
 from bus.persistence.database import Database
 from placement_worker.operations import audit as questions
 from placement_worker.operations import export_store, host_cells, overcommit
@@ -305,7 +306,7 @@ async def _rows(here: Site, schema: str, statement: str, *arguments: object) -> 
         async with database.raw() as connection:
             rows: Sequence[Any] = await connection.fetch(statement, *arguments)
             return rows
-    except asyncpg.UndefinedTableError as error:
+    except (asyncpg.UndefinedTableError, DatabaseUnprepared) as error:
         # Without knowing every cell's instances any of theirs would look orphaned.
         raise Stop(
             EXIT_UNAVAILABLE, "audit.blind", f"{schema} has never been started here: which instances live is unknown"

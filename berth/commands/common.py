@@ -27,7 +27,7 @@ from berth.in_process import WorkerEnded
 from berth.render import printable_lines
 from berth.settings import Settings, check_urls, read_settings
 from berth.site import Site, process_name
-from bus.faults import DatabaseUnavailable, Fault, Forbidden, RequestTimeout, Transient
+from bus.faults import DatabaseUnavailable, DatabaseUnprepared, Fault, Forbidden, RequestTimeout, Transient
 from bus.owner import BusOwnedByAnother
 from bus.port import BusError, BusForbidden, BusUnavailable, PublishRefused, Unroutable
 from bus.rabbitmq import BrokerUntrusted
@@ -134,6 +134,7 @@ _MEANINGS: tuple[tuple[type[BaseException], int, str], ...] = (
     (BusForbidden, EXIT_USAGE, "the broker refuses these credentials: {}"),
     (BusUnavailable, EXIT_UNAVAILABLE, "the bus is out of reach: {}"),
     (RequestTimeout, EXIT_TIME, "no answer in time: is a scheduler running?"),
+    (DatabaseUnprepared, EXIT_UNAVAILABLE, "no worker has prepared this database yet: {}"),
     (Forbidden, EXIT_USAGE, "{}"),
     (NotConfigured, EXIT_USAGE, "{}"),
     (DatabaseUnavailable, EXIT_UNAVAILABLE, "the database is out of reach: {}"),

@@ -29,6 +29,7 @@ from berth.commands.common import (
 )
 from berth.render import printable, render_rows
 from berth.site import Site
+from bus.faults import DatabaseUnprepared
 from cell_conductor.domain.breaker import Breaker
 from cell_conductor.domain.report import UnexplainedKind
 from cell_conductor.store.safety import DESTROY, KEEP, PostgresSafety, Safety, UnexplainedRecord
@@ -185,7 +186,7 @@ async def _safety(here: Site, cell: str) -> AsyncIterator[Safety]:
     await database.open()
     try:
         yield PostgresSafety(database)
-    except asyncpg.UndefinedTableError as error:
+    except (asyncpg.UndefinedTableError, DatabaseUnprepared) as error:
         raise Stop(
             EXIT_UNAVAILABLE, "cell.never_started", f"cell {cell} has never been started here with this release"
         ) from error

@@ -25,7 +25,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, create_async_en
 from sqlalchemy.pool import NullPool
 
 from bus.clock import SystemClock
-from bus.faults import DatabaseForbidden, DatabaseUnavailable, Transient
+from bus.faults import DatabaseForbidden, DatabaseUnavailable, DatabaseUnprepared, Transient
 from bus.persistence import migrations
 from bus.persistence.address import CONNECTION_LOST, ServerUntrusted, parse_database_url
 from bus.persistence.group_flush import GroupFlush
@@ -70,6 +70,8 @@ TRANSIENT_STATES = {
     "55P03": "database.locked",
     "57014": "database.timeout",
 }
+# undefined_table, undefined_column, undefined_function, invalid_schema_name: no message is at fault.
+UNPREPARED_STATES = ("42P01", "42703", "42883", "3F000")
 FORBIDDEN_STATES = ("28", "3D000", "42501")
 
 
@@ -396,6 +398,9 @@ def raise_fault(error: Exception, *, closed: bool = False) -> NoReturn:
         raise DatabaseUnavailable(_first_line(error)) from error
     if code:
         raise Transient(_first_line(error), code=code) from error
+    if state in UNPREPARED_STATES:
+        reason = f"{_first_line(error)}: its schema was dropped or emptied, or no worker has prepared it yet"
+        raise DatabaseUnprepared(reason) from error
     if state is not None and state.startswith(FORBIDDEN_STATES):
         raise DatabaseForbidden(_first_line(error)) from error
     raise error

@@ -11,6 +11,7 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 
 import asyncpg
 
+from bus.faults import DatabaseUnprepared
 from bus.persistence import outbox
 from bus.persistence.conflict import Conflict
 from bus.persistence.database import Database
@@ -134,7 +135,10 @@ class PostgresTransaction:
         """Compare the database with what was last seen of it; one that was set back has its builds doubted."""
         was = self._seen.deployment
         seen = self._seen
-        seen.deployment, is_elsewhere, seen.set_back_at = await self._connection.fetchrow(RECOGNISE)
+        found = await self._connection.fetchrow(RECOGNISE)
+        if found is None:
+            raise DatabaseUnprepared("its table identity is empty: restore the cell's database")
+        seen.deployment, is_elsewhere, seen.set_back_at = found
         if seen.deployment == was and not is_elsewhere:
             return None
         seen.set_back_at = await self._connection.fetchval(NOTE_SET_BACK)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bus.contracts.catalogue.rows import COMMANDS, DEAD, EVENTS, QueueKind, QueueRow, Where
+from bus.contracts.catalogue.rows import COMMANDS, DEAD, EVENTS, GIVEN_UP, QueueKind, QueueRow, Where
 
 # Requests that no scheduler has taken yet. Past this a client is refused at once (bus.full), so that what is
 # accepted is answered within seconds: some thirteen thousand requests, at two thousand a second seven seconds' work.
@@ -25,13 +25,14 @@ QUEUES: tuple[QueueRow, ...] = (
         retry_s=RETRY_S,
         max_length=MAX_WAITING_MESSAGES,
         max_bytes=MAX_WAITING_BYTES,
+        keeps_keys=True,
     ),
     QueueRow(
         name="scheduler.given_up",
         where=Where.API,
         kind=QueueKind.DURABLE,
         consumer="scheduler_worker",
-        bindings=((DEAD, "scheduler.requests"),),
+        bindings=((DEAD, "scheduler.requests"), (GIVEN_UP, "#")),
         retry_s=RETRY_S,
     ),
     QueueRow(

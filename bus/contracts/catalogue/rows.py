@@ -11,6 +11,7 @@ from bus.contracts.base import Message, tag_of
 COMMANDS = "berth"  # topic; mandatory: a command that no queue takes is an error of its publisher
 EVENTS = "berth.events"  # topic; an event may have no listener
 DEAD = "berth.dead"  # topic; routing key = the queue that gave the message up
+GIVEN_UP = "berth.given-up"  # topic; what the broker gives up of a queue that `keeps_keys`, under its own routing key
 DELAY = "berth.delay"  # + a delay in ms: topic; routing key = the queue that gets the message when the delay is over
 RETURN = "berth.return"  # topic, for the broker alone: what has been delayed goes by it to the queue that its key names
 # On these three, as on the default exchange, a routing key is the name of a queue.
@@ -50,6 +51,8 @@ class QueueRow(Struct, frozen=True, kw_only=True):
     redeliveries (a consumer died or gave no answer) before the broker gives it up. max_length: messages; past it a
     publisher is refused (durable, expiring) or the oldest goes (private).
     declared_by: who declares it as well as its reader, so that what it says there is kept from the beginning.
+    keeps_keys: programs that are not berth's publish to it; what the broker gives up of it keeps its routing key, which
+    the broker alone knows to be its publisher's.
     max_bytes: the same of their bodies; 0: not bounded. (One message may carry many requests; bytes go with them.)
     """
 
@@ -64,6 +67,7 @@ class QueueRow(Struct, frozen=True, kw_only=True):
     max_bytes: int = 0
     ttl_s: float | None = None
     declared_by: tuple[str, ...] = ()
+    keeps_keys: bool = False
 
     @property
     def takes_letters(self) -> bool:

@@ -24,6 +24,20 @@ pytestmark = [pytest.mark.postgres, pytest.mark.timeout(300)]
 AT_ONCE = b"0"  # expires unless a consumer takes it at once
 
 
+def record_of(prefix: str, key: str) -> bytes:
+    """A record of a death as the broker writes it, by a publisher."""
+    text = b"S"
+    return table(
+        {
+            b"count": b"l" + bytes(8),
+            b"exchange": text + long((prefix + COMMANDS).encode()),
+            b"queue": text + long((prefix + "scheduler.requests").encode()),
+            b"reason": text + long(b"expired"),
+            b"routing-keys": b"A" + long(text + long(key.encode())),
+        }
+    )
+
+
 class Brokered(World):
     """A world whose API bus is a RabbitMQ."""
 
@@ -100,20 +114,12 @@ async def test_a_forged_record_of_the_broker_deletes_no_other_projects_machine(b
     await brokered.ask(request)
     await brokered.ended(request.instance_uuid, BuildState.SCHEDULED)
     await brokered.stop("before")
-    text = b"S"
-    death = table(
-        {
-            b"count": b"l" + bytes(8),
-            b"exchange": text + long((brokered.prefix + COMMANDS).encode()),
-            b"queue": text + long((brokered.prefix + "scheduler.requests").encode()),
-            b"reason": text + long(b"expired"),
-            b"routing-keys": b"A" + long(text + long(b"build.delete.demo")),
-        }
-    )
+    death = record_of(brokered.prefix, "build.delete.demo")
     delete = DeleteRequest(instance_uuid=request.instance_uuid, project_id="demo")
     await brokered.expired(delete, key="build.delete.evil", headers=table({b"x-death": b"A" + long(b"F" + death)}))
     await brokered.scheduler("after")
-    await brokered.ended(request.instance_uuid, BuildState.REFUSED)  # that it was forged is not to be seen
+    refused = await brokered.ended(request.instance_uuid, BuildState.REFUSED)
+    assert (refused.project_id, refused.code) == ("evil", "message.wrong_key"), "its own project is told, and no other"
     other = brokered.request()
     await brokered.ask(other)
     await brokered.ended(other.instance_uuid, BuildState.SCHEDULED)
@@ -121,6 +127,22 @@ async def test_a_forged_record_of_the_broker_deletes_no_other_projects_machine(b
     shown = await brokered.show(request.instance_uuid)
     assert shown is not None
     assert shown.state is BuildState.SCHEDULED
+
+
+@pytest.mark.rabbitmq
+async def test_a_malformed_request_that_expires_is_said_to_its_own_project_alone(brokered: Brokered) -> None:
+    """Its publisher forges the broker's record of a death: `refused` was said in the other project's stream."""
+    request = brokered.request()
+    await brokered.stop("before")
+    deaths = table({b"x-death": b"A" + long(b"F" + record_of(brokered.prefix, "build.request.demo"))})
+    async with raw_publisher(brokered.amqp_url) as raw:
+        body = encode(request).replace(b"m1.small", b"x" * 4000)
+        key = "build.request.evil"
+        await raw.publish(brokered.prefix + COMMANDS, key, body, expiration=AT_ONCE, headers=deaths)
+    await brokered.scheduler("after")
+    refused = await brokered.ended(request.instance_uuid, BuildState.REFUSED)
+    assert refused.project_id == "evil"
+    assert [event.project_id for event in brokered.events] == ["evil"]
 
 
 async def test_a_request_that_a_scheduler_gave_up_ends_with_one_event(
