@@ -319,10 +319,10 @@ async def test_a_machine_is_switched_off_and_on_again(ironic: IronicStandIn) -> 
     node = next(iter(ironic.pool.nodes))
     driver = await deployed(config(ironic), build(node))
     for kind, power, runs in ((ChangeKind.STOP, "power off", False), (ChangeKind.START, "power on", True)):
-        ironic.asked.clear()
+        ironic.requested.clear()
         for _ in range(2):  # the second time it is so already
             assert (await driver.change(order(node, kind))).runs is runs
-        assert ironic.pool.nodes[node]["power_state"] == power and len(ironic.asked) == 1
+        assert ironic.pool.nodes[node]["power_state"] == power and len(ironic.requested) == 1
         (machine,) = (await driver.list([node]))[node]
         assert (machine.runs, machine.built) == (runs, True)
 
@@ -349,7 +349,7 @@ async def test_a_rebuild_writes_the_new_image_with_a_new_config_drive_once(ironi
     old = ImageSource(source="http://images/old.qcow2", checksum="http://images/SUMS", kernel="http://images/k")
     settings = config(ironic, images={"debian-12": IMAGE})
     driver = await deployed(settings, build(node, image_source=old, name="web"))
-    ironic.asked.clear()
+    ironic.requested.clear()
     again = ConfigDrive(user_data="again")
     wanted: dict[str, Any] = {"name": "web", "image": "debian-12", "image_source": old, "config_drive": again}
     async with asyncio.timeout(PATIENCE_S):
@@ -358,7 +358,7 @@ async def test_a_rebuild_writes_the_new_image_with_a_new_config_drive_once(ironi
     assert (info["image_source"], info["image_os_hash_value"]) == (IMAGE.source, DIGEST)
     assert "kernel" not in info and "image_checksum" not in info, "nothing of the old image"
     assert ironic.pool.config_drives[node]["user_data"] == "again"
-    assert list(ironic.asked) == [("PATCH", node), ("PUT", node)]
+    assert list(ironic.requested) == [("PATCH", node), ("PUT", node)]
     mark = info["berth"]
     assert (mark["attempt"], mark["order"], mark["instance"]) == (1, 3, INSTANCE)
     assert ironic.pool.nodes[node]["provision_state"] == "active"
@@ -377,7 +377,7 @@ async def test_a_rebuild_writes_the_new_image_with_a_new_config_drive_once(ironi
 async def test_a_node_that_is_not_ours_is_not_changed(ironic: IronicStandIn, kind: ChangeKind) -> None:
     node, free, _ = ironic.pool.nodes
     driver = await deployed(config(ironic), build(node))
-    ironic.asked.clear()
+    ironic.requested.clear()
     with pytest.raises(ChangeFault) as other:
         await driver.change(order(node, kind, attempt=2))
     with pytest.raises(ChangeFault) as absent:
@@ -388,4 +388,4 @@ async def test_a_node_that_is_not_ours_is_not_changed(ironic: IronicStandIn, kin
         await driver.change(order(node, kind))
     with pytest.raises(ChangeFault, match="no snapshot"):
         await driver.change(order(node, ChangeKind.SNAPSHOT))
-    assert not ironic.asked
+    assert not ironic.requested
