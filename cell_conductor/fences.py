@@ -89,7 +89,7 @@ class FenceKeeper:
         """Until cancelled: read again what others have recorded, and lift what may be lifted."""
         while True:
             await self._clock.sleep(CHECK_S)
-            is_due = bool(self._fences) and self._clock.monotonic() >= self._reload_at
+            is_due = self._clock.monotonic() >= self._reload_at
             try:
                 if is_due or not self._is_fresh:
                     await self.load()

@@ -9,14 +9,14 @@ from functools import partial
 
 import pytest
 
-from bus.clock import new_uuid
+from bus.clock import SystemClock, new_uuid
 from bus.consuming.outcome import Outcome, Received
 from bus.contracts.build import BuildState
 from bus.contracts.cell import CellDelete, ComputeHosts, HostReport, Running
 from bus.contracts.fences import CellFence, FenceState, HostFence
 from bus.memory import MemoryBroker, MemoryTransport
 from cell_conductor.domain.instance import State
-from cell_conductor.fences import FenceKeeper
+from cell_conductor.fences import RELOAD_S, FenceKeeper
 from cell_conductor.handlers import HostHandlers, RequestHandlers
 from tests.integration.conductor.neighbours import CELL, WAIT_S, Cell, MovingClock
 
@@ -177,6 +177,30 @@ async def test_a_fence_survives_its_conductor_and_is_answered_again(cell: Fenced
     await cell.fence(1, 1)  # repeated: answered again, and nothing is recorded twice
     await cell.around.until(lambda: cell.states(1) == [FenceState.FENCED] * 2)
     assert await cell.state(uuid) is State.ACTIVE
+
+
+class LaterClock(SystemClock):
+    """The real clock, as far ahead as a test wants."""
+
+    offset = 0.0
+
+    def monotonic(self) -> float:
+        return super().monotonic() + self.offset
+
+
+async def test_a_conductor_that_missed_the_announcement_of_the_first_fence_reads_it_later(cell: FencedCell) -> None:
+    clock = LaterClock()
+    other = FenceKeeper(cell.store, cell.bus, clock=clock, config=cell.config, cell=CELL)
+    await other.prepare()
+    running = asyncio.create_task(other.run())
+    await cell.fence(1, 1)
+    await cell.around.until(lambda: cell.states(1) == [FenceState.FENCED])
+    assert not other.known
+    clock.offset = RELOAD_S
+    async with asyncio.timeout(WAIT_S):
+        while not other.known:  # noqa: ASYNC110  (its next look)
+            await asyncio.sleep(0.01)
+    running.cancel()
 
 
 async def test_an_older_decision_is_ignored_and_a_lift_of_nothing_is_answered(cell: FencedCell) -> None:
