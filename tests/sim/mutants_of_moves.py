@@ -335,7 +335,6 @@ FOUND_BY = {
     "book_keeps_no_source": 7,
     "flavor_of_an_undone_resize_kept": 7,
     "source_over_before_it_is_confirmed": 7,
-    "undone_in_place_keeps_the_new_size": 7,
     "evacuated_while_its_service_is_heard": 36,
     "end_said_twice": 7,
     "confirmed_in_place_destroys_the_machine": 36,
@@ -356,7 +355,6 @@ MUTANTS_OF_MOVES: tuple[Mutant, ...] = (
     book_keeps_no_source,
     flavor_of_an_undone_resize_kept,
     source_over_before_it_is_confirmed,
-    undone_in_place_keeps_the_new_size,
     evacuated_while_its_service_is_heard,
     end_said_twice,
     confirmed_in_place_destroys_the_machine,
@@ -374,4 +372,5 @@ FOUND_BY_THE_TABLE: tuple[Mutant, ...] = (
     machine_under_change_not_wanted,
     late_answers_believed,
     stopped_machine_started_by_its_move,
+    undone_in_place_keeps_the_new_size,
 )
