@@ -19,7 +19,7 @@ from bus.clock import Clock
 from bus.contracts.base import Message
 from bus.contracts.build import BuildEvent
 from bus.contracts.cell import Spawn
-from bus.contracts.moves import MoveEvent, MoveState
+from bus.contracts.moves import MoveEvent
 from bus.contracts.placement import (
     Claim,
     ClaimOutcome,
@@ -469,13 +469,13 @@ def _may_be_redone(recorded: Transition) -> bool:
     """Whether it may leave before it is on disk: the message that caused it is acknowledged after that.
 
     A database that forgets it in a crash is given the message again, and announces the same again; see
-    docs/decisions/0011-what-waits-for-the-disk.md. What commands a host or goes to placement is on disk first; so is a
-    refusal: given again later, when the instance is not busy any more, the request would be carried out after all.
+    docs/decisions/0011-what-waits-for-the-disk.md. What commands a host or goes to placement is on disk first; so is
+    the end of a request: forgotten, a refusal could be carried out after all, and what was done could fail (seed 116).
     """
     if any(wanted(instance) is not None for instance in recorded.instances.values()):
         return False
     outgoing = [addressed.message for addressed in recorded.outgoing]
-    if any(isinstance(message, MoveEvent) and message.state is MoveState.REFUSED for message in outgoing):
+    if any(isinstance(message, MoveEvent) and message.terminal for message in outgoing):
         return False
     return all(isinstance(message, BuildEvent | MoveEvent) for message in outgoing)
 
