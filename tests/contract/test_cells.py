@@ -169,7 +169,7 @@ async def test_a_source_learns_which_version_of_its_report_the_book_has(store: P
     async def tell(bus: str, messages: Sequence[Message]) -> None:
         told.extend((bus, message) for message in messages)
 
-    handlers = PlacementHandlers(store, clock=SystemClock(), committed=lambda: None, claimed=lambda: None, tell=tell)
+    handlers = PlacementHandlers(store, clock=SystemClock(), committed=lambda: None, claimed=lambda: None, publish=tell)
     for version in (7, 7, 3, 8):
         await handlers.inventory([Received(host(MINE, version), Meta(id="m"), "c1", "placement.inventory")])
     known = InventoryOutdated(source=host(MINE, 1).source, root_uuid=MINE, version=7)

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack
 from typing import Any
 
+import pytest
 import pytest_asyncio
 
 import cell_conductor.app
@@ -31,6 +32,7 @@ from bus.contracts.cell import (
 )
 from bus.contracts.placement import Claim, ClaimOutcome, ClaimResult, ReleaseResult
 from bus.memory import MemoryBroker, MemoryTransport
+from bus.owner import BusOwnedByAnother
 from bus.service.environment import Environment
 from bus.service.service import Service
 from cell_conductor.config import ConductorConfig
@@ -56,8 +58,13 @@ class Life:
         self._task = asyncio.create_task(service.run(self._stop))
 
     async def ready(self) -> None:
+        """Wait until it serves; raises what it ended with before."""
+        ready = asyncio.create_task(self._service.ready.wait())
         async with asyncio.timeout(WAIT_S):
-            await self._service.ready.wait()
+            await asyncio.wait((ready, self._task), return_when=asyncio.FIRST_COMPLETED)
+        ready.cancel()
+        if self._task.done():
+            self._task.result()
 
     async def stop(self) -> None:
         self._stop.set()
@@ -113,9 +120,18 @@ class Cell:
             self.fleet = Fleet.planned(config, self.name, service)
         compute = compute_sim.app.build(self._environment("compute"), config, self.name, service, fleet=self.fleet)
         self._lives = [Life(conductor), Life(compute)]
-        for life in self._lives:
-            await life.ready()
+        try:
+            for life in self._lives:
+                await life.ready()
+        except BusOwnedByAnother:
+            await self._lives.pop().stop()  # the compute service; the conductor has ended
+            self._lives.clear()
+            raise
         await self.look()
+
+    def release(self) -> None:
+        """What `berth bus release` does."""
+        self.broker.marks.clear()
 
     async def stop(self) -> None:
         while self._lives:
@@ -303,12 +319,18 @@ async def test_a_conductor_on_an_empty_or_anothers_database_destroys_nothing(
     before, table = carried(ironic), cell.table
     await cell.stop()
     for wrong in (MemoryInstanceTable(cell.clock), other.table):
+        cell.table = wrong
+        with pytest.raises(BusOwnedByAnother):
+            await cell.start()
+        assert carried(ironic) == before
+        cell.release()  # an operator who believes the database and not the bus
         for fleet in (cell.fleet, None):  # with and without what the compute service remembers
-            cell.table, cell.fleet = wrong, fleet
+            cell.fleet = fleet
             await cell.start()
             assert carried(ironic) == before
             await cell.stop()
     cell.table = table
+    cell.release()
     await cell.start()
     assert carried(ironic) == before
     assert all(cell.state(uuid) is State.ACTIVE for uuid, _ in before.values())
