@@ -43,6 +43,8 @@ def providers_of(items: Sequence[ClaimItem], consumers: Mapping[str, ConsumerSta
         if isinstance(item, Claim):
             for option in item.options:
                 wanted.update(option.allocations)
+            if item.migration is not None:
+                wanted.update(item.migration.source)
         elif isinstance(item, Revert):
             wanted.update(item.migration.source)
         elif not isinstance(item, Release):

@@ -17,6 +17,7 @@ from bus.contracts.placement import (
     ClaimOption,
     ClaimOutcome,
     ConsumerAllocations,
+    Migration,
     Release,
     Revert,
     Swap,
@@ -185,6 +186,12 @@ class _Ledger:
             if host is not None:
                 joined[migration] = host
 
+    def source_of(self, migration: Migration, held: Holding, kept: Holding) -> Holding:
+        """What the source of a move takes that has begun."""
+        named = (uuid for holding in (migration.source, held, kept) for uuid in holding)
+        roots = {uuid: self.providers[uuid].root for uuid in named if uuid in self.providers}
+        return source_of(migration.source, held, kept, roots)
+
     def is_others(self, holding: Holding) -> bool:
         """Whether something of this is another cell's."""
         return bool(self.foreign) and any(uuid in self.foreign for uuid in holding)
@@ -260,7 +267,7 @@ def _claim(ledger: _Ledger, claim: Claim) -> ClaimVerdict:
         if flaw is not None:
             return flaw
         kept = _holding(ledger.consumer(claim.migration.uuid))
-        source = source_of(claim.migration.source, held, kept) if claim.release_first else held
+        source = ledger.source_of(claim.migration, held, kept) if claim.release_first else held
     outcomes: list[ClaimOutcome] = []
     past = ""
     others = ledger.others(claim) if claim.server_group is not None else {}
@@ -472,7 +479,7 @@ def _revert(ledger: _Ledger, revert: Revert) -> ClaimVerdict:
         return ClaimVerdict(outcome="reverted", consumer_generation=known.generation, holding=held)
     source: Holding = held
     if known.attempt > revert.source_attempt:
-        source = source_of(revert.migration.source, held, kept)
+        source = ledger.source_of(revert.migration, held, kept)
         before = total_of((held, kept))
         outcome = _fits_swap(ledger, source, before, total_of((source,)))
         if outcome is not _CLAIMED:

@@ -7,6 +7,7 @@ the larger of the two once, never the sum: only one of the two machines runs, an
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 
 from placement_worker.domain.values import Holding
@@ -32,20 +33,41 @@ def total_of(holdings: Iterable[Holding]) -> dict[str, dict[str, int]]:
     return total
 
 
-def source_of(requested: Holding, held: Holding, kept: Holding) -> dict[str, dict[str, int]]:
+def source_of(requested: Holding, held: Holding, kept: Holding, roots: Mapping[str, str]) -> dict[str, dict[str, int]]:
     """What the source takes, once the move has begun.
 
-    asked: as in the move's claim; held: by the instance; kept: by the migration. The book's own record wins where
-    inventories were moved meanwhile: a provider of which neither consumer holds anything is left out.
+    requested: as in the move's claim; held: by the instance; kept: by the migration; roots: of the providers that
+    these name, as far as they exist.
+
+    What source and destination share is in `held` alone. Where inventories have moved within a host, both parts may be
+    at other providers of its tree than `requested` names, and not at the same ones. So what `kept` lacks is counted by
+    class, and taken from what is held in the source's trees: first where `requested` names it, then wherever it is.
+    What neither consumer holds was released by another client: it comes back where the rest of its class still is.
     """
+    trees = {roots[uuid] for uuid in (*requested, *kept) if uuid in roots}
+    both = total_of((kept, {uuid: held[uuid] for uuid in sorted(held) if roots.get(uuid) in trees}))
+    missing = _total_by_class(requested)
+    missing.subtract(_total_by_class(kept))
     source = {uuid: dict(resources) for uuid, resources in kept.items()}
-    for uuid, resources in requested.items():
-        if uuid in held or uuid in kept:
-            row = source.setdefault(uuid, {})
-            for name, amount in resources.items():
-                if name in row or amount_of(held, uuid, name):
-                    row[name] = max(amount, row.get(name, 0))
-    return {uuid: resources for uuid, resources in source.items() if resources}
+    where_it_was = [(uuid, name, min(amount, amount_of(both, uuid, name))) for uuid, name, amount in _rows(requested)]
+    held_by_neither = [row for row in _rows(requested) if amount_of(both, row[0], row[1])]
+    for uuid, name, most in (*where_it_was, *_rows(both), *held_by_neither):
+        more = min(missing[name], most - amount_of(source, uuid, name))
+        if more > 0:
+            source.setdefault(uuid, {})[name] = amount_of(source, uuid, name) + more
+            missing[name] -= more
+    return source
+
+
+def _rows(holding: Holding) -> list[tuple[str, str, int]]:
+    return [(uuid, name, amount) for uuid, resources in holding.items() for name, amount in resources.items()]
+
+
+def _total_by_class(holding: Holding) -> Counter[str]:
+    total: Counter[str] = Counter()
+    for resources in holding.values():
+        total.update(resources)
+    return total
 
 
 def kept_beside(source: Holding, taken: Holding) -> dict[str, dict[str, int]]:

@@ -31,6 +31,7 @@ from tests.contract.books import HOSTS, KINDS, VMS, Books, books
 
 POOL = "90000000-0000-4000-8000-000000000000"
 MOVE = "d0000000-0000-4000-8000-000000000000"
+CHILDREN = ("91000000-0000-4000-8000-000000000000", "92000000-0000-4000-8000-000000000000")
 OTHER_MOVE = "d0000001-0000-4000-8000-000000000000"
 GROUP = "e0000000-0000-4000-8000-000000000000"
 APART = ServerGroup(uuid=GROUP, policy=GroupPolicy.ANTI_AFFINITY)
@@ -338,17 +339,87 @@ async def test_moves_of_two_instances_cross_without_a_deadlock(make: Books) -> N
     assert await used(store) == at(0, 4) | at(1, 4)
 
 
+def numa(version: int, *cells: str, each: int = 4) -> InventoryUpdate:
+    """The first host as it is once its processors are those of NUMA cells."""
+    root = ProviderReport(uuid=HOSTS[0], name="host-1", inventories={"DISK_GB": Inventory(total=20)})
+    children = (
+        ProviderReport(
+            uuid=uuid,
+            name=f"host-1-numa{n}",
+            parent_uuid=HOSTS[0],
+            inventories={"VCPU": Inventory(total=each)},
+            takes_from=HOSTS[0],
+        )
+        for n, uuid in enumerate(cells)
+    )
+    return InventoryUpdate(source="s", version=version, root_uuid=HOSTS[0], providers=(root, *children))
+
+
+def vcpus(holding: Amounts) -> int:
+    return sum(resources.get("VCPU", 0) for resources in holding.values())
+
+
+@pytest.mark.parametrize("new", [1, 4, 6])
+@pytest.mark.parametrize("each", [4, 8])
+async def test_a_resize_in_place_is_reverted_whole_on_a_host_that_turned_nested(
+    store: PlacementStore, new: int, each: int
+) -> None:
+    """The migration's part and the instance's have gone to children, each to another one, or in pieces to both."""
+    await claimed(store, build(0, 0))
+    await claimed(store, move(option(0, new), source=option(0)))
+    await store.report([numa(2, *CHILDREN, each=each)])
+    back = await reverted(store, revert(option(0), 3))
+    assert back.outcome == "reverted"
+    assert (vcpus(back.holding), back.holding.keys() <= set(CHILDREN)) == (4, True)
+    assert await used(store) == back.holding
+
+
+async def test_a_resize_in_place_is_reverted_whole_on_a_host_that_turned_nested_before_it(
+    store: PlacementStore,
+) -> None:
+    """The cell's record still names the root, of which the instance has long held nothing."""
+    await claimed(store, build(0, 0))
+    await store.report([numa(2, CHILDREN[0], each=8)])
+    smaller = ClaimOption(allocations={CHILDREN[0]: {"VCPU": 1}}, host=HOSTS[0])
+    (moved,) = await claimed(store, move(smaller, source=option(0)))
+    assert moved.outcome == "claimed"
+    assert (await reverted(store, revert(option(0), 3))).holding == {CHILDREN[0]: {"VCPU": 4}}
+    assert await used(store) == {CHILDREN[0]: {"VCPU": 4}}
+
+
+async def test_an_alternate_leaves_the_whole_source_on_a_host_that_turned_nested(store: PlacementStore) -> None:
+    await claimed(store, build(0, 0))
+    await claimed(store, move(option(0, 6), source=option(0)))
+    await store.report([numa(2, CHILDREN[0], each=8)])
+    (moved,) = await claimed(store, move(option(1, 6), source=option(0), attempt=3, generation=2, again=True))
+    assert moved.outcome == "claimed"
+    assert await used(store) == {CHILDREN[0]: {"VCPU": 4}} | at(1, 6)
+
+
+async def test_what_moved_to_a_child_is_not_given_back_twice(store: PlacementStore) -> None:
+    """No room for all of it: a part of the migration's processors is stranded at the root."""
+    await claimed(store, build(0, 0))
+    await claimed(store, move(option(1), source=option(0)))
+    await store.report([numa(2, CHILDREN[0], each=3)])
+    back = await reverted(store, revert(option(0), 3))
+    assert (back.outcome, back.holding) == ("reverted", at(0, 1) | {CHILDREN[0]: {"VCPU": 3}})
+    assert await used(store) == back.holding
+
+
 HOLDINGS = st.dictionaries(
     st.sampled_from("abc"), st.dictionaries(st.sampled_from("VD"), st.integers(1, 9), min_size=1), min_size=1
 )
+ROOTS = st.fixed_dictionaries({uuid: st.sampled_from("abc") for uuid in "abc"})
 
 
-@given(HOLDINGS, st.lists(HOLDINGS, min_size=1, max_size=4))
-def test_together_they_hold_the_larger_of_each_whatever_is_tried(source: Amounts, tried: list[Amounts]) -> None:
+@given(HOLDINGS, st.lists(HOLDINGS, min_size=1, max_size=4), ROOTS)
+def test_together_they_hold_the_larger_of_each_whatever_is_tried(
+    source: Amounts, tried: list[Amounts], roots: dict[str, str]
+) -> None:
     kept: Amounts = {}
     held: Amounts = source
     for taken in tried:
-        base = source if held is source else source_of(source, held, kept)
+        base = source if held is source else source_of(source, held, kept, roots)
         assert base == source
         kept, held = kept_beside(base, taken), taken
         both = total_of((kept, held))
@@ -356,11 +427,19 @@ def test_together_they_hold_the_larger_of_each_whatever_is_tried(source: Amounts
             for name in {*source.get(uuid, {}), *taken.get(uuid, {})}:
                 larger = max(source.get(uuid, {}).get(name, 0), taken.get(uuid, {}).get(name, 0))
                 assert both[uuid][name] == larger
-    assert source_of(source, held, kept) == source
+    assert source_of(source, held, kept, roots) == source
 
 
 def test_the_book_says_where_the_source_is_now() -> None:
     asked = {"host": {"VCPU": 4, "VGPU": 1}}
     # A reshape has moved the VGPU to a child of the host meanwhile.
     kept = {"host": {"VCPU": 4}, "child": {"VGPU": 1}}
-    assert source_of(asked, {"elsewhere": {"VCPU": 4}}, kept) == kept
+    roots = {"host": "host", "child": "host", "elsewhere": "elsewhere"}
+    assert source_of(asked, {"elsewhere": {"VCPU": 4}}, kept, roots) == kept
+
+
+def test_what_another_host_holds_is_none_of_the_source() -> None:
+    """Another client took the migration's VGPU away: what the destination holds does not make up for it."""
+    asked, kept = {"host": {"VCPU": 4, "VGPU": 1}}, {"host": {"VCPU": 4}}
+    roots = {"host": "host", "elsewhere": "elsewhere"}
+    assert source_of(asked, {"elsewhere": {"VCPU": 4, "VGPU": 1}}, kept, roots) == kept
