@@ -241,7 +241,6 @@ class CrashPlan:
 def make_driver(config: ComputeConfig, fleet: Fleet, clock: Clock, *, cell: str, service: str) -> Driver:
     """The driver that the configuration names."""
     if config.driver == "ironic":
-        is_live = fleet.records.is_live
         ring = Ring(ring_name(config.ironic), service)
-        return BareMetal(config.ironic, cell=cell, service=service, clock=clock, is_live=is_live, ring=ring)
+        return BareMetal(config.ironic, cell=cell, service=service, clock=clock, records=fleet.records, ring=ring)
     return Hypervisors(fleet, config.faults, seed=config.seed, clock=clock, nested=config.nested)

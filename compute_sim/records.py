@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from bus.contracts.cell import ComputeResult, Spawn
 from bus.contracts.moves import MachineChanged
-from compute_sim.domain.attempts import ENDED, Entry, Phase, answer
+from compute_sim.domain.attempts import ENDED, Entry, Phase, answer, is_lost
 from compute_sim.journal import Journal
 
 Key = tuple[str, str]  # (host uuid, instance uuid)
@@ -68,6 +68,7 @@ class Records:
         self._spawns: dict[Key, Spawn] = {}
         self._ended: dict[Key, None] = {}  # in the order they ended: the oldest is forgotten first
         self._running: dict[Key, None] = {}
+        self._lost: dict[Key, None] = {}
         self._failures: dict[str, int] = {}
         self.epoch = 0
         self.former: set[int] = set()  # epochs of this process that it has outgrown
@@ -144,6 +145,10 @@ class Records:
         """What runs, as far as is known."""
         return {key: self._entries[key] for key in self._running}
 
+    def holding_hosts(self) -> frozenset[str]:
+        """Hosts with a machine on record that the cell has not ended, also those that were seen without it."""
+        return frozenset(host for host, _ in (*self._running, *self._lost))
+
     # --- hosts and numbers
 
     def failed_builds(self, host: str) -> int:
@@ -200,17 +205,18 @@ class Records:
                     self._spawns[key] = spawn
                 elif entry.phase is not Phase.BUILDING:
                     self._spawns.pop(key, None)
-                if entry.phase is Phase.RUNNING:
-                    self._running[key] = None
-                else:
-                    self._running.pop(key, None)
-                if entry.phase in ENDED:
-                    self._ended[key] = None
-                else:
-                    self._ended.pop(key, None)
+                for table, belongs in (
+                    (self._running, entry.phase is Phase.RUNNING),
+                    (self._lost, is_lost(entry)),
+                    (self._ended, entry.phase in ENDED),
+                ):
+                    if belongs:
+                        table[key] = None
+                    else:
+                        table.pop(key, None)
             case ForgetRow(host, instance):
-                for table in (self._entries, self._spawns, self._ended):
-                    table.pop((host, instance), None)
+                for forgetful in (self._entries, self._spawns, self._ended, self._lost):
+                    forgetful.pop((host, instance), None)
             case FailuresRow(host, failed_builds):
                 self._failures[host] = failed_builds
             case NumbersRow(epoch, version, starts):

@@ -215,7 +215,7 @@ class Wiring:
                 cell=cell,
                 service=service,
                 clock=env.clock,
-                is_live=fleet.records.is_live,
+                records=fleet.records,
                 transport=way,
                 ring=Ring(ring_name(config.ironic), service),
             )

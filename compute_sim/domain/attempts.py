@@ -76,6 +76,7 @@ _OUTCOMES = {
     Phase.GONE: ComputeOutcome.DESTROYED,
 }
 ENDED = frozenset({Phase.FAILED, Phase.GONE})
+LOST = "instance.lost"
 
 
 def on_spawn(entry: Entry | None, attempt: int, deployment: str | None = None) -> tuple[SpawnVerdict, Entry]:
@@ -172,10 +173,15 @@ def lost(entry: Entry) -> Entry:
         Phase.FAILED,
         fence=entry.fence,
         reported=True,
-        code="instance.lost",
+        code=LOST,
         reason="the host does not run it",
         deployment=entry.deployment,
     )
+
+
+def is_lost(entry: Entry) -> bool:
+    """Whether its host was seen without it, and no order has ended it since: the cell may not have heard of it."""
+    return entry.phase is Phase.FAILED and entry.code == LOST and entry.attempt > entry.fence
 
 
 def answer(entry: Entry) -> tuple[int, ComputeOutcome] | None:

@@ -11,7 +11,8 @@ import builtins
 import contextlib
 import hashlib
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Protocol
 
 import httpx
 
@@ -43,6 +44,16 @@ ATTRIBUTES = {"hypervisor_type": "ironic"}
 PROJECT = "project_id"  # an attribute: builds of this project only
 
 
+class MachineRecords(Protocol):
+    """The part of the service's own records that is needed here."""
+
+    def is_live(self, host: str, instance: str) -> bool:
+        """Whether a machine of this instance may be on this host."""
+
+    def holding_hosts(self) -> Collection[str]:
+        """Hosts with a machine on record that the cell has not ended."""
+
+
 class BareMetal:
     """The driver of one service's nodes: those that carry its mark, and its share of those that carry no mark."""
 
@@ -53,12 +64,12 @@ class BareMetal:
         cell: str,
         service: str,
         clock: Clock,
-        is_live: Callable[[str, str], bool] = lambda _host, _instance: False,
+        records: MachineRecords | None = None,
         transport: httpx.AsyncBaseTransport | None = None,
         network: Network | None = None,
         ring: Ring | None = None,
     ) -> None:
-        """`is_live(host, instance)`: whether the service's own records hold such a machine.
+        """records: the service's own; None: there are none.
 
         ring: with which services it shares the free nodes; None: with none.
         """
@@ -67,7 +78,7 @@ class BareMetal:
         self._cell = cell
         self._service = service
         self._services = frozenset((service, *config.takes_over))
-        self._is_live = is_live
+        self._records = records
         self._clock = clock
         self._api = IronicApi(config, clock=clock, transport=transport)
         self._network = network if network is not None else make_network(config)
@@ -188,30 +199,39 @@ class BareMetal:
 
     async def _nodes(self) -> builtins.list[IronicNode]:
         """The nodes that this service announces, by uuid."""
-        return [node for node in await self._all_nodes() if self._is_ours(node) and self._is_offered(node)]
+        nodes, holding = await self._all_nodes(), self._holding()
+        return [node for node in nodes if self._is_ours(node, holding) and self._is_offered(node, holding)]
 
     async def _hosts(self) -> builtins.list[DriverHost]:
-        return [self._host(node) for node in await self._all_nodes() if self._is_ours(node)]
+        nodes, holding = await self._all_nodes(), self._holding()
+        return [self._host(node, holding) for node in nodes if self._is_ours(node, holding)]
 
-    def _host(self, node: IronicNode) -> DriverHost:
+    def _holding(self) -> Collection[str]:
+        return () if self._records is None else self._records.holding_hosts()
+
+    def _host(self, node: IronicNode, holding: Collection[str]) -> DriverHost:
         return DriverHost(
             uuid=node.uuid,
             name=node.uuid,
             enabled=not node.disabled_reason,
             disabled_reason=node.disabled_reason,
             attributes={**ATTRIBUTES, PROJECT: node.project} if node.project else ATTRIBUTES,
-            offered=self._is_offered(node),
+            offered=self._is_offered(node, holding),
         )
 
     async def _all_nodes(self) -> builtins.list[IronicNode]:
         return sorted(await self._api.nodes(), key=lambda node: node.uuid)
 
-    def _is_ours(self, node: IronicNode) -> bool:
-        """Whether this service, or one of its ring, announces the node. Shares decide about those without a mark."""
+    def _is_ours(self, node: IronicNode, holding: Collection[str]) -> bool:
+        """Whether this service, or one of its ring, announces the node. Shares decide about those without a mark.
+
+        holding: of nodes without a mark, those whose machine the cell has not ended. No other service's word that it
+        is gone counts for certain: its looks are told apart from the build by clocks only.
+        """
         mark = node.mark
         if mark is not None:
             return mark.cell == self._cell and mark.service in self._services
-        if self._carries_ours(node):
+        if self._carries_ours(node, holding):
             return True
         config = self._config
         if config.conductor_group is not None and node.conductor_group.lower() != config.conductor_group.lower():
@@ -220,14 +240,17 @@ class BareMetal:
             return False
         return zlib.crc32(node.uuid.encode()) % config.shares == config.share
 
-    def _is_offered(self, node: IronicNode) -> bool:
+    def _is_offered(self, node: IronicNode, holding: Collection[str]) -> bool:
         """Of a node of ours, whether this service announces it: the ring decides about nodes without a mark only."""
-        if self.ring is None or node.mark is not None or self._carries_ours(node):
+        if self.ring is None or node.mark is not None or self._carries_ours(node, holding):
             return True
         return self.ring.owns(node.uuid)
 
-    def _carries_ours(self, node: IronicNode) -> bool:
-        return node.instance is not None and self._is_live(node.uuid, node.instance)
+    def _carries_ours(self, node: IronicNode, holding: Collection[str]) -> bool:
+        if node.uuid in holding:
+            return True
+        records, instance = self._records, node.instance
+        return records is not None and instance is not None and records.is_live(node.uuid, instance)
 
 
 def ring_name(config: IronicConfig) -> str:

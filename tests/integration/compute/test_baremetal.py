@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import AsyncIterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import httpx
@@ -13,7 +14,7 @@ import pytest_asyncio
 
 from berth.ironic_stand_in import Behaviour, IronicStandIn, NodePool, Silent
 from bus.clock import SystemClock
-from bus.contracts.cell import ComputeOutcome, InstanceSpec
+from bus.contracts.cell import ComputeHosts, ComputeOutcome, InstanceSpec
 from compute_sim.config import ComputeConfig, IronicConfig
 from compute_sim.driver import Build, DriverHost, DriverUnavailable, Machine, NotOurs, Reschedule
 from compute_sim.drivers.ironic.driver import BareMetal
@@ -436,6 +437,41 @@ async def test_a_build_for_a_node_that_has_just_changed_hands_is_taken(cell: Cel
     assert ironic.pool.nodes[moved]["instance_info"]["berth"]["service"] == "a", "and it stays there"
     await first.stop()
     await second.stop()
+
+
+async def test_a_node_whose_machine_is_gone_is_reported_by_its_service_until_the_cell_has_ended_it(
+    cell: Cell, ironic: IronicStandIn
+) -> None:
+    """Undeployed by its operator it was free, and the ring's: only a service with another clock told what was there."""
+    ironic.pool.plan(30)
+    config = settings(ironic)
+    first = await cell.compute(config, Fleet.planned(config, CELL, "a"), service="a")
+    await cell.until(lambda: set(offering(cell)) == set(ironic.pool.nodes))
+    second = await cell.compute(config, Fleet.planned(config, CELL, "b"), service="b")
+    await cell.until(lambda: set(offering(cell).values()) == {"a", "b"})
+    node, instance = next(node for node, service in offering(cell).items() if service == "b"), cell.instance()
+    await cell.spawn(node, instance, service="a")
+    await cell.ended(instance, 1, ComputeOutcome.ACTIVE)
+    ironic.pool.nodes[node].update(instance_uuid=None, instance_info={}, provision_state="available")  # by its operator
+    for _ in range(2):  # not only the look that notes it as lost
+        heard = len(cell.announced())
+        await cell.ask()
+        page = (await cell.until(partial(whole_of, cell, "a", heard)))[0]
+        assert [host.running for host in page.hosts if host.uuid == node] == [()]
+    await cell.destroy(node, instance, service="a")  # what the cell does with what is lost
+    await cell.ended(instance, 1, ComputeOutcome.DESTROYED)
+    heard = len(cell.announced())
+    await cell.ask()
+    page = (await cell.until(partial(whole_of, cell, "a", heard)))[0]
+    assert node not in {host.uuid for host in page.hosts}, "free, and the ring's"
+    await cell.until(lambda: offering(cell)[node] == "b")
+    await first.stop()
+    await second.stop()
+
+
+def whole_of(cell: Cell, service: str, heard: int) -> list[ComputeHosts]:
+    """Whole announcements of this service, of those after the first `heard`."""
+    return [page for page in cell.announced()[heard:] if page.service == service and page.complete]
 
 
 async def test_a_service_offers_nodes_of_its_group_and_shards_and_names_their_project(
