@@ -119,7 +119,7 @@ class HarmWatch:
         if raced:
             return
         if owner is None:
-            if method == "PATCH" and node["provision_state"] == "available":
+            if method == "PATCH" and (node["provision_state"] == "available" or self._was_just_free(seen)):
                 return  # taken, or marked before that
             raise Breach("foreign_unchanged", f"{what}, of no owner")
         if not self.ours(owner):
@@ -127,6 +127,15 @@ class HarmWatch:
         ends = b"deleted" in body or (method == "PATCH" and b'"remove"' in body and b"instance_uuid" in body)
         if ends and (words := self._unfounded(uuid, owner, attempt)):
             raise Breach("destroyed_with_reason", f"{what}: {words}")
+
+    def _was_just_free(self, seen: Seen | None) -> bool:
+        """Whether a node was free when it was last looked at, a moment ago. If it is taken then, it has to be freed.
+
+        Ironic refuses no PATCH because of the provision state. What stays on the node is found at rest.
+        """
+        return (
+            seen is not None and seen.instance is None and seen.state == "available" and self._now() - seen.at <= RACE_S
+        )
 
     # --- the book
 

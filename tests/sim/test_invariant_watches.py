@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
+from contextlib import nullcontext
 
 import pytest
 from msgspec.structs import replace
@@ -10,6 +12,7 @@ from msgspec.structs import replace
 from berth.sim import loop as virtual
 from berth.sim.draw import plan_of
 from berth.sim.event_log import EventLog
+from berth.sim.harm_watch import RACE_S, HarmWatch
 from berth.sim.load import Client
 from berth.sim.loop import Process
 from berth.sim.network import SimTransport
@@ -30,11 +33,15 @@ from bus.wire import pack, single
 from cell_conductor.domain.instance import Instance, State
 from cell_conductor.side_tasks import purge_forever
 from cell_conductor.store.memory import MemoryInstances, MemoryInstanceTable
+from compute_sim.drivers.ironic.node import Mark
+from compute_sim.drivers.ironic.request import take_patch
 from placement_worker.domain.values import ConsumerState, Provider, stored_inventory
 from placement_worker.store.memory_table import ConsumerRow
 
 INSTANCE = "00000000-0000-4000-9000-000000000001"
 HERE, LEFT = (f"00000000-0000-4000-8000-00000000000{n}" for n in range(2))
+
+MARK = Mark("00000000-0000-4000-c000-000000000000", "c1", "m0", INSTANCE, 1)
 
 
 def claim(amount: int) -> Claim:
@@ -189,3 +196,27 @@ def test_a_delete_that_came_first_is_remembered_as_long_as_planned_whatever_the_
         forgetting.cancel()
 
     virtual.run(main, on_unseen=pytest.fail)
+
+
+@pytest.mark.parametrize(
+    ("looked_at", "state", "late_s", "breaks"),
+    [
+        pytest.param("available", "manageable", 0.3, False, id="it left while the request was on its way"),  # seed 90
+        pytest.param("available", "manageable", RACE_S + 0.1, True, id="looked at long ago"),
+        pytest.param("manageable", "manageable", 0.3, True, id="seen to be not free"),
+        pytest.param(None, "manageable", 0.3, True, id="never looked at"),
+    ],
+)
+def test_a_node_that_leaves_available_under_a_take_is_no_breach(
+    looked_at: str | None, state: str, late_s: float, *, breaks: bool
+) -> None:
+    now = 100.0
+    harm = HarmWatch(lambda: now + late_s)
+    node = {"uuid": HERE, "instance_uuid": None, "provision_state": state}
+    if looked_at is not None:
+        harm.looked("compute-m0", {**node, "provision_state": looked_at}, now)
+    take = json.dumps(take_patch(InstanceSpec(instance_uuid=INSTANCE, project_id="red"), MARK, None)).encode()
+    with pytest.raises(Breach, match="of no owner") if breaks else nullcontext():
+        harm.acted("compute-m0", "PATCH", node, None, take)
+    with pytest.raises(Breach, match="of no owner"):
+        harm.acted("compute-m0", "PUT", node, None, b'{"target":"active"}')

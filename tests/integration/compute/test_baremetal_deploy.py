@@ -235,6 +235,35 @@ async def test_a_node_that_lets_go_between_two_reads_ends_no_build(ironic: Ironi
     assert way.raced and ironic.pool.nodes[good]["provision_state"] == "active"
 
 
+class BetweenReadAndTake(httpx.AsyncBaseTransport):
+    """A way to Ironic on which an operator takes the node in hand just before a PATCH takes it."""
+
+    def __init__(self, node: dict[str, Any]) -> None:
+        self._inner = httpx.AsyncHTTPTransport()
+        self.node = node
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        if request.method == "PATCH" and self.node["instance_uuid"] is None:
+            self.node.update(provision_state="manageable")
+        return await self._inner.handle_async_request(request)
+
+    async def aclose(self) -> None:
+        await self._inner.aclose()
+
+
+async def test_a_node_that_leaves_available_under_the_take_is_given_back(ironic: IronicStandIn) -> None:
+    node = next(iter(ironic.pool.nodes.values()))
+    driver = await driver_of(config(ironic, clean_timeout_s=0.02), BetweenReadAndTake(node))
+    with pytest.raises(Reschedule) as caught:
+        await driver.spawn(build(node["uuid"]))
+    assert caught.value.code == "node.deploy_failed" and node["provision_state"] == "manageable"
+    with pytest.raises(DriverUnavailable, match="still carries the instance and is in manageable"):
+        await driver.destroy(node["uuid"], INSTANCE, 1, DEPLOYMENT)
+    node.update(provision_state="available")  # its operator provides it again
+    await driver.destroy(node["uuid"], INSTANCE, 1, DEPLOYMENT)
+    assert node["instance_uuid"] is None and "berth" not in node["instance_info"]
+
+
 class Flaky(httpx.AsyncBaseTransport):
     """A way to Ironic that answers some requests with 503, or loses an answer."""
 
