@@ -56,6 +56,21 @@ class Power(StrEnum):
 
 # A build goes on: between a backup and its restore it may have moved on, or have become active.
 UNDER_WAY = frozenset({State.BUILDING, State.RECLAIMING})
+# The same of a move: it may have gone on, and its destination be the only machine.
+MOVING = frozenset(
+    {
+        State.CLAIMING,
+        State.PREPARING,
+        State.HANDING_OVER,
+        State.FINISHING,
+        State.RESIZED,
+        State.CONFIRMING,
+        State.SETTLING,
+        State.UNDOING,
+        State.REVERTING,
+        State.RESTARTING,
+    }
+)
 
 # The announcements of one instance are numbered from here; the numbers below belong to the scheduler.
 FIRST_SEQUENCE = 10
@@ -142,7 +157,7 @@ class Instance(Struct, frozen=True, kw_only=True, omit_defaults=True):
     machines had begun then (None: never, or unknown).
     answered: the build request got its terminal event. cause: the request that last asked for something.
     asked: the attempt's deadline has passed, and its host was queried. doubted: the database was set back while this
-    was being built, so only the hosts know what has become of it since.
+    was being built or moved, so only the hosts know what has become of it since.
     stamps: when each stage of the build ended, until it is answered. server_group: whose rule alternates are held to;
     limits: what its project may hold, which they are held to as well.
     newest: the highest attempt number that was ever given out, where that is not `attempt`: a move that was undone has

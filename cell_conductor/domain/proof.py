@@ -28,6 +28,8 @@ WANTED = frozenset(
 SOURCE_OVER = frozenset({State.CONFIRMING, State.SETTLING})
 # A destination was claimed and never commanded: what runs there under its attempt has no explanation.
 NOT_COMMANDED = frozenset({State.PREPARING, State.HANDING_OVER})
+# A build that was doubted goes on: what it has commanded itself it may end.
+BUILD_GOES_ON = frozenset({State.BUILDING, State.RECLAIMING})
 # A move goes on, or back, and the current host is still its source.
 AT_SOURCE = frozenset({State.CLAIMING, State.PREPARING, State.HANDING_OVER, State.UNDOING, State.REVERTING})
 
@@ -65,7 +67,7 @@ class OnRecord(Protocol):
 
     @property
     def doubted(self) -> bool:
-        """Whether the database was set back while this was being built."""
+        """Whether the database was set back while this was being built or moved."""
 
 
 def is_over(record: OnRecord, attempt: int, host_uuid: str) -> bool:
@@ -74,6 +76,7 @@ def is_over(record: OnRecord, attempt: int, host_uuid: str) -> bool:
     An attempt above all that were given out, or a machine's own attempt on another host, was commanded by a record that
     this database does not have (it was restored from a backup): that proves nothing, and the machine is kept. So was
     attempt 1 of a record that has passed over its first host, and the attempt of which a set-back record never heard.
+    A record that was set back in the middle of a move numbers its attempts anew: an earlier number proves nothing.
     """
     if record.state is State.ABSENT or attempt == UNKNOWN_ATTEMPT:
         return False
@@ -86,7 +89,12 @@ def is_over(record: OnRecord, attempt: int, host_uuid: str) -> bool:
     if attempt == record.attempt:
         is_kept = is_wanted_here(record) or record.state in NOT_COMMANDED
         return host_uuid == record.host_uuid and not is_kept
-    return attempt <= record.last_attempt
+    return attempt <= record.last_attempt and not is_renumbered(record)
+
+
+def is_renumbered(record: OnRecord) -> bool:
+    """Whether attempts of this record may have been given out twice: it was set back while it was moved."""
+    return record.doubted and record.state not in BUILD_GOES_ON
 
 
 def is_wanted_here(record: OnRecord) -> bool:

@@ -17,6 +17,7 @@ from .proof import (
     NOT_COMMANDED,
     OnRecord,
     is_over,
+    is_renumbered,
     is_unsure,
     is_untried,
     is_wanted_at_source,
@@ -65,6 +66,7 @@ NEWER = "newer than its record"
 ELSEWHERE = "its record has this attempt on another host"
 UNTRIED = "its record has not tried this host"
 UNSURE = "its build was given up in doubt, after the database was set back"
+RENUMBERED = "the database was set back while it was moved"
 
 
 class Differences(Struct, frozen=True):
@@ -165,6 +167,8 @@ def _unexplained(record: RecordedInstance | None, one: Running, host_uuid: str) 
         return ""
     if is_over(record, one.attempt, host_uuid):
         return ""
+    if is_renumbered(record):
+        return RENUMBERED
     return ELSEWHERE if one.attempt in (record.attempt, record.source_attempt) else NEWER
 
 

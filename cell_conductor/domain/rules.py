@@ -45,6 +45,8 @@ CLOCKS_APART_S = 30.0
 
 # Of a doubted build whose host stayed silent.
 OUTCOME_UNKNOWN = "build.outcome_unknown"
+# Of an active instance that its host does not run any more.
+LOST = "instance.lost"
 
 
 class Timeouts(Struct, frozen=True, kw_only=True):
@@ -325,7 +327,7 @@ def lose(instance: Instance, event: HostMissing, timeouts: Timeouts) -> Step:
     if not gone:
         return Step(instance)
     reason = f"host {instance.here.host} does not run it any more"
-    return give_up_lost(instance, event.at, timeouts, code="instance.lost", reason=reason)
+    return give_up_lost(instance, event.at, timeouts, code=LOST, reason=reason)
 
 
 def give_up_lost(instance: Instance, at: float, timeouts: Timeouts, *, code: str, reason: str) -> Step:
@@ -469,7 +471,8 @@ def _not_claimed(instance: Instance, outcomes: tuple[ClaimOutcome, ...], at: flo
 
 
 def _end_failed(instance: Instance, at: float, timeouts: Timeouts) -> Step:
-    unsure = instance.doubted and instance.code == OUTCOME_UNKNOWN
+    # What is lost in doubt was set back while it was moved: its destination may be what the client has.
+    unsure = instance.doubted and instance.code in (OUTCOME_UNKNOWN, LOST)
     over = replace(
         instance, state=State.FAILED, deadline=None, since=at, answered=True, queried=False, doubted=unsure, move=None
     )

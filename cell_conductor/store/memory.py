@@ -16,7 +16,7 @@ from bus.persistence.unit_of_work import Committed
 from bus.persistence.version_cache import VersionCache
 from cell_conductor.domain.breaker import Breaker
 from cell_conductor.domain.fences import Fence, Loss
-from cell_conductor.domain.instance import UNDER_WAY, Instance, State
+from cell_conductor.domain.instance import MOVING, UNDER_WAY, Instance, State
 from cell_conductor.domain.leases import Lease
 from cell_conductor.domain.report import EXPECTED
 
@@ -80,7 +80,7 @@ class MemoryTransaction:
             return None
         self._seen.set_back_at = table.clock.time()
         self._transaction.will(partial(setattr, table, "set_back_at", self._seen.set_back_at))
-        under_way = sorted(uuid for uuid, one in table.instances.items() if one.state in UNDER_WAY)
+        under_way = sorted(uuid for uuid, one in table.instances.items() if one.state in UNDER_WAY | MOVING)
         await self._transaction.lock([_key(uuid) for uuid in under_way])
         doubted = [replace(table.instances[uuid], doubted=True) for uuid in under_way]
         self._transaction.will(partial(setattr, table, "origin", table.place))

@@ -23,7 +23,7 @@ class Brief(Struct, frozen=True):
 
     newest: its highest attempt number. source_host_uuid, source_attempt: of a move, as Instance has them.
     first_not_tried: attempt 1 was never commanded by this record, because its service was down. doubted: the database
-    was set back while it was being built.
+    was set back while it was being built or moved.
     """
 
     uuid: str
@@ -102,7 +102,7 @@ class LockingTransaction(Transaction, Protocol):
     """A transaction that locks as it reads, so it can also find what is due: no cache knows that."""
 
     async def recognise(self) -> DatabaseChange | None:
-        """Compare the database with what was last seen of it; one that was set back has its builds doubted.
+        """Compare the database with what was last seen of it; one that was set back has its builds and moves doubted.
 
         `InstanceStore.deployment` is what it says from then on.
         """

@@ -20,7 +20,7 @@ from bus.persistence.outbox import OutboxMessage
 from bus.persistence.unit_of_work import Committed
 from bus.persistence.version_cache import VersionCache
 from cell_conductor.domain.fences import Loss
-from cell_conductor.domain.instance import NOT_TRIED, UNDER_WAY, Instance, State
+from cell_conductor.domain.instance import MOVING, NOT_TRIED, UNDER_WAY, Instance, State
 
 from . import rows
 from .fences import HOLD, LOSE, PostgresFences, loss_columns
@@ -142,7 +142,7 @@ class PostgresTransaction:
         if seen.deployment == was and not is_elsewhere:
             return None
         seen.set_back_at = await self._connection.fetchval(NOTE_SET_BACK)
-        status: str = await self._connection.execute(DOUBT, [state.value for state in UNDER_WAY])
+        status: str = await self._connection.execute(DOUBT, [state.value for state in UNDER_WAY | MOVING])
         return DatabaseChange(was, self._seen.deployment, int(status.rpartition(" ")[2]))
 
     async def first_time(self, message_ids: Sequence[str]) -> set[str]:

@@ -17,7 +17,7 @@ from bus.faults import DatabaseUnavailable
 from bus.persistence.conflict import Conflict
 from bus.persistence.database import Database
 from bus.persistence.outbox import OutboxMessage
-from cell_conductor.domain.instance import Instance, Move, State
+from cell_conductor.domain.instance import MOVING, Instance, Move, State
 from cell_conductor.store.memory import MemoryInstances, MemoryInstanceTable
 from cell_conductor.store.port import InstanceStore
 from cell_conductor.store.postgres import PostgresInstances, PostgresTransaction
@@ -106,6 +106,16 @@ async def test_a_database_that_was_set_back_is_recognised_once_and_its_builds_ar
     doubted = await recorded(other)
     assert {uuid: found.doubted for uuid, found in doubted.items()} == {A: True, B: False, C: True}
     assert replace(doubted[A], doubted=False) == instance(A)
+
+
+@pytest.mark.parametrize("state", sorted(MOVING))
+async def test_a_move_of_a_database_that_was_set_back_is_doubted(store: InstanceStore, state: State) -> None:
+    await insert(store, instance(A, state), instance(B, State.ACTIVE))
+    await restored(store)
+    async with store.transaction() as transaction:
+        change = await transaction.recognise()
+    assert change is not None and change.doubted == 1
+    assert {uuid: found.doubted for uuid, found in (await recorded(store)).items()} == {A: True, B: False}
 
 
 async def test_what_is_recorded_is_found_again_as_it_was(store: InstanceStore) -> None:

@@ -10,7 +10,7 @@ from cell_conductor.domain import events as e
 from cell_conductor.domain.instance import Instance, State
 from cell_conductor.domain.leases import Lease, LeaseState
 from cell_conductor.domain.proof import is_over
-from cell_conductor.domain.report import UnexplainedKind, differences
+from cell_conductor.domain.report import RENUMBERED, UnexplainedKind, differences
 from cell_conductor.domain.rules import OUTCOME_UNKNOWN, Step
 from cell_conductor.domain.table import step
 from cell_conductor.store.port import Brief
@@ -55,13 +55,20 @@ def past(instance: Instance, seconds: float) -> e.TimedOut:
 
 def brief(record: Instance) -> Brief:
     return Brief(
-        record.uuid, record.state, record.host_uuid, "s1", record.attempt, record.since, doubted=record.doubted
+        record.uuid,
+        record.state,
+        record.host_uuid,
+        "s1",
+        record.attempt,
+        record.since,
+        newest=record.newest,
+        doubted=record.doubted,
     )
 
 
-def report_of(attempt: int) -> ComputeHosts:
+def report_of(attempt: int, on: int = 1) -> ComputeHosts:
     machine = Running(instance_uuid=UUID, attempt=attempt, deployment=DEPLOYMENT)
-    hosts = (HostReport(uuid=host(1), name="host-1", running=(machine,)),)
+    hosts = (HostReport(uuid=host(on), name=f"host-{on}", running=(machine,)),)
     return ComputeHosts(service="s1", cell="c1", epoch=1, sequence=1, hosts=hosts, complete=True)
 
 
@@ -140,3 +147,19 @@ def test_a_failure_that_its_host_has_said_leaves_no_doubt() -> None:
     assert is_over(failed, 1, host(1))
     gone = run(e.Destroyed(at=2e3, attempt=1, host_uuid=host(1)), start=waiting)
     assert run(claimed(), start=gone.instance).instance.state is State.BUILDING
+
+
+def test_what_a_forgotten_move_left_on_its_destination_is_kept_though_the_record_numbers_on() -> None:
+    """A record that was set back to the middle of a move undid it, and took the only machine for over."""
+    undone = replace(run(requested(SET_BACK_AT + 100.0), spawned()).instance, doubted=True, newest=3)
+    assert undone.state is State.ACTIVE and undone.last_attempt == 3
+    lost = run(e.HostMissing(at=9e3, host_uuid=host(1), seen_at=9e3, service="s1"), RELEASED, start=undone)
+    assert lost.instance.state is State.FAILED
+    for record in (undone, lost.instance):
+        assert not is_over(record, 2, host(2))
+        assert is_over(replace(record, doubted=False), 2, host(2))
+        found = differences(
+            report_of(2, on=2), [brief(record)], now=9e3, seen_at=9e3, grace_s=30.0, deployment=DEPLOYMENT
+        )
+        assert [(one.kind, one.why) for one in found.unexplained] == [(UnexplainedKind.QUARANTINED, RENUMBERED)]
+    assert is_over(run(e.DeleteRequested(at=9e3), start=lost.instance).instance, 2, host(2))
