@@ -258,14 +258,15 @@ def _running(world: World) -> Iterator[RunningFact]:
             elif guest.complete:
                 yield RunningFact(guest.instance_uuid, guest.attempt, host)
     # What a second service of a name built while it had the name is on machines that are not seen any more when it has
-    # gone; but none of it may run here, too.
+    # gone; but none of it may run here, too, unless the process that built it first died unheard.
     elsewhere = {
         guest.instance_uuid for fleet in world.fleets.values() for _, guest in fleet.guests() if guest.complete
     }
     for duplicate in world.duplicates.values():
         for host, guest in duplicate.guests():
             # A source that the second service stopped and handed over is destroyed by neither once that has gone.
-            if guest.complete and guest.runs and guest.instance_uuid in elsewhere:
+            counts = guest.complete and guest.runs and guest.instance_uuid in elsewhere
+            if counts and not world.machines.is_untold(host, guest):
                 yield RunningFact(guest.instance_uuid, guest.attempt, host)
     for table in world.cells.values():
         for uuid, instance in table.instances.items():

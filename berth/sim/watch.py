@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
+from berth.sim.loop import PROCESS, Process
 from bus.contracts.base import tag_of
 from bus.contracts.build import BuildEvent, BuildState
 from bus.contracts.catalogue import DEAD, EVENTS, MESSAGES, Where
@@ -87,6 +88,8 @@ class MachineWatch:
         self._deployed: set[tuple[str, str]] = set()  # (node, instance): Ironic knows no attempts
         # Of two hosts of one uuid either may have said that it destroyed an attempt.
         self.has_a_double: Callable[[str], bool] = lambda _host: False
+        self._builders: dict[tuple[str, str, int], tuple[Fleet, Process | None]] = {}  # who built it last, and in what
+        self._untold: set[tuple[str, str, int]] = set()
 
     def deployed(self, node: str, instance: str) -> None:
         """A machine of metal comes to be."""
@@ -99,6 +102,24 @@ class MachineWatch:
             raise Breach("fenced_for_good", f"{guest.instance_uuid} attempt {guest.attempt} on {host}, said destroyed")
         if guest.complete:
             self._built.add((host, guest.instance_uuid, guest.attempt))
+
+    def built_in(self, fleet: Fleet, host: str, guest: Guest) -> None:
+        """A complete machine comes to be in this fleet: one of two, where two services share a name."""
+        key, builder = (host, guest.instance_uuid, guest.attempt), PROCESS.get()
+        former_fleet, former = self._builders.get(key, (fleet, None))
+        self._builders[key] = (fleet, builder)
+        active = self._active.get(guest.instance_uuid)
+        known = active is not None and (active.host_uuid, active.attempt) == (host, guest.attempt)
+        if former_fleet is not fleet and former is not None and former.dead and not known:
+            self._untold.add(key)
+
+    def is_untold(self, host: str, guest: Guest) -> bool:
+        """Whether an attempt ran in two fleets of one name, and no worker could know of both.
+
+        A name belongs to one process at a time (docs/howto/run-for-real.md). One that dies before any conductor has
+        recorded what it built takes that knowledge with it: the same command, sent again, is a first one to the next.
+        """
+        return (host, guest.instance_uuid, guest.attempt) in self._untold
 
     def set_back(self, host: str) -> None:
         """A host is what it was at an earlier moment: what was destroyed since may run again."""
@@ -166,6 +187,8 @@ class WatchedFleet(Fleet):
         """A machine is on this host from now on."""
         try:
             self.watch.put(host, guest)
+            if guest.complete:
+                self.watch.built_in(self, host, guest)
             self.moves(host, guest)
         except Breach as breach:
             self.fail(breach)

@@ -18,7 +18,7 @@ from berth.sim.loop import Process
 from berth.sim.network import SimTransport
 from berth.sim.other_tenants import OtherTenants
 from berth.sim.plan import Action, Order
-from berth.sim.rest import _inventories
+from berth.sim.rest import _inventories, _running
 from berth.sim.run import run
 from berth.sim.shrink import _without_metal
 from berth.sim.watch import Breach
@@ -35,6 +35,7 @@ from cell_conductor.side_tasks import purge_forever
 from cell_conductor.store.memory import MemoryInstances, MemoryInstanceTable
 from compute_sim.drivers.ironic.node import Mark
 from compute_sim.drivers.ironic.request import take_patch
+from compute_sim.fleet import Guest
 from placement_worker.domain.values import ConsumerState, Provider, stored_inventory
 from placement_worker.store.memory_table import ConsumerRow
 
@@ -220,3 +221,36 @@ def test_a_node_that_leaves_available_under_a_take_is_no_breach(
         harm.acted("compute-m0", "PATCH", node, None, take)
     with pytest.raises(Breach, match="of no owner"):
         harm.acted("compute-m0", "PUT", node, None, b'{"target":"active"}')
+
+
+@pytest.mark.parametrize(
+    ("first_died", "was_active", "attempts", "machines"),
+    [
+        pytest.param(True, False, (1, 1), 1, id="the first one died unheard"),  # seed 35 at 937c756
+        pytest.param(False, False, (1, 1), 2, id="two processes act under one name"),
+        pytest.param(True, True, (1, 1), 2, id="what a conductor has on record is built again"),
+        pytest.param(True, False, (1, 2), 2, id="another attempt"),
+    ],
+)
+def test_what_a_dead_process_of_a_name_built_unheard_is_no_second_machine(
+    *, first_died: bool, was_active: bool, attempts: tuple[int, int], machines: int
+) -> None:
+    """The command came again, to the next process of the name, on other machines: neither could know of the first."""
+
+    async def main() -> None:
+        world = World(replace(plan_of(1), metal=None), EventLog())
+        service = world.plan.services[0][1]
+        world.start_duplicate(service)
+        host = next(iter(world.fleets[service].hosts)).plan.uuid
+        first, second = Process("twin"), Process("compute")
+        guests = [Guest(INSTANCE, attempt, {host: {"VCPU": 1}}, deployment="d") for attempt in attempts]
+        first.context.run(world.duplicates[service].put, host, guests[0])
+        if was_active:
+            chosen = Selection(host_uuid=host, host="h", service=service, allocations={})
+            active = Instance(uuid=INSTANCE, state=State.ACTIVE, attempt=1, selections=(chosen,))
+            world.machines.instances({INSTANCE: active})
+        first.dead = first_died
+        second.context.run(world.fleets[service].put, host, guests[1])
+        assert len([one for one in _running(world) if one.instance_uuid == INSTANCE]) == machines
+
+    virtual.run(main, on_unseen=pytest.fail)
