@@ -129,7 +129,8 @@ class _Runner:
                 world.start(name)
         await self._client.open()
         mover = Mover(world)
-        if {Widening.MOVES, Widening.DRAINS} & set(plan.widenings):
+        are_ordered = any(order.action is Action.MOVE for order in plan.orders)  # a plan made smaller may keep them
+        if are_ordered or {Widening.MOVES, Widening.DRAINS} & set(plan.widenings):
             await mover.open()
         operator, others, chaos = Operator(world, self._client), OtherTenants(world, self._client), Chaos(world)
         if plan.breaker_limit:
