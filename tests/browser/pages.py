@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from selenium import webdriver
-from selenium.common.exceptions import NoSuchElementException, StaleElementReferenceException
+from selenium.common.exceptions import WebDriverException
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.remote.webdriver import WebDriver
@@ -112,8 +112,8 @@ class Person:
     def until(self, what: str, condition: Callable[[], Any]) -> Any:
         """Wait until it is to be seen. Raises Unexpected."""
         try:
-            wait = WebDriverWait(self.driver, WAIT_S, 0.1, [StaleElementReferenceException, NoSuchElementException])
-            return wait.until(lambda _: condition())  # a page that has just been loaded anew is looked at again
+            wait = WebDriverWait(self.driver, WAIT_S, 0.1, [WebDriverException])
+            return wait.until(lambda _: condition())  # a page that is just being loaded anew is looked at again
         except Exception as error:
             shown = f"{self.driver.current_url}: {self.text()[:1500]}; the browser complains: {self.errors()}"
             raise Unexpected(f"{what}: {type(error).__name__} at {shown}") from error
@@ -326,7 +326,9 @@ def host_is_drained_by_its_plan(person: Person) -> None:
     person.driver.find_element(By.CSS_SELECTOR, "form.action button").click()
     person.driver.switch_to.alert.accept()
     person.until("its progress is shown", lambda: "/drains/" in person.driver.current_url)
-    person.until("it ends", lambda: person.text("#drain-state") == "ended")
+    drain = "/api/v1/drains/" + person.driver.current_url.rpartition("/")[2]
+    person.until("it ends", lambda: person.api(drain)["state"] == "ended")
+    person.until("its page says so", lambda: person.text("#drain-state") == "ended")
     expect("nothing failed", person.text("#drain-failed") == "0")
     expect("it is elsewhere", person.api(f"/api/v1/builds/{instance}")["host"] != name)
     person.open("/moves")

@@ -195,12 +195,12 @@ const said = (form, text, wrong) => {
   status.className = wrong ? "down" : "up";
 };
 
-async function ask(method, path, body) {
-  const options = { method };
+async function ask(method, path, body, signal) {
+  const options = { method, signal };
   if (body !== undefined) { options.body = JSON.stringify(body); options.headers = { "content-type": "application/json" }; }
   const answer = await fetch(path, options);
   const told = await answer.json();
-  return { ok: answer.ok, told, location: answer.headers.get("location") ?? "", sentence: answer.ok ? "" : `${told.code}: ${told.detail}` };
+  return { ok: answer.ok, status: answer.status, told, location: answer.headers.get("location") ?? "", sentence: answer.ok ? "" : `${told.code}: ${told.detail}` };
 }
 
 function fieldsOf(form, submitter) {
@@ -297,13 +297,17 @@ function startObject(form) {
 
 async function followDrain(id) {
   for (;;) {
-    const { ok, told } = await ask("GET", "/api/v1/drains/" + id);
-    if (!ok) return;
-    byId("drain-state").textContent = told.state;
-    for (const [name, count] of [["moved", told.moved.length], ["under-way", told.under_way.length], ["not-begun", told.not_begun.length], ["failed", told.failed.length]]) byId("drain-" + name).textContent = count;
-    byId("drain-progress").value = told.moved.length;
-    if (told.failed.length) byId("drain-failures").replaceChildren(...told.failed.map((one) => row([link("/builds/" + one.instance_uuid, one.instance_uuid), one.code, one.reason])));
-    if (told.state === "ended") return;
+    let answer = { ok: false };
+    // An answer that does not come is asked for again; a request that hangs is given up.
+    try { answer = await ask("GET", "/api/v1/drains/" + id, undefined, AbortSignal.timeout(5000)); } catch { /* again */ }
+    const { ok, told } = answer;
+    if (ok) {
+      byId("drain-state").textContent = told.state;
+      for (const [name, count] of [["moved", told.moved.length], ["under-way", told.under_way.length], ["not-begun", told.not_begun.length], ["failed", told.failed.length]]) byId("drain-" + name).textContent = count;
+      byId("drain-progress").value = told.moved.length;
+      if (told.failed.length) byId("drain-failures").replaceChildren(...told.failed.map((one) => row([link("/builds/" + one.instance_uuid, one.instance_uuid), one.code, one.reason])));
+      if (told.state === "ended") return;
+    } else if (answer.status === 404) return;  // the server that carried it out has been started anew
     await new Promise((go) => setTimeout(go, 1000));
   }
 }
