@@ -27,72 +27,97 @@ FILE_NAME = "berth.toml"
 
 
 class BusSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A bus. url: `memory://` (one process, see `berth up`) or `amqp://user:password@host:port/vhost`; nodes of one
-    cluster with a comma between: `host:port,host:port`. `amqps://` is with TLS (`?cacertfile=...`).
-
-    prefix: put before every exchange and queue name, so that several systems can share one virtual host.
-    """
+    """A message bus."""
 
     url: str = MEMORY
+    """`memory://` (in one process; see `berth up`) or `amqp://user:password@host:port/vhost`; the nodes of one
+    cluster are separated by commas: `host:port,host:port`. `amqps://` uses TLS (`?cacertfile=...`).
+    """
     prefix: Annotated[str, Bound(max_length=64)] = ""
+    """Put before every exchange and queue name, so that several systems can share one virtual host."""
 
 
 class CellSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A cell's own bus. url empty: the API bus's broker, with the cell's name before every name of ours."""
+    """The bus of one cell."""
 
     url: str = ""
+    """As `bus.url`. Empty: the API bus's broker, with the cell's name before every exchange and queue name."""
     prefix: Annotated[str, Bound(max_length=64)] = ""
+    """As `bus.prefix`, on this cell's bus."""
 
 
 class DatabaseSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """PostgreSQL. url: `embedded` (a private server below state_dir) or `postgresql://user:password@host:port/name`;
-    a primary and its stand-bys with a comma between: `host:port,host:port`. TLS: `?sslmode=...&sslrootcert=...`.
-    """
+    """PostgreSQL."""
 
     url: str = EMBEDDED
+    """`embedded` (a private server below `state_dir`) or `postgresql://user:password@host:port/name`; a primary and
+    its stand-bys are separated by commas: `host:port,host:port`. TLS: `?sslmode=...&sslrootcert=...`.
+    """
     pool_size: Annotated[int, Bound(ge=2, le=200)] = 8
+    """Most connections of one process. 8: two batches of each of a worker's consumers and its side tasks run at
+    once; all processes together must stay below PostgreSQL's `max_connections`.
+    """
 
 
 class TelemetrySettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Logs and the HTTP port for /healthz, /readyz and /metrics. port None: not served; 0: any free port."""
+    """Logs, and the HTTP port of /healthz, /readyz and /metrics."""
 
     log_level: Literal["debug", "info", "warning", "error"] = "info"
+    """The least severe level that is logged."""
     log_format: Literal["auto", "json", "pretty"] = "auto"
+    """`json`: one object a line; `pretty`: for a terminal; `auto`: pretty on a terminal, otherwise json."""
     http_host: str = "127.0.0.1"
+    """The address that the HTTP port listens on. Loopback, because the port has no authentication."""
     http_port: Annotated[int, Bound(ge=0, le=65_535)] | None = None
+    """Not set: nothing is served. 0: any free port."""
 
 
 class UpSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What `berth up` starts: so many of each worker. rest: Placement's REST API, though no setting says where.
-
-    ironic_url: an Ironic that there is, instead of a simulated one of `nodes` nodes.
-    web: the pages, at port 8780 of this machine or a free one.
-    """
+    """What `berth up` starts."""
 
     schedulers: Annotated[int, Bound(ge=1, le=16)] = 2
+    """Scheduler processes. 2: one goes on when the other ends."""
     placements: Annotated[int, Bound(ge=1, le=16)] = 1
+    """Placement processes. They share one database, which bounds what more of them add."""
     computes_per_cell: Annotated[int, Bound(ge=0, le=64)] = 2
+    """Compute services of each cell; the simulated hosts are `compute.hosts` of each service."""
     nodes: Annotated[int, Bound(ge=0, le=10_000)] = 10
+    """Bare-metal nodes of the simulated Ironic."""
     ironic_url: str = ""
-    grace_s: Annotated[float, Bound(gt=0, le=600)] = 10.0
+    """The API of an existing Ironic, used instead of a simulated one."""
     rest: bool = True
+    """Whether Placement's REST API is served on a free port when `placement.rest.listen` is empty."""
     web: bool = True
+    """Whether the web pages are served, at port 8780 of this machine or, if that is taken, at a free one."""
 
 
 class Settings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Everything. `berth config` prints it as it is in force."""
+    """All settings. `berth config` prints those in force."""
 
     state_dir: str = ""
+    """The directory of the socket, the embedded database and simulated machines. Empty: `~/.local/state/berth`
+    (below `$XDG_STATE_HOME` where that is set), for root `/var/lib/berth`.
+    """
     bus: BusSettings = BusSettings()
+    """The API bus."""
     cells: dict[Word, CellSettings] = field(default_factory=lambda: {"cell1": CellSettings(), "cell2": CellSettings()})
+    """The cells by name. A host belongs to one cell."""
     database: DatabaseSettings = DatabaseSettings()
+    """The database of all workers."""
     telemetry: TelemetrySettings = TelemetrySettings()
+    """Logs and health of every worker."""
     up: UpSettings = UpSettings()
+    """What `berth up` starts."""
     placement: PlacementConfig = PlacementConfig()
+    """Of each placement process."""
     scheduler: SchedulerConfig = SchedulerConfig()
+    """Of each scheduler process."""
     conductor: ConductorConfig = ConductorConfig()
+    """Of each cell conductor process."""
     compute: ComputeConfig = ComputeConfig(hosts=25)
+    """Of each compute service."""
     ironic_sync: IronicSyncConfig = IronicSyncConfig()
+    """Of each ironic_sync process."""
 
     @property
     def state(self) -> Path:

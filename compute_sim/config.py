@@ -16,32 +16,41 @@ from compute_sim.domain.faults import Faults, Rate, Seconds
 
 
 class Device(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
-    """A device of a host: a child provider of its own. under: another device listed before it, or a cell (`numa0`)."""
+    """A device of a host: a child provider of its own."""
 
     name: Word
+    """Unique in its host."""
     inventories: dict[ClassName, Amount] = {}
+    """{resource class: total}."""
     traits: tuple[TraitName, ...] = ()
+    """The device's traits."""
     under: str = ""
+    """The provider above it: a device listed before it, or a NUMA cell (`numa0`). Empty: the host."""
 
 
 class HostSize(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
-    """One simulated hypervisor. Ratios are Nova's initial ones.
-
-    disk_gb 0: no disk of its own. numa: so many NUMA cells, whatever `numa_share` says. devices:
-    docs/howto/nested-hosts.md.
-    aggregates: the host says itself which it is in; empty: that is left to others.
-    """
+    """One simulated hypervisor. Ratios are Nova's initial ones."""
 
     vcpus: Annotated[int, Bound(ge=1, le=2**20)] = 64
+    """CPUs, before the overcommit."""
     memory_mb: Annotated[int, Bound(ge=1, le=2**30)] = 262_144
+    """Memory in MiB."""
     disk_gb: Annotated[int, Bound(ge=0, le=2**30)] = 4_000
+    """Local disk in GiB. 0: none of its own (a shared one)."""
     reserved_memory_mb: Annotated[int, Bound(ge=0)] = 512
+    """MiB of memory kept for the hypervisor itself. 512, as in Nova."""
     cpu_ratio: Annotated[float, Bound(gt=0, le=1000)] = 4.0
+    """Overcommit of CPUs."""
     memory_ratio: Annotated[float, Bound(gt=0, le=1000)] = 1.0
+    """Overcommit of memory."""
     disk_ratio: Annotated[float, Bound(gt=0, le=1000)] = 1.0
+    """Overcommit of disk."""
     numa: Annotated[int, Bound(ge=0, le=16)] = 0
+    """NUMA cells. 0: as `compute.numa_share` draws."""
     devices: Annotated[tuple[Device, ...], Bound(max_length=64)] = ()
+    """Devices, each a child provider (docs/howto/nested-hosts.md)."""
     aggregates: Annotated[tuple[Uuid, ...], Bound(max_length=16)] = ()
+    """Uuids of aggregates that the host reports it is in. Empty: operators decide."""
 
     def __post_init__(self) -> None:
         above = {"", *(f"numa{cell}" for cell in range(16))}
@@ -57,48 +66,62 @@ SHARD_VERSION = 82  # Ironic's API has shards since 1.82
 
 
 class IronicConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Where the bare-metal nodes are.
+    """The bare-metal nodes of this service.
 
-    Services of one cell with the same settings share the free nodes by a hash ring: one more is one more process.
-    ring: the name of the ring, for services that spell the url differently (empty: derived from the others).
-    conductor_group: only nodes of this group of Ironic's; shards: only of one of these shards (microversion 1.82).
-    share of shares: for several cells on one Ironic; which free nodes are this cell's, by a hash of uuids.
-    url: with or without /v1. keystone, token, username and password, verify_tls, ca_file: as for ironic_sync.
-    images: what a request's `image` means, by name. network: `static` attaches the ports that a request names.
-    validate: ask Ironic whether the node can be deployed before it is.
-    A node with an instance of ours stays with the service that its mark names. takes_over: names of services of this
-    cell that run no more, whose marked nodes are this service's now.
-    watch_interval_s: between two scans for nodes that came, or went into maintenance; longer when a scan takes long.
-    poll_interval_s, max_poll_interval_s: between two reads of a node on its way; it grows with the time taken.
-    release_timeout_s: so long an attempt waits until the node of the one before has let go of the instance;
-    lock_timeout_s: until a node that is locked is not.
+    Services of one cell with the same settings share the free nodes by a hash ring: another process joins it by
+    starting. A node with an instance of ours stays with the service that its mark names.
     """
 
     url: str = "http://127.0.0.1:6385"
+    """Ironic's API, with or without /v1."""
     keystone: KeystoneLogin = KeystoneLogin()
+    """As `ironic_sync.keystone`."""
     token: Secret = ""
+    """As `ironic_sync.token`."""
     username: str = ""
+    """As `ironic_sync.username`."""
     password: Secret = ""
+    """As `ironic_sync.password`."""
     verify_tls: bool = True
+    """Whether Ironic's and Keystone's certificates are verified."""
     ca_file: str = ""
+    """As `ironic_sync.ca_file`."""
     microversion: Annotated[str, Bound(pattern=r"^1\.[0-9]{1,3}$")] = "1.81"
+    """Of Ironic's API. 1.81: the newest that the driver reads; `shards` needs 1.82."""
     images: dict[Label, ImageSource] = {}
+    """What a request's `image` means, by name."""
     network: Literal["none", "static"] = "none"
+    """`static` attaches the ports that a request names to the node's; `none` leaves the network alone."""
     validate: bool = True
+    """Whether Ironic is asked if a node can be deployed before it is."""
     poll_interval_s: Annotated[float, Bound(gt=0, le=60)] = 0.5
+    """Seconds between the first reads of a node that is being changed; the wait grows with the time taken."""
     max_poll_interval_s: Annotated[float, Bound(gt=0, le=600)] = 10.0
+    """Longest such wait, in seconds."""
     watch_interval_s: Annotated[float, Bound(gt=0, le=3_600)] = 2.0
+    """Seconds between two scans for nodes that appeared or went into maintenance. Longer when a scan takes long."""
     deploy_timeout_s: Annotated[float, Bound(gt=0, le=86_400)] = 3_600.0
+    """Seconds that a deployment may take. 1 h: large images on slow disks."""
     clean_timeout_s: Annotated[float, Bound(gt=0, le=86_400)] = 3_600.0
+    """Seconds that cleaning may take after a tear-down."""
     release_timeout_s: Annotated[float, Bound(gt=0, le=86_400)] = 600.0
+    """Seconds that an attempt waits until the node of the attempt before it has released the instance."""
     lock_timeout_s: Annotated[float, Bound(gt=0, le=3_600)] = 30.0
+    """Seconds that a request waits for a node that is locked in Ironic."""
     request_timeout_s: Annotated[float, Bound(gt=0, le=600)] = 10.0
+    """Seconds that one request to Ironic may take."""
     ring: Annotated[str, Bound(pattern=r"^[A-Za-z0-9_\-]{0,64}$")] = ""
+    """The name of the hash ring, for services that spell `url` differently. Empty: derived from the other settings."""
     conductor_group: str | None = None
+    """Serve only nodes of this conductor group of Ironic. Not set: of every group."""
     shards: Annotated[tuple[Label, ...], Bound(max_length=1000)] = ()
+    """Serve only nodes of these shards. Empty: of every shard."""
     share: Annotated[int, Bound(ge=0)] = 0
+    """Which part of the free nodes is this cell's, from 0; for several cells on one Ironic."""
     shares: Annotated[int, Bound(ge=1)] = 1
+    """The number of such parts."""
     takes_over: Annotated[tuple[Word, ...], Bound(max_length=1000)] = ()
+    """Names of services of this cell that do not run any more. Their nodes with instances are this service's."""
 
     def __post_init__(self) -> None:
         if self.shards and int(self.microversion.partition(".")[2]) < SHARD_VERSION:
@@ -115,39 +138,52 @@ def default_service(cell: str, host: str) -> str:
 
 
 class ComputeConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One compute service.
-
-    driver: what manages the machines. hosts, sizes (dealt out in turn), gpu_share, numa_share, seed, faults: the
-    simulated fleet. counts: so many hosts of each of `sizes` in a round, mixed evenly; empty: one of each.
-    nested False: hosts are reported as before there were trees, everything at the root; the first
-    report with True moves what is allocated. state_dir: where it remembers across processes; None = in memory only.
-    max_builds_per_host: as Nova's max_concurrent_builds. max_builds: builds under way in the service.
-    max_accepted: builds accepted and not ended; beyond it a build is sent elsewhere.
-    max_build_s: the service gives a build up after this, whatever its conductor thinks.
-    name_wait_s: a service whose name another process holds waits so long, then ends.
-    """
+    """One compute service."""
 
     driver: Literal["hypervisor", "ironic"] = "hypervisor"
+    """What manages the machines: `hypervisor` (the simulated fleet) or `ironic`."""
     hosts: Annotated[int, Bound(ge=0, le=1_000_000)] = 25
+    """Simulated hosts of this service."""
     sizes: Annotated[tuple[HostSize, ...], Bound(min_length=1, max_length=64)] = (HostSize(),)
+    """Sizes that the simulated hosts have in turn."""
     counts: Annotated[tuple[Annotated[int, Bound(ge=1, le=1_000_000)], ...], Bound(max_length=64)] = ()
+    """So many hosts of each of `sizes` in a round, mixed evenly. Empty: one of each."""
     gpu_share: Rate = 0.1
+    """Share of the simulated hosts that have GPUs."""
     gpus_per_host: Annotated[int, Bound(ge=1, le=16)] = 2
+    """GPUs of such a host, each a child provider."""
     vgpus_per_gpu: Annotated[int, Bound(ge=1, le=64)] = 8
+    """`VGPU` of one GPU."""
     numa_share: Rate = 0.0
+    """Share of the simulated hosts that have two NUMA cells."""
     nested: bool = True
+    """Whether hosts are reported as trees. False: everything at the root; the first report with true moves what is
+    allocated.
+    """
     seed: int = 1
+    """Of the simulated fleet and of its faults."""
     faults: Faults = Faults()
+    """What goes wrong in the simulated fleet."""
     ironic: IronicConfig = IronicConfig()
+    """For `driver` = `ironic`."""
     state_dir: str | None = None
+    """The directory in which the service remembers its machines across processes. Not set: in memory only."""
     heartbeat_interval_s: Annotated[float, Bound(gt=0, le=3600)] = 1.0
+    """Seconds between two heartbeats of the service. `conductor.missed_heartbeats` of them make it silent."""
     report_interval_s: Annotated[float, Bound(gt=0, le=86_400)] = 60.0
+    """Seconds between two full reports of the machines, in case a change was not announced."""
     max_builds_per_host: Annotated[int, Bound(ge=1, le=10_000)] = 10
+    """Builds under way on one host. 10, as Nova's `max_concurrent_builds`."""
     max_builds: Annotated[int, Bound(ge=1, le=100_000)] = 5_000
+    """Builds under way in the service."""
     max_accepted: Annotated[int, Bound(ge=1, le=1_000_000)] = 20_000
+    """Builds that are accepted and not ended; a further one is refused and goes to another service."""
     max_build_s: Seconds = 3_600.0
+    """Seconds after which the service gives a build up, whatever its conductor commands."""
     name_wait_s: Annotated[float, Bound(gt=0, le=3_600)] = 60.0
+    """Seconds that a service waits for its name while another process holds it; then it ends."""
     destroy_attempts: Annotated[int, Bound(ge=1, le=100)] = 8
+    """Attempts to destroy a machine before the command has failed; its conductor repeats it."""
 
     def __post_init__(self) -> None:
         if self.counts and len(self.counts) != len(self.sizes):

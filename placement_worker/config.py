@@ -14,34 +14,45 @@ Some = Annotated[int, Bound(ge=1, le=10_000)]
 
 
 class PlacementConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Bounds and waits of one placement process.
-
-    claim_batch, inventory_batch: messages applied as one transaction. concurrency: transactions under way per queue.
-    feed_page: changes in one event. feed_gap_s: between two turns of publishing while commits go on. feed_linger_s: a
-    claim's changes wait so long for those of others: the scheduler that claimed knows them already.
-    feed_retention: published changes kept for replicas that fell behind; one that is further behind takes a snapshot.
-    fence_retention_s: how long a released consumer's attempts stay fenced; longer than any claim can be under way.
-    source_retention_s: how long the last version of a source is kept whose host is gone or was taken over; longer than
-    any report can be under way. trim_batch: rows of each that one statement forgets. cell_wait_s: how long the start
-    waits for cells that are away before it goes on without them (they are served when they come).
-    """
+    """Bounds and waits of one placement process."""
 
     claim_batch: Some = 256
+    """Most claims applied in one transaction. 256: larger groups gain little and hold their locks longer."""
     claim_prefetch: Annotated[int, Bound(ge=1, le=65_535)] = 1024
+    """Unacknowledged claims that the broker delivers ahead: four batches."""
     inventory_batch: Some = 128
+    """Most inventory updates applied in one transaction."""
     inventory_prefetch: Annotated[int, Bound(ge=1, le=65_535)] = 256
+    """Unacknowledged inventory updates that the broker delivers ahead: two batches."""
     read_batch: Some = 4
+    """Most read requests (snapshots, changes) answered together. 4: an answer can be large."""
     concurrency: Annotated[int, Bound(ge=1, le=16)] = 2
+    """Transactions under way per queue: one runs while another waits for its commit."""
     pool_size: Annotated[int, Bound(ge=2, le=100)] = 10
+    """Most connections to the database of one placement process, used instead of `database.pool_size`."""
     feed_gap_s: Annotated[float, Bound(ge=0, le=1)] = 0.01
+    """Seconds between two turns of publishing while commits go on, so that a turn carries many changes."""
     feed_linger_s: Annotated[float, Bound(ge=0, le=1)] = 0.05
+    """Seconds that a claim's change waits for further ones. The scheduler that claimed knows it already."""
     feed_page: Some = 1000
+    """Most changes in one event of the feed."""
     feed_retention: Annotated[int, Bound(ge=1000)] = 500_000
+    """Published changes that are kept for replicas that fell behind; one further behind takes a snapshot."""
     head_interval_s: Seconds = 1.0
+    """Seconds between two announcements of the newest change number; a replica notices a lost event so."""
     trim_interval_s: Seconds = 30.0
+    """Seconds between two purges of changes, fences and sources."""
     fence_retention_s: Seconds = 86_400.0
+    """Seconds that a released consumer's attempts stay fenced. Longer than any claim can be under way."""
     source_retention_s: Seconds = 7 * 86_400.0
+    """Seconds that the last version of a source is kept after its host was removed or taken over. Longer than any
+    report can be under way.
+    """
     trim_batch: Some = 5000
+    """Most rows of each kind that one statement purges."""
     cell_wait_s: Seconds = 5.0
+    """Seconds that the start waits for unavailable cells. They are connected to when they come back."""
     grace_s: Seconds = 10.0
+    """Seconds that stopping waits for what is under way."""
     rest: RestConfig = RestConfig()
+    """The REST API."""

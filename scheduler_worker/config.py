@@ -64,73 +64,122 @@ DEFAULT_WEIGHERS = (
 
 
 class SchedulerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The scheduler's settings; each name says its unit.
+    """Settings of one scheduler process.
 
-    available_filters: class paths that may be enabled besides berth's own; enabled_filters: those that run,
-    in order, by class path or by the class's name. multipliers: by weigher name (`ram`, `cpu`, ...), else the weigher's
-    own default; weights are added up, so hosts are packed by `ram`, `cpu` and `disk` of -1.0 together.
-    default_flavors: which of berth's own flavors there are; flavors: yours, beside them, or instead of one of its name.
-    Flavors, aggregates and quotas are what an empty system begins with: after that they are objects that operators
+    Flavors, aggregates and quotas are what an empty system begins with. Afterwards they are objects that operators
     change at run time (docs/howto/objects.md).
     """
 
     default_flavors: tuple[str, ...] = tuple(DEFAULT_FLAVORS)
+    """Names of berth's own flavors that exist at the start."""
     flavors: dict[str, Flavor] = {}
+    """Flavors by name, beside berth's own, or instead of the one with the same name."""
     aggregates: tuple[Aggregate, ...] = ()
+    """Host aggregates."""
     available_filters: tuple[str, ...] = ()
+    """Class paths of filters that may be enabled besides berth's own."""
     enabled_filters: tuple[str, ...] = DEFAULT_FILTERS
+    """Filters in the order in which they run, by class path or class name. The cheapest and most selective are
+    first.
+    """
     enabled_weighers: tuple[str, ...] = DEFAULT_WEIGHERS
+    """Weighers, by class path or class name."""
     multipliers: dict[str, float] = {}
+    """By weigher name (`ram`, `cpu`, ...), instead of the weigher's own default. Weights are added up: -1.0 for
+    each of `ram`, `cpu` and `disk` packs the hosts.
+    """
 
     # Choosing
     host_subset_size: Positive = 1
+    """The host is drawn at random from so many of the best, as Nova's setting of this name."""
     shuffle_best_same_weighed_hosts: bool = True
-    max_subset_size: Positive = 64  # contention widens the choice among near-best hosts up to this
+    """Whether hosts of equal weight are shuffled, as Nova's setting of this name (false there): schedulers that run
+    side by side then choose different hosts.
+    """
+    max_subset_size: Positive = 64
+    """Contention widens the subset up to this many hosts."""
     max_attempts: Annotated[int, Bound(ge=1, le=10)] = 3
-    max_options: Annotated[int, Bound(ge=1, le=16)] = 4  # candidate allocations of one host, tried in one claim
+    """Most hosts that a build is tried on: the chosen one and its alternates. 3, as in Nova."""
+    max_options: Annotated[int, Bound(ge=1, le=16)] = 4
+    """Candidate allocations of one host that one claim tries in turn."""
 
     # Pre-filters
     limit_tenants_to_placement_aggregate: bool = False
+    """Whether a project is limited to its aggregates (`filter_tenant_id`), as in Nova."""
     placement_aggregate_required_for_tenants: bool = False
+    """Whether a project without such an aggregate finds no host, as in Nova."""
     default_availability_zone: str = "nova"
+    """The zone of hosts that are in no aggregate with a zone."""
     enable_isolated_aggregate_filtering: bool = False
-    force_host_projects: tuple[str, ...] = ()  # projects (an operator's) whose requests may skip the filters
+    """Whether aggregates with required traits are kept for requests with those traits, as in Nova."""
+    force_host_projects: tuple[str, ...] = ()
+    """Projects, those of operators, whose requests may name a host and skip the filters."""
 
-    # Quota, enforced by claims: {class: total amount of a project's instances}; INSTANCES: their number
+    # Quota
     default_quota: Quota = {}
-    quotas: dict[str, Quota] = {}  # by project, instead of the default
+    """The most that one project's instances may hold together: {resource class: amount}; `INSTANCES` is their
+    number. The claim enforces it. Empty: no limit.
+    """
+    quotas: dict[str, Quota] = {}
+    """By project, instead of the default quota."""
 
     # Hosts
-    hosts_warmup_s: Seconds = 5.0  # after a start, hosts may still be announced: requests are retried, not failed
-    cell_wait_s: Seconds = 5.0  # a start waits so long for cells that are unavailable; those are connected to later
-    report_interval_s: Seconds = 300.0  # announcements are requested again so often, in case one was lost
+    hosts_warmup_s: Seconds = 5.0
+    """Seconds after a start in which a request without a host is retried and not failed, because hosts are still
+    being announced.
+    """
+    cell_wait_s: Seconds = 5.0
+    """Seconds that the start waits for unavailable cells. They are connected to when they come back."""
+    report_interval_s: Seconds = 300.0
+    """Seconds between two requests for announcements of all hosts, in case one was lost."""
 
     # Claiming
     claim_timeout_s: Seconds = 5.0
-    claim_rounds: Positive = 256  # hosts claimed for one request in one delivery (the whole list, but bounded)
-    claim_deadline_s: Seconds = 20.0  # ... and for no longer than this
-    raced_retries: Positive = 4  # repeated claims on a host whose shape keeps changing
-    raced_wait_s: Seconds = 0.25  # how long to wait for the replica to apply the newest changes
+    """Seconds that an answer of placement is waited for."""
+    claim_rounds: Positive = 256
+    """Most hosts that are claimed for one request in one delivery. In effect the whole list, but bounded."""
+    claim_deadline_s: Seconds = 20.0
+    """Seconds after which a delivery makes no further claim and is retried."""
+    raced_retries: Positive = 4
+    """Most repeated claims on one host whose shape keeps changing."""
+    raced_wait_s: Seconds = 0.25
+    """Seconds that the replica may take to apply the newest changes before a raced claim is repeated."""
     retry_jitter_s: Seconds = 0.05
+    """Longest random wait, in seconds, between two claims of one request."""
 
     # Moving
-    allow_resize_to_same_host: bool = False  # as in Nova; a resize may then end on the host that the instance is on
-    choice_held_s: Seconds = 5.0  # hosts chosen for a move count as used for so long: by then its cell has claimed
+    allow_resize_to_same_host: bool = False
+    """Whether a resize may end on the host that the instance is on, as in Nova."""
+    choice_held_s: Seconds = 5.0
+    """Seconds that hosts chosen for a move count as used. By then the cell has claimed."""
 
     # Building
     build_timeout_s: Seconds = 300.0
+    """Seconds that one attempt of a build may take when its request names no limit."""
 
     # Retention of builds that ended without a machine; a request older than that is not taken for a new one
     ended_retention_s: Seconds = 7 * 86_400.0
+    """Seconds that the record of a build without a machine is kept. A request older than that is refused, because
+    it could be a repeated one.
+    """
     purge_interval_s: Seconds = 600.0
+    """Seconds between two purges of such records."""
     purge_batch: Annotated[int, Bound(ge=1, le=10_000)] = 1000
+    """Most records that one statement purges."""
 
     # Bounds of the consumers
-    batch: Positive = 512  # 256: an eighth fewer boots a second where much waits (docs/lab/performance.md)
-    progress_linger_s: Annotated[float, Bound(ge=0, le=1)] = 0.1  # an event that ends nothing leaves within this
-    concurrency: Positive = 2  # batches of requests at a time: one decides while another waits for its claims
+    batch: Positive = 512
+    """Most requests decided together. 512: with 256, an eighth fewer boots a second where much waits
+    (docs/lab/performance.md).
+    """
+    progress_linger_s: Annotated[float, Bound(ge=0, le=1)] = 0.1
+    """Seconds that an event that ends nothing may wait for further messages."""
+    concurrency: Positive = 2
+    """Batches of requests under way: one decides while another waits for its claims."""
     prefetch: Positive = 512
+    """Unacknowledged requests that the broker delivers ahead."""
     max_funnel_nearest: Positive = 3
+    """Nearest misses that the explanation of a failed request names."""
 
     def __post_init__(self) -> None:
         """Raises ValueError: a default flavor that there is not."""

@@ -3,26 +3,46 @@
 from __future__ import annotations
 
 import re
+import textwrap
 from collections.abc import Mapping
 
 import msgspec
 
+COMMENT_WIDTH = 100
+
 _BARE = re.compile(r"[A-Za-z0-9_-]+")
 
-
-def as_toml(tree: Mapping[str, object]) -> str:
-    """A tree of plain values as TOML. What is None is left out: TOML has no word for it."""
-    return "\n".join(_table(tree, ())).strip() + "\n"
+Path = tuple[str, ...]
+NO_COMMENTS: Mapping[Path, str] = {}
 
 
-def _table(tree: Mapping[str, object], path: tuple[str, ...]) -> list[str]:
-    lines = [f"{_key(name)} = {_value(value)}" for name, value in tree.items() if _is_plain(value)]
+def as_toml(tree: Mapping[str, object], comments: Mapping[Path, str] = NO_COMMENTS) -> str:
+    """A tree of plain values as TOML. A value of None is left out: TOML has no notation for it.
+
+    comments: {path of a value or a table: a line of text that is printed above it as a comment}.
+    """
+    return "\n".join(_table(tree, (), comments)).strip() + "\n"
+
+
+def _table(tree: Mapping[str, object], path: Path, comments: Mapping[Path, str]) -> list[str]:
+    lines = []
+    for name, value in tree.items():
+        if (*path, name) in comments and not isinstance(value, Mapping):
+            lines += _comment(comments[(*path, name)])
+            if value is None:
+                lines.append(f"# {_key(name)} is not set")
+        if _is_plain(value):
+            lines.append(f"{_key(name)} = {_value(value)}")
     below = [(name, value) for name, value in tree.items() if isinstance(value, Mapping)]
     if path and (lines or not below):
-        lines = ["", f"[{'.'.join(map(_key, path))}]", *lines]
+        lines = ["", *_comment(comments.get(path, "")), f"[{'.'.join(map(_key, path))}]", *lines]
     for name, value in below:
-        lines += _table(value, (*path, name))
+        lines += _table(value, (*path, name), comments)
     return lines
+
+
+def _comment(text: str) -> list[str]:
+    return textwrap.wrap(text, COMMENT_WIDTH, initial_indent="# ", subsequent_indent="# ", break_on_hyphens=False)
 
 
 def _is_plain(value: object) -> bool:

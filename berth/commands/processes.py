@@ -35,7 +35,7 @@ from berth.up import LocalSystem, serve, site
 from berth.up_processes import numbers, running
 from berth.web.server import pages_of_up
 from bus.service.main import STOP_SIGNALS
-from bus.service.settings import redact
+from bus.service.settings import describe, redact
 from bus.service.telemetry import configure_logging
 from scheduler_worker.plugins import filters, weighings
 
@@ -153,7 +153,11 @@ async def _given_up(stop: asyncio.Event, starting: asyncio.Task[Any] | None) -> 
         starting.cancel()
 
 
-def config(context: typer.Context, as_json: AsJson = False) -> None:
+def config(
+    context: typer.Context,
+    explain: Annotated[bool, typer.Option("--explain", help="Print each setting's description above it.")] = False,
+    as_json: AsJson = False,
+) -> None:
     """Print the settings in force, secrets hidden. Exit status 2 when a worker could not start with them."""
 
     async def body() -> None:
@@ -165,7 +169,8 @@ def config(context: typer.Context, as_json: AsJson = False) -> None:
         if as_json:
             print_json(plain)
             return
-        out.print(as_toml(plain), end="", markup=False, soft_wrap=True)
+        comments = describe(Settings, plain) if explain else {}
+        out.print(as_toml(plain, comments), end="", markup=False, soft_wrap=True, highlight=False)
 
     run(body)
 

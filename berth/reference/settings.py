@@ -11,6 +11,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from berth.settings import Settings
+from bus.service.settings import describe_fields
 
 HEAD = """\
 # Settings
@@ -19,7 +20,8 @@ Derived from the settings' structs by `scripts/docs`; do not edit by hand.
 
 `berth.toml` in the working directory, or the file that `--config` or `$BERTH_CONFIG` names. Any value can be given as
 an environment variable instead, with `__` between the words of its name: `BERTH_BUS__URL` is `bus.url`. `berth config`
-prints the settings in force with secrets hidden, and refuses an unknown key, a mistyped value or one out of its bounds.
+prints the settings in force with secrets hidden (`--explain`: with their descriptions), and refuses an unknown key, a
+mistyped value or one out of its bounds.
 """
 
 
@@ -37,9 +39,12 @@ def _section(path: str, struct: type[Struct], seen: set[type]) -> Iterator[str]:
     fields = msgspec.structs.fields(struct)
     plain = [f for f in fields if _struct(hints[f.name]) is None]
     if plain:
-        yield "| setting | type | default |"
-        yield "| --- | --- | --- |"
-        yield from (f"| `{f.encode_name}` | {_type(hints[f.name])} | {_default(f)} |" for f in plain)
+        texts = describe_fields(struct)
+        yield "| setting | meaning | type | default |"
+        yield "| --- | --- | --- | --- |"
+        for f in plain:
+            meaning = texts[f.name].replace("|", "\\|")
+            yield f"| `{f.encode_name}` | {meaning} | {_type(hints[f.name])} | {_default(f)} |"
         yield ""
     for f in fields:
         inner = _struct(hints[f.name])

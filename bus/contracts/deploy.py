@@ -19,21 +19,24 @@ PublicKey = Annotated[str, Bound(min_length=1, max_length=16_384)]
 
 
 class ImageSource(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
-    """Where a driver gets an image, as Ironic's `instance_info` has it.
-
-    source: `http(s)://`, `file://`, `oci://` or a Glance image's uuid. checksum: of the image, or where a file with
-    it is. hash_algorithm, hash_value: as Glance's os_hash_algo and os_hash_value. kernel, ramdisk: of
-    a partition image.
-    """
+    """Where a driver gets an image, as in Ironic's `instance_info`."""
 
     source: Reference
+    """`http(s)://`, `file://`, `oci://` or the uuid of a Glance image."""
     checksum: Reference | None = None
+    """Of the image, or the URL of a file with it."""
     hash_algorithm: Literal["md5", "sha256", "sha512"] | None = None
+    """As Glance's `os_hash_algo`; given together with `hash_value`."""
     hash_value: Annotated[str, Bound(pattern=r"^[0-9a-fA-F]{32,128}$(?!\n)")] | None = None
+    """As Glance's `os_hash_value`, in hexadecimal."""
     kernel: Reference | None = None
+    """Of a partition image: its kernel, as `source`."""
     ramdisk: Reference | None = None
+    """Of a partition image: its ramdisk, as `source`."""
     disk_format: Literal["raw", "qcow2"] | None = None
+    """Of the image; not set: Ironic determines it."""
     type: Literal["whole-disk", "partition"] | None = None
+    """Of the image; not set: a partition image when it has a kernel and a ramdisk."""
 
     def __post_init__(self) -> None:
         if (self.hash_algorithm is None) != (self.hash_value is None):

@@ -38,33 +38,35 @@ class ObjectKind(StrEnum):
 
 
 class Flavor(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
-    """The sizes and properties that a client requests by a flavor's name.
-
-    memory_mb: MiB; disk_gb: GiB. projects: those that may request it (empty: every project).
-    extra_specs as Nova has them: `resources:CLASS` = amount (0 takes a class away), `trait:NAME` = required or
-    forbidden; `resources1:CLASS`, `trait_NET:NAME`: the same of a numbered group, all of it from one provider;
-    `group_policy` = none or isolate. Beyond Nova: `trait:in:A,B` = required (any of them), `trait:NAME` or
-    `resources:CLASS` = preferred (a weight, not a filter), `root_required` = "A,!B", `same_subtree` = "1,_NET"
-    (several sets: "1,_A;2,_B"), `in_tree`, `in_tree1` = a provider's uuid. Everything else (plain, or
-    `capabilities:name`) is for the filters.
-    """
+    """The sizes and properties that a client requests by a flavor's name."""
 
     vcpus: Annotated[int, Bound(ge=0, lt=2**31)] = 0
+    """CPUs: `VCPU`, unless `extra_specs` say otherwise."""
     memory_mb: Annotated[int, Bound(ge=0, lt=2**31)] = 0
+    """MiB: `MEMORY_MB`, unless `extra_specs` say otherwise."""
     disk_gb: Annotated[int, Bound(ge=0, lt=2**31)] = 0
+    """GiB: `DISK_GB`, unless `extra_specs` say otherwise."""
     extra_specs: Annotated[dict[Text, Text], Bound(max_length=256)] = {}
+    """As in Nova: `resources:CLASS` = amount (0 removes a class), `trait:NAME` = required or forbidden;
+    `resources1:CLASS`, `trait_NET:NAME`: the same of a numbered group, all of it from one provider; `group_policy`
+    = none or isolate. Beyond Nova: `trait:in:A,B` = required (any of them), `trait:NAME` or `resources:CLASS` =
+    preferred (a weight, not a filter), `root_required` = "A,!B", `same_subtree` = "1,_NET" (several sets:
+    "1,_A;2,_B"), `in_tree`, `in_tree1` = a provider's uuid. Every other key (plain, or `capabilities:name`) is read
+    by filters.
+    """
     projects: Annotated[tuple[Text, ...], Bound(max_length=1000)] = ()
+    """Projects that may request the flavor. Empty: every project."""
 
 
 class Aggregate(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
-    """A host aggregate: the uuid of the provider aggregate with its members, and its metadata.
-
-    metadata: `availability_zone` makes it a zone; other keys are read by filters, weighers and pre-filters.
-    """
+    """A host aggregate."""
 
     uuid: str
+    """Of the provider aggregate in the book, which has the members."""
     name: str
+    """Unique, at most 255 characters."""
     metadata: Annotated[dict[Text, Text], Bound(max_length=256)] = {}
+    """`availability_zone` makes the aggregate a zone; other keys are read by filters, weighers and pre-filters."""
 
 
 class ProjectQuota(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):

@@ -41,20 +41,26 @@ class SignInRefused(Fault):
 
 
 class KeystoneLogin(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Who we are to Keystone: a user of a project by password, or an application credential.
-
-    auth_url: empty = no Keystone. An application credential is known by its id, or by its name and its user.
-    """
+    """Credentials for Keystone: a user of a project with a password, or an application credential."""
 
     auth_url: str = ""
+    """Keystone's address, with or without /v3. Empty: no Keystone."""
     username: str = ""
+    """The user; also of an application credential that is given by name."""
     password: Secret = ""
+    """The user's password."""
     project_name: str = "service"
+    """The user's project."""
     user_domain_name: str = "Default"
+    """The domain of the user."""
     project_domain_name: str = "Default"
+    """The domain of the project."""
     application_credential_id: str = ""
+    """An application credential by its id, instead of user and password."""
     application_credential_name: str = ""
+    """An application credential by its name and its user."""
     application_credential_secret: Secret = ""
+    """The application credential's secret."""
 
 
 class _Token(Struct, frozen=True):

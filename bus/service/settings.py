@@ -6,11 +6,14 @@ An unknown name is an error that offers the nearest known one; so is a value of 
 
 from __future__ import annotations
 
+import ast
 import difflib
+import inspect
 import re
+import textwrap
 import tomllib
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -76,6 +79,27 @@ def redact(settings: Struct) -> dict[str, Any]:
     return shown
 
 
+@cache
+def describe_fields(kind: type[Struct]) -> Mapping[str, str]:
+    """{field: description} of a settings struct: the string below each field, as one paragraph.
+
+    A field without one is not in it. Read from the source, because Python keeps no docstring of an attribute.
+    """
+    (struct,) = ast.parse(textwrap.dedent(inspect.getsource(kind))).body
+    assert isinstance(struct, ast.ClassDef)
+    found = {}
+    for field, below in zip(struct.body, struct.body[1:], strict=False):
+        match field, below:
+            case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
+                found[name] = " ".join(text.split())
+    return found
+
+
+def describe(kind: type[Struct], tree: Mapping[str, Any]) -> dict[tuple[str, ...], str]:
+    """{path of a setting: description} for every setting of a tree of plain values."""
+    return dict(_described(kind, tree, ()))
+
+
 def hide_password(text: str) -> str:
     """A URL without its password; any other text as it is."""
     scheme, found, rest = text.partition("://")
@@ -87,6 +111,19 @@ def hide_password(text: str) -> str:
     user, colon, _ = login.partition(":")
     shown = f"{user}:{HIDDEN}@{place}" if at and colon else head
     return f"{scheme}://{_PASSWORD.sub(HIDDEN, shown + slash + path)}"
+
+
+def _described(kind: Any, tree: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], str]]:
+    fields, inner = _fields(kind), _inner(kind)
+    if not isinstance(tree, Mapping):
+        return
+    for name, value in tree.items():
+        if fields is None:
+            yield from _described(inner, value, (*path, name))
+            continue
+        if name in (texts := describe_fields(_plain(kind))):
+            yield (*path, name), texts[name]
+        yield from _described(fields[name], value, (*path, name))
 
 
 def _check_names(kind: Any, tree: Any, path: Sequence[str], where: str) -> None:

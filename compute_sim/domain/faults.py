@@ -19,37 +19,46 @@ Seconds = Annotated[float, Bound(ge=0, le=86_400)]
 
 
 class Faults(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How often what goes wrong. Rates are shares of attempts.
-
-    delay: a build takes from delay_min_s to delay_max_s. fail_hosts: names of hosts where every build fails.
-    fail: this host cannot, another may. abort: no host can. leftover: share of failures that leave a half-built
-    machine behind. hang: never answers. late: builds, but says so only after late_s, come what may.
-    duplicate: says its result twice. die: the whole service dies when it accepts such a build;
-    die_after: it dies once, when it has accepted that many since its first start.
-    change: a change of a machine (stop, hand over, resize, ...) takes from change_min_s to change_max_s; a copy moves
-    copy_mb_s of the machine's memory a second (0: at once). change_fail: of changes, and of checks of a destination,
-    fail before anything has happened; change_break: are done, and said to have failed; change_hang: never answer.
-    """
+    """What goes wrong in the simulated fleet, and how often. A rate is a share of the attempts."""
 
     delay_min_s: Seconds = 0.0
+    """Least seconds that a build takes."""
     delay_max_s: Seconds = 0.0
+    """Most seconds that a build takes."""
     destroy_delay_s: Seconds = 0.0
+    """Seconds that a destruction takes."""
     fail_rate: Rate = 0.0
+    """Of builds: fail on this host; another host may succeed."""
     fail_hosts: tuple[str, ...] = ()
+    """Names of hosts on which every build fails."""
     abort_rate: Rate = 0.0
+    """Of builds: fail in a way that no host can repair."""
     leftover_rate: Rate = 0.0
+    """Of failed builds: leave a half-built machine behind."""
     hang_rate: Rate = 0.0
+    """Of builds: never answer."""
     late_rate: Rate = 0.0
+    """Of builds: succeed, but their result is sent `late_s` afterwards."""
     late_s: Seconds = 60.0
+    """Seconds that such a result is late, whatever is commanded meanwhile."""
     duplicate_rate: Rate = 0.0
+    """Of builds: send their result twice."""
     die_rate: Rate = 0.0
+    """Of builds: the whole service ends when it accepts the build."""
     die_after: Annotated[int, Bound(ge=1)] | None = None
+    """The service ends once, when it has accepted this many builds since its first start. Not set: never."""
     change_min_s: Seconds = 0.0
+    """Least seconds that a change of a machine (stop, resize, migrate, ...) takes."""
     change_max_s: Seconds = 0.0
+    """Most seconds that a change takes."""
     copy_mb_s: Annotated[float, Bound(ge=0)] = 0.0
+    """MiB of a machine's memory that a migration copies per second. 0: at once."""
     change_fail_rate: Rate = 0.0
+    """Of changes, and of checks of a destination: fail before anything was done."""
     change_break_rate: Rate = 0.0
+    """Of changes: are done, and reported as failed."""
     change_hang_rate: Rate = 0.0
+    """Of changes: never answer."""
 
 
 class PlannedEnding(StrEnum):

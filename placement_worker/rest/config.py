@@ -13,82 +13,121 @@ UNOWNED = "00000000-0000-0000-0000-000000000000"
 
 
 class CorsConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Which other origins' pages may use the API, as oslo.middleware's [cors] has it. No origin: no CORS."""
+    """Which origins' pages may use the API, as in oslo.middleware's [cors]. No origin: no CORS."""
 
     allowed_origin: tuple[str, ...] = ()
+    """Origins (`https://host[:port]`), or `*`."""
     allow_credentials: bool = True
+    """Whether a browser may send credentials with a request."""
     expose_headers: tuple[str, ...] = ()
+    """Response headers that a page may read."""
     max_age: Annotated[int, Bound(ge=0)] = 3600
+    """Seconds that a browser may keep the answer of a preflight request."""
     allow_methods: tuple[str, ...] = ("OPTIONS", "GET", "HEAD", "POST", "PUT", "DELETE", "TRACE", "PATCH")
+    """HTTP methods that a page may use."""
     allow_headers: tuple[str, ...] = ()
+    """Request headers that a page may set."""
 
 
 class PolicyConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """oslo.policy's settings. policy_file, policy_dir: overrides of Placement's rules by name; none needed."""
+    """Access rules, as in oslo.policy's [oslo_policy]."""
 
     policy_file: str = ""
+    """A file of rules by name (YAML or JSON) that override Placement's. Empty: none."""
     policy_dir: str = ""
+    """A directory of such files, read in the order of their names. Empty: none."""
     enforce_new_defaults: bool = True
+    """Whether Placement's rules with scopes and the service role apply, as in its current release."""
 
 
 class KeystoneConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Where Keystone is, and who we are to it (a user that may validate tokens), as [keystone_authtoken] has it.
-
-    A domain's id, where it is set, goes before its name.
-    """
+    """Keystone and the service user that validates tokens there, as in [keystone_authtoken]."""
 
     auth_url: str = ""
+    """Keystone's address, with or without /v3."""
     username: str = "placement"
+    """The service user. It needs a role that may validate tokens."""
     password: Secret = ""
+    """The service user's password."""
     project_name: str = "service"
+    """The service user's project."""
     user_domain_name: str = "Default"
+    """The domain of the user."""
     project_domain_name: str = "Default"
+    """The domain of the project."""
     user_domain_id: str = ""
+    """The domain of the user by its id. Not empty: used instead of the name."""
     project_domain_id: str = ""
+    """The domain of the project by its id. Not empty: used instead of the name."""
     cafile: str = ""
+    """Certificates (PEM) of the authorities that sign Keystone's. Empty: those that the system trusts."""
     insecure: bool = False
+    """Do not verify Keystone's certificate. For tests only."""
     cache_s: Annotated[float, Bound(gt=0, le=3600)] = 300.0
+    """Seconds that a validated token is trusted without a new validation, as keystonemiddleware's
+    `token_cache_time`.
+    """
     timeout_s: Annotated[float, Bound(gt=0, le=300)] = 10.0
+    """Seconds that one request to Keystone may take."""
 
 
 class RestConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The REST API of one placement process.
-
-    listen: HOST:PORT, empty = where `berth run placement --http` and `berth up` say. conf_dir: a directory with an
-    OpenStack `placement.conf`, of which [api] auth_strategy, [keystone_authtoken], [oslo_policy], [cors] and
-    [placement] are read over what is set here.
-    auth: `noauth2` believes what the caller says of itself, and so listens on loopback only, unless noauth2_anywhere
-    says it again; `tokens` reads token_file ([[tokens]] with sha256, user_id, project_id, roles); `keystone` asks it;
-    not set: noauth2, but where `berth up` chooses the address a token of its own.
-    incomplete_*: who holds what was allocated below 1.8. default_limit: the most candidates an answer has, whatever is
-    asked for (-1: no bound). randomize: a sample of the candidates instead of the first. search_budget,
-    search_timeout_s: what a candidate search may look at, and how long. max_group, max_waiting: writes in one
-    transaction, and waiting for one. max_bodies_bytes: of all bodies that are not whole yet. write_timeout_s: how long
-    a client may read nothing of its answer. openapi: serve the OpenAPI document at /openapi.json, where Placement has
-    nothing.
-    """
+    """The REST API of one placement process."""
 
     listen: str = ""
+    """HOST:PORT. Empty: not served, unless `berth run placement --http` or `berth up` names an address."""
     conf_dir: str = ""
+    """A directory with an OpenStack `placement.conf`. Its [api] auth_strategy, [keystone_authtoken], [oslo_policy],
+    [cors] and [placement] override what is set here.
+    """
     auth: Literal["noauth2", "tokens", "keystone"] | None = None
+    """`noauth2` trusts the identity that the caller states, and therefore listens on loopback only; `tokens` reads
+    `token_file`; `keystone` validates tokens there. Not set: `noauth2`, but a token of its own where `berth up`
+    chooses the address.
+    """
     noauth2_anywhere: bool = False
+    """Allow `noauth2` on an address that is not loopback."""
     token_file: str = ""
+    """A TOML file of [[tokens]] with `sha256`, `user_id`, `project_id` and `roles`."""
     keystone: KeystoneConfig = KeystoneConfig()
+    """For `auth` = `keystone`."""
     policy: PolicyConfig = PolicyConfig()
+    """Access rules."""
     cors: CorsConfig = CorsConfig()
+    """Cross-origin requests."""
     incomplete_project_id: Annotated[str, Bound(min_length=1, max_length=255)] = UNOWNED
+    """The project of allocations that were written below microversion 1.8, which has none."""
     incomplete_user_id: Annotated[str, Bound(min_length=1, max_length=255)] = UNOWNED
+    """The user of such allocations."""
     openapi: bool = False
+    """Serve the OpenAPI document at /openapi.json, a route that Placement does not have."""
     randomize: bool = False
+    """Answer a sample of the allocation candidates instead of the first ones, as Placement's
+    `randomize_allocation_candidates`.
+    """
     search_budget: Annotated[int, Bound(ge=1000)] = 100_000
+    """Steps that one candidate search may take. It is answered with what was found by then."""
     search_timeout_s: Annotated[float, Bound(gt=0, le=60)] = 5.0
+    """Seconds that one candidate search may take. It is answered with what was found by then."""
     default_limit: Annotated[int, Bound(ge=-1)] = -1
+    """Most allocation candidates of an answer, whatever limit is requested, as Placement's
+    `max_allocation_candidates`. -1: no limit.
+    """
     max_group: Annotated[int, Bound(ge=1, le=1000)] = 64
+    """Most writes of different requests that one transaction applies."""
     max_waiting: Annotated[int, Bound(ge=1)] = 4096
+    """Most writes that wait for a transaction; a further one is answered 503."""
     max_body_bytes: Annotated[int, Bound(ge=1024, le=16 * 2**20)] = 2**20
+    """Most bytes of one request's body; a larger one is answered 413."""
     max_bodies_bytes: Annotated[int, Bound(ge=1024)] = 256 * 2**20
+    """Most bytes of all bodies that are being received; what exceeds it is answered 503."""
     max_query_bytes: Annotated[int, Bound(ge=1024)] = 64 * 2**10
+    """Most bytes of a URL's query."""
     body_timeout_s: Annotated[float, Bound(gt=0)] = 30.0
+    """Seconds between two parts of a body before the request is answered 408."""
     write_timeout_s: Annotated[float, Bound(gt=0)] = 30.0
+    """Seconds that a client may leave its answer unread before its connection is closed."""
     max_connections: Annotated[int, Bound(ge=1)] = 2000
+    """Most open connections; requests on further ones are answered 503."""
     keep_alive_s: Annotated[int, Bound(ge=1)] = 75
+    """Seconds that an idle connection stays open. 75, as nginx and Apache's proxies expect."""

@@ -94,7 +94,7 @@ async def test_a_tree_grows_changes_and_goes(book: Book, rng: random.Random) -> 
     assert await said(book, tree(root, one, version=4)) == ["applied"]
 
 
-async def test_what_is_in_use_is_set_aside_until_it_is_free(
+async def test_what_is_in_use_is_stranded_until_it_is_free(
     book: Book, rng: random.Random, make_claim: MakeClaim
 ) -> None:
     root, child = new_uuid(rng), new_uuid(rng)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tomllib
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import msgspec
 import pytest
@@ -12,8 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from berth.commands.as_toml import as_toml
+from berth.reference.settings import _struct
 from berth.settings import Settings, read_settings
-from bus.service.settings import HIDDEN, SettingsError, redact
+from bus.service.settings import HIDDEN, SettingsError, describe, describe_fields, redact
 from scheduler_worker.config import DEFAULT_FLAVORS, Flavor
 
 
@@ -124,3 +125,34 @@ def test_a_flavor_of_ones_own_stands_beside_the_default_ones(tmp_path: Path) -> 
     assert none.scheduler.flavors.keys() == {"c9.big", "m1.tiny"}
     again = read_settings(written(tmp_path, as_toml(msgspec.to_builtins(few))), {})
     assert again.scheduler.flavors == few.scheduler.flavors, "what `berth config` prints means the same"
+
+
+def settings_structs(kind: type[msgspec.Struct] = Settings) -> set[type[msgspec.Struct]]:
+    """A struct and those that its settings are made of."""
+    hints = get_type_hints(kind, include_extras=True)
+    inner = {found for hint in hints.values() if (found := _struct(hint)) is not None}
+    return {kind}.union(*(settings_structs(one) for one in inner))
+
+
+STRUCTS = sorted(settings_structs(), key=lambda kind: kind.__name__)
+
+
+@pytest.mark.parametrize("kind", STRUCTS, ids=lambda kind: kind.__name__)
+def test_every_setting_is_described(kind: type[msgspec.Struct]) -> None:
+    texts = describe_fields(kind)
+    assert [name for name in kind.__struct_fields__ if name not in texts] == []
+    assert [name for name, text in texts.items() if not text.endswith(".") or len(text) < 12] == []
+    # An interval or a limit without its unit is no description of it.
+    seconds = {name: text for name, text in texts.items() if name.endswith("_s")}
+    assert [name for name, text in seconds.items() if "second" not in text.lower()] == []
+
+
+def test_a_setting_is_explained_above_it() -> None:
+    plain = redact(Settings())
+    text = as_toml(plain, describe(Settings, plain))
+    lines = text.splitlines()
+    assert lines[lines.index("pool_size = 8") - 1].startswith("# ")
+    assert lines[lines.index("[telemetry]") - 1] == "# Logs and health of every worker."
+    assert "# http_port is not set" in lines
+    assert "# CPUs: `VCPU`, unless `extra_specs` say otherwise." in lines, "of a table by name, too"
+    assert tomllib.loads(text) == tomllib.loads(as_toml(plain))

@@ -75,7 +75,7 @@ def test_who_fits_nowhere_whole_is_split() -> None:
     assert planned.moved == {ONE: {LEFT: {"VCPU": 4, "MEMORY_MB": 2}, RIGHT: {"VCPU": 2}}}
 
 
-def test_what_finds_no_room_stays_set_aside_and_goes_with_a_later_report() -> None:
+def test_what_finds_no_room_stays_stranded_and_goes_with_a_later_report() -> None:
     smaller = update(node(ROOT, DISK_GB=9, VGPU=4), node(LEFT, ROOT, VCPU=2, MEMORY_MB=4))
     holdings: dict[str, Holding] = {ONE: {ROOT: {"VCPU": 2}}, TWO: {ROOT: {"VCPU": 1}}}
     result, planned, _ = upgrade(holdings, smaller)

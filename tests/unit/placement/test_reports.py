@@ -145,7 +145,7 @@ def test_an_empty_report_removes_the_tree() -> None:
     assert after(book, update(root=ROOT))[1].after == {}
 
 
-def test_a_provider_in_use_is_set_aside_with_its_parents_and_goes_when_unused() -> None:
+def test_a_provider_in_use_is_stranded_with_its_parents_and_goes_when_unused() -> None:
     book = using(book_of(update(node(ROOT), node(CHILD, ROOT), node(GRANDCHILD, CHILD))), GRANDCHILD, VCPU=2)
     result, planned = after(book, update(node(ROOT)), earlier=[ROOT, CHILD, GRANDCHILD])
     assert result.stranded == (GRANDCHILD, CHILD)
@@ -158,7 +158,7 @@ def test_a_provider_in_use_is_set_aside_with_its_parents_and_goes_when_unused() 
     assert set(planned.after) == {ROOT}
 
 
-def test_a_class_in_use_is_set_aside_and_comes_back_when_reported_again() -> None:
+def test_a_class_in_use_is_stranded_and_comes_back_when_reported_again() -> None:
     book = using(book_of(update(node(ROOT))), ROOT, VCPU=2)
     result, planned = after(book, update(node(ROOT, total=0)))
     assert result.stranded == (f"{ROOT}/VCPU",)
