@@ -66,7 +66,10 @@ class ChangeHandler:
         host = self._name_of(uuid)
         body = msgspec.to_builtins(HostDecision(host=host, state=command.state, reason=command.reason))
         change = ObjectsChange(
-            changes=(ObjectChange(kind=ObjectKind.HOST, name=uuid, body=body),), who=command.by, why=command.reason
+            changes=(ObjectChange(kind=ObjectKind.HOST, name=uuid, body=body),),
+            who=command.by,
+            why=command.reason,
+            force=command.force,
         )
         changed = await self._registry.change(change, received.meta.id)
         if isinstance(changed, Refusal):

@@ -44,6 +44,7 @@ from scheduler_worker.domain.fleet import zones_of
 from scheduler_worker.domain.objects import (
     IN_USE,
     INVALID,
+    SERVICE_UP,
     ChangeAuthor,
     ChangePlan,
     Key,
@@ -187,9 +188,9 @@ class ObjectRegistry:
             made = self._checked(present, planned)
             if isinstance(made, Refusal):
                 return made
-            stranded = None if change.force else await self._stranded(planned, made.config)
-            if stranded is not None:
-                return Refusal(code=IN_USE, reason=stranded[:MAX_REASON])
+            harm = None if change.force else self._fenced_alive(planned) or await self._stranded(planned, made.config)
+            if harm is not None:
+                return harm
             if change.dry_run or not planned.changed:
                 return ObjectsChanged(revision=present.revision, changed=planned.changed)
             author = ChangeAuthor(clean(change.who), clean(change.why), self._clock.time(), change.force)
@@ -285,17 +286,29 @@ class ObjectRegistry:
         except ValueError as error:
             return Refusal(code=INVALID, reason=str(error)[:MAX_REASON])
 
-    async def _stranded(self, planned: ChangePlan, after: SchedulerConfig) -> str | None:
+    def _fenced_alive(self, planned: ChangePlan) -> Refusal | None:
+        """A fence states that a host is off. One whose compute service is up may run: a name may be mistyped."""
+        for uuid in planned.hosts_fenced:
+            service = self._selector.table.live_service_of(uuid)
+            if service is not None:
+                reason = (
+                    f"the compute service {service} is up and manages host {uuid}: what is evacuated from a running "
+                    "host runs twice; switch the host off first, and force the fence if its service stays up"
+                )
+                return Refusal(code=SERVICE_UP, reason=reason)
+        return None
+
+    async def _stranded(self, planned: ChangePlan, after: SchedulerConfig) -> Refusal | None:
         """Why a change would leave instances outside of what they asked for; None: it does not."""
         if any(one.kind is ObjectKind.AGGREGATE for one in planned.changed):
             why = self._moved_zones(after)
             if why is not None:
-                return why
+                return Refusal(code=IN_USE, reason=why[:MAX_REASON])
         for name in planned.flavors_deleted:
             count = await self._store.builds_of(name, MAX_BUILDS_COUNTED)
             if count:
                 some = f"{count} or more" if count == MAX_BUILDS_COUNTED else str(count)
-                return f"flavor {name!r} is that of {some} instances"
+                return Refusal(code=IN_USE, reason=f"flavor {name!r} is that of {some} instances"[:MAX_REASON])
         return None
 
     def _moved_zones(self, after: SchedulerConfig) -> str | None:

@@ -112,6 +112,7 @@ def fence(
     context: typer.Context,
     names: Hosts,
     reason: Reason,
+    force: Annotated[bool, typer.Option("--force", help="Also though its compute service is up.")] = False,
     cell: CellOfName = None,
     by: By = None,
     timeout: Timeout = 30.0,
@@ -120,9 +121,12 @@ def fence(
     """State that these hosts are off and stay off: their instances may be evacuated.
 
     A decision made once, by a person. While a fenced host still runs, an evacuated instance runs twice: switch it off
-    first. Nothing is put onto it until it is enabled again.
+    first. A host whose compute service is up is refused without --force. Nothing is put onto a fenced host until it is
+    enabled again.
     """
-    _decide(context, names, AdminState.FENCED, reason, cell=cell, by=by, timeout_s=timeout, as_json=as_json)
+    _decide(
+        context, names, AdminState.FENCED, reason, force=force, cell=cell, by=by, timeout_s=timeout, as_json=as_json
+    )
 
 
 @app.command("enable")
@@ -174,6 +178,7 @@ def _decide(
     state: AdminState,
     reason: str,
     *,
+    force: bool = False,
     cell: str | None,
     by: str | None,
     timeout_s: float,
@@ -193,7 +198,7 @@ def _decide(
         refused: list[tuple[str, RequestRefused]] = []
         async with client(settings) as berth:
             for name in dict.fromkeys(names):
-                command = SetAdminState(host=name, state=state, reason=reason, by=who, cell=cell)
+                command = SetAdminState(host=name, state=state, reason=reason, by=who, cell=cell, force=force)
                 try:
                     decided.append(await berth.set_admin_state(command, timeout_s=timeout_s))
                 except RequestRefused as fault:

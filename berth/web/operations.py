@@ -31,11 +31,15 @@ MAX_WORKERS = 100_000
 
 
 class AdminStateRequest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The body of a decision about a host. cell: where a name is looked for; the caller's name goes on record."""
+    """The body of a decision about a host. cell: where a name is looked for; the caller's name goes on record.
+
+    force: fence a host although its compute service is up.
+    """
 
     state: AdminState
     reason: Reason = ""
     cell: Word | None = None
+    force: bool = False
 
 
 class WebOperations:

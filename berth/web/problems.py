@@ -13,7 +13,13 @@ from bus.port import BusError, PublishRefused
 PROBLEM_JSON = "application/problem+json"
 
 # Refusals that are a conflict with what is on record, or of what is not; every other refusal is 422.
-_STATUS = {"request.duplicate": 409, "object.conflict": 409, "object.in_use": 409, "object.unknown": 404}
+_STATUS = {
+    "request.duplicate": 409,
+    "object.conflict": 409,
+    "object.in_use": 409,
+    "host.service_up": 409,
+    "object.unknown": 404,
+}
 
 
 class Problem(Exception):

@@ -52,7 +52,8 @@ class SetAdminState(Message, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     A fenced host stays fenced until its cell says that it has destroyed what it has lost; what this names is `pending`
     until then. The decision is kept as an object of kind `host`, so it is in the log of changes too. cell: where a
-    name is looked for; None: in all cells.
+    name is looked for; None: in all cells. force: fence a host although its compute service is up (else refused,
+    `host.service_up`): an instance that is evacuated from a host that runs would run twice.
     """
 
     host: Label
@@ -60,6 +61,7 @@ class SetAdminState(Message, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     reason: Reason = ""
     by: Label
     cell: Word | None = None
+    force: bool = False
 
 
 class AdminStateSet(Message, frozen=True, kw_only=True, tag="hosts.set.result.v1"):

@@ -176,6 +176,14 @@ class HostTable:
         index = self._index.get(uuid)
         return None if index is None or self.cell[index] == NO_SERVICE else self.cells[int(self.cell[index])]
 
+    def live_service_of(self, uuid: str) -> str | None:
+        """The name of the compute service that manages a host, if it is up."""
+        index = self._index.get(uuid)
+        if index is None or self.service[index] == NO_SERVICE:
+            return None
+        service = self.services[int(self.service[index])]
+        return service.name if service.down is None else None
+
     def decision_of(self, uuid: str) -> HostAdminState | None:
         """The operator's newest decision about a host; None: there never was one."""
         return self._decided.get(uuid)

@@ -25,7 +25,7 @@ from bus.contracts.objects import (
     SchedulingRules,
     StoredObject,
 )
-from bus.contracts.operations import HostAdminState
+from bus.contracts.operations import AdminState, HostAdminState
 from scheduler_worker.config import SchedulerConfig
 from scheduler_worker.domain import fences
 
@@ -33,6 +33,7 @@ INVALID = "object.invalid"
 UNKNOWN = "object.unknown"
 CONFLICT = "object.conflict"
 IN_USE = "object.in_use"
+SERVICE_UP = "host.service_up"
 TOO_MANY = "object.too_many"
 
 # Objects of one kind. Every scheduler keeps all of them.
@@ -83,6 +84,19 @@ class ChangePlan(Struct, frozen=True):
     def flavors_deleted(self) -> tuple[str, ...]:
         """The names of flavors that there will be no more."""
         return tuple(one.name for one in self.changed if one.kind is ObjectKind.FLAVOR and one.after is None)
+
+    @property
+    def hosts_fenced(self) -> tuple[str, ...]:
+        """The uuids of hosts that a fence is asked for and that had none."""
+        return tuple(
+            one.name
+            for one in self.changed
+            if one.kind is ObjectKind.HOST and _is_fence(one.after) and not _is_fence(one.before)
+        )
+
+
+def _is_fence(decision: Mapping[str, Any] | None) -> bool:
+    return decision is not None and decision["state"] == AdminState.FENCED
 
 
 def body_of(kind: ObjectKind, name: str, body: Mapping[str, Any]) -> Body:

@@ -305,6 +305,8 @@ def host_is_disabled_and_enabled(person: Person) -> None:
         field = person.driver.find_element(By.NAME, "reason")
         field.clear()
         field.send_keys(f"fan 2 {HOSTILE.splitlines()[0]}")
+        if state == "fenced":
+            person.driver.find_element(By.NAME, "force").click()
         person.driver.find_element(By.CSS_SELECTOR, f"button[value={state}]").click()
         person.driver.switch_to.alert.accept()
         person.until(f"it is {state}", lambda state=state: person.text("#admin").startswith(f"{state} by "))

@@ -198,7 +198,9 @@ def test_a_host_is_fenced_before_it_is_evacuated(web: Web) -> None:
         path, move = f"/api/v1/hosts/{host}/admin-state", f"/api/v1/builds/{instance}/moves"
         assert code_of(client.post(move, json={"kind": "evacuate"}), 422) == "host.not_fenced"
         try:
-            assert client.put(path, json={"state": "fenced", "reason": "PSU"}).json()["state"] == "fenced"
+            assert code_of(client.put(path, json={"state": "fenced", "reason": "PSU"}), 409) == "host.service_up"
+            forced = {"state": "fenced", "reason": "PSU", "force": True}
+            assert client.put(path, json=forced).json()["state"] == "fenced"
             # Accepted now; its cell may still refuse it, as the host's compute service is heard.
             assert ended(client, client.post(move, json={"kind": "evacuate"})).get("code") != "host.not_fenced"
         finally:

@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import pytest
 
 from bus.bus import API
 from bus.contracts.build import BuildState, HostRecord, HostsPage, HostsQuery
-from bus.contracts.objects import ChangedObject, ObjectKind, ObjectLogPage, ObjectLogQuery
+from bus.contracts.cell import ServiceDown, ServicesDigest
+from bus.contracts.objects import (
+    ChangedObject,
+    ObjectChange,
+    ObjectKind,
+    ObjectLogPage,
+    ObjectLogQuery,
+    ObjectsChange,
+    ObjectsChanged,
+)
 from bus.contracts.operations import (
     AdminState,
     AdminStateSet,
@@ -30,8 +40,9 @@ from tests.kit.sent import Sent
 pytestmark = pytest.mark.postgres
 
 
-async def decide(world: World, host: str, state: AdminState, reason: str = "fan", **more: str) -> HostAdminState:
-    command = SetAdminState(host=host, state=state, reason=reason, by="ann", **more)
+async def decide(world: World, host: str, state: AdminState, reason: str = "fan", **more: Any) -> HostAdminState:
+    forced = {"force": True} if state is AdminState.FENCED else {}  # the hosts of these tests have a service that is up
+    command = SetAdminState(host=host, state=state, reason=reason, by="ann", **{**forced, **more})
     return (await world.buses[API].request(command, AdminStateSet, timeout_s=PATIENCE_S)).host
 
 
@@ -171,3 +182,39 @@ async def test_compute_services_are_listed_with_their_hosts(world: World) -> Non
     ]
     page = await world.buses[API].request(ServicesQuery(cell="c2", up=False), ServicesPage, timeout_s=PATIENCE_S)
     assert page.services == ()
+
+
+async def test_a_host_whose_compute_service_is_up_is_fenced_only_by_force(world: World) -> None:
+    """A name may be mistyped: what is evacuated from a host that runs, runs twice."""
+    await world.scheduler()
+    await world.add_hosts("c1", 2)
+    for change in (
+        SetAdminState(host="c1-0", state=AdminState.FENCED, reason="dead", by="ann"),
+        ObjectsChange(
+            changes=(
+                ObjectChange(
+                    kind=ObjectKind.HOST,
+                    name=(await hosts_of(world))["c1-0"].uuid,
+                    body={"host": "c1-0", "state": "fenced"},
+                ),
+            ),
+            who="ann",
+        ),
+    ):
+        reply = AdminStateSet if isinstance(change, SetAdminState) else ObjectsChanged
+        with pytest.raises(RequestRefused, match="the compute service compute-c1 is up") as refusal:
+            await world.buses[API].request(change, reply, timeout_s=PATIENCE_S)
+        assert refusal.value.code == "host.service_up"
+    assert (await hosts_of(world))["c1-0"].admin is None
+    forced = await decide(world, "c1-0", AdminState.FENCED, force=True)
+    again = await decide(world, "c1-0", AdminState.FENCED, reason="PSU", force=False)  # it is fenced already
+    assert (forced.state, again.state, again.reason) == (AdminState.FENCED, AdminState.FENCED, "PSU")
+
+
+async def test_a_host_whose_compute_service_is_down_is_fenced_without_force(world: World) -> None:
+    await world.scheduler()
+    await world.add_hosts("c1", 1)
+    down = ServiceDown(service="compute-c1", epoch=2**62, code="service.silent", reason="no heartbeat for 6 s")
+    await world.buses["c1"].publish(ServicesDigest(cell="c1", term=1, number=1, page=1, pages=1, up=0, down=(down,)))
+    await world.eventually(lambda: all(table.down()[0] for table in world.tables.values()))
+    assert (await decide(world, "c1-0", AdminState.FENCED, force=False)).state is AdminState.FENCED

@@ -216,7 +216,7 @@ async def test_an_evacuation_needs_a_host_that_an_operator_has_fenced(world: Wor
     built = await one_active(world)
     source = (await world.show(built.instance_uuid)).host  # type: ignore[union-attr]
     assert source is not None
-    command = SetAdminState(host=source, state=AdminState.FENCED, reason="dead", by="ann")
+    command = SetAdminState(host=source, state=AdminState.FENCED, reason="dead", by="ann", force=True)
     await world.buses[API].request(command, AdminStateSet, timeout_s=PATIENCE_S)
     move = world.move(built, MoveKind.EVACUATE)
     await world.ask(move)
