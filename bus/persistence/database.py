@@ -26,10 +26,9 @@ from sqlalchemy.pool import NullPool
 
 from bus.clock import SystemClock
 from bus.faults import DatabaseForbidden, DatabaseUnavailable, DatabaseUnprepared, Transient
-from bus.persistence import migrations
 from bus.persistence.address import CONNECTION_LOST, ServerUntrusted, parse_database_url
 from bus.persistence.group_flush import GroupFlush
-from bus.persistence.migrations import UnsupportedSchema
+from bus.persistence.revision import UnsupportedSchema, is_at_head
 from bus.retrying import DATABASE, Retrying
 
 log = structlog.get_logger(__name__)
@@ -327,8 +326,10 @@ class Database:
                 # Not `IF NOT EXISTS`: that asks for the right to make schemas, though this one is there.
                 if not await connection.scalar(text("SELECT to_regnamespace(:name)"), {"name": f'"{self.schema}"'}):
                     await connection.execute(text(f'CREATE SCHEMA "{self.schema}"'))
-                if package is not None:
+                if package is not None and not await is_at_head(connection, package, self.schema):
                     async with _alembic():
+                        from bus.persistence import migrations  # noqa: PLC0415  (why: in bus.persistence.revision)
+
                         await connection.run_sync(migrations.upgrade, package, self.schema)
         except (DBAPIError, *CONNECTION_LOST) as error:
             raise_fault(error, closed=isinstance(error, asyncpg.InterfaceError | asyncpg.InternalClientError))

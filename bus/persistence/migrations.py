@@ -15,7 +15,8 @@ from alembic.migration import MigrationContext
 from alembic.script import ScriptDirectory
 from sqlalchemy import Connection, text
 
-VERSION_TABLE = "alembic_version"
+from bus.persistence.revision import VERSION_TABLE, UnsupportedSchema, versions_of
+
 MAX_NAME = 63  # PostgreSQL's limit
 REVISION = re.compile(r"(\d{4})_\w+")  # "0002_shapes"; revisions before 0.1.0 had other names
 
@@ -23,23 +24,9 @@ REVISION = re.compile(r"(\d{4})_\w+")  # "0002_shapes"; revisions before 0.1.0 h
 RELATIONS = "SELECT relname FROM pg_class WHERE relnamespace = to_regnamespace(:schema) AND relkind <> 'i' ORDER BY 1"
 
 
-class MigrationsMissing(LookupError):
-    """The package has no `versions/` directory: it was not installed whole."""
-
-
-class UnsupportedSchema(LookupError):
-    """The schema is not one that these migrations can bring to head. `code` says why; the schema is left as it was."""
-
-    def __init__(self, sentence: str, *, code: str) -> None:
-        super().__init__(sentence)
-        self.code = code
-
-
 def config(package: str, connection: Connection | None = None, schema: str = "") -> Config:
     """Alembic's configuration for one package, in memory; the folder `alembic` is the environment of all of them."""
-    versions = Path(str(files(package))) / "versions"
-    if not versions.is_dir():
-        raise MigrationsMissing(f"{package} has no versions/ directory")
+    versions = versions_of(package)
     made = Config()
     made.set_main_option("script_location", _literal(Path(__file__).parent / "alembic"))
     made.set_main_option("path_separator", "newline")

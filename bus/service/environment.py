@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from bus.bus import API, Bus, BusLimits
 from bus.clock import Clock, SystemClock
 from bus.faults import Fault
-from bus.persistence.database import Database
 from bus.port import Transport
+
+if TYPE_CHECKING:
+    from bus.persistence.database import Database
 
 DEFAULT_POOL_SIZE = 8
 
@@ -65,6 +68,9 @@ class Environment:
         """The schema of one role: "placement", "scheduler", "cell_<name>", "ironic_sync"."""
         if self._database_url is None:
             raise NotConfigured(f"{self.process} has no database URL, and {role} needs one")
+        # SQLAlchemy takes a third of a start, and neither a compute service nor most commands have a database.
+        from bus.persistence.database import Database  # noqa: PLC0415
+
         return Database(
             self._database_url, role, pool_size=pool_size or self._pool_size, application_name=f"berth {self.process}"
         )

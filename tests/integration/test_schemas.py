@@ -5,8 +5,12 @@ from __future__ import annotations
 from importlib.resources import files
 
 import pytest
+from alembic.script import ScriptDirectory
+from sqlalchemy import text
 
 from bus.persistence.database import Database, DatabaseForbidden
+from bus.persistence.migrations import config
+from bus.persistence.revision import VERSION_TABLE, head, is_at_head
 from tests.kit.catalog import described
 
 pytestmark = pytest.mark.postgres
@@ -34,6 +38,21 @@ async def test_a_migrated_database_is_exactly_the_schema(postgres_url: str, work
     assert await description(migrated) == await description(written)
     await migrated.close()
     await written.close()
+
+
+@pytest.mark.parametrize("worker", WORKERS)
+async def test_a_schema_at_head_is_known_without_alembic(postgres_url: str, worker: str) -> None:
+    package = f"{worker}.store.migrations"
+    database = await opened(postgres_url, "migrated")
+    async with database.transaction() as connection:
+        assert not await is_at_head(connection, package, "migrated"), "it is empty"
+    await database.open(package)
+    async with database.transaction() as connection:
+        assert await is_at_head(connection, package, "migrated")
+        await connection.execute(text(f"UPDATE {VERSION_TABLE} SET version_num = '0000_older'"))
+        assert not await is_at_head(connection, package, "migrated")
+    await database.close()
+    assert head(package) == ScriptDirectory.from_config(config(package)).get_current_head()
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from typing import Any
 
 import asyncpg
 
-from bus.persistence.migrations import VERSION_TABLE
+from bus.persistence.revision import VERSION_TABLE
 
 # Each gives (what, definition) rows. $1 is the schema. Columns are in the table's order; a dropped one leaves no trace.
 QUERIES = {

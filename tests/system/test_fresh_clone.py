@@ -80,7 +80,7 @@ class Clone:
         place = self.path / ".venv"
         subprocess.run([PYTHON, "-m", "venv", "--without-pip", str(place)], check=True)
         packages = next(place.glob("lib/python*/site-packages"))
-        ours = shutil.ignore_patterns("__editable__*", "__pycache__")
+        ours = shutil.ignore_patterns("__editable__*")  # what is compiled stays beside its source, as pip leaves it
         shutil.copytree(SITE_PACKAGES, packages, copy_function=link, ignore=ours, dirs_exist_ok=True, symlinks=True)
         (packages / "berth.pth").write_text(f"{self.path}\n")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from alembic import context
 from sqlalchemy import Connection
 
-from bus.persistence.migrations import VERSION_TABLE
+from bus.persistence.revision import VERSION_TABLE
 
 _connection = context.config.attributes["connection"]
 assert isinstance(_connection, Connection)

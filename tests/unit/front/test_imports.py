@@ -21,14 +21,26 @@ OTHERS = {
     "berth.up",
     "berth.web",
 }
+DATABASE = {"alembic", "sqlalchemy"}  # most of what a start costs; only what has a database needs them
+
+
+def imported_by(program: str) -> set[str]:
+    """What a new process has imported after a program."""
+    program = f"import json, sys; {program}; print(json.dumps([*sys.modules]))"
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=COMMAND_TIMEOUT_S
+    )
+    return set(json.loads(done.stdout))
 
 
 @pytest.mark.parametrize("command", ["run", "boot"])
 def test_a_command_imports_no_worker_and_nothing_of_other_commands(command: str) -> None:
-    program = (
-        f"import json, sys; from berth.cli import COMMANDS, load; load({command!r}); print(json.dumps([*sys.modules]))"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=COMMAND_TIMEOUT_S
-    )
-    assert OTHERS & set(json.loads(done.stdout)) == set()
+    assert (OTHERS | DATABASE) & imported_by(f"from berth.cli import load; load({command!r})") == set()
+
+
+def test_a_compute_service_has_no_database() -> None:
+    assert DATABASE & imported_by("import compute_sim.app") == set()
+
+
+def test_only_a_migration_needs_alembic() -> None:
+    assert DATABASE & imported_by("import bus.persistence.database") == {"sqlalchemy"}
