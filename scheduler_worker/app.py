@@ -33,6 +33,7 @@ from scheduler_worker.domain.moves import refused_move
 from scheduler_worker.domain.selector import Selector
 from scheduler_worker.domain.workers import WorkerTable
 from scheduler_worker.engine import SchedulingEngine
+from scheduler_worker.evacuations import EvacuationTask
 from scheduler_worker.fences import FencePublisher
 from scheduler_worker.fleet_metrics import FLEET
 from scheduler_worker.handlers import RequestHandler
@@ -173,6 +174,10 @@ def build(
     _objects(service, buses[API], registry, selector=selector, workers=workers, config=config)
     publisher = FencePublisher(registry, {cell: buses[cell] for cell in cells}, clock=env.clock)
     service.add_task("fences", publisher.run)
+    evacuations = EvacuationTask(
+        store, registry, selector, buses[API], clock=env.clock, rng=random.Random(f"evacuations {env.process}")
+    )
+    service.add_task("evacuations", evacuations.run)
     links = [
         _link(service, env, buses[cell], selector, workers, store=store, registry=registry, config=config)
         for cell in cells

@@ -8,6 +8,7 @@ from msgspec import Meta as Bound
 from msgspec import Struct
 from msgspec.structs import force_setattr
 
+from bus.contracts.fences import EvacuationPolicy
 from bus.contracts.objects import Aggregate, Flavor, Quota
 
 Positive = Annotated[int, Bound(ge=1)]
@@ -152,6 +153,14 @@ class SchedulerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """Whether a resize may end on the host that the instance is on, as in Nova."""
     choice_held_s: Seconds = 5.0
     """Seconds that hosts chosen for a move count as used. By then the cell has claimed."""
+
+    # When a host is fenced
+    on_host_failure: EvacuationPolicy = EvacuationPolicy.WAIT
+    """What becomes of an active instance whose host is fenced, unless its request or its flavor
+    (`berth:on_host_failure`) says otherwise: `restart` (it is evacuated), `wait` or `fail`.
+    """
+    evacuations_at_once: Positive = 100
+    """Most evacuations by policy that are under way at a time, those of all fenced hosts together."""
 
     # Building
     build_timeout_s: Seconds = 300.0

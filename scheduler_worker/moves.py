@@ -46,6 +46,7 @@ from scheduler_worker.claims import ClaimPort
 from scheduler_worker.domain.attempt import PlacementRequest, new_attempt, unavailable_after
 from scheduler_worker.domain.builds import Author, BuildUpdate
 from scheduler_worker.domain.decisions import NO_HOST
+from scheduler_worker.domain.evacuation_policy import for_cell, policy_of
 from scheduler_worker.domain.explain import funnel_step, sentence
 from scheduler_worker.domain.moves import (
     CHANGED,
@@ -150,7 +151,7 @@ class MoveEngine:
         host, cell = found[0], self._selector.cell_of(found[0])
         index = self._selector.table.index_of(host)
         name = self._selector.name_of(host) if index is None else self._selector.table.names[index]
-        uuids = await self._store.active_on(name, cell, query.limit + 1)
+        uuids = await self._store.active_on([name], cell, query.limit + 1)
         uuids, more = uuids[: query.limit], len(uuids) > query.limit
         async with self._store.operation() as unit:
             known = await unit.known({uuid: uuid for uuid in uuids})
@@ -427,15 +428,19 @@ class MoveEngine:
         return move, self._command(request, known, selections)
 
     def _command(self, request: MoveRequest, known: MoveContext, selections: tuple[Selection, ...]) -> CellMove:
-        built = known.build_request
+        built, config = known.build_request, self._selector.config
         assert built is not None
+        flavor = request.flavor if request.kind is MoveKind.RESIZE and request.flavor else flavor_of(known)
         spec = InstanceSpec(
             instance_uuid=built.instance_uuid,
             project_id=built.project_id,
             user_id=built.user_id,
             name=built.name,
             image=request.image if request.kind is MoveKind.REBUILD and request.image is not None else image_of(known),
-            flavor=request.flavor if request.kind is MoveKind.RESIZE and request.flavor else flavor_of(known),
+            flavor=flavor,
+            on_host_failure=for_cell(
+                policy_of(built.on_host_failure, config.flavors.get(flavor), config.on_host_failure)
+            ),
         )
         changes = request.kind in (MoveKind.RESIZE, MoveKind.REBUILD, MoveKind.UNSHELVE)
         return CellMove(
@@ -446,12 +451,12 @@ class MoveEngine:
             spec=spec if changes else None,
             selections=selections,
             server_group=built.server_group,
-            limits=self._selector.config.quota_of(request.project_id) if selections else {},
+            limits=config.quota_of(request.project_id) if selections else {},
             migration=request.migration,
             auto_confirm_s=request.auto_confirm_s,
             offload=request.offload,
-            fenced=request.kind is MoveKind.EVACUATE,
-            step_timeout_s=request.timeout_s or built.build_timeout_s or self._selector.config.build_timeout_s,
+            fenced=request.fenced,
+            step_timeout_s=request.timeout_s or built.build_timeout_s or config.build_timeout_s,
         )
 
 

@@ -108,6 +108,7 @@ class ObjectRegistry:
         self._is_fresh = True  # False: announcements may have been lost
         self._in_force: tuple[dict[Key, dict[str, Any]], Configured] | None = None
         self.fences: Mapping[str, FenceRecord] = {}  # of hosts, by uuid, as they are in force here
+        self.fences_changed = asyncio.Event()  # set when they are others; `EvacuationTask` clears it
         self.revision = NOT_LOADED  # of the objects in force here
 
     async def open(self) -> None:
@@ -271,7 +272,9 @@ class ObjectRegistry:
             )
             self._in_force = configuration_bodies(found.objects), made
         self._selector.table.adopt_decisions(decisions)
-        self.fences = fences_of(found.objects)
+        if (known := fences_of(found.objects)) != self.fences:
+            self.fences = known
+            self.fences_changed.set()
         self.revision = found.revision
         metrics.OBJECTS_REVISION.set(found.revision)
 

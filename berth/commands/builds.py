@@ -31,6 +31,7 @@ from berth.render import printable, render_funnel, render_rows, render_scores, r
 from bus.clock import new_uuid
 from bus.contracts.build import BuildQuery, BuildRecord, BuildRequest, BuildState
 from bus.contracts.deploy import MAX_USER_DATA, ConfigDrive, ImageSource, NetworkRequest
+from bus.contracts.fences import EvacuationPolicy
 from bus.contracts.groups import GroupPolicy, ServerGroup
 from bus.port import BusUnavailable, PublishRefused
 
@@ -72,6 +73,10 @@ def boot(
     same_host: Annotated[
         list[str] | None, typer.Option(parser=parse_uuid, metavar="UUID", help="Where this instance is; repeatable.")
     ] = None,
+    on_host_failure: Annotated[
+        EvacuationPolicy | None,
+        typer.Option(help="What becomes of them when their host is fenced; else as the flavor or the settings say."),
+    ] = None,
     wait: Annotated[bool, typer.Option("--wait", help="Wait for each build's end.")] = False,
     timeout: Timeout = 300.0,
     as_json: AsJson = False,
@@ -94,6 +99,7 @@ def boot(
             image_source=image_of_its_own,
             config_drive=drive,
             networks=tuple(NetworkRequest(port=one) for one in port or ()),
+            on_host_failure=on_host_failure,
         )
         for number in range(1, count + 1)
     ]

@@ -14,6 +14,7 @@ from msgspec import Struct
 
 from .base import Label, Message, Reason, Uuid, Word
 from .deploy import ConfigDrive, ImageSource, Networks
+from .fences import EvacuationPolicy
 from .groups import ServerGroup
 from .operations import HostAdminState
 from .stages import Stamps
@@ -48,6 +49,7 @@ class BuildRequest(Message, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     image_properties: what the image says of itself, for filters (hw_architecture, img_hv_type, hw_vm_mode, or any).
     image_source: where the image is; without, `image` is a name that the compute service's settings know.
     config_drive, networks: what a driver that deploys real machines gives the machine; others ignore them.
+    on_host_failure: what becomes of the instance when its host is fenced (None: as its flavor says, else the setting).
     """
 
     instance_uuid: Uuid
@@ -69,6 +71,7 @@ class BuildRequest(Message, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     image_source: ImageSource | None = None
     config_drive: ConfigDrive | None = None
     networks: Networks = ()
+    on_host_failure: EvacuationPolicy | None = None
 
 
 class DeleteRequest(Message, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="build.delete.v1"):

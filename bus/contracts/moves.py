@@ -59,8 +59,9 @@ class MoveRequest(Message, frozen=True, kw_only=True, forbid_unknown_fields=True
     max_attempts: of kinds that choose a host, as in a build request. policy: of a resize. migration: a confirm, revert
     or abort is meant for this move alone (None: for the one there is). auto_confirm_s: a migrate or resize is confirmed
     by itself so long after it has arrived (0: at once; None: it waits for a client). offload: of a shelve. fenced: of
-    an evacuation, without which it is refused: the client states that the host is off and stays off until it has been
-    told what it has lost. timeout_s: how long one step on one host may take.
+    an evacuation: the client states that the host is off and stays off until it has been told what it has lost; without
+    it the evacuation is refused unless the cell has the operator's fence on record. timeout_s: how long one step on one
+    host may take.
     """
 
     request_id: Uuid

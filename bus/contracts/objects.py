@@ -51,8 +51,9 @@ class Flavor(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unkno
     `resources1:CLASS`, `trait_NET:NAME`: the same of a numbered group, all of it from one provider; `group_policy`
     = none or isolate. Beyond Nova: `trait:in:A,B` = required (any of them), `trait:NAME` or `resources:CLASS` =
     preferred (a weight, not a filter), `root_required` = "A,!B", `same_subtree` = "1,_NET" (several sets:
-    "1,_A;2,_B"), `in_tree`, `in_tree1` = a provider's uuid. Every other key (plain, or `capabilities:name`) is read
-    by filters.
+    "1,_A;2,_B"), `in_tree`, `in_tree1` = a provider's uuid; `berth:on_host_failure` = restart, wait or fail: what
+    becomes of its instances when their host is fenced. Every other key (plain, or `capabilities:name`) is read by
+    filters.
     """
     projects: Annotated[tuple[Text, ...], Bound(max_length=1000)] = ()
     """Projects that may request the flavor. Empty: every project."""

@@ -134,6 +134,8 @@ def adopt(
     spec = instance.spec
     if request.spec is not None:
         spec = replace(spec, image=request.spec.image, flavor=request.spec.flavor)
+    if request.spec is not None and request.kind is MoveKind.RESIZE:
+        spec = replace(spec, on_host_failure=request.spec.on_host_failure)
     return replace(
         instance,
         move=move,

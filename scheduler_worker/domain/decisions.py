@@ -14,6 +14,7 @@ from bus.contracts.base import MAX_REASON, Refusal
 from bus.contracts.build import BuildEvent, BuildRequest, BuildState, FunnelStep
 from bus.contracts.catalogue import project_of
 from bus.contracts.cell import CellBuild, InstanceSpec
+from bus.contracts.fences import EvacuationPolicy
 from bus.contracts.stages import Stamps
 from bus.persistence.outbox import OutboxMessage
 from bus.wire import Malformed
@@ -28,6 +29,7 @@ from scheduler_worker.domain.attempt import (
     PlacementUnavailable,
 )
 from scheduler_worker.domain.builds import DECIDED, MALFORMED, SCHEDULED, Author, BuildDecision, RecordedBuild
+from scheduler_worker.domain.evacuation_policy import for_cell, policy_of
 from scheduler_worker.domain.explain import funnel_step, sentence
 from scheduler_worker.domain.request_spec import RequestSpec, Unsatisfiable
 from scheduler_worker.domain.selector import NoValidHost
@@ -156,8 +158,10 @@ def decided_event(one: BuildDecision, at: float, stamps: Stamps | None = None) -
     )
 
 
-def instance_spec(request: BuildRequest, flavor: Flavor) -> InstanceSpec:
-    """What the cell needs to know of the request and its flavor."""
+def instance_spec(
+    request: BuildRequest, flavor: Flavor, on_host_failure: EvacuationPolicy = EvacuationPolicy.WAIT
+) -> InstanceSpec:
+    """What the cell needs to know of the request and its flavor. on_host_failure: where neither of them says."""
     specs = flavor.extra_specs
     return InstanceSpec(
         instance_uuid=request.instance_uuid,
@@ -174,6 +178,7 @@ def instance_spec(request: BuildRequest, flavor: Flavor) -> InstanceSpec:
             key[len(TRAIT) :] for key, value in specs.items() if key.startswith(TRAIT) and value == "required"
         ),
         capabilities={key[len(CAPABILITY) :]: value for key, value in specs.items() if key.startswith(CAPABILITY)},
+        on_host_failure=for_cell(policy_of(request.on_host_failure, flavor, on_host_failure)),
     )
 
 
@@ -182,7 +187,7 @@ def cell_build(
 ) -> CellBuild:
     """The command to the cell."""
     return CellBuild(
-        spec=instance_spec(request, config.flavors.get(request.flavor, NO_FLAVOR)),
+        spec=instance_spec(request, config.flavors.get(request.flavor, NO_FLAVOR), config.on_host_failure),
         selections=claimed.selections,
         consumer_generation=claimed.consumer_generation,
         build_timeout_s=request.build_timeout_s or config.build_timeout_s,

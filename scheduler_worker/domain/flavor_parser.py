@@ -11,9 +11,11 @@ from typing import Literal, cast
 
 from msgspec import Struct
 
+from bus.contracts.fences import EvacuationPolicy
 from placement_worker.replica.query import Query
 from placement_worker.replica.request import UNNUMBERED, Group
 from scheduler_worker.config import Flavor
+from scheduler_worker.domain.evacuation_policy import SPEC as POLICY_SPEC
 
 DISABLED_TRAIT = "COMPUTE_STATUS_DISABLED"
 
@@ -115,6 +117,8 @@ def _read(reading: _FlavorSpec, key: str, value: str) -> None:
         if not _UUID.match(value):
             raise reading.wrong(key, f"{value!r} is no uuid")
         reading.group(found.group(1)).in_tree = value
+    elif key == POLICY_SPEC and value not in set(EvacuationPolicy):
+        raise reading.wrong(key, f"{value!r}; it is {', '.join(EvacuationPolicy)}")
     elif _ALMOST_GROUPED.match(key):
         raise reading.wrong(key, "a group is named by a number or by _ and letters, digits, _ and -")
     else:

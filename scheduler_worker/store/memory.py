@@ -30,7 +30,7 @@ from scheduler_worker.domain.builds import (
 from scheduler_worker.domain.moves import InstanceRecord, MoveContext, RecordedMove, known_of, record_of
 from scheduler_worker.domain.objects import ChangeAuthor, ObjectsOnRecord
 from scheduler_worker.store.objects import BUILDS_WITH_A_MACHINE, MemoryObjects
-from scheduler_worker.store.port import BuildUnit, OperationUnit, Purged
+from scheduler_worker.store.port import FIRST_UUID, BuildUnit, OperationUnit, Purged
 from scheduler_worker.store.unit_of_work import BuildWrites, OptimisticBuildUnit
 
 log = structlog.get_logger(__name__)
@@ -338,13 +338,18 @@ class MemoryBuilds:
             ]
         return sorted(found, key=lambda record: record.created_at, reverse=True)[: query.limit]
 
-    async def active_on(self, host: str, cell: str | None, limit: int) -> list[str]:
+    async def active_on(
+        self, hosts: Sequence[str], cell: str | None, limit: int, *, after: str = FIRST_UUID
+    ) -> list[str]:
         """A scan."""
         async with self._session.transaction():
             return sorted(
                 uuid
                 for uuid, build in self._table.recorded.items()
-                if build.host == host and build.state is BuildState.ACTIVE and cell in (None, build.cell)
+                if build.host in hosts
+                and build.state is BuildState.ACTIVE
+                and cell in (None, build.cell)
+                and uuid > after
             )[:limit]
 
     async def purge_moves(self, before: float, limit: int) -> int:

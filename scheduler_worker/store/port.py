@@ -17,6 +17,8 @@ from scheduler_worker.domain.builds import BuildDecision, BuildStatus, BuildUpda
 from scheduler_worker.domain.moves import InstanceRecord, MoveContext, RecordedMove
 from scheduler_worker.domain.objects import ChangeAuthor, ObjectsOnRecord
 
+FIRST_UUID = "00000000-0000-0000-0000-000000000000"  # before every instance's
+
 
 class Purged(Struct, frozen=True):
     """How many records one statement has deleted, and when the youngest of them was created."""
@@ -131,8 +133,10 @@ class SchedulerStore(Protocol):
     async def moves(self, query: MoveQuery) -> list[MoveRecord]:
         """One request, or a page of them, newest first."""
 
-    async def active_on(self, host: str, cell: str | None, limit: int) -> list[str]:
-        """The active instances on a host, by its name, in order of their uuids, at most so many. Reads all builds."""
+    async def active_on(
+        self, hosts: Sequence[str], cell: str | None, limit: int, *, after: str = FIRST_UUID
+    ) -> list[str]:
+        """The active instances on hosts, by their names, in order of their uuids, at most so many. Reads all builds."""
 
     async def purge_moves(self, before: float, limit: int) -> int:
         """Delete requests that ended and last changed before, at most so many; returns how many there were."""

@@ -30,7 +30,7 @@ from scheduler_worker.domain.builds import (
 from scheduler_worker.domain.moves import InstanceRecord, MoveContext, RecordedMove, known_of
 from scheduler_worker.domain.objects import ChangeAuthor, ObjectsOnRecord
 from scheduler_worker.store import objects, rows
-from scheduler_worker.store.port import BuildUnit, OperationUnit, Purged
+from scheduler_worker.store.port import FIRST_UUID, BuildUnit, OperationUnit, Purged
 from scheduler_worker.store.unit_of_work import BuildWrites, OptimisticBuildUnit
 
 log = structlog.get_logger(__name__)
@@ -89,7 +89,8 @@ ORDER BY created_at DESC LIMIT $5
 """
 ACTIVE_ON = """
 SELECT instance_uuid FROM build_requests
-WHERE host = $1 AND state = 'active' AND ($2::text IS NULL OR cell = $2) ORDER BY instance_uuid LIMIT $3
+WHERE host = ANY($1::text[]) AND state = 'active' AND ($2::text IS NULL OR cell = $2) AND instance_uuid > $4
+ORDER BY instance_uuid LIMIT $3
 """
 MOVES_OF = f"SELECT {rows.MOVE} FROM moves WHERE request_id = ANY($1::uuid[])"
 NAMED_BUILDS = "SELECT instance_uuid FROM build_requests WHERE instance_uuid = ANY($1::uuid[])"
@@ -364,10 +365,12 @@ class PostgresBuilds:
             )
         return [rows.move_record(row) for row in found]
 
-    async def active_on(self, host: str, cell: str | None, limit: int) -> list[str]:
+    async def active_on(
+        self, hosts: Sequence[str], cell: str | None, limit: int, *, after: str = FIRST_UUID
+    ) -> list[str]:
         """A scan: an index on a column that changes would make every write of a build dearer."""
         async with self._database.raw() as connection:
-            return [row[0] for row in await connection.fetch(ACTIVE_ON, host, cell, limit)]
+            return [row[0] for row in await connection.fetch(ACTIVE_ON, hosts, cell, limit, after)]
 
     async def purge_moves(self, before: float, limit: int) -> int:
         """One bounded statement."""

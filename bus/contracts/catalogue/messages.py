@@ -71,7 +71,7 @@ MESSAGES: tuple[MessageRow, ...] = (
     MessageRow(
         message=moves.MoveRequest,
         owner="scheduler_worker",
-        publishers=("client", "operator"),
+        publishers=("client", "operator", "scheduler_worker"),
         where=Where.API,
         exchange=COMMANDS,
         key="instance.move.{project_id}",

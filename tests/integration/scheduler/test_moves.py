@@ -218,7 +218,7 @@ async def test_an_evacuation_needs_a_host_that_an_operator_has_fenced(world: Wor
     assert source is not None
     command = SetAdminState(host=source, state=AdminState.FENCED, reason="dead", by="ann", force=True)
     await world.buses[API].request(command, AdminStateSet, timeout_s=PATIENCE_S)
-    move = world.move(built, MoveKind.EVACUATE)
+    move = world.move(built, MoveKind.EVACUATE, fenced=True)
     await world.ask(move)
     told = await world.dispatched(move)
     assert told.fenced and source not in {one.host for one in told.selections}

@@ -305,3 +305,10 @@ def test_a_zone_holds_for_flavors_of_groups_alone_and_not_for_the_pool() -> None
         choice = ranking.pick({}, subset=1, alternates=0)
         assert choice is not None
         assert cluster.allocations(choice.selected.options[0])["c90"] == {"DISK_GB": 5}
+
+
+def test_a_policy_for_dead_hosts_is_one_that_there_is_and_no_filter_reads_it() -> None:
+    parsed = parse("f", Flavor(vcpus=1, extra_specs={"berth:on_host_failure": "restart"}))
+    assert not parsed.query.required
+    with pytest.raises(ValueError, match="restart, wait, fail"):
+        parse("f", Flavor(vcpus=1, extra_specs={"berth:on_host_failure": "again"}))

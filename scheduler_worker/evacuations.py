@@ -1,0 +1,181 @@
+"""Evacuates the instances of fenced hosts whose policy is to be restarted. Any number of schedulers do so side by side.
+
+A pass reads which instances are on record on such hosts, and publishes a move request for each that has none. The id of
+a request is the same in every scheduler and after every restart, so what two of them publish, or one publishes twice,
+is one move. What has failed (no host had room) is tried again after a pause, under the next id.
+
+Nothing is remembered that a pass could not find out again: a scheduler may end between any two steps.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+from collections.abc import Mapping, Sequence
+
+import structlog
+from msgspec import Struct
+
+from bus.bus import Bus
+from bus.clock import Clock
+from bus.contracts.moves import MoveRequest
+from bus.faults import Transient
+from bus.port import BusError
+from scheduler_worker.domain.builds import RecordedBuild
+from scheduler_worker.domain.evacuations import (
+    MAX_TRIES,
+    FencedHost,
+    evacuation,
+    fenced_hosts,
+    host_of,
+    is_restarted,
+    pause_s,
+)
+from scheduler_worker.domain.moves import RecordedMove
+from scheduler_worker.domain.selector import Selector
+from scheduler_worker.objects import ObjectRegistry
+from scheduler_worker.store.port import FIRST_UUID, SchedulerStore
+
+log = structlog.get_logger(__name__)
+
+STAGGER_S = 0.5  # schedulers begin at different moments: what one has put on record the next finds there
+BUSY_S = 1.0  # between two passes while something is under way, or waits for its next try
+IDLE_S = 60.0  # while nothing is: a policy may have been changed since
+AGAIN_S = 10.0  # a request that is not on record so long after it was published is published again
+PAGE = 500  # instances read at a time
+
+
+class OpenRequest(Struct, frozen=True):
+    """A request that is to be made, or is under way (it, or another one about the instance). due_s: not before."""
+
+    request_id: str
+    build: RecordedBuild
+    is_under_way: bool
+    due_s: float
+
+
+class EvacuationTask:
+    """One scheduler's."""
+
+    def __init__(
+        self,
+        store: SchedulerStore,
+        registry: ObjectRegistry,
+        selector: Selector,
+        bus: Bus,
+        *,
+        clock: Clock,
+        rng: random.Random,
+    ) -> None:
+        self._store = store
+        self._registry = registry
+        self._selector = selector
+        self._bus = bus
+        self._clock = clock
+        self._rng = rng
+        self._fenced: frozenset[FencedHost] = frozenset()
+        self._tried: dict[tuple[FencedHost, str], int] = {}  # how many requests for an instance have ended in vain
+        self._due_s: dict[tuple[FencedHost, str], float] = {}  # (monotonic) when its next request may be made
+        self._published_s: dict[str, float] = {}  # (monotonic) requests that are not on record yet
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        due_s: float | None = None
+        while True:
+            await self._wait_for_fences(due_s)
+            fenced = fenced_hosts(self._registry.fences)
+            if fenced != self._fenced:
+                self._adopt(fenced)
+                due_s = self._clock.monotonic() + self._rng.uniform(0.0, STAGGER_S) if fenced else None
+            if due_s is None or self._clock.monotonic() < due_s:
+                continue
+            try:
+                is_busy = await self._pass()
+            except (Transient, BusError) as fault:
+                is_busy = True
+                log.warning("evacuations.waiting", code=fault.code, reason=str(fault))
+            due_s = self._clock.monotonic() + (BUSY_S if is_busy else IDLE_S)
+
+    async def _wait_for_fences(self, due_s: float | None) -> None:
+        """Until the fences in force are others, at the longest until then (monotonic; None: however long)."""
+        changed = self._registry.fences_changed
+        left_s = None if due_s is None else max(0.0, due_s - self._clock.monotonic())
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(left_s):
+                await changed.wait()
+        changed.clear()
+
+    def _adopt(self, fenced: frozenset[FencedHost]) -> None:
+        self._fenced = fenced
+        self._tried = {key: tried for key, tried in self._tried.items() if key[0] in fenced}
+        self._due_s = {key: due_s for key, due_s in self._due_s.items() if key[0] in fenced}
+
+    async def _pass(self) -> bool:
+        """One look at all instances of the fenced hosts; whether the next is due soon. Raises Transient or BusError."""
+        by_name: dict[str, list[FencedHost]] = {}
+        for host in sorted(self._fenced, key=lambda one: one.uuid):
+            by_name.setdefault(host.name, []).append(host)
+        under_way, last = 0, FIRST_UUID
+        ready: list[MoveRequest] = []
+        is_busy, is_full = False, True
+        while is_full:
+            page = await self._store.active_on(sorted(by_name), None, PAGE, after=last)
+            is_full, last = len(page) == PAGE, page[-1] if page else last
+            for one in await self._open_requests(page, by_name):
+                is_busy = True
+                if one.is_under_way:
+                    self._published_s.pop(one.request_id, None)
+                    under_way += 1
+                elif self._clock.monotonic() >= one.due_s:
+                    ready.append(evacuation(one.request_id, one.build))
+        await self._publish(ready, self._selector.config.evacuations_at_once - under_way)
+        return is_busy
+
+    async def _open_requests(self, uuids: Sequence[str], by_name: Mapping[str, list[FencedHost]]) -> list[OpenRequest]:
+        """Of each of these instances that is to be restarted: its first request that has not ended in vain."""
+        found: list[OpenRequest] = []
+        async with self._store.operation() as unit:
+            on_fenced: dict[str, FencedHost] = {}
+            for uuid, known in (await unit.known({uuid: uuid for uuid in uuids})).items():
+                host = None if known.build is None else host_of(known.build, by_name)
+                if host is not None and is_restarted(known, self._selector.config):
+                    on_fenced[uuid] = host
+            while on_fenced:  # at most MAX_TRIES rounds, and one where they have been counted before
+                ids: dict[str, str] = {}
+                for uuid, host in list(on_fenced.items()):
+                    if (tried := self._tried.get((host, uuid), 0)) < MAX_TRIES:
+                        ids[host.request_id(uuid, tried)] = uuid
+                    else:
+                        del on_fenced[uuid]
+                for request_id, known in (await unit.known(ids)).items():
+                    host = on_fenced[ids[request_id]]
+                    if known.build is not None and known.move is not None and known.move.terminal:
+                        self._count_failure(host, known.move)
+                        continue
+                    del on_fenced[ids[request_id]]
+                    if known.build is not None:
+                        due_s = self._due_s.get((host, known.build.instance_uuid), 0.0)
+                        is_under_way = known.move is not None or known.now.under_way is not None
+                        found.append(OpenRequest(request_id, known.build, is_under_way, due_s))
+        return found
+
+    def _count_failure(self, host: FencedHost, move: RecordedMove) -> None:
+        key = host, move.instance_uuid
+        tried = self._tried[key] = self._tried.get(key, 0) + 1
+        self._due_s[key] = self._clock.monotonic() + pause_s(tried)
+        self._published_s.pop(move.request_id, None)
+        emit = log.info if tried < MAX_TRIES else log.error
+        emit("evacuation.failed", instance=move.instance_uuid, host=host.name, tried=tried, code=move.code)
+
+    async def _publish(self, ready: Sequence[MoveRequest], room: int) -> None:
+        """As many as there is room for: those that were published and are not on record yet take theirs."""
+        now_s = self._clock.monotonic()
+        self._published_s = {one: at for one, at in self._published_s.items() if now_s - at < AGAIN_S}
+        waiting = [one for one in ready if one.request_id not in self._published_s]
+        chosen = waiting[: max(0, room - len(self._published_s))]
+        if not chosen:
+            return
+        log.warning("evacuations.requested", count=len(chosen), waiting=len(waiting) - len(chosen))
+        self._published_s.update((one.request_id, now_s) for one in chosen)
+        await self._bus.publish_all([(one, one.request_id) for one in chosen])
