@@ -34,6 +34,7 @@ from berth.settings import Settings
 from bus.clock import new_uuid
 from bus.contracts.build import BuildQuery
 from bus.contracts.moves import (
+    Condition,
     MoveEvent,
     MoveKind,
     MovePage,
@@ -311,6 +312,9 @@ def _show(request: MoveRequest, end: MoveEvent | MoveRecord | None, as_json: boo
     line = Text.assemble(f"{request.instance_uuid} {request.kind} ", _colour(state), printable(f"{where}{why}"))
     out.print(line, soft_wrap=True)
     out.print(Text(f"  request {request.request_id}", "dim"), soft_wrap=True)
+    if isinstance(end, MoveEvent) and end.condition is Condition.RESIZED:
+        uuid = request.instance_uuid
+        out.print(f"  it keeps its old room until you `berth confirm {uuid}` or `berth revert {uuid}`", soft_wrap=True)
     if end is not None and end.funnel:
         render_funnel(end.funnel, out)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import ipaddress
+import re
 import secrets
 from collections.abc import Mapping
 from enum import IntEnum
@@ -47,6 +48,8 @@ class WebCaller(Struct, frozen=True):
         """The project whose builds it sees; None: all."""
         return self.project if self.role is WebRole.PROJECT else None
 
+
+_SHA256 = re.compile("[0-9a-f]{64}")
 
 LOCAL = WebCaller("local", WebRole.OPERATOR)
 
@@ -135,6 +138,11 @@ def read_tokens(path: Path) -> dict[str, WebCaller]:
         raise SettingsError("web.tokens", f"{path} has no [[tokens]]")
     callers: dict[str, WebCaller] = {}
     for row in rows:
+        digest = row.sha256.lower()
+        if not _SHA256.fullmatch(digest):
+            raise SettingsError("web.tokens", f"{path}: sha256 of {row.name!r} is not 64 hexadecimal digits")
+        if digest in callers:
+            raise SettingsError("web.tokens", f"{path}: {row.name!r} has the token of {callers[digest].name!r}")
         try:
             role = WebRole[row.role.upper()]
         except KeyError:
@@ -142,5 +150,5 @@ def read_tokens(path: Path) -> dict[str, WebCaller]:
             raise SettingsError("web.tokens", f"{path}: role {row.role!r} of {row.name!r} is none of {known}") from None
         if (role is WebRole.PROJECT) != (row.project is not None):
             raise SettingsError("web.tokens", f"{path}: {row.name!r}: role project has a project, no other has")
-        callers[row.sha256.lower()] = WebCaller(row.name, role, row.project)
+        callers[digest] = WebCaller(row.name, role, row.project)
     return callers

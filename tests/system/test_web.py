@@ -273,14 +273,19 @@ def test_without_tokens_only_this_machine_is_served() -> None:
             check_listen(host, Access(None, clock))
 
 
+DIGEST = "0" * 64
+
+
 @pytest.mark.parametrize(
     ("rows", "why"),
     [
         ("", "no \\[\\[tokens\\]\\]"),
-        ('[[tokens]]\nsha256 = "x"\nname = "n"\nrole = "king"', "none of project, reader, operator"),
-        ('[[tokens]]\nsha256 = "x"\nname = "n"\nrole = "project"', "role project has a project"),
-        ('[[tokens]]\nsha256 = "x"\nname = "n"\nrole = "reader"\nproject = "p"', "no other has"),
-        ('[[tokens]]\nsha256 = "x"\nname = "n"\nrole = "reader"\ntoken = "secret"', "unknown field"),
+        ('[[tokens]]\nsha256 = "x"\nname = "n"\nrole = "reader"', "64 hexadecimal digits"),
+        (f'[[tokens]]\nsha256 = "{DIGEST}"\nname = "n"\nrole = "reader"\n' * 2, "'n' has the token of 'n'"),
+        ('[[tokens]]\nsha256 = "' + DIGEST + '"\nname = "n"\nrole = "king"', "none of project, reader, operator"),
+        ('[[tokens]]\nsha256 = "' + DIGEST + '"\nname = "n"\nrole = "project"', "role project has a project"),
+        ('[[tokens]]\nsha256 = "' + DIGEST + '"\nname = "n"\nrole = "reader"\nproject = "p"', "no other has"),
+        ('[[tokens]]\nsha256 = "' + DIGEST + '"\nname = "n"\nrole = "reader"\ntoken = "secret"', "unknown field"),
     ],
 )
 def test_a_wrong_token_file_is_a_sentence(tmp_path: Path, rows: str, why: str) -> None:
