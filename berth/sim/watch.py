@@ -103,21 +103,24 @@ class MachineWatch:
         if guest.complete:
             self._built.add((host, guest.instance_uuid, guest.attempt))
 
-    def built_in(self, fleet: Fleet, host: str, guest: Guest) -> None:
+    def built_in(self, fleet: WatchedFleet, host: str, guest: Guest) -> None:
         """A complete machine comes to be in this fleet: one of two, where two services share a name."""
         key, builder = (host, guest.instance_uuid, guest.attempt), PROCESS.get()
         former_fleet, former = self._builders.get(key, (fleet, None))
         self._builders[key] = (fleet, builder)
         active = self._active.get(guest.instance_uuid)
         known = active is not None and (active.host_uuid, active.attempt) == (host, guest.attempt)
-        if former_fleet is not fleet and former is not None and former.dead and not known:
+        if former_fleet is fleet or former is None or known:
+            return
+        if former.dead or not fleet.has_name(former):
             self._untold.add(key)
 
     def is_untold(self, host: str, guest: Guest) -> bool:
         """Whether an attempt ran in two fleets of one name, and no worker could know of both.
 
-        A name belongs to one process at a time (docs/howto/run-for-real.md). One that dies before any conductor has
-        recorded what it built takes that knowledge with it: the same command, sent again, is a first one to the next.
+        A name belongs to one process at a time (docs/howto/run-for-real.md). One that dies, or loses the name with its
+        connection, before any conductor has recorded what it built keeps that knowledge to itself: the same command,
+        sent again, is a first one to the next.
         """
         return (host, guest.instance_uuid, guest.attempt) in self._untold
 
@@ -159,6 +162,7 @@ class WatchedFleet(Fleet):
     fail: Callable[[Breach], None]
     destroyed: Callable[[str, Guest], None] = staticmethod(lambda _host, _guest: None)
     moves: Callable[[str, Guest], None] = staticmethod(lambda _host, _guest: None)
+    has_name: Callable[[Process], bool] = staticmethod(lambda _process: True)  # whether it has the service's name now
 
     def remove(self, host: str, instance: str) -> None:
         """A driver takes a machine away."""

@@ -31,14 +31,16 @@ from bus.contracts.cell import CellBuild, ComputeResult
 from bus.contracts.moves import MoveEvent
 from bus.contracts.placement import Claim
 from bus.faults import DatabaseUnavailable, Transient
+from bus.memory import MemoryTransport
 from bus.persistence.memory_database import MemoryDatabase, MemorySession
-from bus.port import BusUnavailable, Outgoing
+from bus.port import BusUnavailable, Outgoing, QueueMissing
 from bus.service.environment import Environment
 from bus.service.service import Service
 from bus.wire import BATCH
 from cell_conductor.store.memory import MemoryInstanceTable
 from compute_sim.drivers.ironic.node import DEPLOYED
 from compute_sim.fleet import Host
+from compute_sim.name import QUEUE as NAME_QUEUE
 from ironic_sync.store.memory import MemoryPositionTable
 from placement_worker.replica.book import Book
 from placement_worker.store.memory import MemoryBookTable
@@ -312,7 +314,16 @@ class World:
         assert isinstance(fleet, WatchedFleet)
         fleet.watch, fleet.fail, fleet.destroyed = self.machines, self.fail, self.harm.destroyed
         fleet.moves = self.move_watch.put
+        fleet.has_name = partial(self._has_name, cell, service)
         return fleet
+
+    def _has_name(self, cell: str, service: str, process: Process) -> bool:
+        """Whether this process has the name of a service: its private queue. One that only waits for it has not."""
+        try:
+            queue = self.brokers[cell].queue(NAME_QUEUE.format(service=service))
+        except QueueMissing:
+            return False
+        return isinstance(queue.owner, MemoryTransport) and queue.owner.name == process.name
 
     def start_duplicate(self, service: str) -> None:
         """From now on two services may bear this name, with the same settings and each with machines of its own."""

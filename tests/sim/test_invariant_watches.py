@@ -29,6 +29,8 @@ from bus.contracts.base import MAX_AMOUNT, Message, Meta
 from bus.contracts.catalogue import BY_QUEUE
 from bus.contracts.cell import CellBuild, InstanceSpec, Selection
 from bus.contracts.placement import Claim, ClaimOption, Inventory
+from bus.memory import MemoryTransport
+from bus.topology import QueuePlan
 from bus.wire import pack, single
 from cell_conductor.domain.instance import Instance, State
 from cell_conductor.side_tasks import purge_forever
@@ -224,16 +226,17 @@ def test_a_node_that_leaves_available_under_a_take_is_no_breach(
 
 
 @pytest.mark.parametrize(
-    ("first_died", "was_active", "attempts", "machines"),
+    ("first_died", "has_name", "was_active", "attempts", "machines"),
     [
-        pytest.param(True, False, (1, 1), 1, id="the first one died unheard"),  # seed 35 at 937c756
-        pytest.param(False, False, (1, 1), 2, id="two processes act under one name"),
-        pytest.param(True, True, (1, 1), 2, id="what a conductor has on record is built again"),
-        pytest.param(True, False, (1, 2), 2, id="another attempt"),
+        pytest.param(True, False, False, (1, 1), 1, id="the first one died unheard"),  # seed 35 at 937c756
+        pytest.param(False, False, False, (1, 1), 1, id="the first one lost the name unheard"),  # seed 60078 at f11870b
+        pytest.param(False, True, False, (1, 1), 2, id="two processes act under one name"),
+        pytest.param(True, False, True, (1, 1), 2, id="what a conductor has on record is built again"),
+        pytest.param(True, False, False, (1, 2), 2, id="another attempt"),
     ],
 )
 def test_what_a_dead_process_of_a_name_built_unheard_is_no_second_machine(
-    *, first_died: bool, was_active: bool, attempts: tuple[int, int], machines: int
+    *, first_died: bool, has_name: bool, was_active: bool, attempts: tuple[int, int], machines: int
 ) -> None:
     """The command came again, to the next process of the name, on other machines: neither could know of the first."""
 
@@ -250,6 +253,11 @@ def test_what_a_dead_process_of_a_name_built_unheard_is_no_second_machine(
             active = Instance(uuid=INSTANCE, state=State.ACTIVE, attempt=1, selections=(chosen,))
             world.machines.instances({INSTANCE: active})
         first.dead = first_died
+        if has_name:
+            cell = world.cell_of(service).name
+            connection = MemoryTransport(world.brokers[cell], first.name)
+            name = QueuePlan(name=f"compute.asked.{service}", durable=False, exclusive=True, max_length=1)
+            world.brokers[cell].declare(name, connection)
         second.context.run(world.fleets[service].put, host, guests[1])
         assert len([one for one in _running(world) if one.instance_uuid == INSTANCE]) == machines
 
