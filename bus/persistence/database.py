@@ -322,7 +322,9 @@ class Database:
         engine = self._make_engine(poolclass=NullPool, patient=True)
         try:
             async with engine.begin() as connection:
-                await connection.execute(text("SELECT pg_advisory_xact_lock(hashtextextended(:key, 0))"), self._lock())
+                await connection.execute(
+                    text("SELECT pg_advisory_xact_lock(hashtextextended(:key, 0))"), {"key": lock_key(self.schema)}
+                )
                 # Not `IF NOT EXISTS`: that asks for the right to make schemas, though this one is there.
                 if not await connection.scalar(text("SELECT to_regnamespace(:name)"), {"name": f'"{self.schema}"'}):
                     await connection.execute(text(f'CREATE SCHEMA "{self.schema}"'))
@@ -337,9 +339,6 @@ class Database:
             raise DatabaseForbidden(str(error), code=error.code) from error
         finally:
             await engine.dispose()
-
-    def _lock(self) -> dict[str, str]:
-        return {"key": f"berth.migrations.{self.schema}"}
 
     def _log_waiting(self, error: BaseException, failures: int) -> None:
         log.warning(
@@ -374,6 +373,11 @@ class Database:
         event.listen(engine.sync_engine, "connect", _on_connect)
         event.listen(engine.sync_engine, "checkout", _on_checkout)
         return engine
+
+
+def lock_key(schema: str) -> str:
+    """The advisory lock that whoever makes, upgrades or restores this schema holds, before it is hashed."""
+    return f"berth.migrations.{schema}"
 
 
 # Alembic keeps what it works on in globals of the process, and a migration waits for the database in the middle of it.

@@ -36,11 +36,11 @@ def config(package: str, connection: Connection | None = None, schema: str = "")
     return made
 
 
-def upgrade(connection: Connection, package: str, schema: str) -> None:
-    """Bring the schema to the package's head, inside the connection's transaction. Raises UnsupportedSchema."""
+def upgrade(connection: Connection, package: str, schema: str, revision: str = "head") -> None:
+    """Bring the schema to a revision of the package, inside the connection's transaction. Raises UnsupportedSchema."""
     made = config(package, connection, schema)
     _check(connection, ScriptDirectory.from_config(made), schema)
-    command.upgrade(made, "head")
+    command.upgrade(made, revision)
 
 
 def apply_sql(package: str, name: str) -> None:

@@ -1,0 +1,156 @@
+"""Put a backup into a database that holds nothing of berth yet: all of it in one transaction, or nothing."""
+
+from __future__ import annotations
+
+import gzip
+import zlib
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import asyncpg
+from sqlalchemy import text
+from sqlalchemy.exc import DBAPIError
+from sqlalchemy.ext.asyncio import AsyncConnection, create_async_engine
+from sqlalchemy.pool import NullPool
+
+from berth.backup.copying import connect
+from berth.backup.manifest import (
+    READ_BYTES,
+    BadBackup,
+    Manifest,
+    SchemaCopy,
+    TableCopy,
+    file_of,
+    read_manifest,
+)
+from berth.schemas import SchemaStanding, find_schemas, judge, package_of, quoted
+from bus.persistence import migrations
+from bus.persistence.address import CONNECTION_LOST
+from bus.persistence.database import lock_key, raise_fault
+
+# What PostgreSQL says when a table of the backup is not one of the revision that the manifest names.
+MISMATCHES = (
+    asyncpg.UndefinedTableError,
+    asyncpg.UndefinedColumnError,
+    asyncpg.DataError,
+    asyncpg.IntegrityConstraintViolationError,
+)
+
+
+async def restore(url: str, directory: Path, *, dry_run: bool = False) -> Manifest:
+    """Check the backup whole, then the target, then write. dry_run: end before the first write.
+
+    A schema of an older revision is restored as it was and then upgraded. Raises BadBackup: a damaged or newer backup,
+    or a target that is not empty; the database is as it was.
+    """
+    manifest = read_manifest(directory)
+    for schema in manifest.schemas:
+        _require_known(schema)
+    async with _transaction(url) as (connection, driver):
+        for schema in manifest.schemas:  # a worker that starts meanwhile waits, and finds its schema
+            await connection.execute(
+                text("SELECT pg_advisory_xact_lock(hashtextextended(:key, 0))"), {"key": lock_key(schema.schema)}
+            )
+        await _require_empty(driver)
+        if not dry_run:
+            for schema in manifest.schemas:
+                await _restore_schema(connection, driver, schema, directory)
+    return manifest
+
+
+@asynccontextmanager
+async def _transaction(url: str) -> AsyncIterator[tuple[AsyncConnection, asyncpg.Connection]]:
+    async def creator() -> asyncpg.Connection:
+        return await connect(url, name="berth restore")
+
+    engine = create_async_engine("postgresql+asyncpg://", async_creator=creator, poolclass=NullPool)
+    try:
+        async with engine.begin() as connection:
+            driver: Any = (await connection.get_raw_connection()).driver_connection
+            yield connection, driver
+    except (DBAPIError, *CONNECTION_LOST) as error:
+        raise_fault(error, closed=isinstance(error, asyncpg.InterfaceError | asyncpg.InternalClientError))
+    finally:
+        await engine.dispose()
+
+
+def _require_known(schema: SchemaCopy) -> None:
+    if package_of(schema.schema) is None:
+        raise BadBackup(f"the backup holds a schema {schema.schema} that berth has none of", code="backup.invalid")
+    standing = judge(schema.schema, schema.revision, is_empty=False)
+    if standing.standing is SchemaStanding.NEWER:
+        raise BadBackup(
+            f"schema {schema.schema} is from a newer berth (revision {schema.revision}; this one knows "
+            f"{standing.head}): restore with that version",
+            code="backup.newer_schema",
+        )
+    if standing.standing not in (SchemaStanding.CURRENT, SchemaStanding.BEHIND):
+        raise BadBackup(
+            f"schema {schema.schema} is at revision {schema.revision!r}, which this berth does not know",
+            code="backup.unknown_schema",
+        )
+
+
+async def _require_empty(driver: asyncpg.Connection) -> None:
+    there = [each.schema for each in await find_schemas(driver) if each.standing is not SchemaStanding.ABSENT]
+    if there:
+        raise BadBackup(
+            f"the database already holds {', '.join(there)}: stop the workers, and name an empty database or "
+            "drop these schemas first",
+            code="backup.target_not_empty",
+        )
+
+
+async def _restore_schema(
+    connection: AsyncConnection, driver: asyncpg.Connection, schema: SchemaCopy, directory: Path
+) -> None:
+    package = package_of(schema.schema)
+    assert package is not None
+    await driver.execute(f"CREATE SCHEMA IF NOT EXISTS {quoted(schema.schema)}")
+    await driver.execute(f"SET LOCAL search_path = {quoted(schema.schema)}")
+    await connection.run_sync(migrations.upgrade, package, schema.schema, schema.revision)
+    try:
+        if schema.tables:  # migrations leave rows behind: identities, heads
+            await driver.execute(f"TRUNCATE {', '.join(quoted(table.table) for table in schema.tables)}")
+        for table in schema.tables:
+            await _restore_table(driver, schema.schema, table, directory)
+        for sequence in schema.sequences:
+            name = f"{quoted(schema.schema)}.{quoted(sequence.sequence)}"
+            await driver.execute("SELECT setval($1::text::regclass, $2, $3)", name, sequence.value, sequence.is_called)
+    except MISMATCHES as error:
+        raise BadBackup(f"schema {schema.schema} does not take the backup: {error}", code="backup.mismatch") from error
+    await connection.run_sync(migrations.upgrade, package, schema.schema)
+    await driver.execute("ANALYZE " + ", ".join(quoted(table.table) for table in schema.tables))
+    await driver.execute("SET LOCAL search_path = DEFAULT")
+
+
+async def _restore_table(driver: asyncpg.Connection, schema: str, table: TableCopy, directory: Path) -> None:
+    path = directory / file_of(schema, table.table)
+    status = await driver.copy_to_table(
+        table.table, schema_name=schema, columns=table.columns, source=_blocks(path, table.text_bytes), format="text"
+    )
+    if (rows := int(status.split()[-1])) != table.rows:
+        raise BadBackup(f"{path.name} holds {rows} rows and not {table.rows}", code="backup.damaged")
+
+
+async def _blocks(path: Path, text_bytes: int) -> AsyncIterator[bytes]:
+    """What the file decompresses to, which must be as long as the manifest says."""
+    total = 0
+    for block in _decompressed(path):
+        total += len(block)
+        if total > text_bytes:
+            break
+        yield block
+    if total != text_bytes:
+        raise BadBackup(f"{path.name} is not as long as the manifest says", code="backup.damaged")
+
+
+def _decompressed(path: Path) -> Iterator[bytes]:
+    try:
+        with gzip.open(path, "rb") as file:
+            while block := file.read(READ_BYTES):
+                yield block
+    except (OSError, EOFError, zlib.error) as error:
+        raise BadBackup(f"{path.name} cannot be decompressed: {error}", code="backup.damaged") from error

@@ -1,0 +1,307 @@
+"""`berth backup` and `berth restore` on a real PostgreSQL: what comes back, and what is refused."""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+import hashlib
+import json
+import shutil
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import asyncpg
+import pytest
+from sqlalchemy import text
+
+from berth.backup.copying import parents_first, save
+from berth.backup.manifest import MANIFEST, MANIFEST_SUM, BadBackup, read_manifest
+from berth.backup.restoring import restore
+from berth.schemas import SchemaStanding, find_schemas, in_order, judge, package_of
+from bus.persistence.database import Database
+from tests.kit import servers
+from tests.kit.catalog import described
+
+pytestmark = pytest.mark.postgres
+
+SCHEMAS = ("cell_cell1", "ironic_sync", "scheduler", "placement")
+HOSTILE = "a\tb\\n\n\\.\n'\"\u202e"
+
+
+@pytest.fixture
+async def filled(postgres_url: str) -> AsyncIterator[str]:
+    """A database with every schema, and rows that COPY must quote."""
+    for name in SCHEMAS:
+        database = Database(postgres_url, name, pool_size=1)
+        await database.open(package_of(name))
+        await database.close()
+    connection = await asyncpg.connect(postgres_url)
+    await connection.execute(
+        "INSERT INTO placement.resource_classes (name) SELECT 'CUSTOM_' || n FROM generate_series(1, 500) n"
+    )
+    await connection.execute("INSERT INTO placement.traits (name) VALUES ($1)", HOSTILE)
+    await connection.execute(
+        "INSERT INTO placement.providers (id, uuid, name, parent_id, root_id)"
+        " VALUES (1, gen_random_uuid(), 'child', 2, 2), (2, gen_random_uuid(), $1, NULL, 2)",
+        HOSTILE,
+    )
+    await connection.execute("SELECT nextval('placement.shapes') FROM generate_series(1, 77)")
+    await connection.close()
+    yield postgres_url
+
+
+@pytest.fixture
+async def backup(filled: str, tmp_path: Path) -> Path:
+    directory = tmp_path / "backup"
+    await save(filled, directory)
+    return directory
+
+
+async def content(url: str) -> dict[str, list[str]]:
+    """Every row of every table of berth's schemas, and where its sequences stand."""
+    connection = await asyncpg.connect(url)
+    found: dict[str, list[str]] = {}
+    for schema in await find_schemas(connection):
+        tables = await connection.fetch(
+            "SELECT relname, relkind FROM pg_class"
+            " WHERE relnamespace = $1::text::regnamespace AND relkind IN ('r', 'S')",
+            schema.schema,
+        )
+        for table in tables:
+            place = f"{schema.schema}.{table['relname']}"
+            columns = "last_value, is_called" if table["relkind"] == b"S" else "*"
+            rows = await connection.fetch(f"SELECT {columns} FROM {place}")
+            found[place] = sorted(map(str, rows))
+    await connection.close()
+    return found
+
+
+async def test_every_row_and_sequence_comes_back_in_a_schema_that_is_whole(
+    filled: str, backup: Path, postgres_server: str
+) -> None:
+    with servers.fresh_database(postgres_server) as target:
+        manifest = await restore(target, backup)
+        assert [schema.schema for schema in manifest.schemas] == list(SCHEMAS)
+        assert await content(target) == await content(filled)
+        for name in SCHEMAS:
+            there, here = Database(target, name, pool_size=1), Database(filled, name, pool_size=1)
+            await there.open(package_of(name))  # a worker finds nothing to do
+            async with there.raw() as left, here.raw() as right:
+                assert await described(left, name) == await described(right, name)
+            await there.close()
+            await here.close()
+
+
+async def test_a_restored_database_is_seen_to_be_set_back(backup: Path, postgres_server: str) -> None:
+    with servers.fresh_database(postgres_server) as target:
+        await restore(target, backup)
+        connection = await asyncpg.connect(target)
+        await connection.execute("SET search_path = cell_cell1")
+        assert await connection.fetchval("SELECT origin <> cell_origin() FROM identity")
+        await connection.execute("SET search_path = placement")
+        assert await connection.fetchval("SELECT origin <> feed_origin() FROM feed_head")
+        await connection.close()
+
+
+async def test_what_is_written_during_a_backup_is_in_all_schemas_or_in_none(filled: str, tmp_path: Path) -> None:
+    """A writer that commits to the first and the last schema together, as fast as it can."""
+    stop = asyncio.Event()
+
+    async def write() -> int:
+        connection, count = await asyncpg.connect(filled), 0
+        while not stop.is_set():
+            async with connection.transaction():
+                await connection.execute("INSERT INTO ironic_sync.pairs VALUES ($1)", count)
+                await connection.execute("INSERT INTO placement.pairs VALUES ($1)", count)
+            count += 1
+        await connection.close()
+        return count
+
+    connection = await asyncpg.connect(filled)
+    for schema in ("ironic_sync", "placement"):
+        await connection.execute(f"CREATE TABLE {schema}.pairs (n integer)")
+    writer = asyncio.create_task(write())
+    try:
+        for number in range(5):
+            before = await connection.fetchval("SELECT count(*) FROM placement.pairs")
+            manifest = await save(filled, tmp_path / str(number))
+            rows = {s.schema: t.rows for s in manifest.schemas for t in s.tables if t.table == "pairs"}
+            assert rows["ironic_sync"] == rows["placement"] >= before
+    finally:
+        stop.set()
+        assert await writer
+        await connection.close()
+
+
+def _alter(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(bytes(content))
+
+
+def _rewrite(backup: Path, change: Callable[[dict[str, object]], None]) -> None:
+    """Change the manifest and sum it anew: what a hostile or newer writer would leave."""
+    data = json.loads((backup / MANIFEST).read_text())
+    change(data)
+    encoded = json.dumps(data).encode()
+    (backup / MANIFEST).write_bytes(encoded)
+    (backup / MANIFEST_SUM).write_text(f"{hashlib.sha256(encoded).hexdigest()}  {MANIFEST}\n")
+
+
+def _schema(data: dict[str, object], change: dict[str, object]) -> None:
+    data["schemas"][-1].update(change)  # type: ignore[index]
+
+
+def _table(data: dict[str, object], change: dict[str, object], name: str = "traits") -> None:
+    tables = data["schemas"][-1]["tables"]  # type: ignore[index]
+    next(table for table in tables if table["table"] == name).update(change)
+
+
+def _link(backup: Path) -> None:
+    path = backup / "scheduler.identity.copy.gz"
+    path.rename(backup / "elsewhere")
+    path.symlink_to(backup / "elsewhere")
+
+
+def _lengthen(backup: Path) -> None:
+    path = backup / "placement.traits.copy.gz"
+    packed = gzip.compress(b"0\n" * 1_000_000)
+    path.write_bytes(packed)
+    change = {"bytes": len(packed), "sha256": hashlib.sha256(packed).hexdigest()}
+    _rewrite(backup, lambda data: _table(data, change))
+
+
+SPOILED: dict[str, tuple[Callable[[Path], None], str]] = {
+    "a byte of a table": (lambda at: _alter(at / "placement.providers.copy.gz"), "backup.damaged"),
+    "a byte of the manifest": (lambda at: _alter(at / MANIFEST), "backup.damaged"),
+    "a table is missing": (lambda at: (at / "scheduler.identity.copy.gz").unlink(), "backup.damaged"),
+    "the checksum is missing": (lambda at: (at / MANIFEST_SUM).unlink(), "backup.missing"),
+    "a table is a link": (_link, "backup.damaged"),
+    "more text than the manifest says": (_lengthen, "backup.damaged"),
+    "a newer format": (lambda at: _rewrite(at, lambda data: data.update(format=2, more=1)), "backup.newer_format"),
+    "a newer schema": (
+        lambda at: _rewrite(at, lambda data: _schema(data, {"revision": "9999_later"})),
+        "backup.newer_schema",
+    ),
+    "a revision of no version": (
+        lambda at: _rewrite(at, lambda data: _schema(data, {"revision": "p0014"})),
+        "backup.unknown_schema",
+    ),
+    "another program's schema": (
+        lambda at: _rewrite(at, lambda data: _schema(data, {"schema": "public", "tables": []})),
+        "backup.invalid",
+    ),
+    "a path in a name": (
+        lambda at: _rewrite(at, lambda data: _table(data, {"table": "../traits"})),
+        "backup.invalid",
+    ),
+    "a column that the revision lacks": (
+        lambda at: _rewrite(at, lambda data: _table(data, {"columns": ["id", "x", "created_at", "updated_at"]})),
+        "backup.mismatch",
+    ),
+    "fewer rows than the manifest says": (
+        lambda at: _rewrite(at, lambda data: _table(data, {"rows": 3})),
+        "backup.damaged",
+    ),
+    "no backup at all": (shutil.rmtree, "backup.missing"),
+}
+
+
+@pytest.mark.parametrize("how", SPOILED)
+async def test_a_spoiled_backup_is_refused_and_the_database_stays_empty(
+    backup: Path, postgres_server: str, how: str
+) -> None:
+    spoil, code = SPOILED[how]
+    spoil(backup)
+    with servers.fresh_database(postgres_server) as target:
+        with pytest.raises(BadBackup) as caught:
+            await restore(target, backup)
+        assert caught.value.code == code, caught.value
+        assert await content(target) == {}
+
+
+async def test_a_target_that_holds_something_is_refused_and_left_as_it_was(
+    filled: str, backup: Path, postgres_server: str
+) -> None:
+    before = await content(filled)
+    for dry_run in (True, False):
+        with pytest.raises(BadBackup, match="already holds cell_cell1, ironic_sync, scheduler, placement") as caught:
+            await restore(filled, backup, dry_run=dry_run)
+        assert caught.value.code == "backup.target_not_empty"
+    assert await content(filled) == before
+    with servers.fresh_database(postgres_server) as target:
+        other = Database(target, "cell_another", pool_size=1)  # not in the backup, and of berth all the same
+        await other.open(package_of("cell_another"))
+        await other.close()
+        with pytest.raises(BadBackup, match="cell_another"):
+            await restore(target, backup)
+
+
+async def test_a_dry_run_writes_nothing(backup: Path, postgres_server: str) -> None:
+    with servers.fresh_database(postgres_server) as target:
+        await restore(target, backup, dry_run=True)
+        assert await content(target) == {}
+
+
+async def test_an_interrupted_backup_leaves_nothing_that_looks_like_one(
+    filled: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("berth.backup.copying._deployment", asyncpg.connect.__class__)  # ends in the middle
+    with pytest.raises(TypeError):
+        await save(filled, tmp_path / "backup")
+    assert await asyncio.to_thread(lambda: list(tmp_path.iterdir())) == []
+
+
+async def test_a_backup_is_not_written_over_another(filled: str, backup: Path) -> None:
+    before = read_manifest(backup)
+    with pytest.raises(BadBackup) as caught:
+        await save(filled, backup)
+    assert caught.value.code == "backup.exists"
+    assert read_manifest(backup) == before
+
+
+async def test_a_database_without_berth_is_no_backup(postgres_url: str, tmp_path: Path) -> None:
+    with pytest.raises(BadBackup) as caught:
+        await save(postgres_url, tmp_path / "backup")
+    assert caught.value.code == "backup.nothing"
+
+
+async def test_a_schema_of_a_newer_version_is_not_copied(filled: str, tmp_path: Path) -> None:
+    database = Database(filled, "scheduler", pool_size=1)
+    async with database.transaction() as connection:
+        await connection.execute(text("UPDATE alembic_version SET version_num = '9999_later'"))
+    await database.close()
+    with pytest.raises(BadBackup, match="scheduler \\(revision 9999_later\\)"):
+        await save(filled, tmp_path / "backup")
+    assert not (tmp_path / "backup").exists()
+
+
+def test_tables_come_after_those_that_they_refer_to() -> None:
+    assert parents_first(["a", "b", "c"], [("a", "b"), ("b", "c")]) == ["c", "b", "a"]
+    with pytest.raises(ValueError, match="in a circle"):
+        parents_first(["a", "b"], [("a", "b"), ("b", "a")])
+
+
+def test_the_book_is_copied_last() -> None:
+    assert in_order(["placement", "cell_z", "scheduler", "cell_a", "ironic_sync"]) == [
+        "cell_a",
+        "cell_z",
+        "ironic_sync",
+        "scheduler",
+        "placement",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("schema", "revision", "is_empty", "standing"),
+    [
+        ("placement", "0001_initial", False, SchemaStanding.CURRENT),
+        ("placement", "9999_later", False, SchemaStanding.NEWER),
+        ("placement", "p0014", False, SchemaStanding.UNKNOWN),
+        ("placement", "", False, SchemaStanding.UNKNOWN),
+        ("placement", "", True, SchemaStanding.ABSENT),
+        ("cell_cell1", "0001_initial", False, SchemaStanding.CURRENT),
+    ],
+)
+def test_how_a_schema_stands(schema: str, revision: str, is_empty: bool, standing: SchemaStanding) -> None:
+    assert judge(schema, revision, is_empty=is_empty).standing is standing
