@@ -26,6 +26,7 @@ from berth.commands.common import (
 )
 from berth.render import printable
 from berth.site import Site
+from berth.unclaimed import claim_again, find_unclaimed
 from bus.contracts.placement import Release
 from bus.faults import DatabaseUnprepared
 from bus.persistence.database import Database
@@ -65,16 +66,17 @@ def audit(
 ) -> None:
     """Find what is wrong with the book.
 
-    Orphaned, doubled and miscounted allocations, and capacity exceeded.
+    Orphaned, missing, doubled and miscounted allocations, and capacity exceeded.
 
     Orphaned: held by the bus's consumers that no cell and no scheduler knows as alive, for 15 minutes; with
     --consumers, held by consumers that are not named there. Doubled: of an instance, on another host than its own; with
-    --consumers, one class of two trees that do not share it (a move under way looks so too). Repairing releases the
-    orphaned, gives back what an instance holds twice on hosts that are not its own, removes what no client can release
-    and counts usage anew. With --consumers nothing says which host is whose own: doubled ones are only reported.
-    Capacity exceeded is told, with the newest consumers without whom it would fit: they run, and an operator has to
-    move them; --evict releases them all the same: for machines that are known to be gone. Exit status 1 while anything
-    is wrong.
+    --consumers, one class of two trees that do not share it (a move under way looks so too). Unclaimed: active by its
+    cell's record for 15 minutes and holding nothing of its host, as after a restore. Repairing releases the orphaned,
+    claims the unclaimed where there is room, gives back what an instance holds twice on hosts that are not its own,
+    removes what no client can release and counts usage anew. With --consumers nothing says which host is whose own:
+    doubled ones are only reported. Capacity exceeded is told, with the newest consumers without whom it would fit:
+    they run, and an operator has to move them; --evict releases them all the same: for machines that are known to be
+    gone. Exit status 1 while anything is wrong.
     """
 
     async def body() -> int:
@@ -83,8 +85,11 @@ def audit(
         here = database_of(settings_of(context))
         async with _book(here) as (store, database):
             orphans, doubled = await (_lost(here, database) if consumers is None else _unnamed(database, consumers))
+            bare = await find_unclaimed(here, database, GRACE_S) if consumers is None else []
             done = await _repair(store, database, orphans, doubled, evict) if repair else []
             if repair:
+                done += await claim_again(store, bare)
+                bare = await find_unclaimed(here, database, GRACE_S) if consumers is None else []
                 orphans, doubled = await (_lost(here, database) if consumers is None else _unnamed(database, consumers))
             async with database.raw() as connection:
                 wrong = await questions.findings(connection)
@@ -92,12 +97,13 @@ def audit(
         found = {
             "orphaned": orphans,
             "doubled": [each if isinstance(each, str) else each.line() for each in doubled],
+            "unclaimed": [each.line() for each in bare],
             "unsound": wrong,
             "over_capacity": [each.line() for each in over],
             "repaired": done,
         }
         _print_found(found, as_json)
-        return EXIT_NO if any(found[kind] for kind in ("orphaned", "doubled", "unsound", "over_capacity")) else 0
+        return EXIT_NO if any(found[kind] for kind in found if kind != "repaired") else 0
 
     run(body)
 

@@ -133,9 +133,9 @@ async def test_what_is_written_during_a_backup_is_in_all_schemas_or_in_none(fill
         await connection.close()
 
 
-def _alter(path: Path) -> None:
+def _alter(path: Path, at: int | None = None) -> None:
     content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
+    content[len(content) // 2 if at is None else at] ^= 1
     path.write_bytes(bytes(content))
 
 
@@ -173,6 +173,7 @@ def _lengthen(backup: Path) -> None:
 
 SPOILED: dict[str, tuple[Callable[[Path], None], str]] = {
     "a byte of a table": (lambda at: _alter(at / "placement.providers.copy.gz"), "backup.damaged"),
+    "a byte that gzip minds not": (lambda at: _alter(at / "placement.providers.copy.gz", 4), "backup.damaged"),
     "a byte of the manifest": (lambda at: _alter(at / MANIFEST), "backup.damaged"),
     "a table is missing": (lambda at: (at / "scheduler.identity.copy.gz").unlink(), "backup.damaged"),
     "the checksum is missing": (lambda at: (at / MANIFEST_SUM).unlink(), "backup.missing"),

@@ -457,6 +457,38 @@ def test_a_mistake_is_told_in_a_sentence(
     assert (done.status, sentence in done.out + done.err) == (status, True), done
 
 
+def test_a_running_system_is_backed_up_and_is_no_target_for_a_restore(berth: Berth) -> None:
+    made = berth("backup", "saved", "--json")
+    assert made.status == 0, made.err
+    schemas = {schema["schema"]: schema for schema in made.data["schemas"]}
+    assert list(schemas) == ["cell_cell1", "cell_cell2", "ironic_sync", "scheduler", "placement"]
+    builds = next(table for table in schemas["scheduler"]["tables"] if table["table"] == "build_requests")
+    assert builds["rows"] >= 50
+    assert berth("backup", "saved", "--verify").status == 0
+    again, back = berth("backup", "saved"), berth("restore", "saved")
+    assert (again.status, "is there and not empty (backup.exists)" in again.err) == (NO, True), again.err
+    assert (back.status, "already holds cell_cell1" in back.err) == (NO, True), back.err
+    other = berth("restore", "saved", settings={"BERTH_DATABASE__URL": "embedded", "BERTH_STATE_DIR": "other"})
+    assert (other.status, "as of" in other.out) == (0, True), other.err  # on the private server of another state_dir
+    shown = berth("db", "current", settings={"BERTH_STATE_DIR": "other"})
+    assert (shown.status, "no database" in shown.err) == (AWAY, True)  # it ended with the command
+
+
+def test_the_schemas_are_shown_and_judged(berth: Berth) -> None:
+    shown = berth("db", "current", "--json")
+    assert {one["schema"]: one["standing"] for one in shown.data} == dict.fromkeys(
+        ("cell_cell1", "cell_cell2", "ironic_sync", "scheduler", "placement"), "current"
+    )
+    assert berth("db", "check").status == 0
+    cells = {"BERTH_CELLS": '{"cell1": {}, "cell2": {}, "cell3": {}}'}
+    lacking = berth("db", "check", settings=cells)
+    assert (lacking.status, "schema cell_cell3 is not there" in lacking.err) == (NO, True)
+    unknown = berth("db", "upgrade", "--schema", "public")
+    assert (unknown.status, "no schema public" in unknown.err) == (USAGE, True)
+    assert berth("db", "upgrade", "--schema", "cell_cell3", settings=cells).status == 0
+    assert berth("db", "check", settings=cells).status == 0
+
+
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root's PostgreSQL runs as another user")
 def test_a_state_dir_that_the_servers_user_may_not_enter_is_told_in_a_sentence(berth: Berth) -> None:
     """It ended in a traceback: PostgreSQL's user could not read the file with its password."""

@@ -1,0 +1,124 @@
+"""Instances that run on a host and hold nothing there in the book: after a book was restored to before their claim.
+
+Their room is offered to others. The cell's record says what each should hold, so it can be claimed again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from msgspec import Struct
+
+from berth.site import Site
+from bus.contracts.placement import Claim, ClaimOption, ClaimResult, ConsumerAllocations, Swap, SwapResult
+from bus.faults import DatabaseUnprepared
+from bus.persistence.database import Database
+from cell_conductor.domain.instance import Instance
+from cell_conductor.store.rows import decode
+from placement_worker.operations import audit
+from placement_worker.operations.overcommit import Holding, generations
+from placement_worker.store.port import PlacementStore
+
+# What moves holds something of two hosts for good reasons, and its own record carries it to an end.
+SETTLED = """
+SELECT record::text FROM instances
+WHERE state = 'active' AND source_host_uuid IS NULL AND since < extract(epoch FROM now()) - $1 ORDER BY uuid
+"""
+
+
+class Unclaimed(Struct, frozen=True, kw_only=True):
+    """One such instance as its cell's record has it. generation: of what it holds elsewhere; None: it holds nothing."""
+
+    cell: str
+    instance: Instance
+    generation: int | None
+
+    def line(self) -> str:
+        """For people."""
+        chosen = self.instance.selections[self.instance.position]
+        holds = "holds nothing" if self.generation is None else "holds something elsewhere only"
+        return f"{self.instance.uuid}: active on {chosen.host} ({chosen.host_uuid}) of {self.cell}, {holds}"
+
+
+async def find_unclaimed(site: Site, book: Database, grace_s: float) -> list[Unclaimed]:
+    """All instances that have been active for `grace_s` seconds and hold nothing of their host.
+
+    Each cell is read before the book and after it: what was active both times was so when the book was read, so it
+    is not one that was deleted in between.
+    """
+    before = {cell: await _settled(site, cell, grace_s) for cell in site.cells}
+    async with book.raw() as connection:
+        known = await generations(connection)
+        held = await audit.allocations(connection)
+    found: list[Unclaimed] = []
+    for cell, instances in before.items():
+        bare = {uuid: one for uuid, one in instances.items() if not _holds_its_own(one, held.get(uuid, {}))}
+        if not bare:
+            continue
+        after = await _settled(site, cell, grace_s)
+        found += [
+            Unclaimed(cell=cell, instance=one, generation=known[uuid] if uuid in held else None)
+            for uuid, one in bare.items()
+            if after.get(uuid) == one and (uuid not in held or uuid in known)
+        ]
+    return found
+
+
+async def claim_again(store: PlacementStore, found: Sequence[Unclaimed]) -> list[str]:
+    """Give each what its cell's record says, where there is room. A line for each.
+
+    A claim of one that was deleted meanwhile is refused by its attempt, a change of one that holds something by its
+    generation.
+    """
+    lines = []
+    for each in found:
+        [reply] = await store.apply([_claim(each) if each.generation is None else _swap(each)])
+        outcome = str(reply.outcome) if isinstance(reply, ClaimResult | SwapResult) else "refused"
+        lines.append(f"{each.instance.uuid}: {'claimed again' if outcome == 'claimed' else f'left alone, {outcome}'}")
+    return lines
+
+
+def _claim(each: Unclaimed) -> Claim:
+    instance = each.instance
+    assert instance.spec is not None
+    chosen = instance.selections[instance.position]
+    return Claim(
+        consumer=instance.uuid,
+        attempt=max(instance.attempt, 1),
+        options=(ClaimOption(allocations=chosen.allocations, host=chosen.host_uuid),),
+        project_id=instance.spec.project_id,
+        user_id=instance.spec.user_id,
+    )
+
+
+def _swap(each: Unclaimed) -> Swap:
+    instance = each.instance
+    assert instance.spec is not None
+    entry = ConsumerAllocations(
+        consumer=instance.uuid,
+        consumer_generation=each.generation,
+        allocations={
+            provider: dict(resources)
+            for provider, resources in instance.selections[instance.position].allocations.items()
+        },
+        project_id=instance.spec.project_id,
+        user_id=instance.spec.user_id,
+    )
+    return Swap(consumers=(entry,))
+
+
+def _holds_its_own(instance: Instance, holding: Holding) -> bool:
+    """Whether it holds something of a provider that its record names; what was changed by hand since is no matter."""
+    return any(provider in holding for provider in instance.selections[instance.position].allocations)
+
+
+async def _settled(site: Site, cell: str, grace_s: float) -> Mapping[str, Instance]:
+    database = site.environment("audit").database(f"cell_{cell}", pool_size=1)
+    try:
+        async with database.raw() as connection:
+            instances = [decode(row["record"]) for row in await connection.fetch(SETTLED, grace_s)]
+    except DatabaseUnprepared:  # a cell that was never started has no instances
+        return {}
+    finally:
+        await database.close()
+    return {one.uuid: one for one in instances if one.move is None and one.spec is not None and one.selections}

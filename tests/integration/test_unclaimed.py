@@ -1,0 +1,127 @@
+"""What runs by its cell's record and holds nothing in the book, as after a restore: it is found and claimed again."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import AsyncIterator
+
+import msgspec
+import pytest
+
+from berth.settings import DatabaseSettings, Settings
+from berth.site import Site
+from berth.unclaimed import claim_again, find_unclaimed
+from bus.clock import SystemClock, new_uuid
+from bus.contracts.cell import InstanceSpec, Selection
+from bus.contracts.placement import Release
+from bus.persistence.database import Database
+from cell_conductor.domain.instance import Instance, State
+from cell_conductor.store.postgres import MIGRATIONS
+from cell_conductor.store.rows import INSERT, columns, numbered
+from tests.integration.placement.conftest import Book, claim
+
+pytestmark = pytest.mark.postgres
+
+GRACE_S = 900.0
+HOUR_S = 3600.0
+
+
+class Restored:
+    """A book with two hosts of four VCPUs, and the record of a cell."""
+
+    def __init__(self, url: str) -> None:
+        self.rng = random.Random(7)
+        self.book = Book(url)
+        self.cell = Database(url, "cell_cell1", pool_size=1)
+        self.site = Site(Settings(database=DatabaseSettings(url=url)))
+        self.hosts: list[str] = []
+
+    async def instance(self, *, host: int = 0, age_s: float = HOUR_S, state: State = State.ACTIVE) -> str:
+        """An instance of two VCPUs by its cell's record."""
+        uuid, place = new_uuid(self.rng), self.hosts[host]
+        selection = Selection(host_uuid=place, host="h", service="s", allocations={place: {"VCPU": 2}})
+        record = Instance(
+            uuid=uuid,
+            state=state,
+            spec=InstanceSpec(instance_uuid=uuid, project_id="p"),
+            selections=(selection,),
+            attempt=1,
+            since=SystemClock().time() - age_s,
+        )
+        async with self.cell.raw() as connection:
+            await connection.execute(numbered(INSERT), *columns([record]))
+        return uuid
+
+    async def found(self) -> set[str]:
+        return {each.instance.uuid for each in await find_unclaimed(self.site, self.book.database, GRACE_S)}
+
+    async def repair(self) -> list[str]:
+        return await claim_again(self.book.store, await find_unclaimed(self.site, self.book.database, GRACE_S))
+
+
+@pytest.fixture
+async def restored(postgres_url: str) -> AsyncIterator[Restored]:
+    made = Restored(postgres_url)
+    await made.book.open()
+    await made.cell.open(MIGRATIONS)
+    made.hosts = await made.book.hosts(2, made.rng, VCPU=4)
+    yield made
+    await made.cell.close()
+    await made.book.store.close()
+
+
+async def test_what_holds_nothing_is_claimed_again_on_its_own_host(restored: Restored) -> None:
+    uuid = await restored.instance()
+    assert await restored.found() == {uuid}
+    assert await restored.repair() == [f"{uuid}: claimed again"]
+    assert await restored.book.allocations() == {uuid: {restored.hosts[0]: {"VCPU": 2}}}
+    assert await restored.found() == set()
+    assert await restored.book.findings() == []
+
+
+async def test_what_holds_another_host_gives_that_back_and_gets_its_own(restored: Restored) -> None:
+    """A request that the broker handed in again was decided anew, on another host than the machine's."""
+    uuid = await restored.instance(host=1)
+    await restored.book.store.apply([claim(uuid, {restored.hosts[0]: {"VCPU": 2}})])
+    assert await restored.repair() == [f"{uuid}: claimed again"]
+    assert await restored.book.allocations() == {uuid: {restored.hosts[1]: {"VCPU": 2}}}
+    assert await restored.book.findings() == []
+
+
+async def test_where_there_is_no_room_nothing_is_claimed_and_the_audit_goes_on_saying_so(restored: Restored) -> None:
+    uuid, other = await restored.instance(), new_uuid(restored.rng)
+    await restored.book.store.apply([claim(other, {restored.hosts[0]: {"VCPU": 3}})])
+    assert await restored.repair() == [f"{uuid}: left alone, full"]
+    assert await restored.found() == {uuid}
+    assert await restored.book.allocations() == {other: {restored.hosts[0]: {"VCPU": 3}}}
+
+
+async def test_what_was_deleted_while_the_audit_read_is_not_claimed(restored: Restored) -> None:
+    uuid = await restored.instance()
+    seen = await find_unclaimed(restored.site, restored.book.database, GRACE_S)
+    await restored.book.store.apply([claim(uuid, {restored.hosts[0]: {"VCPU": 2}})])
+    await restored.book.store.apply([Release(consumer=uuid, attempt=1)])
+    assert await claim_again(restored.book.store, seen) == [f"{uuid}: left alone, consumer_changed"]
+    assert await restored.book.allocations() == {}
+
+
+async def test_what_changed_its_holding_while_the_audit_read_is_left_alone(restored: Restored) -> None:
+    uuid = await restored.instance(host=1)
+    await restored.book.store.apply([claim(uuid, {restored.hosts[0]: {"VCPU": 2}})])
+    seen = await find_unclaimed(restored.site, restored.book.database, GRACE_S)
+    seen = [msgspec.structs.replace(each, generation=(each.generation or 0) + 1) for each in seen]
+    assert await claim_again(restored.book.store, seen) == [f"{uuid}: left alone, consumer_changed"]
+    assert await restored.book.allocations() == {uuid: {restored.hosts[0]: {"VCPU": 2}}}
+
+
+async def test_what_is_young_or_not_active_is_not_judged(restored: Restored) -> None:
+    await restored.instance(age_s=60.0)
+    for state in (State.BUILDING, State.DELETED, State.FAILED, State.RECLAIMING):
+        await restored.instance(state=state)
+    assert await restored.found() == set()
+
+
+async def test_what_holds_something_of_its_host_is_left_as_it_is(restored: Restored) -> None:
+    uuid = await restored.instance()
+    await restored.book.store.apply([claim(uuid, {restored.hosts[0]: {"VCPU": 1}})])
+    assert await restored.found() == set()
