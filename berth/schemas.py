@@ -9,7 +9,8 @@ import asyncpg
 from alembic.script import ScriptDirectory
 from msgspec import Struct
 
-from bus.persistence.migrations import REVISION, VERSION_TABLE, config
+from bus.persistence.migrations import REVISION, config
+from bus.persistence.revision import VERSION_TABLE
 
 CELL_PREFIX = "cell_"
 BOOK = "placement"

@@ -33,7 +33,7 @@ from berth.backup.manifest import (
 from berth.schemas import SchemaRevision, SchemaStanding, find_schemas, quoted
 from bus.persistence.address import CONNECTION_LOST, parse_database_url
 from bus.persistence.database import CONNECT_TIMEOUT_S, raise_fault
-from bus.persistence.migrations import VERSION_TABLE
+from bus.persistence.revision import VERSION_TABLE
 
 LOCK_TIMEOUT_S = 30.0  # a migration under way holds its tables; a backup waits for it no longer
 GZIP_LEVEL = 1  # the text shrinks to a fifth; higher levels cost several times as much and gain little
