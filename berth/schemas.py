@@ -69,7 +69,7 @@ def known_revisions(package: str) -> list[str]:
     return [script.revision for script in ScriptDirectory.from_config(config(package)).walk_revisions()]
 
 
-def judge(schema: str, revision: str, *, is_empty: bool) -> SchemaRevision:
+def assess(schema: str, revision: str, *, is_empty: bool) -> SchemaRevision:
     """How one schema stands. revision: what its version table says, "" when there is none."""
     package = package_of(schema)
     known = known_revisions(package) if package is not None else []
@@ -100,7 +100,7 @@ async def read_revision(connection: asyncpg.Connection, schema: str) -> SchemaRe
     revision = ""
     if VERSION_TABLE in relations:
         revision = await connection.fetchval(f"SELECT version_num FROM {quoted(schema)}.{VERSION_TABLE}") or ""
-    return judge(schema, revision, is_empty=not set(relations) - {VERSION_TABLE})
+    return assess(schema, revision, is_empty=not set(relations) - {VERSION_TABLE})
 
 
 async def relations_of(connection: asyncpg.Connection, schema: str) -> list[str]:

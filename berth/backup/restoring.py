@@ -25,7 +25,7 @@ from berth.backup.manifest import (
     file_of,
     read_manifest,
 )
-from berth.schemas import SchemaStanding, find_schemas, judge, package_of, quoted
+from berth.schemas import SchemaStanding, assess, find_schemas, package_of, quoted
 from bus.persistence import migrations
 from bus.persistence.address import CONNECTION_LOST
 from bus.persistence.database import lock_key, raise_fault
@@ -79,7 +79,7 @@ async def _transaction(url: str) -> AsyncIterator[tuple[AsyncConnection, asyncpg
 def _require_known(schema: SchemaCopy) -> None:
     if package_of(schema.schema) is None:
         raise BadBackup(f"the backup holds a schema {schema.schema} that berth has none of", code="backup.invalid")
-    standing = judge(schema.schema, schema.revision, is_empty=False)
+    standing = assess(schema.schema, schema.revision, is_empty=False)
     if standing.standing is SchemaStanding.NEWER:
         raise BadBackup(
             f"schema {schema.schema} is from a newer berth (revision {schema.revision}; this one knows "

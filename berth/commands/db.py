@@ -17,9 +17,9 @@ from berth.schemas import (
     SCHEDULER,
     SchemaRevision,
     SchemaStanding,
+    assess,
     find_schemas,
     in_order,
-    judge,
     package_of,
 )
 from berth.site import Site
@@ -104,7 +104,7 @@ async def _read(site: Site) -> list[SchemaRevision]:
         await connection.close()
     for name in _expected(site):
         if name not in found and name != IRONIC_SYNC:
-            found[name] = judge(name, "", is_empty=True)
+            found[name] = assess(name, "", is_empty=True)
     return [found[name] for name in in_order(list(found))]
 
 

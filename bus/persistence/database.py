@@ -376,7 +376,7 @@ class Database:
 
 
 def lock_key(schema: str) -> str:
-    """The advisory lock that whoever makes, upgrades or restores this schema holds, before it is hashed."""
+    """The advisory lock under which this schema is made, upgraded or restored, before it is hashed."""
     return f"berth.migrations.{schema}"
 
 

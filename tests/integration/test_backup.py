@@ -17,7 +17,7 @@ from sqlalchemy import text
 from berth.backup.copying import parents_first, save
 from berth.backup.manifest import MANIFEST, MANIFEST_SUM, BadBackup, read_manifest
 from berth.backup.restoring import restore
-from berth.schemas import SchemaStanding, find_schemas, in_order, judge, package_of
+from berth.schemas import SchemaStanding, assess, find_schemas, in_order, package_of
 from bus.persistence.database import Database
 from tests.kit import servers
 from tests.kit.catalog import described
@@ -305,4 +305,4 @@ def test_the_book_is_copied_last() -> None:
     ],
 )
 def test_how_a_schema_stands(schema: str, revision: str, is_empty: bool, standing: SchemaStanding) -> None:
-    assert judge(schema, revision, is_empty=is_empty).standing is standing
+    assert assess(schema, revision, is_empty=is_empty).standing is standing
