@@ -480,3 +480,70 @@ def doubles(loop: ast.AST) -> bool:
 
 def is_two(node: ast.AST) -> bool:
     return isinstance(node, ast.Constant) and node.value == 2
+
+
+# --- names that are strings
+
+
+def slots_of(node: ast.ClassDef) -> list[str]:
+    """The names of a class's `__slots__`; none when some of them do not stand there as texts."""
+    for one in node.body:
+        match one:
+            case ast.Assign(targets=[ast.Name(id="__slots__")], value=ast.Tuple(elts=elts)):
+                names = [elt.value for elt in elts if isinstance(elt, ast.Constant) and isinstance(elt.value, str)]
+                return names if len(names) == len(elts) else []
+    return []
+
+
+def test_a_slot_is_an_attribute_that_is_set_and_the_other_way_round() -> None:
+    """A rename does not reach a text: the slot would stay unused, and the new name could not be set."""
+    wrong: list[str] = []
+    for path in sources(*OURS):
+        tree = parsed(path)
+        stored = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute) and is_stored(node)}
+        for node in ast.walk(tree):
+            if not isinstance(node, ast.ClassDef) or not (slots := slots_of(node)) or node.bases:
+                continue
+            own = {one.attr for one in ast.walk(node) if isinstance(one, ast.Attribute) and is_own(one)}
+            place = f"{where(path, node.lineno)} {node.name}"
+            wrong += [f"{place}: {name} is never set" for name in slots if name not in stored]
+            wrong += [f"{place}: no slot for {name}" for name in sorted(own.difference(slots))]
+    assert wrong == []
+
+
+def is_stored(node: ast.Attribute) -> bool:
+    return isinstance(node.ctx, ast.Store)
+
+
+def is_own(node: ast.Attribute) -> bool:
+    return is_stored(node) and isinstance(node.value, ast.Name) and node.value.id == "self"
+
+
+# --- docstrings
+
+
+def test_what_is_public_is_described() -> None:
+    """Modules, classes, functions and methods of the product."""
+    wrong: list[str] = []
+    for path in sources(*OURS):
+        tree = parsed(path)
+        if tree.body and not ast.get_docstring(tree):
+            wrong.append(f"{where(path, 1)} the module")
+        for name, node in public_definitions(tree):
+            if any(isinstance(one, ast.Attribute) and one.attr == "setter" for one in node.decorator_list):
+                continue
+            if not ast.get_docstring(node):
+                wrong.append(f"{where(path, node.lineno)} {name}")
+    assert wrong == []
+
+
+Definition = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+
+
+def public_definitions(tree: ast.Module) -> Iterator[tuple[str, Definition]]:
+    for node in tree.body:
+        if isinstance(node, Definition) and not node.name.startswith("_"):
+            yield node.name, node
+            if isinstance(node, ast.ClassDef):
+                inner = (one for one in node.body if isinstance(one, Definition) and not one.name.startswith("_"))
+                yield from ((f"{node.name}.{one.name}", one) for one in inner)
