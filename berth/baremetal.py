@@ -1,4 +1,4 @@
-"""What an operator asks of bare metal: which nodes there are, which serve nothing, and why. Plain functions."""
+"""An operator's view of bare metal: which nodes there are, which serve nothing, and why. Plain functions."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ QUARANTINE = "berth quarantine: "
 
 
 class NodeRecord(Struct, frozen=True, kw_only=True):
-    """A node of Ironic's as the commands show it. serves: flavors that ask for its class. said: Ironic's own words."""
+    """A node of Ironic's as commands show it. serves: flavors that request its class. ironic_reason: Ironic's text."""
 
     uuid: str
     name: str
@@ -34,7 +34,7 @@ class NodeRecord(Struct, frozen=True, kw_only=True):
 
 
 def flavor_classes(flavors: Mapping[str, Flavor]) -> dict[str, tuple[str, ...]]:
-    """{custom resource class: names of the flavors that ask for it}."""
+    """{custom resource class: names of the flavors that request it}."""
     found: dict[str, list[str]] = {}
     for name, flavor in sorted(flavors.items()):
         for key, amount in flavor.extra_specs.items():
@@ -79,7 +79,7 @@ def _problems(
     if not custom:
         yield "it has no resource class"
     elif custom not in classes:
-        yield f"no flavor asks for {custom}"
+        yield f"no flavor requests {custom}"
     if node.maintenance:
         reason = str(raw.get("maintenance_reason") or "no reason given")
         yield f"it is in maintenance: {reason}"

@@ -28,7 +28,7 @@ from bus.port import BusError, BusUnavailable, PublishRefused
 
 # Requests handed to the bus in one go; between two goes the loop gets to deliver events.
 PUBLISH_SLICE = 1000
-# With patience, publishing is tried again so often during an outage of the broker.
+# Waits between repeated publications during an outage of the broker, where the caller allows one.
 PUBLISH_AGAIN_S = 0.25
 # A client that receives nothing for this long queries its builds; so many at a time, so many at most.
 SILENCE_S = 1.0
@@ -139,7 +139,8 @@ class BuildClient:
     async def offer(
         self, requests: Sequence[BuildRequest | DeleteRequest], *, intended_at: Sequence[float], flavors: Sequence[str]
     ) -> list[BaseException | None]:
-        """Publish each once, follow it from its intended time, and say of each how that went: None is confirmed.
+        """Publish each once, follow it from its intended time, and return an outcome for each: None when it was
+        confirmed.
 
         What the broker refused (PublishRefused: its queue is full) or sent back (Unroutable) is nowhere, so it is no
         longer followed. BusUnavailable: it may have arrived, so it is.
@@ -162,13 +163,13 @@ class BuildClient:
         self._open.discard(uuid)
 
     async def delete(self, builds: Sequence[BuildRecord], *, patience_s: float = 0.0) -> list[Track]:
-        """Ask for the deletion of builds and follow them until they are gone; patience and faults as in `boot`."""
+        """Request the deletion of builds and follow them until they are gone; patience and faults as in `boot`."""
         tracks: list[Track] = []
         for build in builds:
             track = self._follow(build.instance_uuid, build.flavor, build.project_id, None)
             tracks.append(track)
             track.deleting = True
-            if build.state is BuildState.DELETED:  # nothing more will be said of it
+            if build.state is BuildState.DELETED:  # no further event will come
                 self._end(track, build.state, None)
         await self._publish(
             [DeleteRequest(instance_uuid=build.instance_uuid, project_id=build.project_id) for build in builds],
@@ -220,7 +221,7 @@ class BuildClient:
                 if isinstance(page, Fault):
                     raise page
                 for record in page.builds:
-                    if record.instance_uuid in self.tracks:  # else it was forgotten while we asked
+                    if record.instance_uuid in self.tracks:  # else it was dropped during the query
                         self._learn(self.tracks[record.instance_uuid], record)
         self._changed.set()
 
@@ -260,7 +261,7 @@ class BuildClient:
         if track is None or track.project_id != event.project_id:
             self.foreign_events += 1
             return False
-        if event.sequence <= track.sequence:  # said twice (its publisher crashed before it knew), or late
+        if event.sequence <= track.sequence:  # published twice (its publisher crashed before it knew), or late
             track.repeats += 1
             return True
         track.sequence = event.sequence

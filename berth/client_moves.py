@@ -13,10 +13,10 @@ from bus.contracts.moves import MoveAccepted, MoveEvent, MovePage, MoveQuery, Mo
 from bus.faults import Transient
 from bus.port import BusError
 
-# Waiting this long without hearing anything, a client asks.
+# After this long without an event, a client queries.
 SILENCE_S = 1.0
 ASK_TIMEOUT_S = 10.0
-# Requests asked about in one silence; the others are asked about in the next.
+# Requests queried in one silence; the others are queried in the next.
 MAX_ASKED = 200
 
 
@@ -24,7 +24,7 @@ class MoveClient:
     """Publishes requests about instances, and follows them to their terminal events.
 
     `open` declares the private queue before anything is published, so no event of this client's own requests is missed
-    while the connection holds; in a silence it asks. `ended`: {request_id: its end}.
+    while the connection holds; in a silence it queries. `ended`: {request_id: its end}.
     """
 
     def __init__(self, bus: Bus, *, clock: Clock, process: str) -> None:
@@ -66,7 +66,7 @@ class MoveClient:
             raise
 
     async def offer(self, requests: Sequence[MoveRequest]) -> list[BaseException | None]:
-        """Publish many without a reply, follow them, and say of each how that went: None is confirmed."""
+        """Publish many without a reply, follow them, and return an outcome for each: None when it was confirmed."""
         self._open.update((one.request_id, one) for one in requests)
         errors = await self._bus.publish_each([(one, one.request_id) for one in requests])
         for request, error in zip(requests, errors, strict=True):
@@ -98,7 +98,7 @@ class MoveClient:
                 async with asyncio.timeout(min(left, SILENCE_S)):
                     await self._changed.wait()
             except TimeoutError:
-                with contextlib.suppress(Transient, BusError):  # asked again after the next silence
+                with contextlib.suppress(Transient, BusError):  # queried again after the next silence
                     await self._query_states(min(ASK_TIMEOUT_S, max(left, SILENCE_S)))
         return True
 
@@ -120,7 +120,7 @@ class MoveClient:
             if not isinstance(event, MoveEvent):
                 continue
             mine = self._open.get(event.request_id)
-            # Any project may name any id in a request of its own; what becomes of that is told to that project.
+            # Any project may name any id in a request of its own; its events go to that project.
             if mine is None or mine.project_id != event.project_id:
                 continue
             for listener in self._listeners:

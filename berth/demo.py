@@ -50,7 +50,7 @@ OUTCOMES = ("claimed", "raced", "full", "consumer_changed", "gone")
 DEAD_FOR_S = 1.0  # how long the compute service that dies stays dead
 FAILING_HOST = "cell2-c1-00007"
 BARE_METAL = "bm."
-# More bare metal is asked for than there is, so that some requests fail and are explained.
+# More bare metal is requested than there is, so that some requests fail and are explained.
 MIX = {
     "m1.tiny": 34.0, "m1.small": 34.0, "m1.medium": 18.0, "m1.large": 6.0, "gpu.small": 4.0,
     "bm.gold": 4.5, "bm.silver": 1.8,
@@ -139,7 +139,7 @@ async def demonstrate(seed: int, recordings: Path, console: Console) -> Demo:
 
 
 async def _replay(here: Site, ironic: IronicStandIn, recordings: Path, console: Console) -> dict[str, object]:
-    """Tell the recorded runs of a real Ironic again and compare the book with what Nova makes of the same nodes."""
+    """Replay the recorded runs of a real Ironic and compare the book with what Nova makes of the same nodes."""
     notifications = announcer(here)
     await notifications.open()
     steps = 0

@@ -46,13 +46,13 @@ class Drain:
 
     @property
     def not_begun(self) -> list[str]:
-        """Instances whose move has not been asked for."""
+        """Instances whose move has not been requested."""
         return [one.instance_uuid for one, _ in self.waiting]
 
     async def run(self, following: MoveClient, *, clock: Clock, timeout_s: float) -> None:
         """Move what can be moved, so many at a time, until time runs out or it is stopped.
 
-        What does not run cannot be moved live; its cell says so, and it is moved cold (a stopped one stays stopped).
+        What does not run cannot be moved live; its cell refuses it, and it is moved cold (a stopped one stays stopped).
         """
         give_up_at = clock.monotonic() + timeout_s
         while self.waiting or self.under_way:
@@ -91,7 +91,7 @@ class Drain:
     def _note(self, request_id: str, end: MoveEvent | MoveRecord) -> None:
         moved, how = self.under_way.pop(request_id)
         if how is MoveKind.LIVE_MIGRATE and end.code == NOT_RUNNING:
-            self.waiting.append((moved, MoveKind.MIGRATE))  # asked at most twice: a cold one has no such end
+            self.waiting.append((moved, MoveKind.MIGRATE))  # requested at most twice: a cold one has no such end
             return
         if end.state is MoveState.DONE:
             self.moved.append(moved.instance_uuid)

@@ -31,7 +31,7 @@ from cell_conductor.store.leases import PostgresLeases
 from cell_conductor.store.safety import KEEP, PostgresSafety
 
 # Hosts are waited for until each that should run something has reported, and each service that began a report of all
-# its hosts has ended it; at most this long, in which 100,000 hosts say what they run even on a busy machine ...
+# its hosts has ended it; at most this long, in which 100,000 hosts report what they run even on a busy machine ...
 REPORT_TIMEOUT_S = 60.0
 # ... and for no page at all no longer than this: a service that is up begins to answer a request within it.
 SILENCE_S = 8.0
@@ -95,7 +95,7 @@ async def gather(
             instances=instances,
             running=running,
             feed=await _feed(book),
-            audit=[f"{p} {c}: the book says {u}, its allocations {a}" for p, c, u, a in await _rows(book, _AUDIT)],
+            audit=[f"{p} {c}: the book has {u}, its allocations {a}" for p, c, u, a in await _rows(book, _AUDIT)],
             accepted=accepted,
             events=events,
             changes=changes,
@@ -230,7 +230,7 @@ async def _reports(
     """What every host that answers runs, queried on each cell's own bus; and the services that did not answer.
 
     wanted: {(cell, host): service} of those that must answer. deployments: the identity of each cell's database,
-    which tells whose mark a machine carries.
+    by which the owner of a machine's mark is known.
     """
     missing = {host for _, host in wanted}
     per_cell = await asyncio.gather(*(_cell_report(site, cell, missing, deployments.get(cell)) for cell in site.cells))
@@ -265,7 +265,7 @@ class Reports:
         self._deployment = deployment
         self._missing = missing
         self._by_host: dict[str, tuple[tuple[int, int], list[RunningFact]]] = {}
-        self._pages: dict[str, tuple[tuple[int, int], set[int], int]] = {}  # {service: (report, pages heard, pages)}
+        self._pages: dict[str, tuple[tuple[int, int], set[int], int]] = {}  # {service: (report, pages received, pages)}
         self._received_at = clock.monotonic()
 
     async def whole(self) -> None:

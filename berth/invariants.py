@@ -1,7 +1,7 @@
 """The invariants of DESIGN.md as plain functions over facts gathered from the outside.
 
 `Facts` holds what the resource book, the schedulers' and conductors' records, the hosts' own reports and the
-client's event stream say. `check_invariants` compares them. Gathering is `berth.gather`; nothing here does any I/O.
+client's event stream show. `check_invariants` compares them. Gathering is `berth.gather`; nothing here does any I/O.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class InstanceFact(Struct, frozen=True):
 
 
 class ServiceDownFact(Struct, frozen=True, kw_only=True):
-    """A compute service that says nothing of its hosts. why: a sentence. is_expected: it was stopped on purpose."""
+    """A compute service that sends no report of its hosts. why: a sentence. is_expected: it was stopped on purpose."""
 
     cell: str
     service: str
@@ -57,7 +57,7 @@ class ServiceDownFact(Struct, frozen=True, kw_only=True):
 
 
 class RunningFact(Struct, frozen=True):
-    """One machine that a host says it runs. has_mark: it carries the mark of its cell's database."""
+    """One machine that a host reports. has_mark: it carries the mark of its cell's database."""
 
     instance_uuid: str
     attempt: int
@@ -266,7 +266,7 @@ def _terminal(facts: Facts) -> Iterator[str]:
     terminals: dict[str, set[int]] = defaultdict(set)
     for event in facts.events:
         # A delete is a request of its own and has its own terminal event. Delivery is at least once: the same event
-        # (its sequence says so) may come again, a second one may not.
+        # (by its sequence) may come again, a second one may not.
         if event.terminal and event.state is not BuildState.DELETED:
             terminals[event.instance_uuid].add(event.sequence)
     for uuid in facts.accepted:

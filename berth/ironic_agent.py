@@ -1,4 +1,4 @@
-"""The deploy agent, played: what a booted ramdisk (ironic-python-agent) says to a real Ironic, without a machine.
+"""A simulated deploy agent: what a booted ramdisk (ironic-python-agent) sends to a real Ironic, without a machine.
 
 For every node that waits for a call-back it looks itself up, takes the agent token, sends heartbeats, and answers
 Ironic's commands as done at once. What Ironic orders is kept in `orders`: the image and the config drive that a real
@@ -34,7 +34,7 @@ BOOTED = WAITING | {"deploying", "cleaning", "rescuing", "servicing"}  # the sam
 BEAT_S = 0.3
 TIMEOUT_S = 60.0  # Ironic gives a token once: an answer that is given up is a token lost, and the deployment with it
 HIDDEN_TOKEN = "******"  # what a lookup answers while a token of this boot is out already
-REFUSED_TOKEN = "agent token"  # in Ironic's words; its 400 also says that no conductor is there, or an address is new
+REFUSED_TOKEN = "agent token"  # in Ironic's words; its 400 also means that no conductor is there, or an address is new
 OTHER_ADDRESS = "callback_url"
 MAX_ORDERS = 10_000
 IMAGE = "image.raw"

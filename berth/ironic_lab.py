@@ -75,7 +75,9 @@ def programs() -> Path:
 async def lab(
     directory: Path | None = None, *, agents_way: httpx.AsyncBaseTransport | None = None, **more: Any
 ) -> AsyncIterator[Lab]:
-    """Broker, Ironic and agents, for as long as this context. agents_way: how they speak. more: as for `Ironic`."""
+    """Broker, Ironic and agents, for as long as this context. agents_way: the agents' HTTP transport. more: as for
+    `Ironic`.
+    """
     with contextlib.ExitStack() as servers:
         broker = await asyncio.to_thread(
             servers.enter_context, RabbitMQ(None if directory is None else directory / "rabbitmq")
@@ -111,7 +113,7 @@ class Nodes:
                 await self.provision(node, target)
             for node in nodes:
                 await self.until(node, reached)
-                # Fake power says nothing of itself, and a node whose power is not known is not offered.
+                # Fake power has no state by itself, and a node whose power is not known is not offered.
                 await self._ask("PUT", f"/v1/nodes/{node}/states/power", {"target": "power off"})
         return nodes
 

@@ -32,7 +32,7 @@ def to_log(sentence: str) -> None:
 class ServerKeeper:
     """Restarts one server whenever it ends.
 
-    name: of the server, for the sentences. say: takes one sentence for each end, failed start and return.
+    name: of the server, for the messages. notify: called with one sentence for each end, failed start and return.
     """
 
     def __init__(self, name: str, server: PrivateServer, *, notify: Notify) -> None:

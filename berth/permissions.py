@@ -1,6 +1,6 @@
 """What each user of a RabbitMQ may do there, derived from the catalogue: least for every worker, operator and project.
 
-RabbitMQ asks three patterns of each user in each virtual host (configure, write, read; over names of exchanges and
+RabbitMQ has three patterns for each user in each virtual host (configure, write, read; over names of exchanges and
 queues), and two of each topic exchange (write and read; over routing and binding keys). A topic exchange without
 patterns of a user's own is open to it, so every exchange that a user may touch has some.
 """
@@ -62,7 +62,7 @@ class PermissionRole(StrEnum):
 
 
 # Who a role is in the catalogue, and the kinds of bus it enters, its home first: of the messages that are published on
-# both kinds it says its own at home.
+# both kinds it publishes its own at home.
 _CATALOGUE: dict[PermissionRole, tuple[str, tuple[Where, ...]]] = {
     PermissionRole.PLACEMENT: ("placement_worker", (Where.API, Where.CELL)),
     PermissionRole.SCHEDULER: ("scheduler_worker", (Where.API, Where.CELL)),
@@ -72,7 +72,7 @@ _CATALOGUE: dict[PermissionRole, tuple[str, tuple[Where, ...]]] = {
     PermissionRole.OPERATOR: ("operator", (Where.API, Where.CELL)),
 }
 OF_A_CELL = (PermissionRole.CONDUCTOR, PermissionRole.COMPUTE)
-# Who makes what a bus shares. To make a queue of delayed messages is to be allowed to read it (RabbitMQ asks for that
+# Who makes what a bus shares. To make a queue of delayed messages is to be allowed to read it (RabbitMQ requires that
 # where a queue has a dead-letter exchange), so the others find it there: there are many of them, on every host one.
 MAKERS = (PermissionRole.PLACEMENT, PermissionRole.SCHEDULER, PermissionRole.CONDUCTOR, PermissionRole.OPERATOR)
 # The operator's load runs watch the feed as a scheduler does.
@@ -175,10 +175,10 @@ def of_role(
 
 
 def of_project(project_id: str, settings: Settings, *, user: str | None = None) -> Grant:
-    """What a project's user may do: ask for its own machines and hear its own events. ValueError: no project id.
+    """What a project's user may do: request its own machines and receive its own events. ValueError: no project id.
 
     Its queues are named by the broker. Under names that it chooses it could declare an exchange, too, and bind that to
-    ours: what comes that way, or by a queue's dead-letter exchange, is asked for no key.
+    ours: what comes that way, or by a queue's dead-letter exchange, is checked for no key.
     """
     try:
         project = msgspec.convert(project_id, Word)
@@ -276,7 +276,7 @@ def _allow_making(allowed: _Allowed, names: QueueNames) -> None:
 
 
 def _allow_mark(allowed: _Allowed, mark: str, names: QueueNames) -> None:
-    """To leave a role's mark on the bus (`bus.owner`). RabbitMQ asks for read and write of an alternate exchange."""
+    """To leave a role's mark on the bus (`bus.owner`). RabbitMQ requires read and write of an alternate exchange."""
     name = _literal(names.exchange(f"{MARK}{mark}"))
     allowed.configure[name] = allowed.read[name] = None
     allowed.write[f"{_literal(MARK_OF)}.+"] = None

@@ -1,4 +1,4 @@
-"""Recorded runs of a real Ironic, and what Nova makes of the same nodes: what the book must say after a replay."""
+"""Recorded runs of a real Ironic, and what Nova makes of the same nodes: what the book must hold after a replay."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def _expected(answer: Mapping[str, Any] | None) -> Expected | None:
 
 
 async def compare(site: Site, expected: Mapping[str, Expected | None]) -> list[Deviation]:
-    """Wait until the book says what is expected; what still differs after SETTLE_TIMEOUT_S is returned."""
+    """Wait until the book holds what is expected; what still differs after SETTLE_TIMEOUT_S is returned."""
     database = site.environment("recordings").database("placement", pool_size=1)
     deadline = site.clock.monotonic() + SETTLE_TIMEOUT_S
     try:

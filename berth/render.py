@@ -24,7 +24,7 @@ def printable(text: str) -> str:
     """Text from outside as one line of a terminal may have it.
 
     Line ends, control characters and those that turn the direction of writing are escaped (`\\n`, `\\u202e`): a name
-    cannot forge a row, nor speak to the terminal.
+    cannot forge a row, nor control the terminal.
     """
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
@@ -68,7 +68,7 @@ def render_load(report: LoadReport, console: Console) -> None:
     console.print(f"alternates used: {report.alternates_used}, active after attempt: {_counts(report.attempts)}")
     render_rows(
         console,
-        ["milliseconds until the client heard", *(f"{name:>6}" for name in _PERCENTILES)],
+        ["milliseconds until the client's event", *(f"{name:>6}" for name in _PERCENTILES)],
         [
             [stage, *(f"{figures[name]:6.0f}" if name in figures else "" for name in _PERCENTILES)]
             for stage, figures in report.stages_ms.items()

@@ -1,4 +1,4 @@
-"""Where Placement's REST API is served when only `--http`, or nothing, says so, and who may call it there."""
+"""Where Placement's REST API is served when only `--http`, or nothing, sets it, and who may call it there."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def with_rest_at(settings: Settings, listen: str) -> Settings:
 
 
 class AtHttp(Struct, frozen=True, kw_only=True):
-    """What `--http` of a placement worker serves. sentence: for the operator, if there is anything to tell."""
+    """What `--http` of a placement worker serves. sentence: for the operator; empty when there is none."""
 
     settings: Settings
     with_rest: bool
@@ -64,7 +64,7 @@ def _in_force(rest: RestConfig) -> str:
         case "keystone":
             return f"auth: Keystone at {rest.keystone.auth_url}"
         case _:
-            return "auth: noauth2, callers are who they say ([placement.rest] auth may be tokens or keystone, too)"
+            return "auth: noauth2, callers are not authenticated ([placement.rest] auth may be tokens or keystone, too)"
 
 
 # --- `berth up`
@@ -80,7 +80,7 @@ class AtUp(Struct, frozen=True, kw_only=True):
 
 @contextlib.contextmanager
 def for_up(settings: Settings, port: int = DEFAULT_PORT) -> Iterator[AtUp]:
-    """As the settings say; where they name no address on loopback, and when they name no auth behind an own token."""
+    """As in the settings; where they name no address on loopback, and when they name no auth behind an own token."""
     rest = settings.placement.rest
     if rest.listen or not settings.up.rest:
         yield AtUp(settings=settings)

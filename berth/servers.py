@@ -60,7 +60,7 @@ def real_servers(cells: tuple[str, ...], *, durable: bool) -> Iterator[RealServe
 
 
 def variables(settings: Settings) -> dict[str, str]:
-    """The `BERTH_...` variables that say what is not default in these settings, for child processes."""
+    """The `BERTH_...` variables for what is not default in these settings, for child processes."""
     bare = msgspec.to_builtins(Settings())
     found: dict[str, str] = {}
     for section, values in msgspec.to_builtins(settings).items():

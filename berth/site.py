@@ -23,7 +23,7 @@ from bus.service.environment import Environment
 from bus.service.settings import SettingsError
 
 RUNTIME_FILE = "runtime.json"
-HEARTBEAT_S = 5.0  # how often a worker says that it is there (`berth workers`)
+HEARTBEAT_S = 5.0  # how often a worker publishes its heartbeat (`berth workers`)
 
 
 class Runtime(Struct, frozen=True, kw_only=True):
@@ -86,7 +86,7 @@ class Site:
 
     @property
     def database_url(self) -> str | None:
-        """Where PostgreSQL is, or None when nothing says so (an embedded one that does not run)."""
+        """Where PostgreSQL is, or None when it is unknown (an embedded one that does not run)."""
         if self._database_url is not None:
             return self._database_url
         if self.settings.database.url != EMBEDDED:

@@ -20,7 +20,7 @@ LONGEST_PAUSE_S = 8.0
 
 
 class Supervisor:
-    """Watches worker processes. `say` takes a sentence for each death and restart."""
+    """Watches worker processes. notify: called with a sentence for each death and restart."""
 
     def __init__(self, processes: WorkerProcesses, *, clock: Clock, notify: Callable[[str], None]) -> None:
         self._processes = processes

@@ -46,7 +46,7 @@ async def database(
 async def site(
     settings: Settings, *, directory: Path | None, seed: int | None = None, notify: Notify = to_log
 ) -> AsyncIterator[Site]:
-    """A site of this process: memory buses (where the settings say so) and a database that answers."""
+    """A site of this process: memory buses (where the settings name them) and a database that answers."""
     clock = SystemClock()
     async with database(settings, durable=directory is not None, directory=directory, notify=notify) as url:
         brokers = Brokers(clock)

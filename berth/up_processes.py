@@ -70,7 +70,7 @@ def numbers(cpus: int, cells: int, up: UpSettings, requested: Mapping[str, int |
 
 
 class RunningProcesses(Struct, frozen=True, kw_only=True):
-    """What runs: for saying so, and for watching it."""
+    """What runs: for printing it, and for watching it."""
 
     processes: WorkerProcesses
     site: Site
@@ -82,7 +82,7 @@ class RunningProcesses(Struct, frozen=True, kw_only=True):
 async def running(settings: Settings, count: ProcessCounts, *, notify: Notify) -> AsyncIterator[RunningProcesses]:
     """Run servers (ours, kept alive, unless the settings name others) and every worker, ready for other commands.
 
-    say: takes a sentence when a server of ours ended.
+    notify: called with a sentence when a server of ours ended.
 
     Raises ServerMissing (no RabbitMQ on this machine) or ServerFailed.
     """

@@ -64,13 +64,13 @@ class WorkerProcesses:
         return self.workers[name]
 
     async def ready(self, names: Sequence[str] | None = None, *, timeout_s: float = READY_TIMEOUT_S) -> None:
-        """Wait until workers (all, or those named) say that they are ready. Raises ServerFailed."""
+        """Wait until workers (all, or those named) are ready. Raises ServerFailed."""
         async with httpx.AsyncClient(timeout=PROBE_TIMEOUT_S) as http:
             waits = (self._ready(http, self.workers[name], timeout_s) for name in names or list(self.workers))
             await asyncio.gather(*waits)
 
     async def metrics(self, name: str) -> str:
-        """What a worker's /metrics says. Raises httpx.HTTPError."""
+        """The text of a worker's /metrics. Raises httpx.HTTPError."""
         async with httpx.AsyncClient(timeout=METRICS_TIMEOUT_S) as http:
             return (await http.get(f"http://127.0.0.1:{self.workers[name].port}/metrics")).text
 
@@ -123,7 +123,7 @@ class _Readiness(Struct):
 
 
 def _pid(body: bytes) -> int:
-    """Who answered: another process may have the port, and our worker may have died of that. 0: it does not say."""
+    """Who answered: another process may have the port, and our worker may have died of that. 0: unknown."""
     try:
         return msgspec.json.decode(body, type=_Readiness).pid
     except msgspec.MsgspecError:

@@ -33,7 +33,7 @@ FEW = 2
 
 log = structlog.get_logger("bus")
 
-API = "api"  # the name of the bus that clients speak to; every other bus is a cell's
+API = "api"  # the name of the bus that clients use; every other bus is a cell's
 
 
 class Bus:
@@ -118,7 +118,7 @@ class Bus:
         await waiter.wait()
 
     async def publish_each(self, messages: Sequence[tuple[Message, str]]) -> list[BaseException | None]:
-        """Publish many messages, each with its cause, and say of each how it went: None is confirmed."""
+        """Publish many messages, each with its cause, and return an outcome for each: None when it was confirmed."""
         waiter = Waiter()
         places: list[Confirmation] = []
         few = len(messages) <= FEW
@@ -222,7 +222,7 @@ class Bus:
             return
         self.publisher.post(row.exchange, key, mode, packed, waiter)
         if has_two_keys:
-            # An id of its own: it tells the broker's answers on this connection apart.
+            # An id of its own: it distinguishes the broker's answers on this connection.
             again = Packed(packed.body, structs.replace(meta, id=f"{meta.id}.b"), packed.type)
             self.publisher.post(row.exchange, row.batch_key, BATCHED, again, waiter)
 

@@ -58,7 +58,7 @@ class CellLink:
 
 
 async def wait_for(links: Sequence[CellLink], wait_s: float) -> None:
-    """Give the cells a moment, so that a system that starts together is whole when it says ready."""
+    """Wait for the cells for a bounded time, so that a system that starts together is complete when it is ready."""
     try:
         async with asyncio.timeout(wait_s):
             await asyncio.gather(*(link.up.wait() for link in links))

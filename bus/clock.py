@@ -50,7 +50,7 @@ def shared_delay_s(now: float, every_s: float) -> float:
 
 def new_uuid(rng: random.Random) -> str:
     """A random (version 4) UUID from the given source, in canonical text."""
-    # What uuid.UUID(int=..., version=4) says, in a third of the time: every message has one.
+    # The same as uuid.UUID(int=..., version=4), in a third of the time: every message has one.
     text = f"{rng.getrandbits(128) & _FREE_BITS | _VERSION_4:032x}"
     return f"{text[:8]}-{text[8:12]}-{text[12:16]}-{text[16:20]}-{text[20:]}"
 

@@ -20,5 +20,5 @@ DEAD_DROPPED = Counter("berth_bus_dead_letters_dropped", "Dead letters dropped: 
 BROKEN = Counter("berth_bus_invariants_broken", "Messages whose handling broke an invariant.", ["bus", "queue"])
 WORKER = Gauge("berth_worker", "1 for each running worker.", ["role", "process", "version"])
 DEAD_LETTERS = Gauge(
-    "berth_bus_dead_letters", "Dead letters parked on a bus, asked of the broker when scraped.", ["bus"]
+    "berth_bus_dead_letters", "Dead letters parked on a bus, read from the broker when scraped.", ["bus"]
 )

@@ -139,20 +139,20 @@ class Transport(Protocol):
     name: str
 
     async def open(self) -> None:
-        """Connect. Waits for the broker while it is unavailable, saying so in the log; raises BusForbidden."""
+        """Connect. Waits for the broker while it is unavailable, and logs that; raises BusForbidden."""
 
     async def close(self) -> None:
         """Close; unacknowledged deliveries go back to their queues."""
 
     @property
     def connected(self) -> bool:
-        """Whether the broker can be spoken to now (for /readyz)."""
+        """Whether the broker can be reached now (for /readyz)."""
 
     @property
     def blocked(self) -> str:
         """Why the broker takes no messages now: in its own words, short of memory or disk. "": it takes them.
 
-        A broker says so once something is published; what is published then waits, and nothing of it is lost.
+        A broker reports this once something is published; what is published then waits, and nothing of it is lost.
         """
 
     async def declare_shared(self) -> None:
@@ -174,7 +174,7 @@ class Transport(Protocol):
         """Take a mark away, whose ever it is."""
 
     async def declare_queue(self, row: QueueRow, name: str, bindings: Sequence[tuple[str, str]]) -> None:
-        """Declare a queue as the row says, bound; placeholders filled in. What the bus shares is there already.
+        """Declare a queue as its row describes it, bound; placeholders filled in. What the bus shares exists already.
 
         Raises QueueLocked, at once, while another connection has a private queue of this name.
         """

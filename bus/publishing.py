@@ -20,7 +20,7 @@ from bus.wire import Packed, batch, single
 log = structlog.get_logger("bus.publishing")
 
 
-# So many messages that are said alone and together may be on their way at once; what is more gathers.
+# So many messages that go both alone and in batches may be in flight at once; further ones gather.
 ONCE_FLIGHTS = 2
 
 
@@ -48,7 +48,7 @@ class Mode(Struct, frozen=True):
 
     asks_first: when several have gathered the first one leaves `mandatory`. If it comes back no queue is bound to this
     routing key, so the broker would drop the others too, and they are settled without being sent.
-    max_batch: in one broker message; 0: as the bus's limits say.
+    max_batch: in one broker message; 0: as the bus's limits allow.
     """
 
     batches: bool
@@ -216,8 +216,8 @@ class Publisher:
         """Send a message of both keys, its own and its batch's, as one broker message, at once.
 
         False: something waits under one of the keys, and it may not overtake that; or so much is on its way that it
-        gathers. (What is on its way already stays before it: all leave on one channel.) It never asks who listens:
-        that a queue takes batches says nothing about queues that take single messages.
+        gathers. (What is in flight already stays before it: all leave on one channel.) It never checks who listens:
+        that a queue takes batches implies nothing about queues that take single messages.
         """
         self.pump()  # what was posted before it leaves before it
         alone = self._links.get((exchange, key, mode))

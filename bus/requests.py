@@ -44,7 +44,7 @@ class _PendingRequests:
 
 
 class Requester:
-    """Asks and waits. Opens its reply queue at the first request."""
+    """Sends a request and waits for its reply. Opens the reply queue at the first request."""
 
     def __init__(
         self, bus: str, transport: Transport, publisher: Publisher, *, process: str, clock: Clock, rng: random.Random

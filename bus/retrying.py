@@ -1,4 +1,4 @@
-"""Trying again: how long to wait, when to stop, and the only place that says so.
+"""Retries: how long to wait and when to stop. The only module that decides it.
 
 Tenacity does the calling. Waits pass on our clock and are drawn from our random generator, so that a simulation owns
 both. A policy without a bound goes on until it works or its task is cancelled, which ends every wait at once.
@@ -78,7 +78,7 @@ def doubled_s(first_s: float, longest_s: float, times: int) -> float:
 
 
 class Retrying:
-    """Calls again as a policy says."""
+    """Repeats a call according to a policy."""
 
     def __init__(self, policy: RetryPolicy, clock: Clock, rng: random.Random | None = None) -> None:
         self.policy = policy
@@ -127,7 +127,7 @@ class Retrying:
         return await retrying(once)
 
     async def until(self, is_done: Callable[[], Awaitable[bool]]) -> bool:
-        """Call until it says True; False: the policy stopped before."""
+        """Call until it returns True; False: the policy stopped before."""
         retrying = tenacity.AsyncRetrying(
             sleep=self._clock.sleep,
             wait=self._wait_s,

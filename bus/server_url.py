@@ -17,7 +17,7 @@ MAX_URL = 8_192
 MAX_HOSTS = 16
 MAX_PORT = 65_535
 
-# What getaddrinfo can be asked for without an error of its own.
+# Host names that getaddrinfo takes without an error of its own.
 _LABEL = r"[A-Za-z0-9_](?:[A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?"
 _NAME = re.compile(rf"{_LABEL}(?:\.{_LABEL})*\.?")
 _MAX_NAME = 253
@@ -26,7 +26,7 @@ _ENCODE = "in a user, password or name each of @ : / ? # % and , is percent-enco
 
 
 class BadUrl(ValueError):
-    """A text that is no URL of a server. The text says why, and shows nothing of it."""
+    """A text that is no URL of a server. The message has the reason, and no part of the text."""
 
 
 class Endpoint(Struct, frozen=True):

@@ -47,7 +47,7 @@ TRACEPARENT = "traceparent"
 CODE = "berth-code"  # on a dead letter: why it was given up
 BROKERS = "broker."  # how the code of a letter begins that the broker itself gave up
 # The broker's record of how a message died. It adds to one that a publisher has written, so that nothing in it could be
-# believed (tried on 3.10: an entry for the same queue and reason keeps the publisher's exchange and routing key).
+# trusted (tried on 3.10: an entry for the same queue and reason keeps the publisher's exchange and routing key).
 BROKERS_OWN = frozenset({"x-death", "x-first-death-exchange", "x-first-death-queue", "x-first-death-reason"})
 
 # Larger bodies are refused unread: the largest honest message is a snapshot page of 1,000 providers, about 2 MB.
@@ -61,7 +61,8 @@ MAX_REPLY_TO = 200
 # Times in seconds and attempts beyond these cannot be written into a header again.
 MAX_TIME_S = 2**43
 MAX_ATTEMPT = 1000
-# A time never leaves later than it was; what a float of today cannot tell from a whole millisecond stays that one.
+# A time never leaves later than it was; what a float of today cannot distinguish from a whole millisecond stays that
+# one.
 SLACK_MS = 0.0005
 
 REPLY_PREFIX = "berth.reply."
@@ -208,7 +209,7 @@ class Codec:
     def read(self, delivery: Delivery, new_id: str) -> list[Read | Malformed]:
         """All messages of a delivery, in order. `new_id` stands in where a foreign client gave no message id.
 
-        A message under a routing key that is not its own is malformed, whatever its body says (`may_come_under`).
+        A message under a routing key that is not its own is malformed, whatever its body is (`may_come_under`).
         """
         key = published_key(delivery)
         try:
@@ -259,7 +260,7 @@ class Codec:
         return [self._read_item(item, f"{_id(delivery, new_id)}.{number}", key) for number, item in enumerate(items)]
 
     def _malformed_batch(self, delivery: Delivery, code: str, reason: str, new_id: str, key: str) -> Malformed:
-        """What says that it is a batch and is none: its properties say whom to answer, as of a single message."""
+        """A body marked as a batch that is none. Its properties name the reply queue, as those of a single message."""
         meta, _ = _meta(delivery, new_id)
         if not _may_be_answered(meta):
             return self._unanswerable(delivery.body, meta, key)
@@ -340,7 +341,7 @@ def _without(tree: Any, names: Collection[str]) -> Any:
 
 
 def _with_suggestion(reason: str, fields: Sequence[str]) -> str:
-    """What msgspec says of a field that does not exist, with the nearest one that does."""
+    """msgspec's message about a field that does not exist, with the nearest one that does."""
     found = _UNKNOWN_FIELD.search(reason)
     near = difflib.get_close_matches(found[1][:MAX_ID], fields, n=1) if found is not None else []
     return f"{reason}; did you mean `{near[0]}`?" if near else reason
@@ -414,7 +415,7 @@ def published_key(delivery: Delivery) -> str:
     """The routing key that a message was published with. Empty: it was sent to the queue itself.
 
     Only berth's workers and operators may do that: a retry, which was read before, or a dead letter that goes back and
-    says in a header under which key it came at first. On any other message that header is the sender's own.
+    keeps in a header the key under which it came at first. On any other message that header is the sender's own.
     """
     if delivery.exchange == RETURN:
         return ""
@@ -435,8 +436,8 @@ def letters_key(delivery: Delivery) -> str:
 
     A letter of the broker's has the headers of its publisher, who may have written anything, a record of deaths too,
     which the broker (3.10) goes on with. The queue of requests keeps the key (`QueueRow.keeps_keys`), so that of one
-    that no consumer has read the broker itself still tells under which key it let it pass. A message that was read
-    cannot have brought a record along (`Codec`): where it came back from a delay, the record tells.
+    that no consumer has read the broker itself still knows the key under which it let it pass. A message that was read
+    cannot have brought a record along (`Codec`): where it came back from a delay, the record has the key.
     """
     if delivery.exchange == GIVEN_UP and not delivery.routing_key.endswith(KEEPING):
         return delivery.routing_key

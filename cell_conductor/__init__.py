@@ -1,1 +1,1 @@
-"""cell_conductor: builds inside one cell; speaks on that cell's bus only."""
+"""cell_conductor: builds inside one cell; uses that cell's bus only."""

@@ -39,7 +39,7 @@ def build(env: Environment, config: ConductorConfig, cell: str, *, store: Instan
     store: instead of the cell's schema in the environment's database.
     """
     if cell == API:
-        raise BrokenInvariant("a conductor speaks on its own cell's bus only", code="conductor.up_call")
+        raise BrokenInvariant("a conductor uses its own cell's bus only", code="conductor.up_call")
     service = Service(f"conductor {cell}", clock=env.clock)
     store = store if store is not None else PostgresInstances(env.database(f"cell_{cell}"))
     bus = env.bus(cell)

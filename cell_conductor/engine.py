@@ -418,7 +418,7 @@ class Engine:
         return True
 
     def _revert_event(self, instance: Instance, revert: Revert, reply: RevertResult | Fault) -> Event | None:
-        """What placement's answer means to the instance; None: it is asked again."""
+        """What placement's answer means to the instance; None: the request is repeated."""
         if isinstance(reply, Fault):
             self._unanswered(instance, "revert", reply)
             return None
@@ -485,7 +485,7 @@ def _questions(
 ) -> list[PendingQuestion]:
     """The requests to placement that are due: those that have just come up, and those of `again` once more.
 
-    An instance that was waiting all along is another task's: asking twice at the same time would be answered twice.
+    An instance that was waiting all along is another task's: two requests at the same time would be answered twice.
     """
     found: list[PendingQuestion] = []
     for uuid, instance in after.items():
@@ -503,7 +503,7 @@ def _refused(claim: Claim, answer: ClaimResult, now: float, repeated: bool) -> C
     """A claim that took nothing.
 
     When the same request was sent before (a crash, a lost answer), a consumer that is gone is our own doing: the
-    first asking released it and found no room. It differs from a consumer that another client holds.
+    first request released it and found no room. It differs from a consumer that another client holds.
     """
     ours = repeated and answer.consumer_generation is None
     return ClaimRefused(

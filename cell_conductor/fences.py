@@ -102,7 +102,7 @@ class FenceKeeper:
     # --- the operator's decisions
 
     async def take(self, decisions: Sequence[CellFence], engine: Engine) -> None:
-        """Queue conductor.requests: record these, end what waits for the hosts, and say what is on record."""
+        """Queue conductor.requests: record these, end what waits for the hosts, and publish what is on record."""
         for decision in decisions:
             fence = Fence(
                 host_uuid=decision.host_uuid,
@@ -181,7 +181,7 @@ class FenceKeeper:
             cause=fence.host_uuid,
         )
 
-    # --- what fenced hosts say
+    # --- reports of fenced hosts
 
     async def on_results(self, results: Sequence[ComputeResult]) -> None:
         """Queue conductor.results: what a host has destroyed is no loss any more."""

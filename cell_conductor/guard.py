@@ -154,7 +154,7 @@ class Guard:
         return new
 
     async def _announce(self, report: ComputeHosts, new: Sequence[Unexplained]) -> None:
-        """Say what is on record only now; of several conductors the one that put it there says so."""
+        """Publish what is on record only now; of several conductors the one that recorded it does."""
         if not new:
             return
         quarantined = [one for one in new if one.kind is UnexplainedKind.QUARANTINED]

@@ -8,7 +8,7 @@ import structlog
 
 from bus.bus import Bus
 from bus.clock import Clock
-from bus.consuming.given_up import GIVEN_UP_UNSAID, given_up_of
+from bus.consuming.given_up import GIVEN_UP_BY_BROKER, given_up_of
 from bus.consuming.outcome import Done, Outcome, Received, Refuse
 from bus.contracts.base import Message, Refusal
 from bus.contracts.cell import CellBuild, CellDelete, ComputeHosts, ComputeOutcome, ComputeResult
@@ -50,7 +50,7 @@ class RequestHandlers:
         self._fences = fences
 
     async def requests(self, batch: Sequence[Received]) -> Sequence[Outcome]:
-        """CellBuild, CellMove, CellDelete; and CellFence, which comes first: what is asked with it relies on it."""
+        """CellBuild, CellMove, CellDelete; and CellFence, which comes first: what is requested with it relies on it."""
         if self._fences is None:
             return await self._take(batch, "requests")
         decisions = [received.message for received in batch if isinstance(received.message, CellFence)]
@@ -211,7 +211,7 @@ def _instance_event(received: Received, at: float) -> InstanceEvent | None:
 
 def _given_up(received: Received) -> Refusal | None:
     """Why a request is not carried out any more; None: it is."""
-    return given_up_of(received) or (GIVEN_UP_UNSAID if received.queue == GIVEN_UP_QUEUE else None)
+    return given_up_of(received) or (GIVEN_UP_BY_BROKER if received.queue == GIVEN_UP_QUEUE else None)
 
 
 def build_requested(message: CellBuild, at: float, cause: str, given_up: Refusal | None = None) -> BuildRequested:

@@ -1,7 +1,7 @@
 """Keeps the leases of a cell's compute services: takes heartbeats, fails builds over, publishes who is down.
 
-Every conductor hears every heartbeat, suspects by itself and moves builds (each under its row's lock, so twice does no
-harm). One of them, the keeper (`store.leases`), records what it believes and publishes it, a digest a cell.
+Every conductor receives every heartbeat, suspects by itself and moves builds (each under its row's lock, so twice does
+no harm). One of them, the keeper (`store.leases`), records the state of services and publishes it, a digest a cell.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ log = structlog.get_logger(__name__)
 
 TICK_S = 0.25  # between two checks of the leases; what changed within it is published together
 DIGEST_S = STEP_S / 2  # between two digests when nothing has changed; conductors measure silence by them
-KEEP_S = 5.0  # a keeper that does not say so again is replaced after this
+KEEP_S = 5.0  # a keeper that does not renew its lease is replaced after this
 KEEP_AGAIN_S = 2.0
 FAIL_OVER_AGAIN_S = 5.0  # builds that came to a service that is down all the same are looked for so often
 PER_PAGE = 1000
@@ -104,7 +104,8 @@ class LeaseKeeper:
         for received in batch:
             self._table.advance_clock(now_s)
             if isinstance(received.message, ServicesDigest) and received.message.cell == self._cell:
-                # Who was down before this conductor started is not heard here; only the keeper reads the record.
+                # A service that was down before this conductor started sends nothing here; only the keeper reads the
+                # record.
                 self._table.adopt(map(_lease_of, received.message.down))
             if isinstance(received.message, HostFence):
                 self._on_fence(received.message)

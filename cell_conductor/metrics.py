@@ -29,7 +29,7 @@ DATABASE_CHANGES = Counter(
 )
 UNASKED = Counter(
     "berth_conductor_unexpected_answers",
-    "Placement's answers to what no record has asked, by state and answer: the database was set back or replaced.",
+    "Placement's answers without a request on record, by state and answer: the database was set back or replaced.",
     ["state", "answer"],
 )
 SILENT = Counter("berth_conductor_services_silent", "Compute services that fell silent, by service.", ["service"])

@@ -51,7 +51,7 @@ async def purge_forever(store: InstanceStore, clock: Clock, config: ConductorCon
 
 
 class ReportRequester:
-    """Asks every compute service for a report: at start, when the bus is back, and now and then."""
+    """Requests a report of every compute service: at start, when the bus is back, and at intervals."""
 
     def __init__(self, bus: Bus, clock: Clock, config: ConductorConfig) -> None:
         self._bus = bus

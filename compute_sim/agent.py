@@ -54,7 +54,7 @@ from compute_sim.records import EntryRow, Key, Records
 
 log = structlog.get_logger()
 
-DESTROY = RetryPolicy(first_s=0.2, longest_s=30.0, least=0.0)  # as often as the service's limits say
+DESTROY = RetryPolicy(first_s=0.2, longest_s=30.0, least=0.0)  # as often as the service's limits allow
 DESTROY_AGAIN_S = 60.0  # what was given up as impossible is taken up again after this
 MAX_AGAIN = 1_000  # ... so many at a time: the driver has just been away
 
@@ -70,7 +70,7 @@ class Limits(Struct, frozen=True, kw_only=True):
 
 
 class Agent:
-    """One service over one driver. `say` publishes a result some time soon, `on_failures`: hosts whose builds fail."""
+    """One service over one driver. send: queues a result; on_failures: called with a host whose build failed."""
 
     def __init__(
         self,
@@ -204,7 +204,7 @@ class Agent:
         self._jobs.start(key, chain, self._destroy_leftovers(key, chain, attempt, deployment))
 
     async def _look_then_destroy(self, key: Key, chain: Chain, command: Destroy) -> None:
-        """Nothing is on record: the machine's own mark says whether this attempt is complete. If so, it is recorded."""
+        """Nothing is on record: the machine's own mark shows whether the attempt is complete. If so, it is recorded."""
         async with chain.lock:
             try:
                 listed = await self._driver.list((key[0],))
@@ -402,7 +402,7 @@ class Agent:
 
 
 def _made_by(entry: Entry, machine: Machine) -> bool:
-    """Whether the machine's mark says that this very attempt made it."""
+    """Whether the machine's mark names this very attempt."""
     return (machine.attempt, machine.deployment) == (entry.attempt, entry.deployment)
 
 

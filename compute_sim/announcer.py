@@ -26,7 +26,7 @@ Result = ComputeResult | MachineChanged
 MAX_BATCH = 500  # results published at once
 GATHER_TURNS = 8  # so often the loop goes on before what has gathered is published, while more comes each time
 MAX_WAITING = 50_000  # results not confirmed yet; beyond it no more commands are taken
-# Until the results are published: the jobs that ended have been done, and someone must hear of it.
+# Until the results are published: the jobs that ended have been done, and their conductor must get the results.
 RESULTS = RetryPolicy(first_s=0.1, longest_s=5.0, least=0.0)
 
 
@@ -93,7 +93,7 @@ class ResultSender:
                 return
 
     async def flush(self, seconds: float) -> bool:
-        """Publish what waits, at most for this long; says whether all of it was confirmed. `run` may have ended."""
+        """Publish what waits, at most for this long; returns whether all of it was confirmed. `run` may have ended."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 while self._waiting:

@@ -14,7 +14,7 @@ from compute_sim.records import Key, Records
 
 
 class Answers:
-    """One service's results. `say` publishes one some time soon."""
+    """One service's results. send: queues one to be published, without waiting."""
 
     def __init__(self, service: str, send: Callable[[ComputeResult], None], clock: Clock, records: Records) -> None:
         self._service = service

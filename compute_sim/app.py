@@ -192,7 +192,7 @@ class Parts:
         await self.agent.resume()
 
     async def drain(self, grace_s: float) -> None:
-        """Let builds end for a while, say what there is to say, say good-bye. What is left is on record."""
+        """Let builds end for a while, publish all results and the departure. What is left is on record."""
         await self.agent.stop(min(STOP_GRACE_S, grace_s / 2))
         await self.announcer.flush(min(FLUSH_S, grace_s / 2))
         await self.reporter.leave()

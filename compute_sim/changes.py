@@ -3,7 +3,7 @@
 One at a time for one instance on one host, in the chain that its builds and destructions go through. A change with a
 higher order takes the place of the one before, wherever that stands; one with a lower order is late and is dropped. The
 order is on record before the message is acknowledged. A change that its service did not survive is not taken up again:
-nothing says then whether it has happened, and the conductor, which is not answered, asks for what it wants.
+then it is unknown whether it has happened, and the conductor, which gets no answer, repeats its command.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ log = structlog.get_logger()
 
 
 class Changes:
-    """One service's. `say` publishes an answer some time soon."""
+    """The changes of one service's machines. send: queues an answer to be published, without waiting."""
 
     def __init__(
         self,
@@ -47,7 +47,7 @@ class Changes:
         self._clock = clock
 
     def take(self, command: ChangeMachine, *, is_host: bool) -> EntryRow | None:
-        """Start what the command asks. Returns what is to be remembered before it is acknowledged."""
+        """Start what the command requests. Returns what is to be remembered before it is acknowledged."""
         key = (command.host_uuid, command.spec.instance_uuid)
         if not is_host:
             self._answer(command, done=False, code="host.unknown", reason="this service has no such host")
@@ -116,7 +116,7 @@ class Changes:
                 self._answer(command, done=True, runs=ended.runs, image=ended.image)
 
     async def _is_here(self, key: Key, command: ChangeMachine) -> bool:
-        """Whether the machine is this attempt's; where nothing is on record its own mark says so."""
+        """Whether the machine is this attempt's; where nothing is on record its own mark decides."""
         entry = self._records.get(key)
         if entry is None:
             listed = await self._listed(key)

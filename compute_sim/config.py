@@ -93,7 +93,7 @@ class IronicConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     network: Literal["none", "static"] = "none"
     """`static` attaches the ports that a request names to the node's; `none` leaves the network alone."""
     validate: bool = True
-    """Whether Ironic is asked if a node can be deployed before it is."""
+    """Whether Ironic validates that a node can be deployed before it is."""
     poll_interval_s: Annotated[float, Bound(gt=0, le=60)] = 0.5
     """Seconds between the first reads of a node that is being changed; the wait grows with the time taken."""
     max_poll_interval_s: Annotated[float, Bound(gt=0, le=600)] = 10.0

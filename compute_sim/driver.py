@@ -106,9 +106,9 @@ class ChangeResult(Struct, frozen=True):
 class Machine(Struct, frozen=True):
     """One instance that a host carries.
 
-    attempt, deployment: as its mark says (None: it has no mark of ours). built: it is certainly complete. runs: it is
-    not stopped. left: only its mark still names it, what manages the host says that it is gone, and `destroy` leaves it
-    as it is.
+    attempt, deployment: as in its mark (None: it has no mark of ours). built: it is certainly complete. runs: it is
+    not stopped. left: only its mark still names it, what manages the host reports that it is gone, and `destroy` leaves
+    it as it is.
     """
 
     host_uuid: str
@@ -156,11 +156,11 @@ class Driver(Protocol):
         """Return when this host could take that build. Changes nothing. Raises as `spawn` does."""
 
     async def change(self, change: ChangeOrder) -> ChangeResult:
-        """Change a machine where it is; return when that is done. Asking again for what is so already is fine.
+        """Change a machine where it is; return when that is done. A change that is done already succeeds.
 
         Raises ChangeFault when it is not done, NotOurs when the machine's mark does not name this deployment,
         DriverUnavailable. Cancelled when a later change or a destruction takes its place: a hand-over that is cancelled
-        leaves the machine where it is, running or stopped, and the later change says which it is to be.
+        leaves the machine where it is, running or stopped, and the later change determines which it is to be.
         """
 
     async def list(self, hosts: Sequence[str] | None = None) -> Mapping[str, Sequence[Machine]]:

@@ -213,7 +213,7 @@ class Fleet:
 
     def _apply(self, row: Row) -> None:
         host = self._hosts.get(row.host)
-        if host is None:  # the plan has fewer hosts now: what ran there is no longer ours to tell
+        if host is None:  # the plan has fewer hosts now: what ran there is no longer ours to report
             return
         match row:
             case GuestRow(_, guest):

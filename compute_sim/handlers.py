@@ -38,7 +38,7 @@ class ComputeHandlers:
         self._ring = ring
 
     async def commands(self, batch: Sequence[Received]) -> Sequence[Outcome]:
-        """Spawn, Destroy and ChangeMachine: Done means remembered and started, not ended; the end is said."""
+        """Spawn, Destroy and ChangeMachine: Done means remembered and started, not ended; the end is published."""
         await self._wait_for_capacity()
         taken: list[Spawn | Destroy | ChangeMachine] = []
         outcomes: list[Outcome] = []
@@ -55,9 +55,9 @@ class ComputeHandlers:
         return outcomes
 
     async def control(self, batch: Sequence[Received]) -> Sequence[Outcome]:
-        """ReportHosts: one announcement answers all that asked. Heartbeats under this service's name: are they ours?
+        """ReportHosts: one announcement answers all requests. Heartbeats under this service's name: are they ours?
 
-        ServiceOutdated, InventoryOutdated: what the cell and the book have heard under this name.
+        ServiceOutdated, InventoryOutdated: what the cell and the book have received under this name.
         """
         for received in batch:
             message = received.message

@@ -4,7 +4,7 @@ Each append is one write to the operating system, so what was appended before a 
 not synced to the disk: a simulated fleet need not survive a power cut. A line that was cut short is dropped.
 
 A line is a row as JSON, a tab and the checksum of that JSON, so that a damaged byte is noticed wherever it is. A
-damaged file is kept aside whole, told of in the log, and written anew from all lines that can be read. A line without
+damaged file is kept aside whole, logged, and written anew from all lines that can be read. A line without
 a checksum is one of a release that wrote none.
 """
 
@@ -71,7 +71,7 @@ class Journal(Generic[Row]):
         self._decode: Callable[[bytes], Row] = msgspec.json.Decoder(row_type).decode
         self._file = -1
         self._lock = -1
-        self.rows = 0  # in the file: tells its owner when to rewrite it
+        self.rows = 0  # in the file: its owner rewrites it by this number
         self.damage: Damage | None = None
 
     def open(self) -> list[Row]:

@@ -1,8 +1,8 @@
 """A compute service's name belongs to one process: two of one name would build and destroy on the same hosts.
 
 The name is held by the service's private queue on its cell's bus, which a broker gives to one connection at a time. It
-is taken before the driver is looked at. Where a broker gives it to two (a cluster that was split), the heartbeats tell:
-the service with the lower epoch, the one that was started earlier, stops.
+is taken before the driver is looked at. Where a broker gives it to two (a cluster that was split), the heartbeats
+reveal it: the service with the lower epoch, the one that was started earlier, stops.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class ServiceName:
         self._wait_s = wait_s
         self._locked_at: float | None = None  # since when the connection does not come back, as another has the name
         self._lost = asyncio.Event()
-        self._other: tuple[int, int, float] | None = None  # epoch and sequence heard of another, and since when
+        self._other: tuple[int, int, float] | None = None  # epoch and sequence received of another, and since when
 
     async def hold(self) -> None:
         """Take the name; waits `wait_s` for a former connection to be noticed as gone. Raises NameTaken."""

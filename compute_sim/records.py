@@ -125,11 +125,11 @@ class Records:
         self.write([self.note(key, entry, spawn)])
 
     def reported(self, results: Sequence[ComputeResult | MachineChanged]) -> None:
-        """These results have reached the broker: a restart need not say them again."""
+        """These results have reached the broker: a restart need not publish them again."""
         rows: list[Row] = []
         for result in results:
             if isinstance(result, MachineChanged):
-                continue  # a change that was not heard of is asked for again
+                continue  # a change without an answer is commanded again
             key = (result.host_uuid, result.instance_uuid)
             entry = self._entries.get(key)
             if entry is not None and not entry.reported and answer(entry) == (result.attempt, result.outcome):
@@ -156,7 +156,7 @@ class Records:
         return self._failures.get(host, 0)
 
     def count_failures(self, host: str, failed_builds: int) -> bool:
-        """Set them; says whether that changed anything."""
+        """Set them; returns whether that changed anything."""
         if self._failures.get(host, 0) == failed_builds:
             return False
         row = FailuresRow(host, failed_builds)
@@ -170,7 +170,7 @@ class Records:
         return self.epoch
 
     def outgrow(self, epoch: int = 0, version: int = 0) -> bool:
-        """Go on above what others have heard under this name; says whether they had heard more. At most `FARTHEST`."""
+        """Go on above what others have received under this name; returns whether it was higher. At most `FARTHEST`."""
         if not (self.epoch < epoch <= FARTHEST or self.version < version <= FARTHEST):
             return False
         if self.epoch < epoch <= FARTHEST:

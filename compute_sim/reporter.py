@@ -1,8 +1,8 @@
-"""Says what there is: heartbeats, host announcements, and the inventory of each host's provider tree.
+"""Publishes heartbeats, host announcements, and the inventory of each host's provider tree.
 
 Inventory goes out at start, on change, now and then (so that a lost or undone update heals), and after each
 reconnection. Announcements and heartbeats share one sequence and leave one after the other, so that a listener may
-drop what is older than what it has heard.
+drop what is older than what it has received.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class PendingReport:
     """What is to be reported: everything, or some hosts. Setting it wakes the waiting task."""
 
     def __init__(self) -> None:
-        self.everything = True  # a start says everything
+        self.everything = True  # a start publishes everything
         self.hosts: dict[str, None] = {}
         self._some = asyncio.Event()
         self._some.set()
@@ -133,7 +133,7 @@ class Reporter:
         self._publishing = asyncio.Lock()
         self._sequence = 0
 
-    # --- what makes it speak
+    # --- what causes a publication
 
     def on_request(self) -> None:
         """A listener has just started and wants to know everything."""
@@ -158,7 +158,8 @@ class Reporter:
         """The cell or the book knows a later word under this service's name than any of its own.
 
         Its clock was set back, its records are gone, or another process had the name while its clock was ahead. Who is
-        told so holds the name: it goes on above that word, and says everything again. A late copy changes nothing.
+        notified holds the name: it goes on above that epoch, and publishes everything again. A late copy changes
+        nothing.
         """
         before = self._records.epoch
         if self._records.outgrow(epoch, version):
@@ -232,7 +233,7 @@ class Reporter:
         # Before looking: a slow driver must not prove a young machine missing.
         scan, seen_at = self._records.begin_scan(), self._clock.time()
         ring_term, ring_number = UNKNOWN if self._ring is None else self._ring.version
-        # Asked once: a host that is announced is one whose builds are taken.
+        # Read once: a host that is announced is one whose builds are taken.
         known = [host for host in await self._work.load_hosts() if host.offered]
         running = await self._work.running(hosts)
         if hosts is not None:

@@ -91,7 +91,7 @@ def _postgres(env: Environment, service: Service) -> Positions:
 
 
 def rest_source(config: IronicSyncConfig, clock: Clock) -> RestSource:
-    """Ironic's REST API as the configuration says. Raises SettingsError."""
+    """Ironic's REST API as configured. Raises SettingsError."""
     verify = tls_of(verify=config.verify_tls, ca_file=config.ca_file, setting="ironic_sync.ca_file")
     return RestSource(
         config.url,

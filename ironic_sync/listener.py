@@ -97,7 +97,7 @@ class NotificationListener:
                 )
         except QueueMissing:
             self.exchange_missing = True
-            if not self._logged_missing:  # a fresh Ironic is silent for hours; the metric tells all the while
+            if not self._logged_missing:  # a fresh Ironic is silent for hours; the metric shows it all the while
                 log.warning("ironic.exchange_missing", exchange=config.exchange, again_in_s=config.bind_retry_s)
             self._logged_missing = True
             return False

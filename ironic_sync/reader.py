@@ -25,7 +25,7 @@ MAX_ALLOCATIONS = 1000  # looked at side by side; past it the next read of all f
 
 
 class Reader:
-    """Reads nodes when the sync_state says they are due, at most one read a node and a bounded number in all.
+    """Reads nodes when they are due by the sync_state, at most one read a node and a bounded number in all.
 
     Notifications about a node while it is being read cause one more read, however many they were.
     """
@@ -188,7 +188,7 @@ class Reader:
             log.warning("ironic.problems", nodes=dict(list(problems.items())[:100]), of=len(problems))
 
     async def _follow_allocation(self, uuid: str) -> None:
-        """Ironic says nothing when an allocation leaves `allocating` and takes a node."""
+        """Ironic announces nothing when an allocation leaves `allocating` and takes a node."""
         backoff = Backoff(_policy(self._config.allocation_retry_s, self._config.failed_retry_max_s), self._clock)
         for _ in range(self._config.allocation_attempts):
             await backoff.wait()
@@ -204,7 +204,7 @@ class Reader:
                 return
             if allocation.state not in ("allocating", None):
                 return
-        self.read_all()  # gone, or never made, as far as we can tell: whatever it took is found this way
+        self.read_all()  # gone, or never made, as far as is known: whatever it took is found this way
 
 
 async def _cancel(*groups: dict[str, asyncio.Task[None]]) -> None:

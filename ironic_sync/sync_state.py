@@ -111,7 +111,7 @@ class SyncState:
             return
         after = step.apply_removed(before, seq=seq, now=self._clock.time())
         self._move(before, after)
-        if after.version == 0 and after.due_at is None:  # never told about: a made-up uuid leaves nothing behind
+        if after.version == 0 and after.due_at is None:  # never reported: a made-up uuid leaves nothing behind
             del self.positions[uuid]
 
     def apply_failure(self, uuid: str) -> None:
@@ -121,7 +121,7 @@ class SyncState:
             self._move(before, step.failed(before, now=self._clock.time(), timing=self._timing))
 
     def republish_all(self, *, gone_since: float) -> None:
-        """Tell the book about every node again, each when it is next read.
+        """Report every node to the book again, each when it is next read.
 
         Those that have gone since are not read any more: their removal is reported now, because what was in use when it
         was removed stays in the book, without capacity, until a later report finds it unused.
@@ -143,7 +143,7 @@ class SyncState:
         if above.report is None:
             self._move(above, step.republished(above, now=self._clock.time()))
             return
-        self.positions[uuid] = above  # told again, above it, with the next read: an offer needs a fresh one
+        self.positions[uuid] = above  # reported again, above it, with the next read: an offer needs a fresh one
         self._republish.add(uuid)
         self.schedule_read(uuid)
 
@@ -205,7 +205,7 @@ class SyncState:
             self.planned.set()
         self._log_problem(before, after)
         if after.read_seq > after.notified_seq and after.version <= self.published.get(after.uuid, 0):
-            self.notified_at.pop(after.uuid, None)  # read as asked, and the book knows it all
+            self.notified_at.pop(after.uuid, None)  # read as requested, and the book knows it all
         if (after.version, after.problem, after.state) == (before.version, before.problem, before.state):
             return False
         self.unsaved[after.uuid] = None

@@ -32,7 +32,7 @@ NO_CAUSE = "ironic.resync"
 
 
 class Writer:
-    """Saves and publishes what the sync_state says has moved."""
+    """Saves and publishes the positions that have moved."""
 
     def __init__(self, term: Term, sync_state: SyncState, publish_all: PublishAll, *, clock: Clock, cell: str) -> None:
         self._term = term
@@ -138,7 +138,7 @@ class Writer:
         if arrived is not None:
             metrics.LATENCY_S.labels(kind).observe(self._clock.monotonic() - arrived[0])
             now = sync_state.positions.get(uuid, position)
-            if now.read_seq > now.notified_seq and now.version == position.version:  # the read it asked for is in this
+            if now.read_seq > now.notified_seq and now.version == position.version:  # the read it requested is in this
                 del sync_state.notified_at[uuid]
         log.info("ironic.reported", node=uuid, kind=kind, version=position.version, state=position.state, cause=cause)
 

@@ -65,7 +65,7 @@ def build(
     rest = _rest(env, config, store, publisher)
     if rest is not None and health_with_rest:
         rest.add_health(Health(service.not_ready))
-        service.add_resource(rest.open, rest.close)  # before the book: /readyz says what it waits for
+        service.add_resource(rest.open, rest.close)  # before the book: /readyz shows what it waits for
     service.add_resource(store.open, store.close)
     service.add_resource(api.open, api.close)
     service.add_check("database", lambda: store.ready)

@@ -37,7 +37,7 @@ class PlacementHandlers:
     """Handlers of placement's queues; a batch is of one queue, and so of one bus.
 
     `committed` is called after every transaction that may have written changes, `claimed` after one of claims: the
-    requester of those has its own answer. `tell` publishes on a bus, at once or not at all.
+    requester of those has its own answer. `publish` publishes on a bus, at once or not at all.
     """
 
     def __init__(

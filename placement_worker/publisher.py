@@ -34,7 +34,7 @@ class FeedPublisher:
         self._at_once = False
 
     def wake(self, *, at_once: bool = True) -> None:
-        """Something was committed. at_once: do not wait; a claim's answer leaves first, and its news a moment later."""
+        """Something was committed. at_once: do not wait; a claim's answer leaves before its changes."""
         self._at_once |= at_once
         self._committed.set()
 
@@ -58,7 +58,7 @@ class FeedPublisher:
             await self._clock.sleep(self._config.feed_gap_s)
 
     async def announce(self) -> None:
-        """Say the newest number now and then, and look for what others left unpublished, until cancelled."""
+        """Publish the newest number at intervals, and look for what others left unpublished, until cancelled."""
         while True:
             try:
                 if await self._store.renew_history():
@@ -122,7 +122,7 @@ class FeedPublisher:
 
     async def _stall(self, error: Transient | BusError) -> None:
         if isinstance(error, BusForbidden):
-            raise error  # waiting does not help: the process must say so and stop
+            raise error  # waiting does not help: the process must log it and stop
         metrics.FEED_STALLS.labels(error.code).inc()
         log.warning("feed.waits", code=error.code, reason=str(error))
         await self._clock.sleep(STALL_S)

@@ -111,7 +111,7 @@ class AnnouncementHandler:
         return applied
 
     async def _apply_moves(self, events: Sequence[MoveEvent]) -> None:
-        """All in one durable transaction: what is asked of instances after their builds is rarer than builds."""
+        """All in one durable transaction: what is requested of instances after their builds is rarer than builds."""
         now = self._clock.time()
         ignored: list[tuple[MoveEvent, str]] = []
         async with self._store.operation() as unit:

@@ -46,7 +46,7 @@ from scheduler_worker.store.postgres import PostgresBuilds
 
 
 def is_progress(message: Message) -> bool:
-    """News of a build that goes on: it leaves with the next message of its bus that ends one, or a moment later."""
+    """The progress of a build: it leaves with the next message of its bus that ends one, or a moment later."""
     return isinstance(message, BuildEvent) and not message.terminal
 
 

@@ -56,7 +56,7 @@ class Cancellations:
         return plan.outcomes | refused, plan.accepted
 
     async def refuse(self, deletes: Sequence[tuple[DeleteRequest, Refusal]]) -> None:
-        """Tell that these deletes will not be carried out, where they are not under way or over already."""
+        """Publish that these deletes will not be carried out, where they are not under way or over already."""
         if not deletes:
             return
         author = self._author()

@@ -26,7 +26,7 @@ HOST_AMBIGUOUS = "host.ambiguous"
 class ChangeHandler:
     """Handles queue `scheduler.changes`: changes of objects, and decisions about hosts, which name the host by name.
 
-    warmup_s: how long after its start a scheduler may not have heard from every host.
+    warmup_s: how long after its start a scheduler may not have received every host's announcement.
     """
 
     def __init__(self, registry: ObjectRegistry, selector: Selector, *, clock: Clock, warmup_s: float) -> None:

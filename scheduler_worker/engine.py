@@ -181,7 +181,7 @@ class SchedulingEngine:
         return outcomes
 
     async def end_deletes(self, deletes: Sequence[tuple[DeleteRequest, Refusal]]) -> None:
-        """Tell the end of deletes that their queue has given up and that nothing has carried out."""
+        """Publish the end of deletes that their queue has given up and that nothing has carried out."""
         await self._cancellations.refuse(deletes)
 
     # --- record
@@ -214,7 +214,7 @@ class SchedulingEngine:
         return admissions
 
     async def _put_on_record(self, builds: Sequence[PendingBuild]) -> list[Admission]:
-        """Insert the new requests and tell repeated ones from clashes: one statement each for the whole batch."""
+        """Insert the new requests and separate repeated ones from clashes: one statement each for the whole batch."""
         now = self._clock.time()
         firsts: dict[str, PendingBuild] = {}
         for pending in builds:

@@ -1,4 +1,4 @@
-"""Tells cells of fences until they have said so. Any number of schedulers do so side by side."""
+"""Notifies cells of fences until they have acknowledged them. Any number of schedulers do so side by side."""
 
 from __future__ import annotations
 

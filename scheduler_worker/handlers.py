@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from msgspec import structs
 
 from bus.clock import Clock
-from bus.consuming.given_up import GIVEN_UP_UNSAID, given_up_of
+from bus.consuming.given_up import GIVEN_UP_BY_BROKER, given_up_of
 from bus.consuming.outcome import Done, Outcome, Received
 from bus.contracts.build import BuildRequest, DeleteRequest
 from bus.contracts.moves import MoveRequest
@@ -55,10 +55,10 @@ class RequestHandler:
     async def given_up(self, batch: Sequence[Received]) -> Sequence[Outcome]:
         """Queue `scheduler.given_up`: a request that was given up ends with one terminal event, and is not done.
 
-        What its dead letter says is no proof of who published it (`bus.wire.letters_key`), so nothing follows from it
+        Its dead letter is no proof of who published it (`bus.wire.letters_key`), so nothing follows from it
         but that end.
         """
-        why = [given_up_of(received) or GIVEN_UP_UNSAID for received in batch]
+        why = [given_up_of(received) or GIVEN_UP_BY_BROKER for received in batch]
         builds = [
             structs.replace(build, given_up=why[build.position], redelivered=True)
             for build in self._builds(batch, self._clock.time())

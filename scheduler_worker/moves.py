@@ -1,7 +1,8 @@
 """How moves are scheduled: check, choose hosts, write. Nothing is claimed here: the cell's conductor claims, in order.
 
 1. Read what is on record of the instances, without locks, and check each request against it.
-2. Choose: placement tells where the instances are now; the search, the filters and the weighers of a build choose hosts
+2. Choose: placement answers where the instances are now; the search, the filters and the weighers of a build choose
+hosts
    of the same cell. What is chosen counts as used for a few seconds, so that the next choices see it.
 3. Write, in one transaction: hold the instances' builds, check again, and put the request, its event and the command to
    the cell on record. Where an instance has changed since it was read, its request is tried again.
@@ -251,7 +252,7 @@ class MoveEngine:
         try:
             chosen = self._pick(pending, known, spec, source)
             if isinstance(chosen, NoValidHost) and not planned:
-                # "No host" is said on the newest state only, and of nothing that is only held for other moves.
+                # "No host" is decided on the newest state only, and of nothing that is only held for other moves.
                 self._release(everything=True)
                 await self._follower.refresh(timeout_s=self._selector.config.raced_wait_s)
                 chosen = self._pick(pending, known, spec, source)

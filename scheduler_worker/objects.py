@@ -172,7 +172,7 @@ class ObjectRegistry:
     async def change(self, change: ObjectsChange, message_id: str) -> ObjectsChanged | Refusal:
         """Change objects, all of them or none; in force here when this returns. Raises Transient.
 
-        message_id: of the message that asks for it; what it has changed before, it does not change again.
+        message_id: of the message that requests it; what it has changed before, it does not change again.
         """
         async with self._loading:
             return await self._change(change, message_id)
@@ -203,14 +203,14 @@ class ObjectRegistry:
             decisions = host_decisions(after.objects)
             for uuid, fence in fences_of(applied(ObjectsOnRecord(0, {}), followed, author).objects).items():
                 cell = table.last_cell_of(uuid)
-                if cell is not None:  # else `FencePublisher` tells every cell
+                if cell is not None:  # else `FencePublisher` notifies every cell
                     unit.emit(OutboxMessage(cell, fences.command(uuid, fence, decisions.get(uuid)), uuid))
         log.info("objects.changed", revision=after.revision, who=author.who, objects=_named(planned.changed))
         self._adopt(made, after)
         return ObjectsChanged(revision=after.revision, changed=planned.changed)
 
     async def record_fences(self, reports: Sequence[HostFence]) -> None:
-        """What cells say of fences: on record, and announced to every scheduler. Raises Transient."""
+        """Cells' answers about fences: on record, and announced to every scheduler. Raises Transient."""
         async with self._loading:
             async with self._store.operation() as unit:
                 present = await unit.lock_objects()
@@ -302,7 +302,7 @@ class ObjectRegistry:
         return None
 
     async def _stranded(self, planned: ChangePlan, after: SchedulerConfig) -> Refusal | None:
-        """Why a change would leave instances outside of what they asked for; None: it does not."""
+        """Why a change would leave instances outside of what they requested; None: it does not."""
         if any(one.kind is ObjectKind.AGGREGATE for one in planned.changed):
             why = self._moved_zones(after)
             if why is not None:

@@ -20,7 +20,7 @@ from bus.contracts.build import BuildEvent, BuildRecord, BuildState
 
 PROJECT = "chaos"
 MAX_AT_ONCE = 100
-# Events that a build is heard of before it ends: accepted, scheduled, building.
+# Events of a build before it ends: accepted, scheduled, building.
 STAGES = 3
 # No event for so long with everything in flight: look again (faults may stop, time may run out).
 LOOK_AGAIN_S = 1.0
@@ -75,7 +75,7 @@ class Churn:
             self.accepted += [request.instance_uuid for request in part]
             self._track_requested([request.instance_uuid for request in part])
             sent += len(part)
-            self._last = sent == len(requests)  # before anything else is heard: who is marked now would never be asked
+            self._last = sent == len(requests)  # before any further event: a build marked later would never be deleted
 
     def _free_slots(self) -> int:
         """How many more may be published: stuck ones do not count, up to a bound."""

@@ -99,7 +99,7 @@ def _at(url: str, port: int) -> str:
 
 
 def _tcp(url: str, port: int) -> str:
-    """A URL through a Unix socket as one through the proxy, which speaks to that socket (and so needs no password)."""
+    """A URL through a Unix socket as one through the proxy, which connects to that socket (without a password)."""
     parts = urlsplit(url)
     return f"postgresql://{quote(parts.username or '')}@127.0.0.1:{port}{parts.path}?sslmode=disable"
 
@@ -162,7 +162,7 @@ def descendants(pid: int) -> list[int]:
 
 
 def last_log_line(log: Path, lines: int = 400) -> str:
-    """The line of a log that says why its process ended."""
+    """The line of a log with the reason why its process ended."""
     if not log.exists():
         return ""
     text: Sequence[str] = log.read_text(errors="replace").splitlines()[-lines:]

@@ -1,4 +1,4 @@
-"""Does to processes and connections what a plan says, undoes it, and keeps the book about it."""
+"""Carries out a plan of faults on processes and connections, undoes them, and keeps the record."""
 
 from __future__ import annotations
 

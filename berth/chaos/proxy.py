@@ -1,6 +1,6 @@
 """A TCP proxy in front of a server whose connections can be cut, slowed down and stalled, in the middle of a frame.
 
-Everything a worker says to the broker or the database passes here. Bytes are never changed, dropped or reordered
+Everything a worker sends to the broker or the database passes here. Bytes are never changed, dropped or reordered
 within a connection: TCP would not do that either. What a real network does do is end, lag, and go silent.
 """
 

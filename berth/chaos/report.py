@@ -24,7 +24,7 @@ class ChaosReport(Struct, frozen=True, kw_only=True):
     requests: builds that the broker confirmed. wanted: as many as there should be; stopped: why there are fewer,
     after which the run cannot be sound: it has not shown what it was to show. active ... deleted: how they stood at the
     end, by the schedulers' record. recovery_s: from the end of the last fault until everything was at rest.
-    recovery_by_kind: from the end of each fault until a build or delete asked for after it had ended (median, longest).
+    recovery_by_kind: from the end of each fault until a build or delete requested after it had ended (median, longest).
     longest_stall_s: the longest time in which no build and no delete ended. died: workers that ended by themselves and
     were started again.
     """
@@ -74,7 +74,7 @@ class ChaosReport(Struct, frozen=True, kw_only=True):
     def bugs(self) -> tuple[Death, ...]:
         """Deaths that no outage explains: a broken invariant, an unexpected error, wrong settings.
 
-        A worker that could not set itself up for a minute because the bus was unavailable gives up and says so.
+        A worker that could not set itself up for a minute because the bus was unavailable gives up and logs it.
         """
         return tuple(
             death
@@ -106,7 +106,7 @@ def render(report: ChaosReport, console: Console) -> None:
     console.rule("requests")
     render_rows(
         console,
-        ["accepted", "active", "deleted", "failed", "refused", "deletes asked"],
+        ["accepted", "active", "deleted", "failed", "refused", "deletes requested"],
         [[str(n) for n in (
             report.requests, report.active, report.deleted, report.failed, report.refused, report.deletes
         )]],

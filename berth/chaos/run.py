@@ -268,5 +268,5 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def chosen(kind: FaultKind, role: str, only: Sequence[str]) -> bool:
-    """Whether a card is among those asked for: by kind, by role, or by both (`kill`, `broker`, `kill_broker`)."""
+    """Whether a card is among those requested: by kind, by role, or by both (`kill`, `broker`, `kill_broker`)."""
     return not only or bool({kind.value, role, f"{kind}_{role}"} & set(only))

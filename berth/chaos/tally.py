@@ -91,7 +91,7 @@ def longest_stall(ended: Sequence[Ended], faults: Sequence[Injected]) -> Stall:
 
 
 def recoveries(ended: Sequence[Ended], faults: Sequence[Injected]) -> dict[str, list[float]]:
-    """Seconds from the end of each fault until the first build or delete asked for after it had ended, by sort.
+    """Seconds from the end of each fault until the first build or delete requested after it had ended, by sort.
 
     Other faults go on meanwhile; so this is how soon the system works again, not how soon it would alone.
     """
@@ -100,7 +100,7 @@ def recoveries(ended: Sequence[Ended], faults: Sequence[Injected]) -> dict[str, 
     soonest: list[float] = [float("inf")]
     for end in reversed(by_request_time):
         soonest.append(min(soonest[-1], end.ended_at))
-    soonest.reverse()  # soonest[n]: the first end among those asked n-th or later
+    soonest.reverse()  # soonest[n]: the first end among those requested n-th or later
     found: dict[str, list[float]] = defaultdict(list)
     for fault in faults:
         if fault.over_at is not None and (at := bisect_left(requested, fault.over_at)) < len(requested):

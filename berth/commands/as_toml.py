@@ -67,6 +67,6 @@ def _value(value: object) -> str:
 
 
 def _text(text: str) -> str:
-    """JSON's quoting is TOML's basic string; what speaks to a terminal, DEL as well, is escaped beside."""
+    """JSON's quoting is TOML's basic string; control characters of a terminal, DEL as well, are escaped besides."""
     quoted = msgspec.json.encode(text).decode()
     return "".join(c if c.isprintable() else f"\\U{ord(c):08x}" for c in quoted)

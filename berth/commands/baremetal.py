@@ -1,4 +1,4 @@
-"""`berth baremetal`: Ironic's nodes as an operator asks about them first."""
+"""`berth baremetal`: Ironic's nodes, what serves and what does not."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def problems(context: typer.Context, as_json: AsJson = False) -> None:
             if wrong:
                 _show(wrong, as_json=False)
             for flavor in flavors:
-                out.print(f"flavor {flavor}: no node has the class that it asks for", soft_wrap=True, markup=False)
+                out.print(f"flavor {flavor}: no node has the class that it requests", soft_wrap=True, markup=False)
         return EXIT_NO if wrong or flavors else 0
 
     run(body)
@@ -77,7 +77,7 @@ def show(context: typer.Context, node: NodeIdent, as_json: AsJson = False) -> No
             ("power", record.power),
             ("instance", f"{record.instance} ({'ours' if record.ours else 'foreign'})" if record.instance else ""),
             *(("problem", problem) for problem in record.problems),
-            ("Ironic says", record.ironic_reason),
+            ("Ironic's reason", record.ironic_reason),
         ]
         render_rows(out, ("what", "value"), [row for row in rows if row[1]])
 

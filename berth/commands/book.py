@@ -73,8 +73,8 @@ def audit(
     --consumers, one class of two trees that do not share it (a move under way looks so too). Unclaimed: active by its
     cell's record for 15 minutes and holding nothing of its host, as after a restore. Repairing releases the orphaned,
     claims the unclaimed where there is room, gives back what an instance holds twice on hosts that are not its own,
-    removes what no client can release and counts usage anew. With --consumers nothing says which host is whose own:
-    doubled ones are only reported. Capacity exceeded is told, with the newest consumers without whom it would fit:
+    removes what no client can release and counts usage anew. With --consumers nothing shows which host is whose own:
+    doubled ones are only reported. Exceeded capacity is reported, with the newest consumers without whom it would fit:
     they run, and an operator has to move them; --evict releases them all the same: for machines that are known to be
     gone. Exit status 1 while anything is wrong.
     """
@@ -133,12 +133,12 @@ def import_(
     token: Annotated[str, typer.Option(envvar="OS_TOKEN", help="An administrator's token there.")] = "admin",
     replace: Annotated[bool, typer.Option("--replace", help="Also over a book that is not empty.")] = False,
 ) -> None:
-    """Make the book be what a file or a Placement says.
+    """Make the book equal to a file or to a Placement.
 
     A live Placement is copied; the feed carries the changes to every replica.
 
     With --from-url it copies while both run, pass after pass, until a pass over everything finds nothing
-    new: then the copy is equal, and it says so.
+    new: then the copy is equal, and the command prints that.
     """
 
     async def body() -> None:

@@ -48,7 +48,7 @@ def release(
     Stop all workers of its present owner first: two deployments on one bus take each other's messages.
     """
     if not yes:
-        raise typer.BadParameter("say that no worker of its present owner runs any more", param_hint="--yes")
+        raise typer.BadParameter("confirm that no worker of its present owner runs any more", param_hint="--yes")
 
     async def body() -> None:
         site = Site(settings_of(context))

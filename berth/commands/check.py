@@ -23,7 +23,7 @@ from berth.gather import gather, rest
 from berth.invariants import check_invariants
 from berth.render import render_verdicts
 
-# Past the wait for rest: reading the databases and hearing every compute service.
+# Past the wait for rest: reading the databases and receiving every compute service's report.
 CHECK_TIMEOUT_S = 60.0
 
 

@@ -96,7 +96,7 @@ def decided_by(by: str | None) -> str:
 
 
 def print_json(data: object) -> None:
-    """Print data as indented JSON on standard output, what speaks to a terminal escaped (only strings can hold it)."""
+    """Print data as indented JSON on standard output, control characters escaped (only strings can hold them)."""
     text = msgspec.json.format(msgspec.json.encode(data), indent=2).decode()
     sys.stdout.write("".join(c if c.isprintable() or c == "\n" else json.dumps(c)[1:-1] for c in text) + "\n")
     sys.stdout.flush()

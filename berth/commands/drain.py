@@ -36,7 +36,7 @@ PLAN_TIMEOUT_S = 60.0
 def drain(
     context: typer.Context,
     host: Annotated[str, typer.Argument(help="The host's name or UUID.")],
-    plan: Annotated[bool, typer.Option("--plan", help="Only say what would go where, and what cannot.")] = False,
+    plan: Annotated[bool, typer.Option("--plan", help="Only print what would go where, and what cannot.")] = False,
     cold: Annotated[bool, typer.Option("--cold", help="Stop each instance for its move, instead of live.")] = False,
     at_once: Annotated[int, typer.Option(min=1, max=MAX_AT_ONCE, help="Instances under way at a time.")] = 4,
     force: Annotated[

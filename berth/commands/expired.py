@@ -71,7 +71,7 @@ def is_expired(letter: DeadLetter, settings: Settings, now: float) -> bool:
     """Whether something in it is so old that its delete or release may be forgotten. Without a time it may be.
 
     What expired in its queue was to be done by then or not at all; its requester got that answer, and what its letter
-    says of its publisher is no proof (`bus.wire.letters_key`).
+    has about its publisher is no proof (`bus.wire.letters_key`).
     """
     if letter.code == EXPIRED:
         return True

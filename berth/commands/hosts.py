@@ -141,8 +141,8 @@ def enable(
 ) -> None:
     """Use these hosts again.
 
-    A fenced host is used once it has destroyed what it has lost; until then it stays fenced, and `berth hosts` says how
-    many machines are left.
+    A fenced host is used once it has destroyed what it has lost; until then it stays fenced, and `berth hosts` shows
+    how many machines are left.
     """
     _decide(context, names, AdminState.ENABLED, reason, cell=cell, by=by, timeout_s=timeout, as_json=as_json)
 

@@ -83,7 +83,7 @@ def load(
     report: ReportFile = None,
     compare: Compare = None,
 ) -> None:
-    """Fire builds at a system; say what became of each.
+    """Fire builds at a system and print what became of each.
 
     A build that was accepted and has not ended --timeout seconds later is late when a scheduler still has it under way,
     else lost. Exit status: 0 fine, 1 not one became active, or one ended twice, 3 the bus was
@@ -181,7 +181,7 @@ def _plan(
     if len(chosen) > 1:
         raise Stop(EXIT_USAGE, "load.mode", f"{' and '.join(chosen)}: arrivals come one way or the other")
     if trace is not None and churn:
-        raise Stop(EXIT_USAGE, "load.churn", "a trace says itself what is deleted: no --churn with --trace")
+        raise Stop(EXIT_USAGE, "load.churn", "a trace has its own deletions: no --churn with --trace")
     flavors = settings.scheduler.flavors
     try:
         from_s, to_s, ramp_s = parse_ramp(ramp) if ramp is not None else (0.0, rate, 0.0)
@@ -205,7 +205,7 @@ def _plan(
 
 
 def _shapes(flavors: dict[str, Flavor]) -> dict[str, Shape]:
-    """What each flavor of virtual machines gives; a trace asks for no whole nodes."""
+    """What each flavor of virtual machines gives; a trace requests no whole nodes."""
     return {
         name: Shape(flavor.vcpus, flavor.memory_mb, float(flavor.extra_specs.get("resources:VGPU", 0)))
         for name, flavor in flavors.items()
@@ -214,7 +214,7 @@ def _shapes(flavors: dict[str, Flavor]) -> dict[str, Shape]:
 
 
 def _write_record(record: LoadRecord, json_file: Path | None, report: Path | None) -> None:
-    """The end for a person, unless standard output is for a program; and the files that were asked for."""
+    """The end for a person, unless standard output is for a program; and the files that were requested."""
     if json_file == STDOUT:
         sys.stdout.write(encode(record).decode() + "\n")
     elif json_file is not None:
@@ -231,7 +231,7 @@ def _status(record: LoadRecord) -> int:
     bound = f"{record.settings.lost_after_s:g} s"
     if totals.twice:
         return EXIT_NO
-    for outcome, words in (("lost", "were lost: no end was heard of"), ("late", "were still under way")):
+    for outcome, words in (("lost", "were lost: no end was received"), ("late", "were still under way")):
         boots, deletes = totals.outcomes.get(outcome, 0), totals.delete_outcomes.get(outcome, 0)
         if boots or deletes:
             text = f"{boots} builds and {deletes} deletes {words} after {bound}"

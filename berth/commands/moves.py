@@ -1,4 +1,4 @@
-"""`berth migrate`, `resize`, `confirm`, `start`, ...: what is asked of an instance once it has been built."""
+"""`berth migrate`, `resize`, `confirm`, `start`, ...: requests about an instance that has been built."""
 
 from __future__ import annotations
 

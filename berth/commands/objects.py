@@ -58,8 +58,8 @@ SECTIONS = {
 Name = Annotated[str, typer.Argument(help="The name.", metavar="NAME")]
 Names = Annotated[list[str], typer.Argument(help="The names.", metavar="NAME...")]
 Why = Annotated[str, typer.Option("--reason", help="Why, for those who read the log.")]
-Force = Annotated[bool, typer.Option("--force", help="Also where instances would not be where they asked to be.")]
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Tell what would change, and change nothing.")]
+Force = Annotated[bool, typer.Option("--force", help="Also where instances would be outside of what they requested.")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Print what would change, and change nothing.")]
 
 
 def _app(kind: ObjectKind, what: str) -> typer.Typer:
@@ -204,7 +204,7 @@ def set_rules(
     dry_run: DryRun = False,
     as_json: AsJson = False,
 ) -> None:
-    """Replace the scheduling rules. What is not given is as the settings of each scheduler say."""
+    """Replace the scheduling rules. What is not given is as in the settings of each scheduler."""
     numbers = {key: _number(value, key, float) for key, value in _pairs(multiplier, "--multiplier").items()}
     given = {
         "multipliers": numbers or None,
@@ -229,7 +229,7 @@ def apply(
     dry_run: DryRun = False,
     as_json: AsJson = False,
 ) -> None:
-    """Make objects as a file says.
+    """Make the objects that a file describes.
 
     All or none; prints what changes.
     """

@@ -103,7 +103,7 @@ async def _up_here(rest: AtUp, stop: asyncio.Event, as_json: bool) -> int:
                 task.cancel()
             await asyncio.gather(starting, stopped, return_exceptions=True)
             failed = system.in_process.failed.exception() if system.in_process.failed.done() else None
-            with contextlib.suppress(WorkerEnded):  # the first one says it
+            with contextlib.suppress(WorkerEnded):  # the first one is reported
                 await system.in_process.stop()
     if failed is not None:
         raise failed

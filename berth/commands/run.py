@@ -135,7 +135,7 @@ def _remembering(settings: Settings) -> ComputeConfig:
 def _join(settings: Settings, cell: str | None) -> None:
     """On the memory bus a worker is a guest of a running `berth up`. Raises Stop when none runs.
 
-    cell: the one on whose bus alone the worker speaks.
+    cell: the one whose bus alone the worker uses.
     """
     if settings.bus.url != MEMORY or (cell is not None and settings.cells[cell].url not in ("", MEMORY)):
         return

@@ -66,7 +66,7 @@ def release(
     """Decide about a machine in quarantine. Destroying begins with its host's next report."""
     instance = parse_uuid(uuid)
     if destroy is None:
-        raise typer.BadParameter("say --destroy or --keep", param_hint="--destroy/--keep")
+        raise typer.BadParameter("give --destroy or --keep", param_hint="--destroy/--keep")
     verdict = DESTROY if destroy else KEEP
 
     async def body() -> None:
@@ -122,7 +122,7 @@ def reset(
     cell: CellName = None,
     by: By = None,
 ) -> None:
-    """Say go to what tripped the breaker.
+    """Allow what tripped the breaker.
 
     It may be destroyed or taken for lost; what comes later is judged anew.
     """

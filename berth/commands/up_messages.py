@@ -1,4 +1,4 @@
-"""What `berth up` says when it is up: to people one short block on standard output, to programs one JSON object."""
+"""What `berth up` prints when it is up: for people one short block on standard output, for programs one JSON object."""
 
 from __future__ import annotations
 

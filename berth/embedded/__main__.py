@@ -1,6 +1,6 @@
 """`python -m berth.embedded -- COMMAND`: run a command with a private broker and database, gone when it ends.
 
-AMQP_URL and DATABASE_URL tell the command where they are. One that is set already is used and its server not started.
+AMQP_URL and DATABASE_URL give the command their addresses. One that is set already is used and its server not started.
 """
 
 from __future__ import annotations

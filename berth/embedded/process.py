@@ -34,7 +34,7 @@ PORT_TRIES = 100
 KEPT_PORTS = 256
 
 # stdin is the pipe we hold, stdout carries the server's process id. Job control is off, so the server sees none of it.
-# The watcher asks the server to stop when the pipe closes; when no "keep" came before, this process died, and a
+# The watcher stops the server when the pipe closes; when no "keep" came before, this process died, and a
 # temporary directory goes too. The shell's exit status is the server's.
 _GUARD = """
 how="$1"; log="$2"; goes="$3"; shift 3
@@ -264,7 +264,7 @@ def _keep(port: int) -> None:
 
 
 def _lowest_given_out() -> int:
-    """The lowest port that the system chooses itself, for clients and for who binds port 0; 0 where it does not say."""
+    """The lowest port that the system chooses itself, for clients and for who binds port 0; 0 where it is unknown."""
     try:
         return int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     except OSError:

@@ -154,7 +154,7 @@ class RabbitMQ(PrivateServer):
             self._control_once_started("import_definitions", file.name)
 
     def _control_once_started(self, *arguments: str) -> None:
-        """rabbitmqctl, again while the broker says that it has not started: it takes connections a moment before."""
+        """rabbitmqctl, again while the broker answers that it has not started: it takes connections a moment before."""
         until = time.monotonic() + STARTED_TIMEOUT_S
         while True:
             try:

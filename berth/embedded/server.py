@@ -67,7 +67,7 @@ class PrivateServer(ABC):
 
     @property
     def log(self) -> Path:
-        """What the server says on its standard output and error."""
+        """The server's standard output and error."""
         assert self._process is not None, "never started"
         return self._process.log
 

@@ -35,7 +35,7 @@ class Silent:
         """Nothing to connect."""
 
     async def publish(self, routing_key: str, body: bytes) -> None:
-        """Say nothing."""
+        """Publish nothing."""
 
     async def close(self) -> None:
         """Nothing to close."""

@@ -51,7 +51,7 @@ ALLOWED: Mapping[str, frozenset[str]] = {
 
 
 class NodePool:
-    """Simulated nodes. Calls that take time start it and return, as Ironic's do; `idle` tells when all is done."""
+    """Simulated nodes. Calls that take time start it and return, as Ironic's do; `idle` returns when all is done."""
 
     def __init__(
         self, announcer: NotificationAnnouncer, *, clock: Clock, rng: random.Random, behaviour: Behaviour | None = None

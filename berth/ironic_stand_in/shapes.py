@@ -1,4 +1,4 @@
-"""What Ironic says, in the shapes of the recordings: REST representations and oslo.messaging notifications."""
+"""Ironic's answers in the shapes of the recordings: REST representations and oslo.messaging notifications."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ NODE: Mapping[str, Any] = {
     "uuid": "",
 }
 
-# {action: (payload object, its version, who says it, fields beside NODE's)}
+# {action: (payload object, its version, its publisher, fields beside NODE's)}
 _CRUD = ("NodeCRUDPayload", "1.15", "ironic-api", ("chassis_uuid", "instance_info", "driver_info"))
 _SET = ("NodePayload", "1.17", "ironic-api", ())
 PAYLOADS: Mapping[str, tuple[str, str, str, tuple[str, ...]]] = {

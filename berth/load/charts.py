@@ -1,6 +1,6 @@
 """Small plots as inline SVG: lines over time, bars, ranges on a log axis, a heat map. Numbers in, markup out.
 
-Our own, because a report has to be read in the light and in the dark, tell its numbers under the mouse, and open
+Our own, because a report has to be read in the light and in the dark, show its numbers under the mouse, and open
 without a network: colours are the page's CSS variables and tooltips are SVG's <title>. matplotlib's SVG has neither
 (its colours are fixed when it is drawn), and would bring nine more packages for five kinds of plot.
 
@@ -201,7 +201,7 @@ def heat(
     """A cell for each row and x: how full (0 to 1) and the text under the mouse. Row names only where one is given.
 
     The scale is the same in every plot, 0 to 1. Its colour goes with the root, so that hosts at 2 % and at 6 % differ,
-    and the legend says which is which.
+    and the legend names them.
     """
     edges = [*x, x[-1] + min((after - at for at, after in itertools.pairwise(x)), default=1.0)]
     size = min(max(360.0 / len(rows), 4.0), 22.0)
@@ -266,7 +266,7 @@ def _dots(one: Series, xs: Sequence[float], up: Axis, colour: str) -> Iterator[s
 
 
 def _columns(x: Sequence[float], series: Sequence[Series], across: Axis, unit: str) -> Iterator[str]:
-    """Invisible columns that know what all lines say at their place."""
+    """Invisible columns with the values of all lines at their place."""
     half = (across.end - across.start) / max(len(x) - 1, 1) / 2
     for at, moment in enumerate(x):
         known = [(one.name, one.values[at]) for one in series]

@@ -1,8 +1,8 @@
 """Two load runs side by side: differences in the requests, in the results, and which of them are significant.
 
-A percentile of one run is a guess at what the system does. How good a guess is asked of the run itself: it is cut into
-blocks of consecutive boots, blocks are drawn again and again, and the spread of the percentile over the draws is the
-interval. Blocks, because neighbours wait in the same queues: boots drawn one by one would claim far too much.
+A percentile of one run is a guess at what the system does. How good a guess is taken from the run itself: it is cut
+into blocks of consecutive boots, blocks are drawn again and again, and the spread of the percentile over the draws is
+the interval. Blocks, because neighbours wait in the same queues: boots drawn one by one would claim far too much.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def compare(a: LoadRecord, b: LoadRecord, *, names: tuple[str, str] = ("a", "b")
 
 
 def interval(a: Array, b: Array, share: float, rng: np.random.Generator) -> tuple[float, float] | None:
-    """Where the ratio of a percentile (b over a) lies, as sure as SURE; None: too few boots to say.
+    """Where the ratio of a percentile (b over a) lies, as sure as SURE; None: too few boots.
 
     a, b: values in the order in which the boots were meant to leave.
     """
@@ -138,11 +138,11 @@ _OTHERWISE = {"slower": "higher", "faster": "lower"}
 
 def _word(found: tuple[float, float] | None) -> str:
     if found is None:
-        return "too few boots to tell"
+        return "too few boots to compare"
     low, high = found
     if low > 1:
         return "slower"
-    return "faster" if high < 1 else "cannot be told apart"
+    return "faster" if high < 1 else "no difference shown"
 
 
 def _per_thousand(a: LoadRecord, b: LoadRecord) -> Iterator[Line]:
@@ -189,8 +189,8 @@ def _sentence(line: Line, one: str, two: str) -> str:
         return f"{two} has {line.ratio:.2f} times that of {one}; {line.word}."
     low, high = line.interval
     within = f"(between {low:.2f} and {high:.2f})"
-    if line.word == "cannot be told apart":
-        return f"cannot be told apart; {two} has {line.ratio:.2f} times that of {one} {within}."
+    if line.word == "no difference shown":
+        return f"no difference shown; {two} has {line.ratio:.2f} times that of {one} {within}."
     if line.word in _OTHERWISE.values():
         return f"that of {two} is {line.word}, {line.ratio:.2f} times that of {one} {within}; the requests differ."
     return f"{two} is {line.word}, {line.ratio:.2f} times that of {one} {within}."

@@ -20,7 +20,7 @@ LEAST_MS = 0.1
 MAX_POINTS = 160
 # The run is cut into at most so many pieces: boots end in batches, and shorter ones would show nothing but those.
 MAX_PIECES = 80
-# Shorter pieces hold a boot or none, and a rate of them says nothing: so many each, unless that leaves too few pieces.
+# Shorter pieces hold a boot or none, and a rate of them means nothing: so many each, unless that leaves too few pieces.
 LEAST_STEP_S = 0.05
 BOOTS_A_PIECE = 20
 LEAST_PIECES = 20

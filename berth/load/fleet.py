@@ -3,7 +3,7 @@
 The hosts' file is a CSV with columns cpu_milli, memory_mib, gpu (how many) and model; the requests' that of
 `berth.load.trace`. A host is a provider with VCPU (a thousandth of a core each, since requests ask for fractions) and
 MEMORY_MB, nothing reserved and nothing overcommitted; each GPU a child with CUSTOM_GPU_MILLI 1000 and a trait for its
-model. Every distinct request is a flavor; one for several GPUs asks a group each, all from different ones.
+model. Every distinct request is a flavor; one for several GPUs requests a group each, all from different ones.
 """
 
 from __future__ import annotations

@@ -106,13 +106,13 @@ _WORDS = {
     "unsent": "never confirmed by the broker",
     "open": "still under way when interrupted",
     "late": "still under way at the bound",
-    "lost": "LOST (no end was heard of)",
+    "lost": "LOST (no end was received)",
 }
 
 
 def _knee(knee: dict[str, float]) -> str:
     if not knee:
-        return "knee: nothing ended early enough to say"
+        return "knee: unknown, nothing ended early enough"
     most = f"at most {knee['highest_ended_per_s']:.0f} ended a second, calm p50 {knee['calm_p50_ms']:.1f} ms"
     if "rate_per_s" not in knee:
         return f"knee: not reached; {most}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from html import escape
 
-# A policy for the reader's browser: nothing is fetched, nothing runs, whatever a name in the record says.
+# A policy for the reader's browser: nothing is fetched, nothing runs, whatever a name in the record contains.
 POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 
 STYLE = """

@@ -15,9 +15,9 @@ from bus.contracts.build import BuildRequest
 # Drawn ahead of their time, so many at once.
 DRAWN_AT_ONCE = 1_000
 PLAIN = "m1."  # flavors of plain virtual machines
-# A load that says nothing else is so large.
+# The size of a load when none is given.
 DEFAULT_BOOTS = 1_000
-# The most that one load may be, and the most that one number of a ramp may say.
+# The most that one load may be, and the largest number in a ramp.
 MAX_BOOTS = 10_000_000
 MAX_IN_RAMP = 1e9
 
@@ -41,7 +41,7 @@ class Arrival(Struct, frozen=True):
 
 
 class LoadPlan(Struct, frozen=True, kw_only=True):
-    """What to fire. mix: {flavor: weight}. The first of these that is set says how:
+    """What to fire. mix: {flavor: weight}. The first of these that is set decides how:
 
     trace: arrivals as they were once. phases: open loop, ((rate a second, seconds), ...) one after the other.
     ramp_s: open loop, the rate going evenly from ramp_from_per_s to rate_per_s. rate_per_s: open loop at a constant
@@ -208,7 +208,7 @@ def _flavors_named(name: str, flavors: Sequence[str]) -> list[str]:
         return metal
     alike = [flavor for flavor in flavors if flavor.rpartition(".")[2] == name]
     if len(alike) > 1:
-        raise PlanError("load.mix", f"{name!r} can be {' or '.join(alike)}: say which")
+        raise PlanError("load.mix", f"{name!r} can be {' or '.join(alike)}: name one")
     return alike or [name]
 
 

@@ -5,7 +5,8 @@
 same boot, row `i` of every column of `Samples` the same moment. `None` in a column: not known, or it never happened.
 
 Every time is in seconds since `LoadRecord.started_at` (unix time, the first intended arrival), on the load
-generator's own monotonic clock; durations are seconds as well. Only summaries that say so are in milliseconds.
+generator's own monotonic clock; durations are seconds as well. Only summaries with `_ms` in their names are in
+milliseconds.
 """
 
 from __future__ import annotations
@@ -33,16 +34,15 @@ FORMAT = "berth.load.v1"
 OUTCOMES: tuple[str, ...] = ("active", "deleted", "failed", "refused", "backpressure", "unsent", "open", "lost", "late")
 Outcome = Literal["active", "deleted", "failed", "refused", "backpressure", "unsent", "open", "lost", "late"]
 
-# The stages of a boot in their order: `Operations.stages[name][i]` says how long boot `i` spent in that stage; a boot's
-# stages add up to its latency, from the intended time.
-#   queued: until a scheduler took it. decided: until it had chosen a host.
-#   claimed: until the book gave it, lost claims included. dispatched: until the host's compute service had the command.
-#   built: until a host reported how the last attempt ended, failed attempts and claims of alternates included.
-#   announced: until the client received it.
-# A stage that this version of the workers does not report is absent from the dict, never zero.
+# The stages of a boot in their order: `Operations.stages[name][i]` is the time that boot `i` spent in that stage; a
+# boot's stages add up to its latency, from the intended time. queued: until a scheduler took it. decided: until it had
+# chosen a host. claimed: until the book gave it, lost claims included. dispatched: until the host's compute service had
+# the command. built: until a host reported how the last attempt ended, failed attempts and claims of alternates
+# included. announced: until the client received it. A stage that this version of the workers does not report is absent
+# from the dict, never zero.
 STAGES: tuple[str, ...] = stages.STAGES
 
-# Past these a record says less, not wrongly: hosts are thinned evenly, snapshots are taken less often.
+# Past these a record has less detail, and no error: hosts are thinned evenly, snapshots are taken less often.
 MAX_HEAT_HOSTS = 2_000
 MAX_HEAT_SNAPSHOTS = 240
 MAX_SAMPLES = 20_000
@@ -183,7 +183,7 @@ class Utilisation(Struct, frozen=True, kw_only=True):
     """How full the hosts were: a row of `share` a moment (`at_s`), a column a host (`hosts`, `cells` beside them).
 
     share: used over capacity of the fullest of the host's VCPU, MEMORY_MB, DISK_GB or CUSTOM_ classes, 0..1, rounded
-    to three digits. The last row is the end of the run. At most MAX_HEAT_HOSTS hosts (`of_hosts` says of how many).
+    to three digits. The last row is the end of the run. At most MAX_HEAT_HOSTS hosts (`of_hosts`: of how many).
     """
 
     hosts: list[str] = []

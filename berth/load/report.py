@@ -1,6 +1,6 @@
 """A load run for the eye: one HTML file that opens without a network.
 
-Everything is drawn from the record's columns, so it says no more than anybody else can compute from the JSON beside it.
+Everything is drawn from the record's columns, so it shows no more than can be computed from the JSON beside it.
 Names in a record come from outside (flavors, hosts, codes, queues): `charts` and `page` escape each.
 """
 
@@ -32,7 +32,7 @@ TIME = "time since the first intended arrival, s"
 WHAT_STAGES_ARE = (
     "queued: until a scheduler took the request. decided: until it had chosen a host. claimed: until the resource book "
     "gave it, lost claims included. dispatched: until the host's compute service had the command. built: until a host "
-    "said that it runs, failed attempts included. announced: until the client heard."
+    "reported that it runs, failed attempts included. announced: until the client got the event."
 )
 
 
@@ -60,7 +60,7 @@ def render(record: LoadRecord) -> str:
 def _when(record: LoadRecord) -> str:
     try:
         began = datetime.fromtimestamp(record.started_at, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
-    except (OverflowError, ValueError, OSError):  # a record from outside may say anything
+    except (OverflowError, ValueError, OSError):  # a record from outside may contain anything
         began = "at an unknown time"
     broken = "; interrupted" if record.totals.interrupted else ""
     return f"Begun {began}; {number(record.seconds)} s; latency is counted from the intended time{broken}."
@@ -173,7 +173,7 @@ def _summaries(title: str, rows: list[tuple[str, figures.Array]]) -> str:
 def _stage_means(record: LoadRecord) -> str:
     found = stages_ms(record.boots)
     if not found:
-        return note("No boot told how long its stages took.") if len(record.boots) else ""
+        return note("No boot has the times of its stages.") if len(record.boots) else ""
     return charts.shares("Mean time in each stage", [(n, float(v.mean())) for n, v in found.items()], unit="ms")
 
 
@@ -203,7 +203,7 @@ def _retries(record: LoadRecord) -> str:
     rates = {name: figures.per_second(samples.at_s, values) for name, values in counters.items()}
     rates = {name: values for name, values in rates.items() if any(values)}
     if not rates:
-        return note("No retries and no conflicts, as far as anybody told.")
+        return note("No retries and no conflicts were reported.")
     at, shown = figures.thinned(samples.at_s, rates)
     series = [Series(name, values) for name, values in shown.items()]
     return charts.lines("Retries and conflicts", at, series, x_label=TIME, y_label="a second")
@@ -288,7 +288,7 @@ def _outcomes(record: LoadRecord) -> str:
     rows = [("boot", name, count, totals.boots) for name, count in totals.outcomes.items() if count]
     rows += [("delete", name, count, totals.deletes) for name, count in totals.delete_outcomes.items() if count]
     return table(
-        ["asked for", "ended", "count", "share"],
+        ["requested", "ended", "count", "share"],
         [[kind, cut(name), f"{count:,}", f"{count / max(whole, 1):.2%}"] for kind, name, count, whole in rows],
         words=2,
     )
@@ -303,7 +303,7 @@ def _codes(record: LoadRecord) -> str:
     rows = [[kind, cut(code) or NOTHING, f"{count:,}"] for (kind, code), count in counts.most_common(MAX_KINDS)]
     if len(counts) > MAX_KINDS:
         rows.append(["", f"and {len(counts) - MAX_KINDS} other codes", ""])
-    return table(["asked for", "code", "count"], rows, words=2)
+    return table(["requested", "code", "count"], rows, words=2)
 
 
 def _by_flavor(record: LoadRecord) -> str:
@@ -328,7 +328,7 @@ def _by_flavor(record: LoadRecord) -> str:
         ]
         for flavor, found in sorted(ends.items(), key=lambda item: -(item[1].total() - item[1]["active"]))[:MAX_KINDS]
     ]
-    return table(["flavor", "codes", "asked for", "active", *others, "not active"], rows, words=2)
+    return table(["flavor", "codes", "requested", "active", *others, "not active"], rows, words=2)
 
 
 def facts(value: msgspec.Struct) -> dict[str, str]:
@@ -353,5 +353,5 @@ def _machine(record: LoadRecord) -> str:
     if record.totals.knee:
         rows += [[f"knee: {cut(name)}", number(value)] for name, value in record.totals.knee.items()]
     recorded = [stage for stage in STAGES if stage in record.boots.stages]
-    rows += [["stages told", ", ".join(recorded) or "none"], ["record", record.format]]
+    rows += [["stages reported", ", ".join(recorded) or "none"], ["record", record.format]]
     return table(["machine of the load generator", ""], rows, words=2)

@@ -48,7 +48,7 @@ class Offer(Struct):
 
 
 class LoadRun:
-    """One run of a plan. `boots` and `deletes` say at any time what became of what.
+    """One run of a plan. `boots` and `deletes` have at any time what became of each.
 
     rng draws the requests; chance the rest (uuids, how long to wait), where a run that is repeated with the same
     seed must not ask for the same machines: those there are already, and nothing would be built.
@@ -197,7 +197,7 @@ class LoadRun:
     async def _offer(self, offers: list[Offer], ledger: LoadLedger) -> None:
         """Until each is confirmed, or given up. Raises what is neither a full queue nor a bus that is unavailable.
 
-        What was refused knocks again one slice at a time: a full queue is not to be kept busy with refusing.
+        What was refused is offered again one slice at a time: a full queue is not to be kept busy with refusing.
         """
         if self._refused and self.plan.offers_again_s > 0:
             offers = await self._offer_again(offers, ledger)
@@ -362,7 +362,7 @@ class LoadRun:
         ledger.ended[row] = self.last_end = track.ended_at or 0.0
         ledger.set_outcome(row, track.state)
         event = track.last
-        if event is None:  # learned by asking: its last event never came
+        if event is None:  # learned by a query: its last event never came
             return
         ledger.attempts[row] = event.attempt
         ledger.code[row] = ledger.codes.index(event.code)

@@ -1,4 +1,4 @@
-"""What one boot's last event says of where its time went."""
+"""The stages of one boot, from its last event."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ def stages_of(event: BuildEvent, *, since: float | None = None, until: float | N
     """Seconds in each stage of `record.STAGES` that the event has; a stage without a stamp is absent.
 
     since, until: when the client meant to publish and when it received the event, both by its own wall clock. Given
-    both, the stages add up to the latency between them whatever the clocks of other machines say. Left out: from when
+    both, the stages add up to the latency between them whatever the clocks of other machines show. Left out: from when
     the broker was given the request (`queued`), and to when the scheduler passed the end on (`announced`).
     """
     return {} if event.stamps is None else durations(event.stamps, since=since, until=until)

@@ -115,7 +115,7 @@ def _failure(track: Track) -> Failure:
         flavor=track.flavor,
         state=track.state,
         code=event.code if event else "",
-        reason=event.reason if event else "its end was learned by asking; see `berth show`",
+        reason=event.reason if event else "its end was learned by a query; see `berth show`",
         attempts=event.attempt if event else 0,
         funnel=event.funnel if event else (),
     )

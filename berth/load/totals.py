@@ -14,7 +14,7 @@ from berth.load.run import LoadRun
 from berth.load.summary import percentiles
 
 NOT_ACCEPTED = frozenset({"backpressure", "unsent"})
-# The knee of a ramp: arrivals are looked at in so many steps; the first tenth says what calm is; it is past the knee
+# The knee of a ramp: arrivals are looked at in so many steps; the first tenth defines calm; it is past the knee
 # where the median is this many times the calm one (and this much above it) for so many steps in a row.
 KNEE_STEPS = 60
 CALM_SHARE = 0.1

@@ -2,7 +2,7 @@
 
 The format is that of the public GPU cluster traces: a CSV with columns cpu_milli, memory_mib, num_gpu, gpu_milli (the
 share of one GPU), gpu_spec (models it may have, `A|B`), creation_time and deletion_time (seconds); others are passed
-over. A request becomes the flavor that is named for just what it asks, where the settings are made for the trace
+over. A request becomes the flavor that is named for just what it requests, where the settings are made for the trace
 (`berth.load.fleet`); else the smallest of the flavors known that covers it, or the largest when none does.
 """
 

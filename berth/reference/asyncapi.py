@@ -20,8 +20,8 @@ _BINDING = "0.3.0"
 _DESCRIPTION = """\
 Every bus (the API bus, and one bus a cell: a virtual host or broker of its own) has the topic exchanges `berth` for
 commands and `berth.events` for events. An operation `receive` is a command that berth takes; `send` is an event that
-berth says. Extensions: x-bus, where the message lives; x-owner, the worker that decides about it; x-publishers, who may
-say it; x-idempotency, what makes it safe to repeat."""
+berth publishes. Extensions: x-bus, where the message lives; x-owner, the worker that decides about it;
+x-publishers, who may publish it; x-idempotency, what makes it safe to repeat."""
 
 
 def document(*, public: bool = False) -> dict[str, Any]:

@@ -55,7 +55,7 @@ HEAD = f"""\
 # Messages
 
 Derived from `bus/contracts/catalogue/` by `scripts/docs`; do not edit by hand. The same as an AsyncAPI 3 document:
-`berth asyncapi` prints it (`--public`: without what berth's own parts say to each other), and
+`berth asyncapi` prints it (`--public`: without the messages between berth's own parts), and
 [`berth web`](../howto/web.md) serves it at `/api/v1/asyncapi.json`.
 
 Every bus (the API bus, and one bus a cell: a virtual host or broker of its own) has a topic exchange `{COMMANDS}` for
@@ -67,8 +67,8 @@ batch has at most {MAX_BATCH_ITEMS:,} items.
 | AMQP property or header | meaning |
 | --- | --- |
 | `content-type` | `application/json`: one message. `application/vnd.berth.batch+json`: many, `[{{"meta", "body"}}]`, |
-| | as berth's own parts speak under load. Events of the API bus come one to a message under their own keys. |
-| `type` | the versioned tag, e.g. `build.request.v1`. May be left out where the routing key tells. |
+| | as berth's own parts publish under load. Events of the API bus come one to a message under their own keys. |
+| `type` | the versioned tag, e.g. `build.request.v1`. May be left out where the routing key determines it. |
 | `message-id` | unique per message; a redelivery repeats it |
 | `reply-to`, `correlation-id` | where and under which id an answer is wanted; leave out to get none |
 | `delivery-mode` | 2 (persistent) for commands that must not be lost |
@@ -79,9 +79,9 @@ A message has one routing key: the one below, filled with its own fields. Under 
 (`message.wrong_key`), in a batch as alone, so that a broker's permissions for a project's keys bind its requests, too
 ([Permissions](../howto/permissions.md)). What `operator` alone publishes is not for a project's user.
 A project id is one word of a key, written as it is: 1 to 64 letters of `A-Z a-z 0-9 _ -`. Others are refused.
-A field that a message does not have is refused where the message says so below; elsewhere it is passed over, so that
+A field that a message does not have is refused where it is stated below; elsewhere it is passed over, so that
 workers of two versions understand each other. An `inventory.update` is refused as well, by the field's name and the
-nearest one that there is, unless its `may_ignore` names that field: so a newer worker speaks to an older placement.
+nearest one that there is, unless its `may_ignore` names that field: so a newer worker works with an older placement.
 
 `reply-to` names a queue that the broker has named (declare it without a name, exclusive), direct reply-to
 (`amq.rabbitmq.reply-to`), or a queue whose name begins with `client.reply.`; any other is refused (`message.reply_to`).

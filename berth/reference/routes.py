@@ -8,7 +8,7 @@ HEAD = """\
 # Placement's REST routes
 
 Derived from `placement_worker/rest/routes.py` by `scripts/docs`; do not edit by hand.
-[The Placement API](placement-api.md) says who may call them. `since`: the first microversion that has the route.
+[The Placement API](placement-api.md) describes who may call them. `since`: the first microversion that has the route.
 `policy`: the rule of Placement's own policy file that decides.
 
 | method | path | since | policy |

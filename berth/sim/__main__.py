@@ -23,7 +23,7 @@ from berth.sim.shrink import Shrinker
 from berth.sim.widening import WIDENED, Widening
 
 UUID = re.compile(r"[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}")
-# What is told whatever the breach is about.
+# What is printed whatever the breach is about.
 ALWAYS = (
     "fault",
     "kill",
@@ -48,7 +48,7 @@ def main(
     seeds: Annotated[int, typer.Option(help="How many seeds, one after the other.")] = 100,
     seed: Annotated[int | None, typer.Option(help="Only this seed; with --trace, every event of it.")] = None,
     minutes: Annotated[float | None, typer.Option(help="Fresh seeds for so long.")] = None,
-    trace: Annotated[bool, typer.Option("--trace", help="Tell what happened, from the first fault on.")] = False,
+    trace: Annotated[bool, typer.Option("--trace", help="Print what happened, from the first fault on.")] = False,
     shrink: Annotated[bool, typer.Option("--shrink/--no-shrink", help="Make failing seeds smaller.")] = True,
     report: Annotated[Path | None, typer.Option("--json", help="Write the figures here.")] = None,
     only_digests: Annotated[bool, typer.Option("--digests", help="Print each seed's digest and nothing else.")] = False,
@@ -105,7 +105,7 @@ def redirect_logs(event_log: EventLog | None = None) -> None:
 
     def keep(_logger: Any, method: str, event: Any) -> Any:
         assert event_log is not None
-        from berth.sim.loop import PROCESS  # noqa: PLC0415  (only a trace needs to know who speaks)
+        from berth.sim.loop import PROCESS  # noqa: PLC0415  (only a trace needs the acting process)
 
         process = PROCESS.get()
         words = " ".join(f"{key}={value}" for key, value in event.items() if key != "event")
@@ -121,7 +121,7 @@ def redirect_logs(event_log: EventLog | None = None) -> None:
 
 
 def replay(seed: int, kinds: Collection[Widening], *, trace: bool, smaller: bool) -> Result:
-    """One seed, with its trace if it is wanted; a failing one is told as small as it gets."""
+    """One seed, with its trace if it is wanted; a failing one is reported as small as it gets."""
     plan = plan_of(seed, kinds)
     result = run(plan)
     if result.breach and smaller:

@@ -1,6 +1,6 @@
 """What a breaker promises: too many losses of one compute service wait for an operator's word.
 
-Judged from what conductors commit and from what the operator said; not from what a conductor counts.
+Judged from what conductors commit and from what the operator reset; not from what a conductor counts.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ class BreakerWatch:
         self._seen: dict[str, Instance] = {}
         self._losses: dict[str, list[float]] = {}  # of each service, when they were committed
         self._opened: dict[str, float] = {}
-        self._passed: set[tuple[str, str]] = set()  # (service, machine) of which an operator said go
+        self._passed: set[tuple[str, str]] = set()  # (service, machine) that an operator has allowed
 
     def go(self, breaker: Breaker) -> None:
-        """An operator says go for the machines that tripped it."""
+        """An operator allows the machines that tripped it."""
         self._passed.update((breaker.service, machine) for machine in breaker.machines)
 
     def committed(self, table: MemoryInstanceTable, exempt: Collection[str]) -> None:

@@ -1,6 +1,6 @@
 """Nothing that is not ours is touched, and nothing of ours is destroyed without a reason on record.
 
-Judged from what clients asked, from every record that a conductor ever committed, and from what really happens to
+Judged from what clients requested, from every record that a conductor ever committed, and from what really happens to
 machines and nodes; not from what the workers take for theirs.
 """
 
@@ -17,7 +17,7 @@ from compute_sim.fleet import Guest
 from placement_worker.domain.values import Provider
 from placement_worker.store.memory_table import ConsumerRow
 
-# Between a look at a node and what is done on it others may get in: Ironic offers no way to say "only if it is still
+# Between a look at a node and what is done on it others may get in: Ironic has no condition "only if it is still
 # so" for all fields at once. A look that is older than this is no excuse.
 RACE_S = 5.0
 # While a record stands so, its attempt is wanted.
@@ -37,27 +37,28 @@ class HarmWatch:
 
     def __init__(self, now: Callable[[], float]) -> None:
         self._now = now
-        self.requested: dict[str, None] = {}  # builds that a client ever asked for: what could be ours
+        self.requested: dict[str, None] = {}  # builds that a client ever requested: what could be ours
         self._to_delete: dict[str, None] = {}
         self._given_up: dict[str, int] = {}  # the newest attempt of each instance that a record gave up
-        self._lost: dict[str, int] = {}  # attempts that a record has as lost: told, and seen to be so (`lost_was_lost`)
+        # attempts that a record has as lost: reported, and seen to be so (`lost_was_lost`)
+        self._lost: dict[str, int] = {}
         self._was_active: dict[tuple[str, str], int] = {}  # (host, instance): the attempt that a record had as active
         self._records: dict[str, Instance] = {}
         self._seen: dict[tuple[str, str], Seen] = {}  # (process, node)
         self._changed_hands: dict[str, float] = {}
         self.given_up: Collection[tuple[str, str, int]] = ()  # machines that a move gave up (`MoveWatch`)
         self.holdings: dict[str, Mapping[str, Mapping[str, int]]] = {}  # of consumers that are not ours
-        self.may_let_go: set[str] = set()  # of these, those whose owner has asked for it
+        self.may_let_go: set[str] = set()  # of these, those whose owner has requested it
         self.providers: dict[str, None] = {}  # of another source
 
     def ours(self, instance: str) -> bool:
-        """Whether berth was ever asked to build it."""
+        """Whether its build was ever requested of berth."""
         return instance in self.requested
 
     # --- reasons
 
     def delete(self, instance: str) -> None:
-        """A client asks for its end."""
+        """A client requests its end."""
         self._to_delete[instance] = None
 
     def record(self, instances: Mapping[str, Instance]) -> None:
@@ -66,7 +67,7 @@ class HarmWatch:
             if self._records.get(uuid) is instance:
                 continue
             self._records[uuid] = instance
-            # Of one that is out of time its host was told to end what is not complete.
+            # Of one that is out of time its host was commanded to end what is not complete.
             over = instance.attempt - (instance.state in WANTED and not instance.queried)
             self._given_up[uuid] = max(over, self._given_up.get(uuid, 0))
             if instance.code == "instance.lost":
@@ -106,7 +107,7 @@ class HarmWatch:
         self._changed_hands[node] = self._now()
 
     def acted(self, process: str, method: str, node: Mapping[str, Any], attempt: int | None, body: bytes) -> None:
-        """Ironic accepts what a process of ours asks of a node that is as given. Raises Breach."""
+        """Ironic accepts what a process of ours requests of a node that is as given. Raises Breach."""
         uuid, owner = node["uuid"], node["instance_uuid"]
         what = f"{process}: {method} {body[:80].decode(errors='replace')} on {uuid}, {node['provision_state']}"
         seen = self._seen.get((process, uuid))

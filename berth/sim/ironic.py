@@ -120,7 +120,7 @@ class WatchedNodePool(NodePool):
         before = node["instance_uuid"]
         super()._change(node, **changes)
         if node["instance_uuid"] != before or changes.get("provision_state") == "cleaning":
-            self.changed_hands(node["uuid"])  # undeploying takes the instance away without saying so here
+            self.changed_hands(node["uuid"])  # undeploying takes the instance away without a notification here
         if changes.get("provision_state") == "active" and node["instance_uuid"]:
             self.deployed(node["uuid"], node["instance_uuid"])
 
@@ -180,7 +180,7 @@ class SimIronic:
         if request.method == "GET":
             answer = json.loads(content)
             shown = answer.get("nodes", [answer])
-            for node in [one for one in shown if "provision_state" in one]:  # a ping asks for a uuid alone
+            for node in [one for one in shown if "provision_state" in one]:  # a ping requests a uuid alone
                 harm.looked(process, node, asyncio.get_running_loop().time())
             if before is not None and free(before) and process.startswith("compute") and self._ambushes:
                 self._take(self.pool.nodes[before["uuid"]], self._ambushes.pop(0))

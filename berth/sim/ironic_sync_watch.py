@@ -1,4 +1,5 @@
-"""What ironic_sync may say of a node, judged by what its process had heard from Ironic by then, and the end of it all.
+"""What ironic_sync may report of a node, judged by what its process had received from Ironic by then, and the end of it
+all.
 
 Written from Ironic's rules and its recorded notifications, not from ironic_sync's own rules.
 """
@@ -17,24 +18,24 @@ from ironic_sync.domain.position import Position
 from ironic_sync.store.port import Positions, Term
 from placement_worker.domain.values import Provider
 
-# Said by what has just done it; of the others only an end is a fact.
+# Published by what has just done it; of the others only an end is a fact.
 FACTS = frozenset({"provision_set", "power_state_corrected"})
 
 
 class Known:
-    """What one process knows of one node: when it last heard of it, and whether it may say that it is free."""
+    """What one process knows of one node: when it was last named, and whether it may be reported as free."""
 
     __slots__ = ("may_offer", "may_remove", "notified_at", "seen")
 
     def __init__(self) -> None:
         self.notified_at = -1.0
-        self.may_remove = False  # Ironic has answered that there is no such node, and nothing was heard of it since
+        self.may_remove = False  # Ironic has answered that there is no such node, and nothing was received of it since
         self.may_offer = False
         self.seen = ""
 
 
 class IronicSyncWatch:
-    """One life of one ironic_sync process: what it heard and read, and that it offers nothing on less than that."""
+    """One life of one ironic_sync process: what it received and read, and that it offers nothing on less than that."""
 
     def __init__(self, now: Callable[[], float], fail: Callable[[Breach], None]) -> None:
         self._now = now
@@ -62,13 +63,13 @@ class IronicSyncWatch:
         """An answer that Ironic made at this time arrives at the process."""
         answer = json.loads(body)
         shown = answer.get("nodes", [answer])
-        for node in [one for one in shown if "provision_state" in one]:  # a ping asks for a uuid alone
+        for node in [one for one in shown if "provision_state" in one]:  # a ping requests a uuid alone
             known = self._nodes.setdefault(node["uuid"], Known())
             known.seen = node.get("updated_at") or known.seen
             known.may_remove = False
             if not free(node):
                 known.may_offer = False
-            elif known.notified_at <= at:  # what was heard by then had happened
+            elif known.notified_at <= at:  # what was received by then had happened
                 known.may_offer = True
 
     def missing(self, at: float, uuid: str) -> None:
@@ -77,14 +78,14 @@ class IronicSyncWatch:
         known.may_remove = known.may_remove or known.notified_at <= at
 
     def saving(self, positions: Sequence[Position], loaded: Mapping[str, Position]) -> None:
-        """The process is about to keep these, and to tell the book."""
+        """The process is about to keep these, and to report them to the book."""
         for position in positions:
             known, before = self._nodes.get(position.uuid), loaded.get(position.uuid)
             if before is not None and before.version == position.version:
-                continue  # said by an earlier term, and not confirmed: said again
+                continue  # published in an earlier term, and not confirmed: published again
             removed = before is not None and before.report is not None and position.report is None
             if removed and not (known and known.may_remove):
-                self._fail(Breach("removed_on_fresh_word", f"{position.uuid} is taken out; it was heard of since"))
+                self._fail(Breach("removed_on_fresh_word", f"{position.uuid} is taken out; it was named since"))
             if offers(position.report) and not (known and known.may_offer):
                 self._fail(Breach("offered_on_fresh_word", f"{position.uuid} is given back, and was not seen free"))
 

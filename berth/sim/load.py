@@ -21,7 +21,7 @@ HEARD_S = 30.0  # a client deletes what it knows to be accepted, or after this l
 
 
 class Client:
-    """Publishes what the orders say, until the broker confirms it."""
+    """Publishes the orders, until the broker confirms them."""
 
     def __init__(self, world: World) -> None:
         self._world = world
@@ -52,16 +52,16 @@ class Client:
 
     @property
     def busy(self) -> list[asyncio.Task[None]]:
-        """Deletes that are still to be asked."""
+        """Deletes that are still to be requested."""
         return [task for task in self._deleting.values() if not task.done()]
 
     async def publish(self, message: Message) -> None:
-        """Something an operator says on the API bus."""
-        await self._process.spawn(self._publish_until_taken(message, "operator"), "the operator says")
+        """An operator publishes on the API bus."""
+        await self._process.spawn(self._publish_until_taken(message, "operator"), "the operator publishes")
 
     async def publish_batch(self, messages: Sequence[Message]) -> None:
         """The same of several messages that travel together."""
-        await self._process.spawn(self._publish_batch_until_taken(messages), "the operator says")
+        await self._process.spawn(self._publish_batch_until_taken(messages), "the operator publishes")
 
     async def _publish_batch_until_taken(self, messages: Sequence[Message]) -> None:
         while True:

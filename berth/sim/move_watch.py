@@ -26,7 +26,7 @@ AT_REST = frozenset({State.ACTIVE, State.OFFLOADED})
 
 
 class MoveWatch:
-    """Looks after every commit of the book and of a cell, at every machine that comes to be, and at what is said."""
+    """Looks after every commit of the book and of a cell, at every new machine, and at what is published."""
 
     def __init__(
         self,
@@ -48,7 +48,7 @@ class MoveWatch:
         self.evacuated: set[tuple[str, str, int]] = set()  # (host, instance, attempt) of a fenced host
         self.refused: set[str] = set()  # requests
         self.fenced: set[str] = set()  # hosts that were switched off once: what was not evacuated is off there
-        self.sent: dict[str, str] = {}  # {request: its instance} that a cell was told of
+        self.sent: dict[str, str] = {}  # {request: its instance} that a cell was sent
         self.ends: dict[str, tuple[MoveState, str]] = {}
         self.brought_back: set[tuple[str, str, int]] = set()  # (host, instance, attempt) on a set-back host
         self.exempt: Mapping[str, None] = {}  # of whom a restored database knows an old truth
@@ -102,7 +102,7 @@ class MoveWatch:
             raise Breach("refused_is_unchanged", f"{instance.uuid} was {was}, and is {now}")
 
     def on_event(self, event: MoveEvent) -> None:
-        """A conductor speaks. Raises Breach."""
+        """A conductor publishes. Raises Breach."""
         if not event.terminal:
             return
         end = (event.state, event.code)

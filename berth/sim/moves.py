@@ -1,4 +1,4 @@
-"""Moves in a world: what a scheduler would tell cells to do with instances, and dead hosts that come back."""
+"""Moves in a world: what a scheduler would command cells to do with instances, and dead hosts that come back."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SIZES = ("m1.tiny", "m1.small", "m1.medium")
 
 
 class Mover:
-    """Chooses hosts and tells the cells, as a scheduler does."""
+    """Chooses hosts and commands the cells, as a scheduler does."""
 
     def __init__(self, world: World) -> None:
         self._world = world
@@ -84,7 +84,7 @@ class Mover:
         await self._ask(cell, self._world.cells[cell].instances[uuid], order, kind)
 
     def _may_move(self, cell: str, uuid: str) -> bool:
-        """Machines of metal, those of others and those whose hints were heard once stay where they are."""
+        """Machines of metal, those of others and those whose hints held once stay where they are."""
         world = self._world
         instance = world.cells[cell].instances[uuid]
         on_metal = instance.host_uuid in (world.ironic.pool.nodes if world.ironic is not None else ())
@@ -118,7 +118,7 @@ class Mover:
     def _selections(
         self, cell: str, instance: Instance, spec: InstanceSpec, kind: MoveKind, rng: random.Random
     ) -> tuple[Selection, ...]:
-        """Hosts of the cell, with what the flavor asks, all of it at the root."""
+        """Hosts of the cell, with what the flavor requests, all of it at the root."""
         if kind not in (
             MoveKind.MIGRATE,
             MoveKind.LIVE_MIGRATE,

@@ -149,7 +149,7 @@ class SimTransport:
 
     @property
     def connected(self) -> bool:
-        """Whether the broker can be spoken to now."""
+        """Whether the broker can be reached now."""
         return self._inner.connected
 
     async def open(self) -> None:
@@ -265,7 +265,7 @@ class SimTransport:
         self._inner.on_locked(call)
 
     async def _lasting(self, work: Callable[[], Awaitable[T]]) -> T:
-        """Setting up outlives a lost connection, as with RabbitMQ, within its patience."""
+        """Setting up outlives a lost connection, as with RabbitMQ, within a time limit."""
         until = asyncio.get_running_loop().time() + SETUP_PATIENCE_S
         while True:
             try:

@@ -39,7 +39,7 @@ class Operator:
         return asyncio.create_task(self._carry_out(order), name=f"order {order.action} {order.service}")
 
     async def reset_breakers(self) -> None:
-        """Say go for every breaker that has been open for long enough, until cancelled (`berth breaker reset`)."""
+        """Reset every breaker that has been open for long enough, until cancelled (`berth breaker reset`)."""
         world, since = self._world, dict[tuple[str, str], float]()
         while True:
             await asyncio.sleep(POLL_S)

@@ -31,7 +31,7 @@ OTHERS = frozenset(
 )
 THEIRS = "theirs"  # another project, another source
 
-# --- what another client may say
+# --- what another client may send
 
 KEYS = (
     (COMMANDS, "build.request.theirs"),
@@ -278,7 +278,7 @@ class OtherTenants:
         return {service: self._world.wiring.share_of(service) for _, service in self._world.plan.metal_services}
 
     async def _metal_again(self, before: Mapping[str, tuple[int, int]]) -> None:
-        """A service whose cell has another share now learns that at its next start; within a cell the ring tells."""
+        """A service whose cell has another share now learns that at its next start; within a cell the ring decides."""
         for service, share in self._shares_now().items():
             if service not in self._world.metal_out and share != before[service]:
                 await self._again(f"compute-{service}")

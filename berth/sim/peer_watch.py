@@ -1,6 +1,6 @@
-"""What is promised of server groups, hints and quotas, judged from what was asked and from what the book holds.
+"""What is promised of server groups, hints and quotas, judged from what was requested and from what the book holds.
 
-Nothing of the product's own counting is used: not who it takes for a member, nor what it says a project holds.
+Nothing of the product's own counting is used: not who it takes for a member, nor its sum of what a project holds.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ OVER_QUOTA = "quota.exceeded"
 
 
 def resources_of_flavor(name: str) -> dict[str, int]:
-    """What a flavor asks for, by class."""
+    """What a flavor requests, by class."""
     flavor = DEFAULT_FLAVORS[name]
     requested = {"VCPU": flavor.vcpus, "MEMORY_MB": flavor.memory_mb, "DISK_GB": flavor.disk_gb}
     specs = {key.removeprefix("resources:"): int(amount) for key, amount in flavor.extra_specs.items()}
@@ -32,7 +32,7 @@ def resources_of_flavor(name: str) -> dict[str, int]:
 
 
 class PeerWatch:
-    """Looks after every commit of the book and of a cell, and at what schedulers say."""
+    """Looks after every commit of the book and of a cell, and at what schedulers publish."""
 
     def __init__(
         self, plan: Plan, book: MemoryBookTable, cells: Mapping[str, MemoryInstanceTable], now: Callable[[], float]
@@ -42,13 +42,13 @@ class PeerWatch:
         self._cells = cells
         self._now = now
         self._orders: dict[str, Order] = {}
-        self._projects: dict[str, None] = {}  # that ever asked for a build
-        self._since: dict[str, float] = {}  # when each was first asked for
+        self._projects: dict[str, None] = {}  # that ever requested a build
+        self._since: dict[str, float] = {}  # when each was first requested
         self._seen: dict[str, ConsumerRow] = {}
         self._hosts: dict[str, list[tuple[float, str | None]]] = {}  # where each was, and since when
         self._held: dict[str, list[tuple[float, Counter[str]]]] = {}  # what each project held, and since when
         self.exempt: Collection[str] = ()  # of whom a restored database knows an old truth: no rule can be kept
-        self.refused: dict[str, None] = {}  # told that their project's quota stands in the way
+        self.refused: dict[str, None] = {}  # refused for their project's quota
 
     def requested(self, order: Order) -> None:
         """A client is about to ask for a build."""
@@ -182,7 +182,7 @@ class PeerWatch:
                 yield host
 
     def event(self, event: BuildEvent) -> None:
-        """Who is refused for a quota's sake would have passed it at some time since it was asked for. Raises Breach."""
+        """Who is refused for a quota's sake would have passed it at some time since it was requested. Raises Breach."""
         if event.code != OVER_QUOTA or event.state is not BuildState.FAILED or event.instance_uuid in self.refused:
             return
         uuid = event.instance_uuid

@@ -72,7 +72,7 @@ def _keep(rng: random.Random, order: Order, groups: list[ServerGroup], earlier: 
 
 
 def _as_requested(order: Order, keeping: dict[str, Order]) -> Order:
-    """A build or its repeat as its client says it."""
+    """A build or its repeat as its client publishes it."""
     if order.action not in (Action.BUILD, Action.REPEAT):
         return order
     kept = keeping[order.uuid]

@@ -90,7 +90,7 @@ class FaultType(StrEnum):
     IRONIC = "ironic"  # Ironic's API is unavailable for `seconds`
     FULL = "full"  # half of a broker's bounded queues are full for `seconds`: they refuse what is published
     MUTE = "mute"  # a compute service's heartbeats are lost for `seconds`, while it works on
-    CLOCK = "clock"  # an operator sets a process's clock; `seconds` says where to
+    CLOCK = "clock"  # an operator sets a process's clock; `seconds`: where to
 
 
 class FaultEvent(Struct, frozen=True, kw_only=True):
@@ -109,14 +109,14 @@ class Rates(Struct, frozen=True, kw_only=True):
     delay_s: float = 0.0
     duplicate: float = 0.0
     lost_before: float = 0.0  # the connection breaks before the broker has the message
-    lost_after: float = 0.0  # ... and before the publisher hears that it has
+    lost_after: float = 0.0  # ... and before the publisher learns that it has
     conflict: float = 0.0
     store_lost: float = 0.0
     commit_lost_before: float = 0.0
     commit_lost_after: float = 0.0
     store_crash: float = 0.0  # the server dies at this very statement, and is back within two seconds
     crash: float = 0.0  # the process is killed at this very await
-    notice_lost: float = 0.0  # a notification of Ironic's is never heard
+    notice_lost: float = 0.0  # a notification of Ironic's is never received
     ironic_lost: float = 0.0  # a request to Ironic, or its answer
     ironic_busy: float = 0.0  # Ironic answers 503
 
@@ -209,7 +209,7 @@ class Plan(Struct, frozen=True, kw_only=True):
 
     @property
     def late_cells(self) -> list[str]:
-        """Cells that no worker is told of before they join."""
+        """Cells that no worker knows before they join."""
         return [order.service for order in self.orders if order.action is Action.CELL and order.verb == "join"]
 
     @property

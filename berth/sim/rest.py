@@ -88,7 +88,7 @@ def given_back(world: World) -> list[str]:
         return [f"{uuid} holds something" for uuid in sorted(held)]
     projects = {world.book.consumers[uuid].consumer.project_id for uuid in lost if uuid in world.book.consumers}
     counted = {project: world.book.held_by(project) for project in PROJECTS if project not in projects}
-    return [f"{project} is said to hold {used}" for project, used in counted.items() if any(used.values())]
+    return [f"{project} is counted as holding {used}" for project, used in counted.items() if any(used.values())]
 
 
 def check_quota_refusals(world: World) -> str:
@@ -141,7 +141,7 @@ def _requests(world: World, client: Client, lost: Collection[str]) -> Iterator[s
 
 
 def _holdings(world: World, client: Client) -> Iterator[str]:
-    """What is active holds what its flavor asks for, wherever its host's providers have moved to."""
+    """What is active holds what its flavor requests, wherever its host's providers have moved to."""
     for table in world.cells.values():
         for uuid, instance in table.instances.items():
             kept = world.book.consumers.get(uuid)
@@ -205,7 +205,7 @@ def _reported_differs(report: ProviderReport, provider: Provider | None) -> str:
         if not inventory.stranded
     }
     if reported != kept:
-        return f"says {reported}, the book has {kept}"
+        return f"reported {reported}, the book has {kept}"
     return "" if set(report.traits) == set(provider.traits) else f"the book has the traits {provider.traits}"
 
 

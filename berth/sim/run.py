@@ -30,7 +30,7 @@ from compute_sim.reporter import INVENTORY_EVERY, JITTER
 # Liveness: when faults have stopped, everything has to be settled within this. The longest honest chain: an attempt
 # that hangs, times out (20 s), is claimed elsewhere, hangs again ... five hosts, and a redelivery through all retries.
 REST_S = 6 * 20.0 + 60.0 + sum(RETRY_S)
-# A book that was set back to before a host was reported learns of it when its service next says its whole inventory.
+# A book that was set back to before a host was reported learns of it when its service next reports its whole inventory.
 INVENTORIES_S = INVENTORY_EVERY * REPORT_S * (1 + JITTER)
 POLL_S = 1.0
 MOST_TRIPS = 4  # of one breaker after the load, each seen with another report
@@ -164,14 +164,16 @@ class _Runner:
             await self._final_checks(tasks)
 
     async def _final_checks(self, tasks: list[asyncio.Task[None]]) -> None:
-        """All is deleted and given back; what then comes finds quotas unused, and who may hold nothing is told so."""
+        """All is deleted and given back; what then comes finds quotas unused, and a project that may hold nothing is
+        refused.
+        """
         for uuid in self._client.confirmed:
             if uuid not in self._client.deleted:
                 self._client.delete(uuid)
         await self._settled(tasks)
         if left := given_back(self._world):
             raise Breach("given_back", "; ".join(left[:6]))
-        # First, while there is room: beside the others it could find none left, and be told that instead (seed 78).
+        # First, while there is room: beside the others it could find none left, and get that answer instead (seed 78).
         for projects in ((NONE_ALLOWED,), PROJECTS):
             for project in projects:
                 tasks += self._last_orders(LAST_FLAVORS[:1], project)

@@ -24,7 +24,7 @@ FIRST_S = 2.0  # until then everything has started
 
 
 class Shrinker:
-    """`fails` says whether a plan still breaks the same invariant."""
+    """`fails` returns whether a plan still breaks the same invariant."""
 
     def __init__(self, fails: Callable[[Plan], bool], *, max_runs: int = MAX_RUNS) -> None:
         self._fails = fails
@@ -112,7 +112,7 @@ def _without_others(plan: Plan) -> Plan:
 
 
 def _without_metal(plan: Plan) -> Plan:
-    """No bare metal: nothing about Ironic happens, and no build asks for a node."""
+    """No bare metal: nothing about Ironic happens, and no build requests a node."""
     return replace(
         plan,
         metal=None,

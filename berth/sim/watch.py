@@ -78,15 +78,15 @@ class BookWatch:
 
 
 class MachineWatch:
-    """Looks at the machines as they come to be, and at what conductors and hosts say of them."""
+    """Looks at the machines as they come to be, and at what conductors and hosts report of them."""
 
     def __init__(self) -> None:
         self._built: set[tuple[str, str, int]] = set()  # every machine there ever was: (host, instance, attempt)
-        self._destroyed: dict[tuple[str, str], int] = {}  # the highest attempt that a host said is gone for good
+        self._destroyed: dict[tuple[str, str], int] = {}  # the highest attempt that a host reported as gone for good
         self._active: dict[str, Instance] = {}
         self.runs: Callable[[str, str], int | None] = lambda _host, _instance: None  # the attempt that runs there now
         self._deployed: set[tuple[str, str]] = set()  # (node, instance): Ironic knows no attempts
-        # Of two hosts of one uuid either may have said that it destroyed an attempt.
+        # Of two hosts of one uuid either may have reported that it destroyed an attempt.
         self.has_a_double: Callable[[str], bool] = lambda _host: False
         self._builders: dict[tuple[str, str, int], tuple[Fleet, Process | None]] = {}  # who built it last, and in what
         self._untold: set[tuple[str, str, int]] = set()
@@ -99,7 +99,7 @@ class MachineWatch:
         """A machine comes to be."""
         fence = self._destroyed.get((host, guest.instance_uuid), 0)
         if guest.attempt <= fence and not self.has_a_double(host):
-            raise Breach("fenced_for_good", f"{guest.instance_uuid} attempt {guest.attempt} on {host}, said destroyed")
+            raise Breach("fenced_for_good", f"{guest.instance_uuid} attempt {guest.attempt} on {host}, was destroyed")
         if guest.complete:
             self._built.add((host, guest.instance_uuid, guest.attempt))
 
@@ -129,7 +129,7 @@ class MachineWatch:
         self._destroyed = {key: attempt for key, attempt in self._destroyed.items() if key[0] != host}
 
     def result(self, result: ComputeResult) -> None:
-        """A host speaks about an attempt."""
+        """A host reports about an attempt."""
         if result.outcome is ComputeOutcome.DESTROYED:
             key = (result.host_uuid, result.instance_uuid)
             self._destroyed[key] = max(result.attempt, self._destroyed.get(key, 0))
@@ -200,7 +200,7 @@ class WatchedFleet(Fleet):
 
 
 class Listener:
-    """Hears every message as a client would that misses none: terminal events, and who says what on which bus."""
+    """Receives every message, as a client that misses none: terminal events, and who publishes what on which bus."""
 
     def __init__(self) -> None:
         self.events: dict[tuple[str, int], BuildEvent] = {}
@@ -208,7 +208,7 @@ class Listener:
         self.accepted: dict[str, None] = {}
         self.upward: list[str] = []
         self.dead: list[str] = []
-        self.exempt: set[str] = set()  # builds of which a restored database knows an old truth, and tells it
+        self.exempt: set[str] = set()  # builds of which a restored database knows an old state, and publishes it
 
     def event(self, event: BuildEvent) -> None:
         """One event on the API bus."""
@@ -228,7 +228,7 @@ class Listener:
             raise Breach("one_terminal_state", f"{event.instance_uuid}: terminal events {sorted(states.items())}")
 
     def message(self, bus: str, exchange: str, key: str, tag: str) -> None:
-        """Any message: one that belongs above must not be said on a cell's bus."""
+        """Any message: one that belongs above must not be published on a cell's bus."""
         if exchange == DEAD:
             self.dead.append(f"{bus} {key} {tag}")
         elif bus != "api" and tag in ABOVE and exchange != EVENTS:

@@ -34,7 +34,7 @@ class Widening(StrEnum):
     HOSTS_RESTORED = "hosts-restored"  # a service's hosts are set back: what was destroyed runs again
     SAME_NAME = "same-name"  # a second compute service starts under a name that is taken
     CLIENTS = "clients"  # other clients' messages: bodies and properties at their edges
-    BREAKER = "breaker"  # machines are lost many at once, and an operator has to say go
+    BREAKER = "breaker"  # machines are lost many at once, and an operator has to reset the breaker
     MOVES = "moves"  # instances are moved, resized, shelved, stopped; hosts die, are fenced and come back
     DRAINS = "drains"  # operators disable hosts, move away what they run, and enable them again
     TREES = "trees"  # another source's hosts: devices that move within one batch, roots removed and made again

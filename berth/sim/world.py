@@ -85,7 +85,7 @@ class SimClock:
         self.skew_s = skew_s
 
     def time(self) -> float:
-        """Seconds since the epoch, as this process believes."""
+        """Seconds since the epoch, by this process's clock."""
         return EPOCH + asyncio.get_running_loop().time() + self.skew_s
 
     def monotonic(self) -> float:
@@ -121,7 +121,7 @@ def _all_of(*looks: Callable[[], None]) -> Callable[[], None]:
 
 
 def marked(node: Mapping[str, Any]) -> str | None:
-    """Whose machine our mark says is on a deployed node whose operator has cleared `instance_uuid` alone."""
+    """The instance that our mark names on a deployed node whose operator has cleared `instance_uuid` alone."""
     if node["instance_uuid"] is not None or node["provision_state"] not in DEPLOYED:
         return None
     mark: Mapping[str, str] = node["instance_info"].get("berth", {})
@@ -149,7 +149,7 @@ class World:
         self.schemas: dict[str, MemoryDatabase] = {"placement": self.book, "scheduler": self.builds}
         self.schemas.update({f"cell_{name}": table for name, table in self.cells.items()})
         self.positions = MemoryPositionTable(self.clock)
-        self.unavailable: dict[str, int] = {}  # schemas that cannot be reached, and how many faults say so
+        self.unavailable: dict[str, int] = {}  # schemas that cannot be reached, and how many faults cause it
         self.fleets: dict[str, WatchedFleet] = {}
         self.lives: dict[str, Incarnation] = {}
         self.counts: dict[str, int] = {}
@@ -165,10 +165,10 @@ class World:
         self.foreign: dict[str, str] = {}  # machines of others that are to be there, and their hosts
         self.strange: dict[bytes, None] = {}  # bodies of other clients' messages
         self.taken_back: dict[str, None] = {}  # builds and consumers of which a restored database knows an old truth
-        self.cells_out = set(plan.late_cells)  # that no worker above cells is told of
+        self.cells_out = set(plan.late_cells)  # that no worker above cells knows
         self.metal_out = set(plan.late_metal)  # services that have no share
         self.duplicates: dict[str, WatchedFleet] = {}  # machines of second services, by the name that they share
-        self.probing = False  # whether what is asked now must not lead to them any more
+        self.probing = False  # whether what is requested now must not lead to them any more
         self.wiring = Wiring(self)
         self.machines = MachineWatch()
         self.peer_watch = PeerWatch(plan, self.book, self.cells, self.now)
@@ -266,7 +266,7 @@ class World:
             return
         error = None if task.cancelled() else task.exception()
         if name.partition("-")[2] in self.duplicates and name.startswith(("compute", "twin")):
-            # One of two that bear one name has to go, and says so; its supervisor starts it again.
+            # One of two that bear one name has to go, and logs it; its supervisor starts it again.
             self.event_log.record("twin", f"{name}: {type(error).__name__}: {error}")
             self.kill(name)
             asyncio.get_running_loop().call_later(RESTART_S, self._supervise, name)
@@ -343,7 +343,7 @@ class World:
 
     def _runs(self, host: str, instance: str) -> int | None:
         for service, fleet in self.fleets.items():
-            if service in self.duplicates:  # which of two hosts of one uuid is looked at, none can tell
+            if service in self.duplicates:  # which of two hosts of one uuid is looked at cannot be known
                 continue
             guest = fleet.guest(host, instance)
             if guest is not None and guest.complete:
@@ -535,7 +535,7 @@ class World:
 
     def _claimed(self, claim: Claim) -> None:
         for option in claim.options:
-            # A request that comes again asks with a claim that fits nowhere whether it holds something already: that
+            # A request that comes again checks with a claim that fits nowhere whether it holds something already: that
             # claim names any host of the book and leads no build there.
             if all(amount < MAX_AMOUNT for amounts in option.allocations.values() for amount in amounts.values()):
                 self._led(claim.consumer, option.allocations)

@@ -1,4 +1,4 @@
-"""`/api/v1`: builds and hosts over HTTP. Each answer is what a scheduler says on the bus; nothing is kept here."""
+"""`/api/v1`: builds and hosts over HTTP. Each answer is a scheduler's reply on the bus; nothing is kept here."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """`/api/v1` for draining a host: its plan, and drains that this server carries out.
 
 A drain is a client's work (see `berth.draining`): schedulers and conductors do each move. It belongs to this process:
-when the process ends nothing more is begun, and a drain that is asked for again goes on with what is left.
+when the process ends nothing more is begun, and a drain that is requested again goes on with what is left.
 """
 
 from __future__ import annotations

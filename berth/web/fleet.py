@@ -1,4 +1,4 @@
-"""What is said of hosts, services, workers and cells, as the API and the pages show it."""
+"""The state of hosts, services, workers and cells, as the API and the pages show it."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class ProviderView(Struct, frozen=True, kw_only=True):
 
 
 class HostDetail(Struct, frozen=True, kw_only=True):
-    """One host: what schedulers say of it, its tree from the root down, and who holds what of it.
+    """One host: schedulers' record of it, its tree from the root down, and who holds what of it.
 
     more: the tree or its holders are cut off.
     """
@@ -74,7 +74,7 @@ class CellView(Struct, frozen=True, kw_only=True):
 
 
 class FleetReader:
-    """Asks schedulers and the book about the fleet."""
+    """Queries schedulers and the book about the fleet."""
 
     def __init__(self, bus: Bus, clock: Clock, cells: Sequence[str]) -> None:
         self._bus = bus
@@ -121,7 +121,7 @@ class FleetReader:
     async def known_workers(self) -> tuple[WorkerRecord, ...]:
         """All workers, at most WORKERS_AGE_S old."""
         if self._clock.monotonic() - self._workers_at > WORKERS_AGE_S:
-            self._workers_at = self._clock.monotonic()  # before it is asked: another page does not ask as well
+            self._workers_at = self._clock.monotonic()  # before the query: another page does not query as well
             self._workers = (await self.workers(WorkersQuery(limit=MAX_SERVICES))).workers
         return self._workers
 

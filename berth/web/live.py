@@ -72,7 +72,7 @@ class EventFollower:
 
 
 class Live:
-    """Hears every build's events, counts them by second, and hands them on."""
+    """Receives every build's events, counts them by second, and hands them on."""
 
     def __init__(self, bus: Bus, *, clock: Clock, process: str) -> None:
         self._bus = bus

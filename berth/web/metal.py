@@ -49,7 +49,7 @@ class MetalReader:
         self._read_at = float("-inf")
 
     async def view(self) -> MetalView:
-        """What Ironic says, at most METAL_AGE_S old. Raises Problem 503."""
+        """Ironic's nodes, at most METAL_AGE_S old. Raises Problem 503."""
         async with self._reading:
             if self._view is None or self._clock.monotonic() - self._read_at > METAL_AGE_S:
                 self._view = await self._read()

@@ -1,4 +1,4 @@
-"""`/api/v1` for instances: what is asked of them once they have been built, and what becomes of it."""
+"""`/api/v1` for instances: requests about them once they have been built, and what becomes of those."""
 
 from __future__ import annotations
 

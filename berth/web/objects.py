@@ -98,7 +98,7 @@ class ChangeBody(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class ObjectApi:
-    """What schedulers and the book say of objects, as the API and the pages ask."""
+    """Objects as schedulers and the book have them, for the API and the pages."""
 
     def __init__(self, bus: Bus) -> None:
         self._bus = bus

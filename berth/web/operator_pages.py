@@ -97,7 +97,7 @@ class OperatorPages:
         return self._page(request, "drain.html", drain=self._drains.get(request.path_params["uuid"]))
 
     async def moves(self, request: Request) -> Response:
-        """What was asked of instances, newest first, and the drains of this server."""
+        """Requests about instances, newest first, and the drains of this server."""
         caller, query = caller_of(request), request.query_params
         fields = {
             "project_id": caller.sees or query.get("project") or None,

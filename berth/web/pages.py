@@ -1,4 +1,4 @@
-"""The pages: rendered here, kept up to date by server-sent events. They show what schedulers say, and nothing else."""
+"""The pages: rendered here, kept up to date by server-sent events. They show schedulers' answers, and nothing else."""
 
 from __future__ import annotations
 
@@ -164,7 +164,7 @@ class Pages:
     async def _silent_workers(self) -> list[Trouble]:
         try:
             workers = await self._fleet.known_workers()
-        except (Fault, BusError):  # said already: no scheduler answers
+        except (Fault, BusError):  # reported already: no scheduler answers
             return []
         silent = [one for one in workers if one.silent]
         waiting = [one for one in workers if one.heartbeat.not_ready and not one.silent]
@@ -296,7 +296,7 @@ def state_of(host: HostRecord) -> str:
 
 
 def _kinds_for(build: BuildRecord, caller: WebCaller) -> list[MoveKind]:
-    """What this caller may ask of an instance that is there; whether it can be done its cell says."""
+    """What this caller may request of an existing instance; whether it can be done its cell decides."""
     if caller.role is WebRole.READER or build.state is not BuildState.ACTIVE:
         return []
     needs_more = {MoveKind.RESIZE, MoveKind.REBUILD, MoveKind.OFFLOAD}  # another flavor, an image: by the API

@@ -34,7 +34,7 @@ class Problem(Exception):
 
 
 class ProblemBody(Struct, frozen=True, omit_defaults=True):
-    """The body of every error. type is always `about:blank`: `code` tells one from another."""
+    """The body of every error. type is always `about:blank`: `code` distinguishes them."""
 
     title: str
     status: int
@@ -73,7 +73,7 @@ def problem_of(fault: Exception) -> Problem | None:
     if isinstance(fault, RequestRefused):
         return Problem(_STATUS.get(fault.code, 422), fault.code, fault.reason)
     if isinstance(fault, RequestTimeout):
-        return Problem(504, fault.code, "no scheduler has answered in time; what was asked may still happen")
+        return Problem(504, fault.code, "no scheduler has answered in time; what was requested may still happen")
     if isinstance(fault, PublishRefused):
         return Problem(429, "queue.full", "the queue is full: ask again later", headers={"retry-after": "1"})
     if isinstance(fault, BusError | Transient):

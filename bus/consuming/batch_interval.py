@@ -1,11 +1,11 @@
 """How often a consumer takes a batch: a multiple of the time that a batch takes alone.
 
-A batch costs as much as some 25 of its items, here and at everyone whom its handler asks. A consumer that takes what
-has come as soon as it can therefore fills a machine with small batches at any load, and all of them wait for each
+A batch costs as much as some 25 of its items, here and at each service that its handler calls. A consumer that takes
+what has come as soon as it can therefore fills a machine with small batches at any load, and all of them wait for each
 other. So between two batches lie at least `GAP` times what a batch took when it was quick. A message that comes after a
 longer pause is taken at once; one that comes sooner waits for less than the gap, so for a bounded multiple of the time
-that a boot takes alone, at every load. Nothing is fed back but the quickest time, so there is nothing to swing.
-Law and figures: docs/explanation/performance.md, "Batches".
+that a boot takes alone, at every load. Nothing is fed back but the quickest time, so there is nothing to swing. Law and
+figures: docs/explanation/performance.md, "Batches".
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ __all__ = ["Consumer", "Malformed"]
 
 log = structlog.get_logger("bus.consuming.consumer")
 
-# A consumer that has waited this long for what it depends on says that it is not ready.
+# A consumer that has waited this long for what it depends on is not ready.
 NOT_READY_AFTER_S = 10.0
 
 CRASHED = "handler.crashed"
@@ -202,7 +202,7 @@ class Consumer:
                     self._busy -= 1
             elif self._broken is not None:
                 if self._busy:
-                    return  # the last one says why
+                    return  # the last one has the reason
                 raise self._broken
             elif self._draining:
                 return
@@ -281,7 +281,7 @@ class Consumer:
         """When an answer is of no use any more, on our clock.
 
         Counted from now: two machines' clocks may be minutes apart, and the broker drops what waits there for too long.
-        Only a publisher who does not say when it sent is taken by its own clock.
+        A message without its publisher's time of sending is judged by the consumer's clock.
         """
         if meta.deadline is None:
             return None
@@ -381,7 +381,8 @@ class Consumer:
         try:
             return await self._until_available.call(number, lambda: self._call(received, last))
         except (BusForbidden, Forbidden):
-            raise  # not the message's fault: it goes back with the connection, and the process says why it ends
+            # not the message's fault: the broker gets it back with the connection, and the process logs why it ends
+            raise
         except BrokenInvariant as broken:
             await self._end_with(broken)
             log.error("consumer.broken", queue=self.queue, code=broken.code, reason=broken.reason, items=len(items))

@@ -45,7 +45,7 @@ DIED_AT = "berth-died-at-ms"
 # Letters that are passed over or shown in one go; those behind them wait for the next.
 MAX_LOOKED_AT = 10_000
 
-# The origin of a letter that says none: another program wrote it into the queue of dead letters.
+# The origin of a letter without one: another program wrote it into the queue of dead letters.
 UNKNOWN = "unknown"
 
 # What goes back with a letter, beside the time at which it was sent. A deadline has long passed, and its retries begin
@@ -57,7 +57,7 @@ class DeadLetter(Struct, frozen=True, kw_only=True):
     """One message that a queue gave up, and why. The body may hold secrets.
 
     position: from the oldest letter of the bus. queue: which gave it up; UNKNOWN: no trustworthy header names it.
-    sent_at: when it was sent, at the latest; None when nothing says so. batch: the body holds several messages.
+    sent_at: when it was sent, at the latest; None when unknown. batch: the body holds several messages.
     """
 
     position: int

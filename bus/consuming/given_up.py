@@ -9,7 +9,7 @@ from bus.wire import BROKERS
 EXPIRED = f"{BROKERS}expired"
 EXHAUSTED = "delivery.exhausted"
 GIVEN_UP = "delivery.given_up"
-GIVEN_UP_UNSAID = Refusal(code=GIVEN_UP, reason="its queue gave it up; its dead letter tells why")
+GIVEN_UP_BY_BROKER = Refusal(code=GIVEN_UP, reason="its queue gave it up; its dead letter has the reason")
 
 
 def given_up_of(received: Received) -> Refusal | None:
@@ -19,5 +19,7 @@ def given_up_of(received: Received) -> Refusal | None:
     if received.exhausted or received.given_up == f"{BROKERS}delivery_limit":
         return Refusal(code=EXHAUSTED, reason="it was delivered to several processes, and none of them finished it")
     if received.given_up:
-        return Refusal(code=GIVEN_UP, reason=f"a worker gave it up; its dead letter tells why ({received.given_up})")
+        return Refusal(
+            code=GIVEN_UP, reason=f"a worker gave it up; its dead letter has the reason ({received.given_up})"
+        )
     return None

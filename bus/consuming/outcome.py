@@ -1,4 +1,4 @@
-"""What a handler says about each message it was given. The consumer alone acts on it."""
+"""Outcomes: what a handler returns for each message. The consumer alone acts on them."""
 
 from __future__ import annotations
 

@@ -158,7 +158,9 @@ class OutcomeHandler:
         await park(self._bus, self.queue, letter)
 
     async def refuse_malformed(self, item: InFlightMessage) -> None:
-        """Answer what could not be read: as the owner says, and on the reply queue; else it is a dead letter."""
+        """Answer what could not be read: as the queue's owner decides, and on the reply queue; otherwise it is a dead
+        letter.
+        """
         bad = item.received
         assert isinstance(bad, Malformed)
         answers = self._answers(structs.replace(bad, queue=self.queue))
@@ -172,7 +174,7 @@ class OutcomeHandler:
         await self._sent(moves, replies, parked)
 
     def _answers(self, bad: Malformed) -> Sequence[Message]:
-        """What the owner of the queue says to it; a crash there makes it a dead letter, not a dead worker."""
+        """The queue owner's outcome for it; an exception there makes it a dead letter and does not end the worker."""
         try:
             return self._on_malformed(bad) if self._on_malformed is not None else ()
         except Exception:  # the input is hostile

@@ -38,7 +38,7 @@ Generation = Annotated[int, Bound(ge=0, le=2**62)]
 MAX_REASON = 2000
 Reason = Annotated[str, Bound(max_length=MAX_REASON)]
 
-# {class: amount} asked of one provider, and {provider: {class: amount}} asked of a tree.
+# {class: amount} requested of one provider, and {provider: {class: amount}} requested of a tree.
 Resources = dict[ClassName, Amount]
 Allocations = Annotated[dict[Uuid, Resources], Bound(min_length=1, max_length=64)]
 
@@ -60,7 +60,7 @@ class Meta(Struct, frozen=True, kw_only=True, omit_defaults=True):
     reply_to, correlation_id: where and under which id a reply is expected.
     deadline: seconds since the epoch after which the requester does not wait for the answer any more.
     traceparent: W3C trace context.
-    attempt: how often the consumer has already asked for this message to be retried.
+    attempt: how often the consumer has already had this message retried.
     """
 
     id: str

@@ -1,4 +1,4 @@
-"""What an operator asks of the resource book: a host's whole tree with who holds what of it, and what projects hold."""
+"""An operator's queries of the resource book: a host's whole tree with who holds what of it, and what projects hold."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from msgspec import Struct
 from .base import Message, Uuid, Word
 from .placement import ProviderState
 
-# Of one answer. A larger tree or project list is cut off there, and says so.
+# Of one answer. A larger tree or project list is cut off there, and `more` is set.
 MAX_TREE = 500
 MAX_HOLDERS = 5_000
 MAX_PROJECTS = 1_000

@@ -1,4 +1,4 @@
-"""What clients and the scheduler say to each other: build, delete, query, and the event stream.
+"""Messages between clients and the scheduler: build, delete, query, and the event stream.
 
 A client's message with a field that does not exist is refused by name: a mistyped `hostt` would build anywhere. Between
 workers unknown fields are ignored, so that a newer one may talk to an older one during an upgrade.
@@ -46,7 +46,7 @@ class BuildRequest(Message, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     server_group: whom it wants to be with or apart from; each member is held to the policy that its own request names,
     also where another named another, and no instance is moved for it. different_host, same_host: not where any of these
     instances of the project is, or only where one of them is; those that are nowhere count for nothing.
-    image_properties: what the image says of itself, for filters (hw_architecture, img_hv_type, hw_vm_mode, or any).
+    image_properties: the image's properties, for filters (hw_architecture, img_hv_type, hw_vm_mode, or any).
     image_source: where the image is; without, `image` is a name that the compute service's settings know.
     config_drive, networks: what a driver that deploys real machines gives the machine; others ignore them.
     on_host_failure: what becomes of the instance when its host is fenced (None: as its flavor says, else the setting).
@@ -107,7 +107,7 @@ class AttemptRecord(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class BuildEvent(Message, frozen=True, kw_only=True, tag="build.event.v1"):
-    """A build changed state. Said by a conductor on its cell's bus, and by the scheduler on the API bus.
+    """A build changed state. Published by a conductor on its cell's bus, and by the scheduler on the API bus.
 
     sequence: rises with every state of one instance, so a late event is recognised; a state that the next one overtook
     is not published, so any but the terminal may be missing. `terminal`: no other terminal event follows for the
@@ -210,7 +210,7 @@ class HostsQuery(Message, frozen=True, kw_only=True, forbid_unknown_fields=True,
 class HostRecord(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One host as a scheduler sees it; amounts are {class: [used, capacity]} summed over its tree.
 
-    enabled: whether berth may use it: its compute service and the operator both say so. admin: the operator's newest
+    enabled: whether berth may use it: both its compute service and the operator allow it. admin: the operator's newest
     decision about it, if there ever was one.
     """
 

@@ -56,7 +56,7 @@ class CellBuild(Message, frozen=True, kw_only=True, tag="cell.build.v1"):
     consumer_generation: what the claim of the first selection left the consumer at.
     selections: the chosen host, then the alternates, all of this cell. stamps: the stages so far.
     server_group: whose rule the claims of alternates are held to. limits: of its project, as a claim has them; an
-    alternate's claim that is asked again may come after others have taken what this build had to give back.
+    alternate's claim that is repeated may come after others have taken what this build had to give back.
     """
 
     spec: InstanceSpec
@@ -90,7 +90,8 @@ class Origin(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Spawn(Message, frozen=True, kw_only=True, tag="compute.spawn.v1"):
-    """Build on this host. `attempt` fences: a host never starts an attempt at or below one it was told to destroy.
+    """Build on this host. `attempt` fences: a host never starts an attempt at or below one that it was commanded to
+    destroy.
 
     deployment: the identity of the cell's database that has the record; the machine keeps it as its mark.
     origin: the instance has a machine or an image already, which this attempt takes over (None: it is built anew).
@@ -121,7 +122,7 @@ class Destroy(Message, frozen=True, kw_only=True, tag="compute.destroy.v1"):
 
 
 class ComputeOutcome(StrEnum):
-    """What a compute service has to say about one attempt."""
+    """A compute service's result of one attempt."""
 
     ACTIVE = "active"
     FAILED = "failed"
@@ -132,7 +133,7 @@ class ComputeResult(Message, frozen=True, kw_only=True, tag="compute.result.v1")
     """How one attempt ended on its host. May come late, twice, or never.
 
     final: with `failed`, no other host would do better (a broken image): the alternates are not tried.
-    started_at: when the service took the command (0: it does not remember); at: when it says this. scan: how many scans
+    started_at: when the service took the command (0: unknown); at: the time of this message. scan: how many scans
     of its hosts the service had begun then, in this epoch (epoch 0: unknown); see ComputeHosts.
     """
 
@@ -178,7 +179,7 @@ class Running(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 class HostReport(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One host as its compute service sees it. `attributes` are what ComputeCapabilities reads (free words); of them
-    `project_id` says that the host takes builds of that project only.
+    `project_id`: the host takes builds of that project only.
 
     failed_builds: consecutive failures since the last success. running: every machine it carries now, ours or not
     (None: unknown, which proves nothing).
@@ -194,15 +195,15 @@ class HostReport(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class ComputeHosts(Message, frozen=True, kw_only=True, tag="compute.hosts.v1"):
-    """A compute service announces its hosts: at start, when asked, when one changes. Pages of at most 1000.
+    """A compute service announces its hosts: at start, on request, when one changes. Pages of at most 1000.
 
     epoch: rises with every start of the service; sequence rises within it: older ones lose. first_sequence: the
     sequence of the first page of a report of all its hosts, which has so many `pages` (0: only those listed have
     changed); `complete`: this page is its last. seen_at: seconds since the epoch before which the service had not begun
     this scan; what came to be later may be missing here (0: when it was sent). scan: its number in this epoch
     (0: unknown): unlike a time, it cannot go back when a clock is set. ring_term, ring_number: of the membership that
-    says which free nodes are its (see RingMembers; 0: it shares none): a host is not taken from a service that goes by
-    a newer one.
+    states which free nodes are its (see RingMembers; 0: it shares none): a host is not taken from a service that goes
+    by a newer one.
     """
 
     service: Word
@@ -252,10 +253,11 @@ class RingMembers(Message, frozen=True, kw_only=True, tag="conductor.ring.v1"):
 
 
 class ServiceOutdated(Message, frozen=True, kw_only=True, tag="conductor.outdated.v1"):
-    """To the process that holds this compute service's name: the cell knows this epoch, and heard a lower one since.
+    """To the process that holds this compute service's name: the cell knows this epoch, and has received a lower one
+    since.
 
-    A late copy is heard so. A process all of whose epochs are lower (another one had the name meanwhile, and its clock
-    was ahead) goes on above it, as nothing that it says counts.
+    A late copy is noticed so. A process all of whose epochs are lower (another one had the name meanwhile, and its
+    clock was ahead) goes on above it, because none of its messages counts.
     """
 
     service: Word
@@ -308,8 +310,8 @@ class UnexplainedMachine(Struct, frozen=True, kw_only=True):
 class MachinesUnexplained(Message, frozen=True, kw_only=True, tag="conductor.unexplained.v1"):
     """Machines that no record explains were put on record: one message a page of a report that brings new ones.
 
-    foreign, quarantined: how many are new; machines: the first of them, quarantined ones before foreign ones. Said once
-    at most: `berth hosts --unknown` lists the machines. Foreign machines beyond those kept on record are left out.
+    foreign, quarantined: how many are new; machines: the first of them, quarantined ones before foreign ones. Published
+    once at most: `berth hosts --unknown` lists the machines. Foreign machines beyond those kept on record are left out.
     """
 
     cell: Word
@@ -323,7 +325,7 @@ class MachinesUnexplained(Message, frozen=True, kw_only=True, tag="conductor.une
 class BreakerTripped(Message, frozen=True, kw_only=True, tag="conductor.breaker.v1"):
     """More than `limit` machines of one compute service were lost, newly quarantined or over: destruction stops there.
 
-    It goes on after `berth breaker reset`. Several conductors that judge the same report may each say so.
+    It goes on after `berth breaker reset`. Several conductors that judge the same report may each publish it.
     """
 
     cell: Word

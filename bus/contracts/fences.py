@@ -16,7 +16,8 @@ class EvacuationPolicy(StrEnum):
 
 
 class CellFence(Message, frozen=True, kw_only=True, tag="cell.fence.v1"):
-    """A person, or a fencing plug-in, has made sure that this host is off. It is repeated until the cell has said so.
+    """A person, or a fencing plug-in, has made sure that this host is off. It is repeated until the cell has
+    acknowledged it.
 
     Everything of the host that waits for its word ends without it: deletes, builds, what a move left there. What the
     host may have kept of that is a loss, which it is to destroy when it comes back. lift: the host may be used again,

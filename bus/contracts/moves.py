@@ -1,8 +1,9 @@
 """Messages about an instance after its build: moves, resizes, rebuilds, shelving and power, above and in its cell.
 
-A client asks the scheduler (`instance.move.v1`), the scheduler chooses hosts where the kind needs some and tells the
-cell (`cell.move.v1`), the conductor claims and commands the machines (`compute.change.v1`; a destination is built by
-`compute.spawn.v1`), and says what becomes of the request (`instance.event.v1`), which the scheduler passes on.
+A client requests it of the scheduler (`instance.move.v1`), the scheduler chooses hosts where the kind needs some and
+commands the cell (`cell.move.v1`), the conductor claims and commands the machines (`compute.change.v1`; a destination
+is built by `compute.spawn.v1`), and publishes what becomes of the request (`instance.event.v1`), which the scheduler
+passes on.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from .groups import ServerGroup
 
 
 class MoveKind(StrEnum):
-    """What is asked of an instance."""
+    """What is requested of an instance."""
 
     MIGRATE = "migrate"  # stop it, hand it over to another host, start it there; confirm or revert follows
     LIVE_MIGRATE = "live-migrate"  # the same while it runs; over with its end, nothing to confirm
@@ -59,9 +60,9 @@ class MoveRequest(Message, frozen=True, kw_only=True, forbid_unknown_fields=True
     max_attempts: of kinds that choose a host, as in a build request. policy: of a resize. migration: a confirm, revert
     or abort is meant for this move alone (None: for the one there is). auto_confirm_s: a migrate or resize is confirmed
     by itself so long after it has arrived (0: at once; None: it waits for a client). offload: of a shelve. fenced: of
-    an evacuation: the client states that the host is off and stays off until it has been told what it has lost; without
-    it the evacuation is refused unless the cell has the operator's fence on record. timeout_s: how long one step on one
-    host may take.
+    an evacuation: the client states that the host is off and stays off until it has been notified of what it has lost;
+    without it the evacuation is refused unless the cell has the operator's fence on record. timeout_s: how long one
+    step on one host may take.
     """
 
     request_id: Uuid
@@ -94,15 +95,15 @@ class MoveState(StrEnum):
     """How far a request has come."""
 
     ACCEPTED = "accepted"  # by the scheduler
-    SCHEDULED = "scheduled"  # its cell was told, with hosts where it needs some
+    SCHEDULED = "scheduled"  # its cell was commanded, with hosts where it needs some
     CLAIMING = "claiming"  # the conductor claims a destination
-    PREPARING = "preparing"  # the destination is asked whether it can
+    PREPARING = "preparing"  # the destination checks whether it can
     MIGRATING = "migrating"  # the source hands the machine over
     FINISHING = "finishing"  # the destination starts it
     CHANGING = "changing"  # the machine is changed where it is
     UNDOING = "undoing"  # the move has failed or was given up; the instance goes back to its source
     DONE = "done"
-    FAILED = "failed"  # the instance is as it was before, or `power` says what is left of it
+    FAILED = "failed"  # the instance is as it was before, or `power` is what is left of it
     REFUSED = "refused"  # nothing was begun
     CONFIRMED = "confirmed"  # not terminal: a finished move was confirmed by itself after its time
     SOURCE_GONE = "source-gone"  # not terminal: the source of a finished move is destroyed, its allocation released
@@ -126,7 +127,7 @@ class Condition(StrEnum):
 
 
 class MoveEvent(Message, frozen=True, kw_only=True, tag="instance.event.v1"):
-    """A request changed state. Said by a conductor on its cell's bus, and by the scheduler on the API bus.
+    """A request changed state. Published by a conductor on its cell's bus, and by the scheduler on the API bus.
 
     kind: None: the request's could not be read. sequence: rises with every event of one request, a conductor's with
     every event of one instance, those of its build included; so a late event is recognised.
@@ -185,7 +186,7 @@ class MoveRecord(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class MovePage(Message, frozen=True, kw_only=True, tag="instance.page.v1"):
-    """Reply to a MoveQuery. Empty when the asked request is unknown."""
+    """Reply to a MoveQuery. Empty when the request is unknown."""
 
     moves: tuple[MoveRecord, ...] = ()
 
@@ -263,11 +264,11 @@ class ChangeKind(StrEnum):
 
 
 class ChangeMachine(Message, frozen=True, kw_only=True, tag="compute.change.v1"):
-    """Change the machine of one attempt where it is (or, with CHECK, say whether its host could take it).
+    """Change the machine of one attempt where it is (or, with CHECK, answer whether its host could take it).
 
-    order: rises with every change that is asked of one instance; a host carries out none at or below the last it took
-    for that attempt, and repeats its answer to the last. to_host: of a hand-over. deployment: as in Spawn; a machine
-    whose mark names another one, or none, is left alone and the command refused.
+    order: rises with every change that is requested of one instance; a host carries out none at or below the last it
+    took for that attempt, and repeats its answer to the last. to_host: of a hand-over. deployment: as in Spawn; a
+    machine whose mark names another one, or none, is left alone and the command refused.
     """
 
     change: ChangeKind
@@ -289,7 +290,7 @@ MACHINE_ABSENT = "machine.absent"
 class MachineChanged(Message, frozen=True, kw_only=True, tag="compute.changed.v1"):
     """How a change ended. May come late, twice, or never.
 
-    done: it is as was asked. Not done: code and reason, and the machine is as it was before, except that `runs` says
+    done: it is as requested. Not done: code and reason, and the machine is as it was before, except that `runs` states
     whether it runs now (None: not known). image: of a snapshot.
     """
 

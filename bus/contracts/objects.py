@@ -41,11 +41,11 @@ class Flavor(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unkno
     """The sizes and properties that a client requests by a flavor's name."""
 
     vcpus: Annotated[int, Bound(ge=0, lt=2**31)] = 0
-    """CPUs: `VCPU`, unless `extra_specs` say otherwise."""
+    """CPUs: `VCPU`, unless `extra_specs` override it."""
     memory_mb: Annotated[int, Bound(ge=0, lt=2**31)] = 0
-    """MiB: `MEMORY_MB`, unless `extra_specs` say otherwise."""
+    """MiB: `MEMORY_MB`, unless `extra_specs` override it."""
     disk_gb: Annotated[int, Bound(ge=0, lt=2**31)] = 0
-    """GiB: `DISK_GB`, unless `extra_specs` say otherwise."""
+    """GiB: `DISK_GB`, unless `extra_specs` override it."""
     extra_specs: Annotated[dict[Text, Text], Bound(max_length=256)] = {}
     """As in Nova: `resources:CLASS` = amount (0 removes a class), `trait:NAME` = required or forbidden;
     `resources1:CLASS`, `trait_NET:NAME`: the same of a numbered group, all of it from one provider; `group_policy`
@@ -77,7 +77,7 @@ class ProjectQuota(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid
 
 
 class SchedulingRules(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
-    """Which filters and weighers run. None: as the settings of each scheduler say.
+    """Which filters and weighers run. None: as in the settings of each scheduler.
 
     multipliers: by weigher name. enabled_filters, enabled_weighers: in order, by class path or by the class's name.
     """
@@ -131,7 +131,7 @@ class ObjectsChange(Message, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     Idempotent by the message's id.
 
     who, why: kept in the log of changes. prune: objects of these kinds that the changes do not name are deleted.
-    force: also where instances would be left outside of what they asked for. dry_run: only tell what would change.
+    force: also where instances would be left outside of what they requested. dry_run: only report what would change.
     """
 
     changes: Annotated[tuple[ObjectChange, ...], Bound(max_length=MAX_CHANGES)] = ()

@@ -1,4 +1,6 @@
-"""What an operator says about hosts at run time, and what schedulers make of it. By message, command or HTTP."""
+"""An operator's decisions about hosts at run time, and the state that schedulers derive from them. By message, command
+or HTTP.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ class AdminState(StrEnum):
 
     enabled: berth may use it. disabled: it takes nothing new; what is there stays. maintenance: as disabled, and a
     request that passes the filters (`forced`) is kept away as well. fenced: as maintenance, and a person has made sure
-    that it is off and stays off until it has been told what it has lost; its instances may be evacuated.
+    that it is off and stays off until it has been notified of what it has lost; its instances may be evacuated.
     """
 
     ENABLED = "enabled"
@@ -50,10 +52,10 @@ class HostAdminState(Struct, frozen=True, kw_only=True, omit_defaults=True):
 class SetAdminState(Message, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="hosts.set.v1"):
     """Decide about a host: `host` is its uuid, or its name when one host has it. Idempotent by the message's id.
 
-    A fenced host stays fenced until its cell says that it has destroyed what it has lost; what this names is `pending`
-    until then. The decision is kept as an object of kind `host`, so it is in the log of changes too. cell: where a
-    name is looked for; None: in all cells. force: fence a host although its compute service is up (else refused,
-    `host.service_up`): an instance that is evacuated from a host that runs would run twice.
+    A fenced host stays fenced until its cell reports that it has destroyed what it has lost; what this names is
+    `pending` until then. The decision is kept as an object of kind `host`, so it is in the log of changes too. cell:
+    where a name is looked for; None: in all cells. force: fence a host although its compute service is up (else
+    refused, `host.service_up`): an instance that is evacuated from a host that runs would run twice.
     """
 
     host: Label
@@ -81,7 +83,7 @@ class ServicesQuery(Message, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 class ServiceRecord(Struct, frozen=True, kw_only=True):
     """One compute service as a scheduler sees it.
 
-    code, reason: why it is not up, as its cell's conductor says, and `since` when (seconds since the epoch).
+    code, reason: why it is not up, as its cell's conductor reports it, and `since` when (seconds since the epoch).
     last_seen_s: seconds since its last announcement of hosts. hosts, enabled: how many hosts it manages, and how many
     of them take builds. epoch: of its present life.
     """

@@ -133,7 +133,7 @@ MAX_HOSTS_TOLD = 10_000
 class ClaimOption(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One way to satisfy a claim. `shapes` = {provider: shape generation it was chosen for}; {} = any shape.
 
-    host: whose host this is, the root provider; a claim of a server group's member must say it.
+    host: whose host this is, the root provider; required in a claim of a server group's member.
     """
 
     allocations: Allocations
@@ -156,8 +156,8 @@ class Claim(Message, frozen=True, kw_only=True, tag="placement.claim.v1"):
     """Claim the first of `options` that fits, for one consumer. Idempotent by (consumer, attempt).
 
     consumer_generation: None = the consumer must not exist yet; otherwise the generation it must have.
-    attempt: the fencing number of the build attempt this claim is for. Asking again with the attempt that
-    already holds an allocation answers `claimed` with it; asking with an older one answers `consumer_changed`.
+    attempt: the fencing number of the build attempt this claim is for. A repeated claim with the attempt that
+    already holds an allocation is answered `claimed` with it; one with an older attempt is answered `consumer_changed`.
     release_first: what the consumer holds is released whether or not an option fits (one transaction).
     server_group: the consumer is a member from now on, for as long as it holds something; a hard rule is held to
     against all members of the group, those of the same transaction too.
@@ -241,7 +241,7 @@ class RevertResult(Message, frozen=True, kw_only=True, tag="placement.revert.res
     """outcome: reverted | consumer_changed (a newer attempt, or another client, holds it) | full or gone.
 
     full, gone: the source's inventory has shrunk or gone meanwhile; nothing was changed, and the same Revert may be
-    asked again. consumer_generation, holding: of the instance, where it was reverted.
+    repeated. consumer_generation, holding: of the instance, where it was reverted.
     """
 
     outcome: str
@@ -332,7 +332,7 @@ class FeedChanges(Message, frozen=True, kw_only=True, tag="placement.event.chang
 
 
 class FeedHead(Message, frozen=True, kw_only=True, tag="placement.event.head.v1"):
-    """Said now and then: the newest committed number and its history, so that a silent gap or restore is noticed."""
+    """Published at intervals: the newest committed number and its history; it reveals a silent gap or restore."""
 
     sequence: int
     history: History = ""
@@ -381,7 +381,7 @@ MAX_NAMED = 256
 class LocateRequest(Message, frozen=True, kw_only=True, tag="placement.locate.v1"):
     """Ask on which hosts consumers of a project hold something: those named, and the members of a server group.
 
-    besides: not this one, who asks.
+    besides: not this one, the requester.
     """
 
     project_id: Word

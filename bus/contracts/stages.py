@@ -36,8 +36,8 @@ def durations(stamps: Stamps, *, since: float | None = None, until: float | None
     """Seconds in each stage that the build went through, in order; a stage without a stamp is left out.
 
     since, until: the reader's own times instead of the first stamp and the last, as a client knows when it meant to
-    ask and when it heard. No stage takes less than nothing and, with `until`, none ends later: so the durations add up
-    to `until - since` whatever the clocks say. The time of a stage left out is in the next one.
+    request and when it received the event. No stage takes less than nothing and, with `until`, none ends later: so the
+    durations add up to `until - since` whatever the clocks show. The time of a stage left out is in the next one.
     """
     ends = (
         stamps.queued,

@@ -1,4 +1,4 @@
-"""What every worker says of itself, and what a scheduler has heard of workers."""
+"""The heartbeat of every worker, and a scheduler's list of workers by their heartbeats."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Phrase = Annotated[str, Bound(max_length=255)]
 
 
 class WorkerHeartbeat(Message, frozen=True, kw_only=True, tag="worker.heartbeat.v1"):
-    """A worker is there: said every `every_s` seconds on its own bus, and lost without harm.
+    """A worker's heartbeat: published every `every_s` seconds on its own bus, and lost without harm.
 
     worker: the process's name, no other's at the same time. phase: of its life (`ready`, `draining`, ...). not_ready:
     what it waits for. in_hand: {queue: deliveries that it has taken and not answered}. started_at: seconds since the
@@ -33,7 +33,7 @@ class WorkerHeartbeat(Message, frozen=True, kw_only=True, tag="worker.heartbeat.
 
 
 class WorkersQuery(Message, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="workers.query.v1"):
-    """Ask a scheduler which workers it has heard of. role: only these."""
+    """Query a scheduler for the workers whose heartbeats it has received. role: only these."""
 
     role: Word | None = None
     limit: Annotated[int, Bound(ge=1, le=100_000)] = 1000

@@ -130,7 +130,7 @@ class LocalTransport:
         await self.call("unmark", name)
 
     async def declare_queue(self, row: QueueRow, name: str, bindings: Sequence[tuple[str, str]]) -> None:
-        """Declare a queue as its row says."""
+        """Declare a queue as its row describes it."""
         await self.call("declare_queue", row, name, list(bindings))
 
     async def declare_reply_queue(self, name: str) -> None:

@@ -98,7 +98,7 @@ class MemoryBroker:
         return found
 
     def route(self, message: Outgoing, died: str = "") -> None:
-        """Put a message into every queue that its exchange and keys lead to, or raise as the port says."""
+        """Put a message into every queue that its exchange and keys lead to, or raise as the port specifies."""
         names = self._targets(message.exchange, message.routing_key)
         if message.also:
             names = tuple(dict.fromkeys((*names, *self._targets(message.exchange, message.also))))
@@ -116,7 +116,7 @@ class MemoryBroker:
             raise PublishRefused(f"{message.exchange!r} {message.routing_key!r}: the queue is full")
 
     def dead_letter(self, planned: QueuePlan, message: Outgoing, reason: str) -> bool:
-        """What a queue gave up goes where its plan says. False: there is no room for it there."""
+        """What a queue gave up goes where its plan sends it. False: there is no room for it there."""
         exchange, key = planned.dead_exchange or "", planned.dead_key or message.routing_key
         # As in RabbitMQ: a key of the queue's own stands for all that the message had.
         also = "" if planned.dead_key else message.also

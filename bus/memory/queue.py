@@ -41,7 +41,7 @@ class QueueHost(Protocol):
     context: contextvars.Context
 
     def dead_letter(self, planned: QueuePlan, message: Outgoing, reason: str) -> bool:
-        """Send a message where the queue's plan says. False: there is no room for it there."""
+        """Send a message where the queue's plan sends it. False: there is no room for it there."""
 
     def set_alarm(self, queue: Queue, due: float) -> None:
         """Call the queue's `expire` at this time."""
@@ -145,7 +145,7 @@ class Queue:
         self.bytes = 0  # of the bodies in line
         self.next_number = 0
         self.woken = False
-        self.shut = 0  # how many planned faults say that it is full
+        self.shut = 0  # how many planned faults make it count as full
         self.alarm_at: float | None = None
 
     def __len__(self) -> int:

@@ -80,7 +80,7 @@ class MemoryTransport:
 
     @property
     def connected(self) -> bool:
-        """Whether the broker can be spoken to now."""
+        """Whether the broker can be reached now."""
         return self._connected.is_set()
 
     async def open(self) -> None:

@@ -1,4 +1,4 @@
-"""Signing in to Keystone: a token for every request, asked for once, and again when it is turned down or runs out.
+"""Signing in to Keystone: a token for every request, requested once, and again when it is refused or expires.
 
 By httpx alone, as placement's Keystone part: the two requests that this takes need no library of their own, and nothing
 here blocks the event loop.

@@ -52,7 +52,7 @@ def tls_of(*, verify: bool, ca_file: str, setting: str) -> ssl.SSLContext | bool
 
 
 def error_text(body: bytes) -> str:
-    """What the service says of its refusal, at most MAX_ERROR characters; empty when it says nothing readable.
+    """The service's reason of its refusal, at most MAX_ERROR characters; empty when it gives none that is readable.
 
     Ironic: `{"error_message": {"faultstring": ...}}`, where the inner object may be a text that holds JSON.
     """
@@ -77,8 +77,8 @@ def _only(message: dict[str, Any]) -> Any:
 
 
 def version_advice(headers: Mapping[str, str], setting: str) -> str:
-    """What to do about Ironic's 406: it does not speak the microversion that was asked for."""
+    """What to do about Ironic's 406: it does not support the requested microversion."""
     least, most = headers.get(_LEAST), headers.get(_MOST)
     if not least or not most:
-        return f"Ironic does not speak the microversion asked for: set {setting} to one that it does"
-    return f"Ironic speaks microversions {least} to {most}: set {setting} to one of them"
+        return f"Ironic does not support the requested microversion: set {setting} to one that it does"
+    return f"Ironic supports microversions {least} to {most}: set {setting} to one of them"

@@ -136,7 +136,7 @@ def _hosts(url: ServerUrl) -> tuple[Endpoint, ...]:
 
 
 def _check_files(tls: Mapping[str, str]) -> None:
-    """Read them once: asyncpg would say of a missing one what it says of a server that is unavailable."""
+    """Read them once: asyncpg reports a missing one as it reports an unavailable server."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     name = ""
     try:

@@ -35,7 +35,7 @@ log = structlog.get_logger(__name__)
 
 CONNECT_TIMEOUT_S = 10.0  # one attempt to connect to one server, the handshake included
 STATEMENT_TIMEOUT_S = 25.0  # the server gives a statement up after this ...
-COMMAND_TIMEOUT_S = 30.0  # ... and we after this, when the server says nothing at all
+COMMAND_TIMEOUT_S = 30.0  # ... and we after this, when the server does not answer at all
 IDLE_IN_TRANSACTION_S = 60.0  # a process that hangs in a transaction must not hold its locks for ever
 POOL_TIMEOUT_S = 30.0  # waiting for a free connection; past it the process is overloaded
 PROBE_CLOSE_S = 1.0  # what a closing process grants a probe that is under way
@@ -121,9 +121,9 @@ class Database:
 
     @property
     def ready(self) -> bool:
-        """Whether it is open and the server answered when it was last asked (for /readyz).
+        """Whether it is open and the server answered the last query (for /readyz).
 
-        The server is asked when a connection is lost, and then until it answers; a quiet process notices, too.
+        The server is probed when a connection is lost, and then until it answers; a quiet process notices, too.
         """
         return self._opened and self._reachable
 
@@ -133,7 +133,7 @@ class Database:
         return self._engine
 
     async def open(self, migrations: str | None = None) -> None:
-        """Make the schema (and upgrade it to head), waiting for the server while it is unavailable, saying so.
+        """Make the schema (and upgrade it to head), waiting for the server while it is unavailable, and logging that.
 
         `migrations` is the package that holds `versions/`. Several processes may open at once: an advisory lock
         lets one migrate and the others find it done.
@@ -170,7 +170,7 @@ class Database:
         return self._raw(begin=False)
 
     async def flush(self) -> None:
-        """Return when everything that was committed here before, in no hurry too, is on disk.
+        """Return when everything that was committed here before, without waiting for the disk too, is on disk.
 
         What was published after those commits leaves first: its flush by the broker would wait for this one.
         """
@@ -325,7 +325,7 @@ class Database:
                 await connection.execute(
                     text("SELECT pg_advisory_xact_lock(hashtextextended(:key, 0))"), {"key": lock_key(self.schema)}
                 )
-                # Not `IF NOT EXISTS`: that asks for the right to make schemas, though this one is there.
+                # Not `IF NOT EXISTS`: that needs the right to create schemas, though this one exists.
                 if not await connection.scalar(text("SELECT to_regnamespace(:name)"), {"name": f'"{self.schema}"'}):
                     await connection.execute(text(f'CREATE SCHEMA "{self.schema}"'))
                 if package is not None and not await is_at_head(connection, package, self.schema):

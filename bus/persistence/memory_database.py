@@ -1,10 +1,10 @@
 """What the in-memory stores share: transactions with row locks, an outbox, handled messages, and planned faults.
 
 It behaves as the stores need PostgreSQL to behave (READ COMMITTED): a row lock is held until the transaction ends, who
-waits in a circle is told so, what is written becomes visible all at once at the commit, and a connection that is lost
-leaves nothing behind that was not committed. A server that crashes takes back what was committed in no hurry and is not
-on disk yet, and gives the numbers of those transactions again. One process, one event loop; several
-`MemorySession`s share a `MemoryDatabase`.
+waits in a circle gets an error, what is written becomes visible all at once at the commit, and a connection that is
+lost leaves nothing behind that was not committed. A server that crashes takes back what was committed without waiting
+for the disk and is not on disk yet, and gives the numbers of those transactions again. One process, one event loop;
+several `MemorySession`s share a `MemoryDatabase`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from bus.persistence.group_flush import GroupFlush
 from bus.persistence.outbox import OutboxMessage, buses_of, encode_row
 
 LOCK_TIMEOUT_S = 25.0  # as bus.persistence.database: the server gives a waiting statement up after this
-# What is committed in no hurry is on disk after this at the latest: three turns of PostgreSQL's WAL writer.
+# What is committed without waiting for the disk is on disk after this at the latest: three turns of PostgreSQL's WAL
+# writer.
 UNFLUSHED_S = 0.6
 
 # Called at each statement ("statement"), before ("commit") and after ("committed") each commit: it may wait, and it may

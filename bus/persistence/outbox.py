@@ -1,6 +1,6 @@
 """The outbox: messages commit with the state that caused them, and leave afterwards, at least once.
 
-`add` writes all that a transaction has to say as one row. After the commit the process hands the same messages to its
+`add` writes all messages of a transaction as one row. After the commit the process hands the same messages to its
 `Relay`, which publishes them and forgets the row once the broker has confirmed. A process that dies in between leaves
 its rows behind; the relay of any process of that role finds them when they are old enough. Readers are idempotent, so
 twice is harmless and never is not possible.
@@ -78,8 +78,9 @@ class _Stored(Struct, frozen=True):
 encode_row = msgspec.json.Encoder().encode
 _decode = msgspec.json.Decoder(list[_Stored]).decode
 
-# Not the sequence alone: a database that crashed gives numbers again that it had given to transactions in no hurry. A
-# relay still holds the old row under its number, and would forget the new one with it. Time does not come again.
+# Not the sequence alone: a database that crashed gives numbers again that it had given to transactions that did not
+# wait for the disk. A relay still holds the old row under its number, and would forget the new one with it. Time does
+# not come again.
 NEW_ID = "((extract(epoch FROM clock_timestamp()) * 1000000)::bigint << 10) | (nextval('outbox_id_seq') & 1023)"
 INSERT = f"INSERT INTO outbox (id, buses, body) OVERRIDING SYSTEM VALUE VALUES ({NEW_ID}, {{}}, {{}}) RETURNING id"
 
@@ -90,7 +91,7 @@ def buses_of(outgoing: Sequence[OutboxMessage]) -> list[str]:
 
 
 async def add(conn: asyncpg.Connection, outgoing: Sequence[OutboxMessage]) -> int | None:
-    """Record what this transaction has to say, as one row; returns its id for `Relay.send`, None when it is empty."""
+    """Record this transaction's messages, as one row; returns its id for `Relay.send`, None when it is empty."""
     if not outgoing:
         return None
     row_id: int = await conn.fetchval(INSERT.format("$1", "$2"), buses_of(outgoing), encode_row(outgoing))
@@ -451,7 +452,7 @@ class _Lane:
         self._wake()
 
     async def flush_lingering(self) -> None:
-        """What lingers leaves in the end, whatever else there is to say."""
+        """What lingers leaves in the end, whatever else is to be sent."""
         while True:
             await self._some_linger.wait()
             self._some_linger.clear()
@@ -513,7 +514,7 @@ class _Lane:
             self._settle(items)
 
     def _log_unavailable(self, error: BaseException) -> None:
-        """Told when it goes away, and now and then while it stays away."""
+        """Logged when it becomes unavailable, and at intervals while it stays so."""
         now = self._clock.monotonic()
         if not self.is_unavailable or now - self._logged_at >= UNAVAILABLE_LOG_INTERVAL_S:
             self._logged_at = now

@@ -19,7 +19,7 @@ class MigrationsMissing(LookupError):
 
 
 class UnsupportedSchema(LookupError):
-    """The schema is not one that these migrations can bring to head. `code` says why; the schema is left as it was."""
+    """The schema is not one that these migrations can bring to head. `code` has the reason; the schema is left as it was."""
 
     def __init__(self, sentence: str, *, code: str) -> None:
         super().__init__(sentence)

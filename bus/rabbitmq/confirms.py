@@ -54,7 +54,7 @@ class PublishChannel:
                 await self.channel.close()
 
     async def publish(self, message: Outgoing) -> None:
-        """Publish and wait for the confirm, or raise as the port says."""
+        """Publish and wait for the confirm, or raise as the port specifies."""
         exchange = self._names.exchange(message.exchange)
         # A returned message names itself by its id.
         name = frames.cut(message.message_id) or f"{self.channel.number}.{self.channel.delivery_tag + 1}"

@@ -40,7 +40,7 @@ from bus.port import (
 # Connection.Close with this code: the virtual host is not there, or these credentials may not enter it.
 NOT_ALLOWED = 530
 
-# How aiormq says that the other side hung up in the middle: of a frame, or before the first one.
+# How aiormq reports that the other side closed the connection in the middle: of a frame, or before the first one.
 BROKEN_OFF = (EOFError, StopAsyncIteration)
 
 
@@ -98,7 +98,7 @@ def port_error(error: BaseException, about: str = "") -> BusError:
 def _channel(error: ChannelClosed, text: str, about: str) -> BusError:
     """Why the broker closed a channel. Others who used that channel are bystanders: for them it was unavailable.
 
-    The text is the broker's own and names the thing meant, which is the only way to tell them apart.
+    The text is the broker's own and names the thing meant, the only way to distinguish them.
     """
     if about and f"'{about}'" not in text:
         return BusUnavailable(text)
@@ -116,7 +116,7 @@ def _channel(error: ChannelClosed, text: str, about: str) -> BusError:
 def _refused_connection(error: InvalidFrameError, text: str) -> BusError:
     """Why the broker closed a connection that was being opened.
 
-    aiormq 7.2 says only "expected OpenOk" and drops the Close frame with its code and text; it is still a local
+    aiormq 7.2 reports only "expected OpenOk" and drops the Close frame with its code and text; it is still a local
     variable of the frame that raised. Where it is not found the broker counts as away, and we try again.
     """
     for frame, _ in traceback.walk_tb(error.__traceback__):

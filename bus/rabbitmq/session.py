@@ -27,7 +27,7 @@ CLOSE_TIMEOUT_S = 5.0
 # Silence of the broker is noticed within about three of these.
 HEARTBEAT_S = 10
 
-# How the broker tells the argument that an exchange has, when another one is declared; it says no more than 255 bytes.
+# How the broker reports the argument that an exchange has, when another one is declared; at most 255 bytes of it.
 CURRENT_VALUE = re.compile(r"current is (?:the value )?'([^']*)")
 UNKNOWN_OWNER, NO_OWNER = "unknown", "?"
 
@@ -186,8 +186,8 @@ class Session:
     async def owner_of(self, name: str) -> str:
         """The owner of a mark; "" where there is none.
 
-        No call tells an exchange's arguments: it is declared as no worker would. That it differs is the broker's code;
-        its text is only for a person.
+        No call returns an exchange's arguments: it is declared as no worker would. That it differs is the broker's
+        code; its text is only for a person.
         """
         channel = await self.named("marks")
         try:
@@ -337,4 +337,4 @@ async def _close_quietly(pika: aio_pika.abc.AbstractConnection) -> None:
         async with asyncio.timeout(CLOSE_TIMEOUT_S):
             await pika.close()
     except (TimeoutError, OSError, RuntimeError, aio_pika.exceptions.AMQPError):
-        await pika.close()  # its transport is gone by now: this one only says that it is closed
+        await pika.close()  # its transport is gone by now: this call only marks it as closed

@@ -139,7 +139,7 @@ class RabbitTransport:
 
     @property
     def connected(self) -> bool:
-        """Whether the broker can be spoken to now."""
+        """Whether the broker can be reached now."""
         return self._session is not None and not self._session.lost.is_set()
 
     @property

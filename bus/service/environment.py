@@ -28,7 +28,7 @@ class Environment:
 
     transports: makes a fresh transport for a bus by name ("api" or a cell's), so every bus has its own connection.
     database_url: one PostgreSQL for all roles, a schema each; None where the worker needs none. heartbeat_s: how often
-    the worker says that it is there; None: never.
+    the worker publishes a heartbeat; None: never.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""A worker as a process: logs, loop, signals, health, and an exit status that says how it ended."""
+"""A worker as a process: logs, loop, signals, health, and an exit status for each way to end."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ async def live(
     service = build(environment())
     health = None if http is None else Health(service.not_ready, host=http[0], port=http[1], refresh=service.refresh)
     if health is not None:
-        await health.open()  # before the worker opens: /readyz says what it waits for
+        await health.open()  # before the worker opens: /readyz shows what it waits for
     freezing = asyncio.create_task(_freeze_when_ready(service))
     try:
         await service.run(stop)

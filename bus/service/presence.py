@@ -1,4 +1,4 @@
-"""A worker says that it is there, on its own bus, so that an operator can see every worker in one place."""
+"""A worker's heartbeat on its own bus, by which an operator sees every worker in one place."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MAX_TEXT = 255
 
 
 def announce_presence(service: Service, env: Environment, bus: Bus, role: str) -> None:
-    """Have a service say every `env.heartbeat_s` seconds on this bus that it is there; where that is None, never."""
+    """Have a service publish a heartbeat on this bus every `env.heartbeat_s` seconds; where that is None, never."""
     if env.heartbeat_s is not None:
         service.add_task("presence", Presence(service, bus, role=role, every_s=env.heartbeat_s).run)
 
@@ -37,9 +37,9 @@ class Presence:
         self._host = socket.gethostname()[:MAX_TEXT]
 
     async def run(self) -> None:
-        """Say it at once, and then again and again."""
+        """Publish it at once, and then at intervals, until cancelled."""
         while True:
-            with suppress(BusError):  # lost without harm; the next one tells more
+            with suppress(BusError):  # lost without harm: the next one follows
                 await self._bus.publish(self.heartbeat())
             await self._bus.clock.sleep(self._every_s)
 

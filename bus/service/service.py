@@ -22,7 +22,7 @@ REFRESH_TIMEOUT_S = 2.0  # gauges that ask a server for their value, together
 
 
 class SideTaskEnded(Fault):
-    """A task that must run as long as the service ended without saying why."""
+    """A task that must run as long as the service ended without an error."""
 
     code = "service.task_ended"
 
@@ -42,7 +42,7 @@ class Consumes(Protocol):
 
 @runtime_checkable
 class CountsInHand(Protocol):
-    """A consumer that says what it has taken."""
+    """A consumer that counts what it has taken."""
 
     @property
     def queue(self) -> str:
@@ -88,7 +88,7 @@ class Service:
         self._resources.append((opening, closing))
 
     def add_declaration(self, declaring: Callable[[], Awaitable[Any]]) -> None:
-        """Done when everything is open: queues that must exist before this worker says it is ready."""
+        """Done when everything is open: queues that must exist before this worker is ready."""
         self._declarations.append(declaring)
 
     def add_preparation(self, preparing: Callable[[], Awaitable[Any]]) -> None:
@@ -112,11 +112,11 @@ class Service:
         self._checks[name] = lambda: "" if fn() else name
 
     def add_bus_check(self, name: str, bus: Reached) -> None:
-        """One line of /readyz: the bus is connected, and its broker takes messages. It says why it does not."""
+        """One line of /readyz: the bus is connected, and its broker takes messages; otherwise the reason."""
         self._checks[name] = lambda: f"{name}: {bus.unavailable_reason}" if bus.unavailable_reason else ""
 
     def add_refresh(self, refreshing: Callable[[], Awaitable[Any]]) -> None:
-        """Called before metrics are scraped: sets gauges whose value has to be asked for. It raises nothing."""
+        """Called before metrics are scraped: sets gauges whose value has to be queried. It raises nothing."""
         self._refreshes.append(refreshing)
 
     async def refresh(self) -> None:
@@ -128,7 +128,7 @@ class Service:
             self.log.warning("metrics.refresh_too_slow", limit_s=REFRESH_TIMEOUT_S)
 
     def in_hand(self) -> dict[str, int]:
-        """{queue: deliveries taken and not answered} of the consumers that say so."""
+        """{queue: deliveries taken and not answered} of the consumers that count them."""
         return {one.queue: one.in_hand for one in self._consumers if isinstance(one, CountsInHand)}
 
     def not_ready(self) -> list[str]:

@@ -1,7 +1,7 @@
 """Logs that a machine can read, one JSON object a line, each with its process and role; and trace contexts.
 
 A line about a build carries `cause` (and `instance` where it is known): `log.info("claimed", cause=meta.cause)`.
-Inside `about(...)` every line carries them without being told.
+Inside `about(...)` every line carries them by itself.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def configure_logging(
 class LossyLog:
     """A log whose lines are lost while they cannot be written, on a full disk or a pipe without a reader.
 
-    A line that raised would end what wrote it: a task that connects again, say, and that for good.
+    A line that raised would end what wrote it: for example a task that connects again, for good.
     """
 
     def __init__(self, stream: TextIO) -> None:
@@ -84,7 +84,7 @@ class LossyLog:
         self._lost = 0
 
     def write(self, text: str) -> int:
-        """Write, and say before it how many writes have failed since the last one."""
+        """Write, after a line about how many writes have failed since the last one."""
         try:
             if self._lost:
                 self._stream.write(_dumps({"event": "log.lines_lost", "lines": self._lost}) + "\n")
@@ -122,7 +122,7 @@ def child_traceparent(parent: str | None, rng: random.Random) -> str:
 
 
 def _escape(_logger: Any, _method: str, event: Any) -> Any:
-    """What a terminal would obey, or take for a line of its own; JSON has its own way of saying it."""
+    """What a terminal would execute, or take for a line of its own; JSON escapes it itself."""
     for key, value in event.items():
         if isinstance(value, str) and not value.isprintable():
             event[key] = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in value)

@@ -14,7 +14,7 @@ MAX_NAMED = 10_000
 
 
 class Finding(Struct, frozen=True):
-    """One event that ends or destroys a machine because of a report, not because a client asked."""
+    """One event that ends or destroys a machine because of a report and not of a client's request."""
 
     uuid: str
     event: Event
@@ -75,7 +75,7 @@ def assess(
     if len(new) + len(unknown) <= limit:
         return BreakerVerdict(go=tuple(findings))
     lost = sum(isinstance(finding.event, HostMissing) for finding in new)
-    # Those that were passed before, too: what one go says is for a whole report, or the next report asks for another.
+    # Those that were passed before, too: one reset is for a whole report, or the next report would need another.
     machines = sorted({*(finding.key for finding in findings), *unknown})[:MAX_NAMED]
     tripped = Breaker(
         service=service,

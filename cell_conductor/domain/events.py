@@ -1,4 +1,4 @@
-"""What can happen to an instance. Each says when (`at`, seconds since the epoch)."""
+"""What can happen to an instance. Each has its time (`at`, seconds since the epoch)."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class DeleteRequested(Event, frozen=True, kw_only=True):
 
 
 class Spawned(Event, frozen=True, kw_only=True):
-    """A host says that an attempt runs. started_at, ended_at: by its own clock (0: not known).
+    """A host reports that an attempt runs. started_at, ended_at: by its own clock (0: not known).
 
     scan: the last that its service had begun then (None: unknown).
     """
@@ -59,7 +59,7 @@ class Spawned(Event, frozen=True, kw_only=True):
 
 
 class SpawnFailed(Event, frozen=True, kw_only=True):
-    """A host says that an attempt failed. `final`: no other host would do better. Times as in Spawned."""
+    """A host reports that an attempt failed. `final`: no other host would do better. Times as in Spawned."""
 
     attempt: int
     host_uuid: str
@@ -96,7 +96,7 @@ class ClaimRefused(Event, frozen=True, kw_only=True):
 
 
 class Destroyed(Event, frozen=True, kw_only=True):
-    """A host says that no attempt up to this one runs or will run there."""
+    """A host reports that no attempt up to this one runs or will run there."""
 
     attempt: int
     host_uuid: str
@@ -124,7 +124,7 @@ class MoveRequested(Event, frozen=True, kw_only=True):
 
 
 class ChangeEnded(Event, frozen=True, kw_only=True):
-    """A host says how a change of a machine ended. runs: whether it runs now (None: not known)."""
+    """A host reports how a change of a machine ended. runs: whether it runs now (None: not known)."""
 
     attempt: int
     order: int
@@ -175,7 +175,7 @@ class ServiceLost(Event, frozen=True, kw_only=True):
 
 
 class HostFenced(Event, frozen=True, kw_only=True):
-    """A host is fenced: it is off, and is told what it has lost before it is used again (see `fences`)."""
+    """A host is fenced: it is off, and is notified of what it has lost before it is used again (see `fences`)."""
 
     host_uuid: str
 

@@ -1,8 +1,8 @@
-"""What a fence does to an instance: `rule(instance, event, timeouts) -> Step`. The table says which one applies.
+"""What a fence does to an instance: `rule(instance, event, timeouts) -> Step`. The table selects the one that applies.
 
 A fence proves what a host's own word proves: nothing of the instance runs there, and nothing will before the host was
-told what it has lost. So what waits for that word goes on without it. An instance that is active there stays so: only
-its policy, or a person, says whether it is built again elsewhere.
+notified of what it has lost. So what waits for its answer goes on without it. An instance that is active there stays
+so: only its policy, or a person, decides whether it is built again elsewhere.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def leave_host(instance: Instance, event: HostFenced, timeouts: Timeouts) -> Ste
 
 
 def fail_by_policy(instance: Instance, event: HostFenced, timeouts: Timeouts) -> Step:
-    """Active there: it stays on record, unless its policy says that it has failed with its host."""
+    """Active there: it stays on record, unless its policy is that it fails with its host."""
     assert instance.spec is not None
     if event.host_uuid != instance.host_uuid or instance.spec.on_host_failure is not EvacuationPolicy.FAIL:
         return Step(instance)
@@ -38,7 +38,7 @@ def fail_by_policy(instance: Instance, event: HostFenced, timeouts: Timeouts) ->
 
 
 def end_delete(instance: Instance, event: HostFenced, timeouts: Timeouts) -> Step:
-    """A delete: the host's word is not waited for; the history says so."""
+    """A delete: the host's confirmation is not waited for; the history records that."""
     ended = move_rules.release_both(instance, _destroyed(instance, event), timeouts)
     if ended.instance is instance:
         return ended
@@ -53,7 +53,7 @@ def end_delete(instance: Instance, event: HostFenced, timeouts: Timeouts) -> Ste
 
 
 def leave_unasked(instance: Instance, event: HostFenced, timeouts: Timeouts) -> Step:
-    """A destination that was only asked: the next one."""
+    """A destination that was only checked: the next one."""
     if event.host_uuid != instance.host_uuid:
         return Step(instance)
     failed = note(instance, "failed", event.at, FENCED, _reason(instance.here.host))

@@ -1,4 +1,4 @@
-"""What the history of an instance says in one sentence."""
+"""The history of an instance as one sentence."""
 
 from __future__ import annotations
 

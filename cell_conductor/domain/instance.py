@@ -27,21 +27,21 @@ class State(StrEnum):
     DELETING = "deleting"  # the host was commanded to destroy; the allocation is held until it has
     RELEASING = "releasing"  # destroyed; the allocation is being released, then it is deleted
     DELETED = "deleted"
-    # A move: two machines, one of which runs at most. `Move` says which they are.
-    CLAIMING = "claiming"  # placement is asked for a destination; the source is as it was
-    PREPARING = "preparing"  # the destination is asked whether it can
-    HANDING_OVER = "handing_over"  # the source was told to stop and hand over
-    FINISHING = "finishing"  # the destination was told to build and start; the source is stopped
-    RESIZING = "resizing"  # the machine was told to change its size where it is
+    # A move: two machines, one of which runs at most. `Move` names them.
+    CLAIMING = "claiming"  # a destination is requested of placement; the source is as it was
+    PREPARING = "preparing"  # the destination checks whether it can
+    HANDING_OVER = "handing_over"  # the source was commanded to stop and hand over
+    FINISHING = "finishing"  # the destination was commanded to build and start; the source is stopped
+    RESIZING = "resizing"  # its host was commanded to change the machine's size in place
     RESIZED = "resized"  # the destination runs; confirm or revert is awaited, and the migration holds the source
-    CONFIRMING = "confirming"  # the destination runs; the source was told to destroy what it has
+    CONFIRMING = "confirming"  # the destination runs; the source was commanded to destroy what it has
     SETTLING = "settling"  # the source is gone; the migration's allocation is being released
-    UNDOING = "undoing"  # the destination was told to destroy, or to take its old size again
-    REVERTING = "reverting"  # the destination is gone; placement is asked to revert
-    RESTARTING = "restarting"  # reverted; the source was told to start
+    UNDOING = "undoing"  # the destination was commanded to destroy, or to restore the old size
+    REVERTING = "reverting"  # the destination is gone; the revert is requested of placement
+    RESTARTING = "restarting"  # reverted; the source was commanded to start
     # One machine.
-    CHANGING = "changing"  # the host was told to start, stop, rebuild or snapshot it
-    OFFLOADING = "offloading"  # the host was told to destroy what has been shelved
+    CHANGING = "changing"  # the host was commanded to start, stop, rebuild or snapshot it
+    OFFLOADING = "offloading"  # the host was commanded to destroy what has been shelved
     VACATING = "vacating"  # nothing runs; the allocation is being released, then it is offloaded
     OFFLOADED = "offloaded"  # it has no host and holds nothing; its image is kept
 
@@ -107,13 +107,13 @@ class Move(Struct, frozen=True, kw_only=True, omit_defaults=True):
     request_id: also the migration's uuid in the book. source, source_attempt: the machine that it had (None: none,
     it was offloaded). source_up_at, source_up_scan: when its host was first known to run it. book_attempt: the
     attempt that the book had it under. spec, power, image: as they were. order: of the change that was last
-    commanded and is waited for. handed_over: the source was told to hand over, so it is started when the move is
-    undone. finishing: the current destination was told to build. resizing_back: a resize in place has failed, and
-    the machine was told its old size. lost_code, lost_reason: why the move is being undone ("": it is not).
-    answered: the request has had its terminal event. by, by_kind: the request that ends it (confirm, revert,
+    commanded and is waited for. handed_over: the source was commanded to hand over, so it is started when the move is
+    undone. finishing: the current destination was commanded to build. resizing_back: a resize in place has failed, and
+    its host was commanded to restore the old size. lost_code, lost_reason: why the move is being undone ("": it is
+    not). answered: the request has had its terminal event. by, by_kind: the request that ends it (confirm, revert,
     abort), to be answered at its end. history: hosts tried. claimed: the migration holds the source in the book.
-    delete: the instance was deleted while placement was asked. source_gone, here_gone, instance_released: of an
-    instance that is being deleted, or whose release is under way.
+    delete: the instance was deleted while a request to placement was under way. source_gone, here_gone,
+    instance_released: of an instance that is being deleted, or whose release is under way.
     """
 
     request_id: str
@@ -151,11 +151,11 @@ class Instance(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What a cell has on record about one instance.
 
     position: the selection of the current attempt. attempt: the fencing number last commanded (or claimed).
-    consumer_generation: the consumer's generation in placement as last heard. sequence: the number of the next
+    consumer_generation: the consumer's generation in placement as last received. sequence: the number of the next
     announcement. deadline: when the sweep looks at it again (None: never). since: when the current state was entered.
     up_at, up_scan: when its host was first known to run it, by that host's own clock, and which scan of its
     machines had begun then (None: never, or unknown).
-    answered: the build request got its terminal event. cause: the request that last asked for something.
+    answered: the build request got its terminal event. cause: the last request about it.
     asked: the attempt's deadline has passed, and its host was queried. doubted: the database was set back while this
     was being built or moved, so only the hosts know what has become of it since.
     stamps: when each stage of the build ended, until it is answered. server_group: whose rule alternates are held to;

@@ -17,7 +17,7 @@ from msgspec.structs import replace
 
 # What a pause between two deliveries counts for at most. The keeper's digests arrive more often than that.
 STEP_S = 2.0
-# A service that does not say how often it sends a heartbeat.
+# A service that does not state how often it sends a heartbeat.
 DEFAULT_BEAT_S = 10.0
 FARTHEST_EPOCH = 2**62  # of a message that names one
 # So many heartbeats in a row that are missing put a service out of its ring: its free nodes go to the others. That does
@@ -61,8 +61,8 @@ class Lease(Struct, frozen=True, kw_only=True, omit_defaults=True):
 class _Held(Struct):
     """A lease as this conductor holds it.
 
-    sequence: of the last message of its epoch (-1: none was heard here); heard: the clock's value then. ring: with whom
-    it shares its free nodes.
+    sequence: of the last message of its epoch (-1: none was received here); heard: the clock's value then. ring: with
+    whom it shares its free nodes.
     """
 
     lease: Lease
@@ -122,7 +122,8 @@ class LeaseTable:
         self._delivered = now_s
 
     def rings(self) -> dict[str, tuple[str, ...]] | None:
-        """The services of each ring that are up, by its name; None: one that is up on record was not heard here yet.
+        """The services of each ring that are up, by its name; None: one that is up on record has sent no heartbeat here
+        yet.
 
         A conductor that has just started would leave it out of its ring, and its nodes would move for nothing.
         """

@@ -1,4 +1,4 @@
-"""What a conductor says of requests: news on the way, and one end each, which is kept so that a copy gets it again."""
+"""A conductor's events of requests: progress, and one end each, kept for a repeated request."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def move_of(instance: Instance) -> Move:
 
 
 def report_progress(instance: Instance, state: MoveState, at: float, timeouts: Timeouts) -> Step:
-    """News of the request that is under way, not its end."""
+    """Progress of the request that is under way, not its end."""
     move = move_of(instance)
     is_late = state in (MoveState.CONFIRMED, MoveState.SOURCE_GONE)
     condition = condition_of(instance) if is_late else Condition.MOVING
@@ -66,7 +66,7 @@ def report_progress(instance: Instance, state: MoveState, at: float, timeouts: T
 
 
 def answer(instance: Instance, ending: Ending, at: float, timeouts: Timeouts) -> Step:
-    """The end of the request that is under way, said once."""
+    """The end of the request that is under way, published once."""
     move = move_of(instance)
     if move.answered:
         return Step(instance)
@@ -103,7 +103,7 @@ def refuse_request(instance: Instance, event: MoveRequested, timeouts: Timeouts,
 
 
 def refuse_unknown(instance: Instance, event: MoveRequested, timeouts: Timeouts) -> Step:
-    """This cell has no such instance: say so, and make no record."""
+    """This cell has no such instance: publish that, and make no record."""
     request = event.request
     move_event = MoveEvent(
         request_id=request.request_id,
@@ -152,7 +152,7 @@ def refuse_busy(instance: Instance, event: MoveRequested, timeouts: Timeouts) ->
 
 
 def repeat_end(instance: Instance, event: MoveRequested, timeouts: Timeouts) -> Step | None:
-    """The end of a request that has ended, said again; None: it is a new one."""
+    """The end of a request that has ended, once more; None: it is a new one."""
     known = next((one for one in instance.ended if one.request_id == event.request.request_id), None)
     return None if known is None else _event(instance, known, event.at, timeouts, condition=condition_of(instance))
 
@@ -178,7 +178,7 @@ def _event(
     condition: Condition,
     history: tuple[AttemptRecord, ...] = (),
 ) -> Step:
-    """Take the next number of the instance and say how far a request has come."""
+    """Take the next number of the instance and publish how far a request has come."""
     assert instance.spec is not None
     move_event = MoveEvent(
         request_id=outcome.request_id,

@@ -1,8 +1,9 @@
-"""What each transition of a move does: `rule(instance, event, timeouts) -> Step`. The table says which one applies.
+"""What each transition of a move does: `rule(instance, event, timeouts) -> Step`. The table selects the one that
+applies.
 
 An instance that moves has two machines, of which one runs at most. `here` is the source until a destination has been
 claimed, and the destination from then on. Going on is for the happy case; every state goes back as well: `undo` gives
-the destination up, has the book reverted, and starts the source again if it was told to stop.
+the destination up, has the book reverted, and starts the source again if it was commanded to stop.
 """
 
 from __future__ import annotations
@@ -125,7 +126,7 @@ def begin_offloaded(instance: Instance, event: MoveRequested, timeouts: Timeouts
 
 
 def end_resized(instance: Instance, event: MoveRequested, timeouts: Timeouts) -> Step:
-    """Confirm or revert. The second of two finds the state changed and is told so."""
+    """Confirm or revert. The second of two finds the state changed and is refused."""
     move = move_of(instance)
     request = event.request
     again = repeat_end(instance, event, timeouts)
@@ -142,7 +143,9 @@ def end_resized(instance: Instance, event: MoveRequested, timeouts: Timeouts) ->
 
 
 def abort(instance: Instance, event: MoveRequested, timeouts: Timeouts) -> Step:
-    """No destination has been commanded: the move is undone. While placement is asked, once it has answered."""
+    """No destination has been commanded: the move is undone. While a request to placement is under way, once it has
+    answered.
+    """
     move, request = move_of(instance), event.request
     is_meant = request.migration in (None, move.request_id)
     if request.kind is not MoveKind.ABORT or not is_meant or move.by or move.source is None:
@@ -213,7 +216,7 @@ def go_on(instance: Instance, event: ChangeEnded, timeouts: Timeouts) -> Step:
 
 
 def skip_destination(instance: Instance, event: TimedOut | ServiceLost, timeouts: Timeouts) -> Step:
-    """The destination does not answer, and was told nothing yet: the next one."""
+    """The destination does not answer, and was commanded nothing yet: the next one."""
     if isinstance(event, ServiceLost):
         if event.service != instance.here.service:
             return Step(instance)
@@ -261,7 +264,7 @@ def arrive_in_place(instance: Instance, event: ChangeEnded, timeouts: Timeouts) 
     move, is_absent = move_of(instance), event.code == MACHINE_ABSENT
     if move.resizing_back:
         if not event.done and not is_absent:
-            return Step(instance)  # its deadline undoes the move, and then it is told for as long as it takes
+            return Step(instance)  # its deadline undoes the move, and then the command is repeated until it confirms
         return try_next(replace(instance, move=replace(move, resizing_back=False)), event.at, timeouts)
     if not event.done:
         failed = note(instance, "failed", event.at, event.code, event.reason)
@@ -274,8 +277,8 @@ def arrive_in_place(instance: Instance, event: ChangeEnded, timeouts: Timeouts) 
 
 
 def give_up_in_place(instance: Instance, event: TimedOut, timeouts: Timeouts) -> Step:
-    """The host does not say whether the machine has its new size: it is given its old one."""
-    return undo(instance, event.at, timeouts, TIMED_OUT, "the host did not say that the machine has its new size")
+    """The host does not answer whether the machine has its new size: it is given its old one."""
+    return undo(instance, event.at, timeouts, TIMED_OUT, "the host did not confirm that the machine has its new size")
 
 
 def fail_destination(instance: Instance, event: SpawnFailed, timeouts: Timeouts) -> Step:
@@ -289,7 +292,7 @@ def fail_destination(instance: Instance, event: SpawnFailed, timeouts: Timeouts)
 
 
 def query_destination(instance: Instance, event: TimedOut, timeouts: Timeouts) -> Step:
-    """No answer in time: it is to end the attempt unless it is complete, and is asked for as long as it takes.
+    """No answer in time: it is to end the attempt unless it is complete, and the command is repeated until it answers.
 
     Until it has answered nothing is started anywhere else: it may run.
     """
@@ -339,7 +342,7 @@ def settle(instance: Instance, event: Destroyed | HostMissing, timeouts: Timeout
 
 
 def follow_source(instance: Instance, event: Spawned | HostRuns, timeouts: Timeouts) -> Step:
-    """The source is listed still; under another service now, that one is told as well."""
+    """The source is listed still; under another service now, that one is commanded as well."""
     move = move_of(instance)
     is_source = (event.host_uuid, event.attempt) == (instance.source_host_uuid, move.source_attempt)
     if not is_source or move.source is None:
@@ -364,7 +367,9 @@ def end_settled(instance: Instance, event: Released, timeouts: Timeouts) -> Step
 
 
 def undo_failed_in_place(instance: Instance, event: ChangeEnded, timeouts: Timeouts) -> Step:
-    """The machine has its old size again, or is gone: the book is reverted. Else it is told again in its time."""
+    """The machine has its old size again, or is gone: the book is reverted. Otherwise the command is repeated at its
+    deadline.
+    """
     if not instance.is_in_place or not is_awaited(instance, event, instance.here, instance.attempt):
         return Step(instance)
     is_back = event.done or event.code == MACHINE_ABSENT
@@ -387,7 +392,7 @@ def undo_again(instance: Instance, event: TimedOut, timeouts: Timeouts) -> Step:
 
 
 def follow_destination(instance: Instance, event: Spawned | HostRuns, timeouts: Timeouts) -> Step:
-    """The destination is listed still; under another service now, that one is told as well."""
+    """The destination is listed still; under another service now, that one is commanded as well."""
     if instance.is_in_place or not rules.is_ours(instance, event) or event.service == instance.here.service:
         return Step(instance) if rules.is_ours(instance, event) else rules.destroy_orphan(instance, event, timeouts)
     found = rules.at_service(instance, event.service)
@@ -395,7 +400,7 @@ def follow_destination(instance: Instance, event: Spawned | HostRuns, timeouts: 
 
 
 def return_to_source(instance: Instance, event: Reverted, timeouts: Timeouts) -> Step:
-    """The instance holds its source again: it is started there if it was told to stop."""
+    """The instance holds its source again: it is started there if it was commanded to stop."""
     if event.attempt != instance.next_attempt:
         return Step(instance)
     move = move_of(instance)
@@ -422,9 +427,9 @@ def return_to_source(instance: Instance, event: Reverted, timeouts: Timeouts) ->
 
 
 def restarted(instance: Instance, event: ChangeEnded, timeouts: Timeouts) -> Step:
-    """The source runs again, or says that it cannot: then it is stopped, and a client may start it.
+    """The source runs again, or reports that it cannot: then it is stopped, and a client may start it.
 
-    What its host does not know is asked again in its time: a machine that may run is not on record as stopped.
+    What its host does not know is queried again at its deadline: a machine that may run is not on record as stopped.
     """
     if not is_awaited(instance, event, instance.here, instance.attempt):
         return Step(instance)
@@ -440,7 +445,7 @@ def restarted(instance: Instance, event: ChangeEnded, timeouts: Timeouts) -> Ste
 
 
 def restart_again(instance: Instance, event: TimedOut, timeouts: Timeouts) -> Step:
-    """The source has not said that it runs: it is told again, and the request is not kept waiting for it."""
+    """The source has not reported that it runs: the command is repeated, and the request does not wait for it."""
     earlier = order(instance, ChangeKind.START, event.at, timeouts)
     step = Step(replace(earlier.instance, deadline=repeat_at(instance, event.at, timeouts)), earlier.commands)
     move = move_of(step.instance)
@@ -453,7 +458,7 @@ def restart_again(instance: Instance, event: TimedOut, timeouts: Timeouts) -> St
 
 
 def changed(instance: Instance, event: ChangeEnded, timeouts: Timeouts) -> Step:
-    """The host has done what was asked, or says that it could not; what it does not know is asked again in its time."""
+    """The host has done what was commanded, or reports that it could not; what it does not know is queried again."""
     if not is_awaited(instance, event, instance.here, instance.attempt):
         return Step(instance)
     move = move_of(instance)
@@ -482,13 +487,13 @@ def changed(instance: Instance, event: ChangeEnded, timeouts: Timeouts) -> Step:
 
 
 def change_again(instance: Instance, event: TimedOut, timeouts: Timeouts) -> Step:
-    """No answer: the host is told again, in a new order, for as long as it takes; the request is not kept waiting."""
+    """No answer: the command is repeated, in a new order, until the host answers; the request does not wait."""
     move = move_of(instance)
     earlier = order(instance, CHANGES[move.kind], event.at, timeouts)
     step = Step(replace(earlier.instance, deadline=repeat_at(instance, event.at, timeouts)), earlier.commands)
     if move.answered:
         return step
-    reason = f"no answer within {move.step_timeout_s:g} s; the host is told again"
+    reason = f"no answer within {move.step_timeout_s:g} s; the command is repeated"
     return after(step, answer(step.instance, Ending(MoveState.FAILED, "change.timeout", reason), event.at, timeouts))
 
 
@@ -528,7 +533,7 @@ def end_offloaded(instance: Instance, event: Released, timeouts: Timeouts) -> St
 def delete(instance: Instance, event: DeleteRequested, timeouts: Timeouts) -> Step:
     """Every machine of it is destroyed, and then both consumers are released.
 
-    While placement is asked for a destination its answer is awaited: it says whether the migration holds anything.
+    While a destination is requested of placement, the answer is awaited: it shows whether the migration holds anything.
     """
     move = move_of(instance)
     if move.delete:
@@ -553,14 +558,14 @@ def delete_offloaded(instance: Instance, event: DeleteRequested, timeouts: Timeo
 
 
 def destroy_both_again(instance: Instance, event: TimedOut, timeouts: Timeouts) -> Step:
-    """The hosts that have not confirmed are asked again."""
+    """The command is repeated to hosts that have not confirmed."""
     if instance.move is None:
         return rules.destroy_again(instance, event, timeouts)
     return Step(replace(instance, deadline=repeat_at(instance, event.at, timeouts)), destroy_left(instance, timeouts))
 
 
 def release_both(instance: Instance, event: Destroyed | HostMissing, timeouts: Timeouts) -> Step:
-    """A host says that nothing of it is left there; when both have, the allocations go."""
+    """A host reports that nothing of it is left there; when both have, the allocations go."""
     move = instance.move
     if move is None:
         return rules.release_destroyed(instance, event, timeouts)
@@ -573,7 +578,7 @@ def release_both(instance: Instance, event: Destroyed | HostMissing, timeouts: T
 
 
 def repeat_destroy_both(instance: Instance, event: Spawned | HostRuns, timeouts: Timeouts) -> Step:
-    """It is listed still, perhaps under another service: that one is told."""
+    """It is listed still, perhaps under another service: that one is commanded."""
     move = instance.move
     is_source = move is not None and (event.host_uuid, event.attempt) == (
         instance.source_host_uuid,

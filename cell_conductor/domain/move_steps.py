@@ -70,7 +70,7 @@ def is_at_source(instance: Instance) -> bool:
 
 
 def begin_claimed(instance: Instance, event: MoveRequested, timeouts: Timeouts) -> Step:
-    """A request that needs a host to go to: placement is asked for the first that fits."""
+    """A request that needs a host to go to: the first that fits is requested of placement."""
     request, here = event.request, instance.here
     if request.kind is MoveKind.LIVE_MIGRATE and instance.power is not Power.RUNNING:
         return refuse_request(instance, event, timeouts, "instance.not_running", "a live migration is of what runs")
@@ -80,7 +80,7 @@ def begin_claimed(instance: Instance, event: MoveRequested, timeouts: Timeouts) 
         if not is_fenced and not request.fenced:
             return refuse_request(instance, event, timeouts, "evacuate.not_fenced", "its host may run it")
         if not is_fenced and here.service not in timeouts.down:
-            return refuse_request(instance, event, timeouts, "evacuate.service_up", "the service of its host is heard")
+            return refuse_request(instance, event, timeouts, "evacuate.service_up", "the service of its host is up")
     hosts = request.selections
     if request.kind in LEAVES:
         hosts = tuple(one for one in hosts if one.host_uuid != here.host_uuid)
@@ -154,7 +154,7 @@ def claim(instance: Instance, at: float, timeouts: Timeouts) -> Step:
     move = move_of(instance)
     if notes := timeouts.closed.passed_over(instance.alternates, instance.next_attempt, at):
         move = replace(move, history=move.history + notes)
-    # A machine that was told to stop is handed over, not changed where it is.
+    # A machine that was commanded to stop is handed over, not changed where it is.
     kept = tuple(
         one
         for one in instance.alternates
@@ -386,7 +386,7 @@ def destroy_left(instance: Instance, timeouts: Timeouts) -> tuple[Message, ...]:
 
 
 def here_gone(instance: Instance, event: Destroyed | HostMissing, timeouts: Timeouts) -> bool:
-    """Whether the current host says that nothing of it is left there."""
+    """Whether the current host has reported that nothing of it is left there."""
     if event.host_uuid != instance.host_uuid:
         return False
     if isinstance(event, Destroyed):
@@ -395,7 +395,8 @@ def here_gone(instance: Instance, event: Destroyed | HostMissing, timeouts: Time
 
 
 def source_gone(instance: Instance, event: Destroyed | HostMissing, timeouts: Timeouts) -> bool:
-    """Whether the source's host says that nothing of it is left there: its answer, or a report made long enough after.
+    """Whether the source's host has reported that nothing of it is left there: its answer, or a report made long enough
+    after.
 
     The grace counts from the order, so a report that was under way before proves nothing.
     """

@@ -8,9 +8,9 @@ from bus.contracts.cell import UNKNOWN_ATTEMPT
 
 from .instance import State
 
-# A client has asked for the delete, and nothing takes that back: no attempt is wanted, whatever its number.
+# A client has requested the delete, and nothing revokes that: no attempt is wanted, whatever its number.
 DELETE_ASKED = frozenset({State.TOMBSTONE, State.ABANDONING, State.DELETING, State.RELEASING, State.DELETED})
-# The current attempt is wanted on its host. While a destination is claimed or asked, the source is no other machine.
+# The current attempt is wanted on its host. While a destination is claimed or checked, the source is no other machine.
 WANTED = frozenset(
     {
         State.BUILDING,
@@ -75,7 +75,7 @@ def is_over(record: OnRecord, attempt: int, host_uuid: str) -> bool:
 
     An attempt above all that were given out, or a machine's own attempt on another host, was commanded by a record that
     this database does not have (it was restored from a backup): that proves nothing, and the machine is kept. So was
-    attempt 1 of a record that has passed over its first host, and the attempt of which a set-back record never heard.
+    attempt 1 of a record that has passed over its first host, and the attempt that a set-back record does not know.
     A record that was set back in the middle of a move numbers its attempts anew: an earlier number proves nothing.
     """
     if record.state is State.ABSENT or attempt == UNKNOWN_ATTEMPT:

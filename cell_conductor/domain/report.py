@@ -1,4 +1,4 @@
-"""Compare what a compute service says its hosts run with what is on record for them."""
+"""Compare a compute service's report of what its hosts run with what is on record for them."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ RENUMBERED = "the database was set back while it was moved"
 class Differences(Struct, frozen=True):
     """What does not agree: events for instances, and machines that are only reported.
 
-    harmful: of the events those that end or destroy a machine although no client asked for it; see `breaker`.
+    harmful: of the events those that end or destroy a machine although no client requested it; see `breaker`.
     """
 
     events: tuple[tuple[str, Event], ...] = ()
@@ -80,11 +80,11 @@ class Differences(Struct, frozen=True):
     unexplained: tuple[Unexplained, ...] = ()
 
 
-# Its host must carry it, or may still: a report that leaves it out says something.
+# Its host must carry it, or may still: a report that leaves it out is a finding.
 EXPECTED = frozenset({State.ACTIVE, State.RESIZED, State.DELETING, State.UNDOING, State.OFFLOADING})
 # The same of the source of a move, once it is to go.
 SOURCE_EXPECTED = frozenset({State.CONFIRMING, State.DELETING})
-# Of these a report that leaves them out ends something that was not asked to end.
+# Of these a report that leaves them out ends something whose end was not requested.
 HARMED = frozenset({State.ACTIVE, State.RESIZED})
 
 
@@ -223,7 +223,7 @@ class Newest:
         return self._newest.get(service, (0, 0))[0]
 
     def note(self, report: ComputeHosts) -> None:
-        """The report has been handled. Not before: one that met an outage comes again, and is still news then."""
+        """The report has been handled. Not before: one that met an outage comes again, and is still new then."""
         at = (report.epoch, report.sequence)
         self._newest[report.service] = max(at, self._newest.pop(report.service, at))
         if len(self._newest) > MAX_SERVICES:

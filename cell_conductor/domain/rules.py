@@ -1,6 +1,6 @@
 """What each transition does: `rule(instance, event, timeouts) -> Step`. Which one applies is the table's business.
 
-A rule may be called late or twice; where an attempt or a host does not match, it says so by leaving things alone or by
+A rule may be called late or twice; where an attempt or a host does not match, it leaves things alone or
 destroying what should not run. Commands are the contract's own messages, ready to be sent.
 """
 
@@ -39,7 +39,7 @@ from .instance import NOT_TRIED, Instance, State
 from .leases import Lease
 from .proof import is_over
 
-# The clock that says when a build was requested, and the one that says when the database was set back, may be so far
+# The clock of a build's request, and the one of the database's set-back, may be so far
 # apart. A build of so long after a restore is doubted for nothing: it waits longer for a silent host.
 CLOCKS_APART_S = 30.0
 
@@ -93,7 +93,7 @@ def start_build(instance: Instance, event: BuildRequested, timeouts: Timeouts) -
     if event.given_up is not None:
         return _end_unbuilt(adopted, event.given_up, event.at, timeouts)
     if timeouts.set_back_at and event.requested_at < timeouts.set_back_at + CLOCKS_APART_S:
-        # It may have been handed in before, to what the database has forgotten: its host is asked, and waited for.
+        # It may have been handed in before, to what the database has forgotten: its host is queried, and waited for.
         return _spawn(replace(adopted, doubted=True), event.at, timeouts)
     closed = timeouts.closed.why(adopted.here)
     if closed is None or (closed.code != FENCED and not _has_somewhere_to_go(adopted, timeouts)):
@@ -203,7 +203,7 @@ def time_out(instance: Instance, event: TimedOut, timeouts: Timeouts) -> Step:
 
     A deadline alone proves nothing: the answer may be on its way, or in what a restored database has forgotten. A
     host that stays silent is not waited for, and its attempt is fenced; unless the record is doubted: then the host
-    alone knows whether it runs, and is queried until the doubt's own limit. After that the client is told that the
+    alone knows whether it runs, and is queried until the doubt's own limit. After that the client is informed that the
     build has failed, and what the host may run is kept for an operator (`proof.is_unsure`).
     """
     doubted_for_s = event.at - max(instance.since, timeouts.set_back_at)
@@ -295,7 +295,7 @@ def abandon(instance: Instance, event: DeleteRequested, timeouts: Timeouts) -> S
 
 
 def destroy(instance: Instance, event: DeleteRequested, timeouts: Timeouts) -> Step:
-    """Command the host to destroy; the allocation is held until it says that it has."""
+    """Command the host to destroy; the allocation is held until it confirms."""
     leaving = replace(
         instance,
         state=State.DELETING,
@@ -366,7 +366,7 @@ def end_deleted(instance: Instance, event: Released | DeleteRequested, timeouts:
 
 
 def _half_released(instance: Instance, event: Released, timeouts: Timeouts) -> Step | None:
-    """What follows when that was not the last consumer, or not the one that was asked for; None: nothing is held.
+    """What follows when that was not the last consumer, or not the one that was requested; None: nothing is held.
 
     The instance first: once it holds nothing, a late copy of the move's claim can move nothing to the migration.
     """
@@ -517,7 +517,7 @@ def announce(
     terminal: bool = False,
     first: tuple[Message, ...] = (),
 ) -> Step:
-    """Take the next number and say where the instance stands; the history only where a story ends."""
+    """Take the next number and publish the state; the history only with a terminal state."""
     assert instance.spec is not None
     failed = state is BuildState.FAILED
     announcement = BuildEvent(
@@ -535,7 +535,7 @@ def announce(
         at=at,
         stamps=instance.stamps if terminal and state is not BuildState.DELETED else None,
     )
-    stamps = None if terminal else instance.stamps  # said once, and of no use any more
+    stamps = None if terminal else instance.stamps  # published once, and of no use any more
     return Step(replace(instance, sequence=instance.sequence + 1, stamps=stamps), (*first, announcement))
 
 

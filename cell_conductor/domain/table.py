@@ -64,7 +64,7 @@ NEXT = (State.CLAIMING, *UNDONE)
 ARRIVED = (State.RESIZED, State.CONFIRMING, State.SETTLING, State.ACTIVE)
 
 
-# What happens in every state of a move, unless its row says otherwise: nothing, or the machine's own fence.
+# What happens in every state of a move, unless its row overrides it: nothing, or the machine's own fence.
 MOVING: Mapping[type[Event], Rule | None] = {
     BuildRequested: IGNORE,
     DeleteRequested: DELETE_MOVING,
@@ -207,8 +207,8 @@ MOVES: Mapping[State, Mapping[type[Event], Rule | None]] = {
     },
 }
 
-# None: cannot happen. Events from outside (asked, hosts) are legal everywhere; TimedOut comes only from a row that has
-# a deadline, and Claimed, ClaimRefused and Released only after the state that asks for them was once entered.
+# None: cannot happen. Events from outside (requests, hosts) are legal everywhere; TimedOut comes only from a row that
+# has a deadline, and Claimed, ClaimRefused and Released only after the state that requests them was once entered.
 TABLE: Mapping[State, Mapping[type[Event], Rule | None]] = {
     State.ABSENT: {
         BuildRequested: Rule(rules.start_build, (State.BUILDING, State.RECLAIMING, State.GIVING_UP)),
@@ -312,7 +312,7 @@ TABLE: Mapping[State, Mapping[type[Event], Rule | None]] = {
         Released: IGNORE,  # of a migration, once more
         HostRuns: CONFIRM_RUNNING,
         HostMissing: Rule(rules.lose, (State.GIVING_UP,)),
-        ServiceLost: IGNORE,  # its machines may run: only a person, or a fence, can say that they do not
+        ServiceLost: IGNORE,  # its machines may run: only a person, or a fence, can establish that they do not
         MoveRequested: Rule(move_rules.begin, (State.CLAIMING, State.REVERTING, State.CHANGING, State.OFFLOADING)),
         ChangeEnded: IGNORE,
         Reverted: IGNORE,
@@ -430,8 +430,8 @@ def step(instance: Instance, event: Event, timeouts: Timeouts) -> Step:
 
 ASKS_A_CLAIM = frozenset({State.RECLAIMING, State.ABANDONING, State.CLAIMING})
 ASKS_A_RELEASE = frozenset({State.GIVING_UP, State.RELEASING, State.VACATING})
-# A question may be asked twice at once (a redelivered message, the sweep), answered "full", and then "claimed" because
-# there is room meanwhile. What the first answer led to asks for the release, or the revert, of that very attempt:
+# A claim may be sent twice at once (a redelivered message, the sweep), answered "full", and then "claimed" because
+# there is room meanwhile. What follows from the first answer requests the release, or the revert, of that very attempt:
 # nothing leaks.
 MAY_HAVE_ASKED = (
     ASKS_A_CLAIM
@@ -441,7 +441,7 @@ MAY_HAVE_ASKED = (
 
 
 def wanted(instance: Instance) -> Claim | Release | Revert | None:
-    """What placement is to be asked while the instance is in this state. Follows from the record alone, so a
+    """What is requested of placement while the instance is in this state. Follows from the record alone, so a
     crash at any moment leads to the very same question.
     """
     if instance.state in ASKS_A_CLAIM:

@@ -1,8 +1,8 @@
 """What is kept of the leases of compute services, and who keeps them: a port, and PostgreSQL.
 
-One conductor of a cell is the keeper: it records what is believed, and tells it. It holds one row for a few seconds at
-a time, by the database's clock. Each change of keeper has a higher term, also after a backup was restored: the digests
-of a former keeper that has not noticed yet lose, and what it would record is refused.
+One conductor of a cell is the keeper: it records the state of services, and publishes it. It holds one row for a few
+seconds at a time, by the database's clock. Each change of keeper has a higher term, also after a backup was restored:
+the digests of a former keeper that has not noticed yet lose, and what it would record is refused.
 """
 
 from __future__ import annotations

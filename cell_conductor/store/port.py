@@ -104,7 +104,7 @@ class LockingTransaction(Transaction, Protocol):
     async def recognise(self) -> DatabaseChange | None:
         """Compare the database with what was last seen of it; one that was set back has its builds and moves doubted.
 
-        `InstanceStore.deployment` is what it says from then on.
+        `InstanceStore.deployment` is its result from then on.
         """
 
     async def lock_due(self, now: float, limit: int) -> list[Instance]:

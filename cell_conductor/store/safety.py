@@ -66,7 +66,7 @@ class Safety(Protocol):
         """Put a breaker on record."""
 
     async def reset(self, service: str, by: str, now: float) -> bool:
-        """An operator says go; False when it is not open."""
+        """An operator resets it; False when it is not open."""
 
 
 _ROW = "host_uuid::text, instance_uuid::text, attempt, service, kind, why, first_seen, last_seen"

@@ -31,8 +31,8 @@ class Entry(Struct, frozen=True, array_like=True, omit_defaults=True):
     """The newest attempt of one instance on one host.
 
     fence: attempts up to this one never start here. reported: the result of this phase reached the broker.
-    code and reason: why it failed. final: no other host would do better. deployment: whose machine it is (None: not
-    said, by a release that knew none). order: of the last change of this machine that was taken.
+    code and reason: why it failed. final: no other host would do better. deployment: whose machine it is (None:
+    unknown, recorded by a release that had none). order: of the last change of this machine that was taken.
     """
 
     attempt: int
@@ -52,7 +52,7 @@ class SpawnVerdict(StrEnum):
     START = "start"  # nothing of this instance is here: build
     REPLACE = "replace"  # an older attempt is, or was, here: clear it away, then build
     UNDERWAY = "underway"  # this attempt is being built: its answer is on its way
-    REPEAT = "repeat"  # this attempt has ended: say so again
+    REPEAT = "repeat"  # this attempt has ended: report that again
     FENCED = "fenced"  # this attempt was destroyed here: never
     SUPERSEDED = "superseded"  # a newer attempt is here: never
     NOT_OURS = "not_ours"  # another deployment's machine is here: never
@@ -66,7 +66,7 @@ class DestroyVerdict(StrEnum):
     NOTHING = "nothing"  # nothing is left of it: answer now
     STALE = "stale"  # a newer attempt is here and stays: only the fence rises
     NOT_OURS = "not_ours"  # another deployment's machine is here and stays
-    BUILT = "built"  # it was to go unless it is complete, and it is: it stays, and says so again
+    BUILT = "built"  # it was to go unless it is complete, and it is: it stays, and is reported again
     LOOK = "look"  # it was to go unless it is complete, and nothing is on record: its host is looked at first
 
 
@@ -90,7 +90,7 @@ def on_spawn(entry: Entry | None, attempt: int, deployment: str | None = None) -
     if attempt < entry.attempt:
         return SpawnVerdict.SUPERSEDED, entry
     if attempt > entry.attempt:
-        # The conductor has given up the older attempt, or it would not have asked for a newer one. Its own Destroy
+        # The conductor has given up the older attempt, or it would not have commanded a newer one. Its own Destroy
         # may still be on the way; the fence makes sure that no late copy of the older Spawn undoes this.
         fresh = Entry(attempt, Phase.BUILDING, fence=max(entry.fence, entry.attempt), deployment=deployment)
         return (SpawnVerdict.START if entry.phase is Phase.GONE else SpawnVerdict.REPLACE), fresh
@@ -118,7 +118,7 @@ def on_destroy(entry: Entry | None, attempt: int, deployment: str | None = None)
     if _is_anothers(entry, deployment):
         return DestroyVerdict.NOT_OURS, entry
     fenced = entry
-    if attempt > entry.fence:  # what is gone is gone up to a higher attempt now, and that is yet to be said
+    if attempt > entry.fence:  # what is gone is gone up to a higher attempt now, and that is yet to be reported
         fenced = replace(entry, fence=attempt, reported=entry.reported and entry.phase is not Phase.GONE)
     if entry.phase is Phase.DESTROYING:
         return DestroyVerdict.JOIN, fenced
@@ -180,7 +180,7 @@ def lost(entry: Entry) -> Entry:
 
 
 def is_lost(entry: Entry) -> bool:
-    """Whether its host was seen without it, and no order has ended it since: the cell may not have heard of it."""
+    """Whether its host was seen without it, and no order has ended it since: the cell may not have received that."""
     return entry.phase is Phase.FAILED and entry.code == LOST and entry.attempt > entry.fence
 
 

@@ -129,7 +129,7 @@ def _ending(faults: Faults, host: str, roll: float) -> PlannedEnding:
 
 
 def plan_change(faults: Faults, seed: int, host: str, instance_uuid: str, order: int) -> PlannedChange:
-    """Decide how one change ends: by its order, so that what is asked again may turn out otherwise."""
+    """Decide how one change ends: by its order, so that a repeated command may turn out otherwise."""
     if faults == NO_FAULTS:
         return PlannedChange()
     digest = blake2b(f"{seed}/{host}/{instance_uuid}/change {order}".encode(), digest_size=32).digest()

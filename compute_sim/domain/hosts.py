@@ -16,7 +16,7 @@ _SPACE = UUID("6f6a9b7e-6c1c-5d0e-9f57-3a1d2f5b8c11")  # ours alone, so that pla
 
 NODE_TRAIT = "COMPUTE_NODE"
 DISABLED_TRAIT = "COMPUTE_STATUS_DISABLED"  # the scheduler's pre-filter forbids it
-GPU_TRAITS = ("CUSTOM_GPU_SMALL", "CUSTOM_GPU_LARGE")  # the children of one host differ, so traits tell them apart
+GPU_TRAITS = ("CUSTOM_GPU_SMALL", "CUSTOM_GPU_LARGE")  # the children of one host differ, so traits distinguish them
 NUMA_TRAIT = "HW_NUMA_ROOT"
 ATTRIBUTES = {"hypervisor_type": "simulated", "cpu_arch": "x86_64"}
 
@@ -45,7 +45,7 @@ def plan_hosts(config: ComputeConfig, cell: str, service: str) -> tuple[HostPlan
 
 
 def deal(sizes: Sequence[HostSize], counts: Sequence[int]) -> tuple[HostSize, ...]:
-    """One round of sizes, each as often as its count says, spread evenly over the round; without counts one of each."""
+    """One round of sizes, each as often as its count, spread evenly over the round; without counts one of each."""
     if not counts:
         return tuple(sizes)
     places = [((turn + 0.5) / count, at) for at, count in enumerate(counts) for turn in range(count)]

@@ -29,8 +29,8 @@ class Effect(Struct, frozen=True, kw_only=True):
 
 NO_EFFECT: Final = Effect()
 
-# Said by the process that has just done it: also a `.start` and an `.error` of these carry the true state. Those of
-# other actions carry what was wished for, which may have been refused.
+# Published by the process that has just done it: also a `.start` and an `.error` of these carry the true state. Those
+# of other actions carry what was wished for, which may have been refused.
 _ALWAYS_TRUE: Final = frozenset({"provision_set", "power_state_corrected"})
 
 
@@ -47,7 +47,7 @@ def effect_of(notification: Notification, *, seen_updated_at: str | None = None)
 
 
 def _of_allocation(notification: Notification) -> Effect:
-    """An allocation's node is unknown while it is `allocating`; Ironic says nothing when that ends."""
+    """An allocation's node is unknown while it is `allocating`; Ironic announces nothing when that ends."""
     if notification.node_uuid is not None:
         return Effect(read=notification.node_uuid)
     if notification.action != "delete" and notification.status is Status.END:

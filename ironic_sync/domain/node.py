@@ -30,7 +30,7 @@ class Node(Struct, frozen=True, kw_only=True):
 
 
 class Allocation(Struct, frozen=True, kw_only=True):
-    """One of Ironic's own allocations: it sets a node's instance_uuid without saying so."""
+    """One of Ironic's own allocations: it sets a node's instance_uuid without a notification."""
 
     uuid: Uuid
     state: ShortText | None = None

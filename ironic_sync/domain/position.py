@@ -1,7 +1,7 @@
-"""Where the book stands with one node, and how hearing and reading move it. Pure: time and order are arguments.
+"""Where the book stands with one node, and how notifications and reads move it. Pure: time and order are arguments.
 
-`seq` numbers what happens in one process: each notification heard and each read sent takes the next number. A read
-shows the node as it was at some moment after it was sent, so its number says which notifications it may contradict.
+`seq` numbers what happens in one process: each notification received and each read sent takes the next number. A read
+shows the node as it was at some moment after it was sent, so its number decides which notifications it may contradict.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def next_version(last: int, now: float) -> int:
 
 
 def notified(position: Position, *, taken: bool, seq: int, now: float) -> Position:
-    """A notification named the node: read it now; and hold it back at once when it says it is taken away."""
+    """A notification named the node: read it now; and reserve it at once when it is taken away."""
     wanted = replace(position, notified_seq=seq, due_at=now, tries=0)
     if not taken or position.report is None:
         return wanted

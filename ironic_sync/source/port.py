@@ -25,7 +25,7 @@ class IronicSource(Protocol):
     """Reads nodes. Every call is bounded in time; a fault is SourceUnavailable or SourceRefused."""
 
     async def get_node(self, uuid: str) -> Node | Unreadable | None:
-        """One node; None: Ironic itself says that it does not exist."""
+        """One node; None: Ironic itself answers that it does not exist."""
 
     def list_nodes(self) -> AsyncIterator[Sequence[Node | Unreadable]]:
         """All nodes, a page at a time."""

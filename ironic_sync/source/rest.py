@@ -62,7 +62,7 @@ class RestSource:
         )
 
     async def get_node(self, uuid: str) -> Node | Unreadable | None:
-        """One node; None: Ironic itself says that it does not exist."""
+        """One node; None: Ironic itself answers that it does not exist."""
         raw = await self._get(f"/v1/nodes/{uuid}", {}, self._timeout_s, MAX_NODE_BYTES)
         if raw is None:
             return None

@@ -1,8 +1,8 @@
 """Decides a group of REST allocation writes, in order, by Placement's rules, against the rows locked for them.
 
-Different from bus claims (`claims.py`) where Placement's API is: a provider's generation moves for what is asked of it
-and for what is emptied, not for what a replacement merely no longer names, and not with DELETE; amounts must be allowed
-even where they do not change; no shapes, no attempts.
+Different from bus claims (`claims.py`) where Placement's API is: a provider's generation moves for what is requested of
+it and for what is emptied, not for what a replacement merely no longer names, and not with DELETE; amounts must be
+allowed even where they do not change; no shapes, no attempts.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from placement_worker.domain.values import NOTHING, ClaimedProvider, ConsumerSta
 
 
 class AnyGeneration(Struct, frozen=True):
-    """The caller, before 1.28, does not say which consumer generation it knows."""
+    """The caller, before 1.28, does not state the consumer generation that it knows."""
 
 
 ANY = AnyGeneration()

@@ -225,7 +225,7 @@ class _Ledger:
         for name, limit in sorted(claim.limits.items()):
             more = wanted.get(name, 0) - before.get(name, 0)
             if more > 0 and now.get(name, 0) + more > limit:
-                return f"{name}: {now.get(name, 0)} of {limit} held, {more} more asked"
+                return f"{name}: {now.get(name, 0)} of {limit} held, {more} more requested"
         return ""
 
     def move(self, before: Holding, after: Holding) -> None:

@@ -70,7 +70,8 @@ class ReportGroup:
                 self.results[number] = wrong
 
     def refuse_foreign(self) -> None:
-        """Turn down what another cell's bus says of a root, before its version can outdate what the cell says itself.
+        """Refuse what another cell's bus reports of a root, before its version can outdate the reports of the root's
+        own cell.
 
         What a report names beside its root, and roots that no source ever reported, are looked at when it is planned.
         """
@@ -113,7 +114,7 @@ class ReportGroup:
         return fresh
 
     def _is_bound(self, number: int) -> bool:
-        """Whether the root's cell is settled, so that a report of the same content says nothing new."""
+        """Whether the root's cell is settled, so that a report of the same content changes nothing."""
         cell = self._cells.get(self.keys[number][0])
         if self.bus == ABOVE_CELLS:
             return self.updates[number].cell is None or cell not in (None, ABOVE_CELLS)

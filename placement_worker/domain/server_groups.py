@@ -60,7 +60,7 @@ def permitted(claim: Claim, option: ClaimOption, others: Mapping[str, int]) -> C
 
 
 def visible_members(claim: Claim, others: Mapping[str, int]) -> dict[str, int]:
-    """Of the other members by host what is said of a claim that the rule has turned down.
+    """The other members by host, for the answer to a claim that the rule has refused.
 
     With anti-affinity only of the hosts that it named: the group may be on any number of them.
     """

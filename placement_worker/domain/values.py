@@ -73,7 +73,7 @@ class Provider(Struct, frozen=True):
     """A provider whole, as an inventory update sees it. `used` has every class that is not at 0.
 
     cell: of a root alone, and its whole tree follows it: the bus that first reported it, a cell's or the API bus
-    (ABOVE_CELLS). None: no report has said it yet (the REST API made it, or a book older than cells' bounds).
+    (ABOVE_CELLS). None: no report has stated it yet (the REST API made it, or a book older than cells' bounds).
     lasting: the traits that the REST API gave it; a report neither brings nor takes them. Only read for reports and
     exports; the REST API's own writes leave it to the database.
     """
@@ -124,7 +124,7 @@ def stored_inventory(inventory: Inventory) -> StoredInventory:
 
 
 def state_of(provider: Provider) -> ProviderState:
-    """A provider as the feed and the snapshot say it."""
+    """A provider as it is in the feed and in the snapshot."""
     return ProviderState(
         uuid=provider.uuid,
         name=provider.name,

@@ -1,8 +1,8 @@
 """Copies a live Placement's book over its own API, while it runs.
 
-A quick pass asks again only for what looks different: what a provider has when its generation moved, a consumer when
+A quick pass reads again only what looks different: what a provider has when its generation moved, a consumer when
 its generation or what it holds did. That misses what moves no generation (aggregates below 1.19, a consumer that was
-removed and made again), so only a whole pass, which asks for everything, can say that the copy is equal.
+removed and made again), so only a whole pass, which reads everything, can prove that the copy is equal.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from placement_worker.rest.bodies import InventoryBody
 from placement_worker.rest.usages import UNKNOWN
 from placement_worker.rest.versions import NEWEST, SERVICE
 
-SINCE_CONSUMER_GENERATIONS = 28  # the oldest that says enough
+SINCE_CONSUMER_GENERATIONS = 28  # the oldest with everything that a copy needs
 AT_ONCE = 8
 TIMEOUT_S = 60.0
 ASK = RetryPolicy(first_s=0.4, longest_s=3.2, least=1.0, attempts=5)  # one page of the other service's
@@ -33,7 +33,7 @@ Holdings = dict[str, dict[str, Any]]  # {provider: {class: amount}}
 
 
 class CopySource:
-    """A live Placement, of any release that speaks 1.28 (Rocky) or newer."""
+    """A live Placement, of any release that supports 1.28 (Rocky) or newer."""
 
     def __init__(self, url: str, token: str, *, clock: Clock | None = None) -> None:
         headers = {"x-auth-token": token, "accept": "application/json"}
@@ -63,7 +63,7 @@ class CopySource:
             raise InvalidExport(f"that does not answer as Placement does: {type(error).__name__} {error}") from error
 
     async def _newest(self) -> int:
-        """The newest version that both speak."""
+        """The newest version that both support."""
         home = await self._get("")
         try:
             major, _, minor = home["versions"][0]["max_version"].partition(".")
@@ -71,7 +71,7 @@ class CopySource:
         except (KeyError, IndexError, TypeError, AttributeError, ValueError) as error:
             raise InvalidExport("that does not answer as Placement does") from error
         if newest < SINCE_CONSUMER_GENERATIONS:
-            raise InvalidExport(f"it speaks 1.{newest}; 1.{SINCE_CONSUMER_GENERATIONS} is needed")
+            raise InvalidExport(f"it supports 1.{newest}; 1.{SINCE_CONSUMER_GENERATIONS} is needed")
         return min(newest, NEWEST)
 
     async def _pass(self) -> BookExport:
@@ -104,7 +104,7 @@ class CopySource:
             return None
         found = {name: _stored(fields) for name, fields in inventories["inventories"].items()}
         own_traits, own_aggregates = sorted(traits["traits"]), sorted(aggregates["aggregates"])
-        # Of reads at different generations the oldest is said: the next pass then looks again.
+        # Of reads at different generations the oldest is recorded: the next pass then reads again.
         parts = (row, inventories, traits, aggregates)
         generation = min(part.get("resource_provider_generation", row["generation"]) for part in parts)
         return Provider(

@@ -28,7 +28,7 @@ class InvalidExport(Exception):
 
 
 class BookExport(Struct, frozen=True):
-    """Everything: custom names, providers, who holds what, and who is in which server group (None: it is not said)."""
+    """Everything: custom names, providers, who holds what, and who is in which server group (None: unknown)."""
 
     classes: frozenset[str]
     traits: frozenset[str]

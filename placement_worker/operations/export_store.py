@@ -89,7 +89,7 @@ async def _read(connection: asyncpg.Connection, names: NameTable, ids: str) -> B
 async def assign(connection: asyncpg.Connection, wanted: BookExport, names: NameTable) -> int:
     """Make the book be this, inside the caller's transaction; returns how many providers and consumers changed.
 
-    `names` knows every class and trait in it. Shapes only rise, whatever the export says of them. Raises InvalidExport.
+    `names` knows every class and trait in it. Shapes only rise, whatever the export has for them. Raises InvalidExport.
     """
     wanted = checked(wanted)
     shape = await connection.fetchval(ONE_WRITER_OF_TREES)
@@ -215,7 +215,7 @@ def _regrouped(before: Iterable[GroupMember], after: Iterable[GroupMember]) -> s
 async def _replace_members(
     connection: asyncpg.Connection, wanted: Iterable[GroupMember], changed: Collection[str]
 ) -> None:
-    """Make the groups of these consumers be those that are wanted, whatever older rows say."""
+    """Make the groups of these consumers be those that are wanted, whatever older rows have."""
     await connection.execute(DELETE_MEMBERS, list(changed))
     rows = [(m.project, m.group, m.consumer) for m in sorted(wanted) if m.consumer in changed]
     if rows:

@@ -15,7 +15,7 @@ ORDER BY p.id FOR NO KEY UPDATE OF p
 """
 HOLDERS = "SELECT count(DISTINCT consumer) FROM allocations WHERE provider_id = ANY($1::bigint[])"
 MOVE = "UPDATE providers SET cell = $2, updated_at = now() WHERE id = $1"
-# The next cell's reports begin anew: their versions are not to be measured by what another cell said.
+# The next cell's reports begin anew: their versions are not to be compared with another cell's.
 FORGET_SOURCES = "DELETE FROM sources WHERE root = $1"
 
 

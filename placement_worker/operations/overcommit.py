@@ -92,7 +92,7 @@ async def sharers(connection: asyncpg.Connection) -> frozenset[str]:
 
 
 async def generations(connection: asyncpg.Connection) -> dict[str, int]:
-    """The generation of every consumer. To be asked before anything is asked about them: see `give_back`."""
+    """The generation of every consumer. To be read before anything else about them: see `give_back`."""
     return dict(await connection.fetch(GENERATIONS))
 
 
@@ -101,7 +101,7 @@ def doubled(  # noqa: PLR0917  (one question)
 ) -> list[str | Doubled]:
     """What a consumer that lives on `host` holds elsewhere of classes that it holds there too.
 
-    What it holds elsewhere only is told in words: nothing says that it is too much.
+    What it holds elsewhere is only described: nothing shows that it is too much.
     """
     places = {provider: roots.get(provider, provider) for provider in holding if provider not in sharing}
     elsewhere = sorted({place for place in places.values() if place != host})

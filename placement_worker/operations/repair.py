@@ -34,7 +34,7 @@ MOVE = "UPDATE providers SET generation = generation + 1, updated_at = now() WHE
 
 
 async def repair(connection: asyncpg.Connection) -> list[str]:
-    """Remove strays and count usage anew, inside the caller's transaction; says what was done, a line each."""
+    """Remove strays and count usage anew, inside the caller's transaction; returns what was done, a line each."""
     await connection.execute(ONE_WRITER_OF_TREES)
     await connection.execute(HOLD_CONSUMERS)
     await connection.execute(LOCK_ALL)

@@ -1,4 +1,4 @@
-"""Claims in flight: what has been asked of placement and is not yet seen in the feed."""
+"""Claims in flight: what has been requested of placement and is not yet seen in the feed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ NOTHING: Mapping[str, int] = {}
 
 
 class Assumptions:
-    """Amounts by key and provider, and their sums by provider. Every change says which sums moved."""
+    """Amounts by key and provider, and their sums by provider. Every change returns which sums moved."""
 
     def __init__(self) -> None:
         self._by_key: dict[str, dict[str, Share]] = {}
@@ -75,8 +75,8 @@ class Assumptions:
     def reached(self, uuid: str, generation: int | None, snapshot: int = -1) -> dict[str, list[str]]:
         """The provider is at this generation now (None: it is gone); drops the settled shares that waited for it.
 
-        snapshot: the feed number of a snapshot that says so: it counts all that was claimed up to there, whatever the
-        generation, which is lower than awaited if the provider was deleted and created again.
+        snapshot: the feed number of a snapshot that contains it: it counts all that was claimed up to there, whatever
+        the generation, which is lower than awaited if the provider was deleted and created again.
         """
         touched: dict[str, list[str]] = {}
         for key, (wanted, sequence) in list(self._awaited.get(uuid, {}).items()):

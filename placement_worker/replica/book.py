@@ -53,7 +53,7 @@ class Gap(Struct, frozen=True):
 
 
 class Book(Trees):
-    """All providers that the feed has told of, and the claims in flight that it has not.
+    """All providers that the feed has named, and the claims in flight that it has not.
 
     `sequence` is the number of the last change in it. Rows are stable while their provider exists. Arrays that it
     hands out are read-only views or copies; indices are rows.
@@ -85,7 +85,7 @@ class Book(Trees):
         self._clear_trees()
         size = self.size
         self.generation = np.zeros(size, dtype=np.int64)
-        self.stamp = np.zeros(size, dtype=np.int64)  # another whenever what a row says of its provider is another
+        self.stamp = np.zeros(size, dtype=np.int64)  # another whenever a row's content is another
         self.shape = np.zeros(size, dtype=np.int64)
         self.traits = np.zeros(size, dtype=np.int32)
         self.aggregates = np.zeros(size, dtype=np.int32)
@@ -100,7 +100,7 @@ class Book(Trees):
         self.moves.forget()
         self.shape_moves.forget()
 
-    # --- what the feed and the claims say
+    # --- changes of the feed, and claims
 
     def load(self, providers: Sequence[ProviderState], sequence: int, history: str = "") -> None:
         """Replace all providers by a snapshot that is true at `sequence` of a history. `loading` does so in turns."""
@@ -134,7 +134,7 @@ class Book(Trees):
         self.shape_moves.forget()
 
     def apply(self, changes: Sequence[Change]) -> Gap | None:
-        """Fold in changes, in order. Known ones are ignored; at a hole it stops and says so."""
+        """Fold in changes, in order. Known ones are ignored; at a hole it stops and returns it."""
         for change in changes:
             if change.sequence <= self.sequence:
                 continue
@@ -178,7 +178,7 @@ class Book(Trees):
     # --- reading
 
     def cache(self, kind: type[Cache]) -> Cache:
-        """What readers keep beside the columns: one value of each type, made when it is first asked for."""
+        """What readers keep beside the columns: one value of each type, made when it is first read."""
         kept: Cache | None = self._caches.get(kind)
         if kept is None:
             kept = self._caches[kind] = kind()

@@ -26,7 +26,7 @@ from placement_worker.replica.tree_solver import ENDLESS
 
 __all__ = ["UNNUMBERED", "AllocationCandidate", "CandidateSet", "CandidatesRequest", "Group", "Slot", "candidates"]
 
-# Steps that lead nowhere, and candidates beyond each root's first, before a search stops and says so.
+# Steps that lead nowhere, and candidates beyond each root's first, before a search stops as not exhausted.
 BUDGET = 100_000
 
 # Steps that every pattern may waste, however many patterns share the budget.

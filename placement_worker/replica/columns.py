@@ -1,8 +1,8 @@
 """The parts a book is made of: distinct values with small numbers, one class's columns, and the log of what moved.
 
 Nearly everything static about a provider is shared with many others: its traits, its aggregates, its inventory's
-numbers. Such values are kept once and a row holds their small number, so that a question about traits is asked once
-per distinct set of traits and answered for a million rows by one gather.
+numbers. Such values are kept once and a row holds their small number, so that a predicate about traits is evaluated
+once per distinct set of traits and answered for a million rows by one gather.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class LookupTable:
 
 
 def lookup_table(values: Distinct[T], answer: Callable[[T], int]) -> LookupTable:
-    """A table of a function that is asked value by value."""
+    """A table of a function that is called value by value."""
     return LookupTable(
         values, lambda known: np.array([answer(value) for value in values.values[known:]], dtype=np.int64)
     )
@@ -193,7 +193,7 @@ class Moves:
         self.start = self.end
 
     def since(self, position: int) -> Rows | None:
-        """Distinct rows that moved at or after `position`, ascending; None when that is too long ago to tell."""
+        """Distinct rows that moved at or after `position`, ascending; None when that is too long ago to be known."""
         if position < self.start or self.end - position > MOVES_KEPT:
             return None
         low, high = position % MOVES_KEPT, self.end % MOVES_KEPT

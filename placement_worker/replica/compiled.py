@@ -1,6 +1,6 @@
 """One candidates request against one book: lone providers by columns, trees by patterns; both kept between searches.
 
-Everything that a request asks of one provider is decided for all providers at once (`predicates`). A lone provider
+Everything that a request requires of one provider is decided for all providers at once (`predicates`). A lone provider
 is decided by that alone. What is left of a tree is a short list of members, each with a signature: the slots it can
 give, how much of the contended classes it has (in steps that make a difference), the required traits it meets. Trees
 with equal lists are one pattern, solved once (`tree_solver`), however many hosts it stands for.
@@ -38,7 +38,7 @@ VERDICTS_KEPT = 10_000
 # Patterns whose solver is kept for its next assignments, the least recently used forgotten first.
 SOLVERS_KEPT = 256
 
-# Bits that tell trees apart (a row and one).
+# Bits that distinguish trees (a row and one).
 TREE_BITS = 32
 
 # Verdicts on a tree.
@@ -46,7 +46,7 @@ NO, YES, UNKNOWN = 0, 1, 2
 
 
 class TreePattern:
-    """Trees that are equal as far as the request can tell: `rows[t, m]` is member m of tree t."""
+    """Trees that are equal for the request: `rows[t, m]` is member m of tree t."""
 
     def __init__(self, solver: TreeSolver) -> None:
         self.solver = solver
@@ -66,7 +66,7 @@ class TreePattern:
 
 
 class CompiledRequest:
-    """The tables that decide one request against one book. Call `refresh` before asking, after the book has moved."""
+    """The tables that decide one request against one book. Call `refresh` before a search, after the book has moved."""
 
     def __init__(self, book: Book, request: CandidatesRequest) -> None:
         self.book = book
@@ -107,7 +107,7 @@ class CompiledRequest:
         return Reasons(self.request, self.slots)
 
     def _subtrees(self) -> tuple[tuple[int, ...], ...]:
-        """The sets of slots that `same_subtree` names; a set of one slot asks nothing."""
+        """The sets of slots that `same_subtree` names; a set of one slot requires nothing."""
         sets = [
             tuple(at for at, slot in enumerate(self.slots) if slot.suffix in suffixes and slot.suffix != UNNUMBERED)
             for suffixes in self.request.same_subtree
@@ -153,10 +153,10 @@ class CompiledRequest:
         for contended in self.contended:
             contended.look_up(self.book)
 
-    # --- anchors: what is asked of the root itself
+    # --- anchors: what is required of the root itself
 
     def anchors(self, roots: Rows) -> Rows:
-        """The roots that may anchor a candidate: by their own traits and aggregates, and by the tree asked for."""
+        """The roots that may anchor a candidate: by their own traits and aggregates, and by the requested tree."""
         if self._any_root_rules:
             roots = roots[self.anchor_codes(roots) == self.reasons.passes]
         if self.unnumbered is not None and self.unnumbered.in_tree is not None:
@@ -164,7 +164,7 @@ class CompiledRequest:
         return roots
 
     def anchor_codes(self, roots: Rows) -> NDArray[np.int64]:
-        """What the roots' own traits and aggregates say, as verdict codes."""
+        """The verdicts of the roots' own traits and aggregates, as codes."""
         book = self.book
         if self._root_traits is None or self._root_aggregates is None:
             self._root_traits = lookup_table(book.trait_sets, self.reasons.of_root_traits)
@@ -196,7 +196,7 @@ class CompiledRequest:
             left = self.rules[group.suffix].flat(left)
         tables: list[ResourceFit | ContendedClass] = [*self._all_fits, *self.contended]
         for table in tables:
-            if len(left):  # a table is filled when it is first asked
+            if len(left):  # a table is filled when it is first read
                 left = left[table.by_inventory(left)]
         return left
 

@@ -1,6 +1,6 @@
-"""Keeps a book true: a snapshot, then the change feed; a hole is asked for again.
+"""Keeps a book up to date: a snapshot, then the change feed; missing changes are requested.
 
-The queue is bound before the snapshot is asked for, so no change falls between. What makes it ask placement for
+The queue is bound before the snapshot is requested, so no change falls between. What makes it ask placement for
 changes: a hole in the numbers, a head that stays ahead of it, another history (a book that was restored, or whose
 stand-by was promoted), silence, and a connection that was unavailable (its private queue went with it). When the feed
 reaches back no longer, or is of another history, a new snapshot.
@@ -47,8 +47,8 @@ QUEUE = "scheduler.feed.{process}"
 class FollowerLimits(Struct, frozen=True, kw_only=True):
     """Bounds of a follower.
 
-    page: changes and providers asked for at once. buffered: changes kept that cannot be folded in yet; past it they
-    are dropped and asked for. head_lag_s: how long a head may stay ahead of the book. silence_s: hearing nothing for
+    page: changes and providers requested at once. buffered: changes kept that cannot be folded in yet; past it they
+    are dropped and requested. head_lag_s: how long a head may stay ahead of the book. silence_s: receiving nothing for
     so long makes it ask. watch_s: how often it looks for silence. pages: of one snapshot, at most.
     """
 
@@ -98,7 +98,7 @@ class Follower:
         self._kept: list[Change] = []
         self._kept_history = ""
         self._wanted = asyncio.Event()
-        self._begun = self._ended = 0  # rounds of asking
+        self._begun = self._ended = 0  # rounds of requests
         self._head = 0
         self._off_since: float | None = None  # since when the head and the book disagree
         self._off_target = 0
@@ -142,7 +142,7 @@ class Follower:
 
     @property
     def lag(self) -> int:
-        """How many changes the book is behind the newest number heard of."""
+        """How many changes the book is behind the newest number received."""
         return max(0, self._head - self.book.sequence)
 
     def is_fresh(self) -> bool:
@@ -157,7 +157,7 @@ class Follower:
         return await self._wait_for(lambda: not self._stale and self.book.sequence >= sequence, timeout_s)
 
     async def refresh(self, *, timeout_s: float) -> bool:
-        """Ask placement for its newest changes now; callers at the same time share the asking. False: no answer."""
+        """Ask placement for its newest changes now; callers at the same time share one request. False: no answer."""
         target = self._begun + 1
         self._request_catch_up("asked")
         return await self._wait_for(lambda: self._ended >= target, timeout_s)
@@ -170,7 +170,7 @@ class Follower:
         for received in batch:
             message = received.message
             if isinstance(message, FeedChanges | FeedHead) and self._is_of_another(message.history):
-                self._request_catch_up("history")  # what it says comes with the snapshot
+                self._request_catch_up("history")  # its changes come with the snapshot
             elif isinstance(message, FeedChanges):
                 self._take(message.changes, message.history)
                 metrics.DELAY.observe(max(0.0, self._clock.time() - received.meta.sent_at))
@@ -181,7 +181,7 @@ class Follower:
         return [Done()] * len(batch)
 
     def _is_of_another(self, history: str) -> bool:
-        """Whether a message is of another history than the book; one that does not say it is taken for the same."""
+        """Whether a message is of another history than the book; one without a history is taken for the same."""
         return bool(self.book.history) and history not in ("", self.book.history)
 
     def _take(self, changes: Sequence[Change], history: str) -> None:
@@ -210,7 +210,7 @@ class Follower:
             self._request_catch_up("overflow")
 
     async def _apply_buffered(self) -> None:
-        """After the feed has been asked: fold in what follows on now, whatever order it came in.
+        """After an answer of the feed: fold in what follows on now, whatever order it came in.
 
         What comes between two turns of the loop is kept, too, as long as something is left.
         """
@@ -260,7 +260,7 @@ class Follower:
             del self._waiters[waiter]
         return True
 
-    # --- asking placement
+    # --- requests to placement
 
     def _request_catch_up(self, why: str) -> None:
         metrics.RESYNCS.labels(why).inc()
@@ -318,7 +318,7 @@ class Follower:
             metrics.APPLIED.inc(self.book.sequence - after)
             self._log_catch_up()
             if self.book.sequence >= page.head:
-                # Kept numbers above this head were committed after the answer: asked for when the next head tells.
+                # Kept numbers above this head were committed after the answer: requested when the next head comes.
                 self._kept.clear()
                 return
             if self.book.sequence == after:

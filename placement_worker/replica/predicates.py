@@ -1,4 +1,4 @@
-"""What a request asks of one provider, as tables over distinct values: resources, traits, aggregates."""
+"""What a request requires of one provider, as tables over distinct values: resources, traits, aggregates."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ from placement_worker.replica.columns import (
 from placement_worker.replica.request import UNNUMBERED, Group
 from placement_worker.replica.rows import NO_ROW
 
-# Distinct sums of what several slots ask of one class; beyond it amounts are told apart one by one.
+# Distinct sums of what several slots require of one class; beyond it each amount is compared by itself.
 MAX_SUMS = 64
 
 # Rules of groups that a book keeps, the least recently used forgotten first.
 RULES_KEPT = 256
 
-# Fit levels: how near a provider comes to giving what a slot asks, ascending.
+# Fit levels: how near a provider comes to giving what a slot requires, ascending.
 (
     NOTHING,  # no inventory of the class
     TOO_SMALL,
@@ -117,7 +117,7 @@ class ContendedClass:
             self._max_unit = LookupTable(column.kinds, lambda known: column.kinds.columns()[MAX_UNIT, known:])
 
     def limit(self, rows: Rows) -> Amounts:
-        """The most that each row can give to all slots together, rounded down to a sum that can be asked."""
+        """The most that each row can give to all slots together, rounded down to a sum that can be required."""
         if self.column is None or self._max_unit is None:
             return np.zeros(len(rows), dtype=np.int64)
         limit = np.clip(np.minimum(self.column.free[rows], self._max_unit(self.column.kind[rows])), 0, self.total)
@@ -164,7 +164,7 @@ class MemberRows(Struct, frozen=True):
 
 
 class GroupRules:
-    """What a group asks of a provider besides resources, per distinct set of traits and of aggregates."""
+    """What a group requires of a provider besides resources, per distinct set of traits and of aggregates."""
 
     def __init__(self, book: Book, group: Group) -> None:
         # Sets: a query may name thousands, and is held against every distinct set of traits in the book.
@@ -218,7 +218,7 @@ class GroupRules:
         return clean
 
     def in_tree(self, members: MemberRows) -> Flags:
-        """Which members are in the tree asked for, if one is."""
+        """Which members are in the requested tree, if one is requested."""
         if self._group.in_tree is None:
             return np.ones(len(members.rows), dtype=np.bool_)
         if self._unnumbered:  # its tree is chosen among the roots
@@ -227,7 +227,7 @@ class GroupRules:
         return inside
 
     def in_aggregates(self, members: MemberRows) -> Flags:
-        """Which members are in the aggregates asked for: themselves, or for the un-numbered group by their root."""
+        """Which members are in the requested aggregates: themselves, or for the un-numbered group by their root."""
         member: Flags = self._member(self._book.aggregates[members.rows]) == 1
         if self._unnumbered:
             of_root = self._member(self._book.aggregates[members.roots]) == 1
@@ -246,7 +246,7 @@ class GroupRules:
         return self._covers(self._book.traits[rows])
 
     def tree(self) -> int:
-        """The row of the root of the tree asked for; NO_ROW when there is no such tree."""
+        """The row of the root of the requested tree; NO_ROW when there is no such tree."""
         row = None if self._group.in_tree is None else self._book.row_of(self._group.in_tree)
         return NO_ROW if row is None else self._book.root_of(row)
 

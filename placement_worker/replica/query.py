@@ -1,4 +1,4 @@
-"""What a candidate search is asked, and what it answers."""
+"""The request of a candidate search, and its answer."""
 
 from __future__ import annotations
 
@@ -14,14 +14,13 @@ from placement_worker.replica.request import UNNUMBERED, CandidatesRequest, Grou
 class Query(Struct, frozen=True, kw_only=True):
     """What one host must give: each class from one provider of its tree or sharing with it, and groups.
 
-    resources: amounts asked; a class asked with nothing or less is not asked (a bare-metal flavor's VCPU=0).
-    required: AND of any-of groups, each met by some provider that gives resources; forbidden: on none of them.
-    member_of: AND of any-of groups of aggregates, met by one provider itself or by its root;
-    forbidden_aggregates: neither the provider nor its root is in any of them.
-    in_tree: only the tree that this provider is in. root_required, root_forbidden: traits of the root (from 1.35).
-    root_member_of, root_forbidden_aggregates: the same of the root's aggregates, which say where a host belongs.
-    only_roots, ignore_roots: uuids of roots; an empty only_roots means any.
-    groups: numbered groups, each from one provider; group_policy and same_subtree as in CandidatesRequest.
+    resources: requested amounts; a class with an amount of zero or less is not requested (a bare-metal flavor's
+    VCPU=0). required: AND of any-of groups, each met by some provider that gives resources; forbidden: on none of them.
+    member_of: AND of any-of groups of aggregates, met by one provider itself or by its root; forbidden_aggregates:
+    neither the provider nor its root is in any of them. in_tree: only the tree that this provider is in. root_required,
+    root_forbidden: traits of the root (from 1.35). root_member_of, root_forbidden_aggregates: the same of the root's
+    aggregates, which determine where a host belongs. only_roots, ignore_roots: uuids of roots; an empty only_roots
+    means any. groups: numbered groups, each from one provider; group_policy and same_subtree as in CandidatesRequest.
     """
 
     resources: dict[str, int] = {}
@@ -76,7 +75,7 @@ def total_resources(query: Query) -> dict[str, int]:
 class Found(Struct, frozen=True):
     """The roots that can take the request, ascending by row (do not write to it), and why the others were rejected.
 
-    The funnel is empty unless asked for (`explain=True`).
+    The funnel is empty unless requested (`explain=True`).
     """
 
     roots: Rows

@@ -1,6 +1,6 @@
 """What a verdict code means: the steps at which a root can be rejected, in order, each with its code and its reason.
 
-A root's code is the least that anything about it says, and `passes` is above them all.
+A root's code is the least of all codes that apply to it, and `passes` is above them all.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Reasons:
         # Per slot, the code of each fit level.
         self.of_level = [np.array(self._of_levels(slot), dtype=np.int64) for slot in slots]
         self.apart = self._code("together", "traits and resources not on the same providers")
-        self.nothing = self._code("resources", "nothing is asked")
+        self.nothing = self._code("resources", "nothing is requested")
         suffixes = ", ".join(_short(group.suffix) for group in request.groups if group.suffix != UNNUMBERED)
         where = f"groups {suffixes}" if suffixes else "together"
         self.unfit = self._code(where, "groups do not fit together") if suffixes else self.apart
@@ -64,14 +64,14 @@ class Reasons:
         return [*(["traits"] if traits else []), *(["aggregates"] if aggregates else []), *found]
 
     def of_root_traits(self, traits: tuple[str, ...]) -> int:
-        """What the root's own traits say."""
+        """The codes of the root's own traits."""
         for group, code in zip(self._request.root_required, self.root_lacks, strict=True):
             if not meets_any(traits, group):
                 return code
         return self.root_has if meets_any(traits, self._request.root_forbidden) else self.passes
 
     def of_root_aggregates(self, own: tuple[str, ...]) -> int:
-        """What the root's own aggregates say."""
+        """The codes of the root's own aggregates."""
         if not all(meets_any(own, group) for group in self._request.root_member_of):
             return self.root_not_member
         return self.root_bad_member if meets_any(own, self._request.root_forbidden_aggregates) else self.passes
@@ -87,7 +87,7 @@ class Reasons:
         else:
             aggregates = self._code(name, "aggregates not met")
             codes += [self._code(name, "traits not met"), aggregates, aggregates]
-        codes += [self._code(name, "not in the tree asked for"), self._code(name, "in use"), 0]
+        codes += [self._code(name, "not in the requested tree"), self._code(name, "in use"), 0]
         assert len(codes) == len(LEVELS)
         return codes
 

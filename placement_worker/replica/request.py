@@ -1,4 +1,4 @@
-"""What a candidate search is asked: groups of resources, as `GET /allocation_candidates` has them."""
+"""The request of a candidate search: groups of resources, as `GET /allocation_candidates` has them."""
 
 from __future__ import annotations
 

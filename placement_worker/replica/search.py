@@ -21,7 +21,7 @@ from placement_worker.replica.verdicts import RootVerdicts, cached_verdicts, ver
 
 __all__ = ["Found", "Query", "options", "search"]
 
-# At most this many options are looked for, whatever the caller asks.
+# At most this many options are looked for, whatever the caller requests.
 MAX_OPTIONS = 64
 
 
@@ -47,7 +47,7 @@ def search(book: Book, query: Query, *, explain: bool = False) -> Found:
         return Found(found)
     others = len(book.rows_of_roots()) - len(pinned)
     counts = np.bincount(of_pinned, minlength=passes + 1)
-    return Found(found, _funnel(verdicts, counts, {"not among those asked for": others}))
+    return Found(found, _funnel(verdicts, counts, {"not among those requested": others}))
 
 
 def options(book: Book, query: Query, root_row: int, *, limit: int = 4) -> list[ClaimOption]:

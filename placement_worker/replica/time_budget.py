@@ -1,4 +1,4 @@
-"""A bound on the time of a search, for searches whose number of steps says little about their duration."""
+"""A bound on the time of a search, for searches whose number of steps does not bound their duration."""
 
 from __future__ import annotations
 

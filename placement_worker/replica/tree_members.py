@@ -21,7 +21,7 @@ class TreeMembers(Struct, frozen=True):
 
     eligible: per slot, which of them can give it alone. limits: per contended class, the most that each can give in
     all. covers: the required traits each meets, as bits. trees: whose tree each is in, 0 for its owner's. room: how
-    much of all that is asked it has. bits: how many bits of a signature a limit, a cover and a tree take.
+    much of all that is requested it has. bits: how many bits of a signature a limit, a cover and a tree take.
     """
 
     rows: Rows

@@ -1,9 +1,9 @@
 """All assignments of one tree's members to a request's slots, lazily, within a budget of dead ends.
 
-Before the solver takes a member, it looks ahead whether the remaining slots can still be satisfied. It asks once per
-kind of member: members that are alike and in the same condition are one kind, and the answer for a situation holds for
-every situation that differs only in which of the like members were taken. Eight like devices for eight groups cost
-eight steps, not 8^8.
+Before the solver takes a member, it looks ahead whether the remaining slots can still be satisfied. It computes that
+once per kind of member: members that are alike and in the same condition are one kind, and the answer for a situation
+holds for every situation that differs only in which of the like members were taken. Eight like devices for eight groups
+cost eight steps, not 8^8.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class TreeProblem(Struct, frozen=True):
     """One tree (with what is shared with it) as the solver sees it. Members are numbered from 0, best first.
 
     eligible: per slot the members that can give it alone. needs and limits: amounts of the classes that several slots
-    ask for, per slot and per member. kinds: members of one kind are alike in all that is said here. apart: slots that
+    require, per slot and per member. kinds: members of one kind are alike in all of this. apart: slots that
     must be on different members (isolate). covers: per member the required traits it has, as bits, which count when
     it gives one of the `covering` slots; together they must be `everything`. above: per member the bits of itself and
     its ancestors; subtrees: sets of slots. trees: where given, at most one member of each tree gives `giving` slots.
@@ -203,7 +203,7 @@ class TreeSolver:
             if problem.needs:
                 limits = problem.limits[member] if remaining is None else remaining
                 remaining = tuple(limit - need for limit, need in zip(limits, problem.needs[slot], strict=True))
-                # Only what this slot asks for counts: a member may have none of a class that it does not give.
+                # Only what this slot requires counts: a member may have none of a class that it does not give.
                 if any(rest < 0 < need for rest, need in zip(remaining, problem.needs[slot], strict=True)):
                     return None
             left = {**left, member: remaining or ()}
@@ -238,7 +238,7 @@ class TreeSolver:
     # --- looking ahead
 
     def _is_completable(self, place: int, state: _State) -> bool:
-        """Whether the slots from this place on can be satisfied; asked once per kind of situation."""
+        """Whether the slots from this place on can be satisfied; computed once per kind of situation."""
         if self._loose or place == len(self._order):
             return True
         if self._time_budget is not None:
@@ -314,10 +314,10 @@ class TreeSolver:
 
 
 def _apart_by_amounts(problem: TreeProblem) -> TreeProblem:
-    """The same problem, with amounts that no member has twice said as slots that must be apart: cheaper to solve.
+    """The same problem, with amounts that no member has twice expressed as slots that must be apart: cheaper to solve.
 
     Only where all the slots that contend ask for one class: then any two of them on one member would be too much, and
-    each alone is what `eligible` says.
+    each alone is given by `eligible`.
     """
     requesting = frozenset(slot for slot, needs in enumerate(problem.needs) if any(needs))
     if len(requesting) < 2 or not problem.apart <= requesting:

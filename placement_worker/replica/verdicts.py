@@ -3,7 +3,7 @@
 A verdict is a small number: a reason to reject the root (see `reasons`), or `passes`. Everything but usage is decided
 once per distinct set of traits, set of aggregates and kind of inventory, so a full evaluation is a few gathers, and
 between two decisions only the roots that claims and the feed touched are looked at. That keeps a search nearly as
-cheap at a million hosts as at a thousand. Why a root is rejected is worked out when it is first asked for.
+cheap at a million hosts as at a thousand. The reason of a rejection is computed when it is first read.
 """
 
 from __future__ import annotations
@@ -46,7 +46,8 @@ class RootVerdicts:
         self._epoch = self.book.epoch
         self._sharing: Sharing | None = None
         self._given = np.zeros((0, 0), dtype=np.int64)
-        self._by_shape: Codes = np.zeros(0, dtype=np.uint16)  # what shapes alone say; `_tree` where that is not all
+        # the verdicts of shapes alone; `_tree` where that is not all
+        self._by_shape: Codes = np.zeros(0, dtype=np.uint16)
         self.verdicts: Codes = np.zeros(0, dtype=np.uint16)
         self.counts = np.zeros(self.passes + 1, dtype=np.int64)
         self._moved_at = self._shaped_at = -1
@@ -156,7 +157,7 @@ class RootVerdicts:
         self._roots = roots
 
     def _evaluate_shapes(self, roots: Rows) -> None:
-        """What inventory, traits and aggregates alone say of lone roots; trees are judged whole each time."""
+        """The verdicts of inventory, traits and aggregates alone for lone roots; trees are judged whole each time."""
         flat = self.compiled.stand_alone(roots)
         self._by_shape[roots] = np.where(flat, self.reasons.unexplained, self._tree)
         fit = self.compiled.flat_by_shape(roots[flat])
@@ -172,7 +173,7 @@ class RootVerdicts:
         return codes
 
     def _evaluate_trees(self, roots: Rows) -> Codes:
-        """Verdicts of trees: what the root itself says, then what the tree can give."""
+        """Verdicts of trees: of the root itself, then of what the tree can give."""
         codes = self.compiled.anchor_codes(roots)
         open_ones = np.flatnonzero(codes == self.passes)
         codes[open_ones] = self._of_tree[self.compiled.tree_verdicts(roots[open_ones])]
@@ -180,7 +181,7 @@ class RootVerdicts:
 
 
 class VerdictsCache(OrderedDict[object, RootVerdicts]):
-    """The verdicts that a book keeps, by query: the same query asked again finds them nearly right."""
+    """The verdicts that a book keeps, by query: a repeated query finds them nearly up to date."""
 
 
 def verdicts_of(book: Book, query: Query) -> RootVerdicts:

@@ -44,7 +44,7 @@ class Gone(Exception):
 
 
 class Application:
-    """Placement's REST API as an ASGI application. broken: told when what must never happen did."""
+    """Placement's REST API as an ASGI application. broken: called with a broken invariant."""
 
     def __init__(
         self, api: Api, auth: Auth, policy: Policy, cors: Cors, *, broken: Callable[[BrokenInvariant], None]
@@ -195,7 +195,7 @@ class _Exchange:
         self._global_id = header if _GLOBAL_ID.fullmatch(header) else ""
 
     def bind_ids(self) -> None:
-        """What every log line of this request says.
+        """The fields of every log line of this request.
 
         Nothing is taken back: each request is a task with a context of its own. It is a copy of the context that the
         task was made in, which for a pipelined request is its forerunner's.
@@ -219,7 +219,7 @@ class _Exchange:
 
 
 def _length(headers: Mapping[bytes, bytes]) -> int:
-    """The body's length as the client says it; 0 for none, -1 for one that only its end tells."""
+    """The body's length as the client states it; 0 for none, -1 for one of unknown length."""
     header = headers.get(b"content-length")
     if header is None:
         return -1 if b"transfer-encoding" in headers else 0
@@ -241,7 +241,7 @@ def _check_types(route: Route, request: HttpRequest) -> None:
 
 
 def _unexpected(error: Exception) -> HttpFault:
-    """What the client is told of something that is not its fault, or that no check of ours foresaw."""
+    """The answer to a fault that is not the client's, or that no check of ours foresaw."""
     if isinstance(error, Transient):
         log.warning("rest.unavailable", code=error.code, reason=str(error))
         return HttpFault(503, "The book is out of reach for the moment.", **{"retry-after": RETRY_AFTER_S})

@@ -40,10 +40,10 @@ class Auth(Protocol):
 
 
 class NoAuth2:
-    """Placement's test mode: the token is `user[:project]`, and everything else is as the caller says."""
+    """Placement's test mode: the token is `user[:project]`, and everything else is as the caller states."""
 
     async def identify(self, headers: Headers) -> Caller | None:
-        """Believe the caller."""
+        """Trust the caller."""
         token = headers.get(TOKEN)
         if token is None:
             return None
@@ -90,7 +90,7 @@ class TokenFile:
         ]
 
     async def identify(self, headers: Headers) -> Caller | None:
-        """Look the token up, in a time that does not tell how much of it was right."""
+        """Look the token up, in a time that does not depend on how much of it was right."""
         token = headers.get(TOKEN)
         if token is None:
             return None

@@ -26,8 +26,8 @@ T = TypeVar("T")
 
 # Deeper than any body of ours, and far from the interpreter's own limit.
 MAX_DEPTH = 20
-MAX_ERRORS = 1_000  # of which the best is told
-# Characters of what is said of a body. python-jsonschema repeats what it is about, twice, however long it is.
+MAX_ERRORS = 1_000  # of which the best is reported
+# Characters of an error about a body. python-jsonschema repeats the faulty part, twice, however long it is.
 MAX_WORDS = 8_192
 
 
@@ -243,7 +243,7 @@ _LENIENT.checks("uuid")(lambda value: not isinstance(value, str) or is_uuid(valu
 
 
 def _unique_items(_: object, unique: bool, listed: Any, __: object) -> Iterator[ValidationError]:
-    """As python-jsonschema says it, which compares objects pair by pair: 20 s for 51 kB of them."""
+    """The error of python-jsonschema, which compares objects pair by pair: 20 s for 51 kB of them."""
     if unique and isinstance(listed, list) and len({json.dumps(one, sort_keys=True) for one in listed}) < len(listed):
         yield ValidationError(f"{listed!r} has non-unique elements")
 
@@ -254,7 +254,7 @@ _Validator = extend(Draft202012Validator, {"uniqueItems": _unique_items})
 class Body(Generic[T]):
     """One kind of body: the type it becomes, and the schema that words what is wrong.
 
-    holds: what the type cannot say and the schema can.
+    holds: what the type cannot express and the schema can.
     """
 
     def __init__(self, kind: Any, schema: Schema, *, holds: Callable[[T], bool] | None = None) -> None:
@@ -297,7 +297,7 @@ class Body(Generic[T]):
 
 
 def _words(wrong: ValidationError, body: bytes) -> str:
-    """What python-jsonschema says; of a long body without all that it repeats, but for the reason at the end."""
+    """The error of python-jsonschema; of a long body without all that it repeats, but for the reason at the end."""
     if len(body) <= MAX_WORDS:
         return str(wrong)
     words, half = wrong.message, MAX_WORDS // 4
@@ -382,7 +382,7 @@ def at(table: tuple[tuple[int, T], ...], version: int) -> T:
 
 
 def consumer_write(consumer: str, body: AllocationBody, unowned: tuple[str, str]) -> ConsumerWrite:
-    """What a body asks for one consumer. unowned: (project, user) of one that says neither."""
+    """What a body requests for one consumer. unowned: (project, user) of one that states neither."""
     if isinstance(body, Allocations0):
         project, user = unowned
     else:

@@ -57,7 +57,7 @@ async def search(api: Api, request: HttpRequest) -> Response:
 
 
 def _rendered(book: Book, found: CandidateSet, requested: ParsedQuery, version: int, time_budget: TimeBudget) -> bytes:
-    """The whole body. Raises HttpFault 400 when "none" would be said without knowing; TooLong."""
+    """The whole body. Raises HttpFault 400 when "none" would be answered without knowing; TooLong."""
     if not len(found) and not found.exhausted:
         raise HttpFault(
             400,
@@ -73,7 +73,7 @@ def _rendered(book: Book, found: CandidateSet, requested: ParsedQuery, version: 
 
 async def _check_names(api: Api, requested: ParsedQuery, book: Book) -> None:
     seen = (book.epoch, len(book.resource_classes()))
-    if seen != api.classes_seen:  # one that this process has not heard of may be a renamed one
+    if seen != api.classes_seen:  # one that this process does not know may be a renamed one
         api.classes_seen = seen
         await api.store.refresh_names()
     unknown = await api.store.unknown_classes(requested.classes())

@@ -39,7 +39,7 @@ _KEYS = tuple(
 
 
 class ParsedQuery(Struct, frozen=True):
-    """What a query asks. limit None: as many as there are."""
+    """A parsed query. limit None: as many as there are."""
 
     request: CandidatesRequest
     limit: int | None

@@ -21,7 +21,7 @@ _SIMPLE = (
 
 
 class Cors:
-    """Says which headers other origins' pages may count on."""
+    """Adds the headers for pages of other origins."""
 
     def __init__(self, config: CorsConfig) -> None:
         self._config = config

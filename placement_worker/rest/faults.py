@@ -1,4 +1,4 @@
-"""What the API says when it says no: one table of statuses and codes, rendered as the caller accepts it.
+"""The API's error answers: one table of statuses and codes, rendered as the caller accepts it.
 
 The texts are Placement's, because its clients show them, and some match them.
 """

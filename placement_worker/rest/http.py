@@ -104,12 +104,12 @@ class Response:
         self.path = ""
 
     def set_location(self, path: str) -> Response:
-        """Say where it is."""
+        """Set the Location header."""
         self.path = path
         return self
 
     def set_modified(self, request: HttpRequest, at: float | None) -> Response:
-        """Say when it last changed (None: nothing is there that could), from 1.15 on; nothing is to be cached."""
+        """Set Last-Modified (None: there is nothing that could change) and no caching, from 1.15 on."""
         if request.version >= SINCE_CACHE_HEADERS:
             if at is not None:
                 self.headers.append((b"last-modified", _http_date(int(at))))
@@ -119,7 +119,7 @@ class Response:
 
 @lru_cache(maxsize=1024)
 def _http_date(second: int) -> bytes:
-    """Most answers say one of the last few seconds, and putting it in words costs as much as the body does."""
+    """Most answers have one of the last few seconds, and putting it in words costs as much as the body does."""
     return formatdate(second, usegmt=True).encode()
 
 

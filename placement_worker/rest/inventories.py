@@ -41,7 +41,7 @@ def flaw_of(name: str, body: InventoryBody, uuid: str, version: int) -> str:
 
 
 async def _parsed(api: Api, uuid: str, kind: Body[T], body: bytes) -> T:
-    """The body; a provider that is not there is said before a body that is wrong."""
+    """The body; an unknown provider is reported before an invalid body."""
     try:
         return await api.parse(kind, body)
     except HttpFault:

@@ -1,4 +1,4 @@
-"""Keystone tokens: asked of Keystone once, then remembered until they expire or the cache time is over."""
+"""Keystone tokens: validated by Keystone once, then remembered until they expire or the cache time is over."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from placement_worker.rest.config import KeystoneConfig
 
 MAX_KNOWN = 10_000
 MAX_TOKEN_BYTES = 8192
-BAD_FOR_S = 10.0  # how long a token that Keystone does not know is not asked about again
+BAD_FOR_S = 10.0  # how long a token that Keystone does not know is not validated again
 SUBJECT = "X-Subject-Token"
 
 # What a header of ours can carry. Whatever else a caller sends is no token of any Keystone.
@@ -60,14 +60,14 @@ class _Answer(Struct, frozen=True):
 
 
 class CachedToken(Struct, frozen=True):
-    """Whose a token is, None = unknown, and until when (wall time) that may be believed."""
+    """Whose a token is, None = unknown, and until when (wall time) that is valid."""
 
     caller: Caller | None
     until: float
 
 
 class Keystone:
-    """Knows callers by their Keystone tokens. Never blocks the loop; a token is asked about once at a time."""
+    """Knows callers by their Keystone tokens. Never blocks the loop; a token is validated once at a time."""
 
     def __init__(self, config: KeystoneConfig, clock: Clock) -> None:
         self._config = config
@@ -178,7 +178,7 @@ def _domain(by_id: str, by_name: str) -> dict[str, str]:
 
 
 def _verify(config: KeystoneConfig) -> ssl.SSLContext | bool:
-    """Whom to believe that it is Keystone. Raises SettingsError."""
+    """The certificates that Keystone's is verified with. Raises SettingsError."""
     if config.insecure:
         return False
     if not config.cafile:

@@ -20,7 +20,7 @@ from placement_worker.rest import metrics
 
 Result = TypeVar("Result")
 
-# How much may wait for what is under way; a request beyond that is told to try again.
+# How much may wait for what is under way; a request beyond that is answered 503.
 MAX_WAITING = 16
 
 # How long a thread keeps the interpreter from the event loop. An answer takes the loop a dozen turns (sockets, the
@@ -48,7 +48,7 @@ class OffloadThread:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"rest-{name}")
 
     async def read(self, book: Book, work: Callable[[Book], Result]) -> Result:
-        """What the work says of the book as it is when its turn comes. Raises TooBusy."""
+        """Run the work on the book as it is when its turn comes. Raises TooBusy."""
 
         def begin() -> Callable[[], Result]:
             copy = copy_of(book)  # nothing is written meanwhile: no await, and the loop is the only writer

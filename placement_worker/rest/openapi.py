@@ -79,7 +79,7 @@ async def show(api: Api, request: HttpRequest) -> Response:
     return Response(200, _written())
 
 
-# Served only where the settings say so: Placement has no such path, and answers 404.
+# Served only where the settings enable it: Placement has no such path, and answers 404.
 OPENAPI = Route("GET", "/openapi.json", show, gives=True)
 
 

@@ -13,7 +13,8 @@ from placement_worker.rest.config import PolicyConfig
 if TYPE_CHECKING:
     from oslo_policy import policy
 
-# Verdicts are kept this long: a changed policy file acts after it, and oslo.policy is asked once per caller and rule.
+# Verdicts are kept this long: a changed policy file acts after it, and oslo.policy is evaluated once per caller and
+# rule.
 REFRESH_S = 2.0
 MAX_VERDICTS = 10_000
 

@@ -1,4 +1,4 @@
-"""uvicorn's HTTP protocol, with an end to its patience: a client that is slow to ask or to read is let go."""
+"""uvicorn's HTTP protocol with time limits: the connection of a client that is slow to send or to read is closed."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class Protocol(HttpToolsProtocol):
         self._is_read()
         super().connection_lost(exc)
 
-    # --- what the client says
+    # --- input of the client
 
     def data_received(self, data: bytes) -> None:
         """Something came: at most so much of it in a row that is the middle of a head."""

@@ -85,7 +85,7 @@ async def update(api: Api, request: HttpRequest) -> Response:
     try:
         body = await api.parse(kind, request.body)
     except HttpFault:
-        await api.provider(uuid)  # one that is not there is said first
+        await api.provider(uuid)  # an unknown provider is reported first
         raise
     parent = body.parent_provider_uuid if isinstance(body, bodies.PutProvider14) else UNSET
     write = UpdateProvider(uuid, text_of(body.name), parent, may_move=request.version >= SINCE_MOVES)

@@ -19,7 +19,7 @@ Handler = Callable[[Api, HttpRequest], Awaitable[Response]]
 class Route(Struct, frozen=True):
     """One operation. rule None: open to all. too_new: the status below `since`.
 
-    takes, gives: whether its request, its answer is JSON; the caller must then say so, or accept it.
+    takes, gives: whether its request, its answer is JSON; the caller must then send, or accept, that content type.
     """
 
     method: str

@@ -1,4 +1,4 @@
-"""JSON schemas of bodies and query strings, by microversion: they say what is wrong in the words clients know."""
+"""JSON schemas of bodies and query strings, by microversion; their errors have the texts that clients know."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ log = structlog.get_logger("placement.rest")
 
 BACKLOG = 1024
 STOP_GRACE_S = 5
-NOAUTH2 = "noauth2"  # when nothing is said
+NOAUTH2 = "noauth2"  # when no `auth` is set
 
 
 class CannotListen(Forbidden):

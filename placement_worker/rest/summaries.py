@@ -1,6 +1,6 @@
 """The provider summaries of allocation candidates, as text straight from columns.
 
-A provider's text is kept until its row says something else, for the versions that clients use: of a thousand summaries
+A provider's text is kept until its row changes, for the versions that clients use: of a thousand summaries
 in an answer few have changed since the last one.
 """
 
@@ -26,7 +26,7 @@ ROWS_KEPT = 1 << 18
 
 
 def summaries(book: Book, found: CandidateSet, classes: Collection[str], version: int) -> bytes:
-    """Every provider that is touched. classes: those that were asked for, all that is told of below 1.27."""
+    """Every provider that is touched. classes: those that were requested, all that is listed below 1.27."""
     if not len(found):
         return b""
     if version < SINCE_NESTED:
@@ -87,7 +87,7 @@ def _giving(found: CandidateSet) -> Rows:
 
 
 def _by_inventory(rows: Rows, classes: Sequence[ClassColumns]) -> Iterator[tuple[Rows, list[ClassColumns]]]:
-    """Rows with the classes that they have inventory of: one that is only used, or was once had, is not told of."""
+    """Rows with the classes that they have inventory of: one that is only used, or was removed, is not listed."""
     has = np.array([column.kind[rows] > 0 for column in classes], dtype=np.bool_).reshape(len(classes), len(rows))
     if has.all():
         yield rows, list(classes)

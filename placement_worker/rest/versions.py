@@ -1,4 +1,4 @@
-"""Microversions: which one a request asks for. All that is served is 1.x, so a version is its minor number."""
+"""Microversions: which one a request names. All that is served is 1.x, so a version is its minor number."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ RANGE = (f"1.{OLDEST}", f"1.{NEWEST}")
 
 
 def version_of(header: str) -> int:
-    """The minor version that an `openstack-api-version` header asks placement for; without one the oldest.
+    """The minor version for placement in an `openstack-api-version` header; without one the oldest.
 
     Raises HttpFault 406 for a version that is not served, 400 for one that is none.
     """

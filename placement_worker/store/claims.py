@@ -178,7 +178,7 @@ async def write(
     changes: Sequence[Change] = (),
     most: Mapping[tuple[str, str], int] = NO_LIMITS,
 ) -> int:
-    """Write a decision about what is locked, and say the changes. Returns the last one's number, 0 for none.
+    """Write a decision about what is locked, and record the changes. Returns the last one's number, 0 for none.
 
     most: limits of (project, class). Raises PassedMeanwhile when one would be passed.
     """

@@ -48,7 +48,7 @@ class _Wanted:
         self.limits: dict[tuple[str, str], int] = {}
 
     def add(self, claim: Claim) -> bool:
-        """Whether its first option can be claimed, as far as it says itself; otherwise it may be added in part."""
+        """Whether its first option can be claimed, judged by the claim alone; otherwise it may be added in part."""
         option = claim.options[0]
         for provider, resources in option.allocations.items():
             shape = option.shapes.get(provider)

@@ -104,7 +104,7 @@ ON CONFLICT (root, source) DO UPDATE SET version = EXCLUDED.version, digest = EX
     settled = EXCLUDED.settled, providers = EXCLUDED.providers, updated_at = now()
 """
 
-# Another writer has changed the tree: what these sources said last no longer proves what the book holds.
+# Another writer has changed the tree: these sources' last reports no longer prove what the book holds.
 UNSETTLE_OTHERS = """
 UPDATE sources s SET settled = false FROM unnest($1::uuid[], $2::text[]) AS n (root, source)
 WHERE s.root = n.root AND s.source <> n.source AND s.settled
@@ -150,7 +150,7 @@ async def report(
 
 
 async def remove_retired_trees(connection: asyncpg.Connection, names: NameTable, limit: int) -> list[str]:
-    """Take trees out anew whose source did so while they were in use, as if it had said so again; their roots.
+    """Remove trees whose source removed them while they were in use, as if it had reported that again; their roots.
 
     The source may be gone for good: no other would. Inside the caller's transaction.
     """
@@ -175,7 +175,7 @@ async def remove_retired_trees(connection: asyncpg.Connection, names: NameTable,
 async def _read_sources(
     connection: asyncpg.Connection, updates: Sequence[InventoryUpdate]
 ) -> tuple[dict[Key, ReportSource], dict[str, str | None]]:
-    """(what each source said last, the cell of every root that anybody ever reported)."""
+    """(the last report of each source, the cell of every root that was ever reported)."""
     rows = await connection.fetch(READ_SOURCES, list({update.root_uuid for update in updates}))
     return {(row[0], row[1]): ReportSource(*row[3:]) for row in rows}, {row[0]: row[2] for row in rows}
 

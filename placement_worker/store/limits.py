@@ -1,7 +1,7 @@
 """What projects hold together, as a row for each project and class, and the limits that claims put to it.
 
 Each transaction that changes what consumers hold adds the difference to these rows in the end (`rows_of`), whatever
-the claims' limits: so nothing is added up when one is asked. Claims with limits lock their project before that, and
+the claims' limits: so nothing is added up when a claim has one. Claims with limits lock their project before that, and
 two of them never pass one at once.
 """
 

@@ -1,4 +1,4 @@
-"""Who is in which server group: locked while a group's members are claimed for, asked about by schedulers.
+"""Who is in which server group: locked while a group's members are claimed for, queried by schedulers.
 
 A row counts for as long as its consumer holds something, and where the consumer is follows from what it holds
 (`domain.server_groups.hosts_of`), so nothing that moves allocations or gives them back has to know of groups. Rows that

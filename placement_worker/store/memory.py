@@ -378,7 +378,7 @@ class MemoryBook:
             if table.position != position or is_taken:
                 return Published(0, True, taken=True)
             until = now + publishing.LEASE_S
-            transaction.durable = False  # forgotten in a crash, they are said once more
+            transaction.durable = False  # lost in a crash, they are published once more
             transaction.will(lambda: setattr(table, "taken_until", until))
         self._lease = until
         await send(FeedChanges(changes=tuple(changes), history=history))

@@ -55,7 +55,7 @@ class MemoryBookTable(MemoryDatabase):
         self.project_usage: dict[str, dict[str, int]] = {}  # by class, as a row each
         self.members: dict[GroupKey, dict[str, None]] = {}
         self.sources: dict[Key, ReportSource] = {}
-        self.reported_at: dict[Key, float] = {}  # when each source said its last
+        self.reported_at: dict[Key, float] = {}  # the time of each source's last report
         self.classes: dict[str, int] = {name: number for number, name in enumerate(sorted(STANDARD_CLASSES))}
         self.traits: dict[str, None] = dict.fromkeys(sorted(os_traits.get_traits()))
         now = self.clock.time()
@@ -182,7 +182,7 @@ class MemoryBookTable(MemoryDatabase):
         return {provider.root for provider in (*gone, *changed, *moved)}
 
     def put_trees(self, before: Mapping[str, Provider], after: Mapping[str, Provider]) -> None:
-        """What the REST API writes: what the trees' sources said last no longer proves what the book holds."""
+        """After a write of the REST API: the last reports of the trees' sources no longer prove what the book holds."""
         roots = self._put(before, after)
         for uuid in before.keys() - after.keys():
             del self.numbers[uuid]  # made again, it is the newest
@@ -242,7 +242,7 @@ class MemoryBookTable(MemoryDatabase):
         self.forget_name(NameKind.CLASS, old)
 
     def silent(self, before: float) -> list[Key]:
-        """Sources that said their last before, of roots that are gone or that another answers for since."""
+        """Sources that reported last before a time, of roots that are gone or that another source reports since."""
 
         def is_of_no_use(key: Key) -> bool:
             mine = set(self.sources[key].providers)

@@ -18,7 +18,7 @@ from placement_worker.domain.names import STANDARD_CLASSES
 
 Written = TypeVar("Written")
 
-# How long names may be believed that another process has perhaps taken away meanwhile.
+# How long names may be cached that another process has perhaps removed meanwhile.
 BELIEVED_FOR_S = 5.0
 
 READ_CLASSES = "SELECT name, id FROM resource_classes"
@@ -26,7 +26,7 @@ READ_TRAITS = "SELECT name, id FROM traits"
 
 
 class StaleNames(Exception):
-    """The book has a name that this process has not heard of, because another one made it."""
+    """The book has a name that this process does not know, because another one added it."""
 
 
 class _Numbers(dict[str, int]):
@@ -63,7 +63,7 @@ class NameTable:
             await self._read(connection)
 
     async def refresh_if_old(self) -> None:
-        """Read them again when they have been believed for long enough."""
+        """Read them again when they have been cached for long enough."""
         if monotonic() - self._read_at > BELIEVED_FOR_S:
             await self.refresh()
 
@@ -76,7 +76,7 @@ class NameTable:
         async with self._database.raw() as connection:
             await _add(connection, "resource_classes", new_classes)
             await _add(connection, "traits", new_traits)
-        # Read when it is committed: a number seen in a transaction that was lost would be believed for ever.
+        # Read when it is committed: a number seen in a transaction that was lost would be trusted for ever.
         await self.refresh()
 
     async def write(

@@ -65,7 +65,7 @@ class PlacementStore(Protocol):
     ) -> list[InventoryResult | ReportRefusal]:
         """Inventory updates as one group, in order, each with its own outcome. Raises Transient.
 
-        bus: where they came from. A new root belongs to it; a cell's bus may say nothing of another cell's.
+        bus: where they came from. A new root belongs to it; a cell's bus may report nothing of another cell's.
         """
 
     async def changes(self, after: int, limit: int, history: str = "") -> ChangesPage:
@@ -102,12 +102,12 @@ class PlacementStore(Protocol):
     async def trim(self, *, keep_changes: int, keep_fences_s: float, keep_sources_s: float, limit: int) -> bool:
         """Forget published changes, fences and sources that are not needed any more, at most so many rows of each.
 
-        A source: silent for so long, and its root is gone, or one that has spoken since answers for all that it did.
+        A source: silent for so long, and its root is gone, or a source that has reported since covers all that it did.
         Returns whether there may be more.
         """
 
     async def remove_retired_trees(self, limit: int) -> list[str]:
         """Remove trees that were taken out while in use and are used no more, at most so many; their roots.
 
-        Their sources may have left for good; one that speaks again removes them itself.
+        Their sources may have left for good; one that reports again removes them itself.
         """

@@ -1,6 +1,6 @@
-"""Publishing the feed: one statement to take the next changes, one to say how far they are published.
+"""Publishing the feed: one statement to take the next changes, one to record how far they are published.
 
-The position says that every change up to it has been confirmed by the broker at least once. It is moved forward alone,
+Every change up to the position has been confirmed by the broker at least once. It is moved forward alone,
 and only over changes that the process that moves it has just sent: so it holds however many publish, and whatever a
 crash of the database takes back of it (a visible change is on disk, its number is never given again). Changes may
 repeat, never skip.

@@ -14,7 +14,7 @@ from placement_worker.store.rows import READ_PROVIDERS_BY_ID, read_providers
 _NAME = "name, extract(epoch FROM updated_at)::float8"
 CREATE = "INSERT INTO {table} (name) VALUES ($1) ON CONFLICT (name) DO NOTHING RETURNING id"
 # Under a new number: other processes know names by their numbers, and a number must mean the same for ever. What they
-# have of the old one they cannot write any more; the new one they have not heard of, and look up.
+# have of the old one they cannot write any more; the new one they do not know, and look up.
 RENAME = "INSERT INTO resource_classes (name) SELECT $2 FROM resource_classes WHERE name = $1 RETURNING id"
 MOVE_INVENTORIES = """
 UPDATE inventories SET class_id = $2 WHERE class_id = (SELECT id FROM resource_classes WHERE name = $1)
@@ -25,7 +25,7 @@ UPDATE allocations SET class_id = $2 WHERE class_id = (SELECT id FROM resource_c
 MOVE_PROJECT_USAGE = """
 UPDATE project_usage SET class_id = $2 WHERE class_id = (SELECT id FROM resource_classes WHERE name = $1)
 """
-# Held by a provider or not: a foreign key says so when the row goes.
+# Held by a provider or not: a foreign key refuses the delete when it is.
 DELETE = "DELETE FROM {table} WHERE name = $1"
 HOLDERS = """
 SELECT p.id FROM providers p JOIN inventories i ON i.provider_id = p.id JOIN resource_classes c ON c.id = i.class_id
@@ -70,7 +70,7 @@ async def delete(connection: asyncpg.Connection, table: str, name: str) -> bool:
 
 
 async def rename_class(connection: asyncpg.Connection, old: str, new: str) -> bool:
-    """Give a class another name (below 1.7), and say it of every provider that has it; False when there is none."""
+    """Give a class another name (below 1.7), and record it for every provider that has it; False when there is none."""
     await connection.execute(ONE_WRITER_OF_TREES)
     holders = [row[0] for row in await connection.fetch(HOLDERS, old)]
     number = await connection.fetchval(RENAME, old, new)

@@ -31,7 +31,7 @@ LOCK = "SELECT lock_trees($1::uuid[], $2::text[], $3::uuid[], $4)"
 WRITE = "SELECT write_trees($1, $2::bigint[], $3::bigint[], $4::bytea[])"
 READ_IDS = "SELECT uuid, id FROM providers WHERE uuid = ANY($1::uuid[])"
 
-# What these trees' sources said last no longer proves what the book holds.
+# The last reports of these trees' sources no longer prove what the book holds.
 UNSETTLE = "UPDATE sources SET settled = false WHERE root = ANY($1::uuid[]) AND settled"
 
 

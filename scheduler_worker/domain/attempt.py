@@ -97,7 +97,7 @@ class Attempt(Struct, frozen=True, kw_only=True):
     selected one. chosen_ahead: the choice was made and assumed while the request was recorded; it is claimed first.
     same_host: its shape had changed; claim it again. refreshed: nothing fitted, and the newest changes were requested.
     partly_full: hosts of which only some children are known to be full. probe: an option that never fits; a claim of it
-    tells whether an earlier run of this request holds a claim. recovered: the host where such a claim was found.
+    shows whether an earlier run of this request holds a claim. recovered: the host where such a claim was found.
     """
 
     request: BuildRequest

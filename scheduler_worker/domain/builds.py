@@ -74,7 +74,7 @@ class BuildStatus(Struct, frozen=True, kw_only=True):
 
 
 class NewBuild(Struct, frozen=True, kw_only=True):
-    """A request to put on record. digest: of its whole content, which tells a repeated request from a clash."""
+    """A request to put on record. digest: of its whole content, which distinguishes a repeated request from a clash."""
 
     request: BuildRequest
     digest: bytes
@@ -135,7 +135,7 @@ def timeline_entries(event: BuildEvent, known: int, now: float) -> tuple[Timelin
     attempts = tuple(
         TimelineEntry(at=tried.at or now, who=who, what=tried.outcome, detail=_detail(tried.host, tried))
         for tried in event.history[known:]
-        if tried.outcome != "active"  # the announcement itself tells it
+        if tried.outcome != "active"  # the announcement itself has it
     )
     itself = TimelineEntry(
         at=event.at or now,

@@ -228,9 +228,9 @@ class _Named(Struct):
 def refused_event(malformed: Malformed) -> Sequence[BuildEvent]:
     """An unreadable request, answered on the event stream of the project whose routing key it came under.
 
-    The broker has let its publisher use that key; what the body says of a project may be forged, so no other project
-    hears of it. Sequence 0 is below everything that a build on record ever announced, so the event of a clash with a
-    good request is outdated for a client that follows that one.
+    The broker has let its publisher use that key; the body's project may be forged, so no other project
+    gets an event of it. Sequence 0 is below everything that a build on record ever announced, so the event of a clash
+    with a good request is outdated for a client that follows that one.
     """
     project_id = project_of(malformed.key)
     if not project_id:

@@ -1,8 +1,8 @@
 """Delete requests: what a delete does depends on the state of its build. Pure.
 
-A delete of an unknown instance is put on record itself. Its client is told that there is no such instance, so a build
-request that comes after all must not be built: another scheduler had it in hand, or its record was lost in a crash of
-the database.
+A delete of an unknown instance is put on record itself. Its client is answered that there is no such instance, so a
+build request that comes after all must not be built: another scheduler had it in hand, or its record was lost in a
+crash of the database.
 """
 
 from __future__ import annotations

@@ -28,8 +28,8 @@ PHRASES = {
     "claim.raced": "kept changing during the claim",
     "host.taken": "were taken by requests decided just before",
     "ignored": "were ignored as requested",
-    "not among those asked for": "are not among the hosts that were asked for",
-    "nothing is asked": "cannot be told apart, as no resources are asked for",
+    "not among those requested": "are not among the hosts that were requested",
+    "nothing is requested": "are all alike, because no resources are requested",
     "traits and resources not on the same providers": "have the required traits, but not where the resources are free",
     "too many combinations to try": "have too many combinations of providers to try them all",
 }
@@ -43,7 +43,7 @@ AMOUNTS = {
     "amount not allowed (min_unit, max_unit, step_size)": (
         "do not give {} in this amount (min_unit, max_unit, step_size)"
     ),
-    "not in the tree asked for": "have {} only outside the tree that was asked for",
+    "not in the requested tree": "have {} only outside the tree that was requested",
 }
 
 # ... and about a numbered group, which one provider of the host has to give whole.
@@ -57,7 +57,7 @@ GROUPS = {
     "amount not allowed (min_unit, max_unit, step_size)": (
         "have only providers that do not give the amounts of {} (min_unit, max_unit, step_size)"
     ),
-    "not in the tree asked for": "are not in the tree that {} asks for",
+    "not in the requested tree": "are not in the tree that {} requests",
 }
 
 # ... and about traits and aggregates: the step, how the reason begins, and what that means.
@@ -96,7 +96,7 @@ def nearest_reasons(funnel: Sequence[FunnelStep], limit: int) -> list[str]:
 
 
 def phrase(step: str, reason: str) -> str:
-    """One reason in words. `step` is a resource class where the replica's search says one of AMOUNTS."""
+    """One reason in words. `step` is a resource class where the reason is one of AMOUNTS."""
     if reason in PHRASES:
         return PHRASES[reason]
     if reason == "groups do not fit together" and step.startswith("groups "):
@@ -109,9 +109,9 @@ def phrase(step: str, reason: str) -> str:
     if reason in AMOUNTS:
         return AMOUNTS[reason].format(step)
     if reason.startswith("capability."):
-        return f"do not have the asked {reason.removeprefix('capability.')}"
+        return f"do not have the requested {reason.removeprefix('capability.')}"
     if reason.startswith("aggregate."):
-        return f"are in no aggregate with the asked {reason.removeprefix('aggregate.')}"
+        return f"are in no aggregate with the requested {reason.removeprefix('aggregate.')}"
     if reason.startswith("image."):
         return f"are reserved for images with another {reason.removeprefix('image.')}"
     return f"were rejected by {step}" if reason == step else f"were rejected by {step} ({reason})"

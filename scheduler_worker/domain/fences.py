@@ -27,8 +27,8 @@ def followed(
 ) -> tuple[ChangedObject, ...]:
     """What decisions about hosts change of their fences, under this revision. cell_of: of a host, where it is known.
 
-    A decision to fence makes a fence. Any other, or none, about a host that has one asks for it to be lifted: the host
-    stays fenced until its cell has done so.
+    A decision to fence makes a fence. Any other, or none, about a host that has one requests that it is lifted: the
+    host stays fenced until its cell has done so.
     """
     found = []
     for one in changed:
@@ -57,20 +57,21 @@ def acknowledge(host_uuid: str, known: FenceRecord, report: HostFence) -> Change
     """What a cell's word changes of a fence; None: nothing.
 
     The word about an older decision is late, and that of a cell that the host is not in means nothing. A cell that
-    knows a later decision than this record (it was set back) is told again, above that one.
+    knows a later decision than this record (it was set back) is notified again, above that one.
     """
     if known.cell not in (None, report.cell) or report.version < known.version:
         return None
     if report.version > known.version:
         return _change(host_uuid, known, replace(known, version=report.version + 1))
     if report.state is FenceState.LIFTED:
-        return _change(host_uuid, known, None) if known.lifting else None  # else its record was set back: told again
+        # else its record was set back: notified again
+        return _change(host_uuid, known, None) if known.lifting else None
     after = replace(known, acknowledged=report.version, losses=report.losses)
     return None if after == known else _change(host_uuid, known, after)
 
 
 def command(host_uuid: str, fence: FenceRecord, decision: HostAdminState | None) -> CellFence:
-    """What the cell of the host is told. decision: why, and by whom."""
+    """The message to the cell of the host. decision: why, and by whom."""
     return CellFence(
         host_uuid=host_uuid,
         host=fence.host,

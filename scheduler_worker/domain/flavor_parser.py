@@ -163,7 +163,7 @@ def _check(reading: _FlavorSpec, own: _GroupSpec, specs: Mapping[str, str]) -> N
     """What Placement requires of the groups of a request."""
     groups = reading.groups
     if not own.resources and not any(words.resources for words in groups.values()):
-        raise FlavorInvalid(f"flavor {reading.name} asks for nothing")
+        raise FlavorInvalid(f"flavor {reading.name} requests nothing")
     if not own.resources and (own.required or own.forbidden or own.in_tree):
         raise FlavorInvalid(f"flavor {reading.name}: traits or in_tree without resources; see root_required")
     if len(groups) > MAX_GROUPS:

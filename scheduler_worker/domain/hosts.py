@@ -1,9 +1,9 @@
 """What compute services announce about hosts: the managing service, its cell, whether it takes builds.
 
 Placement knows the resources of a host; this table knows whether the host can be reached. It is kept in columns,
-because every decision reads all of them. Announcements may come late or twice; a service's epoch and sequence tell.
-Which services are down is what a cell's conductor says in its digest; no heartbeat is heard here. What an operator has
-decided about a host stands in a column of its own, which no announcement changes.
+because every decision reads all of them. Announcements may come late or twice; a service's epoch and sequence reveal
+that. Which services are down is in the digest of a cell's conductor; no heartbeat is received here. What an operator
+has decided about a host stands in a column of its own, which no announcement changes.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ INITIAL_CAPACITY = 1024
 # A host stays with its cell for so long after its service was there last: another cell cannot take its builds over.
 CELL_HOLD_S = 60.0
 # The hosts of a service that is down for so long have no service, until they are announced again. Conductors forget
-# such a service much later, and say nothing of it then.
+# such a service much later, and do not list it then.
 DOWN_HOLD_S = 3600.0
 # So many questions in a row (`HostTable.count_request`) are left unanswered by a service that is there, at most.
 MAX_UNANSWERED = 3
@@ -144,14 +144,14 @@ class HostTable:
     def knows_more(self, cell: str) -> bool:
         """Whether more services of this cell are taken for there than its digest counts.
 
-        Conductors whose database was emptied or set back while a service died have never heard of it, and miss nothing.
+        Conductors whose database was emptied or set back while a service died do not know it, and miss nothing.
         """
         digest = self._digests.get(cell)
         there = sum(service.cell == cell and service.down is None for service in self.services)
         return digest is not None and 0 <= digest.up < there
 
     def count_request(self, cell: str, now_s: float) -> None:
-        """Every service of this cell was asked to announce its hosts; one that never does so is taken for down."""
+        """Every service of this cell was requested to announce its hosts; one that never does so is taken for down."""
         digest = self._digests.get(cell, CellDigest())
         for service in self.services:
             if service.cell == cell:
@@ -159,7 +159,7 @@ class HostTable:
                 self._assess(service, digest, now_s)
 
     def down(self) -> Mask:
-        """Per service: whether its cell says that it is down. One more entry at the end stands for NO_SERVICE."""
+        """Per service: whether its cell lists it as down. One more entry at the end stands for NO_SERVICE."""
         return np.array([*(service.down is not None for service in self.services), True], dtype=np.bool_)
 
     def adopt_decisions(self, decisions: Mapping[str, HostAdminState]) -> None:
@@ -211,7 +211,7 @@ class HostTable:
         return True
 
     def _assess(self, service: ServiceState, digest: CellDigest, now_s: float) -> None:
-        """What its cell says of this service, of its present life or of a later one; else what its silence says."""
+        """The state that its cell lists for this service's present epoch or a later one; otherwise by its silence."""
         down = digest.down.get(service.name)
         if down is not None and down.epoch < service.epoch:
             down = None
@@ -243,7 +243,7 @@ class HostTable:
         if not first_sequence:
             return
         state.pages_received += 1
-        # A lost page would remove its hosts: only a report of which every page came tells which hosts have left.
+        # A lost page would remove its hosts: only a complete report shows which hosts have left.
         if message.complete and state.pages_received == message.pages:
             # A host that the service no longer lists is managed by another one (a node re-homed) or gone.
             mine = self.service[: len(self)] == service

@@ -1,4 +1,4 @@
-"""What is asked of an instance after its build: the record of a request, what it is judged by, what a cell says. Pure.
+"""Requests about an instance after its build: their record, the rules they are judged by, and a cell's events. Pure.
 
 A request has exactly one terminal event. While one is under way another is refused; only an abort may follow it.
 """
@@ -44,7 +44,7 @@ CHANGED = Retry("request.concurrent", "the instance changed while hosts were cho
 
 # A request may overtake its instance's build on the way to another scheduler: so often it is looked for again.
 UNKNOWN_RETRIES = 2
-# Ends of an instance: nothing is asked of it any more.
+# Ends of an instance: no request is taken for it any more.
 _ENDED = frozenset({Condition.DELETED, Condition.FAILED})
 
 _encode = msgspec.json.Encoder(order="deterministic").encode
@@ -74,7 +74,7 @@ class RecordedMove(Struct, frozen=True, kw_only=True):
 
 
 def record_of(move: RecordedMove, updated_at: float) -> MoveRecord:
-    """A request as it is told to those who ask."""
+    """A request as it is answered to queries."""
     return MoveRecord(
         request_id=move.request_id,
         instance_uuid=move.instance_uuid,
@@ -215,7 +215,7 @@ def check_move(
 
 
 def _misfit(request: MoveRequest, known: MoveContext, flavors: FlavorAccess, *, same_host: bool) -> Refusal | None:
-    """Why this cannot be asked of the instance as it is. The rest of it is its cell's to say."""
+    """Why this cannot be requested of the instance as it is. The cell decides the rest."""
     build, now = known.build, known.now
     assert build is not None and known.build_request is not None
     if build.state is not BuildState.ACTIVE or build.cell is None or now.condition in _ENDED:
@@ -285,7 +285,7 @@ def accepted(request: MoveRequest) -> Done:
     return Done(reply=MoveAccepted(request_id=request.request_id, instance_uuid=request.instance_uuid))
 
 
-# --- what goes on record, and what is said of it
+# --- what goes on record, and its events
 
 
 def recorded(pending: PendingMove, state: MoveState, author: Author, **more: object) -> RecordedMove:
@@ -307,7 +307,7 @@ def recorded(pending: PendingMove, state: MoveState, author: Author, **more: obj
 
 
 def event_of(move: RecordedMove, known: MoveContext, at: float) -> MoveEvent:
-    """What the scheduler says of a request that it has decided about."""
+    """The scheduler's event of a request that it has decided about."""
     is_theirs = known.build is not None and known.build.project_id == move.project_id
     return MoveEvent(
         request_id=move.request_id,
@@ -362,7 +362,7 @@ class Announced(Struct, frozen=True, kw_only=True):
 def apply_announcement(
     event: MoveEvent, move: RecordedMove, instance: InstanceRecord, *, host: str | None, cell: str, now: float
 ) -> Announced:
-    """Apply what a cell says of a request of its own. host: on record of the instance."""
+    """Apply a cell's event of a request. host: on record of the instance."""
     if event.sequence <= move.sequence or (event.terminal and move.terminal):
         return Announced(move=move, instance=instance, host=host)
     event = replace(event, cell=cell, project_id=move.project_id, instance_uuid=move.instance_uuid)
@@ -392,7 +392,7 @@ def apply_announcement(
 
 
 def timeline_of(event: MoveEvent, known: int, now: float) -> tuple[TimelineEntry, ...]:
-    """One event as entries of the instance's timeline: the hosts tried that it tells of first, then itself."""
+    """One event as entries of the instance's timeline: first the hosts tried that it names, then itself."""
     who = f"conductor {event.cell}" if event.cell else "conductor"
     tried = tuple(
         TimelineEntry(at=one.at or now, who=who, what=f"{event.kind} {one.outcome}", detail=_detail(one.host, one))

@@ -114,7 +114,7 @@ def body_of(kind: ObjectKind, name: str, body: Mapping[str, Any]) -> Body:
         raise ValueError(f"{where}: the scheduling rules are one object, of the name {SCHEDULING!r}")
     if isinstance(parsed, Aggregate):
         if parsed.name != name:
-            raise ValueError(f"{where}: its body says the name {parsed.name!r}")
+            raise ValueError(f"{where}: its body has the name {parsed.name!r}")
         _uuid(where, parsed.uuid)
     if isinstance(parsed, HostDecision) and _uuid(where, name) != name:
         raise ValueError(f"{where}: a host's uuid is written in lower case with hyphens")

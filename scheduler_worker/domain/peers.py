@@ -1,4 +1,4 @@
-"""The instances that a request is placed relative to: what placement is asked about them, and what it answered. Pure.
+"""The instances that a request is placed relative to: the query to placement about them, and its answer. Pure.
 
 The answer may be outdated by the time of the claim. For hints and soft policies that does not matter; the hard policies
 are enforced by the claim.

@@ -1,4 +1,4 @@
-"""One build request of a batch: what goes on record of it, and what the record says of one that came again. Pure."""
+"""One build request of a batch: what goes on record of it, and how a repeated one is answered from the record. Pure."""
 
 from __future__ import annotations
 
@@ -55,16 +55,16 @@ class PendingBuild(Struct, frozen=True, kw_only=True):
 
     @property
     def instance_uuid(self) -> str:
-        """The instance that it asks for."""
+        """The instance that it requests."""
         return self.request.instance_uuid
 
 
 class Admission(Struct, frozen=True, kw_only=True):
-    """What the record says of a pending build: its outcome, or how to go on.
+    """What follows from the record of a pending build: its outcome, or how to go on.
 
     label: for the metrics. first_run: this delivery put it on record, so nothing can be claimed for it. cancelled: a
     delete came before the decision. release: an earlier run may hold a claim that no cell will use. event: what the
-    project is told, because nothing else of this request will be.
+    project gets an event, because nothing else of this request will follow.
     """
 
     outcome: Outcome | None = None
@@ -93,7 +93,7 @@ def pending_build(
         position=position,
         request=request,
         digest=blake2b(_encode(request), digest_size=16).digest(),
-        # A program that does not say when it asked is taken to have asked just now.
+        # A request without a time of sending is taken to have been sent just now.
         requested_at=meta.sent_at or now,
         taken_at=now,
         redelivered=received.redelivered or meta.attempt > 0,

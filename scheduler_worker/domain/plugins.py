@@ -22,7 +22,7 @@ class Verdict(Struct, frozen=True):
 
 
 class Filter(Protocol):
-    """Tells which hosts may take a build. `name` appears in the funnel. It must not change what it is given."""
+    """Decides which hosts may take a build. `name` appears in the funnel. It must not change what it is given."""
 
     name: ClassVar[str]
 

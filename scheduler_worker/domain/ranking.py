@@ -60,7 +60,7 @@ class RankedHost(Struct, frozen=True):
 
 
 Weights = Mapping[str, float]
-"""{weigher: what a host weighs by it}, without those that tell no host from another."""
+"""{weigher: what a host weighs by it}, without those that are equal for all hosts."""
 
 
 class Choice(Struct, frozen=True):
@@ -260,7 +260,7 @@ class ServiceTurn:
         self._positions = positions
         self._scores = scores
         self._rng = rng
-        self._heap: HostHeap | None = None  # made when the first host is asked for: most rankings have few picks
+        self._heap: HostHeap | None = None  # made when the first host is picked: most rankings have few picks
         self._named: list[Entry] = []
 
     def draw(self, count: int) -> Iterator[Entry]:

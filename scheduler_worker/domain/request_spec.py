@@ -25,7 +25,7 @@ class Peers(Struct, frozen=True, kw_only=True):
 
 
 class RequestSpec(Struct, frozen=True, kw_only=True):
-    """What a request asks for, flavor and pre-filters applied. Requests with an equal `key` share one ranking.
+    """A request with its flavor and the pre-filters applied. Requests with an equal `key` share one ranking.
 
     preferred_traits, preferred_classes: what the flavor prefers and does not require; a weigher reads them.
     peers: where the instances are that the request names, if it names any. image_properties: as the image has them.

@@ -90,7 +90,7 @@ class Selector:
         return tuple(name for name in self.config.flavors if self.allows(name, project))
 
     def request_spec(self, request: BuildRequest) -> RequestSpec | Unsatisfiable:
-        """What the request asks for under this configuration."""
+        """The request's spec under this configuration."""
         flavor = self.flavors.get(request.flavor)
         if flavor is None:
             return Unsatisfiable("flavor.unknown", f"there is no flavor {request.flavor} any more", "flavor")
@@ -173,7 +173,7 @@ class Selector:
         )
 
     def _passing(self, spec: RequestSpec, *, explain: bool) -> tuple[HostsView, tuple[FunnelStep, ...]]:
-        """Search, then run each filter in order; the funnel tells how many hosts each step left."""
+        """Search, then run each filter in order; the funnel counts the hosts that each step left."""
         found = search(self.book, spec.query, explain=explain)
         down = self.table.down()
         view = HostsView(

@@ -1,6 +1,6 @@
 """The step of an attempt: what follows when no host fits, and what follows from placement's answer to its claim. Pure.
 
-Each outcome of a claim asks for another reaction: claimed: done; raced: apply the newer shape and claim the
+Each outcome of a claim has its own reaction: claimed: done; raced: apply the newer shape and claim the
 same host again; full or gone: the next host, down the whole list; ruled out by the server group: the next host,
 by the newest members; consumer changed: another client owns this instance, stop.
 A missing answer never means "no valid host".
@@ -134,13 +134,13 @@ def _after_refusal(attempt: Attempt, answer: ClaimResult) -> Attempt:
 
 
 def _unclaimable(spec: RequestSpec, selector: Selector) -> ClaimOption | None:
-    """An option that never fits: a claim of it only tells whether this consumer holds an allocation already."""
+    """An option that never fits: a claim of it only shows whether this consumer holds an allocation already."""
     roots = selector.book.rows_of_roots()
     if not roots.size:
         return None
     resource_class = min(total_resources(spec.query))
     uuid = selector.book.uuid_of(int(roots[0]))
-    # A host may have as much as can be asked for; none has ever been of shape 0.
+    # A host may have as much as can be requested; none has ever been of shape 0.
     return ClaimOption(allocations={uuid: {resource_class: MAX_AMOUNT}}, shapes={uuid: NEVER_GIVEN})
 
 

@@ -84,7 +84,7 @@ class HostsView:
 
     @property
     def enabled(self) -> Mask:
-        """Whether the host takes new builds: its compute service and the operator both say so."""
+        """Whether the host takes new builds: both its compute service and the operator allow it."""
         return np.asarray(self.table.enabled[self.index] & (self.table.admin[self.index] == 0), dtype=np.bool_)
 
     def open_to(self, project: str) -> Mask:

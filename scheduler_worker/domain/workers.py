@@ -1,4 +1,4 @@
-"""Which workers were heard of, and when last. Pure: times come in."""
+"""Which workers have sent a heartbeat, and when last. Pure: times come in."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ FORGET_S = 3600.0  # a worker that was silent for so long is forgotten
 
 
 class KnownWorker(Struct, frozen=True):
-    """The newest heartbeat of one worker, and when it was heard (monotonic, seconds)."""
+    """The newest heartbeat of one worker, and when it was received (monotonic, seconds)."""
 
     heartbeat: WorkerHeartbeat
     last_seen_s: float
@@ -40,7 +40,7 @@ class WorkerTable:
         self._known[key] = KnownWorker(heartbeat, now_s)
 
     def page(self, query: WorkersQuery, now_s: float) -> WorkersPage:
-        """The workers that a query asks for, by role, bus and name."""
+        """The workers that a query selects, by role, bus and name."""
         self._forget(now_s)
         found = [key for key in sorted(self._known) if query.role in (None, key[0])][: query.limit]
         return WorkersPage(

@@ -20,7 +20,7 @@ class ServerGroupAntiAffinityFilter:
         return spec.has_policy(GroupPolicy.ANTI_AFFINITY)
 
     def filter(self, view: HostsView, spec: RequestSpec) -> Verdict:
-        """By where the members were when placement was asked; the claim checks again."""
+        """By where the members were when placement was queried; the claim checks again."""
         assert spec.peers is not None
         assert spec.peers.server_group is not None
         most = spec.peers.server_group.max_per_host

@@ -25,7 +25,7 @@ class ServerGroupAffinityFilter:
         return spec.has_policy(GroupPolicy.AFFINITY)
 
     def filter(self, view: HostsView, spec: RequestSpec) -> Verdict:
-        """By where the members were when placement was asked; the claim checks again."""
+        """By where the members were when placement was queried; the claim checks again."""
         assert spec.peers is not None
         if not spec.peers.members:
             return Verdict(np.ones(len(view), dtype=np.bool_), NONE_REJECTED)

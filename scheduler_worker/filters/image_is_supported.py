@@ -38,7 +38,7 @@ class ImagePropertiesFilter:
 
 
 def supports(announced: str | None, requested: list[str]) -> bool:
-    """Whether one of the announced triples has everything that is asked for (an empty string asks for nothing)."""
+    """Whether one of the announced triples has everything that is required (an empty string requires nothing)."""
     triples = [[word.strip().lower() for word in triple.split("/")] for triple in (announced or "").split(",")]
     return any(
         len(triple) == len(requested) and all(want in ("", have) for have, want in zip(triple, requested, strict=True))

@@ -19,6 +19,6 @@ class DifferentHostFilter:
         return spec.peers is not None and spec.peers.different_hosts is not None
 
     def filter(self, view: HostsView, spec: RequestSpec) -> Verdict:
-        """By where they were when placement was asked."""
+        """By where they were when placement was queried."""
         assert spec.peers is not None
         return verdict_of(~view.among(spec.peers.different_hosts or ()), "hint.different_host")

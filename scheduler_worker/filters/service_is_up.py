@@ -13,7 +13,7 @@ from scheduler_worker.domain.view import HostsView
 
 
 class ComputeFilter:
-    """Passes hosts that are enabled and whose service is not down, as the conductor of its cell says."""
+    """Passes hosts that are enabled and whose service is not down, as listed by the conductor of its cell."""
 
     name: ClassVar[str] = "ComputeFilter"
 

@@ -31,7 +31,7 @@ async def test_a_project_holds_no_more_than_it_may(store: PlacementStore) -> Non
     assert await outcomes(store, claim(0, VCPU=3)) == ["claimed"]
     (over,) = await store.apply([claim(1, 1, VCPU=2)])
     assert isinstance(over, ClaimResult)
-    assert (over.outcome, over.reason) == (ClaimOutcome.OVER_LIMIT, "VCPU: 3 of 4 held, 2 more asked")
+    assert (over.outcome, over.reason) == (ClaimOutcome.OVER_LIMIT, "VCPU: 3 of 4 held, 2 more requested")
     assert await outcomes(store, claim(1, 1, VCPU=1), claim(2, 2, DISK_GB=50)) == ["claimed", "claimed"]
 
 

@@ -451,7 +451,7 @@ MESSAGES: tuple[MessageRow, ...] = (
         exchange=EVENTS,
         key="compute.report",
         persistent=False,
-        idempotency="asks for a report",
+        idempotency="requests a report",
     ),
     MessageRow(
         message=cell.ComputeHosts,

@@ -13,7 +13,7 @@ MAX_WAITING_MESSAGES = 20_000
 MOST_REQUESTS_A_MESSAGE = 32
 
 RETRY_S = (0.2, 1.0, 5.0, 20.0)  # the delays of every bus; a queue's retries take some of them
-BUILD_EVENTS = "build.events"  # what `build.event.<state>.<project>` says one by one, in batches
+BUILD_EVENTS = "build.events"  # the events of `build.event.<state>.<project>`, in batches
 
 QUEUES: tuple[QueueRow, ...] = (
     QueueRow(

@@ -1,4 +1,4 @@
-"""What a row of the catalogue says: of a queue, and of a message."""
+"""The rows of the catalogue: of a queue, and of a message."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class QueueKind(StrEnum):
     """How long a queue and its messages live.
 
     durable: quorum queue, survives the broker; delivery limit; retries and dead letters wait in the bus's own queues.
-    expiring: for requests whose asker asks again: a quorum queue whose messages end after ttl_s; no retries, no dead
+    expiring: for requests that their sender repeats: a quorum queue whose messages end after ttl_s; no retries, no dead
     letters.
     private: one consumer process's own, gone with its connection; bounded, the oldest dropped.
     """
@@ -50,7 +50,7 @@ class QueueRow(Struct, frozen=True, kw_only=True):
     first, second, ... retry, each one of the bus's; after the last the message is a dead letter. delivery_limit:
     redeliveries (a consumer died or gave no answer) before the broker gives it up. max_length: messages; past it a
     publisher is refused (durable, expiring) or the oldest goes (private).
-    declared_by: who declares it as well as its reader, so that what it says there is kept from the beginning.
+    declared_by: a worker that declares it besides its reader, so that its messages there are kept from the beginning.
     keeps_keys: programs that are not berth's publish to it; what the broker gives up of it keeps its routing key, which
     the broker alone knows to be its publisher's.
     max_bytes: the same of their bodies; 0: not bounded. (One message may carry many requests; bytes go with them.)
@@ -76,7 +76,7 @@ class QueueRow(Struct, frozen=True, kw_only=True):
 
 
 class MessageRow(Struct, frozen=True, kw_only=True):
-    """One message: who may say it, where it goes, what answers it, and what makes it idempotent.
+    """One message: who may publish it, where it goes, its reply, and what makes it idempotent.
 
     publishers: packages of workers; "client": any program of the project that its key names; "operator": the operator's
     programs, of which the command line is one. What a program may publish the broker's permissions decide
@@ -98,7 +98,7 @@ class MessageRow(Struct, frozen=True, kw_only=True):
     persistent: bool = True
     public: bool = False  # part of the interface for programs that are not berth's
     batch_key: str = ""
-    max_batch: int = 0  # at most so many in one broker message; 0: as many as the bus's limits say
+    max_batch: int = 0  # at most so many in one broker message; 0: as many as the bus's limits allow
 
     @property
     def tag(self) -> str:

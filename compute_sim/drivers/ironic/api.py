@@ -39,7 +39,7 @@ class Refused(Struct, frozen=True):
 
     @property
     def is_conflict(self) -> bool:
-        """Whether the node is locked or taken just now: another look tells which."""
+        """Whether the node is locked or taken just now: another read shows which."""
         return self.status == httpx.codes.CONFLICT
 
     def __str__(self) -> str:
@@ -107,7 +107,7 @@ class IronicApi:
         return found
 
     async def node(self, ident: str) -> IronicNode | None:
-        """One node; None: Ironic says that there is none."""
+        """One node; None: Ironic answers that there is none."""
         answer = await self._call("GET", f"/v1/nodes/{ident}")
         return None if answer.status_code == httpx.codes.NOT_FOUND else _parse(answer, IronicNode)
 
@@ -147,7 +147,7 @@ class IronicApi:
         answer = await self._call("GET", f"/v1/nodes/{ident}/validate")
         found = _parse(answer, dict[str, Any])
         reasons = {name: found.get(name) for name in interfaces}
-        # `result: null` means that the interface has nothing to say.
+        # `result: null` means that the interface has no result.
         return [
             f"{name}: {verdict.get('reason') or ''!s}"
             for name, verdict in reasons.items()

@@ -1,6 +1,6 @@
 """One attempt to deploy one instance on one node, as a loop: look at the node, do the next thing, look again.
 
-Every pass starts from what Ironic says now, so that an attempt that was interrupted, or whose request's answer was
+Every pass starts from Ironic's present state, so that an attempt that was interrupted, or whose request's answer was
 lost, goes on where it stands. Nova's order: take the node, attach its networks, validate, deploy with a config drive.
 """
 
@@ -22,7 +22,8 @@ log = structlog.get_logger()
 
 # Whose verdict decides, as in Nova; the others (console, inspect, rescue ...) have nothing to do with a deployment.
 VALIDATED = ["boot", "deploy", "network", "power", "storage"]
-# A poll waits this part of the time that the deployment has taken: minutes are not asked about twice a second.
+# A poll waits this part of the time that the deployment has taken: a deployment of minutes is not polled twice a
+# second.
 POLL_SHARE = 0.05
 
 
@@ -40,12 +41,12 @@ class NodeDeployment:
         self._clock = clock
         self._image = image_of(build.spec, config.images)
         self._began = clock.monotonic()
-        self._taken = False  # we have asked for the node: it may be ours though no answer says so
+        self._taken = False  # we have requested the node: it may be ours though no answer confirms it
         self._locked_since: float | None = None
         self._attachments: Attachments | None = None
 
     async def run(self) -> None:
-        """Deploy. Raises Reschedule, BuildAbort, or DriverUnavailable (only before anything was asked for)."""
+        """Deploy. Raises Reschedule, BuildAbort, or DriverUnavailable (only before anything was requested)."""
         try:
             async with asyncio.timeout(self._config.deploy_timeout_s):
                 while not await self._pass():

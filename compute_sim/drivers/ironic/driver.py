@@ -82,7 +82,7 @@ class BareMetal:
         self._clock = clock
         self._api = IronicApi(config, clock=clock, transport=transport)
         self._network = network if network is not None else make_network(config)
-        # The nodes that are offered: as the first announcement has them, and then as `watch` has told them.
+        # The nodes that are offered: as the first announcement has them, and then as `watch` has reported them.
         self._offered: dict[str, DriverHost] | None = None
         self._changed: Callable[[Sequence[str]], None] | None = None
 
@@ -114,7 +114,7 @@ class BareMetal:
         await self._deployment(build).run()
 
     async def destroy(self, host_uuid: str, instance_uuid: str, attempt: int, deployment: str | None) -> None:
-        """Undeploy the node when its mark says that it is ours; return when it is not any more (cleaning goes on)."""
+        """Undeploy the node when it has our mark; return when it is not any more (cleaning goes on)."""
         began = self._clock.monotonic()
         refused: Refused | None = None
         while (node := await self._api.node(host_uuid)) is not None and node.instance == instance_uuid:
@@ -136,7 +136,7 @@ class BareMetal:
         await self._network.release(instance_uuid)
 
     async def _let_go(self, node: IronicNode) -> Refused | None:
-        """The next thing to undo. A refusal decides nothing (the node may be locked just now): the next look tells."""
+        """The next thing to undo. A refusal decides nothing (the node may be locked now): the next read shows it."""
         if node.provision_state == "available":  # taken, and not deployed
             for vif in await self._api.vifs(node.uuid):
                 await self._api.detach_vif(node.uuid, vif)
@@ -226,7 +226,7 @@ class BareMetal:
         """Whether this service, or one of its ring, announces the node. Shares decide about those without a mark.
 
         holding: of nodes without a mark, those whose machine the cell has not ended. No other service's word that it
-        is gone counts for certain: its looks are told apart from the build by clocks only.
+        is gone counts for certain: its reads are distinguished from the build by clocks only.
         """
         mark = node.mark
         if mark is not None:

@@ -1,7 +1,7 @@
 """One change of a deployed node where it is: power on, power off, or a rebuild from another image.
 
-A loop as a deployment is: look at the node, do the next thing, look again. What a node is asked for twice is done once,
-except a rebuild whose service died between asking and hearing: it is done again.
+A loop as a deployment is: look at the node, do the next thing, look again. What is requested of a node twice is done
+once, except a rebuild whose service died between request and answer: it is done again.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ POLL_SHARE = 0.05  # of the time taken: a rebuild takes minutes
 
 
 class NodeChange:
-    """One order. `run` returns when the node is as it asks."""
+    """One order. `run` returns when the node is in the requested state."""
 
     def __init__(self, change: ChangeOrder, *, api: IronicApi, config: IronicConfig, clock: Clock) -> None:
         self._change = change
         self._api = api
         self._config = config
         self._clock = clock
-        self._requested = False  # the node was asked for it by this run, and Ironic has not refused
+        self._requested = False  # this run has requested it of the node, and Ironic has not refused
 
     async def run(self) -> ChangeResult:
-        """Change it. Raises ChangeFault, NotOurs, or DriverUnavailable (only before anything was asked for)."""
+        """Change it. Raises ChangeFault, NotOurs, or DriverUnavailable (only before anything was requested)."""
         if self._change.kind not in CHANGES:
             raise ChangeFault("change.unsupported", f"bare metal has no {self._change.kind.value} here")
         began = self._clock.monotonic()

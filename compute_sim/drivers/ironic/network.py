@@ -37,7 +37,7 @@ class NoNetwork:
     async def prepare(self, node: str, spec: InstanceSpec) -> Attachments:
         """Nothing to attach."""
         if spec.networks:
-            raise BuildAbort("network.none", 'networks are asked for, and compute.ironic.network is "none"')
+            raise BuildAbort("network.none", 'networks are requested, and compute.ironic.network is "none"')
         return Attachments()
 
     async def release(self, instance: str) -> None:
@@ -53,7 +53,7 @@ class StaticNetwork:
     async def prepare(self, node: str, spec: InstanceSpec) -> Attachments:
         """The ports as they are named."""
         if any(attachment.port is None for attachment in spec.networks):
-            raise BuildAbort("network.static", 'a network is asked for, and with "static" only ports can be')
+            raise BuildAbort("network.static", 'a network is requested, and with "static" only ports can be')
         return Attachments(tuple(attachment.port for attachment in spec.networks if attachment.port is not None))
 
     async def release(self, instance: str) -> None:

@@ -1,4 +1,4 @@
-"""A node as Ironic's REST API has it, its provision states, and the mark that says whose machine is on it."""
+"""A node as Ironic's REST API has it, its provision states, and the mark that names the owner of the machine on it."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from msgspec import Struct
 from bus.contracts.base import Uuid, Word
 from compute_sim.driver import Machine
 
-# What a list asks of each node; a page of a thousand is then some 300 kB.
+# What a list requests of each node; a page of a thousand is then some 300 kB.
 FIELDS = (
     "uuid,name,provision_state,power_state,maintenance,instance_uuid,instance_info"
     ",conductor_group,owner,lessee,retired,retired_reason"
 )
 # Where our mark is on a node. Ironic keeps `instance_info` through rescue and service and empties it together with
 # `instance_uuid` when it undeploys a node. An operator who clears `instance_uuid` alone leaves the mark behind: while
-# the node is deployed it still says whose machine is on it.
+# the node is deployed it still names the owner of the machine on it.
 MARK = "/instance_info/berth"
 
 DEPLOYING = frozenset({"deploying", "wait call-back", "deploy hold"})

@@ -1,4 +1,4 @@
-"""What Ironic is told of an instance: `instance_info`, as Nova writes it, and the config drive. Plain functions."""
+"""What Ironic is sent about an instance: `instance_info`, as Nova writes it, and the config drive. Plain functions."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from compute_sim.driver import BuildAbort
 from compute_sim.drivers.ironic.node import MARK, Mark
 
 MAX_HOSTNAME = 63
-# The entries of `instance_info` that say which image is on a node: a rebuild from another one replaces all of them.
+# The entries of `instance_info` that name the image on a node: a rebuild from another one replaces all of them.
 IMAGE_ENTRIES = frozenset(
     {
         *("image_source", "image_checksum", "image_os_hash_algo", "image_os_hash_value", "image_disk_format"),

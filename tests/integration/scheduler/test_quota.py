@@ -34,6 +34,6 @@ async def test_two_schedulers_together_never_give_a_project_more_than_its_quota(
         ("unbound", ""): 7,
     }
     refused = next(event for event in ended if event.code == "quota.exceeded" and event.project_id == "demo")
-    assert refused.reason == "project demo, VCPU: 5 of 5 held, 1 more asked"
+    assert refused.reason == "project demo, VCPU: 5 of 5 held, 1 more requested"
     assert sum(amounts["VCPU"] for amounts in (await world.used()).values()) == 13, "what was refused holds nothing"
     assert {tuple(build.limits.items()) for _, build in world.builds} == {(("VCPU", 5),), (("INSTANCES", 1),), ()}

@@ -134,7 +134,7 @@ def test_a_class_asked_with_nothing_is_not_asked() -> None:
     query = Query(resources={"CUSTOM_BAREMETAL_GOLD": 1, "VCPU": 0, "MEMORY_MB": 0})
     assert ways(book, query) == [{"p0": {"CUSTOM_BAREMETAL_GOLD": 1}}]
     nothing = search(book, Query(resources={"VCPU": 0}), explain=True)
-    assert (len(nothing.roots), nothing.funnel[-1].rejected) == (0, {"nothing is asked": 1})
+    assert (len(nothing.roots), nothing.funnel[-1].rejected) == (0, {"nothing is requested": 1})
 
 
 def test_options_are_near_roomy_and_real_alternatives() -> None:

@@ -35,4 +35,4 @@ def test_each_reason_of_the_search_has_a_phrase() -> None:
 
 def test_pins_have_phrases_too() -> None:
     assert phrase("providers", "ignored") == "were ignored as requested"
-    assert phrase("providers", "not among those asked for") == "are not among the hosts that were asked for"
+    assert phrase("providers", "not among those requested") == "are not among the hosts that were requested"
