@@ -19,7 +19,7 @@ class MigrationsMissing(LookupError):
 
 
 class UnsupportedSchema(LookupError):
-    """The schema is not one that these migrations can bring to head. `code` has the reason; the schema is left as it was."""
+    """These migrations cannot bring the schema to head. `code` has the reason; the schema is left as it was."""
 
     def __init__(self, sentence: str, *, code: str) -> None:
         super().__init__(sentence)

@@ -328,7 +328,7 @@ async def test_a_microversion_that_ironic_does_not_speak_is_answered_with_what_t
     with pytest.raises(DriverUnavailable) as caught:
         await driver.hosts()
     assert (
-        str(caught.value) == "Ironic speaks microversions 1.1 to 1.58: set compute.ironic.microversion to one of them"
+        str(caught.value) == "Ironic supports microversions 1.1 to 1.58: set compute.ironic.microversion to one of them"
     )
 
 

@@ -64,7 +64,7 @@ async def test_what_is_wrong_with_each_node_is_said_in_ironics_words(ironic: Iro
     told = json.loads(result.output)
     assert {node["name"]: node["problems"] for node in told["nodes"]} == {
         "classless": ["it has no resource class"],
-        "lead": ["no flavor asks for CUSTOM_LEAD"],
+        "lead": ["no flavor requests CUSTOM_LEAD"],
         "dark": ["its power state is not known"],
         "broken": ["it is in clean failed"],
         "away": ["it is in maintenance: a new fan"],

@@ -53,10 +53,10 @@ def test_boots_that_wait_in_one_queue_are_not_counted_as_many_witnesses() -> Non
 
 def test_few_boots_prove_nothing() -> None:
     found = compare(made_up(99), made_up(99, slower=3.0))
-    assert line(found, "latency p50, ms").word == line(found, "latency p99, ms").word == "too few boots to tell"
+    assert line(found, "latency p50, ms").word == line(found, "latency p99, ms").word == "too few boots to compare"
     found = compare(made_up(300), made_up(300, slower=3.0))
     assert line(found, "latency p50, ms").word == "slower"
-    assert line(found, "latency p99, ms").word == "too few boots to tell", "three boots beyond it"
+    assert line(found, "latency p99, ms").word == "too few boots to compare", "three boots beyond it"
     empty = compare(made_up(0), made_up(0))
     assert line(empty, "latency p50, ms").ratio is None and "not known" in empty.text
 

@@ -154,5 +154,5 @@ def test_a_setting_is_explained_above_it() -> None:
     assert lines[lines.index("pool_size = 8") - 1].startswith("# ")
     assert lines[lines.index("[telemetry]") - 1] == "# Logs and health of every worker."
     assert "# http_port is not set" in lines
-    assert "# CPUs: `VCPU`, unless `extra_specs` say otherwise." in lines, "of a table by name, too"
+    assert "# CPUs: `VCPU`, unless `extra_specs` override it." in lines, "of a table by name, too"
     assert tomllib.loads(text) == tomllib.loads(as_toml(plain))
