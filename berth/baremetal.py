@@ -8,7 +8,8 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
-from compute_sim.drivers.ironic.node import Mark
+from compute_sim.drivers.ironic.node import Mark, NodeExtra, Unproven
+from compute_sim.drivers.ironic.probation import CRITICAL
 from ironic_sync.domain.node import Node, Unreadable, parse_node
 from ironic_sync.domain.rules import DEAD_POWER, FREE_STATES, class_name
 from scheduler_worker.config import Flavor
@@ -85,6 +86,10 @@ def _problems(
         yield f"it is in maintenance: {reason}"
     if raw.get("fault"):
         yield f"Ironic found a fault: {raw['fault']}"
+    if raw.get("health") == CRITICAL:
+        yield "Ironic says that its health is Critical"
+    if (unproven := _unproven(raw.get("extra"))) is not None:
+        yield f"it takes only a canary's build, until one is active: {unproven.why}"
     if raw.get("retired"):
         yield f"it is retired: {raw.get('retired_reason') or 'no reason given'}"
     if node.instance_uuid is None and node.power_state in DEAD_POWER:
@@ -93,6 +98,13 @@ def _problems(
         yield f"it is in {node.provision_state}"
     if node.instance_uuid is not None and node.provision_state == "available":
         yield "it carries an instance and is not deployed"
+
+
+def _unproven(extra: object) -> Unproven | None:
+    try:
+        return msgspec.convert(extra, NodeExtra).berth_unproven
+    except msgspec.ValidationError:
+        return None
 
 
 def _is_marked(info: object) -> bool:

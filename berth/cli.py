@@ -38,6 +38,7 @@ COMMANDS = {
     "stop": ("moves", "stop"),
     "moves": ("moves", "moves"),
     "hosts": ("hosts", "app"),
+    "host-metrics": ("host_metrics", "host_metrics"),
     "services": ("hosts", "services"),
     "workers": ("workers", "workers"),
     "drain": ("drain", "drain"),

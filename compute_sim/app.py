@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -17,11 +18,12 @@ from compute_sim.agent import Agent, Limits
 from compute_sim.announcer import ResultSender
 from compute_sim.config import ComputeConfig
 from compute_sim.domain.faults import plan_attempt
-from compute_sim.driver import Driver, DriverUnavailable
+from compute_sim.driver import Driver, DriverUnavailable, MeasuringDriver
 from compute_sim.drivers.hypervisor import Hypervisors
 from compute_sim.drivers.ironic.driver import BareMetal, ring_name
 from compute_sim.fleet import Fleet
 from compute_sim.handlers import ComputeHandlers
+from compute_sim.measuring import Measuring
 from compute_sim.name import QUEUE, ServiceName, source_of
 from compute_sim.reporter import Reporter
 from compute_sim.ring import Ring
@@ -77,6 +79,16 @@ def build(
     result.add_task("jobs", parts.agent.watch)
     result.add_task("destructions", parts.agent.retry_destroys)
     result.add_task("crash plan", parts.crash_plan.wait)
+    if config.metrics_interval_s and isinstance(parts.driver, MeasuringDriver):
+        measuring = Measuring(
+            parts.bus,
+            parts.driver,
+            service=service,
+            clock=env.clock,
+            rng=random.Random(f"measuring {service}"),
+            interval_s=config.metrics_interval_s,
+        )
+        result.add_task("measuring", measuring.run)
     if isinstance(parts.driver, BareMetal):
         result.add_task("nodes", parts.driver.watch)
     # Before the first announcement, as the one that holds the name is: a conductor that receives it may send builds at

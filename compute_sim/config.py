@@ -63,6 +63,7 @@ class HostSize(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unk
 
 
 SHARD_VERSION = 82  # Ironic's API has shards since 1.82
+HEALTH_VERSION = 109  # and the health of a node since 1.109
 
 
 class IronicConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -87,7 +88,9 @@ class IronicConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     ca_file: str = ""
     """As `ironic_sync.ca_file`."""
     microversion: Annotated[str, Bound(pattern=r"^1\.[0-9]{1,3}$")] = "1.81"
-    """Of Ironic's API. 1.81: the newest that the driver reads; `shards` needs 1.82."""
+    """Of Ironic's API. 1.81: the newest that the driver reads; `shards` needs 1.82. From 1.109 on the health that
+    Ironic knows of a node counts: Critical disables it, Warning puts it below others.
+    """
     images: dict[Label, ImageSource] = {}
     """What a request's `image` means, by name."""
     network: Literal["none", "static"] = "none"
@@ -122,10 +125,27 @@ class IronicConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """The number of such parts."""
     takes_over: Annotated[tuple[Word, ...], Bound(max_length=1000)] = ()
     """Names of services of this cell that do not run any more. Their nodes with instances are this service's."""
+    canary_project: Word | None = None
+    """Nodes that have failed take builds of this project only, until one of them has become active
+    (docs/howto/bare-metal.md). Not set: there is no such trial.
+    """
 
     def __post_init__(self) -> None:
-        if self.shards and int(self.microversion.partition(".")[2]) < SHARD_VERSION:
+        if self.shards and self._minor < SHARD_VERSION:
             raise ValueError(f"shards need microversion 1.{SHARD_VERSION} or newer; it is {self.microversion}")
+
+    @property
+    def _minor(self) -> int:
+        return int(self.microversion.partition(".")[2])
+
+    @property
+    def more_fields(self) -> dict[str, bool]:
+        """Fields of a node that are not always asked for, and whether they are now."""
+        return {
+            "shard": bool(self.shards),
+            "health": self._minor >= HEALTH_VERSION,
+            "extra,last_error": self.canary_project is not None,
+        }
 
 
 MAX_NAME = 64  # as Word bounds it
@@ -172,6 +192,8 @@ class ComputeConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """Seconds between two heartbeats of the service. `conductor.missed_heartbeats` of them make it silent."""
     report_interval_s: Annotated[float, Bound(gt=0, le=86_400)] = 60.0
     """Seconds between two full reports of the machines, in case a change was not announced."""
+    metrics_interval_s: Annotated[float, Bound(ge=0, le=86_400)] = 0.0
+    """Seconds between two publications of what the driver measures (docs/howto/host-metrics.md). 0: none."""
     max_builds_per_host: Annotated[int, Bound(ge=1, le=10_000)] = 10
     """Builds under way on one host. 10, as Nova's `max_concurrent_builds`."""
     max_builds: Annotated[int, Bound(ge=1, le=100_000)] = 5_000

@@ -7,12 +7,13 @@ instance on one host one after the other, never at the same time; different inst
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from msgspec import Struct
 
 from bus.contracts.base import Resources
 from bus.contracts.cell import InstanceSpec, Origin
+from bus.contracts.host_metrics import HostReading
 from bus.contracts.moves import ChangeKind
 from bus.contracts.placement import ProviderReport
 
@@ -171,3 +172,11 @@ class Driver(Protocol):
 
     def on_change(self, callback: Callable[[Sequence[str]], None]) -> None:
         """Have `callback(host uuids)` called when hosts were enabled, disabled, resized, or came and went."""
+
+
+@runtime_checkable
+class MeasuringDriver(Protocol):
+    """A driver that can also measure its hosts."""
+
+    async def measure(self, now: float) -> Sequence[HostReading]:
+        """What its hosts' sensors say now (`now`: seconds since the epoch). May raise DriverUnavailable."""

@@ -17,6 +17,7 @@ BUILD_S = Histogram(
 ACCEPTED = Gauge("berth_compute_builds_accepted", "Builds accepted and not ended.", ["service"])
 RESULTS = Counter("berth_compute_results_total", "Results that the broker confirmed.", ["service"])
 REPORTS = Counter("berth_compute_inventory_updates_total", "Inventory updates that the broker confirmed.", ["service"])
+MEASURED = Counter("berth_compute_hosts_measured_total", "Readings of hosts published.", ["service"])
 ANNOUNCED = Counter("berth_compute_hosts_announced_total", "Host reports published.", ["service"])
 JOURNALS_DAMAGED = Counter(
     "berth_compute_journals_damaged_total", "Journals that were found damaged and kept aside, by file.", ["file"]

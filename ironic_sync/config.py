@@ -49,8 +49,10 @@ class IronicSyncConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """The broker of Ironic's notifications."""
     exchange: str = "ironic"
     """The exchange that Ironic publishes its notifications to: oslo.messaging's `control_exchange`."""
-    topics: tuple[str, ...] = ("ironic_versioned_notifications",)
-    """Topics of the notifications; each is bound with every priority (`TOPIC.info`, ...)."""
+    topics: tuple[str, ...] = ("ironic_versioned_notifications", "notifications")
+    """Topics of the notifications; each is bound with every priority (`TOPIC.info`, ...). `notifications` is that of
+    sensor data ([sensor_data] in ironic.conf).
+    """
     queue: str = "ironic_sync.notifications"
     """The queue that is bound to them. Only this deployment may consume from it."""
     prefetch: Annotated[int, Bound(ge=1, le=10_000)] = 512

@@ -9,11 +9,12 @@ from collections.abc import Callable
 import structlog
 
 from bus.clock import Clock
+from bus.contracts.host_metrics import HostReading
 from bus.port import BusError, BusUnavailable, Delivery, QueueMissing, Subscription, Transport
 from ironic_sync import metrics
 from ironic_sync.config import IronicSyncConfig
 from ironic_sync.domain.effect import NO_EFFECT, effect_of
-from ironic_sync.domain.notification import Notification, Rejected, parse
+from ironic_sync.domain.notification import Notification, Rejected, Sensors, parse
 from ironic_sync.sync_state import SyncState
 from ironic_sync.waiting import event_or_time
 
@@ -39,6 +40,7 @@ class NotificationListener:
         config: IronicSyncConfig,
         follow_allocation: Callable[[str], None],
         read_all: Callable[[], None],
+        measured: Callable[[HostReading], None],
     ) -> None:
         self._transport = transport
         self._sync_state = sync_state
@@ -46,6 +48,7 @@ class NotificationListener:
         self._config = config
         self._look_at_allocation = follow_allocation
         self._read_all = read_all
+        self._measured = measured
         self._subscription: Subscription | None = None
         self._check = asyncio.Event()
         self._stopped = False
@@ -133,6 +136,11 @@ class NotificationListener:
             delivery.ack()  # it contains nothing that reading all nodes would not find
             return
         metrics.NOTIFICATIONS.labels(self._event(notification)).inc()
+        if isinstance(notification, Sensors):
+            delivery.ack()  # lost with this process, the next one is newer
+            if notification.reading is not None:
+                self._measured(notification.reading)
+            return
         if self._act(notification):
             self._sync_state.deliveries.append(delivery)
         else:
@@ -156,7 +164,7 @@ class NotificationListener:
             return False
         return self._sync_state.apply_notification(means, notification.request_id or notification.message_id)
 
-    def _event(self, notification: Notification) -> str:
+    def _event(self, notification: Notification | Sensors) -> str:
         """A label from outside, so the number of different ones is bounded."""
         if len(self._events) < RECOUNTED_EVENTS:
             self._events.add(notification.event)

@@ -17,6 +17,7 @@ from ironic_sync import metrics
 from ironic_sync.config import IronicSyncConfig
 from ironic_sync.domain.position import SOURCE, Timing
 from ironic_sync.listener import NotificationListener
+from ironic_sync.measuring import Measurements
 from ironic_sync.reader import Reader
 from ironic_sync.source.port import IronicSource
 from ironic_sync.store.port import NotLeader, Positions, Term
@@ -135,6 +136,7 @@ class SyncLoop:
         sync_state = SyncState(*await kept.load(), clock=self._clock, timing=timing, max_nodes=config.max_nodes)
         reader = Reader(self._source, sync_state, clock=self._clock, rng=self._rng, config=config)
         writer = Writer(kept, sync_state, self._publish_all, clock=self._clock, cell=config.cell)
+        measurements = Measurements(self._publish_all, clock=self._clock, max_nodes=config.max_nodes)
         listener = NotificationListener(
             self._transport,
             sync_state,
@@ -142,8 +144,9 @@ class SyncLoop:
             config=config,
             follow_allocation=reader.follow_allocation,
             read_all=reader.read_all,
+            measured=measurements.add,
         )
-        self._term = _Term(sync_state, reader, writer, listener)
+        self._term = _Term(sync_state, reader, writer, listener, measurements)
         metrics.LEADER.set(1)
         try:
             await self._run_together(self._term, kept)
@@ -161,6 +164,7 @@ class SyncLoop:
                 tasks.create_task(term.reader.run())
                 tasks.create_task(term.reader.run_all())
                 tasks.create_task(term.listener.run())
+                tasks.create_task(term.measurements.run())
                 tasks.create_task(self._check(term, kept))
         except ExceptionGroup as faults:  # not `except*`: what is raised from there is wrapped in a group again
             raise first_fault(faults) from faults
@@ -181,8 +185,16 @@ class SyncLoop:
 class _Term:
     """What one term consists of."""
 
-    def __init__(self, sync_state: SyncState, reader: Reader, writer: Writer, listener: NotificationListener) -> None:
+    def __init__(
+        self,
+        sync_state: SyncState,
+        reader: Reader,
+        writer: Writer,
+        listener: NotificationListener,
+        measurements: Measurements,
+    ) -> None:
         self.sync_state = sync_state
         self.reader = reader
         self.writer = writer
         self.listener = listener
+        self.measurements = measurements

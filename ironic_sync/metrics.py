@@ -10,6 +10,7 @@ READS = Counter("berth_ironic_reads", "Reads of one node from Ironic's REST API,
 RESYNCS = Counter("berth_ironic_resyncs", "Reads of all nodes, by outcome", ["outcome"])
 RESYNC_S = Histogram("berth_ironic_resync_seconds", "How long reading all nodes took")
 TOLD = Counter("berth_ironic_updates", "Inventory updates published, by kind", ["kind"])
+MEASURED = Counter("berth_ironic_nodes_measured", "Readings of nodes' sensors published")
 NODES = Gauge("berth_ironic_nodes", "Nodes that were reported to the book")
 PROBLEMS = Gauge("berth_ironic_node_problems", "Nodes that cannot be placed on as they are, by code", ["code"])
 LEADER = Gauge("berth_ironic_leader", "1 while this process is the writer")

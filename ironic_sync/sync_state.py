@@ -99,7 +99,7 @@ class SyncState:
             log.error("ironic.unreadable", node=node.uuid, reason=node.reason)
             after = step.apply_unreadable(before, UNREADABLE, seq=seq, now=now, timing=self._timing)
         else:
-            after = self._mark_mark_mark_mark_republished(
+            after = self._mark_republished(
                 step.apply_read(before, node, seq=seq, now=now, timing=self._timing), before, now
             )
         self._move(before, after)
@@ -190,7 +190,7 @@ class SyncState:
             return None
         return position or Position(uuid=uuid)
 
-    def _mark_mark_mark_mark_republished(self, after: Position, before: Position, now: float) -> Position:
+    def _mark_republished(self, after: Position, before: Position, now: float) -> Position:
         # Overtaken by a notification, it is read again at once: an offer is reported again after a fresh read, too.
         if after.uuid not in self._republish or after.read_at != now or after.notified_seq > after.read_seq:
             return after

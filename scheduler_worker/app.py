@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 from collections.abc import Sequence
 from functools import partial
@@ -9,6 +10,7 @@ from functools import partial
 from bus.bus import API, Bus
 from bus.cell_link import CellLink, wait_for
 from bus.clock import Clock
+from bus.consuming.consumer import Consumer
 from bus.consuming.dead_letters import count_dead_letters
 from bus.consuming.outcome import Done, Outcome, Received
 from bus.contracts.base import Message
@@ -37,6 +39,8 @@ from scheduler_worker.evacuations import EvacuationTask
 from scheduler_worker.fences import FencePublisher
 from scheduler_worker.fleet_metrics import FLEET
 from scheduler_worker.handlers import RequestHandler
+from scheduler_worker.host_metrics import QUEUE as METRICS_QUEUE
+from scheduler_worker.host_metrics import HostMetricsListener, age
 from scheduler_worker.moves import MoveEngine
 from scheduler_worker.objects import ObjectRegistry, configured
 from scheduler_worker.queries import QueryHandler
@@ -172,6 +176,9 @@ def build(
     announce_presence(service, env, buses[API], "scheduler")
     registry = ObjectRegistry(store, selector, config, clock=env.clock)
     _objects(service, buses[API], registry, selector=selector, workers=workers, config=config)
+    measured = asyncio.Event()
+    service.add_consumer(_metrics_consumer(buses[API], selector, measured))
+    service.add_task("host metrics", lambda: age(selector.metrics, measured, env.clock))
     publisher = FencePublisher(registry, {cell: buses[cell] for cell in cells}, clock=env.clock)
     service.add_task("fences", publisher.run)
     evacuations = EvacuationTask(
@@ -179,7 +186,17 @@ def build(
     )
     service.add_task("evacuations", evacuations.run)
     links = [
-        _link(service, env, buses[cell], selector, workers, store=store, registry=registry, config=config)
+        _link(
+            service,
+            env,
+            buses[cell],
+            selector,
+            workers,
+            store=store,
+            registry=registry,
+            config=config,
+            more=[_metrics_consumer(buses[cell], selector, measured)],
+        )
         for cell in cells
     ]
     service.add_preparation(lambda: wait_for(links, config.cell_wait_s))
@@ -262,8 +279,9 @@ def _link(
     store: SchedulerStore,
     registry: ObjectRegistry,
     config: SchedulerConfig,
+    more: Sequence[Consumer],
 ) -> CellLink:
-    """The link to one cell: announcements of its hosts, and of its builds."""
+    """The link to one cell: announcements of its hosts, and of its builds. more: consumers of further queues there."""
     rng = random.Random(env.rng.getrandbits(64))
     listener = HostsListener(bus, selector.table, workers, clock=env.clock, rng=rng, again_s=config.report_interval_s)
     bus.transport.on_reconnect(listener.on_reconnected)
@@ -279,6 +297,7 @@ def _link(
         bus.consumer(
             "scheduler.hosts.{process}", listener, max_batch=config.batch, concurrency=1, prefetch=config.prefetch
         ),
+        *more,
     ]
     link = CellLink(bus, consumers)
 
@@ -292,6 +311,11 @@ def _link(
     service.add_drain(link.drain)
     service.add_bus_check(f"bus {bus.name}", bus)
     return link
+
+
+def _metrics_consumer(bus: Bus, selector: Selector, measured: asyncio.Event) -> Consumer:
+    listener = HostMetricsListener(selector.metrics, bus.name, clock=bus.clock, first=measured)
+    return bus.consumer(METRICS_QUEUE, listener, max_batch=16, concurrency=1, prefetch=16)
 
 
 async def open_nothing() -> None:

@@ -9,10 +9,12 @@ from msgspec import Struct
 from msgspec.structs import force_setattr
 
 from bus.contracts.fences import EvacuationPolicy
+from bus.contracts.host_metrics import MetricName
 from bus.contracts.objects import Aggregate, Flavor, Quota
 
 Positive = Annotated[int, Bound(ge=1)]
 Seconds = Annotated[float, Bound(gt=0)]
+Ratio = Annotated[float, Bound(ge=-1e6, le=1e6)]
 
 __all__ = ["Aggregate", "Flavor", "Quota", "SchedulerConfig"]
 
@@ -52,6 +54,7 @@ MORE_FILTERS = (
     "scheduler_worker.filters.flavor_is_listed.AggregateTypeAffinityFilter",
     "scheduler_worker.filters.image_is_supported.ImagePropertiesFilter",
     "scheduler_worker.filters.image_is_isolated.AggregateImagePropertiesIsolation",
+    "scheduler_worker.filters.has_metrics.MetricsFilter",
 )
 DEFAULT_WEIGHERS = (
     "scheduler_worker.weighers.free_ram.RAMWeigher",
@@ -60,8 +63,23 @@ DEFAULT_WEIGHERS = (
     "scheduler_worker.weighers.preferences.PreferenceWeigher",
     "scheduler_worker.weighers.group_members_here.ServerGroupSoftAffinityWeigher",
     "scheduler_worker.weighers.group_members_elsewhere.ServerGroupSoftAntiAffinityWeigher",
+    "scheduler_worker.weighers.host_metrics.MetricsWeigher",
+    "scheduler_worker.weighers.host_health.HealthWeigher",
     "scheduler_worker.weighers.recent_build_failures.BuildFailureWeigher",
 )
+
+
+class MetricsConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What the metrics of hosts weigh (docs/howto/host-metrics.md)."""
+
+    weights: Annotated[dict[MetricName, Ratio], Bound(max_length=32)] = {}
+    """{metric: ratio}. A host weighs the sum of its metrics, each times its ratio."""
+    required: bool = False
+    """Whether a host without one of them takes no builds. `MetricsFilter` does that, so it must be enabled."""
+    weight_of_unavailable: float = -10_000.0
+    """What such a host weighs otherwise."""
+    max_age_s: Seconds = 900.0
+    """Seconds after which a number is unknown. Longer than its publisher's interval."""
 
 
 class SchedulerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -89,6 +107,8 @@ class SchedulerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """By weigher name (`ram`, `cpu`, ...), instead of the weigher's own default. Weights are added up: -1.0 for
     each of `ram`, `cpu` and `disk` packs the hosts.
     """
+    metrics: MetricsConfig = MetricsConfig()
+    """What the metrics of hosts weigh."""
 
     # Choosing
     host_subset_size: Positive = 1

@@ -26,6 +26,7 @@ ANNOUNCED = Counter("berth_scheduler_announcements", "Build events from cells, b
 SUBSET = Gauge("berth_scheduler_subset", "Near-best hosts that a choice is made among; contention widens it.")
 BUILDS = Counter("berth_scheduler_builds", "Build requests that ended, by terminal state and code.", ["state", "code"])
 OBJECTS_REVISION = Gauge("berth_scheduler_objects_revision", "Revision of the operators' objects in force here.")
+HOST_METRICS = Counter("berth_scheduler_host_metrics", "Numbers about hosts that came, by outcome.", ["outcome"])
 KNOWN_HOSTS = Gauge("berth_scheduler_hosts", "Hosts that compute services have announced.")
 
 

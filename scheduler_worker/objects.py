@@ -323,7 +323,13 @@ class ObjectRegistry:
         names = [book.name_of(row) for row in view.rows.tolist()]
         before = _zone_of_each(view, names, self._selector.config.default_availability_zone)
         changed = HostsView(
-            book, view.table, Membership(after.aggregates), rows=view.rows, index=view.index, down=view.down
+            book,
+            view.table,
+            Membership(after.aggregates),
+            rows=view.rows,
+            index=view.index,
+            down=view.down,
+            metrics=view.metrics,
         )
         then = _zone_of_each(changed, names, after.default_availability_zone)
         return zones_that_move(before, then, [name for name, has in zip(names, used.tolist(), strict=True) if has])

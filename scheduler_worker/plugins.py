@@ -8,6 +8,7 @@ from typing import Any
 from bus.service.settings import SettingsError
 from scheduler_worker.config import DEFAULT_FILTERS, MORE_FILTERS, SchedulerConfig
 from scheduler_worker.domain.plugins import Filter, Weigher, Weighing
+from scheduler_worker.filters.has_metrics import MetricsFilter
 
 
 class PluginInvalid(SettingsError):
@@ -26,13 +27,15 @@ def filters(config: SchedulerConfig) -> list[Filter]:
         path = enabled if enabled in available else by_name.get(enabled)
         if path is None:
             raise PluginInvalid(f"filter {enabled!r} is not available (available: {', '.join(sorted(by_name))})")
-        made.append(_instance(path, "filter"))
+        made.append(_instance(path, "filter", config))
+    if config.metrics.required and not any(isinstance(one, MetricsFilter) for one in made):
+        raise PluginInvalid("metrics.required: enable MetricsFilter, which keeps hosts without those metrics away")
     return made
 
 
 def weighings(config: SchedulerConfig) -> list[Weighing]:
     """The enabled weighers with their multipliers, without those whose multiplier is 0."""
-    made: list[Weigher] = [_instance(path, "weigh") for path in config.enabled_weighers]
+    made: list[Weigher] = [_instance(path, "weigh", config) for path in config.enabled_weighers]
     unknown = config.multipliers.keys() - {weigher.name for weigher in made}
     if unknown:
         raise PluginInvalid(f"multipliers for weighers that are not enabled: {', '.join(sorted(unknown))}")
@@ -45,10 +48,12 @@ def _has_metadata(config: SchedulerConfig, weighing: Weighing) -> bool:
     return any(key in aggregate.metadata for aggregate in config.aggregates)
 
 
-def _instance(path: str, method: str) -> Any:
+def _instance(path: str, method: str, config: SchedulerConfig) -> Any:
+    """Made by its `from_config(config)`, where it has one, else without arguments."""
     module, _, name = path.rpartition(".")
     try:
-        made = getattr(importlib.import_module(module), name)()
+        kind = getattr(importlib.import_module(module), name)
+        made = kind.from_config(config) if hasattr(kind, "from_config") else kind()
     except (ImportError, AttributeError, ValueError, TypeError) as error:
         raise PluginInvalid(f"{path}: {error}") from error
     if not callable(getattr(made, method, None)) or not isinstance(getattr(made, "name", None), str):

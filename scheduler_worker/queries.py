@@ -10,6 +10,7 @@ from msgspec.structs import replace
 from bus.clock import Clock
 from bus.consuming.outcome import Done, Outcome, Received, Refuse
 from bus.contracts.build import BuildPage, BuildQuery, BuildRecord, HostRecord, HostsPage, HostsQuery, TimelineEntry
+from bus.contracts.host_metrics import HostMetricsQuery
 from bus.contracts.moves import DrainQuery, MovePage, MoveQuery
 from bus.contracts.objects import ObjectLogQuery, ObjectsQuery
 from bus.contracts.operations import ServiceRecord, ServicesPage, ServicesQuery
@@ -18,6 +19,7 @@ from bus.faults import DatabaseUnavailable, Transient
 from scheduler_worker.domain.hosts import NO_SERVICE, Mask
 from scheduler_worker.domain.selector import Selector
 from scheduler_worker.domain.workers import WorkerTable
+from scheduler_worker.host_metrics import host_metrics_page
 from scheduler_worker.moves import MoveEngine
 from scheduler_worker.objects import ObjectRegistry
 from scheduler_worker.store.port import SchedulerStore
@@ -72,6 +74,8 @@ class QueryHandler:
             return Done(reply=self.services(message))
         if isinstance(message, HostsQuery):
             return Done(reply=self.hosts(message))
+        if isinstance(message, HostMetricsQuery):
+            return Done(reply=host_metrics_page(message, self._selector))
         try:
             if isinstance(message, ObjectsQuery):
                 return Done(reply=await self._objects.page(message))

@@ -78,6 +78,8 @@ PLANTS: dict[str, tuple[str, str, str]] = {
         "return view.counted({})",
     ),
     "W-9": (_WEIGHERS + "recent_build_failures.py", "return view.failed_builds", "return 0 * view.failed_builds"),
+    "F-21": (_FILTERS + "has_metrics.py", "passed &= ~np.isnan(view.metric(name))", "passed &= True"),
+    "W-12": (_WEIGHERS + "host_metrics.py", "view.metric(name) * ratio", "0 * ratio"),
     "R-1": (_FLAVORS, _PREFILTERS, "for prefilter in (_availability_zone, _isolated_aggregates):"),
     "R-2": (_FLAVORS, _PREFILTERS, _NO_ZONES),
     "R-4": (_PARSER, 'DISABLED_TRAIT = "COMPUTE_STATUS_DISABLED"', 'DISABLED_TRAIT = "CUSTOM_NEVER"'),

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from msgspec.structs import replace
 
 from bus.clock import Clock
+from bus.contracts.host_metrics import POWER_WATTS, TEMPERATURE_CELSIUS, HostReading
 from bus.contracts.moves import MACHINE_ABSENT, ChangeKind
 from compute_sim.domain.faults import Faults, PlannedEnding, plan_attempt, plan_change
 from compute_sim.domain.hosts import ATTRIBUTES, tree
@@ -24,6 +25,9 @@ from compute_sim.driver import (
     Tree,
 )
 from compute_sim.fleet import Fleet, Guest, Host
+
+IDLE_WATTS, LOAD_WATTS = 110.0, 290.0
+IDLE_CELSIUS, LOAD_CELSIUS = 24.0, 46.0
 
 
 class Hypervisors:
@@ -161,6 +165,20 @@ class Hypervisors:
             ]
             for host in self._these(hosts)
         }
+
+    async def measure(self, now: float) -> Sequence[HostReading]:
+        """A simulated host is warm and draws power by how many of its processors are in use."""
+        readings = []
+        for host in self._fleet.hosts:
+            guests = (guest for guest in (host.guests or {}).values() if guest.runs)
+            used = sum(amounts.get("VCPU", 0) for guest in guests for amounts in guest.allocations.values())
+            load = min(1.0, used / (host.size.vcpus * host.size.cpu_ratio))
+            values = {
+                POWER_WATTS: IDLE_WATTS + load * LOAD_WATTS,
+                TEMPERATURE_CELSIUS: IDLE_CELSIUS + load * LOAD_CELSIUS,
+            }
+            readings.append(HostReading(host_uuid=host.plan.uuid, at=now, values=values))
+        return readings
 
     def on_change(self, callback: Callable[[Sequence[str]], None]) -> None:
         """Hosts of the fleet were enabled, disabled or resized."""

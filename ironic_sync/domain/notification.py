@@ -14,6 +14,8 @@ from msgspec import UNSET, Struct, UnsetType
 from msgspec import Meta as Bound
 
 from bus.contracts.base import Uuid
+from bus.contracts.host_metrics import HostReading
+from ironic_sync.domain.sensors import SENSOR_EVENT, parse_sensors
 
 MAX_BODY_BYTES: Final = 1024 * 1024  # the largest recorded one has 5 kB; driver_info and instance_info are free-form
 MAX_REQUEST_ID: Final = 64
@@ -62,6 +64,13 @@ class Notification(Struct, frozen=True, kw_only=True):
         return f"{self.kind}.{self.action}.{self.status}"
 
 
+class Sensors(Struct, frozen=True, kw_only=True):
+    """Sensor data, of a node or of one of Ironic's own conductors. reading: None when nothing in it is understood."""
+
+    event: str
+    reading: HostReading | None = None
+
+
 class Rejected(Struct, frozen=True, kw_only=True):
     """A message that is no notification of Ironic: a stable code and a reason that quotes no content."""
 
@@ -102,13 +111,18 @@ class _Traceable(Struct, rename={"request_id": "_context_request_id"}):
     request_id: str | None = None
 
 
+class _Typed(Struct):
+    event_type: _Text
+
+
 _envelope = msgspec.json.Decoder(_Envelope)
 _inner = msgspec.json.Decoder(_Inner)
+_typed = msgspec.json.Decoder(_Typed)
 _traceable = msgspec.json.Decoder(_Traceable)
 
 
-def parse(body: bytes) -> Notification | Rejected:
-    """A notification, or why it is none. Never raises, whatever the bytes."""
+def parse(body: bytes) -> Notification | Sensors | Rejected:
+    """A notification, sensor data, or why it is neither. Never raises, whatever the bytes."""
     if len(body) > MAX_BODY_BYTES:
         return Rejected(code="notification.too_large", reason=f"{len(body)} bytes, at most {MAX_BODY_BYTES}")
     try:
@@ -122,14 +136,24 @@ def parse(body: bytes) -> Notification | Rejected:
     return _parse_inner(envelope.message)
 
 
-def _parse_inner(text: str) -> Notification | Rejected:
+def _parse_inner(text: str) -> Notification | Sensors | Rejected:
     try:
         inner = _inner.decode(text)
-    except msgspec.ValidationError as error:
+    except msgspec.ValidationError as error:  # sensor data has no versioned objects
+        if (event := _sensor_event(text)) is not None:
+            return Sensors(event=event, reading=parse_sensors(text))
         return Rejected(code="notification.invalid", reason=str(error), request_id=_request_id_of(text))
     except (msgspec.DecodeError, UnicodeError, RecursionError):
         return Rejected(code="notification.malformed", reason="the enveloped message is not JSON")
     return _of(inner)
+
+
+def _sensor_event(text: str) -> str | None:
+    try:
+        event = _typed.decode(text).event_type
+    except (msgspec.MsgspecError, UnicodeError, RecursionError):
+        return None
+    return event if SENSOR_EVENT.fullmatch(event) else None
 
 
 def _of(inner: _Inner) -> Notification | Rejected:

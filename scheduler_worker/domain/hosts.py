@@ -26,6 +26,7 @@ Floats = npt.NDArray[np.float64]
 NO_RING = (0, 0)
 NO_SERVICE = -1  # no service manages this host any more
 PROJECT = "project_id"  # the attribute of a host that takes builds of one project only
+HEALTH = "health"  # the attribute of a host that something is wrong with: `warning`
 OPEN, CLOSED = -1, -2  # instead of the place of a project: a host takes builds of all, or of none
 MAX_PROJECTS = 1_000_000
 MAX_HOSTS = 4_000_000  # announced hosts kept; a cell that announces more is broken
@@ -103,6 +104,7 @@ class HostTable:
         self.admin = np.zeros(INITIAL_CAPACITY, dtype=np.int8)
         self.project = np.full(INITIAL_CAPACITY, OPEN, dtype=np.int32)  # whose builds alone: its place in `projects`
         self.projects: dict[str, int] = {}
+        self.warning = np.zeros(INITIAL_CAPACITY, dtype=np.bool_)  # its service says that something is wrong with it
         self._decided: dict[str, HostAdminState] = {}
 
     def __len__(self) -> int:
@@ -278,6 +280,7 @@ class HostTable:
             self._rename(index, host)
         self.attributes[index] = host.attributes
         self.project[index] = self._place_of(host.attributes.get(PROJECT))
+        self.warning[index] = host.attributes.get(HEALTH) == "warning"
         self.service[index], self.cell[index] = service, cell
         self.listed[index] = self.services[service].listing
         self.enabled[index] = host.enabled
@@ -318,6 +321,7 @@ class HostTable:
         self.failed_builds = _extended(self.failed_builds, more, 0.0)
         self.admin = _extended(self.admin, more, 0)
         self.project = _extended(self.project, more, OPEN)
+        self.warning = _extended(self.warning, more, False)
 
 
 def _extended(column: npt.NDArray[Any], more: int, fill: float) -> npt.NDArray[Any]:

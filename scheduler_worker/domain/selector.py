@@ -17,6 +17,7 @@ from placement_worker.replica.search import search
 from scheduler_worker.config import SchedulerConfig
 from scheduler_worker.domain.explain import funnel_step
 from scheduler_worker.domain.flavors import ParsedFlavor, request_spec
+from scheduler_worker.domain.host_metrics import HostMetricsTable
 from scheduler_worker.domain.hosts import NO_SERVICE, HostTable, Rows
 from scheduler_worker.domain.plugins import Filter, Weighing, applies_to
 from scheduler_worker.domain.ranking import RandomSource, RankedHost, Ranking
@@ -58,6 +59,9 @@ class Selector:
     ) -> None:
         self.book = book
         self.table = table
+        self.metrics = HostMetricsTable(
+            table, max_age_s=config.metrics.max_age_s, reserved=tuple(config.metrics.weights)
+        )
         self.configure(config, flavors=flavors, filters=filters, weighings=weighings)
         self._roots: Rows | None = None
         self._known = -1
@@ -168,17 +172,23 @@ class Selector:
     def all_hosts(self) -> HostsView:
         """Every root of the replica that can be a host, announced or not, without a search."""
         rows = self.book.rows_of_roots()
+        return self._view(rows)
+
+    def _view(self, rows: Rows) -> HostsView:
         return HostsView(
-            self.book, self.table, self.membership, rows=rows, index=self._index_of(rows), down=self.table.down()
+            self.book,
+            self.table,
+            self.membership,
+            rows=rows,
+            index=self._index_of(rows),
+            down=self.table.down(),
+            metrics=self.metrics,
         )
 
     def _passing(self, spec: RequestSpec, *, explain: bool) -> tuple[HostsView, tuple[FunnelStep, ...]]:
         """Search, then run each filter in order; the funnel counts the hosts that each step left."""
         found = search(self.book, spec.query, explain=explain)
-        down = self.table.down()
-        view = HostsView(
-            self.book, self.table, self.membership, rows=found.roots, index=self._index_of(found.roots), down=down
-        )
+        view = self._view(found.roots)
         funnel = [*found.funnel]
         known = view.known
         if not known.all():

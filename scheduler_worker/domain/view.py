@@ -10,6 +10,7 @@ from msgspec import Struct
 from bus.contracts.operations import AdminState
 from placement_worker.replica.book import Book
 from scheduler_worker.config import Aggregate
+from scheduler_worker.domain.host_metrics import HostMetricsTable
 from scheduler_worker.domain.hosts import ADMIN_STATES, NO_SERVICE, OPEN, Floats, HostTable, Mask, Rows
 
 
@@ -55,11 +56,19 @@ class HostView(Struct, frozen=True):
 class HostsView:
     """Some hosts at one moment. `rows` are rows of the book, `index` the same hosts' indexes in the host table.
 
-    `down`: per service, whether it is down at this moment (see HostTable.down).
+    `down`: per service, whether it is down at this moment (see HostTable.down). `metrics`: of the hosts of the table.
     """
 
     def __init__(
-        self, book: Book, table: HostTable, membership: Membership, *, rows: Rows, index: Rows, down: Mask
+        self,
+        book: Book,
+        table: HostTable,
+        membership: Membership,
+        *,
+        rows: Rows,
+        index: Rows,
+        down: Mask,
+        metrics: HostMetricsTable,
     ) -> None:
         self.book = book
         self.table = table
@@ -67,6 +76,7 @@ class HostsView:
         self.rows = rows
         self.index = index
         self.down = down
+        self.metrics = metrics
 
     def __len__(self) -> int:
         return int(self.rows.size)
@@ -74,7 +84,13 @@ class HostsView:
     def subset(self, chosen: Mask | Rows) -> HostsView:
         """Some of these hosts at the same moment."""
         return HostsView(
-            self.book, self.table, self.membership, rows=self.rows[chosen], index=self.index[chosen], down=self.down
+            self.book,
+            self.table,
+            self.membership,
+            rows=self.rows[chosen],
+            index=self.index[chosen],
+            down=self.down,
+            metrics=self.metrics,
         )
 
     @property
@@ -118,9 +134,18 @@ class HostsView:
         """Consecutive failed builds, as the host's service counts them."""
         return np.asarray(self.table.failed_builds[self.index], dtype=np.float64)
 
+    @property
+    def warning(self) -> Mask:
+        """Whether the host's service says that something is wrong with it (attribute `health` = `warning`)."""
+        return np.asarray(self.table.warning[self.index], dtype=np.bool_)
+
     def free(self, resource_class: str) -> Floats:
         """The free amount of a class, summed over each host's tree; assumed claims count as used."""
         return np.asarray(self.book.free(resource_class, self.rows), dtype=np.float64)
+
+    def metric(self, name: str) -> Floats:
+        """The newest number of one metric per host (bus.contracts.host_metrics); NaN: unknown, or too old."""
+        return self.metrics.values(name, self.index)
 
     def attribute(self, key: str) -> list[str | None]:
         """The value of one announced attribute per host."""

@@ -197,6 +197,23 @@ def test_the_story_of_a_build_that_needed_an_alternate(berth: Berth) -> None:
     assert dict(timeline)["failed"].startswith("cell1-c1-00000 (attempt 1); sim.")
 
 
+def test_metrics_of_a_host(berth: Berth) -> None:
+    """What an operator's program publishes about a host is there for weighers, with its time and its source."""
+    given = ["--set", "power.watts=210.5", "--set", "rack.inlet_celsius=-3", "--source", "rack7"]
+    assert berth("host-metrics", "cell1-c1-00001", *given).status == 0
+    (host,) = berth("host-metrics", "cell1-c1-00001", "--json").data
+    assert {one["name"]: (one["value"], one["source"], one["fresh"]) for one in host["metrics"]} == {
+        "power.watts": (210.5, "rack7", True),
+        "rack.inlet_celsius": (-3.0, "rack7", True),
+    }
+    shown = berth("host-metrics", "cell1-c1-00001").out
+    assert "rack.inlet_celsius" in shown and "rack7" in shown
+    assert berth("host-metrics", "cell1-c1-00002", "--json").data[0]["metrics"] == []
+    assert berth("host-metrics", "nowhere").status == NO
+    for wrong in ("watts", "watts=hot", "Watts=1", "watts=nan", "watts=1e300"):
+        assert berth("host-metrics", "cell1-c1-00001", "--set", wrong).status == USAGE
+
+
 def test_a_build_that_no_host_takes_is_explained(berth: Berth) -> None:
     done = berth("boot", "--flavor", "bm.gold", "--count", "3", "--wait", "--json")
     assert done.status == NO

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bus.contracts import book, build, cell, fences, moves, objects, operations, placement, workers
+from bus.contracts import book, build, cell, fences, host_metrics, moves, objects, operations, placement, workers
 from bus.contracts.base import Message, Refusal
 from bus.contracts.catalogue.queues import BUILD_EVENTS, MOST_REQUESTS_A_MESSAGE
 from bus.contracts.catalogue.rows import COMMANDS, EVENTS, MessageRow, Where
@@ -67,6 +67,29 @@ MESSAGES: tuple[MessageRow, ...] = (
         persistent=False,
         public=True,
         idempotency="reads only",
+    ),
+    MessageRow(
+        message=host_metrics.HostMetricsQuery,
+        owner="scheduler_worker",
+        publishers=("operator",),
+        where=Where.API,
+        exchange=COMMANDS,
+        key="hosts.metrics.query",
+        reply=host_metrics.HostMetricsPage,
+        persistent=False,
+        public=True,
+        idempotency="reads only",
+    ),
+    MessageRow(
+        message=host_metrics.HostMetrics,
+        owner="scheduler_worker",
+        publishers=("compute_sim", "ironic_sync", "operator"),
+        where=Where.BOTH,
+        exchange=EVENTS,
+        key="host.metrics.{source}",
+        persistent=False,
+        public=True,
+        idempotency="host, metric and time; an older number is ignored",
     ),
     MessageRow(
         message=moves.MoveRequest,

@@ -43,6 +43,7 @@ QUEUES: tuple[QueueRow, ...] = (
         bindings=(
             (COMMANDS, "build.query"),
             (COMMANDS, "hosts.query"),
+            (COMMANDS, "hosts.metrics.query"),
             (COMMANDS, "services.query"),
             (COMMANDS, "objects.query"),
             (COMMANDS, "objects.log"),
@@ -222,6 +223,14 @@ QUEUES: tuple[QueueRow, ...] = (
         consumer="scheduler_worker",
         bindings=((EVENTS, "compute.hosts.#"), (EVENTS, "services.digest"), (EVENTS, "worker.heartbeat.#")),
         max_length=100_000,
+    ),
+    QueueRow(
+        name="scheduler.metrics.{process}",  # of its own: a flood of numbers pushes nothing else out
+        where=Where.BOTH,
+        kind=QueueKind.PRIVATE,
+        consumer="scheduler_worker",
+        bindings=((EVENTS, "host.metrics.#"),),
+        max_length=1_000,
     ),
     QueueRow(
         name="client.builds.{process}",

@@ -18,13 +18,14 @@ from bus.openstack.keystone import KeystoneAuth
 from bus.openstack.rest import IRONIC_VERSION, api_root, auth_of, error_text, tls_of, version_advice
 from compute_sim.config import IronicConfig
 from compute_sim.driver import DriverUnavailable
-from compute_sim.drivers.ironic.node import FIELDS, IronicNode, Page
+from compute_sim.drivers.ironic.node import FIELDS, History, IronicNode, Page
 
 T = TypeVar("T")
 
 MAX_NODES = 100_000
 PAGE = 1000
 DETAILED_PAGE = 100  # a node with all its fields may have tens of kB
+MAX_FAILURES = 3  # of a node's history that a reason tells of
 MAX_BODY = 32 * 2**20
 # Servers close a connection that was idle for five seconds; a request that crosses with that would fail a build.
 KEEPALIVE_S = 2.0
@@ -95,7 +96,7 @@ class IronicApi:
     async def nodes(self, **filters: str) -> builtins.list[IronicNode]:
         """All nodes (that these filters of Ironic's name), in its order."""
         found: builtins.list[IronicNode] = []
-        fields = f"{FIELDS},shard" if self._config.shards else FIELDS
+        fields = ",".join((FIELDS, *(name for name, wanted in self._config.more_fields.items() if wanted)))
         params = {"fields": fields, "limit": str(PAGE), **filters}
         for _ in range(MAX_NODES // PAGE):
             answer = await self._call("GET", "/v1/nodes", params=params)
@@ -153,6 +154,20 @@ class IronicApi:
             for name, verdict in reasons.items()
             if isinstance(verdict, dict) and verdict.get("result") is False
         ]
+
+    async def failures(self, ident: str, since: float) -> builtins.list[str]:
+        """The newest errors in Ironic's history of the node since then (seconds since the epoch), oldest first.
+
+        None where Ironic keeps no history, or is away: it decides nothing.
+        """
+        try:
+            answer = await self._call("GET", f"/v1/nodes/{ident}/history", params={"detail": "true"})
+            events = _parse(answer, History).history
+        except DriverUnavailable:
+            return []
+        errors = [event for event in events if event.severity == "ERROR" and event.since_epoch >= since]
+        newest = sorted(errors, key=lambda event: event.since_epoch)[-MAX_FAILURES:]
+        return [f"{event.created_at} {event.event_type}: {' '.join(event.event.split())}" for event in newest]
 
     async def patch(self, ident: str, operations: builtins.list[dict[str, Any]]) -> Refused | None:
         """Change fields of the node, all or none."""

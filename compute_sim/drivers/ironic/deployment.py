@@ -25,6 +25,7 @@ VALIDATED = ["boot", "deploy", "network", "power", "storage"]
 # A poll waits this part of the time that the deployment has taken: a deployment of minutes is not polled twice a
 # second.
 POLL_SHARE = 0.05
+CLOCKS_APART_S = 30.0  # Ironic's clock and ours
 
 
 class NodeDeployment:
@@ -41,6 +42,7 @@ class NodeDeployment:
         self._clock = clock
         self._image = image_of(build.spec, config.images)
         self._began = clock.monotonic()
+        self._began_at = clock.time()
         self._taken = False  # we have requested the node: it may be ours though no answer confirms it
         self._locked_since: float | None = None
         self._attachments: Attachments | None = None
@@ -87,7 +89,9 @@ class NodeDeployment:
             self._check_free(node)
             await self._deploy(node)
         elif node.provision_state not in DEPLOYING:
-            raise Reschedule("node.deploy_failed", f"the node is {node.condition}")
+            history = await self._api.failures(node.uuid, self._began_at - CLOCKS_APART_S)
+            appended = f"; its history: {'; '.join(history)}" if history else ""
+            raise Reschedule("node.deploy_failed", f"the node is {node.condition}{appended}")
         return False
 
     def _check_free(self, node: IronicNode) -> None:
@@ -96,6 +100,11 @@ class NodeDeployment:
             raise Reschedule("node.maintenance", "the node is in maintenance")
         if node.retired:
             raise Reschedule("node.retired", "the node is retired")
+        canary = self._config.canary_project
+        if canary is not None and node.unproven is not None and self._build.spec.project_id != canary:
+            raise Reschedule("node.unproven", f"the node has failed and is not tried yet: {node.unproven.why}")
+        if node.health == "Critical":
+            raise Reschedule("node.unhealthy", "Ironic says that the node's health is Critical")
         if node.provision_state != "available":
             raise Reschedule("node.not_available", f"the node is {node.condition}")
 

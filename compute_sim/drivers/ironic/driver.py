@@ -35,6 +35,7 @@ from compute_sim.drivers.ironic.deployment import NodeDeployment
 from compute_sim.drivers.ironic.machine_change import NodeChange
 from compute_sim.drivers.ironic.network import Network, NoNetwork, StaticNetwork
 from compute_sim.drivers.ironic.node import DELETABLE, IronicNode, Mark, machines_of
+from compute_sim.drivers.ironic.probation import WARNING, Probation
 from compute_sim.drivers.ironic.request import free_patch
 from compute_sim.ring import Ring
 
@@ -42,6 +43,7 @@ from compute_sim.ring import Ring
 LOOK_SHARE = 20
 ATTRIBUTES = {"hypervisor_type": "ironic"}
 PROJECT = "project_id"  # an attribute: builds of this project only
+HEALTH = "health"  # an attribute: `warning`, or there is none
 
 
 class MachineRecords(Protocol):
@@ -82,6 +84,7 @@ class BareMetal:
         self._clock = clock
         self._api = IronicApi(config, clock=clock, transport=transport)
         self._network = network if network is not None else make_network(config)
+        self._probation = Probation(self._api, project=config.canary_project or "", clock=clock)
         # The nodes that are offered: as the first announcement has them, and then as `watch` has reported them.
         self._offered: dict[str, DriverHost] | None = None
         self._changed: Callable[[Sequence[str]], None] | None = None
@@ -112,6 +115,8 @@ class BareMetal:
     async def spawn(self, build: Build) -> None:
         """Take the node, deploy it, wait until it is active."""
         await self._deployment(build).run()
+        with contextlib.suppress(DriverUnavailable):  # it runs; a node that stays unproven is tried again
+            await self._probation.proved(build.host_uuid, build.spec.project_id)
 
     async def destroy(self, host_uuid: str, instance_uuid: str, attempt: int, deployment: str | None) -> None:
         """Undeploy the node when it has our mark; return when it is not any more (cleaning goes on)."""
@@ -172,7 +177,10 @@ class BareMetal:
         while True:
             began = self._clock.monotonic()
             with contextlib.suppress(DriverUnavailable):  # the call that needs Ironic logs it
-                offered = {host.uuid: host for host in await self._hosts() if host.offered}
+                nodes, holding = await self._all_nodes(), self._holding()
+                mine = [node for node in nodes if self._is_ours(node, holding)]
+                await self._probation.note(node for node in mine if self._is_offered(node, holding))
+                offered = {host.uuid: host for node in mine if (host := self._host(node, holding)).offered}
                 known = self._offered or {}
                 changed_nodes = [uuid for uuid, host in offered.items() if known.get(uuid) != host]
                 self._offered = offered
@@ -210,12 +218,17 @@ class BareMetal:
         return () if self._records is None else self._records.holding_hosts()
 
     def _host(self, node: IronicNode, holding: Collection[str]) -> DriverHost:
+        attributes = dict(ATTRIBUTES)
+        if project := node.serves(self._config.canary_project):
+            attributes[PROJECT] = project
+        if node.health == WARNING:
+            attributes[HEALTH] = "warning"
         return DriverHost(
             uuid=node.uuid,
             name=node.uuid,
             enabled=not node.disabled_reason,
             disabled_reason=node.disabled_reason,
-            attributes={**ATTRIBUTES, PROJECT: node.project} if node.project else ATTRIBUTES,
+            attributes=attributes,
             offered=self._is_offered(node, holding),
         )
 

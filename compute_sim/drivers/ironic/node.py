@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import uuid
+from datetime import UTC, datetime
 from typing import Annotated
 
 import msgspec
@@ -16,12 +17,16 @@ from compute_sim.driver import Machine
 # What a list requests of each node; a page of a thousand is then some 300 kB.
 FIELDS = (
     "uuid,name,provision_state,power_state,maintenance,instance_uuid,instance_info"
-    ",conductor_group,owner,lessee,retired,retired_reason"
+    ",conductor_group,owner,lessee,retired,retired_reason,fault"
 )
 # Where our mark is on a node. Ironic keeps `instance_info` through rescue and service and empties it together with
 # `instance_uuid` when it undeploys a node. An operator who clears `instance_uuid` alone leaves the mark behind: while
 # the node is deployed it still names the owner of the machine on it.
 MARK = "/instance_info/berth"
+
+# Where a node says that it has failed and not been tried since. Ironic keeps `extra` whatever becomes of the node.
+UNPROVEN_ENTRY = "berth_unproven"
+UNPROVEN = f"/extra/{UNPROVEN_ENTRY}"
 
 DEPLOYING = frozenset({"deploying", "wait call-back", "deploy hold"})
 # From these, Ironic takes the target `deleted`; in any other state the node is on its way already.
@@ -73,6 +78,19 @@ class Mark(Struct, frozen=True, omit_defaults=True):
     order: Annotated[int, Bound(ge=0)] = 0  # of the last rebuild of this machine
 
 
+class Unproven(Struct, frozen=True):
+    """A failure that no build has disproved. since: seconds since the epoch; why: in Ironic's words."""
+
+    since: float
+    why: Annotated[str, Bound(max_length=500)] = ""
+
+
+class NodeExtra(Struct, frozen=True):
+    """Our entry of a node's `extra`."""
+
+    berth_unproven: Unproven | None = None
+
+
 class InstanceInfo(Struct, frozen=True):
     """Our entry of a node's `instance_info`; the others are not ours to read."""
 
@@ -99,17 +117,36 @@ class IronicNode(Struct, frozen=True):
     shard: str | None = None
     owner: str | None = None
     lessee: str | None = None
+    fault: str | None = None
+    health: str | None = None
+    extra: msgspec.Raw = msgspec.Raw(b"{}")
+
+    @property
+    def unproven(self) -> Unproven | None:
+        """The failure that it has to prove repaired; an entry that is not understood is no failure of ours."""
+        if UNPROVEN_ENTRY.encode() not in bytes(self.extra):
+            return None
+        try:
+            return msgspec.json.decode(self.extra, type=NodeExtra).berth_unproven
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            return None
 
     @property
     def project(self) -> str:
         """The only project that a free node serves, by its lessee, else by its owner; "": it serves all."""
         return self.lessee or self.owner or ""
 
+    def serves(self, canary_project: str | None) -> str:
+        """The only project that it serves now; "": it serves all. An unproven node serves the canary's."""
+        return canary_project if canary_project is not None and self.unproven is not None else self.project
+
     @property
     def disabled_reason(self) -> str:
         """Why it takes no build though nothing is on it, "" when it does; what placement shows is not repeated."""
         if self.maintenance:
             return "maintenance"
+        if self.health == "Critical":
+            return "health is Critical"
         return f"retired: {self.retired_reason}" if self.retired_reason else "retired" if self.retired else ""
 
     @property
@@ -166,6 +203,30 @@ class Page(Struct, frozen=True):
     """One page of nodes."""
 
     nodes: list[IronicNode] = []
+
+
+class HistoryEvent(Struct, frozen=True):
+    """An entry of a node's history. created_at: UTC, without saying so."""
+
+    created_at: str | None = None
+    severity: str | None = None
+    event_type: str | None = None
+    event: str = ""
+
+    @property
+    def since_epoch(self) -> float:
+        """When, in seconds since the epoch; 0: not known."""
+        try:
+            at = datetime.fromisoformat(self.created_at or "")
+            return (at if at.tzinfo is not None else at.replace(tzinfo=UTC)).timestamp()
+        except (ValueError, OverflowError):
+            return 0.0
+
+
+class History(Struct, frozen=True):
+    """What Ironic remembers of a node."""
+
+    history: list[HistoryEvent] = []
 
 
 def machines_of(node: IronicNode) -> tuple[Machine, ...]:

@@ -63,6 +63,7 @@ class Cell:
             "conductor.hosts.{process}",
             "conductor.leases.{process}",
             "placement.inventory",
+            "scheduler.metrics.{process}",
         ):
             consumer = self.bus.consumer(queue, self._hear, max_batch=1000, concurrency=1)
             await consumer.start()

@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from bus.clock import SystemClock
 from bus.contracts.catalogue import DEAD_LETTERS
 from bus.contracts.cell import ComputeOutcome
+from bus.contracts.host_metrics import HostMetrics, HostReading
 from compute_sim import reporter
 from compute_sim.app import ServiceDied
 from compute_sim.config import ComputeConfig, HostSize
@@ -396,3 +398,28 @@ async def test_a_machine_that_vanished_and_one_nobody_knows_are_told_as_they_are
     assert (await cell.ended(foreign, 6, ComputeOutcome.FAILED)).code == "host.taken"
     assert fleet.guest(other, foreign) is not None
     await life.stop()
+
+
+async def test_measurements_are_published_when_they_are_wanted(cell: Cell) -> None:
+    settings = msgspec.structs.replace(config(1200), metrics_interval_s=0.05)
+    fleet = planned(settings)
+    busy, idle = list(fleet.hosts)[:2]
+    fleet.put(busy.plan.uuid, Guest(cell.instance(), 1, {busy.plan.uuid: {"VCPU": 128}}, deployment=DEPLOYMENT))
+    await cell.compute(settings, fleet)
+
+    def readings() -> dict[str, HostReading]:
+        heard = [message for message in cell.heard if isinstance(message, HostMetrics)]
+        assert all(message.source == f"compute-{SERVICE}" and len(message.readings) <= 1000 for message in heard)
+        return {one.host_uuid: one for message in heard for one in message.readings}
+
+    await cell.until(lambda: len(readings()) == 1200)
+    values = [readings()[host.plan.uuid].values for host in (busy, idle)]
+    assert [one["temperature.celsius"] for one in values] == [47.0, 24.0]
+    assert [one["power.watts"] for one in values] == [255.0, 110.0]
+
+
+async def test_nothing_is_measured_by_default(cell: Cell) -> None:
+    await cell.compute(config(), planned(config()))
+    await cell.until(cell.heartbeats)
+    await cell.until(lambda: len(cell.heartbeats()) >= 3)
+    assert not any(isinstance(message, HostMetrics) for message in cell.heard)

@@ -22,6 +22,7 @@ async def test_a_broken_invariant_is_not_hidden_by_a_database_that_goes_away_in_
         writer=SimpleNamespace(save=away, publish=broken),
         reader=SimpleNamespace(run=away, run_all=away),
         listener=SimpleNamespace(run=away),
+        measurements=SimpleNamespace(run=away),
     )
     with pytest.raises(BrokenInvariant, match="two writers"):
         await World(Nodes()).loop._run_together(term, None)

@@ -97,7 +97,10 @@ class Hosts:
         rows = np.array([self.book.row_of(uuid) for uuid in self.uuids], dtype=np.intp)
         index = np.array([self.table.index_of(uuid) for uuid in self.uuids], dtype=np.intp)
         down = self.table.down()
-        return HostsView(self.book, self.table, self.selector.membership, rows=rows, index=index, down=down)
+        metrics = self.selector.metrics
+        return HostsView(
+            self.book, self.table, self.selector.membership, rows=rows, index=index, down=down, metrics=metrics
+        )
 
     def name(self, row: int) -> str:
         return self.book.name_of(row)

@@ -1,0 +1,79 @@
+"""Numbers about hosts: what a compute service, ironic_sync or an operator's program has measured, when and where.
+
+A number is worth what its time says. Schedulers keep the newest one of each host and name, and one that is too old is
+unknown. Names are free; those below are published by berth's own workers.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from msgspec import Meta as Bound
+from msgspec import Struct
+
+from .base import Label, Message, Uuid, Word
+
+MAX_READINGS = 1000  # hosts in one message
+MAX_NAMES = 32  # metrics of one host in one message
+
+# Dotted, the unit last.
+MetricName = Annotated[str, Bound(pattern=r"^[a-z][a-z0-9_]*(\.[a-z0-9_]+)*$(?!\n)", max_length=64)]
+# As a Word; a compute service's is `compute-<its name>`.
+MetricSource = Annotated[str, Bound(pattern=r"^[A-Za-z0-9_\-]{1,80}$(?!\n)")]
+MetricValue = Annotated[float, Bound(ge=-1e15, le=1e15)]
+Time = Annotated[float, Bound(ge=0, le=1e11)]  # seconds since the epoch
+
+POWER_WATTS = "power.watts"  # drawn now, all supplies together
+TEMPERATURE_CELSIUS = "temperature.celsius"  # of the hottest sensor
+SENSORS_WARNING = "sensors.warning"  # how many sensors say so of what they watch
+SENSORS_CRITICAL = "sensors.critical"
+
+
+class HostReading(Struct, frozen=True, kw_only=True):
+    """What was measured of one host at one time. host_uuid: the root provider. at: seconds since the epoch."""
+
+    host_uuid: Uuid
+    at: Time
+    values: Annotated[dict[MetricName, MetricValue], Bound(min_length=1, max_length=MAX_NAMES)]
+
+
+class HostMetrics(Message, frozen=True, kw_only=True, tag="host.metrics.v1"):
+    """Numbers about hosts. source: who measured (`compute-<service>`, `ironic`, a name of the operator's).
+
+    On a cell's bus it counts for hosts of that cell only. Of two numbers with one name for one host the newer counts,
+    whichever source it has.
+    """
+
+    source: MetricSource
+    readings: Annotated[tuple[HostReading, ...], Bound(max_length=MAX_READINGS)]
+
+
+class HostMetricsQuery(Message, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="hosts.metrics.query.v1"):
+    """Query a scheduler for the numbers that it knows of a host, by name or uuid."""
+
+    host: Label
+
+
+class HostMetric(Struct, frozen=True, kw_only=True):
+    """One number about a host. at: seconds since the epoch. fresh: it is not too old to count."""
+
+    name: MetricName
+    value: float
+    at: Time
+    source: MetricSource
+    fresh: bool
+
+
+class HostMetricsRecord(Struct, frozen=True, kw_only=True):
+    """The numbers known of one host, by name of the metric."""
+
+    host_uuid: Uuid
+    host: Label
+    cell: Word
+    metrics: tuple[HostMetric, ...]
+
+
+class HostMetricsPage(Message, frozen=True, kw_only=True, tag="hosts.metrics.page.v1"):
+    """Reply to a HostMetricsQuery: one entry for each host of that name; none: no compute service announces one."""
+
+    hosts: tuple[HostMetricsRecord, ...] = ()

@@ -1,0 +1,51 @@
+"""Publishes what the driver measures of its hosts (`host.metrics.v1`), now and then, while there is anything."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+
+from bus.clock import Clock
+from bus.contracts.host_metrics import MAX_READINGS, HostMetrics
+from bus.faults import Transient
+from bus.port import BusError
+from compute_sim import metrics
+from compute_sim.driver import DriverUnavailable, MeasuringDriver
+from compute_sim.name import source_of
+from compute_sim.reporter import JITTER, PublishingBus
+
+
+class Measuring:
+    """One service's measurements. One that cannot be made or published now is dropped: the next one is newer."""
+
+    def __init__(
+        self,
+        bus: PublishingBus,
+        driver: MeasuringDriver,
+        *,
+        service: str,
+        clock: Clock,
+        rng: random.Random,
+        interval_s: float,
+    ) -> None:
+        self._bus = bus
+        self._driver = driver
+        self._service = service
+        self._clock = clock
+        self._rng = rng
+        self._interval_s = interval_s
+
+    async def run(self) -> None:
+        """Measure all hosts every interval, until cancelled."""
+        while True:
+            with contextlib.suppress(BusError, Transient, DriverUnavailable):
+                await self._publish()
+            await self._clock.sleep(self._interval_s * self._rng.uniform(1 - JITTER, 1 + JITTER))
+
+    async def _publish(self) -> None:
+        readings = await self._driver.measure(self._clock.time())
+        source = source_of(self._service)
+        for at in range(0, len(readings), MAX_READINGS):
+            page = tuple(readings[at : at + MAX_READINGS])
+            await self._bus.publish(HostMetrics(source=source, readings=page))
+            metrics.MEASURED.labels(self._service).inc(len(page))

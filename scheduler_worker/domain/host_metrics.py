@@ -1,0 +1,157 @@
+"""Numbers about hosts as columns: the newest of each host and metric, and until when it counts.
+
+Times of the publishers are wall-clock times. They are turned into ages when they arrive, so that a clock that is set
+here later makes nothing fresh or stale.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from bus.contracts.host_metrics import HostMetric, HostMetrics
+from scheduler_worker.domain.hosts import Floats, HostTable, Rows
+
+MAX_METRICS = 64  # names kept in all; the settings' own always have a place
+MAX_SOURCES = 1000
+MAX_AHEAD_S = 30.0  # a publisher's clock may be ahead by so much; what is later than that is not believed
+
+TAKEN, STALE, AHEAD, OLDER = "taken", "stale", "ahead", "older"
+UNKNOWN_HOST, FOREIGN, TOO_MANY = "unknown_host", "foreign", "too_many"
+
+
+class _Column:
+    """One metric of all hosts, by index of the host table. expires_s: monotonic; -inf: there is no number."""
+
+    __slots__ = ("at", "expires_s", "source", "value")
+
+    def __init__(self) -> None:
+        self.value: Floats = np.empty(0)
+        self.at: Floats = np.empty(0)
+        self.expires_s: Floats = np.empty(0)
+        self.source: npt.NDArray[np.int32] = np.empty(0, dtype=np.int32)
+
+    def grow(self, size: int) -> None:
+        more = size - len(self.value)
+        if more > 0:
+            self.value = _longer(self.value, more, np.nan)
+            self.at = _longer(self.at, more, -np.inf)
+            self.expires_s = _longer(self.expires_s, more, -np.inf)
+            self.source = _longer(self.source, more, -1)
+
+
+class _Number(NamedTuple):
+    value: float
+    at: float
+    source: int
+    expires_s: float
+
+
+class HostMetricsTable:
+    """The newest numbers of the hosts of a host table. max_age_s: an older one is unknown.
+
+    reserved: metrics that are kept however many others are published.
+    """
+
+    def __init__(self, table: HostTable, *, max_age_s: float, reserved: Sequence[str] = ()) -> None:
+        self._table = table
+        self._max_age_s = max_age_s
+        self._reserved = frozenset(reserved)
+        self._columns: dict[str, _Column] = {}
+        self._sources: list[str] = []
+        self._source_index: dict[str, int] = {}
+        self._now_s = -np.inf
+
+    def __len__(self) -> int:
+        return len(self._columns)
+
+    def apply(self, message: HostMetrics, cell: str | None, *, now: float, now_s: float) -> Counter[str]:
+        """Take the numbers over; how many met which outcome. cell: on whose bus it came; None: on the API bus.
+
+        now: wall-clock time. now_s: monotonic time.
+        """
+        outcomes: Counter[str] = Counter()
+        self._now_s = max(self._now_s, now_s)
+        source = self._index_of_source(message.source)
+        for reading in message.readings:
+            index = self._table.index_of(reading.host_uuid)
+            age_s = now - reading.at
+            if index is None:
+                why = UNKNOWN_HOST
+            elif cell is not None and self._table.last_cell_of(reading.host_uuid) != cell:
+                why = FOREIGN
+            elif age_s < -MAX_AHEAD_S:
+                why = AHEAD
+            elif age_s >= self._max_age_s:
+                why = STALE
+            else:
+                for name, value in reading.values.items():
+                    expires_s = now_s + self._max_age_s - max(age_s, 0.0)
+                    outcomes[self._put(name, index, _Number(value, reading.at, source, expires_s))] += 1
+                continue
+            outcomes[why] += len(reading.values)
+        return outcomes
+
+    def advance(self, now_s: float) -> None:
+        """Numbers count by their age at this time from now on (monotonic, seconds)."""
+        self._now_s = now_s
+
+    def values(self, name: str, index: Rows) -> Floats:
+        """One metric of these hosts, by index of the host table (negative: not announced); NaN: not known."""
+        found = np.full(len(index), np.nan)
+        column = self._columns.get(name)
+        if column is None:
+            return found
+        there = (index >= 0) & (index < len(column.value))
+        at = index[there]
+        found[there] = np.where(column.expires_s[at] > self._now_s, column.value[at], np.nan)
+        return found
+
+    def of(self, index: int) -> tuple[HostMetric, ...]:
+        """All numbers of one host, stale ones too, by name."""
+        return tuple(
+            HostMetric(
+                name=name,
+                value=float(column.value[index]),
+                at=float(column.at[index]),
+                source=self._sources[int(column.source[index])],
+                fresh=bool(column.expires_s[index] > self._now_s),
+            )
+            for name, column in sorted(self._columns.items())
+            if index < len(column.value) and column.source[index] >= 0
+        )
+
+    def _put(self, name: str, index: int, number: _Number) -> str:
+        column = self._columns.get(name)
+        if column is None:
+            others = len(self._columns.keys() - self._reserved)
+            if name not in self._reserved and others >= MAX_METRICS - len(self._reserved):
+                return TOO_MANY
+            column = self._columns[name] = _Column()
+        column.grow(len(self._table))
+        # A number from a clock that was ahead stands until it is stale by our own, and no longer.
+        if number.at < column.at[index] and column.expires_s[index] > self._now_s:
+            return OLDER
+        column.value[index], column.at[index] = number.value, number.at
+        column.source[index], column.expires_s[index] = number.source, number.expires_s
+        return TAKEN
+
+    def _index_of_source(self, source: str) -> int:
+        known = self._source_index.get(source)
+        if known is not None:
+            return known
+        if len(self._sources) >= MAX_SOURCES:  # the last place is that of all further ones
+            return MAX_SOURCES - 1
+        self._source_index[source] = len(self._sources)
+        self._sources.append(source if len(self._sources) < MAX_SOURCES - 1 else "other")
+        return len(self._sources) - 1
+
+
+def _longer(column: npt.NDArray[Any], more: int, fill: float) -> npt.NDArray[Any]:
+    # In steps, so that a fleet that is announced host by host is not copied for each.
+    room = max(more, len(column) // 2)
+    return np.concatenate([column, np.full(room, fill, dtype=column.dtype)])
