@@ -52,6 +52,7 @@ COMMANDS = {
     "aggregates": ("objects", "aggregates"),
     "quotas": ("objects", "quotas"),
     "rules": ("objects", "rules"),
+    "cells": ("objects", "cells"),
     "apply": ("objects", "apply"),
     "objects": ("objects", "objects"),
     "audit-log": ("objects", "audit_log"),

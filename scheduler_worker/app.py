@@ -174,7 +174,7 @@ def build(
         service.add_refresh(partial(count_dead_letters, name, bus.transport))
     workers = WorkerTable()
     announce_presence(service, env, buses[API], "scheduler")
-    registry = ObjectRegistry(store, selector, config, clock=env.clock)
+    registry = ObjectRegistry(store, selector, config, clock=env.clock, cells=cells)
     _objects(service, buses[API], registry, selector=selector, workers=workers, config=config)
     measured = asyncio.Event()
     service.add_consumer(_metrics_consumer(buses[API], selector, measured))

@@ -45,12 +45,14 @@ from scheduler_worker.domain.objects import (
     IN_USE,
     INVALID,
     SERVICE_UP,
+    UNKNOWN,
     ChangeAuthor,
     ChangePlan,
     Key,
     ObjectsOnRecord,
     applied,
     configuration_bodies,
+    disabled_cells,
     effective_config,
     fences_of,
     host_decisions,
@@ -96,14 +98,23 @@ def configured(config: SchedulerConfig) -> Configured:
 class ObjectRegistry:
     """Keeps a scheduler's configuration and its host table up to date with the objects on record.
 
-    settings: the scheduler's own, without objects.
+    settings: the scheduler's own, without objects. cells: those that it serves.
     """
 
-    def __init__(self, store: SchedulerStore, selector: Selector, settings: SchedulerConfig, *, clock: Clock) -> None:
+    def __init__(
+        self,
+        store: SchedulerStore,
+        selector: Selector,
+        settings: SchedulerConfig,
+        *,
+        clock: Clock,
+        cells: Sequence[str] = (),
+    ) -> None:
         self._store = store
         self._selector = selector
         self._settings = settings
         self._clock = clock
+        self._cells = tuple(cells)
         self._loading = asyncio.Lock()  # what was read first is not adopted last
         self._is_fresh = True  # False: announcements may have been lost
         self._in_force: tuple[dict[Key, dict[str, Any]], Configured] | None = None
@@ -186,10 +197,10 @@ class ObjectRegistry:
             planned = plan(change, present.objects)
             if isinstance(planned, Refusal):
                 return planned
-            made = self._checked(present, planned)
+            made = self._unknown_cell(planned) or self._checked(present, planned)
             if isinstance(made, Refusal):
                 return made
-            harm = None if change.force else self._fenced_alive(planned) or await self._stranded(planned, made.config)
+            harm = None if change.force else await self._harm(present, planned, made.config)
             if harm is not None:
                 return harm
             if change.dry_run or not planned.changed:
@@ -261,7 +272,7 @@ class ObjectRegistry:
 
     def _adopt(self, made: Configured, found: ObjectsOnRecord) -> None:
         """Raises ValueError for a decision about a host that is not valid, and then nothing is adopted."""
-        decisions = host_decisions(found.objects)
+        decisions, disabled = host_decisions(found.objects), disabled_cells(found.objects)
         if self._in_force is None or self._in_force[1] is not made:
             self._selector.configure(
                 made.config,
@@ -272,6 +283,7 @@ class ObjectRegistry:
             )
             self._in_force = configuration_bodies(found.objects), made
         self._selector.table.adopt_decisions(decisions)
+        self._selector.table.disabled_cells = disabled
         if (known := fences_of(found.objects)) != self.fences:
             self.fences = known
             self.fences_changed.set()
@@ -288,6 +300,27 @@ class ObjectRegistry:
             return Refusal(code=error.code, reason=error.reason[:MAX_REASON])
         except ValueError as error:
             return Refusal(code=INVALID, reason=str(error)[:MAX_REASON])
+
+    def _unknown_cell(self, planned: ChangePlan) -> Refusal | None:
+        """A decision about a cell that there is not: a name may be mistyped, and the cell would go on taking builds."""
+        for name in planned.cells_decided:
+            if name not in self._cells:
+                known = ", ".join(self._cells)
+                return Refusal(code=UNKNOWN, reason=f"there is no cell {name!r}; there are: {known}"[:MAX_REASON])
+        return None
+
+    async def _harm(self, present: ObjectsOnRecord, planned: ChangePlan, after: SchedulerConfig) -> Refusal | None:
+        """What stands in the way of a change that is not forced."""
+        return (
+            self._fenced_alive(planned) or self._without_cells(present, planned) or await self._stranded(planned, after)
+        )
+
+    def _without_cells(self, present: ObjectsOnRecord, planned: ChangePlan) -> Refusal | None:
+        """With its last cell disabled a system takes no build at all."""
+        if not planned.cells_decided:
+            return None
+        left = set(self._cells) - disabled_cells(applied(present, planned.changed, ChangeAuthor("", "", 0.0)).objects)
+        return None if left else Refusal(code=IN_USE, reason="no cell would be left that takes builds")
 
     def _fenced_alive(self, planned: ChangePlan) -> Refusal | None:
         """A fence states that a host is off. One whose compute service is up may run: a name may be mistyped."""

@@ -1,9 +1,9 @@
-"""`berth flavors`, `aggregates`, `quotas`, `rules`, `apply`, `objects`, `audit-log`: objects that operators define."""
+"""`berth flavors`, `aggregates`, `quotas`, `rules`, `cells`, `apply`, `objects`, `audit-log`: operators' objects."""
 
 from __future__ import annotations
 
 import tomllib
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any
@@ -27,12 +27,14 @@ from berth.commands.common import (
     settings_of,
 )
 from berth.render import printable, render_rows
+from berth.settings import Settings
 from bus.bus import Bus
 from bus.contracts.base import MAX_REASON
 from bus.contracts.objects import (
     DEFAULT_QUOTA,
     MAX_CHANGES,
     SCHEDULING,
+    CellState,
     ChangedObject,
     ObjectChange,
     ObjectKind,
@@ -53,6 +55,7 @@ SECTIONS = {
     "aggregates": ObjectKind.AGGREGATE,
     "quotas": ObjectKind.QUOTA,
     "rules": ObjectKind.SCHEDULING,
+    "cells": ObjectKind.CELL,
 }
 
 Name = Annotated[str, typer.Argument(help="The name.", metavar="NAME")]
@@ -62,8 +65,10 @@ Force = Annotated[bool, typer.Option("--force", help="Also where instances would
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Print what would change, and change nothing.")]
 
 
-def _app(kind: ObjectKind, what: str) -> typer.Typer:
-    """The commands that every kind has: list, show, delete."""
+def _app(
+    kind: ObjectKind, what: str, others: Callable[[Settings], Mapping[str, dict[str, Any]]] = lambda _: {}
+) -> typer.Typer:
+    """The commands that every kind has: list, show, delete. others: what is listed though it is not on record."""
     app = typer.Typer(no_args_is_help=True, help=f"{what} An operator changes them while everything runs.")
 
     @app.command("list")
@@ -73,6 +78,12 @@ def _app(kind: ObjectKind, what: str) -> typer.Typer:
         async def body() -> None:
             async with client(settings_of(context)) as berth:
                 found = [stored async for stored in _stored(berth.bus, kind)]
+            known = {one.name for one in found}
+            found += [
+                StoredObject(kind=kind, name=name, body=body, version=0)
+                for name, body in others(settings_of(context)).items()
+                if name not in known
+            ]
             if as_json:
                 print_json(found)
                 return
@@ -118,6 +129,11 @@ flavors = _app(ObjectKind.FLAVOR, "Flavors: what a client may request.")
 aggregates = _app(ObjectKind.AGGREGATE, "Host aggregates and availability zones.")
 quotas = _app(ObjectKind.QUOTA, "Quotas of projects.")
 rules = _app(ObjectKind.SCHEDULING, "Scheduling rules: filters, weighers and their multipliers.")
+cells = _app(
+    ObjectKind.CELL,
+    "Cells: whether they take builds.",
+    lambda settings: {name: {"state": CellState.ENABLED.value} for name in settings.cells},
+)
 
 
 @flavors.command("set")
@@ -186,6 +202,23 @@ def set_quota(
     body = {"limits": {key: _number(value, key) for key, value in _pairs(limits, "CLASS=AMOUNT").items()}}
     changes = [ObjectChange(kind=ObjectKind.QUOTA, name=project, body=body)]
     _change(context, changes, why=why, by=by, force=False, dry_run=dry_run, as_json=as_json)
+
+
+@cells.command("set")
+def set_cell(
+    context: typer.Context,
+    name: Name,
+    state: Annotated[CellState, typer.Argument(help="Whether builds are placed there.")],
+    why: Why = "",
+    by: By = None,
+    force: Annotated[bool, typer.Option("--force", help="Also the last cell that takes builds.")] = False,
+    dry_run: DryRun = False,
+    as_json: AsJson = False,
+) -> None:
+    """Disable a cell, or enable it again. What runs in a disabled cell runs on, and moves within it go on."""
+    body = {"state": state.value, **({"reason": why} if why else {})}
+    changes = [ObjectChange(kind=ObjectKind.CELL, name=name, body=body)]
+    _change(context, changes, why=why, by=by, force=force, dry_run=dry_run, as_json=as_json)
 
 
 @rules.command("set")

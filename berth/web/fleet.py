@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from msgspec import Struct
 
@@ -13,6 +13,7 @@ from bus.bus import Bus
 from bus.clock import Clock
 from bus.contracts.book import HostTree, HostTreeQuery, TreeHolder
 from bus.contracts.build import HostRecord, HostsPage, HostsQuery
+from bus.contracts.objects import CellState, ObjectKind, ObjectsPage, ObjectsQuery, StoredObject
 from bus.contracts.operations import ServiceRecord, ServicesPage, ServicesQuery
 from bus.contracts.placement import ProviderState
 from bus.contracts.workers import WorkerRecord, WorkersPage, WorkersQuery
@@ -62,9 +63,15 @@ class HostDetail(Struct, frozen=True, kw_only=True):
 
 
 class CellView(Struct, frozen=True, kw_only=True):
-    """One cell as schedulers see it. configured: the settings of this server name it."""
+    """One cell as schedulers see it. configured: the settings of this server name it.
+
+    state, reason: what operators have decided, in revision `version` (0: nothing).
+    """
 
     name: str
+    state: CellState = CellState.ENABLED
+    reason: str = ""
+    version: int = 0
     configured: bool
     services: int = 0
     services_up: int = 0
@@ -128,22 +135,30 @@ class FleetReader:
     async def cells(self) -> tuple[CellView, ...]:
         """The cells that the settings name or that services are in, by name."""
         services = await self.services(ServicesQuery(limit=MAX_SERVICES))
-        return cells_of(self._cells, services, await self.hosts())
+        page = await self._bus.request(ObjectsQuery(kind=ObjectKind.CELL), ObjectsPage, timeout_s=ASK_TIMEOUT_S)
+        return cells_of(self._cells, services, await self.hosts(), {one.name: one for one in page.objects})
 
 
 def cells_of(
-    configured: Sequence[str], services: Sequence[ServiceRecord], hosts: Sequence[HostRecord]
+    configured: Sequence[str],
+    services: Sequence[ServiceRecord],
+    hosts: Sequence[HostRecord],
+    decided: Mapping[str, StoredObject],
 ) -> tuple[CellView, ...]:
-    """Each cell with its counts, by name."""
+    """Each cell with its counts and what is decided about it, by name."""
     names = {*configured, *(one.cell for one in services), *(host.cell for host in hosts if host.cell)}
     found = []
     for name in sorted(names):
         of_cell = [one for one in services if one.cell == name]
         here = [host for host in hosts if host.cell == name]
+        decision = decided.get(name)
         found.append(
             CellView(
                 name=name,
                 configured=name in configured,
+                state=CellState.ENABLED if decision is None else CellState(decision.body["state"]),
+                reason="" if decision is None else str(decision.body.get("reason", "")),
+                version=0 if decision is None else decision.version,
                 services=len(of_cell),
                 services_up=sum(one.up for one in of_cell),
                 hosts=len(here),

@@ -54,6 +54,7 @@ SECTIONS = {
     ObjectKind.AGGREGATE: "aggregates",
     ObjectKind.QUOTA: "quotas",
     ObjectKind.SCHEDULING: "rules",
+    ObjectKind.CELL: "cells",
 }
 CHANGE_PARAMETERS = ("reason", "if_version", "force", "dry_run")
 # Pages of objects that one answer gathers; a scheduler keeps no more of one kind (`MAX_OF_KIND`).
@@ -169,7 +170,7 @@ class WebObjects:
         for kind, section in SECTIONS.items():
             of_kind = _OfKind(self._objects, kind)
             where = f"/{section}/" + ("{project}" if kind is ObjectKind.QUOTA else "{name:path}")
-            if kind is not ObjectKind.QUOTA:
+            if kind not in (ObjectKind.QUOTA, ObjectKind.CELL):  # shown beside what is used, or what is there
                 routes += [
                     Route(f"/{section}", of_kind.list_all, methods=["GET"], name=f"list_{section}"),
                     Route(where, of_kind.show, methods=["GET"], name=f"show_{section}"),

@@ -17,6 +17,7 @@ from bus.contracts.build import BuildRecord, BuildRequest, BuildState, HostRecor
 from bus.contracts.moves import DrainPlan, MoveRecord, MoveRequest
 from bus.contracts.objects import (
     Aggregate,
+    CellDecision,
     Flavor,
     ObjectKind,
     ObjectLogEntry,
@@ -120,10 +121,12 @@ def _of_objects() -> dict[str, _Operation]:
         ObjectKind.AGGREGATE: Aggregate,
         ObjectKind.QUOTA: ProjectQuota,
         ObjectKind.SCHEDULING: SchedulingRules,
+        ObjectKind.CELL: CellDecision,
     }
     for kind, section in SECTIONS.items():
         listed = tuple[QuotaUse, ...] if kind is ObjectKind.QUOTA else ObjectList
-        found[f"list_{section}"] = _Operation(listed, errors=_READS)
+        if kind is not ObjectKind.CELL:  # listed with what is in it
+            found[f"list_{section}"] = _Operation(listed, errors=_READS)
         found[f"show_{section}"] = _Operation(StoredObject, errors=(404, *_READS))
         found[f"set_{section}"] = _Operation(
             ObjectsChanged, body=bodies[kind], query=change, errors=(404, 409, *_WRITES)

@@ -36,6 +36,7 @@ NEW: dict[ObjectKind, dict[str, Any]] = {
     ObjectKind.AGGREGATE: {"uuid": "", "metadata": {"availability_zone": ""}},
     ObjectKind.QUOTA: {"limits": {"INSTANCES": 10, "VCPU": 20}},
     ObjectKind.SCHEDULING: {"multipliers": {}},
+    ObjectKind.CELL: {"state": "disabled"},
 }
 
 

@@ -1,4 +1,4 @@
-"""What operators define at run time: flavors, aggregates, quotas, scheduling rules and decisions about hosts.
+"""What operators define at run time: flavors, aggregates, quotas, scheduling rules, decisions about hosts and cells.
 
 They are rows of one table in the schedulers' database, versioned by one revision, and in effect on every scheduler as
 soon as the new revision has been announced to it. The settings file holds what an empty system begins with.
@@ -35,6 +35,7 @@ class ObjectKind(StrEnum):
     SCHEDULING = "scheduling"
     HOST = "host"
     FENCE = "fence"
+    CELL = "cell"
 
 
 class Flavor(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
@@ -112,10 +113,25 @@ class FenceRecord(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_
     losses: Count = 0
 
 
+class CellState(StrEnum):
+    """Whether builds are placed in a cell. What runs in a disabled one runs on, and moves within it go on."""
+
+    ENABLED = "enabled"
+    DISABLED = "disabled"
+
+
+class CellDecision(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
+    """What an operator has decided about a cell. The object's name is the cell's; without one it is enabled."""
+
+    state: CellState
+    reason: Reason = ""
+
+
 class ObjectChange(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
     """One object as it is to be; body None: it is deleted. A body replaces the whole of the one before.
 
-    name: of a quota, the project or "default"; of the scheduling rules, "default"; of a host, its uuid.
+    name: of a quota, the project or "default"; of the scheduling rules, "default"; of a host, its uuid;
+    of a cell, its name.
     if_version: only if the object has this version (0: only if there is none).
     """
 

@@ -106,6 +106,7 @@ class HostTable:
         self.projects: dict[str, int] = {}
         self.warning = np.zeros(INITIAL_CAPACITY, dtype=np.bool_)  # its service says that something is wrong with it
         self._decided: dict[str, HostAdminState] = {}
+        self.disabled_cells: frozenset[str] = frozenset()  # by operators: they take no new builds
 
     def __len__(self) -> int:
         return len(self.uuids)

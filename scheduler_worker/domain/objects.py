@@ -10,11 +10,13 @@ import msgspec
 from msgspec import Struct
 from msgspec.structs import replace
 
-from bus.contracts.base import MAX_REASON, Refusal
+from bus.contracts.base import MAX_REASON, Refusal, Word
 from bus.contracts.objects import (
     DEFAULT_QUOTA,
     SCHEDULING,
     Aggregate,
+    CellDecision,
+    CellState,
     ChangedObject,
     FenceRecord,
     Flavor,
@@ -40,7 +42,7 @@ TOO_MANY = "object.too_many"
 MAX_OF_KIND = 10_000
 MAX_BODY_BYTES = 64 * 1024
 
-Body = Flavor | Aggregate | ProjectQuota | SchedulingRules | HostDecision | FenceRecord
+Body = Flavor | Aggregate | ProjectQuota | SchedulingRules | HostDecision | FenceRecord | CellDecision
 BODIES: Mapping[ObjectKind, type[Body]] = {
     ObjectKind.FLAVOR: Flavor,
     ObjectKind.AGGREGATE: Aggregate,
@@ -48,9 +50,12 @@ BODIES: Mapping[ObjectKind, type[Body]] = {
     ObjectKind.SCHEDULING: SchedulingRules,
     ObjectKind.HOST: HostDecision,
     ObjectKind.FENCE: FenceRecord,
+    ObjectKind.CELL: CellDecision,
 }
 # What follows from decisions and from the cells' words; no other request changes it.
 DERIVED = frozenset({ObjectKind.FENCE})
+# What is about the hosts there are, and not part of a configuration.
+NOT_CONFIGURATION = frozenset({ObjectKind.HOST, ObjectKind.FENCE, ObjectKind.CELL})
 
 Key = tuple[ObjectKind, str]
 Objects = Mapping[Key, StoredObject]
@@ -86,6 +91,11 @@ class ChangePlan(Struct, frozen=True):
         return tuple(one.name for one in self.changed if one.kind is ObjectKind.FLAVOR and one.after is None)
 
     @property
+    def cells_decided(self) -> tuple[str, ...]:
+        """The names of cells that something is decided about."""
+        return tuple(one.name for one in self.changed if one.kind is ObjectKind.CELL and one.after is not None)
+
+    @property
     def hosts_fenced(self) -> tuple[str, ...]:
         """The uuids of hosts that a fence is asked for and that had none."""
         return tuple(
@@ -118,7 +128,16 @@ def body_of(kind: ObjectKind, name: str, body: Mapping[str, Any]) -> Body:
         _uuid(where, parsed.uuid)
     if isinstance(parsed, HostDecision) and _uuid(where, name) != name:
         raise ValueError(f"{where}: a host's uuid is written in lower case with hyphens")
+    if isinstance(parsed, CellDecision):
+        _word(where, name)
     return parsed
+
+
+def _word(where: str, name: str) -> None:
+    try:
+        msgspec.convert(name, Word)
+    except msgspec.ValidationError:
+        raise ValueError(f"{where}: a cell's name has letters, digits, - and _ only") from None
 
 
 def _uuid(where: str, text: str) -> str:
@@ -190,14 +209,14 @@ def applied(present: ObjectsOnRecord, changed: Iterable[ChangedObject], author: 
 
 
 def configuration_bodies(present: Objects, changed: Iterable[ChangedObject] = ()) -> dict[Key, dict[str, Any]]:
-    """The bodies that make a configuration, once these changes are made: all but decisions about hosts, and fences."""
+    """The bodies that make a configuration, once these changes are made: all but NOT_CONFIGURATION."""
     bodies = {key: stored.body for key, stored in present.items()}
     for one in changed:
         if one.after is None:
             bodies.pop((one.kind, one.name), None)
         else:
             bodies[one.kind, one.name] = one.after
-    return {key: body for key, body in bodies.items() if key[0] not in (ObjectKind.HOST, ObjectKind.FENCE)}
+    return {key: body for key, body in bodies.items() if key[0] not in NOT_CONFIGURATION}
 
 
 def effective_config(settings: SchedulerConfig, bodies: Mapping[Key, Mapping[str, Any]]) -> SchedulerConfig:
@@ -251,6 +270,18 @@ def host_decisions(present: Objects) -> dict[str, HostAdminState]:
     for uuid, fence in fences_of(present).items():
         decisions[uuid] = fences.fenced(decisions.get(uuid), uuid, fence)
     return decisions
+
+
+def disabled_cells(present: Objects) -> frozenset[str]:
+    """The cells that take no builds. Raises ValueError when a body is not valid."""
+    found = set()
+    for (kind, name), stored in sorted(present.items()):
+        if kind is ObjectKind.CELL:
+            body = body_of(kind, name, stored.body)
+            assert isinstance(body, CellDecision), stored
+            if body.state is CellState.DISABLED:
+                found.add(name)
+    return frozenset(found)
 
 
 def fences_of(present: Objects) -> dict[str, FenceRecord]:

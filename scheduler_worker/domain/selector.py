@@ -25,6 +25,7 @@ from scheduler_worker.domain.request_spec import RequestSpec, Unsatisfiable
 from scheduler_worker.domain.view import HostsView, Membership
 
 UNANNOUNCED = "host.unannounced"
+CELL_DISABLED = "cell.disabled"
 
 
 class NoValidHost(Struct, frozen=True):
@@ -201,6 +202,10 @@ class Selector:
             at = cells.index(spec.cell) if spec.cell in cells else NO_SERVICE
             view = view.subset(view.cell == at)
             funnel.append(funnel_step("cell", before, {"host.other_cell": before - len(view)} if before else {}))
+        elif self.table.disabled_cells and (disabled := view.in_cells(self.table.disabled_cells)).any():
+            before = len(view)
+            view = view.subset(~disabled)
+            funnel.append(funnel_step("cell", before, {CELL_DISABLED: before - len(view)}))
         for state in (AdminState.MAINTENANCE, AdminState.FENCED) if spec.forced else ():
             if (excluded := view.is_in(state)).any():
                 before = len(view)

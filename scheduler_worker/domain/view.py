@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
 from msgspec import Struct
@@ -107,6 +107,11 @@ class HostsView:
         """Whether each host takes builds of this project: those that belong to another one do not."""
         column = self.table.project[self.index]
         return np.asarray((column == OPEN) | (column == self.table.projects.get(project, OPEN)), dtype=np.bool_)
+
+    def in_cells(self, names: Collection[str]) -> Mask:
+        """Whether each host is in one of these cells; unknown names match no host."""
+        places = [at for at, name in enumerate(self.table.cells) if name in names]
+        return np.asarray(np.isin(self.cell, places), dtype=np.bool_)
 
     def is_in(self, *states: AdminState) -> Mask:
         """Whether an operator has put each host into one of these states."""

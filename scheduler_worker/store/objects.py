@@ -18,6 +18,8 @@ from scheduler_worker.store.rows import clean
 MAX_LOG_ENTRIES = 100_000
 BUILDS_WITH_A_MACHINE = ("accepted", "scheduled", "building", "active", "deleting")
 
+KINDS = frozenset(kind.value for kind in ObjectKind)
+
 _encode = msgspec.json.Encoder(order="deterministic").encode
 _decode = msgspec.json.Decoder(dict[str, Any]).decode
 
@@ -96,6 +98,7 @@ async def log(connection: asyncpg.Connection, query: ObjectLogQuery) -> list[Obj
             forced=row["forced"],
         )
         for row in await connection.fetch(ENTRIES, kind, query.name, query.before, query.limit)
+        if row["kind"] in KINDS
     ]
 
 
@@ -110,6 +113,7 @@ async def _objects(connection: asyncpg.Connection) -> dict[Key, StoredObject]:
             changed_by=row["changed_by"],
         )
         for row in await connection.fetch(OBJECTS)
+        if row["kind"] in KINDS  # a newer scheduler, side by side with this one, may know more
     }
 
 

@@ -642,6 +642,22 @@ def test_objects_are_changed_while_everything_runs(berth: Berth) -> None:
     assert len(table.splitlines()) <= 4 and "eve\\nforged" in table, "a newline forges no row"
 
 
+def test_a_cell_is_disabled_and_enabled(berth: Berth) -> None:
+    listed = {one["name"]: one for one in berth("cells", "list", "--json").data}
+    assert {name: (one["body"]["state"], one["version"]) for name, one in listed.items()} == {
+        "cell1": ("enabled", 0),
+        "cell2": ("enabled", 0),
+    }
+    assert berth("cells", "set", "cell1", "disabled", "--reason", "power").status == 0
+    try:
+        assert {build["cell"] for build in boot(berth, "--count", "4")} == {"cell2"}
+        assert 'state = "disabled"' in berth("objects").out
+        last = berth("cells", "set", "cell2", "disabled")
+        assert (last.status, "no cell would be left" in last.err) == (NO, True)
+    finally:
+        assert berth("cells", "delete", "cell1").status == 0
+
+
 def test_a_file_of_objects_is_applied_all_or_none(berth: Berth) -> None:
     before = berth("objects").out
     file = berth.directory / "objects.toml"
@@ -668,6 +684,7 @@ def test_a_file_of_objects_is_applied_all_or_none(berth: Berth) -> None:
         (("quotas", "set", "x", "vcpu=1"), "quota 'x'"),
         (("aggregates", "set", "x", "--uuid", "no"), "no uuid"),
         (("rules", "set", "--filter", "NoSuchFilter"), "NoSuchFilter"),
+        (("cells", "set", "cell9", "disabled"), "there is no cell 'cell9'"),
         (("flavors", "show", "no-such"), "there is no flavor 'no-such'"),
         (("apply", "no-such.toml"), "no-such.toml"),
     ],

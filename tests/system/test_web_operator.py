@@ -271,6 +271,24 @@ def test_workers_and_cells_are_listed(web: Web) -> None:
             ("cell2", True, 3),
         ]
         assert all(one["services"] == one["services_up"] == 1 and one["hosts_up"] == 3 for one in cells)
+        assert {(one["state"], one["version"]) for one in cells} == {("enabled", 0)}
+
+
+def test_a_cell_is_disabled_and_enabled(web: Web) -> None:
+    with web.client("op") as client, web.client("see") as see:
+        assert code_of(see.put("/api/v1/cells/cell2", json={"state": "disabled"}), 403) == "role.forbidden"
+        assert code_of(client.put("/api/v1/cells/cell3", json={"state": "disabled"}), 404) == "object.unknown"
+        body = {"state": "disabled", "reason": "its power is worked on"}
+        assert client.put("/api/v1/cells/cell2", json=body).json()["changed"][0]["after"] == body
+        try:
+            shown = {one["name"]: one for one in see.get("/api/v1/cells").json()}
+            assert (shown["cell2"]["state"], shown["cell2"]["reason"]) == ("disabled", "its power is worked on")
+            assert shown["cell1"]["state"] == "enabled"
+            assert "its power is worked on" in client.get("/system").text
+            assert code_of(client.put("/api/v1/cells/cell1", json={"state": "disabled"}), 409) == "object.in_use"
+        finally:
+            assert client.delete("/api/v1/cells/cell2").status_code == 200
+        assert {one["state"] for one in see.get("/api/v1/cells").json()} == {"enabled"}
 
 
 def workers_of(client: httpx.Client) -> list[dict[str, Any]]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
+import asyncpg
 import pytest
 
 from bus.contracts.build import BuildRequest
@@ -29,7 +31,7 @@ from tests.kit.sent import Sent
 
 pytestmark = pytest.mark.postgres
 
-F, A, Q, S = ObjectKind.FLAVOR, ObjectKind.AGGREGATE, ObjectKind.QUOTA, ObjectKind.SCHEDULING
+F, A, Q, S, C = ObjectKind.FLAVOR, ObjectKind.AGGREGATE, ObjectKind.QUOTA, ObjectKind.SCHEDULING, ObjectKind.CELL
 ZONE = "e0000000-0000-4000-8000-000000000000"
 
 
@@ -211,3 +213,74 @@ async def test_objects_are_paged_in_order(world: World) -> None:
             break
         after = found[-1]
     assert found == [("flavor", "a"), ("flavor", "b"), ("flavor", "m1.small"), ("quota", "default")]
+
+
+def cell(name: str, state: str) -> ObjectChange:
+    return ObjectChange(kind=C, name=name, body={"state": state})
+
+
+async def in_force(world: World, disabled: set[str]) -> None:
+    """Wait until every scheduler goes by it."""
+    async with asyncio.timeout(60.0):
+        while any(table.disabled_cells != disabled for table in world.tables.values()):  # noqa: ASYNC110  (no event)
+            await asyncio.sleep(0.01)
+
+
+async def test_a_disabled_cell_takes_no_build_on_any_scheduler(world: World) -> None:
+    await world.scheduler("s1")
+    await world.scheduler("s2")
+    await world.add_hosts("c1", 4)
+    await world.add_hosts("c2", 1)
+    changed = await change(world, cell("c1", "disabled"))
+    assert [one.after for one in changed.changed] == [{"state": "disabled"}]
+    await in_force(world, {"c1"})
+    for _ in range(6):
+        assert await taken(world, world.request()) == ""
+    assert {bus for bus, _ in world.builds} == {"c2"}
+    # The other way it is as quick, and an object that is deleted is a cell that takes builds.
+    await change(world, ObjectChange(kind=C, name="c1"), cell("c2", "disabled"))
+    await in_force(world, {"c2"})
+    world.builds.clear()
+    for _ in range(4):
+        assert await taken(world, world.request()) == ""
+    assert {bus for bus, _ in world.builds} == {"c1"}
+
+
+async def test_a_cell_stays_disabled_over_a_restart(world: World) -> None:
+    await world.scheduler("s1")
+    await change(world, cell("c1", "disabled"))
+    await world.stop("s1")
+    await world.scheduler("s2")
+    assert world.tables["s2"].disabled_cells == {"c1"}
+
+
+async def test_a_decision_about_a_cell_that_there_is_not_is_refused(world: World) -> None:
+    await world.scheduler("s1")
+    fault = await refused(world, cell("c3", "disabled"))
+    assert (fault.code, "c1, c2" in fault.reason) == ("object.unknown", True)
+
+
+async def test_the_last_cell_that_takes_builds_is_disabled_by_force_only(world: World) -> None:
+    await world.scheduler("s1")
+    await change(world, cell("c1", "disabled"))
+    fault = await refused(world, cell("c2", "disabled"))
+    assert (fault.code, fault.reason) == ("object.in_use", "no cell would be left that takes builds")
+    await change(world, cell("c2", "disabled"), force=True)
+    assert world.tables["s1"].disabled_cells == {"c1", "c2"}
+
+
+async def test_a_scheduler_passes_over_objects_of_kinds_that_it_does_not_know(world: World) -> None:
+    """One of the next version, side by side with it, has written them."""
+    await world.scheduler("s1")
+    connection = await asyncpg.connect(world.url)
+    await connection.execute("INSERT INTO scheduler.objects VALUES ('of_tomorrow', 'x', '{}', 1, 1.0, 'me')")
+    await connection.execute(
+        "INSERT INTO scheduler.object_log (revision, kind, name, at, who, why, forced)"
+        " VALUES (2, 'of_tomorrow', 'x', 1.0, 'me', '', false)"
+    )
+    await connection.close()
+    await change(world, flavor("new", vcpus=1))
+    page = await world.buses["api"].request(ObjectsQuery(), ObjectsPage, timeout_s=60.0)
+    assert {"new", "m1.tiny"} <= {one.name for one in page.objects} and "x" not in {one.name for one in page.objects}
+    log = await world.buses["api"].request(ObjectLogQuery(), ObjectLogPage, timeout_s=60.0)
+    assert log.entries[0].name == "new"

@@ -28,7 +28,7 @@ from scheduler_worker.domain.objects import (
 )
 
 RACK = "10000000-0000-4000-8000-000000000000"
-F, A, Q, S = ObjectKind.FLAVOR, ObjectKind.AGGREGATE, ObjectKind.QUOTA, ObjectKind.SCHEDULING
+F, A, Q, S, C = ObjectKind.FLAVOR, ObjectKind.AGGREGATE, ObjectKind.QUOTA, ObjectKind.SCHEDULING, ObjectKind.CELL
 
 TOO_LARGE = {f"key{number}": "x" * 255 for number in range(256)}
 
@@ -80,6 +80,8 @@ def test_prune_deletes_what_is_not_named_of_these_kinds_only() -> None:
         ([change(A, "rack", {"uuid": RACK, "name": "other"})], "object.invalid", "'other'"),
         ([change(Q, "p", {"limits": {"vcpu": 1}})], "object.invalid", "quota 'p'"),
         ([change(S, "mine", {})], "object.invalid", "'default'"),
+        ([change(C, "c1", {"state": "drained"})], "object.invalid", "cell 'c1'"),
+        ([change(C, "c 1", {"state": "disabled"})], "object.invalid", "a cell's name"),
     ],
 )  # fmt: skip
 def test_what_is_refused_names_the_object(changes: list[ObjectChange], code: str, says: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -15,7 +16,7 @@ from scheduler_worker.domain.explain import sentence
 from scheduler_worker.domain.flavors import FlavorInvalid, parse
 from scheduler_worker.domain.ranking import Choice, Ranking
 from scheduler_worker.domain.request_spec import Unsatisfiable
-from scheduler_worker.domain.selector import recovered_allocations
+from scheduler_worker.domain.selector import CELL_DISABLED, recovered_allocations
 from scheduler_worker.domain.spread import Spread
 from tests.unit.scheduler.hosts import PLENTY, Hosts, aggregate
 
@@ -132,6 +133,21 @@ def test_alternates_are_of_the_same_cell_and_none_is_the_selected_host() -> None
         assert choice is not None and len(choice.alternates) == 2
         names = [hosts.name(c.row) for c in (choice.selected, *choice.alternates)]
         assert len(set(names)) == 3 and len({int(name[1:]) % 2 for name in names}) == 1
+
+
+def test_a_disabled_cell_takes_no_build_and_what_moves_within_it_goes_on() -> None:
+    hosts = Hosts([PLENTY] * 4, cells=["c1", "c2", "c1", "c2"])
+    hosts.table.disabled_cells = frozenset({"c1", "elsewhere"})
+    for choice in pick(hosts, 10):
+        assert choice is not None and int(hosts.name(choice.selected.row)[1:]) % 2 == 1
+    forced = msgspec.structs.replace(hosts.spec(), forced=True)
+    moving = msgspec.structs.replace(hosts.spec(), cell="c1")
+    for spec, names in ((forced, {"h1", "h3"}), (moving, {"h0", "h2"})):
+        ranking = hosts.selector.rank(spec, hosts.rng)
+        assert {hosts.name(row) for row in ranking.view.rows.tolist()} == names
+    hosts.table.disabled_cells = frozenset({"c1", "c2"})
+    funnel = hosts.selector.rank(hosts.spec(), hosts.rng).funnel
+    assert [step.rejected for step in funnel if step.step == "cell"] == [{CELL_DISABLED: 4}]
 
 
 def of_services(count: int, hosts_of: dict[str, range]) -> Hosts:
