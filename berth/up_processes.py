@@ -12,6 +12,7 @@ import msgspec
 from msgspec import Struct
 from msgspec.structs import replace
 
+from berth.broker_probe import probe
 from berth.embedded.rabbitmq import RabbitMQ
 from berth.keeper import Notify, kept_alive
 from berth.metal import ironic_of
@@ -170,7 +171,7 @@ async def _broker(settings: Settings, notify: Notify) -> AsyncIterator[dict[str,
         yield {}
         return
     broker = RabbitMQ(settings.state / "rabbitmq")
-    async with kept_alive("RabbitMQ", broker, notify=notify):
+    async with kept_alive("RabbitMQ", broker, notify=notify, probe=lambda: probe(broker.url())):
         vhosts = {API: API_VHOST, **{cell: cell for cell in settings.cells}}
         urls = await asyncio.to_thread(broker.add_vhosts, vhosts.values())
         yield {name: urls[vhost] for name, vhost in vhosts.items()}

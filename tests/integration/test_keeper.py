@@ -1,4 +1,7 @@
-"""A server that cannot start for a while is tried again, with longer and longer pauses, and said each time."""
+"""A server that cannot start for a while is tried again, with longer and longer pauses, and said each time.
+
+One that runs and does not work is ended and started again.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +12,13 @@ import pytest
 from msgspec.structs import replace
 
 from berth import keeper as module
+from berth.broker_probe import probe
 from berth.embedded.postgres import Postgres
+from berth.embedded.rabbitmq import RabbitMQ
 from berth.keeper import kept_alive
+from bus.rabbitmq import confirms
 
-PATIENCE_S = 60.0
+PATIENCE_S = 120.0
 
 pytestmark = pytest.mark.postgres
 
@@ -43,6 +49,27 @@ async def test_a_keeper_that_is_stopped_starts_nothing(monkeypatch: pytest.Monke
         server.kill()
         await _until(lambda: any("does not start" in one for one in said))
     assert server.pid == 0
+
+
+@pytest.mark.rabbitmq
+async def test_a_broker_that_confirms_nothing_is_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As after a full disk: the log of its quorum queues is gone, and connections are taken as before."""
+    monkeypatch.setattr(module, "PROBE_INTERVAL_S", 0.2)
+    monkeypatch.setattr(confirms, "CONFIRM_TIMEOUT_S", 5.0)
+    said: list[str] = []
+    broker = RabbitMQ()
+    async with kept_alive("RabbitMQ", broker, notify=said.append, probe=lambda: probe(broker.url())):
+        await probe(broker.url())
+        assert said == []
+        await asyncio.to_thread(broker.control, "set_vm_memory_high_watermark", "0.0000001")
+        await probe(broker.url())  # an alarm ends by itself
+        await asyncio.to_thread(broker.control, "set_vm_memory_high_watermark", "0.9")
+        first = broker.pid
+        await asyncio.to_thread(broker.control, "eval", "sys:suspend(ra_log_wal).")
+        await _until(lambda: bool(said) and said[-1] == "RabbitMQ is up again")
+        assert "did not work 3 times in a row" in said[0] and "no confirm within" in said[0], said
+        assert broker.pid not in (0, first)
+        await probe(broker.url())
 
 
 def _hba(server: Postgres) -> Path:
