@@ -163,7 +163,7 @@ class BuildClient:
         self._open.discard(uuid)
 
     async def delete(self, builds: Sequence[BuildRecord], *, patience_s: float = 0.0) -> list[Track]:
-        """Request the deletion of builds and follow them until they are gone; patience and faults as in `boot`."""
+        """Request the deletion of builds and follow them until they are gone; time limits and faults as in `boot`."""
         tracks: list[Track] = []
         for build in builds:
             track = self._follow(build.instance_uuid, build.flavor, build.project_id, None)

@@ -134,7 +134,7 @@ class InvariantVerdict(Struct, frozen=True, kw_only=True):
 
 
 def check_invariants(facts: Facts) -> tuple[InvariantVerdict, ...]:
-    """Judge every invariant that the facts suffice for, in DESIGN.md's order."""
+    """Judge every invariant that the facts suffice for, in the order of `berth check`'s output."""
     unreported = tuple(_unreported(facts))
     verdicts = [
         _verdict(
@@ -145,7 +145,7 @@ def check_invariants(facts: Facts) -> tuple[InvariantVerdict, ...]:
         ),
         _verdict(
             "book_adds_up",
-            "what the book says is used is the sum of its allocations",
+            "the book's usage is the sum of its allocations",
             len(facts.inventories),
             iter(facts.audit),
         ),
@@ -161,7 +161,7 @@ def check_invariants(facts: Facts) -> tuple[InvariantVerdict, ...]:
         ),
         _verdict(
             "hosts_instances_allocations_agree",
-            "at rest, what runs on hosts = what instances say = what allocations say",
+            "at rest, hosts, instances and allocations agree on what runs",
             len(facts.instances),
             _agreement(facts),
             unreported,
@@ -175,7 +175,7 @@ def check_invariants(facts: Facts) -> tuple[InvariantVerdict, ...]:
         verdicts.append(
             _verdict(
                 "services_there",
-                "every compute service is heard, or was stopped on purpose",
+                "every compute service reports, or was stopped on purpose",
                 len({(one.cell, one.service) for one in facts.instances if one.service} | _down(facts)),
                 (f"{one.cell}: {one.service}: {one.why}" for one in facts.down if not one.is_expected),
             )

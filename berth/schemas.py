@@ -70,7 +70,7 @@ def known_revisions(package: str) -> list[str]:
 
 
 def assess(schema: str, revision: str, *, is_empty: bool) -> SchemaRevision:
-    """How one schema stands. revision: what its version table says, "" when there is none."""
+    """How one schema stands. revision: that of its version table, "" when there is none."""
     package = package_of(schema)
     known = known_revisions(package) if package is not None else []
     head = known[0] if known else ""

@@ -1,6 +1,6 @@
 """Instances that run on a host and hold nothing there in the book: after a book was restored to before their claim.
 
-Their room is offered to others. The cell's record says what each should hold, so it can be claimed again.
+Their room is offered to others. The cell's record has what each should hold, so it can be claimed again.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ async def find_unclaimed(site: Site, book: Database, grace_s: float) -> list[Unc
 
 
 async def claim_again(store: PlacementStore, found: Sequence[Unclaimed]) -> list[str]:
-    """Give each what its cell's record says, where there is room. A line for each.
+    """Give each what is on its cell's record, where there is room. A line for each.
 
     A claim of one that was deleted meanwhile is refused by its attempt, a change of one that holds something by its
     generation.

@@ -16,7 +16,7 @@ DONE = Done()
 
 
 class ComputeHandlers:
-    """Queues `compute.{service}` and `compute.asked.{service}`."""
+    """Queues `compute.{service}` and `compute.control.{service}`."""
 
     def __init__(
         self,

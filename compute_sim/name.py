@@ -21,7 +21,7 @@ from compute_sim.records import Records
 
 log = structlog.get_logger()
 
-QUEUE = "compute.asked.{service}"
+QUEUE = "compute.control.{service}"
 AGAIN_S = 1.0
 
 

@@ -177,7 +177,7 @@ class SchedulerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     # When a host is fenced
     on_host_failure: EvacuationPolicy = EvacuationPolicy.WAIT
     """What becomes of an active instance whose host is fenced, unless its request or its flavor
-    (`berth:on_host_failure`) says otherwise: `restart` (it is evacuated), `wait` or `fail`.
+    (`berth:on_host_failure`) sets another: `restart` (it is evacuated), `wait` or `fail`.
     """
     evacuations_at_once: Positive = 100
     """Most evacuations by policy that are under way at a time, those of all fenced hosts together."""

@@ -30,7 +30,7 @@ Count = Annotated[int, Meta(ge=0)]
 
 
 class BadBackup(Fault):
-    """A directory is no backup that can be restored; the code says why."""
+    """A directory is no backup that can be restored; the code has the reason."""
 
     def __init__(self, sentence: str, *, code: str) -> None:
         super().__init__(sentence, code=code)
@@ -107,7 +107,7 @@ def read_manifest(directory: Path) -> Manifest:
     encoded = _read_small(directory / MANIFEST)
     summed = _read_small(directory / MANIFEST_SUM).decode(errors="replace").split()
     if summed != [hashlib.sha256(encoded).hexdigest(), MANIFEST]:
-        raise BadBackup(f"{directory / MANIFEST} is not what its checksum says", code="backup.damaged")
+        raise BadBackup(f"{directory / MANIFEST} does not match its checksum", code="backup.damaged")
     manifest = _decode(encoded, directory)
     seen: set[str] = set()
     for schema in manifest.schemas:
@@ -136,7 +136,7 @@ def _check_file(path: Path, table: TableCopy) -> None:
     if path.is_symlink() or not path.is_file():
         raise BadBackup(f"{path.name} is missing", code="backup.damaged")
     if path.stat().st_size != table.bytes or _sum(path) != table.sha256:
-        raise BadBackup(f"{path.name} is not what the manifest says: it was cut off or altered", code="backup.damaged")
+        raise BadBackup(f"{path.name} differs from the manifest: it was cut off or altered", code="backup.damaged")
 
 
 def _sum(path: Path) -> str:

@@ -30,7 +30,7 @@ from bus.persistence import migrations
 from bus.persistence.address import CONNECTION_LOST
 from bus.persistence.database import lock_key, raise_fault
 
-# What PostgreSQL says when a table of the backup is not one of the revision that the manifest names.
+# PostgreSQL's error when a table of the backup is not one of the revision that the manifest names.
 MISMATCHES = (
     asyncpg.UndefinedTableError,
     asyncpg.UndefinedColumnError,
@@ -136,7 +136,7 @@ async def _restore_table(driver: asyncpg.Connection, schema: str, table: TableCo
 
 
 async def _blocks(path: Path, text_bytes: int) -> AsyncIterator[bytes]:
-    """What the file decompresses to, which must be as long as the manifest says."""
+    """What the file decompresses to, which must have the length that the manifest states."""
     total = 0
     for block in _decompressed(path):
         total += len(block)
@@ -144,7 +144,7 @@ async def _blocks(path: Path, text_bytes: int) -> AsyncIterator[bytes]:
             break
         yield block
     if total != text_bytes:
-        raise BadBackup(f"{path.name} is not as long as the manifest says", code="backup.damaged")
+        raise BadBackup(f"{path.name} has not the length that the manifest states", code="backup.damaged")
 
 
 def _decompressed(path: Path) -> Iterator[bytes]:

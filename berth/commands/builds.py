@@ -75,7 +75,7 @@ def boot(
     ] = None,
     on_host_failure: Annotated[
         EvacuationPolicy | None,
-        typer.Option(help="What becomes of them when their host is fenced; else as the flavor or the settings say."),
+        typer.Option(help="What becomes of them when their host is fenced; else as in the flavor or the settings."),
     ] = None,
     wait: Annotated[bool, typer.Option("--wait", help="Wait for each build's end.")] = False,
     timeout: Timeout = 300.0,

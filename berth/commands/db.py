@@ -26,7 +26,7 @@ from berth.site import Site
 
 app = typer.Typer(no_args_is_help=True, help="The schemas of the database: revisions, check, upgrade.")
 
-# What a user is told of a schema that this version cannot use as it is.
+# The sentence for a user about a schema that this version cannot use as it is.
 SENTENCES = {
     SchemaStanding.BEHIND: "is at revision {revision} and this berth needs {head}: berth db upgrade",
     SchemaStanding.NEWER: "was made by a newer berth (revision {revision}; this one knows {head}): run that version",
@@ -47,7 +47,7 @@ def current(context: typer.Context, as_json: AsJson = False) -> None:
 
 @app.command()
 def check(context: typer.Context, as_json: AsJson = False) -> None:
-    """Say of each schema that this version cannot use why. Exit status 1 when there is one."""
+    """Print the reason for each schema that this version cannot use. Exit status 1 when there is one."""
 
     async def body() -> int:
         found = await _read(database_of(settings_of(context)))

@@ -29,7 +29,7 @@ FORMAT = "berth.load.v1"
 #   unsent: the run ended, or was interrupted, or the bus was unavailable, before the broker confirmed it. Not lost.
 #   open: still under way when the run was interrupted. Not lost: it was not waited for to the bound.
 #   lost: the broker confirmed it, no terminal event came within `Settings.lost_after_s`, and no scheduler that was
-#   asked then had it under way.
+#   queried then had it under way.
 #   late: the same, but a scheduler has it under way: accepted, scheduled, building or deleting.
 OUTCOMES: tuple[str, ...] = ("active", "deleted", "failed", "refused", "backpressure", "unsent", "open", "lost", "late")
 Outcome = Literal["active", "deleted", "failed", "refused", "backpressure", "unsent", "open", "lost", "late"]

@@ -2,7 +2,7 @@
 
 A bus has one queue of dead letters. The routing key of a letter is the name of the queue that gave it up: the broker
 writes it there by that queue's own settings, and permissions bind a consumer that parks a letter to its own queues. No
-header says it, as a publisher may have written any header.
+header has it, as a publisher may have written any header.
 """
 
 from __future__ import annotations

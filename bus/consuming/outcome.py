@@ -40,9 +40,9 @@ Outcome = Done | Retry | Refuse
 class Received(Struct, frozen=True):
     """One message as a handler gets it: parsed, bounded, with what travelled beside it.
 
-    exhausted: it was delivered so often without an end that the broker is about to give it up. A handler that must tell
-    its client of every end reports it now, and does nothing else for it: what it did before may be what ended its
-    process. given_up: why another queue gave it up, the code of its dead letter; empty: this is none.
+    exhausted: it was delivered so often without an end that the broker is about to give it up. A handler that must
+    inform its client of every end publishes it now, and does nothing else for it: what it did before may be what ended
+    its process. given_up: why another queue gave it up, the code of its dead letter; empty: this is none.
     """
 
     message: Message

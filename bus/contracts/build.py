@@ -49,7 +49,7 @@ class BuildRequest(Message, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     image_properties: the image's properties, for filters (hw_architecture, img_hv_type, hw_vm_mode, or any).
     image_source: where the image is; without, `image` is a name that the compute service's settings know.
     config_drive, networks: what a driver that deploys real machines gives the machine; others ignore them.
-    on_host_failure: what becomes of the instance when its host is fenced (None: as its flavor says, else the setting).
+    on_host_failure: what becomes of the instance when its host is fenced (None: as in its flavor, else the setting).
     """
 
     instance_uuid: Uuid

@@ -10,7 +10,7 @@ CREATE TABLE outbox (
 ) WITH (autovacuum_vacuum_scale_factor = 0, autovacuum_vacuum_threshold = 5000);
 ALTER TABLE outbox ALTER COLUMN body SET STORAGE EXTERNAL;
 
--- Messages that a handler has taken, where its own tables do not tell.
+-- Messages that a handler has taken, where its own tables do not show it.
 CREATE TABLE handled (
     handler text NOT NULL,
     message_id text NOT NULL,

@@ -95,7 +95,7 @@ CREATE TABLE leases (
     reason text NOT NULL
 );
 
--- The conductor that records and tells the leases, until when; its term rises with each change of keeper.
+-- The conductor that records and publishes the leases, until when; its term rises with each change of keeper.
 CREATE TABLE lease_keeper (
     process text NOT NULL,
     term bigint NOT NULL,
@@ -136,7 +136,7 @@ CREATE TABLE outbox (
 ) WITH (autovacuum_vacuum_scale_factor = 0, autovacuum_vacuum_threshold = 5000);
 ALTER TABLE outbox ALTER COLUMN body SET STORAGE EXTERNAL;
 
--- Messages that a handler has taken, where its own tables do not tell.
+-- Messages that a handler has taken, where its own tables do not show it.
 CREATE TABLE handled (
     handler text NOT NULL,
     message_id text NOT NULL,

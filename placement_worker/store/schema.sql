@@ -324,7 +324,7 @@ SET enable_mergejoin = off;
 
 -- Lock and read each named consumer, then each provider that is wanted or that one of them holds (wanted NULL: none).
 -- A consumer that does not exist is written as it will most likely be, so that a plain claim costs nothing for it
--- later; xmax = 0 tells a row that this statement inserted.
+-- later; xmax = 0 marks a row that this statement inserted.
 -- Returns [[consumer that was there before, ...], [what it holds, ...], [provider with its inventories, ...]].
 CREATE FUNCTION lock_claims(consumers uuid[], projects text[], users text[], types text[], generations bigint[],
     attempts integer[], wanted uuid[], limited text[], alone boolean) RETURNS text AS $$
@@ -337,7 +337,7 @@ DECLARE
     providers json;
     usage json;
 BEGIN
-    WITH said AS (
+    WITH locked_rows AS (
         INSERT INTO consumers AS c (uuid, project_id, user_id, consumer_type, generation, attempt)
         SELECT * FROM unnest(lock_claims.consumers, projects, users, types, generations, attempts)
         ON CONFLICT (uuid) DO UPDATE SET uuid = c.uuid
@@ -346,7 +346,7 @@ BEGIN
     )
     SELECT json_agg(json_build_array(uuid, generation, attempt, project_id, user_id, consumer_type)),
         array_agg(uuid) FILTER (WHERE NOT released)
-    INTO known, holders FROM said WHERE NOT inserted;
+    INTO known, holders FROM locked_rows WHERE NOT inserted;
     IF holders IS NOT NULL THEN
         SELECT json_agg(json_build_array(a.consumer, p.uuid, a.class_id, a.amount)
             ORDER BY a.consumer, p.id, a.class_id), array_agg(p.id)
@@ -421,7 +421,7 @@ $$ LANGUAGE plpgsql;
 
 -- Write absolute values, each row once: consumers that go and that change, what they no longer hold and what they hold,
 -- what is used, the providers' generations, the changes. Returns [the last change's number, inventories written]: usage
--- may not rise past capacity, whatever the decision said; the caller compares.
+-- may not rise past capacity, whatever the decision was; the caller compares.
 CREATE FUNCTION write_claims(gone uuid[], changed uuid[], projects text[], users text[], types text[],
     generations bigint[], attempts integer[], releases boolean[], stale uuid[], holders uuid[], held_of bigint[],
     held_classes integer[], amounts bigint[], used_of bigint[], used_classes integer[], used_now bigint[],
@@ -470,7 +470,7 @@ SET enable_mergejoin = off;
 -- Returns [[consumer, ...], [what it holds, ...], [provider with its inventories, ...], [project's class, ...]].
 CREATE FUNCTION read_claims(consumers uuid[], named uuid[], limited text[]) RETURNS text AS $$
 DECLARE
-    said text;
+    answer text;
 BEGIN
     WITH known AS (
         SELECT * FROM consumers c WHERE c.uuid = ANY(read_claims.consumers)
@@ -491,8 +491,8 @@ BEGIN
         )) ORDER BY p.id) FROM wanted w JOIN providers p ON p.id = w.id JOIN providers root ON root.id = p.root_id), '[]'),
         coalesce((SELECT json_agg(json_build_array(project_id, class_id, amount)) FROM project_usage u
             WHERE u.project_id = ANY(limited) AND u.amount <> 0), '[]')
-    ) INTO said;
-    RETURN said;
+    ) INTO answer;
+    RETURN answer;
 END
 $$ LANGUAGE plpgsql SET plan_cache_mode = force_generic_plan SET enable_seqscan = off SET enable_hashjoin = off
 SET enable_mergejoin = off;
@@ -564,12 +564,12 @@ BEGIN
         FROM unnest(used_places, claim_new.used_classes, used_names, used_more) AS n (place, class_id, name, more)
         WHERE i.provider_id = numbers[n.place] AND i.class_id = n.class_id AND i.used + n.more <= i.capacity
         RETURNING n.place, n.name, i.used
-    ), told AS (
+    ), written_rows AS (
         SELECT u.place, json_object_agg(u.name, u.used) AS used, count(*) AS rows FROM used u GROUP BY u.place
     )
     SELECT sum(t.rows), json_agg(json_build_object('sequence', 0, 'provider', wanted[t.place],
         'generation', generations[t.place], 'used', t.used) ORDER BY t.place)
-    INTO written, changes FROM told t;
+    INTO written, changes FROM written_rows t;
     IF written IS DISTINCT FROM cardinality(used_places) THEN
         RAISE EXCEPTION 'claim_new: full, or no such inventory';
     END IF;

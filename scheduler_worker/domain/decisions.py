@@ -161,7 +161,7 @@ def decided_event(one: BuildDecision, at: float, stamps: Stamps | None = None) -
 def instance_spec(
     request: BuildRequest, flavor: Flavor, on_host_failure: EvacuationPolicy = EvacuationPolicy.WAIT
 ) -> InstanceSpec:
-    """What the cell needs to know of the request and its flavor. on_host_failure: where neither of them says."""
+    """What the cell needs to know of the request and its flavor. on_host_failure: where neither of them sets it."""
     specs = flavor.extra_specs
     return InstanceSpec(
         instance_uuid=request.instance_uuid,

@@ -1,4 +1,4 @@
-"""What becomes of an instance whose host is fenced: as its request says, else its flavor, else the settings. Pure."""
+"""What becomes of an instance whose host is fenced: by its request, else its flavor, else the settings. Pure."""
 
 from __future__ import annotations
 
@@ -17,5 +17,5 @@ def policy_of(requested: EvacuationPolicy | None, flavor: Flavor | None, default
 
 
 def for_cell(policy: EvacuationPolicy) -> EvacuationPolicy | None:
-    """The policy as a cell is told of it, where None means wait."""
+    """The policy in the message to a cell, where None means wait."""
     return None if policy is EvacuationPolicy.WAIT else policy

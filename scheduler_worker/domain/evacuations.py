@@ -42,7 +42,9 @@ class FencedHost(Struct, frozen=True):
 
 
 def fenced_hosts(fences: Mapping[str, FenceRecord]) -> frozenset[FencedHost]:
-    """The hosts whose instances may be evacuated: their cells have said so, and they are not to be used again."""
+    """The hosts whose instances may be evacuated: their cells have acknowledged their fences, and they are not to be
+    used again.
+    """
     return frozenset(
         FencedHost(uuid, fence.host, fence.cell, fence.version)
         for uuid, fence in fences.items()

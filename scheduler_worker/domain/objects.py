@@ -97,7 +97,7 @@ class ChangePlan(Struct, frozen=True):
 
     @property
     def hosts_fenced(self) -> tuple[str, ...]:
-        """The uuids of hosts that a fence is asked for and that had none."""
+        """The uuids of hosts that a fence is requested for and that had none."""
         return tuple(
             one.name
             for one in self.changed

@@ -3,7 +3,7 @@
 -- A database at the newest migration is exactly this (tests/integration/test_schemas.py). Names are unqualified: the
 -- connection's search_path is the schema.
 
--- request: the message as it came, and digest: a digest of it. A repeat is told from a clash, and a decision can be run
+-- request: the message as it came, and digest: a digest of it. A repeat is distinguished from a clash, and a decision can be run
 -- again. timeline: JSON lines, only ever appended to, so that one statement appends without reading.
 -- created_at, updated_at: seconds since the epoch.
 -- fillfactor: a row is written three to five times in its first seconds; room on the page keeps these writes cheap.
@@ -40,7 +40,7 @@ CREATE TABLE instance_cells (
     mapped_at double precision NOT NULL
 );
 
--- What is asked of instances after their builds: one row a request. digest: of the whole message. sequence: of the newest
+-- Requests about instances after their builds: one row each. digest: of the whole message. sequence: of the newest
 -- event of the request. cell: where it was dispatched to. A row is written under the lock of its instance's row above.
 CREATE TABLE moves (
     request_id uuid PRIMARY KEY,
@@ -116,7 +116,7 @@ CREATE TABLE outbox (
 ) WITH (autovacuum_vacuum_scale_factor = 0, autovacuum_vacuum_threshold = 5000);
 ALTER TABLE outbox ALTER COLUMN body SET STORAGE EXTERNAL;
 
--- Messages that a handler has taken, where its own tables do not tell.
+-- Messages that a handler has taken, where its own tables do not show it.
 CREATE TABLE handled (
     handler text NOT NULL,
     message_id text NOT NULL,

@@ -167,9 +167,9 @@ def test_a_process_that_was_killed_while_another_had_its_name_never_gets_it() ->
         world.network_faults.calm()
         for transport in (first, second):
             await transport.open()
-        await second.declare_queue(BY_QUEUE["compute.asked.{service}"], "compute.asked.s", [])
+        await second.declare_queue(BY_QUEUE["compute.control.{service}"], "compute.control.s", [])
         second.cut(0.5)
-        await first.declare_queue(BY_QUEUE["compute.asked.{service}"], "compute.asked.s", [])
+        await first.declare_queue(BY_QUEUE["compute.control.{service}"], "compute.control.s", [])
         await asyncio.sleep(5.0)
         assert not second.connected, "the first one has the name"
         second.kill()
@@ -256,7 +256,7 @@ def test_what_a_dead_process_of_a_name_built_unheard_is_no_second_machine(
         if has_name:
             cell = world.cell_of(service).name
             connection = MemoryTransport(world.brokers[cell], first.name)
-            name = QueuePlan(name=f"compute.asked.{service}", durable=False, exclusive=True, max_length=1)
+            name = QueuePlan(name=f"compute.control.{service}", durable=False, exclusive=True, max_length=1)
             world.brokers[cell].declare(name, connection)
         second.context.run(world.fleets[service].put, host, guests[1])
         assert len([one for one in _running(world) if one.instance_uuid == INSTANCE]) == machines

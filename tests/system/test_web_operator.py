@@ -354,7 +354,7 @@ def test_pages_show_a_host_its_plan_its_build_and_its_drain(web: Web) -> None:
         assert "Drain it" not in see.get(f"/fleet/{host['uuid']}/drain").text
         ended(client, client.post(f"/api/v1/builds/{instance}/moves", json={"kind": "stop"}))
         shown = client.get(f"/builds/{instance}").text
-        assert "Why this host" in shown and "What was asked of it since" in shown and "live-migrate" in shown
+        assert "Why this host" in shown and "Requests about it since" in shown and "live-migrate" in shown
         assert instance in client.get("/moves").text
         assert client.get("/metal").status_code == 503
 

@@ -27,12 +27,12 @@ function link(address, text) {
   return made;
 }
 
-function listen(address, heard) {
+function listen(address, handlers) {
   const source = new EventSource(address);
   const stale = (is) => { const note = byId("stream"); if (note) note.hidden = !is; };
   source.onopen = () => stale(false);
   source.onerror = () => stale(true);
-  for (const [name, take] of Object.entries(heard)) source.addEventListener(name, (event) => take(JSON.parse(event.data), source));
+  for (const [name, take] of Object.entries(handlers)) source.addEventListener(name, (event) => take(JSON.parse(event.data), source));
   return source;
 }
 
@@ -189,18 +189,18 @@ function startDelete(button) {
 
 // --- what an operator does: a form becomes one request to the API, after its question
 
-const said = (form, text, wrong) => {
+const showStatus = (form, text, wrong) => {
   const status = form.querySelector("[role=status]");
   status.textContent = printable(text);
   status.className = wrong ? "down" : "up";
 };
 
-async function ask(method, path, body, signal) {
+async function request(method, path, body, signal) {
   const options = { method, signal };
   if (body !== undefined) { options.body = JSON.stringify(body); options.headers = { "content-type": "application/json" }; }
   const answer = await fetch(path, options);
-  const told = await answer.json();
-  return { ok: answer.ok, status: answer.status, told, location: answer.headers.get("location") ?? "", sentence: answer.ok ? "" : `${told.code}: ${told.detail}` };
+  const reply = await answer.json();
+  return { ok: answer.ok, status: answer.status, reply, location: answer.headers.get("location") ?? "", sentence: answer.ok ? "" : `${reply.code}: ${reply.detail}` };
 }
 
 function fieldsOf(form, submitter) {
@@ -215,11 +215,11 @@ function fieldsOf(form, submitter) {
 
 async function followMove(form, id) {
   for (;;) {
-    const { ok, told, sentence } = await ask("GET", "/api/v1/moves/" + id);
-    if (!ok) return said(form, sentence, true);
-    said(form, told.state, told.state === "failed" || told.state === "refused");
-    if (told.terminal) {
-      if (told.code) said(form, `${told.state}: ${told.code}: ${told.reason ?? ""}`, true);
+    const { ok, reply, sentence } = await request("GET", "/api/v1/moves/" + id);
+    if (!ok) return showStatus(form, sentence, true);
+    showStatus(form, reply.state, reply.state === "failed" || reply.state === "refused");
+    if (reply.terminal) {
+      if (reply.code) showStatus(form, `${reply.state}: ${reply.code}: ${reply.reason ?? ""}`, true);
       else location.reload();
       return;
     }
@@ -227,11 +227,11 @@ async function followMove(form, id) {
   }
 }
 
-// Another scheduler may answer than the one that decided: a page is loaded anew once that has heard of it.
+// Another scheduler may answer than the one that decided: a page is loaded anew once that scheduler knows it.
 async function hostKnows(decision) {
   for (let n = 0; n < 20; n++) {
-    const { ok, told } = await ask("GET", "/api/v1/hosts/" + decision.host_uuid);
-    if (ok && (told.host.admin?.version ?? 0) >= decision.version) return;
+    const { ok, reply } = await request("GET", "/api/v1/hosts/" + decision.host_uuid);
+    if (ok && (reply.host.admin?.version ?? 0) >= decision.version) return;
     await new Promise((go) => setTimeout(go, 250));
   }
 }
@@ -244,15 +244,15 @@ function startAction(form) {
     for (const one of form.querySelectorAll("button")) one.disabled = true;
     try {
       const body = form.dataset.method === "DELETE" ? undefined : fieldsOf(form, button);
-      const { ok, told, location: where, sentence } = await ask(form.dataset.method, form.dataset.path, body);
-      if (!ok) return said(form, sentence, true);
-      said(form, "Done.", false);
-      if (form.dataset.then === "host") await hostKnows(told);
-      if (form.dataset.then === "move") await followMove(form, told.request_id);
+      const { ok, reply, location: where, sentence } = await request(form.dataset.method, form.dataset.path, body);
+      if (!ok) return showStatus(form, sentence, true);
+      showStatus(form, "Done.", false);
+      if (form.dataset.then === "host") await hostKnows(reply);
+      if (form.dataset.then === "move") await followMove(form, reply.request_id);
       else if (form.dataset.then === "location") location.href = where.replace("/api/v1", "");
       else location.reload();
     } catch (fault) {
-      said(form, `The server does not answer: ${fault.message}`, true);
+      showStatus(form, `The server does not answer: ${fault.message}`, true);
     } finally {
       for (const one of form.querySelectorAll("button")) one.disabled = false;
     }
@@ -272,23 +272,23 @@ function startObject(form) {
         if (JSON.stringify(before[key]) !== JSON.stringify(after[key])) rows.append(row([key, JSON.stringify(before[key]) ?? "", JSON.stringify(after[key]) ?? ""]));
     table.hidden = !rows.children.length;
   };
-  form.addEventListener("input", () => { set.disabled = true; table.hidden = true; said(form, "", false); });
+  form.addEventListener("input", () => { set.disabled = true; table.hidden = true; showStatus(form, "", false); });
   form.addEventListener("submit", async (event) => {
     event.preventDefault();
     const what = event.submitter?.value ?? "preview";
     let body;
-    try { body = what === "delete" ? undefined : JSON.parse(form.elements.body.value); } catch (fault) { return said(form, `This is no JSON: ${fault.message}`, true); }
+    try { body = what === "delete" ? undefined : JSON.parse(form.elements.body.value); } catch (fault) { return showStatus(form, `This is no JSON: ${fault.message}`, true); }
     if (event.submitter?.dataset.confirm && !confirm(event.submitter.dataset.confirm)) return;
     const query = control(what === "preview" ? { dry_run: true } : {});
     try {
-      const { ok, told, sentence } = await ask(what === "delete" ? "DELETE" : "PUT", `${path()}?${query}`, body);
-      if (!ok) return said(form, sentence, true);
+      const { ok, reply, sentence } = await request(what === "delete" ? "DELETE" : "PUT", `${path()}?${query}`, body);
+      if (!ok) return showStatus(form, sentence, true);
       if (what !== "preview") { location.href = "/objects"; return; }
-      show(told.changed ?? []);
-      said(form, table.hidden ? "Nothing would change." : "This would change:", false);
+      show(reply.changed ?? []);
+      showStatus(form, table.hidden ? "Nothing would change." : "This would change:", false);
       set.disabled = table.hidden;
     } catch (fault) {
-      said(form, `The server does not answer: ${fault.message}`, true);
+      showStatus(form, `The server does not answer: ${fault.message}`, true);
     }
   });
 }
@@ -299,14 +299,14 @@ async function followDrain(id) {
   for (;;) {
     let answer = { ok: false };
     // An answer that does not come is asked for again; a request that hangs is given up.
-    try { answer = await ask("GET", "/api/v1/drains/" + id, undefined, AbortSignal.timeout(5000)); } catch { /* again */ }
-    const { ok, told } = answer;
+    try { answer = await request("GET", "/api/v1/drains/" + id, undefined, AbortSignal.timeout(5000)); } catch { /* again */ }
+    const { ok, reply } = answer;
     if (ok) {
-      byId("drain-state").textContent = told.state;
-      for (const [name, count] of [["moved", told.moved.length], ["under-way", told.under_way.length], ["not-begun", told.not_begun.length], ["failed", told.failed.length]]) byId("drain-" + name).textContent = count;
-      byId("drain-progress").value = told.moved.length;
-      if (told.failed.length) byId("drain-failures").replaceChildren(...told.failed.map((one) => row([link("/builds/" + one.instance_uuid, one.instance_uuid), one.code, one.reason])));
-      if (told.state === "ended") return;
+      byId("drain-state").textContent = reply.state;
+      for (const [name, count] of [["moved", reply.moved.length], ["under-way", reply.under_way.length], ["not-begun", reply.not_begun.length], ["failed", reply.failed.length]]) byId("drain-" + name).textContent = count;
+      byId("drain-progress").value = reply.moved.length;
+      if (reply.failed.length) byId("drain-failures").replaceChildren(...reply.failed.map((one) => row([link("/builds/" + one.instance_uuid, one.instance_uuid), one.code, one.reason])));
+      if (reply.state === "ended") return;
     } else if (answer.status === 404) return;  // the server that carried it out has been started anew
     await new Promise((go) => setTimeout(go, 1000));
   }

@@ -182,7 +182,7 @@ QUEUES: tuple[QueueRow, ...] = (
         retry_s=RETRY_S,
     ),
     QueueRow(
-        name="compute.asked.{service}",  # who has it has the service's name
+        name="compute.control.{service}",  # who has it has the service's name
         where=Where.CELL,
         kind=QueueKind.PRIVATE,
         consumer="compute_sim",

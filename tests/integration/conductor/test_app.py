@@ -51,7 +51,7 @@ async def test_a_conductor_runs_drains_and_opens_its_own_cell_only(postgres_url:
         return [Done()] * len(batch)
 
     consumers = [
-        around.bus.consumer("compute.asked.{service}", asked_to_report, service="s1", source="compute-s1"),  # type: ignore[arg-type]
+        around.bus.consumer("compute.control.{service}", asked_to_report, service="s1", source="compute-s1"),  # type: ignore[arg-type]
         around.bus.consumer("placement.requests", around.placement),
         around.bus.consumer("compute.{service}", around.compute, service="s1"),
     ]

@@ -75,7 +75,7 @@ class World:
         await self._consume(API, "client.builds.{process}", self._hear)
         for cell in CELLS:
             await self._consume(cell, "conductor.requests", self._command)
-            await self._consume(cell, "compute.asked.{service}", self._asked, service=f"compute-{cell}", source="s")
+            await self._consume(cell, "compute.control.{service}", self._asked, service=f"compute-{cell}", source="s")
 
     async def close(self) -> None:
         for name in list(self.services):

@@ -45,7 +45,7 @@ class Rig:
         self.reporter._inventory.take()
 
     async def hear(self, *messages: Message) -> None:
-        batch: Sequence[Received] = [Received(one, Meta(id="m"), "c", "compute.asked.s") for one in messages]
+        batch: Sequence[Received] = [Received(one, Meta(id="m"), "c", "compute.control.s") for one in messages]
         await self.handlers.control(batch)
 
     @property
