@@ -1,4 +1,4 @@
-"""The invariants of DESIGN.md as plain functions over facts gathered from the outside.
+"""The invariants of `berth check` as plain functions over facts gathered from the outside.
 
 `Facts` holds what the resource book, the schedulers' and conductors' records, the hosts' own reports and the
 client's event stream show. `check_invariants` compares them. Gathering is `berth.gather`; nothing here does any I/O.

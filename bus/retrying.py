@@ -99,7 +99,7 @@ class Retrying:
         is_first = True
         try:  # nearly every call is the only one, and tenacity takes longer than some of them
             return await function()
-        except Exception as error:
+        except Exception as error:  # `passes` decides which of them are retried
             if not passes(error):
                 raise
             first = error

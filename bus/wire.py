@@ -243,7 +243,7 @@ class Codec:
             if len(items) <= MAX_BATCH_ITEMS and all(_is_sound(item.meta, item.body, key) for item in items):
                 return [Read(item.body, item.meta) for item in items]
         except (msgspec.DecodeError, UnicodeDecodeError):
-            pass
+            return self._read_apart(delivery, new_id, key)
         except RecursionError:
             return [self._malformed_batch(delivery, MALFORMED, "nested too deeply", new_id, key)]
         return self._read_apart(delivery, new_id, key)

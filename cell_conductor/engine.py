@@ -167,7 +167,11 @@ class Engine:
         return None if flushes == self._unflushed else self._store.flushed(losses)
 
     async def effective(self, incoming: Sequence[InstanceEvent]) -> list[InstanceEvent]:
-        """Those of these events that the table would act on now; the others are late, doubled or taken care of."""
+        """Those of these events that the table would act on now; the others are late, doubled or taken care of.
+
+        The rows are locked only to read them: a change that another task is committing is waited for. Read without
+        locks it would still look open, and the breaker would count what has been taken care of.
+        """
         async with self._store.transaction() as transaction:
             known = await transaction.lock(sorted({one.uuid for one in incoming}))
         timeouts = replace(self._timeouts, deployment=self._store.deployment)

@@ -28,8 +28,9 @@ async def purge_forever(store: SchedulerStore, clock: Clock, config: SchedulerCo
         try:
             before = clock.time() - config.ended_retention_s
             await purge(store, before, config.purge_batch)
-            while await store.purge_moves(before, config.purge_batch) == config.purge_batch:
-                pass
+            purged = config.purge_batch
+            while purged == config.purge_batch:
+                purged = await store.purge_moves(before, config.purge_batch)
         except Transient as fault:
             log.warning("purge.waiting", code=fault.code, reason=str(fault))
 

@@ -519,6 +519,36 @@ def is_own(node: ast.Attribute) -> bool:
     return is_stored(node) and isinstance(node.value, ast.Name) and node.value.id == "self"
 
 
+# --- exceptions
+
+
+def test_a_broad_except_raises_again_or_has_its_reason_beside_it() -> None:
+    wrong: list[str] = []
+    for path in sources(*OURS):
+        lines = path.read_text().splitlines()
+        for node in ast.walk(parsed(path)):
+            if not isinstance(node, ast.ExceptHandler) or not is_broad(node.type):
+                continue
+            raises_again = isinstance(node.body[-1], ast.Raise) and node.body[-1].exc is None
+            if not raises_again and "  # " not in lines[node.lineno - 1]:
+                wrong.append(where(path, node.lineno))
+    assert wrong == []
+
+
+def test_a_body_of_pass_has_its_reason_beside_it() -> None:
+    wrong = [
+        where(path, node.lineno)
+        for path in sources(*OURS)
+        for node in ast.walk(parsed(path))
+        if isinstance(node, ast.Pass) and "  # " not in path.read_text().splitlines()[node.lineno - 1]
+    ]
+    assert wrong == []
+
+
+def is_broad(kind: ast.expr | None) -> bool:
+    return kind is None or (isinstance(kind, ast.Name) and kind.id in {"Exception", "BaseException"})
+
+
 # --- docstrings
 
 

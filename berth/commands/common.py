@@ -109,7 +109,7 @@ def run(body: Callable[[], Coroutine[Any, Any, int | None]]) -> NoReturn:
         status = uvloop.run(body()) or 0
     except KeyboardInterrupt:
         status = 130
-    except Exception as fault:
+    except Exception as fault:  # those that have a sentence for a user; others are re-raised
         found = explain(fault)
         if found is None:
             raise

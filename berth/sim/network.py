@@ -12,7 +12,7 @@ from berth.sim.loop import Process
 from berth.sim.plan import Rates
 from bus.contracts.catalogue import QueueRow
 from bus.memory import MemoryBroker, MemoryTransport
-from bus.port import BusUnavailable, Delivery, Outgoing, Subscription, Transport
+from bus.port import BusError, BusUnavailable, Delivery, Outgoing, Subscription, Transport
 from bus.topology import foreign_plan
 
 T = TypeVar("T")
@@ -215,7 +215,7 @@ class SimTransport:
         """What a publisher does that never saw its confirm: the same message once more."""
         try:
             self._broker.route(message)
-        except Exception as error:  # not waited for
+        except BusError as error:  # not waited for
             self._event_log.log("network", f"a double went nowhere: {error}")
 
     async def consume(self, queue: str, on_delivery: Callable[[Delivery], None], *, prefetch: int) -> Subscription:

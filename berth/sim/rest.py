@@ -330,7 +330,7 @@ def _replica_differs(book: MemoryBookTable, replica: Book) -> str:
 
 
 def _breaches(facts: Facts) -> list[str]:
-    """Breaches of DESIGN.md's invariants, one line each.
+    """Breaches of the invariants of `berth check`, one line each.
 
     Not of capacity: inventories shrink here, and `BookWatch` has seen that no usage rose past its capacity.
     """

@@ -181,7 +181,7 @@ class Drains:
         try:
             await following.open()
             await drain.run(following, clock=self._clock, timeout_s=DRAIN_TIMEOUT_S)
-        except Exception as fault:
+        except Exception as fault:  # a task of its own: its page has to show the end, whatever it is
             log.exception("web.drain_failed", host=drain.plan.host)
             code = getattr(fault, "code", "internal")
             drain.failed += [(one, code, str(fault)) for one, _ in _left(drain)]

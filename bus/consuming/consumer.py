@@ -319,7 +319,7 @@ class Consumer:
             await self._until_available.call(number, lambda: self._outcome_handler.apply(items, outcomes))
         except BusForbidden:
             raise
-        except Exception as error:
+        except Exception as error:  # one outcome that cannot be applied must not hold up its neighbours'
             log.warning("consumer.settled_apart", queue=self.queue, items=len(items), error=type(error).__name__)
             for item, outcome in zip(items, outcomes, strict=True):
                 await self._apply_outcomes([item], [outcome], number)
@@ -329,7 +329,7 @@ class Consumer:
             await self._until_available.call(number, call)
         except BusForbidden:
             raise
-        except Exception as error:
+        except Exception as error:  # whatever it is, the message is parked with it as the cause
             cause = error
         else:
             return

@@ -127,8 +127,8 @@ class MemoryBroker:
             self.route(letter, died=reason)
         except PublishRefused:
             return False
-        except QueueMissing:
-            pass
+        except QueueMissing:  # as in RabbitMQ: a letter that no queue takes is dropped
+            return True
         return True
 
     def arrive(self, transport: Connection) -> None:

@@ -65,7 +65,7 @@ class GroupFlush:
             waiting, self._waiting = self._waiting, []
             try:
                 await self._database.flush()
-            except BaseException as error:
+            except BaseException as error:  # all who wait get it, a cancellation too
                 self._end(waiting, error)
                 if not isinstance(error, Exception):
                     raise

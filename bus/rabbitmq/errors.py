@@ -63,7 +63,7 @@ def translated(about: str = "") -> Iterator[None]:
         raise BusUnavailable("the connection was closed") from None
     except (AMQPError, ChannelInvalidStateError, OSError, TimeoutError, RuntimeError, *BROKEN_OFF) as error:
         raise port_error(error, about) from error
-    except Exception as error:
+    except Exception as error:  # re-raised but for one
         # aiormq ends what waits on a closed connection with a bare Exception when it knows no reason. Anything more
         # special is a bug of ours and stays one.
         if type(error) is Exception:

@@ -340,9 +340,7 @@ class RabbitTransport:
                 if session is not None:
                     await session.close()
                 raise
-            except Exception:
-                # A library that fails in a new way must not leave a process without a connection: logged, and tried
-                # again.
+            except Exception:  # a library that fails in a new way must not leave a process without a connection
                 if session is not None:
                     await session.close()
                 log.exception("bus.connecting_broke", bus=self.name, attempt=backoff.failures + 1)

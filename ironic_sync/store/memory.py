@@ -109,7 +109,7 @@ class MemoryTerm:
         """Whether this is still the only writer."""
         await self._holding.statement()
         async with self._fenced():
-            pass
+            pass  # entering compares the epoch
 
     @asynccontextmanager
     async def _fenced(self) -> AsyncIterator[MemoryDatabaseTransaction]:

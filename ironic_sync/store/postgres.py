@@ -114,7 +114,7 @@ class PostgresTerm:
         """Touch the connection that holds the lock (the server ends one that idles in a transaction)."""
         await self._holding.execute("SELECT 1")
         async with self._fenced():
-            pass
+            pass  # entering compares the epoch
 
     @asynccontextmanager
     async def _fenced(self) -> AsyncIterator[asyncpg.Connection]:

@@ -116,8 +116,7 @@ class Groups(Generic[Item, Result]):
     async def _run(self, group: list[tuple[Item, asyncio.Future[Result]]]) -> None:
         try:
             results = await self._tried([item for item, _ in group])
-        except Exception as error:
-            # The fault belongs to its caller alone; one bad item fails alone.
+        except Exception as error:  # the fault belongs to its caller alone; one bad item fails alone
             if len(group) > 1 and not isinstance(error, Transient):
                 for one in group:
                     await self._run([one])
