@@ -21,6 +21,7 @@ from scheduler_worker.objects import ObjectRegistry
 RETRIES = len(BY_QUEUE["scheduler.changes"].retry_s)
 HOST_UNKNOWN = "host.unknown"
 HOST_AMBIGUOUS = "host.ambiguous"
+REASON_MISSING = "host.reason_missing"
 
 
 class ChangeHandler:
@@ -63,6 +64,8 @@ class ChangeHandler:
                 return Retry("hosts.unknown", "not every host has been announced yet")
             return Refuse(HOST_UNKNOWN, f"there is no host {command.host}")
         (uuid,) = found
+        if command.force and command.state is not AdminState.FENCED and not command.reason:
+            return Refuse(REASON_MISSING, "a fence that is ended by force needs a reason")
         host = self._name_of(uuid)
         body = msgspec.to_builtins(HostDecision(host=host, state=command.state, reason=command.reason))
         change = ObjectsChange(
@@ -71,7 +74,7 @@ class ChangeHandler:
             why=command.reason,
             force=command.force,
         )
-        changed = await self._registry.change(change, received.meta.id)
+        changed = await self._registry.change(change, received.meta.id, ends_fences=command.force)
         if isinstance(changed, Refusal):
             return Refuse(changed.code, changed.reason)
         await self._registry.announced(changed.revision)

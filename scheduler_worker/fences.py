@@ -35,7 +35,8 @@ class FencePublisher:
             if everything:
                 repeated_s = self._clock.monotonic()
             for uuid, fence in self._registry.fences.items():
-                if everything or fence.acknowledged < fence.version or fence.lifting:
+                is_open = fence.acknowledged < fence.version or fence.lifting
+                if everything or (is_open and not fence.forced):  # a cell that may be gone for good: with all others
                     await self._publish(uuid, fence.cell)
 
     async def _publish(self, uuid: str, cell: str | None) -> None:

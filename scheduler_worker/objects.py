@@ -180,15 +180,18 @@ class ObjectRegistry:
         """Entries of the log of changes, newest first. Raises Transient."""
         return ObjectLogPage(entries=tuple(await self._store.object_log(query)))
 
-    async def change(self, change: ObjectsChange, message_id: str) -> ObjectsChanged | Refusal:
+    async def change(
+        self, change: ObjectsChange, message_id: str, *, ends_fences: bool = False
+    ) -> ObjectsChanged | Refusal:
         """Change objects, all of them or none; in force here when this returns. Raises Transient.
 
         message_id: of the message that requests it; what it has changed before, it does not change again.
+        ends_fences: of hosts that it no longer fences, without their cells' word.
         """
         async with self._loading:
-            return await self._change(change, message_id)
+            return await self._change(change, message_id, ends_fences)
 
-    async def _change(self, change: ObjectsChange, message_id: str) -> ObjectsChanged | Refusal:
+    async def _change(self, change: ObjectsChange, message_id: str, ends_fences: bool) -> ObjectsChanged | Refusal:
         async with self._store.operation() as unit:
             present = await unit.lock_objects()
             if not await unit.first_time(HANDLER, message_id):
@@ -207,7 +210,9 @@ class ObjectRegistry:
                 return ObjectsChanged(revision=present.revision, changed=planned.changed)
             author = ChangeAuthor(clean(change.who), clean(change.why), self._clock.time(), change.force)
             table = self._selector.table
-            followed = fences.followed(planned.changed, present.objects, present.revision + 1, table.last_cell_of)
+            followed = fences.followed(
+                planned.changed, present.objects, present.revision + 1, table.last_cell_of, force=ends_fences
+            )
             after = applied(present, (*planned.changed, *followed), author)
             await unit.write_objects((*planned.changed, *followed), author)
             unit.emit(OutboxMessage(API, ObjectsRevision(revision=after.revision)))

@@ -134,6 +134,9 @@ def enable(
     context: typer.Context,
     names: Hosts,
     reason: Reason = "",
+    force: Annotated[
+        bool, typer.Option("--force", help="End a fence without its cell's word: the cell is gone for good.")
+    ] = False,
     cell: CellOfName = None,
     by: By = None,
     timeout: Timeout = 30.0,
@@ -142,9 +145,11 @@ def enable(
     """Use these hosts again.
 
     A fenced host is used once it has destroyed what it has lost; until then it stays fenced, and `berth hosts` shows
-    how many machines are left.
+    how many machines are left. With --force and a reason it does not wait for that.
     """
-    _decide(context, names, AdminState.ENABLED, reason, cell=cell, by=by, timeout_s=timeout, as_json=as_json)
+    _decide(
+        context, names, AdminState.ENABLED, reason, force=force, cell=cell, by=by, timeout_s=timeout, as_json=as_json
+    )
 
 
 def services(

@@ -102,13 +102,15 @@ class FenceRecord(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_
 
     It follows from decisions about the host and from its cell's words.
     cell: where the host is (None: not known yet). version: of the newest decision about it; acknowledged: of the newest
-    that the cell has on record. lifting: the host is to be used again, once it has destroyed its `losses`.
+    that the cell has on record. lifting: the host is to be used again, once it has destroyed its `losses`. forced: an
+    operator has ended the fence without the cell's word; the cell is still told to lift it, should it come back.
     """
 
     host: Label
     cell: str | None = None
     version: Version
     lifting: bool = False
+    forced: bool = False
     acknowledged: Version = 0
     losses: Count = 0
 

@@ -24,11 +24,13 @@ def followed(
     present: Mapping[Key, StoredObject],
     revision: int,
     cell_of: Callable[[str], str | None],
+    *,
+    force: bool = False,
 ) -> tuple[ChangedObject, ...]:
     """What decisions about hosts change of their fences, under this revision. cell_of: of a host, where it is known.
 
     A decision to fence makes a fence. Any other, or none, about a host that has one requests that it is lifted: the
-    host stays fenced until its cell has done so.
+    host stays fenced until its cell has done so. force: it does not, because its cell may be gone for good.
     """
     found = []
     for one in changed:
@@ -46,6 +48,7 @@ def followed(
             cell=cell_of(one.name) or (None if known is None else known.cell),
             version=max(revision, 0 if known is None else known.version + 1),
             lifting=not is_fenced,
+            forced=not is_fenced and (force or (known is not None and known.forced)),
             acknowledged=0 if known is None else known.acknowledged,
             losses=0 if known is None else known.losses,
         )
@@ -84,9 +87,11 @@ def command(host_uuid: str, fence: FenceRecord, decision: HostAdminState | None)
 
 
 def fenced(decision: HostAdminState | None, host_uuid: str, fence: FenceRecord) -> HostAdminState:
-    """The decision about a host as it is in force while there is a fence."""
+    """The decision about a host as it is in force while there is a fence: one that was ended by force is none."""
     if decision is None:
         decision = HostAdminState(host_uuid=host_uuid, host=fence.host, state=AdminState.ENABLED)
+    if fence.forced:
+        return decision
     return replace(
         decision,
         state=AdminState.FENCED,

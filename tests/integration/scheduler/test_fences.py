@@ -8,7 +8,14 @@ from bus.bus import API
 from bus.contracts.build import BuildState
 from bus.contracts.fences import CellFence, FenceState, HostFence
 from bus.contracts.moves import MoveKind
-from bus.contracts.objects import ObjectChange, ObjectKind, ObjectsChange, ObjectsChanged
+from bus.contracts.objects import (
+    ObjectChange,
+    ObjectKind,
+    ObjectLogPage,
+    ObjectLogQuery,
+    ObjectsChange,
+    ObjectsChanged,
+)
 from bus.contracts.operations import AdminState
 from bus.faults import RequestRefused
 from scheduler_worker import fences
@@ -140,3 +147,39 @@ async def test_nothing_is_evacuated_from_a_host_that_is_to_be_used_again(world: 
     await decide(world, uuid, AdminState.FENCED)
     await decide(world, uuid, AdminState.ENABLED)
     assert await refused(world, world.move(built, MoveKind.EVACUATE)) == "host.not_fenced"
+
+
+async def test_a_fence_whose_cell_is_gone_for_good_is_ended_by_force_with_a_reason(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fences, "REPUBLISH_S", 0.02)
+    monkeypatch.setattr(fences, "REPEAT_S", 0.1)
+    await world.scheduler("s1", WARM)
+    await world.scheduler("s2", WARM)
+    (uuid,) = await world.add_hosts("c1", 1)
+    number = (await decide(world, uuid, AdminState.FENCED)).fence
+    await say(world, uuid, number, FenceState.FENCED, losses=2)
+    await becomes(world, uuid, AdminState.FENCED, acknowledged=number)
+    with pytest.raises(RequestRefused) as fault:
+        await decide(world, uuid, AdminState.ENABLED, reason="", force=True)
+    assert fault.value.code == "host.reason_missing"
+    await decide(world, uuid, AdminState.ENABLED)
+    await becomes(world, uuid, AdminState.FENCED, pending=AdminState.ENABLED)
+    forced = await decide(world, uuid, AdminState.ENABLED, reason="burnt", force=True)
+    assert forced.state is AdminState.ENABLED
+    await becomes(world, uuid, AdminState.ENABLED)
+    query = ObjectLogQuery(kind=ObjectKind.HOST)
+    log = await world.buses[API].request(query, ObjectLogPage, timeout_s=PATIENCE_S)
+    assert (log.entries[0].who, log.entries[0].why, log.entries[0].forced) == ("ann", "burnt", True)
+    build = world.request(host="c1-0")
+    await world.ask(build)
+    await world.ended(build.instance_uuid, BuildState.SCHEDULED)
+    # Should the cell come back after all, it is told to lift the fence, and does so when it can.
+    last, before = max(one.version for _, one in world.fences), len(world.fences)
+    await world.until(lambda: len(world.fences) > before)
+    assert world.fences[-1][1].lift and world.fences[-1][1].version == last
+    await say(world, uuid, last, FenceState.LIFTING, losses=1)
+    await say(world, uuid, last, FenceState.LIFTED)
+    again = (await decide(world, uuid, AdminState.FENCED)).fence
+    assert again > last
+    await becomes(world, uuid, AdminState.FENCED, fence=again)
