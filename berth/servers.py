@@ -34,13 +34,15 @@ class SystemPlan(Struct, frozen=True, kw_only=True):
 
 
 class RealServers:
-    """A private RabbitMQ with a virtual host per bus, and a private PostgreSQL."""
+    """A private RabbitMQ with a virtual host per bus, and a private PostgreSQL with an empty database."""
 
-    def __init__(self, broker: RabbitMQ, postgres: Postgres, cells: tuple[str, ...]) -> None:
+    def __init__(
+        self, broker: RabbitMQ, postgres: Postgres, cells: tuple[str, ...], *, database: str = "postgres"
+    ) -> None:
         self.broker = broker
         self.postgres = postgres
         self.urls = broker.add_vhosts((API_VHOST, *cells))
-        self.database_url = postgres.url("postgres")
+        self.database_url = postgres.url(database)
 
     def settings(self, plan: SystemPlan) -> Settings:
         """Settings of a system on these servers."""

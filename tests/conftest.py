@@ -11,6 +11,7 @@ import pytest
 import structlog
 from hypothesis import HealthCheck, settings
 
+from tests.kit import lent
 from tests.kit.distribution import ByFile, in_order
 from tests.kit.fixtures import amqp, amqp_server, own_broker, postgres_server, postgres_url
 
@@ -33,6 +34,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> ByFile | None:
     """For `--dist loadscope`, with which scripts/test asks for it."""
     return ByFile(config, log) if config.option.dist == "loadscope" else None
+
+
+def pytest_unconfigure() -> None:
+    lent.brokers.close()
+    lent.databases.close()
 
 
 @pytest.fixture(autouse=True)

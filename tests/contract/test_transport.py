@@ -54,7 +54,12 @@ async def test_a_mandatory_message_without_a_queue_is_unroutable(rig: Rig, messa
 
 async def test_an_event_without_a_listener_is_no_error(rig: Rig) -> None:
     transport = await rig.transport()
+    losses: list[None] = []
+    transport.on_reconnect(lambda: losses.append(None))
     await transport.publish(Outgoing(exchange=EVENTS, routing_key="nobody.listens", body=b"1"))
+    with pytest.raises(Unroutable):  # what must have a queue still says so, on the same connection
+        await transport.publish(command(b"1"))
+    assert transport.connected and not losses
 
 
 @pytest.mark.parametrize(

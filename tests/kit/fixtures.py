@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from berth.embedded.rabbitmq import RabbitMQ
-from tests.kit import servers
+from tests.kit import lent, servers
 
 
 @pytest.fixture(scope="session")
@@ -40,6 +40,6 @@ def amqp(amqp_server: str) -> tuple[str, str]:
 
 @pytest.fixture
 def own_broker() -> Iterator[RabbitMQ]:
-    """A RabbitMQ of this test's own: add vhosts and users, kill it, start it again."""
-    with RabbitMQ() as broker:
+    """A RabbitMQ that this test alone uses: add vhosts and users, kill it, start it again."""
+    with lent.brokers.lend() as broker:
         yield broker

@@ -11,11 +11,12 @@ from pathlib import Path
 import msgspec
 from msgspec import Struct
 
-from berth.servers import API_VHOST, RealServers, SystemPlan, real_servers, start_all, variables
+from berth.servers import API_VHOST, RealServers, SystemPlan, start_all, variables
 from berth.settings import Settings
 from berth.site import Site
 from berth.worker_processes import WorkerProcesses
 from compute_sim.config import ComputeConfig
+from tests.kit.lent import lent_servers
 
 PLAN = SystemPlan(
     cells=("cell1",),
@@ -55,7 +56,7 @@ class Small(Struct):
 @contextlib.contextmanager
 def small_processes(*, start: bool = True) -> Iterator[Small]:
     """The system, ready; with start=False nothing but the servers runs yet."""
-    with real_servers(PLAN.cells, durable=False) as servers, tempfile.TemporaryDirectory(prefix="berth-small-") as name:
+    with lent_servers(PLAN.cells) as servers, tempfile.TemporaryDirectory(prefix="berth-small-") as name:
         settings = servers.settings(PLAN)
         compute = msgspec.structs.replace(settings.compute, state_dir=f"{name}/machines")
         settings = msgspec.structs.replace(settings, compute=compute)

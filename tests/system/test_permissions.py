@@ -22,11 +22,12 @@ import pytest
 from aiormq.exceptions import ChannelAccessRefused, ChannelLockedResource
 
 from berth.permissions import Grant, PermissionRole, of_project, of_role
-from berth.servers import API_VHOST, RealServers, real_servers, variables
+from berth.servers import API_VHOST, RealServers, variables
 from berth.settings import BusSettings, CellSettings, Settings
 from berth.worker_processes import WorkerProcesses
 from bus.port import BusForbidden, BusUnavailable
 from bus.rabbitmq import RabbitTransport, transport
+from tests.kit.lent import lent_servers
 from tests.system.small import PLAN
 
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "messages.md"
@@ -108,7 +109,7 @@ def define(servers: RealServers, grants: list[Grant]) -> None:
 
 @pytest.fixture(scope="module")
 def system() -> Iterator[Guarded]:
-    with real_servers(PLAN.cells, durable=False) as servers, tempfile.TemporaryDirectory(prefix="berth-perms-") as name:
+    with lent_servers(PLAN.cells) as servers, tempfile.TemporaryDirectory(prefix="berth-perms-") as name:
         guarded = Guarded(servers, Path(name))
         try:
             guarded.start()

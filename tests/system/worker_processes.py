@@ -13,9 +13,10 @@ from berth.client import BuildClient
 from berth.gather import gather, rest
 from berth.invariants import InvariantVerdict, check_invariants
 from berth.load import LoadPlan, LoadReport, run_load
-from berth.servers import RealServers, SystemPlan, real_servers, running_processes
+from berth.servers import RealServers, SystemPlan, running_processes
 from berth.site import Site, process_name
 from berth.worker_processes import WorkerProcesses
+from tests.kit.lent import lent_servers
 
 REST_TIMEOUT_S = 60.0
 
@@ -49,7 +50,8 @@ class Rig(Struct):
 @asynccontextmanager
 async def rig(plan: SystemPlan, *, seed: int = 1) -> AsyncIterator[Rig]:
     """Private servers, every worker of the plan as a process, a client that listens."""
-    servers_context = real_servers(plan.cells, durable=plan.durable)
+    assert not plan.durable, "servers that are lent are not"
+    servers_context = lent_servers(plan.cells)
     servers = await asyncio.to_thread(servers_context.__enter__)
     try:
         async with running_processes(servers, plan) as (processes, site):

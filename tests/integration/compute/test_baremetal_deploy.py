@@ -350,7 +350,8 @@ async def test_a_machine_is_switched_off_and_on_again(ironic: IronicStandIn) -> 
     for kind, power, runs in ((ChangeKind.STOP, "power off", False), (ChangeKind.START, "power on", True)):
         ironic.requested.clear()
         for _ in range(2):  # the second time it is so already
-            assert (await driver.change(order(node, kind))).runs is runs
+            async with asyncio.timeout(PATIENCE_S):
+                assert (await driver.change(order(node, kind))).runs is runs
         assert ironic.pool.nodes[node]["power_state"] == power and len(ironic.requested) == 1
         (machine,) = (await driver.list([node]))[node]
         assert (machine.runs, machine.built) == (runs, True)
@@ -369,7 +370,8 @@ async def test_a_power_action_that_ironic_ends_with_a_fault_says_why(ironic: Iro
     await deployed(config(ironic), build(node))
     driver = await driver_of(config(ironic), Broken())
     with pytest.raises(ChangeFault, match="the BMC does not answer") as caught:
-        await driver.change(order(node, ChangeKind.STOP))
+        async with asyncio.timeout(PATIENCE_S):
+            await driver.change(order(node, ChangeKind.STOP))
     assert (caught.value.code, caught.value.runs) == ("node.power_failed", True)
 
 

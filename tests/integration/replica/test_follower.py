@@ -139,7 +139,9 @@ async def test_silence_makes_it_ask() -> None:
         await until(follower.ready.is_set, stage.clock)
         stage.source.write()
         stage.source.unsaid.clear()
+        assert not stage.is_true()
         await until(stage.is_true, stage.clock)  # nothing is ever said
+        assert stage.source.snapshots == 1
 
 
 async def test_too_old_means_a_new_snapshot() -> None:
@@ -165,6 +167,7 @@ async def test_a_book_that_was_set_back_is_read_anew() -> None:
             stage.source.write()
         await stage.source.notify()
         await stage.until_true()
+        assert (stage.source.snapshots, follower.lag) == (2, 0)
 
 
 async def test_a_cut_connection_is_caught_up() -> None:

@@ -26,7 +26,7 @@ from bus.persistence.database import Database
 from scheduler_worker.config import SchedulerConfig
 from scheduler_worker.domain.objects import ChangeAuthor
 from scheduler_worker.store.postgres import PostgresBuilds
-from tests.integration.scheduler.world import World
+from tests.integration.scheduler.world import PATIENCE_S, World
 from tests.kit.sent import Sent
 
 pytestmark = pytest.mark.postgres
@@ -100,8 +100,9 @@ async def test_a_scheduler_that_missed_the_announcement_looks_by_itself(
         changed = ChangedObject(kind=F, name="new", after={"vcpus": 1})
         await unit.write_objects([changed], ChangeAuthor("dead", "", 1.0))
     await store.close()
-    while await taken(world, world.request("new")) != "":
-        pass
+    async with asyncio.timeout(PATIENCE_S):
+        while await taken(world, world.request("new")) != "":
+            pass
 
 
 async def test_objects_outlive_the_schedulers_and_the_settings_are_only_the_beginning(world: World) -> None:

@@ -1,0 +1,80 @@
+"""The private servers of this process of pytest: one broker and one database server, lent to one test after the other.
+
+Starting a broker takes three seconds of processor, a virtual host a hundredth of that. Faults are not shared: nothing
+else uses the server while a test has it, and a server that a test killed or restarted is not lent again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Generic, TypeVar
+
+from sqlalchemy.engine import make_url
+
+from berth.embedded.postgres import Postgres
+from berth.embedded.process import ServerFailed
+from berth.embedded.rabbitmq import ADMIN, RabbitMQ
+from berth.servers import RealServers
+from tests.kit.servers import fresh_database
+
+# What a new broker has: the administrator, the virtual host `/`, its own limit of memory.
+AS_NEW = f"""
+    By = <<"tests">>,
+    [rabbit_vhost:delete(Name, By) || Name <- rabbit_vhost:list_names()],
+    [rabbit_auth_backend_internal:delete_user(Name, By)
+        || User <- rabbit_auth_backend_internal:list_users(), Name <- [proplists:get_value(user, User)],
+           Name =/= <<"{ADMIN}">>],
+    vm_memory_monitor:set_vm_memory_high_watermark({{absolute, "2GB"}}),
+    rabbit_vhost:add(<<"/">>, By),
+    rabbit_auth_backend_internal:set_permissions(<<"{ADMIN}">>, <<"/">>, <<".*">>, <<".*">>, <<".*">>, By).
+"""
+
+Server = TypeVar("Server", RabbitMQ, Postgres)
+
+
+class Lender(Generic[Server]):
+    """One server, started when first asked for. clean: makes it as new; a server that it cannot clean goes."""
+
+    def __init__(self, make: Callable[[], Server], clean: Callable[[Server], object]) -> None:
+        self._make = make
+        self._clean = clean
+        self._kept: Server | None = None  # and free
+
+    @contextlib.contextmanager
+    def lend(self) -> Iterator[Server]:
+        """The server, for the block alone; another one while it is lent already."""
+        server, self._kept = self._kept or self._make().start(), None
+        pid = server.pid
+        try:
+            yield server
+        finally:
+            if self._kept is None and server.pid == pid and self._cleaned(server):
+                self._kept = server
+            else:
+                server.stop()
+
+    def close(self) -> None:
+        """Stop it."""
+        if self._kept is not None:
+            self._kept.stop()
+        self._kept = None
+
+    def _cleaned(self, server: Server) -> bool:
+        try:
+            self._clean(server)
+        except ServerFailed:
+            return False
+        return True
+
+
+brokers = Lender(RabbitMQ, lambda broker: broker.control("eval", AS_NEW))
+# Each has a database of its own there, which is dropped: nothing is left to clean.
+databases = Lender(Postgres, lambda _: None)
+
+
+@contextlib.contextmanager
+def lent_servers(cells: tuple[str, ...]) -> Iterator[RealServers]:
+    """As `berth.servers.real_servers`, not durable: a virtual host per bus, and an empty database."""
+    with brokers.lend() as broker, databases.lend() as postgres, fresh_database(postgres.url()) as url:
+        yield RealServers(broker, postgres, cells, database=make_url(url).database or "")
