@@ -12,6 +12,7 @@ import msgspec
 from msgspec import Struct
 
 from berth.embedded.postgres import Postgres
+from berth.embedded.process import GuardedProcess
 from berth.embedded.rabbitmq import RabbitMQ
 from berth.settings import BusSettings, CellSettings, DatabaseSettings, Settings
 from berth.site import Site
@@ -79,7 +80,11 @@ def variables(settings: Settings) -> dict[str, str]:
 
 @contextlib.asynccontextmanager
 async def running_processes(
-    servers: RealServers, plan: SystemPlan, *, extra: Mapping[str, str] | None = None
+    servers: RealServers,
+    plan: SystemPlan,
+    *,
+    extra: Mapping[str, str] | None = None,
+    spawn: type[GuardedProcess] = GuardedProcess,
 ) -> AsyncIterator[tuple[WorkerProcesses, Site]]:
     """Every worker of the plan as a process on these servers, ready."""
     settings = servers.settings(plan)
@@ -87,7 +92,7 @@ async def running_processes(
         directory = Path(name)
         compute = msgspec.structs.replace(settings.compute, state_dir=str(directory / "machines"))
         settings = msgspec.structs.replace(settings, compute=compute)
-        processes = WorkerProcesses(directory, {**variables(settings), **(extra or {})})
+        processes = WorkerProcesses(directory, {**variables(settings), **(extra or {})}, spawn=spawn)
         try:
             start_all(processes, plan)
             await processes.ready()

@@ -39,11 +39,14 @@ class Worker(Struct):
 
 
 class WorkerProcesses:
-    """Worker processes of one system. `settings`: `BERTH_...` variables that all of them get."""
+    """Worker processes of one system. `settings`: `BERTH_...` variables for all of them. spawn: makes a process."""
 
-    def __init__(self, directory: Path, settings: Mapping[str, str]) -> None:
+    def __init__(
+        self, directory: Path, settings: Mapping[str, str], *, spawn: type[GuardedProcess] = GuardedProcess
+    ) -> None:
         self.directory = directory
         self.workers: dict[str, Worker] = {}
+        self._spawn = spawn
         kept = {name: value for name, value in os.environ.items() if not name.startswith("BERTH_")}
         self._env = {**kept, **settings, "PYTHONUNBUFFERED": "1"}
 
@@ -51,7 +54,7 @@ class WorkerProcesses:
         """Start `berth run ARGUMENTS`; does not wait until it is ready."""
         port = free_port()
         log = self.directory / f"{name}.log"
-        process = GuardedProcess(
+        process = self._spawn(
             [sys.executable, "-m", "berth", "run", *arguments],
             env={**self._env, "PYTHONPATH": str(Path(__file__).parents[1]), **(settings or {}), **_health_at(port)},
             cwd=self.directory,

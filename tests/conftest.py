@@ -11,7 +11,7 @@ import pytest
 import structlog
 from hypothesis import HealthCheck, settings
 
-from tests.kit import lent
+from tests.kit import forks, lent
 from tests.kit.distribution import ByFile, in_order
 from tests.kit.fixtures import amqp, amqp_server, own_broker, postgres_server, postgres_url
 
@@ -37,6 +37,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> ByFile | Non
 
 
 def pytest_unconfigure() -> None:
+    forks.server.close()
     lent.brokers.close()
     lent.databases.close()
 

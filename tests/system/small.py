@@ -16,6 +16,7 @@ from berth.settings import Settings
 from berth.site import Site
 from berth.worker_processes import WorkerProcesses
 from compute_sim.config import ComputeConfig
+from tests.kit.forks import ForkedProcess
 from tests.kit.lent import lent_servers
 
 PLAN = SystemPlan(
@@ -60,7 +61,7 @@ def small_processes(*, start: bool = True) -> Iterator[Small]:
         settings = servers.settings(PLAN)
         compute = msgspec.structs.replace(settings.compute, state_dir=f"{name}/machines")
         settings = msgspec.structs.replace(settings, compute=compute)
-        small = Small(servers, WorkerProcesses(Path(name), variables(settings)), settings)
+        small = Small(servers, WorkerProcesses(Path(name), variables(settings), spawn=ForkedProcess), settings)
         try:
             if start:
                 start_all(small.processes, PLAN)

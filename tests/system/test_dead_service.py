@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import sys
 
 import msgspec
 import pytest
@@ -12,6 +11,7 @@ import pytest
 from berth.servers import SystemPlan, variables
 from compute_sim.config import ComputeConfig
 from compute_sim.domain.faults import Faults
+from tests.kit.forks import run_berth
 from tests.system.worker_processes import Rig, rig
 
 pytestmark = [pytest.mark.system, pytest.mark.rabbitmq, pytest.mark.postgres, pytest.mark.timeout(600)]
@@ -23,15 +23,12 @@ DEAD = "compute-cell1-c2"
 
 async def check(whole: Rig) -> tuple[int, dict[str, dict[str, object]]]:
     """`berth check --json` as an operator starts it: its exit status, and what it says of each invariant."""
-    arguments = ("-m", "berth", "check", "--json", "--wait", "60")
+    arguments = ("check", "--json", "--wait", "60")
     environment = {**os.environ, **variables(whole.site.settings)}
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, *arguments, env=environment, stdout=asyncio.subprocess.PIPE
-    )
-    said, _ = await process.communicate()
-    told = msgspec.json.decode(said)
+    done = await asyncio.to_thread(run_berth, *arguments, env=environment, timeout_s=PATIENCE_S)
+    told = msgspec.json.decode(done.stdout)
     assert told["at_rest"], "what is under way at a service that is away is not waited for"
-    return process.returncode or 0, {one["name"]: one for one in told["invariants"]}
+    return done.returncode, {one["name"]: one for one in told["invariants"]}
 
 
 async def test_builds_of_a_service_that_is_killed_go_on_elsewhere_and_none_is_lost_or_doubled() -> None:

@@ -26,6 +26,7 @@ from bus.port import Outgoing, PublishRefused
 from bus.rabbitmq import RabbitTransport
 from tests.contract.rig import until
 from tests.kit.clusters import BrokerCluster, broker_cluster, database_pair
+from tests.kit.forks import ForkedProcess
 from tests.system.small import PLAN
 from tests.system.test_servers_away import hosts_known
 
@@ -121,7 +122,7 @@ def workers(directory: Path, buses: dict[str, str], database: str) -> Iterator[t
         database=DatabaseSettings(url=database),
         compute=compute,
     )
-    processes = WorkerProcesses(directory, variables(settings))
+    processes = WorkerProcesses(directory, variables(settings), spawn=ForkedProcess)
     try:
         start_all(processes, PLAN)
         asyncio.run(processes.ready())

@@ -27,6 +27,7 @@ from berth.settings import BusSettings, CellSettings, Settings
 from berth.worker_processes import WorkerProcesses
 from bus.port import BusForbidden, BusUnavailable
 from bus.rabbitmq import RabbitTransport, transport
+from tests.kit.forks import ForkedProcess, run_berth
 from tests.kit.lent import lent_servers
 from tests.system.small import PLAN
 
@@ -50,7 +51,7 @@ class Guarded:
         grants = [grant for role in PermissionRole for grant in of_role(role, self.settings)]
         grants += [of_project(project, self.settings) for project in (MINE, THEIRS)]
         define(servers, grants)
-        self.processes = WorkerProcesses(directory, {})
+        self.processes = WorkerProcesses(directory, {}, spawn=ForkedProcess)
 
     def url(self, user: str, vhost: str = API_VHOST) -> str:
         return self.servers.broker.url(vhost, user=user, password=PASSWORD)
@@ -74,14 +75,8 @@ class Guarded:
     def berth(self, *arguments: str) -> subprocess.CompletedProcess[str]:
         """A command of the operator's."""
         kept = {name: value for name, value in os.environ.items() if not name.startswith("BERTH_")}
-        return subprocess.run(
-            [sys.executable, "-m", "berth", *arguments],
-            env={**kept, **variables(self.settings_of("berth-operator"))},
-            capture_output=True,
-            text=True,
-            timeout=2 * PATIENCE_S,
-            check=False,
-        )
+        env = {**kept, **variables(self.settings_of("berth-operator"))}
+        return run_berth(*arguments, env=env, timeout_s=2 * PATIENCE_S)
 
 
 def define(servers: RealServers, grants: list[Grant]) -> None:

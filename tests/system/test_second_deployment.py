@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from collections.abc import Iterator
 
 import pytest
@@ -12,6 +11,7 @@ import pytest
 from berth.servers import variables
 from bus.service.main import EXIT_SETTINGS
 from tests.kit import servers
+from tests.kit.forks import run_berth
 from tests.system.small import Small, small_processes
 
 pytestmark = [pytest.mark.system, pytest.mark.rabbitmq, pytest.mark.postgres, pytest.mark.timeout(600)]
@@ -33,14 +33,7 @@ def small() -> Iterator[Small]:
 def berth(small: Small, *arguments: str, database: str = "") -> subprocess.CompletedProcess[str]:
     kept = {name: value for name, value in os.environ.items() if not name.startswith("BERTH_")}
     other = {"BERTH_DATABASE__URL": database} if database else {}
-    return subprocess.run(
-        [sys.executable, "-m", "berth", *arguments],
-        env={**kept, **variables(small.settings), **other},
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_S,
-        check=False,
-    )
+    return run_berth(*arguments, env={**kept, **variables(small.settings), **other}, timeout_s=PATIENCE_S)
 
 
 @pytest.mark.parametrize("role", ROLES)

@@ -16,6 +16,7 @@ from berth.load import LoadPlan, LoadReport, run_load
 from berth.servers import RealServers, SystemPlan, running_processes
 from berth.site import Site, process_name
 from berth.worker_processes import WorkerProcesses
+from tests.kit.forks import ForkedProcess
 from tests.kit.lent import lent_servers
 
 REST_TIMEOUT_S = 60.0
@@ -54,7 +55,7 @@ async def rig(plan: SystemPlan, *, seed: int = 1) -> AsyncIterator[Rig]:
     servers_context = lent_servers(plan.cells)
     servers = await asyncio.to_thread(servers_context.__enter__)
     try:
-        async with running_processes(servers, plan) as (processes, site):
+        async with running_processes(servers, plan, spawn=ForkedProcess) as (processes, site):
             process = process_name("test")
             client = BuildClient(site.bus(process), clock=site.clock, process=process, keep_events=True, durable=True)
             await client.open()

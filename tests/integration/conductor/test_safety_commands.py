@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import sys
 from typing import Any
 
 import pytest
@@ -14,25 +13,21 @@ from bus.persistence.database import Database
 from cell_conductor.domain.breaker import Breaker
 from cell_conductor.domain.report import Unexplained, UnexplainedKind
 from cell_conductor.store.postgres import PostgresInstances
+from tests.kit.forks import run_berth
 
 pytestmark = pytest.mark.postgres
 
 CELL = "cell1"
+COMMAND_TIMEOUT_S = 120.0
 A, B, HOST = (f"{n}0000000-0000-4000-8000-000000000000" for n in "ab1")
 
 
 async def berth(url: str, *words: str) -> tuple[int, Any]:
     env = {**os.environ, "BERTH_DATABASE__URL": url}
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "berth", *words),
-        env=env,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
-    )
-    said, complaint = await process.communicate()
-    text = said.decode()
-    data = json.loads(text) if text[:1] in ("[", "{") else text + complaint.decode()
-    return process.returncode or 0, data
+    done = await asyncio.to_thread(run_berth, *words, env=env, timeout_s=COMMAND_TIMEOUT_S)
+    text = done.stdout
+    data = json.loads(text) if text[:1] in ("[", "{") else text + done.stderr
+    return done.returncode, data
 
 
 async def test_an_operator_sees_what_is_kept_and_decides(postgres_url: str) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -29,20 +28,18 @@ from bus.contracts.placement import (
 from placement_worker.operations import audit as questions
 from placement_worker.operations.overcommit import Doubled, doubled, generations, give_back
 from tests.integration.placement_rest.conftest import Placement, on_postgres
+from tests.kit.forks import run_berth
 
 pytestmark = pytest.mark.postgres
+
+COMMAND_TIMEOUT_S = 120.0
 
 
 async def audit(placement: Placement, *words: str) -> tuple[int, dict[str, Any]]:
     env = {**os.environ, "BERTH_DATABASE__URL": str(placement.book)}
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "berth", "placement", "audit", "--json", *words),
-        env=env,
-        stdout=asyncio.subprocess.PIPE,
-    )
-    said, _ = await process.communicate()
-    assert process.returncode is not None
-    return process.returncode, json.loads(said) if said else {}
+    words = ("placement", "audit", "--json", *words)
+    done = await asyncio.to_thread(run_berth, *words, env=env, timeout_s=COMMAND_TIMEOUT_S)
+    return done.returncode, json.loads(done.stdout) if done.stdout else {}
 
 
 @on_postgres
@@ -78,11 +75,9 @@ async def test_an_operator_gives_a_host_to_a_cell(placement: Placement) -> None:
 
     async def move(cell: str) -> tuple[int | None, str]:
         env = {**os.environ, "BERTH_DATABASE__URL": str(placement.book)}
-        words = (sys.executable, "-m", "berth", "placement", "move-host", host, cell)
-        pipe = asyncio.subprocess.PIPE
-        process = await asyncio.create_subprocess_exec(*words, env=env, stdout=pipe, stderr=pipe)
-        said, wrong = await process.communicate()
-        return process.returncode, (said + wrong).decode()
+        words = ("placement", "move-host", host, cell)
+        done = await asyncio.to_thread(run_berth, *words, env=env, timeout_s=COMMAND_TIMEOUT_S)
+        return done.returncode, done.stdout + done.stderr
 
     assert await move("cell1") == (0, f"{host}: no cell -> cell1\n")
     assert await move("cell1") == (0, f"{host}: cell1 already\n")
