@@ -16,6 +16,7 @@ from bus.contracts.objects import ObjectLogQuery, ObjectsQuery
 from bus.contracts.operations import ServiceRecord, ServicesPage, ServicesQuery
 from bus.contracts.workers import WorkersQuery
 from bus.faults import DatabaseUnavailable, Transient
+from scheduler_worker.domain.builds import is_search
 from scheduler_worker.domain.hosts import NO_SERVICE, Mask
 from scheduler_worker.domain.selector import Selector
 from scheduler_worker.domain.workers import WorkerTable
@@ -49,14 +50,19 @@ class QueryHandler:
         """One after another: queries are rare."""
         return [await self._answer(received) for received in batch]
 
+    async def _builds(self, query: BuildQuery) -> BuildPage:
+        found, searched_to = await self._store.builds(query), None
+        if is_search(query) and len(found) < query.limit:
+            searched_to = await self._store.searched_to(query)
+        return BuildPage(builds=tuple(map(_with_sorted_timeline, found)), searched_to=searched_to)
+
     async def _answer(self, received: Received) -> Outcome:
         message = received.message
         if isinstance(message, BuildQuery):
             try:
-                found = await self._store.builds(message)
+                return Done(reply=await self._builds(message))
             except DatabaseUnavailable as fault:  # answered now: the requester does not wait until it is back
                 return Refuse(fault.code, fault.reason)
-            return Done(reply=BuildPage(builds=tuple(map(_with_sorted_timeline, found))))
         if isinstance(message, MoveQuery):
             try:
                 return Done(reply=MovePage(moves=tuple(await self._store.moves(message))))

@@ -21,6 +21,7 @@ from berth.commands.common import (
     Stop,
     Timeout,
     client,
+    err,
     out,
     parse_uuid,
     print_json,
@@ -193,15 +194,37 @@ def list_builds(
     context: typer.Context,
     project: Annotated[str | None, typer.Option(help="Only of this project.")] = None,
     state: Annotated[BuildState | None, typer.Option(help="Only in this state.")] = None,
+    host: Annotated[str | None, typer.Option(help="Only of the host of this name.")] = None,
+    cell: Annotated[str | None, typer.Option(help="Only in this cell.")] = None,
+    flavor: Annotated[str | None, typer.Option(help="Only of this flavor.")] = None,
+    code: Annotated[str | None, typer.Option(help="Only with this code.")] = None,
+    after: Annotated[datetime | None, typer.Option(help="Only requested then or later, UTC.")] = None,
+    before: Annotated[datetime | None, typer.Option(help="Only requested earlier, UTC.")] = None,
     limit: Annotated[int, typer.Option(min=1, max=1000, help="The newest so many.")] = 50,
     as_json: AsJson = False,
 ) -> None:
     """List builds, newest first."""
+    fields = {
+        "project_id": project,
+        "state": state,
+        "host": host,
+        "cell": cell,
+        "flavor": flavor,
+        "code": code,
+        "after": None if after is None else after.replace(tzinfo=UTC).timestamp(),
+        "before": None if before is None else before.replace(tzinfo=UTC).timestamp(),
+        "limit": limit,
+    }
+    try:
+        query = msgspec.convert(fields, BuildQuery)
+    except msgspec.ValidationError as error:
+        raise typer.BadParameter(str(error)) from error
 
     async def body() -> None:
         async with client(settings_of(context)) as berth:
-            query = BuildQuery(project_id=project, state=state, limit=limit)
             page = await berth.query(query, timeout_s=QUERY_TIMEOUT_S)
+        if page.searched_to is not None:
+            err.print(f"searched back to {_when(page.searched_to, day=True)} UTC; older ones: --before")
         if as_json:
             print_json(page.builds)
             return

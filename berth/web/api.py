@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import difflib
+import math
 import random
 import re
 from collections.abc import AsyncIterator, Callable
+from datetime import UTC, datetime
 from typing import TypeVar
 
 import msgspec
@@ -59,8 +61,15 @@ class Accepted(Struct, frozen=True):
     links: dict[str, str]
 
 
+# What builds are searched by beside their project, state and time.
+SEARCHED_BY = ("cell", "host", "flavor", "code")
+
+
 class Builds(Struct, frozen=True):
-    """A page of builds, newest first. next: the address of the page after it; null: there is none."""
+    """A page of builds, newest first. next: the address of the page after it; null: there is none.
+
+    A search looks through so many builds at a time: a page may hold fewer than asked for and still have a next.
+    """
 
     builds: tuple[BuildRecord, ...]
     next: str | None = None
@@ -101,9 +110,9 @@ class WebApi:
         return _accepted(build.instance_uuid)
 
     async def list_builds(self, request: Request) -> Response:
-        """Builds, newest first: ?project=&state=&before=&limit=."""
+        """Builds, newest first: ?project=&state=&cell=&host=&flavor=&code=&after=&before=&limit=."""
         query, caller = request.query_params, caller_of(request)
-        only(request, "project", "state", "before", "limit")
+        only(request, "project", "state", *SEARCHED_BY, "after", "before", "limit")
         project = query.get("project", caller.sees)
         if caller.sees is not None and project != caller.sees:
             raise Problem(403, "project.forbidden", f"this token sees project {caller.sees}")
@@ -114,15 +123,17 @@ class WebApi:
                     {
                         "project_id": project,
                         "state": query.get("state"),
-                        "before": float(query["before"]) if "before" in query else None,
+                        **{name: query.get(name) for name in SEARCHED_BY},
+                        "after": moment_of(query.get("after")),
+                        "before": moment_of(query.get("before")),
                         "limit": limit,
                     },
                     BuildQuery,
                 )
             )
         )
-        more = len(page.builds) == limit
-        following = str(request.url.include_query_params(before=page.builds[-1].created_at)) if more else None
+        before = next_before(page, limit)
+        following = None if before is None else str(request.url.include_query_params(before=before))
         return json_response(Builds(page.builds, following))
 
     async def show_build(self, request: Request) -> Response:
@@ -303,6 +314,25 @@ def parsed(make: Callable[[], T]) -> T:
         return make()
     except (msgspec.ValidationError, ValueError) as error:
         raise Problem(400, "request.invalid", str(error)) from None
+
+
+def moment_of(text: str | None) -> float | None:
+    """Seconds since the epoch, of a number or of ISO 8601 (UTC where it says no zone). Raises ValueError."""
+    if not text:
+        return None
+    try:
+        found = float(text)
+    except ValueError:
+        at = datetime.fromisoformat(text)
+        found = (at if at.tzinfo is not None else at.replace(tzinfo=UTC)).timestamp()
+    if not math.isfinite(found):
+        raise ValueError(f"{text!r} is no time")
+    return found
+
+
+def next_before(page: BuildPage, limit: int) -> float | None:
+    """What `before` is for the page after this one; None: there is none."""
+    return page.builds[-1].created_at if len(page.builds) == limit else page.searched_to
 
 
 def uuid_of(request: Request) -> str:

@@ -65,7 +65,8 @@ def _of_instances() -> dict[str, _Operation]:
     from berth.web.api import Accepted, Builds  # noqa: PLC0415  (api mounts this document)
     from berth.web.moves import MoveTaken  # noqa: PLC0415
 
-    builds = {"project": Word, "state": BuildState, "before": float, "limit": int}
+    builds = {"project": Word, "state": BuildState, "cell": Word, "host": Label, "flavor": Label, "code": Label}
+    builds |= {"after": float, "before": float, "limit": int}
     moves = {"instance": Uuid, "project": Word, "under_way": bool, "limit": int}
     return {
         "create_build": _Operation(Accepted, 202, BuildRequest, errors=(409, *_WRITES)),

@@ -16,11 +16,14 @@ from starlette.routing import Route
 from berth.render import printable
 from berth.web.access import SESSION_COOKIE, SESSION_S, Access, WebCaller, WebRole
 from berth.web.api import (
+    SEARCHED_BY,
     WebApi,
     body_of,
     caller_of,
     json_response,
+    moment_of,
     need,
+    next_before,
     parsed,
     sse,
     stream_response,
@@ -222,19 +225,23 @@ class Pages:
                 {
                     "project_id": caller.sees or requested.get("project") or None,
                     "state": requested.get("state") or None,
-                    "before": float(requested["before"]) if requested.get("before") else None,
+                    **{name: requested.get(name) or None for name in SEARCHED_BY},
+                    "after": moment_of(requested.get("after")),
+                    "before": moment_of(requested.get("before")),
                     "limit": PAGE,
                 },
                 BuildQuery,
             )
         )
         page = await self._api.builds(query)
-        older = page.builds[-1].created_at if len(page.builds) == PAGE else None
+        before = next_before(page, PAGE)
+        older = None if before is None else str(request.url.include_query_params(before=before).query)
         return self._page(
             request,
             "builds.html",
             builds=page.builds,
             older=older,
+            searched_to=page.searched_to,
             states=list(BuildState),
             query=requested,
             caller=caller,

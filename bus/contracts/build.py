@@ -134,12 +134,21 @@ class BuildEvent(Message, frozen=True, kw_only=True, tag="build.event.v1"):
 
 
 class BuildQuery(Message, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="build.query.v1"):
-    """Ask the scheduler for one build (with its timeline), or for a page of them, newest first."""
+    """Ask the scheduler for one build (with its timeline), or for a page of them, newest first.
+
+    before, after: when the build was requested, in seconds since the epoch; `after` itself included. host: the name of
+    the host that it has, or last had. By cell, host, flavor and code at most 100,000 builds are looked through.
+    """
 
     instance_uuid: Uuid | None = None
     project_id: Word | None = None
     state: BuildState | None = None
     before: float | None = None
+    after: float | None = None
+    cell: Word | None = None
+    host: Label | None = None
+    flavor: Label | None = None
+    code: Label | None = None
     limit: Annotated[int, Bound(ge=1, le=1000)] = 100
 
 
@@ -191,9 +200,14 @@ class TimelineEntry(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class BuildPage(Message, frozen=True, kw_only=True, tag="build.page.v1"):
-    """Reply to a BuildQuery. Empty when the instance is unknown."""
+    """Reply to a BuildQuery. Empty when the instance is unknown.
+
+    searched_to: the search was given up there, at builds requested at this time; older ones may match. Ask again with
+    this as `before`.
+    """
 
     builds: tuple[BuildRecord, ...] = ()
+    searched_to: float | None = None
 
 
 class HostsQuery(Message, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="hosts.query.v1"):

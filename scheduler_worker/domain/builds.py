@@ -12,6 +12,7 @@ from bus.contracts.build import (
     TERMINAL_STATES,
     AttemptRecord,
     BuildEvent,
+    BuildQuery,
     BuildRequest,
     BuildState,
     FunnelStep,
@@ -24,6 +25,11 @@ FIRST_OF_CONDUCTOR = 10
 
 # A build in one of these states has no machine and never will.
 ENDED_WITHOUT_MACHINE = (BuildState.FAILED, BuildState.REFUSED, BuildState.DELETED)
+
+
+def is_search(query: BuildQuery) -> bool:
+    """Whether builds are looked for by what no index has, so that only so many are looked through."""
+    return any(value is not None for value in (query.cell, query.host, query.flavor, query.code))
 
 
 class Author(Struct, frozen=True):

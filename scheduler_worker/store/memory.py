@@ -26,9 +26,11 @@ from scheduler_worker.domain.builds import (
     BuildUpdate,
     NewBuild,
     RecordedBuild,
+    is_search,
 )
 from scheduler_worker.domain.moves import InstanceRecord, MoveContext, RecordedMove, known_of, record_of
 from scheduler_worker.domain.objects import ChangeAuthor, ObjectsOnRecord
+from scheduler_worker.store import rows
 from scheduler_worker.store.objects import BUILDS_WITH_A_MACHINE, MemoryObjects
 from scheduler_worker.store.port import FIRST_UUID, BuildUnit, OperationUnit, Purged
 from scheduler_worker.store.unit_of_work import BuildWrites, OptimisticBuildUnit
@@ -380,16 +382,35 @@ class MemoryBuilds:
     async def builds(self, query: BuildQuery) -> list[BuildRecord]:
         """One build, or a page of them, newest first."""
         async with self._session.transaction():
-            found = [
-                record
-                for record in self._table.records.values()
-                if query.instance_uuid in (None, record.instance_uuid)
-                and query.project_id in (None, record.project_id)
-                and query.state in (None, record.state)
-                and (query.before is None or record.created_at < query.before)
-            ]
+            found = self._of_query(query)[: rows.MAX_SEARCHED if is_search(query) else query.limit]
             found = [_as_it_is(record, self._table.instances.get(record.instance_uuid)) for record in found]
-        return sorted(found, key=lambda record: record.created_at, reverse=True)[: query.limit]
+        return [
+            record
+            for record in found
+            if query.cell in (None, record.cell)
+            and query.host in (None, record.host)
+            and query.flavor in (None, record.flavor)
+            and query.code in (None, record.code)
+        ][: query.limit]
+
+    async def searched_to(self, query: BuildQuery) -> float | None:
+        """When the last build was requested that such a search looks at; None: it looks at all."""
+        async with self._session.transaction():
+            found = self._of_query(query)
+        return found[rows.MAX_SEARCHED - 1].created_at if len(found) >= rows.MAX_SEARCHED else None
+
+    def _of_query(self, query: BuildQuery) -> list[BuildRecord]:
+        """Newest first, by what PostgreSQL has indexes for."""
+        found = [
+            record
+            for record in self._table.records.values()
+            if query.instance_uuid in (None, record.instance_uuid)
+            and query.project_id in (None, record.project_id)
+            and query.state in (None, record.state)
+            and (query.before is None or record.created_at < query.before)
+            and (query.after is None or record.created_at >= query.after)
+        ]
+        return sorted(found, key=lambda record: record.created_at, reverse=True)
 
 
 def _key(uuid: str) -> tuple[str, str]:

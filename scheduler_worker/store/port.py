@@ -154,5 +154,9 @@ class SchedulerStore(Protocol):
         losses: taken before those commits. Many share one flush, so it takes a tenth of a second.
         """
 
+    async def searched_to(self, query: BuildQuery) -> float | None:
+        """When the last build was requested that such a search looks at; None: it looks at all."""
+        ...
+
     async def builds(self, query: BuildQuery) -> list[BuildRecord]:
         """One build, or a page of them, newest first."""

@@ -26,6 +26,7 @@ from scheduler_worker.domain.builds import (
     BuildUpdate,
     NewBuild,
     RecordedBuild,
+    is_search,
 )
 from scheduler_worker.domain.moves import InstanceRecord, MoveContext, RecordedMove, known_of
 from scheduler_worker.domain.objects import ChangeAuthor, ObjectsOnRecord
@@ -56,12 +57,21 @@ SELECT instance_uuid, state, digest, delete_requested, project_id, cell, code
 FROM build_requests WHERE instance_uuid = ANY($1::uuid[])
 """
 
-BUILDS = f"""
-SELECT {rows.RECORD} FROM build_requests b LEFT JOIN instances i ON i.instance_uuid = b.instance_uuid
-WHERE ($1::uuid IS NULL OR b.instance_uuid = $1) AND ($2::text IS NULL OR project_id = $2)
+# Along an index, whose order is that of the answer. By what has none a bounded number of builds is looked through.
+OF_QUERY = """
+SELECT * FROM build_requests
+WHERE ($1::uuid IS NULL OR instance_uuid = $1) AND ($2::text IS NULL OR project_id = $2)
   AND ($3::text IS NULL OR state = $3) AND ($4::double precision IS NULL OR created_at < $4)
-ORDER BY created_at DESC LIMIT $5
+  AND ($5::double precision IS NULL OR created_at >= $5)
+ORDER BY created_at DESC
 """
+BUILDS = f"""
+SELECT {rows.RECORD} FROM ({OF_QUERY} LIMIT $6) b LEFT JOIN instances i ON i.instance_uuid = b.instance_uuid
+WHERE ($8::text IS NULL OR cell = $8) AND ($9::text IS NULL OR host = $9)
+  AND ($10::text IS NULL OR coalesce(nullif(i.flavor, ''), b.flavor) = $10) AND ($11::text IS NULL OR code = $11)
+ORDER BY created_at DESC LIMIT $7
+"""
+SEARCHED_TO = f"SELECT created_at FROM ({OF_QUERY} OFFSET $6 - 1 LIMIT 1) b"
 
 
 # Along the index on created_at: an index on a column that changes would make every write of a build dearer. Builds that
@@ -393,9 +403,20 @@ class PostgresBuilds:
 
     async def builds(self, query: BuildQuery) -> list[BuildRecord]:
         """One build with its whole timeline; a page of many comes with it too, at most `limit`."""
-        state = query.state.value if query.state is not None else None
+        most = rows.MAX_SEARCHED if is_search(query) else query.limit
+        named = query.cell, query.host, query.flavor, query.code
         async with self._database.raw() as connection:
-            found = await connection.fetch(
-                BUILDS, query.instance_uuid, query.project_id, state, query.before, query.limit
-            )
+            found = await connection.fetch(BUILDS, *_of_query(query), most, query.limit, *named)
         return [rows.record(row) for row in found]
+
+    async def searched_to(self, query: BuildQuery) -> float | None:
+        """When the last build was requested that such a search looks at; None: it looks at all."""
+        async with self._database.raw() as connection:
+            found: float | None = await connection.fetchval(SEARCHED_TO, *_of_query(query), rows.MAX_SEARCHED)
+        return found
+
+
+def _of_query(query: BuildQuery) -> tuple[object, ...]:
+    """The parameters of OF_QUERY."""
+    state = query.state.value if query.state is not None else None
+    return query.instance_uuid, query.project_id, state, query.before, query.after

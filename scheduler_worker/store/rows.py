@@ -52,6 +52,9 @@ ON CONFLICT (instance_uuid) DO NOTHING
 RETURNING instance_uuid
 """
 
+# Builds that a search looks through, the newest first, for what no index has.
+MAX_SEARCHED = 100_000
+
 RECORD = """b.instance_uuid, project_id, coalesce(nullif(i.flavor, ''), b.flavor) AS flavor, name, state, cell, host,
        code, reason, funnel, history, timeline, created_at, updated_at, i.condition, i.under_way"""
 

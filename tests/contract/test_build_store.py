@@ -167,6 +167,42 @@ async def test_a_page_is_newest_first_and_filtered(store: SchedulerStore) -> Non
     assert await store.builds(BuildQuery(project_id="q")) == []
 
 
+async def test_builds_are_found_by_host_cell_flavor_code_and_time(store: SchedulerStore) -> None:
+    for at, uuid in enumerate((A, B, C)):
+        await insert(store, new(uuid), now=float(at))
+    await decide(store, placed(B))
+    await decide(store, replace(placed(C), build=replace(placed(C).build, host="other", code="x.y")))
+    flavor = (await store.builds(BuildQuery(instance_uuid=A)))[0].flavor
+
+    async def found(**fields: Any) -> list[str]:
+        return [record.instance_uuid for record in await store.builds(BuildQuery(**fields))]
+
+    assert await found(host="h") == [B]
+    assert await found(cell="c1") == [C, B]
+    assert await found(cell="c1", code="x.y") == [C]
+    assert await found(flavor=flavor, limit=2) == [C, B]
+    assert await found(flavor="no") == []
+    assert await found(after=1.0, before=2.0) == [B]
+    assert await found(after=1.0) == [C, B]
+    assert await store.searched_to(BuildQuery(flavor=flavor)) is None
+
+
+async def test_a_search_looks_through_so_many_builds_and_says_how_far_it_came(
+    store: SchedulerStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("scheduler_worker.store.rows.MAX_SEARCHED", 2)
+    for at, uuid in enumerate((A, B, C)):
+        await insert(store, new(uuid), now=float(at))
+    await decide(store, placed(A))
+    query = BuildQuery(host="h")
+    assert await store.builds(query) == []
+    assert await store.searched_to(query) == 1.0
+    further = replace(query, before=1.0)
+    assert [record.instance_uuid for record in await store.builds(further)] == [A]
+    assert await store.searched_to(further) is None
+    assert len(await store.builds(BuildQuery())) == 3, "without a search the page alone is the bound"
+
+
 async def test_what_ended_long_ago_is_purged_and_what_lives_is_kept(store: SchedulerStore) -> None:
     old_uuids = [f"{n:08x}-0000-4000-8000-000000000000" for n in range(5)]
     old = [ended(new(uuid)) for uuid in old_uuids]

@@ -642,6 +642,17 @@ def test_objects_are_changed_while_everything_runs(berth: Berth) -> None:
     assert len(table.splitlines()) <= 4 and "eve\\nforged" in table, "a newline forges no row"
 
 
+def test_builds_are_listed_by_host_code_and_time(berth: Berth) -> None:
+    [one] = boot(berth, "--project", "listed")
+    uuid, host = one["instance_uuid"], berth("show", one["instance_uuid"], "--json").data["host"]
+    mine = ("list", "--project", "listed", "--json")
+    assert [build["instance_uuid"] for build in berth(*mine, "--host", host).data] == [uuid]
+    assert [build["instance_uuid"] for build in berth(*mine, "--after", "2001-01-01").data] == [uuid]
+    for other in (("--host", "no"), ("--code", "no"), ("--cell", "no"), ("--before", "2001-01-01")):
+        assert berth(*mine, *other).data == []
+    assert berth("list", "--cell", "../x").status == USAGE
+
+
 def test_a_cell_is_disabled_and_enabled(berth: Berth) -> None:
     listed = {one["name"]: one for one in berth("cells", "list", "--json").data}
     assert {name: (one["body"]["state"], one["version"]) for name, one in listed.items()} == {

@@ -67,6 +67,29 @@ def test_pages_of_builds_follow_each_other(web: Web) -> None:
         assert set(seen) == made and len(seen) == len(made)
 
 
+def test_builds_are_searched_by_host_flavor_code_and_time(web: Web) -> None:
+    with web.client() as client:
+        boot(client, project_id="search")
+        refused = boot(client, project_id="search", flavor="no-such")
+
+        def found(**asked: str) -> list[dict[str, Any]]:
+            builds: list[dict[str, Any]] = client.get("/api/v1/builds", params={"project": "search", **asked}).json()[
+                "builds"
+            ]
+            return builds
+
+        until(lambda: [one for one in found(state="active") if one.get("host")])
+        until(lambda: found(state="failed") or found(state="refused"))
+        machine = found(state="active")[0]
+        assert [one["instance_uuid"] for one in found(host=machine["host"])] == [machine["instance_uuid"]]
+        assert [one["instance_uuid"] for one in found(code="flavor.unknown")] == [refused]
+        assert [one["instance_uuid"] for one in found(flavor="no-such")] == [refused]
+        assert found(cell="elsewhere") == [] and found(before="2001-01-01T00:00:00") == []
+        assert len(found(after="2001-01-01")) == 2
+        page = client.get("/builds", params={"project": "search", "code": "flavor.unknown"}).text
+        assert refused in page and machine["instance_uuid"] not in page
+
+
 @pytest.mark.parametrize(
     ("body", "headers", "status", "code"),
     [
@@ -109,6 +132,9 @@ def test_the_nearest_field_is_offered(web: Web) -> None:
         ("/api/v1/builds?state=nope", 400, "request.invalid"),
         ("/api/v1/builds?before=nan%00", 400, "request.invalid"),
         ("/api/v1/builds?projekt=p", 400, "request.invalid"),
+        ("/api/v1/builds?after=yesterday", 400, "request.invalid"),
+        ("/api/v1/builds?after=inf", 400, "request.invalid"),
+        ("/api/v1/builds?cell=%2e%2e%2fp", 400, "request.invalid"),
         ("/api/v1/hosts?up=maybe", 400, "request.invalid"),
         ("/builds/nothing", 400, "request.invalid"),
         ("/builds?project=%2e%2e%2fp", 400, "request.invalid"),
