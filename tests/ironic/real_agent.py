@@ -102,6 +102,7 @@ async def test_an_agent_that_missed_the_end_of_a_boot_signs_in_again(here: Lab, 
     here.agents.silent.add(node)
     await deploy(here, nodes, node)
     await nodes.until(node, "wait call-back", timeout_s=WAIT_S)
-    here.agents.tokens[node] = "of the boot before, whose end the agent did not see"
+    here.agents.tokens[node] = old = "of the boot before, whose end the agent did not see"
     here.agents.silent.discard(node)
     await nodes.until(node, "active", timeout_s=WAIT_S)
+    assert here.agents.tokens.get(node) != old, "it has signed in for a new one"

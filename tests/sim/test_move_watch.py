@@ -128,6 +128,8 @@ async def test_what_is_refused_is_unchanged(scene: Scene) -> None:
 
 async def test_on_a_host_that_was_set_back_what_runs_again_is_no_breach(scene: Scene) -> None:
     scene.hold(UUID, 1)
+    with pytest.raises(Breach):
+        scene.watch.book()
     scene.watch.brought_back.add((scene.places[0][1], UUID, 1))
     scene.watch.book()
 

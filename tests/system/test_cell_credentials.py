@@ -46,5 +46,6 @@ async def test_conductor_and_compute_start_with_their_cells_bus_and_schema_alone
         processes.start("conductor", "conductor", "--cell", CELL)
         processes.start("compute", "compute", "--cell", CELL)
         await processes.ready()
+        assert all(worker.process.running for worker in processes.workers.values())
     finally:
         await asyncio.to_thread(processes.stop)

@@ -211,6 +211,7 @@ async def test_an_older_decision_is_ignored_and_a_lift_of_nothing_is_answered(ce
     await cell.around.until(lambda: cell.states(1) == [FenceState.LIFTED])
     await cell.fence(2, 6, lift=True)
     await cell.around.until(lambda: cell.states(6) == [FenceState.LIFTED])
+    assert cell.states(4) == [], "the older decision is never answered as if it held"
 
 
 async def test_a_machine_that_a_returned_host_does_not_have_is_no_loss_after_a_while(cell: FencedCell) -> None:

@@ -239,6 +239,7 @@ async def test_credentials_of_ours_that_keystone_does_not_take_are_nobody_elses_
     )
     await placement.start()
     try:
-        await placement.call("GET", "/resource_providers", status=503)
+        answer = await placement.call("GET", "/resource_providers", status=503)
+        assert "wrong" not in answer.text, "the client is not told what we sent"
     finally:
         await placement.stop()

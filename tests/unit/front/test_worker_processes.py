@@ -79,6 +79,7 @@ async def test_a_worker_that_answers_itself_is_ready(processes: Given) -> None:
     port = free_port()
     processes.begin("compute-cell4-c1", (sys.executable, "-c", ANSWERS, str(port)), port)
     await processes.ready(timeout_s=PATIENCE_S)
+    assert processes.workers["compute-cell4-c1"].process.running
 
 
 def test_no_two_workers_of_a_crew_get_one_port(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
