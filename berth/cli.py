@@ -59,6 +59,7 @@ COMMANDS = {
     "backup": ("backup", "backup"),
     "restore": ("backup", "restore"),
     "db": ("db", "app"),
+    "man": ("man", "man"),
     "bus": ("bus", "app"),
     "dead-letters": ("dead_letters", "app"),
     "placement": ("placement", "app"),
@@ -106,7 +107,7 @@ app = typer.Typer(
     no_args_is_help=True,
     help="Place machines onto hosts, in cells. Exit status: 0 fine, 1 the answer is no, 2 wrong use or settings, "
     "3 bus or database out of reach, 4 time ran out.",
-    **PLAIN,
+    **{**PLAIN, "add_completion": True},
 )
 
 

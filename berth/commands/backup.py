@@ -27,10 +27,11 @@ def backup(
     timeout: Limit = 3600.0,
     as_json: AsJson = False,
 ) -> None:
-    """Copy everything that lasts out of the database, as of one moment, while the workers run.
+    """Copy everything that lasts into a directory.
 
-    All schemas (the book, builds and objects, each cell's instances, positions of ironic-sync), with a manifest and a
-    checksum for each file. Cells with a database of their own: once with the settings of each, cells first.
+    As of one moment, while the workers run: all schemas (the book, builds and objects, each cell's instances,
+    positions of ironic-sync), with a manifest and a checksum for each file. Cells with a database of their own: once
+    with the settings of each, cells first.
     """
 
     async def body() -> None:
@@ -52,9 +53,10 @@ def restore(
     timeout: Limit = 3600.0,
     as_json: AsJson = False,
 ) -> None:
-    """Put a backup into a database that holds nothing of berth, all of it or nothing.
+    """Put a backup into an empty database.
 
-    Refused: a file that was altered, a backup of a newer berth, a database that is not empty. Stop all workers first.
+    All of it or nothing. Refused: a file that was altered, a backup of a newer berth, a database that holds something
+    of berth. Stop all workers first.
     When they start they notice by themselves that their database was set back; see the guide "Back up and restore".
     """
 

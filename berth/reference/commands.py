@@ -30,18 +30,28 @@ Derived from the command line by `scripts/docs`; do not edit by hand. `berth COM
 
 def render() -> str:
     """The whole page."""
-    return "\n".join([HEAD, *_commands(typer.main.get_command(app), "berth")]).rstrip() + "\n"
+    sections = [line for path, command in leaves() for line in _section(command, path)]
+    return "\n".join([HEAD, *sections]).rstrip() + "\n"
 
 
-def _commands(command: Any, path: str) -> Iterator[str]:
-    if hasattr(command, "list_commands"):
-        context = typer.Context(command)
-        for name in sorted(command.list_commands(context)):
-            yield from _commands(command.get_command(context, name), f"{path} {name}")
+def leaves() -> Iterator[tuple[str, Any]]:
+    """Every command that does something, with how it is called (`berth bus owner`), by name."""
+    yield from _leaves(typer.main.get_command(app), "berth")
+
+
+def _leaves(command: Any, path: str) -> Iterator[tuple[str, Any]]:
+    if not hasattr(command, "list_commands"):
+        yield path, command
         return
+    context = typer.Context(command)
+    for name in sorted(command.list_commands(context)):
+        yield from _leaves(command.get_command(context, name), f"{path} {name}")
+
+
+def _section(command: Any, path: str) -> Iterator[str]:
     arguments = [p for p in command.params if p.param_type_name == "argument"]
     options = [p for p in command.params if p.param_type_name == "option" and p.name != "help"]
-    usage = " ".join([path, *(["[OPTIONS]"] if options else []), *(_argument(a) for a in arguments)])
+    usage = " ".join([path, *(["[OPTIONS]"] if options else []), *(argument_of(a) for a in arguments)])
     yield f"## `{path}`\n"
     yield f"    {usage}\n"
     yield f"{_text(command.help)}\n"
@@ -52,7 +62,8 @@ def _commands(command: Any, path: str) -> Iterator[str]:
         yield ""
 
 
-def _argument(parameter: Any) -> str:
+def argument_of(parameter: Any) -> str:
+    """An argument as a usage line shows it: `NAME`, `[NAME]` when it may be left out, `NAME...` for several."""
     name = (parameter.metavar or parameter.name or "").strip("[]").upper().removesuffix("...")
     shown = name if parameter.required else f"[{name}]"
     return f"{shown}..." if parameter.nargs == -1 else shown

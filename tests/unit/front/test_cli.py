@@ -5,6 +5,8 @@ from __future__ import annotations
 import io
 import json
 import re
+import shutil
+import subprocess
 from contextlib import redirect_stdout
 from importlib import metadata
 
@@ -15,6 +17,7 @@ from berth.cli import app
 from berth.commands.common import EXIT_NO, EXIT_UNAVAILABLE, Stop, explain, print_json
 from berth.commands.load import DEFAULT_MIX, _status
 from berth.load.record import LoadRecord, LoadSettings, Totals
+from berth.reference.commands import leaves
 from bus.faults import DatabaseUnavailable
 
 
@@ -67,3 +70,33 @@ def test_a_load_of_which_nothing_became_active_is_no_success(outcomes: dict[str,
         assert _status(ended) == status
     except Stop as stop:
         assert (stop.status, stop.code) == (status, "load.none_active")
+
+
+def test_the_manual_page_tells_every_command_and_roff_takes_it() -> None:
+    page = printed("man")
+    for path, _ in leaves():
+        assert f'"{path.replace("-", chr(92) + "-")} "' in page or f'"{path.replace("-", chr(92) + "-")}"' in page, path
+    assert "\\-\\-dry\\-run" in page and page.startswith(".TH BERTH 1")
+    assert not [line for line in page.splitlines() if line.startswith("'")], "a line that roff would take for a request"
+    if (groff := shutil.which("groff")) is not None:
+        command = [groff, "-man", "-Tascii", "-ww", "-rCHECKSTYLE=0"]
+        done = subprocess.run(command, input=page, capture_output=True, text=True, check=False, timeout=60.0)
+        assert (done.returncode, done.stderr) == (0, "")
+        shown = re.sub(r"\x1b\[[0-9;]*m|.\x08", "", done.stdout)
+        assert "berth cells set" in shown and "out of reach" in shown
+
+
+@pytest.mark.parametrize(
+    ("words", "offered"),
+    [
+        ("berth ce", "cells"),
+        ("berth cells ", "delete"),
+        ("berth cells set c1 dis", "disabled"),
+        ("berth list --ho", "--host"),
+    ],
+)
+def test_a_shell_completes_commands_options_and_values(words: str, offered: str) -> None:
+    """As bash asks for it; the script that does so is printed by `berth --show-completion`."""
+    env = {"_BERTH_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(len(words.split(" ")) - 1)}
+    done = CliRunner().invoke(app, [], env=env, prog_name="berth")
+    assert offered in done.output.split(), done.output
