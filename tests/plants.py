@@ -39,6 +39,14 @@ _LAST_OF_FAILED = (
 
 PLANTS = (
     Plant(
+        name="overtaken_end_of_a_move_dropped",
+        does="the end of a move is outdated when what follows it came first",
+        file="scheduler_worker/domain/moves.py",
+        old="(event.sequence <= move.sequence and not ends)",
+        new="event.sequence <= move.sequence",
+        tests="tests/unit/scheduler/test_announced_moves.py",
+    ),
+    Plant(
         name="overtaken_404_believed",
         does="a node is taken out on a 404 though something was heard of it since",
         file="ironic_sync/domain/position.py",

@@ -363,7 +363,9 @@ def apply_announcement(
     event: MoveEvent, move: RecordedMove, instance: InstanceRecord, *, host: str | None, cell: str, now: float
 ) -> Announced:
     """Apply a cell's event of a request. host: on record of the instance."""
-    if event.sequence <= move.sequence or (event.terminal and move.terminal):
+    ends = event.terminal and not move.terminal
+    # What follows the end (source gone, confirmed by itself) may overtake it on the way here; the end is still the end.
+    if (event.sequence <= move.sequence and not ends) or (event.terminal and move.terminal):
         return Announced(move=move, instance=instance, host=host)
     event = replace(event, cell=cell, project_id=move.project_id, instance_uuid=move.instance_uuid)
     if not move.terminal or event.terminal:
@@ -371,7 +373,7 @@ def apply_announcement(
         after = replace(
             move,
             state=event.state,
-            sequence=event.sequence,
+            sequence=max(event.sequence, move.sequence),
             terminal=event.terminal,
             host=event.host or move.host,
             code=event.code,
@@ -380,12 +382,13 @@ def apply_announcement(
         )
     else:
         after = replace(move, sequence=event.sequence)
-    if event.sequence > instance.sequence:
+    is_newest, is_awaited = event.sequence > instance.sequence, instance.under_way == move.request_id
+    if is_newest:
         instance = replace(instance, condition=event.condition, sequence=event.sequence)
-        if event.terminal:  # before that they are where it goes to
-            host = None if event.condition is Condition.OFFLOADED else event.host or host
-            instance = replace(instance, flavor=event.flavor or instance.flavor, image=event.image or instance.image)
-    if event.terminal and instance.under_way == move.request_id:
+    if event.terminal and (is_newest or is_awaited):  # before that they are where it goes to
+        host = None if event.condition is Condition.OFFLOADED else event.host or host
+        instance = replace(instance, flavor=event.flavor or instance.flavor, image=event.image or instance.image)
+    if event.terminal and is_awaited:
         instance = replace(instance, under_way=None)
     timeline = timeline_of(event, len(move.history), now)
     return Announced(move=after, instance=instance, host=host, event=event, timeline=timeline)

@@ -1,0 +1,58 @@
+"""What a cell says of a request about an instance, applied in whatever order it comes to the scheduler."""
+
+from __future__ import annotations
+
+from itertools import permutations
+
+import pytest
+
+from bus.contracts.moves import Condition, MoveEvent, MoveKind, MoveState
+from scheduler_worker.domain.moves import InstanceRecord, RecordedMove, apply_announcement
+
+MOVE, VM = "40000000-0000-4000-8000-000000000000", "a0000000-0000-4000-8000-000000000000"
+CELL, SOURCE, TARGET = "c1", "host-1", "host-2"
+
+
+def said(state: MoveState, sequence: int, *, terminal: bool = False) -> MoveEvent:
+    condition = Condition.MOVING if sequence < 12 else Condition.ACTIVE
+    return MoveEvent(
+        request_id=MOVE, instance_uuid=VM, project_id="p", kind=MoveKind.LIVE_MIGRATE, state=state, sequence=sequence,
+        terminal=terminal, condition=condition, host=TARGET, flavor="large" if terminal else "",
+    )  # fmt: skip
+
+
+FINISHING = said(MoveState.FINISHING, 11)
+DONE = said(MoveState.DONE, 12, terminal=True)
+GONE = said(MoveState.SOURCE_GONE, 13)
+
+
+@pytest.mark.parametrize(
+    "order", [*permutations((FINISHING, DONE, GONE))], ids=lambda order: " ".join(e.state for e in order)
+)
+def test_a_move_ends_in_whatever_order_its_events_come(order: tuple[MoveEvent, ...]) -> None:
+    """Where `source-gone` came before `done`, the move stayed under way for ever, and the drain that waited for it."""
+    move = RecordedMove(
+        request_id=MOVE, instance_uuid=VM, project_id="p", kind=MoveKind.LIVE_MIGRATE, digest=b"",
+        cell=CELL, state=MoveState.SCHEDULED, sequence=2,
+    )  # fmt: skip
+    instance = InstanceRecord(instance_uuid=VM, condition=Condition.ACTIVE, under_way=MOVE)
+    host: str | None = SOURCE
+    published: list[MoveEvent] = []
+    for event in (*order, *order):  # each at least once
+        applied = apply_announcement(event, move, instance, host=host, cell=CELL, now=1.0)
+        move, instance, host = applied.move, applied.instance, applied.host
+        published += [applied.event] if applied.event is not None else []
+    assert (move.state, move.terminal, move.sequence) == (MoveState.DONE, True, 13)
+    assert (instance.condition, instance.under_way, instance.flavor, host) == (Condition.ACTIVE, None, "large", TARGET)
+    assert [event.state for event in published if event.terminal] == [MoveState.DONE], "one terminal event"
+    assert len({event.sequence for event in published}) == len(published), "none twice"
+
+
+def test_an_end_that_comes_after_the_next_request_has_ended_does_not_set_the_host_back() -> None:
+    move = RecordedMove(
+        request_id=MOVE, instance_uuid=VM, project_id="p", kind=MoveKind.LIVE_MIGRATE, digest=b"",
+        cell=CELL, state=MoveState.SCHEDULED, sequence=2,
+    )  # fmt: skip
+    instance = InstanceRecord(instance_uuid=VM, condition=Condition.STOPPED, sequence=20)
+    applied = apply_announcement(DONE, move, instance, host="host-3", cell=CELL, now=1.0)
+    assert (applied.move.terminal, applied.host, applied.instance) == (True, "host-3", instance)
