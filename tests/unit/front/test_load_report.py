@@ -158,7 +158,7 @@ def test_depths_of_a_queue_are_dots_and_no_fence() -> None:
 def test_failures_are_told_by_flavor() -> None:
     text = re.sub(r"<.*?>", "|", render(made_up(1000)))
     failed_vms, failed_nodes = (text.index(f"{name}||") for name in ("m1.small", "m1.small.metal"))
-    table = text[text.index("asked for||active||failed") :]
+    table = text[text.index("requested||active||failed") :]
     assert "m1.small||20 m1.small.code||900||880||20||2.2%" in table
     assert "m1.small.metal||||100||100||0||0.0%" in table
     assert failed_vms != failed_nodes
@@ -191,7 +191,7 @@ def test_what_is_unknown_or_absurd_makes_no_broken_plot() -> None:
     read(replace(record, boots=rows, started_at=1e300, totals=replace(record.totals, boots_per_s=math.nan)))
     unknown = replace(record.boots, ended_s=[None] * 3, sent_s=[None] * 3, stages={})
     page = read(replace(record, boots=unknown))
-    assert "No boot became active" in page.text and "No boot told how long" in page.text
+    assert "No boot became active" in page.text and "No boot has the times" in page.text
 
 
 def test_a_runs_figures_are_those_of_its_columns() -> None:
