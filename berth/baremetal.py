@@ -87,7 +87,7 @@ def _problems(
     if raw.get("fault"):
         yield f"Ironic found a fault: {raw['fault']}"
     if raw.get("health") == CRITICAL:
-        yield "Ironic says that its health is Critical"
+        yield "Ironic reports its health as Critical"
     if (unproven := _unproven(raw.get("extra"))) is not None:
         yield f"it takes only a canary's build, until one is active: {unproven.why}"
     if raw.get("retired"):

@@ -17,7 +17,7 @@ PROBE_QUEUE = "berth.probe"
 async def probe(url: str) -> None:
     """Have a durable message confirmed, in a quorum queue of its own that keeps one. Raises BusError.
 
-    A broker that is short of memory or disk takes no messages and says so: that is no failure, as it ends by itself.
+    A broker that is short of memory or disk takes no messages and reports that: it is no failure, as it ends by itself.
     """
     session = await Session.connect(parse_bus_url(url), QueueNames(""), "berth probe")
     try:

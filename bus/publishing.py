@@ -44,9 +44,9 @@ class BusLimits(Struct, frozen=True, kw_only=True):
 
 
 class Mode(Struct, frozen=True):
-    """How the messages of a link travel. `batches` False: each one alone, as anybody can read it.
+    """How the messages of a link travel. `batches` False: each one alone, as any client reads it.
 
-    asks_first: when several have gathered the first one leaves `mandatory`. If it comes back no queue is bound to this
+    probes_first: when several have gathered the first one leaves `mandatory`. If it comes back no queue is bound to its
     routing key, so the broker would drop the others too, and they are settled without being sent.
     max_batch: in one broker message; 0: as the bus's limits allow.
     """

@@ -140,7 +140,7 @@ class IronicConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     @property
     def more_fields(self) -> dict[str, bool]:
-        """Fields of a node that are not always asked for, and whether they are now."""
+        """Fields of a node that are not always requested, and whether they are now."""
         return {
             "shard": bool(self.shards),
             "health": self._minor >= HEALTH_VERSION,

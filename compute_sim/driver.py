@@ -179,4 +179,4 @@ class MeasuringDriver(Protocol):
     """A driver that can also measure its hosts."""
 
     async def measure(self, now: float) -> Sequence[HostReading]:
-        """What its hosts' sensors say now (`now`: seconds since the epoch). May raise DriverUnavailable."""
+        """The readings of its hosts' sensors now (`now`: seconds since the epoch). May raise DriverUnavailable."""

@@ -1,4 +1,4 @@
-"""What sensors of nodes say, on to the schedulers: gathered for a moment, and dropped when it cannot be published."""
+"""Readings of nodes' sensors, on to the schedulers: gathered for a moment, and dropped when it cannot be published."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ FARTHEST = 2**62 - 2**52  # no clock comes near it, and no contract lets version
 class SyncState:
     """Where the book stands with every node. The listener and the reader move it, the writer takes what moved.
 
-    unsaved: nodes that moved since they were last taken to be saved. due: nodes to read, by time.
+    unsaved: nodes that moved since they were last taken to be saved.
     """
 
     def __init__(

@@ -195,7 +195,7 @@ class SchedulingEngine:
         started_s = self._clock.monotonic()
         certain = not any(pending.refusal or self._may_have_run(pending) for pending in builds)
         if ahead and certain and len(builds) <= MAX_CHOSEN_AHEAD:
-            recording = asyncio.create_task(self._put_on_record(builds))
+            recording = asyncio.create_task(self._insert(builds))
             try:
                 await asyncio.sleep(0)  # its statement leaves
                 chosen |= self._choose_ahead(builds)
@@ -209,18 +209,18 @@ class SchedulingEngine:
                 if admission.outcome is not None or not admission.first_run:
                     self._drop([chosen.pop(pending.instance_uuid)] if pending.instance_uuid in chosen else [])
         else:
-            admissions = await self._put_on_record(builds)
+            admissions = await self._insert(builds)
         metrics.STAGE_S.labels("record").observe(self._clock.monotonic() - started_s)
         return admissions
 
-    async def _put_on_record(self, builds: Sequence[PendingBuild]) -> list[Admission]:
+    async def _insert(self, builds: Sequence[PendingBuild]) -> list[Admission]:
         """Insert the new requests and separate repeated ones from clashes: one statement each for the whole batch."""
         now = self._clock.time()
         firsts: dict[str, PendingBuild] = {}
         for pending in builds:
             firsts.setdefault(pending.instance_uuid, pending)
 
-        async def insert(unit: BuildUnit) -> list[Admission]:
+        async def record(unit: BuildUnit) -> list[Admission]:
             author = Author(self._who, now)
             new = await unit.insert([new_build(pending, author) for pending in firsts.values()], now)
             known = await unit.read([uuid for uuid in firsts if uuid not in new])
@@ -235,7 +235,7 @@ class SchedulingEngine:
 
         # Not durable: until a decision is on disk, the unacknowledged message itself survives a crash.
         admissions = await run_optimistic(
-            lambda optimistic: self._store.unit(durable=False, optimistic=optimistic), insert
+            lambda optimistic: self._store.unit(durable=False, optimistic=optimistic), record
         )
         for admission in admissions:
             metrics.count_requests("build", admission.label)
@@ -310,7 +310,7 @@ class SchedulingEngine:
         return DecisionRound(self._selector, self._rng, subset=subset)
 
     def _drop(self, attempts: Iterable[Attempt]) -> None:
-        """Assume no longer what was chosen and not claimed."""
+        """Forget the assumptions of choices that were not claimed."""
         for attempt in attempts:
             if not isinstance(attempt.result, HostClaimed):
                 self._selector.book.forget(attempt.request.instance_uuid)
@@ -353,12 +353,12 @@ class SchedulingEngine:
 
     async def _round(self, attempts: Sequence[Attempt]) -> list[Attempt]:
         """One round for all attempts without a result: decide, claim them together, apply the answers."""
-        going = [attempt for attempt in attempts if attempt.result is None]
-        after = going
+        unresolved = [attempt for attempt in attempts if attempt.result is None]
+        after = unresolved
         try:
-            if any(attempt.needs_refresh for attempt in going):
+            if any(attempt.needs_refresh for attempt in unresolved):
                 await self._follower.refresh(timeout_s=self._config.raced_wait_s)  # one round trip, shared
-            after = decided = self._decide(going)
+            after = decided = self._decide(unresolved)
             claiming = [attempt for attempt in decided if attempt.result is None and attempt.has_claim_to_submit]
             if claiming:
                 answered = await self._claim(claiming)
@@ -412,45 +412,61 @@ class SchedulingEngine:
         scheduled: list[ScheduledBuild] = []
         placing: list[tuple[PendingBuild, PlacementRequest]] = []
         for pending, first_run in builds:
-            if pending.given_up is not None:  # an earlier delivery may have claimed for it, and ended its process
-                failed = given_up(pending.request, pending.given_up, author)
-                scheduled.append(ScheduledBuild(pending=pending, decision=failed, may_hold_claim=True))
-                continue
-            ahead = chosen.get(pending.instance_uuid)
-            spec = self._selector.request_spec(pending.request) if ahead is None else ahead.spec
-            if isinstance(spec, RequestSpec):
-                placing.append((pending, PlacementRequest(request=pending.request, spec=spec, first_run=first_run)))
-            elif spec.code == HOST_UNKNOWN and self._is_warming_up(pending):
-                outcomes[pending.position] = HOSTS_UNKNOWN
-            else:
-                scheduled.append(self._unsatisfiable(pending, spec, author, first_run=first_run))
+            match self._prepare(pending, chosen.get(pending.instance_uuid), author, first_run=first_run):
+                case PlacementRequest() as request:
+                    placing.append((pending, request))
+                case ScheduledBuild() as failed:
+                    scheduled.append(failed)
+                case outcome:
+                    outcomes[pending.position] = outcome
         results = await self.place([request for _, request in placing], chosen)
         author = self._author()
         unavailable: PlacementUnavailable | None = None
-        for (pending, placement), result in zip(placing, results, strict=True):
-            retry = retry_of(result) if pending.delivery < RETRIES else None
+        for (pending, request), result in zip(placing, results, strict=True):
             if isinstance(result, PlacementUnavailable):
                 unavailable = result
-            elif isinstance(result, NoValidHost) and result.may_be_early and self._is_warming_up(pending):
-                outcomes[pending.position] = HOSTS_UNKNOWN
-            elif retry is not None:
-                outcomes[pending.position] = retry
-            else:
-                scheduled.append(
-                    ScheduledBuild(
-                        pending=pending,
-                        decision=decision(
-                            placement.request, placement.spec, result, author, nearest=self._config.max_funnel_nearest
-                        ),
-                        claimed=result if isinstance(result, HostClaimed) else None,
-                        may_hold_claim=not placement.first_run or may_hold_claim(result),
-                    )
-                )
+                continue
+            match self._conclude(pending, request, result, author):
+                case ScheduledBuild() as decided:
+                    scheduled.append(decided)
+                case outcome:
+                    outcomes[pending.position] = outcome
         outcomes |= await self._write(scheduled)
         if unavailable is not None:
             # After what was decided is written: called again with the same batch, those are repeated requests.
             raise unavailable
         return outcomes
+
+    def _prepare(
+        self, pending: PendingBuild, ahead: Attempt | None, author: Author, *, first_run: bool
+    ) -> PlacementRequest | ScheduledBuild | Outcome:
+        """What to place for a build; or the end of one that cannot be placed. ahead: a choice made while recording."""
+        if pending.given_up is not None:  # an earlier delivery may have claimed for it, and ended its process
+            failed = given_up(pending.request, pending.given_up, author)
+            return ScheduledBuild(pending=pending, decision=failed, may_hold_claim=True)
+        spec = self._selector.request_spec(pending.request) if ahead is None else ahead.spec
+        if isinstance(spec, RequestSpec):
+            return PlacementRequest(request=pending.request, spec=spec, first_run=first_run)
+        if spec.code == HOST_UNKNOWN and self._is_warming_up(pending):
+            return HOSTS_UNKNOWN
+        return self._unsatisfiable(pending, spec, author, first_run=first_run)
+
+    def _conclude(
+        self, pending: PendingBuild, placement: PlacementRequest, result: PlacementResult, author: Author
+    ) -> ScheduledBuild | Outcome:
+        """The decision to write of a placement's result; or the outcome of a build that is to be retried."""
+        if isinstance(result, NoValidHost) and result.may_be_early and self._is_warming_up(pending):
+            return HOSTS_UNKNOWN
+        retry = retry_of(result) if pending.delivery < RETRIES else None
+        if retry is not None:
+            return retry
+        decided = decision(placement.request, placement.spec, result, author, nearest=self._config.max_funnel_nearest)
+        return ScheduledBuild(
+            pending=pending,
+            decision=decided,
+            claimed=result if isinstance(result, HostClaimed) else None,
+            may_hold_claim=not placement.first_run or may_hold_claim(result),
+        )
 
     def _unsatisfiable(
         self, pending: PendingBuild, why: Unsatisfiable, author: Author, *, first_run: bool

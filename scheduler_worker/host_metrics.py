@@ -19,7 +19,7 @@ AGE_STEP_S = 1.0  # numbers get old in steps of this
 
 
 class HostMetricsListener:
-    """Takes numbers about hosts from one bus. What is not believed is counted, by reason."""
+    """Takes numbers about hosts from one bus. What is dropped is counted, by reason."""
 
     def __init__(self, table: HostMetricsTable, bus: str, *, clock: Clock, first: asyncio.Event) -> None:
         self._table = table

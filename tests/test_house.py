@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ast
+import io
 import re
+import tokenize
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -382,7 +384,9 @@ PRIVATE_NAMES = {
     "unspoken": "missing", "voice": "announcer", "weather": "faults",
 }  # fmt: skip
 # A role can be named instead of each of these: the client, the scheduler, another process, the operator.
-PRIVATE_PROSE = re.compile(r"\b(nobody|somebody|everybody|whoever|whomever)\b", re.IGNORECASE)
+PRIVATE_PROSE = re.compile(r"\b(nobody|somebody|everybody|anybody|whoever|whomever)\b", re.IGNORECASE)
+# Programs report, publish, answer, request, receive, trust.
+CONVERSATION = re.compile(r"\b(said|told|tells?|asks|hears?|heard|speaks?|spoken|believes?|believed)\b", re.IGNORECASE)
 PROSE_ALLOWED = {
     "README.md": "`nobody` is a user of the operating system",
     "berth/embedded/postgres.py": "`nobody` is a user of the operating system",
@@ -418,6 +422,35 @@ def test_prose_names_the_role_and_not_somebody() -> None:
         if not str(path.relative_to(ROOT)).startswith(("tests/", "benchmarks/", "docs/lab/", *PROSE_ALLOWED))
         for number, line in enumerate(path.read_text().splitlines(), 1)
         if (found := PRIVATE_PROSE.search(line))
+    ]
+    assert wrong == []
+
+
+def prose(path: Path) -> Iterator[tuple[int, str]]:
+    """The lines of a source that have a comment or a text, those parts alone."""
+    lines = path.read_text().splitlines()
+    for token in tokenize.generate_tokens(io.StringIO(path.read_text()).readline):
+        if token.type == tokenize.COMMENT:
+            yield token.start[0], token.string
+        elif token.type == tokenize.STRING and not token.string.strip("\"'").isidentifier():
+            first, last = token.start[0], token.end[0]
+            yield from (
+                ((first, token.string),)
+                if first == last
+                else ((number, lines[number - 1]) for number in range(first, last + 1))
+            )
+
+
+# What is compared with the wire or with a log, not read.
+CONVERSATION_ALLOWED = ('"ironic.heard"', '_request_catch_up("asked")')
+
+
+def test_the_prose_of_the_product_has_no_conversation() -> None:
+    wrong = [
+        f"{where(path, number)}: {found.group()}"
+        for path in sources(*OURS)
+        for number, text in prose(path)
+        if (found := CONVERSATION.search(text)) and text not in CONVERSATION_ALLOWED
     ]
     assert wrong == []
 
@@ -565,6 +598,33 @@ def test_what_is_public_is_described() -> None:
             if not ast.get_docstring(node):
                 wrong.append(f"{where(path, node.lineno)} {name}")
     assert wrong == []
+
+
+# Before a colon, and no field.
+VALUES = {"empty", "none", "null", "full", "gone", "without"}
+
+
+def test_a_docstring_of_a_class_names_fields_that_it_has() -> None:
+    wrong: list[str] = []
+    for path in sources(*OURS):
+        for node in ast.walk(parsed(path)):
+            if not isinstance(node, ast.ClassDef) or not (text := ast.get_docstring(node)):
+                continue
+            known = {*VALUES, *names_in(node)}
+            named = re.findall(r"(?:^|(?<=[.;)] ))((?:[a-z_]\w*(?:, | and ))*[a-z_]\w*): ", " ".join(text.split()))
+            names = (name for group in named for name in re.split(r", | and ", group))
+            wrong += [f"{where(path, node.lineno)} {node.name}: no {name}" for name in names if name not in known]
+    assert wrong == []
+
+
+def names_in(definition: ast.AST) -> Iterator[str]:
+    """Every name that a class uses, as a field, an argument, an attribute or a text."""
+    for node in ast.walk(definition):
+        match node:
+            case ast.Name(id=name) | ast.Attribute(attr=name) | ast.arg(arg=name) | ast.FunctionDef(name=name):
+                yield name
+            case ast.keyword(arg=str(name)) | ast.Constant(value=str(name)) | ast.AsyncFunctionDef(name=name):
+                yield name
 
 
 Definition = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef

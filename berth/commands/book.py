@@ -162,7 +162,7 @@ def move_host(
 ) -> None:
     """Give an empty host to another cell. Stop its compute service first, start it on the new cell's bus afterwards.
 
-    Exit status 1 while anybody holds something there.
+    Exit status 1 while a consumer holds something there.
     """
 
     async def body() -> int:

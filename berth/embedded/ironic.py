@@ -127,7 +127,7 @@ class Ironic(PrivateServer):
 
     programs: the `bin` directory of the virtualenv that it is installed in (`scripts/ironic install`).
     broker_url: where it publishes its notifications (`amqp://`); None: nowhere. delays: seconds of `[fake]`, as
-    `{"deploy_delay": 2}`. user, password: HTTP basic sign-in; without: none. more: further lines of ironic.conf.
+    `{"deploy_delay": 2}`. user, password_hash: HTTP basic sign-in; empty: none. more: further lines of ironic.conf.
     """
 
     stop_timeout_s = 30.0

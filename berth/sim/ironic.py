@@ -194,7 +194,7 @@ class SimIronic:
                 self._fail(breach)
 
     def _take(self, node: dict[str, Any], instance: str) -> None:
-        """Another tenant takes a node before anybody else can."""
+        """Another tenant takes a node before any other client can."""
         self.process.spawn(self._theirs(node, instance), "others take a node")
 
     async def _theirs(self, node: dict[str, Any], instance: str) -> None:
@@ -237,7 +237,7 @@ class SimIronic:
         match verb:
             case "maintain" | "return":
                 await pool.set_maintenance(node, verb == "maintain", "by its operator", request_id)
-            case "blink":  # faster than anybody can read it
+            case "blink":  # faster than a read
                 for turn in range(BLINKS):
                     await pool.set_maintenance(node, turn % 2 == 0, "by its operator", request_id)
                     await asyncio.sleep(self._rng.uniform(0.0, BLINK_S))

@@ -187,7 +187,7 @@ def _step(callback: Any, args: Any, context: Context | None) -> _Step | None:
 
 
 def run(main: Callable[[], Coroutine[Any, Any, None]], *, on_unseen: Callable[[str], None]) -> VirtualLoop:
-    """Run to the end on a fresh virtual loop; what killed processes left is unwound afterwards, unseen by anybody."""
+    """Run to the end on a fresh virtual loop; what killed processes left is unwound afterwards, without effect."""
     loop = VirtualLoop()
     loop.set_exception_handler(lambda _, context: on_unseen(_unseen(context)))
     try:

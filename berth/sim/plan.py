@@ -57,7 +57,7 @@ class Action(StrEnum):
 
 
 class Order(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One act at its time. target: an instance, a host's number in its service, or a service. verb: for Ironic.
+    """One act at its time. uuid, service, host: what it is about; host: its number in its service. verb: for Ironic.
 
     group, apart_from, together_with: whose company a build keeps (bus/contracts/build.py).
     """
@@ -170,7 +170,7 @@ class Plan(Struct, frozen=True, kw_only=True):
 
     @property
     def with_peers(self) -> bool:
-        """Whether anybody minds where others are, or how much they hold."""
+        """Whether a build depends on where others are, or on how much they hold."""
         return bool(self.quota or self.quotas) or any(
             order.group or order.apart_from or order.together_with for order in self.orders
         )

@@ -96,7 +96,7 @@ def check_quota_refusals(world: World) -> str:
     hosts = [host for service, fleet in world.fleets.items() if service not in world.dead for host in fleet.hosts]
     for uuid, standing in world.builds.recorded.items():
         if standing.project_id == NONE_ALLOWED:
-            # What a restored database does not know keeps its room: there may be none left for anybody.
+            # What a restored database does not know keeps its room: there may be none left.
             full = bool(world.taken_back) or not any(host.enabled for host in hosts)
             rightly = standing.code == OVER_QUOTA or full
             return "" if rightly and standing.state is BuildState.FAILED else f"{uuid}: {standing.code}"

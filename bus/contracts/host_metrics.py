@@ -1,6 +1,6 @@
 """Numbers about hosts: what a compute service, ironic_sync or an operator's program has measured, when and where.
 
-A number is worth what its time says. Schedulers keep the newest one of each host and name, and one that is too old is
+A number counts by its time. Schedulers keep the newest one of each host and name, and one that is too old is
 unknown. Names are free; those below are published by berth's own workers.
 """
 
@@ -25,7 +25,7 @@ Time = Annotated[float, Bound(ge=0, le=1e11)]  # seconds since the epoch
 
 POWER_WATTS = "power.watts"  # drawn now, all supplies together
 TEMPERATURE_CELSIUS = "temperature.celsius"  # of the hottest sensor
-SENSORS_WARNING = "sensors.warning"  # how many sensors say so of what they watch
+SENSORS_WARNING = "sensors.warning"  # how many sensors report a warning
 SENSORS_CRITICAL = "sensors.critical"
 
 

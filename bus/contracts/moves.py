@@ -1,6 +1,6 @@
 """Messages about an instance after its build: moves, resizes, rebuilds, shelving and power, above and in its cell.
 
-A client requests it of the scheduler (`instance.move.v1`), the scheduler chooses hosts where the kind needs some and
+A client sends a request to the scheduler (`instance.move.v1`), which chooses hosts where the kind needs some, and
 commands the cell (`cell.move.v1`), the conductor claims and commands the machines (`compute.change.v1`; a destination
 is built by `compute.spawn.v1`), and publishes what becomes of the request (`instance.event.v1`), which the scheduler
 passes on.

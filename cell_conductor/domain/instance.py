@@ -156,7 +156,7 @@ class Instance(Struct, frozen=True, kw_only=True, omit_defaults=True):
     up_at, up_scan: when its host was first known to run it, by that host's own clock, and which scan of its
     machines had begun then (None: never, or unknown).
     answered: the build request got its terminal event. cause: the last request about it.
-    asked: the attempt's deadline has passed, and its host was queried. doubted: the database was set back while this
+    queried: the attempt's deadline has passed, and its host was queried. doubted: the database was set back while this
     was being built or moved, so only the hosts know what has become of it since.
     stamps: when each stage of the build ended, until it is answered. server_group: whose rule alternates are held to;
     limits: what its project may hold, which they are held to as well.

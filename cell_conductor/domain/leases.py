@@ -61,7 +61,7 @@ class Lease(Struct, frozen=True, kw_only=True, omit_defaults=True):
 class _Held(Struct):
     """A lease as this conductor holds it.
 
-    sequence: of the last message of its epoch (-1: none was received here); heard: the clock's value then. ring: with
+    sequence: of the last message of its epoch (-1: none was received here); beat_at: the clock's value then. ring: with
     whom it shares its free nodes.
     """
 

@@ -18,7 +18,7 @@ What is allocated follows from the state: one attempt's allocation is held in `b
 release. In a move the migration holds the source and the instance its destination: `claiming` requests one, `reverting`
 gives the instance its source again, `settling` releases the migration; `vacating` releases what a shelved one held.
 In every other state nothing is held. A host that never confirms a destroy keeps its allocation: what may
-still run there must not be promised to anybody else.
+still run there must not be promised to another consumer.
 """
 
 

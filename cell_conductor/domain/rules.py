@@ -1,7 +1,7 @@
 """What each transition does: `rule(instance, event, timeouts) -> Step`. Which one applies is the table's business.
 
 A rule may be called late or twice; where an attempt or a host does not match, it leaves things alone or
-destroying what should not run. Commands are the contract's own messages, ready to be sent.
+destroys what should not run. Commands are the contract's own messages, ready to be sent.
 """
 
 from __future__ import annotations

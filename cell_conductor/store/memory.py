@@ -100,7 +100,7 @@ class MemoryTransaction:
         return {uuid: instances[uuid] for uuid in found}
 
     async def lock_due(self, now: float, limit: int) -> list[Instance]:
-        """Instances whose deadline has passed, oldest first, locked, without waiting for anybody."""
+        """Instances whose deadline has passed, oldest first, locked, without waiting for another lock."""
         await self._transaction.statement()
         due = sorted(
             (instance.deadline, uuid)

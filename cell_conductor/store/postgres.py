@@ -155,7 +155,7 @@ class PostgresTransaction:
         return {instance.uuid: instance for instance in found}
 
     async def lock_due(self, now: float, limit: int) -> list[Instance]:
-        """Instances whose deadline has passed, locked, without waiting for anybody."""
+        """Instances whose deadline has passed, locked, without waiting for another lock."""
         return [rows.decode(row[0]) for row in await self._connection.fetch(LOCK_DUE, now, limit)]
 
     async def insert(self, instances: Sequence[Instance]) -> None:

@@ -51,7 +51,7 @@ _message = msgspec.json.Decoder(SensorMessage)
 
 
 def parse_sensors(text: str) -> HostReading | None:
-    """What the sensors of one node say; None: nothing that is understood. Never raises, whatever the text."""
+    """The readings of one node's sensors; None: nothing that is understood. Never raises, whatever the text."""
     try:
         data = _message.decode(text).payload
     except (msgspec.MsgspecError, UnicodeError, RecursionError):
@@ -123,7 +123,7 @@ def _reading(text: object) -> tuple[float, str]:
 
 
 def _time_of(text: str) -> float | None:
-    """Ironic writes UTC without saying so."""
+    """Ironic writes UTC without a zone."""
     try:
         at = datetime.fromisoformat(text)
     except ValueError:

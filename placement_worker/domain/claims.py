@@ -61,7 +61,7 @@ class ClaimVerdict(Struct, frozen=True, kw_only=True):
 class Decision(Struct, frozen=True):
     """Every item's verdict, and what is to be written: absolute values, each row once.
 
-    consumers: the new state of those that changed; None = the row goes. changes: one a touched provider.
+    consumers: the new state of those that changed; None = the row goes. used, generations: of touched providers.
     joined: who is a member of a server group now, and the host that its claim named.
     """
 

@@ -40,7 +40,7 @@ TAKEN_OUT = digest_of(())
 class ReportGroup:
     """One group of updates: what came, the earlier reports of their sources, and the result of each.
 
-    bus: where all of them came from. cells: of every root that anybody ever reported, the cell it belongs to.
+    bus: where all of them came from. cells: of every root that was ever reported, the cell it belongs to.
     written: rows of sources to write; changed: (root, source) whose trees are others than before.
     """
 

@@ -31,7 +31,8 @@ class Moved(Struct, frozen=True, kw_only=True):
 async def move_host(connection: asyncpg.Connection, host: str, cell: str) -> Moved:
     """Give the tree of this provider (a uuid or a name) to another cell, inside the caller's transaction.
 
-    Not while anybody holds something there: the instances are the old cell's, and it could not release them any more.
+    Not while a consumer holds something there: the instances are the old cell's, and it could not release them any
+    more.
     """
     await connection.execute(ONE_WRITER_OF_TREES)
     rows = await connection.fetch(LOCK_TREE, host)

@@ -18,7 +18,7 @@ from scheduler_worker.domain.hosts import Floats, HostTable, Rows
 
 MAX_METRICS = 64  # names kept in all; the settings' own always have a place
 MAX_SOURCES = 1000
-MAX_AHEAD_S = 30.0  # a publisher's clock may be ahead by so much; what is later than that is not believed
+MAX_AHEAD_S = 30.0  # a publisher's clock may be ahead by so much; what is later than that is dropped
 
 TAKEN, STALE, AHEAD, OLDER = "taken", "stale", "ahead", "older"
 UNKNOWN_HOST, FOREIGN, TOO_MANY = "unknown_host", "foreign", "too_many"

@@ -47,7 +47,7 @@ ADMIN_STATES = tuple(AdminState)  # a column holds the place of a state in here;
 class ServiceState(Struct):
     """The last announcement of one compute service. `last_seen_s`: when, monotonic. down: why it takes no builds now.
 
-    first_sequence: the sequence of the first page of its newest full report; heard: how many pages of it came; listing:
+    first_sequence: the sequence of the first page of its newest full report; pages_received: of it; listing:
     its number here. unanswered: how many requests for its hosts it has left unanswered since. ring: of its newest
     announcement, by which members of its ring it goes ((0, 0): it shares no hosts).
     """
@@ -104,7 +104,7 @@ class HostTable:
         self.admin = np.zeros(INITIAL_CAPACITY, dtype=np.int8)
         self.project = np.full(INITIAL_CAPACITY, OPEN, dtype=np.int32)  # whose builds alone: its place in `projects`
         self.projects: dict[str, int] = {}
-        self.warning = np.zeros(INITIAL_CAPACITY, dtype=np.bool_)  # its service says that something is wrong with it
+        self.warning = np.zeros(INITIAL_CAPACITY, dtype=np.bool_)  # its service reports that something is wrong with it
         self._decided: dict[str, HostAdminState] = {}
         self.disabled_cells: frozenset[str] = frozenset()  # by operators: they take no new builds
 

@@ -63,8 +63,8 @@ class Admission(Struct, frozen=True, kw_only=True):
     """What follows from the record of a pending build: its outcome, or how to go on.
 
     label: for the metrics. first_run: this delivery put it on record, so nothing can be claimed for it. cancelled: a
-    delete came before the decision. release: an earlier run may hold a claim that no cell will use. event: what the
-    project gets an event, because nothing else of this request will follow.
+    delete came before the decision. release: an earlier run may hold a claim that no cell will use. event: published
+    to the project, because nothing else of this request will follow.
     """
 
     outcome: Outcome | None = None

@@ -43,7 +43,7 @@ from scheduler_worker.domain.selector import Selector, recovered_allocations
 MAX_PARTLY_FULL_RETRIES = 3
 DIGITS = 3  # of a weight on record
 # Placement counts shapes from 1.
-NEVER_GIVEN = 0
+NO_SHAPE = 0
 
 
 def step(attempt: Attempt, answer: ClaimResult | Fault, selector: Selector, *, now: float) -> AttemptStep:
@@ -102,7 +102,7 @@ def _after_fault(fault: Fault) -> PlacementResult:
 
 
 def _after_loss(attempt: Attempt, choice: Choice, answer: ClaimResult, selector: Selector) -> Attempt:
-    """The chosen host got away: which host may be claimed next."""
+    """The claim was lost: which host may be claimed next."""
     host = choice.selected.uuid
     attempt = replace(attempt, lost=(*attempt.lost, f"{selector.name_of(host)}: {answer.outcome.value}"))
     rejected = {**attempt.rejected, host: f"claim.{answer.outcome.value}"}
@@ -141,7 +141,7 @@ def _unclaimable(spec: RequestSpec, selector: Selector) -> ClaimOption | None:
     resource_class = min(total_resources(spec.query))
     uuid = selector.book.uuid_of(int(roots[0]))
     # A host may have as much as can be requested; none has ever been of shape 0.
-    return ClaimOption(allocations={uuid: {resource_class: MAX_AMOUNT}}, shapes={uuid: NEVER_GIVEN})
+    return ClaimOption(allocations={uuid: {resource_class: MAX_AMOUNT}}, shapes={uuid: NO_SHAPE})
 
 
 def _uses_child_providers(claimed: RankedHost) -> bool:

@@ -141,7 +141,7 @@ class HostsView:
 
     @property
     def warning(self) -> Mask:
-        """Whether the host's service says that something is wrong with it (attribute `health` = `warning`)."""
+        """Whether the host's service reports that something is wrong with it (attribute `health` = `warning`)."""
         return np.asarray(self.table.warning[self.index], dtype=np.bool_)
 
     def free(self, resource_class: str) -> Floats:

@@ -13,7 +13,7 @@ from scheduler_worker.domain.view import HostsView
 class HealthWeigher:
     """Puts hosts with a warning below all without, and above those with failed builds.
 
-    A warning is the host's attribute `health`, or a sensor of it that says warning or critical. (A critical sensor
+    A warning is the host's attribute `health`, or a sensor of it that reads warning or critical. (A critical sensor
     alone, as of one of two power supplies, stops nothing: what manages the host disables it when it is not to be used.)
     """
 

@@ -96,7 +96,7 @@ async def decide(store: SchedulerStore, *decisions: BuildDecision) -> set[str]:
         return await unit.decide(decisions, 2.0)
 
 
-async def test_a_request_is_put_on_record_once(make: Make, store: SchedulerStore) -> None:
+async def test_a_request_is_recorded_once(make: Make, store: SchedulerStore) -> None:
     other = make()
     await other.open()
     both = await asyncio.gather(insert(store, new(A), new(B)), insert(other, new(B), new(A)))

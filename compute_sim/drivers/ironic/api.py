@@ -25,7 +25,7 @@ T = TypeVar("T")
 MAX_NODES = 100_000
 PAGE = 1000
 DETAILED_PAGE = 100  # a node with all its fields may have tens of kB
-MAX_FAILURES = 3  # of a node's history that a reason tells of
+MAX_FAILURES = 3  # of a node's history that a reason names
 MAX_BODY = 32 * 2**20
 # Servers close a connection that was idle for five seconds; a request that crosses with that would fail a build.
 KEEPALIVE_S = 2.0

@@ -104,7 +104,7 @@ class NodeDeployment:
         if canary is not None and node.unproven is not None and self._build.spec.project_id != canary:
             raise Reschedule("node.unproven", f"the node has failed and is not tried yet: {node.unproven.why}")
         if node.health == "Critical":
-            raise Reschedule("node.unhealthy", "Ironic says that the node's health is Critical")
+            raise Reschedule("node.unhealthy", "Ironic reports the node's health as Critical")
         if node.provision_state != "available":
             raise Reschedule("node.not_available", f"the node is {node.condition}")
 

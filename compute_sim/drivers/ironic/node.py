@@ -24,7 +24,7 @@ FIELDS = (
 # the node is deployed it still names the owner of the machine on it.
 MARK = "/instance_info/berth"
 
-# Where a node says that it has failed and not been tried since. Ironic keeps `extra` whatever becomes of the node.
+# The mark of a node that has failed and not been tried since. Ironic keeps `extra` whatever becomes of the node.
 UNPROVEN_ENTRY = "berth_unproven"
 UNPROVEN = f"/extra/{UNPROVEN_ENTRY}"
 
@@ -206,7 +206,7 @@ class Page(Struct, frozen=True):
 
 
 class HistoryEvent(Struct, frozen=True):
-    """An entry of a node's history. created_at: UTC, without saying so."""
+    """An entry of a node's history. created_at: UTC, without a zone."""
 
     created_at: str | None = None
     severity: str | None = None

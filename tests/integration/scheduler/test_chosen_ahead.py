@@ -45,7 +45,7 @@ async def test_a_record_that_fails_leaves_its_choice(world: World, monkeypatch: 
     await world.scheduler()
     await world.add_hosts("c1", 2)
     book, request = world.replicas["s1"], world.request()
-    record, seen = SchedulingEngine._put_on_record, list[list[str]]()
+    record, seen = SchedulingEngine._insert, list[list[str]]()
 
     async def away_first(self: Any, builds: Any) -> Any:
         seen.append(list(book.assumed_keys()))
@@ -54,7 +54,7 @@ async def test_a_record_that_fails_leaves_its_choice(world: World, monkeypatch: 
             raise DatabaseUnavailable("it went away")
         return await record(self, builds)
 
-    monkeypatch.setattr(SchedulingEngine, "_put_on_record", away_first)
+    monkeypatch.setattr(SchedulingEngine, "_insert", away_first)
     await world.ask(request)
     await world.ended(request.instance_uuid, BuildState.SCHEDULED)
     assert seen == [[], []], "assumed while the database was unavailable"
