@@ -39,7 +39,7 @@ class LetterCount(Struct, frozen=True):
 
 
 class LetterView(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A dead letter. died_at, sent_at: seconds since the epoch. body: only of one letter, for operators; it may hold secrets."""
+    """A dead letter. died_at, sent_at: seconds since the epoch. body: for operators; may hold secrets."""
 
     bus: str
     queue: str
