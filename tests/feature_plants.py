@@ -429,7 +429,7 @@ PLANTS: dict[str, tuple[str, str, str]] = {
     ),
     "T-6": (
         "scheduler_worker/engine.py",
-        "            if any(attempt.needs_refresh for attempt in going):\n",
+        "            if any(attempt.needs_refresh for attempt in unresolved):\n",
         "            if False:\n",
     ),
     "T-7": (
