@@ -159,7 +159,7 @@ def misused(path: Path, module: str) -> bool:
     )
 
 
-def test_nobody_prints_but_the_command_line() -> None:
+def test_only_the_command_line_prints() -> None:
     wrong = [
         where(path, node.lineno)
         for path in sources("bus", *WORKERS)
@@ -414,7 +414,7 @@ def test_no_private_word_for_what_the_field_has_a_name_for() -> None:
     assert wrong == []
 
 
-def test_prose_names_the_role_and_not_somebody() -> None:
+def test_prose_names_the_role() -> None:
     """Of the product and its pages; of tests not yet."""
     wrong = [
         f"{where(path, number)}: {found.group()}"

@@ -100,10 +100,10 @@ class HostDecision(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid
 class FenceRecord(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
     """A host that is kept fenced; the object's name is the host's uuid.
 
-    It follows from decisions about the host and from its cell's words.
+    It follows from decisions about the host and from its cell's answers.
     cell: where the host is (None: not known yet). version: of the newest decision about it; acknowledged: of the newest
     that the cell has on record. lifting: the host is to be used again, once it has destroyed its `losses`. forced: an
-    operator has ended the fence without the cell's word; the cell is still told to lift it, should it come back.
+    operator has ended the fence without the cell's acknowledgement; the cell is still commanded to lift it.
     """
 
     host: Label

@@ -126,7 +126,7 @@ async def test_what_is_to_be_deleted_is_not_dispatched(store: SchedulerStore) ->
         assert (await unit.lock([A]))[A].delete_requested
 
 
-async def test_what_a_unit_says_is_published_when_it_has_committed(store: SchedulerStore, sent: Sent) -> None:
+async def test_the_messages_of_a_unit_are_published_when_it_has_committed(store: SchedulerStore, sent: Sent) -> None:
     event = BuildEvent(instance_uuid=A, project_id="p", state=BuildState.ACCEPTED, sequence=1)
     with pytest.raises(RuntimeError):
         async with store.unit() as unit:
@@ -142,7 +142,7 @@ async def test_what_a_unit_says_is_published_when_it_has_committed(store: Schedu
     assert [found for found, _ in await store.outbox.claim_stale(-1.0, 10, [])] == [row]
 
 
-async def test_a_record_tells_its_story(store: SchedulerStore) -> None:
+async def test_a_record_has_its_timeline(store: SchedulerStore) -> None:
     await insert(store, new(A))
     await decide(store, replace(placed(A), timeline=(TimelineEntry(at=2.0, who="w", what="chosen"),)))
     async with store.unit() as unit:
@@ -187,7 +187,7 @@ async def test_builds_are_found_by_host_cell_flavor_code_and_time(store: Schedul
     assert await store.searched_to(BuildQuery(flavor=flavor)) is None
 
 
-async def test_a_search_looks_through_so_many_builds_and_says_how_far_it_came(
+async def test_a_search_reads_a_bounded_number_of_builds_and_returns_its_position(
     store: SchedulerStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("scheduler_worker.store.rows.MAX_SEARCHED", 2)

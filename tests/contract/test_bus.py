@@ -54,7 +54,7 @@ async def test_an_unroutable_command_is_its_publishers_error(house: House) -> No
     assert [type(error) for error in errors] == [Unroutable, Unroutable]
 
 
-async def test_of_many_each_is_told_how_it_went(house: House) -> None:
+async def test_each_of_many_publishes_has_its_own_outcome(house: House) -> None:
     """Some are confirmed, some come back: whoever publishes knows which, and sends only those again."""
     bus = await house.bus()
     await house.consume(bus, REQUESTS, Answering())
@@ -123,7 +123,7 @@ async def test_public_events_also_travel_in_batches_and_singly_only_where_somebo
     assert len([one for one in sent if one.routing_key == "build.events"]) < 20
 
 
-async def test_events_that_nobody_hears_are_asked_about_once(house: House) -> None:
+async def test_events_that_were_lost_are_queried_once(house: House) -> None:
     bus = await house.bus()
     sent: list[Outgoing] = []
     publish = bus.transport.publish

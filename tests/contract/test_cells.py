@@ -190,7 +190,7 @@ async def test_a_source_above_cells_says_whose_a_node_is(store: PlacementStore) 
     assert await ask(store, "c1", claim(MINE)) == "claimed"
 
 
-async def test_an_open_node_is_closed_when_nobody_uses_it(store: PlacementStore) -> None:
+async def test_an_open_node_is_closed_when_it_is_unused(store: PlacementStore) -> None:
     """Its instance may be the other cell's, which has to be able to release it."""
     await notify(store, API, node(1))
     assert await ask(store, "c2", claim(MINE)) == "claimed"

@@ -51,7 +51,7 @@ async def test_a_retry_comes_back_after_its_delay_and_ends_as_a_dead_letter(
     )
 
 
-async def test_a_refused_command_that_nobody_waits_for_is_a_dead_letter(house: House) -> None:
+async def test_a_refused_command_without_a_reply_queue_is_a_dead_letter(house: House) -> None:
     bus = await house.bus()
     await house.consume(bus, REQUESTS, Answering(lambda _: Refuse("request.invalid", "because")))
     before = bus.clock.time()
@@ -91,7 +91,7 @@ async def test_what_cannot_be_read_is_a_dead_letter_with_its_code(house: House, 
     assert handler.uuids == [boot(1).instance_uuid]
 
 
-async def test_whoever_asks_badly_is_told(house: House) -> None:
+async def test_an_invalid_request_is_answered_with_a_refusal(house: House) -> None:
     bus = await house.bus()
     await house.consume(bus, REQUESTS, Answering())
     await bus.transport.declare_reply_queue("client.reply.somebodys")
@@ -135,7 +135,7 @@ async def test_the_owner_of_a_queue_may_answer_what_cannot_be_read(house: House)
 
 
 @pytest.mark.parametrize("content_type", ["application/json", BATCH])
-async def test_who_asks_for_a_reply_gets_it_beside_the_event_also_of_a_batch_that_is_none(
+async def test_a_requested_reply_comes_beside_the_event_also_for_an_invalid_batch(
     house: House, content_type: str
 ) -> None:
     bus = await house.bus()
@@ -346,7 +346,7 @@ async def test_when_only_a_whole_batch_breaks_an_invariant_nothing_is_given_up(h
     await settled(bus)
 
 
-async def test_a_full_queue_of_dead_letters_stops_nobody_and_keeps_what_it_has(
+async def test_a_full_queue_of_dead_letters_stops_no_consumer_and_keeps_what_it_has(
     house: House, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each that is dropped is told. Nobody who parks may take others' letters out to make room."""

@@ -141,7 +141,7 @@ async def test_an_exception_leaves_nothing_behind(store: InstanceStore) -> None:
         assert await transaction.first_time(["m1"]) == {"m1"}
 
 
-async def test_who_records_second_is_told(store: InstanceStore) -> None:
+async def test_the_second_of_two_records_gets_the_conflict(store: InstanceStore) -> None:
     await insert(store, instance(A))
     with pytest.raises(Conflict):
         await insert(store, instance(A), instance(B))
@@ -239,7 +239,7 @@ async def test_briefs_of_a_host_tell_of_what_moves_away_from_it(store: InstanceS
         assert (found.attempt, found.last_attempt) == (2, 4)
 
 
-async def test_a_brief_tells_whether_the_first_host_was_passed_over(store: InstanceStore) -> None:
+async def test_a_brief_has_whether_the_first_host_was_passed_over(store: InstanceStore) -> None:
     first, second = (AttemptRecord(attempt=n, host="h", outcome="not_tried") for n in (1, 2))
     failed = replace(first, outcome="failed")
     await insert(
@@ -344,7 +344,7 @@ async def test_a_conflict_writes_nothing(make: Make) -> None:
     assert len(await one.outbox.claim_stale(-1.0, 10, [])) == 1
 
 
-async def test_who_waits_in_a_circle_is_told(make: Make, store: InstanceStore) -> None:
+async def test_a_circle_of_waiting_transactions_gets_an_error(make: Make, store: InstanceStore) -> None:
     """One of them, and the other goes on."""
     other = make()
     await other.open()
@@ -363,7 +363,7 @@ async def test_who_waits_in_a_circle_is_told(make: Make, store: InstanceStore) -
     assert sorted(one.attempt for one in (await recorded(store)).values()) == [1, 9]
 
 
-async def test_what_is_not_committed_is_seen_by_nobody_else(make: Make, store: InstanceStore) -> None:
+async def test_what_is_not_committed_is_seen_by_no_other_transaction(make: Make, store: InstanceStore) -> None:
     """Not even by an optimistic transaction: it reads without locks, and meets the conflict at its end."""
     other = make()
     await other.open()

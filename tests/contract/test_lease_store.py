@@ -76,7 +76,7 @@ def instance(number: int, service: str, state: State, *, position: int = 0) -> I
     )
 
 
-async def test_what_a_service_was_told_to_build_is_found_by_its_current_host(store: InstanceStore) -> None:
+async def test_what_a_service_was_commanded_to_build_is_found_by_its_current_host(store: InstanceStore) -> None:
     kept = [
         instance(1, "a", State.BUILDING),
         instance(2, "a", State.BUILDING, position=2),

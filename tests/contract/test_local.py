@@ -53,7 +53,7 @@ async def test_a_second_server_is_told_and_a_dead_ones_socket_is_taken_over(rig:
         await second.close()
 
 
-async def test_nobody_there_is_told_at_once(rig: LocalRig) -> None:
+async def test_an_unreachable_server_is_reported_at_once(rig: LocalRig) -> None:
     await rig.server.close()
     with pytest.raises(BusUnavailable, match="no berth is up"):
         await rig.transport()

@@ -117,7 +117,7 @@ async def test_changes_wait_for_each_other(store: SchedulerStore) -> None:
     assert found is not None and len(found.objects) == 8
 
 
-async def test_the_log_tells_who_why_before_and_after_newest_first(store: SchedulerStore) -> None:
+async def test_the_log_has_author_reason_before_and_after_newest_first(store: SchedulerStore) -> None:
     await write(store, SMALL, LARGE)
     await write(store, ChangedObject(kind=F, name="small", before={"vcpus": 1}, after=None), who="yo\x00u", at=2.0)
     newest, *others = await store.object_log(ObjectLogQuery())

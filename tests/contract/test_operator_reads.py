@@ -68,7 +68,7 @@ async def test_who_has_released_holds_nothing_of_a_tree(store: PlacementStore) -
     assert (await store.tree(HostTreeQuery(provider=HOSTS[0]))).holders == ()
 
 
-async def test_what_projects_hold_is_told_in_order_and_in_pages(store: PlacementStore) -> None:
+async def test_what_projects_hold_is_returned_in_order_and_in_pages(store: PlacementStore) -> None:
     for vm, project in enumerate(("q", "B", "a", "q")):
         await hold(store, vm, project, {HOSTS[1]: {"VCPU": vm + 1, "DISK_GB": 1}})
     page = await store.usage(ProjectUsageQuery())

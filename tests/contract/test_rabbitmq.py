@@ -203,7 +203,7 @@ async def test_connections_closed_by_an_operator_come_back(own_broker: RabbitMQ)
     await bus.close()
 
 
-async def test_what_the_broker_forbids_is_said_at_once(own_broker: RabbitMQ) -> None:
+async def test_what_the_broker_forbids_is_raised_at_once(own_broker: RabbitMQ) -> None:
     await asyncio.to_thread(own_broker.add_vhost, "cell1")
     await asyncio.to_thread(own_broker.add_user, "cell", "secret")
     await asyncio.to_thread(own_broker.set_permissions, "cell", "cell1", r"berth.*|c\..*", "berth", r".*")

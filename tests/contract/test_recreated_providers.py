@@ -188,12 +188,12 @@ def versions() -> Iterator[int]:
 
 @given(steps=STEPS)
 @settings(max_examples=100, deadline=None)
-def test_the_feed_tells_what_the_snapshot_says_in_memory(steps: Steps, versions: Iterator[int]) -> None:
+def test_the_feed_agrees_with_the_snapshot_in_memory(steps: Steps, versions: Iterator[int]) -> None:
     asyncio.run(check(MemoryBook(MemoryBookTable(SystemClock()).session()), steps, versions))
 
 
 @pytest.mark.postgres
-def test_the_feed_tells_what_the_snapshot_says_in_postgresql(postgres_url: str, versions: Iterator[int]) -> None:
+def test_the_feed_agrees_with_the_snapshot_in_postgresql(postgres_url: str, versions: Iterator[int]) -> None:
     with asyncio.Runner() as runner:
         store = PostgresStore(Database(postgres_url, "placement"))
         runner.run(store.open())

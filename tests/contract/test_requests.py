@@ -144,7 +144,7 @@ async def test_an_expired_request_is_skipped(house: House) -> None:
     assert len(await handler.wait(1)) == 1
 
 
-async def test_a_request_that_cannot_be_served_is_given_up_when_nobody_waits_for_it_any_more(house: House) -> None:
+async def test_a_request_that_cannot_be_served_is_given_up_when_its_client_has_stopped_waiting(house: House) -> None:
     """A statement that always takes too long is a passing fault, too; it must not hold the queue for ever."""
     asker, server = await house.bus(), await house.bus()
 

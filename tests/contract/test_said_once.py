@@ -82,7 +82,7 @@ async def test_a_few_of_one_call_leave_once_each_and_at_once(house: House) -> No
     assert sequences(await client.wait(FEW)) == list(range(FEW))
 
 
-async def test_a_burst_still_leaves_in_batches_and_asks_who_listens_singly(house: House) -> None:
+async def test_a_burst_still_leaves_in_batches_and_probes_for_single_listeners(house: House) -> None:
     bus = await house.bus()
     client = Answering()
     await house.consume(bus, FEED, client)
@@ -95,7 +95,7 @@ async def test_a_burst_still_leaves_in_batches_and_asks_who_listens_singly(house
     assert sequences(await client.wait(FEW + 1)) == list(range(FEW + 1))
 
 
-async def test_where_nobody_listens_singly_only_the_client_gets_a_copy(house: House) -> None:
+async def test_without_single_listeners_only_the_client_gets_a_copy(house: House) -> None:
     """The client's copy is routed; that answers no question about those behind it under the single key."""
     bus = await house.bus()
     client = Answering()
@@ -108,14 +108,14 @@ async def test_where_nobody_listens_singly_only_the_client_gets_a_copy(house: Ho
     assert sequences(await client.wait(101)) == list(range(101))
 
 
-async def test_where_nobody_listens_at_all_it_is_no_error(house: House) -> None:
+async def test_without_any_listener_it_is_no_error(house: House) -> None:
     bus = await house.bus()
     sent = watched(bus.transport)
     await bus.publish(event())
     assert len(sent) == 1
 
 
-async def test_retried_or_replayed_it_is_not_said_again_to_the_others(house: House) -> None:
+async def test_retried_or_replayed_it_is_not_published_again_to_the_others(house: House) -> None:
     bus = await house.bus()
     answers: list[Outcome] = [Retry("not yet"), Refuse("test.no", "never"), Done()]
     recorder, client = Answering(lambda _: answers.pop(0)), Answering()

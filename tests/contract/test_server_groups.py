@@ -125,7 +125,7 @@ async def test_where_consumers_of_a_project_are(store: PlacementStore) -> None:
     assert page.hosts == {VMS[0]: (HOSTS[0],), VMS[1]: (HOSTS[2],)}
 
 
-async def test_who_asks_is_not_counted(store: PlacementStore) -> None:
+async def test_the_requester_is_not_counted(store: PlacementStore) -> None:
     await outcomes(store, member(0, 0), member(1, 1))
     page = await store.locate(LocateRequest(project_id="p", server_group=GROUP, besides=VMS[0]))
     assert page.members == {HOSTS[1]: 1}

@@ -38,7 +38,7 @@ def test_every_delay_of_a_row_is_one_of_the_buss(kind: str) -> None:
     assert all(set(row.retry_s) <= set(DELAYS_S) for row in QUEUES), kind
 
 
-async def test_what_was_delayed_for_a_queue_that_is_gone_holds_up_nobody_and_is_a_dead_letter(rig: Rig) -> None:
+async def test_what_was_delayed_for_a_removed_queue_delays_no_other_and_is_a_dead_letter(rig: Rig) -> None:
     """A host was taken away. RabbitMQ offered its messages again and again, and moved no other queue's meanwhile."""
     transport = await rig.transport()
     queue = await declare(transport)

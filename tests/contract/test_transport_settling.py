@@ -161,7 +161,7 @@ async def test_after_cancel_nothing_comes_and_what_is_held_may_be_settled(rig: R
     await until(lambda: depth_is(after, queue, 1))
 
 
-async def test_a_consumer_that_gives_back_at_once_stops_nobody_else(rig: Rig) -> None:
+async def test_a_consumer_that_gives_back_at_once_stops_no_other(rig: Rig) -> None:
     transport = await rig.transport()
     queue = await declare(transport, QueueKind.EXPIRING)
     subscription = await transport.consume(queue, lambda delivery: delivery.nack(requeue=True), prefetch=1)

@@ -88,7 +88,7 @@ async def test_a_dead_source_whose_host_another_took_over_is_forgotten(store: Pl
     assert await notify(store, KEPT, "dead", 1, CHILD) == "unchanged"
 
 
-async def test_little_is_forgotten_at_once_and_the_rest_is_told(store: PlacementStore) -> None:
+async def test_little_is_dropped_at_once_and_the_rest_is_reported(store: PlacementStore) -> None:
     await notify(store, KEPT, "s", 1)
     consumers = [f"c000000{n}-0000-4000-8000-000000000000" for n in range(3)]
     option = ClaimOption(allocations={KEPT: {"VCPU": 1}})

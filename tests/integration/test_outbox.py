@@ -176,7 +176,7 @@ async def test_nothing_to_say_is_no_row(database: Database) -> None:
             relay.send(None, [OutboxMessage("api", event())])
 
 
-async def test_a_rolled_back_transaction_says_nothing(database: Database) -> None:
+async def test_a_rolled_back_transaction_publishes_nothing(database: Database) -> None:
     with pytest.raises(KeyError):
         async with database.raw() as connection:
             await outbox.add(connection, [OutboxMessage("api", event())])
@@ -321,7 +321,7 @@ async def test_the_sweep_is_fair_to_a_bus_beside_one_with_many_rows(database: Da
 
 
 @pytest.mark.parametrize("rest", ["cell1", "removed"])
-async def test_of_a_row_for_two_buses_leaves_what_can_and_is_not_said_again(database: Database, rest: str) -> None:
+async def test_a_row_for_two_buses_leaves_where_it_can_and_is_not_repeated(database: Database, rest: str) -> None:
     """Its bus is unavailable with more than it may hold, or it is none of ours."""
     api, cell = StubBus("api"), StubBus("cell1")
     cell.away = 10**9

@@ -68,7 +68,7 @@ def build(*hosts: str) -> CellBuild:
         pytest.param(build(HERE, LEFT), True, id="a build with it as an alternate"),
     ],
 )
-async def test_nobody_is_led_to_a_host_that_has_left_for_good(message: Message, *, breaks: bool) -> None:
+async def test_no_build_goes_to_a_host_that_has_left_for_good(message: Message, *, breaks: bool) -> None:
     world = World(replace(plan_of(1), metal=None), EventLog())
     world.left[LEFT] = "dead"
     world.probing = True
@@ -235,7 +235,7 @@ def test_a_node_that_leaves_available_under_a_take_is_no_breach(
         pytest.param(True, False, False, (1, 2), 2, id="another attempt"),
     ],
 )
-def test_what_a_dead_process_of_a_name_built_unheard_is_no_second_machine(
+def test_what_a_dead_process_of_a_name_built_unreported_is_no_second_machine(
     *, first_died: bool, has_name: bool, was_active: bool, attempts: tuple[int, int], machines: int
 ) -> None:
     """The command came again, to the next process of the name, on other machines: neither could know of the first."""

@@ -96,7 +96,7 @@ def test_without_failing_over_they_wait_for_the_deadline() -> None:
 
 
 @pytest.mark.parametrize("target", ["conductor-cell0-0", "conductor-cell0-1"])
-def test_a_conductor_that_stands_still_suspects_nobody(target: str) -> None:
+def test_a_conductor_that_stands_still_suspects_no_service(target: str) -> None:
     result, took = ends_of(plan(3, FaultType.PAUSE, 30.0, target=target))
     assert result.breach == "", result.detail
     assert len(took) == 12

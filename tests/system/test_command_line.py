@@ -175,7 +175,7 @@ def test_fifty_machines_with_one_command(berth: Berth) -> None:
     assert all(str(uuid.UUID(line.split()[0])) == line.split()[0] and " active on " in line for line in lines)
 
 
-def test_a_build_tells_its_whole_story(berth: Berth) -> None:
+def test_a_build_has_its_whole_timeline(berth: Berth) -> None:
     """Request, candidates, choice, claim, each attempt, end; the same for people and for programs."""
     (build,) = boot(berth, "--host", "cell2-c1-00001", "--name", "one", "--project", "timeline")
     shown = berth("show", build["instance_uuid"], "--history", "--json").data
@@ -467,7 +467,7 @@ WRONG: list[tuple[int, str, tuple[str, ...], dict[str, str]]] = [
 
 
 @pytest.mark.parametrize(("status", "sentence", "arguments", "settings"), WRONG, ids=lambda value: str(value)[:40])
-def test_a_mistake_is_told_in_a_sentence(
+def test_a_mistake_is_reported_in_a_sentence(
     berth: Berth, status: int, sentence: str, arguments: tuple[str, ...], settings: dict[str, str]
 ) -> None:
     done = berth(*arguments, settings=settings)
@@ -507,7 +507,7 @@ def test_the_schemas_are_shown_and_judged(berth: Berth) -> None:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root's PostgreSQL runs as another user")
-def test_a_state_dir_that_the_servers_user_may_not_enter_is_told_in_a_sentence(berth: Berth) -> None:
+def test_a_state_dir_that_the_servers_user_may_not_enter_is_reported_in_a_sentence(berth: Berth) -> None:
     """It ended in a traceback: PostgreSQL's user could not read the file with its password."""
     with tempfile.TemporaryDirectory(prefix="berth-closed-") as closed:  # mode 0700
         for command in (("up",), ("placement", "serve", "--api", f"127.0.0.1:{free_port()}")):
@@ -530,14 +530,14 @@ def test_up_with_a_worker_that_cannot_start_says_why_and_ends(berth: Berth) -> N
     assert "filter 'NoSuchFilter' is not available" in done.err and "(plugin.invalid)" in done.err, done
 
 
-def test_a_port_that_is_taken_is_told_before_anything_starts(berth: Berth) -> None:
+def test_a_port_that_is_taken_is_reported_before_anything_starts(berth: Berth) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         done = berth("run", "placement", "--http", f"127.0.0.1:{taken.getsockname()[1]}")
     assert (done.status, "Address already in use" in done.err) == (USAGE, True)
 
 
 @pytest.mark.parametrize("serve", [("placement", "serve", "--scratch"), ("run", "placement")])
-def test_a_port_of_the_api_that_is_taken_is_told_without_a_traceback(berth: Berth, serve: tuple[str, ...]) -> None:
+def test_a_port_of_the_api_that_is_taken_is_reported_without_a_traceback(berth: Berth, serve: tuple[str, ...]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         done = berth(*serve, "--api", f"127.0.0.1:{taken.getsockname()[1]}")
     assert done.status == USAGE and "rest.cannot_listen" in done.err and "already in use" in done.err

@@ -199,7 +199,7 @@ def test_the_example_works_under_the_users_own_permissions(system: Guarded, tmp_
     assert done.stdout.splitlines()[-1].split()[1] == "active"
 
 
-async def test_a_project_builds_and_deletes_its_own_and_hears_nothing_else(system: Guarded) -> None:
+async def test_a_project_builds_and_deletes_its_own_and_receives_nothing_else(system: Guarded) -> None:
     async with tenant(system) as mine, tenant(system, THEIRS) as theirs:
         one, two = await mine.boot(), await theirs.boot()
         assert (await mine.delete(one))["state"] == "deleted"
@@ -251,7 +251,7 @@ async def test_item_7_no_project_deletes_anothers_machine(system: Guarded, heade
 
 
 @pytest.mark.parametrize("header", ["CC", "BCC"])
-async def test_item_7_a_second_key_releases_nobodys_allocations(system: Guarded, header: str) -> None:
+async def test_a_second_key_releases_no_allocations(system: Guarded, header: str) -> None:
     """It takes the message past the permissions to placement's queue, on brokers that do not look at second keys."""
     async with tenant(system) as mine, tenant(system, THEIRS) as theirs:
         victim = await theirs.boot()

@@ -217,7 +217,7 @@ async def test_a_node_that_is_new_in_ironic_is_announced_at_once(cell: Cell, iro
     await cell.until(lambda: said() == [True, False])
 
 
-async def test_a_new_node_is_told_whoever_else_has_seen_it(ironic: IronicStandIn, driver: BareMetal) -> None:
+async def test_a_new_node_is_announced_whichever_service_has_seen_it(ironic: IronicStandIn, driver: BareMetal) -> None:
     """An announcement of one host alone asks for all nodes, too; what was new then waited for the next of all hosts."""
     told: list[str] = []
     driver.on_change(told.extend)
@@ -308,7 +308,7 @@ async def test_a_foreign_nodes_uuid_neither_builds_nor_destroys_it(
     assert ironic.pool.nodes[node] == before and not ironic.requested
 
 
-async def test_a_refused_destroy_is_told_and_an_operators_undeployment_ends_it(
+async def test_a_refused_destroy_is_reported_and_an_operators_undeployment_ends_it(
     cell: Cell, ironic: IronicStandIn
 ) -> None:
     life = await cell.compute(settings(ironic), Fleet.planned(settings(ironic), CELL, "c1-a"))
@@ -558,7 +558,7 @@ async def test_nodes_with_an_instance_stay_with_the_service_that_built_them(iron
     assert "c2-a" in after.values(), "the free ones are dealt out anew"
 
 
-async def test_the_heir_of_a_service_that_runs_no_more_is_told_so(ironic: IronicStandIn) -> None:
+async def test_a_service_takes_over_the_nodes_of_one_that_runs_no_more_by_its_settings(ironic: IronicStandIn) -> None:
     node = occupy(ironic, info=mark(service="c1-gone"))
     for takes_over, seen in (((), False), (("c1-gone",), True)):
         driver = bare_metal(settings(ironic, takes_over=takes_over).ironic)

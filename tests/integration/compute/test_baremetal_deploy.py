@@ -296,7 +296,7 @@ async def test_an_ironic_that_is_away_for_a_moment_costs_no_attempt(ironic: Iron
     assert ironic.pool.nodes[node]["provision_state"] == "active"
 
 
-async def test_a_protected_node_is_kept_and_the_reason_said(ironic: IronicStandIn) -> None:
+async def test_a_protected_node_is_kept_and_the_reason_reported(ironic: IronicStandIn) -> None:
     node = next(iter(ironic.pool.nodes))
     driver = await deployed(config(ironic), build(node))
     ironic.pool.nodes[node].update(protected=True, protected_reason="the ledger is on it")

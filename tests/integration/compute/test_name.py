@@ -82,7 +82,7 @@ async def test_a_service_whose_name_was_taken_while_its_connection_was_lost_ends
     await second.stop()
 
 
-async def test_a_service_that_hears_its_name_from_one_started_later_ends(cell: Cell) -> None:
+async def test_a_service_that_receives_its_name_from_one_started_later_ends(cell: Cell) -> None:
     """Where a broker that was split gave the name to two."""
     fleet = planned(PATIENT)
     life = await cell.compute(PATIENT, fleet)

@@ -200,7 +200,7 @@ async def test_strange_commands_are_answered_or_refused(cell: Cell) -> None:
     await life.stop()
 
 
-async def test_start_tells_hosts_inventory_and_heartbeats(cell: Cell) -> None:
+async def test_start_publishes_hosts_inventory_and_heartbeats(cell: Cell) -> None:
     settings = config(hosts=10)
     fleet = planned(settings)
     life = await cell.compute(settings, fleet)
@@ -220,7 +220,9 @@ async def test_start_tells_hosts_inventory_and_heartbeats(cell: Cell) -> None:
     await cell.until(lambda: cell.heartbeats()[-1].stopping)
 
 
-async def test_more_hosts_than_a_page_holds_are_said_to_be_all(cell: Cell, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_more_hosts_than_a_page_holds_are_announced_as_one_report(
+    cell: Cell, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(reporter, "HOSTS_PER_PAGE", 4)
     settings = config(hosts=10)
     life = await cell.compute(settings, planned(settings))
@@ -232,7 +234,7 @@ async def test_more_hosts_than_a_page_holds_are_said_to_be_all(cell: Cell, monke
     await life.stop()
 
 
-async def test_whoever_asks_hears_everything_again_with_what_runs(cell: Cell) -> None:
+async def test_a_request_for_a_report_publishes_everything_again_with_what_runs(cell: Cell) -> None:
     settings = config()
     fleet = planned(settings)
     host = hosts_of(fleet)[1]
@@ -249,7 +251,7 @@ async def test_whoever_asks_hears_everything_again_with_what_runs(cell: Cell) ->
     await life.stop()
 
 
-async def test_a_disabled_or_resized_host_is_told_at_once_with_higher_versions(cell: Cell) -> None:
+async def test_a_disabled_or_resized_host_is_announced_at_once_with_higher_versions(cell: Cell) -> None:
     settings = config()
     fleet = planned(settings)
     host = hosts_of(fleet)[0]
@@ -369,7 +371,7 @@ async def test_a_planned_death_is_remembered_by_the_next_process(cell: Cell, tmp
     await second.stop()
 
 
-async def test_a_machine_that_vanished_and_one_nobody_knows_are_told_as_they_are(cell: Cell) -> None:
+async def test_a_vanished_machine_and_an_unknown_one_are_reported_as_they_are(cell: Cell) -> None:
     settings = config()
     fleet = planned(settings)
     host, other = hosts_of(fleet)[:2]

@@ -130,7 +130,7 @@ async def test_a_crash_between_claim_and_record_leaks_nothing(cell: Cell) -> Non
     await cell.check_at_rest()
 
 
-async def test_a_lost_answer_without_room_is_still_told_as_exhausted(cell: Cell) -> None:
+async def test_a_lost_answer_without_room_still_ends_as_exhausted(cell: Cell) -> None:
     cell.around.fails, cell.around.full = {cell.host(1)}, {cell.host(2)}
     cell.around.silent_claims = 1
     build = cell.build(1, 2)

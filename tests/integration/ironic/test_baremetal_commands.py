@@ -39,7 +39,7 @@ def berth(ironic: IronicStandIn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     return command
 
 
-async def test_what_is_wrong_with_each_node_is_said_in_ironics_words(ironic: IronicStandIn, berth: Any) -> None:
+async def test_what_is_wrong_with_each_node_is_printed_in_ironics_words(ironic: IronicStandIn, berth: Any) -> None:
     ironic.pool.plan(2)  # gold and silver: both are served, and nothing is wrong with them
     wrong = {
         "classless": {"resource_class": None, "provision_state": "available"},
@@ -75,7 +75,7 @@ async def test_what_is_wrong_with_each_node_is_said_in_ironics_words(ironic: Iro
     assert "disk 0 is dead" in (await berth("show", "broken")).output
 
 
-async def test_nothing_wrong_is_nothing_said(ironic: IronicStandIn, berth: Any) -> None:
+async def test_nothing_wrong_prints_nothing(ironic: IronicStandIn, berth: Any) -> None:
     ironic.pool.plan(2)
     result = await berth("problems")
     assert (result.exit_code, result.output) == (0, "")

@@ -140,7 +140,7 @@ async def test_ironic_may_turn_down_a_good_token(ironic: IronicStandIn, keystone
 
 
 @pytest.mark.parametrize("login", [{"username": ""}, {"username": "", "application_credential_name": "n"}])
-def test_settings_that_name_nobody_are_refused(login: dict[str, str]) -> None:
+def test_settings_without_a_user_are_refused(login: dict[str, str]) -> None:
     config = IronicSyncConfig(keystone=KeystoneLogin(auth_url="http://keystone", **login))  # type: ignore[arg-type]
     with pytest.raises(SettingsError):
         rest_source(config, SystemClock())

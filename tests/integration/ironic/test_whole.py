@@ -176,7 +176,7 @@ async def test_a_nodes_life_in_the_book(site: Site) -> None:
             await book.until(lambda: book.newest[uuid].providers == ())
 
 
-async def test_news_while_nobody_ran_are_found(site: Site) -> None:
+async def test_changes_while_no_process_ran_are_found(site: Site) -> None:
     async with stand_in(site, 2) as ironic, book_on(site) as book:
         first, second = ironic.pool.nodes
         async with running(site, ironic.url):

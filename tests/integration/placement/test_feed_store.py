@@ -172,7 +172,7 @@ async def test_a_publisher_that_dies_as_it_writes_its_position_is_repeated_not_s
     await second.close()
 
 
-async def test_a_lease_of_a_clock_that_was_set_back_holds_up_nobody(book: Book, rng: random.Random) -> None:
+async def test_a_lease_of_a_clock_that_was_set_back_delays_no_process(book: Book, rng: random.Random) -> None:
     await book.hosts(1, rng, VCPU=1)
     async with book.database.raw() as connection:
         await connection.execute("UPDATE feed_position SET taken_until = now() + interval '1 hour'")

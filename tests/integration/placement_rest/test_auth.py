@@ -48,7 +48,7 @@ def test_noauth2_listens_on_loopback(host: str) -> None:
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.0.2.1", "placement.example.com"])
-def test_noauth2_listens_elsewhere_only_when_told_twice(host: str) -> None:
+def test_noauth2_listens_elsewhere_only_when_set_twice(host: str) -> None:
     with pytest.raises(SettingsError, match="loopback"):
         local_auth(RestConfig(), host)
     assert isinstance(local_auth(RestConfig(noauth2_anywhere=True), host), NoAuth2)
@@ -146,7 +146,7 @@ def test_the_policy_beside_a_placement_conf_is_in_force_though_the_file_does_not
     assert not policy.allows(LIST, ADMIN, "p")
 
 
-def test_a_way_to_sign_in_that_is_not_ours_is_said_at_the_start(tmp_path: Path) -> None:
+def test_an_unsupported_auth_strategy_is_refused_at_the_start(tmp_path: Path) -> None:
     (tmp_path / "placement.conf").write_text("[keystone_authtoken]\nauth_type = v3applicationcredential\n")
     with pytest.raises(SettingsError, match="v3applicationcredential"):
         with_oslo_conf(RestConfig(conf_dir=str(tmp_path)))
@@ -203,7 +203,7 @@ async def test_a_keystone_that_cannot_answer_is_not_a_no(stand_in: tuple[Keyston
 
 
 @pytest.mark.parametrize("token", [b"caf\xc3\xa9", b"\xff", b"a b", b"a\tb", b"a\x01b"])
-async def test_what_can_be_no_token_is_nobodys_and_keystone_is_not_asked(
+async def test_what_can_be_no_token_is_refused_without_a_request_to_keystone(
     stand_in: tuple[KeystoneStandIn, str], token: bytes
 ) -> None:
     keystone, url = stand_in
@@ -230,7 +230,7 @@ async def test_who_we_are_may_be_said_by_domain_ids(stand_in: tuple[KeystoneStan
 
 
 @pytest.mark.postgres
-async def test_credentials_of_ours_that_keystone_does_not_take_are_nobody_elses_error(
+async def test_credentials_that_keystone_refuses_are_no_callers_error(
     stand_in: tuple[KeystoneStandIn, str], postgres_url: str
 ) -> None:
     keystone = KeystoneConfig(auth_url=stand_in[1], password="wrong")

@@ -100,7 +100,7 @@ async def test_a_search_that_finds_nothing_in_time_says_so_instead_of_none(postg
         await placement.call("GET", "/allocation_candidates?resources=SRIOV_NET_VF:1", status=200)
 
 
-async def test_too_many_long_searches_are_told_to_come_again(postgres_url: str, gate: Gate) -> None:
+async def test_too_many_long_searches_are_answered_503(postgres_url: str, gate: Gate) -> None:
     async with serving(postgres_url, search_timeout_s=0.2) as placement:
         await devices(placement, 300)
         searches = [asyncio.create_task(placement.call("GET", LONG)) for _ in range(19)]
@@ -141,7 +141,7 @@ async def test_queries_beyond_a_bound_are_400_with_a_reason(placement: Placement
     assert answer.json()["errors"][0]["detail"]
 
 
-async def test_a_client_that_does_not_read_is_let_go_and_starves_nobody(postgres_url: str) -> None:
+async def test_a_client_that_does_not_read_is_disconnected_and_delays_no_other(postgres_url: str) -> None:
     async with serving(postgres_url, write_timeout_s=0.2) as placement:
         await devices(placement, 300)
         big = "/allocation_candidates?resources=SRIOV_NET_VF:1"

@@ -245,7 +245,7 @@ async def test_what_cannot_be_folded_in_is_kept_within_a_bound() -> None:
         await stage.until_true()
 
 
-async def test_refresh_asks_now_and_many_share_it() -> None:
+async def test_refresh_requests_at_once_and_many_share_it() -> None:
     stage = Stage()
     async with playing(stage) as follower:
         await until(follower.ready.is_set, stage.clock)

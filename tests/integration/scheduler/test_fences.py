@@ -52,7 +52,9 @@ async def becomes(world: World, uuid: str, state: AdminState, **fields: object) 
     await world.eventually(there)
 
 
-async def test_a_cell_is_told_of_a_fence_until_it_has_said_so(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_cell_is_notified_of_a_fence_until_it_acknowledges_it(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(fences, "REPUBLISH_S", 0.02)
     await world.scheduler("s1", WARM)
     (uuid,) = await world.add_hosts("c1", 1)

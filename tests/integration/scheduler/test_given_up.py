@@ -130,7 +130,7 @@ async def test_a_forged_record_of_the_broker_deletes_no_other_projects_machine(b
 
 
 @pytest.mark.rabbitmq
-async def test_a_malformed_request_that_expires_is_said_to_its_own_project_alone(brokered: Brokered) -> None:
+async def test_a_malformed_request_that_expires_has_an_event_of_its_own_project_alone(brokered: Brokered) -> None:
     """Its publisher forges the broker's record of a death: `refused` was said in the other project's stream."""
     request = brokered.request()
     await brokered.stop("before")

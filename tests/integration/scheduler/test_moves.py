@@ -52,7 +52,7 @@ async def refused(world: World, move: MoveRequest) -> str:
     return fault.value.code
 
 
-async def test_a_migration_goes_to_other_hosts_of_the_cell_and_its_end_is_told_once(world: World) -> None:
+async def test_a_migration_goes_to_other_hosts_of_the_cell_and_has_one_end(world: World) -> None:
     built = await one_active(world)
     source = (await world.show(built.instance_uuid)).host  # type: ignore[union-attr]
     move = world.move(built, MoveKind.MIGRATE)

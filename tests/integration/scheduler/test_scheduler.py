@@ -38,7 +38,7 @@ def world_delete(request: BuildRequest) -> DeleteRequest:
     return DeleteRequest(instance_uuid=request.instance_uuid, project_id=request.project_id)
 
 
-async def test_a_request_is_claimed_dispatched_and_told(world: World) -> None:
+async def test_a_request_is_claimed_dispatched_and_announced(world: World) -> None:
     await world.scheduler()
     hosts = await world.add_hosts("c1", 3)
     request = world.request("m1.small")
@@ -68,7 +68,7 @@ async def test_a_request_is_claimed_dispatched_and_told(world: World) -> None:
     ]  # fmt: skip
 
 
-async def test_what_a_cell_tells_late_or_twice_is_in_the_story_once_and_in_its_place(world: World) -> None:
+async def test_a_late_or_repeated_event_is_in_the_timeline_once_and_in_its_place(world: World) -> None:
     """Two schedulers share the announcements, so that one may overtake another; the stream stays in order."""
     await world.scheduler()
     await world.add_hosts("c1", 1)
@@ -372,7 +372,7 @@ async def test_placement_away_is_waited_for_and_never_no_host(world: World) -> N
     assert (await world.ended(request.instance_uuid, BuildState.SCHEDULED, BuildState.FAILED)).state == "scheduled"
 
 
-async def test_hosts_query_and_a_foreign_cell_is_not_heard(world: World) -> None:
+async def test_hosts_query_and_a_foreign_cell_is_ignored(world: World) -> None:
     await world.scheduler()
     (uuid,) = await world.add_hosts("c1", 1)
     request = world.request()

@@ -48,7 +48,7 @@ def test_what_may_be_secret_is_not_in_a_representation() -> None:
     assert "hunter2" not in repr(request) and "AAAA" not in repr(request)
 
 
-def test_the_cell_is_told_what_the_request_and_its_flavor_say_of_the_machine() -> None:
+def test_the_cell_gets_what_the_request_and_its_flavor_state_of_the_machine() -> None:
     request = parsed(
         image_source={"source": "http://a"}, config_drive={"user_data": "u"}, networks=[{"port": UUID}], name="n"
     )

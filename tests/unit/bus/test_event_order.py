@@ -105,7 +105,7 @@ def _numbered(event: BuildEvent, number: int) -> BuildEvent:
 
 @settings(max_examples=150, deadline=None)
 @given(STEPS, st.booleans())
-def test_a_client_hears_all_of_them_once_and_in_order(steps: list[tuple[str, object]], listens: bool) -> None:
+def test_a_client_receives_all_of_them_once_and_in_order(steps: list[tuple[str, object]], listens: bool) -> None:
     said, client, other_client, sent = asyncio.run(play(steps, listens=listens))
     assert client.numbers() == list(range(said))
     if listens:

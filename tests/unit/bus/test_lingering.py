@@ -147,7 +147,7 @@ class HeldUp(Heard):
         await self.confirm.wait()
 
 
-async def test_what_is_said_while_a_publish_is_under_way_leaves_together(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_messages_during_a_publish_leave_together(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(outbox, "LANE_SLOW_S", 100.0)
     heard = HeldUp()
     async with relaying(Gate(), heard) as relay:

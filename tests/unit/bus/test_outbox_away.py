@@ -63,7 +63,7 @@ class AwayBus:
         self.done.set()
 
 
-async def test_an_outage_is_told_when_it_begins_now_and_then_and_when_it_ends() -> None:
+async def test_an_outage_is_logged_when_it_begins_at_intervals_and_when_it_ends() -> None:
     clock = QuickClock()
     bus = AwayBus(clock)
     named: dict[str, Bus] = {"c1": bus}  # type: ignore[dict-item]

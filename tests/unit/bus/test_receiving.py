@@ -100,7 +100,7 @@ async def test_a_connection_receives_all_and_says_when_it_ends_within_a_frame() 
         await receiver.get_frame()
 
 
-async def test_a_lost_connection_is_said_as_aiormq_says_it() -> None:
+async def test_a_lost_connection_is_reported_as_by_aiormq() -> None:
     receiver = FrameReceiver(SimpleNamespace(read=_reset))  # type: ignore[arg-type]
     receiver.started, receiver.cut = True, Cut()  # type: ignore[attr-defined]
     with pytest.raises(AMQPConnectionError):

@@ -333,7 +333,7 @@ async def test_a_newer_attempt_is_not_taken_for_what_could_not_be_destroyed() ->
 
 
 @pytest.mark.parametrize("away", [2, 3])
-async def test_destroyed_is_said_only_when_it_is_certain(away: int) -> None:
+async def test_destroyed_is_published_only_when_it_is_certain(away: int) -> None:
     driver = Scripted()
     service = Service(driver)
     await service.agent.resume()
@@ -353,7 +353,7 @@ async def test_destroyed_is_said_only_when_it_is_certain(away: int) -> None:
     assert [r.outcome for r in again.said] == [ComputeOutcome.DESTROYED] and not driver.machines
 
 
-async def test_results_nobody_confirmed_are_said_again_by_the_next_start() -> None:
+async def test_unconfirmed_results_are_published_again_by_the_next_start() -> None:
     driver = Scripted()
     service = Service(driver)
     await service.agent.resume()

@@ -107,7 +107,7 @@ def test_a_journal_of_a_release_without_checksums_is_read(tmp_path: Path) -> Non
     ],
     ids=["nonsense", "no text", "nested", "zeros", "empty", "too long", "too long and torn"],
 )
-def test_a_damaged_line_is_kept_aside_and_told_with_file_and_offset(tmp_path: Path, damaged: bytes) -> None:
+def test_a_damaged_line_is_kept_aside_and_logged_with_file_and_offset(tmp_path: Path, damaged: bytes) -> None:
     path = tmp_path / "x.records"
     first = written(path, ROWS[:1])
     rest = written(path, ROWS[1:]) if damaged.endswith(b"\n") else b""

@@ -54,7 +54,7 @@ class Rig:
         return self.reporter._announce.everything, self.reporter._inventory.everything
 
 
-async def test_it_goes_on_above_an_epoch_of_its_name_and_says_everything_again(tmp_path: Path) -> None:
+async def test_it_goes_on_above_an_epoch_of_its_name_and_publishes_everything_again(tmp_path: Path) -> None:
     rig = Rig(tmp_path / "journal")
     assert rig.records.epoch == 1_000_000
     await rig.hear(ServiceOutdated(service="s", cell="c", epoch=5_000_000))

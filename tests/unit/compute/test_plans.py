@@ -98,7 +98,7 @@ NESTED = HostSize(
 )
 
 
-def test_devices_hang_where_they_are_told_to_and_take_over_from_the_root() -> None:
+def test_devices_hang_where_they_are_configured_and_take_over_from_the_root() -> None:
     (plan,) = plan_hosts(ComputeConfig(hosts=1, gpu_share=0.0, sizes=(NESTED,)), "c", "s")
     root, _, cell, agent, port = tree(plan, plan.size, enabled=True)
     assert (cell.parent_uuid, agent.parent_uuid, port.parent_uuid) == (root.uuid, cell.uuid, agent.uuid)

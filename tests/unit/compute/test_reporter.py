@@ -97,7 +97,7 @@ class Building(SlowWorld):
         return {}
 
 
-async def test_a_result_that_is_told_during_a_look_is_not_older_than_it() -> None:
+async def test_a_result_that_is_published_during_a_scan_is_not_older_than_it() -> None:
     """The look may have missed the machine: only a later one proves it lost, whatever the clock says."""
     world = Building()
     world.records.start(world.now)
@@ -142,7 +142,7 @@ class QuickWorld(SlowWorld):
             self.updates.put_nowait(message)
 
 
-async def test_the_inventory_of_a_host_that_changed_is_said_once_more() -> None:
+async def test_the_inventory_of_a_host_that_changed_is_published_once_more() -> None:
     """What its service of before had said, and was late, undid the first one; ten reports long nobody noticed."""
     world: Any = QuickWorld()
     reporter = Reporter(

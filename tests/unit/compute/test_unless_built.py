@@ -16,7 +16,7 @@ ENDED = replace(destroy(0), unless_built=True)
 
 
 @pytest.mark.parametrize("recorded", [True, False], ids=["on record", "not on record"])
-async def test_a_complete_machine_stays_and_is_said_to_be_active_again(recorded: bool) -> None:
+async def test_a_complete_machine_stays_and_is_reported_active_again(recorded: bool) -> None:
     driver = Scripted()
     service = Service(driver)
     await service.agent.resume()
@@ -46,7 +46,7 @@ async def test_one_that_is_being_built_is_ended() -> None:
 
 
 @pytest.mark.parametrize("there", [None, 2], ids=["nothing", "a newer attempt"])
-async def test_one_that_its_host_never_heard_of_is_fenced(there: int | None) -> None:
+async def test_one_that_its_host_does_not_know_is_fenced(there: int | None) -> None:
     driver = Scripted()
     service = Service(driver)
     await service.agent.resume()
@@ -68,7 +68,7 @@ async def test_what_is_commanded_while_its_host_is_looked_at_counts() -> None:
     assert (driver.machines == {KEY: 1}) is (service.said[-1].outcome is ComputeOutcome.ACTIVE)
 
 
-async def test_a_host_that_cannot_be_looked_at_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_host_that_cannot_be_scanned_reports_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     driver = Scripted()
     service = Service(driver)
     await service.agent.resume()

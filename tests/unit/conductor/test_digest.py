@@ -15,7 +15,7 @@ from cell_conductor.domain.leases import Lease, LeaseState
 from cell_conductor.lease_keeper import MAX_PAGES, PER_PAGE, LeaseKeeper, pages_of
 
 
-def test_a_digest_that_names_services_is_read_by_whoever_hears_it() -> None:
+def test_a_digest_that_names_services_is_read_by_every_receiver() -> None:
     """Its codes were not of the declared form, and each scheduler dropped it."""
     down = {
         name: Lease(service=name, epoch=1, state=state, since=2.0, reason="why")

@@ -71,7 +71,7 @@ def test_a_service_is_measured_by_its_own_interval() -> None:
     assert story.run(1) == ["slow"]
 
 
-def test_who_was_paused_or_cut_off_suspects_nobody_for_it() -> None:
+def test_a_conductor_that_was_paused_or_cut_off_suspects_no_service_for_it() -> None:
     """Nothing was delivered for a minute, to it or by the broker: that says nothing of the services."""
     story = Story("a", "b")
     for _ in range(3):
@@ -130,7 +130,7 @@ def test_a_restarted_conductor_gives_a_whole_lease_to_who_was_up_and_believes_wh
     assert list(story.table.down) == ["a"]
 
 
-def test_forgotten_services_are_not_told_and_living_ones_are_not_forgotten() -> None:
+def test_purged_services_are_not_published_and_living_ones_are_not_purged() -> None:
     story = Story("a", "b")
     story.run(MISSED + 1, without="a")
     story.table.forget(["a", "b", "c"])
