@@ -51,6 +51,12 @@ class DatabaseUnprepared(DatabaseForbidden):
     code = "database.unprepared"
 
 
+class DatabaseReplaced(DatabaseForbidden):
+    """The schema was made anew under this process: what it knows is another database's."""
+
+    code = "database.replaced"
+
+
 class RequestRefused(Fault):
     """The other side answered with a Refusal; `code` is its code."""
 

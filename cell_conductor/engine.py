@@ -522,9 +522,8 @@ def _refused(claim: Claim, answer: ClaimResult, now: float, repeated: bool) -> C
 def _log_change(change: DatabaseChange, cell: str) -> None:
     metrics.DATABASE_CHANGES.inc()
     log.error(
-        "cell.database_set_back" if change.was == change.deployment else "cell.database_replaced",
+        "cell.database_set_back",
         cell=cell,
-        was=change.was,
         deployment=change.deployment,
         doubted=change.doubted,
         hint="no build that was under way is timed out before its host has reported what became of it",

@@ -25,7 +25,7 @@ QUARANTINED = Counter("berth_conductor_quarantined", "Machines of ours put into 
 TRIPPED = Counter("berth_conductor_breaker_trips", "Breakers that stopped destruction, by service.", ["service"])
 HELD = Counter("berth_conductor_breaker_held", "Destructions and losses held back by a breaker.", ["service"])
 DATABASE_CHANGES = Counter(
-    "berth_conductor_database_changes", "How often the cell's database was found restored, promoted or replaced."
+    "berth_conductor_database_changes", "How often the cell's database was found restored or promoted."
 )
 UNASKED = Counter(
     "berth_conductor_unexpected_answers",

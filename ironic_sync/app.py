@@ -7,6 +7,7 @@ import structlog
 from bus.bus import API
 from bus.clock import Clock
 from bus.openstack.rest import auth_of, tls_of
+from bus.persistence.identity import watch_identity
 from bus.port import Transport
 from bus.rabbitmq import BadBusUrl, RabbitTransport, parse_bus_url
 from bus.service.environment import Environment
@@ -85,8 +86,10 @@ def notifications_transport(config: NotificationBroker) -> Transport | None:
 
 
 def _postgres(env: Environment, service: Service) -> Positions:
-    positions = PostgresPositions(env.database(SCHEMA))
+    database = env.database(SCHEMA)
+    positions = PostgresPositions(database)
     service.add_resource(positions.open, positions.close)
+    service.add_task("identity", lambda: watch_identity(database, lambda: positions.deployment, env.clock))
     return positions
 
 

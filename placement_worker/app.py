@@ -12,6 +12,7 @@ from bus.bus import API, Bus
 from bus.cell_link import CellLink, wait_for
 from bus.consuming.consumer import Consumer
 from bus.contracts.base import Message
+from bus.persistence.identity import watch_identity
 from bus.port import BusError
 from bus.service.environment import Environment
 from bus.service.health import Health
@@ -43,7 +44,10 @@ def build(
     answers /healthz, /readyz and /metrics too, and from the very start.
     """
     service = Service(NAME, clock=env.clock, grace_s=config.grace_s)
-    store = store if store is not None else PostgresStore(env.database(NAME, pool_size=config.pool_size))
+    if store is None:
+        database = env.database(NAME, pool_size=config.pool_size)
+        store = PostgresStore(database)
+        service.add_task("identity", lambda: watch_identity(database, lambda: store.deployment, env.clock))
     api = env.bus(API)
     buses = {API: api, **{cell: env.bus(cell) for cell in cells}}
     for bus in buses.values():

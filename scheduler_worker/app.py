@@ -17,6 +17,7 @@ from bus.contracts.base import Message
 from bus.contracts.build import BuildEvent
 from bus.contracts.cell import ComputeHosts, ReportHosts, ServicesDigest
 from bus.contracts.workers import WorkerHeartbeat
+from bus.persistence.identity import watch_identity
 from bus.persistence.outbox import Relay
 from bus.port import BusError
 from bus.service.environment import Environment
@@ -151,7 +152,9 @@ def build(
     )
     buses = {name: env.bus(name) for name in (API, *cells)}
     if store is None:
-        store = PostgresBuilds(env.database("scheduler"))
+        database = env.database("scheduler")
+        store = PostgresBuilds(database)
+        service.add_task("identity", lambda: watch_identity(database, lambda: store.deployment, env.clock))
     for bus in buses.values():
         bus.belongs_to("scheduler", lambda: store.deployment)
     relay = Relay(store.outbox, buses, clock=env.clock, linger_s=config.progress_linger_s, lingers=is_progress)

@@ -10,6 +10,7 @@ from functools import partial
 from msgspec.structs import replace
 
 from bus.persistence.conflict import Conflict, PreconditionFailed
+from bus.persistence.identity import check_identity
 from bus.persistence.memory_database import MemoryDatabase, MemoryDatabaseTransaction, MemoryRows, MemorySession
 from bus.persistence.outbox import OutboxMessage
 from bus.persistence.unit_of_work import Committed
@@ -74,9 +75,10 @@ class MemoryTransaction:
     async def recognise(self) -> DatabaseChange | None:
         """Compare the table with what was last seen of it; one that was set back has its builds doubted."""
         await self._transaction.statement()
-        table, was = self._table, self._seen.deployment
-        self._seen.deployment, self._seen.set_back_at = table.deployment, table.set_back_at
-        if table.origin == table.place and table.deployment == was:
+        table = self._table
+        check_identity(table.deployment, self._seen.deployment)
+        self._seen.set_back_at = table.set_back_at
+        if table.origin == table.place:
             return None
         self._seen.set_back_at = table.clock.time()
         self._transaction.will(partial(setattr, table, "set_back_at", self._seen.set_back_at))
@@ -85,7 +87,7 @@ class MemoryTransaction:
         doubted = [replace(table.instances[uuid], doubted=True) for uuid in under_way]
         self._transaction.will(partial(setattr, table, "origin", table.place))
         self._write(doubted)
-        return DatabaseChange(was, table.deployment, len(doubted))
+        return DatabaseChange(table.deployment, len(doubted))
 
     async def first_time(self, message_ids: Sequence[str]) -> set[str]:
         """Record handled messages; those not seen before."""

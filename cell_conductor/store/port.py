@@ -52,13 +52,12 @@ class KnownDatabase(Struct):
 
 
 class DatabaseChange(Struct, frozen=True):
-    """The database is not what it was: restored from a backup, promoted, or another one (then `was` differs).
+    """The database was set back: restored from a backup, or promoted.
 
-    was, deployment: its identity as it was known, and as it is. doubted: so many builds were under way in it; what has
-    become of them since is known to the hosts alone.
+    deployment: its identity, which a backup takes along. doubted: so many builds and moves were under way in it; what
+    has become of them since is known to the hosts alone.
     """
 
-    was: str
     deployment: str
     doubted: int
 
@@ -104,7 +103,7 @@ class LockingTransaction(Transaction, Protocol):
     async def recognise(self) -> DatabaseChange | None:
         """Compare the database with what was last seen of it; one that was set back has its builds and moves doubted.
 
-        `InstanceStore.deployment` is its result from then on.
+        Raises DatabaseReplaced when it has another identity.
         """
 
     async def lock_due(self, now: float, limit: int) -> list[Instance]:
@@ -136,14 +135,11 @@ class InstanceStore(Protocol):
 
     @property
     def deployment(self) -> str:
-        """The identity of this cell's database: a uuid made once with its schema. Known once it has been open.
-
-        As read then, or when a transaction last recognised the database.
-        """
+        """The identity of this cell's database: a uuid made once with its schema. Known once it has been open."""
 
     @property
     def set_back_at(self) -> float:
-        """When the database was last recognised as set back or replaced, in seconds since the epoch; 0: never."""
+        """When the database was last recognised as set back, in seconds since the epoch; 0: never."""
 
     async def open(self) -> None:
         """Connect and migrate; waits while the database is unavailable."""

@@ -11,11 +11,11 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 
 import asyncpg
 
-from bus.faults import DatabaseUnprepared
 from bus.persistence import outbox
 from bus.persistence.conflict import Conflict
 from bus.persistence.database import Database
 from bus.persistence.guarded_statement import GuardedStatement
+from bus.persistence.identity import check_identity
 from bus.persistence.outbox import OutboxMessage
 from bus.persistence.unit_of_work import Committed
 from bus.persistence.version_cache import VersionCache
@@ -133,17 +133,15 @@ class PostgresTransaction:
 
     async def recognise(self) -> DatabaseChange | None:
         """Compare the database with what was last seen of it; one that was set back has its builds doubted."""
-        was = self._seen.deployment
         seen = self._seen
-        found = await self._connection.fetchrow(RECOGNISE)
-        if found is None:
-            raise DatabaseUnprepared("its table identity is empty: restore the cell's database")
-        seen.deployment, is_elsewhere, seen.set_back_at = found
-        if seen.deployment == was and not is_elsewhere:
+        found, is_elsewhere, set_back_at = await self._connection.fetchrow(RECOGNISE) or (None, False, 0.0)
+        check_identity(found, seen.deployment)
+        seen.set_back_at = set_back_at
+        if not is_elsewhere:
             return None
         seen.set_back_at = await self._connection.fetchval(NOTE_SET_BACK)
         status: str = await self._connection.execute(DOUBT, [state.value for state in UNDER_WAY | MOVING])
-        return DatabaseChange(was, self._seen.deployment, int(status.rpartition(" ")[2]))
+        return DatabaseChange(seen.deployment, int(status.rpartition(" ")[2]))
 
     async def first_time(self, message_ids: Sequence[str]) -> set[str]:
         """Record handled messages; those not seen before."""

@@ -13,7 +13,7 @@ from bus.clock import SystemClock
 from bus.contracts.build import AttemptRecord
 from bus.contracts.cell import CellDelete, InstanceSpec, Selection
 from bus.contracts.moves import MoveKind
-from bus.faults import DatabaseUnavailable
+from bus.faults import DatabaseReplaced, DatabaseUnavailable
 from bus.persistence.conflict import Conflict
 from bus.persistence.database import Database
 from bus.persistence.outbox import OutboxMessage
@@ -93,7 +93,7 @@ async def test_a_database_that_was_set_back_is_recognised_once_and_its_builds_ar
     await restored(one)
     async with one.transaction() as transaction:
         change = await transaction.recognise()
-    assert change is not None and (change.doubted, change.was) == (2, change.deployment)
+    assert change is not None and (change.doubted, change.deployment) == (2, one.deployment)
     assert await other.has_due(0.0), "it does not know yet since when"
     for store in (one, other):
         async with store.transaction() as transaction:
@@ -159,6 +159,24 @@ async def test_a_locked_instance_is_waited_for_and_seen_as_it_became(make: Make,
         assert not waiting.done()
         await transaction.update([instance(A, State.ACTIVE)])
     assert (await waiting)[A].state is State.ACTIVE
+
+
+async def test_a_schema_that_was_made_anew_is_told_and_not_taken_for_its_own(store: InstanceStore) -> None:
+    """A conductor that stayed connected went on there, under the new identity."""
+    await insert(store, instance(A))
+    known = store.deployment
+    if isinstance(store, MemoryInstances):
+        store._table.deployment = C
+    else:
+        assert isinstance(store, PostgresInstances)
+        async with store._database.raw() as connection:
+            await connection.execute("UPDATE identity SET deployment = $1::uuid", C)
+    assert await store.has_due(0.0)
+    with pytest.raises(DatabaseReplaced, match=f"{C} now and was {known}"):
+        async with store.transaction() as transaction:
+            await transaction.recognise()
+    assert store.deployment == known
+    assert not (await recorded(store))[A].doubted
 
 
 async def test_a_sweep_is_due_for_a_passed_deadline_and_for_a_database_that_was_set_back(store: InstanceStore) -> None:

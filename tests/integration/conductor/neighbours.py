@@ -64,6 +64,7 @@ class Neighbours:
         self.fails: set[str] = set()
         self.hangs: set[str] = set()
         self.silent = False  # the compute service takes no command
+        self.dead: set[str] = set()  # hosts that take none
         self.answers = asyncio.Event()  # set while placement answers
         self.answers.set()
         self.asked = asyncio.Event()
@@ -127,6 +128,8 @@ class Neighbours:
         return [Done()] * len(batch)
 
     def _command(self, message: Message) -> ComputeResult | None:
+        if isinstance(message, Spawn | Destroy) and message.host_uuid in self.dead:
+            return None
         if isinstance(message, Spawn):
             self.spawns.append(message)
             key = (message.host_uuid, message.spec.instance_uuid)

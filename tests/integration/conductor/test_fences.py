@@ -179,6 +179,38 @@ async def test_a_fence_survives_its_conductor_and_is_answered_again(cell: Fenced
     assert await cell.state(uuid) is State.ACTIVE
 
 
+async def test_a_doubted_build_on_a_dead_host_goes_on_elsewhere_once_its_host_is_fenced(cell: FencedCell) -> None:
+    """What its host has, and the set-back record forgot, is destroyed before the fence is lifted."""
+    cell.around.hangs = {cell.host(1)}
+    build = cell.build(1, 2)
+    uuid = build.spec.instance_uuid
+    await cell.around.bus.publish(build)
+    await cell.around.until(lambda: bool(cell.around.spawns))
+    cell.around.running[cell.host(1), uuid] = 1  # it is up, and the backup is from before that was heard
+    cell.around.dead = {cell.host(1)}
+    async with cell.database.raw() as connection:
+        await connection.execute("UPDATE identity SET origin = 'another cluster'")
+    for _ in range(4):  # it is doubted, then asked for, and its host does not answer
+        cell.clock.offset += 100.0
+        await cell.engine.sweep()
+    async with cell.store.transaction() as transaction:
+        record = (await transaction.lock([uuid]))[uuid]
+    assert (record.state, record.doubted, cell.around.destroys) == (State.BUILDING, True, [])
+    await cell.fence(1, 1)
+    await cell.around.until(lambda: cell.states(1) == [FenceState.FENCED])
+    assert cell.said[-1].losses == 1
+    await cell.around.until(lambda: cell.around.ends(uuid) == [BuildState.ACTIVE])
+    assert cell.around.spawns[-1].host_uuid == cell.host(2) and cell.around.held[uuid][1] == cell.host(2)
+    await cell.fence(1, 2, lift=True)
+    await cell.around.until(lambda: cell.states(2) == [FenceState.LIFTING])
+    assert cell.around.running == {(cell.host(1), uuid): 1, (cell.host(2), uuid): 2}
+    cell.around.dead.clear()
+    await cell.report(1, Running(instance_uuid=uuid, attempt=1, deployment=cell.store.deployment))
+    await cell.around.until(lambda: FenceState.LIFTED in cell.states(2))
+    assert cell.around.running == {(cell.host(2), uuid): 2}
+    await cell.check_at_rest()
+
+
 class LaterClock(SystemClock):
     """The real clock, as far ahead as a test wants."""
 
