@@ -33,7 +33,7 @@ from bus.contracts.catalogue import (
     QueueRow,
     Where,
 )
-from bus.owner import OWNERS
+from bus.owner import ABOVE_CELLS, DEPLOYMENT, OWNERS
 from bus.rabbitmq import parse_bus_url
 from bus.topology import MARK, MARK_OF, QueueNames, delay_exchange, shared_exchanges, shared_queues
 from bus.wire import REPLY_PREFIX
@@ -236,7 +236,7 @@ def _allow(allowed: _Allowed, role: PermissionRole, kind: Where, names: QueueNam
     package, kinds = _CATALOGUE[role]
     if role in MAKERS:
         _allow_making(allowed, names)
-    for mark in OWNERS if role is PermissionRole.OPERATOR else [role] if role in OWNERS else []:
+    for mark in _marks(role):
         _allow_mark(allowed, mark, names)
     for queue in QUEUES:
         watched = role is PermissionRole.OPERATOR and queue.name in _WATCHED
@@ -255,6 +255,14 @@ def _allow(allowed: _Allowed, role: PermissionRole, kind: Where, names: QueueNam
     if role is PermissionRole.OPERATOR:  # who looks at dead letters, drops them, and sends them back to their queues
         allowed.write[_literal(DEFAULT_EXCHANGE)] = None
         allowed.read[_literal(names.queue(DEAD_LETTERS))] = None
+
+
+def _marks(role: PermissionRole) -> tuple[str, ...]:
+    """The marks that a role's user leaves on a bus."""
+    if role is PermissionRole.OPERATOR:
+        return (DEPLOYMENT, *OWNERS)
+    own = (str(role),) if role in OWNERS else ()
+    return (DEPLOYMENT, *own) if role in ABOVE_CELLS else own
 
 
 def _allow_making(allowed: _Allowed, names: QueueNames) -> None:

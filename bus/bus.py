@@ -58,7 +58,7 @@ class Bus:
         self.publisher = Publisher(name, transport, limits)
         self._requester = Requester(name, transport, self.publisher, process=process, clock=clock, rng=rng)
         self._modes: dict[type[Message], tuple[MessageRow, Mode]] = {}
-        self._owner: tuple[str, Callable[[], str]] | None = None
+        self._owner: tuple[str, Callable[[], str], Callable[[], str]] | None = None
 
     @property
     def unavailable_reason(self) -> str:
@@ -68,12 +68,13 @@ class Bus:
         blocked = self.transport.blocked
         return f"the broker takes no messages: {blocked}" if blocked else ""
 
-    def belongs_to(self, role: str, deployment: Callable[[], str]) -> None:
+    def belongs_to(self, role: str, deployment: Callable[[], str], place: Callable[[], str] = lambda: "") -> None:
         """Enter the bus only if it is this deployment's, or no other's yet.
 
-        deployment: the identity of the role's database, known by the time the bus is opened.
+        deployment: the identity of the role's database; place: of the database that all roles above cells share
+        ("": none). Both are known by the time the bus is opened.
         """
-        self._owner = role, deployment
+        self._owner = role, deployment, place
 
     async def open(self) -> None:
         """Connect and declare what the bus shares. Raises BusOwnedByAnother."""
@@ -83,8 +84,8 @@ class Bus:
     async def declare_shared(self) -> None:
         """Declare what the bus shares, once it is known whose it is. Raises BusOwnedByAnother."""
         if self._owner is not None:
-            role, deployment = self._owner
-            await enter(self.transport, self.name, role, deployment())
+            role, deployment, place = self._owner
+            await enter(self.transport, self.name, role, deployment(), place())
         await self.transport.declare_shared()
 
     async def close(self) -> None:

@@ -2,6 +2,10 @@
 
 Two deployments on one bus would take each other's messages. A mark is left by the first worker of a role that
 enters the bus, for good; an operator takes it away (`berth bus release`).
+
+Two deployments may start at once on an empty bus. So a role that enters a bus for the first time claims the bus first,
+for the database that all roles above cells share: one deployment has it, and no role of the other enters. A conductor
+may have a database of its own and claims its role alone.
 """
 
 from __future__ import annotations
@@ -10,6 +14,9 @@ from bus.port import BusForbidden, BusMarked, Transport
 
 # The roles whose workers have a database of their own. Each leaves a mark on every bus that it enters.
 OWNERS = ("placement", "scheduler", "conductor", "ironic-sync")
+# The mark that roles of one database claim before their own.
+DEPLOYMENT = "deployment"
+ABOVE_CELLS = ("placement", "scheduler", "ironic-sync")
 
 
 class BusOwnedByAnother(BusForbidden):
@@ -18,11 +25,18 @@ class BusOwnedByAnother(BusForbidden):
     code = "bus.owned_by_another"
 
 
-async def enter(transport: Transport, bus: str, role: str, deployment: str) -> None:
+async def enter(transport: Transport, bus: str, role: str, deployment: str, place: str = "") -> None:
     """Leave the mark of this role's database on a bus, or find it there. Raises BusOwnedByAnother.
 
-    deployment: the identity of the database of this process.
+    deployment: the identity of the database of this process. place: of the database that the roles of this deployment
+    share ("": they share none), which claims the bus before a role enters it for the first time.
     """
+    if place and not await transport.owner_of(role):
+        await _mark(transport, bus, DEPLOYMENT, place)
+    await _mark(transport, bus, role, deployment)
+
+
+async def _mark(transport: Transport, bus: str, role: str, deployment: str) -> None:
     try:
         await transport.mark(role, deployment)
     except BusMarked as error:

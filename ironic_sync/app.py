@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import structlog
 
 from bus.bus import API
@@ -44,8 +46,15 @@ def build(
     bus = env.bus(API)
     own_broker = notifications_transport(config.broker)
     service = Service("ironic-sync", clock=env.clock, log=log)
-    positions = store if store is not None else _postgres(env, service)
-    bus.belongs_to("ironic-sync", lambda: positions.deployment)
+    database = env.database(SCHEMA) if store is None else None
+    if database is None:
+        assert store is not None
+        positions: Positions = store
+    else:
+        kept = positions = PostgresPositions(database)
+        service.add_resource(kept.open, kept.close)
+        service.add_task("identity", partial(watch_identity, database, lambda: kept.deployment, env.clock))
+    bus.belongs_to("ironic-sync", lambda: positions.deployment, lambda: "" if database is None else database.place)
     reading = source if source is not None else rest_source(config, env.clock)
     loop = SyncLoop(
         reading,
@@ -83,14 +92,6 @@ def notifications_transport(config: NotificationBroker) -> Transport | None:
     except BadBusUrl as error:
         raise SettingsError(error.code, f"ironic_sync.broker.url: {error}") from None
     return RabbitTransport(config.url, name="ironic", connection_name="berth ironic-sync notifications")
-
-
-def _postgres(env: Environment, service: Service) -> Positions:
-    database = env.database(SCHEMA)
-    positions = PostgresPositions(database)
-    service.add_resource(positions.open, positions.close)
-    service.add_task("identity", lambda: watch_identity(database, lambda: positions.deployment, env.clock))
-    return positions
 
 
 def rest_source(config: IronicSyncConfig, clock: Clock) -> RestSource:

@@ -122,6 +122,9 @@ class SyncLoop:
             except Transient as fault:
                 self._waiting = False
                 log.warning("ironic.term_ended", code=fault.code, reason=fault.reason)
+                if (task := asyncio.current_task()) is not None and task.cancelling():
+                    # A fault that meets a cancellation takes its place: a group of tasks raises the fault alone.
+                    raise asyncio.CancelledError from fault
             await self._clock.sleep(self._config.leader_poll_interval_s)
 
     async def _lead(self, kept: Term) -> None:

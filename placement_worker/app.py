@@ -12,6 +12,7 @@ from bus.bus import API, Bus
 from bus.cell_link import CellLink, wait_for
 from bus.consuming.consumer import Consumer
 from bus.contracts.base import Message
+from bus.persistence.database import Database
 from bus.persistence.identity import watch_identity
 from bus.port import BusError
 from bus.service.environment import Environment
@@ -44,14 +45,15 @@ def build(
     answers /healthz, /readyz and /metrics too, and from the very start.
     """
     service = Service(NAME, clock=env.clock, grace_s=config.grace_s)
+    database: Database | None = None
     if store is None:
         database = env.database(NAME, pool_size=config.pool_size)
         store = PostgresStore(database)
-        service.add_task("identity", lambda: watch_identity(database, lambda: store.deployment, env.clock))
+        service.add_task("identity", partial(watch_identity, database, lambda: store.deployment, env.clock))
     api = env.bus(API)
     buses = {API: api, **{cell: env.bus(cell) for cell in cells}}
     for bus in buses.values():
-        bus.belongs_to("placement", lambda: store.deployment)
+        bus.belongs_to("placement", lambda: store.deployment, lambda: "" if database is None else database.place)
     publisher = FeedPublisher(store, api, clock=env.clock, config=config)
 
     async def publish(bus: str, messages: Sequence[Message]) -> None:

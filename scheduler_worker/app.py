@@ -17,6 +17,7 @@ from bus.contracts.base import Message
 from bus.contracts.build import BuildEvent
 from bus.contracts.cell import ComputeHosts, ReportHosts, ServicesDigest
 from bus.contracts.workers import WorkerHeartbeat
+from bus.persistence.database import Database
 from bus.persistence.identity import watch_identity
 from bus.persistence.outbox import Relay
 from bus.port import BusError
@@ -151,12 +152,13 @@ def build(
         weighings=made.weighings,
     )
     buses = {name: env.bus(name) for name in (API, *cells)}
+    database: Database | None = None
     if store is None:
         database = env.database("scheduler")
         store = PostgresBuilds(database)
-        service.add_task("identity", lambda: watch_identity(database, lambda: store.deployment, env.clock))
+        service.add_task("identity", partial(watch_identity, database, lambda: store.deployment, env.clock))
     for bus in buses.values():
-        bus.belongs_to("scheduler", lambda: store.deployment)
+        bus.belongs_to("scheduler", lambda: store.deployment, lambda: "" if database is None else database.place)
     relay = Relay(store.outbox, buses, clock=env.clock, linger_s=config.progress_linger_s, lingers=is_progress)
     store.publish_through(relay)
     follower = Follower(buses[API], selector.book, process=env.process, clock=env.clock)

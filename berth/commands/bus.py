@@ -10,9 +10,11 @@ from berth.commands.common import EXIT_NO, EXIT_USAGE, AsJson, Stop, open_in_tim
 from berth.render import render_rows
 from berth.site import Site
 from bus.bus import API
-from bus.owner import OWNERS
+from bus.owner import DEPLOYMENT, OWNERS
 
 app = typer.Typer(no_args_is_help=True, help="Whose each bus is; take one over.")
+
+MARKS = (DEPLOYMENT, *OWNERS)
 
 BusName = Annotated[str | None, typer.Option("--bus", help="`api`, or a cell's name; default: all.")]
 
@@ -21,7 +23,7 @@ BusName = Annotated[str | None, typer.Option("--bus", help="`api`, or a cell's n
 def owner(context: typer.Context, bus: BusName = None, as_json: AsJson = False) -> None:
     """Show which deployment each bus belongs to: by role, the identity of the database whose workers entered it.
 
-    It is in the table `identity` of the role's schema.
+    It is in the table `identity` of the role's schema. `deployment` is the database that all roles above cells share.
     """
 
     async def body() -> None:
@@ -78,7 +80,7 @@ async def _owners(site: Site, bus: str, *, release: bool = False) -> dict[str, s
     transport = site.transport(bus, process="bus")
     await open_in_time(transport.open())
     try:
-        owners = {role: owner for role in OWNERS if (owner := await transport.owner_of(role))}
+        owners = {role: owner for role in MARKS if (owner := await transport.owner_of(role))}
         for role in owners if release else ():
             await transport.unmark(role)
     finally:

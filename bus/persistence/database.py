@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from functools import partial
 from typing import Any, NoReturn
-from uuid import UUID
+from uuid import UUID, uuid5
 from weakref import WeakKeyDictionary
 
 import asyncpg
@@ -51,6 +51,8 @@ BY_KEY = (
     "SET enable_mergejoin = off"
 )
 BY_SIZE = "RESET plan_cache_mode; RESET enable_seqscan; RESET enable_hashjoin; RESET enable_mergejoin"
+
+PLACES = UUID("5d0e9f57-6f6a-4b7e-8c1c-3a1d2f5b8c12")  # so that these uuids meet no other's
 
 SCHEMA_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_\-]{0,62}")
 
@@ -113,6 +115,15 @@ class Database:
         self._probing: asyncio.Task[None] | None = None
         self._group_flush = GroupFlush(self)
         self._retrying = Retrying(DATABASE, SystemClock(), random.Random())
+        self._place = ""
+
+    @property
+    def place(self) -> str:
+        """A uuid of the PostgreSQL database that the schema is in: the same for every schema in it.
+
+        Unlike a schema's identity it is another one after a dump was restored elsewhere. Known once it has been open.
+        """
+        return self._place
 
     @property
     def losses(self) -> int:
@@ -333,6 +344,7 @@ class Database:
                         from bus.persistence import migrations  # noqa: PLC0415  (why: in bus.persistence.revision)
 
                         await connection.run_sync(migrations.upgrade, package, self.schema)
+                self._place = await _place_of(connection)
         except (DBAPIError, *CONNECTION_LOST) as error:
             raise_fault(error, closed=isinstance(error, asyncpg.InterfaceError | asyncpg.InternalClientError))
         except UnsupportedSchema as error:
@@ -387,6 +399,14 @@ _MIGRATING: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Lock] = WeakKey
 def _alembic() -> asyncio.Lock:
     """Held by the one migration that may run in this process."""
     return _MIGRATING.setdefault(asyncio.get_running_loop(), asyncio.Lock())
+
+
+async def _place_of(connection: AsyncConnection) -> str:
+    cluster = ""
+    if await connection.scalar(text("SELECT has_function_privilege('pg_control_system()', 'execute')")):
+        cluster = await connection.scalar(text("SELECT system_identifier::text FROM pg_control_system()"))
+    number = await connection.scalar(text("SELECT oid::text FROM pg_database WHERE datname = current_database()"))
+    return str(uuid5(PLACES, f"{cluster}/{number}"))
 
 
 def raise_fault(error: Exception, *, closed: bool = False) -> NoReturn:

@@ -12,6 +12,7 @@ from bus.clock import SystemClock
 from bus.contracts.build import BuildState
 from bus.memory import MemoryBroker, MemoryTransport
 from bus.owner import BusOwnedByAnother
+from bus.rabbitmq import RabbitTransport
 from bus.service.environment import Environment
 from bus.service.service import Service
 from cell_conductor.app import build as build_conductor
@@ -82,9 +83,39 @@ async def test_each_role_says_whose_the_bus_is(role: str, postgres_server: str) 
             await entered_once(worker(url))
         with pytest.raises(BusOwnedByAnother) as refused:
             await entered_once(worker(second))
-        marks = {owner for broker in brokers.values() for owner in broker.marks.values()}
+        marks = {owner for broker in brokers.values() for name, owner in broker.marks.items() if name.endswith(role)}
         assert len(marks) == 1 and marks.pop() in str(refused.value)
         assert "berth bus release" in str(refused.value)
         for broker in brokers.values():
             broker.marks.clear()
         await entered_once(worker(second))
+
+
+@pytest.mark.rabbitmq
+@pytest.mark.parametrize("number", range(4))
+async def test_of_two_that_start_at_once_on_an_empty_bus_one_has_all_of_it(
+    number: int, amqp: tuple[str, str], postgres_server: str
+) -> None:
+    """Each took one role, and neither ran until an operator released the bus."""
+    broker, prefix = amqp
+
+    def worker(role: str, url: str) -> Service:
+        def connect(bus: str) -> RabbitTransport:
+            return RabbitTransport(broker, name=bus, prefix=f"{prefix}{bus}.")
+
+        return ROLES[role](Environment(role, transports=connect, database_url=url, cells=CELLS))
+
+    with servers.fresh_database(postgres_server) as first, servers.fresh_database(postgres_server) as second:
+        # In each round other roles come first, each a moment before the other deployment's.
+        pairs = [("placement", first), ("scheduler", second), ("placement", second), ("scheduler", first)]
+        pairs = pairs[number:] + pairs[:number]
+        ended = await asyncio.gather(*(entered_once(worker(*pair)) for pair in pairs), return_exceptions=True)
+        entered = [pair for pair, fault in zip(pairs, ended, strict=True) if fault is None]
+        refused = [fault for fault in ended if fault is not None]
+        assert len({url for _, url in entered}) == 1, (entered, refused)
+        assert sorted(role for role, _ in entered) == ["placement", "scheduler"]
+        assert [type(fault) for fault in refused] == [BusOwnedByAnother] * 2, refused
+        owner = entered[0][1]
+        with pytest.raises(BusOwnedByAnother, match="of its deployment is"):  # a role that nobody had yet
+            await entered_once(worker("ironic-sync", second if owner == first else first))
+        await entered_once(worker("ironic-sync", owner))
