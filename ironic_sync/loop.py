@@ -111,10 +111,8 @@ class SyncLoop:
         """Work, or wait to, until cancelled."""
         while True:
             try:
-                async with self._positions.become_leader() as term:
-                    log.info("ironic.leading")
-                    self._waiting = False
-                    await self._lead(term)
+                # In a task of its own: a group of tasks that ends marks the task it is in as cancelled (Python 3.11).
+                await asyncio.create_task(self._serve_term())
             except NotLeader as fault:
                 if not self._waiting:
                     log.info("ironic.standing_by", reason=fault.reason)
@@ -126,6 +124,12 @@ class SyncLoop:
                     # A fault that meets a cancellation takes its place: a group of tasks raises the fault alone.
                     raise asyncio.CancelledError from fault
             await self._clock.sleep(self._config.leader_poll_interval_s)
+
+    async def _serve_term(self) -> None:
+        async with self._positions.become_leader() as term:
+            log.info("ironic.leading")
+            self._waiting = False
+            await self._lead(term)
 
     async def _lead(self, kept: Term) -> None:
         config = self._config
