@@ -24,6 +24,7 @@ from .events import (
 )
 from .instance import Instance, Move, Power, State
 from .move_events import DONE, Ending, after, answer, close, move_of, refuse_request, report_progress
+from .proof import predates, up_scan_here
 from .rules import Step, Timeouts
 
 NO_HOST = "max_retries_exceeded"
@@ -391,6 +392,8 @@ def here_gone(instance: Instance, event: Destroyed | HostMissing, timeouts: Time
         return False
     if isinstance(event, Destroyed):
         return event.attempt >= instance.attempt
+    if predates(event, instance.here.service, up_scan_here(instance)):
+        return False
     return event.seen_at > instance.since + timeouts.report_grace_s
 
 
@@ -405,6 +408,8 @@ def source_gone(instance: Instance, event: Destroyed | HostMissing, timeouts: Ti
         return False
     if isinstance(event, Destroyed):
         return event.attempt >= move.source_attempt
+    if predates(event, move.source.service, move.source_up_scan):
+        return False
     return event.seen_at > instance.since + timeouts.report_grace_s
 
 

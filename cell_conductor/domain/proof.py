@@ -6,7 +6,8 @@ from typing import Protocol
 
 from bus.contracts.cell import UNKNOWN_ATTEMPT
 
-from .instance import State
+from .events import HostMissing
+from .instance import Instance, ScanId, State
 
 # A client has requested the delete, and nothing revokes that: no attempt is wanted, whatever its number.
 DELETE_ASKED = frozenset({State.TOMBSTONE, State.ABANDONING, State.DELETING, State.RELEASING, State.DELETED})
@@ -117,3 +118,18 @@ def is_unsure(record: OnRecord, attempt: int, host_uuid: str) -> bool:
     """Whether the build was given up without a word of its host, in doubt: its machine may be what the client had."""
     ended = record.state in (State.GIVING_UP, State.FAILED)
     return ended and record.doubted and (attempt, host_uuid) == (record.attempt, record.host_uuid)
+
+
+def predates(event: HostMissing, service: str, up_scan: ScanId | None) -> bool:
+    """Whether a report was made before its host was known to run the machine, whatever the clocks of the two say.
+
+    up_scan: the scan by which the host was first known to run it (None: unknown). service: whose scan that was.
+    """
+    return event.service == service and event.scan is not None and up_scan is not None and event.scan <= up_scan
+
+
+def up_scan_here(instance: Instance) -> ScanId | None:
+    """The scan by which the current host was first known to run it. None: unknown, or it has not arrived there."""
+    move = instance.move
+    is_sources = move is not None and move.source is not None and instance.up_scan == move.source_up_scan
+    return None if is_sources and instance.host_uuid != instance.source_host_uuid else instance.up_scan

@@ -37,7 +37,7 @@ from .fences import FENCED, Fence
 from .history import summary_of
 from .instance import NOT_TRIED, Instance, State
 from .leases import Lease
-from .proof import is_over
+from .proof import is_over, predates, up_scan_here
 
 # The clock of a build's request, and the one of the database's set-back, may be so far
 # apart. A build of so long after a restore is doubted for nothing: it waits longer for a silent host.
@@ -579,9 +579,11 @@ def is_gone(instance: Instance, event: Destroyed | HostMissing, timeouts: Timeou
         return False
     if isinstance(event, Destroyed):
         return event.attempt >= instance.attempt
+    if predates(event, instance.here.service, up_scan_here(instance)):
+        return False
     if instance.state in (State.ACTIVE, State.RESIZED) and event.service == instance.here.service:
         if instance.up_scan is not None and event.scan is not None:
-            return event.scan > instance.up_scan  # no clock: the host's may have been set since
+            return True  # no clock: the host's may have been set since
         if instance.up_at is not None:
             return event.seen_at > instance.up_at  # both by the host's own clock, which may be minutes from ours
     return event.seen_at > instance.since + timeouts.report_grace_s

@@ -636,3 +636,34 @@ def test_a_stopped_machine_is_stopped_where_it_has_been_moved_to() -> None:
     assert not spawn.origin.runs
     made.tell(spawned(attempt=2, at=210.0))
     assert (made.instance.state, made.instance.power) == (State.RESIZED, Power.STOPPED)
+
+
+def test_a_report_of_before_a_host_was_known_to_run_it_releases_neither_host_of_a_move() -> None:
+    """Each host is judged by its own scans, and by the clock alone when its service counts none of them."""
+    made = Scenario(replace(active(), up_scan=ScanId(5, 3)))
+    made.tell(request(MoveKind.MIGRATE, 2, 3), claimed())
+    made.end(2, 2)
+    made.end(1, 1)
+    made.tell(replace(spawned(attempt=2, at=210.0), scan=ScanId(5, 7)), e.DeleteRequested(at=220.0, cause="delete"))
+    missing = e.HostMissing(at=230.0, host_uuid=host(1), seen_at=999.0, service="s1", scan=ScanId(5, 3))
+    deleting = made.instance
+    made.tell(missing, replace(missing, host_uuid=host(2), scan=ScanId(5, 7)))
+    assert (made.instance, deleting.state) == (deleting, State.DELETING)
+    made.tell(replace(missing, scan=ScanId(5, 4)))
+    assert made.instance.move is not None and made.instance.move.source_gone and not made.instance.move.here_gone
+    made.tell(replace(missing, host_uuid=host(2), scan=ScanId(5, 8)))
+    assert made.instance.state is State.RELEASING
+
+
+def test_a_destination_that_was_never_reached_is_not_judged_by_the_scans_of_its_source() -> None:
+    made = Scenario(replace(active(), up_scan=ScanId(5, 3)))
+    elsewhere = replace(selection(2), service="s2")
+    asking = request(MoveKind.MIGRATE)
+    made.tell(replace(asking, request=replace(asking.request, selections=(elsewhere,))), claimed())
+    made.end(2, 2)
+    made.end(1, 1)
+    assert made.instance.state is State.FINISHING
+    made.tell(e.DeleteRequested(at=220.0, cause="delete"))
+    assert made.instance.move is not None and not made.instance.move.here_gone
+    made.tell(e.HostMissing(at=230.0, host_uuid=host(2), seen_at=999.0, service="s2", scan=ScanId(4, 9)))
+    assert made.instance.move is not None and made.instance.move.here_gone

@@ -114,6 +114,16 @@ def test_a_report_that_it_is_gone_ends_a_delete_whose_answer_was_lost() -> None:
     assert run(e.HostMissing(at=1.0, host_uuid=host(1), seen_at=150.1), start=leaving).instance.state is State.RELEASING
 
 
+def test_a_report_of_before_the_build_ends_no_delete_though_its_host_is_minutes_ahead() -> None:
+    """Seed 60191 at f11870b: a paused conductor took it after the delete, and released what still ran."""
+    leaving = run(queried(), replace(spawned(), scan=ScanId(5, 3)), DELETE).instance
+    ahead = e.HostMissing(at=130.0, host_uuid=host(1), seen_at=400.0, service="s1", scan=ScanId(5, 3))
+    for earlier in (ahead, replace(ahead, scan=ScanId(4, 9))):
+        assert run(earlier, start=leaving).instance == leaving
+    for later in (replace(ahead, scan=ScanId(5, 4)), replace(ahead, service="heir")):
+        assert run(later, start=leaving).instance.state is State.RELEASING
+
+
 def runs(attempt: int, n: int = 1, *, built: bool = True) -> e.HostRuns:
     return e.HostRuns(at=120.0, attempt=attempt, host_uuid=host(n), service="s1", seen_at=120.0, built=built)
 
