@@ -34,7 +34,7 @@ from bus.wire import (
 
 log = structlog.get_logger("bus.consuming.consumer")
 
-CANNOT_SETTLE = "settling.failed"
+CANNOT_APPLY = "outcome.not_applied"
 
 
 class OutcomeHandler:
@@ -149,7 +149,7 @@ class OutcomeHandler:
             body=received.body if isinstance(received, Malformed) else encode(received.message),
             message_id=new_uuid(self._bus.rng),
             headers={
-                CODE: CANNOT_SETTLE,
+                CODE: CANNOT_APPLY,
                 REASON: shown(reason)[:MAX_REASON],
                 DIED_AT: int(self._bus.clock.time() * 1000),
             },

@@ -256,7 +256,7 @@ async def test_what_cannot_be_settled_is_parked_and_its_neighbours_are_settled(
     watched.answer = Done()
     await settled_with(watched, dead=1)
     (letter,) = await dead_letters.list_dead(watched.bus.transport, REQUESTS)
-    assert (letter.code, letter.reason) == ("settling.failed", "ValueError: cannot be written")
+    assert (letter.code, letter.reason) == ("outcome.not_applied", "ValueError: cannot be written")
     assert boot(1).instance_uuid in letter.body.decode()
 
 
