@@ -48,6 +48,7 @@ PAGES: dict[str, dict[str, Any]] = {
     "builds.html": {
         "builds": tuple[BuildRecord, ...],
         "older": float,
+        "searched_to": float,
         "states": list[BuildState],
         "query": dict[str, str],
         "caller": WebCaller,
