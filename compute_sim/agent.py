@@ -47,6 +47,7 @@ from compute_sim.driver import (
     DriverHost,
     DriverUnavailable,
     Machine,
+    MachineProtected,
     NotOurs,
 )
 from compute_sim.jobs import Chain, Jobs
@@ -281,8 +282,9 @@ class Agent:
             except DriverUnavailable as fault:
                 # Never claim what is not certain. The entry stays `destroying`: a repeated Destroy, `insist`, or the
                 # next start of the service tries again.
-                log.error("destroy.failed", instance=key[1], cause=key[1], host=key[0], reason=str(fault))
-                self._answers.report_refused(key, attempt, "destroy.failed", str(fault))
+                code = "destroy.protected" if isinstance(fault, MachineProtected) else "destroy.failed"
+                log.error(code, instance=key[1], cause=key[1], host=key[0], reason=str(fault))
+                self._answers.report_refused(key, attempt, code, str(fault))
                 chain.answers.clear()
                 self._undone[key] = None
                 return
@@ -311,7 +313,7 @@ class Agent:
     async def _clear(self, key: Key, attempt: int, deployment: str | None) -> None:
         await self._destroying.call(
             lambda: self._driver.destroy(key[0], key[1], attempt, deployment),
-            lambda error: isinstance(error, DriverUnavailable),
+            lambda error: isinstance(error, DriverUnavailable) and not isinstance(error, MachineProtected),
         )
 
     def _count_failures(self, host: str, *, works: bool) -> None:

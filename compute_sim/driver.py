@@ -55,6 +55,10 @@ class DriverUnavailable(Exception):
     """What manages the machines cannot be reached just now; the same call may work later."""
 
 
+class MachineProtected(DriverUnavailable):
+    """An operator has protected the machine where it is managed: asking again at once is of no use."""
+
+
 class DriverHost(Struct, frozen=True, kw_only=True):
     """One host as its driver knows it. uuid: its root provider's. attributes: what ComputeCapabilities reads.
 
@@ -150,7 +154,7 @@ class Driver(Protocol):
         """Return when nothing of this deployment's attempts up to this one is left on the host, leftovers included.
 
         Destroying what is not there is fine. Raises NotOurs, having changed nothing, when the machine's mark does not
-        name this deployment; DriverUnavailable when it cannot be sure.
+        name this deployment; MachineProtected; DriverUnavailable when it cannot be sure.
         """
 
     async def check(self, build: Build) -> None:

@@ -128,6 +128,7 @@ class Ironic(PrivateServer):
     programs: the `bin` directory of the virtualenv that it is installed in (`scripts/ironic install`).
     broker_url: where it publishes its notifications (`amqp://`); None: nowhere. delays: seconds of `[fake]`, as
     `{"deploy_delay": 2}`. user, password_hash: HTTP basic sign-in; empty: none. more: further lines of ironic.conf.
+    plugins: a directory with further hardware types, as Python packages with entry points.
     """
 
     stop_timeout_s = 30.0
@@ -142,6 +143,7 @@ class Ironic(PrivateServer):
         user: str = "",
         password_hash: str = "",
         more: str = "",
+        plugins: Path | None = None,
         port: int | None = None,
     ) -> None:
         if not (programs / "ironic").exists():
@@ -153,6 +155,7 @@ class Ironic(PrivateServer):
         self._broker_url = broker_url
         self._delays = dict(delays or {})
         self._more = more
+        self._plugins = plugins
 
     @property
     def url(self) -> str:
@@ -227,5 +230,7 @@ class Ironic(PrivateServer):
 
     def _environment(self) -> dict[str, str]:
         env = clean_environment()
+        if self._plugins is not None:
+            env["PYTHONPATH"] = str(self._plugins.absolute())
         places = (self._work.path / "bin", self._programs, env["PATH"])
         return {**env, "PATH": os.pathsep.join(map(str, places)), "HOME": str(self._work.path)}

@@ -358,7 +358,7 @@ TABLE: Mapping[State, Mapping[type[Event], Rule | None]] = {
         BuildRequested: IGNORE,
         DeleteRequested: IGNORE,
         Spawned: Rule(move_rules.repeat_destroy_both),
-        SpawnFailed: IGNORE,
+        SpawnFailed: Rule(rules.report_undestroyed),
         TimedOut: Rule(move_rules.destroy_both_again),
         Claimed: IGNORE,
         ClaimRefused: IGNORE,

@@ -26,6 +26,7 @@ from compute_sim.driver import (
     DriverHost,
     DriverUnavailable,
     Machine,
+    MachineProtected,
     NotOurs,
     Reschedule,
     Tree,
@@ -131,7 +132,7 @@ class BareMetal:
                 return
             if node.protected:
                 why = f" ({node.protected_reason})" if node.protected_reason else ""
-                raise DriverUnavailable(f"node {host_uuid} is protected in Ironic{why}: it is kept until that is unset")
+                raise MachineProtected(f"node {host_uuid} is protected in Ironic{why}: it is kept until that is unset")
             took = self._clock.monotonic() - began
             if took > self._config.clean_timeout_s:
                 reason = f"; {refused}" if refused is not None else ""

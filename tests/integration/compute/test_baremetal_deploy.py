@@ -25,6 +25,7 @@ from compute_sim.driver import (
     ChangeFault,
     ChangeOrder,
     DriverUnavailable,
+    MachineProtected,
     NotOurs,
     Reschedule,
 )
@@ -260,7 +261,8 @@ async def test_a_node_that_leaves_available_under_the_take_is_given_back(ironic:
     with pytest.raises(DriverUnavailable, match="still carries the instance and is in manageable"):
         await driver.destroy(node["uuid"], INSTANCE, 1, DEPLOYMENT)
     node.update(provision_state="available")  # its operator provides it again
-    await driver.destroy(node["uuid"], INSTANCE, 1, DEPLOYMENT)
+    patient = await driver_of(config(ironic))
+    await patient.destroy(node["uuid"], INSTANCE, 1, DEPLOYMENT)
     assert node["instance_uuid"] is None and "berth" not in node["instance_info"]
 
 
@@ -301,7 +303,7 @@ async def test_a_protected_node_is_kept_and_the_reason_reported(ironic: IronicSt
     driver = await deployed(config(ironic), build(node))
     ironic.pool.nodes[node].update(protected=True, protected_reason="the ledger is on it")
     ironic.requested.clear()
-    with pytest.raises(DriverUnavailable, match=r"protected in Ironic \(the ledger is on it\)"):
+    with pytest.raises(MachineProtected, match=r"protected in Ironic \(the ledger is on it\)"):
         await driver.destroy(node, INSTANCE, 1, DEPLOYMENT)
     assert not ironic.requested and ironic.pool.nodes[node]["provision_state"] == "active"
 

@@ -14,7 +14,7 @@ from bus.clock import SystemClock
 from bus.contracts.cell import ComputeOutcome, ComputeResult, Destroy, InstanceSpec, Spawn
 from compute_sim.agent import Agent, Limits
 from compute_sim.domain.attempts import Entry, Phase
-from compute_sim.driver import Build, DriverHost, DriverUnavailable, Machine, Reschedule, Tree
+from compute_sim.driver import Build, DriverHost, DriverUnavailable, Machine, MachineProtected, Reschedule, Tree
 from compute_sim.records import Key, Records
 
 HOSTS = tuple(f"00000000-0000-4000-8000-00000000000{n}" for n in range(2))
@@ -40,6 +40,7 @@ class Scripted:
         self.most_building = 0
         self.built: list[tuple[Key, int]] = []
         self.away = 0  # calls of destroy that fail
+        self.protected = False
         self.destroys = 0  # calls of destroy
         self.gate: asyncio.Event | None = None
         self.bug: Exception | None = None
@@ -102,6 +103,8 @@ class Scripted:
         self.destroys += 1
         try:
             await self._turns()
+            if self.protected:
+                raise MachineProtected("an operator keeps it")
             if self.away or (self._rng and self._rng.random() < 0.1):
                 self.away = max(0, self.away - 1)
                 raise DriverUnavailable("unavailable")
@@ -294,6 +297,22 @@ async def test_a_build_that_takes_too_long_is_given_up() -> None:
     service.agent.take([spawn(0)])
     await service.rest()
     assert [r.code for r in service.said] == ["build.timeout"]
+
+
+async def test_a_protected_machine_is_reported_at_once_and_destroyed_when_it_is_not_any_more() -> None:
+    driver = Scripted()
+    service = Service(driver)
+    await service.agent.resume()
+    service.agent.take([spawn(0)])
+    await service.rest()
+    driver.protected = True
+    service.agent.take([destroy(0)])
+    await service.rest()
+    assert (service.said[-1].code, driver.destroys) == ("destroy.protected", 1)
+    driver.protected = False
+    service.agent.take([destroy(0)])
+    await service.rest()
+    assert service.said[-1].outcome is ComputeOutcome.DESTROYED and not driver.machines
 
 
 async def test_what_could_not_be_destroyed_is_taken_up_again_without_being_asked() -> None:

@@ -44,6 +44,30 @@ def test_delete_holds_the_allocation_until_the_host_has_destroyed() -> None:
     assert (event.state, event.terminal) == (BuildState.DELETED, True)
 
 
+def test_why_a_host_cannot_destroy_is_announced_once_for_each_reason() -> None:
+    def cannot(reason: str, *, attempt: int = 1, at_host: int = 1, code: str = "destroy.protected") -> e.SpawnFailed:
+        return e.SpawnFailed(at=5.0, attempt=attempt, host_uuid=host(at_host), code=code, reason=reason)
+
+    leaving = run(queried(), spawned(), DELETE)
+    held = run(cannot("the ledger is on it"), start=leaving.instance)
+    (event,) = said(held)
+    assert (event.state, event.terminal) == (BuildState.DELETING, False)
+    assert (event.code, event.reason) == ("destroy.protected", "the ledger is on it")
+    assert (held.instance.state, held.instance.deadline) == (State.DELETING, leaving.instance.deadline)
+    for same in (
+        cannot("the ledger is on it"),
+        cannot("other", attempt=2),
+        cannot("other", at_host=2),
+        cannot("a new attempt came", code="spawn.superseded"),
+    ):
+        assert run(same, start=held.instance).instance == held.instance
+    (event,) = said(run(cannot("it is locked", code="destroy.failed"), start=held.instance))
+    assert (event.code, event.reason) == ("destroy.failed", "it is locked")
+    gone = run(e.Destroyed(at=152.0, attempt=1, host_uuid=host(1)), RELEASED, start=held.instance)
+    (event,) = said(gone)
+    assert (event.state, event.code, event.reason) == (BuildState.DELETED, "", "")
+
+
 def test_delete_while_building_announces_one_terminal_event() -> None:
     leaving = run(queried(), DELETE)
     gone = run(e.Destroyed(at=1.0, attempt=1, host_uuid=host(1)), RELEASED, start=leaving.instance)

@@ -1,0 +1,83 @@
+"""A hardware type of Ironic's that measures: fake hardware whose sensors and health say what a file says.
+
+Ironic takes hardware types from any installed distribution that names them as entry points; this makes such a one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+DRIVER = "bmc"
+# Further lines of ironic.conf: the hardware type enabled, and everything looked at every second.
+CONFIG = """\
+[DEFAULT]
+enabled_hardware_types = fake-hardware,bmc
+enabled_management_interfaces = fake,noop,bmc
+[conductor]
+sync_power_state_interval = 1
+[sensor_data]
+send_sensor_data = true
+enable_for_undeployed_nodes = true
+interval = 1
+"""
+_MODULE = """\
+import json
+from pathlib import Path
+
+from ironic.common import health_states
+from ironic.drivers import fake_hardware
+from ironic.drivers.modules import fake
+
+
+def said(task):
+    return json.loads((Path(__file__).parent / "said.json").read_text()).get(task.node.uuid, {})
+
+
+class Management(fake.FakeManagement):
+    def get_sensors_data(self, task):
+        return said(task).get("sensors", {})
+
+    def get_node_health(self, task):
+        health = said(task).get("health")
+        return health_states.HealthState(health) if health else None
+
+
+class Hardware(fake_hardware.FakeHardware):
+    @property
+    def supported_management_interfaces(self):
+        return [Management, *super().supported_management_interfaces]
+"""
+_ENTRY_POINTS = """\
+[ironic.hardware.types]
+bmc = berth_bmc:Hardware
+[ironic.hardware.interfaces.management]
+bmc = berth_bmc:Management
+"""
+
+
+class Bmc:
+    """The distribution in a directory, and what its nodes' sensors say."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self._said: dict[str, Any] = {}
+        about = directory / "berth_bmc-1.0.dist-info"
+        about.mkdir()
+        (about / "METADATA").write_text("Metadata-Version: 2.1\nName: berth-bmc\nVersion: 1.0\n")
+        (about / "entry_points.txt").write_text(_ENTRY_POINTS)
+        (directory / "berth_bmc.py").write_text(_MODULE)
+        self._write()
+
+    def say(self, node: str, *, health: str = "OK", sensors: Mapping[str, Any] | None = None) -> None:
+        """What one node's say from now on."""
+        self._said[node] = {"health": health, "sensors": dict(sensors or {})}
+        self._write()
+
+    def _write(self) -> None:
+        fresh = self.directory / "said.json.new"
+        fresh.write_text(json.dumps(self._said))
+        os.replace(fresh, self.directory / "said.json")
