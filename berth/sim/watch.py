@@ -108,19 +108,22 @@ class MachineWatch:
         key, builder = (host, guest.instance_uuid, guest.attempt), PROCESS.get()
         former_fleet, former = self._builders.get(key, (fleet, None))
         self._builders[key] = (fleet, builder)
-        active = self._active.get(guest.instance_uuid)
-        known = active is not None and (active.host_uuid, active.attempt) == (host, guest.attempt)
-        if former_fleet is fleet or former is None or known:
+        if former_fleet is fleet or former is None or self._is_on_record(key):
             return
         if former.dead or not fleet.has_name(former):
             self._untold.add(key)
+
+    def _is_on_record(self, key: tuple[str, str, int]) -> bool:
+        host, instance, attempt = key
+        active = self._active.get(instance)
+        return active is not None and (active.host_uuid, active.attempt) == (host, attempt)
 
     def is_untold(self, host: str, guest: Guest) -> bool:
         """Whether an attempt ran in two fleets of one name, and no worker could know of both.
 
         A name belongs to one process at a time (docs/howto/run-for-real.md). One that dies, or loses the name with its
         connection, before any conductor has recorded what it built keeps that knowledge to itself: the same command,
-        sent again, is a first one to the next.
+        sent again, is a first one to the next, and a command to destroy it finds nothing there.
         """
         return (host, guest.instance_uuid, guest.attempt) in self._untold
 
@@ -133,6 +136,11 @@ class MachineWatch:
         if result.outcome is ComputeOutcome.DESTROYED:
             key = (result.host_uuid, result.instance_uuid)
             self._destroyed[key] = max(result.attempt, self._destroyed.get(key, 0))
+            built = (*key, result.attempt)
+            _, builder = self._builders.get(built, (None, None))
+            # Answered by the next process of the name, of machines that this attempt is not among.
+            if builder is not None and builder.dead and not self._is_on_record(built):
+                self._untold.add(built)
 
     def instances(self, instances: Mapping[str, Instance]) -> None:
         """A conductor has committed: what is active was built, there and by that attempt."""

@@ -47,7 +47,6 @@ CLOCKS_APART_S = 30.0
 OUTCOME_UNKNOWN = "build.outcome_unknown"
 # Of an active instance that its host does not run any more.
 LOST = "instance.lost"
-DESTROY_CODES = "destroy."  # how the codes begin with which a host refuses to destroy
 
 
 class Timeouts(Struct, frozen=True, kw_only=True):
@@ -307,17 +306,6 @@ def destroy(instance: Instance, event: DeleteRequested, timeouts: Timeouts) -> S
     return announce(leaving, BuildState.DELETING, event.at, timeouts, first=(destroy_here(leaving, timeouts),))
 
 
-def report_undestroyed(instance: Instance, event: SpawnFailed, timeouts: Timeouts) -> Step:
-    """The host cannot destroy it now: announce why, once for each reason. The delete goes on."""
-    why = (event.code, cut(event.reason))
-    is_refusal = event.code.startswith(DESTROY_CODES) and event.attempt == instance.attempt
-    if not is_refusal or event.host_uuid != instance.here.host_uuid or why == (instance.code, instance.reason):
-        return Step(instance)
-    code, reason = why
-    held = replace(instance, code=code, reason=reason)
-    return announce(held, BuildState.DELETING, event.at, timeouts, why=why)
-
-
 def destroy_again(instance: Instance, event: TimedOut, timeouts: Timeouts) -> Step:
     """The host has not confirmed: ask again, for as long as it takes. The allocation stays claimed.
 
@@ -530,10 +518,7 @@ def announce(
     first: tuple[Message, ...] = (),
     why: tuple[str, str] = ("", ""),
 ) -> Step:
-    """Take the next number and publish the state; the history only with a terminal state.
-
-    why: code and reason of a state that is not the failure of the build.
-    """
+    """Take the next number and publish the state; the history only with a terminal state. why: code and reason."""
     assert instance.spec is not None
     code, reason = (instance.code, instance.reason) if state is BuildState.FAILED else why
     announcement = BuildEvent(

@@ -10,7 +10,7 @@ from msgspec import Struct
 from bus.contracts.placement import Claim, ClaimOption, Migration, Release, Revert
 from bus.faults import BrokenInvariant
 
-from . import fence_rules, move_events, move_rules, rules
+from . import delete_rules, fence_rules, move_events, move_rules, rules
 from .events import (
     BuildRequested,
     ChangeEnded,
@@ -358,7 +358,7 @@ TABLE: Mapping[State, Mapping[type[Event], Rule | None]] = {
         BuildRequested: IGNORE,
         DeleteRequested: IGNORE,
         Spawned: Rule(move_rules.repeat_destroy_both),
-        SpawnFailed: Rule(rules.report_undestroyed),
+        SpawnFailed: Rule(delete_rules.report_undestroyed),
         TimedOut: Rule(move_rules.destroy_both_again),
         Claimed: IGNORE,
         ClaimRefused: IGNORE,

@@ -27,7 +27,7 @@ from berth.sim.world import SimClock, World
 from bus.bus import API
 from bus.contracts.base import MAX_AMOUNT, Message, Meta
 from bus.contracts.catalogue import BY_QUEUE
-from bus.contracts.cell import CellBuild, InstanceSpec, Selection
+from bus.contracts.cell import CellBuild, ComputeOutcome, ComputeResult, InstanceSpec, Selection
 from bus.contracts.placement import Claim, ClaimOption, Inventory
 from bus.memory import MemoryTransport
 from bus.topology import QueuePlan
@@ -223,6 +223,37 @@ def test_a_node_that_leaves_available_under_a_take_is_no_breach(
         harm.acted("compute-m0", "PATCH", node, None, take)
     with pytest.raises(Breach, match="of no owner"):
         harm.acted("compute-m0", "PUT", node, None, b'{"target":"active"}')
+
+
+@pytest.mark.parametrize(("first_died", "machines"), [(True, 1), (False, 2)])
+def test_what_a_dead_process_of_a_name_built_unheard_may_be_destroyed_in_vain(
+    *, first_died: bool, machines: int
+) -> None:
+    """Seed 35 at daf09d6: the next process of the name answered that nothing is there, and another host built it."""
+
+    async def main() -> None:
+        world = World(replace(plan_of(1), metal=None), EventLog())
+        service = world.plan.services[0][1]
+        world.start_duplicate(service)
+        host, other = (one.plan.uuid for one in list(world.fleets[service].hosts)[:2])
+        first = Process("twin")
+        guest = Guest(INSTANCE, 1, {host: {"VCPU": 1}}, deployment="d")
+        first.context.run(world.duplicates[service].put, host, guest)
+        first.dead = first_died
+        world.machines.result(
+            ComputeResult(
+                instance_uuid=INSTANCE,
+                attempt=1,
+                host_uuid=host,
+                service=service,
+                outcome=ComputeOutcome.DESTROYED,
+            )
+        )
+        again = Guest(INSTANCE, 2, {other: {"VCPU": 1}}, deployment="d")
+        Process("compute").context.run(world.fleets[service].put, other, again)
+        assert len([one for one in _running(world) if one.instance_uuid == INSTANCE]) == machines
+
+    virtual.run(main, on_unseen=pytest.fail)
 
 
 @pytest.mark.parametrize(
