@@ -86,6 +86,7 @@ async def measure(client: BuildClient, here: Site, system: str, what: Measured, 
         idle_stages_ms={
             name: round(statistics.median(one.stages_ms[name]["p50"] for one in idle if one.stages_ms[name]), 2)
             for name in idle[0].stages_ms
+            if any(one.stages_ms[name] for one in idle)
         },
         idle_spent_ms={
             stage: round(statistics.median(one.spent_ms[stage]["p50"] for one in idle if stage in one.spent_ms), 2)

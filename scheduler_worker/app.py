@@ -19,7 +19,7 @@ from bus.contracts.cell import ComputeHosts, ReportHosts, ServicesDigest
 from bus.contracts.workers import WorkerHeartbeat
 from bus.persistence.database import Database
 from bus.persistence.identity import watch_identity
-from bus.persistence.outbox import Relay
+from bus.persistence.outbox import Place, Relay
 from bus.port import BusError
 from bus.service.environment import Environment
 from bus.service.presence import announce_presence
@@ -52,8 +52,13 @@ from scheduler_worker.store.postgres import PostgresBuilds
 
 
 def is_progress(message: Message) -> bool:
-    """The progress of a build: it leaves with the next message of its bus that ends one, or a moment later."""
+    """Whether it is an event of a build that goes on: it leaves a moment later, unless the next one is quicker."""
     return isinstance(message, BuildEvent) and not message.terminal
+
+
+def place_of_event(message: Message) -> Place | None:
+    """The build that an event tells of, and the event's number there; None: it tells nothing of a build on record."""
+    return (message.instance_uuid, message.sequence) if isinstance(message, BuildEvent) and message.sequence else None
 
 
 class HostsListener:
@@ -159,7 +164,14 @@ def build(
         service.add_task("identity", partial(watch_identity, database, lambda: store.deployment, env.clock))
     for bus in buses.values():
         bus.belongs_to("scheduler", lambda: store.deployment, lambda: "" if database is None else database.place)
-    relay = Relay(store.outbox, buses, clock=env.clock, linger_s=config.progress_linger_s, lingers=is_progress)
+    relay = Relay(
+        store.outbox,
+        buses,
+        clock=env.clock,
+        linger_s=config.progress_linger_s,
+        lingers=is_progress,
+        place=place_of_event,
+    )
     store.publish_through(relay)
     follower = Follower(buses[API], selector.book, process=env.process, clock=env.clock)
     engine, moves = _engines(env, buses[API], store=store, selector=selector, follower=follower, config=config)

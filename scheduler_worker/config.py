@@ -202,7 +202,7 @@ class SchedulerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     (docs/lab/performance.md).
     """
     progress_linger_s: Annotated[float, Bound(ge=0, le=1)] = 0.1
-    """Seconds that an event that ends nothing may wait for further messages."""
+    """Seconds until an event that ends nothing is published, unless the next one of its build has overtaken it."""
     concurrency: Positive = 2
     """Batches of requests under way: one decides while another waits for its claims."""
     prefetch: Positive = 512

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import heapq
+import math
 import random
 from collections.abc import Callable, Iterator, Sequence
 
@@ -332,9 +333,9 @@ class LoadRun:
         return Offer(request=request, flavor=flavor, intended=due, row=row, give_up_at=give_up_at)
 
     def _on_event(self, event: BuildEvent) -> None:
-        if event.state.value == "accepted":
+        if event.sequence:  # the first event of what is on record: `accepted` itself may have been overtaken
             row = self.boots.rows.get(event.instance_uuid)
-            if row is not None:
+            if row is not None and math.isnan(self.boots.accepted[row]):
                 self.boots.accepted[row] = self._clock.monotonic()
 
     def _on_end(self, track: Track) -> None:

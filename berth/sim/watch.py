@@ -221,7 +221,7 @@ class Listener:
     def event(self, event: BuildEvent) -> None:
         """One event on the API bus."""
         self.events.setdefault((event.instance_uuid, event.sequence), event)
-        if event.state is BuildState.ACCEPTED:
+        if event.sequence:  # any but the terminal event may be missing; only what is on record has a number
             self.accepted[event.instance_uuid] = None
         if not event.terminal or event.state is BuildState.DELETED:
             return

@@ -21,6 +21,9 @@ MAX_FOLLOWERS = 200
 MAX_IN_FLIGHT = 200_000
 # ... and of one that has not ended after so long, its end was missed: the connection was unavailable.
 MAX_IN_FLIGHT_S = 3600.0
+# Builds whose end was heard and that are remembered: another scheduler's older event may come after it.
+MAX_ENDED = 10_000
+IN_FLIGHT = frozenset({BuildState.ACCEPTED, BuildState.SCHEDULED, BuildState.BUILDING})
 # Seconds of history on the page, and latencies kept for its percentiles.
 HISTORY_S = 300
 MAX_LATENCIES = 2_000
@@ -81,6 +84,7 @@ class Live:
         self._followers: set[EventFollower] = set()
         self._seconds: deque[Second] = deque(maxlen=HISTORY_S)
         self._accepted_at: dict[str, float] = {}
+        self._ended: dict[str, None] = {}
         self._latencies: deque[float] = deque(maxlen=MAX_LATENCIES)
         self.failures: deque[BuildEvent] = deque(maxlen=MAX_FAILURES)
         self.ended: Counter[str] = Counter()
@@ -141,12 +145,20 @@ class Live:
         """Take one event in: count it, and hand it to those who follow."""
         second = self._second()
         self._forget_missed()
-        if event.state is BuildState.ACCEPTED:
-            second.accepted += 1
-            if len(self._accepted_at) < MAX_IN_FLIGHT:
-                self._accepted_at[event.instance_uuid] = event.at
+        uuid = event.instance_uuid
+        if event.state in IN_FLIGHT:  # the first that is heard of a build, whichever state that is
+            if uuid not in self._accepted_at and uuid not in self._ended:
+                second.accepted += 1
+                if len(self._accepted_at) < MAX_IN_FLIGHT:
+                    self._accepted_at[uuid] = event.at
         elif event.state in TERMINAL_STATES:
-            began = self._accepted_at.pop(event.instance_uuid, None)
+            began = self._accepted_at.pop(uuid, None)
+            if began is None and event.stamps is not None and event.stamps.requested and uuid not in self._ended:
+                began = event.stamps.requested
+                second.accepted += 1
+            self._ended[uuid] = None
+            if len(self._ended) > MAX_ENDED:
+                del self._ended[next(iter(self._ended))]
             if event.terminal:
                 self.ended[event.state.value] += 1
             if event.state is BuildState.ACTIVE:

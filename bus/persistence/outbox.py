@@ -9,9 +9,10 @@ twice is harmless and never is not possible.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, Union
 
 import asyncpg
@@ -56,6 +57,7 @@ HANDLED_EVERY_S = 30.0
 _published = Counter("berth_outbox_messages", "Outbox messages confirmed by the broker", ["bus"])
 _swept = Counter("berth_outbox_recovered_rows", "Outbox rows that a sweep found left behind")
 _left = Counter("berth_outbox_deferred_rows", "Outbox rows left to the sweep", ["reason"])
+_overtaken = Counter("berth_outbox_overtaken_messages", "Outbox messages that a newer one replaced", ["bus"])
 _held = Gauge("berth_outbox_pending_rows", "Outbox rows that wait for the broker's confirm")
 
 
@@ -202,6 +204,7 @@ class _Ticket:
 
 
 _Item = tuple[_Ticket, Message, str]
+Place = tuple[Hashable, int]  # what a message reports on, and its number among the reports on that
 
 
 class Relay:
@@ -209,7 +212,9 @@ class Relay:
 
     Each bus has its own lane: a cell that is unavailable does not hold up the others.
     lingers: messages that are not waited for; each leaves with the next message that does not linger, in order, or
-    after `linger_s`.
+    after `linger_s`. place: what a message reports on, and its number among the reports on that; None: on nothing. With
+    it a message that lingers waits for `linger_s` whatever else leaves, and is dropped when a message with a higher
+    number of the same subject comes meanwhile: its row says no more than the newer one's.
     """
 
     def __init__(
@@ -223,10 +228,11 @@ class Relay:
         sweep_age_s: float = SWEEP_AGE_S,
         linger_s: float = 0.0,
         lingers: Callable[[Message], bool] | None = None,
+        place: Callable[[Message], Place | None] | None = None,
     ) -> None:
         self._rows = rows
         lingers = lingers if linger_s > 0 else None
-        self._lanes = {name: _Lane(bus, clock, self._settle, lingers, linger_s) for name, bus in buses.items()}
+        self._lanes = {name: _Lane(bus, clock, self._settle, lingers, place, linger_s) for name, bus in buses.items()}
         self._clock = clock
         self._max_rows = max_rows
         # So much waits in memory for a bus that is unavailable: it must not take the room of all the others.
@@ -293,7 +299,7 @@ class Relay:
                     for _ in range(LANE_PUBLISHES):
                         group.create_task(lane.run())
                     if lane.lingers is not None:
-                        group.create_task(lane.flush_lingering())
+                        group.create_task(lane.end_lingering())
                 group.create_task(self._delete_confirmed())
                 group.create_task(self._shorten())
                 group.create_task(self._sweep())
@@ -421,16 +427,26 @@ class Relay:
 class _Lane:
     """What waits for one bus. Bounded by the relay's rows."""
 
-    def __init__(
-        self, bus: Bus, clock: Clock, settle: Any, lingers: Callable[[Message], bool] | None, linger_s: float
+    def __init__(  # noqa: PLR0917  (its relay's own arguments)
+        self,
+        bus: Bus,
+        clock: Clock,
+        settle: Any,
+        lingers: Callable[[Message], bool] | None,
+        place: Callable[[Message], Place | None] | None,
+        linger_s: float,
     ) -> None:
         self.lingers = lingers
         self._bus = bus
         self._clock = clock
         self._settle = settle
+        self._place = place
         self._linger_s = linger_s
-        self._lingering: list[_Item] = []
+        # By what they report on, the newest of each; the others each under a number of its own.
+        self._lingering: dict[Hashable, tuple[int, _Item]] = {}
+        self._numbers = itertools.count()
         self._some_linger = asyncio.Event()
+        self._is_due = False  # what lingers has lingered long enough
         self._waiting: deque[_Item] = deque()
         self._some = asyncio.Event()
         self._publishing = 0
@@ -440,29 +456,44 @@ class _Lane:
 
     def is_behind(self, most: int) -> bool:
         """Whether its bus is unavailable and so much waits for it that more is better left to the sweep."""
-        return self.is_unavailable and len(self._waiting) >= most
+        return self.is_unavailable and len(self._waiting) + len(self._lingering) >= most
 
     def put(self, item: _Item) -> None:
-        if self.lingers is not None and self.lingers(item[1]):
-            self._lingering.append(item)
+        place = None if self._place is None else self._place(item[1])
+        is_lingering = self.lingers is not None and self.lingers(item[1])
+        if place is not None and not self._overtake(place, item, is_lingering=is_lingering):
+            return
+        if is_lingering:
+            key, number = place or (next(self._numbers), 0)
+            self._lingering[key] = (number, item)
             self._some_linger.set()
             return
-        self._flush_lingering()
+        if self._place is None:
+            self._waiting.extend(lingering for _, lingering in self._lingering.values())
+            self._lingering.clear()
         self._waiting.append(item)
         self._wake()
 
-    async def flush_lingering(self) -> None:
+    def _overtake(self, place: Place, item: _Item, *, is_lingering: bool) -> bool:
+        """Drop the older one of a lingering report and this one on the same subject; False: that is this one."""
+        subject, number = place
+        found = self._lingering.get(subject)
+        if found is None or (found[0] >= number and not is_lingering):
+            return True
+        is_newer = found[0] < number
+        if is_newer:
+            del self._lingering[subject]
+        _overtaken.labels(self._bus.name).inc()
+        self._settle([found[1] if is_newer else item])
+        return is_newer
+
+    async def end_lingering(self) -> None:
         """What lingers leaves in the end, whatever else is to be sent."""
         while True:
             await self._some_linger.wait()
             self._some_linger.clear()
             await self._clock.sleep(self._linger_s)
-            self._flush_lingering()
-
-    def _flush_lingering(self) -> None:
-        if self._lingering:
-            self._waiting.extend(self._lingering)
-            self._lingering.clear()
+            self._is_due = bool(self._lingering)
             self._wake()
 
     def _wake(self) -> None:
@@ -471,9 +502,18 @@ class _Lane:
 
     def _may_publish(self) -> bool:
         """One publish at a time, so that what comes meanwhile gathers; a full one beside it, or when it is slow."""
-        if not self._waiting or not self._publishing:
-            return bool(self._waiting)
-        return not self.is_unavailable and (self._slow or len(self._waiting) >= LANE_BATCH)
+        count = len(self._waiting) + (len(self._lingering) if self._is_due else 0)
+        if not count or not self._publishing:
+            return count > 0
+        return not self.is_unavailable and (self._slow or count >= LANE_BATCH)
+
+    def _take(self) -> list[_Item]:
+        """The next batch. What lingers is younger than what waits, or has nothing to do with it."""
+        items = [self._waiting.popleft() for _ in range(min(LANE_BATCH, len(self._waiting)))]
+        while self._is_due and self._lingering and len(items) < LANE_BATCH:
+            items.append(self._lingering.pop(next(iter(self._lingering)))[1])
+        self._is_due = self._is_due and bool(self._lingering)
+        return items
 
     def _is_slow(self) -> None:
         self._slow = True
@@ -485,7 +525,7 @@ class _Lane:
                 self._some.clear()
                 await self._some.wait()
                 continue
-            items = [self._waiting.popleft() for _ in range(min(LANE_BATCH, len(self._waiting)))]
+            items = self._take()
             self._publishing += 1
             self._slow = False
             self._wake()

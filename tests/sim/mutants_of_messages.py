@@ -67,10 +67,10 @@ def full_queue_forgets() -> AbstractContextManager[Any]:
 def progress_lingers_for_ever() -> AbstractContextManager[Any]:
     """What may wait for the next message waits for it, however long that takes."""
 
-    async def flush_lingering(self: Any) -> None:
+    async def end_lingering(self: Any) -> None:
         await asyncio.get_running_loop().create_future()
 
-    return patch.object(outbox._Lane, "flush_lingering", flush_lingering)
+    return patch.object(outbox._Lane, "end_lingering", end_lingering)
 
 
 def failed_build_keeps_its_claim() -> AbstractContextManager[Any]:

@@ -60,7 +60,8 @@ async def test_a_request_is_claimed_dispatched_and_announced(world: World) -> No
     await world.announced("c1", request, BuildState.ACTIVE, 11, terminal=True, host=scheduled.host, attempt=1)
     active = await world.ended(request.instance_uuid)
     assert active.state is BuildState.ACTIVE and active.cell == "c1"
-    assert world.states(request.instance_uuid) == ["accepted", "scheduled", "building", "active"]
+    # A state that the next one overtook is not published; which ones that were depends on what is quicker.
+    assert world.states(request.instance_uuid)[-2:] in (["scheduled", "active"], ["building", "active"])
     record = await world.show(request.instance_uuid)
     assert record is not None and record.state is BuildState.ACTIVE and record.host == scheduled.host
     assert [line.what for line in record.timeline] == [
@@ -90,7 +91,8 @@ async def test_a_late_or_repeated_event_is_in_the_timeline_once_and_in_its_place
         whole = ["requested", "chosen", "claimed", "dispatched", "building", "active"]
         while await told() != whole:  # noqa: ASYNC110  (a record is asked; nobody announces it)
             await asyncio.sleep(0.005)
-    assert world.states(request.instance_uuid) == ["accepted", "scheduled", "active"]
+    assert {"accepted", "scheduled"} >= set(world.states(request.instance_uuid)[:-1])
+    assert world.states(request.instance_uuid)[-1] == "active"
 
 
 async def test_a_decision_keeps_the_scores_of_its_host_and_its_alternates(world: World) -> None:
@@ -411,7 +413,7 @@ async def test_a_delete_seen_while_scheduling_frees_the_claim(world: World, monk
     deleted.set()
     assert (await world.ended(request.instance_uuid)).state is BuildState.DELETED
     assert await world.used() == {} and world.builds == []
-    assert world.states(request.instance_uuid) == ["accepted", "deleted"]
+    assert world.states(request.instance_uuid) in (["accepted", "deleted"], ["deleted"])
     # The same request again changes nothing.
     await world.buses[API].request(request, BuildAccepted, timeout_s=PATIENCE_S)
     assert await world.used() == {} and world.builds == []
@@ -484,7 +486,7 @@ async def test_the_database_away_is_waited_for(world: World, monkeypatch: pytest
     request = world.request()
     await world.ask(request)
     await world.ended(request.instance_uuid, BuildState.SCHEDULED)
-    assert world.states(request.instance_uuid) == ["accepted", "scheduled"]
+    assert world.states(request.instance_uuid) in (["accepted", "scheduled"], ["scheduled"])
     assert next(failures, None) is None
 
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 
 import pytest
+from msgspec import structs
 
 from bus.bus import API, Bus
 from bus.clock import SystemClock
@@ -16,9 +17,10 @@ from bus.contracts.build import BuildEvent, BuildState
 from bus.contracts.catalogue import BUILD_EVENTS
 from bus.memory import MemoryBroker, MemoryTransport
 from bus.persistence import outbox
-from bus.persistence.outbox import OutboxMessage, Relay
+from bus.persistence.outbox import OutboxMessage, Place, Relay
 from bus.port import Outgoing
 from cell_conductor.app import is_progress
+from scheduler_worker.app import place_of_event
 
 UUID = "0b2d1c9e-6f7a-4d53-9a40-2f1a3b4c5d6e"
 LINGER_S = 0.25
@@ -73,9 +75,11 @@ class Heard:
 
 
 @asynccontextmanager
-async def relaying(clock: Gate, heard: Heard) -> AsyncIterator[Relay]:
+async def relaying(
+    clock: Gate, heard: Heard, place: Callable[[Message], Place | None] | None = None
+) -> AsyncIterator[Relay]:
     buses: dict[str, Bus] = {CELL: heard}  # type: ignore[dict-item]
-    relay = Relay(NoRows(), buses, clock=clock, linger_s=LINGER_S, lingers=is_progress)
+    relay = Relay(NoRows(), buses, clock=clock, linger_s=LINGER_S, lingers=is_progress, place=place)
     running = asyncio.create_task(relay.run())
     try:
         yield relay
@@ -113,6 +117,68 @@ async def test_progress_that_nothing_follows_leaves_after_a_moment() -> None:
         relay.send(2, [OutboxMessage(CELL, BUILDING)])
         await turns()
         assert len(heard.batches) == 2, "and so does the next"
+
+
+ACCEPTED, SCHEDULED = event(BuildState.ACCEPTED, 1), event(BuildState.SCHEDULED, 2)
+OTHER = structs.replace(ACCEPTED, instance_uuid="1b2d1c9e-6f7a-4d53-9a40-2f1a3b4c5d6e")
+
+
+async def test_a_state_that_the_next_one_overtook_is_not_published() -> None:
+    clock, heard = Gate(), Heard()
+    async with relaying(clock, heard, place_of_event) as relay:
+        relay.send(1, [OutboxMessage(CELL, ACCEPTED)])
+        relay.send(2, [OutboxMessage(CELL, OTHER)])
+        relay.send(3, [OutboxMessage(CELL, SCHEDULED)])
+        relay.send(4, [OutboxMessage(CELL, ACTIVE)])
+        await turns()
+        assert heard.batches == [[ACTIVE]], "the other build's lingers on"
+        clock.over.set()
+        await turns()
+        assert heard.batches == [[ACTIVE], [OTHER]]
+        assert relay.held == 4 and not relay._tickets, "all four rows are done with, and wait to be forgotten"
+
+
+async def test_the_newest_state_leaves_after_the_linger_though_it_came_in_the_wrong_order() -> None:
+    clock, heard = Gate(), Heard()
+    async with relaying(clock, heard, place_of_event) as relay:
+        relay.send(1, [OutboxMessage(CELL, SCHEDULED)])
+        relay.send(2, [OutboxMessage(CELL, ACCEPTED)])  # of a dead process, found by a sweep
+        await asyncio.wait_for(clock.waiting.wait(), 10)
+        clock.over.set()
+        await turns()
+        assert heard.batches == [[SCHEDULED]]
+        assert not relay._tickets
+
+
+async def test_an_end_and_an_event_without_a_number_are_never_dropped() -> None:
+    clock, heard = Gate(), Heard()
+    refused = structs.replace(ACTIVE, state=BuildState.REFUSED, sequence=0)
+    deleting = event(BuildState.DELETING, 9)
+    async with relaying(clock, heard, place_of_event) as relay:
+        relay.send(1, [OutboxMessage(CELL, deleting)])
+        relay.send(2, [OutboxMessage(CELL, refused), OutboxMessage(CELL, ACTIVE), OutboxMessage(CELL, ACTIVE)])
+        await turns()
+        assert heard.batches == [[refused, ACTIVE, ACTIVE]]
+        clock.over.set()
+        await turns()
+        assert heard.batches[1:] == [[deleting]], "what is newer than the end outlives it"
+
+
+async def test_what_lingers_while_a_publish_is_under_way_may_still_be_overtaken(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(outbox, "LANE_SLOW_S", 100.0)
+    clock, heard = Gate(), HeldUp()
+    async with relaying(clock, heard, place_of_event) as relay:
+        relay.send(1, [OutboxMessage(CELL, structs.replace(ACTIVE, instance_uuid=OTHER.instance_uuid))])
+        await turns()
+        relay.send(2, [OutboxMessage(CELL, SCHEDULED)])
+        clock.over.set()  # it has lingered long enough, and waits for the publish
+        await turns()
+        relay.send(3, [OutboxMessage(CELL, ACTIVE)])
+        heard.confirm.set()
+        await turns()
+        assert heard.batches[1:] == [[ACTIVE]] and not relay._tickets
 
 
 async def test_on_a_cells_bus_all_states_travel_as_one_broker_message() -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from msgspec import structs
+
 from berth.web import live
 from berth.web.live import EventFollower, Live
 from bus.clock import SystemClock
 from bus.contracts.build import BuildEvent, BuildState
+from bus.contracts.stages import Stamps
 
 
 def event(number: int, state: BuildState, at: float = 0.0) -> BuildEvent:
@@ -33,6 +36,21 @@ async def test_builds_whose_end_was_missed_are_not_in_flight_for_ever() -> None:
     assert heard.in_flight == 1
     heard.note(event(9, BuildState.ACTIVE, clock.time() + 2))
     assert heard.in_flight == 0 and 1.9 < heard.percentiles()["p99"] < 2.1
+
+
+async def test_a_build_is_accepted_once_whichever_of_its_events_are_published() -> None:
+    clock = SystemClock()
+    heard = Live(None, clock=clock, process="p")  # type: ignore[arg-type]
+    now = clock.time()
+    heard.note(event(1, BuildState.SCHEDULED, now))
+    heard.note(event(1, BuildState.BUILDING, now + 1))
+    assert heard.in_flight == 1
+    heard.note(event(1, BuildState.ACTIVE, now + 3))
+    heard.note(structs.replace(event(2, BuildState.ACTIVE, now + 3), stamps=Stamps(requested=now)))
+    heard.note(event(2, BuildState.ACCEPTED, now))  # late, from another scheduler
+    assert heard.in_flight == 0 and heard.ended["active"] == 2
+    assert sum(second.accepted for second in heard._seconds) == 2
+    assert heard.percentiles() == {"p50": 3.0, "p95": 3.0, "p99": 3.0}
 
 
 async def test_the_history_has_each_second_once() -> None:
