@@ -110,6 +110,7 @@ class PlacementHandlers:
     async def reads(self, batch: Sequence[Received]) -> list[Outcome]:
         """placement.reads: pages of the feed and of the book, where consumers are, and what operators ask."""
         outcomes: list[Outcome] = []
+        located = iter(await self._store.locate([r.message for r in batch if isinstance(r.message, LocateRequest)]))
         for received in batch:
             requested = received.message
             if isinstance(requested, ChangesRequest):
@@ -117,7 +118,7 @@ class PlacementHandlers:
             elif isinstance(requested, SnapshotRequest):
                 outcomes.append(Done(await self._store.snapshot(requested.after, requested.limit)))
             elif isinstance(requested, LocateRequest):
-                outcomes.append(Done(await self._store.locate(requested)))
+                outcomes.append(Done(next(located)))
             elif isinstance(requested, HostTreeQuery):
                 outcomes.append(Done(await self._store.tree(requested)))
             elif isinstance(requested, ProjectUsageQuery):

@@ -340,9 +340,12 @@ class SchedulingEngine:
         to_locate = [attempt for attempt in attempts if has_peers(attempt.request)]
         if not to_locate:
             return attempts
-        pages = await self._claims.locate([locate_request(attempt.request) for attempt in to_locate])
+        asked = [locate_request(attempt.request, first_run=attempt.first_run) for attempt in to_locate]
+        questions = list(dict.fromkeys(asked))
+        pages = dict(zip(questions, await self._claims.locate(questions), strict=True))
         answered: dict[str, Attempt] = {}
-        for attempt, page in zip(to_locate, pages, strict=True):
+        for attempt, question in zip(to_locate, asked, strict=True):
+            page = pages[question]
             uuid = attempt.request.instance_uuid
             if isinstance(page, Fault):
                 answered[uuid] = replace(attempt, result=unavailable_after(page))

@@ -59,7 +59,7 @@ PLANTS: dict[str, tuple[str, str, str]] = {
     "F-17": (_FILTERS + "is_another_host.py", "~view.among(spec.peers.different_hosts or ())", "~view.among(())"),
     "F-18": (_FILTERS + "is_the_same_host.py", "view.among(spec.peers.same_hosts or ())", "~view.among(())"),
     "F-op": ("scheduler_worker/domain/extra_specs.py", '"=": operator.ge,', '"=": operator.eq,'),
-    "F-once": (_ROUND, "self.rankings.get(attempt.spec.key)", "None"),
+    "F-once": (_ROUND, "self.rankings.get(spec.key)", "None"),
     "F-order": (
         "scheduler_worker/plugins.py",
         "        if path is None:\n            raise",

@@ -7,7 +7,7 @@ when the shape it was chosen for is gone, and `full` when it does not fit.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from msgspec import Struct
 
@@ -119,6 +119,36 @@ def may_be_new(claim: Claim) -> bool:
     return claim.consumer_generation is None or claim.release_first
 
 
+class _GroupCount:
+    """Where the members of one server group are by now: kept up with the changes, not counted anew for each claim."""
+
+    __slots__ = ("by_host", "hosts", "seen")
+
+    def __init__(self, members: Members) -> None:
+        self.hosts: dict[str, Sequence[str]] = dict(members)  # of each member
+        self.by_host: dict[str, int] = {}
+        self.seen = 0  # how many of the ledger's changes are counted
+        for hosts in members.values():
+            self._count(hosts, 1)
+
+    def put(self, consumer: str, hosts: Sequence[str]) -> None:
+        self._count(self.hosts.get(consumer, ()), -1)
+        self.hosts[consumer] = hosts
+        self._count(hosts, 1)
+
+    def without(self, consumers: Iterable[str]) -> dict[str, int]:
+        """Members by host, without these."""
+        counted = dict(self.by_host)
+        for consumer in consumers:
+            for host in self.hosts.get(consumer, ()):
+                counted[host] -= 1
+        return {host: count for host, count in counted.items() if count}
+
+    def _count(self, hosts: Sequence[str], sign: int) -> None:
+        for host in hosts:
+            self.by_host[host] = self.by_host.get(host, 0) + sign
+
+
 class _Ledger:
     """The running state of one group: what was loaded, overlaid by what has been decided so far."""
 
@@ -133,6 +163,8 @@ class _Ledger:
         self.foreign = foreign
         self._groups = groups
         self.joined: dict[GroupKey, dict[str, str]] = {}
+        self._counts: dict[GroupKey, _GroupCount] = {}
+        self._changes: list[str] = []  # consumers in the order of their changes; one may be in it several times
         self.projects: dict[str, dict[str, int]] = {}
         self._consumers = consumers
         self.providers = providers
@@ -155,15 +187,16 @@ class _Ledger:
         key = group_key(claim)
         if key is None:
             return {}
-        counted: dict[str, int] = {}
+        group = self._counts.get(key)
+        if group is None:
+            group = self._counts[key] = _GroupCount(self._groups.get(key, {}))
         joined = self.joined.get(key, {})
-        for consumer, hosts in {**self._groups.get(key, {}), **dict.fromkeys(joined, ())}.items():
-            if consumer == claim.consumer or (claim.migration is not None and consumer == claim.migration.uuid):
-                continue
-            changed = consumer in self.changed_consumers
-            for host in self._hosts_now(consumer, joined.get(consumer)) if changed else hosts:
-                counted[host] = counted.get(host, 0) + 1
-        return counted
+        for consumer in self._changes[group.seen :]:
+            if consumer in group.hosts or consumer in joined:
+                changed = consumer in self.changed_consumers
+                group.put(consumer, self._hosts_now(consumer, joined.get(consumer)) if changed else ())
+        group.seen = len(self._changes)
+        return group.without([claim.consumer, *([] if claim.migration is None else [claim.migration.uuid])])
 
     def _hosts_now(self, consumer: str, claimed: str | None) -> Sequence[str]:
         """Where a consumer is that this group has changed: by its claim, or where a swap has moved it."""
@@ -175,6 +208,7 @@ class _Ledger:
         key = group_key(claim)
         if key is not None and host is not None:
             self.joined.setdefault(key, {})[claim.consumer] = host
+            self._changes.append(claim.consumer)
 
     def join_migration(self, claim: Claim, migration: str) -> None:
         """The migration is where the claim's consumer was, for its server group."""
@@ -185,6 +219,7 @@ class _Ledger:
             host = joined.get(claim.consumer) or next(iter(hosts), None)
             if host is not None:
                 joined[migration] = host
+                self._changes.append(migration)
 
     def source_of(self, migration: Migration, held: Holding, kept: Holding) -> Holding:
         """What the source of a move takes that has begun."""
@@ -207,6 +242,7 @@ class _Ledger:
             self._count(self.consumer(uuid), -1)
             self._count(consumer, 1)
         self.changed_consumers[uuid] = consumer
+        self._changes.append(uuid)
 
     def _count(self, consumer: ConsumerState | None, sign: int) -> None:
         """What a project of limits holds follows its consumers."""

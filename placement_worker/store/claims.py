@@ -28,6 +28,7 @@ from placement_worker.domain.values import (
 )
 from placement_worker.store import feed, limits, members
 from placement_worker.store.names import NameTable
+from placement_worker.store.rows import transposed
 
 # Functions of the schema (schema.sql), a round trip each.
 LOCK = """
@@ -84,7 +85,8 @@ async def apply(
     locked = await lock(
         connection, expected_consumers(items), providers_of(items, {}), names, limited=limited, alone=alone
     )
-    groups = await members.read(connection, items)
+    holders = [uuid for uuid, consumer in locked.found.items() if consumer.holding]
+    groups = await members.read(connection, items, holders)
     held = await limits.by_project(connection, locked.usage, names)
     projects = {project: held.get(project, {}) for project in limited}
     foreign = frozenset(uuid for uuid, cell in locked.cells.items() if is_closed(cell, bus))
@@ -206,11 +208,6 @@ async def write(
         raise BrokenInvariant(f"usage past capacity, or an inventory is gone: {written} of {len(used)}")
     number: int = sequence
     return number
-
-
-def transposed(rows: Sequence[tuple[object, ...]], width: int) -> list[list[object]]:
-    """Rows as columns, so many even where there is no row."""
-    return list(map(list, zip(*rows, strict=True))) if rows else [[] for _ in range(width)]
 
 
 def columns(rows: Sequence[tuple[str, ConsumerState]]) -> tuple[list[object], ...]:

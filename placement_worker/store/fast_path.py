@@ -20,6 +20,7 @@ from placement_worker.domain.server_groups import held_by_class
 from placement_worker.domain.values import Holding
 from placement_worker.store import claims, limits
 from placement_worker.store.names import NameTable
+from placement_worker.store.rows import transposed
 
 # More share the way with locks, which is as quick for them; and the function writes its changes as one row of the feed.
 MAX_ITEMS = 8
@@ -128,10 +129,10 @@ def _arguments(items: Sequence[ClaimItem], wanted: _Wanted, names: NameTable) ->
     return [
         *(uuids, projects, users, types, attempts),
         *(list(places), [wanted.shapes[uuid] for uuid in places], list(wanted.times.values())),
-        *claims.transposed(used, 4),
-        *claims.transposed(held, 4),
+        *transposed(used, 4),
+        *transposed(held, 4),
         projects_of(items),
-        *claims.transposed(usage, 4),
+        *transposed(usage, 4),
         list(providers_of(items, {})),
     ]
 

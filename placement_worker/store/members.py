@@ -7,7 +7,7 @@ count no more are taken up again, or trimmed.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import asyncpg
 
@@ -17,6 +17,7 @@ from placement_worker.domain.claim_items import consumers_of, groups_of
 from placement_worker.domain.claims import ClaimItem
 from placement_worker.domain.server_groups import HARD, SHARING, group_key
 from placement_worker.domain.values import GroupKey
+from placement_worker.store.rows import transposed
 
 # Before any consumer, in one order. Two groups whose keys hash alike only wait for each other.
 LOCK = "SELECT pg_advisory_xact_lock(key) FROM unnest($1::bigint[]) AS key"
@@ -79,18 +80,25 @@ WHERE m.project_id = n.project_id AND m.group_uuid = n.group_uuid AND m.consumer
 """
 
 COUNT = f"""
-SELECT host, count(*) FROM (
-    SELECT {_HOSTS} FROM group_members m {_HELD}
-    WHERE m.project_id = $1 AND m.group_uuid = $2 AND m.consumer IS DISTINCT FROM $3 GROUP BY m.consumer
-) AS member CROSS JOIN LATERAL unnest(member.hosts) AS host
-GROUP BY host ORDER BY host LIMIT $4
+SELECT asked.at, counted.host, counted.members
+FROM unnest($1::int[], $2::text[], $3::uuid[], $4::uuid[]) AS asked (at, project_id, group_uuid, besides)
+CROSS JOIN LATERAL (
+    SELECT host, count(*) AS members FROM (
+        SELECT {_HOSTS} FROM group_members m {_HELD}
+        WHERE m.project_id = asked.project_id AND m.group_uuid = asked.group_uuid
+            AND m.consumer IS DISTINCT FROM asked.besides GROUP BY m.consumer
+    ) AS member CROSS JOIN LATERAL unnest(member.hosts) AS host
+    GROUP BY host ORDER BY host LIMIT $5
+) AS counted ORDER BY asked.at, counted.host
 """
 
 HOSTS = """
-SELECT a.consumer, array_agg(DISTINCT root.uuid ORDER BY root.uuid) FROM allocations a
-JOIN consumers c ON c.uuid = a.consumer AND c.project_id = $1
+SELECT asked.at, a.consumer, array_agg(DISTINCT root.uuid ORDER BY root.uuid)
+FROM unnest($1::int[], $2::text[], $3::uuid[]) AS asked (at, project_id, consumer)
+JOIN allocations a ON a.consumer = asked.consumer
+JOIN consumers c ON c.uuid = a.consumer AND c.project_id = asked.project_id
 JOIN providers p ON p.id = a.provider_id JOIN providers root ON root.id = p.root_id
-WHERE a.consumer = ANY($2::uuid[]) GROUP BY a.consumer ORDER BY a.consumer
+GROUP BY asked.at, a.consumer ORDER BY asked.at, a.consumer
 """
 
 
@@ -102,9 +110,12 @@ async def lock(connection: asyncpg.Connection, items: Sequence[ClaimItem]) -> No
         await connection.execute(LOCK, [row["key"] for row in hashed])
 
 
-async def read(connection: asyncpg.Connection, items: Sequence[ClaimItem]) -> dict[GroupKey, dict[str, Sequence[str]]]:
+async def read(
+    connection: asyncpg.Connection, items: Sequence[ClaimItem], holders: Collection[str] | None = None
+) -> dict[GroupKey, dict[str, Sequence[str]]]:
     """Of every named group the members that decide, {consumer: hosts}.
 
+    holders: of the consumers that the items name those that hold something, where that is known; others are on no host.
     To be called when the hosts are locked, too: what moves a member to one of them without being a claim of the group
     (PUT /allocations, a swap) has then committed, or comes later.
     """
@@ -112,12 +123,12 @@ async def read(connection: asyncpg.Connection, items: Sequence[ClaimItem]) -> di
     if not keys:
         return {}
     members: dict[GroupKey, dict[str, Sequence[str]]] = {key: {} for key in keys}
-    for project, group, consumer, hosts in await connection.fetch(READ, *_columns(items, keys)):
+    for project, group, consumer, hosts in await connection.fetch(READ, *_columns(items, keys, holders)):
         members[project, group][consumer] = hosts
     return members
 
 
-def _columns(items: Sequence[ClaimItem], keys: Sequence[GroupKey]) -> list[object]:
+def _columns(items: Sequence[ClaimItem], keys: Sequence[GroupKey], holders: Collection[str] | None) -> list[object]:
     """Hosts named by groups with a hard rule, consumers that may move, groups that stay together, and how many."""
     hosts: set[tuple[str, str, str]] = set()
     together: set[GroupKey] = set()
@@ -128,10 +139,10 @@ def _columns(items: Sequence[ClaimItem], keys: Sequence[GroupKey]) -> list[objec
             if item.server_group.policy is GroupPolicy.AFFINITY:
                 together.add(key)
     consumers = sorted(consumers_of(items))
-    moved = [(*key, consumer) for key in keys for consumer in consumers]
+    moved = [(*key, one) for key in keys for one in (consumers if holders is None else sorted(holders))]
     columns: list[object] = []
     for rows, width in ((sorted(hosts), 3), (moved, 3), (sorted(together), 2)):
-        columns += list(map(list, zip(*rows, strict=True))) if rows else [[] for _ in range(width)]
+        columns += transposed(rows, width)
     return [*columns, TOLD_TOGETHER + len(consumers)]
 
 
@@ -150,14 +161,20 @@ async def forget(connection: asyncpg.Connection, limit: int) -> int:
     return len(left)
 
 
-async def where(connection: asyncpg.Connection, requested: LocateRequest) -> LocatePage:
-    """On which hosts they are."""
-    members = (
-        await connection.fetch(COUNT, requested.project_id, requested.server_group, requested.besides, MAX_HOSTS_TOLD)
-        if requested.server_group
-        else []
-    )
-    hosts = (
-        await connection.fetch(HOSTS, requested.project_id, list(requested.consumers)) if requested.consumers else []
-    )
-    return LocatePage(members={row[0]: row[1] for row in members}, hosts={row[0]: tuple(row[1]) for row in hosts})
+async def where(connection: asyncpg.Connection, requested: Sequence[LocateRequest]) -> list[LocatePage]:
+    """On which hosts they are, for each request in order: at most two statements for all of them."""
+    groups = [
+        (at, one.project_id, one.server_group, one.besides) for at, one in enumerate(requested) if one.server_group
+    ]
+    consumers = [
+        (at, one.project_id, uuid) for at, one in enumerate(requested) for uuid in dict.fromkeys(one.consumers)
+    ]
+    counted = await connection.fetch(COUNT, *transposed(groups, 4), MAX_HOSTS_TOLD) if groups else []
+    found = await connection.fetch(HOSTS, *transposed(consumers, 3)) if consumers else []
+    members: list[dict[str, int]] = [{} for _ in requested]
+    hosts: list[dict[str, tuple[str, ...]]] = [{} for _ in requested]
+    for at, host, count in counted:
+        members[at][host] = count
+    for at, consumer, its_hosts in found:
+        hosts[at][consumer] = tuple(its_hosts)
+    return [LocatePage(members=one, hosts=its) for one, its in zip(members, hosts, strict=True)]

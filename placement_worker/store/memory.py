@@ -292,8 +292,11 @@ class MemoryBook:
             more = len(uuids) > limit
             return SnapshotPage(sequence=table.head, providers=states, more=more, history=table.history)
 
-    async def locate(self, requested: LocateRequest) -> LocatePage:
-        """On which hosts consumers of a project hold something, and the members of one of its server groups."""
+    async def locate(self, requested: Sequence[LocateRequest]) -> list[LocatePage]:
+        """For each: on which hosts consumers of a project hold something, and the members of one of its groups."""
+        return [await self._locate(one) for one in requested]
+
+    async def _locate(self, requested: LocateRequest) -> LocatePage:
         table = self.table
         async with self.session.transaction():
             key = (requested.project_id, requested.server_group or "")

@@ -74,8 +74,8 @@ class PlacementStore(Protocol):
     async def snapshot(self, after: str | None, limit: int) -> SnapshotPage:
         """A page of whole providers by uuid, true at one feed number."""
 
-    async def locate(self, requested: LocateRequest) -> LocatePage:
-        """On which hosts consumers of a project hold something, and the members of one of its server groups."""
+    async def locate(self, requested: Sequence[LocateRequest]) -> list[LocatePage]:
+        """For each: on which hosts consumers of a project hold something, and the members of one of its groups."""
 
     async def tree(self, requested: HostTreeQuery) -> HostTree:
         """The tree that a provider is in, and who holds what of it, true at one moment."""

@@ -135,8 +135,8 @@ class PostgresStore:
             await connection.execute(REPEATABLE)
             return await snapshot.page(connection, after, limit)
 
-    async def locate(self, requested: LocateRequest) -> LocatePage:
-        """On which hosts consumers are, and the members of a server group."""
+    async def locate(self, requested: Sequence[LocateRequest]) -> list[LocatePage]:
+        """For each: on which hosts consumers are, and the members of a server group."""
         async with self._database.raw() as connection:
             return await members.where(connection, requested)
 

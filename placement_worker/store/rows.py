@@ -75,3 +75,8 @@ async def _members(connection: asyncpg.Connection, statement: str, numbers: Sequ
     for number, member in await connection.fetch(statement, numbers):
         members[number].append(member)
     return members
+
+
+def transposed(rows: Sequence[tuple[object, ...]], width: int) -> list[list[object]]:
+    """Rows as columns, so many even where there is no row."""
+    return list(map(list, zip(*rows, strict=True))) if rows else [[] for _ in range(width)]

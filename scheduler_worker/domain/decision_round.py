@@ -2,14 +2,48 @@
 
 from __future__ import annotations
 
+from collections.abc import Container, Mapping
+
 from msgspec.structs import replace
 
+from bus.contracts.groups import GroupPolicy
+from placement_worker.replica.book import Book
 from placement_worker.replica.request import QueryTooWide
 from placement_worker.replica.search import options
 from scheduler_worker.domain.attempt import Attempt
 from scheduler_worker.domain.ranking import Choice, RandomSource, Ranking
 from scheduler_worker.domain.selector import Selector
 from scheduler_worker.domain.step import nothing_fits, refused
+
+
+class GroupRoom:
+    """The rows of hosts that a member of an anti-affinity group may not use: rejected, or full with other members.
+
+    placed: members that this round has put on hosts, by host; the claims of all of them leave together.
+    """
+
+    __slots__ = ("_book", "_members", "_most", "_placed", "_rejected")
+
+    def __init__(
+        self, book: Book, rejected: Container[int], members: Mapping[str, int], placed: Mapping[str, int], most: int
+    ) -> None:
+        self._book = book
+        self._rejected = rejected
+        self._members = members
+        self._placed = placed
+        self._most = most
+
+    def __contains__(self, row: object) -> bool:
+        assert isinstance(row, int)
+        if row in self._rejected:
+            return True
+        uuid = self._book.uuid_of(row)
+        return self._members.get(uuid, 0) + self._placed.get(uuid, 0) >= self._most
+
+    @property
+    def full(self) -> int:
+        """How many hosts are full with members."""
+        return sum(count >= self._most for count in self._members.values())
 
 
 class DecisionRound:
@@ -25,6 +59,7 @@ class DecisionRound:
         self._rng = rng
         self._subset = subset
         self.rankings: dict[tuple[str, ...], Ranking] = {}
+        self._placed: dict[tuple[str, str], dict[str, int]] = {}  # by project and group: members by host
 
     def decide(self, attempt: Attempt) -> Attempt:
         """The attempt with a choice to claim, with a probe to claim, or with what follows when nothing fits."""
@@ -42,16 +77,42 @@ class DecisionRound:
         if choice is not None:
             self._assume(attempt, choice)
             return replace(attempt, choice=choice)
-        ranking = self.rankings.get(attempt.spec.key)
+        room = self._room_of(attempt)
+        spec = attempt.spec if room is None else attempt.spec.without_peers()
+        ranking = self.rankings.get(spec.key)
         if ranking is None:
-            ranking = self._selector.rank(attempt.spec, self._rng)
-            self.rankings[attempt.spec.key] = ranking
-        excluded = self._selector.rows_of(attempt.rejected)
+            ranking = self._selector.rank(spec, self._rng)
+            self.rankings[spec.key] = ranking
+        excluded = self._selector.rows_of(attempt.rejected) if room is None else room
         choice = ranking.pick(excluded, subset=self._subset, alternates=attempt.max_alternates)
         if choice is not None:
             self._assume(attempt, choice)
             ranking.consumed(choice.selected)
+            if room is not None:
+                choice = replace(choice, passed=max(1, choice.passed - room.full))
         return replace(attempt, choice=choice)
+
+    def _room_of(self, attempt: Attempt) -> GroupRoom | None:
+        """Of a member of a group that stays apart: the hosts it may not use, where nothing else depends on its peers.
+
+        So its ranking is the one of all requests like it, and a member costs what any request does.
+        """
+        peers = attempt.spec.peers
+        if peers is None or not self._selector.may_share_ranking(attempt.spec):
+            return None
+        assert peers.server_group is not None
+        return GroupRoom(
+            self._book,
+            self._selector.rows_of(attempt.rejected),
+            peers.members,
+            self._placed_of(attempt),
+            peers.server_group.max_per_host,
+        )
+
+    def _placed_of(self, attempt: Attempt) -> dict[str, int]:
+        group = attempt.request.server_group
+        assert group is not None
+        return self._placed.setdefault((attempt.request.project_id, group.uuid), {})
 
     def _same_host(self, attempt: Attempt) -> tuple[Attempt, Choice | None]:
         """The host whose shape had changed, if it still fits as it is now; else it is rejected."""
@@ -68,3 +129,6 @@ class DecisionRound:
 
     def _assume(self, attempt: Attempt, choice: Choice) -> None:
         self._book.assume(attempt.request.instance_uuid, choice.selected.options[0].allocations)
+        if attempt.spec.has_policy(GroupPolicy.ANTI_AFFINITY):
+            placed = self._placed_of(attempt)
+            placed[choice.selected.uuid] = placed.get(choice.selected.uuid, 0) + 1

@@ -80,6 +80,11 @@ def applies_to(plugin: Filter | Weigher, spec: RequestSpec) -> bool:
     return applies is None or bool(applies(spec))
 
 
+def is_own(plugin: Filter | Weigher) -> bool:
+    """Whether it is one of berth's own, so that it is known which requests' peers it reads."""
+    return type(plugin).__module__.startswith("scheduler_worker.")
+
+
 NONE_REJECTED: Mapping[str, int] = {}
 
 

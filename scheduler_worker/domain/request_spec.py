@@ -54,6 +54,10 @@ class RequestSpec(Struct, frozen=True, kw_only=True):
         """The same with these peers. The key becomes the request's own: its ranking is shared with no other."""
         return replace(self, peers=peers, key=(*self.key, instance_uuid))
 
+    def without_peers(self) -> RequestSpec:
+        """The same before `with_peers`: its ranking is shared with requests that have other peers, or none."""
+        return self if self.peers is None else replace(self, peers=None, key=self.key[:-1])
+
     def with_members(self, members: Mapping[str, int]) -> RequestSpec:
         """The same, after newer counts of the server group's members on some hosts."""
         if self.peers is None:

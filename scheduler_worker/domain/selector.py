@@ -11,6 +11,7 @@ from msgspec.structs import replace
 
 from bus.contracts.build import BuildRequest, FunnelStep
 from bus.contracts.cell import Selection
+from bus.contracts.groups import GroupPolicy
 from bus.contracts.operations import AdminState
 from placement_worker.replica.book import Book
 from placement_worker.replica.search import search
@@ -19,13 +20,14 @@ from scheduler_worker.domain.explain import funnel_step
 from scheduler_worker.domain.flavors import ParsedFlavor, request_spec
 from scheduler_worker.domain.host_metrics import HostMetricsTable
 from scheduler_worker.domain.hosts import NO_SERVICE, HostTable, Rows
-from scheduler_worker.domain.plugins import Filter, Weighing, applies_to
+from scheduler_worker.domain.plugins import Filter, Weighing, applies_to, is_own
 from scheduler_worker.domain.ranking import RandomSource, RankedHost, Ranking
 from scheduler_worker.domain.request_spec import RequestSpec, Unsatisfiable
 from scheduler_worker.domain.view import HostsView, Membership
 
 UNANNOUNCED = "host.unannounced"
 CELL_DISABLED = "cell.disabled"
+ANTI_AFFINITY_FILTER = "ServerGroupAntiAffinityFilter"
 
 
 class NoValidHost(Struct, frozen=True):
@@ -84,6 +86,22 @@ class Selector:
         self.weighings = tuple(weighings)
         self.membership = Membership(config.aggregates)
         self.revision = revision
+        # A plug-in of an operator's may read the peers of any request.
+        self._own_plugins_alone = all(map(is_own, filters)) and all(is_own(one.weigher) for one in weighings)
+        self._keeps_groups_apart = any(one.name == ANTI_AFFINITY_FILTER for one in filters)
+
+    def may_share_ranking(self, spec: RequestSpec) -> bool:
+        """Whether of a request's peers nothing counts but on which hosts its anti-affinity group is full."""
+        peers = spec.peers
+        return (
+            spec.has_policy(GroupPolicy.ANTI_AFFINITY)
+            and not spec.forced
+            and peers is not None
+            and peers.different_hosts is None
+            and peers.same_hosts is None
+            and self._own_plugins_alone
+            and self._keeps_groups_apart
+        )
 
     def allows(self, flavor: str, project: str) -> bool:
         """Whether there is this flavor, and the project may request it."""

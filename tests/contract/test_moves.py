@@ -255,7 +255,7 @@ async def test_no_member_takes_the_source_before_the_move_is_confirmed(store: Pl
     )
     assert back.outcome == "claimed"  # its own migration is nobody else's
     await store.apply([Release(consumer=MOVE)])
-    page = await store.locate(LocateRequest(project_id="p", server_group=GROUP))
+    page = (await store.locate([LocateRequest(project_id="p", server_group=GROUP)]))[0]
     assert page.members == {HOSTS[0]: 1}
 
 

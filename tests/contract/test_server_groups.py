@@ -72,7 +72,7 @@ async def test_members_stay_together_and_the_first_may_go_anywhere(store: Placem
 
 async def test_a_wish_is_never_refused_and_makes_a_member_all_the_same(store: PlacementStore) -> None:
     assert await outcomes(store, member(0, 0, group=WISH), member(1, 0, group=WISH)) == ["claimed", "claimed"]
-    assert (await store.locate(LocateRequest(project_id="p", server_group=GROUP))).members == {HOSTS[0]: 2}
+    assert (await store.locate([LocateRequest(project_id="p", server_group=GROUP)]))[0].members == {HOSTS[0]: 2}
 
 
 async def test_the_own_host_is_never_in_the_way(store: PlacementStore) -> None:
@@ -99,12 +99,12 @@ async def test_a_member_that_goes_to_an_alternate_leaves_its_first_host_to_other
 async def test_an_alternate_that_is_ruled_out_gives_back_all_the_same(store: PlacementStore) -> None:
     assert await outcomes(store, member(0, 0), member(1, 1)) == ["claimed", "claimed"]
     assert await outcomes(store, member(1, 0, attempt=2, consumer_generation=1, release_first=True)) == ["ruled_out"]
-    assert (await store.locate(LocateRequest(project_id="p", server_group=GROUP))).members == {HOSTS[0]: 1}
+    assert (await store.locate([LocateRequest(project_id="p", server_group=GROUP)]))[0].members == {HOSTS[0]: 1}
 
 
 async def test_a_group_is_of_its_project(store: PlacementStore) -> None:
     assert await outcomes(store, member(0, 0), member(1, 0, project="q")) == ["claimed", "claimed"]
-    assert (await store.locate(LocateRequest(project_id="r", server_group=GROUP))).members == {}
+    assert (await store.locate([LocateRequest(project_id="r", server_group=GROUP)]))[0].members == {}
 
 
 async def test_a_claim_that_does_not_say_whose_host_it_is_is_invalid(store: PlacementStore) -> None:
@@ -121,13 +121,13 @@ async def test_a_cell_is_not_told_where_the_others_are(store: PlacementStore) ->
 
 async def test_where_consumers_of_a_project_are(store: PlacementStore) -> None:
     await outcomes(store, member(0, 0, group=None), member(1, 2, group=None), member(2, 3, project="q"))
-    page = await store.locate(LocateRequest(project_id="p", consumers=(VMS[0], VMS[1], VMS[2], VMS[3])))
+    page = (await store.locate([LocateRequest(project_id="p", consumers=(VMS[0], VMS[1], VMS[2], VMS[3]))]))[0]
     assert page.hosts == {VMS[0]: (HOSTS[0],), VMS[1]: (HOSTS[2],)}
 
 
 async def test_the_requester_is_not_counted(store: PlacementStore) -> None:
     await outcomes(store, member(0, 0), member(1, 1))
-    page = await store.locate(LocateRequest(project_id="p", server_group=GROUP, besides=VMS[0]))
+    page = (await store.locate([LocateRequest(project_id="p", server_group=GROUP, besides=VMS[0])]))[0]
     assert page.members == {HOSTS[1]: 1}
 
 
@@ -147,7 +147,7 @@ async def test_processes_that_claim_at_once_keep_the_rule(
 
     replies = [reply for part in await asyncio.gather(*(work(number) for number in range(4))) for reply in part]
     counted = Counter(reply.outcome for reply in replies)
-    members = (await store.locate(LocateRequest(project_id="p", server_group=GROUP))).members
+    members = (await store.locate([LocateRequest(project_id="p", server_group=GROUP)]))[0].members
     if group is APART:
         assert counted == {ClaimOutcome.CLAIMED: 5, ClaimOutcome.RULED_OUT: 35}
         assert members == dict.fromkeys(HOSTS, 1)
@@ -160,7 +160,7 @@ async def test_those_who_left_are_trimmed_and_those_who_stay_are_not(store: Plac
     await outcomes(store, member(0, 0), member(1, 1))
     await store.apply([Release(consumer=VMS[0])])
     await store.trim(keep_changes=1000, keep_fences_s=0.0, keep_sources_s=1e6, limit=10)
-    assert (await store.locate(LocateRequest(project_id="p", server_group=GROUP))).members == {HOSTS[1]: 1}
+    assert (await store.locate([LocateRequest(project_id="p", server_group=GROUP)]))[0].members == {HOSTS[1]: 1}
     assert await outcomes(store, member(2, 1), member(2, 0)) == ["ruled_out", "claimed"]
 
 
@@ -188,7 +188,7 @@ def swap(vm: int, *hosts: int, generation: int = 1) -> Swap:
 
 
 async def members(store: PlacementStore) -> dict[str, int]:
-    return dict((await store.locate(LocateRequest(project_id="p", server_group=GROUP))).members)
+    return dict((await store.locate([LocateRequest(project_id="p", server_group=GROUP)]))[0].members)
 
 
 @pytest.mark.parametrize("at_once", [False, True], ids=["then claimed", "claimed in the same transaction"])
@@ -249,3 +249,24 @@ async def test_a_member_follows_its_device_to_another_host(store: PlacementStore
     await store.report([report(1, 2, has_it=True)])
     assert await members(store) == {HOSTS[1]: 1}
     assert await outcomes(store, member(1, 1), member(1, 0)) == ["ruled_out", "claimed"]
+
+
+async def test_several_questions_are_answered_together_and_each_alone(store: PlacementStore) -> None:
+    await outcomes(store, member(0, 0), member(1, 1), member(2, 2, project="q"))
+    ours = LocateRequest(project_id="p", server_group=GROUP)
+    asked = [
+        ours,
+        LocateRequest(project_id="q", server_group=GROUP, consumers=(VMS[2], VMS[0])),
+        LocateRequest(project_id="p", server_group=GROUP, besides=VMS[1], consumers=(VMS[1], VMS[1])),
+        LocateRequest(project_id="p"),
+        ours,
+    ]
+    pages = await store.locate(asked)
+    assert [(page.members, page.hosts) for page in pages] == [
+        ({HOSTS[0]: 1, HOSTS[1]: 1}, {}),
+        ({HOSTS[2]: 1}, {VMS[2]: (HOSTS[2],)}),
+        ({HOSTS[0]: 1}, {VMS[1]: (HOSTS[1],)}),
+        ({}, {}),
+        ({HOSTS[0]: 1, HOSTS[1]: 1}, {}),
+    ]
+    assert await store.locate([]) == []

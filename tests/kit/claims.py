@@ -43,7 +43,7 @@ class BookClaims:
     async def locate(self, requests: Sequence[LocateRequest]) -> list[LocatePage | Fault]:
         if self.away:
             return [RequestTimeout("unavailable") for _ in requests]
-        return [await self.book.locate(one) for one in requests]
+        return list(await self.book.locate(requests))
 
 
 def _answered(reply: ClaimResult | Refusal | None) -> ClaimResult | Fault:

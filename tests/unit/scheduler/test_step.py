@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 from msgspec.structs import replace
 
+from bus.clock import new_uuid
 from bus.contracts.base import MAX_AMOUNT
+from bus.contracts.groups import GroupPolicy, ServerGroup
 from bus.contracts.placement import ClaimOutcome, ClaimResult
 from bus.faults import RequestRefused, RequestTimeout
 from placement_worker.domain.claims import decide
@@ -29,7 +33,7 @@ from scheduler_worker.domain.attempt import (
 )
 from scheduler_worker.domain.decision_round import DecisionRound
 from scheduler_worker.domain.plugins import Verdict
-from scheduler_worker.domain.request_spec import RequestSpec
+from scheduler_worker.domain.request_spec import Peers, RequestSpec
 from scheduler_worker.domain.selector import NoValidHost
 from scheduler_worker.domain.step import MAX_PARTLY_FULL_RETRIES, nothing_fits, step
 from scheduler_worker.domain.view import HostsView
@@ -169,3 +173,55 @@ def test_like_requests_of_a_batch_are_filtered_once() -> None:
         request = PlacementRequest(request=hosts.request(flavor), spec=hosts.spec(flavor))
         assert round_.choose(new_attempt(request, hosts.selector)).choice is not None
     assert filtered == ["m1.small", "m1.tiny"]
+
+
+PACKED = SchedulerConfig(multipliers={"ram": -1.0, "cpu": -1.0, "disk": -1.0})
+
+
+def members_of(hosts: Hosts, count: int, at: Mapping[str, int], *, most: int = 1) -> list[Attempt]:
+    group = ServerGroup(uuid=new_uuid(hosts.rng), policy=GroupPolicy.ANTI_AFFINITY, max_per_host=most)
+    requests = [hosts.request(server_group=group) for _ in range(count)]
+    return [
+        new_attempt(
+            PlacementRequest(
+                request=one,
+                spec=hosts.spec().with_peers(Peers(server_group=group, members=at), one.instance_uuid),
+            ),
+            hosts.selector,
+        )
+        for one in requests
+    ]
+
+
+@pytest.mark.parametrize("most", [1, 2])
+def test_members_that_stay_apart_share_a_ranking_and_see_each_other(most: int) -> None:
+    """Packed, all of them would choose the same host; and each claim but the first would be ruled out."""
+    hosts = Hosts([PLENTY] * 4, config=PACKED)
+    full = hosts.uuids[1]
+    round_ = DecisionRound(hosts.selector, hosts.rng, subset=1)
+    chosen = [round_.choose(attempt) for attempt in members_of(hosts, 3 * most + 1, {full: most}, most=most)]
+    picked = Counter(one.choice.selected.uuid for one in chosen if one.choice is not None)
+    assert picked == {uuid: most for uuid in hosts.uuids if uuid != full}
+    assert chosen[-1].choice is None and len(round_.rankings) == 1
+    assert {one.choice.passed for one in chosen if one.choice is not None} == {3}
+
+
+def test_a_plug_in_that_may_read_peers_keeps_each_request_its_own_ranking() -> None:
+    class Asking:
+        name: ClassVar[str] = "Asking"
+
+        def filter(self, view: HostsView, spec: RequestSpec) -> Verdict:
+            assert spec.peers is not None
+            return Verdict(np.ones(len(view), dtype=np.bool_), {})
+
+    hosts = Hosts([PLENTY] * 2, config=PACKED)
+    hosts.selector.configure(
+        PACKED,
+        flavors=hosts.selector.flavors,
+        filters=(*hosts.selector.filters, Asking()),
+        weighings=hosts.selector.weighings,
+    )
+    round_ = DecisionRound(hosts.selector, hosts.rng, subset=1)
+    for attempt in members_of(hosts, 2, {}):
+        assert round_.choose(attempt).choice is not None
+    assert len(round_.rankings) == 2
