@@ -113,6 +113,8 @@ class Book(Trees):
         self._reserve_rows(len(providers))
         for state in providers:
             self._put(state)
+        for column in self._by_number:
+            column.kinds.columns()  # part by part here, and not all of them in the first search
 
     def adopt(self, loaded: Book, sequence: int, history: str = "") -> None:
         """Replace all providers by those of a book that was just made of a snapshot, and is given up for it.

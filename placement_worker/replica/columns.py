@@ -140,12 +140,16 @@ class DistinctInventories(Distinct[InventoryNumbers]):
         """The same values, to look numbers up in."""
         copy = DistinctInventories()
         copy.values, copy._ids = list(self.values), dict(self._ids)
+        copy._columns, copy._filled = self.columns().copy(), len(self.values)
         return copy
 
     def keep(self, used: NDArray[np.int32]) -> Ids:
         """Forget the values whose number is not in `used`; returns new numbers by old number."""
-        self._filled = 0
-        return super().keep(used)
+        columns = self.columns()
+        moved = super().keep(used)
+        self._columns = columns[:, [0, *np.flatnonzero(moved).tolist()]]  # 0, the empty value, is always kept
+        self._filled = len(self.values)
+        return moved
 
 
 class ClassColumns:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
 from collections.abc import Awaitable
 
 import numpy as np
@@ -11,6 +13,7 @@ import pytest
 from bus.contracts.placement import ChangesPage, FeedHead, ProviderState, SnapshotPage
 from placement_worker.replica import local
 from placement_worker.replica.book import CLASS_WEIGHS, SWEEP_FROM, Book, Gap
+from placement_worker.replica.copies import copy_of
 from placement_worker.replica.loading import AT_ONCE, Loading, apply
 from placement_worker.replica.local import LocalReplica
 from tests.unit.replica.books import changed, provider, removed, used, uuid
@@ -148,3 +151,43 @@ def test_columns_of_classes_that_came_and_went_are_freed() -> None:
     book.apply([used(book.sequence + 1, 1, 10, {"CUSTOM_0": 2})])
     assert "CUSTOM_STAYS" not in book.resource_classes()
     assert int(book.free("CUSTOM_0", np.array([rows[1]]))[0]) == 1
+
+
+def uncounted(book: Book) -> int:
+    """Distinct inventories that the next search would have to turn into columns."""
+    return sum(len(column.kinds) - column.kinds._filled for column in book._by_number)
+
+
+async def test_a_load_leaves_nothing_to_be_built_by_the_first_search() -> None:
+    loading, book = Loading(), Book()
+    await loading.add([provider(number, inventories={"VCPU": 8 + number}) for number in range(MANY)])
+    loading.finish(book, 1, "h")
+    column = book.column("VCPU")
+    assert column is not None and len(column.kinds) == MANY + 1 and uncounted(book) == 0
+    copied = copy_of(book)
+    assert uncounted(copied) == 0
+    rows = book.rows_of_roots()
+    assert book.totals("VCPU", rows).tolist() == copied.totals("VCPU", rows).tolist() == list(range(8, 8 + MANY))
+
+
+async def test_forgotten_inventories_leave_the_columns_of_the_others() -> None:
+    book = Book()
+    book.load([provider(number, inventories={"VCPU": 8 + number}) for number in range(SWEEP_FROM)], 1)
+    smaller = [provider(number, generation=2, inventories={"VCPU": 5}) for number in range(0, SWEEP_FROM, 2)]
+    changes = [changed(sequence, state) for sequence, state in enumerate(smaller, 2)]
+    assert book.apply(changes) is None
+    column = book.column("VCPU")
+    assert column is not None and len(column.kinds) == SWEEP_FROM // 2 + 2, "swept: the odd ones, 5 and none"
+    assert uncounted(book) == 0
+    expected = [5 if number % 2 == 0 else 8 + number for number in range(SWEEP_FROM)]
+    assert book.totals("VCPU", np.array([book.row_of(uuid(n)) for n in range(SWEEP_FROM)])).tolist() == expected
+
+
+def test_the_first_search_imports_nothing() -> None:
+    """NumPy imports a part of itself when `numpy.unique` is first called: 8 ms of the first search."""
+    script = (
+        "import sys; from placement_worker.replica.book import Book; from placement_worker.replica.search import *; "
+        "before = set(sys.modules); search(Book(), Query(resources={'VCPU': 1})); print(set(sys.modules) - before)"
+    )
+    ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=60)
+    assert ran.stdout.strip() == "set()"
