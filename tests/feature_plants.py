@@ -419,8 +419,8 @@ PLANTS: dict[str, tuple[str, str, str]] = {
     ),
     "T-3": (
         "placement_worker/domain/claims.py",
-        "if consumer == claim.consumer or (claim.migration",
-        "if (claim.migration",
+        "return group.without([claim.consumer, *",
+        "return group.without([*",
     ),
     "T-4": (
         "placement_worker/domain/server_groups.py",
