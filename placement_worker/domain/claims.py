@@ -7,7 +7,7 @@ when the shape it was chosen for is gone, and `full` when it does not fit.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from msgspec import Struct
 
@@ -23,7 +23,14 @@ from bus.contracts.placement import (
     Swap,
 )
 from placement_worker.domain.moves import MIGRATION_TYPE, amount_of, kept_beside, source_of, total_of
-from placement_worker.domain.server_groups import counted_by_class, group_key, held_by_class, permitted, visible_members
+from placement_worker.domain.server_groups import (
+    GroupCount,
+    counted_by_class,
+    group_key,
+    held_by_class,
+    permitted,
+    visible_members,
+)
 from placement_worker.domain.values import NOTHING, ClaimedProvider, ConsumerState, GroupKey, Holding, Members
 
 ClaimItem = Claim | Release | Revert | Swap
@@ -119,36 +126,6 @@ def may_be_new(claim: Claim) -> bool:
     return claim.consumer_generation is None or claim.release_first
 
 
-class _GroupCount:
-    """Where the members of one server group are by now: kept up with the changes, not counted anew for each claim."""
-
-    __slots__ = ("by_host", "hosts", "seen")
-
-    def __init__(self, members: Members) -> None:
-        self.hosts: dict[str, Sequence[str]] = dict(members)  # of each member
-        self.by_host: dict[str, int] = {}
-        self.seen = 0  # how many of the ledger's changes are counted
-        for hosts in members.values():
-            self._count(hosts, 1)
-
-    def put(self, consumer: str, hosts: Sequence[str]) -> None:
-        self._count(self.hosts.get(consumer, ()), -1)
-        self.hosts[consumer] = hosts
-        self._count(hosts, 1)
-
-    def without(self, consumers: Iterable[str]) -> dict[str, int]:
-        """Members by host, without these."""
-        counted = dict(self.by_host)
-        for consumer in consumers:
-            for host in self.hosts.get(consumer, ()):
-                counted[host] -= 1
-        return {host: count for host, count in counted.items() if count}
-
-    def _count(self, hosts: Sequence[str], sign: int) -> None:
-        for host in hosts:
-            self.by_host[host] = self.by_host.get(host, 0) + sign
-
-
 class _Ledger:
     """The running state of one group: what was loaded, overlaid by what has been decided so far."""
 
@@ -163,7 +140,7 @@ class _Ledger:
         self.foreign = foreign
         self._groups = groups
         self.joined: dict[GroupKey, dict[str, str]] = {}
-        self._counts: dict[GroupKey, _GroupCount] = {}
+        self._counts: dict[GroupKey, GroupCount] = {}
         self._changes: list[str] = []  # consumers in the order of their changes; one may be in it several times
         self.projects: dict[str, dict[str, int]] = {}
         self._consumers = consumers
@@ -189,7 +166,7 @@ class _Ledger:
             return {}
         group = self._counts.get(key)
         if group is None:
-            group = self._counts[key] = _GroupCount(self._groups.get(key, {}))
+            group = self._counts[key] = GroupCount(self._groups.get(key, {}))
         joined = self.joined.get(key, {})
         for consumer in self._changes[group.seen :]:
             if consumer in group.hosts or consumer in joined:

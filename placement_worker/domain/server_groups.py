@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import islice
 
 from msgspec import Struct
@@ -26,6 +26,37 @@ class GroupMember(Struct, frozen=True, order=True):
     project: str
     group: str
     consumer: str
+
+
+class GroupCount:
+    """Where the members of one server group are by now: kept up with the changes, not counted anew for each claim."""
+
+    __slots__ = ("by_host", "hosts", "seen")
+
+    def __init__(self, members: Mapping[str, Sequence[str]]) -> None:
+        self.hosts: dict[str, Sequence[str]] = dict(members)  # of each member
+        self.by_host: dict[str, int] = {}
+        self.seen = 0  # how many of the ledger's changes are counted
+        for hosts in members.values():
+            self._count(hosts, 1)
+
+    def put(self, consumer: str, hosts: Sequence[str]) -> None:
+        """Where a member is now."""
+        self._count(self.hosts.get(consumer, ()), -1)
+        self.hosts[consumer] = hosts
+        self._count(hosts, 1)
+
+    def without(self, consumers: Iterable[str]) -> dict[str, int]:
+        """Members by host, without these."""
+        counted = dict(self.by_host)
+        for consumer in consumers:
+            for host in self.hosts.get(consumer, ()):
+                counted[host] -= 1
+        return {host: count for host, count in counted.items() if count}
+
+    def _count(self, hosts: Sequence[str], sign: int) -> None:
+        for host in hosts:
+            self.by_host[host] = self.by_host.get(host, 0) + sign
 
 
 def group_key(claim: Claim) -> GroupKey | None:
