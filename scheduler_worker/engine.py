@@ -340,12 +340,12 @@ class SchedulingEngine:
         to_locate = [attempt for attempt in attempts if has_peers(attempt.request)]
         if not to_locate:
             return attempts
-        asked = [locate_request(attempt.request, first_run=attempt.first_run) for attempt in to_locate]
-        questions = list(dict.fromkeys(asked))
-        pages = dict(zip(questions, await self._claims.locate(questions), strict=True))
+        requests = [locate_request(attempt.request, first_run=attempt.first_run) for attempt in to_locate]
+        distinct = list(dict.fromkeys(requests))
+        pages = dict(zip(distinct, await self._claims.locate(distinct), strict=True))
         answered: dict[str, Attempt] = {}
-        for attempt, question in zip(to_locate, asked, strict=True):
-            page = pages[question]
+        for attempt, request in zip(to_locate, requests, strict=True):
+            page = pages[request]
             uuid = attempt.request.instance_uuid
             if isinstance(page, Fault):
                 answered[uuid] = replace(attempt, result=unavailable_after(page))
