@@ -57,7 +57,7 @@ def is_progress(message: Message) -> bool:
 
 
 def place_of_event(message: Message) -> Place | None:
-    """The build that an event tells of, and the event's number there; None: it tells nothing of a build on record."""
+    """The build of an event, and the number of the event there; None: no event of a build on record."""
     return (message.instance_uuid, message.sequence) if isinstance(message, BuildEvent) and message.sequence else None
 
 

@@ -21,7 +21,7 @@ MAX_FOLLOWERS = 200
 MAX_IN_FLIGHT = 200_000
 # ... and of one that has not ended after so long, its end was missed: the connection was unavailable.
 MAX_IN_FLIGHT_S = 3600.0
-# Builds whose end was heard and that are remembered: another scheduler's older event may come after it.
+# Ended builds that are remembered: another scheduler's older event may come after it.
 MAX_ENDED = 10_000
 IN_FLIGHT = frozenset({BuildState.ACCEPTED, BuildState.SCHEDULED, BuildState.BUILDING})
 # Seconds of history on the page, and latencies kept for its percentiles.
@@ -146,7 +146,7 @@ class Live:
         second = self._second()
         self._forget_missed()
         uuid = event.instance_uuid
-        if event.state in IN_FLIGHT:  # the first that is heard of a build, whichever state that is
+        if event.state in IN_FLIGHT:  # the first event of a build, whichever state it has
             if uuid not in self._accepted_at and uuid not in self._ended:
                 second.accepted += 1
                 if len(self._accepted_at) < MAX_IN_FLIGHT:

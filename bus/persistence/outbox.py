@@ -214,7 +214,7 @@ class Relay:
     lingers: messages that are not waited for; each leaves with the next message that does not linger, in order, or
     after `linger_s`. place: what a message reports on, and its number among the reports on that; None: on nothing. With
     it a message that lingers waits for `linger_s` whatever else leaves, and is dropped when a message with a higher
-    number of the same subject comes meanwhile: its row says no more than the newer one's.
+    number of the same subject comes meanwhile: its row adds nothing to the newer one's.
     """
 
     def __init__(
