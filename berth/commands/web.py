@@ -9,11 +9,15 @@ from typing import Annotated
 import typer
 
 from berth.commands.common import open_in_time, out, run, settings_of
+from berth.settings import Settings
 from berth.site import Site, process_name
 from berth.web.access import Access, read_tokens
 from berth.web.server import DEFAULT_PORT, WebServer
 from bus.service.main import STOP_SIGNALS
+from bus.service.settings import SettingsError
 from bus.service.telemetry import configure_logging
+from placement_worker.rest.keystone import Keystone
+from placement_worker.rest.oslo_conf import with_oslo_conf
 
 DEFAULT_LISTEN = f"127.0.0.1:{DEFAULT_PORT}"
 
@@ -25,12 +29,15 @@ def web(
         Path | None,
         typer.Option(help="A TOML file of [[tokens]]: sha256, name, role (project, reader, operator) and project."),
     ] = None,
+    keystone: Annotated[
+        bool, typer.Option("--keystone", help="Take tokens of the Keystone of [placement.rest.keystone], too.")
+    ] = False,
 ) -> None:
     """Serve the pages and the HTTP API.
 
     The API is at /api/v1. It runs until SIGTERM or SIGINT.
 
-    Without --tokens it listens on loopback alone, and who can reach it there may do everything.
+    Without --tokens and --keystone it listens on loopback alone, and who can reach it there may do everything.
     """
     host, _, port = listen.rpartition(":")
     if not (port.isascii() and port.isdigit() and int(port) <= 65_535):
@@ -41,12 +48,13 @@ def web(
         telemetry = settings.telemetry
         configure_logging(process="web", role="web", level=telemetry.log_level, style=telemetry.log_format)
         site, process = Site(settings), process_name("web")
+        known = _keystone(settings, site) if keystone else None
         server = WebServer(
             site.environment(process),
             settings,
             host=host.strip("[]") or "127.0.0.1",
             port=int(port),
-            access=Access(None if tokens is None else read_tokens(tokens), site.clock),
+            access=Access(None if tokens is None else read_tokens(tokens), site.clock, known),
         )
         stop = asyncio.Event()
         for number in STOP_SIGNALS:
@@ -57,5 +65,15 @@ def web(
             await stop.wait()
         finally:
             await server.close()
+            if known is not None:
+                await known.close()
 
     run(body)
+
+
+def _keystone(settings: Settings, site: Site) -> Keystone:
+    """The Keystone that the book's REST API asks. Raises SettingsError when none is named."""
+    config = with_oslo_conf(settings.placement.rest).keystone
+    if not config.auth_url:
+        raise SettingsError("web.keystone", "--keystone needs placement.rest.keystone.auth_url")
+    return Keystone(config, site.clock)

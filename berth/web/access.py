@@ -1,7 +1,8 @@
 """Who calls, and what they may do.
 
-Without a token file every caller of this machine is an operator, and the server listens on loopback alone. With one, a
-caller shows its token (`Authorization: Bearer` or `X-Auth-Token`), or logs in with it on the page and has a session.
+Without a token file and Keystone every caller of this machine is an operator, and the server listens on loopback alone.
+With one of them a caller shows its token (`Authorization: Bearer` or `X-Auth-Token`), or logs in with it on the page
+and has a session.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ from msgspec import Struct
 from berth.web.problems import Problem
 from bus.clock import Clock
 from bus.contracts.base import Word
+from bus.faults import Fault
 from bus.service.settings import SettingsError, read_toml
+from placement_worker.rest.auth import TOKEN, Auth, Caller
 
 SESSION_COOKIE = "berth_session"
 SESSION_S = 12 * 3600.0
@@ -63,49 +66,82 @@ class _TokenRow(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     project: Word | None = None
 
 
-class Access:
-    """Knows callers, by the SHA-256 of their tokens. None: there are no tokens, and every caller is the operator."""
+# What the roles of a Keystone token allow here, as OpenStack's secure RBAC means them.
+OPERATOR_ROLE = "admin"
+SYSTEM_ROLES = frozenset({"reader", "member", "manager"})
+PROJECT_ROLES = frozenset({"member", "manager"})
 
-    def __init__(self, callers: Mapping[str, WebCaller] | None, clock: Clock) -> None:
+
+class Access:
+    """Knows callers, by the SHA-256 of their tokens, or by Keystone.
+
+    None and no Keystone: there are no tokens, and every caller is the operator. keystone: closed by whose it is.
+    """
+
+    def __init__(self, callers: Mapping[str, WebCaller] | None, clock: Clock, keystone: Auth | None = None) -> None:
         self._clock = clock
         self._callers = callers or {}
-        self._sessions: dict[str, tuple[WebCaller, float]] = {}
-        self.open = callers is None
+        self._keystone = keystone
+        self._sessions: dict[str, tuple[str, float]] = {}
+        self.open = callers is None and keystone is None
 
-    def caller(self, headers: Mapping[str, str], cookies: Mapping[str, str]) -> WebCaller:
-        """The caller of one request. Raises Problem 401."""
+    async def caller(self, headers: Mapping[str, str], cookies: Mapping[str, str]) -> WebCaller:
+        """The caller of one request. Raises Problem 401, 403 (a role that allows nothing), 503 (Keystone is away)."""
         if self.open:
             return LOCAL
         token = headers.get("x-auth-token") or _bearer(headers.get("authorization", ""))
-        found = self.by_token(token) if token else self._by_session(cookies.get(SESSION_COOKIE, ""))
+        found = await self.by_token(token or self._of_session(cookies.get(SESSION_COOKIE, "")))
         if found is None:
-            sentence = "show a token of the token file: Authorization: Bearer TOKEN"
+            sentence = "show a token of the token file or of Keystone: Authorization: Bearer TOKEN"
             raise Problem(401, "auth.required", sentence, headers={"www-authenticate": "Bearer"})
         return found
 
-    def by_token(self, token: str) -> WebCaller | None:
-        """Whose token it is. Only digests are compared, so the time it takes reveals nothing about the token."""
-        if len(token) > MAX_TOKEN_BYTES:
-            return None
-        return self._callers.get(digest_of(token))
+    async def by_token(self, token: str) -> WebCaller | None:
+        """Whose token it is. Only digests are compared, so the time it takes reveals nothing about the token.
 
-    def log_in(self, caller: WebCaller) -> str:
-        """A new session of a caller: the cookie's value."""
+        Raises Problem 403 and 503.
+        """
+        if not token:
+            return None
+        if len(token) <= MAX_TOKEN_BYTES and (found := self._callers.get(digest_of(token))) is not None:
+            return found
+        if self._keystone is None:
+            return None
+        try:
+            known = await self._keystone.identify({TOKEN: token.encode("utf-8", "replace")})
+        except Fault as fault:
+            raise Problem(503, fault.code, str(fault), headers={"retry-after": "1"}) from fault
+        return None if known is None else caller_by_roles(known)
+
+    def log_in(self, token: str) -> str:
+        """A new session with a token: the cookie's value. It ends with the token, if not before."""
         now = self._clock.monotonic()
         self._sessions = {key: one for key, one in self._sessions.items() if one[1] > now}
         while len(self._sessions) >= MAX_SESSIONS:
             del self._sessions[next(iter(self._sessions))]
         session = secrets.token_urlsafe(32)
-        self._sessions[session] = (caller, now + SESSION_S)
+        self._sessions[session] = (token, now + SESSION_S)
         return session
 
     def log_out(self, session: str) -> None:
         """End a session."""
         self._sessions.pop(session, None)
 
-    def _by_session(self, session: str) -> WebCaller | None:
-        caller, until = self._sessions.get(session, (None, 0.0))
-        return caller if until > self._clock.monotonic() else None
+    def _of_session(self, session: str) -> str:
+        token, until = self._sessions.get(session, ("", 0.0))
+        return token if until > self._clock.monotonic() else ""
+
+
+def caller_by_roles(known: Caller) -> WebCaller:
+    """What a Keystone token's owner may do. Raises Problem 403: none of its roles allows anything here."""
+    roles = frozenset(known.roles)
+    if OPERATOR_ROLE in roles:
+        return WebCaller(known.user_id, WebRole.OPERATOR)
+    if known.system_scope == "all" and roles & SYSTEM_ROLES:
+        return WebCaller(known.user_id, WebRole.READER)
+    if known.project_id and roles & PROJECT_ROLES:
+        return WebCaller(known.user_id, WebRole.PROJECT, known.project_id)
+    raise Problem(403, "role.insufficient", "this token needs role admin, a role on the system, or member of a project")
 
 
 def check_listen(host: str, access: Access) -> None:
@@ -115,7 +151,7 @@ def check_listen(host: str, access: Access) -> None:
     except ValueError:
         is_local = False
     if access.open and not is_local:
-        raise SettingsError("web.tokens", f"without --tokens it listens on loopback alone, not at {host}")
+        raise SettingsError("web.tokens", f"without --tokens or --keystone it listens on loopback alone, not at {host}")
 
 
 def _bearer(header: str) -> str:

@@ -74,7 +74,7 @@ class SiteGuard:
         try:
             self._check_site(request)
             if not request.url.path.startswith(OPEN_PATHS):
-                request.state.caller = self._access.caller(request.headers, request.cookies)
+                request.state.caller = await self._access.caller(request.headers, request.cookies)
         except Problem as problem:
             wants_page = problem.status == 401 and not request.url.path.startswith(API_ROOT)
             response = RedirectResponse("/login", 303) if wants_page else problem_response(problem)

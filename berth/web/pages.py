@@ -42,7 +42,7 @@ from bus.port import BusError
 
 NOW_EVERY_S = 1.0
 PAGE = 50
-MAX_LOGIN_BYTES = 4096
+MAX_LOGIN_BYTES = 16 * 1024  # a token of Keystone may have 8 KiB
 DELETABLE = frozenset(set(BuildState) - {BuildState.REFUSED, BuildState.DELETED, BuildState.DELETING})
 
 
@@ -272,13 +272,14 @@ class Pages:
         if request.method == "GET":
             return self._page(request, "login.html", wrong=False)
         form = parse_qs((await body_of(request, MAX_LOGIN_BYTES)).decode("utf-8", "replace"))
-        caller = self._access.by_token(form.get("token", [""])[0].strip())
+        token = form.get("token", [""])[0].strip()
+        caller = await self._access.by_token(token)
         if caller is None:
             return self._page(request, "login.html", 401, wrong=True)
         response = RedirectResponse("/builds" if caller.role is WebRole.PROJECT else "/", 303)
         response.set_cookie(
             SESSION_COOKIE,
-            self._access.log_in(caller),
+            self._access.log_in(token),
             max_age=int(SESSION_S),
             httponly=True,
             samesite="strict",

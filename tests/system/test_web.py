@@ -325,13 +325,12 @@ def test_a_wrong_token_file_is_a_sentence(tmp_path: Path, rows: str, why: str) -
 
 async def test_sessions_are_bounded(tmp_path: Path) -> None:
     access = Access(read_tokens(token_file(tmp_path)), SystemClock())
-    caller = access.by_token("op")
-    assert caller is not None and caller.role is WebRole.OPERATOR
-    first = access.log_in(caller)
+    first = access.log_in("op")
+    assert (await access.caller({}, {"berth_session": first})).role is WebRole.OPERATOR
     for _ in range(MAX_SESSIONS):
-        access.log_in(caller)
+        access.log_in("op")
     with pytest.raises(Exception, match="token"):
-        access.caller({}, {"berth_session": first})
+        await access.caller({}, {"berth_session": first})
 
 
 async def test_a_taken_address_is_a_sentence(web: Web) -> None:
