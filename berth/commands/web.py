@@ -72,7 +72,7 @@ def web(
 
 
 def _keystone(settings: Settings, site: Site) -> Keystone:
-    """The Keystone that the book's REST API asks. Raises SettingsError when none is named."""
+    """The Keystone of the book's REST API. Raises SettingsError when none is named."""
     config = with_oslo_conf(settings.placement.rest).keystone
     if not config.auth_url:
         raise SettingsError("web.keystone", "--keystone needs placement.rest.keystone.auth_url")
