@@ -71,7 +71,11 @@ class Limits(Struct, frozen=True, kw_only=True):
 
 
 class Agent:
-    """One service over one driver. send: queues a result; on_failures: called with a host whose build failed."""
+    """One service over one driver. send: queues a result; on_failures: called with a host whose build failed.
+
+    on_settled: nothing is under way about an instance on a host, and nothing is left to be destroyed there. begun: no
+    build or change begins before it is set: the order that ends it may still be in the queue (None: it is set).
+    """
 
     def __init__(
         self,
@@ -85,6 +89,8 @@ class Agent:
         limits: Limits,
         on_failures: Callable[[str], None] = lambda _: None,
         on_accepted: Callable[[Spawn], None] = lambda _: None,
+        on_settled: Callable[[Key], None] = lambda _: None,
+        begun: asyncio.Event | None = None,
     ) -> None:
         self._driver = driver
         self._records = records
@@ -95,9 +101,17 @@ class Agent:
         self._on_failures = on_failures
         self._on_accepted = on_accepted
         self._hosts: frozenset[str] = frozenset()
-        self._jobs = Jobs()
+        self._on_settled = on_settled
+        self._begun = begun or is_set()
+        self._jobs = Jobs(self._on_idle)
         self._changes = Changes(
-            service=service, driver=driver, records=records, jobs=self._jobs, send=send, clock=clock
+            service=service,
+            driver=driver,
+            records=records,
+            jobs=self._jobs,
+            send=send,
+            clock=clock,
+            begun=self._begun,
         )
         self._undone: dict[Key, None] = {}  # destructions that were given up, the oldest first
         self._accepted = 0
@@ -227,6 +241,7 @@ class Agent:
         self._answers.report_refused(key, attempt, NotOurs.code, sentence)
 
     async def _build(self, key: Key, chain: Chain, command: Spawn, clear: int) -> None:
+        await self._begun.wait()
         started, started_at = self._clock.monotonic(), self._clock.time()
         slot = self._host_slots.get(key[0])
         if slot is None:
@@ -309,6 +324,19 @@ class Agent:
             entry = self._records.get(key)
             if entry is not None and entry.phase is Phase.DESTROYING and self._jobs.chain(key) is None:
                 self._start_destroy(key, entry.fence, entry.deployment)
+
+    def owed(self) -> list[Key]:
+        """What is being destroyed now, and what could not be so far: (host, instance)."""
+        found = dict.fromkeys(self._undone)
+        for key, chain in self._jobs.chains():
+            entry = self._records.get(key)
+            if chain.clearing or entry is None or entry.phase is Phase.DESTROYING:
+                found[key] = None
+        return list(found)
+
+    def _on_idle(self, key: Key) -> None:
+        if key not in self._undone:
+            self._on_settled(key)
 
     async def _clear(self, key: Key, attempt: int, deployment: str | None) -> None:
         await self._destroying.call(
@@ -401,6 +429,13 @@ class Agent:
     async def stop(self, grace_s: float) -> None:
         """Let builds end within the grace time, then leave the rest on record for the next start."""
         await self._jobs.stop(grace_s)
+
+
+def is_set() -> asyncio.Event:
+    """An event that has happened."""
+    event = asyncio.Event()
+    event.set()
+    return event
 
 
 def _made_by(entry: Entry, machine: Machine) -> bool:

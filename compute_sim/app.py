@@ -25,6 +25,7 @@ from compute_sim.fleet import Fleet
 from compute_sim.handlers import ComputeHandlers
 from compute_sim.measuring import Measuring
 from compute_sim.name import QUEUE, ServiceName, source_of
+from compute_sim.offering import Offering
 from compute_sim.reporter import Reporter
 from compute_sim.ring import Ring
 from compute_sim.unreliable import FaultyResultSender
@@ -74,6 +75,7 @@ def build(
     announce_presence(result, env, parts.bus, "compute")
     result.add_task("name", parts.name.watch)
     result.add_task("heartbeats", parts.reporter.beat)
+    result.add_task("offering", parts.offering.run)
     result.add_task("announcements", parts.reporter.announce)
     result.add_task("inventory", parts.reporter.report)
     result.add_task("jobs", parts.agent.watch)
@@ -142,6 +144,7 @@ class Parts:
             self.announcer.send, self.fleet, config.faults, seed=config.seed, clock=env.clock
         )
         self.crash_plan = CrashPlan(config, self.fleet, die)
+        begun = asyncio.Event()
         self.agent = Agent(
             service=service,
             driver=self.driver,
@@ -158,6 +161,17 @@ class Parts:
             ),
             on_failures=lambda host: self.reporter.on_failures_changed(host),  # noqa: PLW0108  (made below)
             on_accepted=self.crash_plan.accepted,
+            on_settled=lambda key: self.offering.on_settled(key),  # noqa: PLW0108  (made below)
+            begun=begun,
+        )
+        self.offering = Offering(
+            self.bus,
+            begun=begun,
+            service=service,
+            records=records,
+            clock=env.clock,
+            owed=self.agent.owed,
+            on_offered=lambda hosts: self.reporter.on_host_changed(hosts),  # noqa: PLW0108  (made below)
         )
         self.reporter = Reporter(
             self.bus,
@@ -171,6 +185,7 @@ class Parts:
             heartbeat_interval_s=config.heartbeat_interval_s,
             report_interval_s=config.report_interval_s,
             ring=self.ring,
+            offering=self.offering,
         )
         self.handlers = ComputeHandlers(
             self.agent,
@@ -179,6 +194,7 @@ class Parts:
             on_report_requested=self.reporter.on_request,
             on_heartbeat=self.name.on_heartbeat,
             outdated=self.reporter.outdated,
+            on_marker=self.offering.on_marker,
             ring=self.ring,
         )
 

@@ -27,7 +27,10 @@ log = structlog.get_logger()
 
 
 class Changes:
-    """The changes of one service's machines. send: queues an answer to be published, without waiting."""
+    """The changes of one service's machines. send: queues an answer to be published, without waiting.
+
+    begun: no change begins before it is set.
+    """
 
     def __init__(
         self,
@@ -38,6 +41,7 @@ class Changes:
         jobs: Jobs,
         send: Callable[[MachineChanged], None],
         clock: Clock,
+        begun: asyncio.Event,
     ) -> None:
         self._service = service
         self._driver = driver
@@ -45,6 +49,7 @@ class Changes:
         self._jobs = jobs
         self._send = send
         self._clock = clock
+        self._begun = begun
 
     def take(self, command: ChangeMachine, *, is_host: bool) -> EntryRow | None:
         """Start what the command requests. Returns what is to be remembered before it is acknowledged."""
@@ -85,6 +90,7 @@ class Changes:
             self._answer(command, done=True)
 
     async def _change(self, key: Key, chain: Chain, command: ChangeMachine) -> None:
+        await self._begun.wait()
         async with chain.lock:
             if not await self._is_here(key, command):
                 return

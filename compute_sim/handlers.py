@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Sequence
 
 from bus.consuming.outcome import Done, Outcome, Received, Refuse
-from bus.contracts.cell import Destroy, Heartbeat, ReportHosts, RingMembers, ServiceOutdated, Spawn
+from bus.contracts.cell import Destroy, Heartbeat, QueueMarker, ReportHosts, RingMembers, ServiceOutdated, Spawn
 from bus.contracts.moves import ChangeMachine
 from bus.contracts.placement import InventoryOutdated
 from compute_sim.agent import Agent
@@ -27,6 +27,7 @@ class ComputeHandlers:
         on_report_requested: Callable[[], None],
         on_heartbeat: Callable[[Heartbeat], None],
         outdated: Callable[..., None],
+        on_marker: Callable[[QueueMarker], None],
         ring: Ring | None = None,
     ) -> None:
         self._agent = agent
@@ -35,23 +36,33 @@ class ComputeHandlers:
         self._on_report_requested = on_report_requested
         self._on_heartbeat = on_heartbeat
         self._outdated = outdated
+        self._on_marker = on_marker
         self._ring = ring
 
     async def commands(self, batch: Sequence[Received]) -> Sequence[Outcome]:
-        """Spawn, Destroy and ChangeMachine: Done means remembered and started, not ended; the end is published."""
+        """Spawn, Destroy and ChangeMachine: Done means remembered and started, not ended; the end is published.
+
+        QueueMarker: everything before it has been taken.
+        """
         await self._wait_for_capacity()
         taken: list[Spawn | Destroy | ChangeMachine] = []
+        markers: list[QueueMarker] = []
         outcomes: list[Outcome] = []
         for received in batch:
             message = received.message
-            if not isinstance(message, Spawn | Destroy | ChangeMachine):
+            if not isinstance(message, Spawn | Destroy | ChangeMachine | QueueMarker):
                 outcomes.append(Refuse("compute.not_a_command", type(message).__name__))
             elif message.service != self._service:
                 outcomes.append(Refuse("compute.misrouted", f"for {message.service}, came to {self._service}"))
             else:
-                taken.append(message)
+                if isinstance(message, QueueMarker):
+                    markers.append(message)
+                else:
+                    taken.append(message)
                 outcomes.append(DONE)
         self._agent.take(taken)
+        for marker in markers:
+            self._on_marker(marker)
         return outcomes
 
     async def control(self, batch: Sequence[Received]) -> Sequence[Outcome]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine, Iterable
 from typing import Any
 
 import structlog
@@ -31,9 +31,10 @@ class Chain:
 
 
 class Jobs:
-    """The chains that have work, and the tasks that do it. None of them may fail."""
+    """The chains that have work, and the tasks that do it. None of them may fail. on_idle: a chain has no work left."""
 
-    def __init__(self) -> None:
+    def __init__(self, on_idle: Callable[[Key], None] = lambda _: None) -> None:
+        self._on_idle = on_idle
         self.tasks: set[asyncio.Task[None]] = set()
         self._chains: dict[Key, Chain] = {}
         self._fault: asyncio.Future[None] | None = None
@@ -41,6 +42,10 @@ class Jobs:
     def chain(self, key: Key) -> Chain | None:
         """The chain of this key, while it has work."""
         return self._chains.get(key)
+
+    def chains(self) -> Iterable[tuple[Key, Chain]]:
+        """Those that have work."""
+        return self._chains.items()
 
     def without_build(self, key: Key) -> Chain:
         """The chain of this key, for new work, with its build (if any) on the way out."""
@@ -63,6 +68,7 @@ class Jobs:
             chain.jobs -= 1
             if not chain.jobs and self._chains.get(key) is chain:
                 del self._chains[key]
+                self._on_idle(key)
             if not task.cancelled() and (fault := task.exception()) is not None:
                 self._report(fault)
 

@@ -1,8 +1,9 @@
 """Publishes heartbeats, host announcements, and the inventory of each host's provider tree.
 
 Inventory goes out at start, on change, now and then (so that a lost or undone update heals), and after each
-reconnection. Announcements and heartbeats share one sequence and leave one after the other, so that a listener may
-drop what is older than what it has received.
+reconnection. After a start a host is not offered before the service has destroyed there what it was ordered to destroy
+while it was not running (`offering`). Announcements and heartbeats share one sequence and leave one after the other, so
+that a listener may drop what is older than what it has received.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from bus.retrying import Retrying, RetryPolicy, passes_with_time
 from compute_sim import metrics
 from compute_sim.driver import Driver, DriverHost, DriverUnavailable
 from compute_sim.name import source_of
+from compute_sim.offering import DESTROYING, Offering
 from compute_sim.records import Records
 from compute_sim.ring import UNKNOWN, Ring
 
@@ -114,6 +116,7 @@ class Reporter:
         heartbeat_interval_s: float,
         report_interval_s: float,
         ring: Ring | None = None,
+        offering: Offering | None = None,
     ) -> None:
         self._bus = bus
         self._service = service
@@ -127,6 +130,7 @@ class Reporter:
         self._heartbeat_interval_s = heartbeat_interval_s
         self._report_interval_s = report_interval_s
         self._ring = ring
+        self._offering = offering
         self._announce = PendingReport()
         self._inventory = PendingReport()
         self._changed: dict[str, float] = {}  # hosts whose inventory is due once more, and when they changed
@@ -179,13 +183,22 @@ class Reporter:
 
     async def announce(self) -> None:
         """Host announcements, until cancelled; none before the ring is known, for the free hosts would be missing."""
+        await self._offering_begun()
         if self._ring is not None:
             await self._ring.known.wait()
         await self._repeat(self._announce, self._publish_hosts, self._report_interval_s)
 
     async def report(self) -> None:
         """Inventory updates, until cancelled."""
+        await self._offering_begun()
         await self._repeat(self._inventory, self._publish_inventory, self._report_interval_s * INVENTORY_EVERY)
+
+    async def _offering_begun(self) -> None:
+        if self._offering is not None:
+            await self._offering.begun.wait()
+
+    def _offers(self, host: str) -> bool:
+        return self._offering is None or self._offering.offers(host)
 
     async def leave(self) -> None:
         """The last heartbeat: this service stops on purpose."""
@@ -285,12 +298,13 @@ class Reporter:
                 pages.append([])
                 instances = 0
             instances += count
+            offers = self._offers(host.uuid)
             pages[-1].append(
                 HostReport(
                     uuid=host.uuid,
                     name=host.name,
-                    enabled=host.enabled,
-                    disabled_reason=host.disabled_reason,
+                    enabled=host.enabled and offers,
+                    disabled_reason=host.disabled_reason or ("" if offers else DESTROYING),
                     attributes=host.attributes,
                     failed_builds=self._records.failed_builds(host.uuid),
                     running=None if runs is None else tuple(runs),
@@ -300,6 +314,7 @@ class Reporter:
 
     async def _publish_inventory(self, hosts: list[str] | None) -> None:
         uuids = [host.uuid for host in await self._driver.hosts()] if hosts is None else hosts
+        uuids = [uuid for uuid in uuids if self._offers(uuid)]
         for at in range(0, len(uuids), TREES_PER_PUBLISH):
             trees = await self._driver.inventory(uuids[at : at + TREES_PER_PUBLISH])
             if not trees:

@@ -121,6 +121,16 @@ class Destroy(Message, frozen=True, kw_only=True, tag="compute.destroy.v1"):
     unless_built: bool = False
 
 
+class QueueMarker(Message, frozen=True, kw_only=True, tag="compute.marker.v1"):
+    """A compute service to itself, through its own queue: what was waiting there at its start comes before this.
+
+    epoch: of the life that published it; those of former lives mean nothing.
+    """
+
+    service: Word
+    epoch: int
+
+
 class ComputeOutcome(StrEnum):
     """A compute service's result of one attempt."""
 

@@ -458,6 +458,15 @@ MESSAGES: tuple[MessageRow, ...] = (
         idempotency="instance_uuid and attempt",
     ),
     MessageRow(
+        message=cell.QueueMarker,
+        owner="compute_sim",
+        publishers=("compute_sim",),
+        where=Where.CELL,
+        exchange=COMMANDS,
+        key="compute.marker.{service}",
+        idempotency="epoch",
+    ),
+    MessageRow(
         message=cell.ComputeResult,
         owner="compute_sim",
         publishers=("compute_sim",),

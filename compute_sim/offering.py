@@ -1,0 +1,94 @@
+"""Which of its hosts a service may offer after a start: none on which it still has to destroy something.
+
+While the service was away its queue kept its orders, those to destroy what it was told it has lost among them. The
+service publishes a marker to its own queue: when the marker comes back, all that was waiting there has been taken. Only
+then builds and changes begin: the order that ends one of them may have come behind it. And each host may be offered as
+soon as nothing is left that was to be destroyed there before the marker.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import structlog
+
+from bus.clock import Clock
+from bus.contracts.base import Message
+from bus.contracts.cell import QueueMarker
+from bus.faults import Transient
+from bus.port import BusError
+from compute_sim.records import Key, Records
+
+log = structlog.get_logger()
+
+AGAIN_S = 5.0  # a marker that has not come back is published once more
+DESTROYING = "the service destroys what this host has lost"
+
+
+class MarkerBus(Protocol):
+    """The part of a bus that is needed here."""
+
+    async def publish(self, message: Message, *, cause: str = "") -> None:
+        """Publish one message."""
+
+
+class Offering:
+    """One service's. begun: set when the marker has come back. owed: what is being destroyed now, by host and instance.
+
+    on_offered: these hosts may be offered from now on.
+    """
+
+    def __init__(
+        self,
+        bus: MarkerBus,
+        *,
+        service: str,
+        records: Records,
+        clock: Clock,
+        begun: asyncio.Event,
+        owed: Callable[[], Sequence[Key]],
+        on_offered: Callable[[Sequence[str]], None],
+    ) -> None:
+        self.begun = begun
+        self._bus = bus
+        self._service = service
+        self._records = records
+        self._clock = clock
+        self._owed = owed
+        self._on_offered = on_offered
+        self._waits_for: set[Key] = set()
+
+    async def run(self) -> None:
+        """Publish the marker until it has come back, then do nothing, until cancelled."""
+        while not self.begun.is_set():
+            with contextlib.suppress(BusError, Transient):
+                await self._bus.publish(QueueMarker(service=self._service, epoch=self._records.epoch))
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(AGAIN_S):
+                    await self.begun.wait()
+        await asyncio.get_running_loop().create_future()
+
+    def on_marker(self, marker: QueueMarker) -> None:
+        """A marker came back, after all that was before it in the queue. Those of former lives mean nothing."""
+        if marker.epoch != self._records.epoch or self.begun.is_set():
+            return
+        self._waits_for = set(self._owed())
+        hosts = {host for host, _ in self._waits_for}
+        if hosts:
+            log.info("compute.destroys_first", service=self._service, machines=len(self._waits_for), hosts=len(hosts))
+        self.begun.set()
+
+    def on_settled(self, key: Key) -> None:
+        """Nothing is left to be done about this instance on this host, or nothing can be."""
+        if key not in self._waits_for:
+            return
+        self._waits_for.discard(key)
+        if self.offers(key[0]):
+            self._on_offered((key[0],))
+
+    def offers(self, host: str) -> bool:
+        """Whether this host may be offered."""
+        return self.begun.is_set() and not any(host == one for one, _ in self._waits_for)
