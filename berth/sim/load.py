@@ -13,11 +13,18 @@ from berth.sim.world import World
 from bus.bus import API, Bus
 from bus.contracts.base import Message
 from bus.contracts.build import BuildRequest, DeleteRequest
+from bus.contracts.fences import EvacuationPolicy
 from bus.port import BusError
 
 RETRY_S = 0.3  # a client whose publish failed publishes again after this
 HEARD_POLL_S = 0.1
 HEARD_S = 30.0  # a client deletes what it knows to be accepted, or after this long without a word
+
+
+def policy_of(uuid: str) -> EvacuationPolicy | None:
+    """What becomes of an instance whose host is fenced, in a run where hosts are."""
+    policies: tuple[EvacuationPolicy | None, ...] = (*EvacuationPolicy, EvacuationPolicy.RESTART, None)
+    return policies[random.Random(f"berth.sim.policy {uuid}").randrange(len(policies))]
 
 
 class Client:
@@ -100,6 +107,7 @@ class Client:
             server_group=order.group,
             different_host=order.apart_from,
             same_host=order.together_with,
+            on_host_failure=policy_of(order.uuid) if self._world.plan.through_schedulers else None,
         )
         self._world.peer_watch.requested(order)
         self._world.harm.requested[order.uuid] = None

@@ -48,6 +48,7 @@ class MoveWatch:
         self.evacuated: set[tuple[str, str, int]] = set()  # (host, instance, attempt) of a fenced host
         self.refused: set[str] = set()  # requests
         self.fenced: set[str] = set()  # hosts that were switched off once: what was not evacuated is off there
+        self.gone: set[str] = set()  # fenced hosts that have burnt down: their fence stays
         self.sent: dict[str, str] = {}  # {request: its instance} that a cell was sent
         self.ends: dict[str, tuple[MoveState, str]] = {}
         self.brought_back: set[tuple[str, str, int]] = set()  # (host, instance, attempt) on a set-back host
@@ -103,7 +104,7 @@ class MoveWatch:
 
     def on_event(self, event: MoveEvent) -> None:
         """A conductor publishes. Raises Breach."""
-        if not event.terminal:
+        if not event.terminal or event.sequence == 0:  # 0: of another request under this id
             return
         end = (event.state, event.code)
         if self.ends.setdefault(event.request_id, end) != end and event.instance_uuid not in self.exempt:
@@ -118,6 +119,10 @@ class MoveWatch:
         uuid = guest.instance_uuid
         if (host, uuid, guest.attempt) in self.evacuated:
             raise Breach("fenced_never_runs", f"{uuid} attempt {guest.attempt} starts on {host}, and was evacuated")
+        for table in self._cells.values():
+            loss = table.fence_losses.get((host, uuid))
+            if loss is not None and guest.attempt <= loss.attempt:
+                raise Breach("fenced_never_runs", f"{uuid} attempt {guest.attempt} starts on {host}, which has lost it")
         for other, one in self._running():
             if other != host and one.instance_uuid == uuid:
                 raise Breach("never_two_running", f"{uuid} runs on {other} as {one.attempt}, starts on {host}")
@@ -181,6 +186,9 @@ class MoveWatch:
             is_migration = kept.consumer.consumer_type == MIGRATION_TYPE and kept.consumer.holding
             if is_migration and uuid not in under_way and not {uuid, owners.get(uuid)} & lost:
                 yield f"claims_have_owners: the migration {uuid} holds {dict(kept.consumer.holding)}"
+        for cell, table in self._cells.items():
+            for host in table.fences.keys() - self.gone:
+                yield f"fences_are_lifted: {host} of {cell} is fenced, {len(table.fence_losses)} are to be destroyed"
         for request, instance in self.sent.items():
             if request not in self.ends and instance not in lost:
                 yield f"one_terminal_event: the request {request} for {instance} has had no end"

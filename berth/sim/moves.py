@@ -14,10 +14,12 @@ from berth.sim.network import SimTransport
 from berth.sim.peer_watch import resources_of_flavor
 from berth.sim.plan import Order
 from berth.sim.world import World
-from bus.bus import Bus
+from bus.bus import API, Bus
 from bus.contracts.base import Message
 from bus.contracts.cell import InstanceSpec, Selection
-from bus.contracts.moves import CellMove, MoveKind
+from bus.contracts.moves import CellMove, MoveKind, MoveRequest
+from bus.contracts.operations import AdminState, AdminStateSet, SetAdminState
+from bus.faults import RequestRefused, Transient
 from bus.port import BusError
 from cell_conductor.domain.instance import Instance, Power, State
 
@@ -27,6 +29,8 @@ FENCE = "fence"  # the verb of an order that fences a service's hosts
 DRAIN = "drain"  # ... and of one that empties a host; every other verb is a MoveKind
 DRAIN_STEP_S = 0.5
 SEEN_S = 20.0  # after this a silent service is suspected, and its instances are evacuated
+DECISION_S = 3.0  # an answer to a decision is waited for so long
+MOST_TRIES = 20  # of a decision about a host that schedulers may not know
 SIZES = ("m1.tiny", "m1.small", "m1.medium")
 
 
@@ -42,7 +46,7 @@ class Mover:
     async def open(self) -> None:
         """Connect to every cell's bus."""
         world = self._world
-        for cell in world.cells:
+        for cell in (API, *world.cells):
             transport = SimTransport(world.brokers[cell], self._process, world.network_faults, world.event_log)
             self._buses[cell] = Bus(cell, transport, process="mover", clock=world.clock, rng=self._rng)
         await self._process.spawn(self._open(), "the mover opens")
@@ -58,7 +62,8 @@ class Mover:
 
     def order(self, order: Order) -> asyncio.Task[None]:
         """Carry one order out."""
-        work = {FENCE: self._fence, DRAIN: self._drain}.get(order.verb, self._move)(order)
+        fence = self._fence_by_decision if self._world.plan.through_schedulers else self._fence
+        work = {FENCE: fence, DRAIN: self._drain}.get(order.verb, self._move)(order)
         return self._process.spawn(work, f"order {order.verb} {order.uuid or order.service}")
 
     async def _move(self, order: Order) -> None:
@@ -94,6 +99,9 @@ class Mover:
         rng = random.Random(f"berth.sim.move {order.uuid}")
         spec = instance.spec
         assert spec is not None
+        if self._world.plan.through_schedulers:
+            await self._ask_scheduler(instance, order, kind, rng)
+            return
         if kind is MoveKind.RESIZE:
             spec = replace(spec, flavor=rng.choice(SIZES))
         if kind is MoveKind.REBUILD:
@@ -114,6 +122,25 @@ class Mover:
         await self._send(cell, request)
         if rng.random() < 0.1:
             await self._send(cell, request)  # the same once more
+
+    async def _ask_scheduler(self, instance: Instance, order: Order, kind: MoveKind, rng: random.Random) -> None:
+        """As a client asks it. It chooses no host, and states no fence."""
+        assert instance.spec is not None
+        request = MoveRequest(
+            request_id=order.uuid,
+            instance_uuid=instance.uuid,
+            project_id=instance.spec.project_id,
+            kind=kind,
+            flavor=rng.choice(SIZES) if kind is MoveKind.RESIZE else None,
+            image=f"image-{order.uuid[:4]}" if kind is MoveKind.REBUILD else None,
+            auto_confirm_s=rng.choice((0.0, 2.0, 10.0, 15.0)),
+            offload=rng.random() < 0.5,
+            timeout_s=STEP_S,
+        )
+        self._world.event_log.record("order", f"{kind.value} {instance.uuid}")
+        self._world.move_watch.sent[request.request_id] = instance.uuid
+        for _ in range(1 + (rng.random() < 0.1)):
+            await self._publish(API, request)
 
     def _selections(
         self, cell: str, instance: Instance, spec: InstanceSpec, kind: MoveKind, rng: random.Random
@@ -196,6 +223,46 @@ class Mover:
             world.expected_down.discard(name)
             if name not in world.lives:
                 world.start(name)
+
+    async def _fence_by_decision(self, order: Order) -> None:
+        """The hosts of a service die, an operator says so, and they come back later, off, and are enabled again."""
+        world, name = self._world, f"compute-{order.service}"
+        if order.service in world.dead or name in world.expected_down or name not in world.lives:
+            return
+        world.expected_down.add(name)
+        world.kill(name)
+        fleet, cell = world.fleets[order.service], world.cell_of(order.service).name
+        hosts = [host.plan for host in fleet.hosts]
+        world.move_watch.fenced.update(host.uuid for host in hosts)
+        for host, guest in list(fleet.guests()):
+            if world.harm.ours(guest.instance_uuid):
+                fleet.put(host, replace(guest, runs=False))
+        decided = [host.uuid for host in hosts if await self._decide(host.uuid, AdminState.FENCED, MOST_TRIES)]
+        await asyncio.sleep(order.seconds)
+        if order.service in world.dead:
+            world.move_watch.gone.update(decided)
+            return
+        world.expected_down.discard(name)
+        if name not in world.lives:
+            world.start(name)
+        await asyncio.sleep(random.Random(f"berth.sim.enabled {order.uuid}").uniform(0.0, 5.0))
+        for host in decided:
+            await self._decide(host, AdminState.ENABLED, None)
+        world.event_log.record("order", f"fenced hosts of {cell} {order.service} are enabled")
+
+    async def _decide(self, host: str, state: AdminState, tries: int | None) -> bool:
+        """An operator decides, who knows that the host is off. tries: at most; None: until it is decided."""
+        command = SetAdminState(host=host, state=state, reason="dead", by="operator", force=True)
+        bus, tried = self._buses[API], 0
+        while tries is None or tried < tries:
+            tried += 1
+            try:
+                await bus.request(command, AdminStateSet, timeout_s=DECISION_S)
+            except (BusError, Transient, RequestRefused):
+                await asyncio.sleep(RETRY_S)
+            else:
+                return True
+        return False
 
     async def _send(self, cell: str, request: CellMove) -> None:
         self._world.event_log.record("order", f"{request.kind.value} {request.instance_uuid}")

@@ -169,6 +169,11 @@ class Plan(Struct, frozen=True, kw_only=True):
         return self.quotas.get(project, self.quota)
 
     @property
+    def through_schedulers(self) -> bool:
+        """Whether what is done with instances is asked of schedulers, and fences are an operator's decisions there."""
+        return "fences" in self.widenings
+
+    @property
     def with_peers(self) -> bool:
         """Whether a build depends on where others are, or on how much they hold."""
         return bool(self.quota or self.quotas) or any(

@@ -130,7 +130,7 @@ class _Runner:
         await self._client.open()
         mover = Mover(world)
         are_ordered = any(order.action is Action.MOVE for order in plan.orders)  # a plan made smaller may keep them
-        if are_ordered or {Widening.MOVES, Widening.DRAINS} & set(plan.widenings):
+        if are_ordered or {Widening.MOVES, Widening.DRAINS, Widening.FENCES} & set(plan.widenings):
             await mover.open()
         operator, others, chaos = Operator(world, self._client), OtherTenants(world, self._client), Chaos(world)
         if plan.breaker_limit:

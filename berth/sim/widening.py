@@ -37,10 +37,12 @@ class Widening(StrEnum):
     BREAKER = "breaker"  # machines are lost many at once, and an operator has to reset the breaker
     MOVES = "moves"  # instances are moved, resized, shelved, stopped; hosts die, are fenced and come back
     DRAINS = "drains"  # operators disable hosts, move away what they run, and enable them again
+    FENCES = "fences"  # hosts die, an operator fences them, their instances are evacuated by policy, they come back
     TREES = "trees"  # another source's hosts: devices that move within one batch, roots removed and made again
 
 
-WIDENED = frozenset(Widening)
+# Fences are asked for by name: what they find beside the other kinds has not been looked into yet.
+WIDENED = frozenset(Widening) - {Widening.FENCES}
 NONE: frozenset[Widening] = frozenset()
 
 # How often a kind is in a run that could have it: few at a time, so that each is also seen alone.
@@ -279,6 +281,30 @@ def _drains(rng: random.Random, plan: Plan) -> Plan:
     return _also(plan, *orders)
 
 
+# A database that is set back may not know a fence, or an evacuation; then a person has to decide again.
+FORGETFUL = frozenset(
+    {
+        Widening.CELL_EMPTIED,
+        Widening.CELL_RESTORED,
+        Widening.BOOK_RESTORED,
+        Widening.REQUESTS_RESTORED,
+        Widening.HOSTS_RESTORED,
+        Widening.SAME_NAME,
+    }
+)
+
+
+def _fences(rng: random.Random, plan: Plan) -> Plan:
+    """A service's hosts die. What is asked of instances goes through schedulers, as clients ask it."""
+    if FORGETFUL & {Widening(one) for one in plan.widenings}:
+        return plan
+    _, service = rng.choice(plan.services)
+    at, seconds = rng.uniform(12.0, 40.0), rng.uniform(10.0, 30.0)
+    fence = Order(at=at, action=Action.MOVE, verb="fence", service=service, seconds=seconds, uuid=new_uuid(rng))
+    others = [one for one in plan.orders if one.action is not Action.MOVE or one.verb != "fence"]
+    return _also(replace(plan, orders=tuple(others)), fence)
+
+
 def _sometimes(rng: random.Random) -> Callable[[float], float]:
     """Each rate is off in half of the runs, so that faults are also seen one at a time."""
     return lambda most: rng.uniform(0.0, most) if rng.random() < 0.5 else 0.0
@@ -313,5 +339,6 @@ DRAWS: Mapping[Widening, Callable[[random.Random, Plan], Plan]] = {
     Widening.BREAKER: _breaker,
     Widening.MOVES: _moves,
     Widening.DRAINS: _drains,
+    Widening.FENCES: _fences,
     Widening.TREES: _trees,
 }

@@ -505,7 +505,7 @@ class World:
             if body in self.strange:
                 continue
             tag = _tagged.decode(body).type
-            if tag == MOVE_TAG and bus != API:
+            if tag == MOVE_TAG and (bus != API or self.plan.through_schedulers):
                 self._moved(_moved.decode(body))
             self.listener.message(bus, message.exchange, message.routing_key, tag)
             if tag == RESULT_TAG:
