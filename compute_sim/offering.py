@@ -1,6 +1,6 @@
 """Which of its hosts a service may offer after a start: none on which it still has to destroy something.
 
-While the service was away its queue kept its orders, those to destroy what it was told it has lost among them. The
+While the service was down its queue kept its orders, those to destroy what it has lost by a fence among them. The
 service publishes a marker to its own queue: when the marker comes back, all that was waiting there has been taken. Only
 then builds and changes begin: the order that ends one of them may have come behind it. And each host may be offered as
 soon as nothing is left that was to be destroyed there before the marker.

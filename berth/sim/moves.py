@@ -124,7 +124,7 @@ class Mover:
             await self._send(cell, request)  # the same once more
 
     async def _ask_scheduler(self, instance: Instance, order: Order, kind: MoveKind, rng: random.Random) -> None:
-        """As a client asks it. It chooses no host, and states no fence."""
+        """As a client requests it. It chooses no host, and states no fence."""
         assert instance.spec is not None
         request = MoveRequest(
             request_id=order.uuid,
