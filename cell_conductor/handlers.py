@@ -33,6 +33,7 @@ from .domain.report import Differences, Newest, differences
 from .engine import Engine, InstanceEvent
 from .fences import FenceKeeper
 from .guard import Guard
+from .room import QuarantinedRoom
 from .store.port import InstanceStore
 
 log = structlog.get_logger(__name__)
@@ -121,6 +122,7 @@ class HostHandlers:
         self._outdated = outdated
         self._fences = fences
         self._guard = Guard(store, bus, clock, config, effective=engine.effective)
+        self._room = QuarantinedRoom(store, bus)
 
     async def hosts(self, batch: Sequence[Received]) -> Sequence[Outcome]:
         """ComputeHosts."""
@@ -154,6 +156,7 @@ class HostHandlers:
         else:
             found = Differences()
         await self._take(report.service, found.events)
+        await self._room.reserve(report, found.unexplained)
         harmful = await self._guard.assess(report, found)
         await self._take(report.service, harmful)
 

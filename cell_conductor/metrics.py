@@ -24,6 +24,11 @@ UNEXPLAINED = Counter(
 QUARANTINED = Counter("berth_conductor_quarantined", "Machines of ours put into quarantine, by service.", ["service"])
 TRIPPED = Counter("berth_conductor_breaker_trips", "Breakers that stopped destruction, by service.", ["service"])
 HELD = Counter("berth_conductor_breaker_held", "Destructions and losses held back by a breaker.", ["service"])
+RESERVED = Counter(
+    "berth_conductor_reserve_orders",
+    "Orders to keep machines in quarantine out of an inventory, by service.",
+    ["service"],
+)
 DATABASE_CHANGES = Counter(
     "berth_conductor_database_changes", "How often the cell's database was found restored or promoted."
 )

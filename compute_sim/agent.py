@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import structlog
 from msgspec import Struct, structs
@@ -75,6 +75,7 @@ class Agent:
 
     on_settled: nothing is under way about an instance on a host, and nothing is left to be destroyed there. begun: no
     build or change begins before it is set: the order that ends it may still be in the queue (None: it is set).
+    on_listed: called with what its hosts carry, each time they are looked at.
     """
 
     def __init__(
@@ -91,6 +92,7 @@ class Agent:
         on_accepted: Callable[[Spawn], None] = lambda _: None,
         on_settled: Callable[[Key], None] = lambda _: None,
         begun: asyncio.Event | None = None,
+        on_listed: Callable[[Mapping[str, Sequence[Machine]]], None] = lambda _: None,
     ) -> None:
         self._driver = driver
         self._records = records
@@ -100,6 +102,7 @@ class Agent:
         self._destroying = Retrying(structs.replace(DESTROY, attempts=limits.destroy_attempts), clock, rng)
         self._on_failures = on_failures
         self._on_accepted = on_accepted
+        self._on_listed = on_listed
         self._hosts: frozenset[str] = frozenset()
         self._on_settled = on_settled
         self._begun = begun or is_set()
@@ -408,12 +411,14 @@ class Agent:
         """What each host that was seen carries; machines on record that their hosts do not carry are noted as lost."""
         before = self._records.running()
         listed = await self._driver.list(hosts)
+        self._on_listed(listed)
         result: dict[str, list[Running]] = {host: [] for host in listed}
         for host, machines in listed.items():
+            reserved = {one.instance_uuid for one in self._records.reserved(host)}
             for machine in machines:
                 key = (host, machine.instance_uuid)
                 known = before.pop(key, None) or self._records.get(key)
-                result[host].append(_running(machine, known))
+                result[host].append(_running(machine, known, reserved=machine.instance_uuid in reserved))
         if hosts is None:
             for key, entry in before.items():
                 # Its host was seen without it, and the record has not changed since before that: really lost.
@@ -450,7 +455,7 @@ def _is_done_with(machine: Machine, known: Entry | None) -> bool:
     return machine.attempt <= known.fence and known.deployment in (None, machine.deployment)
 
 
-def _running(machine: Machine, known: Entry | None) -> Running:
+def _running(machine: Machine, known: Entry | None, *, reserved: bool) -> Running:
     """A machine as it is reported: by its mark; the attempt of one without a mark is its record's."""
     attempt = machine.attempt if machine.attempt is not None else (known.attempt if known else UNKNOWN_ATTEMPT)
     return Running(
@@ -460,4 +465,5 @@ def _running(machine: Machine, known: Entry | None) -> Running:
         built=machine.built,
         destroying=is_leaving(known, attempt) or _is_done_with(machine, known),
         stopped=not machine.runs,
+        reserved=reserved,
     )

@@ -26,6 +26,7 @@ from compute_sim.handlers import ComputeHandlers
 from compute_sim.measuring import Measuring
 from compute_sim.name import QUEUE, ServiceName, source_of
 from compute_sim.offering import Offering
+from compute_sim.quarantine import Quarantine
 from compute_sim.reporter import Reporter
 from compute_sim.ring import Ring
 from compute_sim.unreliable import FaultyResultSender
@@ -163,6 +164,7 @@ class Parts:
             on_accepted=self.crash_plan.accepted,
             on_settled=lambda key: self.offering.on_settled(key),  # noqa: PLW0108  (made below)
             begun=begun,
+            on_listed=lambda listed: self.quarantine.drop_gone(listed),  # noqa: PLW0108  (made below)
         )
         self.offering = Offering(
             self.bus,
@@ -187,6 +189,9 @@ class Parts:
             ring=self.ring,
             offering=self.offering,
         )
+        self.quarantine = Quarantine(
+            service=service, driver=self.driver, records=records, on_changed=self.reporter.on_host_changed
+        )
         self.handlers = ComputeHandlers(
             self.agent,
             service=service,
@@ -195,6 +200,7 @@ class Parts:
             on_heartbeat=self.name.on_heartbeat,
             outdated=self.reporter.outdated,
             on_marker=self.offering.on_marker,
+            reserve=self.quarantine.reserve,
             ring=self.ring,
         )
 

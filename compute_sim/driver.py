@@ -113,7 +113,7 @@ class Machine(Struct, frozen=True):
 
     attempt, deployment: as in its mark (None: it has no mark of ours). built: it is certainly complete. runs: it is
     not stopped. left: only its mark still names it, what manages the host reports that it is gone, and `destroy` leaves
-    it as it is.
+    it as it is. allocations: what it takes, by provider (None: the host does not know).
     """
 
     host_uuid: str
@@ -123,6 +123,7 @@ class Machine(Struct, frozen=True):
     built: bool = True
     runs: bool = True
     left: bool = False
+    allocations: Mapping[str, Resources] | None = None
 
 
 Tree = tuple[ProviderReport, ...]  # one root provider first, a parent before its children

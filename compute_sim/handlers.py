@@ -5,7 +5,16 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Sequence
 
 from bus.consuming.outcome import Done, Outcome, Received, Refuse
-from bus.contracts.cell import Destroy, Heartbeat, QueueMarker, ReportHosts, RingMembers, ServiceOutdated, Spawn
+from bus.contracts.cell import (
+    Destroy,
+    Heartbeat,
+    QueueMarker,
+    ReportHosts,
+    ReserveMachines,
+    RingMembers,
+    ServiceOutdated,
+    Spawn,
+)
 from bus.contracts.moves import ChangeMachine
 from bus.contracts.placement import InventoryOutdated
 from compute_sim.agent import Agent
@@ -28,6 +37,7 @@ class ComputeHandlers:
         on_heartbeat: Callable[[Heartbeat], None],
         outdated: Callable[..., None],
         on_marker: Callable[[QueueMarker], None],
+        reserve: Callable[[ReserveMachines], Awaitable[None]],
         ring: Ring | None = None,
     ) -> None:
         self._agent = agent
@@ -37,6 +47,7 @@ class ComputeHandlers:
         self._on_heartbeat = on_heartbeat
         self._outdated = outdated
         self._on_marker = on_marker
+        self._reserve = reserve
         self._ring = ring
 
     async def commands(self, batch: Sequence[Received]) -> Sequence[Outcome]:
@@ -68,7 +79,8 @@ class ComputeHandlers:
     async def control(self, batch: Sequence[Received]) -> Sequence[Outcome]:
         """ReportHosts: one announcement answers all requests. Heartbeats under this service's name: are they ours?
 
-        ServiceOutdated, InventoryOutdated: what the cell and the book have received under this name.
+        ServiceOutdated, InventoryOutdated: what the cell and the book have received under this name. ReserveMachines:
+        what is in quarantine on its hosts.
         """
         for received in batch:
             message = received.message
@@ -78,6 +90,8 @@ class ComputeHandlers:
                 self._outdated(epoch=message.epoch)
             elif isinstance(message, InventoryOutdated) and message.source == source_of(self._service):
                 self._outdated(version=message.version)
+            elif isinstance(message, ReserveMachines) and message.service == self._service:
+                await self._reserve(message)
         if any(isinstance(received.message, ReportHosts) for received in batch):
             self._on_report_requested()
         return [DONE] * len(batch)

@@ -22,3 +22,8 @@ ANNOUNCED = Counter("berth_compute_hosts_announced_total", "Host reports publish
 JOURNALS_DAMAGED = Counter(
     "berth_compute_journals_damaged_total", "Journals that were found damaged and kept aside, by file.", ["file"]
 )
+RESERVED = Gauge(
+    "berth_compute_reserved_machines",
+    "Machines in quarantine whose resources are kept out of their host's inventory; of size unknown nothing is.",
+    ["service", "size"],
+)

@@ -6,13 +6,13 @@ journal again in order gives the same memory.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from msgspec import Struct
 from msgspec.structs import replace
 
-from bus.contracts.cell import ComputeResult, Spawn
+from bus.contracts.cell import ComputeResult, ReservedMachine, Spawn
 from bus.contracts.moves import MachineChanged
 from compute_sim.domain.attempts import ENDED, Entry, Phase, answer, is_lost
 from compute_sim.journal import Journal
@@ -48,6 +48,13 @@ class FailuresRow(Struct, frozen=True, array_like=True, tag="h"):
     failed_builds: int
 
 
+class ReservedRow(Struct, frozen=True, array_like=True, tag="r"):
+    """All machines of a host whose resources are kept out of its inventory; none: it has no such any more."""
+
+    host: str
+    machines: tuple[ReservedMachine, ...]
+
+
 class NumbersRow(Struct, frozen=True, array_like=True, tag="n"):
     """Epoch of the last start, last inventory version used, and how many times the service has started."""
 
@@ -56,7 +63,7 @@ class NumbersRow(Struct, frozen=True, array_like=True, tag="n"):
     starts: int
 
 
-Row = EntryRow | ForgetRow | FailuresRow | NumbersRow
+Row = EntryRow | ForgetRow | FailuresRow | ReservedRow | NumbersRow
 
 
 class Records:
@@ -70,6 +77,7 @@ class Records:
         self._running: dict[Key, None] = {}
         self._lost: dict[Key, None] = {}
         self._failures: dict[str, int] = {}
+        self._reserved: dict[str, tuple[ReservedMachine, ...]] = {}
         self.epoch = 0
         self.former: set[int] = set()  # epochs of this process that it has outgrown
         self.version = 0
@@ -151,6 +159,22 @@ class Records:
 
     # --- hosts and numbers
 
+    def reserved(self, host: str) -> tuple[ReservedMachine, ...]:
+        """The machines of this host whose resources are kept out of its inventory."""
+        return self._reserved.get(host, ())
+
+    def count_reserved(self, *, sized: bool) -> int:
+        """So many of them; sized: of which it is known what they take."""
+        return sum(bool(one.allocations) is sized for machines in self._reserved.values() for one in machines)
+
+    def reserve(self, hosts: Mapping[str, tuple[ReservedMachine, ...]]) -> list[str]:
+        """Put these in place of those that each host had; returns the hosts where that changed something."""
+        rows = [ReservedRow(host, machines) for host, machines in hosts.items() if machines != self.reserved(host)]
+        for row in rows:
+            self._apply(row)
+        self.write(rows)
+        return [row.host for row in rows]
+
     def failed_builds(self, host: str) -> int:
         """Consecutive failed builds of a host."""
         return self._failures.get(host, 0)
@@ -219,6 +243,10 @@ class Records:
                     forgetful.pop((host, instance), None)
             case FailuresRow(host, failed_builds):
                 self._failures[host] = failed_builds
+            case ReservedRow(host, machines):
+                self._reserved[host] = machines
+                if not machines:
+                    del self._reserved[host]
             case NumbersRow(epoch, version, starts):
                 self.epoch, self.version, self.starts = epoch, version, starts
 
@@ -226,5 +254,7 @@ class Records:
         yield NumbersRow(self.epoch, self.version, self.starts)
         for host, count in self._failures.items():
             yield FailuresRow(host, count)
+        for host, machines in self._reserved.items():
+            yield ReservedRow(host, machines)
         for key, entry in self._entries.items():
             yield EntryRow(key[0], key[1], entry, self._spawns.get(key))

@@ -24,6 +24,7 @@ from bus.faults import Transient
 from bus.port import BusError
 from bus.retrying import Retrying, RetryPolicy, passes_with_time
 from compute_sim import metrics
+from compute_sim.domain.reserved import with_reserved
 from compute_sim.driver import Driver, DriverHost, DriverUnavailable
 from compute_sim.name import source_of
 from compute_sim.offering import DESTROYING, Offering
@@ -330,7 +331,7 @@ class Reporter:
                             source=source_of(self._service),
                             version=first + number,
                             root_uuid=tree[0].uuid,
-                            providers=tree,
+                            providers=with_reserved(tree, self._records.reserved(tree[0].uuid)),
                             may_ignore=NEWER_FIELDS,
                         ),
                         cause,

@@ -15,7 +15,9 @@ from berth.sim.world import World, marked
 from bus.contracts.build import TERMINAL_STATES, BuildState
 from bus.contracts.placement import ProviderReport
 from cell_conductor.domain.instance import State
+from cell_conductor.domain.report import UnexplainedKind
 from compute_sim.domain.hosts import tree
+from compute_sim.domain.reserved import with_reserved
 from placement_worker.domain.values import Provider
 from placement_worker.replica.book import Book
 from placement_worker.store.memory import MemoryBookTable
@@ -45,6 +47,7 @@ def unsettled(world: World, client: Client) -> list[str]:
     found += list(_inventories(world))
     found += list(_schedulers_know_hosts(world))
     found += list(_others(world))
+    found += list(_quarantined(world))
     found += list(world.peer_watch.unsettled())
     found += list(world.move_watch.unsettled(lost))
     if world.ironic is not None:
@@ -74,6 +77,21 @@ def _others(world: World) -> Iterator[str]:
     for name, broker in world.brokers.items():
         if words := broker.theirs_differ():
             yield f"foreign_unchanged: on the bus {name} {words}"
+
+
+def _quarantined(world: World) -> Iterator[str]:
+    """What a machine in quarantine takes is kept out of its host's inventory, and nothing else is."""
+    for service, fleet in world.fleets.items():
+        if service in world.dead | world.duplicates.keys():
+            continue
+        records = world.cells[world.cell_of(service).name].unexplained.values()
+        kept = {one.place for one in records if one.machine.kind is UnexplainedKind.QUARANTINED}
+        for host in fleet.hosts:
+            uuid, guests = host.plan.uuid, host.guests or {}
+            wanted = {instance for instance, guest in guests.items() if guest.complete and (uuid, instance) in kept}
+            reserved = {one.instance_uuid for one in fleet.records.reserved(uuid)}
+            if wanted != reserved:
+                yield f"quarantined_is_reserved: {host.plan.name} keeps room for {reserved}, in quarantine are {wanted}"
 
 
 def given_back(world: World) -> list[str]:
@@ -171,7 +189,8 @@ def _inventories(world: World) -> Iterator[str]:
             yield f"left_for_good: the book still has {uuid}"
     for service, fleet in world.fleets.items():
         for host in fleet.hosts if service not in world.dead else ():
-            reports = tree(host.plan, host.size, enabled=host.enabled, nested=service not in world.flat)
+            whole = tree(host.plan, host.size, enabled=host.enabled, nested=service not in world.flat)
+            reports = with_reserved(whole, fleet.records.reserved(host.plan.uuid))
             for report in reports:
                 if words := _reported_differs(report, world.book.providers.get(report.uuid)):
                     yield f"book_has_the_hosts: {report.name}: {words}"

@@ -177,6 +177,7 @@ class Running(Struct, frozen=True, kw_only=True, omit_defaults=True):
     deployment: the identity that its mark names (None: it has no mark of ours). built: it is certainly complete.
     destroying: the service has taken the order to destroy this attempt, and is carrying it out, or has done all that
     it does about it. stopped: it does not run: it was stopped by its client, or to be handed over to another host.
+    reserved: the service keeps what it takes out of the host's inventory; see ReserveMachines.
     """
 
     instance_uuid: Uuid
@@ -185,6 +186,7 @@ class Running(Struct, frozen=True, kw_only=True, omit_defaults=True):
     built: bool = True
     destroying: bool = False
     stopped: bool = False
+    reserved: bool = False
 
 
 class HostReport(Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -273,6 +275,39 @@ class ServiceOutdated(Message, frozen=True, kw_only=True, tag="conductor.outdate
     service: Word
     cell: Word
     epoch: Annotated[int, Bound(ge=0, le=2**62)]
+
+
+MAX_RESERVED_MACHINES = 10_000  # of one host
+
+
+class ReservedMachine(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A machine whose resources are not offered. allocations: what it takes by its record (None: no record says)."""
+
+    instance_uuid: Uuid
+    attempt: int
+    allocations: Allocations | None = None
+
+
+class ReservedOnHost(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """All machines of one host whose resources are not offered; () ends that for those that were."""
+
+    host_uuid: Uuid
+    machines: Annotated[tuple[ReservedMachine, ...], Bound(max_length=MAX_RESERVED_MACHINES)] = ()
+
+
+class ReserveMachines(Message, frozen=True, kw_only=True, tag="compute.reserve.v1"):
+    """To a compute service: what these machines take is to be `reserved` in the inventory of their hosts.
+
+    They are in quarantine: no record explains them, so they may have no claim, and they are kept all the same.
+    Published where a page of a report (epoch, sequence) disagrees with the record; of two about one host the older page
+    loses. One that is lost is published again with the next report.
+    """
+
+    service: Word
+    cell: Word
+    epoch: int
+    sequence: int
+    hosts: Annotated[tuple[ReservedOnHost, ...], Bound(max_length=1000)] = ()
 
 
 class ServiceDown(Struct, frozen=True, kw_only=True, omit_defaults=True):

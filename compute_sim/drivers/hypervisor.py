@@ -159,7 +159,14 @@ class Hypervisors:
         """What runs; a half-built leftover does not run."""
         return {
             host.plan.uuid: [
-                Machine(host.plan.uuid, guest.instance_uuid, guest.attempt, guest.deployment, runs=guest.runs)
+                Machine(
+                    host.plan.uuid,
+                    guest.instance_uuid,
+                    guest.attempt,
+                    guest.deployment,
+                    runs=guest.runs,
+                    allocations=guest.allocations or None,
+                )
                 for guest in (host.guests or {}).values()
                 if guest.complete
             ]

@@ -536,6 +536,16 @@ MESSAGES: tuple[MessageRow, ...] = (
         idempotency="service and epoch",
     ),
     MessageRow(
+        message=cell.ReserveMachines,
+        owner="compute_sim",
+        publishers=("cell_conductor",),
+        where=Where.CELL,
+        exchange=EVENTS,
+        key="compute.reserve.{service}",
+        persistent=False,
+        idempotency="service, epoch and sequence of the report",
+    ),
+    MessageRow(
         message=cell.MachinesUnexplained,
         owner="cell_conductor",
         publishers=("cell_conductor",),

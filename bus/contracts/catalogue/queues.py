@@ -191,6 +191,7 @@ QUEUES: tuple[QueueRow, ...] = (
             (EVENTS, "compute.report"),
             (EVENTS, "compute.heartbeat.{service}"),
             (EVENTS, "compute.outdated.{service}"),
+            (EVENTS, "compute.reserve.{service}"),
             (EVENTS, "inventory.outdated.{source}"),
         ),
         max_length=1_000,

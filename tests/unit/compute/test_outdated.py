@@ -39,7 +39,7 @@ class Rig:
         self.handlers = ComputeHandlers(
             nothing, service="s", wait_for_capacity=nothing, on_report_requested=self.reporter.on_request,
             on_heartbeat=self.name.on_heartbeat,
-            outdated=self.reporter.outdated, on_marker=nothing,
+            outdated=self.reporter.outdated, on_marker=nothing, reserve=nothing,
         )  # fmt: skip
         self.reporter._announce.take()
         self.reporter._inventory.take()

@@ -1,0 +1,55 @@
+"""Which machines of a report their compute service is to keep out of the inventory of its hosts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import islice
+
+from bus.contracts.base import Allocations
+from bus.contracts.cell import MAX_RESERVED_MACHINES, ComputeHosts, ReservedMachine, ReservedOnHost, Running
+
+from .instance import Instance
+from .report import Unexplained, UnexplainedKind
+
+Reserved = Mapping[str, Sequence[Running]]  # by host
+
+
+def misreserved(report: ComputeHosts, unexplained: Sequence[Unexplained]) -> Reserved:
+    """Of each host where the report disagrees all machines that are to be reserved; most reports agree.
+
+    Those in quarantine are: nothing says that they have a claim, and they stay. What was reserved stays so while it is
+    being destroyed, and when its mark is taken away: it is still there. What a record explains has its claim.
+    """
+    kind_of = {(one.host_uuid, one.uuid): one.kind for one in unexplained}
+    wrong: dict[str, Sequence[Running]] = {}
+    for host in report.hosts:
+        wanted = [
+            one
+            for one in host.running or ()
+            if (kind := kind_of.get((host.uuid, one.instance_uuid))) is UnexplainedKind.QUARANTINED
+            or (one.reserved and (one.destroying or kind is not None))
+        ]
+        if {one.instance_uuid for one in wanted} != {one.instance_uuid for one in host.running or () if one.reserved}:
+            wrong[host.uuid] = wanted
+    return wrong
+
+
+def reserved_on(host_uuid: str, machines: Sequence[Running], records: Mapping[str, Instance]) -> ReservedOnHost:
+    """What their service is to know of them: what each takes, where its record says so."""
+    return ReservedOnHost(
+        host_uuid=host_uuid,
+        machines=tuple(
+            ReservedMachine(
+                instance_uuid=one.instance_uuid,
+                attempt=one.attempt,
+                allocations=_allocations(records.get(one.instance_uuid), host_uuid),
+            )
+            for one in islice(machines, MAX_RESERVED_MACHINES)
+        ),
+    )
+
+
+def _allocations(instance: Instance | None, host_uuid: str) -> Allocations | None:
+    """What an instance was to take of this host, if its record has it among those chosen."""
+    chosen = instance.selections if instance is not None else ()
+    return next((selection.allocations for selection in chosen if selection.host_uuid == host_uuid), None)

@@ -1,0 +1,48 @@
+"""Has compute services keep what machines in quarantine take out of what they offer.
+
+Level-triggered: a report says which machines are reserved, and where that is not what it should be, the service is
+named the right ones. So nothing is remembered here, and any conductor of the cell does it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import structlog
+
+from bus.bus import Bus
+from bus.contracts.cell import ComputeHosts, ReserveMachines
+
+from . import metrics
+from .domain.report import Unexplained
+from .domain.room import misreserved, reserved_on
+from .store.port import InstanceStore
+
+log = structlog.get_logger(__name__)
+
+
+class QuarantinedRoom:
+    """One conductor's."""
+
+    def __init__(self, store: InstanceStore, bus: Bus) -> None:
+        self._store = store
+        self._bus = bus
+
+    async def reserve(self, report: ComputeHosts, unexplained: Sequence[Unexplained]) -> None:
+        """Name the machines to reserve of those hosts of a page that have others reserved."""
+        wrong = misreserved(report, unexplained)
+        if not wrong:
+            return
+        uuids = sorted({one.instance_uuid for machines in wrong.values() for one in machines})
+        async with self._store.transaction() as transaction:
+            records = await transaction.lock(uuids) if uuids else {}
+        order = ReserveMachines(
+            service=report.service,
+            cell=report.cell,
+            epoch=report.epoch,
+            sequence=report.sequence,
+            hosts=tuple(reserved_on(host, machines, records) for host, machines in wrong.items()),
+        )
+        metrics.RESERVED.labels(report.service).inc()
+        log.warning("quarantine.reserve", service=report.service, hosts=len(wrong), machines=len(uuids))
+        await self._bus.publish(order, cause=report.service)

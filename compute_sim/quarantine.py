@@ -1,0 +1,106 @@
+"""Keeps what machines in quarantine take out of the inventory of their hosts, until they are gone or explained.
+
+Such a machine may have no claim in the book, so what it takes would be offered to others, and a build there would take
+more than its host has. The cell's conductor names these machines (`ReserveMachines`); they are on record here, so that
+a restart does not offer what they take. A machine that its host does not carry any more is dropped at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import structlog
+from msgspec.structs import replace
+
+from bus.contracts.cell import ReservedMachine, ReserveMachines
+from compute_sim import metrics
+from compute_sim.domain.reserved import uncounted_classes
+from compute_sim.driver import Driver, DriverUnavailable, Machine, Tree
+from compute_sim.records import Records
+
+log = structlog.get_logger(__name__)
+
+
+class Quarantine:
+    """The reserved machines of one service. `on_changed(hosts)`: what these hosts offer is another amount now."""
+
+    def __init__(
+        self, *, service: str, driver: Driver, records: Records, on_changed: Callable[[Sequence[str]], None]
+    ) -> None:
+        self._service = service
+        self._driver = driver
+        self._records = records
+        self._on_changed = on_changed
+        self._newest: dict[str, tuple[int, int]] = {}  # of each host the page of a report that was judged last
+        metrics.RESERVED.labels(service, "known").set_function(lambda: records.count_reserved(sized=True))
+        metrics.RESERVED.labels(service, "unknown").set_function(lambda: records.count_reserved(sized=False))
+
+    async def reserve(self, order: ReserveMachines) -> None:
+        """Go by an order, as far as it is the newest about its hosts, and its machines are there."""
+        page = (order.epoch, order.sequence)
+        newer = {one.host_uuid: one.machines for one in order.hosts if page > self._newest.get(one.host_uuid, (0, 0))}
+        if not newer:
+            return
+        try:
+            listed = await self._driver.list(tuple(newer))
+            trees = {tree[0].uuid: tree for tree in await self._driver.inventory(tuple(newer))}
+        except DriverUnavailable as fault:  # the next report asks again
+            log.warning("quarantine.not_looked", service=self._service, reason=str(fault))
+            return
+        self._newest.update((host, page) for host in newer if host in listed)
+        changed = self._put({host: self._found(host, newer[host], listed[host]) for host in newer if host in listed})
+        for host in changed:
+            if (
+                host in trees
+            ):  # others are offered by another source: a bare-metal node by its Ironic, and only when free
+                self._log(host, trees[host])
+
+    def drop_gone(self, listed: Mapping[str, Sequence[Machine]]) -> None:
+        """Offer again what machines took that these hosts do not carry any more."""
+        kept = {
+            host: tuple(one for one in reserved if any(_is_this(one, machine) for machine in machines))
+            for host, machines in listed.items()
+            if (reserved := self._records.reserved(host))
+        }
+        if kept:
+            self._put(kept)
+
+    def _found(
+        self, host: str, named: Sequence[ReservedMachine], machines: Sequence[Machine]
+    ) -> tuple[ReservedMachine, ...]:
+        """Those of the named machines that are there; the host's own word on what one takes comes first."""
+        there = {machine.instance_uuid: machine for machine in machines}
+        before = {(one.instance_uuid, one.attempt): one.allocations for one in self._records.reserved(host)}
+        found: list[ReservedMachine] = []
+        for one in sorted(named, key=lambda one: one.instance_uuid):
+            machine = there.get(one.instance_uuid)
+            if machine is None or not _is_this(one, machine):
+                continue
+            known = machine.allocations or one.allocations or before.get((one.instance_uuid, one.attempt))
+            found.append(replace(one, allocations=known and {uuid: dict(taken) for uuid, taken in known.items()}))
+        return tuple(found)
+
+    def _put(self, hosts: Mapping[str, tuple[ReservedMachine, ...]]) -> list[str]:
+        changed = self._records.reserve(hosts)
+        if changed:
+            self._on_changed(changed)
+        return changed
+
+    def _log(self, host: str, tree: Tree) -> None:
+        for one in self._records.reserved(host):
+            uncounted = uncounted_classes(tree, one)
+            if one.allocations and not uncounted:
+                log.info("quarantine.reserved", instance=one.instance_uuid, cause=one.instance_uuid, host=host)
+            else:
+                log.warning(
+                    "quarantine.size_unknown",
+                    instance=one.instance_uuid,
+                    cause=one.instance_uuid,
+                    host=host,
+                    uncounted=list(uncounted) or "everything",
+                    hint="disable the host where what this machine takes matters",
+                )
+
+
+def _is_this(one: ReservedMachine, machine: Machine) -> bool:
+    return (one.instance_uuid, one.attempt) == (machine.instance_uuid, machine.attempt)
