@@ -1,6 +1,6 @@
 """Has compute services keep what machines in quarantine take out of what they offer.
 
-Level-triggered: a report says which machines are reserved, and where that is not what it should be, the service is
+Level-triggered: a report names the machines that are reserved, and where that is not what it should be, the service is
 named the right ones. So nothing is remembered here, and any conductor of the cell does it.
 """
 

@@ -44,7 +44,7 @@ class Quarantine:
         try:
             listed = await self._driver.list(tuple(newer))
             trees = {tree[0].uuid: tree for tree in await self._driver.inventory(tuple(newer))}
-        except DriverUnavailable as fault:  # the next report asks again
+        except DriverUnavailable as fault:  # the next report leads to another order
             log.warning("quarantine.not_looked", service=self._service, reason=str(fault))
             return
         self._newest.update((host, page) for host in newer if host in listed)

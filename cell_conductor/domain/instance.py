@@ -113,7 +113,8 @@ class Move(Struct, frozen=True, kw_only=True, omit_defaults=True):
     not). answered: the request has had its terminal event. by, by_kind: the request that ends it (confirm, revert,
     abort), to be answered at its end. history: hosts tried. claimed: the migration holds the source in the book.
     delete: the instance was deleted while a request to placement was under way. source_gone, here_gone,
-    instance_released: of an instance that is being deleted, or whose release is under way.
+    instance_released: of an instance that is being deleted, or whose release is under way. here_seen, source_seen, and
+    source_gone as well: what the hosts of a move in doubt have answered.
     """
 
     request_id: str
@@ -144,6 +145,8 @@ class Move(Struct, frozen=True, kw_only=True, omit_defaults=True):
     delete: bool = False
     source_gone: bool = False
     here_gone: bool = False
+    here_seen: bool = False
+    source_seen: bool = False
     instance_released: bool = False
 
 

@@ -36,6 +36,7 @@ from .events import (
     TimedOut,
 )
 from .instance import Instance, Power, State
+from .move_doubts import adopt_arrived, ask_before_confirmed, refuse_doubted, undo_doubted
 from .move_events import (
     DONE,
     ENDS_ANOTHER,
@@ -63,11 +64,13 @@ from .move_steps import (
     confirm,
     destroy_left,
     destroy_source,
+    end_here,
     end_undone,
     ending_of,
     finish,
     here_gone,
     is_awaited,
+    is_doubted,
     leave,
     note,
     note_not_claimed,
@@ -136,6 +139,8 @@ def end_resized(instance: Instance, event: MoveRequested, timeouts: Timeouts) ->
         return refuse_request(instance, event, timeouts, "instance.resized", "confirm or revert it first")
     if request.migration not in (None, move.request_id):
         return refuse_request(instance, event, timeouts, "move.none", "another move is to be confirmed or reverted")
+    if is_doubted(instance, timeouts) and not instance.is_in_place:
+        return refuse_doubted(instance, event, timeouts)
     named = replace(instance, move=replace(move, by=request.request_id, by_kind=request.kind), cause=event.cause)
     if request.kind is MoveKind.CONFIRM:
         return confirm(named, event.at, timeouts)
@@ -204,6 +209,8 @@ def go_on(instance: Instance, event: ChangeEnded, timeouts: Timeouts) -> Step:
     """The destination can, or not: have the source hand over, or try the next destination."""
     if not is_awaited(instance, event, instance.here, instance.attempt):
         return Step(instance)
+    if is_doubted(instance, timeouts):
+        return undo_doubted(instance, event.at, timeouts)
     if not event.done:
         return try_next(note(instance, "failed", event.at, event.code, event.reason), event.at, timeouts)
     move = move_of(instance)
@@ -223,6 +230,8 @@ def skip_destination(instance: Instance, event: TimedOut | ServiceLost, timeouts
         code, reason = event.code, event.reason
     else:
         code, reason = "prepare.timeout", "no answer in time"
+    if is_doubted(instance, timeouts):
+        return undo_doubted(instance, event.at, timeouts)
     return try_next(note(instance, "failed", event.at, code, reason), event.at, timeouts)
 
 
@@ -232,6 +241,8 @@ def take_over(instance: Instance, event: ChangeEnded, timeouts: Timeouts) -> Ste
     assert move.source is not None
     if not is_awaited(instance, event, move.source, move.source_attempt):
         return Step(instance)
+    if is_doubted(instance, timeouts):
+        return undo_doubted(instance, event.at, timeouts)
     if event.done:
         return finish(instance, event.at, timeouts)
     return undo(instance, event.at, timeouts, event.code or "hand-over.failed", event.reason)
@@ -247,6 +258,8 @@ def arrive(instance: Instance, event: Spawned | HostRuns, timeouts: Timeouts) ->
     """The destination has it. Only now the source may go: at once, or when the move is confirmed."""
     if not rules.is_ours(instance, event):
         return rules.destroy_orphan(instance, event, timeouts)
+    if is_doubted(instance, timeouts):
+        return adopt_arrived(instance, event, timeouts)
     if isinstance(event, HostRuns) and not event.built:
         return Step(instance)
     here = rules.at_service(instance, event.service)
@@ -323,6 +336,8 @@ def revert_lost(instance: Instance, event: HostMissing, timeouts: Timeouts) -> S
 
 def confirm_in_time(instance: Instance, event: TimedOut, timeouts: Timeouts) -> Step:
     """No client has confirmed or reverted in the time that the request allowed: confirmed."""
+    if is_doubted(instance, timeouts) and not instance.is_in_place:
+        return ask_before_confirmed(instance, event, timeouts)
     earlier = report_progress(instance, MoveState.CONFIRMED, event.at, timeouts)
     return after(earlier, confirm(earlier.instance, event.at, timeouts))
 
@@ -387,16 +402,8 @@ def undo_again(instance: Instance, event: TimedOut, timeouts: Timeouts) -> Step:
     """The destination has not confirmed: ask again, for as long as it takes."""
     later = replace(instance, deadline=repeat_at(instance, event.at, timeouts))
     if not instance.is_in_place:
-        return Step(later, (rules.destroy_here(later, timeouts),))
+        return end_here(later, timeouts)
     return resize_back(later, event.at, timeouts)
-
-
-def follow_destination(instance: Instance, event: Spawned | HostRuns, timeouts: Timeouts) -> Step:
-    """The destination is listed still; under another service now, that one is commanded as well."""
-    if instance.is_in_place or not rules.is_ours(instance, event) or event.service == instance.here.service:
-        return Step(instance) if rules.is_ours(instance, event) else rules.destroy_orphan(instance, event, timeouts)
-    found = rules.at_service(instance, event.service)
-    return Step(found, (rules.destroy_here(found, timeouts),))
 
 
 def return_to_source(instance: Instance, event: Reverted, timeouts: Timeouts) -> Step:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from msgspec.structs import replace
 
 from bus.contracts.base import Message
@@ -269,11 +271,23 @@ def undo(instance: Instance, at: float, timeouts: Timeouts, code: str, reason: s
     if undone.is_in_place:
         earlier = resize_back(replace(undone, state=State.UNDOING, since=at), at, timeouts)
         return after(earlier, report_progress(earlier.instance, MoveState.UNDOING, at, timeouts))
-    if not lost.finishing:  # no destination has been commanded: nothing is there
+    asks_first = is_doubted(undone, timeouts) and undone.position > 0
+    if not lost.finishing and not asks_first:  # no destination has been commanded: nothing is there
         return report_progress(revert_book(undone, at, timeouts), MoveState.UNDOING, at, timeouts)
     leaving = replace(undone, state=State.UNDOING, deadline=at + timeouts.destroy_retry_s, since=at)
-    earlier = Step(leaving, (rules.destroy_here(leaving, timeouts),))
-    return after(earlier, report_progress(leaving, MoveState.UNDOING, at, timeouts))
+    return after(end_here(leaving, timeouts), report_progress(leaving, MoveState.UNDOING, at, timeouts))
+
+
+def end_here(instance: Instance, timeouts: Timeouts) -> Step:
+    """Have the destination of a move that is undone end its attempt; in doubt unless it is complete there."""
+    order = rules.destroy_here(instance, timeouts)
+    return Step(instance, (replace(order, unless_built=is_doubted(instance, timeouts)),))
+
+
+def is_doubted(instance: Instance, timeouts: Timeouts) -> bool:
+    """Whether the database was set back in the middle of this move: it may have come further than is on record."""
+    began = instance.move.began if instance.move is not None else math.inf
+    return instance.doubted and began <= timeouts.set_back_at + rules.CLOCKS_APART_S
 
 
 def revert_book(instance: Instance, at: float, timeouts: Timeouts) -> Instance:

@@ -17,7 +17,7 @@ Reserved = Mapping[str, Sequence[Running]]  # by host
 def misreserved(report: ComputeHosts, unexplained: Sequence[Unexplained]) -> Reserved:
     """Of each host where the report disagrees all machines that are to be reserved; most reports agree.
 
-    Those in quarantine are: nothing says that they have a claim, and they stay. What was reserved stays so while it is
+    Those in quarantine are: no claim of theirs is proved, and they stay. What was reserved stays so while it is
     being destroyed, and when its mark is taken away: it is still there. What a record explains has its claim.
     """
     kind_of = {(one.host_uuid, one.uuid): one.kind for one in unexplained}
@@ -35,7 +35,7 @@ def misreserved(report: ComputeHosts, unexplained: Sequence[Unexplained]) -> Res
 
 
 def reserved_on(host_uuid: str, machines: Sequence[Running], records: Mapping[str, Instance]) -> ReservedOnHost:
-    """What their service is to know of them: what each takes, where its record says so."""
+    """What their service is to know of them: what each takes, where its record has that."""
     return ReservedOnHost(
         host_uuid=host_uuid,
         machines=tuple(

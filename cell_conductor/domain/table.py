@@ -10,7 +10,7 @@ from msgspec import Struct
 from bus.contracts.placement import Claim, ClaimOption, Migration, Release, Revert
 from bus.faults import BrokenInvariant
 
-from . import delete_rules, fence_rules, move_events, move_rules, rules
+from . import delete_rules, fence_rules, move_doubts, move_events, move_rules, rules
 from .events import (
     BuildRequested,
     ChangeEnded,
@@ -86,7 +86,9 @@ MOVING: Mapping[type[Event], Rule | None] = {
 ABORT = Rule(move_rules.abort, UNDONE)
 ARRIVE = Rule(move_rules.arrive, ARRIVED)
 FOLLOW_SOURCE = Rule(move_rules.follow_source)
-FOLLOW_DESTINATION = Rule(move_rules.follow_destination)
+FOLLOW_DESTINATION = Rule(move_doubts.follow_destination)
+FOLLOW_UNDONE = Rule(move_doubts.follow_undone, ARRIVED)
+FOLLOW_RESIZED = Rule(move_doubts.follow_resized, (State.CONFIRMING,))
 SKIP = Rule(move_rules.skip_destination, NEXT)
 MOVES: Mapping[State, Mapping[type[Event], Rule | None]] = {
     State.CLAIMING: {
@@ -132,9 +134,10 @@ MOVES: Mapping[State, Mapping[type[Event], Rule | None]] = {
     },
     State.RESIZED: {
         **MOVING,
-        Spawned: CONFIRM_RUNNING,
+        Spawned: FOLLOW_RESIZED,
         TimedOut: Rule(move_rules.confirm_in_time, (State.CONFIRMING, State.SETTLING)),
-        HostRuns: CONFIRM_RUNNING,
+        Destroyed: Rule(move_doubts.note_gone, (State.CONFIRMING, *UNDONE)),
+        HostRuns: FOLLOW_RESIZED,
         HostMissing: Rule(move_rules.revert_lost, (*UNDONE, State.GIVING_UP)),
         MoveRequested: Rule(move_rules.end_resized, (State.CONFIRMING, State.SETTLING, *UNDONE)),
         HostFenced: Rule(fence_rules.give_up_destination, UNDONE),
@@ -157,10 +160,10 @@ MOVES: Mapping[State, Mapping[type[Event], Rule | None]] = {
     },
     State.UNDOING: {
         **MOVING,
-        Spawned: FOLLOW_DESTINATION,
+        Spawned: FOLLOW_UNDONE,
         TimedOut: Rule(move_rules.undo_again),
         Destroyed: Rule(move_rules.revert_destroyed, (State.REVERTING, State.VACATING)),
-        HostRuns: FOLLOW_DESTINATION,
+        HostRuns: FOLLOW_UNDONE,
         HostMissing: Rule(move_rules.revert_destroyed, (State.REVERTING, State.VACATING)),
         ChangeEnded: Rule(move_rules.undo_failed_in_place, (State.REVERTING,)),
         HostFenced: Rule(fence_rules.revert, (State.REVERTING, State.VACATING)),

@@ -118,6 +118,19 @@ async def test_a_move_of_a_database_that_was_set_back_is_doubted(store: Instance
     assert {uuid: found.doubted for uuid, found in (await recorded(store)).items()} == {A: True, B: False}
 
 
+async def test_what_the_hosts_of_a_move_in_doubt_have_answered_is_kept(store: InstanceStore) -> None:
+    one = instance(A, State.RESIZED)
+    for answered in ({"here_seen": True}, {"source_seen": True}, {"here_seen": True, "source_gone": True}):
+        move = Move(request_id=C, kind=MoveKind.MIGRATE, source=one.here, source_attempt=1, spec=SPEC, **answered)
+        moving = replace(one, doubted=True, queried=True, move=move)
+        async with store.transaction() as transaction:
+            if A in await transaction.lock([A]):
+                await transaction.update([moving])
+            else:
+                await transaction.insert([moving])
+        assert await recorded(store) == {A: moving}
+
+
 async def test_what_is_recorded_is_found_again_as_it_was(store: InstanceStore) -> None:
     one = instance(A, deadline=7.0)
     await insert(store, one)

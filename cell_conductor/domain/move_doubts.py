@@ -1,0 +1,135 @@
+"""Moves in doubt: the database was set back in the middle of one, so only its two hosts know how far it has come.
+
+Nothing of such a move is gone on with, undone or confirmed by what is on record. Its hosts are queried first: each is
+to end its attempt *unless it is complete* (`Destroy.unless_built`). A complete machine stays and is reported. What the
+destination has complete has arrived; where it has nothing the move is undone; a source is given up only when the
+destination has reported that it is complete.
+"""
+
+from __future__ import annotations
+
+from msgspec.structs import replace
+
+from bus.contracts.cell import Destroy
+from bus.contracts.moves import MoveState
+
+from . import rules
+from .events import Destroyed, HostRuns, MoveRequested, Spawned, TimedOut
+from .instance import Instance, Move, State
+from .move_events import Ending, after, answer_other, move_of, refuse_request
+from .move_steps import arrived, confirm, destroy_source, is_doubted, note, repeat_at, source_gone, undo
+from .rules import Step, Timeouts
+
+IN_DOUBT = "move.in_doubt"
+WHY = "the cell's database was set back in the middle of the move: its hosts are queried first"
+
+
+def undo_doubted(instance: Instance, at: float, timeouts: Timeouts) -> Step:
+    """Go on no further: the destination is queried, and the move is undone unless that is complete."""
+    return undo(instance, at, timeouts, IN_DOUBT, WHY)
+
+
+def adopt_arrived(instance: Instance, event: Spawned | HostRuns, timeouts: Timeouts) -> Step:
+    """The destination has it complete: the move had arrived, and is not undone.
+
+    Where a confirm is waited for, the source is queried as well: the move may have been confirmed since.
+    """
+    if isinstance(event, HostRuns) and not event.built:
+        return Step(instance)
+    here = rules.at_service(instance, event.service)
+    move = replace(move_of(here), lost_code="", lost_reason="", finishing=True)
+    here = replace(here, move=move, up_at=rules.by_its_clock(event), up_scan=event.scan, queried=False)
+    # A revert or an abort that was requested before has not come true.
+    earlier = answer_other(here, Ending(MoveState.FAILED, IN_DOUBT, WHY), event.at, timeouts)
+    step = after(earlier, arrived(note(earlier.instance, "active", event.at), event.at, timeouts))
+    if step.instance.state is not State.RESIZED:
+        return step
+    unsure = replace(step.instance, doubted=True, move=replace(move_of(step.instance), here_seen=True))
+    return after(Step(unsure, step.commands), ask_both(unsure, event.at, timeouts))
+
+
+def ask_both(instance: Instance, at: float, timeouts: Timeouts) -> Step:
+    """A move that has arrived, by a record that was set back: it may have been confirmed or reverted since."""
+    queried = replace(instance, queried=True, deadline=repeat_at(instance, at, timeouts))
+    here = replace(rules.destroy_here(queried, timeouts), unless_built=True)
+    source: Destroy = replace(destroy_source(queried, timeouts), unless_built=True)
+    return Step(queried, (here, source))
+
+
+def ask_before_confirmed(instance: Instance, event: TimedOut, timeouts: Timeouts) -> Step:
+    """Its time to be confirmed has come: not before both hosts have answered."""
+    return ask_both(instance, event.at, timeouts)
+
+
+def refuse_doubted(instance: Instance, event: MoveRequested, timeouts: Timeouts) -> Step:
+    """A client confirms or reverts what may have ended: it repeats that when the hosts have answered."""
+    queried = ask_both(instance, event.at, timeouts)
+    return after(queried, refuse_request(queried.instance, event, timeouts, IN_DOUBT, WHY))
+
+
+def note_there(instance: Instance, event: Spawned | HostRuns, timeouts: Timeouts) -> Step:
+    """A host of a move in doubt has its machine complete."""
+    move = move_of(instance)
+    of_source = is_source(instance, event)
+    if not of_source and not rules.is_ours(instance, event):
+        return rules.destroy_orphan(instance, event, timeouts)
+    if isinstance(event, HostRuns) and not event.built:
+        return Step(instance)
+    here_seen, source_seen = move.here_seen or not of_source, move.source_seen or of_source
+    updated = replace(instance, move=replace(move, here_seen=here_seen, source_seen=source_seen))
+    return _decide(updated, event.at, timeouts)
+
+
+def note_gone(instance: Instance, event: Destroyed, timeouts: Timeouts) -> Step:
+    """A host of a move in doubt has nothing of it: it was reverted, or confirmed."""
+    if not is_doubted(instance, timeouts):
+        return Step(instance)
+    if event.host_uuid == instance.host_uuid and event.attempt >= instance.attempt:
+        return undo_doubted(instance, event.at, timeouts)
+    if not source_gone(instance, event, timeouts):
+        return Step(instance)
+    return _decide(replace(instance, move=replace(move_of(instance), source_gone=True)), event.at, timeouts)
+
+
+def follow_undone(instance: Instance, event: Spawned | HostRuns, timeouts: Timeouts) -> Step:
+    """The destination of a move that is undone has it still. In doubt: complete there, the move had arrived."""
+    if is_doubted(instance, timeouts) and not instance.is_in_place and rules.is_ours(instance, event):
+        return adopt_arrived(instance, event, timeouts)
+    if is_source(instance, event):
+        return Step(instance)
+    return follow_destination(instance, event, timeouts)
+
+
+def follow_resized(instance: Instance, event: Spawned | HostRuns, timeouts: Timeouts) -> Step:
+    """Both hosts of a move that has arrived keep what they have. In doubt their answers decide."""
+    if is_doubted(instance, timeouts) and not instance.is_in_place:
+        return note_there(instance, event, timeouts)
+    return Step(instance) if is_source(instance, event) else rules.confirm_running(instance, event, timeouts)
+
+
+def follow_destination(instance: Instance, event: Spawned | HostRuns, timeouts: Timeouts) -> Step:
+    """The destination is listed still; under another service now, that one is commanded as well."""
+    if instance.is_in_place or not rules.is_ours(instance, event) or event.service == instance.here.service:
+        return Step(instance) if rules.is_ours(instance, event) else rules.destroy_orphan(instance, event, timeouts)
+    found = rules.at_service(instance, event.service)
+    return Step(found, (rules.destroy_here(found, timeouts),))
+
+
+def is_source(instance: Instance, event: Spawned | HostRuns) -> bool:
+    """Whether it is the source of the move that has its machine."""
+    return (event.attempt, event.host_uuid) == (instance.source_attempt, instance.source_host_uuid)
+
+
+def _decide(instance: Instance, at: float, timeouts: Timeouts) -> Step:
+    move: Move = move_of(instance)
+    if move.here_seen and move.source_gone:
+        return confirm(_certain(instance), at, timeouts)
+    if move.here_seen and move.source_seen:
+        deadline = None if move.auto_confirm_s is None else at + move.auto_confirm_s
+        return Step(replace(_certain(instance), deadline=deadline))
+    return Step(instance)
+
+
+def _certain(instance: Instance) -> Instance:
+    move = replace(move_of(instance), here_seen=False, source_seen=False, source_gone=False)
+    return replace(instance, doubted=False, queried=False, move=move)

@@ -1,0 +1,185 @@
+"""Moves in doubt: their cell's database was set back in the middle of one, and only the two hosts know its end."""
+
+from __future__ import annotations
+
+import pytest
+from msgspec.structs import replace
+
+from bus.contracts.base import Message
+from bus.contracts.cell import Destroy, Spawn
+from bus.contracts.moves import MACHINE_ABSENT, ChangeMachine, MoveEvent, MoveKind, MoveState
+from bus.contracts.placement import Claim, Revert
+from cell_conductor.domain import events as e
+from cell_conductor.domain.instance import State
+from cell_conductor.domain.move_doubts import IN_DOUBT
+from cell_conductor.domain.table import wanted
+from tests.unit.conductor.scenario import PATIENCE, host, spawned
+from tests.unit.conductor.test_table_moves import OTHER, Scenario, begun, claimed, request, to_resized
+
+SET_BACK_AT = 1_000.0
+AFTER = replace(PATIENCE, set_back_at=SET_BACK_AT)
+SOURCE, DESTINATION = (host(1), 1), (host(2), 2)
+ROUNDS = 40
+
+
+def at_state(state: State) -> Scenario:
+    """A cold migration from host 1 to host 2, in this state, whose record was set back to there."""
+    made = begun(MoveKind.MIGRATE, 2, 3, auto_confirm_s=5.0)
+    made.tell(claimed())
+    if state is not State.PREPARING:
+        made.end(2, 2)
+    if state not in (State.PREPARING, State.HANDING_OVER):
+        made.end(1, 1)
+    if state in (State.RESIZED, State.UNDOING):
+        made.tell(spawned(attempt=2, at=210.0))
+    if state is State.UNDOING:
+        made.tell(request(MoveKind.REVERT, request_id=OTHER))
+    assert made.instance.state is state
+    made.instance = replace(made.instance, doubted=True)
+    made.timeouts = AFTER
+    made.commands.clear()
+    return made
+
+
+class Hosts:
+    """The two hosts as they really are, and a book that has gone on. Every destruction is checked."""
+
+    def __init__(self, made: Scenario, machines: set[tuple[str, int]]) -> None:
+        self.made = made
+        self.machines = machines
+        self.ended: set[tuple[str, int]] = set()
+        self.at = 2_000.0
+
+    def play(self, first: e.Event) -> None:
+        """Answer whatever is commanded and asked, until the record is at rest."""
+        commands = list(self.made.tell(first).commands)
+        for _ in range(ROUNDS):
+            self.at += 100.0
+            answers = [answer for command in commands if (answer := self._answer(command))]
+            if not answers and (question := self._placement()):
+                answers = [question]
+            if not answers and self.made.instance.deadline is not None:
+                answers = [e.TimedOut(at=self.at)]
+            if not answers or self.made.instance.state in (State.ACTIVE, State.FAILED):
+                return
+            commands = []
+            for answer in answers:
+                commands += self.made.tell(answer).commands
+            if self.made.instance.state is State.RESIZED and not self.made.instance.doubted:
+                return
+        raise AssertionError(f"still {self.made.instance.state}")
+
+    def _answer(self, command: Message) -> e.Event | None:
+        if isinstance(command, Destroy):
+            return self._destroy(command)
+        if isinstance(command, ChangeMachine):
+            there = (command.host_uuid, command.attempt) in self.machines
+            return e.ChangeEnded(
+                at=self.at, attempt=command.attempt, order=command.order, host_uuid=command.host_uuid, service="s1",
+                done=there, runs=there, code="" if there else MACHINE_ABSENT,
+            )  # fmt: skip
+        if isinstance(command, Spawn):
+            place = (command.host_uuid, command.attempt)
+            if place in self.ended:
+                return e.SpawnFailed(
+                    at=self.at, attempt=command.attempt, host_uuid=command.host_uuid, code="spawn.fenced", reason=""
+                )
+            self.machines.add(place)
+            return self._there(*place)
+        return None
+
+    def _destroy(self, order: Destroy) -> e.Event:
+        place = (order.host_uuid, order.attempt)
+        if order.unless_built and place in self.machines:
+            return self._there(*place)
+        if place in self.machines:
+            assert len(self.machines) > 1, f"{place} is the only machine, and its host was not asked"
+            self.machines.remove(place)
+        self.ended.add(place)
+        return e.Destroyed(at=self.at, attempt=order.attempt, host_uuid=order.host_uuid)
+
+    def _there(self, uuid: str, attempt: int) -> e.Spawned:
+        return e.Spawned(at=self.at, attempt=attempt, host_uuid=uuid, service="s1")
+
+    def _placement(self) -> e.Event | None:
+        question = wanted(self.made.instance)
+        if question is None:
+            return None
+        if isinstance(question, Claim):
+            return e.ClaimRefused(at=self.at, attempt=question.attempt, consumer_changed=True, outcomes=())
+        if isinstance(question, Revert):
+            return e.Reverted(at=self.at, attempt=question.attempt, consumer_generation=11)
+        return e.Released(at=self.at, consumer=question.consumer)
+
+
+TRULY = {"arrived": {DESTINATION}, "undone": {SOURCE}, "both": {SOURCE, DESTINATION}, "neither": set()}
+STATES = (State.PREPARING, State.HANDING_OVER, State.FINISHING, State.RESIZED, State.UNDOING)
+
+
+@pytest.mark.parametrize("truly", TRULY)
+@pytest.mark.parametrize("state", STATES)
+def test_the_only_machine_is_never_destroyed_and_the_record_follows_it(state: State, truly: str) -> None:
+    """The move was undone, or confirmed, by what the old record said; its client's machine was lost, or destroyed."""
+    made = at_state(state)
+    hosts = Hosts(made, set(TRULY[truly]))
+    hosts.play(e.TimedOut(at=1_500.0))
+    instance = made.instance
+    assert len(hosts.machines) == min(1, len(TRULY[truly])) or instance.state is State.RESIZED
+    if truly == "arrived":
+        assert (instance.state, instance.host_uuid, instance.attempt) == (State.ACTIVE, *DESTINATION)
+        assert hosts.machines == {DESTINATION} and not instance.doubted
+    if truly == "undone":
+        assert (instance.state, instance.host_uuid, instance.attempt) == (State.ACTIVE, *SOURCE)
+        assert hosts.machines == {SOURCE}
+    if truly == "both":
+        assert instance.state is State.RESIZED and hosts.machines == {SOURCE, DESTINATION}
+        assert not instance.doubted and instance.deadline is not None, "its time to be confirmed begins anew"
+
+
+@pytest.mark.parametrize("kind", [MoveKind.CONFIRM, MoveKind.REVERT])
+@pytest.mark.parametrize("truly", ["arrived", "undone", "both"])
+def test_a_client_who_confirms_or_reverts_is_refused_until_both_hosts_have_answered(kind: MoveKind, truly: str) -> None:
+    made = at_state(State.RESIZED)
+    hosts = Hosts(made, set(TRULY[truly]))
+    hosts.play(request(kind, request_id=OTHER))
+    (refusal,) = [one for one in made.commands if isinstance(one, MoveEvent) and one.kind is kind and one.terminal]
+    assert (refusal.state, refusal.code) == (MoveState.REFUSED, IN_DOUBT)
+    assert hosts.machines == TRULY[truly]
+    if truly == "both":
+        assert made.instance.state is State.RESIZED
+        made.tell(request(kind, request_id=OTHER.replace("2", "4")))
+        assert made.instance.state is (State.CONFIRMING if kind is MoveKind.CONFIRM else State.UNDOING)
+    else:
+        assert made.instance.state is State.ACTIVE
+        assert made.instance.host_uuid == (DESTINATION if truly == "arrived" else SOURCE)[0]
+
+
+@pytest.mark.parametrize("state", [State.RESIZED, State.UNDOING])
+def test_while_the_destination_is_silent_nothing_is_decided(state: State) -> None:
+    made = at_state(state)
+    for seconds in (1_500.0, 2_500.0, 9_500.0):
+        made.tell(e.TimedOut(at=seconds))
+        if state is State.RESIZED:
+            made.tell(spawned(attempt=1, at=seconds))  # the source has its machine; that says nothing of the other
+        assert made.instance.state is state and made.instance.deadline is not None
+    assert all(one.unless_built for one in made.commands if isinstance(one, Destroy))
+
+
+def test_a_report_of_the_destination_answers_as_well() -> None:
+    made = at_state(State.UNDOING)
+    runs = e.HostRuns(at=1_500.0, attempt=2, host_uuid=host(2), service="s1", seen_at=1_500.0, built=False)
+    made.tell(runs)
+    assert made.instance.state is State.UNDOING, "one that is not complete may still go"
+    made.tell(replace(runs, built=True))
+    assert made.instance.state is State.RESIZED
+    assert made.terminals[-1] == (MoveKind.REVERT, MoveState.FAILED, IN_DOUBT)
+
+
+def test_a_move_that_began_after_the_set_back_is_like_any_other() -> None:
+    """What a database that was set back once leaves of its doubt belongs to the move that was under way."""
+    made = to_resized(auto_confirm_s=5.0)
+    assert made.instance.move is not None
+    later = replace(made.instance.move, began=SET_BACK_AT + 60.0)
+    made.instance, made.timeouts = replace(made.instance, doubted=True, move=later), AFTER
+    made.tell(e.TimedOut(at=1_500.0))
+    assert made.instance.state is State.CONFIRMING and made.destroys[-1] == (1, host(1))
