@@ -99,8 +99,8 @@ PLANTS = (
         name="own_member_counted",
         does="a server group's member that asks again counts itself among the others",
         file="placement_worker/domain/claims.py",
-        old="if consumer == claim.consumer or (claim.migration",
-        new="if (claim.migration",
+        old="group.without([claim.consumer, *([] if",
+        new="group.without([*([] if",
         tests="tests/unit/placement tests/contract/test_server_groups.py",
     ),
     Plant(

@@ -12,6 +12,7 @@ from starlette.responses import Response
 from berth.web.access import SESSION_COOKIE, Access, WebCaller, WebRole, check_listen
 from berth.web.problems import Problem
 from bus.clock import SystemClock
+from bus.service.settings import SettingsError
 from placement_worker.rest.config import KeystoneConfig
 from placement_worker.rest.keystone import Keystone
 from tests.kit.keystone import KeystoneStandIn, keystone_stand_in
@@ -115,3 +116,5 @@ async def test_a_session_ends_with_the_token_that_it_was_begun_with(rig: Rig) ->
 
 async def test_with_keystone_it_may_listen_to_other_machines(rig: Rig) -> None:
     check_listen("0.0.0.0", rig.access)
+    with pytest.raises(SettingsError, match="loopback"):
+        check_listen("0.0.0.0", Access(None, rig.clock))

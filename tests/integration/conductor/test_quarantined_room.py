@@ -6,6 +6,7 @@ import asyncio
 import random
 from collections.abc import AsyncIterator, Callable, Sequence
 from functools import partial
+from itertools import groupby
 
 import pytest
 from prometheus_client import REGISTRY
@@ -146,6 +147,7 @@ async def test_its_room_is_not_offered_until_it_is_gone(world: World) -> None:
     world.fleet.remove(world.host, OURS)
     await world.look()
     await world.offers(14)
+    assert [processors for processors, _ in groupby(world.offered())][-3:] == [12, 10, 14]
 
 
 async def test_it_is_kept_over_restarts_of_the_service_and_of_the_conductor(world: World) -> None:
