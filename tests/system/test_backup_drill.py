@@ -39,6 +39,7 @@ PLAN = SystemPlan(
 WITH_DATABASE = ("placement1", "conductor-cell1-1", "scheduler1")
 PATIENCE_S = 120.0
 REST_S = 20.0
+POLL_S = 0.1
 
 
 async def boot(client: BuildClient, count: int) -> list[str]:
@@ -59,6 +60,17 @@ async def active(client: BuildClient, uuids: list[str], count: int) -> None:
     assert await client.until(reached, PATIENCE_S)
 
 
+async def request_again(client: BuildClient, uuids: list[str]) -> None:
+    """Publish these requests again, as a client does that has no answer; wait until they are on record."""
+    for uuid in uuids:
+        client.forget(uuid)
+    await client.boot([BuildRequest(instance_uuid=uuid, flavor="m1.tiny", project_id="demo") for uuid in uuids])
+    async with asyncio.timeout(PATIENCE_S):
+        for uuid in uuids:
+            while not (await client.query(BuildQuery(instance_uuid=uuid), timeout_s=PATIENCE_S)).builds:  # noqa: ASYNC110
+                await asyncio.sleep(POLL_S)
+
+
 async def delete(client: BuildClient, uuids: list[str]) -> None:
     """Delete these and wait until they are gone."""
     records: list[BuildRecord] = []
@@ -77,6 +89,12 @@ async def lose(url: str) -> None:
     connection = await asyncpg.connect(url)
     for schema in ("placement", "scheduler", "cell_cell1"):
         await connection.execute(f"DROP SCHEMA {schema} CASCADE")
+    await connection.close()
+
+
+async def forget_requests(url: str, uuids: list[str]) -> None:
+    connection = await asyncpg.connect(url)
+    await connection.execute("DELETE FROM scheduler.build_requests WHERE instance_uuid = ANY($1::uuid[])", uuids)
     await connection.close()
 
 
@@ -120,10 +138,11 @@ def running(facts: Facts) -> Counter[str]:
     return Counter(fact.instance_uuid for fact in facts.running or ())
 
 
-@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize(("seed", "top_forgets"), [(1, False), (2, False), (3, True)])
 async def test_after_a_restore_each_machine_runs_on_and_what_differs_is_found_and_put_right(
-    tmp_path: Path, seed: int
+    tmp_path: Path, *, seed: int, top_forgets: bool
 ) -> None:
+    """top_forgets: what the broker hands in again, it hands in to the cell alone: the schedulers know nothing of it."""
     rng = random.Random(seed)
     async with rig(PLAN, seed=seed) as it:
         url, client = it.servers.database_url, it.client
@@ -148,6 +167,9 @@ async def test_after_a_restore_each_machine_runs_on_and_what_differs_is_found_an
         await it.processes.ready(WITH_DATABASE)
         await rest(it.site, timeout_s=REST_S)  # builds that the broker hands in again may be waited for in vain
 
+        if top_forgets:
+            await forget_requests(url, after)
+
         # Nothing that a client was told of is touched, nothing runs twice, nothing that was deleted comes back.
         facts = await gather(it.site)
         assert promised <= running(facts).keys()
@@ -165,7 +187,11 @@ async def test_after_a_restore_each_machine_runs_on_and_what_differs_is_found_an
                 assert set(facts.allocations.get(uuid, ())) == {host}, (uuid, done["repaired"])
 
         # An operator decides about the rest, and the client deletes what it has: then every invariant holds.
+        # What the cell has and schedulers do not know, the client requests once more: it is one request.
         await decide(it.site, facts)
+        await request_again(
+            client, sorted({one.instance_uuid for one in facts.instances} - set(gone) - set(facts.requests))
+        )
         await delete(client, sorted({one.instance_uuid for one in facts.instances} - set(gone)))
         await age(url)
         broken = ["not judged yet"]
