@@ -133,7 +133,7 @@ async def broker(seed: int, numbers: range) -> dict[str, Any]:
 
 
 async def _to_broker(world: _Brokered, seed: int, numbers: range, stalls: Stalls) -> dict[str, Any]:
-    began, accepted, closed = time.monotonic(), set[str](), 0
+    began, accepted, deleted, closed = time.monotonic(), set[str](), set[str](), 0
     stalls.found.clear()
     exchange = world.prefix + COMMANDS
     kinds = hostile.kinds([BuildRequest, DeleteRequest])
@@ -148,13 +148,14 @@ async def _to_broker(world: _Brokered, seed: int, numbers: range, stalls: Stalls
                     sent += len(made)
                     await raw.send(b"".join([publish_frames(raw.number, exchange, *one) for one in made]))
                     await raw.taken()
-                    accepted |= {uuid for one in made if (uuid := _accepted(codec, *one))}
+                    accepted |= {uuid for one in made if (uuid := _accepted(codec, BuildRequest, *one))}
+                    deleted |= {uuid for one in made if (uuid := _accepted(codec, DeleteRequest, *one))}
                     good = world.request(flavor="m1.small")
                     await world.ask(good)
                     accepted.add(good.instance_uuid)
         except (aiormq.exceptions.AMQPError, ConnectionError):
             closed += 1
-    defects = await _unended(world, accepted)
+    defects = await _unended(world, accepted, deleted)
     defects += [{"number": -1, "wrong": wrong, "input": ""} for wrong in stalls.found]
     for name, (_, _, task) in world.services.items():
         if task.done():
@@ -170,8 +171,8 @@ async def _to_broker(world: _Brokered, seed: int, numbers: range, stalls: Stalls
     }
 
 
-async def _unended(world: World, accepted: set[str]) -> list[dict[str, Any]]:
-    """Accepted requests without exactly one terminal event."""
+async def _unended(world: World, accepted: set[str], deleted: set[str]) -> list[dict[str, Any]]:
+    """Accepted requests without exactly one terminal event, or one more for a delete of the same uuid."""
 
     def ends() -> Counter[str]:
         return Counter(event.instance_uuid for event in world.events if event.terminal and event.sequence)
@@ -184,7 +185,7 @@ async def _unended(world: World, accepted: set[str]) -> list[dict[str, Any]]:
     return [
         {"number": -1, "wrong": f"{counted[uuid]} terminal events of an accepted request", "input": uuid}
         for uuid in sorted(accepted)
-        if counted[uuid] != 1
+        if counted[uuid] not in ((1, 2) if uuid in deleted else (1,))
     ]
 
 
@@ -217,8 +218,13 @@ def _foreign(seed: int, number: int, kinds: Sequence[msgspec.inspect.Type]) -> t
     return key, given, body
 
 
-def _accepted(codec: Codec, key: bytes, given: dict[str, bytes], body: bytes) -> str:
-    """The uuid of a build request that a scheduler reads out of this message, and ends with an event; else nothing."""
+def _accepted(
+    codec: Codec, kind: type[BuildRequest | DeleteRequest], key: bytes, given: dict[str, bytes], body: bytes
+) -> str:
+    """The uuid of a request of this kind that a scheduler reads out of this message; else "".
+
+    It ends with an event.
+    """
     properties = commands.Basic.Properties()
     properties.unmarshal(*packed(given))
     message = DeliveredMessage(
@@ -229,7 +235,7 @@ def _accepted(codec: Codec, key: bytes, given: dict[str, bytes], body: bytes) ->
     )
     reads = codec.read(RabbitDelivery(message, None, QueueNames("")), NEW_ID)  # type: ignore[arg-type]
     for read in reads:
-        if isinstance(read, Read) and isinstance(read.message, BuildRequest) and len(reads) == 1:
+        if isinstance(read, Read) and isinstance(read.message, kind) and len(reads) == 1:
             meta = read.meta
             return read.message.instance_uuid if meta.reply_to is None and meta.deadline is None else ""
     return ""
