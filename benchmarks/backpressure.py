@@ -259,8 +259,8 @@ async def checked(
     accepted = [uuid for uuid in boots.instance_uuid if uuid not in refused]
     facts = await gather(here, accepted=accepted)
     broken = [f"{verdict.sentence}: {verdict.examples[:2]}" for verdict in check_invariants(facts) if not verdict.holds]
-    told = _phases(boots, phases)
-    calm, overload, after = told
+    measured = _phases(boots, phases)
+    calm, overload, after = measured
     bound = max(RECOVERED_TIMES * calm.latency_ms["p50"], calm.latency_ms["p50"] + RECOVERED_ABOVE_MS)
     fell_at = CALM_S + phases[1][1]
     windows = _windows(boots, fell_at)
@@ -268,7 +268,7 @@ async def checked(
     return Result(
         sustained_per_s=round(sustained, 1),
         hosts=hosts,
-        phases=told,
+        phases=measured,
         memory_mb=held,
         deepest={
             queue: max((depth for depth in depths if depth is not None), default=0)
@@ -371,13 +371,13 @@ def main() -> int:
     options = parser.parse_args()
     configure_logging(process="bench", role="bench", level="error", style="pretty")
     result = uvloop.run(run(options))
-    say(result)
+    print_result(result)
     if options.json:
         options.json.write_bytes(msgspec.json.format(msgspec.json.encode(result), indent=2))
     return 0 if all(result.verdicts.values()) else 1
 
 
-def say(result: Result) -> None:
+def print_result(result: Result) -> None:
     """For a person."""
     print(f"sustained {result.sustained_per_s:.0f} boots/s, {result.hosts} hosts; queue bound {result.queue_bound}")
     for phase in result.phases:

@@ -247,7 +247,7 @@ def called(before: Statements | None, after: Statements | None, boots: float) ->
     return {text: round(count / boots, 3) for text, count in sorted(calls.items(), key=lambda one: -one[1]) if count}
 
 
-def say(cost: Cost, rest: Used) -> None:
+def print_cost(cost: Cost, rest: Used) -> None:
     """One rate for a person, as a table of Markdown; rest: what all processes use in a second without load."""
     title = f"{cost.rate_per_s:g}/s, a boot" if cost.rate_per_s else "rest, a second"
     print(f"| {title} | CPU ms | wake-ups | writes | broker messages |\n| --- | --- | --- | --- | --- |")
@@ -280,7 +280,7 @@ def main() -> int:
     configure_logging(process="bench", role="bench", level="error", style="pretty")
     found = uvloop.run(measure(wanted))
     for cost in found:
-        say(cost, found[0].all)
+        print_cost(cost, found[0].all)
     if wanted.json:
         wanted.json.write_bytes(msgspec.json.format(msgspec.json.encode(found), indent=2))
     return 0

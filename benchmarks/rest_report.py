@@ -88,15 +88,15 @@ def _ratio_cpu(found: Mapping[str, Figures]) -> float | None:
 
 def lines(row: Row) -> list[str]:
     """One row for a person: a line a system."""
-    said = [f"{row.title}, {row.providers:,} providers [{row.phase}]"]
+    printed = [f"{row.title}, {row.providers:,} providers [{row.phase}]"]
     for name, figures in row.systems.items():
         outcome, cpu = figures.outcome, figures.cpu_ms
         parts = "  ".join(f"{part} {ms:.2f}" for part, ms in cpu.items())
-        said.append(
+        printed.append(
             f"  {name:6} {outcome.per_s:9.1f} /s  p50 {outcome.p50_ms:9.2f} ms  p95 {outcome.p95_ms:9.2f} ms"
             f"   CPU ms each: {parts}{_trouble(outcome)}"
         )
-    return said
+    return printed
 
 
 def _trouble(outcome: Outcome) -> str:

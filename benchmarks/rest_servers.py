@@ -307,9 +307,9 @@ async def _run(command: Sequence[str], environment: Mapping[str, str], directory
     )
     try:
         async with asyncio.timeout(COMMAND_TIMEOUT_S):
-            said, _ = await process.communicate()
+            output, _ = await process.communicate()
     finally:
         with contextlib.suppress(ProcessLookupError):
             process.kill()
     if process.returncode:
-        raise ServerFailed(f"{command[-2:]} ended with status {process.returncode}:\n{said.decode()[-2000:]}")
+        raise ServerFailed(f"{command[-2:]} ended with status {process.returncode}:\n{output.decode()[-2000:]}")

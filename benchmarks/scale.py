@@ -176,13 +176,13 @@ def tables(scale: Scale) -> str:
     if by_schedulers:
         rows += ["", HEAD, RULE, *by_schedulers]
     found = scale.spread
-    said = (
+    summary = (
         "Different numbers of hosts were not measured."
         if found is None
         else f"{found.most:,} hosts against {found.fewest:,}: {found.ratio:.2f} of the throughput, "
         f"{found.verdict} {found.bound:.0%}."
     )
-    return "\n".join([*rows, "", said])
+    return "\n".join([*rows, "", summary])
 
 
 def spread(runs: Sequence[Run]) -> Spread | None:

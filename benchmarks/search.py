@@ -88,7 +88,7 @@ def weight_mb(book: Book) -> float:
     return (sum(array.itemsize * book.top for array in arrays) + strings + tables) / 1e6
 
 
-def say(what: str, figures: str) -> None:
+def print_figures(what: str, figures: str) -> None:
     """One line."""
     print(f"  {what:<72}{figures}")
 
@@ -101,7 +101,7 @@ def loaded(states: list[ProviderState]) -> Book:
     book.load(states, 0)
     took = time.perf_counter() - began
     figures = f"{took * 1000:.0f} ms, {len(states) / took:,.0f} /s, {weight_mb(book):.1f} MB"
-    say(f"load {len(states):,} providers", figures)
+    print_figures(f"load {len(states):,} providers", figures)
     return book
 
 
@@ -118,13 +118,15 @@ def boots(book: Book, query: Query, what: str, repeats: int) -> None:
     first = timed_us(lambda: search(book, query), 1)[0]
     alone = timed_us(lambda: search(book, query), repeats)
     whole = timed_us(boot, repeats)
-    say(f"{what}: first search (nothing remembered)", f"{first:,.0f} us")
-    say(f"{what}: search, nothing moved", f"p50 {alone[0]:.1f} us, p99 {alone[1]:.1f} us")
-    say(f"{what}: search + option + assume, each after the last", f"p50 {whole[0]:.1f} us, p99 {whole[1]:.1f} us")
+    print_figures(f"{what}: first search (nothing remembered)", f"{first:,.0f} us")
+    print_figures(f"{what}: search, nothing moved", f"p50 {alone[0]:.1f} us, p99 {alone[1]:.1f} us")
+    print_figures(
+        f"{what}: search + option + assume, each after the last", f"p50 {whole[0]:.1f} us, p99 {whole[1]:.1f} us"
+    )
     began = time.perf_counter_ns()
     for number in range(count[0]):
         book.forget(f"k{number}")
-    say(f"{what}: settle", f"{(time.perf_counter_ns() - began) / 1000 / count[0]:.1f} us")
+    print_figures(f"{what}: settle", f"{(time.perf_counter_ns() - began) / 1000 / count[0]:.1f} us")
 
 
 def searches(book: Book, hosts: int, repeats: int) -> None:
@@ -159,11 +161,13 @@ def searches(book: Book, hosts: int, repeats: int) -> None:
     times: list[float] = []
     for _ in range(max(20, repeats // 20)):
         after_64_moves()
-    say("plain: search after the feed moved 64 hosts", f"p50 {statistics.median(times):.1f} us")
+    print_figures("plain: search after the feed moved 64 hosts", f"p50 {statistics.median(times):.1f} us")
     none = Query(resources={"VCPU": 2, "CUSTOM_NOBODY": 1})
-    say("no host at all, explained", f"p50 {timed_us(lambda: search(book, none, explain=True), 200)[0]:.1f} us")
+    print_figures(
+        "no host at all, explained", f"p50 {timed_us(lambda: search(book, none, explain=True), 200)[0]:.1f} us"
+    )
     roots = book.rows_of_roots()
-    say("free() of all roots, one class", f"p50 {timed_us(lambda: book.free('VCPU', roots), 200)[0]:.1f} us")
+    print_figures("free() of all roots, one class", f"p50 {timed_us(lambda: book.free('VCPU', roots), 200)[0]:.1f} us")
 
 
 def feed(book: Book, hosts: int, changes: int) -> None:
@@ -180,7 +184,9 @@ def feed(book: Book, hosts: int, changes: int) -> None:
     began = time.perf_counter()
     book.apply(batch)
     took = time.perf_counter() - began
-    say("apply usage changes (3 classes each)", f"{changes / took:,.0f} /s, {took / changes * 1e6:.1f} us each")
+    print_figures(
+        "apply usage changes (3 classes each)", f"{changes / took:,.0f} /s, {took / changes * 1e6:.1f} us each"
+    )
     batch = [
         Change(
             sequence=book.sequence + 1 + number,
@@ -193,7 +199,7 @@ def feed(book: Book, hosts: int, changes: int) -> None:
     began = time.perf_counter()
     book.apply(batch)
     took = time.perf_counter() - began
-    say("apply whole states", f"{len(batch) / took:,.0f} /s, {took / len(batch) * 1e6:.1f} us each")
+    print_figures("apply whole states", f"{len(batch) / took:,.0f} /s, {took / len(batch) * 1e6:.1f} us each")
 
 
 def main() -> None:

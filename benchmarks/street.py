@@ -26,7 +26,7 @@ import msgspec
 import uvloop
 
 from benchmarks.street_measure import IDLE_BOOTS
-from benchmarks.street_report import Result, say
+from benchmarks.street_report import Result, print_result
 from benchmarks.street_systems import in_memory, on_real_servers
 from bus.service.telemetry import configure_logging
 
@@ -81,7 +81,7 @@ def main() -> int:
         if options.only in {"both", name}:
             started = time.monotonic()
             results[name] = result = uvloop.run(run(options))
-            say(result, time.monotonic() - started)
+            print_result(result, time.monotonic() - started)
     if options.json:
         figures = msgspec.to_builtins(results.get("real") or results["memory"])
         if len(results) > 1:

@@ -35,13 +35,13 @@ async def migrate_all(client: BuildClient, count: int, rng: random.Random) -> Mo
     active = [track for track in client.tracks.values() if track.state == "active"][:count]
     following = MoveClient(client.bus, clock=client.clock, process=client.process)
     ended_s: dict[str, float] = {}
-    asked_s: dict[str, float] = {}
+    requested_s: dict[str, float] = {}
 
-    def hear(event: MoveEvent) -> None:
+    def receive(event: MoveEvent) -> None:
         if event.terminal:
             ended_s.setdefault(event.request_id, client.clock.monotonic())
 
-    following.on_event(hear)
+    following.on_event(receive)
     await following.open()
     try:
         began_s = client.clock.monotonic()
@@ -58,7 +58,7 @@ async def migrate_all(client: BuildClient, count: int, rng: random.Random) -> Mo
             part = waiting[:SLICE]
             now_s = client.clock.monotonic()
             for one in part:
-                asked_s.setdefault(one.request_id, now_s)
+                requested_s.setdefault(one.request_id, now_s)
             errors = await following.offer(part)
             refused = [one for one, error in zip(part, errors, strict=True) if error is not None]
             waiting = refused + waiting[SLICE:]
@@ -69,7 +69,7 @@ async def migrate_all(client: BuildClient, count: int, rng: random.Random) -> Mo
         await following.close()
     took_s = max(ended_s.values(), default=client.clock.monotonic()) - began_s
     ends = list(following.ended.values())
-    latencies = sorted(1000 * (at - asked_s[one]) for one, at in ended_s.items())
+    latencies = sorted(1000 * (at - requested_s[one]) for one, at in ended_s.items())
     codes = Counter(end.code or end.state.value for end in ends if end.state is not MoveState.DONE)
     if following.unfinished:
         codes["not ended"] = following.unfinished

@@ -55,7 +55,7 @@ class Result(Struct, frozen=True, kw_only=True):
     background_cores: dict[str, float] = {}  # of each process, while nothing is booted: heartbeats, reports, timers
 
 
-def say(result: Result, seconds: float) -> None:
+def print_result(result: Result, seconds: float) -> None:
     """One system's figures for a person."""
     ratio = f", {result.ratio_to_bare_pipeline} x the bare pipeline" if result.ratio_to_bare_pipeline else ""
     print(
@@ -98,15 +98,16 @@ def say(result: Result, seconds: float) -> None:
     for share, spending in result.costs_at_rates.items():
         print(f"  at {share}, CPU ms a boot: {spending.cpu_s_per_1000_boots_all:.3f}")
     if result.moves is not None:
-        said = result.moves
-        latencies = ", ".join(f"{name} {ms:.0f} ms" for name, ms in said.latency_ms.items())
-        print(f"  {said.moves_per_s:.0f} {said.kind} a second ({said.done} of {said.moves} done), {latencies}", end="")
-        print(f"; {said.codes}" if said.codes else "")
+        measured = result.moves
+        latencies = ", ".join(f"{name} {ms:.0f} ms" for name, ms in measured.latency_ms.items())
+        done = f"{measured.done} of {measured.moves} done"
+        print(f"  {measured.moves_per_s:.0f} {measured.kind} a second ({done}), {latencies}", end="")
+        print(f"; {measured.codes}" if measured.codes else "")
     if result.costs is not None:
-        _say_costs(result.costs)
+        _print_costs(result.costs)
 
 
-def _say_costs(costs: Costs) -> None:
+def _print_costs(costs: Costs) -> None:
     print(f"  CPU ms a boot: {costs.cpu_s_per_1000_boots_all:.3f} =", end=" ")
     print(", ".join(f"{name} {used:.3f}" for name, used in costs.cpu_s_per_1000_boots.items()))
     print(

@@ -347,7 +347,7 @@ async def measure(options: argparse.Namespace) -> Replay:
         return await replay(here, requests, hosts.total(), options)
 
 
-def say(found: Replay) -> None:
+def print_replay(found: Replay) -> None:
     """For a person."""
     ended = ", ".join(f"{count} {name}" for name, count in found.outcomes.items())
     why = ", ".join(f"{count} {name}" for name, count in found.why_not.items()) or "nothing rejected"
@@ -387,7 +387,7 @@ def main() -> int:
     configure_logging(process="bench", role="bench", level="error", style="pretty")
     began = time.monotonic()
     found = uvloop.run(measure(options))
-    say(found)
+    print_replay(found)
     progress(f"{time.monotonic() - began:.0f} s in all")
     if options.json:
         options.json.write_bytes(msgspec.json.format(msgspec.json.encode(found), indent=2))

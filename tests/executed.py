@@ -35,51 +35,63 @@ def _suites(report: ElementTree.Element, name: str) -> int:
 STEPS = (
     Step(
         "pytest.xml",
-        lambda told: _suites(told, "tests") - _suites(told, "skipped"),
-        lambda told: _suites(told, "failures") == _suites(told, "errors") == 0,
+        lambda content: _suites(content, "tests") - _suites(content, "skipped"),
+        lambda content: _suites(content, "failures") == _suites(content, "errors") == 0,
         "{} tests (pytest)",
     ),
     Step(
         "mutants.xml",
-        lambda told: _suites(told, "tests") - _suites(told, "skipped"),
-        lambda told: _suites(told, "failures") == _suites(told, "errors") == 0,
+        lambda content: _suites(content, "tests") - _suites(content, "skipped"),
+        lambda content: _suites(content, "failures") == _suites(content, "errors") == 0,
         "{} tests of deliberate defects",
     ),
     Step(
         "demo.json",
-        lambda told: told["requests"],
-        lambda told: bool(told["verdicts"]) and all(verdict["holds"] is True for verdict in told["verdicts"]),
+        lambda content: content["requests"],
+        lambda content: bool(content["verdicts"]) and all(verdict["holds"] is True for verdict in content["verdicts"]),
         "demo {} boots",
     ),
-    Step("conformance.json", lambda told: told["passed"], lambda told: told["failed"] == 0, "conformance {}"),
+    Step(
+        "conformance.json", lambda content: content["passed"], lambda content: content["failed"] == 0, "conformance {}"
+    ),
     Step(
         "differential.json",
-        lambda told: told["requests"],
-        lambda told: told["failed"] == 0 and told["failures"] == [],
+        lambda content: content["requests"],
+        lambda content: content["failed"] == 0 and content["failures"] == [],
         "differential {} requests",
     ),
-    Step("simulate.json", lambda told: told["requests"], lambda told: told["failed"] == [], "simulation {} requests"),
+    Step(
+        "simulate.json",
+        lambda content: content["requests"],
+        lambda content: content["failed"] == [],
+        "simulation {} requests",
+    ),
     Step(
         "clients.json",
-        lambda told: sum(life["steps"] for life in told.values() if isinstance(life, dict)),
-        lambda told: told["passed"] is True,
+        lambda content: sum(life["steps"] for life in content.values() if isinstance(life, dict)),
+        lambda content: content["passed"] is True,
         "clients {} calls",
     ),
-    Step("bad-input.json", lambda told: told["requests"], lambda told: told["passed"] is True, "bad input {} requests"),
+    Step(
+        "bad-input.json",
+        lambda content: content["requests"],
+        lambda content: content["passed"] is True,
+        "bad input {} requests",
+    ),
     Step(
         "bad-input-web.json",
-        lambda told: told["requests"],
-        lambda told: told["passed"] is True,
+        lambda content: content["requests"],
+        lambda content: content["passed"] is True,
         "bad input to the HTTP API {} requests",
     ),
-    Step("pages.json", lambda told: told["steps"], lambda told: told["passed"] is True, "pages {} steps"),
+    Step("pages.json", lambda content: content["steps"], lambda content: content["passed"] is True, "pages {} steps"),
     Step(
         "ironic.xml",
-        lambda told: _suites(told, "tests") - _suites(told, "skipped"),
-        lambda told: _suites(told, "failures") == _suites(told, "errors") == 0,
+        lambda content: _suites(content, "tests") - _suites(content, "skipped"),
+        lambda content: _suites(content, "failures") == _suites(content, "errors") == 0,
         "Ironic {} tests",
     ),
-    Step("fuzz.json", lambda told: told["inputs"], lambda told: told["passed"] is True, "fuzz {} inputs"),
+    Step("fuzz.json", lambda content: content["inputs"], lambda content: content["passed"] is True, "fuzz {} inputs"),
 )
 
 
@@ -90,8 +102,8 @@ def executed(folder: Path) -> str:
 
 def _counted(path: Path, step: Step) -> int:
     try:
-        told = ElementTree.parse(path).getroot() if path.suffix == ".xml" else json.loads(path.read_text())
-        count, passed = step.count(told), step.passed(told)
+        content = ElementTree.parse(path).getroot() if path.suffix == ".xml" else json.loads(path.read_text())
+        count, passed = step.count(content), step.passed(content)
         nothing = count < 1
     except (OSError, ValueError, KeyError, TypeError, AttributeError, ElementTree.ParseError) as wrong:
         raise Untold(f"{path} does not say what was executed: {type(wrong).__name__}: {wrong}") from wrong

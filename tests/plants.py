@@ -47,7 +47,7 @@ PLANTS = (
         tests="tests/unit/scheduler/test_announced_moves.py",
     ),
     Plant(
-        name="overtaken_404_believed",
+        name="overtaken_404_accepted",
         does="a node is taken out on a 404 though something was heard of it since",
         file="ironic_sync/domain/position.py",
         old="    if position.notified_seq > seq:\n"
@@ -64,7 +64,7 @@ PLANTS = (
         tests="tests/unit/conductor",
     ),
     Plant(
-        name="undead_machine_kept",
+        name="survived_machine_kept",
         does="a machine that was destroyed and runs again is kept at its service's start",
         file="compute_sim/agent.py",
         old="entry.phase is Phase.DESTROYING or (survived_destroy and entry.phase is not Phase.BUILDING)",
@@ -272,7 +272,7 @@ def plant(one: Plant, copy: Path) -> str:
         return "stale: what it replaces is not there once"
     path.write_text(text.replace(one.old, one.new))
     try:
-        asked = [
+        command = [
             sys.executable,
             "-m",
             "pytest",
@@ -283,14 +283,16 @@ def plant(one: Plant, copy: Path) -> str:
             "--no-header",
             *one.tests.split(),
         ]
-        told = subprocess.run(asked, cwd=copy, capture_output=True, text=True, check=False, timeout=LIMIT_S).stdout
+        output = subprocess.run(command, cwd=copy, capture_output=True, text=True, check=False, timeout=LIMIT_S).stdout
     except subprocess.TimeoutExpired:
         return f"{one.tests} do not end within {LIMIT_S:g} s"
     finally:
         path.write_text(text)
-    if any(line.startswith("ERROR ") for line in told.splitlines()):
+    if any(line.startswith("ERROR ") for line in output.splitlines()):
         return "stale: its tests cannot be collected"
-    failed = [line.split(" - ")[0].removeprefix("FAILED ") for line in told.splitlines() if line.startswith("FAILED ")]
+    failed = [
+        line.split(" - ")[0].removeprefix("FAILED ") for line in output.splitlines() if line.startswith("FAILED ")
+    ]
     return failed[0] if failed else f"found by nothing in {one.tests}"
 
 

@@ -460,7 +460,7 @@ RETRYING = "bus/retrying.py"
 WAITS = re.compile("sleep|wait|within")
 
 
-def test_only_one_module_says_how_something_is_tried_again() -> None:
+def test_only_one_module_defines_how_something_is_retried() -> None:
     """Neither tenacity elsewhere, nor its like made by hand: a loop that waits beside a number that is doubled."""
     wrong: list[str] = []
     for path in sources(*OURS):

@@ -74,11 +74,11 @@ def berth_up(berth: str, hosts: int, directory: Path) -> Iterator[tuple[str, str
         up = subprocess.Popen([berth, "up"], env=env, cwd=directory, stdout=subprocess.PIPE, stderr=log, text=True)
         web = None
         try:
-            link = said(up, "  pages ").split()[-1]
-            said(up, "Ctrl-C")
+            link = line_starting_with(up, "  pages ").split()[-1]
+            line_starting_with(up, "Ctrl-C")
             command = [berth, "web", "--listen", "127.0.0.1:0"]
             web = subprocess.Popen(command, env=env, cwd=directory, stdout=subprocess.PIPE, stderr=log, text=True)
-            yield said(web, "berth is at ").split()[-1], link
+            yield line_starting_with(web, "berth is at ").split()[-1], link
         finally:
             for process in (web, up):
                 if process is not None:
@@ -86,7 +86,7 @@ def berth_up(berth: str, hosts: int, directory: Path) -> Iterator[tuple[str, str
                     process.wait(STOP_TIMEOUT_S)
 
 
-def said(process: subprocess.Popen[str], start: str) -> str:
+def line_starting_with(process: subprocess.Popen[str], start: str) -> str:
     """The line of its output that begins so."""
     assert process.stdout is not None
     for line in process.stdout:
@@ -377,7 +377,7 @@ def object_is_changed_after_a_look(person: Person) -> None:
     expect("from the flavors", "m1.page" not in json.dumps(person.api("/api/v1/flavors")))
 
 
-def metal_says_what_is_held_back(person: Person) -> None:
+def metal_shows_what_is_held_back(person: Person) -> None:
     """Ironic's nodes by provision state."""
     person.open("/metal")
     expect("the nodes are counted", "2 nodes" in person.text())
@@ -437,7 +437,7 @@ STEPS = (
     host_is_drained_by_its_plan,
     instance_is_stopped_and_started,
     object_is_changed_after_a_look,
-    metal_says_what_is_held_back,
+    metal_shows_what_is_held_back,
     system_shows_its_parts,
     build_is_followed_and_deleted,
     builds_are_searched,
@@ -491,7 +491,7 @@ def main() -> int:
     parser.add_argument("--pictures", type=Path)
     parser.add_argument("--looks", default="wide-light,narrow-dark", help="of the pictures: (wide|narrow)-(light|dark)")
     parser.add_argument("--only", help="so many steps by name, by commas; for who looks for a mistake")
-    asked = parser.parse_args()
+    arguments = parser.parse_args()
     directory = Path(tempfile.mkdtemp(prefix="berth-pages-"))
     directory.chmod(0o755)
     options = webdriver.ChromeOptions()
@@ -503,13 +503,13 @@ def main() -> int:
     failed = ""
     person: Person | None = None
     try:
-        with berth_up(asked.berth, asked.hosts, directory) as (url, link):
+        with berth_up(arguments.berth, arguments.hosts, directory) as (url, link):
             service = webdriver.ChromeService(shutil.which("chromedriver") or "chromedriver")
             driver = webdriver.Chrome(options=options, service=service)
             try:
                 driver.set_script_timeout(SCRIPT_TIMEOUT_S)
-                person = Person(driver, url, link, asked.hosts // 2 * 2 + 2)
-                for step in [one for one in STEPS if not asked.only or one.__name__ in asked.only.split(",")]:
+                person = Person(driver, url, link, arguments.hosts // 2 * 2 + 2)
+                for step in [one for one in STEPS if not arguments.only or one.__name__ in arguments.only.split(",")]:
                     began = time.monotonic()
                     step(person)
                     done.append(step.__name__)
@@ -517,8 +517,8 @@ def main() -> int:
                     sys.stdout.flush()
                 complaints = [one for one in person.errors() if "422" not in one]  # the build of no flavor
                 expect(f"the browser complains: {complaints}", not complaints)
-                if asked.pictures:
-                    take_pictures(person, asked.pictures, tuple(asked.looks.split(",")))
+                if arguments.pictures:
+                    take_pictures(person, arguments.pictures, tuple(arguments.looks.split(",")))
             finally:
                 driver.quit()
     except Unexpected as error:
@@ -526,9 +526,9 @@ def main() -> int:
         sys.stderr.write(f"after {done[-1] if done else 'nothing'}: {failed}\n")
     finally:
         shutil.rmtree(directory, ignore_errors=True)
-    if asked.json:
+    if arguments.json:
         measured = {} if person is None else person.measured
-        asked.json.write_text(json.dumps({"steps": len(done), "passed": not failed, "failed": failed, **measured}))
+        arguments.json.write_text(json.dumps({"steps": len(done), "passed": not failed, "failed": failed, **measured}))
     sys.stdout.write(f"{len(done)} of {len(STEPS)} steps passed\n")
     return 1 if failed else 0
 

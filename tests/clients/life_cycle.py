@@ -149,11 +149,11 @@ def sdk_life(url: str) -> int:
     api.set_resource_provider_aggregates(host, str(uuid.uuid4()))
     found = api.find_resource_provider("sdk-host")
     expect("found by its name", found.id, host.id)
-    asked = api.get("/allocation_candidates?resources=VCPU:4&limit=5", microversion=NEWEST).json()
-    expect("candidates", len(asked["allocation_requests"]), 1)
+    fitting = api.get("/allocation_candidates?resources=VCPU:4&limit=5", microversion=NEWEST).json()
+    expect("candidates", len(fitting["allocation_requests"]), 1)
     consumer = str(uuid.uuid4())
     body = {
-        **asked["allocation_requests"][0],
+        **fitting["allocation_requests"][0],
         "project_id": "p",
         "user_id": "u",
         "consumer_generation": None,

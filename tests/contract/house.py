@@ -89,11 +89,11 @@ def accepted(received: Received) -> Outcome:
 async def settled(bus: Bus, queue: str = REQUESTS, dead: int = 0) -> None:
     """Until the queue is empty and this many dead letters are parked."""
 
-    async def as_said() -> bool:
+    async def as_instructed() -> bool:
         depths = await bus.transport.depth(queue), await bus.transport.depth(DEAD_LETTERS)
         return depths == (0, dead)
 
-    await until(as_said)
+    await until(as_instructed)
 
 
 async def depth_is(bus: Bus, queue: str, count: int) -> bool:

@@ -19,9 +19,9 @@ def row(kind: QueueKind = QueueKind.DURABLE, **fields: object) -> QueueRow:
 
 
 async def declare(transport: Transport, kind: QueueKind = QueueKind.DURABLE, **fields: object) -> str:
-    asked = row(kind, **{"bindings": ((COMMANDS, "work.#"),), **fields})
-    await transport.declare_queue(asked, asked.name, asked.bindings)
-    return asked.name
+    template = row(kind, **{"bindings": ((COMMANDS, "work.#"),), **fields})
+    await transport.declare_queue(template, template.name, template.bindings)
+    return template.name
 
 
 def command(body: bytes, key: str = "work.do", **fields: object) -> Outgoing:

@@ -74,15 +74,15 @@ async def used(store: PlacementStore) -> dict[str, dict[str, int]]:
     return {state.uuid: dict(state.used) for state in page.providers}
 
 
-async def said(store: PlacementStore, update: InventoryUpdate) -> InventoryResult:
+async def reported(store: PlacementStore, update: InventoryUpdate) -> InventoryResult:
     (result,) = await store.report([update])
     assert isinstance(result, InventoryResult), result
     return result
 
 
 async def test_inventory_and_allocations_move_together(store: PlacementStore) -> None:
-    await said(store, FLAT)
-    await said(store, report(node(POOL, DISK_GB=10), version=1))
+    await reported(store, FLAT)
+    await reported(store, report(node(POOL, DISK_GB=10), version=1))
     three = Claim(
         consumer=CONSUMERS[2],
         options=(ClaimOption(allocations={ROOT: {"VCPU": 1, "VGPU": 2}, POOL: {"DISK_GB": 5}}),),
@@ -90,7 +90,7 @@ async def test_inventory_and_allocations_move_together(store: PlacementStore) ->
     )
     await store.apply([claim(CONSUMERS[0], VCPU=1, VGPU=1), claim(CONSUMERS[1], VCPU=3), three])
     head = (await store.head()).sequence
-    result = await said(store, NESTED)
+    result = await reported(store, NESTED)
     assert (result.outcome, result.stranded) == ("applied", ())
     assert await used(store) == {ROOT: {"VCPU": 5}, LEFT: {"VGPU": 2}, RIGHT: {"VGPU": 1}, POOL: {"DISK_GB": 5}}
     changes = (await store.changes(head, 100)).changes
@@ -104,14 +104,14 @@ async def test_inventory_and_allocations_move_together(store: PlacementStore) ->
     assert again.holding == {ROOT: {"VCPU": 1}, RIGHT: {"VGPU": 1}}
     await store.apply([Release(consumer=consumer) for consumer in CONSUMERS[:3]])
     assert await used(store) == {ROOT: {}, LEFT: {}, RIGHT: {}, POOL: {}}
-    assert (await said(store, report(*NESTED.providers, version=3))).outcome == "unchanged"
+    assert (await reported(store, report(*NESTED.providers, version=3))).outcome == "unchanged"
 
 
 async def test_a_conductors_next_claim_goes_on_as_if_nothing_had_moved(store: PlacementStore) -> None:
-    await said(store, FLAT)
-    await said(store, report(node(POOL, VCPU=1), version=1))
+    await reported(store, FLAT)
+    await reported(store, report(node(POOL, VCPU=1), version=1))
     await store.apply([claim(CONSUMERS[0], VCPU=1, VGPU=1)])
-    await said(store, NESTED)
+    await reported(store, NESTED)
     elsewhere = ClaimOption(allocations={POOL: {"VCPU": 1}})
     again = Claim(
         consumer=CONSUMERS[0],
@@ -127,9 +127,9 @@ async def test_a_conductors_next_claim_goes_on_as_if_nothing_had_moved(store: Pl
 
 
 async def test_a_claim_chosen_for_the_flat_host_has_raced_not_filled(store: PlacementStore) -> None:
-    await said(store, FLAT)
+    await reported(store, FLAT)
     shape = (await store.snapshot(None, 1)).providers[0].shape
-    await said(store, NESTED)
+    await reported(store, NESTED)
     (late,) = await store.apply([claim(CONSUMERS[0], shape, VCPU=1, VGPU=1)])
     assert late.outcome == "raced"
     (never,) = await store.apply([claim(CONSUMERS[0], VCPU=1, VGPU=1)])
@@ -137,13 +137,13 @@ async def test_a_claim_chosen_for_the_flat_host_has_raced_not_filled(store: Plac
 
 
 async def test_what_finds_no_room_goes_later(store: PlacementStore) -> None:
-    await said(store, FLAT)
+    await reported(store, FLAT)
     await store.apply([claim(CONSUMERS[0], VGPU=3), claim(CONSUMERS[1], VGPU=1)])
     half = report(node(ROOT, VCPU=8), node(LEFT, ROOT, takes_from=ROOT, VGPU=3), version=2)
-    assert (await said(store, half)).stranded == (f"{ROOT}/VGPU",)
+    assert (await reported(store, half)).stranded == (f"{ROOT}/VGPU",)
     assert await used(store) == {ROOT: {"VGPU": 1}, LEFT: {"VGPU": 3}}
     await store.apply([Release(consumer=CONSUMERS[0])])
-    again = await said(store, report(*half.providers, version=3))
+    again = await reported(store, report(*half.providers, version=3))
     assert (again.outcome, again.stranded) == ("applied", ())
     assert await used(store) == {ROOT: {}, LEFT: {"VGPU": 1}}
 
@@ -157,7 +157,7 @@ async def test_boots_and_deletes_go_on_beside_it(make: Books, store: PlacementSt
         node(ROOT, VCPU=80), node(LEFT, ROOT, takes_from=ROOT, VGPU=20), node(RIGHT, ROOT, takes_from=ROOT, VGPU=20),
         version=2,
     )  # fmt: skip
-    await said(store, flat)
+    await reported(store, flat)
     held = asyncio.Event()
     done = asyncio.Event()
 
@@ -176,7 +176,7 @@ async def test_boots_and_deletes_go_on_beside_it(make: Books, store: PlacementSt
         await held.wait()
         for _ in range(200):  # busy holders: the consumer of the queue would call again, too
             try:
-                await said(store, nested)
+                await reported(store, nested)
                 break
             except Transient as busy:
                 assert busy.code == "inventory.holders_busy"

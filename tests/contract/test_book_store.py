@@ -95,7 +95,7 @@ async def test_a_repeated_claim_is_answered_again_and_an_older_attempt_is_fenced
     assert await outcomes(store, claim(CONSUMERS[0], HOSTS[0], attempt=4)) == ["claimed"]
 
 
-async def test_an_older_report_loses_whoever_brings_it(make: Books, store: PlacementStore) -> None:
+async def test_an_older_report_loses_whichever_source_sends_it(make: Books, store: PlacementStore) -> None:
     other = make()
     await other.open()
     await store.report([report(HOSTS[0], 5, VCPU=2)])
@@ -130,8 +130,8 @@ async def test_publishing_repeats_what_failed_and_skips_nothing(store: Placement
     await store.report([report(host, 1, VCPU=1) for host in HOSTS])
     sent: list[int] = []
 
-    async def send(said: FeedChanges) -> None:
-        changes = said.changes
+    async def send(published: FeedChanges) -> None:
+        changes = published.changes
         sent.extend(change.sequence for change in changes)
         if len(sent) == 2:
             raise DatabaseUnavailable("unavailable")
@@ -151,8 +151,8 @@ class Sends:
         self.sending = asyncio.Event()
         self.confirmed = asyncio.Event()
 
-    async def __call__(self, said: FeedChanges) -> None:
-        changes = said.changes
+    async def __call__(self, published: FeedChanges) -> None:
+        changes = published.changes
         self.sent.extend(change.sequence for change in changes)
         self.sending.set()
         await self.confirmed.wait()
@@ -244,8 +244,8 @@ async def test_one_that_comes_to_does_not_end_the_turn_of_who_took_over(
 
 
 async def test_trimming_leaves_what_was_not_published(store: PlacementStore) -> None:
-    async def send(said: FeedChanges) -> None:
-        del said
+    async def send(published: FeedChanges) -> None:
+        del published
 
     for host in HOSTS:
         await store.report([report(host, 1, VCPU=1)])
@@ -265,10 +265,10 @@ async def test_many_writers_meet_no_deadlock_and_no_overcommitment(make: Books, 
     wanted = [claim(new_uuid(rng), *rng.sample(HOSTS, 2)) for _ in range(60)]
 
     async def work(mine: PlacementStore, items: Sequence[Claim]) -> list[str]:
-        said: list[str] = []
+        published: list[str] = []
         for at in range(0, len(items), 5):
-            said += await outcomes(mine, *items[at : at + 5])
-        return said
+            published += await outcomes(mine, *items[at : at + 5])
+        return published
 
     parts = await asyncio.gather(*(work(one, wanted[n::3]) for n, one in enumerate(stores)))
     page = await store.snapshot(None, 10)

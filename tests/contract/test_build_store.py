@@ -137,8 +137,8 @@ async def test_the_messages_of_a_unit_are_published_when_it_has_committed(store:
     async with store.unit() as unit:
         assert await unit.insert([new(A)], 1.0) == {A}
         unit.emit(OutboxMessage("api", event))
-    ((row, said),) = sent.rows
-    assert [one.message for one in said] == [event]
+    ((row, emitted),) = sent.rows
+    assert [one.message for one in emitted] == [event]
     assert [found for found, _ in await store.outbox.claim_stale(-1.0, 10, [])] == [row]
 
 
@@ -152,7 +152,7 @@ async def test_a_record_has_its_timeline(store: SchedulerStore) -> None:
         await unit.update([BuildUpdate(build=active, timeline=(line,))], 3.0)
     (record,) = await store.builds(BuildQuery(instance_uuid=A))
     assert (record.state, record.cell, record.host, record.reason) == (BuildState.ACTIVE, "c1", "h", "r")
-    assert [told.what for told in record.timeline] == ["requested", "chosen", "active"]
+    assert [entry.what for entry in record.timeline] == ["requested", "chosen", "active"]
     assert (record.created_at, record.updated_at) == (1.0, 3.0)
 
 
@@ -278,17 +278,17 @@ async def announce(store: SchedulerStore, *uuids: str) -> dict[str, int]:
 
     async def work(unit: BuildUnit) -> dict[str, int]:
         kept = await unit.lock(uuids)
-        said = {uuid: one.sequence for uuid, one in kept.items()}
+        emitted = {uuid: one.sequence for uuid, one in kept.items()}
         await unit.update(
             [BuildUpdate(build=replace(one, sequence=one.sequence + 10)) for one in kept.values()],
             3.0,
         )
         unit.emit(event(BuildState.ACTIVE))
-        return said
+        return emitted
 
-    said = await optimistically(store, work, durable=False)
+    emitted = await optimistically(store, work, durable=False)
     await store.flush()
-    return said
+    return emitted
 
 
 async def test_an_optimistic_unit_writes_what_is_as_expected(store: SchedulerStore, sent: Sent) -> None:
@@ -425,7 +425,7 @@ async def test_moves_that_ended_are_purged_and_no_others(store: SchedulerStore) 
     assert [one for one in (A, B, C) if found[one].move is not None] == [B, C]
 
 
-async def test_moves_are_asked_for_by_what_they_are_about(store: SchedulerStore) -> None:
+async def test_moves_are_listed_by_their_subject(store: SchedulerStore) -> None:
     async with store.operation() as unit:
         await unit.insert_moves([moved(A, C), moved(B, C, terminal=True, created_at=9.0)], 6.0)
     every = await store.moves(MoveQuery())

@@ -99,7 +99,7 @@ async def test_public_events_of_the_api_bus_are_one_json_object_each(house: Hous
         assert delivery.headers["berth-cause"] == "why"
 
 
-async def test_public_events_also_travel_in_batches_and_singly_only_where_somebody_listens(house: House) -> None:
+async def test_public_events_also_travel_in_batches_and_singly_only_where_a_queue_is_bound(house: House) -> None:
     bus = await house.bus()
     sent: list[Outgoing] = []
     publish = bus.transport.publish

@@ -164,23 +164,23 @@ async def test_the_bus_that_a_message_came_on_decides(store: PlacementStore) -> 
 
 
 async def test_a_source_learns_which_version_of_its_report_the_book_has(store: PlacementStore) -> None:
-    told: list[tuple[str, Message]] = []
+    sent: list[tuple[str, Message]] = []
 
-    async def tell(bus: str, messages: Sequence[Message]) -> None:
-        told.extend((bus, message) for message in messages)
+    async def send(bus: str, messages: Sequence[Message]) -> None:
+        sent.extend((bus, message) for message in messages)
 
-    handlers = PlacementHandlers(store, clock=SystemClock(), committed=lambda: None, claimed=lambda: None, publish=tell)
+    handlers = PlacementHandlers(store, clock=SystemClock(), committed=lambda: None, claimed=lambda: None, publish=send)
     for version in (7, 7, 3, 8):
         await handlers.inventory([Received(host(MINE, version), Meta(id="m"), "c1", "placement.inventory")])
     known = InventoryOutdated(source=host(MINE, 1).source, root_uuid=MINE, version=7)
-    assert told == [("c1", known)], "a report that comes twice is not outdated"
+    assert sent == [("c1", known)], "a report that comes twice is not outdated"
 
 
 def node(version: int, cell: str | None = None) -> InventoryUpdate:
     return replace(host(MINE, version), source="ironic-sync", cell=cell)
 
 
-async def test_a_source_above_cells_says_whose_a_node_is(store: PlacementStore) -> None:
+async def test_a_source_above_cells_names_the_cell_of_a_node(store: PlacementStore) -> None:
     """Without a word any cell may claim it: several may share the nodes of one Ironic."""
     await notify(store, API, node(1, "c1"))
     assert await ask(store, "c2", claim(MINE)) == "gone"

@@ -40,7 +40,7 @@ class Rig:
 
     async def stop_placement(self) -> None:
         assert isinstance(self.port, BookClaims)
-        self.port.away = True
+        self.port.unavailable = True
 
 
 class BusRig(Rig):
@@ -134,8 +134,8 @@ async def test_a_release_of_nothing_fences_too(rig: Rig) -> None:
 
 async def test_instances_are_located_by_what_they_hold(rig: Rig) -> None:
     await rig.port.submit([claim(VMS[0])])
-    asked = [LocateRequest(project_id=p, besides=VMS[2], consumers=(VMS[0], VMS[1])) for p in ("p", "q")]
-    mine, another = await rig.port.locate(asked)
+    requests = [LocateRequest(project_id=p, besides=VMS[2], consumers=(VMS[0], VMS[1])) for p in ("p", "q")]
+    mine, another = await rig.port.locate(requests)
     assert isinstance(mine, LocatePage) and isinstance(another, LocatePage)
     assert (dict(mine.hosts), dict(another.hosts)) == ({VMS[0]: (HOST,)}, {})
 

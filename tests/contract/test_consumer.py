@@ -158,9 +158,9 @@ async def test_a_requested_reply_comes_beside_the_event_also_for_an_invalid_batc
     (answer,) = await answers.wait(1)
     (event,) = await events.wait(1)
     assert (answer.type, answer.correlation_id) == ("refusal.v1", "1")
-    told = json.loads(event.body)
-    assert (told["state"], told["instance_uuid"], told["terminal"]) == ("refused", boot().instance_uuid, True)
-    assert told["code"] == json.loads(answer.body)["code"]
+    parsed = json.loads(event.body)
+    assert (parsed["state"], parsed["instance_uuid"], parsed["terminal"]) == ("refused", boot().instance_uuid, True)
+    assert parsed["code"] == json.loads(answer.body)["code"]
     await settled(bus)
 
 

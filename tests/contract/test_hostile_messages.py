@@ -147,10 +147,10 @@ async def watched(amqp: tuple[str, str]) -> AsyncIterator[Watched]:
 async def settled_with(watched: Watched, dead: int) -> None:
     transport = watched.bus.transport
 
-    async def as_said() -> bool:
+    async def as_instructed() -> bool:
         return (await transport.depth(REQUESTS), await transport.depth(DEAD_LETTERS)) == (0, dead)
 
-    await until(as_said)
+    await until(as_instructed)
 
 
 @pytest.mark.parametrize("body", BODIES.values(), ids=BODIES)
@@ -286,7 +286,7 @@ async def test_a_forged_direct_reply_to_costs_no_delivery(watched: Watched) -> N
     assert [one.redelivered for one in watched.handler.got] == [False] * 4
 
 
-async def test_a_forged_count_of_deliveries_is_not_believed(watched: Watched, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_forged_count_of_deliveries_is_not_trusted(watched: Watched, monkeypatch: pytest.MonkeyPatch) -> None:
     """A first delivery would be taken for one that its consumers die of, and a build for one to be given up."""
     counts: list[int] = []
     opened = Consumer._open

@@ -174,7 +174,7 @@ async def test_a_locked_instance_is_waited_for_and_seen_as_it_became(make: Make,
     assert (await waiting)[A].state is State.ACTIVE
 
 
-async def test_a_schema_that_was_made_anew_is_told_and_not_taken_for_its_own(store: InstanceStore) -> None:
+async def test_a_schema_that_was_made_anew_is_reported_and_not_taken_for_its_own(store: InstanceStore) -> None:
     """A conductor that stayed connected went on there, under the new identity."""
     await insert(store, instance(A))
     known = store.deployment
@@ -212,7 +212,7 @@ async def test_what_is_due_is_taken_by_one(make: Make, store: InstanceStore) -> 
         assert [one.uuid for one in await theirs.lock_due(10.0, 9)] == [A]
 
 
-async def test_messages_are_handled_once_whoever_gets_them(make: Make, store: InstanceStore) -> None:
+async def test_messages_are_handled_once_by_whichever_consumer_gets_them(make: Make, store: InstanceStore) -> None:
     other = make()
     await other.open()
 
@@ -258,7 +258,7 @@ async def test_briefs_are_of_what_should_be_on_a_host_and_of_what_is_named(store
     assert (found[A].state, found[A].host_uuid, found[A].attempt, found[A].since) == (State.ACTIVE, HOST, 1, 3.0)
 
 
-async def test_briefs_of_a_host_tell_of_what_moves_away_from_it(store: InstanceStore) -> None:
+async def test_briefs_of_a_host_name_what_moves_off_it(store: InstanceStore) -> None:
     moved = instance(A, State.CONFIRMING)
     source = replace(moved.here, host_uuid=B)
     move = Move(request_id=C, kind=MoveKind.MIGRATE, source=source, source_attempt=1, spec=SPEC)
@@ -330,7 +330,7 @@ async def test_a_message_expected_to_be_new_is_handled_once(make: Make, store: I
     assert len(await store.outbox.claim_stale(-1.0, 10, [])) == 1
 
 
-async def test_an_instance_that_somebody_else_moved_is_seen_as_it_became(make: Make, store: InstanceStore) -> None:
+async def test_an_instance_that_another_process_moved_is_read_anew(make: Make, store: InstanceStore) -> None:
     other = make()
     await other.open()
     await step(store, "m1", [A, B], new={A, B}, state=State.BUILDING)

@@ -34,7 +34,7 @@ async def store(request: pytest.FixtureRequest) -> AsyncIterator[InstanceStore]:
     await made.close()
 
 
-async def test_one_conductor_keeps_the_leases_until_it_does_not_say_so_any_more(store: InstanceStore) -> None:
+async def test_one_conductor_keeps_the_leases_until_it_stops_announcing_it(store: InstanceStore) -> None:
     leases = store.leases
     term = await leases.keep("one", LONG_S)
     assert term is not None and await leases.keep("two", LONG_S) is None
@@ -57,7 +57,7 @@ async def test_what_a_former_keeper_records_is_refused(store: InstanceStore) -> 
     assert await leases.leases() == [UP, back, LEFT]
 
 
-async def test_only_services_that_are_away_for_long_are_forgotten(store: InstanceStore) -> None:
+async def test_only_services_that_are_down_for_long_are_purged(store: InstanceStore) -> None:
     term = await store.leases.keep("one", LONG_S)
     assert term is not None
     await store.leases.record(term, [UP, SILENT, LEFT])

@@ -61,7 +61,7 @@ async def test_a_repeat_and_an_alternate_of_the_same_size_take_nothing_more(stor
     assert await outcomes(store, alternate) == ["claimed"]
 
 
-async def test_an_alternate_that_is_asked_for_again_has_given_back_what_others_have_taken(
+async def test_an_alternate_that_is_requested_again_has_given_back_what_others_have_taken(
     store: PlacementStore,
 ) -> None:
     """The first asking finds no room and gives back; the second comes when there is room, and the quota is used up."""

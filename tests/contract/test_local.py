@@ -40,7 +40,7 @@ async def test_only_its_user_may_open_the_socket(rig: LocalRig) -> None:
     assert stat.S_IMODE(rig.socket.stat().st_mode) == 0o600
 
 
-async def test_a_second_server_is_told_and_a_dead_ones_socket_is_taken_over(rig: LocalRig) -> None:
+async def test_a_second_server_is_refused_and_a_dead_ones_socket_is_taken_over(rig: LocalRig) -> None:
     second = LocalServer(rig.socket, lambda name, prefix: MemoryTransport(rig.broker, name, prefix=prefix))
     with pytest.raises(BusError, match="another berth is up"):
         await second.open()

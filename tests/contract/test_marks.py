@@ -34,7 +34,7 @@ async def test_a_mark_has_one_owner(rig: Rig) -> None:
 
 
 @EVERY_ADAPTER
-async def test_a_mark_that_was_taken_away_can_be_anothers(rig: Rig) -> None:
+async def test_a_mark_that_was_removed_can_be_anothers(rig: Rig) -> None:
     one, other = await rig.transport(), await rig.transport()
     await one.unmark("scheduler")
     await one.mark("scheduler", MINE)

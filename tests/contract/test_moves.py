@@ -108,8 +108,8 @@ async def claimed(store: PlacementStore, *claims: Claim) -> list[ClaimResult]:
     return [reply for reply in replies if isinstance(reply, ClaimResult)]
 
 
-async def reverted(store: PlacementStore, asked: Revert) -> RevertResult:
-    (reply,) = await store.apply([asked])
+async def reverted(store: PlacementStore, requested: Revert) -> RevertResult:
+    (reply,) = await store.apply([requested])
     assert isinstance(reply, RevertResult)
     return reply
 
@@ -162,8 +162,8 @@ async def test_an_alternate_releases_the_failed_destination_and_keeps_the_source
     (moved,) = await claimed(store, again)
     assert (moved.outcome, moved.option) == ("claimed", 1)
     assert await used(store) == at(0, 4) | at(2, 6) | at(3, 4)
-    (asked_again,) = await claimed(store, again)
-    assert (asked_again.outcome, asked_again.option) == ("claimed", 1)
+    (requested_again,) = await claimed(store, again)
+    assert (requested_again.outcome, requested_again.option) == ("claimed", 1)
     assert await used(store) == at(0, 4) | at(2, 6) | at(3, 4)
 
 
@@ -329,11 +329,11 @@ async def test_moves_of_two_instances_cross_without_a_deadlock(make: Books) -> N
     await claimed(store, build(0, 0), build(1, 1))
     for turn in range(10):
         here, there = (0, 1) if turn % 2 == 0 else (1, 0)
-        asked = [
+        requested = [
             move(option(there), source=option(here), attempt=2 + turn, generation=1 + turn),
             move(option(here), source=option(there), attempt=2 + turn, generation=1 + turn, vm=1, migration=OTHER_MOVE),
         ]
-        results = await asyncio.gather(*(store.apply([one]) for one in asked))
+        results = await asyncio.gather(*(store.apply([one]) for one in requested))
         assert [reply.outcome for (reply,) in results] == ["claimed", "claimed"]
         await asyncio.gather(*(store.apply([Release(consumer=uuid)]) for uuid in (OTHER_MOVE, MOVE)))
     assert await used(store) == at(0, 4) | at(1, 4)
@@ -430,16 +430,16 @@ def test_together_they_hold_the_larger_of_each_whatever_is_tried(
     assert source_of(source, held, kept, roots) == source
 
 
-def test_the_book_says_where_the_source_is_now() -> None:
-    asked = {"host": {"VCPU": 4, "VGPU": 1}}
+def test_the_book_names_where_the_source_is_now() -> None:
+    requested = {"host": {"VCPU": 4, "VGPU": 1}}
     # A reshape has moved the VGPU to a child of the host meanwhile.
     kept = {"host": {"VCPU": 4}, "child": {"VGPU": 1}}
     roots = {"host": "host", "child": "host", "elsewhere": "elsewhere"}
-    assert source_of(asked, {"elsewhere": {"VCPU": 4}}, kept, roots) == kept
+    assert source_of(requested, {"elsewhere": {"VCPU": 4}}, kept, roots) == kept
 
 
 def test_what_another_host_holds_is_none_of_the_source() -> None:
     """Another client took the migration's VGPU away: what the destination holds does not make up for it."""
-    asked, kept = {"host": {"VCPU": 4, "VGPU": 1}}, {"host": {"VCPU": 4}}
+    requested, kept = {"host": {"VCPU": 4, "VGPU": 1}}, {"host": {"VCPU": 4}}
     roots = {"host": "host", "elsewhere": "elsewhere"}
-    assert source_of(asked, {"elsewhere": {"VCPU": 4, "VGPU": 1}}, kept, roots) == kept
+    assert source_of(requested, {"elsewhere": {"VCPU": 4, "VGPU": 1}}, kept, roots) == kept

@@ -47,8 +47,8 @@ async def test_a_tree_has_its_providers_and_who_holds_what_of_it(store: Placemen
     await hold(store, 1, "p", {HOSTS[0]: {"VCPU": 2}, CHILD: {"MEMORY_MB": 30}})
     await hold(store, 0, "q", {HOSTS[0]: {"VCPU": 1}})
     await hold(store, 2, "q", {HOSTS[1]: {"VCPU": 5}})
-    for asked in (HOSTS[0], CHILD):
-        tree = await store.tree(HostTreeQuery(provider=asked))
+    for looked_up in (HOSTS[0], CHILD):
+        tree = await store.tree(HostTreeQuery(provider=looked_up))
         assert [(one.uuid, one.parent_uuid) for one in tree.providers] == [(HOSTS[0], None), (CHILD, HOSTS[0])]
         assert tree.providers[0].inventories["VCPU"][0] == 8 and tree.providers[0].used == {"VCPU": 3}
         assert [(one.consumer, one.project_id, one.holding) for one in tree.holders] == [

@@ -80,16 +80,16 @@ async def test_a_queue_of_requests_of_an_older_berth_is_replaced(amqp: tuple[str
         await transport.declare_shared()
         await transport.declare_queue(row, row.name, row.bindings)
         for name, kind in (("scheduler.requests", QueueKind.DURABLE), ("mine", QueueKind.PRIVATE)):
-            asked = structs.replace(BY_QUEUE["scheduler.requests"], name=name, kind=kind)
-            await transport.declare_queue(asked, name, ())
+            declared = structs.replace(BY_QUEUE["scheduler.requests"], name=name, kind=kind)
+            await transport.declare_queue(declared, name, ())
             with pytest.raises(QueueDiffers):  # what holds something worth keeping is never deleted
-                await transport.declare_queue(structs.replace(asked, max_length=7), name, ())
+                await transport.declare_queue(structs.replace(declared, max_length=7), name, ())
         assert await transport.depth(row.name) == 0
     finally:
         await transport.close()
 
 
-async def test_a_broker_short_of_memory_is_told_on_readyz_and_what_waits_for_it_is_said_when_it_has_enough_again(
+async def test_a_broker_short_of_memory_shows_on_readyz_and_what_waits_for_it_leaves_when_it_has_enough_again(
     own_broker: RabbitMQ,
 ) -> None:
     """Nothing could be published for minutes, and every /readyz said 200."""
@@ -102,7 +102,7 @@ async def test_a_broker_short_of_memory_is_told_on_readyz_and_what_waits_for_it_
     running = asyncio.create_task(service.run(stop))
     await service.ready.wait()
     await bus.declare("scheduler.requests")
-    with capture_logs() as said:
+    with capture_logs() as logged:
         await asyncio.to_thread(own_broker.control, "set_vm_memory_high_watermark", "0.000001")
         waiting: list[asyncio.Task[None]] = []
 
@@ -126,7 +126,7 @@ async def test_a_broker_short_of_memory_is_told_on_readyz_and_what_waits_for_it_
 
         await until(ready)
     assert metrics.BLOCKED.labels("api")._value.get() == 0
-    assert [one["event"] for one in said if "blocked" in one["event"]] == ["bus.blocked", "bus.unblocked"]
+    assert [one["event"] for one in logged if "blocked" in one["event"]] == ["bus.blocked", "bus.unblocked"]
     stop.set()
     await running
 
@@ -263,11 +263,11 @@ async def test_letters_that_an_older_berth_has_left_are_not_forgotten(amqp: tupl
     former = queues.row(name="work.dead", bindings=())
     await transport.declare_queue(former, former.name, ())
     await transport.publish(Outgoing(exchange="", routing_key="work.dead", body=b"x", mandatory=True))
-    with capture_logs() as said:
+    with capture_logs() as logged:
         await queues.declare(transport)
         await queues.declare(transport, name="other")
     await transport.close()
-    assert [(line["event"], line["queue"], line["messages"]) for line in said] == [
+    assert [(line["event"], line["queue"], line["messages"]) for line in logged] == [
         ("bus.former_queue", prefix + "work.dead", 1)
     ]
 
@@ -347,11 +347,11 @@ def test_an_attempt_to_connect_that_failed_leaves_nothing_to_be_closed_later(
         except BusUnavailable as error:
             kept.append(error)
         assert kept
-        with warnings.catch_warnings(record=True) as said:
+        with warnings.catch_warnings(record=True) as logged:
             warnings.simplefilter("always")
             forgetting = threading.Thread(target=forget)
             forgetting.start()
             forgetting.join()
-        assert said == []
+        assert logged == []
     finally:
         loop.close()

@@ -47,7 +47,7 @@ def taken_out(root: str, version: int, source: str = "s") -> InventoryUpdate:
     return InventoryUpdate(source=source, version=version, root_uuid=root)
 
 
-async def said(store: PlacementStore, *updates: InventoryUpdate) -> list[str]:
+async def reported(store: PlacementStore, *updates: InventoryUpdate) -> list[str]:
     results = await store.report(updates)
     return [result.outcome if isinstance(result, InventoryResult) else result.code for result in results]
 
@@ -78,12 +78,14 @@ async def claimed(store: PlacementStore, vm: str, provider: str, **amounts: int)
 async def test_children_that_move_between_two_reports_of_one_transaction_are_followed(store: PlacementStore) -> None:
     """Removed and made again in one transaction, their generations went back and replicas kept the old ones."""
     book = Book()
-    await said(store, report(A, 2, *(device(uuid, A) for uuid in DEVICES)), report(B, 2))
+    await reported(store, report(A, 2, *(device(uuid, A) for uuid in DEVICES)), report(B, 2))
     for _ in range(5):  # usage moves the generations on
         assert await claimed(store, VMS[0], DEVICES[0], VGPU=1) == "claimed"
         await store.apply([Release(consumer=VMS[0])])
     await follow(store, book)
-    assert await said(store, report(A, 3), report(B, 3, *(device(uuid, B, 6) for uuid in DEVICES))) == ["applied"] * 2
+    assert (
+        await reported(store, report(A, 3), report(B, 3, *(device(uuid, B, 6) for uuid in DEVICES))) == ["applied"] * 2
+    )
     await follow(store, book)
     rows = [book.row_of(uuid) for uuid in DEVICES]
     assert {book.uuid_of(book.root_of(row)) for row in rows if row is not None} == {B}
@@ -98,9 +100,11 @@ async def test_children_that_move_between_two_reports_of_one_transaction_are_fol
 async def test_a_root_taken_out_by_one_source_and_reported_by_another_is_followed(store: PlacementStore) -> None:
     book = Book()
     for version in range(2, 6):
-        await said(store, report(A, version, traits=(f"CUSTOM_{version}",)))
+        await reported(store, report(A, version, traits=(f"CUSTOM_{version}",)))
     await follow(store, book)
-    assert await said(store, taken_out(A, 6), report(A, 1, source="heir", traits=("CUSTOM_HEIR",))) == ["applied"] * 2
+    assert (
+        await reported(store, taken_out(A, 6), report(A, 1, source="heir", traits=("CUSTOM_HEIR",))) == ["applied"] * 2
+    )
     await follow(store, book)
     row = book.row_of(A)
     assert row is not None
@@ -111,14 +115,14 @@ async def test_a_root_taken_out_by_one_source_and_reported_by_another_is_followe
 async def test_a_claim_chosen_for_a_provider_that_was_made_anew_has_raced(store: PlacementStore, at_once: bool) -> None:
     """It had SGX, it went, it came back without: the claim was chosen for another host."""
     sgx, new = DEVICES[0], VMS[0]
-    assert await said(store, report(sgx, 1, traits=("HW_CPU_X86_SGX",))) == ["applied"]
+    assert await reported(store, report(sgx, 1, traits=("HW_CPU_X86_SGX",))) == ["applied"]
     option = ClaimOption(allocations={sgx: {"VCPU": 1}}, shapes={sgx: await shape(store, sgx)})
     gone, back = taken_out(sgx, 2), report(sgx, 1, source="heir")
     for updates in [[gone, back]] if at_once else [[gone], [back]]:
-        assert await said(store, *updates) == ["applied"] * len(updates)
+        assert await reported(store, *updates) == ["applied"] * len(updates)
     (reply,) = await store.apply([Claim(consumer=VMS[0], options=(option,), project_id="p")])
     assert reply.outcome == "raced"
-    await said(store, report(new, 1))
+    await reported(store, report(new, 1))
     assert await shape(store, new) != await shape(store, sgx), "no two are ever given the same"
 
 

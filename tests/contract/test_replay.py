@@ -54,7 +54,7 @@ async def taken(transport: Transport) -> Delivery:
         pytest.param({SENT_AT: 2**60, DIED_AT: -5}, None, id="nonsense"),
     ],
 )
-async def test_a_letter_that_is_sent_back_says_how_old_it_is(
+async def test_a_letter_that_is_replayed_carries_its_age(
     transport: Transport, headers: dict[str, str | int | float], sent_at_ms: int | None
 ) -> None:
     """Without it a request that was deleted and forgotten since was taken for new, and built."""

@@ -61,8 +61,8 @@ async def test_many_requests_are_one_round_trip_and_keep_their_places(house: Hou
         return accepted(received)
 
     await house.consume(server, REQUESTS, Answering(answer))
-    asked = [boot(number, name="no" if number % 10 == 3 else "") for number in range(200)]
-    answers = await asker.request_all(asked, BuildAccepted, timeout_s=PATIENCE_S, causes=[""] * 200)
+    boots = [boot(number, name="no" if number % 10 == 3 else "") for number in range(200)]
+    answers = await asker.request_all(boots, BuildAccepted, timeout_s=PATIENCE_S, causes=[""] * 200)
     for number, reply in enumerate(answers):
         if number % 10 == 3:
             assert isinstance(reply, RequestRefused) and reply.code == "flavor.unknown"
@@ -79,7 +79,7 @@ async def test_a_refusal_is_raised_with_its_code(house: House) -> None:
     await settled(server)
 
 
-async def test_an_answerers_database_away_is_the_same_fault_for_who_asked(house: House) -> None:
+async def test_an_answerers_unavailable_database_is_the_same_fault_for_the_requester(house: House) -> None:
     asker, server = await house.bus(), await house.bus()
     await house.consume(server, REQUESTS, Answering(lambda _: Refuse("database.unavailable", "connection refused")))
     with pytest.raises(DatabaseUnavailable, match="connection refused"):

@@ -44,7 +44,7 @@ async def test_the_identity_is_the_schemas_own(store: InstanceStore) -> None:
     assert store.deployment == first and len(first) == 36
 
 
-async def test_what_is_noted_again_keeps_when_it_was_first_seen(safety: Safety) -> None:
+async def test_what_is_recorded_again_keeps_when_it_was_first_seen(safety: Safety) -> None:
     first = await safety.record("s", [OURS, FOREIGN], 1.0)
     assert {(one.machine.uuid, one.is_new, one.first_seen) for one in first} == {(A, True, 1.0), (B, True, 1.0)}
     (again,) = await safety.record("t", [OURS], 2.0)

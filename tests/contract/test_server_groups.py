@@ -107,13 +107,13 @@ async def test_a_group_is_of_its_project(store: PlacementStore) -> None:
     assert (await store.locate([LocateRequest(project_id="r", server_group=GROUP)]))[0].members == {}
 
 
-async def test_a_claim_that_does_not_say_whose_host_it_is_is_invalid(store: PlacementStore) -> None:
+async def test_a_claim_that_does_not_name_its_hosts_cell_is_invalid(store: PlacementStore) -> None:
     option = ClaimOption(allocations={HOSTS[0]: {"VCPU": 1}})
     nowhere = Claim(consumer=VMS[0], options=(option,), project_id="p", server_group=APART)
     assert await outcomes(store, nowhere) == ["invalid"]
 
 
-async def test_a_cell_is_not_told_where_the_others_are(store: PlacementStore) -> None:
+async def test_a_cell_does_not_learn_where_the_others_are(store: PlacementStore) -> None:
     assert await outcomes(store, member(0, 0)) == ["claimed"]
     (ruled_out,) = await claim(store, member(1, 0), bus="c1")
     assert (ruled_out.outcome, ruled_out.members) == (ClaimOutcome.RULED_OUT, {})
@@ -254,14 +254,14 @@ async def test_a_member_follows_its_device_to_another_host(store: PlacementStore
 async def test_several_questions_are_answered_together_and_each_alone(store: PlacementStore) -> None:
     await outcomes(store, member(0, 0), member(1, 1), member(2, 2, project="q"))
     ours = LocateRequest(project_id="p", server_group=GROUP)
-    asked = [
+    requests = [
         ours,
         LocateRequest(project_id="q", server_group=GROUP, consumers=(VMS[2], VMS[0])),
         LocateRequest(project_id="p", server_group=GROUP, besides=VMS[1], consumers=(VMS[1], VMS[1])),
         LocateRequest(project_id="p"),
         ours,
     ]
-    pages = await store.locate(asked)
+    pages = await store.locate(requests)
     assert [(page.members, page.hosts) for page in pages] == [
         ({HOSTS[0]: 1, HOSTS[1]: 1}, {}),
         ({HOSTS[2]: 1}, {VMS[2]: (HOSTS[2],)}),

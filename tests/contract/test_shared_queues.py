@@ -73,7 +73,7 @@ async def test_letters_of_one_queue_are_listed_sent_back_and_dropped_without_the
     assert await dead_letters.count(transport) == dead_letters.Counts({}, 0)
 
 
-async def test_more_letters_than_are_looked_at_are_said_to_be_there(rig: Rig, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+async def test_more_letters_than_are_read_are_counted(rig: Rig, monkeypatch) -> None:  # type: ignore[no-untyped-def]
     monkeypatch.setattr(dead_letters, "MAX_LOOKED_AT", 3)
     transport = await rig.transport()
     queue = await declare(transport)
@@ -85,7 +85,7 @@ async def test_more_letters_than_are_looked_at_are_said_to_be_there(rig: Rig, mo
     assert await ids(transport, queue) == ["w"]
 
 
-async def test_where_a_letter_comes_from_is_no_publishers_to_say(rig: Rig) -> None:
+async def test_where_a_letter_comes_from_is_not_taken_from_its_publisher(rig: Rig) -> None:
     transport = await rig.transport()
     queue = await declare(transport)
     headers = {"berth-queue": "victim", "x-first-death-queue": "victim", "x-death": "victim", CODE: "victim"}

@@ -181,7 +181,7 @@ async def test_a_mistake_does_not_take_the_connection_down(rig: Rig) -> None:
     assert transport.connected
 
 
-async def test_somebody_elses_exchange_is_bound_and_never_declared(rig: Rig) -> None:
+async def test_a_foreign_exchange_is_bound_and_never_declared(rig: Rig) -> None:
     transport = await rig.transport()
     exchange = f"ironic.{id(rig)}"
     with pytest.raises(QueueMissing):

@@ -115,8 +115,8 @@ async def test_few_changes_are_forgotten_at_once(store: PlacementStore) -> None:
         await store.apply([Claim(consumer=consumer, options=(option,), project_id="p")])
     head = (await store.head()).sequence
 
-    async def send(said: FeedChanges) -> None:
-        del said
+    async def send(published: FeedChanges) -> None:
+        del published
 
     assert not await trim(store, limit=2), "what was not published is kept"
     await store.publish(send, 100)
@@ -156,7 +156,7 @@ async def test_the_shell_of_a_host_that_was_taken_out_goes_with_its_last_user(st
     assert await notify(store, GONE, "s", 3, CHILD) == "applied", "it may come back"
 
 
-async def test_a_host_that_somebody_else_reports_by_then_is_no_shell(store: PlacementStore) -> None:
+async def test_a_host_that_another_source_reports_by_then_is_not_retired(store: PlacementStore) -> None:
     user = "c0000000-0000-4000-8000-000000000000"
     await notify(store, GONE, "s", 1)
     await hold(store, user, GONE)

@@ -60,7 +60,7 @@ class Pair:
         else:
             found = differences(call, real, ours)
         if found and known.adds_up_twice(call):
-            found = self._asked_otherwise(call, ours)
+            found = self._queried_otherwise(call, ours)
             self.excused[known.ADDS_UP_TWICE] += not found
         if found:
             whole = real if limit is None else self.real.send(_without_limit(call))
@@ -73,7 +73,7 @@ class Pair:
             self._compare_wording(call, wording(real), wording(ours))
         return real.status_code, data_of(real), found
 
-    def _asked_otherwise(self, call: Call, ours: httpx.Response) -> list[str]:
+    def _queried_otherwise(self, call: Call, ours: httpx.Response) -> list[str]:
         """What differs from a question that means the same and that the real one answers right, if there is one."""
         same = known.same_question(call)
         if same is None:
@@ -124,7 +124,7 @@ def _limit(call: Call) -> int | None:
     return int(given[0]) if given and given[0].isdigit() and call.method == "GET" else None
 
 
-def tell(pair: Pair, calls: list[Call], *, always_compare: bool = True) -> list[str]:
+def play(pair: Pair, calls: list[Call], *, always_compare: bool = True) -> list[str]:
     """A story that is known, from an empty book: the first thing that differs."""
     pair.wipe()
     for number, call in enumerate(calls):
@@ -162,7 +162,7 @@ def shorten(pair: Pair, calls: list[Call]) -> list[Call]:
             # The last request is the one that differs.
             shorter = calls[:start] + calls[min(start + size, len(calls) - 1) :]
             runs += 1
-            if len(shorter) < len(calls) and tell(pair, shorter):
+            if len(shorter) < len(calls) and play(pair, shorter):
                 calls, dropped = shorter, True
             else:
                 start += size
@@ -176,19 +176,19 @@ def run(pair: Pair, options: argparse.Namespace) -> list[dict[str, Any]]:
     failures: list[dict[str, Any]] = []
     if options.replay:
         calls = [call_of(json.loads(line)) for line in options.replay.read_text().splitlines()]
-        found = tell(pair, calls)
+        found = play(pair, calls)
         return [{"differences": found, "calls": [call.to_json() for call in calls]}] if found else []
-    sent, story = 0, 0
+    sent, sequence = 0, 0
     while sent < options.requests and len(failures) < options.most:
-        seed = options.seed * 1_000_003 + story
+        seed = options.seed * 1_000_003 + sequence
         calls, found = invent(pair, seed, min(STORY_CALLS, options.requests - sent))
-        story, sent = story + 1, sent + len(calls)
+        sequence, sent = sequence + 1, sent + len(calls)
         if not found:
             continue
         notify(f"story {seed}: " + "\n    ".join(found[:4]))
         if len(failures) < MAX_STORIES_SHORTENED and not options.fast:
             calls = shorten(pair, calls)
-            found = tell(pair, calls) or ["not again"]
+            found = play(pair, calls) or ["not again"]
         for call in calls if len(calls) < 25 else ():
             notify("        " + json.dumps(call.to_json()))
         failures.append({"seed": seed, "differences": found, "calls": [call.to_json() for call in calls]})

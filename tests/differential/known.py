@@ -57,7 +57,7 @@ def _loses_anchors(call: Call, real: dict[str, Any], ours: dict[str, Any]) -> bo
     It takes two answers to that group for one when only the trees differ for which they were found. real: without the
     call's limit.
     """
-    plain, numbered, _ = _asked(call)
+    plain, numbered, _ = _query_of(call)
     if not plain or not numbered:
         return False
     known = without_order(real["allocation_requests"])
@@ -80,13 +80,13 @@ def adds_up_twice(call: Call) -> bool:
 
     It does when the un-numbered group and a numbered one ask for the same class, unless group_policy is none.
     """
-    plain, numbered, policy = _asked(call)
+    plain, numbered, policy = _query_of(call)
     return bool(plain & set().union(*numbered)) and policy != "none" and call.method == "GET"
 
 
 def same_question(call: Call) -> Call | None:
     """A question that means the same: with one numbered group a policy says nothing. None where there is none."""
-    _, numbered, policy = _asked(call)
+    _, numbered, policy = _query_of(call)
     if len(numbered) != 1 or policy not in {"", "isolate"}:
         return None
     path, _, query = call.path.partition("?")
@@ -94,7 +94,7 @@ def same_question(call: Call) -> Call | None:
     return Call(call.method, f"{path}?{'&'.join([*kept, 'group_policy=none'])}", call.version, headers=call.headers)
 
 
-def _asked(call: Call) -> tuple[set[str], list[set[str]], str]:
+def _query_of(call: Call) -> tuple[set[str], list[set[str]], str]:
     """(classes of the un-numbered group, classes of each numbered one, the policy)."""
     parts = urlsplit(call.path)
     plain: set[str] = set()

@@ -91,7 +91,7 @@ def main() -> int:
         command = [options.berth, "placement", "import", "--from-url", url, "--token", TOKEN]
         copying = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True)
         writer.go_on(MEANWHILE_S)
-        said, _ = copying.communicate(timeout=COMMAND_TIMEOUT_S)
+        output, _ = copying.communicate(timeout=COMMAND_TIMEOUT_S)
         wanted = without_order(source.state())
     with berth(options.berth, DATABASE_URL=env["BERTH_DATABASE__URL"]) as copy:
         found = without_order(copy.state())
@@ -99,7 +99,7 @@ def main() -> int:
     report = {
         "equal": equal,
         "exit_status": copying.returncode,
-        "said": said.splitlines(),
+        "output": output.splitlines(),
         "writes_and_reads_at_the_source": writer.sent,
         "providers": len(wanted["providers"]),
         "consumers": len(wanted["consumers"]),

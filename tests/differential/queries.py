@@ -61,10 +61,10 @@ def resources(rng: random.Random, world: World) -> str:
     names = rng.sample(there, min(len(there), rng.choice([1, 1, 2, 2, 3])))
     if rng.random() < 0.03:
         names.append(rng.choice(CLASSES + ODD_NAMES))
-    asked = [f"{name}:{rng.choice([1, 1, 1, 2, 2, 4, 8])}" for name in names]
+    amounts = [f"{name}:{rng.choice([1, 1, 1, 2, 2, 4, 8])}" for name in names]
     if rng.random() < 0.03:
-        asked.append(rng.choice(["VCPU", "VCPU:", "VCPU:x", "VCPU:0", "VCPU:-1", "VCPU:1:2", "", ":1", "VCPU:1.5"]))
-    return ",".join(asked)
+        amounts.append(rng.choice(["VCPU", "VCPU:", "VCPU:x", "VCPU:0", "VCPU:-1", "VCPU:1:2", "", ":1", "VCPU:1.5"]))
+    return ",".join(amounts)
 
 
 def _trait(rng: random.Random) -> str:

@@ -102,24 +102,24 @@ def main() -> int:
         ends = time.monotonic() + (until - time.monotonic()) * share / sum(left.values())
         numbers = _numbers(options, max(1, options.inputs * share // total))
         doors[name] = tried(name, DOORS[name](), options.seed, numbers, ends)
-        _say(name, doors[name])
+        _print_door(name, doors[name])
         del left[name]
     for name, door in LIVE.items():
         if name in chosen:
             doors[name] = asyncio.run(door(options.seed, _numbers(options, options.live_inputs)))
-            _say(name, doors[name])
-    said = summed(options.seed, doors)
+            _print_door(name, doors[name])
+    summary = summed(options.seed, doors)
     if options.json:
-        options.json.write_text(json.dumps(said, indent=1))
-    sys.stdout.write(json.dumps({key: value for key, value in said.items() if key != "doors"}) + "\n")
-    return 0 if said["passed"] else 1
+        options.json.write_text(json.dumps(summary, indent=1))
+    sys.stdout.write(json.dumps({key: value for key, value in summary.items() if key != "doors"}) + "\n")
+    return 0 if summary["passed"] else 1
 
 
 def summed(seed: int, doors: dict[str, Any]) -> dict[str, Any]:
     """What all doors came to; passed when each took something and nothing was wrong."""
-    inputs = sum(told["inputs"] for told in doors.values())
-    defects = sum(len(told["defects"]) for told in doors.values())
-    passed = bool(doors) and not defects and all(told["inputs"] > 0 for told in doors.values())
+    inputs = sum(result["inputs"] for result in doors.values())
+    defects = sum(len(result["defects"]) for result in doors.values())
+    passed = bool(doors) and not defects and all(result["inputs"] > 0 for result in doors.values())
     return {"passed": passed, "seed": seed, "inputs": inputs, "defects": defects, "doors": doors}
 
 
@@ -127,10 +127,10 @@ def _numbers(options: argparse.Namespace, count: int) -> range:
     return range(count) if options.only is None else range(options.only, options.only + 1)
 
 
-def _say(name: str, told: dict[str, Any]) -> None:
-    figures = ", ".join(f"{key} {value}" for key, value in told.items() if key not in {"inputs", "defects"})
-    sys.stderr.write(f"{name}: {told['inputs']} inputs, {len(told['defects'])} defects, {figures}\n")
-    for defect in told["defects"]:
+def _print_door(name: str, result: dict[str, Any]) -> None:
+    figures = ", ".join(f"{key} {value}" for key, value in result.items() if key not in {"inputs", "defects"})
+    sys.stderr.write(f"{name}: {result['inputs']} inputs, {len(result['defects'])} defects, {figures}\n")
+    for defect in result["defects"]:
         sys.stderr.write(f"  --only {defect['number']} {name}: {defect['wrong']}\n    {defect['input'][:300]}\n")
 
 

@@ -263,23 +263,24 @@ class Notifications:
             inner = msgspec.json.decode(body["oslo.message"])
             for _ in range(rng.choice((1, 1, 2, 4))):
                 inner = hostile.spoiled(inner, rng)
-            said = hostile.as_json(inner)
-            body["oslo.message"] = (hostile.broken(said, rng) if rng.random() < 0.2 else said).decode("latin-1")
+            decoded = hostile.as_json(inner)
+            body["oslo.message"] = (hostile.broken(decoded, rng) if rng.random() < 0.2 else decoded).decode("latin-1")
         else:
             body = hostile.spoiled(body, rng)
         raw = hostile.as_json(body)
         return hostile.broken(raw, rng) if rng.random() < 0.3 else raw
 
     def take(self, given: bytes) -> None:
-        heard = parse_notification(given)
-        if isinstance(heard, Rejected):
+        parsed = parse_notification(given)
+        if isinstance(parsed, Rejected):
             must(
-                heard.code.startswith("notification.") and len(heard.request_id) <= 64, "a rejection beyond its bounds"
+                parsed.code.startswith("notification.") and len(parsed.request_id) <= 64,
+                "a rejection beyond its bounds",
             )
             return
-        must(isinstance(heard, Notification) and len(heard.event) < 130, "an event beyond its bound")
-        effect_of(heard, seen_updated_at=heard.updated_at)
-        effect_of(heard, seen_updated_at="2026-11-20T07:44:06Z")
+        must(isinstance(parsed, Notification) and len(parsed.event) < 130, "an event beyond its bound")
+        effect_of(parsed, seen_updated_at=parsed.updated_at)
+        effect_of(parsed, seen_updated_at="2026-11-20T07:44:06Z")
 
 
 def _folder() -> Path:

@@ -286,20 +286,20 @@ async def _to_http(placement: Placement, seed: int, numbers: range, stalls: Stal
 async def _answers(url: str, raw: bytes) -> list[int]:
     host, _, port = url.removeprefix("http://").rpartition(":")
     reader, writer = await asyncio.open_connection(host, int(port))
-    said = b""
+    answered = b""
     try:
         writer.write(raw)
-        while len(said) < MAX_ANSWER:
-            async with asyncio.timeout(SILENCE_S if said else SILENCE_S * 3):
+        while len(answered) < MAX_ANSWER:
+            async with asyncio.timeout(SILENCE_S if answered else SILENCE_S * 3):
                 piece = await reader.read(2**16)
             if not piece:
                 break
-            said += piece
+            answered += piece
     except (TimeoutError, ConnectionError):
         pass  # it was not whole, or was refused before it was read
     finally:
         writer.transport.abort()
-    return [int(status) for status in re.findall(rb"HTTP/1\.[01] (\d{3}) ", said)]
+    return [int(status) for status in re.findall(rb"HTTP/1\.[01] (\d{3}) ", answered)]
 
 
 def _kinds() -> list[msgspec.inspect.Type]:

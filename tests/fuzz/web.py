@@ -112,14 +112,14 @@ async def _to_web(url: str, seed: int, numbers: Iterator[int], stalls: Stalls) -
 
 
 def _request(rng: random.Random, kind: inspect.Type, host: str) -> bytes:
-    said = quote(hostile.text(rng), errors="surrogatepass")
-    path = rng.choice(PATHS).replace("{uuid}", rng.choice((*hostile.UUIDS, said, "%00", "..")))
+    text = quote(hostile.text(rng), errors="surrogatepass")
+    path = rng.choice(PATHS).replace("{uuid}", rng.choice((*hostile.UUIDS, text, "%00", "..")))
     if rng.random() < 0.4:
         pairs = (f"{rng.choice(NAMES)}={quote(hostile.text(rng), errors='surrogatepass')}" for _ in range(3))
         path += "?" + "&".join(pairs)
     method = rng.choice(METHODS)
     body = hostile.bytes_of(kind, rng) if method in {"POST", "PUT", "PATCH"} or rng.random() < 0.1 else b""
-    lines = [f"{method} {path} HTTP/1.1", f"Host: {host if rng.random() < 0.9 else said[:200]}", "Connection: close"]
+    lines = [f"{method} {path} HTTP/1.1", f"Host: {host if rng.random() < 0.9 else text[:200]}", "Connection: close"]
     if body or rng.random() < 0.1:
         length = len(body) if rng.random() < 0.9 else rng.choice((0, len(body) + 5, -1, 10**30))
         kinds = ("application/json", "application/x-www-form-urlencoded", "text/plain", "")

@@ -152,7 +152,7 @@ async def test_a_full_pool_is_transient(postgres_url: str, monkeypatch: pytest.M
     await database.close()
 
 
-async def test_open_waits_for_a_server_that_is_away_and_survives_its_crash(tmp_path: Path) -> None:
+async def test_open_waits_for_an_unavailable_server_and_survives_its_crash(tmp_path: Path) -> None:
     with Postgres() as server:
         server.shut_down()
         database = Database(server.url("postgres"), "patient")
@@ -181,7 +181,7 @@ async def until(condition: Callable[[], bool]) -> None:
             await asyncio.sleep(0.02)
 
 
-async def test_readiness_follows_the_server_though_nothing_is_asked() -> None:
+async def test_readiness_follows_the_server_without_any_query() -> None:
     """Workers said that they were ready for as long as PostgreSQL was down."""
     with Postgres() as server:
         database = Database(server.url("postgres"), "ready")
@@ -210,7 +210,7 @@ async def test_one_lost_connection_does_not_make_the_process_unready(postgres_ur
     await database.close()
 
 
-async def test_a_session_that_ends_while_a_connection_is_prepared_is_a_server_that_is_away(
+async def test_a_session_that_ends_while_a_connection_is_prepared_is_an_unavailable_server(
     postgres_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """asyncpg.InternalClientError ended the scheduler: it is neither a PostgresError nor an InterfaceError."""

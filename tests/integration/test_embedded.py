@@ -104,8 +104,8 @@ def test_a_given_directory_is_kept_and_used_again() -> None:
 def test_a_server_and_its_files_go_when_its_owner_is_killed(end: signal.Signals) -> None:
     child = subprocess.Popen([sys.executable, "-c", CHILD], stdout=subprocess.PIPE, text=True, cwd=os.getcwd())
     assert child.stdout is not None
-    with child.stdout as said:
-        pid, directory = said.readline().split()
+    with child.stdout as output:
+        pid, directory = output.readline().split()
     assert alive(int(pid))
     child.send_signal(end)
     child.wait()
@@ -184,7 +184,7 @@ def test_a_broker_that_does_not_start_leaves_no_directory(tmp_path: Path, monkey
     assert not list(tmp_path.iterdir())
 
 
-def test_a_server_that_cannot_start_says_why(tmp_path: Path) -> None:
+def test_a_server_that_cannot_start_gives_its_reason(tmp_path: Path) -> None:
     account = Account()
     process = GuardedProcess(
         ["/bin/sh", "-c", "echo no such luck; exit 3"], env={}, cwd=tmp_path, log=tmp_path / "log", account=account
@@ -324,7 +324,7 @@ def bound_just_below(lowest: int) -> socket.socket:
     raise AssertionError("there is no such port")
 
 
-def test_a_port_that_somebody_has_is_not_given_and_another_is_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_port_in_use_is_not_given_and_another_is_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
     lowest, drawn = LOWEST_GIVEN_OUT, secrets.randbelow
     monkeypatch.setattr(module, "_lowest_given_out", lambda: lowest)
     with bound_just_below(lowest) as server:
@@ -336,7 +336,7 @@ def test_a_port_that_somebody_has_is_not_given_and_another_is_drawn(monkeypatch:
     assert lowest - module.PORTS <= given < lowest
 
 
-def test_where_no_port_is_free_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_no_port_is_free_it_fails_with_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     with bound_just_below(LOWEST_GIVEN_OUT) as server:
         taken = server.getsockname()[1]
         monkeypatch.setattr(module, "_lowest_given_out", lambda: LOWEST_GIVEN_OUT)
@@ -350,24 +350,24 @@ def test_where_the_system_gives_out_all_ports_a_free_one_is_of_its_choice(monkey
     assert not listening(free_port())
 
 
-def test_a_broker_that_takes_connections_before_it_has_started_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_broker_that_takes_connections_before_it_has_started_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
     broker = RabbitMQ()
-    asked: list[str] = []
+    requested: list[str] = []
 
     def control(*arguments: str) -> str:
-        asked.append(arguments[0])
-        if len(asked) == 1:
+        requested.append(arguments[0])
+        if len(requested) == 1:
             raise ServerFailed(
                 f"rabbitmqctl {arguments[0]} failed:\nError: this command {NOT_STARTED} on the target node"
             )
-        if len(asked) == 3:
+        if len(requested) == 3:
             raise ServerFailed("something else")
         return ""
 
     monkeypatch.setattr(broker, "control", control)
     try:
         broker.add_vhosts(["one"])
-        assert asked == ["import_definitions"] * 2
+        assert requested == ["import_definitions"] * 2
         with pytest.raises(ServerFailed, match="something else"):
             broker.add_vhosts(["two"])
     finally:

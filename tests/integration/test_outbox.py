@@ -34,7 +34,7 @@ class StubBus:
     def __init__(self, name: str) -> None:
         self.name = name
         self.got: list[tuple[Message, str]] = []
-        self.away = 0  # so many calls find the broker away
+        self.failures = 0  # so many calls find the broker away
         self.refused: set[str] = set()  # projects whose messages have no queue
         self.calls = 0
         self.open = asyncio.Event()
@@ -44,8 +44,8 @@ class StubBus:
     async def publish_all(self, messages: list[tuple[Message, str]]) -> None:
         self.calls += 1
         await self.open.wait()
-        if self.away > 0:
-            self.away -= 1
+        if self.failures > 0:
+            self.failures -= 1
             raise BusUnavailable("unavailable")
         refused = False
         for message, cause in messages:
@@ -168,7 +168,7 @@ async def test_forgetting_finds_one_row_or_two_thousand_by_key(database: Databas
         await connection.execute("DEALLOCATE forget")
 
 
-async def test_nothing_to_say_is_no_row(database: Database) -> None:
+async def test_nothing_to_publish_is_no_row(database: Database) -> None:
     assert await commit(database, []) is None
     async with running(database, StubBus("api")) as relay:
         relay.send(None, [])
@@ -225,9 +225,9 @@ async def test_a_young_row_is_left_to_its_own_process(database: Database) -> Non
     assert await rows(database) == 1
 
 
-async def test_a_broker_that_is_away_is_waited_for(database: Database) -> None:
+async def test_an_unavailable_broker_is_waited_for(database: Database) -> None:
     api = StubBus("api")
-    api.away = 2
+    api.failures = 2
     async with running(database, api) as relay:
         relay.send(await commit(database, [OutboxMessage("api", event())]), [OutboxMessage("api", event())])
         await relay.drain(PATIENCE_S)
@@ -235,7 +235,7 @@ async def test_a_broker_that_is_away_is_waited_for(database: Database) -> None:
     assert await rows(database) == 0
 
 
-async def test_a_cell_that_is_away_does_not_hold_up_the_others(database: Database) -> None:
+async def test_an_unreachable_cell_does_not_hold_up_the_others(database: Database) -> None:
     api, cell = StubBus("api"), StubBus("cell1")
     cell.open.clear()
     stuck = [OutboxMessage("cell1", CellDelete(instance_uuid=UUID, project_id="p"))]
@@ -254,9 +254,9 @@ async def test_a_cell_that_is_away_does_not_hold_up_the_others(database: Databas
     assert await rows(database) == 0
 
 
-async def test_a_cell_that_is_away_for_long_leaves_room_for_the_others(database: Database) -> None:
+async def test_an_unreachable_cell_leaves_room_for_the_others(database: Database) -> None:
     api, cell = StubBus("api"), StubBus("cell1")
-    cell.away = 10**9
+    cell.failures = 10**9
     to_cell = [OutboxMessage("cell1", CellDelete(instance_uuid=UUID, project_id="p"))]
     relay = Relay(PostgresRows(database), {"api": api, "cell1": cell}, clock=SystemClock(), max_rows=8)  # type: ignore[dict-item]
     task = asyncio.create_task(relay.run())
@@ -274,10 +274,10 @@ async def test_a_cell_that_is_away_for_long_leaves_room_for_the_others(database:
     assert await rows(database) >= 40  # none is lost
 
 
-async def test_rows_for_a_cell_that_is_away_do_not_starve_those_that_can_leave(database: Database) -> None:
+async def test_rows_for_an_unreachable_cell_do_not_starve_those_that_can_leave(database: Database) -> None:
     """They are more than a sweep takes, before a dead worker's row, and untouched while the cell is unavailable."""
     api, cell = StubBus("api"), StubBus("cell1")
-    cell.away = 10**9
+    cell.failures = 10**9
     to_cell = [OutboxMessage("cell1", CellDelete(instance_uuid=UUID, project_id="p"))]
     async with database.raw() as connection:
         await outbox.add(connection, to_cell)
@@ -299,7 +299,7 @@ async def test_rows_for_a_cell_that_is_away_do_not_starve_those_that_can_leave(d
                     await connection.fetchval("SELECT max(taken_at) FROM outbox WHERE 'cell1' = ANY(buses)")
                 )
         assert len(set(taken_at[1:])) == 1
-        cell.away = 0
+        cell.failures = 0
         await until_equal(lambda: rows(database), 0)
 
 
@@ -324,7 +324,7 @@ async def test_the_sweep_is_fair_to_a_bus_beside_one_with_many_rows(database: Da
 async def test_a_row_for_two_buses_leaves_where_it_can_and_is_not_repeated(database: Database, rest: str) -> None:
     """Its bus is unavailable with more than it may hold, or it is none of ours."""
     api, cell = StubBus("api"), StubBus("cell1")
-    cell.away = 10**9
+    cell.failures = 10**9
     to_cell = [OutboxMessage(rest, CellDelete(instance_uuid=UUID, project_id="p"), "kept")]
     relay = Relay(
         PostgresRows(database),

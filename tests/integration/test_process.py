@@ -125,7 +125,7 @@ ENDS = [
 
 
 @pytest.mark.parametrize(("how", "status", "code"), ENDS)
-def test_the_exit_status_says_how_it_ended(start: object, how: str, status: int, code: str) -> None:
+def test_the_exit_status_shows_how_it_ended(start: object, how: str, status: int, code: str) -> None:
     worker: Worker = start(how)  # type: ignore[operator]
     assert worker.process.wait(PATIENCE_S) == status
     assert worker.lines()[-1]["code"] == code

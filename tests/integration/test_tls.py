@@ -39,8 +39,8 @@ def authority(directory: Path) -> Authority:
 
 
 @pytest.fixture(scope="module")
-def stranger(directory: Path) -> Authority:
-    return Authority(directory, "stranger")
+def foreign_authority(directory: Path) -> Authority:
+    return Authority(directory, "foreign_authority")
 
 
 class TlsBroker:
@@ -108,10 +108,10 @@ async def test_a_bus_with_our_ca_and_our_certificate(broker: TlsBroker, authorit
 
 @pytest.mark.rabbitmq
 async def test_a_broker_of_another_ca_or_name_is_refused(
-    broker: TlsBroker, authority: Authority, stranger: Authority
+    broker: TlsBroker, authority: Authority, foreign_authority: Authority
 ) -> None:
     for url in (
-        broker.url(f"cacertfile={stranger.file}&{broker.own}"),
+        broker.url(f"cacertfile={foreign_authority.file}&{broker.own}"),
         broker.url(f"cacertfile={authority.file}&{broker.own}", "127.0.0.1"),
         broker.url(broker.own),  # the machine's authorities
     ):
@@ -120,34 +120,34 @@ async def test_a_broker_of_another_ca_or_name_is_refused(
                 await RabbitTransport(url, name="api").open()
         assert refused.value.code == "bus.certificate"
         assert broker.server.password not in str(refused.value)
-    url = broker.url(f"cacertfile={stranger.file}&{broker.own}&verify=verify_none", "127.0.0.1")
+    url = broker.url(f"cacertfile={foreign_authority.file}&{broker.own}&verify=verify_none", "127.0.0.1")
     await (await connected(url)).close()
 
 
 @pytest.mark.rabbitmq
-async def test_a_client_without_a_certificate_and_a_port_without_tls_are_a_bus_that_is_away(
+async def test_a_client_without_a_certificate_and_a_port_without_tls_are_an_unavailable_bus(
     broker: TlsBroker, authority: Authority
 ) -> None:
     """What the other side dislikes may be mended there, so a worker waits; the reason is in its log."""
-    with pytest.raises(BusUnavailable) as unheard:
+    with pytest.raises(BusUnavailable) as unavailable:
         await connected(broker.url(f"cacertfile={authority.file}"))
-    assert str(unheard.value)
+    assert str(unavailable.value)
     plain = broker.url(f"cacertfile={authority.file}").replace(f":{broker.port}/", f":{broker.server.port}/")
     with pytest.raises(BusUnavailable):
         await connected(plain)
 
 
 @pytest.mark.rabbitmq
-def test_a_command_says_it_in_a_sentence(broker: TlsBroker, stranger: Authority, tmp_path: Path) -> None:
-    url = broker.url(f"cacertfile={stranger.file}&{broker.own}")
+def test_a_command_prints_it_in_a_sentence(broker: TlsBroker, foreign_authority: Authority, tmp_path: Path) -> None:
+    url = broker.url(f"cacertfile={foreign_authority.file}&{broker.own}")
     env = {"BERTH_BUS__URL": url, "BERTH_STATE_DIR": str(tmp_path), "PATH": "/usr/bin:/bin"}
     for arguments in (("list",), ("run", "compute", "--cell", "cell1")):
         command = (sys.executable, "-m", "berth", *arguments)
         done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=WAIT_S, check=False)
-        said = done.stdout + done.stderr
-        assert (done.returncode, "bus.certificate" in said) == (USAGE, True), said
-        assert "Traceback" not in said
-        assert broker.server.password not in said
+        output = done.stdout + done.stderr
+        assert (done.returncode, "bus.certificate" in output) == (USAGE, True), output
+        assert "Traceback" not in output
+        assert broker.server.password not in output
 
 
 @pytest.mark.postgres
@@ -173,11 +173,11 @@ async def test_a_database_with_tls(postgres: Postgres, authority: Authority, que
 
 @pytest.mark.postgres
 async def test_a_database_of_another_ca_or_name_is_refused(
-    postgres: Postgres, authority: Authority, stranger: Authority
+    postgres: Postgres, authority: Authority, foreign_authority: Authority
 ) -> None:
     for query, host in (
-        (f"sslmode=require&sslrootcert={stranger.file}", "localhost"),
-        (f"sslmode=verify-ca&sslrootcert={stranger.file}", "localhost"),
+        (f"sslmode=require&sslrootcert={foreign_authority.file}", "localhost"),
+        (f"sslmode=verify-ca&sslrootcert={foreign_authority.file}", "localhost"),
         (f"sslmode=verify-full&sslrootcert={authority.file}", "127.0.0.1"),
     ):
         url = at_postgres(postgres, query, host)

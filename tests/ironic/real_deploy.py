@@ -70,7 +70,7 @@ async def test_a_node_whose_deployment_fails_lets_go_before_the_alternate_is_dep
     await metal.all_agree()
 
 
-async def test_an_image_that_ironic_does_not_accept_is_told_in_its_words(metal: RealMetal) -> None:
+async def test_an_image_that_ironic_does_not_accept_is_reported_in_its_words(metal: RealMetal) -> None:
     (node,) = await metal.nodes.enroll(1, direct=True)
     await metal.offered(node)
     request = metal.request(host=node)
@@ -172,12 +172,12 @@ async def test_a_machine_is_stopped_started_and_rebuilt_by_its_client(metal: Rea
     await moves.open()
 
     async def ask(kind: MoveKind, **fields: Any) -> None:
-        asked = MoveRequest(
+        requested = MoveRequest(
             request_id=new_uuid(RNG), instance_uuid=request.instance_uuid, project_id="acme", kind=kind, **fields
         )
-        await moves.ask(asked, timeout_s=WAIT_S)
+        await moves.ask(requested, timeout_s=WAIT_S)
         assert await moves.wait(WAIT_S)
-        ended = moves.ended[asked.request_id]
+        ended = moves.ended[requested.request_id]
         assert ended.state is MoveState.DONE, ended
 
     try:

@@ -53,10 +53,10 @@ async def chosen(metal: RealMetal, *nodes: str) -> str:
     return str(record.host)
 
 
-async def test_what_sensors_say_is_known_and_a_warning_sinks_a_node(metal: RealMetal, bmc: Bmc) -> None:
+async def test_sensor_readings_are_known_and_a_warning_sinks_a_node(metal: RealMetal, bmc: Bmc) -> None:
     first, second = await metal.nodes.enroll(2, driver=DRIVER, management_interface=DRIVER)
-    bmc.say(first, sensors=sensors(71.5, 240, "Warning"))
-    bmc.say(second, sensors=sensors(30, 120))
+    bmc.set_readings(first, sensors=sensors(71.5, 240, "Warning"))
+    bmc.set_readings(second, sensors=sensors(30, 120))
     await metal.offered(first, second)
 
     async def is_known() -> bool:
@@ -69,8 +69,8 @@ async def test_what_sensors_say_is_known_and_a_warning_sinks_a_node(metal: RealM
 
     await until(is_known)
     assert [await chosen(metal, first, second) for _ in range(3)] == [second] * 3
-    bmc.say(first, sensors=sensors(31, 120))
-    bmc.say(second, sensors=sensors(30, 120), health="Warning")
+    bmc.set_readings(first, sensors=sensors(31, 120))
+    bmc.set_readings(second, sensors=sensors(30, 120), health="Warning")
 
     async def has_turned() -> bool:
         page = await metal.client.bus.request(HostsQuery(up=True), HostsPage, timeout_s=WAIT_S)
@@ -81,17 +81,17 @@ async def test_what_sensors_say_is_known_and_a_warning_sinks_a_node(metal: RealM
     await metal.all_agree()
 
 
-async def test_a_critical_node_is_set_aside_and_proves_itself(metal: RealMetal, bmc: Bmc) -> None:
+async def test_a_critical_node_is_disabled_and_proves_itself(metal: RealMetal, bmc: Bmc) -> None:
     (node,) = await metal.nodes.enroll(1, driver=DRIVER, management_interface=DRIVER)
     await metal.offered(node)
-    bmc.say(node, health="Critical")
+    bmc.set_readings(node, health="Critical")
     await until(lambda: metal.takes_builds(node, False))
 
     async def is_marked() -> bool:
         return "berth_unproven" in (await metal.nodes.get(node))["extra"]
 
     await until(is_marked)
-    bmc.say(node, health="OK")
+    bmc.set_readings(node, health="OK")
     await until(lambda: metal.takes_builds(node, True))
     (customer,) = await metal.boot(metal.request())
     assert customer.state == BuildState.FAILED

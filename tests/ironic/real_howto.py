@@ -23,9 +23,9 @@ TERMINALS = 3
 class Terminal:
     """A shell that runs lines of the page in its own session."""
 
-    def __init__(self, lines: str, told: Path) -> None:
-        self.told = told
-        with told.open("w") as output:
+    def __init__(self, lines: str, log: Path) -> None:
+        self.log = log
+        with log.open("w") as output:
             self._running = subprocess.Popen(
                 ["bash", "-euc", lines],
                 cwd=ROOT,
@@ -39,8 +39,8 @@ class Terminal:
     def until(self, there: Callable[[], bool]) -> None:
         limit = time.monotonic() + LIMIT_S
         while not there():
-            assert self._running.poll() in {None, 0}, self.said
-            assert time.monotonic() < limit, self.said
+            assert self._running.poll() in {None, 0}, self.printed
+            assert time.monotonic() < limit, self.printed
             time.sleep(0.2)
 
     def wait(self) -> int:
@@ -52,8 +52,8 @@ class Terminal:
             self.wait()
 
     @property
-    def said(self) -> str:
-        return self.told.read_text()[-3000:]
+    def printed(self) -> str:
+        return self.log.read_text()[-3000:]
 
 
 @pytest.fixture
@@ -72,11 +72,11 @@ def test_the_pages_commands_end_with_an_active_build(blocks: list[str], tmp_path
     try:
         terminals[0].until((ROOT / directory / "url").exists)
         terminals.append(Terminal(second, tmp_path / "2"))
-        terminals[1].until(lambda: "berth is up" in terminals[1].said)
+        terminals[1].until(lambda: "berth is up" in terminals[1].printed)
         terminals.append(Terminal(third, tmp_path / "3"))
         status = terminals[2].wait()
-        assert status == 0, terminals[2].said + terminals[1].said
-        assert re.search(r"active", terminals[2].said) and "baremetal-gold" in terminals[2].said
+        assert status == 0, terminals[2].printed + terminals[1].printed
+        assert re.search(r"active", terminals[2].printed) and "baremetal-gold" in terminals[2].printed
     finally:
         for terminal in reversed(terminals):
             terminal.close()

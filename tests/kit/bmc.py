@@ -33,16 +33,16 @@ from ironic.drivers import fake_hardware
 from ironic.drivers.modules import fake
 
 
-def said(task):
-    return json.loads((Path(__file__).parent / "said.json").read_text()).get(task.node.uuid, {})
+def readings(task):
+    return json.loads((Path(__file__).parent / "readings.json").read_text()).get(task.node.uuid, {})
 
 
 class Management(fake.FakeManagement):
     def get_sensors_data(self, task):
-        return said(task).get("sensors", {})
+        return readings(task).get("sensors", {})
 
     def get_node_health(self, task):
-        health = said(task).get("health")
+        health = readings(task).get("health")
         return health_states.HealthState(health) if health else None
 
 
@@ -60,11 +60,11 @@ bmc = berth_bmc:Management
 
 
 class Bmc:
-    """The distribution in a directory, and what its nodes' sensors say."""
+    """The distribution in a directory, and the readings of its nodes' sensors."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
-        self._said: dict[str, Any] = {}
+        self._readings: dict[str, Any] = {}
         about = directory / "berth_bmc-1.0.dist-info"
         about.mkdir()
         (about / "METADATA").write_text("Metadata-Version: 2.1\nName: berth-bmc\nVersion: 1.0\n")
@@ -72,12 +72,12 @@ class Bmc:
         (directory / "berth_bmc.py").write_text(_MODULE)
         self._write()
 
-    def say(self, node: str, *, health: str = "OK", sensors: Mapping[str, Any] | None = None) -> None:
-        """What one node's say from now on."""
-        self._said[node] = {"health": health, "sensors": dict(sensors or {})}
+    def set_readings(self, node: str, *, health: str = "OK", sensors: Mapping[str, Any] | None = None) -> None:
+        """Set one node's readings from now on."""
+        self._readings[node] = {"health": health, "sensors": dict(sensors or {})}
         self._write()
 
     def _write(self) -> None:
-        fresh = self.directory / "said.json.new"
-        fresh.write_text(json.dumps(self._said))
-        os.replace(fresh, self.directory / "said.json")
+        fresh = self.directory / "readings.json.new"
+        fresh.write_text(json.dumps(self._readings))
+        os.replace(fresh, self.directory / "readings.json")

@@ -23,11 +23,11 @@ class BookClaims:
         self.book = book or MemoryBook(MemoryBookTable(SystemClock()).session())
         self.submitted: list[Claim] = []
         self.answer: Answer | None = None
-        self.away = False
+        self.unavailable = False
 
     async def submit(self, claims: Sequence[Claim]) -> list[ClaimResult | Fault]:
         self.submitted += claims
-        if self.away:
+        if self.unavailable:
             return [RequestTimeout("unavailable") for _ in claims]
         if self.answer is not None:
             return [_answered(self.answer(claim)) for claim in claims]
@@ -35,13 +35,13 @@ class BookClaims:
         return [reply for reply in replies if isinstance(reply, ClaimResult)]
 
     async def release(self, releases: Sequence[Release]) -> list[ReleaseResult | Fault]:
-        if self.away:
+        if self.unavailable:
             return [RequestTimeout("unavailable") for _ in releases]
         replies = await self.book.apply(list(releases))
         return [reply for reply in replies if isinstance(reply, ReleaseResult)]
 
     async def locate(self, requests: Sequence[LocateRequest]) -> list[LocatePage | Fault]:
-        if self.away:
+        if self.unavailable:
             return [RequestTimeout("unavailable") for _ in requests]
         return list(await self.book.locate(requests))
 

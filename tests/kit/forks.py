@@ -67,8 +67,8 @@ class ForkedProcess(GuardedProcess):
         stdout: str = "",
     ) -> None:
         assert list(command[:3]) == [sys.executable, "-m", "berth"] and account.name is None
-        said = {"stdin": stdin, "stdout": stdout or str(log), "stderr": str(log)}
-        self.pid = server.ask(arguments=list(command[3:]), env=dict(env), cwd=str(cwd), **said)["pid"]
+        sent = {"stdin": stdin, "stdout": stdout or str(log), "stderr": str(log)}
+        self.pid = server.ask(arguments=list(command[3:]), env=dict(env), cwd=str(cwd), **sent)["pid"]
         self.log = log
 
     @property

@@ -22,10 +22,10 @@ class KeystoneStandIn:
     def __init__(self) -> None:
         self.tokens: dict[str, dict[str, Any]] = {}
         self.services: set[str] = set()
-        self.asked = 0
+        self.sign_ins = 0
         self.signed_in = 0
         self.methods: list[str] = []
-        self.asked_by: dict[str, Any] = {}  # the last sign-in's body
+        self.last_sign_in: dict[str, Any] = {}  # the last sign-in's body
         self.lasts = timedelta(hours=1)
         self.password = "right"
         self.answer: Response | None = None
@@ -43,7 +43,7 @@ class KeystoneStandIn:
         }
 
     async def show(self, request: Request) -> Response:
-        self.asked += 1
+        self.sign_ins += 1
         if self.answer is not None:
             return self.answer
         if request.headers["x-auth-token"] not in self.services:
@@ -55,8 +55,8 @@ class KeystoneStandIn:
         self.signed_in += 1
         if self.sign_in_answer is not None:
             return self.sign_in_answer
-        self.asked_by = await request.json()
-        auth = self.asked_by["auth"]
+        self.last_sign_in = await request.json()
+        auth = self.last_sign_in["auth"]
         identity = auth["identity"]
         (method,) = identity["methods"]
         self.methods.append(method)

@@ -54,8 +54,8 @@ class RealMetal:
 
     def request(self, **fields: Any) -> BuildRequest:
         """A request for a node of the class that `Nodes.enroll` makes."""
-        asked: dict[str, Any] = {"flavor": FLAVOR, "project_id": "acme", "build_timeout_s": WAIT_S, **fields}
-        return BuildRequest(instance_uuid=new_uuid(RNG), **asked)
+        build: dict[str, Any] = {"flavor": FLAVOR, "project_id": "acme", "build_timeout_s": WAIT_S, **fields}
+        return BuildRequest(instance_uuid=new_uuid(RNG), **build)
 
     async def boot(self, *requests: BuildRequest) -> list[Track]:
         """Ask, and wait until all have ended."""

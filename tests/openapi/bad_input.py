@@ -111,21 +111,21 @@ def _answers(url: str) -> bool:
 def judged(status: int, report: Path) -> dict[str, Any]:
     """What schemathesis's report says it did; `passed` when all of it was done and nothing was wrong."""
     try:
-        told = json.loads(report.read_text())
-        cases, operations = told["test_cases"], told["operations"]
-        said = {
-            "seed": told["seed"],
+        parsed = json.loads(report.read_text())
+        cases, operations = parsed["test_cases"], parsed["operations"]
+        summary = {
+            "seed": parsed["seed"],
             "operations": operations["tested"],
             "requests": cases["generated"],
             "failures": cases["with_failures"],
-            "errors": cases["errored"] + len(told["errors"]),
-            "seconds": round(told["running_time"], 1),
+            "errors": cases["errored"] + len(parsed["errors"]),
+            "seconds": round(parsed["running_time"], 1),
         }
-        whole = told["complete"] is True and operations["tested"] == operations["total"] > 0
+        whole = parsed["complete"] is True and operations["tested"] == operations["total"] > 0
     except (OSError, ValueError, KeyError, TypeError) as wrong:
         return {"passed": False, "requests": 0, "unreadable": f"{report.name}: {type(wrong).__name__}: {wrong}"}
-    passed = status == 0 and whole and said["requests"] > 0 and said["failures"] == said["errors"] == 0
-    return {"passed": passed, **said}
+    passed = status == 0 and whole and summary["requests"] > 0 and summary["failures"] == summary["errors"] == 0
+    return {"passed": passed, **summary}
 
 
 def invent(options: argparse.Namespace, output: Path, report: Path) -> int:
@@ -139,8 +139,8 @@ def invent(options: argparse.Namespace, output: Path, report: Path) -> int:
         checks = ["--mode", "all", "--checks", CHECKS[options.door], "--phases", "examples,coverage,fuzzing"]
         reports = ["--report", "json", "--report-json-path", str(report)]
         command = [options.schemathesis, "run", str(document), "--url", url, *headers, *bounds, *checks, *reports]
-        with output.open("wb") as told:
-            return subprocess.run(command, cwd=folder, stdout=told, stderr=subprocess.STDOUT, check=False).returncode
+        with output.open("wb") as file:
+            return subprocess.run(command, cwd=folder, stdout=file, stderr=subprocess.STDOUT, check=False).returncode
 
 
 def _described(options: argparse.Namespace, url: str) -> bytes:
@@ -164,14 +164,14 @@ def main() -> int:
     options.kept.mkdir(parents=True, exist_ok=True)
     output, report = (options.kept.resolve() / f"schemathesis-{options.door}.{ending}" for ending in ("txt", "json"))
     report.unlink(missing_ok=True)  # that of an earlier run tells nothing of this one
-    said = {**judged(invent(options, output, report), report), "output": str(options.kept / output.name)}
-    if not said["passed"]:
-        with output.open() as told:
-            shutil.copyfileobj(told, sys.stderr)
+    summary = {**judged(invent(options, output, report), report), "output": str(options.kept / output.name)}
+    if not summary["passed"]:
+        with output.open() as file:
+            shutil.copyfileobj(file, sys.stderr)
     if options.json:
-        options.json.write_text(json.dumps(said, indent=1))
-    sys.stdout.write(json.dumps(said) + "\n")
-    return 0 if said["passed"] else 1
+        options.json.write_text(json.dumps(summary, indent=1))
+    sys.stdout.write(json.dumps(summary) + "\n")
+    return 0 if summary["passed"] else 1
 
 
 if __name__ == "__main__":

@@ -222,7 +222,7 @@ def handled_twice() -> AbstractContextManager[Any]:
     return patch.object(MemoryDatabase, "acquire", acquire)
 
 
-def destroyed_is_only_said() -> AbstractContextManager[Any]:
+def destroyed_is_only_reported() -> AbstractContextManager[Any]:
     """A host says `destroyed` and lets the machine run."""
 
     async def destroy(self: Hypervisors, host_uuid: str, instance_uuid: str, attempt: int) -> None:
@@ -231,7 +231,7 @@ def destroyed_is_only_said() -> AbstractContextManager[Any]:
     return patch.object(Hypervisors, "destroy", destroy)
 
 
-def late_success_believed() -> AbstractContextManager[Any]:
+def late_success_accepted() -> AbstractContextManager[Any]:
     """A conductor takes any host's word for the success of its instance, whichever attempt it was."""
     return patch.object(rules, "is_current", lambda instance, attempt, host_uuid: True)
 
@@ -293,10 +293,10 @@ def no_answer_is_no() -> AbstractContextManager[Any]:
     """A conductor takes placement's silence for a refusal."""
     from cell_conductor.domain.events import ClaimRefused  # noqa: PLC0415  (only this one needs it)
 
-    heard = Engine._claim_event
+    original = Engine._claim_event
 
     def claim_event(self: Engine, question: Any, claim: Claim, answer: Any) -> Any:
-        event = heard(self, question, claim, answer)
+        event = original(self, question, claim, answer)
         return event or ClaimRefused(
             at=self._clock.time(), attempt=claim.attempt, consumer_changed=True, outcomes=(ClaimOutcome.GONE,)
         )
@@ -345,8 +345,8 @@ MUTANTS: dict[str, Mutant] = {
         deadline_forgotten,
         delete_keeps_the_claim,
         handled_twice,
-        destroyed_is_only_said,
-        late_success_believed,
+        destroyed_is_only_reported,
+        late_success_accepted,
         old_attempt_not_destroyed,
         feed_published_out_of_order,
         silence_not_noticed,

@@ -38,14 +38,14 @@ def stale_notice_applied() -> AbstractContextManager[Any]:
     """A notification that takes nothing away gives the node back at once, however old it is."""
     notified = position.notified
 
-    def believed(before: Any, *, taken: bool, seq: int, now: float) -> Any:
+    def accepted(before: Any, *, taken: bool, seq: int, now: float) -> Any:
         requested = notified(before, taken=taken, seq=seq, now=now)
         if taken or before.report is None:
             return requested
         free = {name: replace(one, reserved=0) for name, one in before.report.inventories.items()}
         return position._with_report(requested, replace(before.report, inventories=free), now)
 
-    return patch.object(position, "notified", believed)
+    return patch.object(position, "notified", accepted)
 
 
 def overtaken_read_applied() -> AbstractContextManager[Any]:
@@ -175,7 +175,7 @@ def usage_not_lowered() -> AbstractContextManager[Any]:
     return patch.object(book_store.MemoryBook, "write", forgetful)
 
 
-def cell_asks_above() -> AbstractContextManager[Any]:
+def cell_requests_above() -> AbstractContextManager[Any]:
     """A conductor connects to the API bus, too."""
     build = cell_conductor.app.build
 
@@ -244,7 +244,7 @@ MUTANTS_OF_HOSTS = (
     half_built_is_kept,
     capacity_unguarded,
     usage_not_lowered,
-    cell_asks_above,
+    cell_requests_above,
     outage_uses_up_messages,
     patience_by_two_clocks,
     report_by_our_clock,

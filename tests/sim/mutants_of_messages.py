@@ -125,7 +125,7 @@ def destroys_given_up() -> AbstractContextManager[Any]:
     return patch.object(Agent, "resume_destroys", lambda self: None)
 
 
-def whatever_is_held_is_what_was_asked() -> AbstractContextManager[Any]:
+def whatever_is_held_is_what_was_claimed() -> AbstractContextManager[Any]:
     """A claim that an earlier run made is taken for the option of the same number that is offered now."""
 
     def option(offered: Sequence[Any], answer: Any) -> int | None:
@@ -139,12 +139,12 @@ def alternate_that_left() -> AbstractContextManager[Any]:
     return patch.object(step, "_is_still_in", lambda cell, alternate, selector: True)
 
 
-def overtaken_report_believed() -> AbstractContextManager[Any]:
+def overtaken_report_accepted() -> AbstractContextManager[Any]:
     """A conductor believes every report of a host, also one that a newer one has overtaken."""
     return patch.object(Newest, "is_newer", lambda self, report: True)
 
 
-def hosts_not_asked_after_a_loss() -> AbstractContextManager[Any]:
+def hosts_not_queried_after_a_loss() -> AbstractContextManager[Any]:
     """A scheduler whose connection was lost does not ask the hosts what they said meanwhile."""
     return patch.object(HostsListener, "on_reconnected", lambda self: None)
 
@@ -175,9 +175,9 @@ UNPROVEN_OF_MESSAGES = (
     release_leaves_no_fence,
     draining_acknowledges,
     destroys_given_up,
-    whatever_is_held_is_what_was_asked,
+    whatever_is_held_is_what_was_claimed,
     alternate_that_left,
-    overtaken_report_believed,
-    hosts_not_asked_after_a_loss,
+    overtaken_report_accepted,
+    hosts_not_queried_after_a_loss,
     overtaken_write_given_up,
 )

@@ -35,13 +35,13 @@ def _shared(name: str, apply: Callable[..., Any]) -> AbstractContextManager[Any]
     return patch.multiple(move_rules, **{name: apply})
 
 
-def _asked(change: Callable[[Any, Any], Any]) -> AbstractContextManager[Any]:
+def _requested(change: Callable[[Any, Any], Any]) -> AbstractContextManager[Any]:
     """Another question to placement."""
     wanted = table.wanted
     return patch("cell_conductor.engine.wanted", lambda instance: change(instance, wanted(instance)))
 
 
-def source_never_told_to_stop() -> AbstractContextManager[Any]:
+def source_never_commanded_to_stop() -> AbstractContextManager[Any]:
     """A destination that can take it is started at once: the source runs on."""
 
     def go_on(instance: Any, event: Any, timeouts: Any) -> Step:
@@ -67,9 +67,9 @@ def silent_destination_left_behind() -> AbstractContextManager[Any]:
     """A destination that does not answer is taken for failed: the next one is tried, or the source is started."""
 
     def pass_on(instance: Any, event: Any, timeouts: Any) -> Step:
-        noted = move_steps.note(instance, "timed_out", event.at)
-        noted = replace(noted, move=replace(noted.move, finishing=False))
-        return move_steps.try_next(noted, event.at, timeouts)
+        recorded = move_steps.note(instance, "timed_out", event.at)
+        recorded = replace(recorded, move=replace(recorded.move, finishing=False))
+        return move_steps.try_next(recorded, event.at, timeouts)
 
     return _rule(State.FINISHING, e.TimedOut, pass_on)
 
@@ -102,7 +102,7 @@ def book_never_reverted() -> AbstractContextManager[Any]:
         return move_rules.return_to_source(instance, back, timeouts)
 
     row: Any = table.TABLE[State.REVERTING]
-    both = _asked(wanted)
+    both = _requested(wanted)
     return _Both(both, patch.dict(row, {e.Released: Rule(released, ANYWHERE)}))
 
 
@@ -129,7 +129,7 @@ def instance_released_for_its_migration() -> AbstractContextManager[Any]:
         return move_rules.end_settled(instance, replace(event, consumer=instance.move.request_id), timeouts)
 
     row: Any = table.TABLE[State.SETTLING]
-    return _Both(_asked(wanted), patch.dict(row, {e.Released: Rule(settled, ANYWHERE)}))
+    return _Both(_requested(wanted), patch.dict(row, {e.Released: Rule(settled, ANYWHERE)}))
 
 
 def migration_never_released() -> AbstractContextManager[Any]:
@@ -155,9 +155,13 @@ def delete_does_not_await_the_claim() -> AbstractContextManager[Any]:
 
     def delete(instance: Any, event: Any, timeouts: Any) -> Step:
         left = move_steps.leave(instance, event.at, timeouts)
-        said = rules.announce(left.instance, move_rules.BuildState.DELETING, event.at, timeouts, first=left.commands)
-        told = move_rules.answer(said.instance, move_rules.Ending(move_rules.MoveState.FAILED), event.at, timeouts)
-        return Step(told.instance, (*said.commands, *told.commands))
+        announced = rules.announce(
+            left.instance, move_rules.BuildState.DELETING, event.at, timeouts, first=left.commands
+        )
+        replied = move_rules.answer(
+            announced.instance, move_rules.Ending(move_rules.MoveState.FAILED), event.at, timeouts
+        )
+        return Step(replied.instance, (*announced.commands, *replied.commands))
 
     return _rule(State.CLAIMING, e.DeleteRequested, delete)
 
@@ -182,7 +186,7 @@ def source_claimed_by_no_migration() -> AbstractContextManager[Any]:
     def wanted(instance: Any, question: Any) -> Any:
         return replace(question, migration=None) if isinstance(question, Claim) else question
 
-    return _asked(wanted)
+    return _requested(wanted)
 
 
 def book_keeps_no_source() -> AbstractContextManager[Any]:
@@ -190,7 +194,7 @@ def book_keeps_no_source() -> AbstractContextManager[Any]:
     return patch.object(claims, "_keep_source", lambda ledger, claim, wanted: None)
 
 
-def end_said_twice() -> AbstractContextManager[Any]:
+def end_announced_twice() -> AbstractContextManager[Any]:
     """A request whose end has been said has another one."""
     answer = move_rules.answer
 
@@ -200,7 +204,7 @@ def end_said_twice() -> AbstractContextManager[Any]:
     return patch("cell_conductor.domain.move_events.answer", again)
 
 
-def end_of_an_undone_move_not_said() -> AbstractContextManager[Any]:
+def end_of_an_undone_move_not_announced() -> AbstractContextManager[Any]:
     """A move that was undone has no end."""
     return _shared("end_undone", lambda instance, at, timeouts: Step(replace(move_steps.over(instance, at), move=None)))
 
@@ -268,7 +272,7 @@ def undone_in_place_keeps_the_new_size() -> AbstractContextManager[Any]:
     )
 
 
-def evacuated_while_its_service_is_heard() -> AbstractContextManager[Any]:
+def evacuated_while_its_service_is_up() -> AbstractContextManager[Any]:
     """An instance is built elsewhere though the service of its host is up."""
     begin = move_steps.begin_claimed
 
@@ -288,7 +292,7 @@ def evacuated_while_its_service_is_heard() -> AbstractContextManager[Any]:
     return _Both(_shared("begin_claimed", begun), patch.object(move_steps, "claim", claimed))
 
 
-def late_answers_believed() -> AbstractContextManager[Any]:
+def late_answers_accepted() -> AbstractContextManager[Any]:
     """The answer to any change of the attempt counts for the one that is waited for."""
 
     def is_awaited(instance: Any, event: Any, where: Any, attempt: int) -> bool:
@@ -325,7 +329,7 @@ def shelved_machine_taken_for_running() -> AbstractContextManager[Any]:
 
 # {defect: a seed that finds it}
 FOUND_BY = {
-    "source_never_told_to_stop": 7,
+    "source_never_commanded_to_stop": 7,
     "hand_over_leaves_it_running": 7,
     "silent_destination_left_behind": 18,
     "undone_before_the_destination_is_gone": 7,
@@ -335,17 +339,17 @@ FOUND_BY = {
     "book_keeps_no_source": 7,
     "flavor_of_an_undone_resize_kept": 7,
     "source_over_before_it_is_confirmed": 7,
-    "evacuated_while_its_service_is_heard": 36,
-    "end_said_twice": 7,
+    "evacuated_while_its_service_is_up": 36,
+    "end_announced_twice": 7,
     "confirmed_in_place_destroys_the_machine": 36,
     "shelved_machine_taken_for_running": 7,
-    "end_of_an_undone_move_not_said": 7,
+    "end_of_an_undone_move_not_announced": 7,
     "book_never_reverted": 7,
     "source_under_the_destinations_number": 7,
     "offloaded_keeps_its_claim": 7,
 }
 MUTANTS_OF_MOVES: tuple[Mutant, ...] = (
-    source_never_told_to_stop,
+    source_never_commanded_to_stop,
     hand_over_leaves_it_running,
     silent_destination_left_behind,
     undone_before_the_destination_is_gone,
@@ -355,11 +359,11 @@ MUTANTS_OF_MOVES: tuple[Mutant, ...] = (
     book_keeps_no_source,
     flavor_of_an_undone_resize_kept,
     source_over_before_it_is_confirmed,
-    evacuated_while_its_service_is_heard,
-    end_said_twice,
+    evacuated_while_its_service_is_up,
+    end_announced_twice,
     confirmed_in_place_destroys_the_machine,
     shelved_machine_taken_for_running,
-    end_of_an_undone_move_not_said,
+    end_of_an_undone_move_not_announced,
     book_never_reverted,
     source_under_the_destinations_number,
     offloaded_keeps_its_claim,
@@ -370,7 +374,7 @@ FOUND_BY_THE_TABLE: tuple[Mutant, ...] = (
     delete_does_not_await_the_claim,
     delete_does_not_await_the_destination,
     machine_under_change_not_wanted,
-    late_answers_believed,
+    late_answers_accepted,
     stopped_machine_started_by_its_move,
     undone_in_place_keeps_the_new_size,
 )

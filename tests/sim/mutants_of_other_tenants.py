@@ -16,7 +16,7 @@ from compute_sim import agent
 from ironic_sync.domain import position
 
 
-def overtaken_404_believed() -> AbstractContextManager[Any]:
+def overtaken_404_accepted() -> AbstractContextManager[Any]:
     """A node is taken out on a 404 though something was heard of it since."""
     apply_removed = position.apply_removed
 
@@ -33,7 +33,7 @@ def failed_machine_left_running() -> AbstractContextManager[Any]:
     return patch.object(table, "TABLE", rows)
 
 
-def undead_machine_kept() -> AbstractContextManager[Any]:
+def survived_machine_kept() -> AbstractContextManager[Any]:
     """A machine that was destroyed and runs again is kept at its service's start."""
     resume = agent.Agent._resume
 

@@ -118,7 +118,7 @@ def quota_of_one_transaction_forgotten() -> AbstractContextManager[Any]:
     return patch.object(claims._Ledger, "_count", lambda self, consumer, sign: None)
 
 
-def quota_told_as_no_host() -> AbstractContextManager[Any]:
+def quota_reported_as_no_host() -> AbstractContextManager[Any]:
     """Who is refused for a quota's sake is told that no host would do."""
     return patch.object(step, "PlacementRefused", lambda code, reason: PlacementRefused("no_valid_host", reason))
 
@@ -141,6 +141,6 @@ MUTANTS_OF_PEERS = (
     quota_with_one_more,
     quota_never_given_back,
     quota_of_one_transaction_forgotten,
-    quota_told_as_no_host,
+    quota_reported_as_no_host,
 )
 UNPROVEN_OF_PEERS = (group_not_locked, quota_not_locked, alternates_without_limits)

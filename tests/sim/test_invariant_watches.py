@@ -106,7 +106,7 @@ def test_a_service_that_dies_while_it_stops_has_stopped() -> None:
     assert result.breach == "", result.detail
 
 
-def test_what_a_host_lost_just_before_it_burnt_down_nobody_can_know() -> None:
+def test_what_a_host_lost_just_before_it_burnt_down_cannot_be_known() -> None:
     """Seeds 2384 and 2436: a host is reinstalled and its service dies before it could report that machines are gone."""
     plan = plan_of(1).without_faults()
     service, hosts = plan.cells[0].services[0]
@@ -226,7 +226,7 @@ def test_a_node_that_leaves_available_under_a_take_is_no_breach(
 
 
 @pytest.mark.parametrize(("first_died", "machines"), [(True, 1), (False, 2)])
-def test_what_a_dead_process_of_a_name_built_unheard_may_be_destroyed_in_vain(
+def test_what_a_dead_process_of_a_name_built_unreported_may_be_destroyed_in_vain(
     *, first_died: bool, machines: int
 ) -> None:
     """Seed 35 at daf09d6: the next process of the name answered that nothing is there, and another host built it."""

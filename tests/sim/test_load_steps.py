@@ -34,7 +34,7 @@ STEP_S = 4.0
 WARM_S = 1.0
 
 
-class Street:
+class Cluster:
     """The two stages, and how long each request took through both, by the time at which it was sent."""
 
     def __init__(self, seed: int) -> None:
@@ -89,8 +89,8 @@ class Street:
     async def _schedule(self, batch: Sequence[Received]) -> Sequence[Outcome]:
         self.batches.append(len(batch))
         await self._work(len(batch))
-        said = [CellDelete(instance_uuid=_uuid(one), project_id="p") for one in batch]
-        await self._cell.publish_all([(one, one.instance_uuid) for one in said])
+        deletes = [CellDelete(instance_uuid=_uuid(one), project_id="p") for one in batch]
+        await self._cell.publish_all([(one, one.instance_uuid) for one in deletes])
         return [Done()] * len(batch)
 
     async def _build(self, batch: Sequence[Received]) -> Sequence[Outcome]:
@@ -115,9 +115,9 @@ def latencies(*shares: float, seed: int = 1) -> list[list[float]]:
     found: list[list[float]] = []
 
     async def main() -> None:
-        street = Street(seed)
-        await street.open()
-        found.extend(await street.steps(*shares))
+        cluster = Cluster(seed)
+        await cluster.open()
+        found.extend(await cluster.steps(*shares))
 
     unseen: list[str] = []
     run(main, on_unseen=unseen.append)

@@ -9,7 +9,7 @@ import pytest
 from berth.sim.loop import Deadlock, Livelock, Process, run
 
 
-def told(_: str) -> None:
+def received(_: str) -> None:
     return None
 
 
@@ -18,7 +18,7 @@ def test_a_thousand_hours_pass_at_once() -> None:
         for _ in range(1000):
             await asyncio.sleep(3600.0)
 
-    assert run(main, on_unseen=told).now == pytest.approx(3_600_000.0)
+    assert run(main, on_unseen=received).now == pytest.approx(3_600_000.0)
 
 
 def test_a_deadlock_is_raised() -> None:
@@ -26,7 +26,7 @@ def test_a_deadlock_is_raised() -> None:
         await asyncio.get_running_loop().create_future()
 
     with pytest.raises(Deadlock):
-        run(main, on_unseen=told)
+        run(main, on_unseen=received)
 
 
 def test_who_spins_is_found_out() -> None:
@@ -35,7 +35,7 @@ def test_who_spins_is_found_out() -> None:
             await asyncio.sleep(0)
 
     with pytest.raises(Livelock):
-        run(main, on_unseen=told)
+        run(main, on_unseen=received)
 
 
 def test_a_killed_process_runs_no_line_more_not_even_finally() -> None:
@@ -58,7 +58,7 @@ def test_a_killed_process_runs_no_line_more_not_even_finally() -> None:
         await asyncio.sleep(10.0)
         when_killed.append(list(seen))
 
-    run(main, on_unseen=told)
+    run(main, on_unseen=received)
     assert when_killed == [["0", "1", "2"]]
     assert seen[-1] == "finally"  # unwound when the run is over, so that no coroutine is left to the collector
 
@@ -82,6 +82,6 @@ def test_a_paused_process_goes_on_where_it_was_in_order() -> None:
         process.resume()
         await asyncio.sleep(5.0)
 
-    run(main, on_unseen=told)
+    run(main, on_unseen=received)
     assert [name for _, name in seen] == ["a", "b"]
     assert all(at >= 5.0 for at, _ in seen)

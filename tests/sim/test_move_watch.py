@@ -29,7 +29,7 @@ SPEC = InstanceSpec(instance_uuid=UUID, project_id="red")
 AMOUNTS = {"VCPU": 1}
 
 
-class Scene:
+class Deployment:
     """A world's watch, two of its hosts, and the instance on the first of them, which it holds."""
 
     def __init__(self) -> None:
@@ -75,71 +75,73 @@ class Scene:
 
 
 @pytest.fixture
-async def scene() -> Scene:
-    return Scene()
+async def deployment() -> Deployment:
+    return Deployment()
 
 
-async def test_the_destination_starts_when_the_source_has_stopped(scene: Scene) -> None:
-    scene.watch.instances({UUID: scene.moving(State.FINISHING)})
-    scene.hold(UUID, 1)
-    scene.hold(REQUEST, 0, MIGRATION_TYPE)
+async def test_the_destination_starts_when_the_source_has_stopped(deployment: Deployment) -> None:
+    deployment.watch.instances({UUID: deployment.moving(State.FINISHING)})
+    deployment.hold(UUID, 1)
+    deployment.hold(REQUEST, 0, MIGRATION_TYPE)
     with pytest.raises(Breach, match="never_two_running"):
-        scene.start(1, 2)
-    scene.run(0, runs=False)
-    scene.start(1, 2)
+        deployment.start(1, 2)
+    deployment.run(0, runs=False)
+    deployment.start(1, 2)
 
 
-async def test_what_runs_is_claimed(scene: Scene) -> None:
-    scene.watch.book()
-    scene.hold(UUID, 1)  # the source is claimed by none
+async def test_what_runs_is_claimed(deployment: Deployment) -> None:
+    deployment.watch.book()
+    deployment.hold(UUID, 1)  # the source is claimed by none
     with pytest.raises(Breach, match="never_running_unclaimed"):
-        scene.watch.book()
-    scene.watch.instances({UUID: scene.moving(State.PREPARING)})
-    scene.hold(REQUEST, 0, MIGRATION_TYPE)
-    scene.watch.book()
+        deployment.watch.book()
+    deployment.watch.instances({UUID: deployment.moving(State.PREPARING)})
+    deployment.hold(REQUEST, 0, MIGRATION_TYPE)
+    deployment.watch.book()
 
 
 @pytest.mark.parametrize("undone", [False, True])
-async def test_what_was_evacuated_from_a_fenced_host_never_runs_there_again(scene: Scene, *, undone: bool) -> None:
-    scene.run(0, runs=False)
-    scene.watch.instances({UUID: scene.moving(State.FINISHING, MoveKind.EVACUATE)})
+async def test_what_was_evacuated_from_a_fenced_host_never_runs_there_again(
+    deployment: Deployment, *, undone: bool
+) -> None:
+    deployment.run(0, runs=False)
+    deployment.watch.instances({UUID: deployment.moving(State.FINISHING, MoveKind.EVACUATE)})
     if undone:  # no other host could: it stays where it is, and a client may start it
-        scene.watch.instances({UUID: replace(scene.active, power=Power.STOPPED)})
-        scene.start(0, 1)
+        deployment.watch.instances({UUID: replace(deployment.active, power=Power.STOPPED)})
+        deployment.start(0, 1)
         return
     with pytest.raises(Breach, match="fenced_never_runs"):
-        scene.start(0, 1)
+        deployment.start(0, 1)
 
 
-async def test_what_is_refused_is_unchanged(scene: Scene) -> None:
+async def test_what_is_refused_is_unchanged(deployment: Deployment) -> None:
     ended = EndedMove(REQUEST, MoveKind.STOP, MoveState.REFUSED, "instance.busy")
-    refused = replace(scene.active, ended=(ended,))
-    scene.watch.instances({UUID: refused})
+    refused = replace(deployment.active, ended=(ended,))
+    deployment.watch.instances({UUID: refused})
     with pytest.raises(Breach, match="refused_is_unchanged"):  # it is begun after all
-        scene.watch.instances({UUID: scene.moving(State.CLAIMING)})
-    scene.hold(REQUEST, 1, MIGRATION_TYPE)
+        deployment.watch.instances({UUID: deployment.moving(State.CLAIMING)})
+    deployment.hold(REQUEST, 1, MIGRATION_TYPE)
     with pytest.raises(Breach, match="refused_is_unchanged"):
-        scene.watch.book()
+        deployment.watch.book()
     stopped = replace(refused, power=Power.STOPPED, ended=(ended, replace(ended, request_id=OTHER)))
-    scene.watch.instances({UUID: refused})
+    deployment.watch.instances({UUID: refused})
     with pytest.raises(Breach, match="refused_is_unchanged"):
-        scene.watch.instances({UUID: stopped})
+        deployment.watch.instances({UUID: stopped})
 
 
-async def test_on_a_host_that_was_set_back_what_runs_again_is_no_breach(scene: Scene) -> None:
-    scene.hold(UUID, 1)
+async def test_on_a_host_that_was_set_back_what_runs_again_is_no_breach(deployment: Deployment) -> None:
+    deployment.hold(UUID, 1)
     with pytest.raises(Breach):
-        scene.watch.book()
-    scene.watch.brought_back.add((scene.places[0][1], UUID, 1))
-    scene.watch.book()
+        deployment.watch.book()
+    deployment.watch.brought_back.add((deployment.places[0][1], UUID, 1))
+    deployment.watch.book()
 
 
-async def test_of_two_hosts_of_one_uuid_either_may_be_meant(scene: Scene) -> None:
-    scene.hold(UUID, 1)
-    service = next(name for name, fleet in scene.world.fleets.items() if fleet is scene.places[0][0])
-    scene.world.duplicates[service] = scene.world.fleets[service]
-    scene.watch.book()
-    scene.start(0, 1)
+async def test_of_two_hosts_of_one_uuid_either_may_be_meant(deployment: Deployment) -> None:
+    deployment.hold(UUID, 1)
+    service = next(name for name, fleet in deployment.world.fleets.items() if fleet is deployment.places[0][0])
+    deployment.world.duplicates[service] = deployment.world.fleets[service]
+    deployment.watch.book()
+    deployment.start(0, 1)
 
 
 def test_a_host_that_is_drained_hands_over_what_it_runs() -> None:
@@ -155,7 +157,7 @@ def test_a_host_that_is_drained_hands_over_what_it_runs() -> None:
     assert any("instance.event.done" in line and '"kind":"live-migrate"' in line for line in lines)
 
 
-async def test_a_migration_whose_move_is_over_owns_nothing(scene: Scene) -> None:
-    scene.watch.instances({UUID: scene.moving(State.SETTLING)})
-    scene.hold(REQUEST, 0, MIGRATION_TYPE)
-    assert any("claims_have_owners" in words for words in scene.watch.unsettled(set()))
+async def test_a_migration_whose_move_is_over_owns_nothing(deployment: Deployment) -> None:
+    deployment.watch.instances({UUID: deployment.moving(State.SETTLING)})
+    deployment.hold(REQUEST, 0, MIGRATION_TYPE)
+    assert any("claims_have_owners" in words for words in deployment.watch.unsettled(set()))

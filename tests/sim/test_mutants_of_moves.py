@@ -34,9 +34,9 @@ TESTS: dict[str, Callable[[], None]] = {
     "machine_under_change_not_wanted": partial(
         table.test_a_machine_that_is_being_changed_is_wanted_where_it_is, State.RESTARTING
     ),
-    "late_answers_believed": table.test_a_source_that_does_not_hand_over_is_started_again,
+    "late_answers_accepted": table.test_a_source_that_does_not_hand_over_is_started_again,
     "undone_in_place_keeps_the_new_size": partial(
-        table.test_a_resize_that_failed_in_place_is_taken_back_before_the_next_host_is_asked, answered=False
+        table.test_a_resize_that_failed_in_place_is_taken_back_before_the_next_host_is_commanded, answered=False
     ),
     "stopped_machine_started_by_its_move": table.test_a_stopped_machine_is_stopped_where_it_has_been_moved_to,
 }

@@ -142,7 +142,7 @@ def test_who_is_refused_for_a_quota_would_have_passed_it_and_holds_nothing() -> 
     assert list(peers.watch.unsettled()) == [f"quota_refused: {VMS[1]} was refused and holds something"]
 
 
-def test_seeds_without_company_and_with_it() -> None:
+def test_seeds_without_peers_and_with_them() -> None:
     plans = [plan_of(seed) for seed in range(1, 31)]
     assert 5 < sum(plan.with_peers for plan in plans) < 25
     repeats = [

@@ -57,10 +57,12 @@ def ends_of(planned: Plan) -> tuple[Result, dict[str, float]]:
     took: dict[str, float] = {}
     listen = Listener.event
 
-    def event(self: Listener, said: BuildEvent) -> None:
-        if said.terminal and said.state is not BuildState.DELETED and said.instance_uuid in requested:
-            took.setdefault(said.instance_uuid, asyncio.get_running_loop().time() - requested[said.instance_uuid])
-        listen(self, said)
+    def event(self: Listener, announced: BuildEvent) -> None:
+        if announced.terminal and announced.state is not BuildState.DELETED and announced.instance_uuid in requested:
+            took.setdefault(
+                announced.instance_uuid, asyncio.get_running_loop().time() - requested[announced.instance_uuid]
+            )
+        listen(self, announced)
 
     with patch.object(Listener, "event", event):
         return run(planned), took
@@ -86,10 +88,13 @@ def test_builds_of_a_silent_service_end_elsewhere_within_a_bound(seed: int, kind
 def test_without_failing_over_they_wait_for_the_deadline() -> None:
     """So the bound above is not met by chance."""
 
-    def nobody(_: LeaseTable) -> dict[str, Lease]:
+    def none_down(_: LeaseTable) -> dict[str, Lease]:
         return {}
 
-    with patch.object(LeaseTable, "abandoned", property(nobody)), patch.object(LeaseTable, "down", property(nobody)):
+    with (
+        patch.object(LeaseTable, "abandoned", property(none_down)),
+        patch.object(LeaseTable, "down", property(none_down)),
+    ):
         result, took = ends_of(plan(1, FaultType.PAUSE, 60.0))
     assert result.breach == "", result.detail
     assert len(took) == 12 and max(took.values()) > BUILD_TIMEOUT_S, took

@@ -45,7 +45,7 @@ def test_a_seed_is_one_run_across_processes_hash_seeds_and_pythons() -> None:
     assert not any(found.values()), found
 
 
-def test_a_run_that_differs_is_told() -> None:
+def test_a_run_that_differs_is_reported() -> None:
     assert differing({1: "a", 2: "b", 3: "c"}, {1: "a", 2: "x"}) == [2, 3]
 
 

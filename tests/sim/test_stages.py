@@ -17,17 +17,17 @@ from bus.contracts.stages import STAGES, durations
 
 def ends(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> list[BuildEvent]:
     """The terminal events that clients heard."""
-    heard: dict[str, BuildEvent] = {}
+    received: dict[str, BuildEvent] = {}
     listen = Listener.event
 
-    def event(self: Listener, said: BuildEvent) -> None:
-        listen(self, said)
-        if said.terminal:
-            heard.setdefault(said.instance_uuid, said)
+    def event(self: Listener, announced: BuildEvent) -> None:
+        listen(self, announced)
+        if announced.terminal:
+            received.setdefault(announced.instance_uuid, announced)
 
     monkeypatch.setattr(Listener, "event", event)
     assert run(plan).breach == ""
-    return list(heard.values())
+    return list(received.values())
 
 
 @pytest.mark.parametrize("skew_s", [0.0, 1.0])
@@ -37,11 +37,11 @@ def test_every_build_carries_all_six_stages_and_they_add_up(skew_s: float, monke
     assert len(active) > 10
     for event in active:
         assert event.stamps is not None
-        requested, heard = event.stamps.requested, event.stamps.announced + 0.001
-        spent = durations(event.stamps, since=requested, until=max(requested, heard))
+        requested, received = event.stamps.requested, event.stamps.announced + 0.001
+        spent = durations(event.stamps, since=requested, until=max(requested, received))
         assert tuple(spent) == STAGES
         assert min(spent.values()) >= 0
-        assert sum(spent.values()) == pytest.approx(max(0.0, heard - requested), abs=1e-5)
+        assert sum(spent.values()) == pytest.approx(max(0.0, received - requested), abs=1e-5)
         if not skew_s:
             raw = [event.stamps.requested, *(getattr(event.stamps, stage) for stage in STAGES)]
             assert raw == sorted(raw), "on one clock no stage ends before it began"

@@ -169,7 +169,7 @@ UNREADABLE: list[tuple[str, bytes, dict[str, Any], str]] = [
 @pytest.mark.parametrize(
     ("body", "properties", "code"), [row[1:] for row in UNREADABLE], ids=[r[0] for r in UNREADABLE]
 )
-async def test_what_nobody_can_be_told_of_is_a_dead_letter(
+async def test_what_names_no_requester_is_a_dead_letter(
     client: Client, body: bytes, properties: dict[str, Any], code: str
 ) -> None:
     letter = await client.letter("scheduler.requests", await client.publish(body, **properties))
@@ -247,13 +247,13 @@ async def test_a_lone_surrogate_ends_coded(client: Client) -> None:
         (request(FIXED[4], max_attempts=0), "message.invalid"),
     ],
 )
-async def test_whoever_waits_for_an_answer_gets_a_coded_one(client: Client, body: bytes, code: str) -> None:
+async def test_a_requester_that_waits_for_an_answer_gets_a_coded_one(client: Client, body: bytes, code: str) -> None:
     answer = await client.reply(await client.publish(body, answer=True))
     assert (answer["type"], answer["code"]) == ("refusal.v1", code)
     assert answer["reason"]
 
 
-async def test_a_uuid_under_which_something_else_was_asked(client: Client) -> None:
+async def test_a_uuid_under_which_something_else_was_requested(client: Client) -> None:
     """The first request counts; the same again changes nothing; another under its uuid is refused."""
     instance = str(uuid.uuid4())
     assert (await client.reply(await client.publish(request(instance), answer=True)))["type"] == "build.accepted.v1"

@@ -38,10 +38,10 @@ async def test_nothing_is_lost_doubled_leaked_or_overcommitted(tmp_path: Path) -
         processes=processes,
         early_deletes=0.05,
     )
-    said = Console(file=io.StringIO(), width=120)
-    report = await chaos(plan, tmp_path, said)
-    render(report, said)
-    table = said.file.getvalue()  # type: ignore[attr-defined]
+    console = Console(file=io.StringIO(), width=120)
+    report = await chaos(plan, tmp_path, console)
+    render(report, console)
+    table = console.file.getvalue()  # type: ignore[attr-defined]
     assert report.faults_total >= 3, table
     assert (report.lost, report.doubled, report.leaked, report.overcommitted) == (0, 0, 0, 0), table
     assert report.at_rest and all(report.invariants.values()), table

@@ -74,7 +74,7 @@ class Berth:
             "COLUMNS": "200",
         }
 
-        self.said = ""  # by `berth up`
+        self.output = ""  # by `berth up`
         self.first = Ran(1, "", "")  # what the first fifty boots said
         self.zygote = self.start("tests.system.zygote", stdin=subprocess.PIPE, stderr=None)
 
@@ -114,15 +114,15 @@ def berth() -> Iterator[Berth]:
     with (directory / "up.log").open("w") as log, berth.start("berth", "up", stderr=log) as up:
         try:
             assert up.stdout is not None
-            said = ""
+            result = ""
             for line in up.stdout:
-                said += line
+                result += line
                 if line.startswith("Ctrl-C"):
                     break
             # People read this, so no line of the log is in between.
-            assert said.startswith("\nberth is up: one process\n"), (directory / "up.log").read_text()
-            assert "{" not in said and "  berth boot --flavor m1.small --count 50 --wait\n" in said
-            berth.said = said
+            assert result.startswith("\nberth is up: one process\n"), (directory / "up.log").read_text()
+            assert "{" not in result and "  berth boot --flavor m1.small --count 50 --wait\n" in result
+            berth.output = result
             berth.first = berth("boot", "--flavor", "m1.small", "--count", "50", "--wait")
             yield berth
         finally:
@@ -183,13 +183,13 @@ def test_a_build_has_its_whole_timeline(berth: Berth) -> None:
     whole = ["requested", "chosen", "claimed", "dispatched", "building", "active"]
     timeline = timeline_of(berth, build["instance_uuid"], whole)
     assert dict(timeline)["chosen"].startswith("cell2-c1-00001 of 1 candidates")
-    told = berth("show", build["instance_uuid"], "--history").out
-    assert all(what in told and detail in told for what, detail in timeline)
-    stages = re.findall(r"(\w+) [0-9.]+ ms", told)
+    output = berth("show", build["instance_uuid"], "--history").out
+    assert all(what in output and detail in output for what, detail in timeline)
+    stages = re.findall(r"(\w+) [0-9.]+ ms", output)
     assert stages == ["queued", "decided", "claimed", "dispatched", "built", "announced"]
 
 
-def test_the_story_of_a_build_that_needed_an_alternate(berth: Berth) -> None:
+def test_the_timeline_of_a_build_that_needed_an_alternate(berth: Berth) -> None:
     """Fifty builds at once on sixteen hosts spread over all of them, the one that always fails included."""
     records = berth("list", "--limit", "1000", "--json").data
     retried = next(one for one in records if len(one.get("history", ())) > 1)
@@ -221,8 +221,8 @@ def test_a_build_that_no_host_takes_is_explained(berth: Berth) -> None:
     assert failed["code"] == "no_valid_host" and "CUSTOM_BAREMETAL_GOLD" in failed["reason"]
     record = berth("show", failed["instance_uuid"], "--json").data
     assert record["funnel"][0]["step"] == "providers" and record["funnel"][-1]["remaining"] == 0
-    said = berth("boot", "--flavor", "bm.gold", "--count", "2", "--wait").out
-    assert said.count("  CUSTOM_BAREMETAL_GOLD ") == 1, "the same explanation is given once"
+    result = berth("boot", "--flavor", "bm.gold", "--count", "2", "--wait").out
+    assert result.count("  CUSTOM_BAREMETAL_GOLD ") == 1, "the same explanation is given once"
 
 
 def test_nothing_is_cut_off_in_a_narrow_terminal(berth: Berth) -> None:
@@ -254,8 +254,8 @@ def test_a_disabled_host_takes_nothing_until_it_is_enabled(berth: Berth) -> None
     refused = boot(berth, "--host", name)[0]["host"]
     assert refused == name
     try:
-        said = berth("hosts", "disable", name, "--reason", "fan\n2", "--by", "ann")
-        assert (said.status, said.out) == (0, f"{name}: disabled, by ann\n")
+        result = berth("hosts", "disable", name, "--reason", "fan\n2", "--by", "ann")
+        assert (result.status, result.out) == (0, f"{name}: disabled, by ann\n")
         (host,) = (one for one in berth("hosts", "--json").data if one["name"] == name)
         assert (host["enabled"], host["admin"]["by"], host["admin"]["reason"]) == (False, "ann", "fan\n2")
         (row,) = (line for line in berth("hosts").out.splitlines() if line.startswith(name))
@@ -278,15 +278,15 @@ def test_compute_services_are_listed(berth: Berth) -> None:
 
 
 def test_every_worker_is_listed_with_what_it_is_doing(berth: Berth) -> None:
-    said = berth("workers", "--json")
-    assert said.status == 0, said.out
-    heard = [(one["heartbeat"]["role"], one["bus"]) for one in said.data["workers"]]
-    assert {"placement", "scheduler", "conductor", "compute", "ironic-sync"} == {role for role, _ in heard}
-    assert {bus for role, bus in heard if role == "conductor"} == {"cell1", "cell2"}
-    for one in said.data["workers"]:
+    result = berth("workers", "--json")
+    assert result.status == 0, result.out
+    heartbeats = [(one["heartbeat"]["role"], one["bus"]) for one in result.data["workers"]]
+    assert {"placement", "scheduler", "conductor", "compute", "ironic-sync"} == {role for role, _ in heartbeats}
+    assert {bus for role, bus in heartbeats if role == "conductor"} == {"cell1", "cell2"}
+    for one in result.data["workers"]:
         beat = one["heartbeat"]
         assert beat["phase"] == "ready" and beat["pid"] > 1 and beat["version"] and one["last_seen_s"] < 60
-    queues = {queue for one in said.data["workers"] for queue in one["heartbeat"].get("in_hand", {})}
+    queues = {queue for one in result.data["workers"] for queue in one["heartbeat"].get("in_hand", {})}
     assert {"scheduler.requests", "conductor.requests", "placement.requests"} <= queues
     only = berth("workers", "--role", "compute").out.splitlines()
     assert len(only) > 1 and all(line.startswith("compute") for line in only[1:])
@@ -376,7 +376,7 @@ def test_invariants_hold_after_the_loads(berth: Berth) -> None:
     assert berth("check").out.count("holds") == len(check.data["invariants"])
 
 
-def test_check_tells_of_an_open_breaker_and_of_machines_in_quarantine(berth: Berth) -> None:
+def test_check_reports_an_open_breaker_and_of_machines_in_quarantine(berth: Berth) -> None:
     machine = Unexplained(UNKNOWN, 3, UNKNOWN, UnexplainedKind.QUARANTINED, "no record")
     (runtime,) = berth.directory.rglob("runtime.json")
     database = Database(json.loads(runtime.read_bytes())["database_url"], "cell_cell1")
@@ -397,8 +397,8 @@ def test_check_tells_of_an_open_breaker_and_of_machines_in_quarantine(berth: Ber
         "cell1: the breaker of s is open since 1970-01-01 00:00:00 UTC (6 lost"
     )
     assert "no record: see `berth quarantine list`" in broken["quarantine_decided"][0]
-    told = berth("check")
-    assert told.status == 1 and "BROKEN no breaker is open" in told.out and "`berth breaker list`" in told.out
+    output = berth("check")
+    assert output.status == 1 and "BROKEN no breaker is open" in output.out and "`berth breaker list`" in output.out
     assert berth("breaker", "reset", "s", "--cell", "cell1").status == 0
     assert berth("quarantine", "release", UNKNOWN, "--keep", "--cell", "cell1").status == 0
     assert berth("check").status == 0
@@ -516,7 +516,7 @@ def test_a_state_dir_that_the_servers_user_may_not_enter_is_reported_in_a_senten
             assert f"may not enter {closed}," in done.err and "(directory.inaccessible)" in done.err, done
 
 
-def test_up_with_a_worker_that_cannot_start_says_why_and_ends(berth: Berth) -> None:
+def test_up_with_a_worker_that_cannot_start_gives_its_reason_and_ends(berth: Berth) -> None:
     """It hung for ever, without a word and deaf to SIGTERM: what had started was never stopped."""
     with tempfile.TemporaryDirectory(prefix="berth-bad-") as state:
         Path(state).chmod(0o755)
@@ -543,28 +543,30 @@ def test_a_port_of_the_api_that_is_taken_is_reported_without_a_traceback(berth: 
     assert done.status == USAGE and "rest.cannot_listen" in done.err and "already in use" in done.err
 
 
-def test_up_serves_placements_api_and_says_where_and_for_what_token(berth: Berth) -> None:
-    found = re.search(r"Placement +(http://127\.0\.0\.1:\d+)(?: \(.* is taken\))?, for the token in (\S+)", berth.said)
-    assert found is not None, berth.said
+def test_up_serves_placements_api_and_prints_its_address_and_token(berth: Berth) -> None:
+    found = re.search(
+        r"Placement +(http://127\.0\.0\.1:\d+)(?: \(.* is taken\))?, for the token in (\S+)", berth.output
+    )
+    assert found is not None, berth.output
     url, token = f"{found[1]}/resource_providers?name=cell1-c1-00001", Path(found[2]).read_text().strip()
     (host,) = httpx.get(url, headers={"x-auth-token": token}).json()["resource_providers"]
     assert host["name"] == "cell1-c1-00001"
     assert [httpx.get(url, headers={"x-auth-token": other}).status_code for other in ("admin", "")] == [401, 401]
 
 
-def test_http_of_a_placement_worker_serves_the_api_too_and_says_who_may_call(berth: Berth) -> None:
+def test_http_of_a_placement_worker_serves_the_api_too_and_prints_who_may_call(berth: Berth) -> None:
     """The issue's own line, with no configuration: a guest of the `berth up` of this machine."""
     port = free_port()
     url = f"http://127.0.0.1:{port}"
-    told = berth.directory / "run.log"
+    output = berth.directory / "run.log"
     with (
-        told.open("w") as log,
+        output.open("w") as log,
         berth.start("berth", "run", "placement", "--http", f"127.0.0.1:{port}", stderr=log) as worker,
     ):
         try:
             deadline = time.monotonic() + STORY_TIMEOUT_S
             while not ready(f"{url}/readyz"):
-                assert worker.poll() is None and time.monotonic() < deadline, told.read_text()
+                assert worker.poll() is None and time.monotonic() < deadline, output.read_text()
                 time.sleep(0.05)
             listed = httpx.get(f"{url}/resource_providers", headers={"x-auth-token": "admin"})
             assert listed.status_code == 200 and listed.json()["resource_providers"]
@@ -573,10 +575,12 @@ def test_http_of_a_placement_worker_serves_the_api_too_and_says_who_may_call(ber
         finally:
             worker.send_signal(signal.SIGTERM)
             status = worker.wait(STOP_TIMEOUT_S)
-    assert (status, f"health and metrics at {url}; auth: noauth2" in told.read_text()) == (0, True), told.read_text()
+    assert (status, f"health and metrics at {url}; auth: noauth2" in output.read_text()) == (0, True), (
+        output.read_text()
+    )
 
 
-async def test_a_placement_worker_of_a_crew_answers_for_its_health_only(berth: Berth) -> None:
+async def test_a_placement_worker_process_of_up_answers_for_its_health_only(berth: Berth) -> None:
     """Nobody asked for more doors, and each would hold a copy of the book."""
     processes = WorkerProcesses(
         berth.directory, {name: value for name, value in berth.env.items() if name.startswith("BERTH_")}
@@ -673,8 +677,8 @@ def test_a_file_of_objects_is_applied_all_or_none(berth: Berth) -> None:
     before = berth("objects").out
     file = berth.directory / "objects.toml"
     file.write_text(before + '\n[flavors."file.one"]\nvcpus = 1\n\n[quotas.filed]\nVCPU = 3\n')
-    told = berth("apply", str(file), "--dry-run").out
-    assert told.splitlines()[:2] == ['+ flavor file.one: {"vcpus":1}', '+ quota filed: {"limits":{"VCPU":3}}']
+    output = berth("apply", str(file), "--dry-run").out
+    assert output.splitlines()[:2] == ['+ flavor file.one: {"vcpus":1}', '+ quota filed: {"limits":{"VCPU":3}}']
     assert berth("objects").out == before
     assert berth("apply", str(file)).status == 0
     assert berth("apply", str(file)).out.startswith("0 changed")
@@ -688,7 +692,7 @@ def test_a_file_of_objects_is_applied_all_or_none(berth: Berth) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "says"),
+    ("arguments", "message"),
     [
         (("flavors", "set", "x", "--extra-spec", "novalue"), "KEY=VALUE"),
         (("quotas", "set", "x", "VCPU=many"), "no number"),
@@ -700,7 +704,7 @@ def test_a_file_of_objects_is_applied_all_or_none(berth: Berth) -> None:
         (("apply", "no-such.toml"), "no-such.toml"),
     ],
 )
-def test_a_mistake_about_objects_is_a_sentence(berth: Berth, arguments: tuple[str, ...], says: str) -> None:
+def test_a_mistake_about_objects_is_a_sentence(berth: Berth, arguments: tuple[str, ...], message: str) -> None:
     done = berth(*arguments)
     assert done.status in {NO, USAGE}
-    assert says in done.err
+    assert message in done.err

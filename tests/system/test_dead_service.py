@@ -26,9 +26,9 @@ async def check(whole: Rig) -> tuple[int, dict[str, dict[str, object]]]:
     arguments = ("check", "--json", "--wait", "60")
     environment = {**os.environ, **variables(whole.site.settings)}
     done = await asyncio.to_thread(run_berth, *arguments, env=environment, timeout_s=PATIENCE_S)
-    told = msgspec.json.decode(done.stdout)
-    assert told["at_rest"], "what is under way at a service that is away is not waited for"
-    return done.returncode, {one["name"]: one for one in told["invariants"]}
+    report = msgspec.json.decode(done.stdout)
+    assert report["at_rest"], "what is under way at a service that is away is not waited for"
+    return done.returncode, {one["name"]: one for one in report["invariants"]}
 
 
 async def test_builds_of_a_service_that_is_killed_go_on_elsewhere_and_none_is_lost_or_doubled() -> None:
@@ -48,12 +48,12 @@ async def test_builds_of_a_service_that_is_killed_go_on_elsewhere_and_none_is_lo
         assert (load.active, load.unfinished) == (BOOTS, 0), load
         assert load.alternates_used > 0, "it was killed with builds under way"
 
-        status, told = await check(whole)
+        status, report = await check(whole)
         assert status == 1
-        assert [name for name, one in told.items() if not one["holds"]] == ["services_there"]
-        (away,) = told["services_there"]["examples"]  # type: ignore[misc]
-        assert away.startswith("cell1: cell1-c2: silent since "), away
-        (missing,) = told["built_once"]["not_judged"]  # type: ignore[misc]
+        assert [name for name, one in report.items() if not one["holds"]] == ["services_there"]
+        (silent,) = report["services_there"]["examples"]  # type: ignore[misc]
+        assert silent.startswith("cell1: cell1-c2: silent since "), silent
+        (missing,) = report["built_once"]["not_judged"]  # type: ignore[misc]
         assert missing.startswith("what cell1-c2 of cell1 runs, "), missing
 
         after = await whole.load(50, timeout_s=PATIENCE_S)

@@ -28,7 +28,7 @@ from tests.contract.rig import until
 from tests.kit.clusters import BrokerCluster, broker_cluster, database_pair
 from tests.kit.forks import ForkedProcess
 from tests.system.small import PLAN
-from tests.system.test_servers_away import hosts_known
+from tests.system.test_servers_unavailable import hosts_known
 
 PATIENCE_S = 90.0
 BOOTS = 200
@@ -61,7 +61,7 @@ async def test_a_channel_that_met_a_queue_without_a_leader_is_not_refused_for_ev
         consumer="placement_worker",
         bindings=((COMMANDS, "inventory.update.x"),),
     )
-    said = Outgoing(exchange=COMMANDS, routing_key="inventory.update.x", body=b"x", message_id="1")
+    message = Outgoing(exchange=COMMANDS, routing_key="inventory.update.x", body=b"x", message_id="1")
     declaring, publishing = (
         RabbitTransport(node.url(API_VHOST), name="api", prefix="refused.") for node in (leader, survivor)
     )
@@ -74,12 +74,12 @@ async def test_a_channel_that_met_a_queue_without_a_leader_is_not_refused_for_ev
         for node in (other, leader):  # in this order the queue's leader is the last to go, and none is elected
             await asyncio.to_thread(node.kill)
         with pytest.raises(PublishRefused):
-            await publishing.publish(said)
+            await publishing.publish(message)
         await asyncio.to_thread(other.start)
 
         async def is_taken() -> bool:
             with contextlib.suppress(PublishRefused):
-                await publishing.publish(said)
+                await publishing.publish(message)
                 return True
             return False
 

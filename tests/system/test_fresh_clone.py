@@ -48,20 +48,20 @@ class Clone:
 
     def run(self, *command: str) -> str:
         """Run a command there as its owner; returns what it wrote."""
-        with tempfile.TemporaryFile("w+") as said:
+        with tempfile.TemporaryFile("w+") as output:
             done = subprocess.run(
                 command,
                 cwd=self.path,
                 env={"PATH": os.environ["PATH"], "HOME": str(self._home), "TMPDIR": str(self.temporary)},
                 stdin=subprocess.DEVNULL,
-                stdout=said,
+                stdout=output,
                 stderr=subprocess.STDOUT,
                 timeout=COMMAND_TIMEOUT_S,
                 check=False,
                 **self._account.popen_arguments(),  # type: ignore[call-overload]
             )
-            said.seek(0)
-            text = said.read()
+            output.seek(0)
+            text = output.read()
         assert done.returncode == 0, text
         return text
 
@@ -127,6 +127,6 @@ def test_the_commands_of_the_readme_run_in_a_clone_below_a_private_directory(clo
     assert demo["requests"] == demo["active"] + demo["failed"] == 1000
     assert all(demo["invariants"].values())
     # What scripts/test does first: a private RabbitMQ and a private PostgreSQL.
-    said = clone.run(".venv/bin/python", "-m", "berth.embedded", "--", "printenv", "DATABASE_URL", "AMQP_URL")
-    assert said.startswith("postgresql://") and "amqp://" in said
+    output = clone.run(".venv/bin/python", "-m", "berth.embedded", "--", "printenv", "DATABASE_URL", "AMQP_URL")
+    assert output.startswith("postgresql://") and "amqp://" in output
     assert not [*clone.temporary.glob("berth-pg-*"), *clone.temporary.glob("berth-mq-*")], "servers leave nothing"

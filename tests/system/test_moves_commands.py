@@ -77,8 +77,8 @@ def test_mistakes_are_sentences_with_codes(berth: Berth, instance: str) -> None:
         (["stop", "x"], USAGE, ""),
         (["drain", "nowhere"], NO, "host.unknown"),
     ):
-        said = berth(*arguments)
-        assert said.status == status and code in said.err, (arguments, said)
+        answer = berth(*arguments)
+        assert answer.status == status and code in answer.err, (arguments, answer)
     refused = berth("confirm", instance, "--wait")
     assert refused.status == NO and refused.out.splitlines()[0].endswith(": no move is there to confirm")
     assert shown(berth, instance)["state"] == "active"
@@ -125,7 +125,7 @@ def test_a_drain_moves_a_stopped_instance_cold_and_leaves_it_stopped(berth: Bert
 
 
 def test_no_wait_answers_at_once_and_time_runs_out(berth: Berth, instance: str) -> None:
-    said = berth("stop", instance, "--json")
-    assert (said.status, said.data["state"]) == (0, "accepted")
+    answer = berth("stop", instance, "--json")
+    assert (answer.status, answer.data["state"]) == (0, "accepted")
     late = berth("start", instance, "--wait", "--timeout", "0.1")
     assert late.status in (0, NO, TIME)  # done, refused as the stop is under way, or late

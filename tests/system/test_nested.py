@@ -89,7 +89,7 @@ PORT: dict[Held, int] = {("host-br-public", f"NET_BW_{way}_KILOBIT_PER_SEC", 400
         ),
     ],
 )
-async def test_a_host_takes_what_it_has_and_says_what_is_missing(system: Example, fills: Sequence[Fill]) -> None:
+async def test_a_host_takes_what_it_has_and_names_what_is_missing(system: Example, fills: Sequence[Fill]) -> None:
     running = []
     for fill in fills:
         tracks = await system.boot(fill.flavor, fill.fit)
@@ -116,10 +116,10 @@ async def test_a_flat_host_turns_nested_while_boots_go_on(system: Example) -> No
     await system.old_service(nested=True)
     meanwhile = await system.client.boot(system.requests("upgraded", 6))
     await system.ended()
-    everybody = [*flat, *under_way, *meanwhile]
-    assert [track.state for track in everybody] == ["active"] * 16, [t.last and t.last.reason for t in everybody]
+    everything = [*flat, *under_way, *meanwhile]
+    assert [track.state for track in everything] == ["active"] * 16, [t.last and t.last.reason for t in everything]
 
-    held = await system.where(everybody)
+    held = await system.where(everything)
     assert Counter({key[:2]: count * key[2] for key, count in held.items() if key[1] == "PGPU"}) == {
         ("host-card0", "PGPU"): 8,
         ("host-card1", "PGPU"): 8,
@@ -130,6 +130,6 @@ async def test_a_flat_host_turns_nested_while_boots_go_on(system: Example) -> No
     (refused,) = await system.boot("upgraded")
     assert refused.last is not None
     assert "PGPU" in refused.last.reason
-    await system.delete(everybody)
-    assert await system.where(everybody) == Counter()
+    await system.delete(everything)
+    assert await system.where(everything) == Counter()
     assert not [row for row in (await system.looked_at()).inventories if row.used]

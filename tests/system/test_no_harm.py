@@ -87,14 +87,14 @@ class Cell:
         self.reports: list[ComputeHosts] = []
         self.events: list[BuildEvent] = []
         self.alarms: list[MachinesUnexplained | BreakerTripped] = []
-        self._news = asyncio.Condition()
+        self._changed = asyncio.Condition()
         self._lives: list[Life] = []
         self._stack = AsyncExitStack()
 
     async def open(self) -> None:
         await self.bus.open()
         for queue in ("placement.requests", "scheduler.builds", "conductor.hosts.{process}", "client.alarms.{process}"):
-            consumer = self.bus.consumer(queue, self._hear, concurrency=1)
+            consumer = self.bus.consumer(queue, self._receive, concurrency=1)
             await consumer.start()
             task = asyncio.create_task(consumer.run())
             self._stack.push_async_callback(_cancel, task)
@@ -143,10 +143,10 @@ class Cell:
 
         return Environment(f"{process}-{self.name}", transports=transport, clock=self.clock, rng=self.rng)
 
-    async def _hear(self, batch: Sequence[Received]) -> Sequence[Outcome]:
-        async with self._news:
+    async def _receive(self, batch: Sequence[Received]) -> Sequence[Outcome]:
+        async with self._changed:
             outcomes = [Done(self._answer(received.message)) for received in batch]
-            self._news.notify_all()
+            self._changed.notify_all()
         return outcomes
 
     def _answer(self, message: Message) -> Message | None:
@@ -164,16 +164,16 @@ class Cell:
         )
 
     async def until(self, there: Any) -> Any:
-        async with asyncio.timeout(WAIT_S), self._news:
-            await self._news.wait_for(there)
+        async with asyncio.timeout(WAIT_S), self._changed:
+            await self._changed.wait_for(there)
         return there()
 
     async def look(self) -> ComputeHosts:
         """Some whole reports more, and what a conductor did about them; returns the last."""
         for _ in range(LOOKS):
-            heard = len(self.reports)
+            earlier = len(self.reports)
             await self.bus.publish(ReportHosts(why="test"))
-            await self.until(lambda heard=heard: any(report.complete for report in self.reports[heard:]))
+            await self.until(lambda earlier=earlier: any(report.complete for report in self.reports[earlier:]))
         while not self.ironic.pool.idle:  # noqa: ASYNC110  (what was ordered is carried out over HTTP)
             await asyncio.sleep(0.01)
         return [report for report in self.reports if report.complete][-1]

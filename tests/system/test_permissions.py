@@ -127,7 +127,7 @@ class Tenant:
         self.queue = queue.name
         await queue.bind("berth.events", f"build.event.*.{self.project}")
         await queue.bind("berth.events", f"instance.event.*.{self.project}")
-        await queue.consume(self.heard, no_ack=True)
+        await queue.consume(self.receive, no_ack=True)
 
     async def publish(self, body: dict[str, Any], key: str, *, exchange: str = "berth", **properties: Any) -> None:
         message = aio_pika.Message(json.dumps(body).encode(), content_type="application/json", **properties)
@@ -170,7 +170,7 @@ class Tenant:
                 self._changed.clear()
                 await self._changed.wait()
 
-    async def heard(self, message: aio_pika.abc.AbstractIncomingMessage) -> None:
+    async def receive(self, message: aio_pika.abc.AbstractIncomingMessage) -> None:
         self.events.append(json.loads(message.body))
         self._changed.set()
 
@@ -213,7 +213,7 @@ async def test_a_project_builds_and_deletes_its_own_and_receives_nothing_else(sy
 async def test_a_project_moves_its_own_and_no_other_machine(system: Guarded) -> None:
     async with tenant(system) as mine, tenant(system, THEIRS) as theirs:
         one, victim = await mine.boot(), await theirs.boot()
-        heard = len(theirs.events)
+        before = len(theirs.events)
         stopped = await mine.move(one, "stop")
         assert (stopped["state"], stopped["condition"]) == ("done", "stopped"), stopped
         assert (await mine.move(one, "start"))["condition"] == "active"
@@ -223,7 +223,7 @@ async def test_a_project_moves_its_own_and_no_other_machine(system: Guarded) -> 
         assert (forged["code"], forged["project_id"]) == ("message.wrong_key", MINE)
         dead = await mine.move(one, "evacuate", fenced=True)
         assert (dead["state"], dead["code"]) == ("refused", "host.not_fenced")
-        assert [event for event in theirs.events[heard:] if event["instance_uuid"] == victim] == []
+        assert [event for event in theirs.events[before:] if event["instance_uuid"] == victim] == []
         assert (await mine.delete(one))["state"] == "deleted"
         assert (await theirs.delete(victim))["state"] == "deleted"
 
@@ -233,7 +233,7 @@ async def test_item_7_no_project_deletes_anothers_machine(system: Guarded, heade
     """Nor is anyone but the project of the key told of it. CC: RabbitMQ 3.10 asks for no permission there."""
     async with tenant(system) as mine, tenant(system, THEIRS) as theirs:
         victim = await theirs.boot()
-        heard = len(theirs.events)
+        before = len(theirs.events)
         body = {"instance_uuid": victim, "project_id": THEIRS}
         other = f"build.delete.{THEIRS}"
         headers = {} if header is None else {header: other if header == "berth-key" else [other]}
@@ -242,11 +242,11 @@ async def test_item_7_no_project_deletes_anothers_machine(system: Guarded, heade
         except ChannelAccessRefused:
             assert header in ("CC", "BCC")
         else:
-            said = await mine.terminal(victim)
-            assert (said["state"], said["code"], said["project_id"]) == ("refused", "message.wrong_key", MINE)
+            ended = await mine.terminal(victim)
+            assert (ended["state"], ended["code"], ended["project_id"]) == ("refused", "message.wrong_key", MINE)
         # A build after it goes the same way and ends later.
         await theirs.boot()
-        assert [event for event in theirs.events[heard:] if event["instance_uuid"] == victim] == []
+        assert [event for event in theirs.events[before:] if event["instance_uuid"] == victim] == []
         assert (await theirs.delete(victim))["state"] == "deleted"
 
 
@@ -282,7 +282,7 @@ def binding(key: str, exchange: str = "berth.events") -> Attempt:
 def consuming(name: str) -> Attempt:
     async def attempt(one: Tenant) -> None:
         queue = await one.channel.get_queue(name, ensure=False)
-        await queue.consume(one.heard)
+        await queue.consume(one.receive)
 
     return attempt
 
@@ -467,8 +467,8 @@ async def test_item_7_no_worker_writes_for_a_project_into_a_queue_that_is_not_fo
         instance = str(uuid.uuid4())
         body = {"instance_uuid": instance, "project_id": MINE, "flavor": "m1.small"}
         await mine.publish(body, f"build.request.{MINE}", reply_to=queue, correlation_id="1")
-        said = await mine.terminal(instance)
-        assert (said["state"], said["code"]) == ("refused", "message.reply_to")
+        ended = await mine.terminal(instance)
+        assert (ended["state"], ended["code"]) == ("refused", "message.reply_to")
 
 
 async def test_a_project_is_answered_on_its_own_queue_and_directly(system: Guarded) -> None:
@@ -540,8 +540,8 @@ async def test_ironics_notifications_reach_the_sync(system: Guarded) -> None:
 
 def test_no_worker_was_refused_anything(system: Guarded) -> None:
     """The last of this module: what the workers did for all the others, they were allowed to."""
-    said = {name: worker.log.read_text() for name, worker in system.processes.workers.items()}
-    assert len(said) == 4
-    for name, text in said.items():
+    logs = {name: worker.log.read_text() for name, worker in system.processes.workers.items()}
+    assert len(logs) == 4
+    for name, text in logs.items():
         assert "ACCESS_REFUSED" not in text and "bus.forbidden" not in text, (name, text[-4000:])
         assert system.processes.workers[name].process.running

@@ -42,7 +42,7 @@ def promtool(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([found, *arguments], capture_output=True, text=True, check=False, timeout=PATIENCE_S)
 
 
-def test_the_rules_are_well_formed_and_do_what_they_say() -> None:
+def test_the_rules_are_well_formed_and_do_what_they_promise() -> None:
     checked = promtool("check", "rules", str(RULES))
     assert checked.returncode == 0, checked.stderr
     tested = promtool("test", "rules", str(RULES.with_suffix(".test.yml")))
@@ -87,12 +87,12 @@ async def prometheus(directory: Path, processes: WorkerProcesses) -> AsyncIterat
 
 async def listening(log: asyncio.StreamReader) -> str:
     """The address that Prometheus says it listens on, once it does."""
-    said = []
+    output = []
     async for line in log:
-        said.append(line.decode())
-        if found := re.search(r'msg="Listening on" address=(\S+)', said[-1]):
+        output.append(line.decode())
+        if found := re.search(r'msg="Listening on" address=(\S+)', output[-1]):
             return found[1]
-    raise AssertionError("".join(said))
+    raise AssertionError("".join(output))
 
 
 async def ask(client: httpx.AsyncClient, query: str) -> list[dict[str, object]]:

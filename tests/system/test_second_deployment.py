@@ -37,13 +37,13 @@ def berth(small: Small, *arguments: str, database: str = "") -> subprocess.Compl
 
 
 @pytest.mark.parametrize("role", ROLES)
-def test_no_worker_of_it_starts_and_each_says_why(small: Small, role: str) -> None:
+def test_no_worker_of_it_starts_and_each_gives_its_reason(small: Small, role: str) -> None:
     with servers.fresh_database(small.settings.database.url) as other:
         ended = berth(small, "run", *ROLES[role], database=other)
-    said = ended.stdout + ended.stderr
-    assert ended.returncode == EXIT_SETTINGS, said
-    assert "bus.owned_by_another" in said and "belongs to another deployment" in said, said
-    assert "berth bus release" in said and "Traceback" not in said
+    output = ended.stdout + ended.stderr
+    assert ended.returncode == EXIT_SETTINGS, output
+    assert "bus.owned_by_another" in output and "belongs to another deployment" in output, output
+    assert "berth bus release" in output and "Traceback" not in output
 
 
 def test_the_first_goes_on(small: Small) -> None:

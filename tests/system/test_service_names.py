@@ -41,10 +41,10 @@ def until(condition: Callable[[], object], worker: Worker) -> None:
 def test_the_second_service_of_a_name_ends_with_a_sentence_and_the_first_goes_on(small: Small) -> None:
     late = second(small, "late", wait_s=1.0)
     until(lambda: not late.process.running, late)
-    said = late.log.read_text()
-    assert late.process.status == EXIT_SETTINGS, said
-    assert "another process runs the compute service 'c1' of cell1" in said.replace("cell1-c1", "c1"), said
-    assert "compute.name_taken" in said and "Traceback" not in said
+    log = late.log.read_text()
+    assert late.process.status == EXIT_SETTINGS, log
+    assert "another process runs the compute service 'c1' of cell1" in log.replace("cell1-c1", "c1"), log
+    assert "compute.name_taken" in log and "Traceback" not in log
     assert small.processes.workers[FIRST].process.running
     small.ready(FIRST)
 

@@ -85,28 +85,28 @@ def test_ctrl_c_while_it_starts(directory: Path, env: dict[str, str]) -> None:
             assert time.monotonic() < until and up.poll() is None
             time.sleep(0.02)
         up.send_signal(signal.SIGINT)
-        said, wrong = up.communicate(timeout=PATIENCE_S)
-    assert (up.returncode, said, wrong) == (130, "", "")
+        output, wrong = up.communicate(timeout=PATIENCE_S)
+    assert (up.returncode, output, wrong) == (130, "", "")
     assert not [line for line in commands() if directory.name.encode() in line]
 
 
 def test_everything_as_processes(directory: Path, env: dict[str, str]) -> None:
     """A load of all kinds ends well, a killed worker comes back, the invariants hold, and nothing outlives Ctrl-C."""
     command = [sys.executable, "-m", "berth", "up", "--processes", "--schedulers", "1", "--json"]
-    told = directory / "told"
+    log = directory / "up.log"
     with (
-        told.open("w") as errors,
+        log.open("w") as errors,
         subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=errors, text=True) as up,
     ):
         try:
             assert up.stdout is not None
-            said = ""
+            output = ""
             for line in up.stdout:
-                said += line
+                output += line
                 if line.rstrip() == "}":
                     break
-            state = json.loads(said or "{}")
-            assert state.get("up") is True, told.read_text()
+            state = json.loads(output or "{}")
+            assert state.get("up") is True, log.read_text()
             assert state["numbers"]["schedulers"] == 1 and len(state["workers"]) == 2 + 2 * 3 + 1
             token = Path(state["placement_token"]).read_text().strip()
             served = httpx.get(f"{state['placement_api']}/resource_providers", headers={"x-auth-token": token})
@@ -122,8 +122,8 @@ def test_everything_as_processes(directory: Path, env: dict[str, str]) -> None:
             killed = state["workers"]["scheduler1"]["pid"]
             os.kill(killed, signal.SIGKILL)
             until = time.monotonic() + PATIENCE_S
-            while "scheduler1 died with status 137; started again" not in told.read_text():
-                assert time.monotonic() < until, told.read_text()
+            while "scheduler1 died with status 137; started again" not in log.read_text():
+                assert time.monotonic() < until, log.read_text()
                 time.sleep(0.05)
             assert load(env, directory, "--boots", "20").totals.outcomes == {"active": 20}
             assert Path(state["workers"]["scheduler1"]["log"]).stat().st_size > 0
@@ -132,6 +132,6 @@ def test_everything_as_processes(directory: Path, env: dict[str, str]) -> None:
         finally:
             up.send_signal(signal.SIGINT)
             status = up.wait(PATIENCE_S)
-    assert status == 0, told.read_text()
+    assert status == 0, log.read_text()
     assert not [name for name, worker in state["workers"].items() if alive(worker["pid"])]
     assert not (directory / "state" / "runtime.json").exists()

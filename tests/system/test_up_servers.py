@@ -35,26 +35,26 @@ class Up:
             "BERTH_UP__NODES": "0",
             "BERTH_COMPUTE__HOSTS": "4",
         }
-        self.told = directory / "told"
-        self.said = directory / "said"
-        with self.said.open("w") as out, self.told.open("w") as errors:
+        self.log = directory / "up.log"
+        self.output = directory / "commands.log"
+        with self.output.open("w") as out, self.log.open("w") as errors:
             command = [sys.executable, "-m", "berth", "up", "--json", *arguments]
             self.process = subprocess.Popen(command, env=self.env, stdout=out, stderr=errors)
-        self.until(lambda: self.said.read_text().rstrip().endswith("}"), "it is up")
-        self.data = json.loads(self.said.read_text())
+        self.until(lambda: self.output.read_text().rstrip().endswith("}"), "it is up")
+        self.data = json.loads(self.output.read_text())
 
     def until(self, condition: Callable[[], bool], what: str) -> None:
         end = time.monotonic() + PATIENCE_S
         while not condition():
-            assert self.process.poll() is None, self.told.read_text()
-            assert time.monotonic() < end, f"never came: {what}\n{self.told.read_text()}"
+            assert self.process.poll() is None, self.log.read_text()
+            assert time.monotonic() < end, f"never came: {what}\n{self.log.read_text()}"
             time.sleep(0.05)
 
     def kill(self, name: str, pid: int) -> None:
         """SIGKILL a server, and wait until berth has said that it ended and is up again."""
         os.kill(pid, signal.SIGKILL)
-        self.until(lambda: f"{name} ended with status" in self.told.read_text(), f"{name} ended")
-        self.until(lambda: f"{name} is up again" in self.told.read_text(), f"{name} is up again")
+        self.until(lambda: f"{name} ended with status" in self.log.read_text(), f"{name} ended")
+        self.until(lambda: f"{name} is up again" in self.log.read_text(), f"{name} is up again")
 
     @property
     def postmaster(self) -> int:
@@ -67,7 +67,7 @@ class Up:
     def boots(self) -> None:
         command = [sys.executable, "-m", "berth", "boot", "--flavor", "m1.tiny", "--count", "5", "--wait"]
         done = subprocess.run(command, env=self.env, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
-        assert done.returncode == 0, done.stdout + done.stderr + self.told.read_text()
+        assert done.returncode == 0, done.stdout + done.stderr + self.log.read_text()
 
     def end(self) -> int:
         self.process.send_signal(signal.SIGINT)

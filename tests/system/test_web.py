@@ -35,7 +35,7 @@ def web() -> Iterator[Web]:
 # --- builds
 
 
-def test_a_build_is_asked_for_followed_shown_and_deleted(web: Web) -> None:
+def test_a_build_is_requested_followed_shown_and_deleted(web: Web) -> None:
     with web.client() as client:
         instance = boot(client, name="first")
         name, last = follow(client, instance)[-1]
@@ -73,10 +73,10 @@ def test_builds_are_searched_by_host_flavor_code_and_time(web: Web) -> None:
         built = boot(client, project_id="search")
         refused = boot(client, project_id="search", flavor="bm.gold")
 
-        def found(**asked: str) -> list[dict[str, Any]]:
-            builds: list[dict[str, Any]] = client.get("/api/v1/builds", params={"project": "search", **asked}).json()[
-                "builds"
-            ]
+        def found(**parameters: str) -> list[dict[str, Any]]:
+            builds: list[dict[str, Any]] = client.get(
+                "/api/v1/builds", params={"project": "search", **parameters}
+            ).json()["builds"]
             return builds
 
         for one in (built, refused):
@@ -188,8 +188,10 @@ def test_an_operator_decides_about_a_host_and_is_named(web: Web) -> None:
         host = client.get("/api/v1/hosts").json()[0]["name"]
         path, body = f"/api/v1/hosts/{host}/admin-state", {"state": "disabled", "reason": "fan"}
         try:
-            said = client.put(path, json=body)
-            assert said.status_code == 200 and said.json()["by"] == "op" and said.json()["state"] == "disabled"
+            response = client.put(path, json=body)
+            assert (
+                response.status_code == 200 and response.json()["by"] == "op" and response.json()["state"] == "disabled"
+            )
             (known,) = (one for one in client.get("/api/v1/hosts").json() if one["name"] == host)
             assert known["enabled"] is False and known["admin"]["reason"] == "fan"
             assert code_of(reader.put(path, json=body), 403) == "role.forbidden"

@@ -221,11 +221,13 @@ def test_a_host_is_drained_by_its_plan(web: Web) -> None:
             assert begun.json()["planned"] == len(plan["moves"]) and begun.json()["by"] == "op"
             where = begun.headers["location"]
             until(lambda: see.get(where).json()["state"] == "ended")
-            told = see.get(where).json()
-            assert instance in told["moved"] and not (told["failed"] or told["not_begun"] or told["under_way"]), told
+            accepted = see.get(where).json()
+            assert instance in accepted["moved"] and not (
+                accepted["failed"] or accepted["not_begun"] or accepted["under_way"]
+            ), accepted
             assert client.get(f"/api/v1/builds/{instance}").json()["host"] != host
             assert client.get(f"/api/v1/hosts/{host}").json()["host"]["admin"]["reason"] == "fan"
-            assert see.get("/api/v1/drains").json()[0]["id"] == told["id"]
+            assert see.get("/api/v1/drains").json()[0]["id"] == accepted["id"]
             assert client.delete(where).json()["state"] == "ended"
             assert code_of(client.get(f"/api/v1/drains/{UNKNOWN}"), 404) == "drain.unknown"
         finally:
@@ -304,7 +306,7 @@ def test_without_ironic_metal_is_a_coded_problem(web: Web) -> None:
 # --- dead letters
 
 
-def test_dead_letters_are_counted_shown_sent_back_and_thrown_away(web: Web) -> None:
+def test_dead_letters_are_counted_shown_replayed_and_purged(web: Web) -> None:
     one, two = (f"letter-{uuid.uuid4()}" for _ in range(2))
     command = b'{"type": "inventory.update.v1", "secret": "s"}'
     web.give_up("placement.inventory", one, command)

@@ -157,10 +157,10 @@ def code_of(answer: httpx.Response, status: int) -> str:
 def ended(client: httpx.Client, taken: httpx.Response) -> dict[str, Any]:
     """The end of a request about an instance."""
     assert taken.status_code == 202, taken.text
-    said: dict[str, Any] = {}
+    state: dict[str, Any] = {}
     for _ in range(int(TIMEOUT_S * 20)):
-        said = client.get(taken.headers["location"]).json()
-        if said.get("terminal"):
-            return said
+        state = client.get(taken.headers["location"]).json()
+        if state.get("terminal"):
+            return state
         threading.Event().wait(0.05)
-    raise AssertionError(said)
+    raise AssertionError(state)

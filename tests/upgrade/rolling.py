@@ -57,7 +57,7 @@ MAX_STOP_S = 60.0
 class Tally(Struct):
     """What the load has come to."""
 
-    asked: int = 0
+    requested: int = 0
     deleted: int = 0
     failed: list[str] = []
     slowest_s: float = 0.0
@@ -88,7 +88,7 @@ class Load:
         await self.client.boot(requests, patience_s=PATIENCE_S)
         await self._ended("builds")
         self.tally.slowest_s = max(self.tally.slowest_s, time.monotonic() - began)
-        self.tally.asked += AT_ONCE
+        self.tally.requested += AT_ONCE
         for request in requests:
             track = self.client.tracks[request.instance_uuid]
             if track.state != "active":
@@ -156,11 +156,13 @@ async def run(servers: RealServers, old: Path, directory: Path, plan: SystemPlan
         try:
             for by_old in (False, True):
                 for name in list(processes.workers):
-                    before = load.tally.asked
+                    before = load.tally.requested
                     await processes.replace(name, by_old=by_old)
-                    _say(f"{name} is of the {'earlier' if by_old else 'new'} version")
+                    _print(f"{name} is of the {'earlier' if by_old else 'new'} version")
                     async with asyncio.timeout(PATIENCE_S):
-                        while load.tally.asked < before + 2 * AT_ONCE:  # with each mix of versions something is built
+                        while (
+                            load.tally.requested < before + 2 * AT_ONCE
+                        ):  # with each mix of versions something is built
                             if task.done():
                                 await task
                             await asyncio.sleep(0.05)
@@ -175,7 +177,7 @@ async def run(servers: RealServers, old: Path, directory: Path, plan: SystemPlan
         letters = {vhost: _dead_letters(servers, vhost) for vhost in (API_VHOST, *plan.cells)}
     return {
         "replaced": 2 * len(processes.workers),
-        "built": load.tally.asked,
+        "built": load.tally.requested,
         "deleted": load.tally.deleted,
         "slowest_round_s": round(load.tally.slowest_s, 3),
         "failed": load.tally.failed,
@@ -192,7 +194,7 @@ def _dead_letters(servers: RealServers, vhost: str) -> dict[str, int]:
     return {one["name"]: one["messages"] for one in json.loads(listed) if ".dead" in one["name"] and one["messages"]}
 
 
-def _say(sentence: str) -> None:
+def _print(sentence: str) -> None:
     sys.stderr.write(f"{sentence}\n")
 
 
@@ -213,7 +215,7 @@ def main() -> int:
     options = parser.parse_args()
     old: Path = options.old.resolve()
     if _tree_of(old) != old:
-        _say(f"{old} holds no berth that Python would take")
+        _print(f"{old} holds no berth that Python would take")
         return 2
     plan = SHORT if options.short else PLAN
     with real_servers(plan.cells, durable=False) as servers, tempfile.TemporaryDirectory(prefix="berth-upgrade-") as at:

@@ -48,9 +48,9 @@ class Cell:
         self.broker = MemoryBroker(self.clock)
         self.transports = transports or partial(MemoryTransport, self.broker)
         self.bus = Bus(CELL, self.transports(CELL), process="ears", clock=self.clock, rng=self.rng)
-        self.heard: list[Message] = []
-        self._news = asyncio.Condition()
-        self.away: set[str] = set()
+        self.received: list[Message] = []
+        self._changed = asyncio.Condition()
+        self.silenced: set[str] = set()
         self._rings: dict[str, dict[str, int]] = {}
         self._ring_number = 0
         self._consumers: list[Consumer] = []
@@ -65,7 +65,7 @@ class Cell:
             "placement.inventory",
             "scheduler.metrics.{process}",
         ):
-            consumer = self.bus.consumer(queue, self._hear, max_batch=1000, concurrency=1)
+            consumer = self.bus.consumer(queue, self._receive, max_batch=1000, concurrency=1)
             await consumer.start()
             self._tasks.append(asyncio.create_task(consumer.run()))
             self._consumers.append(consumer)
@@ -78,62 +78,64 @@ class Cell:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self.bus.close()
 
-    async def _hear(self, batch: Sequence[Received]) -> Sequence[Outcome]:
-        async with self._news:
-            self.heard.extend(received.message for received in batch)
-            self._news.notify_all()
-        await self._tell_rings()
+    async def _receive(self, batch: Sequence[Received]) -> Sequence[Outcome]:
+        async with self._changed:
+            self.received.extend(received.message for received in batch)
+            self._changed.notify_all()
+        await self._send_rings()
         return [Done()] * len(batch)
 
-    async def _tell_rings(self) -> None:
+    async def _send_rings(self) -> None:
         """As the cell's keeper does: who is in which ring, whenever that changes. `away` are dead, by its word."""
         rings: dict[str, dict[str, int]] = {}
         for beat in self.heartbeats():
             if beat.ring is not None:
                 ring = rings.setdefault(beat.ring, {})
                 ring.pop(beat.service, None)
-                if not beat.stopping and beat.service not in self.away:
+                if not beat.stopping and beat.service not in self.silenced:
                     ring[beat.service] = beat.epoch
         if rings == self._rings:
             return
         self._rings, self._ring_number = rings, self._ring_number + 1
         for ring, members in rings.items():
-            said = RingMembers(cell=CELL, ring=ring, term=1, number=self._ring_number, members=tuple(sorted(members)))
-            await self.bus.publish(said)
+            published = RingMembers(
+                cell=CELL, ring=ring, term=1, number=self._ring_number, members=tuple(sorted(members))
+            )
+            await self.bus.publish(published)
 
     async def lose(self, *services: str) -> None:
         """The keeper hears no heartbeat of these any more."""
-        self.away.update(services)
-        await self._tell_rings()
+        self.silenced.update(services)
+        await self._send_rings()
 
     async def until(self, there: Callable[[], Any]) -> Any:
         """Wait until what was heard makes this true; returns it."""
-        async with asyncio.timeout(PATIENCE_S), self._news:
-            await self._news.wait_for(there)
+        async with asyncio.timeout(PATIENCE_S), self._changed:
+            await self._changed.wait_for(there)
         return there()
 
     # --- what was heard
 
     def results(self, instance: str | None = None) -> list[ComputeResult]:
-        return [m for m in self.heard if isinstance(m, ComputeResult) and instance in (None, m.instance_uuid)]
+        return [m for m in self.received if isinstance(m, ComputeResult) and instance in (None, m.instance_uuid)]
 
     def announced(self) -> list[ComputeHosts]:
-        return [m for m in self.heard if isinstance(m, ComputeHosts)]
+        return [m for m in self.received if isinstance(m, ComputeHosts)]
 
     def heartbeats(self) -> list[Heartbeat]:
-        return [m for m in self.heard if isinstance(m, Heartbeat)]
+        return [m for m in self.received if isinstance(m, Heartbeat)]
 
     def inventory(self) -> list[InventoryUpdate]:
-        return [m for m in self.heard if isinstance(m, InventoryUpdate)]
+        return [m for m in self.received if isinstance(m, InventoryUpdate)]
 
     async def outcome(self, instance: str, attempt: int, count: int = 1) -> ComputeResult:
         """The count-th result of this attempt."""
 
-        def said() -> list[ComputeResult]:
+        def published() -> list[ComputeResult]:
             found = [r for r in self.results(instance) if r.attempt == attempt]
             return found if len(found) >= count else []
 
-        return (await self.until(said))[count - 1]  # type: ignore[no-any-return]
+        return (await self.until(published))[count - 1]  # type: ignore[no-any-return]
 
     async def ended(self, instance: str, attempt: int, outcome: ComputeOutcome) -> ComputeResult:
         """A result of this attempt with this outcome."""

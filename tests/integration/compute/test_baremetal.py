@@ -157,7 +157,7 @@ async def test_shares_cover_every_node_once(ironic: IronicStandIn) -> None:
 @pytest.mark.parametrize(
     ("status", "body"), [(503, "{}"), (401, "{}"), (200, "not json"), (200, '{"uuid": 5}'), (404, "")]
 )
-async def test_answers_that_say_nothing_are_never_taken_for_destroyed(status: int, body: str) -> None:
+async def test_empty_answers_are_never_taken_for_destroyed(status: int, body: str) -> None:
     transport = httpx.MockTransport(lambda _: httpx.Response(status, text=body))
     driver = bare_metal(IronicConfig(), transport=transport)
     await driver.open()
@@ -178,11 +178,11 @@ class Growing(BareMetal):
 
     async def list(self, hosts: Sequence[str] | None = None) -> Mapping[str, Sequence[Machine]]:
         found = await super().list(hosts)
-        if hosts is None and self.grown is None and self.asked_for_a_report:
+        if hosts is None and self.grown is None and self.report_requested:
             self.grown = self.pool.add(provision_state="available", power_state="power off")["uuid"]
         return found
 
-    asked_for_a_report = False
+    report_requested = False
 
 
 async def test_a_host_that_is_announced_is_one_whose_builds_are_taken(cell: Cell, ironic: IronicStandIn) -> None:
@@ -192,7 +192,7 @@ async def test_a_host_that_is_announced_is_one_whose_builds_are_taken(cell: Cell
     driver.pool = ironic.pool
     life = await cell.compute(config, Fleet.planned(config, CELL, "c1-a"), driver=driver)
     first = len(await cell.until(cell.announced))
-    driver.asked_for_a_report = True
+    driver.report_requested = True
     await cell.ask()
     pages = await cell.until(lambda: cell.announced()[first:])
     assert driver.grown is not None
@@ -209,28 +209,28 @@ async def test_a_node_that_is_new_in_ironic_is_announced_at_once(cell: Cell, iro
     await cell.until(cell.announced)
     new = ironic.pool.add(provision_state="available", resource_class="baremetal-gold")["uuid"]
 
-    def said() -> list[bool]:
+    def offered() -> list[bool]:
         return [host.enabled for page in cell.announced() for host in page.hosts if host.uuid == new]
 
-    assert await cell.until(said) == [True]
+    assert await cell.until(offered) == [True]
     ironic.pool.nodes[new]["maintenance"] = True
-    await cell.until(lambda: said() == [True, False])
+    await cell.until(lambda: offered() == [True, False])
 
 
 async def test_a_new_node_is_announced_whichever_service_has_seen_it(ironic: IronicStandIn, driver: BareMetal) -> None:
     """An announcement of one host alone asks for all nodes, too; what was new then waited for the next of all hosts."""
-    told: list[str] = []
-    driver.on_change(told.extend)
+    assigned: list[str] = []
+    driver.on_change(assigned.extend)
     await driver.hosts()  # the announcement of all hosts, which a start begins with
     new = ironic.pool.add(provision_state="available")["uuid"]
     await driver.hosts()
     watching = asyncio.create_task(driver.watch())
     async with asyncio.timeout(PATIENCE_S):
-        while not told:  # noqa: ASYNC110  (Ironic is asked over HTTP)
+        while not assigned:  # noqa: ASYNC110  (Ironic is asked over HTTP)
             await asyncio.sleep(0.01)
     watching.cancel()
     await asyncio.gather(watching, return_exceptions=True)
-    assert told == [new]
+    assert assigned == [new]
 
 
 # --- what is not ours
@@ -455,24 +455,24 @@ async def test_a_node_whose_machine_is_gone_is_reported_by_its_service_until_the
     await cell.ended(instance, 1, ComputeOutcome.ACTIVE)
     ironic.pool.nodes[node].update(instance_uuid=None, instance_info={}, provision_state="available")  # by its operator
     for _ in range(2):  # not only the look that notes it as lost
-        heard = len(cell.announced())
+        earlier = len(cell.announced())
         await cell.ask()
-        page = (await cell.until(partial(whole_of, cell, "a", heard)))[0]
+        page = (await cell.until(partial(whole_of, cell, "a", earlier)))[0]
         assert [host.running for host in page.hosts if host.uuid == node] == [()]
     await cell.destroy(node, instance, service="a")  # what the cell does with what is lost
     await cell.ended(instance, 1, ComputeOutcome.DESTROYED)
-    heard = len(cell.announced())
+    earlier = len(cell.announced())
     await cell.ask()
-    page = (await cell.until(partial(whole_of, cell, "a", heard)))[0]
+    page = (await cell.until(partial(whole_of, cell, "a", earlier)))[0]
     assert node not in {host.uuid for host in page.hosts}, "free, and the ring's"
     await cell.until(lambda: offering(cell)[node] == "b")
     await first.stop()
     await second.stop()
 
 
-def whole_of(cell: Cell, service: str, heard: int) -> list[ComputeHosts]:
+def whole_of(cell: Cell, service: str, earlier: int) -> list[ComputeHosts]:
     """Whole announcements of this service, of those after the first `heard`."""
-    return [page for page in cell.announced()[heard:] if page.service == service and page.complete]
+    return [page for page in cell.announced()[earlier:] if page.service == service and page.complete]
 
 
 async def test_a_service_offers_nodes_of_its_group_and_shards_and_names_their_project(
@@ -521,8 +521,8 @@ async def test_a_new_lessee_is_announced_at_once(cell: Cell, ironic: IronicStand
     await cell.until(lambda: node in offering(cell))
 
     def project() -> str | None:
-        said = [host for page in cell.announced() for host in page.hosts if host.uuid == node]
-        return said[-1].attributes.get("project_id")
+        offered = [host for page in cell.announced() for host in page.hosts if host.uuid == node]
+        return offered[-1].attributes.get("project_id")
 
     for lessee in ("guest", "another"):  # the first may be told by the first look, which announces all nodes
         assert project() != lessee
@@ -535,7 +535,7 @@ async def test_nodes_with_an_instance_stay_with_the_service_that_built_them(iron
     """A third service took over two thirds of the nodes, machines and all, and its cell knew none of them."""
     ironic.pool.plan(10)
 
-    async def told(shares: int) -> dict[str, str]:
+    async def assigned(shares: int) -> dict[str, str]:
         found: dict[str, str] = {}
         for share in range(shares):
             driver = bare_metal(settings(ironic, share=share, shares=shares).ironic, service=f"c{share}-a")
@@ -546,13 +546,13 @@ async def test_nodes_with_an_instance_stay_with_the_service_that_built_them(iron
             await driver.close()
         return found
 
-    before = await told(2)
+    before = await assigned(2)
     assert sorted(before) == sorted(ironic.pool.nodes) and len(before) == 16
     for number, node in enumerate(sorted(before)[:10]):
         instance = f"20000000-0000-4000-8000-{number:012d}"
         occupy_at = {"instance_uuid": instance, "provision_state": "active"}
         ironic.pool.nodes[node].update(occupy_at, instance_info=mark(instance, service=before[node]))
-    after = await told(3)
+    after = await assigned(3)
     assert sorted(after) == sorted(before)
     assert {node: after[node] for node in sorted(before)[:10]} == {node: before[node] for node in sorted(before)[:10]}
     assert "c2-a" in after.values(), "the free ones are dealt out anew"

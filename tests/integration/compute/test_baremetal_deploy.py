@@ -82,7 +82,7 @@ async def deployed(settings: IronicConfig, wanted: Build) -> BareMetal:
     return driver
 
 
-async def test_ironic_is_told_what_to_deploy(ironic: IronicStandIn) -> None:
+async def test_ironic_receives_what_to_deploy(ironic: IronicStandIn) -> None:
     node = next(iter(ironic.pool.nodes))
     requested = build(
         node,
@@ -125,7 +125,7 @@ async def test_an_image_is_known_by_name_or_the_build_is_given_up(ironic: Ironic
     assert caught.value.code == "image.unknown" and "debian-12" in caught.value.reason
 
 
-async def test_ironics_own_words_say_why_a_node_was_not_deployed(ironic: IronicStandIn) -> None:
+async def test_ironics_own_words_explain_why_a_node_was_not_deployed(ironic: IronicStandIn) -> None:
     node = next(iter(ironic.pool.nodes))
     ironic.pool.invalid[node] = "Missing are: ['instance_info.image_source']"
     driver = await driver_of(config(ironic))
@@ -290,7 +290,7 @@ class Flaky(httpx.AsyncBaseTransport):
 
 
 @pytest.mark.parametrize("way", [{"busy": 7}, {"lost": 1}])
-async def test_an_ironic_that_is_away_for_a_moment_costs_no_attempt(ironic: IronicStandIn, way: dict[str, int]) -> None:
+async def test_an_ironic_that_is_down_for_a_moment_costs_no_attempt(ironic: IronicStandIn, way: dict[str, int]) -> None:
     node = next(iter(ironic.pool.nodes))
     driver = await driver_of(config(ironic), Flaky(**way))
     async with asyncio.timeout(PATIENCE_S):
@@ -323,7 +323,7 @@ async def test_the_address_is_taken_with_the_version_or_without(ironic: IronicSt
     assert len(await driver.hosts()) == len(ironic.pool.nodes)
 
 
-async def test_a_microversion_that_ironic_does_not_speak_is_answered_with_what_to_do() -> None:
+async def test_a_microversion_that_ironic_does_not_support_is_answered_with_what_to_do() -> None:
     limits = {"X-OpenStack-Ironic-API-Minimum-Version": "1.1", "X-OpenStack-Ironic-API-Maximum-Version": "1.58"}
     answers = httpx.MockTransport(lambda _: httpx.Response(406, headers=limits))
     driver = await driver_of(IronicConfig(), answers)
@@ -359,7 +359,7 @@ async def test_a_machine_is_switched_off_and_on_again(ironic: IronicStandIn) -> 
         assert (machine.runs, machine.built) == (runs, True)
 
 
-async def test_a_power_action_that_ironic_ends_with_a_fault_says_why(ironic: IronicStandIn) -> None:
+async def test_a_power_action_that_ironic_ends_with_a_fault_gives_its_reason(ironic: IronicStandIn) -> None:
     node = next(iter(ironic.pool.nodes))
 
     class Broken(Flaky):

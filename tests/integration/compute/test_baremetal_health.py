@@ -145,7 +145,7 @@ async def test_a_canary_that_fails_proves_nothing(ironic: IronicStandIn, node: d
         assert node["extra"] == {"rack": "7"}
 
 
-async def test_a_failed_deployment_puts_no_node_aside(ironic: IronicStandIn, node: dict[str, Any]) -> None:
+async def test_a_failed_deployment_quarantines_no_node(ironic: IronicStandIn, node: dict[str, Any]) -> None:
     """A customer's image can cause it: so any customer could have every node put aside."""
     ironic.pool.behaviour = Behaviour(deploy_s=0.001, undeploy_s=0.001, clean_s=0.001, deploy_fails=1.0)
     async with watched(ironic, canary_project=CANARY) as here:

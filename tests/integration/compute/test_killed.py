@@ -30,7 +30,7 @@ def kill_one(state_dir: Path) -> list[list[str]]:
         answers = 0
         for line in victim.stdout:
             lines.append(line)
-            answers += line.startswith("said")
+            answers += line.startswith("reported")
             if answers == ANSWERS_BEFORE_DEATH:
                 victim.kill()
     assert victim.returncode == -9
@@ -38,13 +38,13 @@ def kill_one(state_dir: Path) -> list[list[str]]:
 
 
 async def test_what_was_accepted_outlives_the_process(cell: Cell, tmp_path: Path) -> None:
-    said: dict[tuple[str, str], str] = {}
+    reported: dict[tuple[str, str], str] = {}
     took: dict[tuple[str, str], str] = {}
     for what, host, instance, *rest in kill_one(tmp_path):
         if what == "took":
             took[host, instance] = rest[0]
         else:
-            said[host, instance] = rest[1]
+            reported[host, instance] = rest[1]
     settings = config(str(tmp_path))
     fleet = Fleet.planned(settings, CELL, SERVICE)
     fleet.open()
@@ -52,7 +52,7 @@ async def test_what_was_accepted_outlives_the_process(cell: Cell, tmp_path: Path
     machines = {(host, guest.instance_uuid) for host, guest in fleet.guests()}
     assert set(took) <= set(before), "accepted, and forgotten"
     assert any(entry.phase is Phase.BUILDING for entry in before.values()), "killed too late to show anything"
-    for key, outcome in said.items():
+    for key, outcome in reported.items():
         if outcome == "active" and took[key] == "spawn":
             assert key in machines, "said to run, and does not"
         if outcome == "destroyed":

@@ -30,21 +30,21 @@ async def ended(life: Life) -> None:
 
 
 async def beat(cell: Cell, epoch: int, sequence: int, *, service: str = SERVICE, stopping: bool = False) -> None:
-    said = Heartbeat(service=service, cell=CELL, epoch=epoch, sequence=sequence, stopping=stopping)
-    await cell.bus.publish(said)
+    heartbeat = Heartbeat(service=service, cell=CELL, epoch=epoch, sequence=sequence, stopping=stopping)
+    await cell.bus.publish(heartbeat)
 
 
 async def test_two_services_of_one_name_do_not_run_side_by_side(cell: Cell) -> None:
     """40 hosts were announced as active, 10 machines ran without an allocation, and no log said a word."""
     first = await cell.compute(SETTINGS, planned())
-    epochs = {said.epoch for said in await cell.until(cell.heartbeats)}
+    epochs = {heartbeat.epoch for heartbeat in await cell.until(cell.heartbeats)}
     fleet = planned()
     with pytest.raises(NameTaken, match=r"another process runs the compute service 'c1-a' of c1 \(for 0\.1 s\)"):
         await cell.compute(SETTINGS, fleet)
     assert fleet.records.epoch == 0, "the second one has not begun: its machines and memory were not looked at"
     count = len(cell.heartbeats())
     await cell.until(lambda: len(cell.heartbeats()) > count)
-    assert {said.epoch for said in cell.heartbeats()} == epochs
+    assert {heartbeat.epoch for heartbeat in cell.heartbeats()} == epochs
     assert not first.task.done()
     await first.stop()
 

@@ -55,7 +55,7 @@ async def returned(cell: Cell, fleet: Fleet, *, unavailable: bool = False) -> tu
     await cell.ended(instance, 1, ComputeOutcome.ACTIVE)
     await life.kill()
     await cell.destroy(first, instance)
-    cell.heard.clear()
+    cell.received.clear()
     driver = Gated(fleet, cell, unavailable=unavailable)
     return driver, await cell.compute(SETTINGS, fleet, driver=driver), instance
 

@@ -51,7 +51,7 @@ async def test_a_thousand_builds_a_kill_and_a_restart(amqp: tuple[str, str]) -> 
     await cell.close()
 
 
-async def test_results_of_builds_that_end_while_the_broker_is_away_are_said_when_it_is_back(
+async def test_results_of_builds_that_end_while_the_broker_is_down_are_published_when_it_is_back(
     own_broker: RabbitMQ,
 ) -> None:
     config = ComputeConfig(hosts=20, heartbeat_interval_s=0.2, faults=Faults(delay_min_s=2.0, delay_max_s=8.0))
@@ -66,11 +66,11 @@ async def test_results_of_builds_that_end_while_the_broker_is_away_are_said_when
     await cell.until(lambda: fleet.records.accepted == 50)  # heartbeats make it look again
     # Shut down, not killed: a killed broker of this version may forget a queue as young as these.
     await asyncio.to_thread(own_broker.shut_down)
-    told = len(cell.inventory())
+    announced = len(cell.inventory())
     await asyncio.to_thread(own_broker.start)
     await cell.until(lambda: len({r.instance_uuid for r in cell.results()}) == 50)
     assert {r.outcome for r in cell.results()} == {ComputeOutcome.ACTIVE}
-    await cell.until(lambda: len(cell.inventory()) >= told + 20)  # said again after the reconnection
+    await cell.until(lambda: len(cell.inventory()) >= announced + 20)  # said again after the reconnection
     assert len(list(fleet.guests())) == 50
     await life.stop()
     await cell.close()

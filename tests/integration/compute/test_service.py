@@ -126,7 +126,7 @@ async def test_a_newer_attempt_replaces_the_older_one_on_the_same_host(cell: Cel
     await life.stop()
 
 
-async def test_a_liar_says_active_after_its_destruction(cell: Cell) -> None:
+async def test_a_wrong_driver_reports_active_after_its_destruction(cell: Cell) -> None:
     settings = config(late_rate=1.0, late_s=LATE_S, duplicate_rate=0.0)
     fleet = planned(settings)
     host = hosts_of(fleet)[0]
@@ -410,9 +410,9 @@ async def test_measurements_are_published_when_they_are_wanted(cell: Cell) -> No
     await cell.compute(settings, fleet)
 
     def readings() -> dict[str, HostReading]:
-        heard = [message for message in cell.heard if isinstance(message, HostMetrics)]
-        assert all(message.source == f"compute-{SERVICE}" and len(message.readings) <= 1000 for message in heard)
-        return {one.host_uuid: one for message in heard for one in message.readings}
+        received = [message for message in cell.received if isinstance(message, HostMetrics)]
+        assert all(message.source == f"compute-{SERVICE}" and len(message.readings) <= 1000 for message in received)
+        return {one.host_uuid: one for message in received for one in message.readings}
 
     await cell.until(lambda: len(readings()) == 1200)
     values = [readings()[host.plan.uuid].values for host in (busy, idle)]
@@ -424,4 +424,4 @@ async def test_nothing_is_measured_by_default(cell: Cell) -> None:
     await cell.compute(config(), planned(config()))
     await cell.until(cell.heartbeats)
     await cell.until(lambda: len(cell.heartbeats()) >= 3)
-    assert not any(isinstance(message, HostMetrics) for message in cell.heard)
+    assert not any(isinstance(message, HostMetrics) for message in cell.received)

@@ -29,7 +29,7 @@ def shout(*words: object) -> None:
 
 
 def answered(result: ComputeResult) -> None:
-    shout("said", result.host_uuid, result.instance_uuid, result.attempt, result.outcome)
+    shout("reported", result.host_uuid, result.instance_uuid, result.attempt, result.outcome)
 
 
 async def main(state_dir: str) -> None:

@@ -67,7 +67,7 @@ class Neighbours:
         self.dead: set[str] = set()  # hosts that take none
         self.answers = asyncio.Event()  # set while placement answers
         self.answers.set()
-        self.asked = asyncio.Event()
+        self.requested = asyncio.Event()
         self.spawns: list[Spawn] = []
         self.destroys: list[Destroy] = []
         self.events: list[BuildEvent] = []
@@ -76,7 +76,7 @@ class Neighbours:
         self.bus: Bus
 
     async def placement(self, batch: Sequence[Received]) -> Sequence[Outcome]:
-        self.asked.set()
+        self.requested.set()
         await self.answers.wait()
         answers: list[Outcome] = [Done(self._answer(received.message)) for received in batch]
         async with self.changed:
@@ -136,21 +136,21 @@ class Neighbours:
             if message.attempt <= self.fences.get(key, 0) or message.host_uuid in self.hangs:
                 return None
             if message.host_uuid in self.fails:
-                return self._said(message.spec.instance_uuid, message, ComputeOutcome.FAILED, "spawn.planned")
+                return self._result(message.spec.instance_uuid, message, ComputeOutcome.FAILED, "spawn.planned")
             self.running[key] = message.attempt
-            return self._said(message.spec.instance_uuid, message, ComputeOutcome.ACTIVE)
+            return self._result(message.spec.instance_uuid, message, ComputeOutcome.ACTIVE)
         assert isinstance(message, Destroy)
         self.destroys.append(message)
         key = (message.host_uuid, message.instance_uuid)
         if message.unless_built and self.running.get(key) == message.attempt:
-            return self._said(message.instance_uuid, message, ComputeOutcome.ACTIVE)
+            return self._result(message.instance_uuid, message, ComputeOutcome.ACTIVE)
         self.fences[key] = max(self.fences.get(key, 0), message.attempt)
         if self.running.get(key, message.attempt + 1) <= message.attempt:
             del self.running[key]
-        return self._said(message.instance_uuid, message, ComputeOutcome.DESTROYED)
+        return self._result(message.instance_uuid, message, ComputeOutcome.DESTROYED)
 
     @staticmethod
-    def _said(uuid: str, message: Spawn | Destroy, outcome: ComputeOutcome, code: str = "") -> ComputeResult:
+    def _result(uuid: str, message: Spawn | Destroy, outcome: ComputeOutcome, code: str = "") -> ComputeResult:
         return ComputeResult(
             instance_uuid=uuid,
             attempt=message.attempt,

@@ -24,11 +24,11 @@ from cell_conductor.config import ConductorConfig
 from tests.integration.conductor.neighbours import CELL, WAIT_S, Cell, MovingClock
 
 
-def environment(url: str, connect: Callable[[str], Transport], asked: list[str]) -> Environment:
+def environment(url: str, connect: Callable[[str], Transport], requested: list[str]) -> Environment:
     """Surroundings that remember which buses were asked for."""
 
     def transports(name: str) -> Transport:
-        asked.append(name)
+        requested.append(name)
         return connect(name)
 
     return Environment("conductor-1", transports=transports, database_url=url)
@@ -36,8 +36,8 @@ def environment(url: str, connect: Callable[[str], Transport], asked: list[str])
 
 async def test_a_conductor_runs_drains_and_opens_its_own_cell_only(postgres_url: str) -> None:
     clock = MovingClock()
-    broker, asked = MemoryBroker(clock), list[str]()
-    service = build(environment(postgres_url, partial(MemoryTransport, broker), asked), ConductorConfig(), CELL)
+    broker, requested = MemoryBroker(clock), list[str]()
+    service = build(environment(postgres_url, partial(MemoryTransport, broker), requested), ConductorConfig(), CELL)
     stop = asyncio.Event()
     cell = Cell(postgres_url, partial(MemoryTransport, broker), clock)
     around = cell.around
@@ -45,13 +45,13 @@ async def test_a_conductor_runs_drains_and_opens_its_own_cell_only(postgres_url:
     await around.bus.open()
     reports = asyncio.Event()
 
-    async def asked_to_report(batch: list[Received]) -> list[Outcome]:
+    async def report_requested(batch: list[Received]) -> list[Outcome]:
         if any(isinstance(received.message, ReportHosts) for received in batch):
             reports.set()
         return [Done()] * len(batch)
 
     consumers = [
-        around.bus.consumer("compute.control.{service}", asked_to_report, service="s1", source="compute-s1"),  # type: ignore[arg-type]
+        around.bus.consumer("compute.control.{service}", report_requested, service="s1", source="compute-s1"),  # type: ignore[arg-type]
         around.bus.consumer("placement.requests", around.placement),
         around.bus.consumer("compute.{service}", around.compute, service="s1"),
     ]
@@ -76,18 +76,18 @@ async def test_a_conductor_runs_drains_and_opens_its_own_cell_only(postgres_url:
         await consumer.drain(1.0)
     await around.bus.close()
     await cell.database.close()
-    assert asked == [CELL]
+    assert requested == [CELL]
 
 
 def test_a_conductor_of_the_api_bus_is_refused(postgres_url: str) -> None:
-    asked: list[str] = []
+    requested: list[str] = []
     with pytest.raises(BrokenInvariant):
         build(
-            environment(postgres_url, partial(MemoryTransport, MemoryBroker(SystemClock())), asked),
+            environment(postgres_url, partial(MemoryTransport, MemoryBroker(SystemClock())), requested),
             ConductorConfig(),
             API,
         )
-    assert asked == []
+    assert requested == []
 
 
 @pytest.mark.rabbitmq

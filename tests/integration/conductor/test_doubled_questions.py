@@ -32,7 +32,7 @@ class Held(Engine):
         await self.go.acquire()
         return await super()._ask(questions)
 
-    async def asked(self) -> None:
+    async def requested(self) -> None:
         async with asyncio.timeout(WAIT_S):
             await self.asking.wait()
         self.asking.clear()
@@ -46,11 +46,11 @@ async def test_a_question_that_came_twice_may_be_answered_full_and_then_claimed(
     cell.around.full = {cell.host(2)}
     cell.around._claim = _placement(cell)  # type: ignore[method-assign]
     first = asyncio.create_task(one.take([failed], source="test"))
-    await one.asked()
+    await one.requested()
     second = asyncio.create_task(two.take([failed], source="test"))
-    await two.asked()
+    await two.requested()
     one.go.release()  # full: the claim of the first host is released, none is taken
-    await one.asked()  # it asks for a release, of the attempt that may have been claimed too
+    await one.requested()  # it asks for a release, of the attempt that may have been claimed too
     assert await cell.state(uuid) is State.GIVING_UP
     cell.around.full = set()
     two.go.release()

@@ -159,7 +159,7 @@ async def test_an_unanswered_question_waits_its_turn(cell: Cell) -> None:
     await cell.check_at_rest()
 
 
-async def test_a_locked_instance_is_read_after_whoever_holds_it(cell: Cell) -> None:
+async def test_a_locked_instance_is_read_after_its_holder(cell: Cell) -> None:
     build = cell.build(1, 2)
     uuid = build.spec.instance_uuid
     await cell.engine.take([_build_arrival(build, cell)], source="test")

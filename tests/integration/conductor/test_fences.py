@@ -28,7 +28,7 @@ class FencedCell(Cell):
 
     async def open(self, stack: AsyncExitStack) -> None:
         await super().open(stack)
-        self.said: list[HostFence] = []
+        self.published: list[HostFence] = []
         self.sequence = self.compared = 0
         for consumer in self.consumers:
             await consumer.drain(WAIT_S)
@@ -40,7 +40,7 @@ class FencedCell(Cell):
         for consumer in (
             self.around.bus.consumer("placement.requests", self.around.placement),
             self.around.bus.consumer("compute.{service}", self.around.compute, service="s1"),
-            self.around.bus.consumer("scheduler.builds", self._hear),
+            self.around.bus.consumer("scheduler.builds", self._receive),
             self.bus.consumer("conductor.requests", requests.requests),
             self.bus.consumer("conductor.results", requests.results),
             self.bus.consumer("conductor.hosts.{process}", self._compare, process="conductor"),
@@ -69,8 +69,8 @@ class FencedCell(Cell):
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
 
-    async def _hear(self, batch: Sequence[Received]) -> Sequence[Outcome]:
-        self.said += [received.message for received in batch if isinstance(received.message, HostFence)]
+    async def _receive(self, batch: Sequence[Received]) -> Sequence[Outcome]:
+        self.published += [received.message for received in batch if isinstance(received.message, HostFence)]
         return await self.around.scheduler(batch)
 
     async def fence(self, n: int, version: int, *, lift: bool = False) -> None:
@@ -115,7 +115,7 @@ class FencedCell(Cell):
         await self.around.until(lambda: self.compared == self.sequence)
 
     def states(self, version: int) -> list[FenceState]:
-        return [one.state for one in self.said if one.version == version]
+        return [one.state for one in self.published if one.version == version]
 
 
 @pytest.fixture
@@ -127,7 +127,9 @@ async def cell(postgres_url: str) -> AsyncIterator[FencedCell]:
         yield made
 
 
-async def test_a_delete_on_a_fenced_host_ends_and_the_host_is_told_before_the_fence_is_lifted(cell: FencedCell) -> None:
+async def test_a_delete_on_a_fenced_host_ends_and_the_host_is_commanded_before_the_fence_is_lifted(
+    cell: FencedCell,
+) -> None:
     uuid = await cell.active(1)
     cell.around.silent = True  # the host is dead: its service takes no command
     await cell.delete(uuid)
@@ -136,7 +138,7 @@ async def test_a_delete_on_a_fenced_host_ends_and_the_host_is_told_before_the_fe
     await cell.around.until(lambda: cell.around.ends(uuid)[-1:] == [BuildState.DELETED])
     assert uuid not in cell.around.held
     await cell.around.until(lambda: cell.states(1) == [FenceState.FENCED])
-    assert cell.said[-1].losses == 1
+    assert cell.published[-1].losses == 1
     await cell.fence(1, 2, lift=True)
     await cell.around.until(lambda: cell.states(2) == [FenceState.LIFTING])
     cell.around.silent = False
@@ -198,7 +200,7 @@ async def test_a_doubted_build_on_a_dead_host_goes_on_elsewhere_once_its_host_is
     assert (record.state, record.doubted, cell.around.destroys) == (State.BUILDING, True, [])
     await cell.fence(1, 1)
     await cell.around.until(lambda: cell.states(1) == [FenceState.FENCED])
-    assert cell.said[-1].losses == 1
+    assert cell.published[-1].losses == 1
     await cell.around.until(lambda: cell.around.ends(uuid) == [BuildState.ACTIVE])
     assert cell.around.spawns[-1].host_uuid == cell.host(2) and cell.around.held[uuid][1] == cell.host(2)
     await cell.fence(1, 2, lift=True)

@@ -44,7 +44,7 @@ async def test_deleted_instances_are_forgotten_after_their_time_and_no_others(ce
     assert states == [State.ABSENT, State.ACTIVE, State.FAILED, State.ABSENT]
 
 
-async def test_an_old_look_that_is_told_late_does_not_prove_a_young_machine_missing(cell: Cell) -> None:
+async def test_an_old_scan_that_arrives_late_does_not_prove_a_young_machine_missing(cell: Cell) -> None:
     """A driver that lists for a minute: the machine came to be after its host was looked at."""
     looked = cell.clock.time()
     build = cell.build(1)
@@ -89,13 +89,13 @@ async def test_a_report_from_before_a_hosts_clock_was_set_back_does_not_kill_wha
     await cell.around.until(lambda: cell.around.ends(uuid) == [BuildState.ACTIVE])
     hosts = (HostReport(uuid=host, name="host-1", running=()),)
     before = ComputeHosts(service="s1", cell=CELL, epoch=1, sequence=1, hosts=hosts, seen_at=now - 1.0, scan=7)
-    await _hears(cell, before)
+    await _receive(cell, before)
     assert await cell.state(uuid) is State.ACTIVE
     del cell.around.running[host, uuid]
-    await _hears(cell, replace(before, sequence=2, seen_at=now - 239.0, scan=8))
+    await _receive(cell, replace(before, sequence=2, seen_at=now - 239.0, scan=8))
     await cell.around.until(lambda: cell.around.events[-1].state is BuildState.FAILED)
 
 
-async def _hears(cell: Cell, report: ComputeHosts) -> None:
+async def _receive(cell: Cell, report: ComputeHosts) -> None:
     meta = Meta(id="1", sent_at=cell.clock.time())
     await cell.hosts.hosts([Received(report, meta, CELL, "conductor.hosts.conductor")])

@@ -45,8 +45,8 @@ class Rig:
         self.rng = random.Random(11)
         self.config = ComputeConfig(hosts=1, gpu_share=0.0, faults=Faults(change_max_s=0.02))
         self.fleets = {name: Fleet.planned(self.config, CELL, name) for name in SERVICES}
-        self.said: list[Message] = []
-        self._news = asyncio.Condition()
+        self.published: list[Message] = []
+        self._changed = asyncio.Condition()
         self._stop = asyncio.Event()
         self._running: list[asyncio.Task[None]] = []
         self.cell = self._bus(CELL)
@@ -79,7 +79,7 @@ class Rig:
                 await service.ready.wait()
         await self.cell.open()
         await self.api.open()
-        self._ears = self.cell.consumer("scheduler.builds", self._hear)
+        self._ears = self.cell.consumer("scheduler.builds", self._receive)
         await self._ears.start()
         for name in SERVICES:
             await self._until_reported(name)
@@ -91,15 +91,15 @@ class Rig:
         await self.cell.close()
         await self.api.close()
 
-    async def _hear(self, batch: Sequence[Received]) -> Sequence[Outcome]:
-        async with self._news:
-            self.said += [received.message for received in batch]
-            self._news.notify_all()
+    async def _receive(self, batch: Sequence[Received]) -> Sequence[Outcome]:
+        async with self._changed:
+            self.published += [received.message for received in batch]
+            self._changed.notify_all()
         return [Done()] * len(batch)
 
     async def until(self, found: Callable[[], object]) -> None:
-        async with asyncio.timeout(WAIT_S), self._news:
-            await self._news.wait_for(found)
+        async with asyncio.timeout(WAIT_S), self._changed:
+            await self._changed.wait_for(found)
 
     async def _until_reported(self, service: str) -> None:
         """Wait until placement has the inventory of this service's host."""
@@ -133,7 +133,7 @@ class Rig:
         return uuid
 
     def state(self, uuid: str) -> BuildState | None:
-        events = [m for m in self.said if isinstance(m, BuildEvent) and m.instance_uuid == uuid]
+        events = [m for m in self.published if isinstance(m, BuildEvent) and m.instance_uuid == uuid]
         return events[-1].state if events else None
 
     async def move(self, uuid: str, kind: MoveKind, *services: str, vcpus: int = 1, **fields: object) -> MoveEvent:
@@ -152,7 +152,7 @@ class Rig:
         return self.ends(request.request_id)[-1]
 
     def ends(self, request_id: str) -> list[MoveEvent]:
-        return [m for m in self.said if isinstance(m, MoveEvent) and m.request_id == request_id and m.terminal]
+        return [m for m in self.published if isinstance(m, MoveEvent) and m.request_id == request_id and m.terminal]
 
     # --- what is there
 
@@ -203,7 +203,7 @@ async def test_a_live_migration_leaves_nothing_behind(rig: Rig) -> None:
     uuid = await rig.build()
     moved = await rig.move(uuid, MoveKind.LIVE_MIGRATE, "s2")
     assert moved.state is MoveState.DONE
-    await rig.until(lambda: any(isinstance(m, MoveEvent) and m.state is MoveState.SOURCE_GONE for m in rig.said))
+    await rig.until(lambda: any(isinstance(m, MoveEvent) and m.state is MoveState.SOURCE_GONE for m in rig.published))
     assert rig.machines(uuid) == {"s2": True}
     assert await rig.held(uuid, moved.request_id) == ["s2"]
 
@@ -213,7 +213,7 @@ async def test_a_resize_in_place_confirms_by_itself(rig: Rig) -> None:
     larger = InstanceSpec(instance_uuid=uuid, project_id="p", flavor="large")
     resized = await rig.move(uuid, MoveKind.RESIZE, "s1", vcpus=2, spec=larger, auto_confirm_s=0.2)
     assert (resized.state, resized.flavor) == (MoveState.DONE, "large")
-    await rig.until(lambda: any(isinstance(m, MoveEvent) and m.state is MoveState.SOURCE_GONE for m in rig.said))
+    await rig.until(lambda: any(isinstance(m, MoveEvent) and m.state is MoveState.SOURCE_GONE for m in rig.published))
     assert await rig.held(resized.request_id) == []
     assert rig.machines(uuid) == {"s1": True}
 

@@ -52,16 +52,16 @@ class World:
         self.fleet = Fleet.planned(CONFIG, CELL, SERVICE)
         (self.host,) = (host.plan.uuid for host in self.fleet.hosts)
         self.bus = Bus(CELL, MemoryTransport(self.broker, "ears"), process="ears", clock=self.clock, rng=self.rng)
-        self.heard: list[Message] = []
+        self.received: list[Message] = []
         self.store: InstanceStore
-        self._news = asyncio.Condition()
+        self._changed = asyncio.Condition()
         self._lives: dict[str, Life] = {}
         self._tasks: list[asyncio.Task[None]] = []
 
     async def open(self) -> None:
         await self.bus.open()
         for queue in ("placement.inventory", "conductor.hosts.{process}"):
-            consumer = self.bus.consumer(queue, self._hear, concurrency=1)
+            consumer = self.bus.consumer(queue, self._receive, concurrency=1)
             await consumer.start()
             self._tasks.append(asyncio.create_task(consumer.run()))
 
@@ -94,28 +94,28 @@ class World:
     async def stop(self, name: str) -> None:
         await self._lives.pop(name).stop()
 
-    async def _hear(self, batch: Sequence[Received]) -> Sequence[Outcome]:
-        async with self._news:
-            self.heard += [received.message for received in batch]
-            self._news.notify_all()
+    async def _receive(self, batch: Sequence[Received]) -> Sequence[Outcome]:
+        async with self._changed:
+            self.received += [received.message for received in batch]
+            self._changed.notify_all()
         return [Done()] * len(batch)
 
     async def look(self) -> None:
         """Some whole reports more."""
         for _ in range(LOOKS):
-            heard = len(self.heard)
+            earlier = len(self.received)
             await self.bus.publish(ReportHosts(why="test"))
             await self.until(
-                lambda heard=heard: any(isinstance(m, ComputeHosts) and m.complete for m in self.heard[heard:])
+                lambda earlier=earlier: any(isinstance(m, ComputeHosts) and m.complete for m in self.received[earlier:])
             )
 
     async def until(self, there: Callable[[], object]) -> None:
-        async with asyncio.timeout(PATIENCE_S), self._news:
-            await self._news.wait_for(lambda: bool(there()))
+        async with asyncio.timeout(PATIENCE_S), self._changed:
+            await self._changed.wait_for(lambda: bool(there()))
 
     def offered(self) -> list[int]:
         """The processors that each inventory update offers, the newest last."""
-        updates = [m for m in self.heard if isinstance(m, InventoryUpdate)]
+        updates = [m for m in self.received if isinstance(m, InventoryUpdate)]
         found = [update.providers[0].inventories["VCPU"] for update in updates]
         return [inventory.total - inventory.reserved for inventory in found]
 
@@ -157,7 +157,7 @@ async def test_it_is_kept_over_restarts_of_the_service_and_of_the_conductor(worl
     await world.offers(12)
     await world.stop("conductor")
     await world.stop("compute")
-    world.heard.clear()
+    world.received.clear()
     await world.start("compute")  # no conductor is there to name it anew
     await world.until(world.offered)
     await world.start("conductor")
@@ -171,7 +171,7 @@ async def test_an_operators_word_frees_it_with_the_machine_and_not_before(world:
     world.put()
     await world.start("compute")
     await world.offers(12)
-    world.heard.clear()
+    world.received.clear()
     async with asyncio.timeout(PATIENCE_S):
         while not await world.store.safety.decide(OURS, verdict, "op", 1.0):  # noqa: ASYNC110  (until it is on record)
             await asyncio.sleep(0.01)
@@ -190,7 +190,7 @@ async def test_an_operators_word_frees_it_with_the_machine_and_not_before(world:
         await world.offers(16)
 
 
-async def test_a_report_that_agrees_asks_for_nothing(world: World) -> None:
+async def test_a_report_that_agrees_requests_nothing(world: World) -> None:
     await world.start("conductor")
     world.put()
     await world.start("compute")

@@ -57,8 +57,8 @@ async def test_a_machine_that_became_active_since_the_backup_is_adopted_and_not_
         async with asyncio.timeout(WAIT_S):
             while await cell.state(uuid) is State.BUILDING:
                 await cell.engine.sweep()
-    said = [line["event"] for line in logs if line["log_level"] == "error"]
-    assert said == (["cell.database_set_back"] if origin else [])
+    errors = [line["event"] for line in logs if line["log_level"] == "error"]
+    assert errors == (["cell.database_set_back"] if origin else [])
     assert await cell.state(uuid) is State.ACTIVE
     assert cell.around.running == {(cell.host(1), uuid): 1}
     await cell.check_at_rest()
@@ -80,13 +80,13 @@ async def test_of_a_doubted_build_nothing_is_destroyed_while_its_host_is_silent(
     await cell.check_at_rest()
 
 
-async def test_a_conductor_survives_an_answer_to_a_question_that_its_emptied_database_never_asked(cell: Cell) -> None:
+async def test_a_conductor_survives_an_answer_to_a_question_that_its_emptied_database_does_not_know(cell: Cell) -> None:
     """`Released while absent` ended the process (seed 51)."""
     cell.around.fails = {cell.host(1)}
     build = cell.build(1)
     cell.around.answers.clear()
     await cell.around.bus.publish(build)
-    await cell.around.asked.wait()
+    await cell.around.requested.wait()
     async with cell.database.raw() as connection:
         await connection.execute("DELETE FROM instances")
     with capture_logs() as logs:

@@ -44,10 +44,10 @@ async def test_an_operator_sees_what_is_kept_and_decides(postgres_url: str) -> N
     assert status == 0 and [one["record"]["machine"]["kind"] for one in listed] == ["quarantined", "foreign"]
     status, listed = await berth(postgres_url, "quarantine", "list", "--cell", CELL, "--json")
     assert status == 0 and [one["record"]["machine"]["uuid"] for one in listed] == [A]
-    status, said = await berth(postgres_url, "quarantine", "release", B, "--destroy", "--cell", CELL)
-    assert status == 1 and "quarantine" in said, "a foreign machine is not for berth to destroy"
-    status, said = await berth(postgres_url, "quarantine", "release", A, "--cell", CELL)
-    assert status == 2 and "--keep" in said
+    status, output = await berth(postgres_url, "quarantine", "release", B, "--destroy", "--cell", CELL)
+    assert status == 1 and "quarantine" in output, "a foreign machine is not for berth to destroy"
+    status, output = await berth(postgres_url, "quarantine", "release", A, "--cell", CELL)
+    assert status == 2 and "--keep" in output
     status, _ = await berth(postgres_url, "quarantine", "release", A, "--destroy", "--by", "op", "--cell", CELL)
     assert status == 0 and {(one.verdict, one.decided_by) for one in await safety.records()} == {
         ("destroy", "op"),
@@ -58,7 +58,7 @@ async def test_an_operator_sees_what_is_kept_and_decides(postgres_url: str) -> N
     assert status == 1 and listed[0]["breaker"]["lost"] == 6
     status, _ = await berth(postgres_url, "breaker", "reset", "s", "--by", "op", "--cell", CELL)
     assert status == 0 and (await safety.breakers())[0].reset_by == "op"
-    status, said = await berth(postgres_url, "breaker", "reset", "s", "--cell", CELL)
-    assert (status == 1 and "not_open" in said) or "is open" in said
+    status, output = await berth(postgres_url, "breaker", "reset", "s", "--cell", CELL)
+    assert (status == 1 and "not_open" in output) or "is open" in output
     for store in stores:
         await store.close()

@@ -61,16 +61,16 @@ async def test_what_is_wrong_with_each_node_is_printed_in_ironics_words(ironic: 
         ironic.pool.add(**{"name": name, "power_state": "power off", **fields})
     result = await berth("problems", "--json")
     assert result.exit_code == 1, result.output
-    told = json.loads(result.output)
-    assert {node["name"]: node["problems"] for node in told["nodes"]} == {
+    answer = json.loads(result.output)
+    assert {node["name"]: node["problems"] for node in answer["nodes"]} == {
         "classless": ["it has no resource class"],
         "lead": ["no flavor requests CUSTOM_LEAD"],
         "dark": ["its power state is not known"],
         "broken": ["it is in clean failed"],
         "away": ["it is in maintenance: a new fan"],
     }
-    assert {node["name"]: node["ironic_reason"] for node in told["nodes"]}["broken"] == "disk 0 is dead"
-    assert told["flavors"] == []
+    assert {node["name"]: node["ironic_reason"] for node in answer["nodes"]}["broken"] == "disk 0 is dead"
+    assert answer["flavors"] == []
     assert "disk 0 is dead" in (await berth("problems")).output
     assert "disk 0 is dead" in (await berth("show", "broken")).output
 
@@ -106,6 +106,6 @@ async def test_a_foreign_instance_is_called_so(ironic: IronicStandIn, berth: Any
     assert (await berth("show", "nobodys")).exit_code == 1
 
 
-async def test_an_ironic_that_is_away_is_exit_status_three(berth: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_unreachable_ironic_is_exit_status_three(berth: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("BERTH_COMPUTE__IRONIC__URL", "http://127.0.0.1:9")
     assert (await berth("list")).exit_code == 3

@@ -108,7 +108,9 @@ async def test_an_application_credential_signs_in(
     await reading.close()
 
 
-async def test_what_keystone_says_is_told_apart(ironic: IronicStandIn, keystone: tuple[KeystoneStandIn, str]) -> None:
+async def test_keystones_answers_are_distinguished(
+    ironic: IronicStandIn, keystone: tuple[KeystoneStandIn, str]
+) -> None:
     there, url = keystone
     reading = source(ironic, url, password="wrong")
     with pytest.raises(SourceRefused) as refused:
@@ -120,11 +122,11 @@ async def test_what_keystone_says_is_told_apart(ironic: IronicStandIn, keystone:
     await reading.close()
 
 
-async def test_a_keystone_that_is_away_is_not_taken_for_ironic(ironic: IronicStandIn) -> None:
+async def test_an_unreachable_keystone_is_not_taken_for_ironic(ironic: IronicStandIn) -> None:
     reading = source(ironic, "http://127.0.0.1:1")
-    with pytest.raises(SourceUnavailable, match=r"^Keystone at http://127\.0\.0\.1:1/v3/auth/tokens: ") as away:
+    with pytest.raises(SourceUnavailable, match=r"^Keystone at http://127\.0\.0\.1:1/v3/auth/tokens: ") as unreachable:
         await count(reading)
-    assert away.value.code == "keystone.unavailable"
+    assert unreachable.value.code == "keystone.unavailable"
     await reading.close()
 
 

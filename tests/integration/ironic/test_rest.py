@@ -51,7 +51,7 @@ async def test_nodes_are_read(ironic: IronicStandIn) -> None:
     await reading.close()
 
 
-async def test_nobody_there() -> None:
+async def test_an_unreachable_address() -> None:
     reading = source("http://127.0.0.1:1")
     with pytest.raises(SourceUnavailable):
         await reading.get_node(UUID)
@@ -121,18 +121,18 @@ async def test_a_list_that_never_ends_and_one_that_is_none() -> None:
 
 
 async def test_a_next_link_cannot_lead_elsewhere() -> None:
-    asked: list[httpx.Request] = []
+    requests: list[httpx.Request] = []
 
     def answer(request: httpx.Request) -> httpx.Response:
-        asked.append(request)
-        link = {} if len(asked) > 1 else {"next": f"http://evil/v1/nodes?marker={UUID}&limit=2"}
+        requests.append(request)
+        link = {} if len(requests) > 1 else {"next": f"http://evil/v1/nodes?marker={UUID}&limit=2"}
         return httpx.Response(200, json={"nodes": [{"uuid": "bad"}], **link})
 
     reading = answering(answer)
     pages = [page async for page in reading.list_nodes()]
-    assert [request.url.host for request in asked] == ["ironic", "ironic"]
-    assert asked[1].url.params["marker"] == UUID
-    assert asked[0].headers["X-OpenStack-Ironic-API-Version"] == "1.52"
+    assert [request.url.host for request in requests] == ["ironic", "ironic"]
+    assert requests[1].url.params["marker"] == UUID
+    assert requests[0].headers["X-OpenStack-Ironic-API-Version"] == "1.52"
     assert all(isinstance(node, Unreadable) for page in pages for node in page)
     assert json.loads("{}") == {}
     await reading.close()

@@ -16,34 +16,34 @@ from bus.clock import SystemClock
 from tests.unit.ironic.world import SCENARIOS, Recording
 
 
-class Heard:
+class Listener:
     """Keeps what is said."""
 
     def __init__(self) -> None:
-        self.said: list[tuple[str, dict[str, Any]]] = []
+        self.received: list[tuple[str, dict[str, Any]]] = []
 
     async def open(self) -> None:
         pass
 
     async def publish(self, routing_key: str, body: bytes) -> None:
-        self.said.append((routing_key, json.loads(json.loads(body)["oslo.message"])))
+        self.received.append((routing_key, json.loads(json.loads(body)["oslo.message"])))
 
     async def close(self) -> None:
         pass
 
     def events(self) -> list[str]:
-        return [message["event_type"].removeprefix("baremetal.node.") for _, message in self.said]
+        return [message["event_type"].removeprefix("baremetal.node.") for _, message in self.received]
 
 
 @pytest.fixture
-def heard() -> Heard:
-    return Heard()
+def listener() -> Listener:
+    return Listener()
 
 
 @pytest.fixture
-async def ironic(heard: Heard) -> AsyncIterator[IronicStandIn]:
+async def ironic(listener: Listener) -> AsyncIterator[IronicStandIn]:
     quick = Behaviour(verify_s=0.0, deploy_s=0.0, undeploy_s=0.0, clean_s=0.0)
-    ironic = IronicStandIn(heard, clock=SystemClock(), rng=random.Random(1), behaviour=quick)
+    ironic = IronicStandIn(listener, clock=SystemClock(), rng=random.Random(1), behaviour=quick)
     await ironic.start()
     yield ironic
     await ironic.stop()
@@ -105,27 +105,27 @@ async def whole_life(client: httpx.AsyncClient, ironic: IronicStandIn) -> str:
 
 
 async def test_every_notification_has_the_recorded_shape(
-    client: httpx.AsyncClient, ironic: IronicStandIn, heard: Heard
+    client: httpx.AsyncClient, ironic: IronicStandIn, listener: Listener
 ) -> None:
     await whole_life(client, ironic)
     shapes = recorded_shapes()
-    assert len(set(heard.events())) > 15
-    for key, message in heard.said:
+    assert len(set(listener.events())) > 15
+    for key, message in listener.received:
         inner, data, payload, recorded_key = shapes[message["event_type"]]
-        said = message["payload"]
+        content = message["payload"]
         assert set(message) == inner
-        assert set(said["ironic_object.data"]) == data, message["event_type"]
-        assert said["ironic_object.name"] + said["ironic_object.version"] == payload
+        assert set(content["ironic_object.data"]) == data, message["event_type"]
+        assert content["ironic_object.name"] + content["ironic_object.version"] == payload
         assert key == recorded_key
 
 
-async def test_the_order_of_a_life(client: httpx.AsyncClient, ironic: IronicStandIn, heard: Heard) -> None:
+async def test_the_order_of_a_life(client: httpx.AsyncClient, ironic: IronicStandIn, listener: Listener) -> None:
     await whole_life(client, ironic)
-    events = heard.events()
+    events = listener.events()
     assert events[:2] == ["create.start", "create.end"]
     assert [
         message["payload"]["ironic_object.data"]["provision_state"]
-        for _, message in heard.said
+        for _, message in listener.received
         if ".provision_set." in message["event_type"]
     ] == [
         "verifying",
@@ -139,7 +139,7 @@ async def test_the_order_of_a_life(client: httpx.AsyncClient, ironic: IronicStan
         "available",
     ]
     assert events[-1] == "delete.end"
-    refused = heard.said[events.index("update.error")][1]
+    refused = listener.received[events.index("update.error")][1]
     assert refused["payload"]["ironic_object.data"]["instance_uuid"].startswith("2"), "the wish, not the truth"
 
 

@@ -128,7 +128,7 @@ def test_what_was_under_way_is_settled(state: str, then: str, instance: str | No
     assert rested["target_provision_state"] == ("active" if then == state else None)
 
 
-def test_a_file_that_is_none_is_not_believed(tmp_path: Path) -> None:
+def test_a_file_that_is_no_map_is_refused(tmp_path: Path) -> None:
     pool = NodePool(Silent(), clock=SystemClock(), rng=random.Random(1))
     path = tmp_path / "ironic.json"
     assert not load(pool, path)

@@ -47,7 +47,7 @@ class Listener:
     def __init__(self) -> None:
         self.changes: list[Change] = []
         self.heads: list[int] = []
-        self._news = asyncio.Event()
+        self._changed = asyncio.Event()
 
     async def handle(self, batch: Sequence[Received]) -> list[Outcome]:
         for received in batch:
@@ -55,14 +55,14 @@ class Listener:
                 self.changes.extend(received.message.changes)
             elif isinstance(received.message, FeedHead):
                 self.heads.append(received.message.sequence)
-        self._news.set()
+        self._changed.set()
         return [Done() for _ in batch]
 
     async def reached(self, sequence: int) -> None:
         async with asyncio.timeout(TIMEOUT_S):
             while not self.changes or self.changes[-1].sequence < sequence:
-                self._news.clear()
-                await self._news.wait()
+                self._changed.clear()
+                await self._changed.wait()
 
 
 async def test_inventory_claims_feed_and_reads_over_the_bus(postgres_url: str, rng: random.Random) -> None:
@@ -100,11 +100,11 @@ async def test_inventory_claims_feed_and_reads_over_the_bus(postgres_url: str, r
     assert result.outcome == "applied"
 
     options = (ClaimOption(allocations={host: {"VCPU": 3}}),)
-    asked = [
+    requests = [
         Claim(consumer=consumer_uuid, options=options, project_id="p"),
         Claim(consumer=new_uuid(rng), options=options, project_id="p"),
     ]
-    claimed, full = await api.request_all(asked, ClaimResult, timeout_s=TIMEOUT_S, causes=["a", "b"])
+    claimed, full = await api.request_all(requests, ClaimResult, timeout_s=TIMEOUT_S, causes=["a", "b"])
     assert isinstance(claimed, ClaimResult)
     assert isinstance(full, ClaimResult)
     assert (claimed.outcome, claimed.option, full.outcome) == (ClaimOutcome.CLAIMED, 0, ClaimOutcome.FULL)

@@ -108,7 +108,7 @@ async def with_locks(store: PostgresStore, claims: Sequence[Claim]) -> list[Clai
         return await store.apply(claims)
 
 
-async def told(store: PostgresStore) -> tuple[Change, ...]:
+async def published(store: PostgresStore) -> tuple[Change, ...]:
     return (await store.changes(0, 100_000)).changes
 
 
@@ -130,7 +130,7 @@ async def apart(book: Book) -> AsyncIterator[PostgresStore]:
     await store.close()
 
 
-async def test_the_short_way_answers_writes_and_tells_what_the_way_with_locks_does(
+async def test_the_short_way_answers_writes_and_publishes_what_the_way_with_locks_does(
     book: Book, apart: PostgresStore, rng: random.Random, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     uuids = [(new_uuid(rng), new_uuid(rng)) for _ in range(12)]
@@ -155,7 +155,7 @@ async def test_the_short_way_answers_writes_and_tells_what_the_way_with_locks_do
         replies = await book.store.apply(claims)
         assert replies == await with_locks(apart, claims), claims
         outcomes.update(reply.outcome for reply in replies if isinstance(reply, ClaimResult))
-    assert await told(book.store) == await told(apart)
+    assert await published(book.store) == await published(apart)
     async with apart.database.raw() as connection:
         assert await book.allocations() == await audit.allocations(connection)
         assert await audit.findings(connection) == await book.findings() == []
@@ -188,7 +188,7 @@ async def test_what_another_takes_while_a_claim_waits_for_it_is_not_given_twice(
     assert isinstance(full, ClaimResult) and full.outcome is ClaimOutcome.FULL
     assert isinstance(claimed, ClaimResult) and claimed.outcome is ClaimOutcome.CLAIMED
     assert claimed.generations == {host: 1 + 7 + 7 + 1}
-    newest = (await told(book.store))[-1]
+    newest = (await published(book.store))[-1]
     assert (newest.sequence, newest.generation, newest.used) == (claimed.sequence, 16, {"VCPU": 5})
     for connection in (holder, watcher):
         await connection.close()

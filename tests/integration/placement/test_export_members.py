@@ -91,9 +91,7 @@ async def test_an_imported_book_holds_claims_to_groups_and_limits_as_the_first_d
         ]
 
 
-async def test_members_alone_are_made_to_be_what_the_file_says(
-    book: Book, hosts: list[str], rng: random.Random
-) -> None:
+async def test_members_alone_are_set_to_what_the_file_holds(book: Book, hosts: list[str], rng: random.Random) -> None:
     first, second = member(rng, hosts[0]), member(rng, hosts[1])
     assert await outcomes(book, first, second) == ["claimed"] * 2
     before = await exported(book)
@@ -136,7 +134,7 @@ async def test_a_file_without_groups_leaves_groups_as_they_are_and_members_follo
 
 
 @pytest.mark.parametrize("other", ["berth.placement.v2", "berth.placement.v4"])
-def test_a_file_says_what_it_is_and_one_of_another_version_is_refused_in_words(other: str) -> None:
+def test_a_file_names_its_version_and_another_version_is_refused_in_words(other: str) -> None:
     empty = BookExport(frozenset(), frozenset(), {}, {}, frozenset())
     assert next(export.lines(empty)) == b'{"format":"berth.placement.v3"}\n'
     without = next(export.lines(replace(empty, members=None)))
@@ -156,17 +154,17 @@ async def test_an_import_waits_for_claims_that_have_read_their_group_and_their_p
     """Decided by the members and the sums of the book before, they would break the rule in the book after."""
     assert await outcomes(book, member(rng, hosts[0])) == ["claimed"]
     file = await exported(book)
-    for asked in (member(rng, hosts[1]), member(rng, hosts[1], None, TWO)):
+    for requested in (member(rng, hosts[1]), member(rng, hosts[1], None, TWO)):
         async with book.database.raw() as reading:
-            await members.lock(reading, [asked])
-            await members.read(reading, [asked])
-            if asked.limits:
-                await claims.lock(reading, expected_consumers([asked]), None, book.store.names)
-            await limits.lock(reading, [asked])
+            await members.lock(reading, [requested])
+            await members.read(reading, [requested])
+            if requested.limits:
+                await claims.lock(reading, expected_consumers([requested]), None, book.store.names)
+            await limits.lock(reading, [requested])
             importing = asyncio.create_task(imported(book, file))
             async with asyncio.timeout(PATIENCE_S):
                 while not await reading.fetchval(WAITING):
                     pass
             assert not importing.done()
-            await reading.execute(claims.DELETE_CONSUMERS, [asked.consumer])
+            await reading.execute(claims.DELETE_CONSUMERS, [requested.consumer])
         assert await importing == 0

@@ -24,7 +24,7 @@ MakeClaim = Callable[..., Claim]
 PATIENCE_S = 60.0
 
 
-async def nothing(_said: FeedChanges) -> None:
+async def nothing(_published: FeedChanges) -> None:
     return
 
 
@@ -113,8 +113,8 @@ async def test_two_publishers_publish_everything_once_and_in_order(
     await second.open()
     published: list[int] = []
 
-    async def send(said: FeedChanges) -> None:
-        changes = said.changes
+    async def send(announced: FeedChanges) -> None:
+        changes = announced.changes
         await asyncio.sleep(0)  # a confirm takes a turn of the loop
         published.extend(change.sequence for change in changes)
 
@@ -138,8 +138,8 @@ async def test_a_publisher_that_dies_as_it_writes_its_position_is_repeated_not_s
     await second.open()
     sent: list[int] = []
 
-    async def send(said: FeedChanges) -> None:
-        changes = said.changes
+    async def send(announced: FeedChanges) -> None:
+        changes = announced.changes
         sent.extend(change.sequence for change in changes)
 
     async def kill_who_waits() -> None:
@@ -152,8 +152,8 @@ async def test_a_publisher_that_dies_as_it_writes_its_position_is_repeated_not_s
 
     killer = await asyncpg.connect(book.url)
 
-    async def hold_the_position_and_send(said: FeedChanges) -> None:
-        await send(said)
+    async def hold_the_position_and_send(announced: FeedChanges) -> None:
+        await send(announced)
         await blocker.execute("BEGIN; SELECT FROM placement.feed_position FOR UPDATE")
 
     blocker = await asyncpg.connect(book.url)
@@ -224,7 +224,7 @@ async def test_old_changes_are_trimmed_once_published_and_then_too_old(book: Boo
     for _ in range(6):
         await book.hosts(1, rng, VCPU=1)
 
-    async def send(_said: FeedChanges) -> None:
+    async def send(_published: FeedChanges) -> None:
         return
 
     await book.store.trim(keep_changes=2, keep_fences_s=60, keep_sources_s=3600.0, limit=1000)

@@ -97,7 +97,7 @@ async def test_a_head_behind_the_one_that_was_seen_is_another_history(book: Book
     assert (await book.store.head()).history != first.history
 
 
-async def test_an_import_is_another_history_and_so_said_by_the_feed(book: Book, rng: random.Random) -> None:
+async def test_an_import_is_another_history_and_the_feed_carries_it(book: Book, rng: random.Random) -> None:
     await book.hosts(2, rng, VCPU=4)
     first = await book.store.head()
     async with book.database.raw() as connection:
@@ -112,13 +112,13 @@ async def test_an_import_is_another_history_and_so_said_by_the_feed(book: Book, 
         )
     second = await book.store.head()
     assert second.history != first.history
-    said: list[FeedChanges] = []
+    published: list[FeedChanges] = []
 
     async def send(changes: FeedChanges) -> None:
-        said.append(changes)
+        published.append(changes)
 
     await book.store.publish(send, 100)
-    assert {one.history for one in said} == {second.history}
+    assert {one.history for one in published} == {second.history}
     assert (await book.store.snapshot(None, 10)).history == second.history
 
 

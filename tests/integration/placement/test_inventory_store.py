@@ -23,7 +23,7 @@ pytestmark = pytest.mark.postgres
 MakeClaim = Callable[..., Claim]
 
 
-async def said(book: Book, *updates: InventoryUpdate) -> list[str]:
+async def reported(book: Book, *updates: InventoryUpdate) -> list[str]:
     results = await book.store.report(updates)
     return [result.outcome if isinstance(result, InventoryResult) else result.code for result in results]
 
@@ -51,30 +51,30 @@ def tree(root: str, *children: str, version: int, source: str = "s", gpus: int =
 
 async def test_an_older_version_loses_and_the_same_again_changes_nothing(book: Book, rng: random.Random) -> None:
     root = new_uuid(rng)
-    assert await said(book, book.host(root, version=5, VCPU=5)) == ["applied"]
+    assert await reported(book, book.host(root, version=5, VCPU=5)) == ["applied"]
     head = (await book.store.head()).sequence
-    assert await said(book, book.host(root, version=4, VCPU=4)) == ["stale"]
-    assert await said(book, book.host(root, version=5, VCPU=9)) == ["stale"]
-    assert await said(book, book.host(root, version=5, VCPU=5)) == ["unchanged"]
-    assert await said(book, book.host(root, version=7, VCPU=5)) == ["unchanged"]
-    assert await said(book, book.host(root, version=6, VCPU=6)) == ["stale"]
+    assert await reported(book, book.host(root, version=4, VCPU=4)) == ["stale"]
+    assert await reported(book, book.host(root, version=5, VCPU=9)) == ["stale"]
+    assert await reported(book, book.host(root, version=5, VCPU=5)) == ["unchanged"]
+    assert await reported(book, book.host(root, version=7, VCPU=5)) == ["unchanged"]
+    assert await reported(book, book.host(root, version=6, VCPU=6)) == ["stale"]
     assert (await book.store.head()).sequence == head
-    assert await said(book, book.host(root, version=1, source="other", VCPU=3)) == ["applied"]
+    assert await reported(book, book.host(root, version=1, source="other", VCPU=3)) == ["applied"]
     # Another source has changed the tree since: the same report is no longer taken on trust.
-    assert await said(book, book.host(root, version=8, VCPU=5)) == ["applied"]
+    assert await reported(book, book.host(root, version=8, VCPU=5)) == ["applied"]
 
 
 async def test_of_several_versions_in_one_batch_the_newest_wins(book: Book, rng: random.Random) -> None:
     root = new_uuid(rng)
     versions = [book.host(root, version=version, VCPU=version) for version in (2, 9, 3)]
-    assert await said(book, *versions) == ["stale", "applied", "stale"]
+    assert await reported(book, *versions) == ["stale", "applied", "stale"]
     page = await book.store.snapshot(None, 10)
     assert page.providers[0].inventories["VCPU"][0] == 9
 
 
 async def test_a_tree_grows_changes_and_goes(book: Book, rng: random.Random) -> None:
     root, one, two = sorted(new_uuid(rng) for _ in range(3))
-    assert await said(book, tree(root, one, two, version=1)) == ["applied"]
+    assert await reported(book, tree(root, one, two, version=1)) == ["applied"]
     page = await book.store.snapshot(None, 10)
     child = page.providers[1]
     assert (child.parent_uuid, child.root_uuid, child.traits, child.aggregates) == (
@@ -83,22 +83,22 @@ async def test_a_tree_grows_changes_and_goes(book: Book, rng: random.Random) -> 
         ("CUSTOM_BLUE",),
         (root,),
     )
-    assert await said(book, tree(root, two, version=2)) == ["applied"]
+    assert await reported(book, tree(root, two, version=2)) == ["applied"]
     assert [state.uuid for state in (await book.store.snapshot(None, 10)).providers] == [root, two]
     gone = InventoryUpdate(source="s", version=3, root_uuid=root)
-    assert await said(book, gone) == ["applied"]
+    assert await reported(book, gone) == ["applied"]
     assert (await book.store.snapshot(None, 10)).providers == ()
-    assert await said(book, gone) == ["unchanged"]
+    assert await reported(book, gone) == ["unchanged"]
     removed = [change.provider for change in (await book.store.changes(0, 100)).changes if change.removed]
     assert removed == [one, root, two]
-    assert await said(book, tree(root, one, version=4)) == ["applied"]
+    assert await reported(book, tree(root, one, version=4)) == ["applied"]
 
 
 async def test_what_is_in_use_is_stranded_until_it_is_free(
     book: Book, rng: random.Random, make_claim: MakeClaim
 ) -> None:
     root, child = new_uuid(rng), new_uuid(rng)
-    await said(book, tree(root, child, version=1))
+    await reported(book, tree(root, child, version=1))
     user = make_claim(new_uuid(rng), {child: {"VGPU": 1}})
     await book.store.apply([user])
     (result,) = await book.store.report([tree(root, version=2)])
@@ -106,16 +106,16 @@ async def test_what_is_in_use_is_stranded_until_it_is_free(
     assert result.stranded == (child,)
     late = make_claim(new_uuid(rng), {child: {"VGPU": 1}})
     assert [getattr(reply, "outcome", None) for reply in await book.store.apply([late])] == ["full"]
-    assert await said(book, tree(root, version=3)) == ["unchanged"]
+    assert await reported(book, tree(root, version=3)) == ["unchanged"]
     await book.store.apply([Release(consumer=user.consumer)])
-    assert await said(book, tree(root, version=4)) == ["applied"]
+    assert await reported(book, tree(root, version=4)) == ["applied"]
     assert [state.uuid for state in (await book.store.snapshot(None, 10)).providers] == [root]
     assert await book.findings() == []
 
 
 async def test_one_bad_update_leaves_its_neighbours_alone(book: Book, rng: random.Random) -> None:
     good, taken, bad_trait = (new_uuid(rng) for _ in range(3))
-    await said(book, book.host(good, VCPU=1))
+    await reported(book, book.host(good, VCPU=1))
     name = ProviderReport(uuid=taken, name=f"host-{good}")
     trait = ProviderReport(uuid=bad_trait, name="t", traits=("HW_NOT_A_TRAIT",))
     results = await book.store.report(
@@ -139,22 +139,22 @@ async def test_names_pass_on_in_one_batch(book: Book, rng: random.Random) -> Non
         reports = (ProviderReport(uuid=uuid, name=name, inventories={"VCPU": Inventory(total=1)}),)
         return InventoryUpdate(source="s", version=version, root_uuid=uuid, providers=reports)
 
-    assert await said(book, named(a, "one", 1), named(b, "two", 1)) == ["applied", "applied"]
+    assert await reported(book, named(a, "one", 1), named(b, "two", 1)) == ["applied", "applied"]
     gone = InventoryUpdate(source="s", version=2, root_uuid=a)
-    assert await said(book, gone, named(b, "one", 2), named(c, "two", 1)) == ["applied"] * 3
+    assert await reported(book, gone, named(b, "one", 2), named(c, "two", 1)) == ["applied"] * 3
     assert await names_in_book(book) == {"one": b, "two": c}
     gone = InventoryUpdate(source="s", version=3, root_uuid=b)
-    assert await said(book, gone, named(c, "one", 2)) == ["applied"] * 2
+    assert await reported(book, gone, named(c, "one", 2)) == ["applied"] * 2
     assert await names_in_book(book) == {"one": c}
 
 
 async def test_a_provider_moves_to_another_root(book: Book, rng: random.Random) -> None:
     old, new, child = (new_uuid(rng) for _ in range(3))
-    await said(book, tree(old, child, version=1), tree(new, version=1))
-    assert await said(book, tree(new, child, version=2)) == ["applied"]
+    await reported(book, tree(old, child, version=1), tree(new, version=1))
+    assert await reported(book, tree(new, child, version=2)) == ["applied"]
     assert (await names_in_book(book))[f"c-{child}"] == new
     # The old root's next report no longer has it, and must not remove it from where it lives now.
-    assert await said(book, tree(old, version=2)) == ["unchanged"]
+    assert await reported(book, tree(old, version=2)) == ["unchanged"]
     assert f"c-{child}" in await names_in_book(book)
 
 
@@ -177,7 +177,7 @@ async def test_two_processes_create_the_same_names_at_once_and_one_is_refused(bo
     await second.close()
 
 
-async def test_names_of_a_transaction_that_was_lost_are_not_believed(
+async def test_names_of_a_transaction_that_was_lost_are_not_used(
     book: Book, rng: random.Random, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The server goes away between a new name's row and its commit: the number this process has seen does not exist."""
@@ -210,11 +210,11 @@ async def test_two_sources_own_parts_of_one_tree(book: Book, rng: random.Random)
     def agent(version: int, *reports: ProviderReport) -> InventoryUpdate:
         return InventoryUpdate(source="agent", version=version, root_uuid=root, providers=(*places, *reports))
 
-    assert await said(book, agent(1, mine)) == ["inventory.not_there"]
-    assert await said(book, tree(root, cell, version=1)) == ["applied"]
-    assert await said(book, agent(1, mine)) == ["applied"]
-    assert await said(book, tree(root, cell, version=2, gpus=3)) == ["applied"]
-    assert await said(book, agent(2, mine)) == ["unchanged"]
+    assert await reported(book, agent(1, mine)) == ["inventory.not_there"]
+    assert await reported(book, tree(root, cell, version=1)) == ["applied"]
+    assert await reported(book, agent(1, mine)) == ["applied"]
+    assert await reported(book, tree(root, cell, version=2, gpus=3)) == ["applied"]
+    assert await reported(book, agent(2, mine)) == ["unchanged"]
     states = {state.uuid: state for state in (await book.store.snapshot(None, 10)).providers}
     assert {uuid: sorted(states[uuid].inventories) for uuid in (root, cell, device)} == {
         root: ["VCPU"],
@@ -222,5 +222,5 @@ async def test_two_sources_own_parts_of_one_tree(book: Book, rng: random.Random)
         device: ["SRIOV_NET_VF"],
     }
     assert states[cell].name == f"c-{cell}"
-    assert await said(book, agent(3)) == ["applied"]
+    assert await reported(book, agent(3)) == ["applied"]
     assert sorted(await names_in_book(book)) == sorted([f"r-{root}", f"c-{cell}"])

@@ -47,12 +47,12 @@ async def test_a_claim_reads_the_members_on_the_hosts_that_it_names_however_many
     hosts = await book.hosts(MANY, rng, VCPU=2)
     replies = await book.store.apply([member(rng, host, GroupPolicy.SOFT_ANTI_AFFINITY) for host in hosts])
     assert {str(reply.outcome) for reply in replies} == {"claimed"}
-    asked = member(rng, hosts[7], policy)
+    requested = member(rng, hosts[7], policy)
     async with book.database.raw() as connection:
-        (found,) = (await members.read(connection, [asked])).values()
+        (found,) = (await members.read(connection, [requested])).values()
     assert len(found) <= most
     assert not most or ((hosts[7],) in map(tuple, found.values()))
-    (reply,) = await book.store.apply([asked])
+    (reply,) = await book.store.apply([requested])
     # Members are on many hosts: no host has them all, and none has none.
     is_hard = policy in (GroupPolicy.ANTI_AFFINITY, GroupPolicy.AFFINITY)
     expected = ClaimOutcome.RULED_OUT if is_hard else ClaimOutcome.CLAIMED

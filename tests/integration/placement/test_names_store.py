@@ -23,11 +23,11 @@ class Slow:
     def __init__(self, connection: asyncpg.Connection, arrive: asyncio.Event) -> None:
         self._connection = connection
         self._arrive = arrive
-        self.asked = asyncio.Event()
+        self.requested = asyncio.Event()
 
     async def fetch(self, statement: str) -> Sequence[asyncpg.Record]:
         rows: Sequence[asyncpg.Record] = await self._connection.fetch(statement)
-        self.asked.set()
+        self.requested.set()
         await self._arrive.wait()
         return rows
 
@@ -47,7 +47,7 @@ async def test_a_read_that_began_before_a_name_was_made_and_ends_after_does_not_
     async with book.database.raw() as connection, asyncio.timeout(PATIENCE_S):
         slow = Slow(connection, arrive)
         late = asyncio.create_task(names._read(slow))  # type: ignore[arg-type]
-        await slow.asked.wait()
+        await slow.requested.wait()
         await names.ensure(["CUSTOM_GOLD"], ["CUSTOM_BLUE"])
         arrive.set()
         await late
@@ -61,8 +61,8 @@ async def test_a_snapshot_that_is_older_than_a_name_does_not_forget_it(book: Boo
         await connection.fetch("SELECT 1 FROM resource_classes LIMIT 1")
         await names.ensure(["CUSTOM_GOLD"], [])
         number = names.class_ids["CUSTOM_GOLD"]
-        unheard = max(names.class_names) + 1
-        assert unheard not in await names.names_of(connection, {unheard})
+        unknown = max(names.class_names) + 1
+        assert unknown not in await names.names_of(connection, {unknown})
     assert (names.class_ids["CUSTOM_GOLD"], names.class_names[number]) == (number, "CUSTOM_GOLD")
 
 

@@ -43,7 +43,7 @@ async def audit(placement: Placement, *words: str) -> tuple[int, dict[str, Any]]
 
 
 @on_postgres
-async def test_whoever_is_not_named_is_an_orphan(placement: Placement, tmp_path: Path) -> None:
+async def test_a_consumer_that_is_not_named_is_an_orphan(placement: Placement, tmp_path: Path) -> None:
     one, other = await placement.host(VCPU=8), await placement.host(VCPU=8)
     alive, orphan, doubled = (new_uuid(placement.rng) for _ in range(3))
     assert (await placement.claim(alive, one, VCPU=1)).status_code == 204
@@ -81,12 +81,12 @@ async def test_an_operator_gives_a_host_to_a_cell(placement: Placement) -> None:
 
     assert await move("cell1") == (0, f"{host}: no cell -> cell1\n")
     assert await move("cell1") == (0, f"{host}: cell1 already\n")
-    status, said = await move("nowhere")
-    assert (status, "no cell 'nowhere'" in said) == (2, True)
+    status, output = await move("nowhere")
+    assert (status, "no cell 'nowhere'" in output) == (2, True)
     assert (await placement.claim(new_uuid(placement.rng), host, VCPU=1)).status_code == 204
 
 
-def test_an_empty_list_would_release_everybody(tmp_path: Path) -> None:
+def test_an_empty_list_would_release_everything(tmp_path: Path) -> None:
     names = tmp_path / "ids"
     for text in ("\n", "no uuid\n"):
         names.write_text(text)
@@ -96,7 +96,7 @@ def test_an_empty_list_would_release_everybody(tmp_path: Path) -> None:
 
 
 @on_postgres
-async def test_what_is_over_capacity_is_told_with_the_newest_and_evicted_when_told_so(
+async def test_what_is_over_capacity_is_listed_with_the_newest_and_evicted_on_request(
     placement: Placement, tmp_path: Path
 ) -> None:
     host = await placement.host(VCPU=8)

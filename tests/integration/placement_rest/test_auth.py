@@ -29,7 +29,7 @@ SERVICE = Caller(user_id="n", project_id="s", roles=("service",))
 LIST = "placement:resource_providers:list"
 
 
-async def test_noauth2_believes_the_caller() -> None:
+async def test_noauth2_trusts_the_caller() -> None:
     auth = NoAuth2()
     assert await auth.identify({}) is None
     assert await auth.identify({b"x-auth-token": b"admin"}) == Caller(
@@ -158,7 +158,7 @@ async def stand_in() -> AsyncIterator[tuple[KeystoneStandIn, str]]:
         yield serving
 
 
-async def test_keystone_is_asked_once_and_its_answer_believed_until_it_expires(
+async def test_keystone_is_requested_once_and_its_answer_cached_until_it_expires(
     stand_in: tuple[KeystoneStandIn, str],
 ) -> None:
     keystone, url = stand_in
@@ -168,11 +168,11 @@ async def test_keystone_is_asked_once_and_its_answer_believed_until_it_expires(
     auth = Keystone(KeystoneConfig(auth_url=f"{url}/v3/", password="right"), SystemClock())
     found = await asyncio.gather(*(auth.identify({b"x-auth-token": b"good"}) for _ in range(20)))
     assert set(found) == {Caller(user_id="u1", project_id="p1", roles=("admin",))}
-    assert keystone.asked == 1
+    assert keystone.sign_ins == 1
     assert await auth.identify({b"x-auth-token": b"old"}) is None
     assert await auth.identify({b"x-auth-token": b"unheard-of"}) is None
     assert await auth.identify({b"x-auth-token": b"unheard-of"}) is None
-    assert keystone.asked == 3
+    assert keystone.sign_ins == 3
     whole = await auth.identify({b"x-auth-token": b"whole"})
     assert whole is not None
     assert (whole.project_id, whole.system_scope) == (None, "all")
@@ -209,11 +209,13 @@ async def test_what_can_be_no_token_is_refused_without_a_request_to_keystone(
     keystone, url = stand_in
     auth = Keystone(KeystoneConfig(auth_url=url, password="right"), SystemClock())
     assert await auth.identify({b"x-auth-token": token}) is None
-    assert keystone.asked == 0
+    assert keystone.sign_ins == 0
     await auth.close()
 
 
-async def test_who_we_are_may_be_said_by_domain_ids(stand_in: tuple[KeystoneStandIn, str], tmp_path: Path) -> None:
+async def test_the_service_user_may_be_named_by_domain_ids(
+    stand_in: tuple[KeystoneStandIn, str], tmp_path: Path
+) -> None:
     keystone, url = stand_in
     keystone.add("good", timedelta(hours=1), project={"id": "p1", "name": "p"})
     (tmp_path / "placement.conf").write_text(
@@ -223,9 +225,9 @@ async def test_who_we_are_may_be_said_by_domain_ids(stand_in: tuple[KeystoneStan
     config = with_oslo_conf(RestConfig(conf_dir=str(tmp_path))).keystone
     auth = Keystone(config, SystemClock())
     assert await auth.identify({b"x-auth-token": b"good"}) is not None
-    said = keystone.asked_by["auth"]
-    assert said["identity"]["password"]["user"]["domain"] == {"id": "users"}
-    assert said["scope"]["project"]["domain"] == {"id": "projects"}
+    sent = keystone.last_sign_in["auth"]
+    assert sent["identity"]["password"]["user"]["domain"] == {"id": "users"}
+    assert sent["scope"]["project"]["domain"] == {"id": "projects"}
     await auth.close()
 
 

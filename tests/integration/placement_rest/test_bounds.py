@@ -92,7 +92,7 @@ async def test_others_are_answered_while_a_long_search_runs_and_it_sees_one_stat
         assert fresh.json()["allocation_requests"] == []
 
 
-async def test_a_search_that_finds_nothing_in_time_says_so_instead_of_none(postgres_url: str) -> None:
+async def test_a_search_that_finds_nothing_in_time_fails_instead_of_answering_none(postgres_url: str) -> None:
     async with serving(postgres_url, search_timeout_s=1e-9) as placement:
         await devices(placement, 300)
         answer = await placement.call("GET", LONG, status=400)

@@ -80,11 +80,11 @@ async def test_writes_that_were_written_together_keep_their_own_causes(placement
 @asynccontextmanager
 async def listening(placement: Placement) -> AsyncIterator[asyncio.Queue[Received]]:
     """What comes on the bus."""
-    heard: asyncio.Queue[Received] = asyncio.Queue()
+    events: asyncio.Queue[Received] = asyncio.Queue()
 
     async def listen(batch: Sequence[Received]) -> list[Outcome]:
         for received in batch:
-            heard.put_nowait(received)
+            events.put_nowait(received)
         return [Done() for _ in batch]
 
     bus = Bus(
@@ -95,17 +95,17 @@ async def listening(placement: Placement) -> AsyncIterator[asyncio.Queue[Receive
     await consumer.start()
     try:
         async with asyncio.timeout(PATIENCE_S):
-            yield heard
+            yield events
     finally:
         await consumer.drain(1.0)
         await bus.close()
 
 
-async def test_the_bus_says_it_too(placement: Placement) -> None:
-    async with listening(placement) as heard:
+async def test_the_bus_carries_it_too(placement: Placement) -> None:
+    async with listening(placement) as events:
         body = {"name": "host", "uuid": new_uuid(placement.rng)}
         await placement.call("POST", "/resource_providers", body, status=200, **HEADER)
-        while not isinstance((received := await heard.get()).message, FeedChanges):
+        while not isinstance((received := await events.get()).message, FeedChanges):
             pass
         assert received.meta.cause == OURS
 
@@ -113,12 +113,12 @@ async def test_the_bus_says_it_too(placement: Placement) -> None:
 async def test_a_message_of_several_causes_names_none_of_them_as_its_own(placement: Placement) -> None:
     ids = [f"req-{new_uuid(placement.rng)}" for _ in range(2)]
     writes = [CreateProvider(uuid=new_uuid(placement.rng), name=own, cause=own) for own in ids]
-    async with listening(placement) as heard:
+    async with listening(placement) as events:
         await placement.store.rest.write_trees(writes)
         body = {"name": "host", "uuid": new_uuid(placement.rng)}
         await placement.call("POST", "/resource_providers", body, status=200, **HEADER)  # wakes whoever publishes
         while True:
-            received = await heard.get()
+            received = await events.get()
             if isinstance(received.message, FeedChanges):
                 causes = {cause for change in received.message.changes for cause in change.causes}
                 assert received.meta.cause == (OURS if causes == {OURS} else "")
@@ -127,7 +127,7 @@ async def test_a_message_of_several_causes_names_none_of_them_as_its_own(placeme
 
 
 @on_postgres
-async def test_the_log_says_it_too(placement: Placement) -> None:
+async def test_the_log_carries_it_too(placement: Placement) -> None:
     async with placement.postgres.database.raw() as connection:
         await connection.execute("ALTER TABLE traits RENAME TO gone")  # something to log
     with structlog.testing.capture_logs(processors=[structlog.contextvars.merge_contextvars]) as logs:

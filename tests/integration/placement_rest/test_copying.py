@@ -49,12 +49,14 @@ async def test_aggregates_of_the_old_days_are_seen_by_a_whole_pass(placement: Pl
     assert (await source.read(whole=True)).providers[host].aggregates == (aggregate,)
 
 
-async def test_nobody_there_and_nobody_we_know(placement: Placement, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_unreachable_keystone_and_an_unknown_user(
+    placement: Placement, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(copying, "ASK", msgspec.structs.replace(copying.ASK, first_s=0.001, longest_s=0.001))
-    nobody = CopySource("http://127.0.0.1:9", "admin")
+    unreachable = CopySource("http://127.0.0.1:9", "admin")
     with pytest.raises(InvalidExport, match="ConnectError"):
-        await nobody.read()
-    await nobody.close()
+        await unreachable.read()
+    await unreachable.close()
     unauthorized = CopySource(f"{placement.base_url}/resource_providers", "")
     with pytest.raises(InvalidExport):
         await unauthorized.read()

@@ -48,7 +48,7 @@ async def answered_beside(placement: Placement, gate: Gate, long: asyncio.Task[A
         gate.open.set()
 
 
-async def test_what_is_wrong_with_a_long_body_is_found_aside(
+async def test_what_is_wrong_with_a_long_body_is_found_off_the_event_loop(
     postgres_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with serving(postgres_url) as placement:
@@ -67,7 +67,9 @@ async def test_what_is_wrong_with_a_long_body_is_found_aside(
         assert metrics.OFFLOADED.labels("text")._value.get() == before + 1
 
 
-async def test_a_long_list_of_providers_is_written_aside(postgres_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_long_list_of_providers_is_written_off_the_event_loop(
+    postgres_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async with serving(postgres_url) as placement:
         hosts = [await placement.host(MEMORY_MB=8) for _ in range(4)]
         monkeypatch.setattr(api, "LISTED_AT_ONCE", 3)

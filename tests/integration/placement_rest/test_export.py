@@ -118,7 +118,7 @@ async def test_a_live_placement_is_copied_until_equal(placement: Placement, post
 
 
 @on_postgres
-async def test_repair_counts_anew_what_is_wrong_and_tells_the_feed(placement: Placement) -> None:
+async def test_repair_counts_anew_what_is_wrong_and_publishes_it_on_the_feed(placement: Placement) -> None:
     hosts, consumers = await fill(placement)
     replica = await placement.replica()
     async with placement.postgres.database.raw() as connection:

@@ -95,7 +95,7 @@ async def test_a_body_that_comes_drop_by_drop_is_not_waited_for_for_ever(postgre
         writer.close()
 
 
-async def test_no_answer_has_more_candidates_than_the_site_says(postgres_url: str) -> None:
+async def test_no_answer_has_more_candidates_than_the_site_allows(postgres_url: str) -> None:
     async with serving(postgres_url, default_limit=2) as placement:
         for _ in range(4):
             await placement.host(VCPU=8)

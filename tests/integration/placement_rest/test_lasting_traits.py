@@ -18,9 +18,11 @@ VMX, AVX = "HW_CPU_X86_VMX", "HW_CPU_X86_AVX"
 
 
 async def report(placement: Placement, root: str, version: int, *traits: str) -> None:
-    said = ProviderReport(uuid=root, name="host", inventories={"VCPU": Inventory(total=4 + version)}, traits=traits)
+    announced = ProviderReport(
+        uuid=root, name="host", inventories={"VCPU": Inventory(total=4 + version)}, traits=traits
+    )
     [result] = await placement.store.report(
-        [InventoryUpdate(source="c1", version=version, root_uuid=root, providers=(said,))]
+        [InventoryUpdate(source="c1", version=version, root_uuid=root, providers=(announced,))]
     )
     assert getattr(result, "outcome", None) == "applied"
 

@@ -44,7 +44,7 @@ async def test_a_renamed_class_keeps_its_inventories_and_allocations(placement: 
     assert await placement.findings() == []
 
 
-async def test_a_process_that_knew_the_old_name_says_the_new_one_on_the_feed(
+async def test_a_process_that_knew_the_old_name_publishes_the_new_one_on_the_feed(
     placement: Placement, other: Placement
 ) -> None:
     host, consumer = await other.host(**{OLD: 10}), new_uuid(other.rng)
@@ -60,7 +60,7 @@ async def test_a_process_that_knew_the_old_name_says_the_new_one_on_the_feed(
     assert await placement.findings() == []
 
 
-async def test_the_old_name_is_unknown_wherever_it_is_said(placement: Placement, other: Placement) -> None:
+async def test_the_old_name_is_unknown_everywhere(placement: Placement, other: Placement) -> None:
     host = await other.host(**{OLD: 10})
     await other.call("GET", f"/allocation_candidates?resources={OLD}:1", status=200)
     await rename(placement)

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.postgres
 ROUNDS = 10
 
 
-async def test_of_two_puts_for_one_new_consumer_one_is_told_that_it_was_not_new(postgres_url: str) -> None:
+async def test_of_two_puts_for_one_new_consumer_one_is_refused_as_not_new(postgres_url: str) -> None:
     async with serving(postgres_url) as mine, serving(postgres_url) as theirs:
         hosts = [await mine.host(VCPU=2 * ROUNDS) for _ in range(2)]
         for _ in range(ROUNDS):

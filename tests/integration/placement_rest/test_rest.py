@@ -226,7 +226,7 @@ async def test_errors_carry_the_request_id_and_the_version(placement: Placement)
     assert answer.status_code == 403
 
 
-async def test_the_openapi_document_is_served_where_the_settings_say_so(
+async def test_the_openapi_document_is_served_where_the_settings_allow_it(
     placement: Placement,
 ) -> None:
     await placement.call("GET", "/openapi.json", status=404)
@@ -286,11 +286,11 @@ async def test_what_projects_hold_follows_every_write_of_allocations(placement: 
 
 
 @pytest.mark.parametrize("other", ["compute 2.1", "placement 1.0"])
-async def test_of_several_version_headers_the_last_that_speaks_of_placement_counts(
+async def test_of_several_version_headers_the_last_that_names_placement_counts(
     placement: Placement, other: str
 ) -> None:
     newest = ("openstack-api-version", "placement 1.39")
-    for said in ([newest, (newest[0], other)], [(newest[0], other), newest]):
-        answer = await placement.client.get("/resource_providers", headers=[("x-auth-token", "admin"), *said])
-        mine = [value for _, value in said if value.startswith("placement")]
+    for listed in ([newest, (newest[0], other)], [(newest[0], other), newest]):
+        answer = await placement.client.get("/resource_providers", headers=[("x-auth-token", "admin"), *listed])
+        mine = [value for _, value in listed if value.startswith("placement")]
         assert answer.headers["openstack-api-version"] == mine[-1]

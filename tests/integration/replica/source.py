@@ -75,7 +75,7 @@ class Source:
         self.snapshots = self.pages = 0
         self.on_page: Callable[[], None] = lambda: None
         self.busy = False  # each answer is followed by one more change, said before the answer is sent
-        self.unsaid: list[Change] = []
+        self.unpublished: list[Change] = []
         self._consumer = bus.consumer("placement.reads", self._answer)
 
     def reopen(self) -> None:
@@ -98,7 +98,7 @@ class Source:
 
     def begin_again(self) -> None:
         """The database was set back: other providers, lower numbers."""
-        self.states, self.changes, self.first, self.unsaid = {}, [], 1, []
+        self.states, self.changes, self.first, self.unpublished = {}, [], 1, []
         self.history = f"h{int(self.history[1:]) + 1}"
 
     def write(self) -> None:
@@ -132,25 +132,25 @@ class Source:
     def _commit(self, change: Change) -> None:
         change = structs.replace(change, sequence=self.head + 1)
         self.changes.append(change)
-        self.unsaid.append(change)
+        self.unpublished.append(change)
 
     async def notify(self) -> None:
         """Announce what is committed and not said, as placement does."""
-        unsaid, self.unsaid = self.unsaid, []
-        if unsaid:
-            await self.bus.publish(FeedChanges(changes=tuple(unsaid), history=self.history))
+        unpublished, self.unpublished = self.unpublished, []
+        if unpublished:
+            await self.bus.publish(FeedChanges(changes=tuple(unpublished), history=self.history))
 
-    async def say_badly(self) -> None:
+    async def announce_badly(self) -> None:
         """Lose, repeat or swap some of it."""
-        unsaid, self.unsaid = self.unsaid, []
-        parts = [unsaid[at : at + 3] for at in range(0, len(unsaid), 3)]
+        unpublished, self.unpublished = self.unpublished, []
+        parts = [unpublished[at : at + 3] for at in range(0, len(unpublished), 3)]
         if self.rng.random() < 0.5:
             self.rng.shuffle(parts)
         for part in parts:
             for _ in range(self.rng.choice((0, 1, 1, 1, 2))):
                 await self.bus.publish(FeedChanges(changes=tuple(part), history=self.history))
 
-    async def say_head(self) -> None:
+    async def announce_head(self) -> None:
         await self.bus.publish(FeedHead(sequence=self.head, history=self.history))
 
     async def _answer(self, batch: Sequence[Received]) -> Sequence[Outcome]:
@@ -160,26 +160,26 @@ class Source:
             await self.notify()
         return replies
 
-    def _page(self, asked: object) -> ChangesPage | SnapshotPage:
+    def _page(self, request: object) -> ChangesPage | SnapshotPage:
         self.on_page()
         self.pages += 1
-        if isinstance(asked, ChangesRequest):
-            if asked.after < self.first - 1 or asked.history not in ("", self.history):
+        if isinstance(request, ChangesRequest):
+            if request.after < self.first - 1 or request.history not in ("", self.history):
                 return ChangesPage(head=self.head, too_old=True, history=self.history)
-            at = asked.after - self.first + 1
-            changes = tuple(self.changes[at : at + asked.limit])
+            at = request.after - self.first + 1
+            changes = tuple(self.changes[at : at + request.limit])
             return ChangesPage(head=self.head, changes=changes, history=self.history)
-        assert isinstance(asked, SnapshotRequest)
-        self.snapshots += asked.after is None
-        left = sorted(one for one in self.states if asked.after is None or one > asked.after)
+        assert isinstance(request, SnapshotRequest)
+        self.snapshots += request.after is None
+        left = sorted(one for one in self.states if request.after is None or one > request.after)
         return SnapshotPage(
             sequence=self.head,
-            providers=tuple(self.states[one] for one in left[: asked.limit]),
-            more=len(left) > asked.limit,
+            providers=tuple(self.states[one] for one in left[: request.limit]),
+            more=len(left) > request.limit,
             history=self.history,
         )
 
-    def is_told_by(self, book: Book) -> bool:
+    def is_held_by(self, book: Book) -> bool:
         """Whether the book says just what is true."""
         if book.sequence != self.head or len(book) != len(self.states):
             return False
@@ -190,10 +190,10 @@ def _same(book: Book, state: ProviderState) -> bool:
     row = book.row_of(state.uuid)
     if row is None:
         return False
-    told = {name: (numbers.capacity, used) for name, (numbers, used, _) in book.inventory_of(row).items()}
+    announced = {name: (numbers.capacity, used) for name, (numbers, used, _) in book.inventory_of(row).items()}
     true = {name: (int(numbers[0]), state.used.get(name, 0)) for name, numbers in state.inventories.items()}
     return (
-        told == true
+        announced == true
         and book.traits_of(row) == state.traits
         and book.generation_of(row) == state.generation
         and book.shape_of(row) == state.shape

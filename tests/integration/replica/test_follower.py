@@ -36,12 +36,12 @@ class Stage:
         return Follower(bus, self.book, process="s1", clock=self.clock, limits=limits)
 
     def is_true(self) -> bool:
-        return self.source.is_told_by(self.book)
+        return self.source.is_held_by(self.book)
 
     async def until_true(self) -> None:
         """Heads are said each second, as placement does, until the book is right."""
         for _ in range(60):
-            await self.source.say_head()
+            await self.source.announce_head()
             for _ in range(300):
                 if self.is_true():
                     return
@@ -71,7 +71,7 @@ async def test_snapshot_then_feed() -> None:
     stage = Stage()
     for _ in range(50):
         stage.source.write()
-    stage.source.unsaid.clear()
+    stage.source.unpublished.clear()
     async with playing(stage) as follower:
         await until(follower.ready.is_set, stage.clock)
         assert stage.is_true()
@@ -106,12 +106,12 @@ async def test_changes_while_the_snapshot_is_being_read() -> None:
         assert stage.source.snapshots == 1
 
 
-async def test_a_gap_is_asked_for_without_waiting_for_a_head() -> None:
+async def test_a_gap_is_requested_without_waiting_for_a_head() -> None:
     stage = Stage()
     async with playing(stage) as follower:
         await until(follower.ready.is_set, stage.clock)
         stage.source.write()
-        stage.source.unsaid.clear()  # lost
+        stage.source.unpublished.clear()  # lost
         stage.source.write()
         await stage.source.notify()
         before = stage.clock.now
@@ -126,8 +126,8 @@ async def test_a_silent_loss_shows_at_the_heads() -> None:
         await until(follower.ready.is_set, stage.clock)
         for _ in range(10):
             stage.source.write()
-        stage.source.unsaid.clear()
-        await stage.source.say_head()
+        stage.source.unpublished.clear()
+        await stage.source.announce_head()
         await until(lambda: follower.lag == 10, stage.clock)
         await stage.until_true()
         assert stage.source.snapshots == 1
@@ -138,7 +138,7 @@ async def test_silence_makes_it_ask() -> None:
     async with playing(stage) as follower:
         await until(follower.ready.is_set, stage.clock)
         stage.source.write()
-        stage.source.unsaid.clear()
+        stage.source.unpublished.clear()
         assert not stage.is_true()
         await until(stage.is_true, stage.clock)  # nothing is ever said
         assert stage.source.snapshots == 1
@@ -151,7 +151,7 @@ async def test_too_old_means_a_new_snapshot() -> None:
         for _ in range(20):
             stage.source.write()
         stage.source.trim()
-        stage.source.unsaid.clear()
+        stage.source.unpublished.clear()
         await stage.until_true()
         assert stage.source.snapshots == 2
 
@@ -177,7 +177,7 @@ async def test_a_cut_connection_is_caught_up() -> None:
         stage.broker.drop_connections()
         for _ in range(9):
             stage.source.write()
-        stage.source.unsaid.clear()  # said while nobody listened
+        stage.source.unpublished.clear()  # said while nobody listened
         before = stage.clock.now
         await until(stage.is_true, stage.clock)
         assert stage.clock.now - before < LIMITS.head_lag_s
@@ -186,7 +186,7 @@ async def test_a_cut_connection_is_caught_up() -> None:
         assert await follower.wait_until(stage.source.head, timeout_s=HANG_S)
 
 
-async def test_placement_away_at_the_start() -> None:
+async def test_placement_unavailable_at_the_start() -> None:
     stage = Stage()
     await stage.source.bus.open()
     bus = stage.bus("s1")
@@ -213,7 +213,7 @@ async def test_a_feed_that_never_rests_is_caught_up_with() -> None:
     async with playing(stage) as follower:
         await until(follower.ready.is_set, stage.clock)
         stage.source.write()
-        stage.source.unsaid.clear()  # lost
+        stage.source.unpublished.clear()  # lost
         stage.source.busy = True
         stage.source.write()
         pages = stage.source.pages
@@ -232,9 +232,9 @@ async def test_what_cannot_be_folded_in_is_kept_within_a_bound() -> None:
         await stage.source.close()  # nobody answers
         for _ in range(200):
             stage.source.write()
-        lost, *said = stage.source.unsaid
+        lost, *rest = stage.source.unpublished
         most = 0
-        for change in said:
+        for change in rest:
             await stage.source.bus.publish(FeedChanges(changes=(change,)))
             await until(lambda number=change.sequence: follower.lag >= number, stage.clock)  # type: ignore[misc]
             most = max(most, len(follower._kept))
@@ -250,7 +250,7 @@ async def test_refresh_requests_at_once_and_many_share_it() -> None:
     async with playing(stage) as follower:
         await until(follower.ready.is_set, stage.clock)
         stage.source.write()
-        stage.source.unsaid.clear()
+        stage.source.unpublished.clear()
         pages = stage.source.pages
         assert all(await asyncio.gather(*(follower.refresh(timeout_s=HANG_S) for _ in range(50))))
         assert stage.is_true()
@@ -264,9 +264,9 @@ async def test_a_claim_result_before_and_after_its_change() -> None:
     stage.source.states[state.uuid] = state
     async with playing(stage) as follower:
         await until(follower.ready.is_set, stage.clock)
-        book, told = stage.book, []
+        book, published = stage.book, []
         roots = book.rows_of_roots()
-        follower.on_change(lambda: told.append(int(book.free("VCPU", roots)[0])))
+        follower.on_change(lambda: published.append(int(book.free("VCPU", roots)[0])))
         book.assume("boot", {state.uuid: {"VCPU": 2}})
         assert book.free("VCPU", roots)[0] == 6
         book.settle("boot", {state.uuid: 4})
@@ -275,7 +275,7 @@ async def test_a_claim_result_before_and_after_its_change() -> None:
         await until(lambda: book.sequence == 1, stage.clock)
         assert book.free("VCPU", roots)[0] == 6
         assert list(book.assumed_keys()) == []
-        assert set(told) == {6}
+        assert set(published) == {6}
 
 
 async def test_a_snapshot_without_end_stops_the_process() -> None:
@@ -302,9 +302,9 @@ async def test_whatever_happens_it_ends_true(seed: int) -> None:
             elif what < 0.1:
                 stage.source.trim()
             elif what < 0.2:
-                await stage.source.say_head()
+                await stage.source.announce_head()
             if rng.random() < 0.7:
-                await stage.source.say_badly()
+                await stage.source.announce_badly()
             for _ in range(rng.randrange(20)):
                 await asyncio.sleep(0)
             stage.clock.advance(rng.random() / 2)
@@ -313,9 +313,9 @@ async def test_whatever_happens_it_ends_true(seed: int) -> None:
         assert not follower._kept
 
 
-@pytest.mark.parametrize("heard", ["changes", "head", "nothing"])
+@pytest.mark.parametrize("announced", ["changes", "head", "nothing"])
 @pytest.mark.parametrize("more", [-5, 0, 5])
-async def test_a_book_that_was_set_back_is_taken_anew_however_far_it_has_come_since(heard: str, more: int) -> None:
+async def test_a_book_that_was_set_back_is_taken_anew_however_far_it_has_come_since(announced: str, more: int) -> None:
     """Its numbers were given again: a replica that was at 20 took 21 to 25 and dropped what was before, for good."""
     stage = Stage()
     for _ in range(20):
@@ -326,13 +326,13 @@ async def test_a_book_that_was_set_back_is_taken_anew_however_far_it_has_come_si
         stage.source.begin_again()
         for _ in range(20 + more):
             stage.source.write()
-        if heard == "changes":
+        if announced == "changes":
             await stage.source.notify()
-        elif heard == "head":
-            stage.source.unsaid.clear()
-            await stage.source.say_head()
+        elif announced == "head":
+            stage.source.unpublished.clear()
+            await stage.source.announce_head()
         else:
-            stage.source.unsaid.clear()
+            stage.source.unpublished.clear()
             asking = asyncio.create_task(follower.refresh(timeout_s=HANG_S))
             await until(asking.done, stage.clock)
             assert asking.result()
@@ -351,6 +351,6 @@ async def test_a_settled_claim_of_another_history_is_not_waited_for() -> None:
         stage.book.settle("boot", {state.uuid: 400}, 500)
         stage.source.begin_again()
         stage.source.states[state.uuid] = state
-        await stage.source.say_head()
+        await stage.source.announce_head()
         await until(lambda: stage.book.history == "h2", stage.clock)
         assert list(stage.book.assumed_keys()) == []

@@ -120,7 +120,7 @@ async def boot(bus: Bus, book: Book, rng: random.Random) -> ClaimOutcome | None:
     return result.outcome
 
 
-def as_told(book: Book) -> dict[str, object]:
+def as_published(book: Book) -> dict[str, object]:
     rows = [row for root in book.rows_of_roots() for row in book.tree(int(root))]
     return {
         book.uuid_of(row): (book.generation_of(row), book.shape_of(row), book.traits_of(row), book.inventory_of(row))
@@ -167,8 +167,8 @@ async def test_two_schedulers_fill_the_hosts_and_all_replicas_agree(site: Site) 
             await follower.refresh(timeout_s=TIMEOUT_S)
             await until(lambda book=book: not list(book.assumed_keys()), follower)  # type: ignore[misc]
         async with site.replica("s3") as (_, fresh):
-            truth = as_told(fresh)
-            assert as_told(one[1]) == truth
-            assert as_told(two[1]) == truth
+            truth = as_published(fresh)
+            assert as_published(one[1]) == truth
+            assert as_published(two[1]) == truth
         roots = one[1].rows_of_roots()
         assert (one[1].usage("VGPU", roots) <= one[1].totals("VGPU", roots)).all()

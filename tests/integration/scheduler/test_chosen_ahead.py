@@ -19,12 +19,12 @@ async def test_a_repeat_leaves_its_choice(world: World, monkeypatch: pytest.Monk
     chosen: list[str] = []
     choose = SchedulingEngine._choose_ahead
 
-    def noted(self: SchedulingEngine, builds: Any) -> Any:
+    def recorded(self: SchedulingEngine, builds: Any) -> Any:
         found = choose(self, builds)
         chosen.extend(found)
         return found
 
-    monkeypatch.setattr(SchedulingEngine, "_choose_ahead", noted)
+    monkeypatch.setattr(SchedulingEngine, "_choose_ahead", recorded)
     await world.scheduler()
     await world.add_hosts("c1", 2)
     book, request = world.replicas["s1"], world.request()
@@ -47,14 +47,14 @@ async def test_a_record_that_fails_leaves_its_choice(world: World, monkeypatch: 
     book, request = world.replicas["s1"], world.request()
     record, seen = SchedulingEngine._insert, list[list[str]]()
 
-    async def away_first(self: Any, builds: Any) -> Any:
+    async def fail_first(self: Any, builds: Any) -> Any:
         seen.append(list(book.assumed_keys()))
         if len(seen) == 1:
             await record(self, builds[:0])  # the database is asked, as it is otherwise
             raise DatabaseUnavailable("it went away")
         return await record(self, builds)
 
-    monkeypatch.setattr(SchedulingEngine, "_insert", away_first)
+    monkeypatch.setattr(SchedulingEngine, "_insert", fail_first)
     await world.ask(request)
     await world.ended(request.instance_uuid, BuildState.SCHEDULED)
     assert seen == [[], []], "assumed while the database was unavailable"

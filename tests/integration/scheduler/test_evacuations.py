@@ -14,7 +14,7 @@ from bus.contracts.operations import AdminState
 from scheduler_worker import evacuations
 from scheduler_worker.config import SchedulerConfig
 from scheduler_worker.domain.evacuation_policy import SPEC
-from tests.integration.scheduler.test_fences import say
+from tests.integration.scheduler.test_fences import publish_fence
 from tests.integration.scheduler.test_host_decisions import decide
 from tests.integration.scheduler.world import World
 
@@ -51,7 +51,7 @@ async def fence(world: World, uuid: str, *, by_cell: bool = True) -> int:
     """The version of the fence, which the cell has recorded."""
     version = (await decide(world, uuid, AdminState.FENCED, reason="PSU")).fence
     if by_cell:
-        await say(world, uuid, version, FenceState.FENCED)
+        await publish_fence(world, uuid, version, FenceState.FENCED)
     return version
 
 
@@ -81,8 +81,8 @@ async def test_the_policy_is_that_of_the_request_else_of_the_flavor_else_of_the_
     await active(world, 1)
     await active(world, 1, "left")
     await active(world, 1, "kept", on_host_failure=EvacuationPolicy.FAIL)
-    told = [one.spec.on_host_failure for _, one in world.builds]
-    assert told == [RESTART, RESTART, None, None, EvacuationPolicy.FAIL]
+    policies = [one.spec.on_host_failure for _, one in world.builds]
+    assert policies == [RESTART, RESTART, None, None, EvacuationPolicy.FAIL]
     await world.add_hosts("c1", 2)
     await fence(world, uuid)
     await world.until(lambda: len(evacuated(world)) >= 2)
@@ -143,13 +143,13 @@ async def test_nothing_is_evacuated_while_the_cell_has_not_the_fence_on_record(w
     version = await fence(world, uuid, by_cell=False)
     if lifting:
         again = await decide(world, uuid, AdminState.ENABLED)
-        await say(world, uuid, again.fence, FenceState.LIFTING, losses=1)
+        await publish_fence(world, uuid, again.fence, FenceState.LIFTING, losses=1)
     # A fence that came later has been carried out when nothing has come of the first.
     await fence(world, other)
     await world.until(lambda: evacuated(world))
     assert {one.instance_uuid for one in evacuated(world)} == {there.instance_uuid}
     if not lifting:
-        await say(world, uuid, version, FenceState.FENCED)
+        await publish_fence(world, uuid, version, FenceState.FENCED)
         await world.until(lambda: built.instance_uuid in {one.instance_uuid for one in evacuated(world)})
 
 

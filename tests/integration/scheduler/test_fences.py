@@ -29,14 +29,16 @@ pytestmark = pytest.mark.postgres
 WARM = SchedulerConfig(hosts_warmup_s=0.001)
 
 
-async def told(world: World, version: int, cell: str = "c1") -> CellFence:
+async def fence_sent(world: World, version: int, cell: str = "c1") -> CellFence:
     found = await world.until(lambda: [one for bus, one in world.fences if (bus, one.version) == (cell, version)])
     return found[0]
 
 
-async def say(world: World, uuid: str, version: int, state: FenceState, *, losses: int = 0, cell: str = "c1") -> None:
-    news = HostFence(cell=cell, host_uuid=uuid, version=version, state=state, losses=losses)
-    await world.buses[cell].publish(news)
+async def publish_fence(
+    world: World, uuid: str, version: int, state: FenceState, *, losses: int = 0, cell: str = "c1"
+) -> None:
+    announced = HostFence(cell=cell, host_uuid=uuid, version=version, state=state, losses=losses)
+    await world.buses[cell].publish(announced)
 
 
 async def becomes(world: World, uuid: str, state: AdminState, **fields: object) -> None:
@@ -61,11 +63,11 @@ async def test_a_cell_is_notified_of_a_fence_until_it_acknowledges_it(
     decided = await decide(world, uuid, AdminState.FENCED, reason="PSU")
     assert (decided.state, decided.acknowledged) == (AdminState.FENCED, 0)
     number = decided.fence
-    command = await told(world, number)
+    command = await fence_sent(world, number)
     assert (command.host_uuid, command.host, command.lift, command.by) == (uuid, "c1-0", False, "ann")
     await world.until(lambda: len(world.fences) >= 3)  # repeated
     assert {bus for bus, _ in world.fences} == {"c1"}
-    await say(world, uuid, number, FenceState.FENCED, losses=2)
+    await publish_fence(world, uuid, number, FenceState.FENCED, losses=2)
     await becomes(world, uuid, AdminState.FENCED, acknowledged=number, losses=2)
     await world.stop("s1")
     # A scheduler that starts now has it from the record, and does not say it again before `REPEAT_S`.
@@ -81,21 +83,21 @@ async def test_a_fenced_host_is_used_only_when_its_cell_has_lifted_the_fence(wor
     await world.scheduler("s2", WARM)
     (uuid,) = await world.add_hosts("c1", 1)
     first = (await decide(world, uuid, AdminState.FENCED)).fence
-    await say(world, uuid, first, FenceState.FENCED)
+    await publish_fence(world, uuid, first, FenceState.FENCED)
     await becomes(world, uuid, AdminState.FENCED, acknowledged=first)
     back = await decide(world, uuid, AdminState.ENABLED, reason="repaired")
     assert (back.state, back.pending, back.fence > first) == (AdminState.FENCED, AdminState.ENABLED, True)
-    assert (await told(world, back.fence)).lift
-    await say(world, uuid, back.fence, FenceState.LIFTING, losses=3)
+    assert (await fence_sent(world, back.fence)).lift
+    await publish_fence(world, uuid, back.fence, FenceState.LIFTING, losses=3)
     await becomes(world, uuid, AdminState.FENCED, losses=3, pending=AdminState.ENABLED)
     early = world.request(host="c1-0")
     await world.ask(early)
     assert (await world.ended(early.instance_uuid)).state is BuildState.FAILED
-    await say(world, uuid, first, FenceState.LIFTED)  # of an older decision
-    await say(world, uuid, back.fence, FenceState.LIFTED, cell="c2")  # of a cell that the host is not in
-    await say(world, uuid, back.fence, FenceState.LIFTING, losses=1)
+    await publish_fence(world, uuid, first, FenceState.LIFTED)  # of an older decision
+    await publish_fence(world, uuid, back.fence, FenceState.LIFTED, cell="c2")  # of a cell that the host is not in
+    await publish_fence(world, uuid, back.fence, FenceState.LIFTING, losses=1)
     await becomes(world, uuid, AdminState.FENCED, losses=1)
-    await say(world, uuid, back.fence, FenceState.LIFTED)
+    await publish_fence(world, uuid, back.fence, FenceState.LIFTED)
     await becomes(world, uuid, AdminState.ENABLED, pending=None)
     build = world.request(host="c1-0")
     await world.ask(build)
@@ -108,25 +110,25 @@ async def test_a_host_that_is_fenced_again_is_not_given_back_by_the_older_decisi
     await decide(world, uuid, AdminState.FENCED)
     older = (await decide(world, uuid, AdminState.DISABLED)).fence
     newest = (await decide(world, uuid, AdminState.FENCED)).fence
-    await say(world, uuid, older, FenceState.LIFTED)
-    await say(world, uuid, newest, FenceState.FENCED)
+    await publish_fence(world, uuid, older, FenceState.LIFTED)
+    await publish_fence(world, uuid, newest, FenceState.FENCED)
     await becomes(world, uuid, AdminState.FENCED, acknowledged=newest, pending=None)
-    await say(world, uuid, newest, FenceState.LIFTED)  # its record was set back: it is told again
-    await say(world, uuid, newest, FenceState.FENCED, losses=1)
+    await publish_fence(world, uuid, newest, FenceState.LIFTED)  # its record was set back: it is told again
+    await publish_fence(world, uuid, newest, FenceState.FENCED, losses=1)
     await becomes(world, uuid, AdminState.FENCED, losses=1)
 
 
-async def test_a_cell_that_knows_a_later_decision_is_told_above_it(world: World) -> None:
+async def test_a_cell_that_knows_a_later_decision_gets_a_version_above_it(world: World) -> None:
     """The record of decisions was set back."""
     await world.scheduler("s1", WARM)
     (uuid,) = await world.add_hosts("c1", 1)
     number = (await decide(world, uuid, AdminState.FENCED)).fence
-    await say(world, uuid, number + 100, FenceState.FENCED)
+    await publish_fence(world, uuid, number + 100, FenceState.FENCED)
     await becomes(world, uuid, AdminState.FENCED, fence=number + 101)
 
 
 @pytest.mark.parametrize("forgotten", [ObjectKind.HOST, ObjectKind.FENCE])
-async def test_no_change_of_objects_takes_a_fence_away(world: World, forgotten: ObjectKind) -> None:
+async def test_no_change_of_objects_removes_a_fence(world: World, forgotten: ObjectKind) -> None:
     """Without the decision the fence is to be lifted, and the host stays fenced until it is."""
     await world.scheduler("s1", WARM)
     (uuid,) = await world.add_hosts("c1", 1)
@@ -160,7 +162,7 @@ async def test_a_fence_whose_cell_is_gone_for_good_is_ended_by_force_with_a_reas
     await world.scheduler("s2", WARM)
     (uuid,) = await world.add_hosts("c1", 1)
     number = (await decide(world, uuid, AdminState.FENCED)).fence
-    await say(world, uuid, number, FenceState.FENCED, losses=2)
+    await publish_fence(world, uuid, number, FenceState.FENCED, losses=2)
     await becomes(world, uuid, AdminState.FENCED, acknowledged=number)
     with pytest.raises(RequestRefused) as fault:
         await decide(world, uuid, AdminState.ENABLED, reason="", force=True)
@@ -180,8 +182,8 @@ async def test_a_fence_whose_cell_is_gone_for_good_is_ended_by_force_with_a_reas
     last, before = max(one.version for _, one in world.fences), len(world.fences)
     await world.until(lambda: len(world.fences) > before)
     assert world.fences[-1][1].lift and world.fences[-1][1].version == last
-    await say(world, uuid, last, FenceState.LIFTING, losses=1)
-    await say(world, uuid, last, FenceState.LIFTED)
+    await publish_fence(world, uuid, last, FenceState.LIFTING, losses=1)
+    await publish_fence(world, uuid, last, FenceState.LIFTED)
     again = (await decide(world, uuid, AdminState.FENCED)).fence
     assert again > last
     await becomes(world, uuid, AdminState.FENCED, fence=again)

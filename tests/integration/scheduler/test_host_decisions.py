@@ -63,8 +63,8 @@ async def test_a_disabled_host_takes_nothing_from_any_scheduler_until_it_is_enab
     await world.announce("c1")  # by its service it is enabled
     builds = [world.request() for _ in range(6)]
     await world.ask(*builds)
-    told = [await world.ended(one.instance_uuid, BuildState.SCHEDULED) for one in builds]
-    assert {one.host for one in told} == {"c1-1"}
+    events = [await world.ended(one.instance_uuid, BuildState.SCHEDULED) for one in builds]
+    assert {one.host for one in events} == {"c1-1"}
     record = (await hosts_of(world))["c1-0"]
     assert not record.enabled and record.admin == decided
     await world.stop("s1")

@@ -46,8 +46,8 @@ async def refused(world: World, move: MoveRequest) -> str:
     """The code of the refusal: to the requester, and on the event stream."""
     with pytest.raises(RequestRefused) as fault:
         await world.buses[API].request(move, MoveAccepted, timeout_s=PATIENCE_S)
-    told = await world.moved(move)
-    assert (told.state, told.code, told.terminal) == (MoveState.REFUSED, fault.value.code, True)
+    answer = await world.moved(move)
+    assert (answer.state, answer.code, answer.terminal) == (MoveState.REFUSED, fault.value.code, True)
     assert not [one for _, one in world.moves if one.request_id == move.request_id]
     return fault.value.code
 
@@ -60,8 +60,8 @@ async def test_a_migration_goes_to_other_hosts_of_the_cell_and_has_one_end(world
     command = await world.dispatched(move)
     assert {one.host for one in command.selections} == {"c1-0", "c1-1", "c1-2"} - {source}
     assert command.spec is None and command.step_timeout_s == 300.0
-    told = await world.moved(move, MoveState.SCHEDULED)
-    assert (told.host, told.cell, told.condition) == (command.selections[0].host, "c1", Condition.MOVING)
+    answer = await world.moved(move, MoveState.SCHEDULED)
+    assert (answer.host, answer.cell, answer.condition) == (command.selections[0].host, "c1", Condition.MOVING)
     record = await world.show(built.instance_uuid)
     assert record is not None and record.under_way == move.request_id and record.host == source
     # Another request is refused while this one is under way, an abort is not.
@@ -103,8 +103,8 @@ async def test_the_same_request_twice_moves_once_and_other_content_is_refused(wo
     with pytest.raises(RequestRefused) as fault:
         await world.buses[API].request(other, MoveAccepted, timeout_s=PATIENCE_S)
     assert fault.value.code == "request.duplicate"
-    told = await world.until(lambda: [e for e in world.move_events if e.code == "request.duplicate"])
-    assert [(event.sequence, event.kind) for event in told] == [(0, MoveKind.START)]
+    answer = await world.until(lambda: [e for e in world.move_events if e.code == "request.duplicate"])
+    assert [(event.sequence, event.kind) for event in answer] == [(0, MoveKind.START)]
     assert [one.kind for _, one in world.moves] == [MoveKind.STOP]
     mine = world.move(built, MoveKind.STOP, request_id=built.instance_uuid)
     with pytest.raises(RequestRefused) as fault:
@@ -112,7 +112,7 @@ async def test_the_same_request_twice_moves_once_and_other_content_is_refused(wo
     assert fault.value.code == "request.duplicate"
 
 
-async def test_what_cannot_be_asked_is_refused_with_a_code(world: World) -> None:
+async def test_what_cannot_be_requested_is_refused_with_a_code(world: World) -> None:
     built = await one_active(world)
     asleep = world.request()
     await world.ask(asleep)
@@ -132,8 +132,8 @@ async def test_what_cannot_be_asked_is_refused_with_a_code(world: World) -> None
         assert await refused(world, replace(move)) == code  # and again
     foreign = world.move(built, MoveKind.STOP, project_id="other")
     assert await refused(world, foreign) == "instance.unknown"
-    told = await world.moved(foreign)
-    assert (told.project_id, told.flavor, told.condition) == ("other", "", Condition.UNKNOWN)
+    answer = await world.moved(foreign)
+    assert (answer.project_id, answer.flavor, answer.condition) == ("other", "", Condition.UNKNOWN)
     record = await world.show(built.instance_uuid)
     assert record is not None and record.under_way is None
 
@@ -161,9 +161,9 @@ async def test_an_unreadable_request_is_answered_on_the_stream_of_its_project(wo
     ):
         before = len(world.move_events)
         await publish(replace(good, body=bad))
-        (told,) = await world.until(lambda before=before: world.move_events[before:])  # type: ignore[misc]
-        assert (told.request_id, told.state, told.kind) == (other, MoveState.REFUSED, kind)
-        assert told.terminal and told.sequence == 0 and told.code == "message.invalid"
+        (answer,) = await world.until(lambda before=before: world.move_events[before:])  # type: ignore[misc]
+        assert (answer.request_id, answer.state, answer.kind) == (other, MoveState.REFUSED, kind)
+        assert answer.terminal and answer.sequence == 0 and answer.code == "message.invalid"
 
 
 async def test_a_host_is_named_through_the_filters_and_no_host_is_explained(world: World) -> None:
@@ -173,9 +173,9 @@ async def test_a_host_is_named_through_the_filters_and_no_host_is_explained(worl
     for host, step in ((source, "claim"), ("c2-0", "cell")):
         move = world.move(built, MoveKind.LIVE_MIGRATE, host=host)
         await world.ask(move)
-        told = await world.moved(move)
-        assert (told.state, told.code) == (MoveState.FAILED, "no_valid_host")
-        assert [one.step for one in told.funnel if one.rejected and not one.remaining][-1] == step
+        answer = await world.moved(move)
+        assert (answer.state, answer.code) == (MoveState.FAILED, "no_valid_host")
+        assert [one.step for one in answer.funnel if one.rejected and not one.remaining][-1] == step
     move = world.move(built, MoveKind.LIVE_MIGRATE, host=named)
     await world.ask(move)
     assert [one.host for one in (await world.dispatched(move)).selections] == [named]
@@ -220,8 +220,8 @@ async def test_an_evacuation_needs_a_host_that_an_operator_has_fenced(world: Wor
     await world.buses[API].request(command, AdminStateSet, timeout_s=PATIENCE_S)
     move = world.move(built, MoveKind.EVACUATE, fenced=True)
     await world.ask(move)
-    told = await world.dispatched(move)
-    assert told.fenced and source not in {one.host for one in told.selections}
+    answer = await world.dispatched(move)
+    assert answer.fenced and source not in {one.host for one in answer.selections}
 
 
 async def test_moves_of_one_moment_spread_over_hosts_without_a_claim(world: World) -> None:
@@ -276,7 +276,7 @@ async def test_a_scheduler_killed_at_any_moment_loses_and_doubles_no_move(world:
     assert record is not None and [line.what for line in record.timeline].count("stop scheduled") == 1
 
 
-async def test_a_plan_says_where_each_instance_would_go_and_what_cannot_move(world: World) -> None:
+async def test_a_plan_lists_where_each_instance_would_go_and_what_cannot_move(world: World) -> None:
     """It counts its own choices before each next one, begins nothing, and holds nothing afterwards."""
     await world.scheduler(config=WARM)
     (host,) = await world.add_hosts("c1", 1, VCPU=8, MEMORY_MB=16384, DISK_GB=160)

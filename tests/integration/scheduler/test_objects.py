@@ -36,8 +36,8 @@ ZONE = "e0000000-0000-4000-8000-000000000000"
 
 
 async def change(world: World, *changes: ObjectChange, **more: Any) -> ObjectsChanged:
-    asked = ObjectsChange(who="operator", why="a test", changes=changes, **more)
-    return await world.buses["api"].request(asked, ObjectsChanged, timeout_s=60.0)
+    requested = ObjectsChange(who="operator", why="a test", changes=changes, **more)
+    return await world.buses["api"].request(requested, ObjectsChanged, timeout_s=60.0)
 
 
 def flavor(name: str, **body: Any) -> ObjectChange:
@@ -122,8 +122,8 @@ async def test_a_flavor_may_be_for_some_projects(world: World) -> None:
     await change(world, flavor("secret", vcpus=1, projects=["ours"]))
     assert await taken(world, world.request("secret", project_id="ours")) == ""
     assert await taken(world, world.request("secret", project_id="theirs")) == "flavor.unknown"
-    told = next(e for e in world.events if e.project_id == "theirs" and e.terminal)
-    assert "secret" not in told.reason.partition("there are:")[2], "nor does it hear of it"
+    answer = next(e for e in world.events if e.project_id == "theirs" and e.terminal)
+    assert "secret" not in answer.reason.partition("there are:")[2], "nor does it hear of it"
 
 
 async def test_a_quota_holds_from_the_next_claim_on(world: World) -> None:
@@ -182,10 +182,10 @@ async def test_what_no_scheduler_could_use_is_refused_and_changes_nothing(world:
     assert (page.revision, page.objects) == (1, ())
 
 
-async def test_a_dry_run_tells_and_changes_nothing_and_a_repeat_is_no_revision(world: World) -> None:
+async def test_a_dry_run_answers_and_changes_nothing_and_a_repeat_is_no_revision(world: World) -> None:
     await world.scheduler("s1")
-    told = await change(world, flavor("new", vcpus=1), dry_run=True)
-    assert (told.revision, [one.name for one in told.changed]) == (1, ["new"])
+    answer = await change(world, flavor("new", vcpus=1), dry_run=True)
+    assert (answer.revision, [one.name for one in answer.changed]) == (1, ["new"])
     assert (await change(world, flavor("new", vcpus=1))).revision == 2
     again = await change(world, flavor("new", vcpus=1))
     assert (again.revision, again.changed) == (2, ())

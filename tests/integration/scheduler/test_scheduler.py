@@ -82,14 +82,14 @@ async def test_a_late_or_repeated_event_is_in_the_timeline_once_and_in_its_place
     for _ in range(2):
         await world.announced("c1", request, BuildState.BUILDING, 10, attempt=1, at=started)
 
-    async def told() -> list[str]:
+    async def answer() -> list[str]:
         record = await world.show(request.instance_uuid)
         assert record is not None and record.state is BuildState.ACTIVE
         return [line.what for line in record.timeline]
 
     async with asyncio.timeout(PATIENCE_S):
         whole = ["requested", "chosen", "claimed", "dispatched", "building", "active"]
-        while await told() != whole:  # noqa: ASYNC110  (a record is asked; nobody announces it)
+        while await answer() != whole:  # noqa: ASYNC110  (a record is asked; nobody announces it)
             await asyncio.sleep(0.005)
     assert {"accepted", "scheduled"} >= set(world.states(request.instance_uuid)[:-1])
     assert world.states(request.instance_uuid)[-1] == "active"
@@ -101,11 +101,11 @@ async def test_a_decision_keeps_the_scores_of_its_host_and_its_alternates(world:
     await world.add_hosts("c1", 1, VCPU=16, MEMORY_MB=16384, DISK_GB=500)
     request = world.request()
     await world.ask(request)
-    told = await world.ended(request.instance_uuid, BuildState.SCHEDULED)
+    answer = await world.ended(request.instance_uuid, BuildState.SCHEDULED)
     record = await world.show(request.instance_uuid)
     assert record is not None
     (scores,) = (line.scores for line in record.timeline if line.what == "chosen")
-    assert scores[0].host == told.host and len(scores) == 3
+    assert scores[0].host == answer.host and len(scores) == 3
     assert scores[0].weights["ram"] == 1.0 and scores[2].host == "c1-2" and scores[2].weights["ram"] == 0.5
 
 
@@ -133,8 +133,8 @@ async def test_the_same_request_twice_builds_once_and_other_content_is_refused(w
     await world.until(lambda: len(world.builds) >= 3)  # on the cell's bus, which the API's events do not wait for
     built = Counter(build.spec.instance_uuid for _, build in world.builds)
     assert built == {request.instance_uuid: 1, again.instance_uuid: 1, last.instance_uuid: 1}
-    told = [event for event in world.events if event.instance_uuid == request.instance_uuid and event.code]
-    assert [(event.code, event.terminal, event.sequence) for event in told] == [("request.duplicate", True, 0)]
+    answer = [event for event in world.events if event.instance_uuid == request.instance_uuid and event.code]
+    assert [(event.code, event.terminal, event.sequence) for event in answer] == [("request.duplicate", True, 0)]
 
 
 async def test_a_uuid_on_record_with_other_content_is_refused_on_the_event_stream(world: World) -> None:
@@ -146,9 +146,9 @@ async def test_a_uuid_on_record_with_other_content_is_refused_on_the_event_strea
     await world.ended(first.instance_uuid, BuildState.SCHEDULED)
     await world.ask(world.request("m1.large", instance_uuid=first.instance_uuid))
     await world.until(lambda: [e for e in world.events if e.code == "request.duplicate"])
-    twin = world.request()
-    await world.ask(twin, replace(twin, name="other"))  # in one batch
-    await world.until(lambda: [e for e in world.events if e.instance_uuid == twin.instance_uuid and e.code])
+    duplicate = world.request()
+    await world.ask(duplicate, replace(duplicate, name="other"))  # in one batch
+    await world.until(lambda: [e for e in world.events if e.instance_uuid == duplicate.instance_uuid and e.code])
     transport = world.buses[API].transport
     assert await transport.depth(DEAD_LETTERS) == 0
 
@@ -160,8 +160,8 @@ async def test_bad_requests_are_refused_with_a_code_and_the_worker_goes_on(world
     with pytest.raises(RequestRefused) as refused:
         await world.buses[API].request(unknown, BuildAccepted, timeout_s=PATIENCE_S)
     assert refused.value.code == "flavor.unknown"
-    told = await world.ended(unknown.instance_uuid)
-    assert (told.state, told.code) == (BuildState.REFUSED, "flavor.unknown") and "m1.small" in told.reason
+    answer = await world.ended(unknown.instance_uuid)
+    assert (answer.state, answer.code) == (BuildState.REFUSED, "flavor.unknown") and "m1.small" in answer.reason
     good = world.request()
     await world.ask(good)
     await world.ended(good.instance_uuid, BuildState.SCHEDULED)
@@ -214,7 +214,7 @@ async def test_two_schedulers_fill_few_hosts_without_overcommitting(world: World
         assert all(selection.host.startswith(cell) for selection in build.selections)  # same cell
 
 
-async def test_a_shape_that_changed_is_folded_in_and_the_same_host_asked_again(world: World) -> None:
+async def test_a_shape_that_changed_is_folded_in_and_the_same_host_claimed_again(world: World) -> None:
     service = await world.scheduler()
     (uuid,) = await world.add_hosts("c1", 1)
     first = world.request()
@@ -236,8 +236,8 @@ async def test_delete_before_after_and_of_nothing(world: World) -> None:
     # In one batch with its build: never dispatched, claim freed, one terminal event.
     request = world.request()
     await world.buses[API].publish_all([(request, ""), (world_delete(request), ""), (world_delete(request), "")])
-    told = await world.ended(request.instance_uuid, BuildState.DELETED)
-    assert told.terminal
+    answer = await world.ended(request.instance_uuid, BuildState.DELETED)
+    assert answer.terminal
     assert world.builds == [] or world.deletes or await world.used() == {}
     # After dispatch: the cell's business; its `deleted` ends it.
     built = world.request()
@@ -271,7 +271,7 @@ async def test_delete_before_after_and_of_nothing(world: World) -> None:
     assert record is not None and record.state is BuildState.DELETED
 
 
-async def test_a_build_whose_delete_was_told_that_there_is_no_such_instance_is_never_built(world: World) -> None:
+async def test_a_build_whose_delete_was_answered_with_no_such_instance_is_never_built(world: World) -> None:
     """It was behind the delete in another scheduler's hands, or forgotten with a database (simulation, seed 89)."""
     await world.scheduler()
     await world.add_hosts("c1", 1)
@@ -356,7 +356,7 @@ async def test_a_request_that_no_scheduler_comes_to_an_end_with_still_gets_its_t
     assert len(ends) == 1
 
 
-async def test_placement_away_is_waited_for_and_never_no_host(world: World) -> None:
+async def test_an_unavailable_placement_is_waited_for_and_never_no_host(world: World) -> None:
     await world.scheduler(config=SchedulerConfig(claim_timeout_s=0.5))
     await world.add_hosts("c1", 1)
     warm = world.request()
@@ -366,9 +366,9 @@ async def test_placement_away_is_waited_for_and_never_no_host(world: World) -> N
     request = world.request()
     await world.ask(request)
     await world.ended(request.instance_uuid, BuildState.ACCEPTED)
-    away = metrics.CLAIMS.labels("request.timeout")
-    before = away._value.get()
-    await world.eventually(lambda: away._value.get() > before + 1)
+    unavailable = metrics.CLAIMS.labels("request.timeout")
+    before = unavailable._value.get()
+    await world.eventually(lambda: unavailable._value.get() > before + 1)
     assert world.states(request.instance_uuid) == ["accepted"]
     await world.placement("p2")
     assert (await world.ended(request.instance_uuid, BuildState.SCHEDULED, BuildState.FAILED)).state == "scheduled"
@@ -463,26 +463,26 @@ async def test_nothing_is_lost_or_doubled_when_connections_break(world: World) -
     wanted = {request.instance_uuid for request in requests}
     await world.until(lambda: {build.spec.instance_uuid for _, build in world.builds} == wanted)
     # The outbox may repeat a command; it never says two things.
-    said: dict[str, set[tuple[str, str]]] = {}
+    commands: dict[str, set[tuple[str, str]]] = {}
     for cell, build in world.builds:
-        said.setdefault(build.spec.instance_uuid, set()).add((cell, build.selections[0].host_uuid))
-    assert all(len(places) == 1 for places in said.values())
-    taken = Counter(host for places in said.values() for _, host in places)
+        commands.setdefault(build.spec.instance_uuid, set()).add((cell, build.selections[0].host_uuid))
+    assert all(len(places) == 1 for places in commands.values())
+    taken = Counter(host for places in commands.values() for _, host in places)
     assert {uuid: used["VCPU"] for uuid, used in (await world.used()).items()} == dict(taken)
 
 
-async def test_the_database_away_is_waited_for(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_unavailable_database_is_waited_for(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     await world.scheduler()
     await world.add_hosts("c1", 2)
     failures = iter(range(3))
     insert = OptimisticBuildUnit.insert
 
-    async def away(self: OptimisticBuildUnit, *arguments: Any) -> set[str]:
+    async def unavailable(self: OptimisticBuildUnit, *arguments: Any) -> set[str]:
         if next(failures, None) is not None:
             raise DatabaseUnavailable("gone for a moment")
         return await insert(self, *arguments)
 
-    monkeypatch.setattr(OptimisticBuildUnit, "insert", away)
+    monkeypatch.setattr(OptimisticBuildUnit, "insert", unavailable)
     request = world.request()
     await world.ask(request)
     await world.ended(request.instance_uuid, BuildState.SCHEDULED)

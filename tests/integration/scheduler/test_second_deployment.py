@@ -68,7 +68,7 @@ async def test_item_36_a_second_deployment_takes_no_build_of_the_first(world: Wo
 
 
 @pytest.mark.parametrize("role", ROLES)
-async def test_each_role_says_whose_the_bus_is(role: str, postgres_server: str) -> None:
+async def test_each_role_names_the_owner_of_the_bus(role: str, postgres_server: str) -> None:
     """And what can be done; the first deployment's own next worker starts."""
     brokers = {name: MemoryBroker(SystemClock()) for name in (API, *CELLS)}
 

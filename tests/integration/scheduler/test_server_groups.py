@@ -59,7 +59,7 @@ async def test_members_that_stay_together_share_a_host_though_all_are_first_at_o
     assert found[0] != "no_valid_host"
 
 
-async def test_wishes_are_heard_as_far_as_they_can_be(world: World) -> None:
+async def test_wishes_are_met_as_far_as_they_can_be(world: World) -> None:
     # Without other weighers; one after another, since wishes are not held to by claims.
     weighers = tuple(
         f"scheduler_worker.weighers.{one}"

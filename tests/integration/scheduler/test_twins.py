@@ -47,7 +47,7 @@ class Gate:
             await self.reached.wait()
 
 
-def take_requests_away(world: World) -> None:
+def cut_request_consumer(world: World) -> None:
     """Cut the connection of whoever takes requests; it comes back, but takes none any more."""
     for transport in list(world.brokers[API].transports):
         kept = [one for one in transport.subscriptions if one._queue != "scheduler.requests"]
@@ -74,7 +74,7 @@ async def test_a_claim_that_lands_after_the_other_copy_has_failed_holds_nothing(
     request = world.request()
     await world.ask(request)
     await asking.wait()
-    take_requests_away(world)
+    cut_request_consumer(world)
     other = await fill(world, host)
     await world.scheduler("s2", CONFIG)
     assert (await world.ended(request.instance_uuid)).state is BuildState.FAILED
@@ -139,12 +139,12 @@ async def test_a_refusal_is_on_disk_before_its_request_is_acknowledged(
     flushing = Gate(monkeypatch, PostgresBuilds, "flush")
     await world.scheduler("s1", CONFIG)
     asking = world.buses[API].request(world.request("no.such"), BuildAccepted, timeout_s=PATIENCE_S)
-    asked = asyncio.create_task(asking)
+    requested = asyncio.create_task(asking)
     await flushing.wait()
-    assert not asked.done()
+    assert not requested.done()
     flushing.open.set()
     with pytest.raises(RequestRefused):
-        await asked
+        await requested
 
 
 async def test_a_slow_copy_does_not_free_what_the_other_one_has_dispatched(
@@ -156,7 +156,7 @@ async def test_a_slow_copy_does_not_free_what_the_other_one_has_dispatched(
     request = world.request()
     await world.ask(request)
     await writing.wait()
-    take_requests_away(world)
+    cut_request_consumer(world)
     await world.scheduler("s2", CONFIG)
     await world.until(lambda: world.builds)
     await world.delete(request)
@@ -169,7 +169,7 @@ async def test_a_slow_copy_does_not_free_what_the_other_one_has_dispatched(
     assert list(await world.used()) == [host]  # the cell frees it, once the host has destroyed what it builds
 
 
-async def test_a_claim_on_a_host_that_nobody_speaks_for_blocks_nobody_and_is_freed(
+async def test_a_claim_on_a_host_without_a_service_blocks_no_request_and_is_freed(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(engine, "RETRIES", 1)
@@ -191,7 +191,7 @@ async def test_a_claim_on_a_host_that_nobody_speaks_for_blocks_nobody_and_is_fre
     await _until_used(world, {alive})
 
 
-async def test_a_build_deleted_under_the_uuid_of_somebody_elses_consumer_frees_nothing_of_theirs(world: World) -> None:
+async def test_a_build_deleted_under_the_uuid_of_a_foreign_consumer_frees_nothing_of_it(world: World) -> None:
     """Placement has other users: what they hold under a uuid that a client of ours makes up stays theirs."""
     (host,) = await world.add_hosts("c1", 1, **ROOM_FOR_ONE)
     theirs = await fill(world, host)

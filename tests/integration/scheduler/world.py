@@ -61,7 +61,7 @@ class World:
         self.fences: list[tuple[str, CellFence]] = []
         self._sequence = 0
         self._version = 0
-        self._news = asyncio.Condition()
+        self._changed = asyncio.Condition()
         self._consumers: list[Consumer] = []
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -72,10 +72,10 @@ class World:
             bus = Bus(name, self.transport(name), process="world", clock=self.clock, rng=self.rng)
             await bus.open()
             self.buses[name] = bus
-        await self._consume(API, "client.builds.{process}", self._hear)
+        await self._consume(API, "client.builds.{process}", self._receive)
         for cell in CELLS:
             await self._consume(cell, "conductor.requests", self._command)
-            await self._consume(cell, "compute.control.{service}", self._asked, service=f"compute-{cell}", source="s")
+            await self._consume(cell, "compute.control.{service}", self._answer, service=f"compute-{cell}", source="s")
 
     async def close(self) -> None:
         for name in list(self.services):
@@ -143,10 +143,10 @@ class World:
 
     # --- what the neighbours hear
 
-    async def _hear(self, batch: Sequence[Received]) -> Sequence[Outcome]:
+    async def _receive(self, batch: Sequence[Received]) -> Sequence[Outcome]:
         moves = [received for received in batch if isinstance(received.message, MoveEvent)]
-        await self._tell(moves, self.move_events)
-        await self._tell([received for received in batch if received not in moves], self.events)
+        await self._keep(moves, self.move_events)
+        await self._keep([received for received in batch if received not in moves], self.events)
         return [Done()] * len(batch)
 
     async def _command(self, batch: Sequence[Received]) -> Sequence[Outcome]:
@@ -159,23 +159,23 @@ class World:
                 self.moves.append((received.bus, received.message))
             elif isinstance(received.message, CellFence):
                 self.fences.append((received.bus, received.message))
-        return await self._tell(batch, [])
+        return await self._keep(batch, [])
 
-    async def _tell(self, batch: Sequence[Received], heard: list[Any]) -> Sequence[Outcome]:
-        async with self._news:
-            heard.extend(received.message for received in batch)
-            self._news.notify_all()
+    async def _keep(self, batch: Sequence[Received], kept: list[Any]) -> Sequence[Outcome]:
+        async with self._changed:
+            kept.extend(received.message for received in batch)
+            self._changed.notify_all()
         return [Done()] * len(batch)
 
-    async def _asked(self, batch: Sequence[Received]) -> Sequence[Outcome]:
+    async def _answer(self, batch: Sequence[Received]) -> Sequence[Outcome]:
         for received in batch:
             if isinstance(received.message, ReportHosts):  # and not one of this world's own heartbeats
                 await self.announce(received.bus)
         return [Done()] * len(batch)
 
     async def until(self, there: Callable[[], T]) -> T:
-        async with asyncio.timeout(PATIENCE_S), self._news:
-            await self._news.wait_for(there)
+        async with asyncio.timeout(PATIENCE_S), self._changed:
+            await self._changed.wait_for(there)
         return there()
 
     async def eventually(self, there: Callable[[], object]) -> None:
@@ -257,12 +257,12 @@ class World:
     async def active(self, request: BuildRequest, cell: str = "c1", host: str | None = None) -> str:
         """Ask for a build, and have its cell build it on the host that was chosen; the host's name."""
         await self.ask(request)
-        told = await self.ended(request.instance_uuid, BuildState.SCHEDULED)
-        more = {"host": host or told.host, "attempt": 1, "terminal": True}
-        await self.announced(told.cell or cell, request, BuildState.ACTIVE, 11, **more)
+        scheduled = await self.ended(request.instance_uuid, BuildState.SCHEDULED)
+        more = {"host": host or scheduled.host, "attempt": 1, "terminal": True}
+        await self.announced(scheduled.cell or cell, request, BuildState.ACTIVE, 11, **more)
         await self.ended(request.instance_uuid, BuildState.ACTIVE)
-        assert told.host is not None
-        return told.host
+        assert scheduled.host is not None
+        return scheduled.host
 
     def move(self, request: BuildRequest, kind: MoveKind, **more: Any) -> MoveRequest:
         return MoveRequest(

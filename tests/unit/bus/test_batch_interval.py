@@ -9,7 +9,7 @@ from bus.consuming.batch_interval import DOUBLES_S, GAP, ITEMS_AS_A_BATCH, LONGE
 ALONE_S = 0.01
 
 
-def told(interval: BatchInterval, seconds: float, *, batches: int = 1, items: int = 0, more: bool = False) -> None:
+def observe(interval: BatchInterval, seconds: float, *, batches: int = 1, items: int = 0, more: bool = False) -> None:
     for _ in range(batches):
         interval.start_batch(0.0)
         interval.end_batch(seconds, items, 0.0, more=more)
@@ -18,7 +18,7 @@ def told(interval: BatchInterval, seconds: float, *, batches: int = 1, items: in
 def known() -> BatchInterval:
     """One that has seen a batch alone."""
     interval = BatchInterval()
-    told(interval, ALONE_S)
+    observe(interval, ALONE_S)
     return interval
 
 
@@ -38,25 +38,25 @@ def test_what_comes_sooner_waits_for_the_rest_of_the_gap() -> None:
 def test_a_busy_machine_changes_nothing(times: float) -> None:
     """A gap that grew with the time that batches take would make the next ones larger, and so slower, and so on."""
     interval = known()
-    told(interval, times * ALONE_S, batches=100)
+    observe(interval, times * ALONE_S, batches=100)
     assert interval.gap_s == pytest.approx(GAP * ALONE_S)
 
 
-def test_a_large_batch_tells_what_one_alone_would_take() -> None:
+def test_a_large_batch_shows_what_one_alone_would_take() -> None:
     interval = BatchInterval()
-    told(interval, 3 * ALONE_S, items=int(2 * ITEMS_AS_A_BATCH))
+    observe(interval, 3 * ALONE_S, items=int(2 * ITEMS_AS_A_BATCH))
     assert interval.gap_s == pytest.approx(GAP * ALONE_S)
 
 
 def test_the_gap_has_a_bound() -> None:
     interval = BatchInterval()
-    told(interval, 100.0)
+    observe(interval, 100.0)
     assert interval.gap_s == LONGEST_S
 
 
 def test_a_gap_that_would_not_make_the_next_batch_larger_is_none() -> None:
     interval = known()
-    told(interval, 3 * ALONE_S, more=True)
+    observe(interval, 3 * ALONE_S, more=True)
     assert interval.gap_s == 0.0
 
 

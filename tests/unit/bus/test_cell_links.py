@@ -29,7 +29,7 @@ class Fickle(MemoryBroker):
         super().declare(planned, owner)  # type: ignore[arg-type]
 
 
-async def test_a_cell_that_goes_away_again_at_once_is_served_when_it_comes() -> None:
+async def test_a_cell_that_disconnects_again_at_once_is_served_when_it_comes() -> None:
     clock = SystemClock()
     broker = Fickle(clock)
     theirs = Bus("c1", MemoryTransport(broker, "c1"), process="worker", clock=clock, rng=random.Random(1))

@@ -32,16 +32,16 @@ class Ear:
     """One queue's listener."""
 
     def __init__(self) -> None:
-        self.heard: list[BuildEvent] = []
+        self.received: list[BuildEvent] = []
 
     def __call__(self, delivery: Delivery) -> None:
         for read in CODEC.read(delivery, "new"):
             assert isinstance(read, Read) and isinstance(read.message, BuildEvent)
-            self.heard.append(read.message)
+            self.received.append(read.message)
         delivery.ack()
 
     def numbers(self, state: BuildState | None = None) -> list[int]:
-        return [event.sequence for event in self.heard if state in (None, event.state)]
+        return [event.sequence for event in self.received if state in (None, event.state)]
 
 
 async def settle() -> None:
@@ -73,13 +73,13 @@ async def play(steps: list[tuple[str, object]], *, listens: bool) -> tuple[int, 
     await transport.consume(await bus.declare("client.feed.{process}"), client, prefetch=1000)
     if listens:
         await transport.consume(await bus.declare("client.builds.{process}"), other_client, prefetch=1000)
-    said, calls = 0, set()
+    published, calls = 0, set()
     for what, how in steps:
         if what == "call":
             assert isinstance(how, list)
             events = [BuildEvent(instance_uuid=UUID, project_id="p", state=state, sequence=0) for state in how]
-            numbered = [(_numbered(event, said + place), "") for place, event in enumerate(events)]
-            said += len(numbered)
+            numbered = [(_numbered(event, published + place), "") for place, event in enumerate(events)]
+            published += len(numbered)
             calls.add(asyncio.create_task(bus.publish_all(numbered)))
         else:
             assert isinstance(how, int)
@@ -96,7 +96,7 @@ async def play(steps: list[tuple[str, object]], *, listens: bool) -> tuple[int, 
     await settle()
     assert bus.publisher.waiting == 0
     await bus.close()
-    return said, client, other_client, sent
+    return published, client, other_client, sent
 
 
 def _numbered(event: BuildEvent, number: int) -> BuildEvent:
@@ -106,8 +106,8 @@ def _numbered(event: BuildEvent, number: int) -> BuildEvent:
 @settings(max_examples=150, deadline=None)
 @given(STEPS, st.booleans())
 def test_a_client_receives_all_of_them_once_and_in_order(steps: list[tuple[str, object]], listens: bool) -> None:
-    said, client, other_client, sent = asyncio.run(play(steps, listens=listens))
-    assert client.numbers() == list(range(said))
+    published, client, other_client, sent = asyncio.run(play(steps, listens=listens))
+    assert client.numbers() == list(range(published))
     if listens:
         for state in STATES:
             assert other_client.numbers(state) == client.numbers(state)
@@ -118,8 +118,8 @@ def test_the_ways_mix() -> None:
     """The property above is about something: events leave alone, in batches and with a question in one run."""
     one, many = [STATES[0]], [STATES[0]] * 6
     steps: list[tuple[str, object]] = [("call", one), ("call", many), ("call", one), ("confirm", 4), ("call", one)]
-    said, client, _, sent = asyncio.run(play(steps, listens=False))
-    assert client.numbers() == list(range(said))
+    published, client, _, sent = asyncio.run(play(steps, listens=False))
+    assert client.numbers() == list(range(published))
     assert [message.also for message in sent if message.also] == [BUILD_EVENTS]
     assert any(message.mandatory for message in sent)
     assert sum(message.routing_key == BUILD_EVENTS for message in sent) > 1
@@ -127,7 +127,7 @@ def test_the_ways_mix() -> None:
 
 def test_a_busy_bus_gathers_what_comes_one_by_one() -> None:
     """Those that leave alone count as batches under way: behind the two that may be, the others gather."""
-    said, client, _, sent = asyncio.run(play([("call", [state]) for state in STATES * 2], listens=False))
-    assert client.numbers() == list(range(said))
+    published, client, _, sent = asyncio.run(play([("call", [state]) for state in STATES * 2], listens=False))
+    assert client.numbers() == list(range(published))
     assert [bool(message.also) for message in sent[:3]] == [True, True, False]
     assert sum(bool(message.also) for message in sent) == 2

@@ -43,12 +43,12 @@ class Rows:
 
     def __init__(self) -> None:
         self.statements: list[list[int]] = []
-        self.away = 0
+        self.failures = 0
         self.deleted = asyncio.Event()
 
     async def forget(self, row_ids: Sequence[int]) -> None:
-        if self.away:
-            self.away -= 1
+        if self.failures:
+            self.failures -= 1
             raise DatabaseUnavailable("unavailable")
         self.statements.append(list(row_ids))
         self.deleted.set()
@@ -109,7 +109,7 @@ async def test_draining_does_not_wait_for_the_pause() -> None:
 
 async def test_draining_forgets_what_is_confirmed_only_then_and_tries_again() -> None:
     clock, rows = Gate(), Rows()
-    rows.away = 1
+    rows.failures = 1
     async with relaying(clock, rows) as relay:
         draining = asyncio.create_task(relay.drain(PATIENCE_S))
         relay.send(1, OUTGOING)

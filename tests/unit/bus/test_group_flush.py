@@ -18,7 +18,7 @@ class Disk:
     def __init__(self) -> None:
         self.losses = 0
         self.flushes = 0
-        self.away: Exception | None = None
+        self.failure: Exception | None = None
         self.reached = asyncio.Event()
         self.go_on = asyncio.Event()
         self.go_on.set()
@@ -27,8 +27,8 @@ class Disk:
         self.flushes += 1
         self.reached.set()
         await self.go_on.wait()
-        if self.away is not None:
-            raise self.away
+        if self.failure is not None:
+            raise self.failure
 
 
 async def ended(*flushed: asyncio.Future[None]) -> None:
@@ -62,11 +62,11 @@ async def test_who_commits_while_a_flush_is_under_way_gets_another() -> None:
 async def test_a_flush_that_fails_fails_for_all_and_the_next_is_tried() -> None:
     disk = Disk()
     group = GroupFlush(disk)
-    disk.away = DatabaseUnavailable("away")
+    disk.failure = DatabaseUnavailable("away")
     flushed = [group.after(0), group.after(0)]
     await ended(*flushed)
     assert [type(one.exception()) for one in flushed] == [DatabaseUnavailable] * 2
-    disk.away = None
+    disk.failure = None
     later = group.after(0)
     await ended(later)
     assert later.exception() is None

@@ -68,7 +68,7 @@ def test_a_broker_that_hangs_up_is_tried_again_and_again(monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("raised", [Exception(), StopAsyncIteration(), asyncio.IncompleteReadError(b"", 1)])
-def test_what_aiormq_raises_when_a_connection_ends_is_a_bus_that_is_away(raised: Exception) -> None:
+def test_what_aiormq_raises_when_a_connection_ends_is_an_unavailable_bus(raised: Exception) -> None:
     with pytest.raises(BusUnavailable), translated():
         raise raised
 

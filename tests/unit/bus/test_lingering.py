@@ -62,7 +62,7 @@ class NoRows:
     async def purge_handled(self, keep_s: float, limit: int) -> None: ...
 
 
-class Heard:
+class Receiver:
     """A bus that remembers what left together."""
 
     name = CELL
@@ -76,9 +76,9 @@ class Heard:
 
 @asynccontextmanager
 async def relaying(
-    clock: Gate, heard: Heard, place: Callable[[Message], Place | None] | None = None
+    clock: Gate, receiver: Receiver, place: Callable[[Message], Place | None] | None = None
 ) -> AsyncIterator[Relay]:
-    buses: dict[str, Bus] = {CELL: heard}  # type: ignore[dict-item]
+    buses: dict[str, Bus] = {CELL: receiver}  # type: ignore[dict-item]
     relay = Relay(NoRows(), buses, clock=clock, linger_s=LINGER_S, lingers=is_progress, place=place)
     running = asyncio.create_task(relay.run())
     try:
@@ -95,28 +95,28 @@ async def turns() -> None:
 
 
 async def test_progress_leaves_with_the_end_that_follows_it_and_before_it() -> None:
-    heard = Heard()
-    async with relaying(Gate(), heard) as relay:
+    receiver = Receiver()
+    async with relaying(Gate(), receiver) as relay:
         relay.send(1, [OutboxMessage(CELL, BUILDING)])
         await turns()
-        assert heard.batches == []
+        assert receiver.batches == []
         relay.send(2, [OutboxMessage(CELL, ACTIVE)])
         await turns()
-        assert heard.batches == [[BUILDING, ACTIVE]]
+        assert receiver.batches == [[BUILDING, ACTIVE]]
 
 
 async def test_progress_that_nothing_follows_leaves_after_a_moment() -> None:
-    clock, heard = Gate(), Heard()
-    async with relaying(clock, heard) as relay:
+    clock, receiver = Gate(), Receiver()
+    async with relaying(clock, receiver) as relay:
         relay.send(1, [OutboxMessage(CELL, BUILDING)])
         await asyncio.wait_for(clock.waiting.wait(), 10)
-        assert heard.batches == []
+        assert receiver.batches == []
         clock.over.set()
         await turns()
-        assert heard.batches == [[BUILDING]]
+        assert receiver.batches == [[BUILDING]]
         relay.send(2, [OutboxMessage(CELL, BUILDING)])
         await turns()
-        assert len(heard.batches) == 2, "and so does the next"
+        assert len(receiver.batches) == 2, "and so does the next"
 
 
 ACCEPTED, SCHEDULED = event(BuildState.ACCEPTED, 1), event(BuildState.SCHEDULED, 2)
@@ -124,61 +124,61 @@ OTHER = structs.replace(ACCEPTED, instance_uuid="1b2d1c9e-6f7a-4d53-9a40-2f1a3b4
 
 
 async def test_a_state_that_the_next_one_overtook_is_not_published() -> None:
-    clock, heard = Gate(), Heard()
-    async with relaying(clock, heard, place_of_event) as relay:
+    clock, receiver = Gate(), Receiver()
+    async with relaying(clock, receiver, place_of_event) as relay:
         relay.send(1, [OutboxMessage(CELL, ACCEPTED)])
         relay.send(2, [OutboxMessage(CELL, OTHER)])
         relay.send(3, [OutboxMessage(CELL, SCHEDULED)])
         relay.send(4, [OutboxMessage(CELL, ACTIVE)])
         await turns()
-        assert heard.batches == [[ACTIVE]], "the other build's lingers on"
+        assert receiver.batches == [[ACTIVE]], "the other build's lingers on"
         clock.over.set()
         await turns()
-        assert heard.batches == [[ACTIVE], [OTHER]]
+        assert receiver.batches == [[ACTIVE], [OTHER]]
         assert relay.held == 4 and not relay._tickets, "all four rows are done with, and wait to be forgotten"
 
 
 async def test_the_newest_state_leaves_after_the_linger_though_it_came_in_the_wrong_order() -> None:
-    clock, heard = Gate(), Heard()
-    async with relaying(clock, heard, place_of_event) as relay:
+    clock, receiver = Gate(), Receiver()
+    async with relaying(clock, receiver, place_of_event) as relay:
         relay.send(1, [OutboxMessage(CELL, SCHEDULED)])
         relay.send(2, [OutboxMessage(CELL, ACCEPTED)])  # of a dead process, found by a sweep
         await asyncio.wait_for(clock.waiting.wait(), 10)
         clock.over.set()
         await turns()
-        assert heard.batches == [[SCHEDULED]]
+        assert receiver.batches == [[SCHEDULED]]
         assert not relay._tickets
 
 
 async def test_an_end_and_an_event_without_a_number_are_never_dropped() -> None:
-    clock, heard = Gate(), Heard()
+    clock, receiver = Gate(), Receiver()
     refused = structs.replace(ACTIVE, state=BuildState.REFUSED, sequence=0)
     deleting = event(BuildState.DELETING, 9)
-    async with relaying(clock, heard, place_of_event) as relay:
+    async with relaying(clock, receiver, place_of_event) as relay:
         relay.send(1, [OutboxMessage(CELL, deleting)])
         relay.send(2, [OutboxMessage(CELL, refused), OutboxMessage(CELL, ACTIVE), OutboxMessage(CELL, ACTIVE)])
         await turns()
-        assert heard.batches == [[refused, ACTIVE, ACTIVE]]
+        assert receiver.batches == [[refused, ACTIVE, ACTIVE]]
         clock.over.set()
         await turns()
-        assert heard.batches[1:] == [[deleting]], "what is newer than the end outlives it"
+        assert receiver.batches[1:] == [[deleting]], "what is newer than the end outlives it"
 
 
 async def test_what_lingers_while_a_publish_is_under_way_may_still_be_overtaken(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(outbox, "LANE_SLOW_S", 100.0)
-    clock, heard = Gate(), HeldUp()
-    async with relaying(clock, heard, place_of_event) as relay:
+    clock, receiver = Gate(), HeldUp()
+    async with relaying(clock, receiver, place_of_event) as relay:
         relay.send(1, [OutboxMessage(CELL, structs.replace(ACTIVE, instance_uuid=OTHER.instance_uuid))])
         await turns()
         relay.send(2, [OutboxMessage(CELL, SCHEDULED)])
         clock.over.set()  # it has lingered long enough, and waits for the publish
         await turns()
         relay.send(3, [OutboxMessage(CELL, ACTIVE)])
-        heard.confirm.set()
+        receiver.confirm.set()
         await turns()
-        assert heard.batches[1:] == [[ACTIVE]] and not relay._tickets
+        assert receiver.batches[1:] == [[ACTIVE]] and not relay._tickets
 
 
 async def test_on_a_cells_bus_all_states_travel_as_one_broker_message() -> None:
@@ -201,7 +201,7 @@ async def test_on_a_cells_bus_all_states_travel_as_one_broker_message() -> None:
     await bus.close()
 
 
-class HeldUp(Heard):
+class HeldUp(Receiver):
     """A bus whose confirms come when the test says so."""
 
     def __init__(self) -> None:
@@ -215,26 +215,26 @@ class HeldUp(Heard):
 
 async def test_messages_during_a_publish_leave_together(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(outbox, "LANE_SLOW_S", 100.0)
-    heard = HeldUp()
-    async with relaying(Gate(), heard) as relay:
+    receiver = HeldUp()
+    async with relaying(Gate(), receiver) as relay:
         for row in (1, 2, 3):
             relay.send(row, [OutboxMessage(CELL, ACTIVE)])
             await turns()
-        assert heard.batches == [[ACTIVE]]
-        heard.confirm.set()
+        assert receiver.batches == [[ACTIVE]]
+        receiver.confirm.set()
         await turns()
-        assert heard.batches == [[ACTIVE], [ACTIVE, ACTIVE]]
+        assert receiver.batches == [[ACTIVE], [ACTIVE, ACTIVE]]
 
 
 async def test_a_publish_that_takes_long_holds_up_nothing() -> None:
-    heard = HeldUp()
-    async with relaying(Gate(), heard) as relay:
+    receiver = HeldUp()
+    async with relaying(Gate(), receiver) as relay:
         relay.send(1, [OutboxMessage(CELL, BUILDING), OutboxMessage(CELL, ACTIVE)])
         await turns()
         relay.send(2, [OutboxMessage(CELL, ACTIVE)])
         await turns()
-        assert len(heard.batches) == 1
+        assert len(receiver.batches) == 1
         async with asyncio.timeout(20):
-            while len(heard.batches) < 2:  # noqa: ASYNC110  (it needs only turns of the loop)
+            while len(receiver.batches) < 2:  # noqa: ASYNC110  (it needs only turns of the loop)
                 await asyncio.sleep(0)
-        assert heard.batches == [[BUILDING, ACTIVE], [ACTIVE]]
+        assert receiver.batches == [[BUILDING, ACTIVE], [ACTIVE]]

@@ -123,12 +123,12 @@ async def test_what_has_come_to_the_disk_survives_a_crash(how: str) -> None:
 async def test_a_number_of_the_outbox_never_comes_again() -> None:
     """A relay that still holds the old row under it would forget the new one."""
     database = MemoryDatabase(Hands())
-    said = [OutboxMessage("api", Release(consumer="a"))]
+    messages = [OutboxMessage("api", Release(consumer="a"))]
 
     async def notify() -> int | None:
         async with database.session().transaction() as transaction:
             transaction.durable = False
-            return await transaction.send_later(said)
+            return await transaction.send_later(messages)
 
     before = await notify()
     database.crash()

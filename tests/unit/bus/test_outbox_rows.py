@@ -53,9 +53,9 @@ async def test_a_row_is_forgotten_when_the_last_of_its_messages_is_confirmed() -
     buses: dict[str, Bus] = {"c1": fast, "c2": slow}  # type: ignore[dict-item]
     relay = Relay(table, buses, clock=SystemClock())
     running = asyncio.create_task(relay.run())
-    told = CellDelete(instance_uuid=UUID, project_id="p")
-    relay.send(1, [OutboxMessage("c1", told), OutboxMessage("c2", told)])
-    relay.send(2, [OutboxMessage("c1", told)])
+    message = CellDelete(instance_uuid=UUID, project_id="p")
+    relay.send(1, [OutboxMessage("c1", message), OutboxMessage("c2", message)])
+    relay.send(2, [OutboxMessage("c1", message)])
     async with asyncio.timeout(30):
         await fast.has_some.wait()
         await slow.has_some.wait()

@@ -89,7 +89,7 @@ def test_what_is_no_frame_ends_the_connection(data: bytes) -> None:
         cut.next()
 
 
-async def test_a_connection_receives_all_and_says_when_it_ends_within_a_frame() -> None:
+async def test_a_connection_receives_all_and_reports_when_it_ends_within_a_frame() -> None:
     reader = asyncio.StreamReader()
     receiver = FrameReceiver(reader)
     reader.feed_data(BYTES + BYTES[:9])

@@ -48,12 +48,12 @@ EVEN = RetryPolicy(first_s=1.0, longest_s=5.0, least=1.0)
 
 
 async def test_waits_are_doubled_to_the_longest() -> None:
-    clock, told = Recorded(), []
+    clock, reported = Recorded(), []
     answer = await Retrying(EVEN, clock).call(
-        Failing(5), on_failure=lambda error, count: told.append((str(error), count))
+        Failing(5), on_failure=lambda error, count: reported.append((str(error), count))
     )
     assert (answer, clock.slept) == ("answer", [1.0, 2.0, 4.0, 5.0, 5.0])
-    assert told == [("unavailable", number) for number in range(1, 6)]
+    assert reported == [("unavailable", number) for number in range(1, 6)]
 
 
 async def test_waits_are_drawn_from_the_generator_that_is_given() -> None:

@@ -124,10 +124,10 @@ def test_what_is_no_url_is_one_coded_sentence_without_the_password(url: str) -> 
     assert refused.value.code == "bus.url"
     _is_one_sentence(str(refused.value))
     for settings in (Settings(bus=BusSettings(url=bus)), Settings(cells={"west": CellSettings(url=bus or "x")})):
-        with pytest.raises(SettingsError) as told:
+        with pytest.raises(SettingsError) as error:
             check_urls(settings)
-        assert told.value.code == "bus.url"
-        _is_one_sentence(told.value.reason)
+        assert error.value.code == "bus.url"
+        _is_one_sentence(error.value.reason)
 
 
 @pytest.mark.parametrize(
@@ -154,10 +154,10 @@ def test_what_is_no_database_url_is_one_coded_sentence_without_the_password(url:
         parse_database_url(url)
     assert refused.value.code == "database.url"
     _is_one_sentence(str(refused.value))
-    with pytest.raises(SettingsError) as told:
+    with pytest.raises(SettingsError) as error:
         check_urls(Settings(database=DatabaseSettings(url=url)))
-    assert told.value.code == "database.url"
-    _is_one_sentence(told.value.reason)
+    assert error.value.code == "database.url"
+    _is_one_sentence(error.value.reason)
 
 
 @pytest.mark.parametrize(

@@ -186,7 +186,7 @@ def test_item_7_a_body_of_another_project_than_its_key_is_not_taken(key: str, na
     assert (got.code, got.key) == (wire.WRONG_KEY, key)
 
 
-def test_item_7_the_stranger_in_a_batch_is_not_taken_and_its_neighbours_are() -> None:
+def test_item_7_the_foreign_message_in_a_batch_is_not_taken_and_its_neighbours_are() -> None:
     other = DeleteRequest(instance_uuid=UUID, project_id="q")
     packed = [wire.pack(one, Meta(id=str(n))) for n, one in enumerate([delete(1), other, delete(2)])]
     first, forged, last = read(Arrived(wire.batch(packed, "berth", KEY)))
@@ -335,8 +335,8 @@ HOST = {"uuid": UUID, "name": "h", "inventories": {"VCPU": {"total": 8}}}
 
 
 def report(host: dict[str, Any] | None = None, **fields: Any) -> bytes:
-    said = {"source": "operator", "version": 1, "root_uuid": UUID, "providers": [{**HOST, **(host or {})}], **fields}
-    return msgspec.json.encode(said)
+    payload = {"source": "operator", "version": 1, "root_uuid": UUID, "providers": [{**HOST, **(host or {})}], **fields}
+    return msgspec.json.encode(payload)
 
 
 def read_report(body: bytes, content_type: str = wire.JSON) -> list[wire.Read | wire.Malformed]:

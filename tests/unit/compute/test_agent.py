@@ -39,7 +39,7 @@ class Scripted:
         self.building: dict[str, int] = {}
         self.most_building = 0
         self.built: list[tuple[Key, int]] = []
-        self.away = 0  # calls of destroy that fail
+        self.failures = 0  # calls of destroy that fail
         self.protected = False
         self.destroys = 0  # calls of destroy
         self.gate: asyncio.Event | None = None
@@ -105,8 +105,8 @@ class Scripted:
             await self._turns()
             if self.protected:
                 raise MachineProtected("an operator keeps it")
-            if self.away or (self._rng and self._rng.random() < 0.1):
-                self.away = max(0, self.away - 1)
+            if self.failures or (self._rng and self._rng.random() < 0.1):
+                self.failures = max(0, self.failures - 1)
                 raise DriverUnavailable("unavailable")
             if self.machines.get(key, attempt + 1) <= attempt:
                 del self.machines[key]
@@ -118,14 +118,14 @@ class Service:
     """An agent with its memory and what it said."""
 
     def __init__(self, driver: Scripted, records: Records | None = None, limits: Limits = LIMITS) -> None:
-        self.said: list[ComputeResult] = []
+        self.results: list[ComputeResult] = []
         self.records = records or Records()
         self.driver = driver
         self.agent = Agent(
             service="s",
             driver=driver,
             records=self.records,
-            send=self.said.append,
+            send=self.results.append,
             clock=Instant(),
             rng=random.Random(1),
             limits=limits,
@@ -173,7 +173,7 @@ async def _any_order(steps: list[object], seed: int) -> None:
     driver = Scripted(random.Random(seed))
     service = Service(driver)
     await service.agent.resume()
-    said: list[ComputeResult] = []
+    results: list[ComputeResult] = []
     commands: list[Spawn | Destroy] = []
     for step in steps:
         if isinstance(step, int):
@@ -181,7 +181,7 @@ async def _any_order(steps: list[object], seed: int) -> None:
                 await asyncio.sleep(0)
         elif step == "restart":
             await service.agent.stop(0)
-            said += service.said
+            results += service.results
             service = Service(driver, service.records)
             await service.agent.resume()
         else:
@@ -194,16 +194,16 @@ async def _any_order(steps: list[object], seed: int) -> None:
             if entry.phase is Phase.DESTROYING:
                 service.agent.take([destroy(INSTANCES.index(key[1]), entry.fence, HOSTS.index(key[0]))])
         await service.rest()
-    said += service.said
-    _agree(driver, service.records, commands, said)
+    results += service.results
+    _agree(driver, service.records, commands, results)
 
 
-def _agree(driver: Scripted, records: Records, commands: list[Spawn | Destroy], said: list[ComputeResult]) -> None:
+def _agree(driver: Scripted, records: Records, commands: list[Spawn | Destroy], results: list[ComputeResult]) -> None:
     """At rest: the machines are what the records say, nothing fenced runs, nobody was built twice, all are answered."""
     running = {key: entry.attempt for key, entry in records.entries() if entry.phase is Phase.RUNNING}
     assert driver.machines == running
     fences: dict[Key, int] = {}
-    answered = {(r.host_uuid, r.instance_uuid, r.attempt, r.outcome) for r in said}
+    answered = {(r.host_uuid, r.instance_uuid, r.attempt, r.outcome) for r in results}
     for command in commands:
         if isinstance(command, Destroy):
             key = (command.host_uuid, command.instance_uuid)
@@ -221,14 +221,14 @@ async def test_every_destroy_is_answered_for_its_own_attempt() -> None:
     await service.agent.resume()
     service.agent.take([spawn(0), destroy(0, 1), destroy(0, 2), spawn(0, 3), destroy(0, 1)])
     await service.rest()
-    destroyed = sorted(r.attempt for r in service.said if r.outcome is ComputeOutcome.DESTROYED)
+    destroyed = sorted(r.attempt for r in service.results if r.outcome is ComputeOutcome.DESTROYED)
     assert set(destroyed) == {1, 2}
     assert service.driver.machines == {(HOSTS[0], INSTANCES[0]): 3}
     assert service.driver.misused == []
 
 
 @pytest.mark.parametrize("ends", ["works", "hangs"])
-async def test_an_older_attempt_is_cleared_away_before_a_newer_one_is_built(ends: str) -> None:
+async def test_an_older_attempt_is_destroyed_before_a_newer_one_is_built(ends: str) -> None:
     driver = Scripted()
     driver.gate = asyncio.Event()
     service = Service(driver)
@@ -265,7 +265,7 @@ async def test_too_many_accepted_builds_are_sent_elsewhere() -> None:
     service = Service(driver, limits=Limits(per_host=1, builds=1, accepted=2, build_s=30, destroy_attempts=1))
     await service.agent.resume()
     service.agent.take([spawn(0), spawn(1), spawn(2)])
-    assert [(r.instance_uuid, r.code) for r in service.said] == [(INSTANCES[2], "service.busy")]
+    assert [(r.instance_uuid, r.code) for r in service.results] == [(INSTANCES[2], "service.busy")]
     driver.gate.set()
     await service.rest()
     service.agent.take([spawn(2, attempt=1)])
@@ -283,7 +283,7 @@ async def test_a_drivers_bug_costs_its_build_and_no_more() -> None:
     driver.bug = None
     service.agent.take([spawn(1)])
     await service.rest()
-    assert [(r.outcome, r.code) for r in service.said] == [
+    assert [(r.outcome, r.code) for r in service.results] == [
         (ComputeOutcome.FAILED, "driver.fault"),
         (ComputeOutcome.ACTIVE, ""),
     ]
@@ -296,7 +296,7 @@ async def test_a_build_that_takes_too_long_is_given_up() -> None:
     await service.agent.resume()
     service.agent.take([spawn(0)])
     await service.rest()
-    assert [r.code for r in service.said] == ["build.timeout"]
+    assert [r.code for r in service.results] == ["build.timeout"]
 
 
 async def test_a_protected_machine_is_reported_at_once_and_destroyed_when_it_is_not_any_more() -> None:
@@ -308,24 +308,24 @@ async def test_a_protected_machine_is_reported_at_once_and_destroyed_when_it_is_
     driver.protected = True
     service.agent.take([destroy(0)])
     await service.rest()
-    assert (service.said[-1].code, driver.destroys) == ("destroy.protected", 1)
+    assert (service.results[-1].code, driver.destroys) == ("destroy.protected", 1)
     driver.protected = False
     service.agent.take([destroy(0)])
     await service.rest()
-    assert service.said[-1].outcome is ComputeOutcome.DESTROYED and not driver.machines
+    assert service.results[-1].outcome is ComputeOutcome.DESTROYED and not driver.machines
 
 
-async def test_what_could_not_be_destroyed_is_taken_up_again_without_being_asked() -> None:
+async def test_what_could_not_be_destroyed_is_taken_up_again_without_a_command() -> None:
     """Of an instance that has failed no conductor asks twice: what was left of it kept its node until a restart."""
     driver = Scripted()
     service = Service(driver)
     await service.agent.resume()
     service.agent.take([spawn(0), spawn(1)])
     await service.rest()
-    driver.away = 3  # every try
+    driver.failures = 3  # every try
     service.agent.take([destroy(0)])
     await service.rest()
-    assert service.said[-1].code == "destroy.failed" and len(driver.machines) == 2
+    assert service.results[-1].code == "destroy.failed" and len(driver.machines) == 2
     done = asyncio.Event()
     service.agent._answers._send = lambda result: done.set() if result.outcome is ComputeOutcome.DESTROYED else None
     insisting = asyncio.create_task(service.agent.retry_destroys())
@@ -340,36 +340,36 @@ async def test_a_newer_attempt_is_not_taken_for_what_could_not_be_destroyed() ->
     driver = Scripted()
     service = Service(driver)
     await service.agent.resume()
-    driver.away = 3
+    driver.failures = 3
     service.agent.take([destroy(0)])
     await service.rest()
     service.agent.take([spawn(0, 2)])
     await service.rest()
-    asked = driver.destroys
+    destroys_before = driver.destroys
     service.agent.resume_destroys()
     await service.rest()
-    assert driver.machines == {(HOSTS[0], INSTANCES[0]): 2} and driver.destroys == asked
+    assert driver.machines == {(HOSTS[0], INSTANCES[0]): 2} and driver.destroys == destroys_before
 
 
-@pytest.mark.parametrize("away", [2, 3])
-async def test_destroyed_is_published_only_when_it_is_certain(away: int) -> None:
+@pytest.mark.parametrize("failures", [2, 3])
+async def test_destroyed_is_published_only_when_it_is_certain(failures: int) -> None:
     driver = Scripted()
     service = Service(driver)
     await service.agent.resume()
     service.agent.take([spawn(0)])
     await service.rest()
-    driver.away = away  # of three tries
+    driver.failures = failures  # of three tries
     service.agent.take([destroy(0)])
     await service.rest()
-    last = service.said[-1]
-    if away < 3:
+    last = service.results[-1]
+    if failures < 3:
         assert last.outcome is ComputeOutcome.DESTROYED and not driver.machines
         return
     assert (last.outcome, last.code) == (ComputeOutcome.FAILED, "destroy.failed") and driver.machines
     again = Service(driver, service.records)  # the next start tries again without being asked
     await again.agent.resume()
     await again.rest()
-    assert [r.outcome for r in again.said] == [ComputeOutcome.DESTROYED] and not driver.machines
+    assert [r.outcome for r in again.results] == [ComputeOutcome.DESTROYED] and not driver.machines
 
 
 async def test_unconfirmed_results_are_published_again_by_the_next_start() -> None:
@@ -378,7 +378,7 @@ async def test_unconfirmed_results_are_published_again_by_the_next_start() -> No
     await service.agent.resume()
     service.agent.take([spawn(0), spawn(1)])
     await service.rest()
-    service.records.reported([r for r in service.said if r.instance_uuid == INSTANCES[0]])
+    service.records.reported([r for r in service.results if r.instance_uuid == INSTANCES[0]])
     again = Service(driver, service.records)
     await again.agent.resume()
-    assert [(r.instance_uuid, r.outcome) for r in again.said] == [(INSTANCES[1], ComputeOutcome.ACTIVE)]
+    assert [(r.instance_uuid, r.outcome) for r in again.results] == [(INSTANCES[1], ComputeOutcome.ACTIVE)]

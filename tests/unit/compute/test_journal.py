@@ -107,20 +107,27 @@ def test_a_journal_of_a_release_without_checksums_is_read(tmp_path: Path) -> Non
     ],
     ids=["nonsense", "no text", "nested", "zeros", "empty", "too long", "too long and torn"],
 )
-def test_a_damaged_line_is_kept_aside_and_logged_with_file_and_offset(tmp_path: Path, damaged: bytes) -> None:
+def test_a_damaged_line_is_kept_in_a_file_of_its_own_and_logged_with_file_and_offset(
+    tmp_path: Path, damaged: bytes
+) -> None:
     path = tmp_path / "x.records"
     first = written(path, ROWS[:1])
     rest = written(path, ROWS[1:]) if damaged.endswith(b"\n") else b""
     path.write_bytes(first + damaged + rest)
     journal = Journal(path, ForgetRow)
-    with capture_logs() as said:
+    with capture_logs() as logs:
         found = journal.open()
     journal.close()
     assert found == (ROWS if rest else ROWS[:1])
-    (told,) = [line for line in said if line["event"] == "journal.damaged"]
-    assert (told["file"], told["offset"], told["lines"], told["length"]) == (str(path), len(first), 1, len(damaged))
-    assert Path(told["kept"]).read_bytes() == first + damaged + rest
-    assert Path(told["kept"]).stat().st_mode & 0o777 == 0o600
+    (logged,) = [line for line in logs if line["event"] == "journal.damaged"]
+    assert (logged["file"], logged["offset"], logged["lines"], logged["length"]) == (
+        str(path),
+        len(first),
+        1,
+        len(damaged),
+    )
+    assert Path(logged["kept"]).read_bytes() == first + damaged + rest
+    assert Path(logged["kept"]).stat().st_mode & 0o777 == 0o600
 
 
 def test_a_disk_that_damages_again_and_again_stops_the_service_with_a_sentence(tmp_path: Path) -> None:
@@ -195,7 +202,8 @@ def test_a_rewrite_replaces_and_goes_on(tmp_path: Path) -> None:
     assert rows(path) == [*(ForgetRow("b", str(n)) for n in range(1500)), ForgetRow("c", "1")]
 
 
-STEP = st.tuples(st.sampled_from(["spawn", "destroy", "fail", "clear", "told"]), st.integers(0, 3), st.integers(1, 4))
+STEPS = ["spawn", "destroy", "fail", "clear", "reported"]
+STEP = st.tuples(st.sampled_from(STEPS), st.integers(0, 3), st.integers(1, 4))
 
 
 @settings(max_examples=60, deadline=None)

@@ -44,12 +44,12 @@ class Rig:
         self.reporter._announce.take()
         self.reporter._inventory.take()
 
-    async def hear(self, *messages: Message) -> None:
+    async def receive(self, *messages: Message) -> None:
         batch: Sequence[Received] = [Received(one, Meta(id="m"), "c", "compute.control.s") for one in messages]
         await self.handlers.control(batch)
 
     @property
-    def says_all(self) -> tuple[bool, bool]:
+    def announces_all(self) -> tuple[bool, bool]:
         """Whether all hosts are to be announced, and all inventory said."""
         return self.reporter._announce.everything, self.reporter._inventory.everything
 
@@ -57,9 +57,9 @@ class Rig:
 async def test_it_goes_on_above_an_epoch_of_its_name_and_publishes_everything_again(tmp_path: Path) -> None:
     rig = Rig(tmp_path / "journal")
     assert rig.records.epoch == 1_000_000
-    await rig.hear(ServiceOutdated(service="s", cell="c", epoch=5_000_000))
+    await rig.receive(ServiceOutdated(service="s", cell="c", epoch=5_000_000))
     assert rig.records.epoch == 5_000_001
-    assert rig.says_all == (True, True)
+    assert rig.announces_all == (True, True)
     rig.records.close()
     again = Records(tmp_path / "journal")
     again.open()
@@ -69,13 +69,13 @@ async def test_it_goes_on_above_an_epoch_of_its_name_and_publishes_everything_ag
 async def test_it_goes_on_above_a_version_that_the_book_has_of_it() -> None:
     rig = Rig()
     known = rig.records.versions(1, 2000.0) + 10**9
-    await rig.hear(InventoryOutdated(source="compute-s", root_uuid=ROOT, version=known))
+    await rig.receive(InventoryOutdated(source="compute-s", root_uuid=ROOT, version=known))
     assert rig.records.versions(1, 1000.0) > known
-    assert rig.says_all == (True, True)
+    assert rig.announces_all == (True, True)
 
 
 @pytest.mark.parametrize(
-    "told",
+    "message",
     [
         ServiceOutdated(service="s", cell="c", epoch=1_000_000),
         ServiceOutdated(service="s", cell="c", epoch=999),
@@ -86,22 +86,22 @@ async def test_it_goes_on_above_a_version_that_the_book_has_of_it() -> None:
         ServiceOutdated(service="s", cell="c", epoch=FARTHEST + 1),
     ],
 )
-async def test_a_late_copy_anothers_word_and_what_leaves_no_room_change_nothing(told: Message) -> None:
+async def test_a_late_copy_anothers_word_and_what_leaves_no_room_change_nothing(message: Message) -> None:
     rig = Rig()
     rig.records.versions(1, 2000.0)
     before = (rig.records.epoch, rig.records.version)
-    await rig.hear(told)
+    await rig.receive(message)
     assert (rig.records.epoch, rig.records.version) == before
-    assert rig.says_all == (False, False)
-    await rig.hear(ReportHosts(why="test"))
-    assert rig.says_all == (True, False)
+    assert rig.announces_all == (False, False)
+    await rig.receive(ReportHosts(why="test"))
+    assert rig.announces_all == (True, False)
 
 
 async def test_its_own_heartbeats_from_before_are_not_anothers() -> None:
     rig = Rig()
-    await rig.hear(ServiceOutdated(service="s", cell="c", epoch=5_000_000))
+    await rig.receive(ServiceOutdated(service="s", cell="c", epoch=5_000_000))
     for sequence in (1, 2, 3):
-        await rig.hear(Heartbeat(service="s", cell="c", epoch=1_000_000, sequence=sequence))
-    await rig.hear(Heartbeat(service="s", cell="c", epoch=4_000_000, sequence=1))
+        await rig.receive(Heartbeat(service="s", cell="c", epoch=1_000_000, sequence=sequence))
+    await rig.receive(Heartbeat(service="s", cell="c", epoch=4_000_000, sequence=1))
     with pytest.raises(NameTaken):
-        await rig.hear(Heartbeat(service="s", cell="c", epoch=4_000_000, sequence=2))
+        await rig.receive(Heartbeat(service="s", cell="c", epoch=4_000_000, sequence=2))

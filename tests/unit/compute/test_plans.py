@@ -17,7 +17,7 @@ def share(faults: Faults, ending: PlannedEnding) -> float:
     return sum(plan_attempt(faults, 1, "h", i, 1).ending is ending for i in INSTANCES) / len(INSTANCES)
 
 
-def test_the_same_attempt_has_the_same_fate_and_others_have_others() -> None:
+def test_the_same_attempt_has_the_same_outcome_and_others_have_others() -> None:
     faults = Faults(fail_rate=0.5, delay_max_s=1.0)
     first = [plan_attempt(faults, 7, "h", i, 1) for i in INSTANCES[:100]]
     assert first == [plan_attempt(faults, 7, "h", i, 1) for i in INSTANCES[:100]]

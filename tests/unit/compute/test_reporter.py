@@ -24,8 +24,8 @@ class SlowWorld:
 
     def __init__(self) -> None:
         self.now = 1000.0
-        self.said: list[Message] = []
-        self.told = asyncio.Event()
+        self.published: list[Message] = []
+        self.sent = asyncio.Event()
 
     def time(self) -> float:
         return self.now
@@ -45,8 +45,8 @@ class SlowWorld:
         return {}
 
     async def publish(self, message: Message, *, cause: str = "") -> None:
-        self.said.append(message)
-        self.told.set()
+        self.published.append(message)
+        self.sent.set()
 
     async def publish_all(self, messages: Sequence[tuple[Message, str]]) -> None:
         raise AssertionError
@@ -66,10 +66,10 @@ async def announced(world: Any, records: Records) -> None:
         heartbeat_interval_s=1.0,
         report_interval_s=60.0,
     )
-    world.told.clear()
+    world.sent.clear()
     task = asyncio.create_task(reporter.announce())
     async with asyncio.timeout(10):
-        await world.told.wait()
+        await world.sent.wait()
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
 
@@ -77,7 +77,7 @@ async def announced(world: Any, records: Records) -> None:
 async def test_a_report_is_as_old_as_the_beginning_of_the_look() -> None:
     world = SlowWorld()
     await announced(world, Records())
-    (report,) = world.said
+    (report,) = world.published
     assert isinstance(report, ComputeHosts)
     assert (report.seen_at, world.now) == (1000.0, 1060.0)
     assert [host.running for host in report.hosts] == [None], "a host that the driver did not see proves nothing lost"
@@ -104,10 +104,10 @@ async def test_a_result_that_is_published_during_a_scan_is_not_older_than_it() -
     world.answers.report_end((HOST, HOST), Entry(1, Phase.RUNNING))
     for _ in range(2):
         await announced(world, world.records)
-    reports = [message for message in world.said if isinstance(message, ComputeHosts)]
+    reports = [message for message in world.published if isinstance(message, ComputeHosts)]
     assert [result.scan for result in world.results] == [0, 1, 2]
     assert [report.scan for report in reports] == [1, 2]
-    assert {said.epoch for said in (*world.results, *reports)} == {world.records.epoch}
+    assert {sent.epoch for sent in (*world.results, *reports)} == {world.records.epoch}
 
 
 class QuickWorld(SlowWorld):

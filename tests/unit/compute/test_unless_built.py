@@ -24,10 +24,10 @@ async def test_a_complete_machine_stays_and_is_reported_active_again(recorded: b
         service.agent.take([spawn(0)])
         await service.rest()
     driver.machines[KEY] = 1
-    service.said.clear()
+    service.results.clear()
     service.agent.take([ENDED])
     await service.rest()
-    assert [(one.attempt, one.outcome) for one in service.said] == [(1, ComputeOutcome.ACTIVE)]
+    assert [(one.attempt, one.outcome) for one in service.results] == [(1, ComputeOutcome.ACTIVE)]
     assert driver.machines == {KEY: 1} and not driver.destroys
     assert service.records.is_live(*KEY)
 
@@ -39,10 +39,10 @@ async def test_one_that_is_being_built_is_ended() -> None:
     await service.agent.resume()
     service.agent.take([spawn(0), ENDED])
     await service.rest()
-    assert [(one.attempt, one.outcome) for one in service.said] == [(1, ComputeOutcome.DESTROYED)]
+    assert [(one.attempt, one.outcome) for one in service.results] == [(1, ComputeOutcome.DESTROYED)]
     service.agent.take([spawn(0)])
     await service.rest()
-    assert service.said[-1].code == "spawn.fenced" and not driver.machines
+    assert service.results[-1].code == "spawn.fenced" and not driver.machines
 
 
 @pytest.mark.parametrize("there", [None, 2], ids=["nothing", "a newer attempt"])
@@ -54,7 +54,7 @@ async def test_one_that_its_host_does_not_know_is_fenced(there: int | None) -> N
         driver.machines[KEY] = there
     service.agent.take([ENDED])
     await service.rest()
-    assert [(one.attempt, one.outcome) for one in service.said] == [(1, ComputeOutcome.DESTROYED)]
+    assert [(one.attempt, one.outcome) for one in service.results] == [(1, ComputeOutcome.DESTROYED)]
     assert driver.machines == ({} if there is None else {KEY: there})
 
 
@@ -65,7 +65,7 @@ async def test_what_is_commanded_while_its_host_is_looked_at_counts() -> None:
     service.agent.take([ENDED, spawn(0)])
     await service.rest()
     # Never heard of when it was to end, and begun since: it is complete or ended, and its host has said which.
-    assert (driver.machines == {KEY: 1}) is (service.said[-1].outcome is ComputeOutcome.ACTIVE)
+    assert (driver.machines == {KEY: 1}) is (service.results[-1].outcome is ComputeOutcome.ACTIVE)
 
 
 async def test_a_host_that_cannot_be_scanned_reports_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -73,11 +73,11 @@ async def test_a_host_that_cannot_be_scanned_reports_nothing(monkeypatch: pytest
     service = Service(driver)
     await service.agent.resume()
 
-    async def away(hosts: object = None) -> None:
+    async def unavailable(hosts: object = None) -> None:
         raise DriverUnavailable("unavailable")
 
-    monkeypatch.setattr(driver, "list", away)
+    monkeypatch.setattr(driver, "list", unavailable)
     driver.machines[KEY] = 1
     service.agent.take([ENDED])
     await service.rest()
-    assert not service.said and driver.machines == {KEY: 1}
+    assert not service.results and driver.machines == {KEY: 1}

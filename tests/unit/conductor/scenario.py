@@ -74,7 +74,7 @@ SILENT = (TIMED_OUT, e.TimedOut(at=180.0))  # the host did not answer either whe
 RELEASED = e.Released(at=130.0)
 
 
-def said(stepped: Step) -> list[BuildEvent]:
+def announced(stepped: Step) -> list[BuildEvent]:
     return [command for command in stepped.commands if isinstance(command, BuildEvent)]
 
 

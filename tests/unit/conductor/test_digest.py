@@ -22,9 +22,9 @@ def test_a_digest_that_names_services_is_read_by_every_receiver() -> None:
         for name, state in (("a", LeaseState.SILENT), ("b", LeaseState.STOPPED))
     }
     (page,) = pages_of(down)
-    said = ServicesDigest(cell="c1", term=1, number=1, down=page, up=3, at=4.0)
-    heard = msgspec.json.decode(msgspec.json.encode(said), type=ServicesDigest)
-    assert heard == said and [one.code for one in heard.down] == ["service.silent", "service.stopped"]
+    digest = ServicesDigest(cell="c1", term=1, number=1, down=page, up=3, at=4.0)
+    parsed = msgspec.json.decode(msgspec.json.encode(digest), type=ServicesDigest)
+    assert parsed == digest and [one.code for one in parsed.down] == ["service.silent", "service.stopped"]
 
 
 def test_a_digest_has_one_page_at_least_and_pages_of_bounded_length() -> None:
@@ -42,7 +42,7 @@ async def test_a_conductor_that_is_not_the_keeper_learns_from_the_digest_who_was
         nothing, nothing, clock=SystemClock(), config=ConductorConfig(), cell="c1", process="conductor"
     )
 
-    async def hear(message: ServicesDigest | Heartbeat) -> None:
+    async def receive(message: ServicesDigest | Heartbeat) -> None:
         await keeper.handle([Received(message, Meta(id="m"), "c1", "conductor.leases")])
 
     (page,) = pages_of(
@@ -51,14 +51,14 @@ async def test_a_conductor_that_is_not_the_keeper_learns_from_the_digest_who_was
             "b": Lease(service="b", epoch=5, state=LeaseState.STOPPED, since=2.0, reason="why"),
         }
     )
-    await hear(ServicesDigest(cell="c2", term=1, number=1, down=page))
+    await receive(ServicesDigest(cell="c2", term=1, number=1, down=page))
     assert keeper.down() == {}, "another cell's"
-    await hear(ServicesDigest(cell="c1", term=1, number=1, down=page))
+    await receive(ServicesDigest(cell="c1", term=1, number=1, down=page))
     assert {name: lease.state for name, lease in keeper.down().items()} == {
         "a": LeaseState.SILENT,
         "b": LeaseState.STOPPED,
     }
-    await hear(Heartbeat(service="a", cell="c1", epoch=5, sequence=9))
+    await receive(Heartbeat(service="a", cell="c1", epoch=5, sequence=9))
     assert list(keeper.down()) == ["b"], "its heartbeat says that it is up"
-    await hear(ServicesDigest(cell="c1", term=1, number=2, down=page))
+    await receive(ServicesDigest(cell="c1", term=1, number=2, down=page))
     assert list(keeper.down()) == ["b"], "what is heard here counts for more"

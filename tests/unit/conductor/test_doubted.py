@@ -19,11 +19,11 @@ from tests.unit.conductor.scenario import (
     PATIENCE,
     RELEASED,
     UUID,
+    announced,
     claimed,
     destroys,
     host,
     queried,
-    said,
     spawned,
     spawns,
 )
@@ -114,7 +114,7 @@ def test_a_doubted_build_on_a_dead_host_ends_and_nothing_is_destroyed() -> None:
     over = given_up()
     assert over.instance.state is State.GIVING_UP and over.commands == ()
     failed = run(RELEASED, start=over.instance)
-    (event,) = said(failed)
+    (event,) = announced(failed)
     assert (event.state, event.code, event.terminal) == (BuildState.FAILED, OUTCOME_UNKNOWN, True)
     assert "silent" in event.reason and event.history[-1].outcome == "unknown"
     assert failed.instance.doubted
@@ -141,7 +141,7 @@ def test_its_client_may_still_delete_it_and_then_the_machine_goes() -> None:
     assert deleted.state is State.DELETED and is_over(deleted, 1, host(1))
 
 
-def test_a_failure_that_its_host_has_said_leaves_no_doubt() -> None:
+def test_a_failure_that_its_host_has_reported_leaves_no_doubt() -> None:
     waiting = in_doubt()
     failed = replace(run(RELEASED, start=given_up().instance).instance, doubted=False)
     assert is_over(failed, 1, host(1))

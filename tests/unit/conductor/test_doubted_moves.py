@@ -25,15 +25,15 @@ ROUNDS = 40
 def at_state(state: State) -> Scenario:
     """A cold migration from host 1 to host 2, in this state, whose record was set back to there."""
     made = begun(MoveKind.MIGRATE, 2, 3, auto_confirm_s=5.0)
-    made.tell(claimed())
+    made.apply(claimed())
     if state is not State.PREPARING:
         made.end(2, 2)
     if state not in (State.PREPARING, State.HANDING_OVER):
         made.end(1, 1)
     if state in (State.RESIZED, State.UNDOING):
-        made.tell(spawned(attempt=2, at=210.0))
+        made.apply(spawned(attempt=2, at=210.0))
     if state is State.UNDOING:
-        made.tell(request(MoveKind.REVERT, request_id=OTHER))
+        made.apply(request(MoveKind.REVERT, request_id=OTHER))
     assert made.instance.state is state
     made.instance = replace(made.instance, doubted=True)
     made.timeouts = AFTER
@@ -52,7 +52,7 @@ class Hosts:
 
     def play(self, first: e.Event) -> None:
         """Answer whatever is commanded and asked, until the record is at rest."""
-        commands = list(self.made.tell(first).commands)
+        commands = list(self.made.apply(first).commands)
         for _ in range(ROUNDS):
             self.at += 100.0
             answers = [answer for command in commands if (answer := self._answer(command))]
@@ -64,7 +64,7 @@ class Hosts:
                 return
             commands = []
             for answer in answers:
-                commands += self.made.tell(answer).commands
+                commands += self.made.apply(answer).commands
             if self.made.instance.state is State.RESIZED and not self.made.instance.doubted:
                 return
         raise AssertionError(f"still {self.made.instance.state}")
@@ -147,7 +147,7 @@ def test_a_client_who_confirms_or_reverts_is_refused_until_both_hosts_have_answe
     assert hosts.machines == TRULY[truly]
     if truly == "both":
         assert made.instance.state is State.RESIZED
-        made.tell(request(kind, request_id=OTHER.replace("2", "4")))
+        made.apply(request(kind, request_id=OTHER.replace("2", "4")))
         assert made.instance.state is (State.CONFIRMING if kind is MoveKind.CONFIRM else State.UNDOING)
     else:
         assert made.instance.state is State.ACTIVE
@@ -158,9 +158,9 @@ def test_a_client_who_confirms_or_reverts_is_refused_until_both_hosts_have_answe
 def test_while_the_destination_is_silent_nothing_is_decided(state: State) -> None:
     made = at_state(state)
     for seconds in (1_500.0, 2_500.0, 9_500.0):
-        made.tell(e.TimedOut(at=seconds))
+        made.apply(e.TimedOut(at=seconds))
         if state is State.RESIZED:
-            made.tell(spawned(attempt=1, at=seconds))  # the source has its machine; that says nothing of the other
+            made.apply(spawned(attempt=1, at=seconds))  # the source has its machine; that says nothing of the other
         assert made.instance.state is state and made.instance.deadline is not None
     assert all(one.unless_built for one in made.commands if isinstance(one, Destroy))
 
@@ -168,9 +168,9 @@ def test_while_the_destination_is_silent_nothing_is_decided(state: State) -> Non
 def test_a_report_of_the_destination_answers_as_well() -> None:
     made = at_state(State.UNDOING)
     runs = e.HostRuns(at=1_500.0, attempt=2, host_uuid=host(2), service="s1", seen_at=1_500.0, built=False)
-    made.tell(runs)
+    made.apply(runs)
     assert made.instance.state is State.UNDOING, "one that is not complete may still go"
-    made.tell(replace(runs, built=True))
+    made.apply(replace(runs, built=True))
     assert made.instance.state is State.RESIZED
     assert made.terminals[-1] == (MoveKind.REVERT, MoveState.FAILED, IN_DOUBT)
 
@@ -181,5 +181,5 @@ def test_a_move_that_began_after_the_set_back_is_like_any_other() -> None:
     assert made.instance.move is not None
     later = replace(made.instance.move, began=SET_BACK_AT + 60.0)
     made.instance, made.timeouts = replace(made.instance, doubted=True, move=later), AFTER
-    made.tell(e.TimedOut(at=1_500.0))
+    made.apply(e.TimedOut(at=1_500.0))
     assert made.instance.state is State.CONFIRMING and made.destroys[-1] == (1, host(1))

@@ -97,11 +97,11 @@ class World(RuleBasedStateMachine):
         self.hosts = {uuid: Host(uuid) for uuid in HOSTS}
         self.book = Book()
         self.network: list[object] = []
-        self.said: list[BuildEvent] = []
+        self.announced: list[BuildEvent] = []
         self.spawned: dict[int, Spawn] = {}
         self.queried = False
         self.deleted = False
-        self.asked_before: Claim | None = None
+        self.previous_question: Claim | None = None
         self.sent: list[Claim] = []
 
     def take(self, event: e.Event) -> None:
@@ -109,7 +109,7 @@ class World(RuleBasedStateMachine):
         self.instance = stepped.instance
         for command in stepped.commands:
             if isinstance(command, BuildEvent):
-                self.said.append(command)
+                self.announced.append(command)
                 continue
             if isinstance(command, Spawn):
                 assert self.book.held == (command.attempt, command.host_uuid), "only claimed hosts are ever built on"
@@ -146,7 +146,7 @@ class World(RuleBasedStateMachine):
             if not lose:
                 self.take(e.Released(at=self.now))
         elif isinstance(question, Claim):
-            repeated, self.asked_before = self.asked_before == question, question
+            repeated, self.previous_question = self.previous_question == question, question
             self.sent.append(question)
             outcome, option = self.book.claim(question)
             if lose:
@@ -239,14 +239,14 @@ class World(RuleBasedStateMachine):
 
     @invariant()
     def at_most_one_end_a_request(self) -> None:
-        ends = [event.state for event in self.said if event.terminal]
+        ends = [event.state for event in self.announced if event.terminal]
         assert len(ends) == len(set(ends)), ends
         assert BuildState.DELETED not in ends[:-1], ends
         assert not {BuildState.ACTIVE, BuildState.FAILED} <= set(ends), ends
 
     @invariant()
     def numbers_rise(self) -> None:
-        numbers = [event.sequence for event in self.said]
+        numbers = [event.sequence for event in self.announced]
         assert numbers == list(range(10, 10 + len(numbers)))
 
     @invariant()
@@ -284,7 +284,7 @@ class World(RuleBasedStateMachine):
         assert running == ([expected] if expected else []), (running, self.instance)
         assert self.book.held == expected, (self.book.held, self.instance)
         if self.queried:
-            assert any(event.terminal for event in self.said), self.instance
+            assert any(event.terminal for event in self.announced), self.instance
         if self.deleted:
             assert self.instance.state is State.DELETED
 

@@ -7,7 +7,7 @@ from cell_conductor.domain.leases import FARTHEST_EPOCH, STEP_S, Lease, LeaseSta
 MISSED = 5
 
 
-class Story:
+class LeaseScenario:
     """A conductor that hears its keeper's digest each second, and services that beat each second unless told."""
 
     def __init__(self, *services: str) -> None:
@@ -38,83 +38,87 @@ class Story:
 
 
 def test_so_many_missing_heartbeats_in_a_row_make_a_service_silent_with_a_reason() -> None:
-    story = Story("a", "b")
-    assert story.run(MISSED, without="a") == []
-    assert story.run(1, without="a") == ["a"]
-    lease = story.table.leases["a"]
-    assert (lease.state, lease.code, lease.since) == (LeaseState.SILENT, "service.silent", story.now)
+    scenario = LeaseScenario("a", "b")
+    assert scenario.run(MISSED, without="a") == []
+    assert scenario.run(1, without="a") == ["a"]
+    lease = scenario.table.leases["a"]
+    assert (lease.state, lease.code, lease.since) == (LeaseState.SILENT, "service.silent", scenario.now)
     assert "6.0 s" in lease.reason and "every 1 s" in lease.reason
-    assert list(story.table.down) == list(story.table.abandoned) == ["a"]
-    assert story.run(3, without="a") == [], "said once"
+    assert list(scenario.table.down) == list(scenario.table.abandoned) == ["a"]
+    assert scenario.run(3, without="a") == [], "said once"
 
 
 def test_missing_heartbeats_with_one_between_them_mean_nothing() -> None:
-    story = Story("a", "b")
+    scenario = LeaseScenario("a", "b")
     for _ in range(10):
-        assert story.run(MISSED, without="a") == []
-        story.run(1)
+        assert scenario.run(MISSED, without="a") == []
+        scenario.run(1)
 
 
 def test_a_heartbeat_ends_the_suspicion_in_the_same_life_and_in_the_next() -> None:
     for epoch in (1, 2):
-        story = Story("a")
-        story.run(MISSED + 1, without="a")
-        story.services["a"] = epoch
-        story.run(1)
-        assert story.state("a") is LeaseState.UP and not story.table.down
+        scenario = LeaseScenario("a")
+        scenario.run(MISSED + 1, without="a")
+        scenario.services["a"] = epoch
+        scenario.run(1)
+        assert scenario.state("a") is LeaseState.UP and not scenario.table.down
 
 
 def test_a_service_is_measured_by_its_own_interval() -> None:
-    story = Story("a")
-    story.table.renew("slow", 1, 1, at=story.now, interval_s=60.0)
-    assert story.run(60 * MISSED) == []
-    assert story.run(1) == ["slow"]
+    scenario = LeaseScenario("a")
+    scenario.table.renew("slow", 1, 1, at=scenario.now, interval_s=60.0)
+    assert scenario.run(60 * MISSED) == []
+    assert scenario.run(1) == ["slow"]
 
 
 def test_a_conductor_that_was_paused_or_cut_off_suspects_no_service_for_it() -> None:
     """Nothing was delivered for a minute, to it or by the broker: that says nothing of the services."""
-    story = Story("a", "b")
+    scenario = LeaseScenario("a", "b")
     for _ in range(3):
-        story.now += 60.0
-        assert story.table.assess(story.now) == []
-        assert story.run(1, without="a") == [], f"a pause counts for {STEP_S} s at most"
-        story.run(1)
+        scenario.now += 60.0
+        assert scenario.table.assess(scenario.now) == []
+        assert scenario.run(1, without="a") == [], f"a pause counts for {STEP_S} s at most"
+        scenario.run(1)
 
 
 def test_a_cell_that_delivers_nothing_is_not_judged() -> None:
-    story = Story("a", "b")
+    scenario = LeaseScenario("a", "b")
     for _ in range(100):
-        story.now += 1.0
-        assert story.table.assess(story.now) == []
+        scenario.now += 1.0
+        assert scenario.table.assess(scenario.now) == []
 
 
-def test_a_service_that_says_good_bye_takes_no_builds_at_once_and_its_builds_are_waited_for_a_lease() -> None:
-    story = Story("a", "b")
-    story.sequence += 1
-    assert story.beat("a", 1, stopping=True)
-    assert story.state("a") is LeaseState.STOPPED and list(story.table.down) == ["a"] and not story.table.abandoned
-    story.run(1)
-    assert story.state("a") is LeaseState.STOPPED, "a heartbeat that came late, of a life that is over"
-    story.run(MISSED, without="a")
-    assert list(story.table.abandoned) == ["a"]
-    story.services["a"] = 2
-    story.run(1)
-    assert not story.table.down
+def test_a_service_that_announces_its_stop_takes_no_builds_at_once_and_its_builds_are_waited_for_a_lease() -> None:
+    scenario = LeaseScenario("a", "b")
+    scenario.sequence += 1
+    assert scenario.beat("a", 1, stopping=True)
+    assert (
+        scenario.state("a") is LeaseState.STOPPED
+        and list(scenario.table.down) == ["a"]
+        and not scenario.table.abandoned
+    )
+    scenario.run(1)
+    assert scenario.state("a") is LeaseState.STOPPED, "a heartbeat that came late, of a life that is over"
+    scenario.run(MISSED, without="a")
+    assert list(scenario.table.abandoned) == ["a"]
+    scenario.services["a"] = 2
+    scenario.run(1)
+    assert not scenario.table.down
 
 
 def test_what_comes_late_or_twice_renews_nothing() -> None:
-    story = Story("a", "b")
-    first = story.sequence
+    scenario = LeaseScenario("a", "b")
+    first = scenario.sequence
     for _ in range(MISSED):
-        story.run(1, without="a")
-        assert not story.table.renew("a", 1, first, at=story.now, interval_s=1.0)
-        assert not story.table.renew("a", 0, first + 99, at=story.now, interval_s=1.0)
-    assert story.run(1, without="a") == ["a"]
+        scenario.run(1, without="a")
+        assert not scenario.table.renew("a", 1, first, at=scenario.now, interval_s=1.0)
+        assert not scenario.table.renew("a", 0, first + 99, at=scenario.now, interval_s=1.0)
+    assert scenario.run(1, without="a") == ["a"]
 
 
-def test_a_restarted_conductor_gives_a_whole_lease_to_who_was_up_and_believes_who_was_away() -> None:
-    story = Story("b")
-    story.table.adopt(
+def test_a_restarted_conductor_gives_a_whole_lease_to_who_was_up_and_keeps_who_was_down() -> None:
+    scenario = LeaseScenario("b")
+    scenario.table.adopt(
         [
             Lease(service="a", epoch=1, interval_s=1.0),
             Lease(service="b", epoch=0, interval_s=1.0, state=LeaseState.SILENT, since=3.0),
@@ -122,19 +126,19 @@ def test_a_restarted_conductor_gives_a_whole_lease_to_who_was_up_and_believes_wh
             Lease(service="left", epoch=1, interval_s=1.0, state=LeaseState.STOPPED, since=3.0),
         ]
     )
-    assert sorted(story.table.down) == ["gone", "left"], "b was heard here, which counts for more"
-    assert story.table.leases["gone"].since == 3.0
-    assert story.run(MISSED) == [] and story.run(1) == ["a"]
-    story.sequence += 1
-    assert not story.beat("left", 1) and story.beat("left", 2) and story.beat("gone", 1)
-    assert list(story.table.down) == ["a"]
+    assert sorted(scenario.table.down) == ["gone", "left"], "b was heard here, which counts for more"
+    assert scenario.table.leases["gone"].since == 3.0
+    assert scenario.run(MISSED) == [] and scenario.run(1) == ["a"]
+    scenario.sequence += 1
+    assert not scenario.beat("left", 1) and scenario.beat("left", 2) and scenario.beat("gone", 1)
+    assert list(scenario.table.down) == ["a"]
 
 
 def test_purged_services_are_not_published_and_living_ones_are_not_purged() -> None:
-    story = Story("a", "b")
-    story.run(MISSED + 1, without="a")
-    story.table.forget(["a", "b", "c"])
-    assert list(story.table.leases) == ["b"]
+    scenario = LeaseScenario("a", "b")
+    scenario.run(MISSED + 1, without="a")
+    scenario.table.forget(["a", "b", "c"])
+    assert list(scenario.table.leases) == ["b"]
 
 
 def test_numbers_that_no_service_has_and_too_many_names_are_left_out() -> None:
@@ -145,57 +149,59 @@ def test_numbers_that_no_service_has_and_too_many_names_are_left_out() -> None:
     assert len(table) == 0
 
 
-def test_a_life_whose_epoch_is_lower_than_one_on_record_is_told_which_it_has_to_outgrow() -> None:
+def test_a_life_whose_epoch_is_lower_than_one_on_record_is_sent_the_one_it_has_to_outgrow() -> None:
     """Seed 1035: a second process had the name, its clock was ahead, and the first one counted for older for good."""
-    story = Story("a", "b")
-    assert story.table.outdated() == {}
-    story.beat("a", 7)
-    assert story.run(1) == [] and story.table.outdated() == {"a": 7}, "b is as it was"
-    assert story.table.outdated() == {}, "told once"
-    story.services["a"] = 8
-    story.run(10)
-    assert story.state("a") is LeaseState.UP and story.table.outdated() == {}
+    scenario = LeaseScenario("a", "b")
+    assert scenario.table.outdated() == {}
+    scenario.beat("a", 7)
+    assert scenario.run(1) == [] and scenario.table.outdated() == {"a": 7}, "b is as it was"
+    assert scenario.table.outdated() == {}, "told once"
+    scenario.services["a"] = 8
+    scenario.run(10)
+    assert scenario.state("a") is LeaseState.UP and scenario.table.outdated() == {}
 
 
-def test_an_epoch_that_no_message_may_name_is_told_to_none() -> None:
+def test_an_epoch_that_no_message_may_name_is_sent_to_none() -> None:
     table = LeaseTable(MISSED)
     table.note_outdated("a", FARTHEST_EPOCH + 1)
     assert table.outdated() == {}
 
 
-def test_a_ring_has_the_services_that_are_heard_and_loses_one_after_three_heartbeats() -> None:
-    story = Story("other")
+def test_a_ring_has_the_services_that_send_heartbeats_and_loses_one_after_three_heartbeats() -> None:
+    scenario = LeaseScenario("other")
 
     def beat(*services: str) -> None:
         for service in services:
-            story.table.renew(service, 1, story.sequence, at=story.now, interval_s=1.0, ring="r")
+            scenario.table.renew(service, 1, scenario.sequence, at=scenario.now, interval_s=1.0, ring="r")
 
     for _ in range(3):
-        story.run(1)
+        scenario.run(1)
         beat("a", "b")
-    assert story.table.rings() == {"r": ("a", "b")}
+    assert scenario.table.rings() == {"r": ("a", "b")}
     for _ in range(3):
-        story.run(1)
+        scenario.run(1)
         beat("b")
-        assert story.table.rings() == {"r": ("a", "b")}, "three may be late"
-    story.run(1)
+        assert scenario.table.rings() == {"r": ("a", "b")}, "three may be late"
+    scenario.run(1)
     beat("b")
-    assert story.table.rings() == {"r": ("b",)} and "a" not in story.table.down, "it may live, and its builds go on"
+    assert scenario.table.rings() == {"r": ("b",)} and "a" not in scenario.table.down, (
+        "it may live, and its builds go on"
+    )
     beat("a")
-    assert story.table.rings() == {"r": ("a", "b")}
-    story.table.renew("a", 1, story.sequence + 1, at=story.now, stopping=True, ring="r")
-    assert story.table.rings() == {"r": ("b",)}, "at once, when it says so"
+    assert scenario.table.rings() == {"r": ("a", "b")}
+    scenario.table.renew("a", 1, scenario.sequence + 1, at=scenario.now, stopping=True, ring="r")
+    assert scenario.table.rings() == {"r": ("b",)}, "at once, when it says so"
 
 
-def test_no_ring_is_known_before_each_service_on_record_was_heard_or_is_silent() -> None:
+def test_no_ring_is_known_before_each_service_on_record_sent_a_heartbeat_or_is_silent() -> None:
     """A conductor that has just started would move the nodes of those it has not heard yet."""
-    story = Story("b")
-    story.table.adopt([Lease(service="a", epoch=1, interval_s=1.0), Lease(service="b", epoch=1, interval_s=1.0)])
-    story.table.renew("b", 1, story.sequence + 1, at=story.now, interval_s=1.0, ring="r")
-    assert story.table.rings() is None
-    story.table.renew("a", 1, 1, at=story.now, interval_s=1.0, ring="r")
-    assert story.table.rings() == {"r": ("a", "b")}
-    dead = Story("b")
+    scenario = LeaseScenario("b")
+    scenario.table.adopt([Lease(service="a", epoch=1, interval_s=1.0), Lease(service="b", epoch=1, interval_s=1.0)])
+    scenario.table.renew("b", 1, scenario.sequence + 1, at=scenario.now, interval_s=1.0, ring="r")
+    assert scenario.table.rings() is None
+    scenario.table.renew("a", 1, 1, at=scenario.now, interval_s=1.0, ring="r")
+    assert scenario.table.rings() == {"r": ("a", "b")}
+    dead = LeaseScenario("b")
     dead.table.adopt([Lease(service="a", epoch=1, interval_s=1.0)])
     dead.run(MISSED)
     assert dead.table.rings() is None

@@ -20,7 +20,7 @@ ANOTHER = "dddddddd-0000-4000-8000-000000000002"
 
 def report(
     *running: tuple[str, int],
-    said: bool = True,
+    named: bool = True,
     sequence: int = 1,
     epoch: int = 1,
     deployment: str | None = DEPLOYMENT,
@@ -31,7 +31,7 @@ def report(
         Running(instance_uuid=uuid, attempt=attempt, deployment=deployment, built=built, destroying=destroying)
         for uuid, attempt in running
     )
-    host = HostReport(uuid=HOST, name="host-1", running=runs if said else None)
+    host = HostReport(uuid=HOST, name="host-1", running=runs if named else None)
     return ComputeHosts(service="s", cell="c", epoch=epoch, sequence=sequence, hosts=(host,))
 
 
@@ -48,10 +48,10 @@ def brief(state: State, host: str = HOST, attempt: int = 1, service: str = "s") 
     return Brief(A, state, host, service, attempt, SINCE)
 
 
-def test_agreement_says_nothing() -> None:
+def test_agreement_publishes_nothing() -> None:
     assert found(report((A, 1)), brief(State.ACTIVE)) == []
     assert found(report((A, 1)), brief(State.DELETING)) == []
-    assert found(report(said=False), brief(State.ACTIVE)) == []
+    assert found(report(named=False), brief(State.ACTIVE)) == []
     assert found(report(), brief(State.BUILDING)) == []
     assert found(report(), brief(State.ACTIVE, host=OTHER)) == []
 
@@ -66,7 +66,7 @@ def test_a_machine_without_our_mark_is_only_reported_whatever_its_uuid() -> None
             assert (one.kind, one.uuid, one.host_uuid) == (UnexplainedKind.FOREIGN, A, HOST)
 
 
-def test_a_machine_whose_mark_was_taken_away_is_neither_lost_nor_destroyed() -> None:
+def test_a_machine_whose_mark_was_removed_is_neither_lost_nor_destroyed() -> None:
     for state in (State.ACTIVE, State.DELETING):
         assert compared(report((A, 1), deployment=None), brief(state)) == Differences()
 
@@ -96,7 +96,7 @@ def test_a_machine_that_may_still_be_building_proves_nothing() -> None:
     assert isinstance(event, HostRuns)
 
 
-def test_a_lost_result_a_fenced_attempt_and_a_wrong_host_are_told() -> None:
+def test_a_lost_result_a_fenced_attempt_and_a_wrong_host_are_reported() -> None:
     for state, host, attempt in (
         (State.BUILDING, HOST, 1),
         (State.ACTIVE, HOST, 2),
@@ -109,7 +109,7 @@ def test_a_lost_result_a_fenced_attempt_and_a_wrong_host_are_told() -> None:
         assert isinstance(event, HostRuns) and (event.attempt, event.host_uuid, event.service) == (1, HOST, "s")
 
 
-def test_a_host_that_changed_its_service_is_told() -> None:
+def test_a_host_that_changed_its_service_is_reported() -> None:
     """The heir of a dead service: what was sent to the dead one has to be sent again."""
     for state in (State.ACTIVE, State.DELETING):
         (event,) = found(report((A, 1)), brief(state, service="dead"))
@@ -123,14 +123,14 @@ def test_what_another_service_misses_counts_after_the_grace_only() -> None:
         assert found(report(), brief(state, service="before"), seen_at=130.0) == []
 
 
-def test_which_look_a_report_tells_of_goes_with_what_it_found() -> None:
+def test_the_scan_of_a_report_goes_with_what_it_found() -> None:
     for made in (report((A, 1)), report()):
         for number, look in ((0, None), (7, ScanId(2, 7))):
             (event,) = found(replace(made, epoch=2, scan=number), brief(State.ACTIVE, attempt=2))
             assert isinstance(event, HostRuns | HostMissing) and event.scan == look
 
 
-def test_what_its_own_service_misses_is_for_the_machine_to_judge() -> None:
+def test_what_its_own_service_misses_is_decided_by_the_machine() -> None:
     for state in (State.ACTIVE, State.DELETING):
         (event,) = found(report(), brief(state), seen_at=1.0)
         assert isinstance(event, HostMissing) and event.service == "s"
@@ -141,9 +141,9 @@ def test_older_reports_lose() -> None:
     newest = Newest()
 
     def take(sequence: int, epoch: int = 1) -> bool:
-        said = report(sequence=sequence, epoch=epoch)
-        is_newer = newest.is_newer(said)
-        newest.note(said)
+        named = report(sequence=sequence, epoch=epoch)
+        is_newer = newest.is_newer(named)
+        newest.note(named)
         return is_newer
 
     assert [take(5), take(5), take(4), take(6)] == [True, False, False, True]

@@ -27,8 +27,8 @@ async def test_a_hosts_report_that_met_an_outage_is_compared_when_it_comes_again
     with patch.object(HostHandlers, "_compare", compare), patch.object(HostHandlers, "__init__", lambda self: None):
         handlers = HostHandlers()  # type: ignore[call-arg]
         handlers._newest, handlers._clock = Newest(), SystemClock()
-        said = ComputeHosts(service="s", cell="c", epoch=1, sequence=5, hosts=(), seen_at=1.0)
-        batch = [Received(message=said, meta=Meta(id="m"), bus="c", queue="q")]
+        page = ComputeHosts(service="s", cell="c", epoch=1, sequence=5, hosts=(), seen_at=1.0)
+        batch = [Received(message=page, meta=Meta(id="m"), bus="c", queue="q")]
         with pytest.raises(DatabaseUnavailable):
             await handlers.hosts(batch)
         assert await handlers.hosts(batch) == [Done()]
@@ -37,8 +37,8 @@ async def test_a_hosts_report_that_met_an_outage_is_compared_when_it_comes_again
         assert looks == [5, 5], "now it is old news"
 
 
-async def test_a_report_of_a_lower_epoch_tells_its_service_which_one_it_has_to_outgrow() -> None:
-    told: list[tuple[str, int]] = []
+async def test_a_report_of_a_lower_epoch_sends_its_service_the_one_it_has_to_outgrow() -> None:
+    reported: list[tuple[str, int]] = []
 
     async def compare(self: HostHandlers, report: ComputeHosts, seen_at: float) -> None:
         pass
@@ -46,8 +46,8 @@ async def test_a_report_of_a_lower_epoch_tells_its_service_which_one_it_has_to_o
     with patch.object(HostHandlers, "_compare", compare), patch.object(HostHandlers, "__init__", lambda self: None):
         handlers = HostHandlers()  # type: ignore[call-arg]
         handlers._newest, handlers._clock = Newest(), SystemClock()
-        handlers._outdated = lambda service, epoch: told.append((service, epoch))
+        handlers._outdated = lambda service, epoch: reported.append((service, epoch))
         for epoch, sequence in ((9, 5), (9, 5), (9, 4), (3, 6)):
-            said = ComputeHosts(service="s", cell="c", epoch=epoch, sequence=sequence, seen_at=1.0)
-            await handlers.hosts([Received(message=said, meta=Meta(id="m"), bus="c", queue="q")])
-    assert told == [("s", 9)], "copies of its own life are none of it"
+            page = ComputeHosts(service="s", cell="c", epoch=epoch, sequence=sequence, seen_at=1.0)
+            await handlers.hosts([Received(message=page, meta=Meta(id="m"), bus="c", queue="q")])
+    assert reported == [("s", 9)], "copies of its own life are none of it"

@@ -33,7 +33,7 @@ class Relay:
         self.sent += outgoing
 
 
-class Asked:
+class Queried:
     """A bus whose requests get no answer."""
 
     name = "c1"
@@ -46,7 +46,7 @@ class Asked:
 async def test_no_build_leaves_a_lost_service_before_the_database_was_compared() -> None:
     """The keeper failed builds over from restored leases and records before a sweep had doubted them."""
     table, relay, config = MemoryInstanceTable(clock := SystemClock()), Relay(), ConductorConfig()
-    bus: Any = Asked()
+    bus: Any = Queried()
     store = MemoryInstances(table.session())
     await store.open()
     keeper = LeaseKeeper(store, bus, clock=clock, config=config, cell="c1", process="p")  # type: ignore[arg-type]
@@ -55,8 +55,8 @@ async def test_no_build_leaves_a_lost_service_before_the_database_was_compared()
     async with store.transaction() as transaction:
         await transaction.insert([building])
     (silent,) = pages_of({"s1": Lease(service="s1", epoch=1, state=LeaseState.SILENT, reason="why")})
-    told = ServicesDigest(cell="c1", term=1, number=1, down=silent)
-    await keeper.handle([Received(told, Meta(id="m"), "c1", "conductor.leases")])
+    digest = ServicesDigest(cell="c1", term=1, number=1, down=silent)
+    await keeper.handle([Received(digest, Meta(id="m"), "c1", "conductor.leases")])
     table.place += 1  # an operator restores a backup
 
     async def recorded() -> Instance:

@@ -13,12 +13,12 @@ from tests.unit.conductor.scenario import (
     DELETE,
     RELEASED,
     SILENT,
+    announced,
     claimed,
     failed,
     host,
     queried,
     run,
-    said,
     spawned,
 )
 
@@ -27,17 +27,17 @@ BEGIN = replace(queried(), stamps=SO_FAR)  # at 100
 
 
 def ended(*happened: e.Event) -> BuildEvent:
-    (event,) = said(run(BEGIN, *happened))
+    (event,) = announced(run(BEGIN, *happened))
     assert event.terminal
     return event
 
 
-def test_a_host_tells_when_it_began_and_ended() -> None:
+def test_a_host_reports_when_it_began_and_ended() -> None:
     event = ended(replace(spawned(), started_at=102.0, ended_at=109.0))
     assert event.stamps == replace(SO_FAR, dispatched=102.0, built=109.0)
 
 
-def test_a_host_that_does_not_tell_began_when_commanded_and_ended_when_heard_of() -> None:
+def test_a_host_without_times_began_when_commanded_and_ended_when_reported() -> None:
     assert ended(spawned()).stamps == replace(SO_FAR, dispatched=100.0, built=110.0)
     seen = e.HostRuns(at=140.0, attempt=1, host_uuid=host(1), service="s1", seen_at=139.0)
     assert ended(seen).stamps == replace(SO_FAR, dispatched=100.0, built=140.0)
@@ -56,14 +56,14 @@ def test_failed_attempts_are_in_the_time_of_building(first: tuple[e.Event, ...],
     assert event.stamps == replace(SO_FAR, dispatched=dispatched, built=206.0)
 
 
-def test_the_end_of_a_failure_tells_as_well_and_a_delete_does_not() -> None:
+def test_the_end_of_a_failure_has_them_as_well_and_a_delete_does_not() -> None:
     event = ended(replace(failed(final=True), started_at=101.0, ended_at=104.0), RELEASED)
     assert (event.state, event.stamps) == (BuildState.FAILED, replace(SO_FAR, dispatched=101.0, built=104.0))
     gone = e.Destroyed(at=150.0, attempt=1, host_uuid=host(1))
     assert ended(DELETE, gone, RELEASED).stamps is None
 
 
-def test_what_was_said_is_not_kept() -> None:
+def test_what_was_published_is_not_kept() -> None:
     active = run(BEGIN, spawned()).instance
     assert (active.state, active.stamps) == (State.ACTIVE, None)
     assert run(BEGIN).instance.stamps == SO_FAR

@@ -16,13 +16,13 @@ from tests.unit.conductor.scenario import (
     RELEASED,
     TIMED_OUT,
     UUID,
+    announced,
     claimed,
     failed,
     host,
     queried,
     refused,
     run,
-    said,
     spawned,
 )
 
@@ -40,12 +40,12 @@ def test_every_state_is_reached_and_left_except_the_last() -> None:
     assert ending == {State.DELETED}
 
 
-def test_docs_are_what_the_table_says() -> None:
+def test_docs_are_what_the_table_holds() -> None:
     page = Path(__file__).parents[3] / "docs" / "reference" / "states.md"
     assert page.read_text() == render(), "python -m cell_conductor.domain.render > docs/reference/states.md"
 
 
-def test_an_unfulfilled_question_is_asked_again() -> None:
+def test_an_unfulfilled_question_is_repeated() -> None:
     waiting = run(queried(), failed()).instance
     again = run(e.TimedOut(at=125.0), start=waiting)
     assert again.instance.deadline == 140.0 and wanted(again.instance) == wanted(waiting)
@@ -69,7 +69,7 @@ def test_answers_to_older_questions_change_nothing() -> None:
 
 def test_sequence_rises_with_every_announcement() -> None:
     instance, numbers = Instance(uuid=UUID), []
-    story = (
+    path = (
         queried(),
         failed(),
         claimed(),
@@ -78,8 +78,8 @@ def test_sequence_rises_with_every_announcement() -> None:
         e.Destroyed(at=1.0, attempt=2, host_uuid=host(2)),
         RELEASED,
     )
-    for event in story:
+    for event in path:
         stepped = step(instance, event, PATIENCE)
         instance = stepped.instance
-        numbers += [s.sequence for s in said(stepped)]
+        numbers += [s.sequence for s in announced(stepped)]
     assert numbers == list(range(FIRST_SEQUENCE, FIRST_SEQUENCE + 5))

@@ -20,6 +20,7 @@ from tests.unit.conductor.scenario import (
     SILENT,
     TIMED_OUT,
     UUID,
+    announced,
     claimed,
     destroys,
     failed,
@@ -27,7 +28,6 @@ from tests.unit.conductor.scenario import (
     queried,
     refused,
     run,
-    said,
     spawned,
     spawns,
 )
@@ -44,16 +44,16 @@ def test_build_spawns_on_the_first_selection_and_announces() -> None:
 
 def test_success_is_terminal_and_forgets_the_alternates() -> None:
     stepped = run(queried(), spawned())
-    (event,) = said(stepped)
+    (event,) = announced(stepped)
     assert (event.state, event.terminal, event.sequence, event.host) == (BuildState.ACTIVE, True, 11, "host-1")
     assert stepped.instance.deadline is None and len(stepped.instance.selections) == 1
     assert [record.outcome for record in event.history] == ["active"]
 
 
-def test_failure_destroys_there_and_asks_for_the_alternates_in_order() -> None:
+def test_failure_destroys_there_and_claims_the_alternates_in_order() -> None:
     stepped = run(queried(), failed())
     assert stepped.instance.state is State.RECLAIMING
-    assert destroys(stepped) == [(1, host(1))] and not said(stepped)
+    assert destroys(stepped) == [(1, host(1))] and not announced(stepped)
     claim = wanted(stepped.instance)
     assert isinstance(claim, Claim)
     assert (claim.attempt, claim.consumer_generation, claim.release_first) == (2, 7, True)
@@ -73,9 +73,9 @@ def test_a_claimed_alternate_is_built_under_the_next_attempt() -> None:
 
 def test_exhausted_before_any_claim_releases_first_then_fails_with_the_whole_history() -> None:
     over = run(queried(hosts=1), failed())
-    assert over.instance.state is State.GIVING_UP and not said(over)
+    assert over.instance.state is State.GIVING_UP and not announced(over)
     assert wanted(over.instance) == Release(consumer=UUID, attempt=2)
-    (event,) = said(run(RELEASED, start=over.instance))
+    (event,) = announced(run(RELEASED, start=over.instance))
     assert (event.state, event.terminal, event.code) == (BuildState.FAILED, True, "max_retries_exceeded")
     assert "host-1: failed (spawn.no_disk: full)" in event.reason
     assert len(event.history) == 1
@@ -85,33 +85,33 @@ def test_exhausted_by_the_claim_fences_what_may_be_on_its_way_then_fails() -> No
     over = run(queried(), failed(), refused())
     assert wanted(over.instance) == Release(consumer=UUID, attempt=2), "a late copy of the claim of attempt 2"
     stepped = run(RELEASED, start=over.instance)
-    (event,) = said(stepped)
+    (event,) = announced(stepped)
     assert (stepped.instance.state, event.code, event.terminal) == (State.FAILED, "max_retries_exceeded", True)
     assert [r.code for r in event.history] == ["spawn.no_disk", "full", "raced"]
     assert wanted(stepped.instance) is None
 
 
-def test_what_failed_and_was_forgotten_above_is_built_when_it_is_asked_for_anew() -> None:
+def test_what_failed_and_was_forgotten_above_is_built_when_it_is_requested_anew() -> None:
     """Schedulers forget a failed build a day before its cell does: the new one stayed scheduled, and held its claim."""
     over = run(queried(hosts=1), failed(), RELEASED).instance
     assert run(queried(), start=over) == Step(over), "a copy of the same request"
     anew = run(replace(queried(), requested_at=9e5, at=9e5), start=over)
     assert spawns(anew) == [(1, host(1))] and anew.instance.state is State.BUILDING
     assert not anew.instance.history and not anew.instance.answered and not anew.instance.code
-    (event,) = said(anew)
+    (event,) = announced(anew)
     assert event.sequence == over.sequence, "higher than all that was said of it"
 
 
 def test_changed_consumer_is_fatal() -> None:
     stepped = run(queried(), failed(), refused(changed=True))
     assert stepped.instance.state is State.FAILED and not spawns(stepped)
-    assert said(stepped)[0].code == "placement.consumer_changed"
+    assert announced(stepped)[0].code == "placement.consumer_changed"
 
 
 def test_a_final_failure_tries_no_alternate() -> None:
     stepped = run(queried(), failed(final=True))
     assert stepped.instance.state is State.GIVING_UP
-    assert said(run(RELEASED, start=stepped.instance))[0].code == "spawn.no_disk"
+    assert announced(run(RELEASED, start=stepped.instance))[0].code == "spawn.no_disk"
 
 
 def test_a_host_that_never_answers_is_fenced_and_left() -> None:
@@ -120,7 +120,7 @@ def test_a_host_that_never_answers_is_fenced_and_left() -> None:
     assert stepped.instance.history[0].code == "spawn.timeout"
 
 
-def test_a_host_is_asked_what_became_of_an_attempt_before_its_time_out_ends_it() -> None:
+def test_a_host_is_queried_what_became_of_an_attempt_before_its_time_out_ends_it() -> None:
     """The answer may be on its way, or in what a restored database has forgotten."""
     asking = run(queried(), TIMED_OUT)
     (order,) = asking.commands
@@ -134,7 +134,7 @@ def test_a_host_is_asked_what_became_of_an_attempt_before_its_time_out_ends_it()
     assert ended.instance.state is State.RECLAIMING and ended.instance.history[0].code == "spawn.timeout"
 
 
-def test_of_a_doubted_build_the_host_alone_says_what_became_of_it() -> None:
+def test_of_a_doubted_build_the_host_alone_decides_what_became_of_it() -> None:
     """The database was set back: the attempt may have been active since."""
     doubted = replace(run(queried()).instance, doubted=True)
     asking = run(*SILENT, start=doubted)
@@ -148,7 +148,7 @@ def test_of_a_doubted_build_the_host_alone_says_what_became_of_it() -> None:
 
 
 @pytest.mark.parametrize(
-    "story",
+    "path",
     [
         (queried(), *SILENT),
         (queried(), *SILENT, claimed()),
@@ -160,8 +160,8 @@ def test_of_a_doubted_build_the_host_alone_says_what_became_of_it() -> None:
         (queried(), *SILENT, claimed(), DELETE),
     ],
 )
-def test_a_late_success_of_a_fenced_attempt_is_destroyed(story: tuple[e.Event, ...]) -> None:
-    before = run(*story).instance
+def test_a_late_success_of_a_fenced_attempt_is_destroyed(path: tuple[e.Event, ...]) -> None:
+    before = run(*path).instance
     stepped = step(before, spawned(1), PATIENCE)
     assert stepped.instance == before
     assert destroys(stepped) == [(1, host(1))] and len(stepped.commands) == 1

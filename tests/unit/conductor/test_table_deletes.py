@@ -13,6 +13,7 @@ from tests.unit.conductor.scenario import (
     RELEASED,
     TIMED_OUT,
     UUID,
+    announced,
     claimed,
     destroys,
     failed,
@@ -22,7 +23,6 @@ from tests.unit.conductor.scenario import (
     refused,
     reported,
     run,
-    said,
     spawned,
     spawns,
 )
@@ -40,7 +40,7 @@ def test_delete_holds_the_allocation_until_the_host_has_destroyed() -> None:
     assert other.instance.state is State.DELETING
     gone = run(e.Destroyed(at=152.0, attempt=1, host_uuid=host(1)), start=again.instance)
     assert wanted(gone.instance) == Release(consumer=UUID, attempt=2)
-    (event,) = said(run(RELEASED, start=gone.instance))
+    (event,) = announced(run(RELEASED, start=gone.instance))
     assert (event.state, event.terminal) == (BuildState.DELETED, True)
 
 
@@ -50,7 +50,7 @@ def test_why_a_host_cannot_destroy_is_announced_once_for_each_reason() -> None:
 
     leaving = run(queried(), spawned(), DELETE)
     held = run(cannot("the ledger is on it"), start=leaving.instance)
-    (event,) = said(held)
+    (event,) = announced(held)
     assert (event.state, event.terminal) == (BuildState.DELETING, False)
     assert (event.code, event.reason) == ("destroy.protected", "the ledger is on it")
     assert (held.instance.state, held.instance.deadline) == (State.DELETING, leaving.instance.deadline)
@@ -61,17 +61,17 @@ def test_why_a_host_cannot_destroy_is_announced_once_for_each_reason() -> None:
         cannot("a new attempt came", code="spawn.superseded"),
     ):
         assert run(same, start=held.instance).instance == held.instance
-    (event,) = said(run(cannot("it is locked", code="destroy.failed"), start=held.instance))
+    (event,) = announced(run(cannot("it is locked", code="destroy.failed"), start=held.instance))
     assert (event.code, event.reason) == ("destroy.failed", "it is locked")
     gone = run(e.Destroyed(at=152.0, attempt=1, host_uuid=host(1)), RELEASED, start=held.instance)
-    (event,) = said(gone)
+    (event,) = announced(gone)
     assert (event.state, event.code, event.reason) == (BuildState.DELETED, "", "")
 
 
 def test_delete_while_building_announces_one_terminal_event() -> None:
     leaving = run(queried(), DELETE)
     gone = run(e.Destroyed(at=1.0, attempt=1, host_uuid=host(1)), RELEASED, start=leaving.instance)
-    assert [(s.state, s.terminal) for s in said(leaving) + said(gone)] == [
+    assert [(s.state, s.terminal) for s in announced(leaving) + announced(gone)] == [
         (BuildState.DELETING, False),
         (BuildState.DELETED, True),
     ]
@@ -92,7 +92,7 @@ def test_delete_before_its_build_starts_nothing_and_frees_the_claim() -> None:
     assert (grave.instance.state, grave.commands) == (State.TOMBSTONE, ())
     late = run(queried(), start=grave.instance)
     assert late.commands == () and wanted(late.instance) == Release(consumer=UUID, attempt=2)
-    (event,) = said(run(RELEASED, start=late.instance))
+    (event,) = announced(run(RELEASED, start=late.instance))
     assert (event.state, event.terminal) == (BuildState.DELETED, True)
 
 
@@ -100,15 +100,15 @@ def test_delete_while_giving_up_ends_deleted_once() -> None:
     leaving = run(queried(hosts=1), failed(), DELETE)
     assert leaving.instance.state is State.RELEASING
     end = run(RELEASED, start=leaving.instance)
-    assert [s.state for s in said(end)] == [BuildState.DELETED]
+    assert [s.state for s in announced(end)] == [BuildState.DELETED]
     assert run(RELEASED, start=end.instance).commands == ()
 
 
 def test_delete_of_a_failed_instance() -> None:
-    assert said(run(queried(), failed(), refused(), RELEASED, DELETE))[0].state is BuildState.DELETED
+    assert announced(run(queried(), failed(), refused(), RELEASED, DELETE))[0].state is BuildState.DELETED
 
 
-def test_a_host_that_never_confirms_is_asked_less_and_less_often() -> None:
+def test_a_host_that_never_confirms_is_queried_less_and_less_often() -> None:
     """Each order waits in the queue of a service that is away: at one every 30 s a day would fill it."""
     now = 200.0
     instance = run(queried(), spawned(), e.DeleteRequested(at=now)).instance

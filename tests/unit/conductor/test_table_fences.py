@@ -14,7 +14,7 @@ from cell_conductor.domain import events as e
 from cell_conductor.domain.fences import FENCED, Fence, losses_of
 from cell_conductor.domain.instance import Instance, State
 from cell_conductor.domain.table import step, wanted
-from tests.unit.conductor.scenario import DELETE, PATIENCE, UUID, destroys, host, queried, run, said, spawned
+from tests.unit.conductor.scenario import DELETE, PATIENCE, UUID, announced, destroys, host, queried, run, spawned
 from tests.unit.conductor.test_table_moves import Scenario, active, begun, claimed, request, selection, to_resized
 
 
@@ -30,12 +30,12 @@ def lost(before: Instance, after: Instance, n: int) -> list[tuple[str, int]]:
     return [(one.host_uuid, one.attempt) for one in losses_of(before, after, host(n), 300.0)]
 
 
-def test_a_delete_on_a_fenced_host_ends_without_its_word_and_says_so() -> None:
+def test_a_delete_on_a_fenced_host_ends_without_its_answer_and_records_that() -> None:
     before = run(queried(hosts=1), spawned(), DELETE).instance
     stepped = run(fence(1), start=before)
     assert (stepped.instance.state, isinstance(wanted(stepped.instance), Release)) == (State.RELEASING, True)
     ended = run(e.Released(at=301.0), start=stepped.instance)
-    (event,) = said(ended)
+    (event,) = announced(ended)
     assert (event.state, event.terminal) == (BuildState.DELETED, True)
     assert (event.history[-1].outcome, event.history[-1].code, event.history[-1].host) == ("fenced", FENCED, "host-1")
     assert lost(before, stepped.instance, 1) == [(host(1), 1)]
@@ -92,19 +92,19 @@ def test_an_active_instance_whose_policy_is_to_fail_has_failed() -> None:
 
 def test_an_evacuation_needs_a_fence_on_this_record_and_then_no_silence() -> None:
     made = Scenario(active(), replace(PATIENCE, fences=fenced(1)))
-    made.tell(request(MoveKind.EVACUATE, 2))
+    made.apply(request(MoveKind.EVACUATE, 2))
     assert made.instance.state is State.CLAIMING
     other = Scenario(active(), replace(PATIENCE, fences=fenced(2)))
-    other.tell(request(MoveKind.EVACUATE, 2))
+    other.apply(request(MoveKind.EVACUATE, 2))
     assert other.terminals == [(MoveKind.EVACUATE, MoveState.REFUSED, "evacuate.not_fenced")]
 
 
 def test_the_source_of_an_evacuation_is_released_with_the_fence() -> None:
     made = Scenario(active(), replace(PATIENCE, fences=fenced(1)))
-    made.tell(request(MoveKind.EVACUATE, 2), claimed())
+    made.apply(request(MoveKind.EVACUATE, 2), claimed())
     made.end(2, 2)
     before = made.instance
-    made.tell(spawned(attempt=2, at=210.0), fence(1))
+    made.apply(spawned(attempt=2, at=210.0), fence(1))
     assert made.instance.state is State.SETTLING
     assert made.destroys == [(1, host(1))]  # for when it comes back
     assert lost(before, made.instance, 1) == [(host(1), 1)]
@@ -113,41 +113,41 @@ def test_the_source_of_an_evacuation_is_released_with_the_fence() -> None:
 @pytest.mark.parametrize("is_last", [False, True])
 def test_a_destination_that_is_fenced_is_given_up(is_last: bool) -> None:
     made = begun(MoveKind.MIGRATE, *((2,) if is_last else (2, 3)))
-    made.tell(claimed())
+    made.apply(claimed())
     made.end(2, 2)
     made.end(1, 1)
     assert made.instance.state is State.FINISHING
     before = made.instance
-    made.tell(fence(2))
+    made.apply(fence(2))
     assert (made.instance.state, made.destroys) == (State.UNDOING if is_last else State.CLAIMING, [(2, host(2))])
     if is_last:
-        made.tell(fence(2))
+        made.apply(fence(2))
         assert isinstance(wanted(made.instance), Revert)
     assert lost(before, made.instance, 2) == [(host(2), 2)]
 
 
-def test_a_destination_that_was_only_asked_is_passed_over() -> None:
+def test_a_destination_that_was_only_queried_is_passed_over() -> None:
     made = begun(MoveKind.MIGRATE, 2, 3)
-    made.tell(claimed(), fence(2))
+    made.apply(claimed(), fence(2))
     assert (made.instance.state, made.destroys) == (State.CLAIMING, [])
 
 
 def test_a_source_that_is_fenced_before_it_handed_over_ends_the_move_on_record_there() -> None:
     made = begun(MoveKind.MIGRATE, 2, 3)
-    made.tell(claimed())
+    made.apply(claimed())
     made.end(2, 2)
-    made.tell(fence(1), e.Reverted(at=301.0, attempt=3))
+    made.apply(fence(1), e.Reverted(at=301.0, attempt=3))
     assert made.instance.state is State.RESTARTING
-    made.tell(fence(1))
+    made.apply(fence(1))
     assert (made.instance.state, made.instance.host_uuid, made.instance.move) == (State.ACTIVE, host(1), None)
     assert made.terminals == [(MoveKind.MIGRATE, MoveState.FAILED, FENCED)]
 
 
 def test_a_migration_that_is_not_confirmed_goes_back_from_a_fenced_destination() -> None:
     made = to_resized()
-    made.tell(fence(2), fence(2))
+    made.apply(fence(2), fence(2))
     assert isinstance(wanted(made.instance), Revert)
-    made.tell(e.Reverted(at=301.0, attempt=3))
+    made.apply(e.Reverted(at=301.0, attempt=3))
     (start,) = [one for one in made.commands[-2:] if isinstance(one, ChangeMachine)]
     assert start.host_uuid == host(1)
 
@@ -155,7 +155,7 @@ def test_a_migration_that_is_not_confirmed_goes_back_from_a_fenced_destination()
 @pytest.mark.parametrize("kind", [MoveKind.STOP, MoveKind.SHELVE])
 def test_a_change_on_a_fenced_host_has_failed(kind: MoveKind) -> None:
     made = begun(kind)
-    made.tell(fence(1))
+    made.apply(fence(1))
     assert (made.instance.state, made.terminals) == (State.ACTIVE, [(kind, MoveState.FAILED, FENCED)])
 
 
@@ -163,16 +163,16 @@ def test_an_offload_on_a_fenced_host_releases() -> None:
     made = begun(MoveKind.SHELVE, offload=True)
     made.end(1, 1, runs=False, image="kept")
     before = made.instance
-    made.tell(fence(1))
+    made.apply(fence(1))
     assert isinstance(wanted(made.instance), Release)
     assert lost(before, made.instance, 1) == [(host(1), 1)]
 
 
-def test_a_delete_of_what_moves_ends_when_both_hosts_have_said_so_or_are_fenced() -> None:
+def test_a_delete_of_what_moves_ends_when_both_hosts_have_confirmed_or_are_fenced() -> None:
     made = to_resized()
-    made.tell(DELETE, fence(1))
+    made.apply(DELETE, fence(1))
     assert made.instance.state is State.DELETING
-    made.tell(e.Destroyed(at=302.0, attempt=2, host_uuid=host(2)))
+    made.apply(e.Destroyed(at=302.0, attempt=2, host_uuid=host(2)))
     assert made.instance.state is State.RELEASING
     assert [one.host for one in made.instance.history if one.code == FENCED] == ["host-1"]
 

@@ -70,7 +70,7 @@ def ended(instance: Instance, n: int, attempt: int, *, done: bool = True, **fiel
     )
 
 
-def said(*commands: Message) -> list[tuple[MoveKind, MoveState, bool, str]]:
+def announced(*commands: Message) -> list[tuple[MoveKind, MoveState, bool, str]]:
     return [(m.kind, m.state, m.terminal, m.code) for m in commands if isinstance(m, MoveEvent)]
 
 
@@ -82,7 +82,7 @@ class Scenario:
         self.commands: list[Message] = []
         self.timeouts = timeouts
 
-    def tell(self, *happened: e.Event) -> Step:
+    def apply(self, *happened: e.Event) -> Step:
         stepped = Step(self.instance)
         for event in happened:
             stepped = step(self.instance, event, self.timeouts)  # type: ignore[arg-type]
@@ -91,7 +91,7 @@ class Scenario:
         return stepped
 
     def end(self, n: int, attempt: int, *, done: bool = True, **fields: object) -> Step:
-        return self.tell(ended(self.instance, n, attempt, done=done, **fields))
+        return self.apply(ended(self.instance, n, attempt, done=done, **fields))
 
     @property
     def terminals(self) -> list[tuple[MoveKind, MoveState, str]]:
@@ -108,16 +108,16 @@ class Scenario:
 
 def begun(kind: MoveKind = MoveKind.MIGRATE, *hosts: int, **fields: object) -> Scenario:
     made = Scenario(active())
-    made.tell(request(kind, *hosts, **fields))
+    made.apply(request(kind, *hosts, **fields))
     return made
 
 
 def to_resized(kind: MoveKind = MoveKind.MIGRATE, **fields: object) -> Scenario:
     made = begun(kind, 2, 3, **fields)
-    made.tell(claimed())
+    made.apply(claimed())
     made.end(2, 2)
     made.end(1, 1)
-    made.tell(spawned(attempt=2, at=210.0))
+    made.apply(spawned(attempt=2, at=210.0))
     return made
 
 
@@ -129,7 +129,7 @@ def test_a_cold_migration_from_claim_to_confirm() -> None:
     assert question.migration is not None
     assert question.migration.uuid == MOVE
     assert made.instance.state is State.CLAIMING
-    (check,) = changes(made.tell(claimed()))
+    (check,) = changes(made.apply(claimed()))
     assert (check.change, check.host_uuid, check.attempt) == (ChangeKind.CHECK, host(2), 2)
     (stop,) = changes(made.end(2, 2))
     assert (stop.change, stop.host_uuid, stop.attempt, stop.to_host) == (ChangeKind.HAND_OVER, host(1), 1, host(2))
@@ -141,17 +141,17 @@ def test_a_cold_migration_from_claim_to_confirm() -> None:
     assert spawn.origin is not None
     assert (spawn.origin.host_uuid, spawn.origin.runs) == (host(1), True)
     assert made.destroys == []  # before the destination is active the source is never given up
-    made.tell(spawned(attempt=2, at=210.0))
+    made.apply(spawned(attempt=2, at=210.0))
     assert made.instance.state is State.RESIZED
     assert made.terminals == [(MoveKind.MIGRATE, MoveState.DONE, "")]
     assert made.destroys == []
-    made.tell(request(MoveKind.CONFIRM, request_id=OTHER))
+    made.apply(request(MoveKind.CONFIRM, request_id=OTHER))
     assert (made.instance.state, made.destroys) == (State.CONFIRMING, [(1, host(1))])
-    made.tell(e.Destroyed(at=220.0, attempt=1, host_uuid=host(1)))
+    made.apply(e.Destroyed(at=220.0, attempt=1, host_uuid=host(1)))
     released = wanted(made.instance)
     assert isinstance(released, Release)
     assert released.consumer == MOVE
-    made.tell(e.Released(at=221.0, consumer=MOVE))
+    made.apply(e.Released(at=221.0, consumer=MOVE))
     assert (made.instance.state, made.instance.host_uuid, made.instance.attempt) == (State.ACTIVE, host(2), 2)
     assert made.instance.move is None
     assert made.terminals[1:] == [(MoveKind.CONFIRM, MoveState.DONE, "")]
@@ -159,26 +159,26 @@ def test_a_cold_migration_from_claim_to_confirm() -> None:
 
 def test_a_copy_of_a_request_that_has_ended_gets_its_end_again() -> None:
     made = to_resized()
-    made.tell(request(MoveKind.MIGRATE, 2, 3))
+    made.apply(request(MoveKind.MIGRATE, 2, 3))
     assert made.instance.state is State.RESIZED
-    made.tell(request(MoveKind.REVERT, request_id=OTHER))
-    made.tell(request(MoveKind.MIGRATE, 2, 3))
+    made.apply(request(MoveKind.REVERT, request_id=OTHER))
+    made.apply(request(MoveKind.MIGRATE, 2, 3))
     assert made.terminals == [(MoveKind.MIGRATE, MoveState.DONE, "")] * 2
     made = begun(MoveKind.MIGRATE, 1)
-    made.tell(request(MoveKind.MIGRATE, 2))
+    made.apply(request(MoveKind.MIGRATE, 2))
     assert made.terminals == [(MoveKind.MIGRATE, MoveState.REFUSED, "move.no_host")] * 2
 
 
 def test_a_reverted_move_destroys_the_destination_before_the_source_starts() -> None:
     made = to_resized()
-    made.tell(request(MoveKind.REVERT, request_id=OTHER))
+    made.apply(request(MoveKind.REVERT, request_id=OTHER))
     assert (made.instance.state, made.destroys) == (State.UNDOING, [(2, host(2))])
     assert wanted(made.instance) is None
-    made.tell(e.Destroyed(at=220.0, attempt=2, host_uuid=host(2)))
+    made.apply(e.Destroyed(at=220.0, attempt=2, host_uuid=host(2)))
     question = wanted(made.instance)
     assert isinstance(question, Revert)
     assert (question.attempt, question.source_attempt) == (3, 1)
-    (start,) = changes(made.tell(e.Reverted(at=221.0, attempt=3, consumer_generation=11)))
+    (start,) = changes(made.apply(e.Reverted(at=221.0, attempt=3, consumer_generation=11)))
     assert (start.change, start.host_uuid, start.attempt) == (ChangeKind.START, host(1), 1)
     made.end(1, 1, runs=True)
     assert (made.instance.state, made.instance.host_uuid, made.instance.attempt) == (State.ACTIVE, host(1), 1)
@@ -187,47 +187,47 @@ def test_a_reverted_move_destroys_the_destination_before_the_source_starts() -> 
     assert is_over(made.instance, 2, host(2))
     assert not is_over(made.instance, 1, host(1))
     assert not is_over(made.instance, 4, host(2))
-    made.tell(request(MoveKind.MIGRATE, 2, request_id=OTHER.replace("2", "3")))
+    made.apply(request(MoveKind.MIGRATE, 2, request_id=OTHER.replace("2", "3")))
     question = wanted(made.instance)
     assert isinstance(question, Claim)
     assert question.attempt == 4
 
 
-def test_the_time_confirms_and_a_late_revert_is_told_so() -> None:
+def test_the_time_confirms_and_a_late_revert_is_refused() -> None:
     made = to_resized(auto_confirm_s=5.0)
     assert made.instance.deadline == 215.0
-    made.tell(e.TimedOut(at=215.0), request(MoveKind.REVERT, request_id=OTHER))
+    made.apply(e.TimedOut(at=215.0), request(MoveKind.REVERT, request_id=OTHER))
     assert made.instance.state is State.CONFIRMING
     assert made.terminals[1:] == [(MoveKind.REVERT, MoveState.REFUSED, "move.too_late")]
 
 
 def test_a_revert_and_then_the_time_reverts() -> None:
     made = to_resized(auto_confirm_s=5.0)
-    made.tell(request(MoveKind.REVERT, request_id=OTHER), e.TimedOut(at=245.0))
+    made.apply(request(MoveKind.REVERT, request_id=OTHER), e.TimedOut(at=245.0))
     assert made.instance.state is State.UNDOING
 
 
 @pytest.mark.parametrize("code", ["check", "spawn"])
 def test_a_destination_that_fails_is_followed_by_the_next(code: str) -> None:
     made = begun(MoveKind.MIGRATE, 2, 3)
-    made.tell(claimed())
+    made.apply(claimed())
     if code == "check":
         made.end(2, 2, done=False, code="host.disabled")
         assert made.destroys == []
     else:
         made.end(2, 2)
         made.end(1, 1)
-        made.tell(e.SpawnFailed(at=210.0, attempt=2, host_uuid=host(2), code="spawn.no_disk"))
+        made.apply(e.SpawnFailed(at=210.0, attempt=2, host_uuid=host(2), code="spawn.no_disk"))
         assert made.destroys == [(2, host(2))]
     question = wanted(made.instance)
     assert isinstance(question, Claim)
     assert (question.attempt, question.release_first, len(question.options)) == (3, True, 1)
-    made.tell(claimed(3))
+    made.apply(claimed(3))
     made.end(3, 3)
     if code == "check":
         made.end(1, 1)
     assert [(spawn.attempt, spawn.host_uuid) for spawn in made.spawns][-1] == (3, host(3))
-    made.tell(spawned(attempt=3, at=220.0))
+    made.apply(spawned(attempt=3, at=220.0))
     assert (made.instance.state, made.instance.attempt) == (State.RESIZED, 3)
     event = next(m for m in made.commands if isinstance(m, MoveEvent) and m.terminal)
     assert [record.outcome for record in event.history] == ["failed", "active"]
@@ -235,11 +235,11 @@ def test_a_destination_that_fails_is_followed_by_the_next(code: str) -> None:
 
 def test_without_an_alternate_the_instance_is_active_where_it_was() -> None:
     made = begun(MoveKind.MIGRATE, 2)
-    made.tell(claimed())
+    made.apply(claimed())
     made.end(2, 2)
     made.end(1, 1)
-    made.tell(e.SpawnFailed(at=210.0, attempt=2, host_uuid=host(2), code="spawn.no_disk"))
-    made.tell(e.Destroyed(at=211.0, attempt=2, host_uuid=host(2)), e.Reverted(at=212.0, attempt=3))
+    made.apply(e.SpawnFailed(at=210.0, attempt=2, host_uuid=host(2), code="spawn.no_disk"))
+    made.apply(e.Destroyed(at=211.0, attempt=2, host_uuid=host(2)), e.Reverted(at=212.0, attempt=3))
     made.end(1, 1, runs=True)
     assert (made.instance.state, made.instance.host_uuid, made.instance.power) == (
         State.ACTIVE,
@@ -251,31 +251,31 @@ def test_without_an_alternate_the_instance_is_active_where_it_was() -> None:
 
 def test_a_destination_that_does_not_answer_is_never_followed_by_another_machine() -> None:
     made = begun(MoveKind.MIGRATE, 2, 3)
-    made.tell(claimed())
+    made.apply(claimed())
     made.end(2, 2)
     made.end(1, 1)
     for at in (600.0, 700.0, 900.0):
-        made.tell(e.TimedOut(at=at), e.ServiceLost(at=at, service="s1", code="service.silent"))
+        made.apply(e.TimedOut(at=at), e.ServiceLost(at=at, service="s1", code="service.silent"))
         order = made.commands[-1]
         assert isinstance(order, Destroy)
         assert order.unless_built
     assert made.instance.state is State.FINISHING
-    made.tell(e.Destroyed(at=901.0, attempt=2, host_uuid=host(2)))
+    made.apply(e.Destroyed(at=901.0, attempt=2, host_uuid=host(2)))
     assert made.instance.state is State.CLAIMING
 
 
 def test_a_source_that_does_not_hand_over_is_started_again() -> None:
     made = begun(MoveKind.MIGRATE, 2)
-    made.tell(claimed())
+    made.apply(claimed())
     made.end(2, 2)
     late = ended(made.instance, 1, 1)
-    made.tell(e.TimedOut(at=600.0))
+    made.apply(e.TimedOut(at=600.0))
     assert made.instance.state is State.REVERTING  # the destination was never commanded
-    (start,) = changes(made.tell(e.Reverted(at=601.0, attempt=3)))
+    (start,) = changes(made.apply(e.Reverted(at=601.0, attempt=3)))
     assert start.change is ChangeKind.START
-    assert not changes(made.tell(late))  # what it says of the older order counts for nothing
+    assert not changes(made.apply(late))  # what it says of the older order counts for nothing
     assert made.instance.state is State.RESTARTING
-    made.tell(e.TimedOut(at=602.0))
+    made.apply(e.TimedOut(at=602.0))
     assert made.terminals == [(MoveKind.MIGRATE, MoveState.FAILED, "move.timeout")]
     made.end(1, 1, runs=True)
     assert made.instance.state is State.ACTIVE
@@ -284,11 +284,11 @@ def test_a_source_that_does_not_hand_over_is_started_again() -> None:
 
 def test_a_failed_live_migration_leaves_the_machine_active() -> None:
     made = begun(MoveKind.LIVE_MIGRATE, 2)
-    made.tell(claimed())
+    made.apply(claimed())
     (copy,) = changes(made.end(2, 2))
     assert copy.change is ChangeKind.HAND_OVER_LIVE
     made.end(1, 1, done=False, code="live.too_slow", runs=True)
-    made.tell(e.Reverted(at=205.0, attempt=3))
+    made.apply(e.Reverted(at=205.0, attempt=3))
     made.end(1, 1, runs=True)
     assert (made.instance.state, made.instance.host_uuid) == (State.ACTIVE, host(1))
     assert made.terminals == [(MoveKind.LIVE_MIGRATE, MoveState.FAILED, "live.too_slow")]
@@ -305,14 +305,14 @@ def test_an_abort_ends_the_move_before_the_destination_is_commanded(when: str) -
     made = begun(MoveKind.LIVE_MIGRATE, 2)
     stop = request(MoveKind.ABORT, request_id=OTHER)
     if when == "claiming":
-        made.tell(stop, claimed())
+        made.apply(stop, claimed())
     elif when == "preparing":
-        made.tell(claimed(), stop)
+        made.apply(claimed(), stop)
     else:
-        made.tell(claimed())
+        made.apply(claimed())
         made.end(2, 2)
-        made.tell(stop)
-    made.tell(e.Reverted(at=205.0, attempt=3))
+        made.apply(stop)
+    made.apply(e.Reverted(at=205.0, attempt=3))
     if when == "handing over":
         made.end(1, 1, runs=True)
     assert (made.instance.state, made.instance.host_uuid) == (State.ACTIVE, host(1))
@@ -324,7 +324,7 @@ def test_an_abort_ends_the_move_before_the_destination_is_commanded(when: str) -
 
 def test_a_resize_in_place_has_one_machine() -> None:
     made = begun(MoveKind.RESIZE, 1, spec=replace(SPEC, flavor="larger"))
-    (resize,) = changes(made.tell(claimed()))
+    (resize,) = changes(made.apply(claimed()))
     assert (resize.change, resize.attempt, resize.host_uuid, resize.spec.flavor) == (
         ChangeKind.RESIZE,
         1,
@@ -334,46 +334,46 @@ def test_a_resize_in_place_has_one_machine() -> None:
     made.end(1, 1, runs=True)
     assert (made.instance.state, made.instance.attempt, made.spawns) == (State.RESIZED, 1, [])
     assert not is_over(made.instance, 1, host(1))
-    made.tell(request(MoveKind.CONFIRM, request_id=OTHER))
+    made.apply(request(MoveKind.CONFIRM, request_id=OTHER))
     assert made.instance.state is State.SETTLING
-    made.tell(e.Released(at=230.0, consumer=MOVE))
+    made.apply(e.Released(at=230.0, consumer=MOVE))
     assert made.instance.spec is not None
     assert (made.instance.state, made.instance.spec.flavor, made.destroys) == (State.ACTIVE, "larger", [])
 
 
 def test_a_reverted_resize_in_place_is_given_its_old_size_before_the_book_is() -> None:
     made = begun(MoveKind.RESIZE, 1, spec=replace(SPEC, flavor="larger"))
-    made.tell(claimed())
+    made.apply(claimed())
     made.end(1, 1, runs=True)
-    (back,) = changes(made.tell(request(MoveKind.REVERT, request_id=OTHER)))
+    (back,) = changes(made.apply(request(MoveKind.REVERT, request_id=OTHER)))
     assert (back.change, back.spec.flavor, made.instance.state) == (ChangeKind.RESIZE, "", State.UNDOING)
     made.end(1, 1, done=False)
     assert made.instance.state is State.UNDOING  # until it has its old size the larger claim is kept
-    made.tell(e.TimedOut(at=400.0))
+    made.apply(e.TimedOut(at=400.0))
     made.end(1, 1, runs=True)
-    made.tell(e.Reverted(at=401.0, attempt=3))
+    made.apply(e.Reverted(at=401.0, attempt=3))
     assert (made.instance.state, made.instance.attempt, made.destroys) == (State.ACTIVE, 1, [])
 
 
 def test_a_machine_that_is_gone_is_not_waited_for_to_take_its_old_size() -> None:
     made = begun(MoveKind.RESIZE, 1, 2, spec=replace(SPEC, flavor="larger"))
-    made.tell(claimed())
+    made.apply(claimed())
     made.end(1, 1, done=False, code="machine.absent", runs=False)
-    made.tell(refused(3))
+    made.apply(refused(3))
     made.end(1, 1, done=False, code="machine.absent", runs=False)
     assert made.instance.state is State.REVERTING
 
 
 def test_a_lost_destination_is_reverted_and_not_failed() -> None:
     made = to_resized()
-    made.tell(e.HostMissing(at=300.0, host_uuid=host(2), seen_at=299.0, service="s1"))
+    made.apply(e.HostMissing(at=300.0, host_uuid=host(2), seen_at=299.0, service="s1"))
     assert made.instance.state is State.UNDOING
-    made.tell(e.Destroyed(at=301.0, attempt=2, host_uuid=host(2)), e.Reverted(at=302.0, attempt=3))
+    made.apply(e.Destroyed(at=301.0, attempt=2, host_uuid=host(2)), e.Reverted(at=302.0, attempt=3))
     made.end(1, 1, runs=True)
     assert (made.instance.state, made.instance.host_uuid) == (State.ACTIVE, host(1))
 
 
-def test_an_evacuation_needs_a_fence_and_a_service_that_is_away() -> None:
+def test_an_evacuation_needs_a_fence_and_a_service_that_is_down() -> None:
     made = begun(MoveKind.EVACUATE, 2)
     assert made.terminals == [(MoveKind.EVACUATE, MoveState.REFUSED, "evacuate.not_fenced")]
     made = begun(MoveKind.EVACUATE, 2, fenced=True)
@@ -384,19 +384,19 @@ def test_an_evacuated_source_keeps_its_claim_until_its_host_has_nothing_of_it() 
     made = Scenario(active(), AWAY)
     elsewhere = replace(selection(2), service="s2")
     asking = request(MoveKind.EVACUATE, fenced=True)
-    made.tell(replace(asking, request=replace(asking.request, selections=(elsewhere,))))
-    made.tell(claimed())
+    made.apply(replace(asking, request=replace(asking.request, selections=(elsewhere,))))
+    made.apply(claimed())
     made.end(2, 2)
     (spawn,) = made.spawns
     assert spawn.origin is not None
     assert spawn.origin.host_uuid is None
-    made.tell(replace(spawned(attempt=2, at=210.0), service="s2"))
+    made.apply(replace(spawned(attempt=2, at=210.0), service="s2"))
     assert (made.instance.state, made.destroys) == (State.CONFIRMING, [(1, host(1))])
     assert wanted(made.instance) is None
     runs = e.HostRuns(at=900.0, attempt=1, host_uuid=host(1), service="s3", seen_at=900.0)
-    made.tell(runs)
+    made.apply(runs)
     assert made.destroys[-1] == (1, host(1))  # its host has another service now, which is told
-    made.tell(e.HostMissing(at=990.0, host_uuid=host(1), seen_at=990.0, service="s3"))
+    made.apply(e.HostMissing(at=990.0, host_uuid=host(1), seen_at=990.0, service="s3"))
     assert made.instance.state is State.SETTLING
 
 
@@ -404,10 +404,10 @@ def test_an_evacuation_that_finds_no_host_leaves_the_record_as_it_was() -> None:
     made = Scenario(active(), AWAY)
     elsewhere = replace(selection(2), service="s2")
     asking = request(MoveKind.EVACUATE, fenced=True)
-    made.tell(replace(asking, request=replace(asking.request, selections=(elsewhere,))))
-    made.tell(refused(), e.Reverted(at=202.0, attempt=2))
+    made.apply(replace(asking, request=replace(asking.request, selections=(elsewhere,))))
+    made.apply(refused(), e.Reverted(at=202.0, attempt=2))
     assert (made.instance.state, made.instance.host_uuid) == (State.ACTIVE, host(1))
-    assert not changes(made.tell())  # nothing is started on a host that is dead
+    assert not changes(made.apply())  # nothing is started on a host that is dead
 
 
 @pytest.mark.parametrize(
@@ -422,7 +422,7 @@ def test_what_is_done_in_place(kind: MoveKind, change: ChangeKind, power: Power)
     made = begun(kind, spec=replace(SPEC, image="new") if kind is MoveKind.REBUILD else None)
     (order,) = [one for one in made.commands if isinstance(one, ChangeMachine)]
     assert (order.change, order.attempt) == (change, 1)
-    made.tell(e.TimedOut(at=600.0))
+    made.apply(e.TimedOut(at=600.0))
     assert made.terminals == [(kind, MoveState.FAILED, "change.timeout")]
     made.end(1, 1, runs=power is Power.RUNNING, image="kept")
     assert (made.instance.state, made.instance.power) == (State.ACTIVE, power)
@@ -438,9 +438,9 @@ def offloaded() -> Scenario:
     made = begun(MoveKind.SHELVE, offload=True)
     made.end(1, 1, runs=False, image="kept")
     assert (made.instance.state, made.destroys) == (State.OFFLOADING, [(1, host(1))])
-    made.tell(e.Destroyed(at=210.0, attempt=1, host_uuid=host(1)))
+    made.apply(e.Destroyed(at=210.0, attempt=1, host_uuid=host(1)))
     assert isinstance(wanted(made.instance), Release)
-    made.tell(e.Released(at=211.0, consumer=UUID))
+    made.apply(e.Released(at=211.0, consumer=UUID))
     return made
 
 
@@ -449,16 +449,16 @@ def test_an_offloaded_instance_holds_nothing_and_is_unshelved_from_its_image() -
     assert (made.instance.state, wanted(made.instance)) == (State.OFFLOADED, None)
     assert made.terminals == [(MoveKind.SHELVE, MoveState.DONE, "")]
     assert is_over(made.instance, 1, host(1))
-    made.tell(request(MoveKind.UNSHELVE, 2, 3, request_id=OTHER))
+    made.apply(request(MoveKind.UNSHELVE, 2, 3, request_id=OTHER))
     question = wanted(made.instance)
     assert isinstance(question, Claim)
     assert (question.consumer_generation, question.migration, question.release_first) == (None, None, False)
-    made.tell(claimed(question.attempt))
+    made.apply(claimed(question.attempt))
     made.end(2, question.attempt)
     (spawn,) = made.spawns
     assert spawn.origin is not None
     assert (spawn.origin.image, spawn.host_uuid) == ("kept", host(2))
-    made.tell(spawned(attempt=question.attempt, n=2, at=230.0))
+    made.apply(spawned(attempt=question.attempt, n=2, at=230.0))
     assert (made.instance.state, made.instance.power, made.instance.host_uuid) == (
         State.ACTIVE,
         Power.RUNNING,
@@ -468,10 +468,10 @@ def test_an_offloaded_instance_holds_nothing_and_is_unshelved_from_its_image() -
 
 def test_an_unshelving_that_finds_no_host_leaves_it_offloaded() -> None:
     made = offloaded()
-    made.tell(request(MoveKind.UNSHELVE, 2, request_id=OTHER))
-    made.tell(refused(made.instance.next_attempt))
+    made.apply(request(MoveKind.UNSHELVE, 2, request_id=OTHER))
+    made.apply(refused(made.instance.next_attempt))
     assert isinstance(wanted(made.instance), Release)
-    made.tell(e.Released(at=231.0, consumer=UUID))
+    made.apply(e.Released(at=231.0, consumer=UUID))
     assert (made.instance.state, made.instance.image) == (State.OFFLOADED, "kept")
     assert made.terminals[1:] == [(MoveKind.UNSHELVE, MoveState.FAILED, "max_retries_exceeded")]
 
@@ -484,34 +484,34 @@ def test_a_delete_in_every_state_destroys_both_and_releases_both(stage: str) -> 
     made = begun(MoveKind.MIGRATE, 2)
     number = STAGES.index(stage)
     steps = [
-        lambda: made.tell(claimed()),
+        lambda: made.apply(claimed()),
         lambda: made.end(2, 2),
         lambda: made.end(1, 1),
-        lambda: made.tell(spawned(attempt=2, at=210.0)),
-        lambda: made.tell(request(MoveKind.CONFIRM, request_id=OTHER)),
-        lambda: made.tell(e.Destroyed(at=215.0, attempt=1, host_uuid=host(1))),
+        lambda: made.apply(spawned(attempt=2, at=210.0)),
+        lambda: made.apply(request(MoveKind.CONFIRM, request_id=OTHER)),
+        lambda: made.apply(e.Destroyed(at=215.0, attempt=1, host_uuid=host(1))),
     ]
     for act in steps[: min(number, 6)] if stage != "undoing" else steps[:4]:
         act()
     if stage == "undoing":
-        made.tell(request(MoveKind.REVERT, request_id=OTHER))
-    made.tell(e.DeleteRequested(at=300.0))
+        made.apply(request(MoveKind.REVERT, request_id=OTHER))
+    made.apply(e.DeleteRequested(at=300.0))
     if stage == "claiming":
-        made.tell(claimed())
-    made.tell(e.Destroyed(at=301.0, attempt=1, host_uuid=host(1)))
+        made.apply(claimed())
+    made.apply(e.Destroyed(at=301.0, attempt=1, host_uuid=host(1)))
     if number >= STAGES.index("finishing"):
         if stage != "settling":
             assert made.instance.state is State.DELETING  # the destination has not answered
-        made.tell(e.Destroyed(at=301.0, attempt=2, host_uuid=host(2)))
+        made.apply(e.Destroyed(at=301.0, attempt=2, host_uuid=host(2)))
     assert made.instance.state is State.RELEASING
     first = wanted(made.instance)
     assert isinstance(first, Release)
     assert first.consumer == UUID
-    made.tell(e.Released(at=302.0, consumer=UUID), e.Released(at=302.0, consumer=UUID))
+    made.apply(e.Released(at=302.0, consumer=UUID), e.Released(at=302.0, consumer=UUID))
     second = wanted(made.instance)
     assert isinstance(second, Release)
     assert second.consumer == MOVE
-    made.tell(e.Released(at=303.0, consumer=MOVE))
+    made.apply(e.Released(at=303.0, consumer=MOVE))
     assert (made.instance.state, made.instance.move) == (State.DELETED, None)
     assert len({m.request_id for m in made.commands if isinstance(m, MoveEvent) and m.terminal}) == len(made.terminals)
 
@@ -526,32 +526,32 @@ def test_a_move_of_what_is_not_there_is_refused() -> None:
 
 def test_one_thing_at_a_time() -> None:
     made = begun(MoveKind.MIGRATE, 2)
-    made.tell(request(MoveKind.STOP, request_id=OTHER), request(MoveKind.MIGRATE, 2))
+    made.apply(request(MoveKind.STOP, request_id=OTHER), request(MoveKind.MIGRATE, 2))
     assert made.terminals == [(MoveKind.STOP, MoveState.REFUSED, "instance.busy")]
 
 
 def test_a_source_that_may_run_is_not_on_record_as_stopped() -> None:
     """Its host did not know whether it had started again: it ran, and its record said that it was stopped."""
     made = begun(MoveKind.MIGRATE, 2)
-    made.tell(claimed())
+    made.apply(claimed())
     made.end(2, 2)
     made.end(1, 1, done=False, code="change.timeout")
-    made.tell(e.Reverted(at=205.0, attempt=3))
+    made.apply(e.Reverted(at=205.0, attempt=3))
     made.end(1, 1, done=False, code="change.timeout")
     assert (made.instance.state, made.instance.power) == (State.RESTARTING, Power.RUNNING)
-    (again,) = changes(made.tell(e.TimedOut(at=600.0)))
+    (again,) = changes(made.apply(e.TimedOut(at=600.0)))
     assert again.change is ChangeKind.START
     made.end(1, 1, runs=True)
     assert (made.instance.state, made.instance.power) == (State.ACTIVE, Power.RUNNING)
     assert made.terminals == [(MoveKind.MIGRATE, MoveState.FAILED, "change.timeout")]
 
 
-def test_a_change_of_which_its_host_does_not_know_whether_it_happened_is_asked_for_again() -> None:
+def test_a_change_of_which_its_host_does_not_know_whether_it_happened_is_commanded_again() -> None:
     made = begun(MoveKind.STOP)
     made.end(1, 1, done=False, code="change.timeout")
     assert made.terminals == [(MoveKind.STOP, MoveState.FAILED, "change.timeout")]
     assert made.instance.state is State.CHANGING
-    (again,) = changes(made.tell(e.TimedOut(at=600.0)))
+    (again,) = changes(made.apply(e.TimedOut(at=600.0)))
     assert again.change is ChangeKind.STOP
     made.end(1, 1, runs=False)
     assert (made.instance.state, made.instance.power) == (State.ACTIVE, Power.STOPPED)
@@ -561,30 +561,30 @@ def test_a_change_of_which_its_host_does_not_know_whether_it_happened_is_asked_f
 def test_a_shelved_machine_that_runs_though_its_start_failed_is_not_on_record_as_shelved() -> None:
     made = begun(MoveKind.SHELVE)
     made.end(1, 1, runs=False, image="snapshot")
-    made.tell(request(MoveKind.UNSHELVE, request_id=OTHER))
+    made.apply(request(MoveKind.UNSHELVE, request_id=OTHER))
     made.end(1, 1, done=False, code="broken", runs=True)
     assert (made.instance.state, made.instance.power, made.instance.image) == (State.ACTIVE, Power.RUNNING, "")
     assert made.terminals[-1] == (MoveKind.UNSHELVE, MoveState.FAILED, "broken")
 
 
 @pytest.mark.parametrize("answered", [True, False], ids=["answered", "not answered"])
-def test_a_resize_that_failed_in_place_is_taken_back_before_the_next_host_is_asked(answered: bool) -> None:
+def test_a_resize_that_failed_in_place_is_taken_back_before_the_next_host_is_commanded(answered: bool) -> None:
     """The machine kept the new size, and with the move undone its record and the book had the old one."""
     made = begun(MoveKind.RESIZE, 1, 2, spec=replace(SPEC, flavor="larger"))
-    made.tell(claimed())
+    made.apply(claimed())
     (back,) = changes(made.end(1, 1, done=False, code="broken", runs=True))
     assert (back.change, back.spec.flavor, back.allocations) == (ChangeKind.RESIZE, "", selection(1).allocations)
     assert made.instance.state is State.RESIZING
     if not answered:
         made.end(1, 1, done=False, code="broken", runs=True)
-        made.tell(e.TimedOut(at=600.0))
+        made.apply(e.TimedOut(at=600.0))
         assert made.instance.state is State.UNDOING
         return
     made.end(1, 1, runs=True)
     assert made.instance.state is State.CLAIMING
-    made.tell(claimed(3))
+    made.apply(claimed(3))
     made.end(2, 3, done=False, code="full")
-    made.tell(e.Reverted(at=401.0, attempt=4))
+    made.apply(e.Reverted(at=401.0, attempt=4))
     assert (made.instance.state, made.instance.here) == (State.ACTIVE, selection(1))
     assert made.instance.spec == SPEC
 
@@ -593,19 +593,19 @@ def test_after_a_move_that_was_undone_its_source_is_lost_by_its_own_hosts_scans_
     """That its host had been seen to run it was forgotten: a host whose clock was behind was not heard any more."""
     up = active()
     made = Scenario(replace(up, up_at=50.0, up_scan=ScanId(1, 4)))
-    made.tell(request(MoveKind.MIGRATE, 2), refused(), e.Reverted(at=205.0, attempt=2))
+    made.apply(request(MoveKind.MIGRATE, 2), refused(), e.Reverted(at=205.0, attempt=2))
     assert made.instance.state is State.ACTIVE
     older = e.HostMissing(at=300.0, host_uuid=host(1), seen_at=20.0, service="s1", scan=ScanId(1, 4))
-    assert made.tell(older).instance.state is State.ACTIVE
-    made.tell(replace(older, scan=ScanId(1, 5)))
+    assert made.apply(older).instance.state is State.ACTIVE
+    made.apply(replace(older, scan=ScanId(1, 5)))
     assert made.instance.state is State.GIVING_UP
 
 
 def test_a_refusal_is_on_disk_before_its_request_is_acknowledged() -> None:
     """Forgotten in a crash, the request came again when the instance was not busy any more, and was carried out."""
     made = to_resized()
-    refusal = made.tell(request(MoveKind.STOP, request_id=OTHER))
-    assert said(*refusal.commands) == [(MoveKind.STOP, MoveState.REFUSED, True, "instance.resized")]
+    refusal = made.apply(request(MoveKind.STOP, request_id=OTHER))
+    assert announced(*refusal.commands) == [(MoveKind.STOP, MoveState.REFUSED, True, "instance.resized")]
     outgoing = [OutboxMessage("c", message, UUID) for message in refusal.commands]
     assert not _may_be_redone(Transition({UUID: refusal.instance}, outgoing, Counter(), []))
 
@@ -615,43 +615,43 @@ def test_a_machine_that_is_being_changed_is_wanted_where_it_is(state: State) -> 
     """A report that lists it comes while it is being stopped, or started again after a move that was undone."""
     made = begun(MoveKind.STOP) if state is State.CHANGING else begun(MoveKind.MIGRATE, 2)
     if state is State.RESTARTING:
-        made.tell(claimed())
+        made.apply(claimed())
         made.end(2, 2)
         made.end(1, 1, done=False, code="broken", runs=True)
-        made.tell(e.Reverted(at=205.0, attempt=3))
+        made.apply(e.Reverted(at=205.0, attempt=3))
     assert made.instance.state is state
     assert not is_over(made.instance, 1, host(1))
-    made.tell(e.HostRuns(at=206.0, attempt=1, host_uuid=host(1), service="s1", seen_at=206.0))
+    made.apply(e.HostRuns(at=206.0, attempt=1, host_uuid=host(1), service="s1", seen_at=206.0))
     assert (made.instance.state, made.destroys) == (state, [])
 
 
 def test_a_stopped_machine_is_stopped_where_it_has_been_moved_to() -> None:
     made = begun(MoveKind.STOP)
     made.end(1, 1, runs=False)
-    made.tell(request(MoveKind.MIGRATE, 2, request_id=OTHER), claimed())
+    made.apply(request(MoveKind.MIGRATE, 2, request_id=OTHER), claimed())
     made.end(2, 2)
     made.end(1, 1, runs=False)
     (spawn,) = made.spawns
     assert spawn.origin is not None
     assert not spawn.origin.runs
-    made.tell(spawned(attempt=2, at=210.0))
+    made.apply(spawned(attempt=2, at=210.0))
     assert (made.instance.state, made.instance.power) == (State.RESIZED, Power.STOPPED)
 
 
 def test_a_report_of_before_a_host_was_known_to_run_it_releases_neither_host_of_a_move() -> None:
     """Each host is judged by its own scans, and by the clock alone when its service counts none of them."""
     made = Scenario(replace(active(), up_scan=ScanId(5, 3)))
-    made.tell(request(MoveKind.MIGRATE, 2, 3), claimed())
+    made.apply(request(MoveKind.MIGRATE, 2, 3), claimed())
     made.end(2, 2)
     made.end(1, 1)
-    made.tell(replace(spawned(attempt=2, at=210.0), scan=ScanId(5, 7)), e.DeleteRequested(at=220.0, cause="delete"))
+    made.apply(replace(spawned(attempt=2, at=210.0), scan=ScanId(5, 7)), e.DeleteRequested(at=220.0, cause="delete"))
     missing = e.HostMissing(at=230.0, host_uuid=host(1), seen_at=999.0, service="s1", scan=ScanId(5, 3))
     deleting = made.instance
-    made.tell(missing, replace(missing, host_uuid=host(2), scan=ScanId(5, 7)))
+    made.apply(missing, replace(missing, host_uuid=host(2), scan=ScanId(5, 7)))
     assert (made.instance, deleting.state) == (deleting, State.DELETING)
-    made.tell(replace(missing, scan=ScanId(5, 4)))
+    made.apply(replace(missing, scan=ScanId(5, 4)))
     assert made.instance.move is not None and made.instance.move.source_gone and not made.instance.move.here_gone
-    made.tell(replace(missing, host_uuid=host(2), scan=ScanId(5, 8)))
+    made.apply(replace(missing, host_uuid=host(2), scan=ScanId(5, 8)))
     assert made.instance.state is State.RELEASING
 
 
@@ -659,11 +659,11 @@ def test_a_destination_that_was_never_reached_is_not_judged_by_the_scans_of_its_
     made = Scenario(replace(active(), up_scan=ScanId(5, 3)))
     elsewhere = replace(selection(2), service="s2")
     asking = request(MoveKind.MIGRATE)
-    made.tell(replace(asking, request=replace(asking.request, selections=(elsewhere,))), claimed())
+    made.apply(replace(asking, request=replace(asking.request, selections=(elsewhere,))), claimed())
     made.end(2, 2)
     made.end(1, 1)
     assert made.instance.state is State.FINISHING
-    made.tell(e.DeleteRequested(at=220.0, cause="delete"))
+    made.apply(e.DeleteRequested(at=220.0, cause="delete"))
     assert made.instance.move is not None and not made.instance.move.here_gone
-    made.tell(e.HostMissing(at=230.0, host_uuid=host(2), seen_at=999.0, service="s2", scan=ScanId(4, 9)))
+    made.apply(e.HostMissing(at=230.0, host_uuid=host(2), seen_at=999.0, service="s2", scan=ScanId(4, 9)))
     assert made.instance.move is not None and made.instance.move.here_gone

@@ -17,6 +17,7 @@ from tests.unit.conductor.scenario import (
     PATIENCE,
     RELEASED,
     UUID,
+    announced,
     claimed,
     destroys,
     failed,
@@ -25,7 +26,6 @@ from tests.unit.conductor.scenario import (
     queried,
     reported,
     run,
-    said,
     spawned,
 )
 
@@ -41,7 +41,7 @@ def test_report_of_a_vanished_instance_fails_it_without_a_second_terminal_event(
     assert run(young, start=up.instance).instance.state is State.ACTIVE
     lost = run(replace(young, seen_at=140.1), start=up.instance)
     assert lost.instance.state is State.GIVING_UP and destroys(lost) == [(1, host(1))]
-    (event,) = said(run(RELEASED, start=lost.instance))
+    (event,) = announced(run(RELEASED, start=lost.instance))
     assert (event.state, event.terminal, event.code) == (BuildState.FAILED, False, "instance.lost")
 
 
@@ -49,8 +49,8 @@ def test_an_unasked_destroyed_of_an_active_instance_waits_for_a_report() -> None
     """One result made it lost and released its allocation, past the breaker, though its machine might still run."""
     up = run(queried(), spawned(at=110.0)).instance
     for attempt in (1, 2):
-        said_gone = run(e.Destroyed(at=150.0, attempt=attempt, host_uuid=host(1)), start=up)
-        assert said_gone.instance == up and not said_gone.commands
+        reported_gone = run(e.Destroyed(at=150.0, attempt=attempt, host_uuid=host(1)), start=up)
+        assert reported_gone.instance == up and not reported_gone.commands
     lost = run(e.HostMissing(at=151.0, host_uuid=host(1), seen_at=151.0), start=up).instance
     assert lost.state is State.GIVING_UP
     leaving = run(DELETE, e.Destroyed(at=152.0, attempt=1, host_uuid=host(1)), start=up).instance
@@ -94,10 +94,10 @@ def test_what_a_report_brought_up_is_missed_by_a_later_look_only() -> None:
         assert run(missed, start=up.instance).instance.state is State.GIVING_UP
 
 
-def test_a_host_that_says_no_look_is_judged_by_its_clock() -> None:
+def test_a_host_that_names_no_scan_is_compared_by_its_clock() -> None:
     """Its service is of a release that counted none, at the report or at the build."""
-    for told, seen in ((None, ScanId(5, 4)), (ScanId(5, 3), None)):
-        up = run(queried(), replace(spawned(at=110.0), ended_at=110.0, scan=told))
+    for named, seen in ((None, ScanId(5, 4)), (ScanId(5, 3), None)):
+        up = run(queried(), replace(spawned(at=110.0), ended_at=110.0, scan=named))
         missed = e.HostMissing(at=111.0, host_uuid=host(1), seen_at=109.0, service="s1", scan=seen)
         assert run(missed, start=up.instance).instance.state is State.ACTIVE
         assert run(replace(missed, seen_at=111.0), start=up.instance).instance.state is State.GIVING_UP

@@ -18,13 +18,13 @@ from tests.unit.conductor.scenario import (
     RELEASED,
     TIMED_OUT,
     UUID,
+    announced,
     claimed,
     destroys,
     failed,
     host,
     orders,
     queried,
-    said,
     spawned,
     spawns,
 )
@@ -71,7 +71,7 @@ def test_the_late_active_of_the_lost_attempt_loses_and_its_machine_is_destroyed(
     moved = run(LOST, claimed(), down="s1", start=building).instance
     for start in (moved, run(spawned(2), start=moved).instance):
         late = run(spawned(1), start=start)
-        assert destroys(late) == [(1, host(1))] and late.instance is start and not said(late)
+        assert destroys(late) == [(1, host(1))] and late.instance is start and not announced(late)
 
 
 @pytest.mark.parametrize("services", [("s1",), ("s1", "s1"), ("s1", "s2")])
@@ -98,11 +98,11 @@ def test_nothing_but_a_build_under_way_is_moved(then: tuple[e.Event, ...]) -> No
     assert run(LOST, down="s1", start=before) == Step(before)
 
 
-def test_alternates_are_not_tried_where_the_service_is_away() -> None:
+def test_alternates_are_not_tried_where_the_service_is_down() -> None:
     stepped = run(on("s1", "s2", "s3"), failed(), down="s2")
     assert options(stepped) == [host(3)]
     none = run(on("s1", "s2"), failed(), RELEASED, down="s2")
-    (event,) = said(none)
+    (event,) = announced(none)
     assert (event.state, event.terminal, event.code) == (BuildState.FAILED, True, "max_retries_exceeded")
     assert "host-2: not_tried (service.silent)" in event.reason and "1 of 2 hosts tried" in event.reason
 
@@ -114,12 +114,12 @@ def test_a_question_to_placement_stays_the_same_when_a_service_comes_back_or_goe
         assert wanted(run(LOST, e.TimedOut(at=130.0), down=down, start=asking).instance) == question
 
 
-def test_a_build_that_comes_for_a_service_that_is_away_begins_elsewhere() -> None:
+def test_a_build_that_comes_for_a_service_that_is_down_begins_elsewhere() -> None:
     stepped = run(on("s1", "s1", "s2"), down="s1")
     assert stepped.instance.state is State.RECLAIMING and options(stepped) == [host(3)]
     assert stepped.commands == (), "nothing was begun there: nothing is to be destroyed, or said"
     moved = run(claimed(), down="s1", start=stepped.instance)
-    assert spawns(moved) == [(2, host(3))] and [event.state for event in said(moved)] == [BuildState.BUILDING]
+    assert spawns(moved) == [(2, host(3))] and [event.state for event in announced(moved)] == [BuildState.BUILDING]
     alone = run(on("s1", "s1"), down="s1")
     assert spawns(alone) == [(1, host(1))], "there is nowhere else: its order waits for the service"
 

@@ -117,7 +117,7 @@ def test_the_public_part_has_no_message_between_berths_own_parts() -> None:
     ],
     ids=lambda message: type(message).__name__,
 )
-def test_what_goes_over_the_wire_is_as_the_document_says(message: Message) -> None:
+def test_what_goes_over_the_wire_is_as_the_document_describes(message: Message) -> None:
     whole = document()
     schema = {"$ref": f"#/components/schemas/{type(message).__name__}", "components": whole["components"]}
     body = json.loads(msgspec.json.encode(message))
@@ -136,6 +136,6 @@ def test_a_tuple_has_all_of_its_parts() -> None:
 
 def test_the_command_prints_it() -> None:
     for words in (["asyncapi"], ["asyncapi", "--public"]):
-        said = CliRunner().invoke(app, words)
-        assert said.exit_code == 0
-        assert json.loads(said.stdout) == document(public="--public" in words)
+        result = CliRunner().invoke(app, words)
+        assert result.exit_code == 0
+        assert json.loads(result.stdout) == document(public="--public" in words)

@@ -29,14 +29,14 @@ class StubClient:
         self.tracks: dict[str, Track] = {}
         self._clock = clock
         self._answers = answers
-        self._tell: Callable[[BuildEvent], None]
+        self._notify: Callable[[BuildEvent], None]
 
     @property
     def unfinished(self) -> int:
         return sum(track.ended_at is None for track in self.tracks.values())
 
-    def on_event(self, tell: Callable[[BuildEvent], None]) -> None:
-        self._tell = tell
+    def on_event(self, notify: Callable[[BuildEvent], None]) -> None:
+        self._notify = notify
 
     async def boot(self, requests: Sequence[BuildRequest], *, patience_s: float) -> None:
         for request in requests:
@@ -53,7 +53,7 @@ class StubClient:
         if self._answers and waiting:
             track = self.tracks[waiting[0]]
             track.ended_at = self._clock.now
-            self._tell(BuildEvent(instance_uuid=waiting[0], project_id="p", state=BuildState.ACTIVE, sequence=9))
+            self._notify(BuildEvent(instance_uuid=waiting[0], project_id="p", state=BuildState.ACTIVE, sequence=9))
         return True
 
 
@@ -68,14 +68,14 @@ async def stormed(plan: ChaosPlan, *, answers: bool) -> tuple[Churn, HandClock]:
 PLAN = ChaosPlan(boots=500, in_flight=10, in_flight_most=10, early_deletes=0.0, longest_s=100.0)
 
 
-async def test_a_load_that_takes_too_long_ends_and_says_so() -> None:
+async def test_a_load_that_takes_too_long_ends_and_reports_it() -> None:
     churn, clock = await stormed(PLAN, answers=True)
     assert churn.stopped == "after 100 s"
     assert 100.0 < clock.now < 110.0
     assert 50 < len(churn.accepted) < 500
 
 
-async def test_a_load_that_gets_nothing_through_ends_and_says_so() -> None:
+async def test_a_load_that_gets_nothing_through_ends_and_reports_it() -> None:
     churn, clock = await stormed(ChaosPlan(boots=500, in_flight=10, in_flight_most=10), answers=False)
     assert churn.stopped.startswith("nothing has ended")
     assert STUCK_S < clock.now < STUCK_S + 10.0

@@ -29,7 +29,7 @@ def test_the_same_seed_deals_the_same_faults() -> None:
     assert dealt(7, 200) != dealt(8, 200)
 
 
-def test_one_round_of_the_deck_holds_every_sort_as_often_as_it_says() -> None:
+def test_one_round_of_the_deck_holds_every_sort_as_often_as_declared() -> None:
     size = sum(card.copies for card in DECK)
     labels = [fault.label for fault in dealt(3, size)]
     for role in NAMES:

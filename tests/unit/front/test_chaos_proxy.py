@@ -140,7 +140,7 @@ async def test_a_delay_adds_up_in_each_direction(proxy: TcpProxy, pair: Pair) ->
     assert await there_and_back(BIG, *pair) == BIG
 
 
-async def test_a_server_that_is_away_is_a_connection_that_ends() -> None:
+async def test_an_unavailable_server_is_a_connection_that_ends() -> None:
     gone = TcpProxy(port=1)
     await gone.open()
     reader, writer = await asyncio.open_connection("127.0.0.1", gone.port)

@@ -57,12 +57,12 @@ def test_a_death_is_a_bug_unless_an_outage_explains_it(status: int, words: str, 
 
 
 def test_a_person_reads_every_figure() -> None:
-    said = io.StringIO()
+    output = io.StringIO()
     report = msgspec.structs.replace(
         SOUND, lost=7, examples={"lost": ("some-uuid",)}, wanted=200, stopped="after 3600 s"
     )
-    render(report, Console(file=said, width=100))
-    text = said.getvalue()
+    render(report, Console(file=output, width=100))
+    text = output.getvalue()
     assert "only 100 of 200 builds were requested: after 3600 s" in text
     for words in ("kill broker", "2.50 s", "longest stall: 3.2 s (kill_broker)", "1.5 s after", "lost: some-uuid"):
         assert words in text

@@ -15,7 +15,7 @@ A, B, HOST = "a" * 8, "b" * 8, "h" * 8
 NOTHING = Tally(lost=(), doubled=(), leaked=(), overcommitted=0)
 
 
-def told(uuid: str, state: BuildState, sequence: int) -> BuildEvent:
+def announced(uuid: str, state: BuildState, sequence: int) -> BuildEvent:
     return BuildEvent(
         instance_uuid=uuid, project_id="p", state=state, sequence=sequence, terminal=state is not BuildState.BUILDING
     )
@@ -31,7 +31,7 @@ SOUND = Facts(
     running=[RunningFact(A, 1, HOST)],
     feed=(1, 3, 3),
     accepted=[A, B],
-    events=[told(A, BuildState.ACTIVE, 5), told(B, BuildState.FAILED, 5), told(B, BuildState.FAILED, 5)],
+    events=[announced(A, BuildState.ACTIVE, 5), announced(B, BuildState.FAILED, 5), announced(B, BuildState.FAILED, 5)],
 )
 
 
@@ -46,7 +46,7 @@ def test_nothing_is_counted_of_a_sound_system_and_an_event_may_repeat() -> None:
 def test_lost() -> None:
     assert but(requests={A: "active"}).lost == (B,), "not on record"
     assert but(requests={A: "active", B: "scheduled"}).lost == (B,), "not ended"
-    assert but(events=[told(A, BuildState.ACTIVE, 5)]).lost == (B,), "its end was never told"
+    assert but(events=[announced(A, BuildState.ACTIVE, 5)]).lost == (B,), "its end was never told"
     assert but(instances=[]).lost == (A,), "active by the record, and in no cell"
 
 
@@ -54,9 +54,9 @@ def test_doubled() -> None:
     assert but(running=[RunningFact(A, 1, HOST), RunningFact(A, 2, "other")]).doubled == (A,)
     twice = [InstanceFact(A, "cell1", "active", HOST, 1), InstanceFact(A, "cell2", "active", HOST, 1)]
     assert but(instances=twice).doubled == (A,)
-    ends = [*(SOUND.events or ()), told(A, BuildState.FAILED, 6)]
+    ends = [*(SOUND.events or ()), announced(A, BuildState.FAILED, 6)]
     assert but(events=ends).doubled == (A,), "two different ends"
-    deleted = [*(SOUND.events or ()), told(A, BuildState.DELETED, 7)]
+    deleted = [*(SOUND.events or ()), announced(A, BuildState.DELETED, 7)]
     assert but(events=deleted).doubled == (), "a delete is a request of its own"
 
 
@@ -82,7 +82,7 @@ def test_the_longest_stall_names_the_faults_of_its_time() -> None:
     assert longest_stall([], faults).seconds == 0.0
 
 
-def test_recovered_means_that_something_asked_for_afterwards_has_ended() -> None:
+def test_recovered_means_that_something_requested_afterwards_has_ended() -> None:
     ended = [Ended(1.0, 6.5), Ended(6.1, 9.0), Ended(6.2, 7.0), Ended(8.0, 8.5)]
     assert recoveries(ended, [fault(5.0, 6.0), fault(7.5, 20.0)]) == {"kill_broker": [1.0]}
 

@@ -39,19 +39,19 @@ def test_help_cuts_nothing_off_in_80_columns() -> None:
 
 
 @pytest.mark.parametrize("group", [(), ("dead-letters",), ("placement",), ("quarantine",), ("breaker",)])
-def test_what_a_command_is_for_is_told_whole(group: tuple[str, ...]) -> None:
+def test_what_a_command_is_for_is_printed_whole(group: tuple[str, ...]) -> None:
     commands = printed(*group, "--help").partition("Commands:")[2]
     assert commands
     assert [line for line in commands.splitlines() if line.rstrip().endswith("...")] == []
 
 
-def test_a_database_away_has_the_status_of_what_is_out_of_reach() -> None:
+def test_an_unavailable_database_has_the_status_of_what_is_out_of_reach() -> None:
     stop = explain(DatabaseUnavailable("connection refused"))
     assert stop is not None
     assert (stop.status, stop.code) == (EXIT_UNAVAILABLE, "database.unavailable")
 
 
-def test_json_holds_nothing_that_speaks_to_a_terminal() -> None:
+def test_json_holds_nothing_that_controls_a_terminal() -> None:
     hostile = "a\u202eb\u009bc\x7f\n\u2066"
     with redirect_stdout(io.StringIO()) as out:
         print_json({"name": hostile})
@@ -72,7 +72,7 @@ def test_a_load_of_which_nothing_became_active_is_no_success(outcomes: dict[str,
         assert (stop.status, stop.code) == (status, "load.none_active")
 
 
-def test_the_manual_page_tells_every_command_and_roff_takes_it() -> None:
+def test_the_manual_page_lists_every_command_and_roff_takes_it() -> None:
     page = printed("man")
     for path, _ in leaves():
         assert f'"{path.replace("-", chr(92) + "-")} "' in page or f'"{path.replace("-", chr(92) + "-")}"' in page, path

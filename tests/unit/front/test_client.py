@@ -79,7 +79,7 @@ async def test_many_builds_wait_for_a_full_queue_to_have_room(client_world: Clie
     assert all(track.published_at is not None for track in tracks) and len(tracks) == 1200
 
 
-async def test_an_event_that_was_missed_is_asked_for(client_world: ClientWorld) -> None:
+async def test_an_event_that_was_missed_is_requested(client_world: ClientWorld) -> None:
     client_world.mute = True
     (track,) = await client_world.client.boot(requests(1))
     assert await client_world.client.wait(20)
@@ -122,14 +122,14 @@ async def test_with_patience_an_outage_only_delays(client_world: ClientWorld) ->
     publish = client_world.client.bus.publish_each
     failures = 3
 
-    async def away(messages):  # type: ignore[no-untyped-def]
+    async def unavailable(messages):  # type: ignore[no-untyped-def]
         nonlocal failures
         failures -= 1
         if failures >= 0:
             return [BusUnavailable("unavailable")] * len(messages)
         return await publish(messages)
 
-    client_world.client.bus.publish_each = away  # type: ignore[method-assign]
+    client_world.client.bus.publish_each = unavailable  # type: ignore[method-assign]
     with pytest.raises(BusUnavailable):
         await client_world.client.boot(requests(1))
     later = requests(3)[1:]

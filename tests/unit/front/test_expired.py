@@ -58,7 +58,7 @@ def test_what_is_older_than_what_is_remembered(one: DeadLetter, *, expected: boo
 
 
 @pytest.mark.parametrize(("old", "sent"), [(False, ["young"]), (True, ["ancient", "young"])])
-async def test_old_builds_are_sent_back_only_when_asked_for(old: bool, sent: list[str]) -> None:
+async def test_old_builds_are_replayed_only_on_request(old: bool, sent: list[str]) -> None:
     transport = MemoryTransport(MemoryBroker(SystemClock()), "cell1")
     await transport.open()
     row = BY_QUEUE[QUEUE]

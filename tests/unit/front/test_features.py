@@ -32,7 +32,7 @@ def test_every_row_is_there_once() -> None:
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.id)
-def test_a_row_says_where_it_is_and_what_it_lacks(row: Row) -> None:
+def test_a_row_names_where_it_is_and_what_it_lacks(row: Row) -> None:
     assert row.state in STATES, row
     assert row.what, row
     if row.state != "yes":

@@ -82,7 +82,7 @@ def test_a_delete_of_an_instance_that_was_never_built_is_no_effect() -> None:
     assert broken(replace(SOUND, instances=[*SOUND.instances, replace(forgotten, state="failed")])) == {CAUSE}
 
 
-def test_what_a_silent_service_does_not_tell_is_not_judged_and_is_said() -> None:
+def test_what_a_silent_service_does_not_report_is_not_checked_and_is_listed() -> None:
     """746 healthy instances were BROKEN, or it was said that bus or database did not answer."""
     building = InstanceFact(TWO, "cell1", "building", OTHER, 1, "s")
     there = InstanceFact(ONE, "cell1", "active", HOST, 2, "s")
@@ -96,12 +96,12 @@ def test_what_a_silent_service_does_not_tell_is_not_judged_and_is_said() -> None
     )
     assert broken(facts) >= {"hosts_instances_allocations_agree", "one_terminal_state"}
     down = ServiceDownFact(cell="cell1", service="s", why="silent since then")
-    told = {verdict.name: verdict for verdict in check_invariants(replace(facts, down=[down]))}
-    assert {name for name, verdict in told.items() if not verdict.holds} == {"services_there"}
-    assert told["services_there"].examples == ("cell1: s: silent since then",)
+    judged = {verdict.name: verdict for verdict in check_invariants(replace(facts, down=[down]))}
+    assert {name for name, verdict in judged.items() if not verdict.holds} == {"services_there"}
+    assert judged["services_there"].examples == ("cell1: s: silent since then",)
     for name in ("hosts_instances_allocations_agree", "built_once"):
-        assert told[name].not_judged == ("what s of cell1 runs, 1 active instances among it (silent since then)",)
-    assert told["one_terminal_state"].not_judged == (
+        assert judged[name].not_judged == ("what s of cell1 runs, 1 active instances among it (silent since then)",)
+    assert judged["one_terminal_state"].not_judged == (
         "1 instances that are under way at s of cell1 (silent since then)",
     )
     expected = replace(down, is_expected=True)
@@ -185,6 +185,6 @@ def test_a_provider_that_was_removed_may_begin_again() -> None:
 NOT_ALWAYS = ("events", "changes", "connections", "breakers", "quarantine")
 
 
-def test_what_nobody_listened_to_is_not_judged() -> None:
+def test_what_was_not_listened_to_is_not_checked() -> None:
     names = {verdict.name for verdict in check_invariants(replace(SOUND, **dict.fromkeys(NOT_ALWAYS)))}
     assert names.isdisjoint({"generations_rise", "no_upcall"}) and len(names) == 7

@@ -37,7 +37,7 @@ def test_a_seed_draws_the_same_requests_and_weights_are_kept() -> None:
     assert len({request.instance_uuid for request in drawn}) == 2000
 
 
-def test_the_same_seed_asks_for_the_same_flavors_but_never_for_the_same_machines() -> None:
+def test_the_same_seed_requests_the_same_flavors_but_never_for_the_same_machines() -> None:
     """`berth load --seed 2` twice: the second asked for machines that were there, and told their ages as latencies."""
     plan = LoadPlan(boots=200, mix={"a": 3.0, "b": 1.0}, churn=0.5)
     one, two = (list(draw(plan, random.Random(2), random.Random(chance))) for chance in (5, 6))
@@ -100,7 +100,7 @@ async def test_a_closed_loop_keeps_so_many_in_flight(client_world: ClientWorld) 
     loading = asyncio.create_task(run_load(world.client, plan, clock=world.clock, rng=random.Random(3)))
     most = 0
     while not loading.done():
-        await world.asked_more()
+        await world.requested_more()
         most = max(most, world.client.unfinished)
         await world.finish(1)
     assert (most, (await loading).active) == (4, 20)
@@ -179,12 +179,12 @@ async def test_churn_deletes_what_became_active_and_times_it(client_world: Clien
     assert all(deletes.latency_s(row) is not None for row in range(len(deletes)))
 
 
-async def test_what_never_ends_is_lost_and_said_so(client_world: ClientWorld) -> None:
+async def test_what_never_ends_is_lost_and_reported(client_world: ClientWorld) -> None:
     client_world.answer_at_once = False
     plan = LoadPlan(boots=5, mix={"f": 1.0}, timeout_s=5.0)
     run = LoadRun(client_world.client, plan, clock=client_world.clock, rng=random.Random(3))
     going = asyncio.create_task(run.go())
-    await client_world.asked_more()
+    await client_world.requested_more()
     await client_world.finish(2)
     await going
     assert outcomes(run) == {"active": 2, "lost": 3}
@@ -197,7 +197,7 @@ async def test_what_a_scheduler_still_has_under_way_at_the_bound_is_late_and_not
     plan = LoadPlan(boots=5, mix={"f": 1.0}, timeout_s=5.0)
     run = LoadRun(client_world.client, plan, clock=client_world.clock, rng=random.Random(3))
     going = asyncio.create_task(run.go())
-    await client_world.asked_more()
+    await client_world.requested_more()
     await client_world.finish(2)
     await client_world.notify(client_world.waiting[0], BuildState.BUILDING, 3, terminal=False)
     await going
@@ -209,14 +209,14 @@ async def test_interrupted_nothing_more_is_offered_and_nothing_counts_as_lost(cl
     plan = LoadPlan(boots=500, mix={"f": 1.0}, concurrency=10, timeout_s=60.0)
     run = LoadRun(client_world.client, plan, clock=client_world.clock, rng=random.Random(3))
     going = asyncio.create_task(run.go())
-    await client_world.asked_more()
+    await client_world.requested_more()
     await client_world.finish(4)
     run.interrupt()
     await going
     assert "lost" not in outcomes(run) and run.boots.counts["open"] >= 6 and len(run.boots) < 30
 
 
-async def test_each_sample_says_what_came_since_the_one_before(client_world: ClientWorld) -> None:
+async def test_each_sample_holds_what_came_since_the_one_before(client_world: ClientWorld) -> None:
     plan = LoadPlan(boots=40, mix={"f": 1.0}, rate_per_s=20.0, timeout_s=60.0)
     record = await recorded(client_world.client, plan, clock=client_world.clock, rng=random.Random(3))
     samples = record.samples
@@ -229,7 +229,7 @@ async def test_each_sample_says_what_came_since_the_one_before(client_world: Cli
     assert offered == pytest.approx(40, abs=0.5) and record.totals.outcomes == {"active": 40}
 
 
-async def test_a_long_run_is_sampled_less_often_and_says_the_same(client_world: ClientWorld, few_samples: int) -> None:
+async def test_a_long_run_is_sampled_less_often_and_shows_the_same(client_world: ClientWorld, few_samples: int) -> None:
     plan = LoadPlan(boots=200, mix={"f": 1.0}, rate_per_s=20.0, timeout_s=60.0)
     record = await recorded(client_world.client, plan, clock=client_world.clock, rng=random.Random(3))
     assert len(record.samples) <= few_samples + 1

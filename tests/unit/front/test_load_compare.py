@@ -32,7 +32,7 @@ def test_a_run_that_is_slower_is_called_slower_and_the_faster_one_faster() -> No
 
 
 @pytest.mark.parametrize("share", [0.5, 0.99])
-def test_the_same_system_twice_is_rarely_told_apart(share: float) -> None:
+def test_the_same_system_twice_is_rarely_distinguished(share: float) -> None:
     """At 95 per cent one pair in twenty is, by bad luck; a method that claims too much tells far more apart."""
     rng = np.random.default_rng(1)
     found = [interval(rng.gamma(2.0, 0.02, 600), rng.gamma(2.0, 0.02, 600), share, rng) for _ in range(60)]
@@ -94,7 +94,7 @@ def test_stage_bars_of_two_runs_are_on_one_scale() -> None:
     assert ends["b"] > 755 and ends["a"] / ends["b"] == pytest.approx(0.5, abs=0.02)
 
 
-def test_the_same_records_and_seed_say_the_same() -> None:
+def test_the_same_records_and_seed_give_the_same() -> None:
     one, other = made_up(600, seed=1), made_up(600, seed=2)
     assert compare(one, other).html == compare(one, other).html
     assert compare(one, other, seed=1).text != compare(one, other, seed=2).text

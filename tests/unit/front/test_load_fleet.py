@@ -89,19 +89,19 @@ def test_a_trace_begins_later_with_what_was_there_then(tmp_path: Path) -> None:
         ("cpu_milli,memory_mib\n" + "".join(f"{n},1\n" for n in range(1, 66)), "65 kinds of hosts"),
     ],
 )
-def test_what_are_no_hosts_is_said_so(tmp_path: Path, text: str, sentence: str) -> None:
+def test_what_are_no_hosts_is_refused(tmp_path: Path, text: str, sentence: str) -> None:
     with pytest.raises(PlanError, match=sentence) as fault:
         read_hosts(written(tmp_path, "hosts.csv", text))
     assert fault.value.code == "load.hosts"
 
 
-def test_a_request_for_more_gpus_than_groups_is_said_so(tmp_path: Path) -> None:
+def test_a_request_for_more_gpus_than_groups_is_refused(tmp_path: Path) -> None:
     path = written(tmp_path, "r.csv", "cpu_milli,memory_mib,num_gpu,creation_time\n1,1,17,0\n")
     with pytest.raises(PlanError, match="17 GPUs"):
         settings_like(Counter({HostKind(1, 1): 1}), read_requests(path))
 
 
-def test_what_is_asked_for_rises_and_falls_with_arrivals_and_deletions(tmp_path: Path) -> None:
+def test_what_is_requested_rises_and_falls_with_arrivals_and_deletions(tmp_path: Path) -> None:
     requests = read_requests(written(tmp_path, "requests.csv", REQUESTS))
     requested = demand(requests)
     assert [(at, round(gpus, 2)) for at, _, _, gpus in requested] == [

@@ -64,14 +64,14 @@ def test_short_names_and_metal_in_a_mix() -> None:
 @pytest.mark.parametrize(
     "text", ["", "5", "1..2", "1/2", "a..b/3", "1..2/0", "0..0/5", "-1..5/3", "1..inf/3", "1..2/nan"]
 )
-def test_what_is_no_ramp_is_said_so(text: str) -> None:
+def test_what_is_no_ramp_is_refused(text: str) -> None:
     with pytest.raises(PlanError) as fault:
         parse_ramp(text)
     assert fault.value.code == "load.ramp"
 
 
 @pytest.mark.parametrize("text", ["1e308..1e308/1", "1e200..0/1e-300", "1..1e6/1e6"])
-def test_a_ramp_that_nobody_could_climb_is_said_to_be_none(text: str) -> None:
+def test_a_ramp_without_a_step_is_refused(text: str) -> None:
     with pytest.raises(PlanError) as fault:
         ramp_boots(*parse_ramp(text))
     assert fault.value.code == "load.ramp"
@@ -114,7 +114,7 @@ def test_a_trace_is_replayed_in_order_faster_and_with_its_deletions(tmp_path: Pa
         (HEAD + "a,1,1,0,0," + "9" * 200_000 + ",2\n", "not a"),
     ],
 )
-def test_what_is_no_trace_is_said_so(tmp_path: Path, text: str, sentence: str) -> None:
+def test_what_is_no_trace_is_refused(tmp_path: Path, text: str, sentence: str) -> None:
     with pytest.raises(PlanError, match=sentence) as fault:
         read_trace(trace(tmp_path, text), SHAPES, speed=1.0)
     assert fault.value.code == "load.trace"

@@ -76,7 +76,7 @@ def test_a_report_of_any_size_is_a_whole_page(boots: int) -> None:
         assert name in page.text
 
 
-def test_a_large_run_shows_everything_asked_of_it() -> None:
+def test_a_large_run_shows_everything_requested_of_it() -> None:
     page = read(made_up(20_000, hosts=100))
     for figure in (
         "Throughput, in pieces of", "Sent and not ended", "Latency of 19,600 active boots",
@@ -114,8 +114,8 @@ def test_cells_of_the_heat_map_are_bounded_and_no_row_mixes_cells() -> None:
     notes = re.findall(r'class="heat".*?<title>(.*?)</title>', text, re.DOTALL)
     assert len(notes) <= MAX_HEAT_ROWS * MAX_HEAT_COLUMNS
     assert len({note.split(":")[0] for note in notes}) == 7
-    told = {tuple(re.findall(r"h(\d{5})", note)) for note in notes}
-    assert all(int(first) * 7 // hosts == int(last) * 7 // hosts for first, last in told)
+    labelled = {tuple(re.findall(r"h(\d{5})", note)) for note in notes}
+    assert all(int(first) * 7 // hosts == int(last) * 7 // hosts for first, last in labelled)
     assert "2,000 of 10,000 hosts" in text
 
 
@@ -128,7 +128,7 @@ def heat_of(share: list[float]) -> str:
     return render(replace(made_up(1), utilisation=heat))
 
 
-def test_the_heat_maps_scale_is_the_same_in_every_report_and_tells_low_shares_apart() -> None:
+def test_the_heat_maps_scale_is_the_same_in_every_report_and_distinguishes_low_shares() -> None:
     """Full colour was 10 % where few were fuller: a fleet at a tenth looked as full as one that is."""
     text = heat_of([1.0] * 5 + [0.02 + 0.04 * (number % 2) for number in range(95)])
     assert {0.0, 0.14, 0.24, 1.0} <= opacities(text)
@@ -141,7 +141,7 @@ def opacities(text: str) -> set[float]:
     return {float(found) for found in re.findall(r'class="heat" fill-opacity="([0-9.]+)"', text)}
 
 
-def test_a_deployed_node_is_full_though_its_capacity_is_reserved_away() -> None:
+def test_a_deployed_node_is_full_though_its_capacity_is_reserved() -> None:
     def host(name: str, used: float, capacity: float) -> HostRecord:
         return HostRecord(uuid=name, name=name, resources={"CUSTOM_BAREMETAL_GOLD": (used, capacity)})
 
@@ -155,7 +155,7 @@ def test_depths_of_a_queue_are_dots_and_no_fence() -> None:
     assert "<path" not in drawn and drawn.count("<circle") == 2
 
 
-def test_failures_are_told_by_flavor() -> None:
+def test_failures_are_listed_by_flavor() -> None:
     text = re.sub(r"<.*?>", "|", render(made_up(1000)))
     failed_vms, failed_nodes = (text.index(f"{name}||") for name in ("m1.small", "m1.small.metal"))
     table = text[text.index("requested||active||failed") :]
@@ -246,7 +246,7 @@ def test_axes_have_round_ticks_within_their_bounds() -> None:
     assert charts.linear(0.0, 0, 100).ticks()
 
 
-def test_queues_in_which_nothing_ever_waited_are_told_in_words() -> None:
+def test_queues_in_which_nothing_ever_waited_are_named_in_words() -> None:
     """Such a plot had an axis up to 0.000000001 messages."""
     assert charts.linear(0.0, 0, 100).high == 1.0
     record = made_up(1_000)

@@ -34,16 +34,16 @@ def allows(pattern: str, name: str) -> bool:
     return re.search(pattern, name) is not None
 
 
-def test_the_commands_say_what_the_json_says() -> None:
+def test_the_commands_print_what_the_json_holds() -> None:
     grants = all_of(REAL)
     lines = [shlex.split(line) for line in commands(grants) if not line.startswith("#")]
-    said = []
+    printed = []
     for grant in grants:
         where = ["-p", grant.vhost, grant.user]
-        said.append(["rabbitmqctl", "set_permissions", *where, grant.configure, grant.write, grant.read])
+        printed.append(["rabbitmqctl", "set_permissions", *where, grant.configure, grant.write, grant.read])
         for exchange, topic in grant.topics.items():
-            said.append(["rabbitmqctl", "set_topic_permissions", *where, exchange, topic.write, topic.read])
-    assert lines == said
+            printed.append(["rabbitmqctl", "set_topic_permissions", *where, exchange, topic.write, topic.read])
+    assert lines == printed
 
 
 @pytest.mark.parametrize("settings", [Settings(), REAL], ids=["memory", "real"])

@@ -45,7 +45,7 @@ def test_a_name_forges_no_row_of_a_listing() -> None:
     assert len(shown(lambda console: render_failures([failure], console), width=200).splitlines()) == 2
 
 
-def test_like_failures_are_told_once() -> None:
+def test_like_failures_are_listed_once() -> None:
     funnel = (FunnelStep(step="VCPU", remaining=0, rejected={"in use": 3}),)
 
     def failure(number: int, reason: str, funnel: tuple[FunnelStep, ...] = ()) -> Failure:
@@ -63,7 +63,7 @@ def test_like_failures_are_told_once() -> None:
     ]
 
 
-def test_the_scores_of_a_choice_are_told_by_weigher() -> None:
+def test_the_scores_of_a_choice_are_listed_by_weigher() -> None:
     scores = (HostScore(host="h1", weights={"ram": 1.0, "cpu": 0.5}), HostScore(host="h\n2", weights={"ram": 0.25}))
     lines = shown(lambda console: render_scores([scores], console), width=80).splitlines()
     assert [line.split() for line in lines] == [
@@ -73,7 +73,7 @@ def test_the_scores_of_a_choice_are_told_by_weigher() -> None:
     ]
 
 
-def test_stages_are_told_with_their_milliseconds_and_what_never_happened_is_not() -> None:
+def test_stages_are_listed_with_their_milliseconds_and_what_never_happened_is_not() -> None:
     stamps = Stamps(requested=10.0, queued=10.0015, decided=10.002, announced=10.5)
     text = shown(lambda console: render_stages([stamps], console))
     assert text == "stages: queued 1.5 ms, decided 0.5 ms, announced 498.0 ms\n"

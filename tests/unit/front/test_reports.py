@@ -72,9 +72,9 @@ class MovedClock(SystemClock):
 
 async def test_hosts_that_do_not_answer_are_waited_for_some_seconds_and_not_a_minute() -> None:
     clock = MovedClock()
-    nobody = Reports(clock, {HOSTS[0]})
-    await nobody.whole()
-    assert clock.now < 2 * SILENCE_S < REPORT_TIMEOUT_S and not nobody.has_whole("s")
+    no_service = Reports(clock, {HOSTS[0]})
+    await no_service.whole()
+    assert clock.now < 2 * SILENCE_S < REPORT_TIMEOUT_S and not no_service.has_whole("s")
     began = clock.now
     some = Reports(clock, {HOSTS[0], HOSTS[1]})
     await some.take([page(1, HOSTS[0], first_sequence=1), page(1, HOSTS[2], first_sequence=1, pages=2, service="t")])

@@ -26,7 +26,7 @@ def having(rest: RestConfig, **fields: str) -> Settings:
 
 
 @pytest.mark.parametrize(
-    ("rest", "host", "said"),
+    ("rest", "host", "printed"),
     [
         (RestConfig(), "127.0.0.1", "http://127.0.0.1:8778; auth: noauth2"),
         (RestConfig(), "::1", "http://[::1]:8778; auth: noauth2"),
@@ -35,15 +35,15 @@ def having(rest: RestConfig, **fields: str) -> Settings:
         (KEYSTONE, "192.0.2.1", "auth: Keystone at http://keystone:5000"),
     ],
 )
-def test_http_of_placement_serves_the_api_and_says_who_may_call(rest: RestConfig, host: str, said: str) -> None:
+def test_http_of_placement_serves_the_api_and_prints_who_may_call(rest: RestConfig, host: str, printed: str) -> None:
     at = at_http(having(rest), host, 8778)
-    assert at.with_rest and said in at.sentence
+    assert at.with_rest and printed in at.sentence
     assert at.settings.placement.rest.listen == (f"{host}:8778" if host != "::1" else "[::1]:8778")
 
 
 @pytest.mark.parametrize("rest", [RestConfig(), RestConfig(auth="noauth2")])
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.0.2.1", "placement.example.com"])
-def test_nobody_said_who_may_call_so_elsewhere_there_is_health_only(rest: RestConfig, host: str) -> None:
+def test_without_a_setting_of_who_may_call_elsewhere_there_is_health_only(rest: RestConfig, host: str) -> None:
     at = at_http(having(rest), host, 8778)
     assert not at.with_rest and not at.settings.placement.rest.listen
     assert "only health and metrics" in at.sentence and "auth to tokens or keystone" in at.sentence
@@ -72,7 +72,7 @@ async def test_up_serves_it_on_loopback_for_a_token_of_its_own_that_lasts(tmp_pa
     assert await auth.identify({b"x-auth-token": b"admin"}) is None
 
 
-def test_a_token_that_others_could_read_or_that_somebody_linked_there_is_not_used(tmp_path: Path) -> None:
+def test_a_token_that_others_could_read_or_that_is_a_link_is_not_used(tmp_path: Path) -> None:
     settings, kept = Settings(state_dir=str(tmp_path)), []
     with for_up(settings, free_port()) as at:
         assert at.token is not None
@@ -91,7 +91,7 @@ def test_a_token_that_others_could_read_or_that_somebody_linked_there_is_not_use
     assert digest in Path(at.settings.placement.rest.token_file).read_text()
 
 
-def test_a_busy_port_is_left_to_whoever_has_it(tmp_path: Path) -> None:
+def test_a_busy_port_is_left_to_its_holder(tmp_path: Path) -> None:
     settings = Settings(state_dir=str(tmp_path))
     with socket.create_server((LOOPBACK, 0)) as busy:
         port = busy.getsockname()[1]
@@ -108,7 +108,7 @@ def test_two_that_start_at_once_do_not_take_the_same_port(tmp_path: Path) -> Non
         assert not third.taken
 
 
-def test_what_the_settings_say_is_left_as_it_is(tmp_path: Path) -> None:
+def test_what_the_settings_hold_is_left_as_it_is(tmp_path: Path) -> None:
     named = having(RestConfig(listen="127.0.0.1:1"), state_dir=str(tmp_path))
     for settings in (named, Settings(state_dir=str(tmp_path), up=UpSettings(rest=False))):
         with for_up(settings, free_port()) as at:

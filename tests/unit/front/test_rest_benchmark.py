@@ -64,7 +64,7 @@ def test_a_median_is_better_when_it_is_smaller_and_the_goal_depends_on_the_size(
     assert other.met is None
 
 
-def test_a_system_that_did_nothing_is_nobody_s_measure() -> None:
+def test_a_system_that_did_nothing_is_no_measure() -> None:
     none = outcome(per_s=0.0, p50_ms=math.inf, done=0, statuses={LATE: 1})
     rows = [
         row_of(phase, 1000, **found)

@@ -43,7 +43,7 @@ def test_the_file_is_the_one_named_or_the_one_lying_here(tmp_path: Path, monkeyp
 
 
 @pytest.mark.parametrize(
-    ("text", "env", "said"),
+    ("text", "env", "message"),
     [
         ("[buss]\n", {}, "did you mean bus"),
         ("[scheduler]\nhost_subset_sise = 3\n", {}, "did you mean host_subset_size"),
@@ -56,10 +56,10 @@ def test_the_file_is_the_one_named_or_the_one_lying_here(tmp_path: Path, monkeyp
         ('[scheduler]\ndefault_flavors = ["m1.smal"]\n', {}, "there is no 'm1.smal'; berth has m1.tiny"),
     ],
 )
-def test_a_mistake_is_named(tmp_path: Path, text: str, env: dict[str, str], said: str) -> None:
+def test_a_mistake_is_named(tmp_path: Path, text: str, env: dict[str, str], message: str) -> None:
     with pytest.raises(SettingsError) as wrong:
         read_settings(written(tmp_path, text), env)
-    assert said in str(wrong.value) and wrong.value.code.startswith("settings.")
+    assert message in str(wrong.value) and wrong.value.code.startswith("settings.")
 
 
 def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:

@@ -38,13 +38,13 @@ def test_the_line_that_the_issue_names_is_there_to_be_typed() -> None:
     assert "benchmarks.street" in path.read_text()
 
 
-def test_by_default_the_street_measures_all_that_it_is_asked_for_in_one_run() -> None:
+def test_by_default_the_street_measures_all_that_it_can_in_one_run() -> None:
     options = street.parsed([])
     assert (options.only, options.bare, options.rates, options.statements) == ("real", True, True, True)
     assert (options.hosts, options.cells) == (10_000, 4) and options.boots >= 20_000
 
 
-def test_a_part_says_everything_that_the_street_reads() -> None:
+def test_a_part_holds_everything_that_the_street_reads() -> None:
     """The street had learned two options that scale did not pass: every part ended in an AttributeError."""
     options = scale.options_of(1000, 2, 50)
     tree = ast.parse(inspect.getsource(street_systems.on_real_servers))
@@ -58,7 +58,7 @@ def test_a_part_says_everything_that_the_street_reads() -> None:
 
 
 @pytest.mark.parametrize("text", ["", "x", "0x1", "1000x0", "1000x1x1", "many", "1000x1,"])
-def test_what_is_no_part_is_said_so(text: str) -> None:
+def test_what_is_no_part_is_refused(text: str) -> None:
     with pytest.raises(argparse.ArgumentTypeError):
         parse_parts(text)
 
@@ -81,7 +81,7 @@ def test_parts_of_several_runs_come_together_in_the_file(tmp_path: Path) -> None
     assert "0.85 of the throughput" in tables(found)
 
 
-def test_a_part_that_failed_takes_no_result_away() -> None:
+def test_a_part_that_failed_removes_no_result() -> None:
     good = run(1000, boots_per_s=1000.0)
     assert with_run(Scale(runs=[good]), run(1000)).runs == [good]
     assert with_run(Scale(runs=[run(1000)]), good).runs == [good]

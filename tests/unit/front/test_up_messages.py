@@ -18,15 +18,15 @@ from placement_worker.rest.config import RestConfig
 URL = "postgresql://berth:hunter2@127.0.0.1:5433/postgres"
 
 
-def said(settings: Settings, ironic_url: str | None = None, **rest: Any) -> dict[str, Any]:
+def messages_of(settings: Settings, ironic_url: str | None = None, **rest: Any) -> dict[str, Any]:
     here = Site(settings, database_url=URL)
     return one_process(here, ("cell1-c1", "cell2-c1"), ironic_url, AtUp(settings=settings, **rest))
 
 
-def test_it_says_what_runs_where_and_what_to_type(tmp_path: Path) -> None:
+def test_it_prints_what_runs_where_and_what_to_type(tmp_path: Path) -> None:
     settings = Settings(state_dir=str(tmp_path))
     served = replace(settings, placement=replace(settings.placement, rest=RestConfig(listen="127.0.0.1:8778")))
-    text = block(said(served, "http://127.0.0.1:6385"))
+    text = block(messages_of(served, "http://127.0.0.1:6385"))
     lines = [" ".join(line.split()) for line in text.splitlines()]
     assert lines[1] == "berth is up: one process"
     for expected in (
@@ -43,22 +43,22 @@ def test_it_says_what_runs_where_and_what_to_type(tmp_path: Path) -> None:
     assert "hunter2" not in text
 
 
-def test_the_api_that_nobody_asked_for_is_said_with_its_token_and_why_it_is_not_where_one_looks(tmp_path: Path) -> None:
+def test_the_api_of_the_default_is_printed_with_its_token_and_why_it_is_not_where_one_looks(tmp_path: Path) -> None:
     settings = Settings(state_dir=str(tmp_path))
     served = replace(settings, placement=replace(settings.placement, rest=RestConfig(listen="127.0.0.1:9")))
-    told = said(served, token=tmp_path / "placement.token", taken="127.0.0.1:8778")
+    answer = messages_of(served, token=tmp_path / "placement.token", taken="127.0.0.1:8778")
     line = f"http://127.0.0.1:9 (127.0.0.1:8778 is taken), for the token in {tmp_path}/placement.token"
-    assert line in block(told)
-    assert (told["placement_api"], told["placement_token"]) == ("http://127.0.0.1:9", f"{tmp_path}/placement.token")
+    assert line in block(answer)
+    assert (answer["placement_api"], answer["placement_token"]) == ("http://127.0.0.1:9", f"{tmp_path}/placement.token")
 
 
-def test_what_is_not_there_is_not_said(tmp_path: Path) -> None:
-    text = block(said(Settings(state_dir=str(tmp_path))))
+def test_what_is_not_there_is_not_printed(tmp_path: Path) -> None:
+    text = block(messages_of(Settings(state_dir=str(tmp_path))))
     assert "Ironic" not in text and "logs" not in text and "/metrics" not in text
     assert "BERTH_PLACEMENT__REST__LISTEN" in text
 
 
-def test_processes_are_said_with_their_ports() -> None:
+def test_processes_are_printed_with_their_ports() -> None:
     workers = {"scheduler1": {"pid": 1, "port": 4001, "log": "/x"}, "placement1": {"pid": 2, "port": 4002, "log": "/y"}}
     text = block(
         {
@@ -70,7 +70,7 @@ def test_processes_are_said_with_their_ports() -> None:
     assert "scheduler1 4001, placement1 4002" in text and "/state/logs" in text and "amqp://u:***@h/berth" in text
 
 
-def test_servers_are_said_without_their_passwords(tmp_path: Path) -> None:
+def test_servers_are_printed_without_their_passwords(tmp_path: Path) -> None:
     settings = Settings(state_dir=str(tmp_path))
     settings = replace(settings, bus=replace(settings.bus, url="amqp://berth:hunter2@127.0.0.1:5672/berth"))
     here = Site(settings, database_url=URL)
@@ -78,15 +78,15 @@ def test_servers_are_said_without_their_passwords(tmp_path: Path) -> None:
         processes=WorkerProcesses(tmp_path, {}), site=here, logs=tmp_path / "logs", ironic_url="http://127.0.0.1:6385"
     )
     count = ProcessCounts(schedulers=1, placements=1, conductors=1, computes=1)
-    told = as_processes(running, count, 2, AtUp(settings=settings))
-    assert (told["bus"], told["database"]) == (
+    answer = as_processes(running, count, 2, AtUp(settings=settings))
+    assert (answer["bus"], answer["database"]) == (
         "amqp://berth:***@127.0.0.1:5672/berth",
         "postgresql://berth:***@127.0.0.1:5433/postgres",
     )
-    assert (told["logs"], told["cpus"], told["ironic"]) == (f"{tmp_path}/logs", 2, "http://127.0.0.1:6385")
+    assert (answer["logs"], answer["cpus"], answer["ironic"]) == (f"{tmp_path}/logs", 2, "http://127.0.0.1:6385")
     in_one = one_process(here, ("cell1-c1",), None, AtUp(settings=settings))
-    assert (in_one["bus"], in_one["database"]) == (told["bus"], told["database"])
-    assert "hunter2" not in str(told) + str(in_one)
+    assert (in_one["bus"], in_one["database"]) == (answer["bus"], answer["database"])
+    assert "hunter2" not in str(answer) + str(in_one)
     assert "RabbitMQ amqp://berth:***@127.0.0.1:5672/berth" in " ".join(block(in_one).split())
 
 

@@ -82,8 +82,8 @@ async def died(processes: WorkerProcesses, name: str = "scheduler1") -> Worker:
 
 
 async def test_a_dead_worker_is_started_again_with_what_it_had_and_not_for_ever(processes: ShortLived) -> None:
-    clock, said = HandClock(), list[str]()
-    supervisor = Supervisor(processes, clock=clock, notify=said.append)
+    clock, logged = HandClock(), list[str]()
+    supervisor = Supervisor(processes, clock=clock, notify=logged.append)
     before = await died(processes)
     supervisor.check_workers()
     again = processes.workers["scheduler1"]
@@ -99,12 +99,12 @@ async def test_a_dead_worker_is_started_again_with_what_it_had_and_not_for_ever(
     await died(processes)
     with pytest.raises(ServerFailed, match=r"(?s)status 7, 5 times within 60 s.*I fell"):
         supervisor.check_workers()
-    assert len(said) == MAX_DEATHS and all("scheduler1 died with status 7" in one for one in said)
+    assert len(logged) == MAX_DEATHS and all("scheduler1 died with status 7" in one for one in logged)
 
 
 async def test_deaths_long_ago_are_forgiven(processes: ShortLived) -> None:
     clock = HandClock()
-    supervisor = Supervisor(processes, clock=clock, notify=lambda said: None)
+    supervisor = Supervisor(processes, clock=clock, notify=lambda logged: None)
     for _ in range(MAX_DEATHS + 2):
         fallen = await died(processes)
         supervisor.check_workers()
@@ -112,13 +112,13 @@ async def test_deaths_long_ago_are_forgiven(processes: ShortLived) -> None:
         clock.now += WITHIN_S + 1
 
 
-async def test_supervision_ends_when_asked_or_when_it_fails(processes: ShortLived) -> None:
+async def test_supervision_ends_on_request_or_when_it_fails(processes: ShortLived) -> None:
     stop = asyncio.Event()
     stop.set()
-    await supervised(Supervisor(processes, clock=HandClock(), notify=lambda said: None), stop)
+    await supervised(Supervisor(processes, clock=HandClock(), notify=lambda logged: None), stop)
     clock = HandClock()
     with pytest.raises(ServerFailed):
-        await supervised(Supervisor(processes, clock=clock, notify=lambda said: None), asyncio.Event())
+        await supervised(Supervisor(processes, clock=clock, notify=lambda logged: None), asyncio.Event())
 
 
 async def test_every_cell_has_hosts_however_many_another_one_has() -> None:

@@ -16,7 +16,7 @@ def event(number: int, state: BuildState, at: float = 0.0) -> BuildEvent:
     return BuildEvent(instance_uuid=uuid, project_id="p", state=state, sequence=number, at=at, terminal=True)
 
 
-async def test_a_follower_that_falls_behind_is_told() -> None:
+async def test_a_follower_that_falls_behind_is_notified() -> None:
     follower = EventFollower(lambda event: event.state is BuildState.ACTIVE)
     for number in range(live.MAX_BEHIND):
         follower.put(event(number, BuildState.ACTIVE))
@@ -28,34 +28,34 @@ async def test_a_follower_that_falls_behind_is_told() -> None:
 
 async def test_builds_whose_end_was_missed_are_not_in_flight_for_ever() -> None:
     clock = SystemClock()
-    heard = Live(None, clock=clock, process="p")  # type: ignore[arg-type]
+    stream = Live(None, clock=clock, process="p")  # type: ignore[arg-type]
     old = clock.time() - live.MAX_IN_FLIGHT_S - 1
     for number in range(5):
-        heard.note(event(number, BuildState.ACCEPTED, old))
-    heard.note(event(9, BuildState.ACCEPTED, clock.time()))
-    assert heard.in_flight == 1
-    heard.note(event(9, BuildState.ACTIVE, clock.time() + 2))
-    assert heard.in_flight == 0 and 1.9 < heard.percentiles()["p99"] < 2.1
+        stream.note(event(number, BuildState.ACCEPTED, old))
+    stream.note(event(9, BuildState.ACCEPTED, clock.time()))
+    assert stream.in_flight == 1
+    stream.note(event(9, BuildState.ACTIVE, clock.time() + 2))
+    assert stream.in_flight == 0 and 1.9 < stream.percentiles()["p99"] < 2.1
 
 
 async def test_a_build_is_accepted_once_whichever_of_its_events_are_published() -> None:
     clock = SystemClock()
-    heard = Live(None, clock=clock, process="p")  # type: ignore[arg-type]
+    stream = Live(None, clock=clock, process="p")  # type: ignore[arg-type]
     now = clock.time()
-    heard.note(event(1, BuildState.SCHEDULED, now))
-    heard.note(event(1, BuildState.BUILDING, now + 1))
-    assert heard.in_flight == 1
-    heard.note(event(1, BuildState.ACTIVE, now + 3))
-    heard.note(structs.replace(event(2, BuildState.ACTIVE, now + 3), stamps=Stamps(requested=now)))
-    heard.note(event(2, BuildState.ACCEPTED, now))  # late, from another scheduler
-    assert heard.in_flight == 0 and heard.ended["active"] == 2
-    assert sum(second.accepted for second in heard._seconds) == 2
-    assert heard.percentiles() == {"p50": 3.0, "p95": 3.0, "p99": 3.0}
+    stream.note(event(1, BuildState.SCHEDULED, now))
+    stream.note(event(1, BuildState.BUILDING, now + 1))
+    assert stream.in_flight == 1
+    stream.note(event(1, BuildState.ACTIVE, now + 3))
+    stream.note(structs.replace(event(2, BuildState.ACTIVE, now + 3), stamps=Stamps(requested=now)))
+    stream.note(event(2, BuildState.ACCEPTED, now))  # late, from another scheduler
+    assert stream.in_flight == 0 and stream.ended["active"] == 2
+    assert sum(second.accepted for second in stream._seconds) == 2
+    assert stream.percentiles() == {"p50": 3.0, "p95": 3.0, "p99": 3.0}
 
 
 async def test_the_history_has_each_second_once() -> None:
-    heard = Live(None, clock=SystemClock(), process="p")  # type: ignore[arg-type]
-    heard.note(event(1, BuildState.FAILED))
-    seconds = [second.at for second in heard.history()]
+    stream = Live(None, clock=SystemClock(), process="p")  # type: ignore[arg-type]
+    stream.note(event(1, BuildState.FAILED))
+    seconds = [second.at for second in stream.history()]
     assert len(seconds) == live.HISTORY_S - 1 and seconds == list(range(seconds[0], seconds[-1] + 1))
-    assert [one.instance_uuid for one in heard.failures] == [event(1, BuildState.FAILED).instance_uuid]
+    assert [one.instance_uuid for one in stream.failures] == [event(1, BuildState.FAILED).instance_uuid]

@@ -51,7 +51,7 @@ async def processes(tmp_path: Path) -> AsyncIterator[Given]:
 
 
 @pytest.fixture
-async def somebody() -> AsyncIterator[Health]:
+async def other_process() -> AsyncIterator[Health]:
     """A process that is ready, at a port of its own: this one."""
     health = Health(list)
     await health.open()
@@ -59,18 +59,22 @@ async def somebody() -> AsyncIterator[Health]:
     await health.close()
 
 
-async def test_a_worker_at_whose_port_another_process_answers_is_not_ready(processes: Given, somebody: Health) -> None:
+async def test_a_worker_at_whose_port_another_process_answers_is_not_ready(
+    processes: Given, other_process: Health
+) -> None:
     """Two workers had drawn one port; the second died of it, and the first one's answer passed for both.
 
     Seen: four cells with 2,500 hosts each, all workers "ready", and 7,500 hosts in the book for ever.
     """
-    processes.begin("compute-cell4-c1", LIVES, somebody.port)
+    processes.begin("compute-cell4-c1", LIVES, other_process.port)
     with pytest.raises(ServerFailed, match=f"compute-cell4-c1 was not ready.*process {os.getpid()} answers"):
         await processes.ready(timeout_s=SOON_S)
 
 
-async def test_a_worker_that_ended_is_not_ready_whoever_answers_at_its_port(processes: Given, somebody: Health) -> None:
-    processes.begin("compute-cell4-c1", FALLS, somebody.port)
+async def test_a_worker_that_ended_is_not_ready_even_if_its_port_answers(
+    processes: Given, other_process: Health
+) -> None:
+    processes.begin("compute-cell4-c1", FALLS, other_process.port)
     with pytest.raises(ServerFailed, match=r"(?s)compute-cell4-c1 ended.*cannot listen"):
         await processes.ready(timeout_s=PATIENCE_S)
 
@@ -82,7 +86,7 @@ async def test_a_worker_that_answers_itself_is_ready(processes: Given) -> None:
     assert processes.workers["compute-cell4-c1"].process.running
 
 
-def test_no_two_workers_of_a_crew_get_one_port(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_two_worker_processes_get_one_port(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     drawn = itertools.chain([5, 5, 5], itertools.count(9))
     monkeypatch.setattr(secrets, "randbelow", lambda _: next(drawn))
     processes = WorkerProcesses(tmp_path, {})

@@ -74,7 +74,7 @@ class ClientWorld:
         self._requested: dict[str, BuildRequest] = {}
         self.queries = 0
         self._published = 0
-        self._asked = asyncio.Event()
+        self._requested = asyncio.Event()
         broker = MemoryBroker(self.clock)
         self.scheduler = self._bus(broker, "scheduler")
         self.client = BuildClient(self._bus(broker, "client"), clock=self.clock, process="client", keep_events=True)
@@ -107,7 +107,7 @@ class ClientWorld:
             await consumer.drain(1.0)
         await self.scheduler.close()
 
-    async def asked_more(self) -> None:
+    async def requested_more(self) -> None:
         """Until there is something to finish, or nothing comes any more."""
         for _ in range(100):
             if self.waiting:

@@ -83,7 +83,7 @@ def world(**settings: Any) -> tuple[Nodes, World]:
     return nodes, World(nodes, **settings)
 
 
-def told(event: str, uuid: str = NODE, **data: Any) -> bytes:
+def notification(event: str, uuid: str = NODE, **data: Any) -> bytes:
     return body(event, {**{k: v for k, v in FREE.items() if k != "resource_class"}, "uuid": uuid, **data})
 
 

@@ -11,15 +11,15 @@ from ironic_sync.config import IronicSyncConfig
 from tests.unit.ironic.nodes import world
 
 
-@pytest.mark.parametrize(("cell", "said"), [("cell1", "cell1"), ("", None)])
-async def test_every_update_says_whose_the_node_is(cell: str, said: str | None) -> None:
+@pytest.mark.parametrize(("cell", "expected"), [("cell1", "cell1"), ("", None)])
+async def test_every_update_names_the_cell_of_the_node(cell: str, expected: str | None) -> None:
     _, here = world(cell=cell)
     async with here.running():
         await here.settle()
-        assert {update.cell for update in here.book.updates} == {said}
+        assert {update.cell for update in here.book.updates} == {expected}
 
 
-def test_a_cell_that_nobody_knows_is_an_error() -> None:
+def test_an_unknown_cell_is_an_error() -> None:
     """Its nodes would be open to nobody."""
 
     def no_bus(name: str) -> None:

@@ -125,7 +125,7 @@ def test_effect(event: str, data: dict[str, Any], means: Effect) -> None:
     assert effect_of(read(event, **data)) == means
 
 
-def test_what_is_older_than_the_last_read_only_asks_for_a_read() -> None:
+def test_what_is_older_than_the_last_read_only_requests_a_read() -> None:
     """17-stale-and-refused: a traits PUT announces `cleaning` after `available`."""
     stale = read("node.update.end", **{**FREE, "provision_state": "cleaning"}, updated_at="2026-11-20T07:47:10Z")
     assert effect_of(stale, seen_updated_at="2026-11-20T07:47:13.822991+00:00") == LOOK

@@ -33,18 +33,18 @@ class Model:
         self.node = node("available", 0)
         self.position = Position(uuid=UUID)
         self.reads: list[tuple[int, Node]] = []
-        self.away_heard = 0
+        self.withdrawn_seen = 0
         self.last_answer = 0
         self.versions: list[int] = []
 
     def change(self, state: str, trait: int) -> None:
         self.node = node(state, trait)
 
-    def say(self) -> None:
+    def publish(self) -> None:
         self.seq += 1
-        away = reserved(self.node)
-        self.away_heard = self.seq if away else self.away_heard
-        self._set(step.notified(self.position, taken=away, seq=self.seq, now=self.now))
+        withdrawn = reserved(self.node)
+        self.withdrawn_seen = self.seq if withdrawn else self.withdrawn_seen
+        self._set(step.notified(self.position, taken=withdrawn, seq=self.seq, now=self.now))
 
     def send(self) -> None:
         self.seq += 1
@@ -60,7 +60,7 @@ class Model:
             assert self.position.report == before.report, "an older read changes nothing"
         self.last_answer = max(self.last_answer, seq)
         gained = _offers(self.position) and not _offers(before)
-        assert not gained or seq > self.away_heard, "given back by a read older than the news that took it away"
+        assert not gained or seq > self.withdrawn_seen, "given back by a read older than the news that took it away"
 
     def settle(self) -> None:
         """Answer what is on its way, then read while a read is due."""
@@ -89,7 +89,7 @@ def _offers(position: Position) -> bool:
 
 EVENTS = st.one_of(
     st.tuples(st.just("change"), st.sampled_from(STATES), st.integers(0, 2)),
-    st.tuples(st.just("say")),
+    st.tuples(st.just("publish")),
     st.tuples(st.just("send")),
     st.tuples(st.just("answer"), st.integers(0, 3)),
 )
@@ -97,12 +97,12 @@ EVENTS = st.one_of(
 
 @given(st.lists(EVENTS, max_size=30))
 @example([("send",), ("change", "active", 0), ("send",), ("answer", 1), ("answer", 0)])
-@example([("change", "active", 0), ("send",), ("say",), ("change", "active", 1), ("say",), ("answer", 0)])
+@example([("change", "active", 0), ("send",), ("publish",), ("change", "active", 1), ("publish",), ("answer", 0)])
 def test_it_is_never_free_by_accident_and_ends_as_the_node_is(events: list[tuple[Any, ...]]) -> None:
     model = Model()
     for name, *arguments in events:
         getattr(model, name)(*arguments)
-    model.say()
+    model.publish()
     model.settle()
     assert model.position.report == place(model.node, None).report
     assert (model.position.due_at is None) == (model.node.provision_state in ("available", "active", "manageable"))

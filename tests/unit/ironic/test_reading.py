@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from ironic_sync.domain.rules import NO_CLASS
 from ironic_sync.sync_state import UNREADABLE
-from tests.unit.ironic.nodes import INSTANCE, NODE, OTHER, reserved, told, turns, world
+from tests.unit.ironic.nodes import INSTANCE, NODE, OTHER, notification, reserved, turns, world
 from tests.unit.ironic.test_notification import body
 
 
-async def test_taking_away_does_not_wait_for_the_read() -> None:
+async def test_withdrawing_does_not_wait_for_the_read() -> None:
     nodes, here = world()
     async with here.running():
         await here.settle()
         assert reserved(here) == 0
         nodes.gate.clear()
         nodes.put(maintenance=True)
-        await here.notify(told("node.maintenance_set.end", maintenance=True))
+        await here.notify(notification("node.maintenance_set.end", maintenance=True))
         await turns()
         assert nodes.under_way == 1, "the read is on its way"
         assert reserved(here) == 1
@@ -30,7 +30,7 @@ async def test_giving_back_waits_for_the_read() -> None:
         await here.settle()
         nodes.gate.clear()
         nodes.put(maintenance=False)
-        await here.notify(told("node.maintenance_set.end"))
+        await here.notify(notification("node.maintenance_set.end"))
         await turns()
         assert reserved(here) == 1
         nodes.gate.set()
@@ -38,7 +38,7 @@ async def test_giving_back_waits_for_the_read() -> None:
         assert reserved(here) == 0
 
 
-async def test_a_read_overtaken_by_news_gives_nothing_back() -> None:
+async def test_a_read_overtaken_by_events_gives_nothing_back() -> None:
     """The read was sent while the node was free; before its answer came, the node was taken."""
     nodes, here = world()
     nodes.put(provision_state="cleaning")
@@ -46,23 +46,23 @@ async def test_a_read_overtaken_by_news_gives_nothing_back() -> None:
         await here.settle()
         nodes.put(provision_state="available")
         nodes.gate.clear()
-        await here.notify(told("node.provision_set.end"))
+        await here.notify(notification("node.provision_set.end"))
         await turns()
         nodes.put(provision_state="deploying", instance_uuid=INSTANCE)
-        await here.notify(told("node.provision_set.start", provision_state="deploying"))
+        await here.notify(notification("node.provision_set.start", provision_state="deploying"))
         await turns()
         nodes.gate.set()
         await here.settle()
         assert [update.providers[0].inventories["CUSTOM_GOLD"].reserved for update in here.book.updates] == [1]
 
 
-async def test_much_news_about_a_node_being_read_is_one_more_read() -> None:
+async def test_many_events_about_a_node_being_read_is_one_more_read() -> None:
     nodes, here = world()
     async with here.running():
         await here.settle()
         nodes.gate.clear()
         for _ in range(100):
-            await here.notify(told("node.update.end"))
+            await here.notify(notification("node.update.end"))
         await turns(400)
         nodes.gate.set()
         await here.settle()
@@ -74,15 +74,15 @@ async def test_a_start_is_read_later_unless_its_end_comes() -> None:
     nodes, here = world()
     async with here.running():
         await here.settle()
-        await here.notify(told("node.maintenance_set.start", maintenance=True))
+        await here.notify(notification("node.maintenance_set.start", maintenance=True))
         await here.settle()
         assert (nodes.reads, reserved(here)) == (0, 0), "nothing has happened yet"
         nodes.put(maintenance=True)
         await here.pass_time(1)
         assert (nodes.reads, reserved(here)) == (1, 1), "its end was lost"
         nodes.put(maintenance=False)
-        await here.notify(told("node.maintenance_set.start"))
-        await here.notify(told("node.maintenance_set.end"))
+        await here.notify(notification("node.maintenance_set.start"))
+        await here.notify(notification("node.maintenance_set.end"))
         await here.settle()
         assert reserved(here) == 0
         await here.pass_time(1)
@@ -98,7 +98,7 @@ async def test_many_nodes_are_read_side_by_side_within_the_bound() -> None:
         await here.settle()
         nodes.gate.clear()
         for uuid in uuids:
-            await here.notify(told("node.update.end", uuid))
+            await here.notify(notification("node.update.end", uuid))
         await turns(400)
         assert nodes.under_way == 4
         nodes.gate.set()
@@ -144,20 +144,20 @@ async def test_a_deleted_node_is_removed_and_may_come_back() -> None:
         first = here.book.versions[NODE]
         del nodes.nodes[NODE]
         nodes.gate.clear()
-        await here.notify(told("node.delete.end"))
+        await here.notify(notification("node.delete.end"))
         await turns()
         assert reserved(here) == 1, "held back before the 404 confirms it"
         nodes.gate.set()
         await here.settle()
         assert here.book.updates[-1].providers == ()
         nodes.put()
-        await here.notify(told("node.create.end"))
+        await here.notify(notification("node.create.end"))
         await here.settle()
         assert reserved(here) == 0
         assert here.book.versions[NODE] > first
 
 
-async def test_absence_from_the_list_removes_only_what_ironic_says_is_gone() -> None:
+async def test_absence_from_the_list_removes_only_what_ironic_confirms_gone() -> None:
     nodes, here = world()
     nodes.put(OTHER)
     async with here.running():
@@ -183,7 +183,7 @@ async def test_a_made_up_uuid_leaves_nothing_behind() -> None:
     _, here = world()
     async with here.running():
         await here.settle()
-        await here.notify(told("node.update.end", OTHER))
+        await here.notify(notification("node.update.end", OTHER))
         await here.settle()
         assert here.loop.sync_state is not None
         assert list(here.loop.sync_state.positions) == [NODE]
@@ -200,7 +200,7 @@ async def test_more_nodes_than_the_bound_are_refused_aloud() -> None:
         assert len(here.loop.sync_state.positions) == 3
 
 
-async def test_nodes_without_class_and_unreadable_ones_are_listed_and_hide_nobody() -> None:
+async def test_nodes_without_class_and_unreadable_ones_are_listed_and_hide_no_other() -> None:
     nodes, here = world()
     nodes.put(OTHER, resource_class=None)
     nodes.put(INSTANCE, traits="none")

@@ -49,7 +49,7 @@ async def play(recording: Recording, disturb: Callable[[int, Messages], Messages
     async with world.running():
         for index, expected in enumerate(recording.expected):
             recording.source.go_to(index)
-            told = len(world.book.updates)
+            updates_before = len(world.book.updates)
             for body, key in disturb(index, recording.messages[index]):
                 await world.notify(body, key)
             await world.settle()
@@ -58,7 +58,7 @@ async def play(recording: Recording, disturb: Callable[[int, Messages], Messages
                 world.loop.read_all()
                 await world.settle()
             assert wrong(world, expected, before) == {}, expected["step"]
-            assert_no_accidental_offer(world, told, expected, before)
+            assert_no_accidental_offer(world, updates_before, expected, before)
             before = state_after(world, expected)
 
 
@@ -92,11 +92,11 @@ async def test_each_step_in_any_order(name: str, seed: int) -> None:
 async def test_each_step_with_all_earlier_messages_again(name: str) -> None:
     """Late and doubled: whatever was ever said comes back after what is true now."""
     recording = Recording(name)
-    said: Messages = []
+    published: Messages = []
 
     def late(_: int, messages: Messages) -> Messages:
-        said.extend(messages)
-        return [*messages, *said]
+        published.extend(messages)
+        return [*messages, *published]
 
     await play(recording, late, resync=False)
 

@@ -24,7 +24,7 @@ def node(**fields: Any) -> Node:
 
 
 @pytest.mark.parametrize("state", RULES["by provision_state"])
-def test_reserved_as_nova_says(state: str) -> None:
+def test_reserved_as_in_nova(state: str) -> None:
     for maintenance, power, used, total, reserved in RULES["by provision_state"][state]:
         given = node(
             provision_state=None if state == "None" else state,
@@ -65,7 +65,7 @@ def test_without_class_the_provider_stays_as_it_was_but_never_on_offer_while_unu
     assert place(node(resource_class=None), held).report is held, "nothing gives back what has no class"
 
 
-def test_take_away_and_gives_back() -> None:
+def test_withdraws_and_offers_again() -> None:
     free = place(node(), None).report
     held = reserve_all(free)
     assert reserve_all(held) is held

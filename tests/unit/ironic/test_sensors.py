@@ -134,10 +134,10 @@ def test_nothing_in_it_raises_or_is_no_number(sensors: Any) -> None:
 
 
 async def test_readings_are_published_together_and_lost_ones_are_not_kept() -> None:
-    clock, published, away = VirtualClock(), [], [True]
+    clock, published, down = VirtualClock(), [], [True]
 
     async def publish_all(messages: Sequence[tuple[Message, str]]) -> None:
-        if away[0]:
+        if down[0]:
             raise BusUnavailable("away")
         published.extend(message for message, _ in messages)
 
@@ -155,7 +155,7 @@ async def test_readings_are_published_together_and_lost_ones_are_not_kept() -> N
             await asyncio.sleep(0)
 
     await add(1.0, 1)
-    away[0] = False
+    down[0] = False
     await add(2.0, 2, 3, 4, 2)
     (message,) = published
     assert isinstance(message, HostMetrics) and message.source == "ironic"

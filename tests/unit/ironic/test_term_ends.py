@@ -14,18 +14,18 @@ from tests.unit.ironic.nodes import Nodes
 from tests.unit.ironic.world import World
 
 
-async def test_a_broken_invariant_is_not_hidden_by_a_database_that_goes_away_in_the_same_moment() -> None:
-    async def away() -> None:
+async def test_a_broken_invariant_is_not_hidden_by_a_database_that_disconnects_in_the_same_moment() -> None:
+    async def unavailable() -> None:
         raise DatabaseUnavailable("gone")
 
     async def broken() -> None:
         raise BrokenInvariant("two writers")
 
     term = SimpleNamespace(
-        writer=SimpleNamespace(save=away, publish=broken),
-        reader=SimpleNamespace(run=away, run_all=away),
-        listener=SimpleNamespace(run=away),
-        measurements=SimpleNamespace(run=away),
+        writer=SimpleNamespace(save=unavailable, publish=broken),
+        reader=SimpleNamespace(run=unavailable, run_all=unavailable),
+        listener=SimpleNamespace(run=unavailable),
+        measurements=SimpleNamespace(run=unavailable),
     )
     with pytest.raises(BrokenInvariant, match="two writers"):
         await World(Nodes()).loop._run_together(term, None)

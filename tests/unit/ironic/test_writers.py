@@ -11,7 +11,7 @@ from bus.memory import MemoryTransport
 from bus.port import BusUnavailable
 from ironic_sync.domain.node import Node, Unreadable
 from ironic_sync.source.port import SourceUnavailable
-from tests.unit.ironic.nodes import NODE, Nodes, reserved, told, turns, world
+from tests.unit.ironic.nodes import NODE, Nodes, notification, reserved, turns, world
 from tests.unit.ironic.world import World
 
 
@@ -32,7 +32,7 @@ async def test_a_second_process_waits_and_takes_over_with_newer_versions() -> No
             versions = dict(here.book.versions)
             here.positions.depose()
             nodes.put(maintenance=True)
-            await here.notify(told("node.maintenance_set.end", maintenance=True))
+            await here.notify(notification("node.maintenance_set.end", maintenance=True))
             for _ in range(10):
                 await turns()
                 here.clock.advance()
@@ -41,7 +41,7 @@ async def test_a_second_process_waits_and_takes_over_with_newer_versions() -> No
             assert here.book.versions[NODE] > versions[NODE]
 
 
-async def test_a_deposed_writer_tells_nothing_more() -> None:
+async def test_a_deposed_writer_publishes_nothing_more() -> None:
     nodes, here = world()
     async with here.running():
         await here.settle()
@@ -50,14 +50,14 @@ async def test_a_deposed_writer_tells_nothing_more() -> None:
         async with held:
             count = len(here.book.updates)
             nodes.put(maintenance=True)
-            await here.notify(told("node.maintenance_set.end", maintenance=True))
+            await here.notify(notification("node.maintenance_set.end", maintenance=True))
             await turns(200)
             assert len(here.book.updates) == count
             assert not here.loop.is_leader
             assert await here.transport.depth(here.config.queue) == 1, "the notification is left to the next writer"
 
 
-async def test_a_restart_tells_everything_again_with_newer_versions() -> None:
+async def test_a_restart_publishes_everything_again_with_newer_versions() -> None:
     nodes, here = world()
     async with here.running():
         await here.settle()
@@ -75,7 +75,7 @@ async def test_what_was_saved_and_not_published_is_published_at_the_next_start()
         await here.settle()
         here.book.fault = BusUnavailable("unavailable")
         nodes.put(maintenance=True)
-        await here.notify(told("node.maintenance_set.end", maintenance=True))
+        await here.notify(notification("node.maintenance_set.end", maintenance=True))
         await turns()
     again = World(nodes, positions=here.positions)
     nodes.fault = SourceUnavailable("and Ironic is unavailable too")
@@ -84,7 +84,7 @@ async def test_what_was_saved_and_not_published_is_published_at_the_next_start()
         assert reserved(again) == 1
 
 
-async def test_an_offer_is_not_told_again_on_a_read_that_something_heard_has_overtaken() -> None:
+async def test_an_offer_is_not_published_again_on_a_read_that_an_event_has_overtaken() -> None:
     """A new writer tells everything again: what it has yet to look at again waits for that look."""
 
     class SlowReads(Nodes):
@@ -108,7 +108,7 @@ async def test_an_offer_is_not_told_again_on_a_read_that_something_heard_has_ove
         await turns()
         assert nodes.lists == 2  # under way, with the node as it still is
         nodes.put(maintenance=True)  # and this goes unsaid
-        await again.notify(told("node.power_set.end"))
+        await again.notify(notification("node.power_set.end"))
         await turns()
         nodes.gate.set()
         await turns()
@@ -117,7 +117,7 @@ async def test_an_offer_is_not_told_again_on_a_read_that_something_heard_has_ove
         assert [update.providers[0].inventories["CUSTOM_GOLD"].reserved for update in again.book.updates] == [1]
 
 
-async def test_now_and_then_all_is_told_again() -> None:
+async def test_all_is_published_again_at_intervals() -> None:
     nodes, here = world(resync_interval_s=60.0, republish_interval_s=300.0)
     async with here.running():
         await here.settle()
@@ -132,7 +132,7 @@ async def test_now_and_then_all_is_told_again() -> None:
         assert 5 <= nodes.lists <= 9
 
 
-async def test_that_a_node_is_gone_is_told_again_too() -> None:
+async def test_that_a_node_is_gone_is_published_again_too() -> None:
     """Removed while it was in use it stayed in the book, without capacity: only a later word lets go of it."""
     nodes, here = world(resync_interval_s=60.0, republish_interval_s=300.0, removed_retention_s=1000.0)
     async with here.running():
@@ -177,8 +177,8 @@ async def test_a_process_whose_clock_is_behind_goes_on_above_what_the_book_has()
         version = here.book.versions[NODE]
         ahead = version + 10**12
         for known in (version - 5, ahead, 2**62):
-            said = InventoryOutdated(source="ironic", root_uuid=NODE, version=known)
-            await here.loop.outdated([Received(said, Meta(id="m"), "api", "ironic.outdated.test")])
+            outdated = InventoryOutdated(source="ironic", root_uuid=NODE, version=known)
+            await here.loop.outdated([Received(outdated, Meta(id="m"), "api", "ironic.outdated.test")])
             await here.settle()
             assert (here.book.versions[NODE] > ahead) is (known >= ahead), known
         assert here.book.versions[NODE] < 2 * ahead, "what leaves no room is not followed"

@@ -45,10 +45,10 @@ def held(book: Mapping[str, Provider], holdings: Mapping[str, Holding]) -> dict[
 
 
 def upgrade(
-    holdings: Mapping[str, Holding], asked: InventoryUpdate = NESTED, before: InventoryUpdate = FLAT
+    holdings: Mapping[str, Holding], requested: InventoryUpdate = NESTED, before: InventoryUpdate = FLAT
 ) -> tuple[Applied, ReportPlan, dict[str, Provider]]:
     book = held(plan([before], [()], {}, shape=1).after, holdings)
-    planned = plan([asked], [[report.uuid for report in before.providers]], book, holdings, shape=2)
+    planned = plan([requested], [[report.uuid for report in before.providers]], book, holdings, shape=2)
     (result,) = planned.results
     assert isinstance(result, Applied), result
     # Whatever moved: usage is what is held, in every provider.

@@ -80,7 +80,7 @@ def test_one_claim_on_one_provider(item: Claim, host: ClaimedProvider, expected:
     assert outcome(item, host) == expected
 
 
-def test_options_are_tried_in_order_and_the_most_hopeful_outcome_is_said() -> None:
+def test_options_are_tried_in_order_and_the_most_hopeful_outcome_is_answered() -> None:
     providers = {A: provider(VCPU=room(1)), B: provider(VCPU=room(9))}
     verdict = run(claim({A: {"VCPU": 2}}, {B: {"VCPU": 2}}), providers=providers).verdicts[0]
     assert (verdict.outcome, verdict.option) == ("claimed", 1)
@@ -146,7 +146,7 @@ def test_the_same_attempt_again_is_answered_with_what_it_holds() -> None:
     assert not decision.consumers
 
 
-def test_an_earlier_claim_of_something_else_says_what_it_holds() -> None:
+def test_an_earlier_claim_of_something_else_carries_what_it_holds() -> None:
     decision = run(
         claim({B: {"VCPU": 1}}), providers={A: provider(VCPU=room(2, 2)), B: provider()}, consumers={VM: holder(HELD)}
     )

@@ -109,7 +109,7 @@ HOSTILE = {
 
 @pytest.mark.parametrize("line", HOSTILE.values(), ids=HOSTILE)
 @pytest.mark.parametrize("number", [0, 1], ids=["the first line", "a later one"])
-def test_hostile_bytes_are_no_book_and_say_in_which_line(line: bytes, number: int) -> None:
+def test_hostile_bytes_are_no_book_and_the_error_names_the_line(line: bytes, number: int) -> None:
     rows = [*lines(book())]
     with pytest.raises(InvalidExport, match=f"line {number + 1}"):
         parse([*rows[:number], line, *rows[number:]])

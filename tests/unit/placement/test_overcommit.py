@@ -38,7 +38,7 @@ def test_what_is_held_twice_is_kept_on_the_own_host(
 
 
 @pytest.mark.parametrize(
-    ("holding", "told"),
+    ("holding", "reported"),
     [
         ({}, []),
         ({"own": {"VCPU": 1}, "own.cell": {"VCPU": 1}}, []),
@@ -47,5 +47,5 @@ def test_what_is_held_twice_is_kept_on_the_own_host(
         ({"own": {"VCPU": 1}, "other": {"DISK_GB": 1}}, ["c: runs on own, holds other alone"]),
     ],
 )
-def test_what_is_held_once_is_left_alone(holding: dict[str, Any], told: list[str]) -> None:
-    assert doubled("c", "own", holding, ROOTS, SHARING, 7) == told
+def test_what_is_held_once_is_left_alone(holding: dict[str, Any], reported: list[str]) -> None:
+    assert doubled("c", "own", holding, ROOTS, SHARING, 7) == reported

@@ -76,14 +76,14 @@ async def test_who_finds_another_publishing_looks_again_for_what_it_has_left() -
     sending, confirmed = asyncio.Event(), asyncio.Event()
     sent: list[int] = []
 
-    async def send(said: FeedChanges) -> None:
-        changes = said.changes
+    async def send(published: FeedChanges) -> None:
+        changes = published.changes
         sent.extend(change.sequence for change in changes)
         sending.set()
         await confirmed.wait()
 
-    async def note(said: FeedChanges) -> None:
-        changes = said.changes
+    async def note(published: FeedChanges) -> None:
+        changes = published.changes
         sent.extend(change.sequence for change in changes)
 
     async def report(version: int) -> None:
@@ -110,27 +110,27 @@ async def test_who_finds_another_publishing_looks_again_for_what_it_has_left() -
     assert sent == [1, 2]
 
 
-async def test_the_news_of_a_claim_waits_for_its_answer_to_leave_and_all_other_news_for_nothing() -> None:
+async def test_the_event_of_a_claim_waits_for_its_answer_to_leave_and_all_other_events_for_nothing() -> None:
     clock = HandClock()
     store = MemoryBook(MemoryBookTable(clock).session())
     bus = Bus(API, MemoryTransport(MemoryBroker(clock), API), process="p", clock=clock, rng=random.Random(1))
     config = PlacementConfig(feed_linger_s=0.5, feed_gap_s=0.0)
     publisher = FeedPublisher(store, bus, clock=clock, config=config)
-    told_at: list[float] = []
+    published_at: list[float] = []
 
     async def publish_all() -> None:
-        told_at.append(clock.monotonic())
+        published_at.append(clock.monotonic())
 
     publisher._publish_all = publish_all  # type: ignore[method-assign]
     running = asyncio.create_task(publisher.run())
     started = clock.monotonic()
     publisher.wake()
     async with asyncio.timeout(20):
-        while len(told_at) < 1:  # noqa: ASYNC110  (whatever it is, it needs only turns of the loop)
+        while len(published_at) < 1:  # noqa: ASYNC110  (whatever it is, it needs only turns of the loop)
             await asyncio.sleep(0)
         publisher.wake(at_once=False)
-        while len(told_at) < 2:  # noqa: ASYNC110
+        while len(published_at) < 2:  # noqa: ASYNC110
             await asyncio.sleep(0)
     running.cancel()
     await asyncio.gather(running, return_exceptions=True)
-    assert told_at == [started, started + config.feed_linger_s]
+    assert published_at == [started, started + config.feed_linger_s]

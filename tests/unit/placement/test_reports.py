@@ -35,9 +35,9 @@ def using(book: Mapping[str, Provider], uuid: str, **used: int) -> dict[str, Pro
 
 
 def after(
-    book: Mapping[str, Provider], asked: InventoryUpdate, earlier: Sequence[str] = ()
+    book: Mapping[str, Provider], requested: InventoryUpdate, earlier: Sequence[str] = ()
 ) -> tuple[Applied, ReportPlan]:
-    planned = plan([asked], [earlier], book, shape=2)
+    planned = plan([requested], [earlier], book, shape=2)
     (result,) = planned.results
     assert isinstance(result, Applied), result
     return result, planned
@@ -99,9 +99,9 @@ def test_what_is_wrong_with_an_update_by_itself(bad: InventoryUpdate, code: str)
 
 
 def test_a_new_tree_is_created_parents_first() -> None:
-    asked = update(node(ROOT, traits=("CUSTOM_X", "HW_CPU_X86_AVX2")), node(CHILD, ROOT), node(GRANDCHILD, CHILD))
-    assert flaw(asked, TRAITS) is None
-    result, planned = after({}, asked)
+    requested = update(node(ROOT, traits=("CUSTOM_X", "HW_CPU_X86_AVX2")), node(CHILD, ROOT), node(GRANDCHILD, CHILD))
+    assert flaw(requested, TRAITS) is None
+    result, planned = after({}, requested)
     assert result == Applied((ROOT, CHILD, GRANDCHILD), (), True)
     changes = changes_of({}, planned.after)
     states = [change.state for change in changes]
@@ -236,7 +236,7 @@ def test_a_second_source_adds_to_a_tree_and_leaves_the_rest_as_it_is() -> None:
     assert planned.after[GRANDCHILD].root == ROOT
 
 
-def test_a_second_source_takes_away_its_own_and_the_first_one_keeps_off() -> None:
+def test_a_second_source_withdraws_its_own_and_the_first_one_keeps_off() -> None:
     both = plan([update(node(ROOT)), update(place(ROOT), node(CHILD, ROOT))], [(), ()], {}, shape=1).after
     _, planned = after(both, update(node(ROOT, total=9)), [ROOT])
     assert planned.after[CHILD] is both[CHILD]
@@ -248,21 +248,23 @@ def test_a_second_source_takes_away_its_own_and_the_first_one_keeps_off() -> Non
 
 
 @pytest.mark.parametrize(
-    "asked",
+    "requested",
     [
         update(place(ROOT), place(CHILD, ROOT), node(GRANDCHILD, CHILD, name="whatever")),
         update(place(ROOT), node(CHILD, ROOT, name="whatever"), place(GRANDCHILD, CHILD)),
     ],
 )
-def test_what_a_second_source_calls_a_place_is_nobodys_name(asked: InventoryUpdate) -> None:
-    assert flaw(asked, TRAITS) is None
+def test_what_a_second_source_calls_a_place_is_nobodys_name(requested: InventoryUpdate) -> None:
+    assert flaw(requested, TRAITS) is None
 
 
-@pytest.mark.parametrize("asked", [update(place(ROOT), node(CHILD, ROOT)), update(place(SECOND), place(ROOT, SECOND))])
-def test_a_place_that_is_not_there_is_refused(asked: InventoryUpdate) -> None:
+@pytest.mark.parametrize(
+    "requested", [update(place(ROOT), node(CHILD, ROOT)), update(place(SECOND), place(ROOT, SECOND))]
+)
+def test_a_place_that_is_not_there_is_refused(requested: InventoryUpdate) -> None:
     book = book_of(update(node(SECOND)), update(node(GRANDCHILD), node(ROOT, GRANDCHILD)))
-    if asked.root_uuid == ROOT:
+    if requested.root_uuid == ROOT:
         book = book_of(update(node(SECOND)))
-    (result,) = plan([asked], [()], book, shape=2).results
+    (result,) = plan([requested], [()], book, shape=2).results
     assert isinstance(result, ReportRefusal)
     assert result.code == "inventory.not_there"

@@ -79,6 +79,6 @@ def check_changes(before: dict[str, Provider], after: dict[str, Provider]) -> No
     for uuid in before.keys() & after.keys():
         if after[uuid] != before[uuid]:
             assert after[uuid].generation > before[uuid].generation
-    told = {change.provider: change for change in changes_of(before, after)}
-    assert {uuid for uuid, change in told.items() if change.removed} == before.keys() - after.keys()
-    assert {uuid for uuid, change in told.items() if change.state} >= after.keys() - before.keys()
+    changes = {change.provider: change for change in changes_of(before, after)}
+    assert {uuid for uuid, change in changes.items() if change.removed} == before.keys() - after.keys()
+    assert {uuid for uuid, change in changes.items() if change.state} >= after.keys() - before.keys()

@@ -187,7 +187,7 @@ def test_a_version_is_read_from_its_service(header: str, version: int) -> None:
 
 
 @pytest.mark.parametrize(("header", "status"), [("placement 1.40", 406), ("placement 2.0", 406), ("placement x", 400)])
-def test_a_version_that_is_not_served_is_said(header: str, status: int) -> None:
+def test_a_version_that_is_not_served_is_named(header: str, status: int) -> None:
     with pytest.raises(HttpFault) as caught:
         version_of(header)
     assert caught.value.status == status
@@ -221,12 +221,12 @@ def test_a_list_of_objects_is_not_compared_pair_by_pair(
 
     monkeypatch.setattr("jsonschema._keywords.uniq", compared)
     listed = [{"a": 0 if again else number} for number in range(5_000)]
-    said = listed if body is bodies.AGGREGATES else {"aggregates": listed, "resource_provider_generation": 0}
+    sent = listed if body is bodies.AGGREGATES else {"aggregates": listed, "resource_provider_generation": 0}
     with pytest.raises(HttpFault) as fault:
-        body.parse(json.dumps(said).encode())
+        body.parse(json.dumps(sent).encode())
     assert fault.value.status == 400
 
 
-def test_an_aggregate_named_twice_is_told_as_before() -> None:
+def test_an_aggregate_named_twice_is_shown_as_before() -> None:
     with pytest.raises(HttpFault, match="has non-unique elements"):
         bodies.AGGREGATES.parse(json.dumps([HOST, HOST]).encode())

@@ -55,7 +55,7 @@ def provider(uuid: str, **fields: Any) -> Provider:
     return Provider(uuid=uuid, name=f"name-{uuid}", **{**made, **fields})
 
 
-def grove(*providers: Provider) -> ProviderTrees:
+def trees_of(*providers: Provider) -> ProviderTrees:
     return ProviderTrees({p.uuid: p for p in providers}, CLASSES, TRAITS, shape=6)
 
 
@@ -71,19 +71,19 @@ def moved(outcome: object, before: Provider) -> tuple[int, bool]:
 def test_generations_move_as_placement_moves_them() -> None:
     a = provider("a", inventories={"VCPU": inventory(4)}, traits=("CUSTOM_T",), aggregates=("g",))
     same = SetInventories("a", {"VCPU": inventory(4)}, 5)
-    assert moved(grove(a).apply(same), a) == (1, False)
-    assert moved(grove(a).apply(SetInventories("a", {"VCPU": inventory(5)}, 5)), a) == (1, True)
-    assert moved(grove(a).apply(SetInventories("a", {})), a) == (1, True)
-    assert moved(grove(a).apply(SetTraits("a", ["CUSTOM_T"], 5)), a) == (0, False)
-    assert moved(grove(a).apply(SetTraits("a", [], 5)), a) == (1, True)
-    assert moved(grove(a).apply(SetAggregates("a", ["g"], 5)), a) == (1, False)
-    assert moved(grove(a).apply(SetAggregates("a", ["h"])), a) == (0, True)
-    assert moved(grove(a).apply(UpdateProvider("a", "other")), a) == (0, False)
+    assert moved(trees_of(a).apply(same), a) == (1, False)
+    assert moved(trees_of(a).apply(SetInventories("a", {"VCPU": inventory(5)}, 5)), a) == (1, True)
+    assert moved(trees_of(a).apply(SetInventories("a", {})), a) == (1, True)
+    assert moved(trees_of(a).apply(SetTraits("a", ["CUSTOM_T"], 5)), a) == (0, False)
+    assert moved(trees_of(a).apply(SetTraits("a", [], 5)), a) == (1, True)
+    assert moved(trees_of(a).apply(SetAggregates("a", ["g"], 5)), a) == (1, False)
+    assert moved(trees_of(a).apply(SetAggregates("a", ["h"])), a) == (0, True)
+    assert moved(trees_of(a).apply(UpdateProvider("a", "other")), a) == (0, False)
 
 
 def test_a_parent_may_be_given_once_and_changed_from_1_37() -> None:
     a, b, c = provider("a"), provider("b"), provider("c")
-    trees = grove(a, b, c)
+    trees = trees_of(a, b, c)
     assert moved(trees.apply(UpdateProvider("b", "name-b", "a")), b) == (0, True)
     assert moved(trees.apply(UpdateProvider("c", "name-c", "b")), c) == (0, True)
     assert why(trees.apply(UpdateProvider("b", "name-b", "c"))) is Why.BAD_PARENT
@@ -95,7 +95,7 @@ def test_a_parent_may_be_given_once_and_changed_from_1_37() -> None:
 
 
 def test_a_group_sees_what_it_has_done() -> None:
-    trees = grove()
+    trees = trees_of()
     assert why(trees.apply(SetInventories("a", {}))) is Why.NO_PROVIDER
     assert isinstance(trees.apply(CreateProvider("a", "n")), Provider)
     assert why(trees.apply(CreateProvider("b", "n"))) is Why.DUPLICATE
@@ -110,12 +110,12 @@ def test_a_group_sees_what_it_has_done() -> None:
 
 def test_what_is_held_stays() -> None:
     a = provider("a", inventories={"VCPU": inventory(4), "DISK_GB": inventory(4)}, used={"DISK_GB": 1, "VCPU": 1})
-    outcome = grove(a).apply(SetInventories("a", {}))
+    outcome = trees_of(a).apply(SetInventories("a", {}))
     assert isinstance(outcome, WriteRefusal)
     assert (outcome.why, "'VCPU, DISK_GB'" in outcome.words) == (Why.IN_USE, True)
-    assert why(grove(a).apply(DeleteProvider("a"))) is Why.PROVIDER_IN_USE
+    assert why(trees_of(a).apply(DeleteProvider("a"))) is Why.PROVIDER_IN_USE
     assert isinstance(
-        grove(a).apply(SetInventories("a", {"VCPU": inventory(1), "DISK_GB": inventory(1, capacity=0)})), Provider
+        trees_of(a).apply(SetInventories("a", {"VCPU": inventory(1), "DISK_GB": inventory(1, capacity=0)})), Provider
     )
 
 
@@ -179,7 +179,7 @@ def test_an_allocation_write_ends_as_placements_would(item: Replace | Remove, ex
     assert bool(decision.consumers) is (expected is None)
 
 
-def test_only_what_is_asked_for_or_emptied_moves_a_generation() -> None:
+def test_only_what_is_requested_or_emptied_moves_a_generation() -> None:
     held = ConsumerState(3, 0, "p", "u", "X", {"a": {"VCPU": 2}})
     for item, generations in (
         (write("c", 2, host="b"), {"a": 5, "b": 6}),
@@ -200,8 +200,8 @@ def test_what_does_not_worsen_an_overage_is_allowed() -> None:
 
 @settings(deadline=None)
 @given(st.lists(st.tuples(st.sampled_from("cde"), st.integers(0, 9), st.sampled_from("ab")), max_size=12))
-def test_a_group_is_what_its_members_are_one_after_the_other(asked: list[tuple[str, int, str]]) -> None:
-    items = [write(consumer, amount, host) for consumer, amount, host in asked]
+def test_a_group_is_what_its_members_are_one_after_the_other(requested: list[tuple[str, int, str]]) -> None:
+    items = [write(consumer, amount, host) for consumer, amount, host in requested]
     together, decision = decide(items, {}, claimed(a=0, b=0), CLASSES)
     consumers: dict[str, ConsumerState] = {}
     providers = claimed(a=0, b=0)

@@ -47,10 +47,10 @@ async def test_what_gathers_is_the_next_group() -> None:
     book = Book()
     groups = make(book)
     book.go.clear()
-    asked = [asyncio.create_task(groups.submit(number)) for number in range(7)]
+    tasks = [asyncio.create_task(groups.submit(number)) for number in range(7)]
     await book.began.wait()
     book.go.set()
-    assert await asyncio.gather(*asked) == [0, 2, 4, 6, 8, 10, 12]
+    assert await asyncio.gather(*tasks) == [0, 2, 4, 6, 8, 10, 12]
     assert [len(group) for group in book.groups] == [4, 3]
     assert book.commits == 2
     await groups.drain()
@@ -77,7 +77,7 @@ async def test_a_transaction_that_was_given_up_is_tried_again_but_not_for_ever()
     assert await groups.submit(3) == 6
 
 
-async def test_a_database_that_went_away_may_have_committed_and_is_not_asked_again() -> None:
+async def test_a_database_that_disconnected_may_have_committed_and_is_not_tried_again() -> None:
     book = Book()
     groups = make(book)
     book.failures = [DatabaseUnavailable("gone")]
@@ -86,7 +86,7 @@ async def test_a_database_that_went_away_may_have_committed_and_is_not_asked_aga
     assert len(book.groups) == 1
 
 
-async def test_who_asks_at_once_after_an_answer_is_served() -> None:
+async def test_a_request_at_once_after_an_answer_is_served() -> None:
     """It hung: the worker had looked for more, and was still counted as working."""
     groups = make(Book())
     async with asyncio.timeout(HANG_S):
@@ -107,15 +107,15 @@ async def test_no_more_wait_than_may() -> None:
     assert await asyncio.gather(first, *waiting) == [0, 2, 4]
 
 
-async def test_who_stops_waiting_takes_nobody_along() -> None:
+async def test_a_caller_that_stops_waiting_cancels_no_other() -> None:
     book = Book()
     groups = make(book)
     book.go.clear()
-    asked = [asyncio.create_task(groups.submit(n)) for n in range(3)]
+    tasks = [asyncio.create_task(groups.submit(n)) for n in range(3)]
     await asyncio.sleep(0)
-    asked[1].cancel()
+    tasks[1].cancel()
     book.go.set()
-    results = await asyncio.gather(*asked, return_exceptions=True)
+    results = await asyncio.gather(*tasks, return_exceptions=True)
     assert results[0::2] == [0, 4]
     assert isinstance(results[1], asyncio.CancelledError)
 
@@ -136,7 +136,7 @@ async def test_those_answered_together_are_waited_for_together() -> None:
     assert [len(group) for group in book.groups] == [8] * 20
 
 
-async def test_nobody_waits_long_for_callers_who_do_not_come_back() -> None:
+async def test_no_caller_waits_long_for_callers_who_do_not_come_back() -> None:
     book = Book()
     groups = make(book)
     assert await asyncio.gather(*(groups.submit(number) for number in range(2))) == [0, 2]

@@ -28,10 +28,10 @@ class Book:
         self.config = RestConfig()
         self.clock = SystemClock()
         self.rng = random.Random(3)
-        self.said: list[dict[str, Any]] = []
+        self.logged: list[dict[str, Any]] = []
 
     async def write_allocations(self, _write: object) -> WriteRefusal:
-        self.said.append(structlog.contextvars.get_contextvars())
+        self.logged.append(structlog.contextvars.get_contextvars())
         return WriteRefusal(Why.NO_ALLOCATIONS)
 
 
@@ -39,7 +39,7 @@ def never(error: BrokenInvariant) -> None:
     raise error
 
 
-async def test_a_callers_own_request_id_is_not_said_of_the_next_request() -> None:
+async def test_a_callers_own_request_id_is_not_logged_with_the_next_request() -> None:
     """A pipelined request is begun in its forerunner's context."""
     book = Book()
     config = book.config
@@ -60,7 +60,7 @@ async def test_a_callers_own_request_id_is_not_said_of_the_next_request() -> Non
     await application({**scope, "headers": [token, (b"x-openstack-request-id", THEIRS.encode())]}, receive, send)
     await application({**scope, "headers": [token]}, receive, send)
     assert [message["status"] for message in sent if "status" in message] == [404, 404]
-    first, second = book.said
+    first, second = book.logged
     assert first["global_request_id"] == THEIRS
     assert "global_request_id" not in {key for key, value in second.items() if value is not ...}
     assert first["request_id"] != second["request_id"]

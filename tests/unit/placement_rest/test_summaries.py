@@ -75,7 +75,7 @@ def test_what_is_kept_is_what_would_be_made_anew(version: int) -> None:
         assert kept
 
 
-def test_a_class_that_is_used_without_inventory_is_not_told_of() -> None:
+def test_a_class_that_is_used_without_inventory_is_not_announced() -> None:
     """A provider of the same classes that has inventory of it once lent it a capacity of 0."""
     book = Book()
     one, other = (
@@ -91,8 +91,8 @@ def test_a_class_that_is_used_without_inventory_is_not_told_of() -> None:
         for number, names in ((1, ("VCPU", "CUSTOM_A")), (2, ("VCPU",)))
     )
     book.load([one, other], 0)
-    told = msgspec.json.decode(b"{" + summaries(book, candidates(book, REQUEST), {"VCPU"}, 39) + b"}")
-    assert {key: sorted(each["resources"]) for key, each in told.items()} == {
+    answer = msgspec.json.decode(b"{" + summaries(book, candidates(book, REQUEST), {"VCPU"}, 39) + b"}")
+    assert {key: sorted(each["resources"]) for key, each in answer.items()} == {
         uuid(1): ["CUSTOM_A", "VCPU"],
         uuid(2): ["VCPU"],
     }

@@ -54,26 +54,26 @@ GROUPS = st.lists(
 
 
 @given(GROUPS)
-def test_the_feed_tells_what_a_group_of_writes_comes_to(groups: list[list[TreeWrite]]) -> None:
+def test_the_feed_carries_what_a_group_of_writes_comes_to(groups: list[list[TreeWrite]]) -> None:
     providers: Mapping[str, Provider] = {}
     book = Book()
     given: dict[str, set[int]] = {}
     for shape, group in enumerate(groups, 1):
-        grove = ProviderTrees(providers, CLASSES, TRAITS, shape=shape)
+        trees = ProviderTrees(providers, CLASSES, TRAITS, shape=shape)
         for write in group:
-            grove.apply(write)
-        changes = changes_of(providers, grove.providers)
-        told = [replace(change, sequence=book.sequence + at) for at, change in enumerate(changes, 1)]
-        assert book.apply(told) is None
-        assert dump(book) == dump(loaded(map(state_of, grove.providers.values())))
-        for uuid, provider in grove.providers.items():
+            trees.apply(write)
+        changes = changes_of(providers, trees.providers)
+        published = [replace(change, sequence=book.sequence + at) for at, change in enumerate(changes, 1)]
+        assert book.apply(published) is None
+        assert dump(book) == dump(loaded(map(state_of, trees.providers.values())))
+        for uuid, provider in trees.providers.items():
             if uuid not in providers or providers[uuid].shape != provider.shape:
                 assert provider.shape not in given.setdefault(uuid, set())
                 given[uuid].add(provider.shape)
-        providers = grove.providers
+        providers = trees.providers
 
 
-def test_deleted_and_created_again_in_one_group_is_told_as_both() -> None:
+def test_deleted_and_created_again_in_one_group_is_published_as_both() -> None:
     """Its generation starts from 0 as Placement's does; replicas kept the old one, whose generation was higher."""
     first = ProviderTrees({}, CLASSES, TRAITS, shape=1)
     for write in (CreateProvider(A, "a"), SetTraits(A, ["CUSTOM_X"]), SetInventories(A, {"VCPU": inventory(2)})):

@@ -32,8 +32,8 @@ def _may_anchor(root: ProviderState, request: CandidatesRequest) -> bool:
     traits, aggregates = set(root.traits), set(root.aggregates)
     required = all(traits & set(names) for names in request.root_required)
     member = all(aggregates & set(names) for names in request.root_member_of)
-    outcast = traits & set(request.root_forbidden) or aggregates & set(request.root_forbidden_aggregates)
-    return required and member and not outcast
+    excluded = traits & set(request.root_forbidden) or aggregates & set(request.root_forbidden_aggregates)
+    return required and member and not excluded
 
 
 def _on(world: dict[str, ProviderState], root: ProviderState, request: CandidatesRequest) -> Iterator[Found]:
@@ -60,7 +60,7 @@ def _ways(world: dict[str, ProviderState], root: ProviderState, group: Group) ->
         for one in [*own, *sharers]:
             fits = all(_can_give(one, name, amount) for name, amount in group.resources.items())
             meets = all(set(names) & set(one.traits) for names in group.required)
-            allowed = _clean(one, group) and _member(one, group) and not _outcast(one, group)
+            allowed = _clean(one, group) and _member(one, group) and not _excluded(one, group)
             if fits and meets and allowed and tree in {None, one.root_uuid}:
                 yield dict.fromkeys(group.resources, one.uuid) or {"": one.uuid}
         return
@@ -69,7 +69,7 @@ def _ways(world: dict[str, ProviderState], root: ProviderState, group: Group) ->
         usable += [one for one in own if _member(one, group) or _member(root, group)]
     if tree is None:
         usable += [one for one in sharers if _member(one, group)]
-    usable = [one for one in usable if _clean(one, group) and not _outcast(one, group) and not _outcast(root, group)]
+    usable = [one for one in usable if _clean(one, group) and not _excluded(one, group) and not _excluded(root, group)]
     for givers in product(*([u for u in usable if _can_give(u, n, a)] for n, a in group.resources.items())):
         traits = {trait for one in givers for trait in one.traits}
         if givers and all(set(names) & traits for names in group.required):
@@ -91,7 +91,7 @@ def _member(one: ProviderState, group: Group) -> bool:
     return all(set(names) & set(one.aggregates) for names in group.member_of)
 
 
-def _outcast(one: ProviderState, group: Group) -> bool:
+def _excluded(one: ProviderState, group: Group) -> bool:
     return bool(set(group.forbidden_aggregates) & set(one.aggregates))
 
 

@@ -33,20 +33,26 @@ def _ways_of_tree(
     if not all(set(group) & set(root.traits) for group in query.root_required):
         return set()
     members = [state for state in providers.values() if state.root_uuid == root.uuid]
-    asked = sorted((name, amount) for name, amount in query.resources.items() if amount > 0)
-    givers = [[one for one in members if _gives(one, root, assumed, query, (name, amount))] for name, amount in asked]
+    requested = sorted((name, amount) for name, amount in query.resources.items() if amount > 0)
+    givers = [
+        [one for one in members if _gives(one, root, assumed, query, (name, amount))] for name, amount in requested
+    ]
     found: set[Way] = set()
-    for chosen in product(*givers) if asked else ():
+    for chosen in product(*givers) if requested else ():
         together = {trait for one in chosen for trait in one.traits}
         if all(together & set(group) for group in query.required):
-            found.add(tuple((name, one.uuid) for (name, _), one in zip(asked, chosen, strict=True)))
+            found.add(tuple((name, one.uuid) for (name, _), one in zip(requested, chosen, strict=True)))
     return found
 
 
 def _gives(
-    one: ProviderState, root: ProviderState, assumed: dict[str, dict[str, int]], query: Query, asked: tuple[str, int]
+    one: ProviderState,
+    root: ProviderState,
+    assumed: dict[str, dict[str, int]],
+    query: Query,
+    requested: tuple[str, int],
 ) -> bool:
-    name, amount = asked
+    name, amount = requested
     if set(query.forbidden) & set(one.traits):
         return False
     itself_or_root = any(all(set(group) & set(which.aggregates) for group in query.member_of) for which in (one, root))

@@ -24,7 +24,7 @@ def free(book: Book, number: int = 0, name: str = "VCPU") -> int:
     return int(book.free(name, np.array([row]))[0])
 
 
-def test_a_hole_stops_and_says_so() -> None:
+def test_a_hole_stops_and_is_reported() -> None:
     book = loaded(provider(0, inventories={"VCPU": 8}))
     gap = book.apply([used(11, 0, 2, {"VCPU": 1}), used(13, 0, 4, {"VCPU": 7}), used(14, 0, 5, {"VCPU": 8})])
     assert gap == Gap(expected=12, got=13)
@@ -67,7 +67,7 @@ def test_children_may_come_before_their_root() -> None:
     assert free(book, 0, "VGPU") == 4
 
 
-def test_a_tree_is_told_root_first_then_by_depth_and_name() -> None:
+def test_a_tree_is_published_root_first_then_by_depth_and_name() -> None:
     states = [provider(3, root=0, parent=1), provider(2, root=0, parent=0), provider(1, root=0, parent=0), provider(0)]
     book = loaded(*states)
     assert [book.name_of(row) for row in book.tree(book.row_of(uuid(0)) or 0)] == ["p0", "p1", "p2", "p3"]
@@ -189,7 +189,7 @@ def test_a_removed_provider_takes_its_settled_claims_along() -> None:
     assert not list(book.assumed_keys())
 
 
-def test_versions_tell_which_roots_moved() -> None:
+def test_versions_show_which_roots_moved() -> None:
     book = loaded(provider(0, inventories={"VCPU": 8}), provider(1, root=0, parent=0), provider(2))
     version = book.version
     assert book.changed_roots(version) is not None

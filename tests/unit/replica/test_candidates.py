@@ -30,7 +30,7 @@ def plain(**resources: int) -> CandidatesRequest:
 
 
 def numbered(*resources: dict[str, int], **more: object) -> CandidatesRequest:
-    groups = tuple(Group(suffix=f"_{number}", resources=asked) for number, asked in enumerate(resources))
+    groups = tuple(Group(suffix=f"_{number}", resources=requested) for number, requested in enumerate(resources))
     return CandidatesRequest(groups=groups, **{"group_policy": "none", **more})  # type: ignore[arg-type]
 
 
@@ -196,8 +196,8 @@ def test_what_devices_have_left_is_counted_without_trying_all(each: int, some: b
     """24 units asked by 12 groups of 2, on 12 devices of 3 (each takes one) or of 2, of which one is used."""
     states = devices(12, each=each)
     states[5] = structs.replace(states[5], used={"VF": each - 1})
-    asked = [{"VF": 2}] * (11 if some else 12)
-    answer = candidates(loaded(states), numbered(*asked), limit=10, budget=500)
+    requested = [{"VF": 2}] * (11 if some else 12)
+    answer = candidates(loaded(states), numbered(*requested), limit=10, budget=500)
     assert bool(len(answer)) is some
     assert answer.exhausted is not some
 
@@ -264,7 +264,7 @@ def calls_of_a_first_asking(hosts: int) -> int:
         for number in range(hosts)
     ]
     book = loaded(states)
-    asked = Group(resources={"VCPU": 1, "MEMORY_MB": 1}, required=(("CUSTOM_A",),), forbidden=("CUSTOM_B",))
+    requested = Group(resources={"VCPU": 1, "MEMORY_MB": 1}, required=(("CUSTOM_A",),), forbidden=("CUSTOM_B",))
     calls = 0
 
     def count(*_: object) -> None:
@@ -272,7 +272,9 @@ def calls_of_a_first_asking(hosts: int) -> int:
         calls += 1
 
     for amount in (1, 2):
-        request = CandidatesRequest(groups=(structs.replace(asked, resources={"VCPU": amount, "MEMORY_MB": amount}),))
+        request = CandidatesRequest(
+            groups=(structs.replace(requested, resources={"VCPU": amount, "MEMORY_MB": amount}),)
+        )
         calls = 0
         sys.setprofile(count)
         try:
@@ -283,7 +285,7 @@ def calls_of_a_first_asking(hosts: int) -> int:
     return calls
 
 
-def test_amounts_never_asked_before_cost_no_call_per_inventory() -> None:
+def test_amounts_never_requested_before_cost_no_call_per_inventory() -> None:
     """They cost a function call for each distinct inventory and set of traits: 5 to 8 ms at 10,000 hosts."""
     assert calls_of_a_first_asking(1000) <= calls_of_a_first_asking(20) + 10
 
@@ -390,7 +392,7 @@ def test_claims_in_flight_count() -> None:
     assert len(candidates(book, numbered({"VF": 2}))) == 1
 
 
-def test_nothing_asked_and_an_empty_book_find_nothing() -> None:
+def test_nothing_requested_and_an_empty_book_find_nothing() -> None:
     assert len(candidates(Book(), plain(VCPU=1))) == 0
     assert candidates(Book(), plain(VCPU=1)).exhausted
     assert len(candidates(loaded(devices(1)), CandidatesRequest(groups=(Group(),)))) == 0

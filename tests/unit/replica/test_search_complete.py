@@ -168,15 +168,15 @@ def check_options(world: World, query: Query, root: str, all_ways: set[Way]) -> 
     row = world.book.row_of(root)
     assert row is not None
     offered = options(world.book, query, row, limit=64)
-    said = []
+    reasons = []
     for option in offered:
         assert option.shapes == {one: world.states[one].shape for one in option.allocations}
-        said.append(tuple(sorted((name, one) for one, share in option.allocations.items() for name in share)))
+        reasons.append(tuple(sorted((name, one) for one, share in option.allocations.items() for name in share)))
         for share in option.allocations.values():
             assert all(query.resources[name] == amount for name, amount in share.items())
-    assert len(said) == len(set(said)), "an option twice"
-    assert set(said) <= all_ways
-    assert len(said) == min(64, len(all_ways)), "a way is left out"
+    assert len(reasons) == len(set(reasons)), "an option twice"
+    assert set(reasons) <= all_ways
+    assert len(reasons) == min(64, len(all_ways)), "a way is left out"
     assert options(world.book, query, row, limit=1) == offered[:1]
 
 

@@ -13,7 +13,7 @@ MOVE, VM = "40000000-0000-4000-8000-000000000000", "a0000000-0000-4000-8000-0000
 CELL, SOURCE, TARGET = "c1", "host-1", "host-2"
 
 
-def said(state: MoveState, sequence: int, *, terminal: bool = False) -> MoveEvent:
+def announced(state: MoveState, sequence: int, *, terminal: bool = False) -> MoveEvent:
     condition = Condition.MOVING if sequence < 12 else Condition.ACTIVE
     return MoveEvent(
         request_id=MOVE, instance_uuid=VM, project_id="p", kind=MoveKind.LIVE_MIGRATE, state=state, sequence=sequence,
@@ -21,9 +21,9 @@ def said(state: MoveState, sequence: int, *, terminal: bool = False) -> MoveEven
     )  # fmt: skip
 
 
-FINISHING = said(MoveState.FINISHING, 11)
-DONE = said(MoveState.DONE, 12, terminal=True)
-GONE = said(MoveState.SOURCE_GONE, 13)
+FINISHING = announced(MoveState.FINISHING, 11)
+DONE = announced(MoveState.DONE, 12, terminal=True)
+GONE = announced(MoveState.SOURCE_GONE, 13)
 
 
 @pytest.mark.parametrize(

@@ -24,43 +24,43 @@ def event(state: BuildState, sequence: int, *, terminal: bool = False) -> BuildE
 def play(
     *events: BuildEvent, cell: str = "c1", start: RecordedBuild = AT
 ) -> tuple[RecordedBuild, list[tuple[str, bool]]]:
-    build, said = start, []
+    build, published = start, []
     for one in events:
-        build, told = apply_announcement(build, one, cell)
-        if told is not None:
-            said.append((told.state.value, told.terminal))
-    return build, said
+        build, announced = apply_announcement(build, one, cell)
+        if announced is not None:
+            published.append((announced.state.value, announced.terminal))
+    return build, published
 
 
 def test_late_and_doubled_ones_are_ignored() -> None:
-    build, said = play(
+    build, published = play(
         event(BuildState.BUILDING, 10),
         event(BuildState.ACTIVE, 12, terminal=True),
         event(BuildState.BUILDING, 11),
         event(BuildState.ACTIVE, 12, terminal=True),
     )
-    assert said == [("building", False), ("active", True)]
+    assert published == [("building", False), ("active", True)]
     assert (build.state, build.sequence) == (BuildState.ACTIVE, 12)
 
 
 def test_an_end_that_was_overtaken_by_what_followed_it_still_ends_its_request() -> None:
     """Active, then lost: the cell calls the failure no end, because it has told one; that one comes too late."""
-    build, said = play(event(BuildState.FAILED, 13), event(BuildState.ACTIVE, 12, terminal=True))
-    assert said == [("failed", True)] and build.terminal
+    build, published = play(event(BuildState.FAILED, 13), event(BuildState.ACTIVE, 12, terminal=True))
+    assert published == [("failed", True)] and build.terminal
 
 
-def test_another_cell_has_no_say() -> None:
+def test_another_cell_decides_nothing() -> None:
     assert play(event(BuildState.FAILED, 99, terminal=True), cell="c2") == (AT, [])
 
 
 def test_a_build_ends_once_and_its_delete_ends_once() -> None:
-    build, said = play(
+    build, published = play(
         event(BuildState.ACTIVE, 12, terminal=True),
         event(BuildState.FAILED, 13, terminal=True),
         event(BuildState.DELETED, 15, terminal=True),
         event(BuildState.DELETED, 16, terminal=True),
     )
-    assert said == [("active", True), ("failed", False), ("deleted", True)]
+    assert published == [("active", True), ("failed", False), ("deleted", True)]
     assert build.state is BuildState.DELETED
 
 
@@ -68,8 +68,8 @@ def test_a_delete_under_way_stays_so_on_record() -> None:
     deleting = RecordedBuild(
         instance_uuid=UUID, project_id="demo", state=BuildState.DELETING, sequence=10, terminal=False, cell="c1"
     )
-    build, said = play(event(BuildState.ACTIVE, 11, terminal=True), start=deleting)
-    assert build.state is BuildState.DELETING and said == [("active", True)]
+    build, published = play(event(BuildState.ACTIVE, 11, terminal=True), start=deleting)
+    assert build.state is BuildState.DELETING and published == [("active", True)]
 
 
 states = st.sampled_from([BuildState.BUILDING, BuildState.ACTIVE, BuildState.FAILED, BuildState.DELETED])
@@ -77,24 +77,29 @@ states = st.sampled_from([BuildState.BUILDING, BuildState.ACTIVE, BuildState.FAI
 
 @given(st.lists(st.builds(event, states, st.integers(0, 30), terminal=st.booleans()), max_size=30))
 def test_announcements_rise_and_hold_one_terminal_each(events: list[BuildEvent]) -> None:
-    build, said, sequence = AT, [], AT.sequence
+    build, published, sequence = AT, [], AT.sequence
     for one in events:
-        build, told = apply_announcement(build, one, "c1")
-        if told is not None:
-            assert told.sequence > sequence
-            sequence = told.sequence
-            said.append(told)
-    assert sum(told.terminal and told.state is not BuildState.DELETED for told in said) <= 1
-    assert sum(told.state is BuildState.DELETED for told in said) <= 1
+        build, announced = apply_announcement(build, one, "c1")
+        if announced is not None:
+            assert announced.sequence > sequence
+            sequence = announced.sequence
+            published.append(announced)
+    assert sum(announced.terminal and announced.state is not BuildState.DELETED for announced in published) <= 1
+    assert sum(announced.state is BuildState.DELETED for announced in published) <= 1
 
 
-def test_an_unreadable_request_is_answered_when_it_says_what_it_is_about() -> None:
+def test_an_unreadable_request_is_answered_when_it_names_its_subject() -> None:
     def malformed(body: bytes, key: str = "build.request.demo") -> Malformed:
         return Malformed(body=body, code="request.invalid", reason="no flavor", meta=Meta(id="m"), queue="q", key=key)
 
-    (said,) = refused_event(malformed(b'{"instance_uuid":"%s"}' % UUID.encode()))
-    assert (said.state, said.terminal, said.sequence, said.code) == (BuildState.REFUSED, True, 0, "request.invalid")
-    assert said.project_id == "demo"
+    (published,) = refused_event(malformed(b'{"instance_uuid":"%s"}' % UUID.encode()))
+    assert (published.state, published.terminal, published.sequence, published.code) == (
+        BuildState.REFUSED,
+        True,
+        0,
+        "request.invalid",
+    )
+    assert published.project_id == "demo"
     assert refused_event(malformed(b'{"instance_uuid":"x"}')) == ()
     assert refused_event(malformed(b'{"instance_uuid":"%s"}' % UUID.encode(), "build.request.de.mo")) == ()
     assert refused_event(malformed(b'{"instance_uuid":"%s"}' % UUID.encode(), "")) == ()
@@ -102,16 +107,16 @@ def test_an_unreadable_request_is_answered_when_it_says_what_it_is_about() -> No
     assert refused_event(malformed(b"[" * 100_000)) == ()
 
 
-def test_item_7_a_forged_request_is_told_to_the_project_of_its_key_alone() -> None:
+def test_item_7_a_forged_request_is_answered_to_the_project_of_its_key_alone() -> None:
     """A project that names another's machine must not end that machine's build for those who wait for it."""
     body = b'{"instance_uuid":"%s","project_id":"demo","flavor":5}' % UUID.encode()
     for code in ("message.invalid", "message.wrong_key"):
         forged = Malformed(body=body, code=code, reason="", meta=Meta(id="m"), queue="q", key="build.request.evil")
-        (said,) = refused_event(forged)
-        assert (said.project_id, said.code) == ("evil", code)
+        (published,) = refused_event(forged)
+        assert (published.project_id, published.code) == ("evil", code)
 
 
-def test_a_story_tells_each_attempt_once_and_then_the_end() -> None:
+def test_a_timeline_holds_each_attempt_once_and_then_the_end() -> None:
     """A conductor sends the whole history with each end; what is on record already is not told again."""
     tries = (
         AttemptRecord(attempt=1, host="h1", outcome="failed", code="spawn.failed", reason="no disk", at=2.0),

@@ -72,7 +72,7 @@ def test_an_unknown_instance_is_looked_for_again_and_then_put_on_record_as_delet
     assert refuse_unknown(late.unknown, (), AUTHOR) == ({}, []), "its build came in this moment"
 
 
-def test_a_claim_may_be_held_once_placement_was_asked() -> None:
+def test_a_claim_may_be_held_once_placement_got_a_claim() -> None:
     assert not may_hold_claim(NoValidHost(()))
     assert may_hold_claim(NoValidHost((), claims=1))
     assert may_hold_claim(ClaimsContended(3)) and may_hold_claim(PlacementRefused("c", "r"))

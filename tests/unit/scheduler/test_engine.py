@@ -102,7 +102,7 @@ def cluster() -> Cluster:
     return Cluster(Hosts([PLENTY] * 6, cells=["c1", "c1", "c1", "c2", "c2", "c2"], config=CONFIG), CONFIG)
 
 
-async def test_claimed_as_attempt_one_and_assumed_until_the_feed_tells(cluster: Cluster) -> None:
+async def test_claimed_as_attempt_one_and_assumed_until_the_feed_has_it(cluster: Cluster) -> None:
     request = cluster.hosts.request()
     (placed,) = await cluster.place(request)
     assert isinstance(placed, HostClaimed)
@@ -118,7 +118,7 @@ async def test_claimed_as_attempt_one_and_assumed_until_the_feed_tells(cluster: 
     assert list(book.assumed_keys()) == []
 
 
-async def test_full_walks_the_whole_list_and_never_asks_a_host_twice(cluster: Cluster) -> None:
+async def test_full_walks_the_whole_list_and_never_claims_a_host_twice(cluster: Cluster) -> None:
     cluster.answer = lambda _: result(ClaimOutcome.FULL)
     (ended,) = await cluster.place(cluster.hosts.request())
     assert isinstance(ended, NoValidHost)
@@ -140,7 +140,7 @@ async def test_full_or_gone_goes_to_the_next_host(cluster: Cluster) -> None:
     assert not {s.host for s in placed.selections} & {cluster.host_of(claim) for claim in cluster.claims[:2]}
 
 
-async def test_raced_folds_the_newer_shape_in_and_asks_the_same_host(cluster: Cluster) -> None:
+async def test_raced_folds_the_newer_shape_in_and_claims_the_same_host(cluster: Cluster) -> None:
     def raced_once(claim: Claim) -> ClaimResult:
         if len(cluster.claims) > 1:
             return cluster.claimed(claim)
@@ -187,7 +187,7 @@ async def test_a_host_that_keeps_racing_is_given_up_within_its_bound(cluster: Cl
     ("outcome", "code"),
     [(ClaimOutcome.CONSUMER_CHANGED, "claim.consumer_changed"), (ClaimOutcome.INVALID, "claim.invalid")],
 )
-async def test_somebody_elses_consumer_and_the_impossible_stop_at_once(
+async def test_a_foreign_consumer_and_the_impossible_stop_at_once(
     cluster: Cluster, outcome: ClaimOutcome, code: str
 ) -> None:
     cluster.answer = lambda _: result(outcome)
@@ -198,8 +198,8 @@ async def test_somebody_elses_consumer_and_the_impossible_stop_at_once(
 
 async def test_no_answer_is_not_no_host(cluster: Cluster) -> None:
     cluster.answer = lambda _: None
-    (away,) = await cluster.place(cluster.hosts.request())
-    assert isinstance(away, PlacementUnavailable) and list(cluster.hosts.book.assumed_keys()) == []
+    (unreachable,) = await cluster.place(cluster.hosts.request())
+    assert isinstance(unreachable, PlacementUnavailable) and list(cluster.hosts.book.assumed_keys()) == []
 
 
 async def test_a_refusal_stops_with_its_code(cluster: Cluster) -> None:
@@ -232,7 +232,7 @@ async def test_an_earlier_claim_of_ours_is_where_it_is_built(cluster: Cluster) -
     assert list(hosts.book.assumed_keys()) == []
 
 
-async def test_an_earlier_claim_says_itself_what_it_holds(cluster: Cluster) -> None:
+async def test_an_earlier_claim_carries_itself_what_it_holds(cluster: Cluster) -> None:
     """Two children of one host that have the same classes, and a pool elsewhere: only the book knows who gave what."""
     hosts = cluster.hosts
     cells, pool = [new_uuid(cluster.hosts.rng) for _ in range(2)], new_uuid(cluster.hosts.rng)
@@ -299,7 +299,7 @@ async def test_a_host_that_takes_over_the_row_of_one_that_left_is_not_taken_for_
     assert all(set(selection.allocations) == {selection.host_uuid} for selection in placed.selections)
 
 
-async def test_who_takes_over_the_row_of_a_full_host_that_left_is_asked(cluster: Cluster) -> None:
+async def test_a_host_in_the_row_of_a_full_host_that_left_is_claimed(cluster: Cluster) -> None:
     """What a request may not use any more is a host, not the row it once had."""
     hosts = cluster.hosts
     late = new_uuid(hosts.rng)
@@ -323,7 +323,7 @@ async def test_who_takes_over_the_row_of_a_full_host_that_left_is_asked(cluster:
     assert isinstance(placed, HostClaimed) and placed.selections[0].host_uuid == late
 
 
-async def test_a_redelivered_request_without_a_host_asks_whether_it_holds_one(cluster: Cluster) -> None:
+async def test_a_redelivered_request_without_a_host_queries_whether_it_holds_one(cluster: Cluster) -> None:
     hosts = cluster.hosts
     for at, uuid in enumerate(hosts.uuids):
         hosts.book.assume(f"full {at}", {uuid: {"VCPU": 16}})
@@ -352,7 +352,7 @@ async def test_a_flavor_too_wide_to_search_is_refused_and_its_neighbours_are_not
     assert isinstance(stopped, PlacementRefused) and stopped.code == "search.too_wide"
 
 
-async def test_ignored_hosts_are_never_asked(cluster: Cluster) -> None:
+async def test_ignored_hosts_are_never_claimed(cluster: Cluster) -> None:
     cluster.answer = lambda _: result(ClaimOutcome.FULL)
     ignore = ("h0", cluster.hosts.uuids[1], "h5", "unheard-of")
     (ended,) = await cluster.place(cluster.hosts.request(ignore_hosts=ignore))
@@ -401,11 +401,11 @@ async def test_a_full_child_does_not_make_its_host_full(cluster: Cluster) -> Non
         assert not taken & claim.options[0].allocations.keys()
         return cluster.claimed(claim)
 
-    def news() -> None:
+    def change() -> None:
         used = [Change(sequence=3, provider=card, generation=2, used={"VGPU": 2}) for card in sorted(taken)]
         hosts.book.apply(used)
 
-    cluster.answer, cluster.refreshed = full_at_first, news
+    cluster.answer, cluster.refreshed = full_at_first, change
     spec = structs.replace(hosts.spec(), query=Query(resources={"VCPU": 1, "VGPU": 1}), key=("vgpu",))
     (placed,) = await cluster.engine.place([PlacementRequest(request=hosts.request(), spec=spec)])
     assert isinstance(placed, HostClaimed), placed

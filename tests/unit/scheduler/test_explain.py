@@ -26,11 +26,11 @@ EVERYTHING = request_of(
 def test_each_reason_of_the_search_has_a_phrase() -> None:
     reasons = Reasons(EVERYTHING, slots_of(EVERYTHING))
     named = [one for code, one in enumerate(reasons.named) if code not in {0, reasons.unexplained}]
-    said = {(one.step, one.reason): phrase(one.step, one.reason) for one in named}
-    assert len(said) > 20
-    assert [which for which, words in said.items() if words.startswith("were rejected by")] == []
-    assert said["traits", "lacks one of B, C"] == "lack one of B, C"
-    assert said["group NET", "traits not met"] == "have no provider with the traits of group NET"
+    phrases = {(one.step, one.reason): phrase(one.step, one.reason) for one in named}
+    assert len(phrases) > 20
+    assert [which for which, words in phrases.items() if words.startswith("were rejected by")] == []
+    assert phrases["traits", "lacks one of B, C"] == "lack one of B, C"
+    assert phrases["group NET", "traits not met"] == "have no provider with the traits of group NET"
 
 
 def test_pins_have_phrases_too() -> None:

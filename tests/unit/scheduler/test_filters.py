@@ -100,8 +100,10 @@ def test_tenant_isolation() -> None:
     host_filter = AggregateMultiTenancyIsolation().filter
     assert host_filter(hosts.view(), hosts.spec(project_id="demo")).passed.tolist() == [True, False, False, True]
     assert host_filter(hosts.view(), hosts.spec(project_id="third")).passed.tolist() == [False, True, True, True]
-    nobody = host_filter(hosts.view(), hosts.spec(project_id="nobody"))
-    assert nobody.passed.tolist() == [False, False, False, True] and nobody.rejected == {"tenant.not_allowed": 3}
+    no_project = host_filter(hosts.view(), hosts.spec(project_id="nobody"))
+    assert no_project.passed.tolist() == [False, False, False, True] and no_project.rejected == {
+        "tenant.not_allowed": 3
+    }
 
 
 def test_a_host_that_belongs_to_a_project_takes_builds_of_no_other(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -126,9 +126,9 @@ class Cluster:
 
     def why_not(self) -> str:
         spec = self.hosts.spec("f")
-        nobody = self.hosts.selector.explain(spec, {})
-        assert isinstance(nobody, NoValidHost)
-        return sentence(spec, nobody.funnel, 3)
+        no_host = self.hosts.selector.explain(spec, {})
+        assert isinstance(no_host, NoValidHost)
+        return sentence(spec, no_host.funnel, 3)
 
 
 def test_two_nics_one_passed_through_whole_one_carved() -> None:
@@ -213,7 +213,7 @@ def test_no_cell_has_both() -> None:
     assert "have no provider with enough free for group NIC" not in cluster.why_not()
 
 
-def test_groups_that_fit_only_apart_say_so() -> None:
+def test_groups_that_fit_only_apart_are_reported() -> None:
     cluster = numa_cluster((4, 2))
     cluster.hosts.book.assume("the device beside the free CPUs", {child(20): {"SRIOV_NET_VF": 1}})
     assert cluster.place() is None
@@ -267,7 +267,7 @@ def test_minimum_bandwidth_on_a_port() -> None:
 
 
 @pytest.mark.parametrize("wish", [{"trait:CUSTOM_NICE": "preferred"}, {"resources:VGPU": "preferred"}])
-def test_a_wish_is_heard_and_is_not_an_order(wish: dict[str, str]) -> None:
+def test_a_wish_is_weighed_and_is_not_an_order(wish: dict[str, str]) -> None:
     """The host that meets it is taken though others have more room; when it is full, the others do."""
     flavor = Flavor(vcpus=2, memory_mb=64, extra_specs=wish)
     cluster = Cluster(3, flavor)

@@ -39,6 +39,6 @@ def test_a_warning_or_critical_sensor_counts_until_it_is_too_old() -> None:
     assert set(best(hosts)[:2]) == {"h0", "h2"}
 
 
-def test_an_attribute_that_says_something_else_is_no_warning() -> None:
+def test_an_attribute_of_another_value_is_no_warning() -> None:
     hosts = Hosts([LARGE, PLENTY], reports={0: {"attributes": {"health": "fine"}}})
     assert best(hosts) == ["h0", "h1"]

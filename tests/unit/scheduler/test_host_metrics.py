@@ -66,7 +66,7 @@ def best(hosts: Hosts) -> list[str]:
     return [hosts.name(ranked.row) for ranked in (choice.selected, *choice.alternates)]
 
 
-def test_the_newest_number_counts_whoever_measured_it() -> None:
+def test_the_newest_number_counts_whichever_service_measured_it() -> None:
     hosts = fleet()
     put(hosts, {0: 40.0, 1: 50.0}, at=NOW - 10)
     assert put(hosts, {0: 60.0}, at=NOW - 20, source="late") == {"older": 1}
@@ -92,7 +92,7 @@ def test_a_number_of_a_clock_that_was_ahead_blocks_no_later_one_for_long() -> No
     assert put(hosts, {0: 50.0}, at=NOW - 85_400, now=NOW - 85_400, now_s=1000.0) == {"taken": 1}
 
 
-def test_a_cell_speaks_of_its_own_hosts_only() -> None:
+def test_a_cell_reports_its_own_hosts_only() -> None:
     hosts = fleet(2, cells=["c1", "c2"])
     assert put(hosts, {0: 40.0, 1: 41.0}, cell="c1") == {"taken": 1, "foreign": 1}
     assert known(hosts) == [40.0, None]
@@ -101,8 +101,8 @@ def test_a_cell_speaks_of_its_own_hosts_only() -> None:
 
 def test_hosts_that_are_not_announced_and_names_without_end_take_no_room() -> None:
     hosts = fleet(1)
-    stranger = HostReading(host_uuid=new_uuid(random.Random(1)), at=NOW, values={"power.watts": 1.0})
-    assert hosts.selector.metrics.apply(HostMetrics(source="bmc", readings=(stranger,)), None, now=NOW, now_s=0.0) == {
+    foreign = HostReading(host_uuid=new_uuid(random.Random(1)), at=NOW, values={"power.watts": 1.0})
+    assert hosts.selector.metrics.apply(HostMetrics(source="bmc", readings=(foreign,)), None, now=NOW, now_s=0.0) == {
         "unknown_host": 1
     }
     outcomes = [put(hosts, {0: 1.0}, name=f"made.up{number}") for number in range(2 * MAX_METRICS)]
@@ -177,7 +177,7 @@ def test_without_weights_nothing_is_weighed() -> None:
     assert best(hosts) == ["h0", "h1", "h2"]
 
 
-def test_the_filter_keeps_hosts_away_whose_number_is_unknown_or_stale() -> None:
+def test_the_filter_excludes_hosts_whose_number_is_unknown_or_stale() -> None:
     settings = config(enabled_filters=("MetricsFilter",))
     hosts = fleet(settings=settings)
     put(hosts, {0: 70.0, 1: 30.0})
@@ -197,7 +197,7 @@ def test_required_metrics_need_the_filter() -> None:
     assert plugins.filters(config(required, enabled_filters=("MetricsFilter",)))
 
 
-async def test_numbers_get_old_by_the_clock_and_a_query_tells_so() -> None:
+async def test_numbers_get_old_by_the_clock_and_a_query_shows_it() -> None:
     hosts, clock, first = fleet(2), VirtualClock(), asyncio.Event()
     listener = HostMetricsListener(hosts.selector.metrics, API, clock=clock, first=first)
     reading = HostReading(host_uuid=hosts.uuids[0], at=clock.time(), values={TEMPERATURE_CELSIUS: 40.0})

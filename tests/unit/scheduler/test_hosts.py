@@ -11,8 +11,8 @@ from scheduler_worker.domain import hosts
 def test_services_that_a_cell_makes_up_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hosts, "MAX_SERVICES", 3)
     table = hosts.HostTable()
-    heard = [table.apply(ComputeHosts(service=f"s{n}", cell="c1", epoch=1, sequence=1), 0.0) for n in range(5)]
-    assert heard == [True, True, True, False, False]
+    applied = [table.apply(ComputeHosts(service=f"s{n}", cell="c1", epoch=1, sequence=1), 0.0) for n in range(5)]
+    assert applied == [True, True, True, False, False]
     assert table.apply(ComputeHosts(service="s0", cell="c1", epoch=1, sequence=2), 1.0)
     assert len(table.services) == 3
 
@@ -37,7 +37,7 @@ def managed(table: hosts.HostTable) -> str:
     return "".join(name for index, name in enumerate(table.names) if table.service[index] != hosts.NO_SERVICE)
 
 
-def test_a_report_of_many_pages_says_who_is_gone_when_all_of_them_were_heard() -> None:
+def test_a_report_of_many_pages_shows_what_is_gone_when_all_of_them_arrived() -> None:
     table = hosts.HostTable()
     for one in (
         report(1, "a", "b", first_sequence=1, pages=2),
@@ -73,14 +73,14 @@ HOST = "10000000-0000-4000-8000-000000000001"
 
 def announce(table: hosts.HostTable, cell: str, sequence: int, now_s: float, service: str = "s") -> str:
     """Announce the host there; returns the cell it is in then."""
-    said = (HostReport(uuid=HOST, name="h"),)
-    table.apply(ComputeHosts(service=service, cell=cell, epoch=1, sequence=sequence, hosts=said), now_s)
+    reports = (HostReport(uuid=HOST, name="h"),)
+    table.apply(ComputeHosts(service=service, cell=cell, epoch=1, sequence=sequence, hosts=reports), now_s)
     index = table.index_of(HOST)
     assert index is not None
     return table.cells[table.cell[index]]
 
 
-def test_a_cell_does_not_announce_another_cells_host_away() -> None:
+def test_a_cell_does_not_announce_another_cells_host_down() -> None:
     table = hosts.HostTable()
     assert announce(table, "c1", 1, 0.0) == "c1"
     assert announce(table, "c2", 1, hosts.CELL_HOLD_S) == "c1"
@@ -105,12 +105,12 @@ def digest(number: int, *down: str, term: int = 1, page: int = 1, pages: int = 1
 def services(*names: str) -> hosts.HostTable:
     table = hosts.HostTable()
     for n, name in enumerate(names):
-        said = (HostReport(uuid=f"{n}0000000-0000-4000-8000-000000000001", name=f"h{n}"),)
-        table.apply(ComputeHosts(service=name, cell="c1", epoch=1, sequence=1, hosts=said, complete=True), 0.0)
+        reports = (HostReport(uuid=f"{n}0000000-0000-4000-8000-000000000001", name=f"h{n}"),)
+        table.apply(ComputeHosts(service=name, cell="c1", epoch=1, sequence=1, hosts=reports, complete=True), 0.0)
     return table
 
 
-def test_the_newest_whole_digest_of_a_cell_says_which_services_are_away() -> None:
+def test_the_newest_whole_digest_of_a_cell_names_which_services_are_down() -> None:
     table = services("a", "b")
     assert table.apply(digest(5, "a"), 1.0) and table.down().tolist() == [True, False, True]
     assert not table.apply(digest(5, "b"), 1.0) and not table.apply(digest(4), 1.0), "older, or the same again"
@@ -123,7 +123,7 @@ def test_the_newest_whole_digest_of_a_cell_says_which_services_are_away() -> Non
     assert not table.apply(digest(99, "a"), 5.0), "of a keeper that was replaced"
 
 
-def test_a_service_that_was_started_anew_is_not_the_one_that_was_away() -> None:
+def test_a_service_that_was_started_anew_is_not_the_one_that_was_down() -> None:
     table = services("a")
     table.apply(digest(1, "a", "b"), 1.0)
     table.apply(ComputeHosts(service="a", cell="c1", epoch=1, sequence=2), 1.5)
@@ -145,7 +145,7 @@ def test_a_living_service_keeps_its_hosts_though_it_announces_them_seldom() -> N
     assert announce(table, "c2", 3, 12 * hosts.CELL_HOLD_S + 1) == "c2"
 
 
-def test_hosts_of_a_service_that_is_away_for_long_are_nobodys() -> None:
+def test_hosts_of_a_service_that_is_down_for_long_have_no_service() -> None:
     table = services("a")
     table.apply(digest(1, "a"), 1.0)
     table.apply(digest(2, "a"), 2.0 + hosts.DOWN_HOLD_S)
@@ -158,7 +158,7 @@ def counting(up: int, number: int = 1) -> ServicesDigest:
     return ServicesDigest(cell="c1", term=1, number=number, up=up)
 
 
-def test_a_service_that_its_cell_has_forgotten_and_that_answers_nothing_is_away() -> None:
+def test_a_service_that_its_cell_has_forgotten_and_that_answers_nothing_is_down() -> None:
     """Seed 2221: it died while its cell's database was set back; no conductor knew of it, or missed it."""
     table = services("a", "b")
     assert not table.knows_more("c1"), "no digest has come yet"
@@ -176,7 +176,7 @@ def test_a_service_that_its_cell_has_forgotten_and_that_answers_nothing_is_away(
     assert table.down().tolist() == [False, False, True], "one answer, and it is there"
 
 
-def test_a_service_that_its_cell_counts_is_not_asked_for() -> None:
+def test_a_service_that_its_cell_counts_is_not_requested() -> None:
     table = services("a", "b")
     table.apply(counting(2), 1.0)
     assert not table.knows_more("c1")

@@ -95,7 +95,7 @@ def test_a_projects_aggregate_and_a_zone_hold_together() -> None:
     assert passing(hosts, project_id="demo", availability_zone="east") == ["h1"]
 
 
-def test_a_projects_aggregate_binds_nobody_unless_it_is_switched_on() -> None:
+def test_a_projects_aggregate_binds_no_project_unless_it_is_switched_on() -> None:
     mine = aggregate("mine", filter_tenant_id="demo")
     hosts = Hosts([PLENTY] * 2, config=SchedulerConfig(aggregates=(mine,)), members={mine.uuid: [1]}, filters=())
     assert passing(hosts, project_id="demo") == ["h0", "h1"]
@@ -133,7 +133,7 @@ def test_who_requires_the_trait_of_an_isolated_aggregate_and_who_does_not(
     assert keeps(extra_specs, LICENSED) is kept
 
 
-def test_an_isolated_aggregate_asks_for_each_of_its_traits() -> None:
+def test_an_isolated_aggregate_requires_each_of_its_traits() -> None:
     both = {**LICENSED, "trait:CUSTOM_FAST": "required"}
     assert keeps({"root_required": "CUSTOM_WINDOWS"}, both)
     assert not keeps({"root_required": "CUSTOM_WINDOWS,CUSTOM_FAST"}, both)

@@ -18,7 +18,7 @@ from scheduler_worker.filters.image_is_supported import ImagePropertiesFilter, s
 from tests.unit.scheduler.hosts import PLENTY, Hosts, aggregate
 
 
-def test_aggregates_say_what_extra_specs_ask() -> None:
+def test_aggregates_hold_what_extra_specs_require() -> None:
     fast, slow, both = aggregate("fast", ssd="true"), aggregate("slow", ssd="false"), aggregate("both", ssd="no, true")
     flavor = Flavor(
         vcpus=1,
@@ -57,9 +57,9 @@ def test_an_aggregate_lists_the_flavors_that_it_takes() -> None:
     host_filter = AggregateTypeAffinityFilter().filter
     assert host_filter(hosts.view(), hosts.spec("m1.small")).passed.tolist() == [True, False, True, True]
     assert host_filter(hosts.view(), hosts.spec("m1.large")).passed.tolist() == [False, True, True, True]
-    nobody = host_filter(hosts.view(), hosts.spec("m1.medium"))
-    assert nobody.passed.tolist() == [False, False, False, True]
-    assert nobody.rejected == {"flavor.not_listed": 3}
+    no_group = host_filter(hosts.view(), hosts.spec("m1.medium"))
+    assert no_group.passed.tolist() == [False, False, False, True]
+    assert no_group.rejected == {"flavor.not_listed": 3}
 
 
 @pytest.mark.parametrize(
@@ -109,8 +109,8 @@ def test_they_are_enabled_by_name_and_explain_themselves() -> None:
     assert [one.name for one in plugins.filters(config)][-4:] == ["AggregateInstanceExtraSpecsFilter", *names]
     hosts = Hosts([PLENTY] * 2, config=config)
     spec = hosts.spec(image_properties={"hw_architecture": "arm"})
-    said = sentence(spec, hosts.selector.explain(spec, {}).funnel, 3)
-    assert said.endswith(": 2 do not run what the image is made for.")
+    text = sentence(spec, hosts.selector.explain(spec, {}).funnel, 3)
+    assert text.endswith(": 2 do not run what the image is made for.")
 
 
 def test_images_that_differ_share_no_ranking() -> None:

@@ -47,7 +47,7 @@ def requested(*changes: ObjectChange, **more: Any) -> ObjectsChange:
     return ObjectsChange(who="me", changes=changes, **more)
 
 
-def test_a_change_tells_what_was_before_and_leaves_out_what_stays() -> None:
+def test_a_change_shows_what_was_before_and_leaves_out_what_stays() -> None:
     same = change(F, "small", {"vcpus": 1})
     planned = plan(requested(same, change(F, "large", {"vcpus": 16}), change(F, "new", {})), PRESENT)
     assert planned == ChangePlan(
@@ -66,7 +66,7 @@ def test_prune_deletes_what_is_not_named_of_these_kinds_only() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "code", "says"),
+    ("changes", "code", "message"),
     [
         ([change(F, "gone")], "object.unknown", "there is no flavor 'gone'"),
         ([change(F, "small", {}, if_version=2)], "object.conflict", "version 3, not 2"),
@@ -84,11 +84,11 @@ def test_prune_deletes_what_is_not_named_of_these_kinds_only() -> None:
         ([change(C, "c 1", {"state": "disabled"})], "object.invalid", "a cell's name"),
     ],
 )  # fmt: skip
-def test_what_is_refused_names_the_object(changes: list[ObjectChange], code: str, says: str) -> None:
+def test_what_is_refused_names_the_object(changes: list[ObjectChange], code: str, message: str) -> None:
     refused = plan(requested(change(F, "fine", {}), *changes), PRESENT)
     assert isinstance(refused, Refusal)
     assert refused.code == code
-    assert says in refused.reason
+    assert message in refused.reason
 
 
 def test_objects_of_a_kind_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:

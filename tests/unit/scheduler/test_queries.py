@@ -33,7 +33,7 @@ from tests.unit.scheduler.hosts import PLENTY, Hosts
         (HostsQuery(cell="c1", up=True), []),
     ],
 )
-def test_hosts_are_those_asked_for_by_name(query: HostsQuery, names: list[str]) -> None:
+def test_hosts_are_those_requested_by_name(query: HostsQuery, names: list[str]) -> None:
     """The bound counts what was asked for, not what comes before it: c1 is silent, c2 is not."""
     hosts = Hosts([PLENTY] * 5, cells=["c1", "c1", "c1", "c2", "c2"])
     down = (ServiceDown(service="compute-c1", epoch=1, code="service.silent"),)
@@ -49,7 +49,7 @@ def test_hosts_are_those_asked_for_by_name(query: HostsQuery, names: list[str]) 
     assert [host.name for host in handler.hosts(query).hosts] == names
 
 
-class Away:
+class UnavailableDatabase:
     """A store whose database does not answer."""
 
     async def builds(self, query: BuildQuery) -> list[BuildRecord]:
@@ -62,10 +62,10 @@ class Away:
         raise DatabaseUnavailable("connection refused")
 
 
-async def test_a_question_while_the_database_is_away_is_refused_at_once() -> None:
+async def test_a_question_while_the_database_is_unavailable_is_refused_at_once() -> None:
     """Not kept until it is back: who asked would wait in vain, and be told that there is no scheduler."""
     hosts = Hosts([PLENTY])
-    store, clock = cast("Any", Away()), SystemClock()
+    store, clock = cast("Any", UnavailableDatabase()), SystemClock()
     registry = ObjectRegistry(store, hosts.selector, SchedulerConfig(), clock=clock)
     handler = QueryHandler(store, hosts.selector, cast("Any", None), WorkerTable(), clock=clock, objects=registry)
     for query in (BuildQuery(), ObjectsQuery(), ObjectLogQuery()):

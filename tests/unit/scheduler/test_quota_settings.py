@@ -10,15 +10,15 @@ from scheduler_worker.config import SchedulerConfig
 
 @pytest.mark.parametrize("name", ["vcpu", "VCPU ", "", "VCPU\n", "CPU-CORES", "X" * 256])
 def test_a_quota_under_a_name_that_no_claim_may_carry_is_refused(name: str) -> None:
-    for said in ({"default_quota": {name: 1}}, {"quotas": {"p": {name: 1}}}):
+    for raw in ({"default_quota": {name: 1}}, {"quotas": {"p": {name: 1}}}):
         with pytest.raises(msgspec.ValidationError):
-            msgspec.convert(said, SchedulerConfig)
+            msgspec.convert(raw, SchedulerConfig)
 
 
 def test_a_quota_of_more_classes_than_a_claim_may_limit_is_refused() -> None:
-    said = {"default_quota": {f"CUSTOM_{number}": 1 for number in range(65)}}
+    raw = {"default_quota": {f"CUSTOM_{number}": 1 for number in range(65)}}
     with pytest.raises(msgspec.ValidationError):
-        msgspec.convert(said, SchedulerConfig)
+        msgspec.convert(raw, SchedulerConfig)
 
 
 def test_quotas_of_classes_and_instances_are_taken() -> None:

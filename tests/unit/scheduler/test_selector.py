@@ -40,7 +40,7 @@ def test_a_flavor_becomes_a_query() -> None:
     assert requested.extra_specs == {"capabilities:arch": "x"}
 
 
-def test_bare_metal_asks_for_its_class_alone() -> None:
+def test_bare_metal_requests_its_class_alone() -> None:
     assert parse("bm", SchedulerConfig().flavors["bm.gold"]).query.resources == {"CUSTOM_BAREMETAL_GOLD": 1}
 
 
@@ -66,7 +66,7 @@ def test_bare_metal_asks_for_its_class_alone() -> None:
         {"resources:VCPU": "0"},
     ],
 )
-def test_a_flavor_that_can_never_be_asked_for_fails_the_start(specs: dict[str, str]) -> None:
+def test_a_flavor_that_can_never_be_requested_fails_the_start(specs: dict[str, str]) -> None:
     with pytest.raises(FlavorInvalid):
         parse("f", Flavor(vcpus=1, extra_specs=specs))
 
@@ -154,8 +154,8 @@ def of_services(count: int, hosts_of: dict[str, range]) -> Hosts:
     """Hosts of one cell, by the compute service that announces them."""
     hosts = Hosts([PLENTY] * count)
     for sequence, (service, numbers) in enumerate(hosts_of.items()):
-        said = tuple(HostReport(uuid=hosts.uuids[at], name=f"h{at}") for at in numbers)
-        hosts.table.apply(ComputeHosts(service=service, cell="c1", epoch=1, sequence=sequence, hosts=said), 0.0)
+        announced = tuple(HostReport(uuid=hosts.uuids[at], name=f"h{at}") for at in numbers)
+        hosts.table.apply(ComputeHosts(service=service, cell="c1", epoch=1, sequence=sequence, hosts=announced), 0.0)
     return hosts
 
 
@@ -183,8 +183,8 @@ def test_a_service_with_the_best_hosts_does_not_have_all_alternates() -> None:
     hosts = Hosts([{**PLENTY, "MEMORY_MB": 90_000 if at < 100 else 30_000} for at in range(120)], config=config)
     parts = {"dead": range(100), "b": range(100, 110), "c": range(110, 120)}
     for sequence, (service, numbers) in enumerate(parts.items()):
-        said = tuple(HostReport(uuid=hosts.uuids[at], name=f"h{at}") for at in numbers)
-        hosts.table.apply(ComputeHosts(service=service, cell="c1", epoch=1, sequence=sequence, hosts=said), 0.0)
+        announced = tuple(HostReport(uuid=hosts.uuids[at], name=f"h{at}") for at in numbers)
+        hosts.table.apply(ComputeHosts(service=service, cell="c1", epoch=1, sequence=sequence, hosts=announced), 0.0)
     choices = pick(hosts, 40)
     assert all(sorted(services_of(hosts, choice)) == ["b", "c", "dead"] for choice in choices)
     named = Counter(hosts.name(one.row) for choice in choices if choice for one in choice.alternates)
@@ -197,8 +197,8 @@ def test_the_best_alternates_of_other_services_come_before_better_ones_of_the_sa
     for sequence, (service, at) in enumerate(
         [("a", 0), ("a", 1), ("a", 2), ("b", 3), ("b", 4), ("c", 5), ("c", 6), ("c", 7)]
     ):
-        said = (HostReport(uuid=hosts.uuids[at], name=f"h{at}"),)
-        hosts.table.apply(ComputeHosts(service=service, cell="c1", epoch=1, sequence=sequence, hosts=said), 0.0)
+        announced = (HostReport(uuid=hosts.uuids[at], name=f"h{at}"),)
+        hosts.table.apply(ComputeHosts(service=service, cell="c1", epoch=1, sequence=sequence, hosts=announced), 0.0)
     (choice,) = pick(hosts)
     assert choice is not None and hosts.name(choice.selected.row) == "h0"
     assert [hosts.name(alternate.row) for alternate in choice.alternates] == ["h3", "h5"]
@@ -285,7 +285,7 @@ def test_a_pick_is_the_best_that_fits(memory: list[int], picks: int, excluded: s
         free[choice.selected.row] -= 2
 
 
-def test_a_funnel_adds_up_and_a_person_is_told_the_nearest_reasons() -> None:
+def test_a_funnel_adds_up_and_a_person_is_shown_the_nearest_reasons() -> None:
     hosts = Hosts(
         [PLENTY, PLENTY, {**PLENTY, "VCPU": 1}, {"DISK_GB": 5}],
         cells=["c1", "c1", "c1", "c2"],
@@ -297,18 +297,18 @@ def test_a_funnel_adds_up_and_a_person_is_told_the_nearest_reasons() -> None:
     for step in nothing.funnel:
         assert step.remaining + sum(step.rejected.values()) == left, nothing.funnel
         left = step.remaining
-    said = sentence(spec, nothing.funnel, 3)
-    assert said.startswith("None of 4 hosts can take m1.medium (40 DISK_GB, 4096 MEMORY_MB, 2 VCPU): "), said
-    assert "1 were taken during the claim; 1 are disabled; 1 are too small in VCPU" in said
+    text = sentence(spec, nothing.funnel, 3)
+    assert text.startswith("None of 4 hosts can take m1.medium (40 DISK_GB, 4096 MEMORY_MB, 2 VCPU): "), text
+    assert "1 were taken during the claim; 1 are disabled; 1 are too small in VCPU" in text
 
 
-def test_an_empty_book_says_so() -> None:
+def test_an_empty_book_is_named() -> None:
     hosts = Hosts([])
     spec = hosts.spec()
     assert "no hosts at all" in sentence(spec, hosts.selector.explain(spec, {}).funnel, 3)
 
 
-def test_hosts_that_nobody_announced_are_counted() -> None:
+def test_hosts_that_no_service_announced_are_counted() -> None:
     hosts = Hosts([PLENTY] * 2)
     other = Hosts([PLENTY] * 3, seed=9)
     hosts.book.load(hosts.states + other.states[2:], 0)

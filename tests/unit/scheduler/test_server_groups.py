@@ -54,7 +54,7 @@ def test_hard_rules(
 
 
 @pytest.mark.parametrize("host_filter", [ServerGroupAntiAffinityFilter(), ServerGroupAffinityFilter()])
-def test_members_on_hosts_that_the_book_lost_rule_nobody_out(host_filter: Filter) -> None:
+def test_members_on_hosts_that_the_book_lost_exclude_no_host(host_filter: Filter) -> None:
     hosts = Hosts([PLENTY] * 2)
     group = ServerGroup(uuid=new_uuid(hosts.rng), policy=GroupPolicy.ANTI_AFFINITY)
     spec = hosts.spec().with_peers(Peers(server_group=group, members={new_uuid(hosts.rng): 1}), "me")
@@ -95,7 +95,7 @@ def test_hints() -> None:
     assert passing(SameHostFilter(), same_host=(nowhere,)) == [False, False, False]
 
 
-def test_who_names_nobody_is_not_asked_after_and_pays_for_no_filter() -> None:
+def test_a_request_without_a_group_is_not_looked_up_and_pays_for_no_filter() -> None:
     hosts = Hosts([PLENTY] * 2)
     assert not has_peers(hosts.request())
     spec = hosts.spec()

@@ -120,7 +120,7 @@ def test_no_answer_is_not_no_valid_host() -> None:
     assert refused.result == PlacementRefused("c", "no")
 
 
-def test_no_valid_host_is_said_on_the_newest_state_and_after_a_probe() -> None:
+def test_no_valid_host_is_answered_on_the_newest_state_and_after_a_probe() -> None:
     case = ClaimCase(first_run=False)
     none = replace(case.attempt, choice=None)
     refreshed = nothing_fits(none, case.hosts.selector)

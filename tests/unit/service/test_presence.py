@@ -23,20 +23,20 @@ def environment(broker: MemoryBroker, process: str, heartbeat_s: float | None) -
     return Environment(process, transports=transports, rng=random.Random(1), heartbeat_s=heartbeat_s)
 
 
-async def test_heartbeats_tell_the_phase_what_is_waited_for_and_what_is_in_hand() -> None:
+async def test_heartbeats_carry_the_phase_what_is_waited_for_and_what_is_in_hand() -> None:
     broker = MemoryBroker(SystemClock())
-    heard: list[WorkerHeartbeat] = []
+    received: list[WorkerHeartbeat] = []
     enough = asyncio.Event()
 
-    async def hear(batch: list[Received]) -> list[Outcome]:
-        heard.extend(one.message for one in batch if isinstance(one.message, WorkerHeartbeat))
-        if sum(beat.phase == "ready" for beat in heard) >= 2:
+    async def receive(batch: list[Received]) -> list[Outcome]:
+        received.extend(one.message for one in batch if isinstance(one.message, WorkerHeartbeat))
+        if sum(beat.phase == "ready" for beat in received) >= 2:
             enough.set()
         return [Done()] * len(batch)
 
     listening = environment(broker, "listener", None).bus(API)
     await listening.open()
-    listener = listening.consumer("scheduler.control.{process}", hear)  # type: ignore[arg-type]
+    listener = listening.consumer("scheduler.control.{process}", receive)  # type: ignore[arg-type]
     await listener.start()
     running = asyncio.create_task(listener.run())
 
@@ -47,14 +47,14 @@ async def test_heartbeats_tell_the_phase_what_is_waited_for_and_what_is_in_hand(
     announce_presence(service, env, bus, "placement")
     is_fine = False
     service.add_check("book", lambda: is_fine)
-    service.add_consumer(bus.consumer("placement.reads", hear))  # type: ignore[arg-type]
+    service.add_consumer(bus.consumer("placement.reads", receive))  # type: ignore[arg-type]
     stop = asyncio.Event()
     task = asyncio.create_task(service.run(stop))
     async with asyncio.timeout(PATIENCE_S):
         await enough.wait()
     stop.set()
     await task
-    beat = next(one for one in heard if one.phase == "ready")
+    beat = next(one for one in received if one.phase == "ready")
     assert (beat.role, beat.worker, beat.not_ready, beat.every_s) == ("placement", "w1", ("book",), 0.01)
     assert beat.in_hand == {"placement.reads": 0} and beat.pid > 0 and beat.version
     await listener.drain(1.0)
@@ -62,7 +62,7 @@ async def test_heartbeats_tell_the_phase_what_is_waited_for_and_what_is_in_hand(
     await listening.close()
 
 
-async def test_without_an_interval_nothing_is_said() -> None:
+async def test_without_an_interval_nothing_is_published() -> None:
     env = environment(MemoryBroker(SystemClock()), "w1", None)
     service = Service("w", clock=env.clock)
     announce_presence(service, env, env.bus(API), "placement")

@@ -17,20 +17,20 @@ class Recorder:
     queue = "q"
 
     def __init__(self) -> None:
-        self.said: list[str] = []
+        self.logged: list[str] = []
         self.ended = asyncio.Event()
 
     def step(self, name: str) -> object:
         async def run(*_: object) -> None:
-            self.said.append(name)
+            self.logged.append(name)
 
         return run
 
     async def start(self) -> None:
-        self.said.append("consume")
+        self.logged.append("consume")
 
     async def drain(self, grace_s: float) -> None:
-        self.said.append("drain consumer")
+        self.logged.append("drain consumer")
         self.ended.set()
 
     async def run(self) -> None:
@@ -62,7 +62,7 @@ async def test_the_order_of_a_whole_life() -> None:
     assert service.not_ready() == []
     stop.set()
     await life
-    assert recorder.said == [
+    assert recorder.logged == [
         "open one", "open two", "declare", "prepare", "consume",
         "drain consumer", "drain relay", "close two", "close one",
     ]  # fmt: skip
@@ -76,11 +76,11 @@ async def test_a_check_names_what_is_not_ready() -> None:
     assert service.not_ready() == ["service is new", "bus api"]
 
 
-async def test_a_bus_says_why_nothing_can_be_said_on_it() -> None:
-    class Told:
+async def test_a_bus_reports_why_nothing_can_be_published_on_it() -> None:
+    class UnavailableBusPort:
         unavailable_reason = "not connected"
 
-    service, bus = service_of(Recorder()), Told()
+    service, bus = service_of(Recorder()), UnavailableBusPort()
     service.add_bus_check("bus api", bus)
     assert service.not_ready() == ["service is new", "bus api: not connected"]
     bus.unavailable_reason = ""
@@ -103,8 +103,8 @@ async def test_a_side_task_that_dies_ends_the_service_undrained_with_its_fault()
     with pytest.raises(Fault) as caught:
         await life
     assert caught.value.code == "side.gone"
-    assert "drain consumer" not in recorder.said
-    assert recorder.said[-2:] == ["close two", "close one"]
+    assert "drain consumer" not in recorder.logged
+    assert recorder.logged[-2:] == ["close two", "close one"]
 
 
 async def test_a_side_task_that_just_ends_is_a_fault_too() -> None:
@@ -154,7 +154,7 @@ async def test_stop_while_a_resource_waits_to_open_closes_what_was_opened() -> N
     await waits.wait()
     stop.set()
     await life
-    assert recorder.said == ["open one", "open two", "close waiting", "close two", "close one"]
+    assert recorder.logged == ["open one", "open two", "close waiting", "close two", "close one"]
 
 
 async def test_a_resource_that_cannot_open_raises_and_the_opened_ones_close() -> None:
@@ -167,7 +167,7 @@ async def test_a_resource_that_cannot_open_raises_and_the_opened_ones_close() ->
     service.add_resource(opening, recorder.step("close failed"))  # type: ignore[arg-type]
     with pytest.raises(Fault, match="no"):
         await service.run(asyncio.Event())
-    assert recorder.said == ["open one", "open two", "close failed", "close two", "close one"]
+    assert recorder.logged == ["open one", "open two", "close failed", "close two", "close one"]
 
 
 async def test_a_closing_that_fails_does_not_keep_the_others_open() -> None:
@@ -183,7 +183,7 @@ async def test_a_closing_that_fails_does_not_keep_the_others_open() -> None:
     await service.ready.wait()
     stop.set()
     await life
-    assert recorder.said[-2:] == ["close two", "close one"]
+    assert recorder.logged[-2:] == ["close two", "close one"]
 
 
 async def test_a_side_task_dead_while_draining_is_reported_after_the_drain() -> None:
@@ -208,4 +208,4 @@ async def test_a_side_task_dead_while_draining_is_reported_after_the_drain() -> 
     stop.set()
     with pytest.raises(Fault, match="late"):
         await life
-    assert recorder.said[-1] == "close one"
+    assert recorder.logged[-1] == "close one"

@@ -62,7 +62,7 @@ def test_variables_override_the_file_at_any_depth(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "env", "code", "says"),
+    ("text", "env", "code", "message"),
     [
         ("[buss]\n", {}, "settings.unknown", "did you mean bus?"),
         ("[cells.a]\nurl = 'x'\nwieght = 1\n", {}, "settings.unknown", "did you mean weight?"),
@@ -77,11 +77,11 @@ def test_variables_override_the_file_at_any_depth(tmp_path: Path) -> None:
         ("[[", {}, "settings.file", "not TOML"),
     ],
 )
-def test_a_mistake_is_named(tmp_path: Path, text: str, env: dict[str, str], code: str, says: str) -> None:
+def test_a_mistake_is_named(tmp_path: Path, text: str, env: dict[str, str], code: str, message: str) -> None:
     with pytest.raises(SettingsError) as caught:
         load(Everything, toml=written(tmp_path, text), env=env)
     assert caught.value.code == code
-    assert says in caught.value.reason
+    assert message in caught.value.reason
 
 
 @pytest.mark.parametrize(

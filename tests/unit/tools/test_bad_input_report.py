@@ -20,14 +20,14 @@ TOLD: dict[str, Any] = {
 }
 
 
-def said(folder: Path, status: int = 0, **changed: Any) -> dict[str, Any]:
+def summary(folder: Path, status: int = 0, **changed: Any) -> dict[str, Any]:
     report = folder / "schemathesis.json"
     report.write_text(json.dumps({**TOLD, **changed}))
     return judged(status, report)
 
 
 def test_all_done_and_nothing_wrong(tmp_path: Path) -> None:
-    assert said(tmp_path) == {
+    assert summary(tmp_path) == {
         "passed": True, "seed": 1, "operations": 36, "requests": 1524, "failures": 0, "errors": 0, "seconds": 6.9,
     }  # fmt: skip
 
@@ -46,7 +46,7 @@ def test_all_done_and_nothing_wrong(tmp_path: Path) -> None:
     ],
 )
 def test_less_than_all_or_something_wrong(tmp_path: Path, changed: dict[str, Any]) -> None:
-    assert said(tmp_path, **changed)["passed"] is False
+    assert summary(tmp_path, **changed)["passed"] is False
 
 
 @pytest.mark.parametrize("text", [None, "", "[]", "{}", '{"test_cases": {"generated": 5}, "operations": {}}'])

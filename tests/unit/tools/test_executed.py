@@ -31,12 +31,12 @@ def folder(tmp_path: Path) -> Path:
     (tmp_path / "pytest.xml").write_text(PYTEST.format(0, 0, 0, 2858))
     (tmp_path / "mutants.xml").write_text(PYTEST.format(0, 0, 0, 71))
     (tmp_path / "ironic.xml").write_text(PYTEST.format(0, 0, 0, 7))
-    for name, told in TOLD.items():
-        (tmp_path / name).write_text(json.dumps(told))
+    for name, content in TOLD.items():
+        (tmp_path / name).write_text(json.dumps(content))
     return tmp_path
 
 
-def test_what_every_step_did_is_said_in_one_line(folder: Path) -> None:
+def test_what_every_step_did_is_printed_in_one_line(folder: Path) -> None:
     assert executed(folder) == (
         "all passed: 2858 tests (pytest), 71 tests of deliberate defects, demo 1000 boots, conformance 1315, "
         "differential 3000 requests, simulation 4466 requests, clients 57 calls, bad input 1524 requests, "
@@ -47,7 +47,7 @@ def test_what_every_step_did_is_said_in_one_line(folder: Path) -> None:
 
 @pytest.mark.parametrize("step", STEPS, ids=lambda step: step.file)
 @pytest.mark.parametrize("text", [None, "", "{}", "[]", "null", "<a/>", "<testsuite/>", '{"passed": true}'])
-def test_a_file_that_is_missing_or_says_nothing_is_no_pass(folder: Path, step: Any, text: str | None) -> None:
+def test_a_file_that_is_missing_or_holds_nothing_is_no_pass(folder: Path, step: Any, text: str | None) -> None:
     path = folder / step.file
     path.unlink() if text is None else path.write_text(text)
     with pytest.raises(Untold, match=step.file):
@@ -96,7 +96,7 @@ def test_a_test_that_was_skipped_was_not_executed(folder: Path) -> None:
     assert "all passed: 2 tests (pytest)" in executed(folder)
 
 
-def test_as_a_command_it_says_so_by_its_exit_status(folder: Path) -> None:
+def test_as_a_command_it_answers_by_its_exit_status(folder: Path) -> None:
     def run() -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-m", "tests.executed", str(folder)]
         root = Path(__file__).parents[3]

@@ -69,7 +69,7 @@ def test_the_best_is_taken_and_of_equals_the_first(tmp_path: Path, first: str, s
 
 
 @pytest.mark.parametrize(("distribution", "taken"), [(OPTIMISED, 1), (WITHOUT_VENV, 0), (TOO_OLD, 0)])
-def test_the_distributions_is_asked_when_it_is_not_on_the_path(tmp_path: Path, distribution: str, taken: int) -> None:
+def test_the_distributions_is_used_when_it_is_not_on_the_path(tmp_path: Path, distribution: str, taken: int) -> None:
     there = [python(tmp_path / "a", "python3", SLOW), python(tmp_path / "usr", "python3", distribution)]
     assert found([tmp_path / "a"], there[1]) == there[taken]
 
@@ -87,7 +87,7 @@ def test_what_the_user_names_is_taken_however_slow_unless_it_is_too_old(tmp_path
     assert found([tmp_path / "a"], PYTHON="/nowhere/python3") == on_path
 
 
-def test_none_at_all_is_told(tmp_path: Path) -> None:
+def test_none_at_all_is_reported(tmp_path: Path) -> None:
     assert found([tmp_path]) == ""
 
 

@@ -37,18 +37,18 @@ class Broken:
 
 @pytest.mark.parametrize("name", DOORS)
 def test_each_door_takes_what_is_invented_for_it(name: str) -> None:
-    told = fuzz.tried(name, DOORS[name](), 1, INPUTS, math.inf)
-    assert told["inputs"] == len(INPUTS)
-    assert [defect for defect in told["defects"] if "ms of processor time" not in defect["wrong"]] == []
+    result = fuzz.tried(name, DOORS[name](), 1, INPUTS, math.inf)
+    assert result["inputs"] == len(INPUTS)
+    assert [defect for defect in result["defects"] if "ms of processor time" not in defect["wrong"]] == []
 
 
 def test_what_raises_and_what_takes_too_long_is_found_and_found_again_by_its_number() -> None:
-    told = fuzz.tried("x", Broken(), 1, range(40), math.inf)
-    wrongs = {defect["wrong"].partition(":")[0] for defect in told["defects"]}
+    result = fuzz.tried("x", Broken(), 1, range(40), math.inf)
+    wrongs = {defect["wrong"].partition(":")[0] for defect in result["defects"]}
     assert "KeyError" in wrongs and any("ms of processor time" in wrong for wrong in wrongs)
-    number = next(defect["number"] for defect in told["defects"] if "KeyError" in defect["wrong"])
+    number = next(defect["number"] for defect in result["defects"] if "KeyError" in defect["wrong"])
     assert fuzz.tried("x", Broken(), 1, range(number, number + 1), math.inf)["defects"]
-    assert not fuzz.summed(1, {"x": told})["passed"]
+    assert not fuzz.summed(1, {"x": result})["passed"]
     assert not fuzz.summed(1, {})["passed"]
 
 

@@ -7,7 +7,7 @@ import pytest
 from tests.plants import PLANTS, ROOT, Plant
 from tests.sim.mutants import MUTANTS, UNPROVEN, Mutant
 from tests.sim.mutants_of_moves import FOUND_BY_THE_TABLE, MUTANTS_OF_MOVES
-from tests.sim.mutants_of_other_tenants import breaker_never_trips, undead_machine_kept
+from tests.sim.mutants_of_other_tenants import breaker_never_trips, survived_machine_kept
 
 
 @pytest.mark.parametrize("one", PLANTS, ids=lambda one: one.name)
@@ -24,7 +24,7 @@ def test_a_planted_defect_applies_to_the_code_as_it_is(one: Plant) -> None:
         *UNPROVEN.values(),
         *MUTANTS_OF_MOVES,
         *FOUND_BY_THE_TABLE,
-        undead_machine_kept,
+        survived_machine_kept,
         breaker_never_trips,
     ],
     ids=lambda mutant: mutant.__name__,

@@ -48,7 +48,7 @@ class NoRows:
         await asyncio.Event().wait()
 
 
-class AwayBus:
+class UnavailableBus:
     name = "c1"
 
     def __init__(self, clock: QuickClock) -> None:
@@ -65,7 +65,7 @@ class AwayBus:
 
 async def test_an_outage_is_logged_when_it_begins_at_intervals_and_when_it_ends() -> None:
     clock = QuickClock()
-    bus = AwayBus(clock)
+    bus = UnavailableBus(clock)
     named: dict[str, Bus] = {"c1": bus}  # type: ignore[dict-item]
     relay = Relay(NoRows(), named, clock=clock)
     with structlog.testing.capture_logs() as lines:
@@ -79,7 +79,7 @@ async def test_an_outage_is_logged_when_it_begins_at_intervals_and_when_it_ends(
         running.cancel()
         with suppress(asyncio.CancelledError):
             await running
-    told = Counter(line["event"] for line in lines)
+    counts = Counter(line["event"] for line in lines)
     assert bus.tries > 50
-    assert 2 <= told["outbox.bus_unavailable"] <= AWAY_S / UNAVAILABLE_LOG_INTERVAL_S + 1
-    assert told["outbox.bus_back"] == 1
+    assert 2 <= counts["outbox.bus_unavailable"] <= AWAY_S / UNAVAILABLE_LOG_INTERVAL_S + 1
+    assert counts["outbox.bus_back"] == 1

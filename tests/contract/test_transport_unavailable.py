@@ -75,7 +75,7 @@ async def test_a_connection_that_comes_back_waits_for_its_private_queue_while_an
     await got.wait(1)
 
 
-async def test_while_the_broker_is_away_publishing_says_so(rig: Rig) -> None:
+async def test_while_the_broker_is_unavailable_publishing_fails(rig: Rig) -> None:
     transport = await rig.transport()
     queue = await declare(transport)
     await transport.publish(command(b"kept"))
@@ -91,7 +91,7 @@ async def test_while_the_broker_is_away_publishing_says_so(rig: Rig) -> None:
     assert await transport.depth(queue) == 1
 
 
-async def test_open_waits_for_a_broker_that_is_away(rig: Rig) -> None:
+async def test_open_waits_for_an_unavailable_broker(rig: Rig) -> None:
     await rig.shut()
     opening = asyncio.create_task(rig.transport())
     await asyncio.sleep(0)

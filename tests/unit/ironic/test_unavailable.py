@@ -12,7 +12,7 @@ from bus.memory import MemoryTransport
 from bus.port import BusUnavailable
 from ironic_sync.source.port import SourceUnavailable
 from ironic_sync.store.memory import MemoryTerm
-from tests.unit.ironic.nodes import reserved, told, turns, world
+from tests.unit.ironic.nodes import notification, reserved, turns, world
 from tests.unit.ironic.world import VirtualClock, World
 
 
@@ -25,12 +25,12 @@ async def test_a_notification_that_cannot_be_handled_stops_nothing(monkeypatch: 
         with monkeypatch.context() as patched:
             patched.setattr("ironic_sync.listener.effect_of", lambda *_, **__: 1 / 0)
             nodes.put(maintenance=True)
-            await here.notify(told("node.maintenance_set.end", maintenance=True))
+            await here.notify(notification("node.maintenance_set.end", maintenance=True))
             await here.settle()
         assert nodes.lists > lists
         assert reserved(here) == 1
         nodes.put(maintenance=False)
-        await here.notify(told("node.maintenance_set.end", maintenance=False))
+        await here.notify(notification("node.maintenance_set.end", maintenance=False))
         await here.settle()
         assert reserved(here) == 0
         assert await here.transport.depth(here.config.queue) == 0
@@ -58,7 +58,7 @@ async def test_the_exchange_may_come_later() -> None:
         await here.pass_time(5)
         assert here.loop.healthy
         nodes.put(maintenance=True)
-        await here.notify(told("node.maintenance_set.end", maintenance=True))
+        await here.notify(notification("node.maintenance_set.end", maintenance=True))
         await here.settle()
         assert reserved(here) == 1
 
@@ -79,19 +79,19 @@ async def test_after_a_reconnection_it_binds_and_reads_all() -> None:
         assert nodes.lists == lists + 1
         assert reserved(here) == 1
         nodes.put(maintenance=False)
-        await here.notify(told("node.maintenance_set.end"))
+        await here.notify(notification("node.maintenance_set.end"))
         await here.settle()
         assert reserved(here) == 0, "it consumes again"
 
 
-async def test_ironic_away() -> None:
+async def test_ironic_unavailable() -> None:
     """What takes away needs no Ironic; what gives back waits for it; reads come at longer and longer intervals."""
     nodes, here = world()
     async with here.running():
         await here.settle()
         nodes.fault = SourceUnavailable("unavailable")
         nodes.put(maintenance=True)
-        await here.notify(told("node.maintenance_set.end", maintenance=True))
+        await here.notify(notification("node.maintenance_set.end", maintenance=True))
         await turns()
         assert reserved(here) == 1
         reads = nodes.reads
@@ -112,7 +112,7 @@ async def test_a_node_is_offered_within_two_seconds_of_ironics_first_answer() ->
         await here.settle()
         nodes.fault = SourceUnavailable("away")
         nodes.put(maintenance=True)
-        await here.notify(told("node.maintenance_set.end", maintenance=True))
+        await here.notify(notification("node.maintenance_set.end", maintenance=True))
         await unsettled(here, 300)
         assert reserved(here) == 1
         lists = nodes.lists
@@ -124,7 +124,7 @@ async def test_a_node_is_offered_within_two_seconds_of_ironics_first_answer() ->
         assert nodes.lists == lists + 1
 
 
-async def test_a_list_that_ironic_refuses_is_not_asked_for_every_second() -> None:
+async def test_a_list_that_ironic_refuses_is_not_requested_every_second() -> None:
     nodes, here = world()
     async with here.running():
         await here.settle()
@@ -135,14 +135,14 @@ async def test_a_list_that_ironic_refuses_is_not_asked_for_every_second() -> Non
         assert nodes.lists - lists < 40
 
 
-async def test_the_bus_away_loses_nothing_and_piles_up_one_update_a_node() -> None:
+async def test_an_unavailable_bus_loses_nothing_and_piles_up_one_update_a_node() -> None:
     nodes, here = world()
     async with here.running():
         await here.settle()
         here.book.fault = BusUnavailable("unavailable")
         for on in (True, False) * 20 + (True,):
             nodes.put(maintenance=on)
-            await here.notify(told("node.maintenance_set.end", maintenance=on))
+            await here.notify(notification("node.maintenance_set.end", maintenance=on))
             await turns()
         here.book.fault = None
         reported_before = len(here.book.updates)
@@ -151,30 +151,30 @@ async def test_the_bus_away_loses_nothing_and_piles_up_one_update_a_node() -> No
         assert len(here.book.updates) == reported_before + 1
 
 
-class Away(MemoryTerm):
+class UnavailableTerm(MemoryTerm):
     """A database that goes away in the middle of it."""
 
-    away = False
+    unavailable = False
 
     async def save(self, positions: Sequence[Any]) -> None:
-        if Away.away:
+        if UnavailableTerm.unavailable:
             raise DatabaseUnavailable("unavailable")
         await super().save(positions)
 
 
 async def test_a_notification_is_acknowledged_only_after_what_it_did_is_saved(monkeypatch: pytest.MonkeyPatch) -> None:
     nodes, here = world()
-    monkeypatch.setattr("ironic_sync.store.memory.MemoryTerm", Away)
+    monkeypatch.setattr("ironic_sync.store.memory.MemoryTerm", UnavailableTerm)
     async with here.running():
         await here.settle()
-        Away.away = True
+        UnavailableTerm.unavailable = True
         nodes.put(maintenance=True)
-        await here.notify(told("node.maintenance_set.end", maintenance=True))
+        await here.notify(notification("node.maintenance_set.end", maintenance=True))
         await turns()
         assert here.loop.sync_state is not None
         assert len(here.loop.sync_state.deliveries) == 1
         assert reserved(here) == 0, "what is not saved is not told"
-        Away.away = False
+        UnavailableTerm.unavailable = False
         await here.settle()
         assert reserved(here) == 1
         assert here.loop.sync_state.deliveries == []

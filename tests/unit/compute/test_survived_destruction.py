@@ -48,7 +48,7 @@ async def test_what_was_destroyed_and_runs_again_is_destroyed_at_the_start(phase
     await again.agent.resume()
     await again.rest()
     assert not driver.machines
-    assert [(result.attempt, result.outcome) for result in again.said] == [(last, ComputeOutcome.DESTROYED)]
+    assert [(result.attempt, result.outcome) for result in again.results] == [(last, ComputeOutcome.DESTROYED)]
 
 
 async def test_a_newer_machine_than_what_was_destroyed_stays() -> None:
@@ -80,12 +80,12 @@ async def test_a_machine_that_is_left_as_it_is_counts_as_leaving_once_its_attemp
     service.agent.take([destroy(0)])
     await service.rest()
     assert driver.machines == {KEY: 1} and await leaving() == [True]
-    assert [result.outcome for result in service.said][-1] is ComputeOutcome.DESTROYED
+    assert [result.outcome for result in service.results][-1] is ComputeOutcome.DESTROYED
     driver.machines[KEY] = 2
     assert await leaving() == [False], "a newer one than its fence"
     driver.machines[KEY] = 1
-    asked = driver.destroys
+    destroys_before = driver.destroys
     again = Service(driver, service.records)
     await again.agent.resume()
     await again.rest()
-    assert driver.destroys == asked, "nor is it destroyed with each start"
+    assert driver.destroys == destroys_before, "nor is it destroyed with each start"

@@ -50,7 +50,7 @@ def sequences(received: list[Received]) -> list[int]:
     return [one.message.sequence for one in received]  # type: ignore[attr-defined]
 
 
-async def test_an_event_that_is_alone_leaves_once_and_both_hear_it(house: House) -> None:
+async def test_an_event_that_is_alone_leaves_once_and_both_receive_it(house: House) -> None:
     bus = await house.bus()
     client, everybodys = Answering(), await foreign(bus)
     await house.consume(bus, FEED, client)

@@ -31,13 +31,13 @@ def test_workers_wait_for_their_servers_and_outlive_a_restart_of_the_database() 
         small.servers.broker.shut_down()
         small.servers.postgres.shut_down()
         start_all(small.processes, PLAN)
-        says(small, "placement1", "database.waiting")
-        says(small, "scheduler1", "database.waiting", "bus.unavailable")
-        says(small, "conductor-cell1-1", "database.waiting", "bus.unavailable")
-        says(small, "compute-cell1-c1", "bus.unavailable")
+        logs(small, "placement1", "database.waiting")
+        logs(small, "scheduler1", "database.waiting", "bus.unavailable")
+        logs(small, "conductor-cell1-1", "database.waiting", "bus.unavailable")
+        logs(small, "compute-cell1-c1", "bus.unavailable")
         started = small.pids()
         small.servers.postgres.start()
-        says(small, "placement1", "bus.unavailable")
+        logs(small, "placement1", "bus.unavailable")
         small.servers.broker.start()
         small.ready()
         assert small.pids() == started, "they waited, and did not die"
@@ -95,7 +95,7 @@ async def hosts_known(client: BuildClient) -> None:
             await asyncio.sleep(0.05)  # nothing announces it
 
 
-def says(small: Small, name: str, *events: str) -> None:
+def logs(small: Small, name: str, *events: str) -> None:
     """Wait until a worker's log holds one of these events, and the worker lives."""
     worker = small.processes.workers[name]
     until(lambda: any(f'"event":"{event}"' in worker.log.read_text() for event in events), f"{name} says {events}")
