@@ -31,6 +31,8 @@ COMMANDS = {
     "abort": ("moves", "abort"),
     "evacuate": ("moves", "evacuate"),
     "rebuild": ("moves", "rebuild"),
+    "rescue": ("moves", "rescue"),
+    "unrescue": ("moves", "unrescue"),
     "shelve": ("moves", "shelve"),
     "offload": ("moves", "offload"),
     "unshelve": ("moves", "unshelve"),

@@ -103,6 +103,7 @@ class Changes:
                 allocations=dict(command.allocations),
                 deployment=command.deployment,
                 to_host=command.to_host,
+                rescue_password=command.rescue_password,
             )
             try:
                 async with asyncio.timeout(command.timeout_s):

@@ -89,7 +89,7 @@ class Build(Struct, frozen=True):
 
 
 class ChangeOrder(Struct, frozen=True, kw_only=True):
-    """One change of one machine. order: rises with each; to_host: of a hand-over."""
+    """One change of one machine. order: rises with each; to_host: of a hand-over; rescue_password: of a rescue."""
 
     kind: ChangeKind
     host_uuid: str
@@ -99,6 +99,7 @@ class ChangeOrder(Struct, frozen=True, kw_only=True):
     allocations: dict[str, Resources]
     deployment: str | None = None
     to_host: str | None = None
+    rescue_password: str = ""
 
 
 class ChangeResult(Struct, frozen=True):

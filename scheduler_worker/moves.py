@@ -456,6 +456,7 @@ class MoveEngine:
             migration=request.migration,
             auto_confirm_s=request.auto_confirm_s,
             offload=request.offload,
+            rescue_password=request.rescue_password,
             fenced=request.fenced,
             step_timeout_s=request.timeout_s or built.build_timeout_s or config.build_timeout_s,
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import random
+import secrets
 from collections.abc import AsyncIterator
 from datetime import UTC, datetime
 from typing import Annotated, Any
@@ -23,6 +24,7 @@ from berth.commands.common import (
     Stop,
     Timeout,
     client,
+    err,
     out,
     parse_uuid,
     print_json,
@@ -140,6 +142,33 @@ def rebuild(
     _ask(context, uuid, MoveKind.REBUILD, fields, request_id=request_id, wait=wait, timeout_s=timeout, as_json=as_json)
 
 
+def rescue(
+    context: typer.Context,
+    uuid: Instance,
+    password: Annotated[
+        str | None,
+        typer.Option(
+            envvar="BERTH_RESCUE_PASSWORD",
+            show_envvar=True,
+            help="What the rescue system lets a person in with; without it one is made and printed.",
+        ),
+    ] = None,
+    request_id: RequestId = None,
+    wait: Wait = False,
+    timeout: Timeout = 600.0,
+    as_json: AsJson = False,
+) -> None:
+    """Boot an instance from a rescue system.
+
+    Its own disks are beside it.
+    """
+    chosen = password or secrets.token_urlsafe(12)
+    if password is None:
+        err.print(f"password: {chosen}", soft_wrap=True)
+    fields = {"rescue_password": chosen}
+    _ask(context, uuid, MoveKind.RESCUE, fields, request_id=request_id, wait=wait, timeout_s=timeout, as_json=as_json)
+
+
 def shelve(
     context: typer.Context,
     uuid: Instance,
@@ -195,6 +224,8 @@ abort = _simple(MoveKind.ABORT, "End a move that has not reached its destination
 offload = _simple(MoveKind.OFFLOAD, "Give up the host of a shelved instance.")
 start = _simple(MoveKind.START, "Start an instance.")
 stop = _simple(MoveKind.STOP, "Stop an instance; what it holds stays held.")
+
+unrescue = _simple(MoveKind.UNRESCUE, "Boot a rescued instance from its own disks again.")
 
 
 def moves(

@@ -34,6 +34,7 @@ class Behaviour(Struct, frozen=True, kw_only=True):
     undeploy_s: float = 0.1
     clean_s: float = 0.3
     deploy_fails: float = 0.0
+    rescue_fails: bool = False
     lose: float = 0.0  # share of notifications that are never sent
 
 
@@ -43,8 +44,8 @@ ALLOWED: Mapping[str, frozenset[str]] = {
     "provide": frozenset({"manageable"}),
     "active": frozenset({"available", "deploy failed"}),
     "rebuild": frozenset({"active", "deploy failed", "error"}),
-    "rescue": frozenset({"active", "rescue", "rescue failed"}),
-    "unrescue": frozenset({"rescue", "unrescue failed"}),
+    "rescue": frozenset({"active", "rescue", "rescue failed", "unrescue failed"}),
+    "unrescue": frozenset({"rescue", "rescue failed", "unrescue failed"}),
     "service": frozenset({"active", "service failed"}),
     "deleted": frozenset({"active", "deploy failed", "error", "rescue", "rescue failed", "unrescue failed"}),
 }
@@ -230,6 +231,12 @@ class NodePool:
         await self._move(node, "active", "end", "done", request_id)
 
     async def _rescue(self, node: dict[str, Any], request_id: str) -> None:
+        if self.behaviour.rescue_fails:
+            await self._move(node, "rescuing", "start", "rescue", request_id, target="rescue")
+            await self._clock.sleep(self.behaviour.deploy_s)
+            node["last_error"] = "Failed to rescue: the ramdisk does not boot"
+            await self._move(node, "rescue failed", "error", "fail", request_id, target="rescue")
+            return
         await self._pass_through(node, "rescuing", "rescue", "rescue", request_id)
 
     async def _unrescue(self, node: dict[str, Any], request_id: str) -> None:

@@ -205,6 +205,10 @@ class IronicStandIn:
     async def _provision(self, request: Request) -> Response:
         requested = await _json(request, dict)
         node = self._node(request)
+        if requested.get("target") == "rescue" and not str(requested.get("rescue_password") or "").strip():
+            raise RequestError(
+                400, 'A non-empty "rescue_password" is required when setting target provision state to rescue'
+            )
         self.pool.provision(node, str(requested.get("target", "")), self._request_id())
         if "configdrive" in requested:
             self.pool.config_drives[node["uuid"]] = requested["configdrive"]

@@ -206,5 +206,5 @@ class MoveWatch:
                     continue
                 if guest.allocations != instance.here.allocations:
                     yield f"machine_has_its_size: {uuid} is {guest.allocations}, its record {instance.here.allocations}"
-                if guest.runs is not (instance.power is Power.RUNNING):
+                if guest.runs is not (instance.power in (Power.RUNNING, Power.RESCUED)):
                     yield f"runs_as_recorded: {uuid} is {instance.power.value}, and runs: {guest.runs}"

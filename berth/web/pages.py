@@ -307,7 +307,8 @@ def _kinds_for(build: BuildRecord, caller: WebCaller) -> list[MoveKind]:
     """What this caller may request of an existing instance; whether it can be done its cell decides."""
     if caller.role is WebRole.READER or build.state is not BuildState.ACTIVE:
         return []
-    needs_more = {MoveKind.RESIZE, MoveKind.REBUILD, MoveKind.OFFLOAD}  # another flavor, an image: by the API
+    # Another flavor, an image, a password: by the API.
+    needs_more = {MoveKind.RESIZE, MoveKind.REBUILD, MoveKind.OFFLOAD, MoveKind.RESCUE}
     return [
         kind
         for kind in MoveKind

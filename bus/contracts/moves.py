@@ -36,12 +36,18 @@ class MoveKind(StrEnum):
     UNSHELVE = "unshelve"  # start it again; from its image on a host that is chosen anew where it was offloaded
     START = "start"
     STOP = "stop"
+    RESCUE = "rescue"  # boot it from a rescue system, its own disks beside it
+    UNRESCUE = "unrescue"  # boot it from its own disks again
 
 
 # Kinds whose request names hosts to go to; an instance that is shelved and not offloaded is unshelved without any.
 CHOOSES_HOSTS = frozenset(
     {MoveKind.MIGRATE, MoveKind.LIVE_MIGRATE, MoveKind.RESIZE, MoveKind.EVACUATE, MoveKind.UNSHELVE}
 )
+
+
+# Ironic takes no control characters there.
+RescuePassword = Annotated[str, Bound(max_length=128, pattern=r"^[^\x00-\x1f\x7f]*\Z")]
 
 
 class ResizePolicy(StrEnum):
@@ -59,10 +65,11 @@ class MoveRequest(Message, frozen=True, kw_only=True, forbid_unknown_fields=True
     keeps the source, so it must be no instance's. flavor: of a resize. image: of a rebuild. host, forced, ignore_hosts,
     max_attempts: of kinds that choose a host, as in a build request. policy: of a resize. migration: a confirm, revert
     or abort is meant for this move alone (None: for the one there is). auto_confirm_s: a migrate or resize is confirmed
-    by itself so long after it has arrived (0: at once; None: it waits for a client). offload: of a shelve. fenced: of
-    an evacuation: the client states that the host is off and stays off until it has been notified of what it has lost;
-    without it the evacuation is refused unless the cell has the operator's fence on record. timeout_s: how long one
-    step on one host may take.
+    by itself so long after it has arrived (0: at once; None: it waits for a client). offload: of a shelve.
+    rescue_password: of a rescue, which names one: what its rescue system lets a person in with. It is a secret: until
+    the rescue has ended it is in the cell's record. fenced: of an evacuation: the client states that the host is off
+    and stays off until it has been notified of what it has lost; without it the evacuation is refused unless the cell
+    has the operator's fence on record. timeout_s: how long one step on one host may take.
     """
 
     request_id: Uuid
@@ -80,6 +87,7 @@ class MoveRequest(Message, frozen=True, kw_only=True, forbid_unknown_fields=True
     migration: Uuid | None = None
     auto_confirm_s: Annotated[float, Bound(ge=0, le=30 * 86_400)] | None = None
     offload: bool = False
+    rescue_password: RescuePassword = ""
     fenced: bool = False
     timeout_s: Annotated[float, Bound(gt=0, le=86_400)] | None = None
 
@@ -119,6 +127,7 @@ class Condition(StrEnum):
     STOPPED = "stopped"
     RESIZED = "resized"  # it runs on the destination, and confirm or revert is awaited
     SHELVED = "shelved"
+    RESCUED = "rescued"
     OFFLOADED = "offloaded"
     MOVING = "moving"  # a request is under way
     FAILED = "failed"
@@ -246,6 +255,7 @@ class CellMove(Message, frozen=True, kw_only=True, tag="cell.move.v1"):
     migration: Uuid | None = None
     auto_confirm_s: Annotated[float, Bound(ge=0, le=30 * 86_400)] | None = None
     offload: bool = False
+    rescue_password: RescuePassword = ""
     fenced: bool = False
     step_timeout_s: Annotated[float, Bound(gt=0, le=86_400)] = 300.0
 
@@ -261,6 +271,8 @@ class ChangeKind(StrEnum):
     RESIZE = "resize"  # to `spec` and `allocations`
     REBUILD = "rebuild"  # from the image of `spec`
     SNAPSHOT = "snapshot"  # stop it and keep its image
+    RESCUE = "rescue"  # boot its rescue system, with `rescue_password`; it runs
+    UNRESCUE = "unrescue"  # boot it from its own disks; it runs
 
 
 class ChangeMachine(Message, frozen=True, kw_only=True, tag="compute.change.v1"):
@@ -280,11 +292,14 @@ class ChangeMachine(Message, frozen=True, kw_only=True, tag="compute.change.v1")
     allocations: Allocations
     deployment: Uuid | None = None
     to_host: Uuid | None = None
+    rescue_password: RescuePassword = ""
     timeout_s: Annotated[float, Bound(gt=0, le=86_400)] = 300.0
 
 
 # The code of a change whose machine is not on its host: there is nothing that could be changed, or changed back.
 MACHINE_ABSENT = "machine.absent"
+# The code of a rescue that was begun and has failed: its own system may not run either, and unrescuing is the way back.
+RESCUE_FAILED = "rescue.failed"
 
 
 class MachineChanged(Message, frozen=True, kw_only=True, tag="compute.changed.v1"):

@@ -52,6 +52,7 @@ class Power(StrEnum):
     RUNNING = "running"
     STOPPED = "stopped"
     SHELVED = "shelved"  # stopped, and its image is kept
+    RESCUED = "rescued"  # its rescue system runs, and not its own
 
 
 # A build goes on: between a backup and its restore it may have moved on, or have become active.
@@ -130,6 +131,7 @@ class Move(Struct, frozen=True, kw_only=True, omit_defaults=True):
     auto_confirm_s: float | None = None
     step_timeout_s: float = 300.0
     offload: bool = False
+    rescue_password: str = ""
     order: int = 0
     handed_over: bool = False
     finishing: bool = False

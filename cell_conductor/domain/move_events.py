@@ -16,6 +16,7 @@ _AT_REST = {
     Power.RUNNING: Condition.ACTIVE,
     Power.STOPPED: Condition.STOPPED,
     Power.SHELVED: Condition.SHELVED,
+    Power.RESCUED: Condition.RESCUED,
 }
 _CONDITIONS = {
     State.OFFLOADED: Condition.OFFLOADED,

@@ -57,6 +57,7 @@ from .move_steps import (
     NO_HOST,
     adopt,
     arrived,
+    as_left,
     begin_claimed,
     begin_in_place,
     change,
@@ -108,6 +109,8 @@ def begin(instance: Instance, event: MoveRequested, timeouts: Timeouts) -> Step:
         return refuse_request(instance, event, timeouts, "move.none", f"no move is there to {kind.value}")
     if instance.power is Power.SHELVED and kind not in (MoveKind.UNSHELVE, MoveKind.OFFLOAD, MoveKind.SHELVE):
         return refuse_request(instance, event, timeouts, "instance.shelved", "unshelve or offload it first")
+    if instance.power is Power.RESCUED and kind not in (MoveKind.RESCUE, MoveKind.UNRESCUE, MoveKind.EVACUATE):
+        return refuse_request(instance, event, timeouts, "instance.rescued", "unrescue it first")
     if kind in CLAIMS:
         return begin_claimed(instance, event, timeouts)
     return begin_in_place(instance, event, timeouts)
@@ -473,13 +476,7 @@ def changed(instance: Instance, event: ChangeEnded, timeouts: Timeouts) -> Step:
         ending = Ending(MoveState.FAILED, event.code or "change.failed", event.reason)
         if event.runs is None:
             return answer(instance, ending, event.at, timeouts)
-        # What the host knows of the machine counts: a rebuild that failed half-way has left nothing to run, and what
-        # was shelved and runs is not shelved any more.
-        back = replace(instance, spec=move.spec)
-        if event.runs:
-            back = replace(back, power=Power.RUNNING, image="")
-        elif instance.power is not Power.SHELVED:
-            back = replace(back, power=Power.STOPPED)
+        back = as_left(instance, event)
         return close(over(back, event.at), ending, event.at, timeouts)
     if move.kind is MoveKind.SHELVE:
         kept = replace(instance, power=Power.SHELVED, image=event.image)
@@ -488,6 +485,8 @@ def changed(instance: Instance, event: ChangeEnded, timeouts: Timeouts) -> Step:
         return close(over(kept, event.at), DONE, event.at, timeouts)
     if move.kind in (MoveKind.START, MoveKind.UNSHELVE):
         instance = replace(instance, power=Power.RUNNING, image="")
+    if move.kind in (MoveKind.RESCUE, MoveKind.UNRESCUE):
+        instance = replace(instance, power=Power.RESCUED if move.kind is MoveKind.RESCUE else Power.RUNNING)
     if move.kind is MoveKind.STOP:
         instance = replace(instance, power=Power.STOPPED)
     return close(over(instance, event.at), DONE, event.at, timeouts)

@@ -10,6 +10,7 @@ from bus.contracts.base import Message
 from bus.contracts.build import AttemptRecord
 from bus.contracts.cell import Destroy, Origin, Selection, Spawn
 from bus.contracts.moves import (
+    RESCUE_FAILED,
     ChangeKind,
     ChangeMachine,
     MoveKind,
@@ -101,7 +102,10 @@ def begin_in_place(instance: Instance, event: MoveRequested, timeouts: Timeouts)
         MoveKind.STOP: instance.power is Power.STOPPED,
         MoveKind.UNSHELVE: instance.power is not Power.SHELVED,
         MoveKind.SHELVE: instance.power is Power.SHELVED and not event.request.offload,
+        MoveKind.RESCUE: instance.power is Power.RESCUED,
     }
+    if kind is MoveKind.UNRESCUE and instance.power is Power.STOPPED:
+        return refuse_request(instance, event, timeouts, "instance.not_rescued")
     if is_there.get(kind):
         if kind is MoveKind.UNSHELVE:
             return refuse_request(instance, event, timeouts, "instance.not_shelved")
@@ -131,6 +135,7 @@ def adopt(
         auto_confirm_s=request.auto_confirm_s,
         step_timeout_s=request.step_timeout_s,
         offload=request.offload,
+        rescue_password=request.rescue_password,
         began=event.at,
     )
     # Who the instance belongs to never changes with what is done to it.
@@ -326,6 +331,8 @@ CHANGES = {
     MoveKind.STOP: ChangeKind.STOP,
     MoveKind.REBUILD: ChangeKind.REBUILD,
     MoveKind.SHELVE: ChangeKind.SNAPSHOT,
+    MoveKind.RESCUE: ChangeKind.RESCUE,
+    MoveKind.UNRESCUE: ChangeKind.UNRESCUE,
 }
 
 
@@ -369,6 +376,7 @@ def order(instance: Instance, kind: ChangeKind, at: float, timeouts: Timeouts, *
         allocations=where.allocations,
         deployment=timeouts.deployment,
         to_host=instance.here.host_uuid if kind in _OF_SOURCE else None,
+        rescue_password=move.rescue_password if kind is ChangeKind.RESCUE else "",
         timeout_s=move.step_timeout_s,
     )
     return Step(replace(instance, order=order, move=replace(move, order=order)), (command,))
@@ -378,6 +386,18 @@ def is_awaited(instance: Instance, event: ChangeEnded, where: Selection, attempt
     """Whether this answers the change that was last commanded."""
     answered = (event.order, event.attempt, event.host_uuid)
     return answered == (move_of(instance).order, attempt, where.host_uuid)
+
+
+def as_left(instance: Instance, event: ChangeEnded) -> Instance:
+    """The instance after a change that was not done. What its host knows of the machine counts: a rebuild that failed
+    half-way has left nothing to run, and what was shelved and runs is not shelved any more.
+    """
+    left = replace(instance, spec=move_of(instance).spec)
+    if instance.power is Power.RESCUED or event.code == RESCUE_FAILED:
+        return replace(left, power=Power.RESCUED)
+    if event.runs:
+        return replace(left, power=Power.RUNNING, image="")
+    return left if instance.power is Power.SHELVED else replace(left, power=Power.STOPPED)
 
 
 def destroy_source(instance: Instance, timeouts: Timeouts) -> Destroy:

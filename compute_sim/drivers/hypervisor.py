@@ -213,7 +213,7 @@ def _check(host: Host, build: Build) -> None:
 def _changed(guest: Guest, change: ChangeOrder) -> Guest:
     """The machine after a change that worked."""
     match change.kind:
-        case ChangeKind.START:
+        case ChangeKind.START | ChangeKind.RESCUE | ChangeKind.UNRESCUE:
             return replace(guest, runs=True)
         case ChangeKind.STOP | ChangeKind.HAND_OVER | ChangeKind.HAND_OVER_LIVE | ChangeKind.SNAPSHOT:
             return replace(guest, runs=False)

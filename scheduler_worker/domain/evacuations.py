@@ -25,7 +25,7 @@ MAX_TRIES = 24  # of one instance under one fence; after that it waits for a per
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 2.0, 600.0  # between a try that has failed and the next; doubled with each
 _NAMESPACE = UUID("6b0f4c9e-3f0e-5d0a-9c55-2f6c8e1d7a41")
 # What has a machine, or the claim of one, on its host. A move that has not been confirmed is ended by its cell.
-_ON_HOST = frozenset({Condition.ACTIVE, Condition.STOPPED, Condition.SHELVED})
+_ON_HOST = frozenset({Condition.ACTIVE, Condition.STOPPED, Condition.SHELVED, Condition.RESCUED})
 
 
 class FencedHost(Struct, frozen=True):

@@ -236,6 +236,8 @@ def _misfit(request: MoveRequest, known: MoveContext, flavors: FlavorAccess, *, 
             return Refusal(code="resize.same_host", reason="this site does not resize on the same host")
     if request.kind is MoveKind.REBUILD and request.image is None:
         return Refusal(code=INCOMPLETE, reason="a rebuild names an image")
+    if request.kind is MoveKind.RESCUE and not request.rescue_password:
+        return Refusal(code=INCOMPLETE, reason="a rescue names a password")
     return None
 
 

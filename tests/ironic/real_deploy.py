@@ -163,7 +163,7 @@ async def test_a_node_of_a_project_serves_no_other_and_shards_select(metal: Real
     await driver.close()
 
 
-async def test_a_machine_is_stopped_started_and_rebuilt_by_its_client(metal: RealMetal) -> None:
+async def test_a_machine_is_stopped_started_rescued_and_rebuilt_by_its_client(metal: RealMetal) -> None:
     (node,) = await metal.nodes.enroll(1, direct=True)
     await metal.offered(node)
     request = metal.request(image_source=metal.image, config_drive=drive(), host=node)
@@ -186,6 +186,10 @@ async def test_a_machine_is_stopped_started_and_rebuilt_by_its_client(metal: Rea
         await metal.all_agree()
         await ask(MoveKind.START)
         assert (await metal.nodes.get(node))["power_state"] == "power on"
+        for kind, state in ((MoveKind.RESCUE, "rescue"), (MoveKind.UNRESCUE, "active")):
+            await ask(kind, **({"rescue_password": "sesame"} if kind is MoveKind.RESCUE else {}))
+            assert (await metal.nodes.get(node))["provision_state"] == state
+            await metal.all_agree()
         metal.lab.agents.orders.clear()
         await ask(MoveKind.REBUILD, image="again")
     finally:

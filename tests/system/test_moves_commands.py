@@ -53,6 +53,8 @@ def test_an_instance_is_stopped_shelved_offloaded_and_unshelved(berth: Berth, in
     for command, condition in (
         (["stop"], "stopped"),
         (["start"], "active"),
+        (["rescue", "--password", "sesame"], "rescued"),
+        (["unrescue"], "active"),
         (["rebuild", "--image", "other"], "active"),
         (["shelve"], "shelved"),
         (["offload"], "offloaded"),
@@ -63,7 +65,9 @@ def test_an_instance_is_stopped_shelved_offloaded_and_unshelved(berth: Berth, in
         assert shown(berth, instance)["condition"] == condition
         assert (f"now      {condition}" in berth("show", instance).out) == (condition != "active")
     moves = berth("moves", "--instance", instance, "--json").data
-    assert [one["kind"] for one in moves] == ["unshelve", "offload", "shelve", "rebuild", "start", "stop"]
+    assert [one["kind"] for one in moves] == [
+        *("unshelve", "offload", "shelve", "rebuild", "unrescue", "rescue", "start", "stop"),
+    ]
     assert all(one["state"] == "done" for one in moves)
 
 

@@ -156,7 +156,7 @@ class BareMetal:
         raise Reschedule("change.unsupported", "a bare-metal node takes over no machine of another one")
 
     async def change(self, change: ChangeOrder) -> ChangeResult:
-        """Power on, power off, rebuild; of others the node is left as it is."""
+        """Power, rebuild, rescue and back; of others the node is left as it is."""
         return await NodeChange(change, api=self._api, config=self._config, clock=self._clock).run()
 
     async def list(self, hosts: Sequence[str] | None = None) -> Mapping[str, Sequence[Machine]]:

@@ -1,4 +1,4 @@
-"""One change of a deployed node where it is: power on, power off, or a rebuild from another image.
+"""One change of a deployed node where it is: power, a rebuild from another image, its rescue system and back.
 
 A loop as a deployment is: look at the node, do the next thing, look again. What is requested of a node twice is done
 once, except a rebuild whose service died between request and answer: it is done again.
@@ -10,7 +10,7 @@ from msgspec import to_builtins
 from msgspec.structs import replace
 
 from bus.clock import Clock
-from bus.contracts.moves import MACHINE_ABSENT, ChangeKind
+from bus.contracts.moves import MACHINE_ABSENT, RESCUE_FAILED, ChangeKind
 from compute_sim.config import IronicConfig
 from compute_sim.driver import BuildAbort, ChangeFault, ChangeOrder, ChangeResult, DriverUnavailable, NotOurs
 from compute_sim.drivers.ironic.api import IronicApi, Refused
@@ -19,7 +19,9 @@ from compute_sim.drivers.ironic.node import BUILT, DEPLOYING, MARK, IronicNode, 
 from compute_sim.drivers.ironic.request import IMAGE_ENTRIES, config_drive, image_of, instance_info
 
 POWER = {ChangeKind.START: "power on", ChangeKind.STOP: "power off"}
-CHANGES = frozenset({*POWER, ChangeKind.REBUILD})
+RESCUES = frozenset({ChangeKind.RESCUE, ChangeKind.UNRESCUE})
+CHANGES = frozenset({*POWER, *RESCUES, ChangeKind.REBUILD})
+FAILED_RESCUE = frozenset({"rescue failed", "unrescue failed"})  # from these Ironic takes both
 POLL_SHARE = 0.05  # of the time taken: a rebuild takes minutes
 
 
@@ -51,6 +53,8 @@ class NodeChange:
             assert node is not None
             if self._change.kind is ChangeKind.REBUILD:
                 return await self._rebuild(node, mark)
+            if self._change.kind in RESCUES:
+                return await self._rescue(node)
             return await self._power(node, POWER[self._change.kind])
         except DriverUnavailable:
             if not self._requested:
@@ -79,6 +83,26 @@ class NodeChange:
         if self._requested and node.last_error:
             raise ChangeFault("node.power_failed", f"the node is {node.condition}", runs=node.runs)
         self._check_answer(await self._api.power(node.uuid, wanted), f"to {wanted}")
+        return False
+
+    async def _rescue(self, node: IronicNode) -> bool:
+        """Into the rescue system, or out of it. What an operator requested of Ironic meanwhile counts as well."""
+        rescues = self._change.kind is ChangeKind.RESCUE
+        state = node.provision_state
+        if state == ("rescue" if rescues else "active"):
+            return True
+        if state in ({"rescuing", "rescue wait"} if rescues else {"unrescuing"}):
+            self._requested = True
+            return False
+        if self._requested and state in {"rescue failed", "unrescue failed"}:
+            raise ChangeFault(RESCUE_FAILED, f"the node is {node.condition}", runs=node.runs)
+        if state not in ({"active", *FAILED_RESCUE} if rescues else {"rescue", *FAILED_RESCUE}):
+            raise ChangeFault("node.not_active", f"the node is {node.condition}", runs=node.runs)
+        more = {"rescue_password": self._change.rescue_password} if rescues else {}
+        refused = await self._api.provision(node.uuid, self._change.kind.value, **more)
+        if refused is not None and not refused.is_conflict:
+            raise ChangeFault("node.refused", f"{refused} (to {self._change.kind.value})", runs=node.runs)
+        self._requested = refused is None
         return False
 
     async def _rebuild(self, node: IronicNode, mark: Mark) -> bool:

@@ -16,7 +16,7 @@ from berth.ironic_stand_in import Behaviour, IronicStandIn, Silent
 from bus.clock import SystemClock
 from bus.contracts.cell import InstanceSpec
 from bus.contracts.deploy import ConfigDrive, ImageSource, NetworkRequest
-from bus.contracts.moves import MACHINE_ABSENT, ChangeKind
+from bus.contracts.moves import MACHINE_ABSENT, RESCUE_FAILED, ChangeKind
 from compute_sim.config import IronicConfig
 from compute_sim.driver import (
     Build,
@@ -406,7 +406,43 @@ async def test_a_rebuild_writes_the_new_image_with_a_new_config_drive_once(ironi
     assert ironic.pool.nodes[node]["instance_uuid"] is None
 
 
-@pytest.mark.parametrize("kind", [ChangeKind.STOP, ChangeKind.REBUILD])
+def rescue(node: str, number: int = 1) -> ChangeOrder:
+    return msgspec.structs.replace(order(node, ChangeKind.RESCUE, number), rescue_password="sesame")
+
+
+async def test_a_machine_is_rescued_and_unrescued_each_once(ironic: IronicStandIn) -> None:
+    node = next(iter(ironic.pool.nodes))
+    driver = await deployed(config(ironic), build(node))
+    for change, state in ((rescue(node), "rescue"), (order(node, ChangeKind.UNRESCUE, 2), "active")):
+        ironic.requested.clear()
+        for _ in range(2):  # the second time it is so already
+            async with asyncio.timeout(PATIENCE_S):
+                assert (await driver.change(change)).runs
+        assert ironic.pool.nodes[node]["provision_state"] == state and len(ironic.requested) == 1
+        (machine,) = (await driver.list([node]))[node]
+        assert (machine.attempt, machine.built, machine.runs) == (1, True, True)
+    async with asyncio.timeout(PATIENCE_S):
+        with pytest.raises(ChangeFault, match="rescue_password") as caught:
+            await driver.change(order(node, ChangeKind.RESCUE, 3))
+        assert (caught.value.code, caught.value.runs) == ("node.refused", True)
+        await driver.change(rescue(node, 4))
+        await driver.destroy(node, INSTANCE, 1, DEPLOYMENT)
+    assert ironic.pool.nodes[node]["instance_uuid"] is None
+
+
+async def test_from_a_rescue_that_failed_unrescuing_is_the_way_back(ironic: IronicStandIn) -> None:
+    node = next(iter(ironic.pool.nodes))
+    driver = await deployed(config(ironic), build(node))
+    ironic.pool.behaviour = msgspec.structs.replace(QUICK, rescue_fails=True)
+    async with asyncio.timeout(PATIENCE_S):
+        with pytest.raises(ChangeFault, match="the ramdisk does not boot") as caught:
+            await driver.change(rescue(node))
+        assert caught.value.code == RESCUE_FAILED
+        assert (await driver.change(order(node, ChangeKind.UNRESCUE, 2))).runs
+    assert ironic.pool.nodes[node]["provision_state"] == "active"
+
+
+@pytest.mark.parametrize("kind", [ChangeKind.STOP, ChangeKind.REBUILD, ChangeKind.RESCUE])
 async def test_a_node_that_is_not_ours_is_not_changed(ironic: IronicStandIn, kind: ChangeKind) -> None:
     node, free, _ = ironic.pool.nodes
     driver = await deployed(config(ironic), build(node))

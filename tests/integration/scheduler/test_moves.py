@@ -130,6 +130,7 @@ async def test_what_cannot_be_requested_is_refused_with_a_code(world: World) -> 
     for code, move in codes.items():
         assert await refused(world, move) == code
         assert await refused(world, replace(move)) == code  # and again
+    assert await refused(world, world.move(built, MoveKind.RESCUE)) == "request.incomplete"
     foreign = world.move(built, MoveKind.STOP, project_id="other")
     assert await refused(world, foreign) == "instance.unknown"
     answer = await world.moved(foreign)

@@ -3,18 +3,30 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 
+import msgspec
 import pytest
 from msgspec.structs import replace
 
 from bus.contracts.base import Message
 from bus.contracts.cell import Destroy, Spawn
-from bus.contracts.moves import CellMove, ChangeKind, ChangeMachine, Condition, MoveEvent, MoveKind, MoveState
+from bus.contracts.moves import (
+    RESCUE_FAILED,
+    CellMove,
+    ChangeKind,
+    ChangeMachine,
+    Condition,
+    MoveEvent,
+    MoveKind,
+    MoveState,
+)
 from bus.contracts.placement import Claim, ClaimOutcome, Release, Revert
 from bus.persistence.outbox import OutboxMessage
 from cell_conductor.domain import events as e
 from cell_conductor.domain.instance import Instance, Power, ScanId, State
 from cell_conductor.domain.leases import Lease, LeaseState
+from cell_conductor.domain.move_events import condition_of
 from cell_conductor.domain.proof import is_over
 from cell_conductor.domain.rules import Step
 from cell_conductor.domain.table import step, wanted
@@ -416,6 +428,8 @@ def test_an_evacuation_that_finds_no_host_leaves_the_record_as_it_was() -> None:
         (MoveKind.STOP, ChangeKind.STOP, Power.STOPPED),
         (MoveKind.REBUILD, ChangeKind.REBUILD, Power.RUNNING),
         (MoveKind.SHELVE, ChangeKind.SNAPSHOT, Power.SHELVED),
+        (MoveKind.RESCUE, ChangeKind.RESCUE, Power.RESCUED),
+        (MoveKind.UNRESCUE, ChangeKind.UNRESCUE, Power.RUNNING),
     ],
 )
 def test_what_is_done_in_place(kind: MoveKind, change: ChangeKind, power: Power) -> None:
@@ -424,9 +438,47 @@ def test_what_is_done_in_place(kind: MoveKind, change: ChangeKind, power: Power)
     assert (order.change, order.attempt) == (change, 1)
     made.apply(e.TimedOut(at=600.0))
     assert made.terminals == [(kind, MoveState.FAILED, "change.timeout")]
-    made.end(1, 1, runs=power is Power.RUNNING, image="kept")
+    made.end(1, 1, runs=power in (Power.RUNNING, Power.RESCUED), image="kept")
     assert (made.instance.state, made.instance.power) == (State.ACTIVE, power)
     assert len(made.terminals) == 1
+
+
+def rescued() -> Scenario:
+    made = begun(MoveKind.RESCUE, rescue_password="sesame")
+    made.end(1, 1, runs=True)
+    return made
+
+
+def test_a_rescued_instance_is_unrescued_first_and_its_password_is_forgotten() -> None:
+    made = begun(MoveKind.RESCUE, rescue_password="sesame")
+    (order,) = [one for one in made.commands if isinstance(one, ChangeMachine)]
+    assert (order.change, order.rescue_password) == (ChangeKind.RESCUE, "sesame")
+    made.end(1, 1, runs=True)
+    assert b"sesame" not in msgspec.json.encode(made.instance)
+    assert condition_of(made.instance) is Condition.RESCUED
+    refusal = made.tell(request(MoveKind.STOP, request_id=OTHER))
+    assert announced(*refusal.commands) == [(MoveKind.STOP, MoveState.REFUSED, True, "instance.rescued")]
+    (order,) = changes(made.tell(request(MoveKind.UNRESCUE, request_id=UUID)))
+    assert (order.change, order.rescue_password) == (ChangeKind.UNRESCUE, "")
+
+
+@pytest.mark.parametrize(
+    ("made", "kind", "code", "runs", "power"),
+    [
+        (None, MoveKind.RESCUE, RESCUE_FAILED, False, Power.RESCUED),
+        (None, MoveKind.RESCUE, "node.refused", True, Power.RUNNING),
+        (rescued, MoveKind.UNRESCUE, RESCUE_FAILED, True, Power.RESCUED),
+        (rescued, MoveKind.UNRESCUE, "node.refused", True, Power.RESCUED),
+    ],
+)
+def test_what_is_left_of_a_rescue_that_failed(
+    made: Callable[[], Scenario] | None, kind: MoveKind, code: str, runs: bool, power: Power
+) -> None:
+    """From a rescue that was begun, unrescuing is the way back; one that was refused has changed nothing."""
+    there = Scenario(active()) if made is None else made()
+    there.tell(request(kind, request_id=OTHER, rescue_password="sesame"))
+    there.end(1, 1, done=False, code=code, runs=runs)
+    assert (there.instance.state, there.instance.power) == (State.ACTIVE, power)
 
 
 def test_what_is_so_already_is_done_at_once() -> None:
