@@ -456,9 +456,9 @@ def test_a_rescued_instance_is_unrescued_first_and_its_password_is_forgotten() -
     made.end(1, 1, runs=True)
     assert b"sesame" not in msgspec.json.encode(made.instance)
     assert condition_of(made.instance) is Condition.RESCUED
-    refusal = made.tell(request(MoveKind.STOP, request_id=OTHER))
+    refusal = made.apply(request(MoveKind.STOP, request_id=OTHER))
     assert announced(*refusal.commands) == [(MoveKind.STOP, MoveState.REFUSED, True, "instance.rescued")]
-    (order,) = changes(made.tell(request(MoveKind.UNRESCUE, request_id=UUID)))
+    (order,) = changes(made.apply(request(MoveKind.UNRESCUE, request_id=UUID)))
     assert (order.change, order.rescue_password) == (ChangeKind.UNRESCUE, "")
 
 
@@ -476,7 +476,7 @@ def test_what_is_left_of_a_rescue_that_failed(
 ) -> None:
     """From a rescue that was begun, unrescuing is the way back; one that was refused has changed nothing."""
     there = Scenario(active()) if made is None else made()
-    there.tell(request(kind, request_id=OTHER, rescue_password="sesame"))
+    there.apply(request(kind, request_id=OTHER, rescue_password="sesame"))
     there.end(1, 1, done=False, code=code, runs=runs)
     assert (there.instance.state, there.instance.power) == (State.ACTIVE, power)
 
