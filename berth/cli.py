@@ -44,6 +44,7 @@ COMMANDS = {
     "services": ("hosts", "services"),
     "workers": ("workers", "workers"),
     "drain": ("drain", "drain"),
+    "drains": ("drain", "drains"),
     "load": ("load", "load"),
     "trace-settings": ("trace", "trace_settings"),
     "check": ("check", "check"),

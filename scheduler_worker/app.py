@@ -36,6 +36,8 @@ from scheduler_worker.domain.hosts import HostTable
 from scheduler_worker.domain.moves import refused_move
 from scheduler_worker.domain.selector import Selector
 from scheduler_worker.domain.workers import WorkerTable
+from scheduler_worker.drain_plan import DrainPlanner
+from scheduler_worker.drains import DrainKeeper
 from scheduler_worker.engine import SchedulingEngine
 from scheduler_worker.evacuations import EvacuationTask
 from scheduler_worker.fences import FencePublisher
@@ -192,7 +194,8 @@ def build(
     workers = WorkerTable()
     announce_presence(service, env, buses[API], "scheduler")
     registry = ObjectRegistry(store, selector, config, clock=env.clock, cells=cells)
-    _objects(service, buses[API], registry, selector=selector, workers=workers, config=config)
+    drains = _drains(service, env, registry, store=store, selector=selector, moves=moves)
+    _objects(service, buses[API], registry, drains, selector=selector, workers=workers, config=config)
     measured = asyncio.Event()
     service.add_consumer(_metrics_consumer(buses[API], selector, measured))
     service.add_task("host metrics", lambda: age(selector.metrics, measured, env.clock))
@@ -217,7 +220,7 @@ def build(
         for cell in cells
     ]
     service.add_preparation(lambda: wait_for(links, config.cell_wait_s))
-    queries = QueryHandler(store, selector, moves, workers, clock=env.clock, objects=registry)
+    queries = QueryHandler(store, selector, drains, workers, clock=env.clock, objects=registry)
     _requests(service, env, buses[API], queries=queries, selector=selector, engine=engine, moves=moves, config=config)
     return service
 
@@ -255,6 +258,29 @@ def _engines(
     return engine, moves
 
 
+def _drains(
+    service: Service,
+    env: Environment,
+    registry: ObjectRegistry,
+    *,
+    store: SchedulerStore,
+    selector: Selector,
+    moves: MoveEngine,
+) -> DrainKeeper:
+    """What plans drains and carries them out."""
+    drains = DrainKeeper(
+        store,
+        registry,
+        selector,
+        DrainPlanner(store, selector, moves, clock=env.clock),
+        clock=env.clock,
+        rng=random.Random(f"drains {env.process}"),
+        process=f"scheduler {env.process}".strip(),
+    )
+    service.add_task("drains", drains.run)
+    return drains
+
+
 async def _export_fleet(selector: Selector) -> None:
     FLEET.add(selector)
 
@@ -267,6 +293,7 @@ def _objects(
     service: Service,
     bus: Bus,
     registry: ObjectRegistry,
+    drains: DrainKeeper,
     *,
     selector: Selector,
     workers: WorkerTable,
@@ -275,7 +302,7 @@ def _objects(
     """Operators' objects: loaded before the first request is taken, and again whenever they change."""
     bus.transport.on_reconnect(registry.on_reconnected)
     listener = ControlListener(registry, workers, bus.name, clock=bus.clock)
-    changes = ChangeHandler(registry, selector, clock=bus.clock, warmup_s=config.hosts_warmup_s)
+    changes = ChangeHandler(registry, selector, drains, clock=bus.clock, warmup_s=config.hosts_warmup_s)
     # The queue is there before the objects are read: a change in between is announced in it.
     service.add_declaration(lambda: bus.declare("scheduler.control.{process}"))
     service.add_preparation(registry.open)

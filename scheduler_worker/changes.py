@@ -10,12 +10,14 @@ from bus.clock import Clock
 from bus.consuming.outcome import Done, Outcome, Received, Refuse, Retry
 from bus.contracts.base import Refusal
 from bus.contracts.catalogue import BY_QUEUE
+from bus.contracts.drains import DrainCommand, DrainStart
 from bus.contracts.objects import HostDecision, ObjectChange, ObjectKind, ObjectsChange, ObjectsRevision
 from bus.contracts.operations import AdminState, AdminStateSet, HostAdminState, SetAdminState
 from bus.contracts.workers import WorkerHeartbeat
 from bus.faults import Transient
 from scheduler_worker.domain.selector import Selector
 from scheduler_worker.domain.workers import WorkerTable
+from scheduler_worker.drains import DrainKeeper
 from scheduler_worker.objects import ObjectRegistry
 
 RETRIES = len(BY_QUEUE["scheduler.changes"].retry_s)
@@ -25,13 +27,22 @@ REASON_MISSING = "host.reason_missing"
 
 
 class ChangeHandler:
-    """Handles queue `scheduler.changes`: changes of objects, and decisions about hosts, which name the host by name.
+    """Handles queue `scheduler.changes`: changes of objects, drains, and decisions about hosts, which name it by name.
 
     warmup_s: how long after its start a scheduler may not have received every host's announcement.
     """
 
-    def __init__(self, registry: ObjectRegistry, selector: Selector, *, clock: Clock, warmup_s: float) -> None:
+    def __init__(
+        self,
+        registry: ObjectRegistry,
+        selector: Selector,
+        drains: DrainKeeper,
+        *,
+        clock: Clock,
+        warmup_s: float,
+    ) -> None:
         self._registry = registry
+        self._drains = drains
         self._selector = selector
         self._clock = clock
         self._warmup_s = warmup_s
@@ -47,12 +58,28 @@ class ChangeHandler:
         message = received.message
         if isinstance(message, SetAdminState):
             return await self._decide(message, received)
+        if isinstance(message, DrainStart | DrainCommand):
+            return await self._drain(message, received)
         assert isinstance(message, ObjectsChange), message
         try:
             changed = await self._registry.change(message, received.meta.id)
         except Transient as fault:  # answered now: the requester does not wait until the database is back
             return Refuse(fault.code, fault.reason)
         return Refuse(changed.code, changed.reason) if isinstance(changed, Refusal) else Done(reply=changed)
+
+    async def _drain(self, message: DrainStart | DrainCommand, received: Received) -> Outcome:
+        try:
+            if isinstance(message, DrainStart):
+                answer = await self._drains.start(message)
+            else:
+                answer = await self._drains.command(message, received.meta.id)
+        except Transient as fault:
+            return Refuse(fault.code, fault.reason)
+        if not isinstance(answer, Refusal):
+            return Done(reply=answer)
+        if answer.code.endswith(".unknown") and self._is_warming_up() and received.meta.attempt < RETRIES:
+            return Retry(answer.code, "not every host has been announced yet")
+        return Refuse(answer.code, answer.reason)
 
     async def _decide(self, command: SetAdminState, received: Received) -> Outcome:
         found = self._find(command)

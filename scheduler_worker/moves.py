@@ -28,12 +28,9 @@ from bus.contracts.build import FunnelStep
 from bus.contracts.cell import InstanceSpec, Selection
 from bus.contracts.moves import (
     CellMove,
-    DrainPlan,
-    DrainQuery,
     MoveKind,
     MoveRequest,
     MoveState,
-    PlannedMove,
     ResizePolicy,
 )
 from bus.contracts.operations import AdminState
@@ -127,11 +124,11 @@ class MoveEngine:
         choosing: list[PendingMove] = []
         for pending in moves:
             found = known[pending.request.request_id]
-            if self._check(pending, found) is None and chooses_hosts(pending.request, found):
+            if self.check(pending, found) is None and chooses_hosts(pending.request, found):
                 choosing.append(pending)
-        pages = await self._locate(choosing, known)
+        pages = await self.locate(choosing, known)
         for pending, page in zip(choosing, pages, strict=True):
-            result = await self._choose(pending, known[pending.request.request_id], page)
+            result = await self.choose(pending, known[pending.request.request_id], page)
             if isinstance(result, Retry):
                 outcomes[pending.position] = result
             else:
@@ -139,72 +136,13 @@ class MoveEngine:
         outcomes |= await self._write([one for one in moves if one.position not in outcomes], known, chosen)
         return outcomes
 
-    async def plan(self, query: DrainQuery) -> DrainPlan | Refuse:
-        """Where the instances of a host would go now, one after the other. Raises Transient."""
-        if self._started_s is None:
-            self._started_s = self._clock.monotonic()
-        found = self._selector.uuids_of(query.host)
-        if query.cell is not None:
-            found = [uuid for uuid in found if self._selector.cell_of(uuid) == query.cell]
-        if len(found) != 1:
-            code = "host.ambiguous" if found else "host.unknown"
-            return Refuse(code, f"{len(found)} hosts are called {query.host}")
-        host, cell = found[0], self._selector.cell_of(found[0])
-        index = self._selector.table.index_of(host)
-        name = self._selector.name_of(host) if index is None else self._selector.table.names[index]
-        uuids = await self._store.active_on([name], cell, query.limit + 1)
-        uuids, more = uuids[: query.limit], len(uuids) > query.limit
-        async with self._store.operation() as unit:
-            known = await unit.known({uuid: uuid for uuid in uuids})
-        pending = [
-            _pending_move(known[uuid], query.kind, self._clock.time())
-            for uuid in uuids
-            if known[uuid].build is not None
-        ]
-        contexts = {
-            one.request.request_id: replace(known[one.request.instance_uuid], names_instance=False) for one in pending
-        }
-        pages = await self._locate(pending, contexts)
-        planned: list[PlannedMove] = []
-        try:
-            for one, page in zip(pending, pages, strict=True):
-                context = contexts[one.request.request_id]
-                planned.append(await self._planned(one, context, page, host))
-        finally:
-            for one in pending:  # a plan holds nothing
-                self._selector.book.forget(one.request.request_id)
-            self._held = deque(held for held in self._held if held[1] not in contexts)
-        return DrainPlan(host_uuid=host, host=name, moves=tuple(planned), more=more)
-
-    async def _planned(self, pending: PendingMove, known: MoveContext, page: LocatePage, host: str) -> PlannedMove:
-        request = pending.request
-        verdict = self._check(pending, known)
-        chosen = Chosen()
-        if isinstance(verdict, Refusal):
-            chosen = Chosen(failure=verdict)
-        elif host not in page.hosts.get(request.instance_uuid, ()):
-            chosen = Chosen(failure=Refusal(code="instance.elsewhere", reason="placement knows it on another host"))
-        else:
-            found = await self._choose(pending, known, page, planned=True)
-            chosen = (
-                Chosen(failure=Refusal(code=found.code, reason=found.reason)) if isinstance(found, Retry) else found
-            )
-        why = chosen.failure
-        return PlannedMove(
-            instance_uuid=request.instance_uuid,
-            project_id=request.project_id,
-            flavor=flavor_of(known),
-            hosts=tuple(selection.host for selection in chosen.selections),
-            code="" if why is None else why.code,
-            reason="" if why is None else why.reason,
-        )
-
-    def _check(self, pending: PendingMove, known: MoveContext) -> Outcome | Clash | Refusal | None:
+    def check(self, pending: PendingMove, known: MoveContext) -> Outcome | Clash | Refusal | None:
+        """Whether the request can be made of the instance as it is on record (see `check_move`)."""
         return check_move(pending, known, self._selector, same_host=self._selector.config.allow_resize_to_same_host)
 
     # --- choose
 
-    async def _locate(self, moves: Sequence[PendingMove], known: Mapping[str, MoveContext]) -> list[LocatePage]:
+    async def locate(self, moves: Sequence[PendingMove], known: Mapping[str, MoveContext]) -> list[LocatePage]:
         """Where the instances and those that they depend on are. Raises PlacementUnavailable."""
         if not moves:
             return []
@@ -227,16 +165,21 @@ class MoveEngine:
             pages.append(page)
         return pages
 
-    async def _choose(
-        self, pending: PendingMove, known: MoveContext, page: LocatePage, *, planned: bool = False
+    async def choose(
+        self,
+        pending: PendingMove,
+        known: MoveContext,
+        page: LocatePage,
+        *,
+        planned: Mapping[str, str] | None = None,
     ) -> Chosen | Retry:
         """Hosts in order for one request, or why there are none; tried again where that may be too early.
 
-        planned: it is one of a plan, whose choices before it stay counted as used.
+        planned: it is one of a plan, which this call holds nothing for and does not wait for; {host: why it is none}.
         """
         request = pending.request
         source = next(iter(page.hosts.get(request.instance_uuid, ())), None)
-        may_retry = pending.delivery < RETRIES
+        may_retry = pending.delivery < RETRIES and planned is None
         if source is None and request.kind is not MoveKind.UNSHELVE and may_retry:
             return SOURCE_UNKNOWN
         if request.kind is MoveKind.EVACUATE and not self._is_fenced(source):
@@ -250,17 +193,17 @@ class MoveEngine:
                 funnel=(funnel_step(spec.step, hosts, {spec.code: hosts}),),
             )
         try:
-            chosen = self._pick(pending, known, spec, source)
-            if isinstance(chosen, NoValidHost) and not planned:
+            chosen = self._pick(pending, known, spec, source, planned)
+            if isinstance(chosen, NoValidHost) and planned is None:
                 # "No host" is decided on the newest state only, and of nothing that is only held for other moves.
                 self._release(everything=True)
                 await self._follower.refresh(timeout_s=self._selector.config.raced_wait_s)
-                chosen = self._pick(pending, known, spec, source)
+                chosen = self._pick(pending, known, spec, source, None)
         except QueryTooWide as error:
             return Chosen(failure=Refusal(code=error.code, reason=str(error)))
         if isinstance(chosen, Chosen):
             return chosen
-        if chosen.may_be_early and self._is_warming_up() and may_retry:
+        if may_retry and chosen.may_be_early and self._is_warming_up():
             return HOSTS_UNKNOWN
         reason = sentence(spec, chosen.funnel, self._selector.config.max_funnel_nearest)
         return Chosen(failure=Refusal(code=NO_HOST, reason=reason), funnel=chosen.funnel)
@@ -284,13 +227,20 @@ class MoveEngine:
         return spec
 
     def _pick(
-        self, pending: PendingMove, known: MoveContext, spec: RequestSpec, source: str | None
+        self,
+        pending: PendingMove,
+        known: MoveContext,
+        spec: RequestSpec,
+        source: str | None,
+        planned: Mapping[str, str] | None,
     ) -> Chosen | NoValidHost:
         """One synchronous choice on the replica as it is now; what is chosen counts as used from here on."""
         request, book = pending.request, self._selector.book
         self._release()
         requested = replace(placed_as(request, known), max_attempts=None)
         attempt = new_attempt(PlacementRequest(request=requested, spec=spec), self._selector)
+        if planned:
+            attempt = replace(attempt, rejected={**attempt.rejected, **planned})
         if source is not None and leaves_source(request, same_host=self._selector.config.allow_resize_to_same_host):
             attempt = replace(attempt, rejected={**attempt.rejected, source: "host.source"})
         tried = min(request.max_attempts or self._selector.config.max_attempts, MAX_SELECTIONS)
@@ -307,7 +257,8 @@ class MoveEngine:
             selections = tuple(self._selector.selection(host) for host in hosts)
         finally:
             book.forget(leaving)
-        self._hold(request.request_id, choice.selected.options[0].allocations)
+        if planned is None:
+            self._hold(request.request_id, choice.selected.options[0].allocations)
         return Chosen(selections=selections, passed=choice.passed)
 
     def _leaves(self, known: MoveContext, source: str | None) -> dict[str, dict[str, int]]:
@@ -364,7 +315,7 @@ class MoveEngine:
                     found = replace(found, move=seen[request.request_id])
                 if request.instance_uuid in instances:
                     found = replace(found, instance=instances[request.instance_uuid])
-                verdict = self._check(pending, found)
+                verdict = self.check(pending, found)
                 if isinstance(verdict, Clash):
                     unit.emit(OutboxMessage(API, clash_event(pending, verdict.refusal), request.request_id))
                     outcomes[pending.position] = Done(reply=verdict.refusal)
@@ -460,19 +411,6 @@ class MoveEngine:
             fenced=request.fenced,
             step_timeout_s=request.timeout_s or built.build_timeout_s or config.build_timeout_s,
         )
-
-
-def _pending_move(known: MoveContext, kind: MoveKind, now: float) -> PendingMove:
-    """A request that is only planned. Its id cannot be any instance's uuid or request's: it is no uuid."""
-    assert known.build is not None
-    build = known.build
-    request = MoveRequest(
-        request_id=f"plan {build.instance_uuid}",
-        instance_uuid=build.instance_uuid,
-        project_id=build.project_id,
-        kind=kind,
-    )
-    return PendingMove(position=0, request=request, digest=b"", taken_at=now, delivery=RETRIES)
 
 
 def _detail(move: RecordedMove, chosen: Chosen | None) -> str:

@@ -8,7 +8,7 @@ scheduler's configuration; decisions about hosts are columns of its host table.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,6 +18,7 @@ from msgspec import Struct
 from bus.bus import API
 from bus.clock import Clock
 from bus.contracts.base import MAX_REASON, Refusal
+from bus.contracts.drains import DrainRecord
 from bus.contracts.fences import HostFence
 from bus.contracts.objects import (
     ChangedObject,
@@ -53,6 +54,7 @@ from scheduler_worker.domain.objects import (
     applied,
     configuration_bodies,
     disabled_cells,
+    drains_of,
     effective_config,
     fences_of,
     host_decisions,
@@ -63,7 +65,7 @@ from scheduler_worker.domain.objects import (
 from scheduler_worker.domain.plugins import Filter, Weighing
 from scheduler_worker.domain.selector import Selector
 from scheduler_worker.domain.view import HostsView, Membership
-from scheduler_worker.store.port import SchedulerStore
+from scheduler_worker.store.port import OperationUnit, SchedulerStore
 from scheduler_worker.store.rows import clean
 
 log = structlog.get_logger(__name__)
@@ -74,6 +76,11 @@ NOT_LOADED = -1
 HANDLER = "scheduler.changes"
 MAX_BUILDS_COUNTED = 1000
 SEEDED_BY = "settings"
+
+
+# What a change by rules of its own makes of the objects that it holds, by whom and why; or why it is refused.
+Made = tuple[Sequence[ChangedObject], ChangeAuthor]
+MakeChange = Callable[[OperationUnit, ObjectsOnRecord], Awaitable[Made | Refusal]]
 
 
 class Configured(Struct, frozen=True):
@@ -120,6 +127,8 @@ class ObjectRegistry:
         self._in_force: tuple[dict[Key, dict[str, Any]], Configured] | None = None
         self.fences: Mapping[str, FenceRecord] = {}  # of hosts, by uuid, as they are in force here
         self.fences_changed = asyncio.Event()  # set when they are others; `EvacuationTask` clears it
+        self.drains: Mapping[str, DrainRecord] = {}  # by id
+        self.drains_changed = asyncio.Event()  # set when they are others; `DrainKeeper` clears it
         self.revision = NOT_LOADED  # of the objects in force here
 
     async def open(self) -> None:
@@ -225,6 +234,26 @@ class ObjectRegistry:
         self._adopt(made, after)
         return ObjectsChanged(revision=after.revision, changed=planned.changed)
 
+    async def write(self, make: MakeChange) -> Refusal | None:
+        """A change by rules of its own, in one transaction with whatever else `make` writes; in force here when this
+        returns. Raises Transient.
+        """
+        async with self._loading:
+            async with self._store.operation() as unit:
+                present = await unit.lock_objects()
+                made = await make(unit, present)
+                if isinstance(made, Refusal):
+                    return made
+                changed, author = made
+                if not changed:
+                    return None
+                after = applied(present, changed, author)
+                await unit.write_objects(changed, author)
+                unit.emit(OutboxMessage(API, ObjectsRevision(revision=after.revision)))
+            self._load(after)
+        log.info("objects.changed", revision=after.revision, who=author.who, objects=_named(changed))
+        return None
+
     async def record_fences(self, reports: Sequence[HostFence]) -> None:
         """Cells' answers about fences: on record, and announced to every scheduler. Raises Transient."""
         async with self._loading:
@@ -292,6 +321,9 @@ class ObjectRegistry:
         if (known := fences_of(found.objects)) != self.fences:
             self.fences = known
             self.fences_changed.set()
+        if (drains := drains_of(found.objects)) != self.drains:
+            self.drains = drains
+            self.drains_changed.set()
         self.revision = found.revision
         metrics.OBJECTS_REVISION.set(found.revision)
 

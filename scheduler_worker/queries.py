@@ -9,9 +9,11 @@ from msgspec.structs import replace
 
 from bus.clock import Clock
 from bus.consuming.outcome import Done, Outcome, Received, Refuse
+from bus.contracts.base import Refusal
 from bus.contracts.build import BuildPage, BuildQuery, BuildRecord, HostRecord, HostsPage, HostsQuery, TimelineEntry
+from bus.contracts.drains import DrainQuery, DrainsQuery
 from bus.contracts.host_metrics import HostMetricsQuery
-from bus.contracts.moves import DrainQuery, MovePage, MoveQuery
+from bus.contracts.moves import MovePage, MoveQuery
 from bus.contracts.objects import ObjectLogQuery, ObjectsQuery
 from bus.contracts.operations import ServiceRecord, ServicesPage, ServicesQuery
 from bus.contracts.workers import WorkersQuery
@@ -20,8 +22,8 @@ from scheduler_worker.domain.builds import is_search
 from scheduler_worker.domain.hosts import NO_SERVICE, Mask
 from scheduler_worker.domain.selector import Selector
 from scheduler_worker.domain.workers import WorkerTable
+from scheduler_worker.drains import DrainKeeper
 from scheduler_worker.host_metrics import host_metrics_page
-from scheduler_worker.moves import MoveEngine
 from scheduler_worker.objects import ObjectRegistry
 from scheduler_worker.store.port import SchedulerStore
 
@@ -33,7 +35,7 @@ class QueryHandler:
         self,
         store: SchedulerStore,
         selector: Selector,
-        moves: MoveEngine,
+        drains: DrainKeeper,
         workers: WorkerTable,
         *,
         clock: Clock,
@@ -42,7 +44,7 @@ class QueryHandler:
         self._store = store
         self._objects = objects
         self._selector = selector
-        self._moves = moves
+        self._drains = drains
         self._workers = workers
         self._clock = clock
 
@@ -68,12 +70,8 @@ class QueryHandler:
                 return Done(reply=MovePage(moves=tuple(await self._store.moves(message))))
             except DatabaseUnavailable as fault:
                 return Refuse(fault.code, fault.reason)
-        if isinstance(message, DrainQuery):
-            try:
-                planned = await self._moves.plan(message)
-            except Transient as fault:
-                return Refuse(fault.code, fault.reason)
-            return planned if isinstance(planned, Refuse) else Done(reply=planned)
+        if isinstance(message, DrainQuery | DrainsQuery):
+            return await self._drain(message)
         if isinstance(message, WorkersQuery):
             return Done(reply=self._workers.page(message, self._clock.monotonic()))
         if isinstance(message, ServicesQuery):
@@ -89,6 +87,13 @@ class QueryHandler:
             return Done(reply=await self._objects.log(message))
         except DatabaseUnavailable as fault:
             return Refuse(fault.code, fault.reason)
+
+    async def _drain(self, query: DrainQuery | DrainsQuery) -> Outcome:
+        try:
+            answer = await (self._drains.plan(query) if isinstance(query, DrainQuery) else self._drains.page(query))
+        except Transient as fault:
+            return Refuse(fault.code, fault.reason)
+        return Refuse(answer.code, answer.reason) if isinstance(answer, Refusal) else Done(reply=answer)
 
     def services(self, query: ServicesQuery) -> ServicesPage:
         """The compute services that have announced themselves, by cell and name."""

@@ -1,16 +1,18 @@
-"""`berth drain`: every instance of a host moves elsewhere, a few at a time, by a plan that is made before the start."""
+"""`berth drain` and `berth drains`: the instances of hosts move elsewhere, by a plan that is made before the start."""
 
 from __future__ import annotations
 
 import asyncio
+import random
 import signal
+from datetime import UTC, datetime
 from typing import Annotated
 
 import typer
 from rich.text import Text
 
+from berth import client_drains
 from berth.client import BuildClient
-from berth.client_moves import MoveClient
 from berth.commands.common import (
     EXIT_NO,
     EXIT_TIME,
@@ -21,88 +23,287 @@ from berth.commands.common import (
     client,
     decided_by,
     out,
+    parse_uuid,
     print_json,
     run,
     settings_of,
 )
-from berth.draining import MAX_AT_ONCE, Drain
 from berth.render import printable, render_rows
-from bus.contracts.moves import DrainPlan, DrainQuery, MoveKind, PlannedMove
-from bus.contracts.operations import AdminState, SetAdminState
+from bus.clock import new_uuid
+from bus.contracts.base import MAX_REASON
+from bus.contracts.drains import (
+    MAX_AT_ONCE,
+    MAX_DEADLINE_S,
+    DrainAction,
+    DrainCommand,
+    DrainPlan,
+    DrainProgress,
+    DrainQuery,
+    DrainsQuery,
+    DrainStart,
+    DrainState,
+    DrainTarget,
+)
+from bus.contracts.moves import MoveKind
 
-PLAN_TIMEOUT_S = 60.0
+drains = typer.Typer(invoke_without_command=True)
+
+Id = Annotated[str, typer.Argument(help="The drain's id.", metavar="DRAIN")]
+Reason = Annotated[str, typer.Option("--reason", help="Why, for those who look later.")]
+Deadline = Annotated[
+    float | None,
+    typer.Option("--deadline", min=0.1, max=MAX_DEADLINE_S, help="Seconds, after which no further move begins."),
+]
 
 
 def drain(
     context: typer.Context,
-    host: Annotated[str, typer.Argument(help="The host's name or UUID.")],
+    name: Annotated[
+        str, typer.Argument(help="Name or UUID of a host, a compute service, a cell or an aggregate.", metavar="TARGET")
+    ],
+    target: Annotated[
+        DrainTarget | None, typer.Option("--target", help="What it is the name of, where that is not plain.")
+    ] = None,
     plan: Annotated[bool, typer.Option("--plan", help="Only print what would go where, and what cannot.")] = False,
     cold: Annotated[bool, typer.Option("--cold", help="Stop each instance for its move, instead of live.")] = False,
     at_once: Annotated[int, typer.Option(min=1, max=MAX_AT_ONCE, help="Instances under way at a time.")] = 4,
+    rate: Annotated[
+        int | None, typer.Option("--rate", min=1, max=10_000, help="Moves that begin in a minute at most.")
+    ] = None,
+    deadline: Deadline = None,
     force: Annotated[
         bool, typer.Option("--force", help="Begin though the plan has instances that cannot move.")
     ] = False,
-    reason: Annotated[str, typer.Option(help="Why, for those who look later.")] = "drain",
+    detach: Annotated[bool, typer.Option("--detach", help="Print the drain's id, and do not follow it.")] = False,
+    drain_id: Annotated[
+        str | None, typer.Option("--id", help="The drain's id; one that is on record is followed, not begun again.")
+    ] = None,
+    reason: Reason = "drain",
     cell: Annotated[str | None, typer.Option("--cell", help="The cell in which a name is looked for.")] = None,
     by: By = None,
     timeout: Timeout = 3600.0,
     as_json: AsJson = False,
 ) -> None:
-    """Move every instance away from a host.
+    """Move every instance away from a host, or from all hosts of a service, a cell or an aggregate.
 
-    The host is disabled first; Ctrl-C begins nothing more.
+    Schedulers carry it out: it goes on when this command ends. The hosts are disabled first, together.
 
-    Run again, it goes on with what is left. Exit status 1 when an instance could not move, or is not begun.
+    Ctrl-C stops the drain: it begins nothing more. Exit status 1 when an instance could not move, 4 when not all have
+    been moved.
     """
     kind = MoveKind.MIGRATE if cold else MoveKind.LIVE_MIGRATE
-    who = decided_by(by)
+    who, ident = decided_by(by), _new_id() if drain_id is None else parse_uuid(drain_id)
+    _check(reason)
 
     async def body() -> int:
         async with client(settings_of(context)) as berth:
-            query = DrainQuery(host=host, cell=cell, kind=kind)
-            planned = await berth.bus.request(query, DrainPlan, timeout_s=PLAN_TIMEOUT_S)
-            stuck = [one for one in planned.moves if not one.hosts]
-            if plan or (stuck and not force):
+            if plan:
+                query = DrainQuery(host=name, target=target, cell=cell, kind=kind)
+                planned = await client_drains.plan(berth.bus, query)
                 _show_plan(planned, as_json)
-                if stuck and not plan:
-                    why = f"{len(stuck)} of {len(planned.moves)} instances cannot move; nothing was begun (see --force)"
-                    raise Stop(EXIT_NO, "drain.stuck", why)
-                return EXIT_NO if stuck else 0
-            disabled = SetAdminState(host=planned.host_uuid, state=AdminState.DISABLED, reason=reason, by=who)
-            await berth.set_admin_state(disabled, timeout_s=PLAN_TIMEOUT_S)
-            show_end = (lambda *_: None) if as_json else _show_end
-            drained = Drain(planned, kind, at_once=at_once, on_end=show_end)
-            await _run(drained, berth, timeout)
-        if as_json:
-            failed = [{"instance_uuid": uuid, "code": code, "reason": reason} for uuid, code, reason in drained.failed]
-            ends = {"moved": drained.moved, "failed": failed, "not_begun": drained.not_begun}
-            print_json({"host": planned.host, "more": planned.more, **ends})
-        else:
-            left = len(drained.failed) + len(drained.not_begun)
-            out.print(Text(f"{planned.host}: {len(drained.moved)} moved, {left} left"), soft_wrap=True)
-        if drained.not_begun and not as_json:
-            raise Stop(EXIT_TIME, "drain.stopped", f"{len(drained.not_begun)} instances were not begun; run it again")
-        return EXIT_NO if drained.failed or drained.not_begun or planned.more else 0
+                return EXIT_NO if any(not one.hosts for one in planned.moves) else 0
+            command = DrainStart(
+                drain=ident,
+                name=name,
+                target=target,
+                cell=cell,
+                kind=kind,
+                at_once=at_once,
+                per_minute=rate,
+                deadline_s=deadline,
+                force=force,
+                reason=reason,
+                by=who,
+            )
+            begun = await client_drains.start(berth.bus, command)
+            if detach:
+                _show(begun, as_json)
+                return 0
+            if not as_json:
+                out.print(Text(f"drain {begun.id}: {begun.planned} instances on {begun.hosts} hosts"), soft_wrap=True)
+            stop = DrainCommand(drain=ident, action=DrainAction.STOP, by=who, reason="Ctrl-C")
+            return _ended(await _follow(berth, ident, timeout, stop, as_json), as_json)
 
     run(body)
 
 
-async def _run(drain: Drain, berth: BuildClient, timeout_s: float) -> None:
-    """Carry it out; SIGINT begins nothing more."""
-    following = MoveClient(berth.bus, clock=berth.clock, process=berth.process)
-    loop = asyncio.get_running_loop()
-    await following.open()
-    loop.add_signal_handler(signal.SIGINT, drain.stop)
+@drains.callback()
+def list_drains(
+    context: typer.Context,
+    limit: Annotated[int, typer.Option(min=1, max=1000, help="So many, the newest first.")] = 20,
+    as_json: AsJson = False,
+) -> None:
+    """List drains, the newest first, or command one."""
+    if context.invoked_subcommand is not None:
+        return
+
+    async def body() -> None:
+        async with client(settings_of(context)) as berth:
+            found = await client_drains.drains(berth.bus, DrainsQuery(limit=limit))
+        if as_json:
+            print_json(found)
+            return
+        headers = ["drain", "of", "state", "instances", "hosts", "begun (UTC)", "by"]
+        render_rows(out, headers, [_row(one) for one in found])
+
+    run(body)
+
+
+@drains.command("show")
+def show(context: typer.Context, drain_id: Id, as_json: AsJson = False) -> None:
+    """Show what a drain has come to, and what is left. Exit status 1 when something could not move."""
+    ident = parse_uuid(drain_id)
+
+    async def body() -> int:
+        async with client(settings_of(context)) as berth:
+            found = await client_drains.drains(berth.bus, DrainsQuery(drain=ident))
+        if not found:
+            raise Stop(EXIT_NO, "drain.unknown", f"no drain {ident} is on record")
+        _show(found[0], as_json)
+        return EXIT_NO if found[0].failed else 0
+
+    run(body)
+
+
+@drains.command("pause")
+def pause(context: typer.Context, drain_id: Id, reason: Reason = "", by: By = None, as_json: AsJson = False) -> None:
+    """Begin no further move until it is resumed; what is under way ends by itself."""
+    _command(context, drain_id, DrainAction.PAUSE, reason, by, as_json=as_json)
+
+
+@drains.command("resume")
+def resume(
+    context: typer.Context,
+    drain_id: Id,
+    reason: Reason = "",
+    deadline: Deadline = None,
+    by: By = None,
+    as_json: AsJson = False,
+) -> None:
+    """Go on, also with one that has ended: what has failed is tried again."""
+    _command(context, drain_id, DrainAction.RESUME, reason, by, deadline_s=deadline, as_json=as_json)
+
+
+@drains.command("stop")
+def stop(context: typer.Context, drain_id: Id, reason: Reason = "", by: By = None, as_json: AsJson = False) -> None:
+    """End it: begin nothing more. Its hosts stay disabled, and what has moved stays where it is."""
+    _command(context, drain_id, DrainAction.STOP, reason, by, as_json=as_json)
+
+
+@drains.command("undo")
+def undo(
+    context: typer.Context,
+    drain_id: Id,
+    reason: Reason = "",
+    wait: Annotated[bool, typer.Option("--wait", help="Follow it to its end.")] = False,
+    by: By = None,
+    timeout: Timeout = 3600.0,
+    as_json: AsJson = False,
+) -> None:
+    """Move back what it has moved. Its hosts are at once what they were before."""
+    follow_s = timeout if wait else None
+    _command(context, drain_id, DrainAction.UNDO, reason, by, follow_s=follow_s, as_json=as_json)
+
+
+def _command(
+    context: typer.Context,
+    drain_id: str,
+    action: DrainAction,
+    reason: str,
+    by: str | None,
+    *,
+    deadline_s: float | None = None,
+    follow_s: float | None = None,
+    as_json: bool,
+) -> None:
+    ident, who = parse_uuid(drain_id), decided_by(by)
+    _check(reason)
+
+    async def body() -> int:
+        command = DrainCommand(drain=ident, action=action, by=who, reason=reason, deadline_s=deadline_s)
+        async with client(settings_of(context)) as berth:
+            found = await client_drains.command(berth.bus, command)
+            if follow_s is not None:
+                pausing = DrainCommand(drain=ident, action=DrainAction.STOP, by=who, reason="Ctrl-C")
+                return _ended(await _follow(berth, ident, follow_s, pausing, as_json), as_json)
+        _show(found, as_json)
+        return 0
+
+    run(body)
+
+
+async def _follow(
+    berth: BuildClient, ident: str, timeout_s: float, on_interrupt: DrainCommand, as_json: bool
+) -> DrainProgress:
+    """Follow a drain to its end; SIGINT stops it."""
+    loop, stopping = asyncio.get_running_loop(), set[asyncio.Task[DrainProgress]]()
+    loop.add_signal_handler(
+        signal.SIGINT, lambda: stopping.add(loop.create_task(client_drains.command(berth.bus, on_interrupt)))
+    )
+    last: list[str] = []
+
+    def look(seen: DrainProgress) -> None:
+        line = _counted(seen)
+        if not as_json and last[-1:] != [line]:
+            last.append(line)
+            out.print(Text(line), soft_wrap=True)
+
     try:
-        await drain.run(following, clock=berth.clock, timeout_s=timeout_s)
+        seen = await client_drains.follow(berth.bus, ident, clock=berth.clock, timeout_s=timeout_s, on_look=look)
+        await asyncio.gather(*stopping)
+        return seen
     finally:
         loop.remove_signal_handler(signal.SIGINT)
-        await following.close()
 
 
-def _show_end(moved: PlannedMove, state: str, host: str, why: str) -> None:
-    text = f"{moved.instance_uuid} {'to ' + host if state == 'done' else state + ': ' + why}"
-    out.print(Text(printable(text)), soft_wrap=True)
+def _ended(seen: DrainProgress, as_json: bool) -> int:
+    _show(seen, as_json)
+    left = len(seen.not_begun) + len(seen.under_way)
+    if seen.state is not DrainState.ENDED and not as_json:
+        raise Stop(EXIT_TIME, "drain.under_way", f"it goes on; see berth drains show {seen.id}")
+    if left:
+        if not as_json:
+            raise Stop(EXIT_TIME, seen.code, f"{left} instances are left; see berth drains resume {seen.id}")
+        return EXIT_TIME
+    return EXIT_NO if seen.failed else 0
+
+
+def _new_id() -> str:
+    return new_uuid(random.SystemRandom())
+
+
+def _check(reason: str) -> None:
+    if len(reason) > MAX_REASON:
+        raise typer.BadParameter(f"at most {MAX_REASON} characters", param_hint="--reason")
+
+
+def _counted(one: DrainProgress) -> str:
+    counts = ", ".join(f"{count} {state}" for state, count in one.counts.items()) or "nothing to move"
+    return f"{one.state}: {counts}"
+
+
+def _row(one: DrainProgress) -> list[str | Text]:
+    state = f"{one.state} ({one.code})" if one.code else one.state.value
+    counts = ", ".join(f"{count} {name}" for name, count in one.counts.items())
+    return [one.id, printable(f"{one.target} {one.host}"), state, counts, str(one.hosts), _when(one.started_at), one.by]
+
+
+def _when(at: float | None) -> str:
+    return "" if at is None else datetime.fromtimestamp(at, UTC).strftime("%Y-%m-%d %H:%M:%S")
+
+
+def _show(one: DrainProgress, as_json: bool) -> None:
+    if as_json:
+        print_json(one)
+        return
+    why = f" ({one.code})" if one.code else ""
+    until = "" if one.deadline_at is None else f", until {_when(one.deadline_at)} UTC"
+    out.print(Text(printable(f"drain {one.id} of {one.target} {one.host}, by {one.by}: {one.reason}")), soft_wrap=True)
+    out.print(Text(f"{_counted(one)}{why}{until}"), soft_wrap=True)
+    rows = [[fault.instance_uuid, fault.code, printable(fault.reason)] for fault in one.failed]
+    rows += [[uuid, "", "not begun"] for uuid in one.not_begun]
+    if rows:
+        render_rows(out, ["left", "code", "why"], rows)
 
 
 def _show_plan(planned: DrainPlan, as_json: bool) -> None:
@@ -112,6 +313,7 @@ def _show_plan(planned: DrainPlan, as_json: bool) -> None:
     rows = [
         [
             one.instance_uuid,
+            one.source,
             one.project_id,
             one.flavor,
             ", ".join(one.hosts),
@@ -119,6 +321,7 @@ def _show_plan(planned: DrainPlan, as_json: bool) -> None:
         ]
         for one in planned.moves
     ]
-    render_rows(out, ["instance", "project", "flavor", "to, alternates", "cannot"], rows)
-    if planned.more:
-        out.print(Text(f"... and more than these {len(planned.moves)}"))
+    render_rows(out, ["instance", "on", "project", "flavor", "to, alternates", "cannot"], rows)
+    stuck = sum(not one.hosts for one in planned.moves)
+    more = f" and more than these {len(rows)}" if planned.more else ""
+    out.print(Text(f"{planned.hosts} hosts: {len(rows) - stuck} moves, {stuck} cannot be made{more}"), soft_wrap=True)

@@ -14,7 +14,8 @@ from starlette.routing import Route
 from berth.web.problems import PROBLEM_JSON, ProblemBody
 from bus.contracts.base import Label, Reason, Uuid, Version, Word
 from bus.contracts.build import BuildRecord, BuildRequest, BuildState, HostRecord
-from bus.contracts.moves import DrainPlan, MoveRecord, MoveRequest
+from bus.contracts.drains import DrainPlan, DrainProgress, DrainTarget
+from bus.contracts.moves import MoveRecord, MoveRequest
 from bus.contracts.objects import (
     Aggregate,
     CellDecision,
@@ -82,13 +83,14 @@ def _of_instances() -> dict[str, _Operation]:
 
 
 def _of_hosts() -> dict[str, _Operation]:
-    from berth.web.drains import DrainBody, DrainProgress  # noqa: PLC0415
+    from berth.web.drains import DrainBody, DrainCommandBody, TargetBody  # noqa: PLC0415
     from berth.web.fleet import CellView, HostDetail  # noqa: PLC0415
     from berth.web.metal import MetalView  # noqa: PLC0415
     from berth.web.operations import AdminStateRequest  # noqa: PLC0415
 
     listed = {"cell": Word, "up": bool, "limit": int}
     plan = {"kind": Literal["live-migrate", "migrate"], "cell": Word}
+    of_target = {**plan, "name": Label, "target": DrainTarget}
     return {
         "list_hosts": _Operation(tuple[HostRecord, ...], query=listed, errors=_READS),
         "show_host": _Operation(HostDetail, errors=(404, 409, *_READS)),
@@ -98,9 +100,14 @@ def _of_hosts() -> dict[str, _Operation]:
         "list_cells": _Operation(tuple[CellView, ...], errors=_READS),
         "plan_drain": _Operation(DrainPlan, query=plan, errors=(422, *_READS)),
         "start_drain": _Operation(DrainProgress, 202, DrainBody, errors=(409, *_WRITES)),
-        "list_drains": _Operation(tuple[DrainProgress, ...], errors=_READS),
+        "plan_target": _Operation(DrainPlan, query=of_target, errors=(422, *_READS)),
+        "drain_target": _Operation(DrainProgress, 202, TargetBody, errors=(409, *_WRITES)),
+        "list_drains": _Operation(tuple[DrainProgress, ...], query={"limit": int}, errors=_READS),
         "show_drain": _Operation(DrainProgress, errors=(404, *_READS)),
-        "stop_drain": _Operation(DrainProgress, errors=(404, *_READS)),
+        "stop_drain": _Operation(DrainProgress, errors=(404, *_WRITES)),
+        "pause_drain": _Operation(DrainProgress, body=DrainCommandBody, errors=(404, *_WRITES)),
+        "resume_drain": _Operation(DrainProgress, body=DrainCommandBody, errors=(404, *_WRITES)),
+        "undo_drain": _Operation(DrainProgress, body=DrainCommandBody, errors=(404, *_WRITES)),
         "show_metal": _Operation(MetalView, errors=_READS),
     }
 

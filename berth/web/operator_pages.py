@@ -23,7 +23,8 @@ from berth.web.objects import SECTIONS, ObjectApi, zones_of
 from berth.web.problems import Problem
 from berth.web.rendering import rendered
 from bus.contracts.base import Label
-from bus.contracts.moves import DrainQuery, MoveKind, MoveQuery
+from bus.contracts.drains import DrainQuery, DrainTarget
+from bus.contracts.moves import MoveKind, MoveQuery
 from bus.contracts.objects import SCHEDULING, ObjectKind, ObjectLogQuery
 from bus.contracts.operations import ServicesQuery
 
@@ -88,17 +89,17 @@ class OperatorPages:
         host = await self._fleet.host(request.path_params["host"], fresh=True)
         kind = request.query_params.get("kind", "live-migrate")
         parsed(lambda: msgspec.convert({"kind": kind}, DrainBody))
-        plan = await self._drains.plan(DrainQuery(host=host.uuid, kind=MoveKind(kind)))
+        plan = await self._drains.plan(DrainQuery(host=host.uuid, target=DrainTarget.HOST, kind=MoveKind(kind)))
         stuck = sum(not one.hosts for one in plan.moves)
         return self._page(request, "drain_plan.html", host=host, plan=plan, kind=kind, stuck=stuck)
 
     async def drain(self, request: Request) -> Response:
         """What a drain has come to."""
         need(caller_of(request), WebRole.READER)
-        return self._page(request, "drain.html", drain=self._drains.get(request.path_params["uuid"]))
+        return self._page(request, "drain.html", drain=await self._drains.get(request.path_params["uuid"]))
 
     async def moves(self, request: Request) -> Response:
-        """Requests about instances, newest first, and the drains of this server."""
+        """Requests about instances, newest first, and drains."""
         caller, query = caller_of(request), request.query_params
         fields = {
             "project_id": caller.sees or query.get("project") or None,
@@ -106,7 +107,7 @@ class OperatorPages:
             "limit": PAGE,
         }
         page = await self._moves.moves(parsed(lambda: msgspec.convert(fields, MoveQuery)))
-        drains = self._drains.list_all() if caller.role is not WebRole.PROJECT else []
+        drains = await self._drains.list_all(PAGE) if caller.role is not WebRole.PROJECT else []
         return self._page(request, "moves.html", moves=page.moves, drains=drains, query=query)
 
     async def metal(self, request: Request) -> Response:

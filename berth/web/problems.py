@@ -18,6 +18,11 @@ _STATUS = {
     "object.conflict": 409,
     "object.in_use": 409,
     "host.service_up": 409,
+    "drain.stuck": 409,
+    "drain.overlap": 409,
+    "drain.ended": 409,
+    "drain.undone": 409,
+    "drain.too_many": 429,
     "object.unknown": 404,
 }
 

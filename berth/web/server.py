@@ -81,7 +81,7 @@ class WebServer:
         self._env, self._settings, self._access = env, settings, access
         self._bus = env.bus(API)
         self._live = Live(self._bus, clock=env.clock, process=env.process)
-        self._drains = Drains(self._bus, env.clock, env.rng, env.process)
+        self._drains = Drains(self._bus, env.rng)
         check_listen(host, access)
         self._server: _Server | None = None
         self._serving: asyncio.Task[None] | None = None
@@ -140,6 +140,5 @@ class WebServer:
         if self._serving is not None and self._server is not None:
             self._server.should_exit = True
             await asyncio.wait({self._serving})
-        await self._drains.close()
         await self._live.close()
         await self._bus.close()

@@ -200,41 +200,6 @@ class MovePage(Message, frozen=True, kw_only=True, tag="instance.page.v1"):
     moves: tuple[MoveRecord, ...] = ()
 
 
-MAX_PLANNED = 1000
-
-
-class DrainQuery(Message, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="hosts.drain.query.v1"):
-    """Ask a scheduler how a host could be drained now: each active instance on it, and where it would go.
-
-    host: uuid or name. kind: by which move. Nothing is begun, and nothing is held for the plan.
-    """
-
-    host: Label
-    cell: Word | None = None
-    kind: MoveKind = MoveKind.LIVE_MIGRATE
-    limit: Annotated[int, Bound(ge=1, le=MAX_PLANNED)] = MAX_PLANNED
-
-
-class PlannedMove(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One instance of a host that is to be drained. hosts: where it would go, the first first; without any: why not."""
-
-    instance_uuid: Uuid
-    project_id: str
-    flavor: str
-    hosts: tuple[str, ...] = ()
-    code: str = ""
-    reason: Reason = ""
-
-
-class DrainPlan(Message, frozen=True, kw_only=True, tag="hosts.drain.plan.v1"):
-    """Reply to a DrainQuery: at most `limit` instances, in order of their uuids. more: there are others."""
-
-    host_uuid: Uuid
-    host: Label
-    moves: tuple[PlannedMove, ...] = ()
-    more: bool = False
-
-
 class CellMove(Message, frozen=True, kw_only=True, tag="cell.move.v1"):
     """Do one thing with one instance of this cell. Idempotent by request_id; ends in one terminal MoveEvent.
 

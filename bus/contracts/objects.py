@@ -12,7 +12,7 @@ from typing import Annotated, Any
 from msgspec import Meta as Bound
 from msgspec import Struct
 
-from .base import ClassName, Count, Label, Message, Reason, Version
+from .base import ClassName, Count, Label, Message, Reason, Uuid, Version
 from .operations import AdminState
 
 # {class or INSTANCES: how much of it}, as claims carry it: under no other name, and for no more of them.
@@ -36,6 +36,7 @@ class ObjectKind(StrEnum):
     HOST = "host"
     FENCE = "fence"
     CELL = "cell"
+    DRAIN = "drain"
 
 
 class Flavor(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
@@ -90,11 +91,18 @@ class SchedulingRules(Struct, frozen=True, kw_only=True, omit_defaults=True, for
 
 
 class HostDecision(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
-    """What an operator has decided about a host. The object's name is the host's uuid; host: its name at that time."""
+    """What an operator has decided about a host. The object's name is the host's uuid; host: its name at that time.
+
+    drain: the drain that it belongs to. before, reason_before: what it was when the drain began, and is again when that
+    is undone.
+    """
 
     host: Label
     state: AdminState
     reason: Reason = ""
+    drain: Uuid | None = None
+    before: AdminState | None = None
+    reason_before: Reason = ""
 
 
 class FenceRecord(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):

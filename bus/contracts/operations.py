@@ -34,6 +34,7 @@ class HostAdminState(Struct, frozen=True, kw_only=True, omit_defaults=True):
     the objects that it was made in, so it rises with each decision. fence, acknowledged: the number of the newest
     decision about the host's fence, and of the newest that its cell has on record (0: none). pending: what a fenced
     host is to be once it has destroyed what it has lost; losses: so many machines are left, by its cell's last word.
+    drain: the drain that the host belongs to.
     """
 
     host_uuid: Uuid
@@ -47,6 +48,7 @@ class HostAdminState(Struct, frozen=True, kw_only=True, omit_defaults=True):
     acknowledged: Version = 0
     pending: AdminState | None = None
     losses: Count = 0
+    drain: Uuid | None = None
 
 
 class SetAdminState(Message, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="hosts.set.v1"):

@@ -191,6 +191,17 @@ class HostTable:
         """The operator's newest decision about a host; None: there never was one."""
         return self._decided.get(uuid)
 
+    def hosts_of_drain(self, drain: str) -> dict[str, HostAdminState]:
+        """The hosts (uuids) that belong to a drain, and the decisions about them."""
+        return {uuid: decision for uuid, decision in self._decided.items() if decision.drain == drain}
+
+    def is_down(self, uuid: str) -> bool:
+        """Whether the compute service of a host is known, and is down."""
+        index = self._index.get(uuid)
+        if index is None or self.service[index] == NO_SERVICE:
+            return False
+        return self.services[int(self.service[index])].down is not None
+
     def _apply_digest(self, digest: ServicesDigest, now_s: float) -> bool:
         """A digest counts when all its pages have come; until then, and for ever if one is lost, the last one does."""
         known = self._digests.setdefault(digest.cell, CellDigest())

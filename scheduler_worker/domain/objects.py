@@ -11,6 +11,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from bus.contracts.base import MAX_REASON, Refusal, Word
+from bus.contracts.drains import DrainRecord
 from bus.contracts.objects import (
     DEFAULT_QUOTA,
     SCHEDULING,
@@ -30,6 +31,7 @@ from bus.contracts.objects import (
 from bus.contracts.operations import AdminState, HostAdminState
 from scheduler_worker.config import SchedulerConfig
 from scheduler_worker.domain import fences
+from scheduler_worker.domain.drains import drain_of
 
 INVALID = "object.invalid"
 UNKNOWN = "object.unknown"
@@ -42,7 +44,7 @@ TOO_MANY = "object.too_many"
 MAX_OF_KIND = 10_000
 MAX_BODY_BYTES = 64 * 1024
 
-Body = Flavor | Aggregate | ProjectQuota | SchedulingRules | HostDecision | FenceRecord | CellDecision
+Body = Flavor | Aggregate | ProjectQuota | SchedulingRules | HostDecision | FenceRecord | CellDecision | DrainRecord
 BODIES: Mapping[ObjectKind, type[Body]] = {
     ObjectKind.FLAVOR: Flavor,
     ObjectKind.AGGREGATE: Aggregate,
@@ -51,11 +53,15 @@ BODIES: Mapping[ObjectKind, type[Body]] = {
     ObjectKind.HOST: HostDecision,
     ObjectKind.FENCE: FenceRecord,
     ObjectKind.CELL: CellDecision,
+    ObjectKind.DRAIN: DrainRecord,
 }
-# What follows from decisions and from the cells' words; no other request changes it.
-DERIVED = frozenset({ObjectKind.FENCE})
+# What no change of objects changes, and why.
+DERIVED: Mapping[ObjectKind, str] = {
+    ObjectKind.FENCE: "follows from a decision about its host, and is not changed",
+    ObjectKind.DRAIN: "has commands of its own (drain.command.v1), and is not changed",
+}
 # What is about the hosts there are, and not part of a configuration.
-NOT_CONFIGURATION = frozenset({ObjectKind.HOST, ObjectKind.FENCE, ObjectKind.CELL})
+NOT_CONFIGURATION = frozenset({ObjectKind.HOST, ObjectKind.FENCE, ObjectKind.CELL, ObjectKind.DRAIN})
 
 Key = tuple[ObjectKind, str]
 Objects = Mapping[Key, StoredObject]
@@ -155,7 +161,7 @@ def plan(requested: ObjectsChange, present: Objects) -> ChangePlan | Refusal:
         known = present.get(key)
         where = f"{change.kind.value} {change.name!r}"
         if change.kind in DERIVED:
-            return Refusal(code=INVALID, reason=f"{where} follows from a decision about its host, and is not changed")
+            return Refusal(code=INVALID, reason=f"{where} {DERIVED[change.kind]}")
         if key in after:
             return Refusal(code=INVALID, reason=f"{where} is named twice")
         version = 0 if known is None else known.version
@@ -286,7 +292,14 @@ def disabled_cells(present: Objects) -> frozenset[str]:
 
 def fences_of(present: Objects) -> dict[str, FenceRecord]:
     """The fences of hosts, by uuid. Raises ValueError when a body is not valid."""
-    return {name: fences.fence_of(stored) for (kind, name), stored in sorted(present.items()) if kind in DERIVED}
+    return {
+        name: fences.fence_of(stored) for (kind, name), stored in sorted(present.items()) if kind is ObjectKind.FENCE
+    }
+
+
+def drains_of(present: Objects) -> dict[str, DrainRecord]:
+    """The drains, by their ids. Raises ValueError when a body is not valid."""
+    return {name: drain_of(stored) for (kind, name), stored in sorted(present.items()) if kind is ObjectKind.DRAIN}
 
 
 def host_decision(stored: StoredObject) -> HostAdminState:
@@ -301,6 +314,7 @@ def host_decision(stored: StoredObject) -> HostAdminState:
         by=stored.changed_by,
         at=stored.changed_at,
         version=stored.version,
+        drain=body.drain,
     )
 
 

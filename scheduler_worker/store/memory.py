@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from functools import partial
@@ -12,8 +13,9 @@ import structlog
 from msgspec.structs import replace
 
 from bus.contracts.build import BuildQuery, BuildRecord, BuildRequest, BuildState, TimelineEntry
+from bus.contracts.drains import DrainMoveState
 from bus.contracts.moves import MoveQuery, MoveRecord
-from bus.contracts.objects import ChangedObject, ObjectLogEntry, ObjectLogQuery
+from bus.contracts.objects import ChangedObject, ObjectKind, ObjectLogEntry, ObjectLogQuery
 from bus.persistence.conflict import PreconditionFailed
 from bus.persistence.memory_database import MemoryDatabase, MemoryDatabaseTransaction, MemoryRows, MemorySession
 from bus.persistence.outbox import OutboxMessage, Relay
@@ -28,8 +30,10 @@ from scheduler_worker.domain.builds import (
     RecordedBuild,
     is_search,
 )
+from scheduler_worker.domain.drains import DrainMove, OpenDrain, drain_of
 from scheduler_worker.domain.moves import InstanceRecord, MoveContext, RecordedMove, known_of, record_of
 from scheduler_worker.domain.objects import ChangeAuthor, ObjectsOnRecord
+from scheduler_worker.store import drains as drain_rows
 from scheduler_worker.store import rows
 from scheduler_worker.store.objects import BUILDS_WITH_A_MACHINE, MemoryObjects
 from scheduler_worker.store.port import FIRST_UUID, BuildUnit, OperationUnit, Purged
@@ -53,6 +57,7 @@ class MemoryBuildTable(MemoryDatabase):
         "moves",
         "instances",
         "objects",
+        "drain_moves",
     )
 
     def __init__(self, *arguments: object, **named: object) -> None:
@@ -65,6 +70,7 @@ class MemoryBuildTable(MemoryDatabase):
         self.moves: dict[str, tuple[RecordedMove, float]] = {}  # and when it was last written
         self.instances: dict[str, InstanceRecord] = {}
         self.objects = MemoryObjects()
+        self.drain_moves: dict[tuple[str, str], DrainMove] = {}  # by drain and instance
 
 
 class MemoryBuildUnit:
@@ -201,6 +207,40 @@ class MemoryOperationUnit(MemoryBuildUnit):
         after = self._table.objects.changed(changed, author)
         self._transaction.will(partial(setattr, self._table, "objects", after), OBJECTS)
         return after.present.revision
+
+    async def lock_drain(self, drain: str, now: float, limit: int) -> OpenDrain | None:
+        """By the drain's name."""
+        await self._transaction.statement()
+        await self._transaction.lock([("drain", drain)])
+        stored = self._table.objects.present.objects.get((ObjectKind.DRAIN, drain))
+        if stored is None:
+            return None
+        return drain_rows.opened(drain_of(stored), self._of_drain(drain), now, limit)
+
+    async def put_drain_moves(self, moves: Sequence[DrainMove]) -> None:
+        """Those of drains that this unit has locked."""
+        await self._transaction.statement()
+        after = {(one.drain, one.instance_uuid): one for one in moves}
+        self._transaction.will(lambda: self._table.drain_moves.update(after))
+
+    async def drain_moves(self, drain: str, limit: int) -> list[DrainMove]:
+        """A scan."""
+        await self._transaction.statement()
+        return drain_rows.in_order(self._of_drain(drain))[:limit]
+
+    async def drain_counts(self, drains: Sequence[str]) -> dict[str, dict[DrainMoveState, int]]:
+        """A scan."""
+        await self._transaction.statement()
+        found = {drain: Counter(one.state for one in self._of_drain(drain)) for drain in drains}
+        return {drain: dict(counts) for drain, counts in found.items() if counts}
+
+    async def drop_drain_moves(self, drains: Sequence[str]) -> None:
+        """A scan."""
+        await self._transaction.statement()
+        self._transaction.will(partial(_drop_drain_moves, self._table, frozenset(drains)))
+
+    def _of_drain(self, drain: str) -> list[DrainMove]:
+        return [one for key, one in self._table.drain_moves.items() if key[0] == drain]
 
 
 class MemoryBuildRows:
@@ -465,6 +505,11 @@ def _update(table: MemoryBuildTable, build: RecordedBuild, timeline: tuple[Timel
         timeline=(*record.timeline, *timeline),
         updated_at=now,
     )
+
+
+def _drop_drain_moves(table: MemoryBuildTable, drains: frozenset[str]) -> None:
+    for key in [key for key in table.drain_moves if key[0] in drains]:
+        del table.drain_moves[key]
 
 
 def _drop_moves(table: MemoryBuildTable, requests: Sequence[str]) -> None:

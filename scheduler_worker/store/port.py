@@ -10,10 +10,12 @@ from typing import Protocol
 from msgspec import Struct
 
 from bus.contracts.build import BuildQuery, BuildRecord
+from bus.contracts.drains import DrainMoveState
 from bus.contracts.moves import MoveQuery, MoveRecord
 from bus.contracts.objects import ChangedObject, ObjectLogEntry, ObjectLogQuery
 from bus.persistence.outbox import OutboxMessage, Relay, Rows
 from scheduler_worker.domain.builds import BuildDecision, BuildStatus, BuildUpdate, NewBuild, RecordedBuild
+from scheduler_worker.domain.drains import DrainMove, OpenDrain
 from scheduler_worker.domain.moves import InstanceRecord, MoveContext, RecordedMove
 from scheduler_worker.domain.objects import ChangeAuthor, ObjectsOnRecord
 
@@ -78,6 +80,24 @@ class OperationUnit(BuildUnit, Protocol):
 
     async def write_objects(self, changed: Sequence[ChangedObject], author: ChangeAuthor) -> int:
         """Write objects that were locked, and their log, under the next revision, which it returns. Once a unit."""
+
+    async def lock_drain(self, drain: str, now: float, limit: int) -> OpenDrain | None:
+        """Hold a drain and its instances until the end of the unit: what is under way, and so many that are due.
+
+        None: it is not on record. After `lock_objects`, where a unit needs both.
+        """
+
+    async def put_drain_moves(self, moves: Sequence[DrainMove]) -> None:
+        """Write instances of drains that were locked, or are made in this unit."""
+
+    async def drain_moves(self, drain: str, limit: int) -> list[DrainMove]:
+        """The instances of a drain, in their order."""
+
+    async def drain_counts(self, drains: Sequence[str]) -> dict[str, dict[DrainMoveState, int]]:
+        """How many instances these drains have, by state."""
+
+    async def drop_drain_moves(self, drains: Sequence[str]) -> None:
+        """Delete the instances of drains whose objects are deleted in this unit."""
 
 
 class SchedulerStore(Protocol):

@@ -10,6 +10,7 @@ import asyncpg
 import structlog
 
 from bus.contracts.build import BuildQuery, BuildRecord, BuildState
+from bus.contracts.drains import DrainMoveState
 from bus.contracts.moves import MoveQuery, MoveRecord
 from bus.contracts.objects import ChangedObject, ObjectLogEntry, ObjectLogQuery
 from bus.persistence import outbox
@@ -28,8 +29,10 @@ from scheduler_worker.domain.builds import (
     RecordedBuild,
     is_search,
 )
+from scheduler_worker.domain.drains import DrainMove, OpenDrain
 from scheduler_worker.domain.moves import InstanceRecord, MoveContext, RecordedMove, known_of
 from scheduler_worker.domain.objects import ChangeAuthor, ObjectsOnRecord
+from scheduler_worker.store import drains as drain_rows
 from scheduler_worker.store import objects, rows
 from scheduler_worker.store.port import FIRST_UUID, BuildUnit, OperationUnit, Purged
 from scheduler_worker.store.unit_of_work import BuildWrites, OptimisticBuildUnit
@@ -280,6 +283,26 @@ class PostgresOperationUnit(PostgresBuildUnit):
     async def write_objects(self, changed: Sequence[ChangedObject], author: ChangeAuthor) -> int:
         """A few statements, whatever their number."""
         return await objects.write(self._connection, changed, author)
+
+    async def lock_drain(self, drain: str, now: float, limit: int) -> OpenDrain | None:
+        """By the row of its object."""
+        return await drain_rows.lock(self._connection, drain, now, limit)
+
+    async def put_drain_moves(self, moves: Sequence[DrainMove]) -> None:
+        """One statement."""
+        await drain_rows.put(self._connection, moves)
+
+    async def drain_moves(self, drain: str, limit: int) -> list[DrainMove]:
+        """Along the primary key."""
+        return await drain_rows.read(self._connection, drain, limit)
+
+    async def drain_counts(self, drains: Sequence[str]) -> dict[str, dict[DrainMoveState, int]]:
+        """One statement."""
+        return await drain_rows.counts(self._connection, drains)
+
+    async def drop_drain_moves(self, drains: Sequence[str]) -> None:
+        """One statement."""
+        await drain_rows.drop(self._connection, drains)
 
 
 class PostgresBuilds:

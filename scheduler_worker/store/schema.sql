@@ -104,6 +104,29 @@ CREATE TABLE object_log (
     PRIMARY KEY (revision, kind, name)
 );
 
+-- The instances of drains (objects of kind drain): one row each, written under the lock of the drain's object. position: in
+-- the order of the plan. request_id: the newest request to move it. due_at, begun_at: seconds since the epoch.
+CREATE TABLE drain_moves (
+    drain uuid NOT NULL,
+    instance_uuid uuid NOT NULL,
+    position integer NOT NULL,
+    project_id text NOT NULL,
+    source_uuid uuid NOT NULL,
+    source text NOT NULL,
+    kind text NOT NULL,
+    state text NOT NULL,
+    host text,
+    tries integer NOT NULL,
+    failures integer NOT NULL,
+    request_id uuid,
+    code text NOT NULL,
+    reason text NOT NULL,
+    due_at double precision NOT NULL,
+    begun_at double precision NOT NULL,
+    PRIMARY KEY (drain, instance_uuid)
+);
+CREATE INDEX drain_moves_in_order ON drain_moves (drain, state, position);
+
 -- The outbox: messages that commit with the state that caused them (bus.persistence.outbox). The table is a short-lived
 -- heap, so it is vacuumed by count and not by share. A row is large and soon gone: compressing it is most of what
 -- writing it would cost.

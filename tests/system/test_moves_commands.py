@@ -128,6 +128,32 @@ def test_a_drain_moves_a_stopped_instance_cold_and_leaves_it_stopped(berth: Bert
         berth("delete", mine, "--wait")
 
 
+def test_a_service_is_drained_and_the_drain_is_undone(berth: Berth) -> None:
+    """Its instances go to the hosts of the cell's other service, and come back; its hosts are enabled again."""
+    mine = {boot(berth, "--host", f"cell2-c1-0000{at}")[0]["instance_uuid"]: f"cell2-c1-0000{at}" for at in (1, 2, 3)}
+    drained = berth("drain", "cell2-c1", "--json", "--reason", "rack", "--at-once", "2")
+    try:
+        assert (drained.status, drained.data["target"], drained.data["code"]) == (0, "service", "drain.done"), drained
+        assert mine.keys() <= set(drained.data["moved"])
+        hosts = {shown(berth, one)["host"] for one in mine}
+        assert all(str(host).startswith("cell2-c2-") for host in hosts), hosts
+        listed = berth("drains", "--json").data[0]
+        assert (listed["id"], listed["state"]) == (drained.data["id"], "ended")
+        assert berth("drains", "pause", drained.data["id"]).status == NO
+        undone = berth("drains", "undo", drained.data["id"], "--wait", "--json")
+        assert (undone.status, undone.data["code"], undone.data["failed"]) == (0, "drain.undone", []), undone
+        assert {one: shown(berth, one)["host"] for one in mine} == mine
+        states = {one["admin"]["state"] for one in berth("hosts", "--cell", "cell2", "--json").data if one.get("admin")}
+        assert states <= {"enabled"}
+        assert berth("drains", "resume", drained.data["id"]).status == NO
+        assert "drain" in berth("audit-log", "--kind", "drain").out and berth("check").status == 0
+        stuck = berth("drain", "cell2", "--plan", "--json")
+        assert stuck.status == NO and all(not one.get("hosts") for one in stuck.data["moves"])
+        assert "drain.stuck" in berth("drain", "cell2").err
+    finally:
+        berth("delete", *mine, "--wait")
+
+
 def test_no_wait_answers_at_once_and_time_runs_out(berth: Berth, instance: str) -> None:
     answer = berth("stop", instance, "--json")
     assert (answer.status, answer.data["state"]) == (0, "accepted")

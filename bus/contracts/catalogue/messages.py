@@ -2,8 +2,20 @@
 
 from __future__ import annotations
 
-from bus.contracts import book, build, cell, fences, host_metrics, moves, objects, operations, placement, workers
+from bus.contracts import (
+    book,
+    build,
+    cell,
+    fences,
+    host_metrics,
+    moves,
+    objects,
+    operations,
+    placement,
+    workers,
+)
 from bus.contracts.base import Message, Refusal
+from bus.contracts.catalogue.drains import DRAIN_MESSAGES
 from bus.contracts.catalogue.queues import BUILD_EVENTS, MOST_REQUESTS_A_MESSAGE
 from bus.contracts.catalogue.rows import COMMANDS, EVENTS, MessageRow, Where
 
@@ -125,18 +137,7 @@ MESSAGES: tuple[MessageRow, ...] = (
         public=True,
         idempotency="reads only",
     ),
-    MessageRow(
-        message=moves.DrainQuery,
-        owner="scheduler_worker",
-        publishers=("operator",),
-        where=Where.API,
-        exchange=COMMANDS,
-        key="hosts.drain.query",
-        reply=moves.DrainPlan,
-        persistent=False,
-        public=True,
-        idempotency="reads only",
-    ),
+    *DRAIN_MESSAGES,
     MessageRow(
         message=workers.WorkerHeartbeat,
         owner="bus",

@@ -13,8 +13,6 @@ from bus.contracts.build import BuildRequest, BuildState
 from bus.contracts.groups import GroupPolicy, ServerGroup
 from bus.contracts.moves import (
     Condition,
-    DrainPlan,
-    DrainQuery,
     MoveAccepted,
     MoveKind,
     MoveRequest,
@@ -275,34 +273,3 @@ async def test_a_scheduler_killed_at_any_moment_loses_and_doubles_no_move(world:
     assert {one.request_id for one in moves} <= set(sent)
     record = await world.show(built.instance_uuid)
     assert record is not None and [line.what for line in record.timeline].count("stop scheduled") == 1
-
-
-async def test_a_plan_lists_where_each_instance_would_go_and_what_cannot_move(world: World) -> None:
-    """It counts its own choices before each next one, begins nothing, and holds nothing afterwards."""
-    await world.scheduler(config=WARM)
-    (host,) = await world.add_hosts("c1", 1, VCPU=8, MEMORY_MB=16384, DISK_GB=160)
-    builds = [world.request("m1.small") for _ in range(3)]
-    for one in builds:
-        await world.active(one)
-    await world.add_hosts("c1", 2, VCPU=1, MEMORY_MB=2048, DISK_GB=20)
-    busy = world.request("m1.small", host="c1-0")
-    await world.active(busy)
-    stop = world.move(busy, MoveKind.STOP)
-    await world.ask(stop)
-    await world.dispatched(stop)
-    for _ in range(2):  # the second is not told otherwise by what the first has left behind
-        plan = await world.buses[API].request(DrainQuery(host="c1-0"), DrainPlan, timeout_s=PATIENCE_S)
-        assert (plan.host_uuid, plan.host, plan.more) == (host, "c1-0", False)
-        found = {one.instance_uuid: one for one in plan.moves}
-        assert found.keys() == {one.instance_uuid for one in (*builds, busy)}
-        assert found[busy.instance_uuid].code == "instance.busy"
-        firsts = [found[one.instance_uuid].hosts[:1] for one in builds]
-        assert sorted(firsts) == [(), ("c1-1",), ("c1-2",)]
-        assert [one.code for one in plan.moves if not one.hosts and one.code != "instance.busy"] == ["no_valid_host"]
-    assert [one.kind for _, one in world.moves] == [MoveKind.STOP]
-    assert not list(world.replicas["s1"].assumed_keys())
-    few = await world.buses[API].request(DrainQuery(host=host, limit=2), DrainPlan, timeout_s=PATIENCE_S)
-    assert (len(few.moves), few.more) == (2, True)
-    with pytest.raises(RequestRefused) as unknown:
-        await world.buses[API].request(DrainQuery(host="nowhere"), DrainPlan, timeout_s=PATIENCE_S)
-    assert unknown.value.code == "host.unknown"

@@ -19,7 +19,6 @@ from jinja2 import nodes
 
 from berth.web.access import WebCaller
 from berth.web.dead_letters import LetterCount, LetterView
-from berth.web.drains import DrainProgress
 from berth.web.fleet import CellView, HostDetail
 from berth.web.metal import MetalView
 from berth.web.objects import QuotaUse, Zone
@@ -27,7 +26,8 @@ from berth.web.pages import Now
 from berth.web.problems import Problem
 from berth.web.rendering import TEMPLATES
 from bus.contracts.build import BuildEvent, BuildRecord, BuildState, HostRecord, HostScore
-from bus.contracts.moves import DrainPlan, MoveKind, MoveRecord
+from bus.contracts.drains import DrainPlan, DrainProgress
+from bus.contracts.moves import MoveKind, MoveRecord
 from bus.contracts.objects import ObjectKind, ObjectLogEntry, StoredObject
 from bus.contracts.operations import ServiceRecord
 from bus.contracts.workers import WorkerRecord

@@ -1,0 +1,56 @@
+"""The messages about drains, a row each."""
+
+from __future__ import annotations
+
+from bus.contracts import drains
+from bus.contracts.catalogue.rows import COMMANDS, MessageRow, Where
+
+DRAIN_MESSAGES: tuple[MessageRow, ...] = (
+    MessageRow(
+        message=drains.DrainQuery,
+        owner="scheduler_worker",
+        publishers=("operator",),
+        where=Where.API,
+        exchange=COMMANDS,
+        key="hosts.drain.query",
+        reply=drains.DrainPlan,
+        persistent=False,
+        public=True,
+        idempotency="reads only",
+    ),
+    MessageRow(
+        message=drains.DrainStart,
+        owner="scheduler_worker",
+        publishers=("operator",),
+        where=Where.API,
+        exchange=COMMANDS,
+        key="drain.start",
+        reply=drains.DrainOnRecord,
+        public=True,
+        max_batch=1,
+        idempotency="drain; what is on record under this id is not begun again",
+    ),
+    MessageRow(
+        message=drains.DrainCommand,
+        owner="scheduler_worker",
+        publishers=("operator",),
+        where=Where.API,
+        exchange=COMMANDS,
+        key="drain.command",
+        reply=drains.DrainOnRecord,
+        public=True,
+        idempotency="the message's id",
+    ),
+    MessageRow(
+        message=drains.DrainsQuery,
+        owner="scheduler_worker",
+        publishers=("operator",),
+        where=Where.API,
+        exchange=COMMANDS,
+        key="drains.query",
+        reply=drains.DrainsPage,
+        persistent=False,
+        public=True,
+        idempotency="reads only",
+    ),
+)

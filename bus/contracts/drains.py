@@ -1,0 +1,222 @@
+"""Drains: many hosts emptied as one, by the schedulers, and what has become of each instance.
+
+A drain is an object of kind `drain` (bus.contracts.objects). Its hosts are those whose decisions carry its id, so a
+later decision about one of them takes that host out of the drain.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Annotated
+
+from msgspec import Meta as Bound
+from msgspec import Struct
+
+from .base import Count, Label, Message, Reason, Uuid, Word
+from .moves import MoveKind
+
+MAX_DRAINED = 5000  # hosts of one drain
+MAX_PLANNED = 10_000  # instances of one plan
+MAX_AT_ONCE = 100
+MAX_DEADLINE_S = 30 * 86_400.0
+
+AtOnce = Annotated[int, Bound(ge=1, le=MAX_AT_ONCE)]
+PerMinute = Annotated[int, Bound(ge=1, le=10_000)]
+DeadlineS = Annotated[float, Bound(gt=0, le=MAX_DEADLINE_S)]
+
+
+class DrainTarget(StrEnum):
+    """What is drained: one host, or every host of a compute service, a cell or an aggregate."""
+
+    HOST = "host"
+    SERVICE = "service"
+    CELL = "cell"
+    AGGREGATE = "aggregate"
+
+
+class DrainState(StrEnum):
+    """How far a drain has come. Only a running one begins moves, and an undoing one those back."""
+
+    RUNNING = "running"
+    PAUSED = "paused"
+    STOPPING = "stopping"  # begins nothing more, and ends with what is under way
+    UNDOING = "undoing"
+    ENDED = "ended"
+
+
+class DrainAction(StrEnum):
+    """What an operator does with a drain."""
+
+    PAUSE = "pause"
+    RESUME = "resume"  # also of one that has ended: what failed is tried again
+    STOP = "stop"
+    UNDO = "undo"  # what it has moved goes back, and its hosts are what they were before
+
+
+class DrainMoveState(StrEnum):
+    """What has become of one instance of a drain."""
+
+    WAITING = "waiting"
+    UNDER_WAY = "under-way"
+    MOVED = "moved"
+    FAILED = "failed"
+    LEFT = "left"  # no concern of the drain any more: deleted, moved by another request, or its host has left the drain
+    TO_RETURN = "to-return"
+    RETURNING = "returning"
+    RETURNED = "returned"
+    STAYED = "stayed"  # it could not go back, and stays where the drain has moved it
+
+
+class DrainQuery(Message, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="hosts.drain.query.v1"):
+    """Ask a scheduler how hosts could be drained now: each active instance on them, and where it would go.
+
+    host: the target's name or uuid. target: None: the one kind that has something of this name. cell: where names
+    of hosts and services are looked for. kind: by which move. Nothing is begun, and nothing is held for the plan.
+    """
+
+    host: Label
+    cell: Word | None = None
+    kind: MoveKind = MoveKind.LIVE_MIGRATE
+    limit: Annotated[int, Bound(ge=1, le=MAX_PLANNED)] = MAX_PLANNED
+    target: DrainTarget | None = None
+
+
+class PlannedMove(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One instance to be moved. hosts: where it would go, the first first; without any: why not. source: its host."""
+
+    instance_uuid: Uuid
+    project_id: str
+    flavor: str
+    hosts: tuple[str, ...] = ()
+    code: str = ""
+    reason: Reason = ""
+    source: str = ""
+
+
+class DrainPlan(Message, frozen=True, kw_only=True, tag="hosts.drain.plan.v1"):
+    """Reply to a DrainQuery: at most `limit` instances, in the order in which they are moved. more: there are others.
+
+    host: the target's name; host_uuid: of a single host. hosts: how many are drained. Each instance is moved once, to
+    a host that is not drained, so that as many moves as there are instances are the fewest that do it.
+    """
+
+    host: Label
+    host_uuid: Uuid | None = None
+    target: DrainTarget = DrainTarget.HOST
+    hosts: Count = 1
+    moves: tuple[PlannedMove, ...] = ()
+    more: bool = False
+
+
+class DrainStart(Message, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="drain.start.v1"):
+    """Disable hosts and move every instance away from them. Idempotent by `drain`, which the client chooses.
+
+    Refused with `drain.stuck`, and then nothing is begun, when an instance cannot move; force: what can move is moved.
+    name, target, cell, kind: as in DrainQuery. at_once: moves under way at a time. per_minute: so many are begun in a
+    minute at most. deadline_s: after so long it begins nothing more, and ends with what is under way.
+    """
+
+    drain: Uuid
+    name: Label
+    by: Label
+    target: DrainTarget | None = None
+    cell: Word | None = None
+    kind: MoveKind = MoveKind.LIVE_MIGRATE
+    at_once: AtOnce = 4
+    per_minute: PerMinute | None = None
+    deadline_s: DeadlineS | None = None
+    force: bool = False
+    reason: Reason = "drain"
+
+
+class DrainCommand(Message, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="drain.command.v1"):
+    """Pause, resume, stop or undo a drain. Idempotent by the message's id, and by what it requests.
+
+    deadline_s: of a resumed one, from now on; without it a resumed drain that had one has none.
+    """
+
+    drain: Uuid
+    action: DrainAction
+    by: Label
+    reason: Reason = ""
+    deadline_s: DeadlineS | None = None
+
+
+class DrainRecord(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
+    """A drain as it is on record: the body of an object of kind `drain`, whose name is the drain's id.
+
+    started_at, deadline_at: seconds since the epoch. code: why it has ended (`drain.done`, `drain.left`: something
+    could not move, `drain.deadline`, `drain.stopped`, `drain.undone`). hosts: how many it has disabled.
+    is_undone: it was undone, and is not resumed.
+    """
+
+    name: Label
+    target: DrainTarget
+    kind: MoveKind
+    by: Label
+    reason: Reason = ""
+    at_once: AtOnce = 4
+    per_minute: PerMinute | None = None
+    state: DrainState = DrainState.RUNNING
+    code: str = ""
+    started_at: float = 0.0
+    deadline_at: float | None = None
+    hosts: Count = 0
+    is_undone: bool = False
+
+
+class DrainFailure(Struct, frozen=True, kw_only=True):
+    """An instance that could not move, or not go back."""
+
+    instance_uuid: Uuid
+    code: str
+    reason: str
+
+
+class DrainProgress(Struct, frozen=True, kw_only=True):
+    """What a drain has come to. host: the target's name. planned: its instances.
+
+    counts: {state of an instance: how many}. moved, failed, under_way, not_begun, returned: which, where one drain was
+    asked for; at most MAX_PLANNED. more: there are further ones.
+    """
+
+    id: Uuid
+    host: str
+    target: DrainTarget
+    kind: MoveKind
+    by: str
+    reason: str
+    state: DrainState
+    code: str
+    started_at: float
+    deadline_at: float | None
+    at_once: int
+    per_minute: int | None
+    hosts: Count
+    planned: Count
+    counts: dict[str, int]
+    moved: tuple[Uuid, ...] = ()
+    failed: tuple[DrainFailure, ...] = ()
+    under_way: tuple[Uuid, ...] = ()
+    not_begun: tuple[Uuid, ...] = ()
+    returned: tuple[Uuid, ...] = ()
+    more: bool = False
+
+
+class DrainOnRecord(Message, frozen=True, kw_only=True, tag="drain.result.v1"):
+    """Reply to a DrainStart or a DrainCommand that is on record."""
+
+    drain: DrainProgress
+
+
+class DrainsQuery(Message, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="drains.query.v1"):
+    """Ask a scheduler for one drain with its instances, or for all of them, newest first, without."""
+
+    drain: Uuid | None = None
+    limit: Annotated[int, Bound(ge=1, le=1000)] = 100
+
+
+class DrainsPage(Message, frozen=True, kw_only=True, tag="drains.page.v1"):
+    """Reply to a DrainsQuery. Empty when the drain is unknown."""
+
+    drains: tuple[DrainProgress, ...] = ()

@@ -1,0 +1,313 @@
+"""What becomes of a drain: which of its instances are requested to move next, and what their ends mean. Pure.
+
+Any number of schedulers carry a drain out. Each pass holds the drain's row, and writes what it has decided together
+with the requests that follow, so a scheduler may end between any two of them. The id of a request follows from the
+drain, the instance and the number of the try.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from uuid import UUID, uuid5
+
+import msgspec
+from msgspec import Struct
+from msgspec.structs import replace
+
+from bus.contracts.base import MAX_REASON, Refusal
+from bus.contracts.build import BuildState
+from bus.contracts.drains import DrainAction, DrainCommand, DrainMoveState, DrainRecord, DrainState
+from bus.contracts.moves import MoveKind, MoveRequest, MoveState
+from bus.contracts.objects import HostDecision, StoredObject
+from bus.contracts.operations import AdminState
+from scheduler_worker.domain.moves import BUSY, MoveContext, RecordedMove
+
+DRAIN_KINDS = frozenset({MoveKind.LIVE_MIGRATE, MoveKind.MIGRATE})
+USER = "drain"  # the user_id of these requests
+NOT_RUNNING = "instance.not_running"  # a cell's refusal of a live migration
+MAX_FAILURES = 4  # of one instance in one direction; then it has failed
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 2.0, 60.0  # before an instance is tried again; doubled with each failure
+AGAIN_S = 60.0  # a request that is not on record so long after it was sent is sent again
+_NAMESPACE = UUID("0f1f2b0e-7d0c-5c57-8f5e-0b8a1c2f9d63")
+
+State = DrainMoveState
+UNDER_WAY = frozenset({State.UNDER_WAY, State.RETURNING})
+DONE, LEFT, DEADLINE, STOPPED, UNDONE = "drain.done", "drain.left", "drain.deadline", "drain.stopped", "drain.undone"
+
+
+class DrainMove(Struct, frozen=True, kw_only=True):
+    """One instance of a drain. position: in the order of the plan. source: the host that is drained; host: where it was
+    moved. tries: requests made so far, failures: those in this direction that ended in vain. due_at, begun_at: when it
+    may be tried next, and when it was tried last (seconds since the epoch).
+    """
+
+    drain: str
+    instance_uuid: str
+    position: int
+    project_id: str
+    source_uuid: str
+    source: str
+    kind: MoveKind
+    state: DrainMoveState = DrainMoveState.WAITING
+    host: str | None = None
+    tries: int = 0
+    failures: int = 0
+    request_id: str | None = None
+    code: str = ""
+    reason: str = ""
+    due_at: float = 0.0
+    begun_at: float = 0.0
+
+    @property
+    def next_request_id(self) -> str:
+        """The id of its next request."""
+        return str(uuid5(_NAMESPACE, f"{self.drain} {self.instance_uuid} {self.tries}"))
+
+
+class OpenDrain(Struct, frozen=True, kw_only=True):
+    """A drain in one transaction. open: its instances under way, and the first of those that are due, in order.
+
+    counts: of all its instances, by state. last_begun_at: when its newest request was made.
+    """
+
+    record: DrainRecord
+    open: tuple[DrainMove, ...]
+    counts: Mapping[DrainMoveState, int]
+    last_begun_at: float
+
+
+class DrainStep(Struct, frozen=True):
+    """What one pass changes: rows to write, requests to publish."""
+
+    changed: tuple[DrainMove, ...] = ()
+    requests: tuple[MoveRequest, ...] = ()
+
+
+def step(drain: OpenDrain, known: Mapping[str, MoveContext], hosts: Mapping[str, str], now: float) -> DrainStep:
+    """One pass. known: by instance, with the move of the row's request, or of its next one. hosts: {uuid of a host that
+    is in the drain now: why nothing can be moved away from it at present, "" where it can}.
+    """
+    changed: list[DrainMove] = []
+    requests: list[MoveRequest] = []
+    under_way = 0
+    for row in drain.open:
+        if row.state not in UNDER_WAY:
+            continue
+        after = _followed(row, known[row.instance_uuid], drain.record, now)
+        if after is None:  # it is not on record yet, and was sent long ago
+            after = replace(row, begun_at=now)
+            requests.append(_request(after, str(row.request_id)))
+        under_way += after.state in UNDER_WAY
+        if after != row:
+            changed.append(after)
+    room = _room(drain, under_way, now)
+    for row in drain.open:
+        if row.state is not _begins(drain.record) or row.due_at > now:
+            continue
+        misfit = _misfit(row, known[row.instance_uuid], hosts)
+        if misfit is not None:
+            changed.append(misfit)
+        elif known[row.instance_uuid].now.under_way is not None:
+            changed.append(_failed(row, BUSY, "another request about it is under way", now))
+        elif row.state is State.WAITING and hosts[row.source_uuid]:
+            changed.append(_failed(row, hosts[row.source_uuid], f"of host {row.source}", now))
+        elif room > 0:
+            room -= 1
+            is_back = row.state is State.TO_RETURN
+            request_id = row.next_request_id
+            after = replace(
+                row,
+                state=State.RETURNING if is_back else State.UNDER_WAY,
+                tries=row.tries + 1,
+                request_id=request_id,
+                begun_at=now,
+            )
+            changed.append(after)
+            requests.append(_request(after, request_id))
+    return DrainStep(tuple(changed), tuple(requests))
+
+
+def end_of(drain: OpenDrain, now: float) -> str | None:
+    """Why the drain is over, where it is so; of a running one whose instances have all been dealt with, it has still to
+    be looked whether its hosts have others.
+    """
+    counts, record = drain.counts, drain.record
+    if any(counts.get(state) for state in UNDER_WAY) or record.state is DrainState.ENDED:
+        return None
+    if record.state is DrainState.STOPPING:
+        return STOPPED
+    if record.state is DrainState.UNDOING:
+        return None if counts.get(State.TO_RETURN) else UNDONE
+    if record.state is DrainState.RUNNING and not counts.get(State.WAITING):
+        return LEFT if counts.get(State.FAILED) else DONE
+    return DEADLINE if _is_late(record, now) else None
+
+
+def commanded(record: DrainRecord, command: DrainCommand, now: float) -> DrainRecord | Refusal:
+    """A drain after an operator's command; the same one where it has no effect."""
+    state, action = record.state, command.action
+    if record.is_undone and action is not DrainAction.UNDO:
+        return Refusal(code="drain.undone", reason="it was undone: begin another one")
+    if action is DrainAction.PAUSE:
+        if state is DrainState.ENDED:
+            return Refusal(code="drain.ended", reason="it has ended")
+        return replace(record, state=DrainState.PAUSED)
+    if action is DrainAction.STOP:
+        return record if state is DrainState.ENDED else replace(record, state=DrainState.STOPPING)
+    if action is DrainAction.RESUME:
+        deadline_at = None if command.deadline_s is None else now + command.deadline_s
+        if deadline_at is None and record.deadline_at is not None and record.deadline_at > now:
+            deadline_at = record.deadline_at
+        return replace(record, state=DrainState.RUNNING, code="", deadline_at=deadline_at)
+    if record.is_undone and state is DrainState.ENDED:
+        return record
+    return replace(record, state=DrainState.UNDOING, code="", is_undone=True, deadline_at=None)
+
+
+def retried(row: DrainMove, action: DrainAction) -> DrainMove:
+    """An instance of a drain that is resumed (what has failed is tried again) or undone (what was moved goes back)."""
+    fresh = {"failures": 0, "due_at": 0.0, "code": "", "reason": ""}
+    if action is DrainAction.RESUME and row.state is State.FAILED:
+        return replace(row, state=State.WAITING, **fresh)
+    if action is DrainAction.UNDO and row.state is State.MOVED:
+        return replace(row, state=State.TO_RETURN, **fresh)
+    if action is DrainAction.UNDO and row.state is State.WAITING:
+        return replace(row, state=State.LEFT, code=UNDONE)
+    return row
+
+
+def drained(decision: HostDecision | None, drain: str, host: str, reason: str) -> HostDecision:
+    """The decision about a host that a drain begins with: disabled, where it is not kept away from builds already.
+
+    A host of an earlier drain keeps what it was before that.
+    """
+    if decision is None:
+        decision = HostDecision(host=host, state=AdminState.ENABLED)
+    before, reason_before = decision.state, decision.reason
+    if decision.drain is not None and decision.before is not None:
+        before, reason_before = decision.before, decision.reason_before
+    enabled = decision.state is AdminState.ENABLED
+    return HostDecision(
+        host=decision.host,
+        state=AdminState.DISABLED if enabled else decision.state,
+        reason=reason if enabled else decision.reason,
+        drain=drain,
+        before=before,
+        reason_before=reason_before,
+    )
+
+
+def given_back(decision: HostDecision) -> HostDecision:
+    """The decision about a host whose drain is undone: what it was before."""
+    return HostDecision(host=decision.host, state=decision.before or AdminState.ENABLED, reason=decision.reason_before)
+
+
+def drain_of(stored: StoredObject) -> DrainRecord:
+    """The drain that an object holds. Raises ValueError when its body is not valid."""
+    return msgspec.convert(stored.body, DrainRecord)
+
+
+def pause_s(failures: int) -> float:
+    """How long the next try waits after so many that have failed."""
+    return min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2.0 ** min(failures - 1, 32))
+
+
+def _is_late(record: DrainRecord, now: float) -> bool:
+    return record.deadline_at is not None and now >= record.deadline_at
+
+
+def _begins(record: DrainRecord) -> DrainMoveState | None:
+    """The state of the instances that the drain begins to move."""
+    return {DrainState.RUNNING: State.WAITING, DrainState.UNDOING: State.TO_RETURN}.get(record.state)
+
+
+def _room(drain: OpenDrain, under_way: int, now: float) -> int:
+    """How many moves may begin now."""
+    record = drain.record
+    if record.state is DrainState.RUNNING and _is_late(record, now):
+        return 0
+    room = record.at_once - under_way
+    if record.per_minute is not None:
+        due = int((now - drain.last_begun_at) * record.per_minute / 60.0)
+        room = min(room, due if drain.last_begun_at else 1)
+    return max(0, room)
+
+
+def _followed(row: DrainMove, known: MoveContext, record: DrainRecord, now: float) -> DrainMove | None:
+    """What has become of a request. None: it is to be sent again."""
+    move = known.move
+    if known.build is None:
+        return replace(row, state=State.LEFT, code="instance.deleted")
+    if move is None:
+        return None if now - row.begun_at >= AGAIN_S else row
+    if not move.terminal:
+        return row
+    if move.state is MoveState.DONE:
+        return _arrived(row, move, record)
+    if not _is_there(known):
+        return replace(row, state=State.LEFT, code="instance.deleted")
+    if row.kind is MoveKind.LIVE_MIGRATE and move.code == NOT_RUNNING:
+        waits = State.TO_RETURN if row.state is State.RETURNING else State.WAITING
+        return _unless_undone(replace(row, state=waits, kind=MoveKind.MIGRATE), record)
+    return _unless_undone(_failed(row, move.code, move.reason, now), record)
+
+
+def _arrived(row: DrainMove, move: RecordedMove, record: DrainRecord) -> DrainMove:
+    if row.state is State.RETURNING:
+        return replace(row, state=State.RETURNED, code="", reason="")
+    goes_back = record.state is DrainState.UNDOING
+    state = State.TO_RETURN if goes_back else State.MOVED
+    return replace(row, state=state, host=move.host, failures=0, due_at=0.0, code="", reason="")
+
+
+def _unless_undone(row: DrainMove, record: DrainRecord) -> DrainMove:
+    """What could not leave its host before the drain was undone is where it is to be."""
+    is_undone = record.state is DrainState.UNDOING and row.state in (State.WAITING, State.FAILED)
+    return replace(row, state=State.LEFT, code=UNDONE) if is_undone else row
+
+
+def _failed(row: DrainMove, code: str, reason: str, now: float) -> DrainMove:
+    """It waits for its next try, or has failed for good."""
+    is_back = row.state in (State.TO_RETURN, State.RETURNING)
+    failures = row.failures + 1
+    if failures >= MAX_FAILURES:
+        state = State.STAYED if is_back else State.FAILED
+    else:
+        state = State.TO_RETURN if is_back else State.WAITING
+    return replace(
+        row, state=state, failures=failures, due_at=now + pause_s(failures), code=code, reason=reason[:MAX_REASON]
+    )
+
+
+def _is_there(known: MoveContext) -> bool:
+    build = known.build
+    return build is not None and build.state is BuildState.ACTIVE and not build.delete_requested
+
+
+def _misfit(row: DrainMove, known: MoveContext, hosts: Mapping[str, str]) -> DrainMove | None:
+    """Why an instance that waits needs no move of this drain any more."""
+    if not _is_there(known):
+        return replace(row, state=State.LEFT, code="instance.deleted")
+    assert known.build is not None
+    if row.state is State.TO_RETURN:
+        if known.build.host == row.source:
+            return replace(row, state=State.RETURNED, code="", reason="")
+        is_mine = known.build.host == row.host
+    else:
+        if row.source_uuid not in hosts:
+            return replace(row, state=State.LEFT, code="host.left_drain")
+        is_mine = known.build.host == row.source
+    return None if is_mine else replace(row, state=State.LEFT, code="instance.elsewhere")
+
+
+def _request(row: DrainMove, request_id: str) -> MoveRequest:
+    """The request, the same from every scheduler. A cold move is confirmed at once."""
+    return MoveRequest(
+        request_id=request_id,
+        instance_uuid=row.instance_uuid,
+        project_id=row.project_id,
+        user_id=USER,
+        kind=row.kind,
+        host=row.source if row.state is State.RETURNING else None,
+        auto_confirm_s=0.0 if row.kind is MoveKind.MIGRATE else None,
+    )

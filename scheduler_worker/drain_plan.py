@@ -1,0 +1,243 @@
+"""Plans drains: which hosts a target has, and where each instance of theirs would go, one after the other.
+
+The choices are those of moves: the same search, filters, weighers and group rules, on the replica as it is. Each counts
+what those before it take, and where they leave the members of a group. No instance goes to a host of the drain, so that
+room and rules depend on no later move: what fits in this order fits at every step of it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+
+from msgspec import Struct
+from msgspec.structs import replace
+
+from bus.clock import Clock
+from bus.consuming.outcome import Retry
+from bus.contracts.base import Refusal
+from bus.contracts.drains import DrainPlan, DrainQuery, DrainTarget, PlannedMove
+from bus.contracts.moves import MoveKind, MoveRequest
+from bus.contracts.operations import AdminState
+from bus.contracts.placement import LocatePage
+from placement_worker.replica.query import total_resources
+from scheduler_worker.domain.drain_targets import DrainedHost, hosts_of
+from scheduler_worker.domain.drains import DRAIN_KINDS
+from scheduler_worker.domain.moves import MoveContext, PendingMove, flavor_of
+from scheduler_worker.domain.selector import Selector
+from scheduler_worker.engine import RETRIES
+from scheduler_worker.moves import Chosen, MoveEngine
+from scheduler_worker.store.port import FIRST_UUID, SchedulerStore
+
+SLICE = 100  # instances that are planned before others have their turn
+KINDS_ONLY = Refusal(code="request.invalid", reason="a drain moves instances live or cold: live-migrate or migrate")
+
+
+class InstanceToMove(Struct, frozen=True):
+    """An active instance on a host that is to be drained."""
+
+    source: DrainedHost
+    known: MoveContext
+
+    @property
+    def uuid(self) -> str:
+        """The instance's."""
+        assert self.known.build is not None
+        return self.known.build.instance_uuid
+
+    @property
+    def project_id(self) -> str:
+        """The instance's."""
+        assert self.known.build is not None
+        return self.known.build.project_id
+
+
+class MadePlan(Struct, frozen=True):
+    """A plan, and what it was made of: the hosts, and the instances in the order of the plan's moves."""
+
+    plan: DrainPlan
+    hosts: tuple[DrainedHost, ...]
+    instances: tuple[InstanceToMove, ...]
+
+    @property
+    def stuck(self) -> int:
+        """How many instances cannot move."""
+        return sum(not one.hosts for one in self.plan.moves)
+
+
+class _Choices:
+    """What a plan has chosen so far. It counts as used while a slice is planned, and for no other request."""
+
+    def __init__(self, selector: Selector) -> None:
+        self._selector = selector
+        self._taken: dict[str, Mapping[str, Mapping[str, int]]] = {}
+        self._moved: dict[str, list[tuple[str, str, str]]] = {}  # {server group or "": (instance, from, to)}
+        self._to: dict[str, str] = {}  # {instance: host}
+
+    def hold(self) -> None:
+        """Count all of them as used from here on."""
+        for key, allocations in self._taken.items():
+            self._selector.book.assume(key, allocations)
+
+    def release(self) -> None:
+        """Count none of them."""
+        for key in self._taken:
+            self._selector.book.forget(key)
+
+    def add(self, key: str, one: InstanceToMove, chosen: Chosen) -> None:
+        """One more; it counts as used at once."""
+        first = chosen.selections[0]
+        self._taken[key] = first.allocations
+        self._selector.book.assume(key, first.allocations)
+        self._to[one.uuid] = first.host_uuid
+        group = _group_of(one)
+        if group is not None:
+            self._moved.setdefault(group, []).append((one.uuid, one.source.uuid, first.host_uuid))
+
+    def seen(self, one: InstanceToMove, page: LocatePage) -> LocatePage:
+        """Where the instances that this one depends on are, once those before it have moved."""
+        members = dict(page.members)
+        for _, source, target in self._moved.get(_group_of(one) or "", ()):
+            members[source] = members.get(source, 0) - 1
+            members[target] = members.get(target, 0) + 1
+        hosts = {uuid: (self._to[uuid],) if uuid in self._to else found for uuid, found in page.hosts.items()}
+        return LocatePage(members={host: count for host, count in members.items() if count > 0}, hosts=hosts)
+
+
+class DrainPlanner:
+    """Makes plans for one scheduler."""
+
+    def __init__(self, store: SchedulerStore, selector: Selector, moves: MoveEngine, *, clock: Clock) -> None:
+        self._store = store
+        self._selector = selector
+        self._moves = moves
+        self._clock = clock
+
+    def hosts(
+        self, name: str, target: DrainTarget | None, cell: str | None
+    ) -> tuple[DrainTarget, tuple[DrainedHost, ...]] | Refusal:
+        """What is drained under this name."""
+        return hosts_of(self._selector, name, target, cell)
+
+    async def plan(self, query: DrainQuery) -> MadePlan | Refusal:
+        """How a target could be drained now. Nothing is begun, and nothing is held afterwards. Raises Transient."""
+        if query.kind not in DRAIN_KINDS:
+            return KINDS_ONLY
+        found = self.hosts(query.host, query.target, query.cell)
+        if isinstance(found, Refusal):
+            return found
+        target, hosts = found
+        instances = await self.instances_on(hosts, query.limit + 1)
+        instances, more = instances[: query.limit], len(instances) > query.limit
+        instances.sort(key=self._order)
+        moves: list[PlannedMove] = []
+        choices = _Choices(self._selector)
+        drained = {one.uuid: "host.drained" for one in hosts}
+        for start in range(0, len(instances), SLICE):
+            moves += await self._slice(instances[start : start + SLICE], query.kind, drained, choices)
+            await asyncio.sleep(0)
+        single = hosts[0] if target is DrainTarget.HOST else None
+        plan = DrainPlan(
+            host=query.host if single is None else single.name,
+            host_uuid=None if single is None else single.uuid,
+            target=target,
+            hosts=len(hosts),
+            moves=tuple(moves),
+            more=more,
+        )
+        return MadePlan(plan, hosts, tuple(instances))
+
+    async def instances_on(
+        self, hosts: Sequence[DrainedHost], limit: int, *, after: Mapping[str | None, str] | None = None
+    ) -> list[InstanceToMove]:
+        """The active instances on these hosts, by cell and uuid, at most so many. Raises Transient."""
+        by_cell: dict[str | None, dict[str, DrainedHost]] = {}
+        for host in hosts:
+            by_cell.setdefault(host.cell, {})[host.name] = host
+        found: list[InstanceToMove] = []
+        for cell, named in by_cell.items():
+            last = (after or {}).get(cell, FIRST_UUID)
+            uuids = await self._store.active_on(sorted(named), cell, limit - len(found), after=last)
+            async with self._store.operation() as unit:
+                known = await unit.known({uuid: uuid for uuid in uuids})
+            for uuid in uuids:
+                context = known[uuid]
+                if context.build is not None and context.build.host in named:
+                    found.append(InstanceToMove(named[context.build.host], replace(context, names_instance=False)))
+            if len(found) >= limit:
+                break
+        return found
+
+    def _order(self, one: InstanceToMove) -> tuple[bool, tuple[int, ...], str]:
+        """Members of groups first, whose hosts are the fewest; then the larger before the smaller."""
+        flavor = self._selector.flavors.get(flavor_of(one.known))
+        held = {} if flavor is None else total_resources(flavor.query)
+        sizes = tuple(-amount for _, amount in sorted(held.items(), reverse=True))
+        return _group_of(one) is None, sizes, one.uuid
+
+    async def _slice(
+        self, instances: Sequence[InstanceToMove], kind: MoveKind, drained: Mapping[str, str], choices: _Choices
+    ) -> list[PlannedMove]:
+        pending = [_pending(one, kind, self._clock.time()) for one in instances]
+        contexts = {request.request.request_id: one.known for request, one in zip(pending, instances, strict=True)}
+        pages = await self._moves.locate(pending, contexts)
+        planned: list[PlannedMove] = []
+        choices.hold()
+        try:
+            for request, one, page in zip(pending, instances, pages, strict=True):
+                chosen = await self._chosen(request, one, choices.seen(one, page), drained)
+                if chosen.selections:
+                    choices.add(request.request.request_id, one, chosen)
+                planned.append(_planned(one, chosen))
+        finally:
+            choices.release()
+        return planned
+
+    async def _chosen(
+        self, pending: PendingMove, one: InstanceToMove, page: LocatePage, drained: Mapping[str, str]
+    ) -> Chosen:
+        """Hosts for one instance, or why there are none. It never waits, so a slice is planned on one state."""
+        verdict = self._moves.check(pending, one.known)
+        if isinstance(verdict, Refusal):
+            return Chosen(failure=verdict)
+        unreachable = self._unreachable(one.source)
+        if unreachable is not None:
+            return Chosen(failure=unreachable)
+        if one.source.uuid not in page.hosts.get(one.uuid, ()):
+            return Chosen(failure=Refusal(code="instance.elsewhere", reason="placement knows it on another host"))
+        found = await self._moves.choose(pending, one.known, page, planned=drained)
+        return Chosen(failure=Refusal(code=found.code, reason=found.reason)) if isinstance(found, Retry) else found
+
+    def _unreachable(self, host: DrainedHost) -> Refusal | None:
+        """Why nothing can be moved away from this host; None: it can."""
+        decision = self._selector.table.decision_of(host.uuid)
+        if decision is not None and decision.state is AdminState.FENCED:
+            return Refusal(code="host.fenced", reason=f"{host.name} is fenced: its instances are evacuated, not moved")
+        if self._selector.table.live_service_of(host.uuid) is None:
+            reason = f"the compute service of {host.name} is down: fence the host and evacuate, or wait for it"
+            return Refusal(code="service.down", reason=reason)
+        return None
+
+
+def _group_of(one: InstanceToMove) -> str | None:
+    built = one.known.build_request
+    return None if built is None or built.server_group is None else built.server_group.uuid
+
+
+def _pending(one: InstanceToMove, kind: MoveKind, now: float) -> PendingMove:
+    """A request that is only planned. Its id cannot be any instance's uuid or request's: it is no uuid."""
+    request = MoveRequest(request_id=f"plan {one.uuid}", instance_uuid=one.uuid, project_id=one.project_id, kind=kind)
+    return PendingMove(position=0, request=request, digest=b"", taken_at=now, delivery=RETRIES)
+
+
+def _planned(one: InstanceToMove, chosen: Chosen) -> PlannedMove:
+    why = chosen.failure
+    return PlannedMove(
+        instance_uuid=one.uuid,
+        project_id=one.project_id,
+        flavor=flavor_of(one.known),
+        source=one.source.name,
+        hosts=tuple(selection.host for selection in chosen.selections),
+        code="" if why is None else why.code,
+        reason="" if why is None else why.reason,
+    )

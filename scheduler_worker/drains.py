@@ -1,0 +1,430 @@
+"""Drains: begun and commanded by operators, and carried out by any scheduler.
+
+A drain, its hosts' decisions and its instances are on record in one transaction. After that each scheduler looks at it
+a few times a second: it holds the drain's row, notes how its moves have ended, and requests the next ones, all in one
+transaction. Nothing is remembered that a pass could not read again: a scheduler may end between any two passes, and
+another goes on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+from collections.abc import Mapping
+
+import msgspec
+import structlog
+from msgspec.structs import replace
+
+from bus.bus import API
+from bus.clock import Clock
+from bus.contracts.base import MAX_REASON, Refusal
+from bus.contracts.drains import (
+    MAX_AT_ONCE,
+    MAX_PLANNED,
+    DrainAction,
+    DrainCommand,
+    DrainFailure,
+    DrainMoveState,
+    DrainOnRecord,
+    DrainPlan,
+    DrainProgress,
+    DrainQuery,
+    DrainRecord,
+    DrainsPage,
+    DrainsQuery,
+    DrainStart,
+    DrainState,
+)
+from bus.contracts.objects import ChangedObject, HostDecision, ObjectKind
+from bus.contracts.operations import AdminState
+from bus.faults import Transient
+from bus.persistence.outbox import OutboxMessage
+from bus.port import BusError
+from scheduler_worker.domain.drain_targets import DrainedHost
+from scheduler_worker.domain.drains import (
+    DONE,
+    LEFT,
+    UNDER_WAY,
+    DrainMove,
+    commanded,
+    drain_of,
+    drained,
+    end_of,
+    given_back,
+    retried,
+    step,
+)
+from scheduler_worker.domain.objects import ChangeAuthor, ObjectsOnRecord, drains_of
+from scheduler_worker.domain.selector import Selector
+from scheduler_worker.drain_plan import DrainPlanner, MadePlan
+from scheduler_worker.objects import Made, ObjectRegistry
+from scheduler_worker.store.port import OperationUnit, SchedulerStore
+
+log = structlog.get_logger(__name__)
+
+HANDLER = "scheduler.drains"
+STAGGER_S = 0.25  # schedulers begin at different moments
+PASS_S = 0.25  # between two looks while something is under way or waits
+IDLE_S = 2.0  # while nothing is: a paused drain may run into its deadline
+MAX_OPEN = 16  # drains that have not ended
+MAX_ENDED = 200  # drains that have, and are remembered; the oldest go
+MOST = 2**31 - 1
+
+
+class DrainKeeper:
+    """One scheduler's."""
+
+    def __init__(
+        self,
+        store: SchedulerStore,
+        registry: ObjectRegistry,
+        selector: Selector,
+        planner: DrainPlanner,
+        *,
+        clock: Clock,
+        rng: random.Random,
+        process: str = "",
+    ) -> None:
+        self._store = store
+        self._registry = registry
+        self._selector = selector
+        self._planner = planner
+        self._clock = clock
+        self._rng = rng
+        self._who = process or "scheduler"
+
+    # --- what operators request
+
+    async def plan(self, query: DrainQuery) -> DrainPlan | Refusal:
+        """How a target could be drained now; nothing is begun. Raises Transient."""
+        made = await self._planner.plan(query)
+        return made if isinstance(made, Refusal) else made.plan
+
+    async def start(self, command: DrainStart) -> DrainOnRecord | Refusal:
+        """Put a drain on record and disable its hosts, unless something cannot move. Raises Transient."""
+        known = self._registry.drains.get(command.drain)
+        if known is None:
+            query = DrainQuery(host=command.name, cell=command.cell, kind=command.kind, target=command.target)
+            made = await self._planner.plan(query)
+            if isinstance(made, Refusal):
+                return made
+            if made.stuck and not command.force:
+                return _stuck(made)
+            begun = _Begun(command, made, self._clock.time())
+            refusal = await self._registry.write(begun.make)
+            if refusal is not None:
+                return refusal
+            await self._registry.reload()  # another scheduler may have been first
+            known = self._registry.drains[command.drain]
+            log.warning("drain.begun", drain=command.drain, target=command.name, hosts=known.hosts, by=command.by)
+        if known.name != command.name and known.name != begun_name(self._selector, command.name):
+            return Refusal(code="request.duplicate", reason=f"drain {command.drain} is of {known.name}")
+        return DrainOnRecord(drain=await self._progress(command.drain, known))
+
+    async def command(self, command: DrainCommand, message_id: str) -> DrainOnRecord | Refusal:
+        """Pause, resume, stop or undo a drain. Raises Transient."""
+        now = self._clock.time()
+        author = ChangeAuthor(command.by, command.reason or f"drain {command.action}", now)
+
+        async def make(unit: OperationUnit, present: ObjectsOnRecord) -> Made | Refusal:
+            stored = present.objects.get((ObjectKind.DRAIN, command.drain))
+            if stored is None:
+                return Refusal(code="drain.unknown", reason=f"no drain {command.drain} is on record")
+            if not await unit.first_time(HANDLER, message_id):
+                return (), author
+            await unit.lock_drain(command.drain, now, 0)
+            record = drain_of(stored)
+            after = commanded(record, command, now)
+            if isinstance(after, Refusal):
+                return after
+            moves = await unit.drain_moves(command.drain, MOST)
+            await unit.put_drain_moves([new for one in moves if (new := retried(one, command.action)) != one])
+            changed = [] if after == record else [_changed_drain(command.drain, record, after)]
+            if command.action is DrainAction.UNDO:
+                changed += _hosts_given_back(present, command.drain)
+            return changed, author
+
+        refusal = await self._registry.write(make)
+        if refusal is not None:
+            return refusal
+        await self._registry.reload()  # a repeat changes nothing, and may have been carried out elsewhere
+        known = self._registry.drains.get(command.drain)
+        if known is None:
+            return Refusal(code="drain.unknown", reason=f"no drain {command.drain} is on record")
+        return DrainOnRecord(drain=await self._progress(command.drain, known))
+
+    async def page(self, query: DrainsQuery) -> DrainsPage:
+        """One drain with its instances, or all of them, newest first. Raises Transient."""
+        await self._registry.reload()  # one round trip; the drain may have been begun by another scheduler just now
+        if query.drain is not None:
+            known = self._registry.drains.get(query.drain)
+            return DrainsPage(drains=() if known is None else (await self._progress(query.drain, known),))
+        drains = sorted(self._registry.drains.items(), key=lambda item: (-item[1].started_at, item[0]))[: query.limit]
+        async with self._store.operation() as unit:
+            counts = await unit.drain_counts([drain for drain, _ in drains])
+        return DrainsPage(drains=tuple(_progress(drain, one, counts.get(drain, {})) for drain, one in drains))
+
+    async def _progress(self, drain: str, record: DrainRecord) -> DrainProgress:
+        async with self._store.operation() as unit:
+            counts = await unit.drain_counts([drain])
+            moves = await unit.drain_moves(drain, MAX_PLANNED)
+        known = _progress(drain, record, counts.get(drain, {}))
+        return _with_moves(known, moves)
+
+    # --- carrying them out
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        due_s: float | None = None
+        while True:
+            await self._wait(due_s)
+            drains = [one for one, record in self._registry.drains.items() if record.state is not DrainState.ENDED]
+            if not drains:
+                due_s = None
+                continue
+            if due_s is None:
+                due_s = self._clock.monotonic() + self._rng.uniform(0.0, STAGGER_S)
+            if self._clock.monotonic() < due_s:
+                continue
+            is_busy = False
+            for drain in drains:
+                try:
+                    is_busy |= await self._pass(drain)
+                except (Transient, BusError) as fault:
+                    is_busy = True
+                    log.warning("drain.waiting", drain=drain, code=fault.code, reason=str(fault))
+            due_s = self._clock.monotonic() + (PASS_S if is_busy else IDLE_S)
+
+    async def _wait(self, due_s: float | None) -> None:
+        """Until the drains are others, at the longest until then (monotonic; None: however long)."""
+        changed = self._registry.drains_changed
+        left_s = None if due_s is None else max(0.0, due_s - self._clock.monotonic())
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(left_s):
+                await changed.wait()
+        changed.clear()
+
+    async def _pass(self, drain: str) -> bool:
+        """One look at one drain; whether the next is due soon. Raises Transient."""
+        now = self._clock.time()
+        hosts = self._hosts(drain)
+        async with self._store.operation() as unit:
+            found = await unit.lock_drain(drain, now, 2 * MAX_AT_ONCE)
+            if found is None or found.record.state is DrainState.ENDED:
+                return False
+            ids = {
+                str(one.request_id) if one.state in UNDER_WAY else one.next_request_id: one.instance_uuid
+                for one in found.open
+            }
+            known = {ids[request_id]: context for request_id, context in (await unit.known(ids)).items()}
+            done = step(found, known, {uuid: code for uuid, (_, code) in hosts.items()}, now)
+            await unit.put_drain_moves(done.changed)
+            for request in done.requests:
+                unit.emit(OutboxMessage(API, request, request.request_id))
+        if done.changed or done.requests:
+            return True
+        code = end_of(found, now)
+        if code in (DONE, LEFT) and await self._add_late(drain, [host for host, _ in hosts.values()]):
+            return True
+        if code is not None:
+            await self._end(drain, code)
+        return found.record.state is not DrainState.PAUSED or any(map(found.counts.get, UNDER_WAY))
+
+    def _hosts(self, drain: str) -> dict[str, tuple[DrainedHost, str]]:
+        """The hosts (uuids) of a drain, and why nothing can be moved away from each at present ("": it can)."""
+        table = self._selector.table
+        return {
+            uuid: (
+                DrainedHost(uuid, decision.host, table.last_cell_of(uuid)),
+                "service.down" if table.is_down(uuid) else "",
+            )
+            for uuid, decision in table.hosts_of_drain(drain).items()
+            if decision.state is not AdminState.FENCED
+        }
+
+    async def _add_late(self, drain: str, hosts: list[DrainedHost]) -> bool:
+        """Instances that have come since: builds that were dispatched before, and what the plan had no room for."""
+        there = await self._planner.instances_on(hosts, MAX_PLANNED)
+        async with self._store.operation() as unit:
+            found = await unit.lock_drain(drain, 0.0, 0)
+            if found is None or found.record.state is not DrainState.RUNNING:
+                return False
+            known = await unit.drain_moves(drain, MOST)
+            names = {one.instance_uuid for one in known}
+            late = [one for one in there if one.uuid not in names]
+            await unit.put_drain_moves(
+                [
+                    DrainMove(
+                        drain=drain,
+                        instance_uuid=one.uuid,
+                        position=len(known) + at,
+                        project_id=one.project_id,
+                        source_uuid=one.source.uuid,
+                        source=one.source.name,
+                        kind=found.record.kind,
+                    )
+                    for at, one in enumerate(late)
+                ]
+            )
+        return bool(late)
+
+    async def _end(self, drain: str, code: str) -> None:
+        now = self._clock.time()
+
+        async def make(unit: OperationUnit, present: ObjectsOnRecord) -> Made | Refusal:
+            author = ChangeAuthor(self._who, code, now)
+            found = await unit.lock_drain(drain, now, 0)
+            stored = present.objects.get((ObjectKind.DRAIN, drain))
+            if found is None or stored is None or end_of(found, now) != code:
+                return (), author  # a command, or another scheduler, was first
+            after = replace(found.record, state=DrainState.ENDED, code=code)
+            return [_changed_drain(drain, found.record, after)], author
+
+        await self._registry.write(make)
+        log.warning("drain.ended", drain=drain, code=code)
+
+
+class _Begun:
+    """A drain that is put on record with its hosts' decisions and its instances."""
+
+    def __init__(self, command: DrainStart, made: MadePlan, now: float) -> None:
+        self._command = command
+        self._made = made
+        self._now = now
+
+    async def make(self, unit: OperationUnit, present: ObjectsOnRecord) -> Made | Refusal:
+        """Refused where another drain that has not ended has one of the hosts."""
+        command, plan = self._command, self._made.plan
+        author = ChangeAuthor(command.by, command.reason, self._now)
+        drains = drains_of(present.objects)
+        if command.drain in drains:
+            return (), author
+        going = {drain for drain, one in drains.items() if one.state is not DrainState.ENDED}
+        if len(going) >= MAX_OPEN:
+            return Refusal(code="drain.too_many", reason=f"{MAX_OPEN} drains are under way")
+        changed: list[ChangedObject] = []
+        for host in self._made.hosts:
+            stored = present.objects.get((ObjectKind.HOST, host.uuid))
+            known = None if stored is None else msgspec.convert(stored.body, HostDecision)
+            if known is not None and known.drain in going:
+                return Refusal(code="drain.overlap", reason=f"host {host.name} belongs to drain {known.drain}")
+            if known is None or known.state is not AdminState.FENCED:
+                after = drained(known, command.drain, host.name, command.reason)
+                changed.append(_changed(ObjectKind.HOST, host.uuid, known, after))
+        record = DrainRecord(
+            name=plan.host,
+            target=plan.target,
+            kind=command.kind,
+            by=command.by,
+            reason=command.reason,
+            at_once=command.at_once,
+            per_minute=command.per_minute,
+            started_at=self._now,
+            deadline_at=None if command.deadline_s is None else self._now + command.deadline_s,
+            hosts=len(changed),
+        )
+        changed.append(_changed_drain(command.drain, None, record))
+        old = sorted((one.started_at, drain) for drain, one in drains.items() if drain not in going)
+        dropped = [drain for _, drain in old[: max(0, len(old) - MAX_ENDED + 1)]]
+        changed += [_changed_drain(drain, drains[drain], None) for drain in dropped]
+        await unit.drop_drain_moves(dropped)
+        await unit.put_drain_moves(self._moves())
+        return changed, author
+
+    def _moves(self) -> list[DrainMove]:
+        """In the order of the plan. What is on a fenced host is evacuated, and never moved."""
+        return [
+            DrainMove(
+                drain=self._command.drain,
+                instance_uuid=one.uuid,
+                position=at,
+                project_id=one.project_id,
+                source_uuid=one.source.uuid,
+                source=one.source.name,
+                kind=self._command.kind,
+                state=DrainMoveState.FAILED if planned.code == "host.fenced" else DrainMoveState.WAITING,
+                code=planned.code if planned.code == "host.fenced" else "",
+                reason=planned.reason if planned.code == "host.fenced" else "",
+            )
+            for at, (one, planned) in enumerate(zip(self._made.instances, self._made.plan.moves, strict=True))
+        ]
+
+
+def begun_name(selector: Selector, name: str) -> str:
+    """The name under which a drain of this host is on record: a host may be named by its uuid."""
+    index = selector.table.index_of(name)
+    return selector.name_of(name) if index is None else selector.table.names[index]
+
+
+def _stuck(made: MadePlan) -> Refusal:
+    """The counts, and the first few of them with their reasons; the whole is in the plan."""
+    stuck = [one for one in made.plan.moves if not one.hosts]
+    shown = "; ".join(f"{one.instance_uuid} on {one.source}: {one.code}" for one in stuck[:5])
+    reason = f"{len(stuck)} of {len(made.plan.moves)} instances cannot move; nothing was begun (see force): {shown}"
+    return Refusal(code="drain.stuck", reason=reason[:MAX_REASON])
+
+
+def _hosts_given_back(present: ObjectsOnRecord, drain: str) -> list[ChangedObject]:
+    """The hosts of a drain that is undone are what they were before."""
+    changed = []
+    for (kind, uuid), stored in sorted(present.objects.items()):
+        if kind is ObjectKind.HOST:
+            decision = msgspec.convert(stored.body, HostDecision)
+            if decision.drain == drain and decision.state is not AdminState.FENCED:
+                changed.append(_changed(kind, uuid, decision, given_back(decision)))
+    return changed
+
+
+def _changed_drain(drain: str, before: DrainRecord | None, after: DrainRecord | None) -> ChangedObject:
+    return _changed(ObjectKind.DRAIN, drain, before, after)
+
+
+def _changed(
+    kind: ObjectKind, name: str, before: HostDecision | DrainRecord | None, after: HostDecision | DrainRecord | None
+) -> ChangedObject:
+    return ChangedObject(
+        kind=kind,
+        name=name,
+        before=None if before is None else msgspec.to_builtins(before),
+        after=None if after is None else msgspec.to_builtins(after),
+    )
+
+
+def _progress(drain: str, record: DrainRecord, counts: Mapping[DrainMoveState, int]) -> DrainProgress:
+    return DrainProgress(
+        id=drain,
+        host=record.name,
+        target=record.target,
+        kind=record.kind,
+        by=record.by,
+        reason=record.reason,
+        state=record.state,
+        code=record.code,
+        started_at=record.started_at,
+        deadline_at=record.deadline_at,
+        at_once=record.at_once,
+        per_minute=record.per_minute,
+        hosts=record.hosts,
+        planned=sum(counts.values()),
+        counts={state.value: count for state, count in sorted(counts.items())},
+    )
+
+
+def _with_moves(known: DrainProgress, moves: list[DrainMove]) -> DrainProgress:
+    of: dict[DrainMoveState, list[DrainMove]] = {state: [] for state in DrainMoveState}
+    for one in moves:
+        of[one.state].append(one)
+    failed = [*of[DrainMoveState.FAILED], *of[DrainMoveState.STAYED]]
+    under_way = [*of[DrainMoveState.UNDER_WAY], *of[DrainMoveState.RETURNING]]
+    waiting = [*of[DrainMoveState.WAITING], *of[DrainMoveState.TO_RETURN]]
+    return replace(
+        known,
+        moved=tuple(one.instance_uuid for one in of[DrainMoveState.MOVED]),
+        failed=tuple(DrainFailure(instance_uuid=one.instance_uuid, code=one.code, reason=one.reason) for one in failed),
+        under_way=tuple(one.instance_uuid for one in under_way),
+        not_begun=tuple(one.instance_uuid for one in waiting),
+        returned=tuple(one.instance_uuid for one in of[DrainMoveState.RETURNED]),
+        more=known.planned > len(moves),
+    )

@@ -1,0 +1,405 @@
+"""Drains: planned and begun by one scheduler, carried out by any, and commanded while they are under way."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from bus.bus import API
+from bus.clock import new_uuid
+from bus.contracts.build import BuildRequest, BuildState
+from bus.contracts.cell import ServiceDown, ServicesDigest
+from bus.contracts.drains import (
+    DrainAction,
+    DrainCommand,
+    DrainOnRecord,
+    DrainPlan,
+    DrainProgress,
+    DrainQuery,
+    DrainsPage,
+    DrainsQuery,
+    DrainStart,
+    DrainState,
+    DrainTarget,
+)
+from bus.contracts.groups import GroupPolicy, ServerGroup
+from bus.contracts.moves import CellMove, Condition, MoveKind, MoveState
+from bus.contracts.objects import Aggregate, ObjectKind, ObjectLogPage, ObjectLogQuery
+from bus.contracts.operations import AdminState
+from bus.faults import RequestRefused
+from scheduler_worker import drains
+from scheduler_worker.config import SchedulerConfig
+from tests.integration.scheduler.test_host_decisions import decide
+from tests.integration.scheduler.world import PATIENCE_S, World
+
+pytestmark = pytest.mark.postgres
+
+RACK = "aaaaaaaa-0000-4000-8000-000000000000"
+AMOUNTS = {"VCPU": 16, "MEMORY_MB": 32768, "DISK_GB": 500}
+WARM = SchedulerConfig(hosts_warmup_s=0.001, aggregates=(Aggregate(uuid=RACK, name="rack"),))
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(drains, "STAGGER_S", 0.01)
+    monkeypatch.setattr(drains, "PASS_S", 0.02)
+    monkeypatch.setattr(drains, "IDLE_S", 0.05)
+
+
+async def plan_of(world: World, name: str, **more: Any) -> DrainPlan:
+    return await world.buses[API].request(DrainQuery(host=name, **more), DrainPlan, timeout_s=PATIENCE_S)
+
+
+async def begin(world: World, name: str, **more: Any) -> DrainProgress:
+    start = DrainStart(drain=more.pop("drain", None) or new_uuid(world.rng), name=name, by="ann", **more)
+    return (await world.buses[API].request(start, DrainOnRecord, timeout_s=PATIENCE_S)).drain
+
+
+async def command(world: World, drain: DrainProgress, action: DrainAction, **more: Any) -> DrainProgress:
+    message = DrainCommand(drain=drain.id, action=action, by="bob", **more)
+    return (await world.buses[API].request(message, DrainOnRecord, timeout_s=PATIENCE_S)).drain
+
+
+async def shown(world: World, drain: DrainProgress) -> DrainProgress:
+    page = await world.buses[API].request(DrainsQuery(drain=drain.id), DrainsPage, timeout_s=PATIENCE_S)
+    return page.drains[0]
+
+
+async def code_of(world: World, name: str, **more: Any) -> str:
+    with pytest.raises(RequestRefused) as fault:
+        await begin(world, name, **more)
+    return fault.value.code
+
+
+async def until(world: World, drain: DrainProgress, state: DrainState) -> DrainProgress:
+    """Wait until a drain is in a state that no message announces."""
+    while True:
+        found = await shown(world, drain)
+        if found.state is state:
+            return found
+
+
+async def active(world: World, count: int, host: str, **more: Any) -> list[BuildRequest]:
+    builds = [world.request(host=host, **more) for _ in range(count)]
+    for one in builds:
+        await world.active(one)
+    return builds
+
+
+async def into_the_rack(world: World, *hosts: str) -> None:
+    """These hosts join the aggregate, and the scheduler knows it."""
+    for uuid in hosts:
+        await world.report(uuid, world.hosts["c1"][uuid].name, AMOUNTS, aggregates=(RACK,))
+    book = world.replicas["s1"]
+    await world.eventually(lambda: all(RACK in book.aggregates_of(book.row_of(uuid) or 0) for uuid in hosts))
+
+
+def asked(world: World) -> list[CellMove]:
+    """The moves that the cells were commanded, in order; one that a killed process sent twice is one."""
+    return list({one.request_id: one for _, one in world.moves}.values())
+
+
+def has_begun(world: World, count: int) -> bool:
+    return len(asked(world)) >= count
+
+
+async def ends(world: World, move: CellMove, state: MoveState = MoveState.DONE, **more: Any) -> None:
+    """The cell says how a move ended; a move that is done is at its first host."""
+    fields = {"terminal": True, "condition": Condition.ACTIVE, "sequence": 30, **more}
+    if state is MoveState.DONE:
+        fields.setdefault("host", move.selections[0].host)
+    request = world.move(BuildRequest(instance_uuid=move.instance_uuid, flavor="", project_id="demo"), move.kind)
+    request = replace(request, request_id=move.request_id)
+    await world.move_announced("c1", request, state, **fields)
+    await world.moved(request, state)
+
+
+async def carried_out(world: World, drain: DrainProgress, *, at_once: int, count: int) -> DrainProgress:
+    """The cell moves one after another; never were more under way than the drain allows."""
+    for done in range(count):
+        await world.until(partial(has_begun, world, done + 1))
+        assert len(asked(world)) - done <= at_once
+        await ends(world, asked(world)[done])
+    return await until(world, drain, DrainState.ENDED)
+
+
+async def test_a_plan_lists_where_each_instance_would_go_and_what_cannot_move(world: World) -> None:
+    """It counts its own choices before each next one, begins nothing, and holds nothing afterwards."""
+    await world.scheduler(config=WARM)
+    (host,) = await world.add_hosts("c1", 1, VCPU=8, MEMORY_MB=16384, DISK_GB=160)
+    builds = [world.request("m1.small") for _ in range(3)]
+    for one in builds:
+        await world.active(one)
+    await world.add_hosts("c1", 2, VCPU=1, MEMORY_MB=2048, DISK_GB=20)
+    busy = world.request("m1.small", host="c1-0")
+    await world.active(busy)
+    stop = world.move(busy, MoveKind.STOP)
+    await world.ask(stop)
+    await world.dispatched(stop)
+    for _ in range(2):  # the second is not told otherwise by what the first has left behind
+        plan = await plan_of(world, "c1-0")
+        assert (plan.host_uuid, plan.host, plan.more) == (host, "c1-0", False)
+        found = {one.instance_uuid: one for one in plan.moves}
+        assert found.keys() == {one.instance_uuid for one in (*builds, busy)}
+        assert found[busy.instance_uuid].code == "instance.busy"
+        firsts = [found[one.instance_uuid].hosts[:1] for one in builds]
+        assert sorted(firsts) == [(), ("c1-1",), ("c1-2",)]
+        assert [one.code for one in plan.moves if not one.hosts and one.code != "instance.busy"] == ["no_valid_host"]
+    assert [one.kind for _, one in world.moves] == [MoveKind.STOP]
+    assert not list(world.replicas["s1"].assumed_keys())
+    few = await plan_of(world, host, limit=2)
+    assert (len(few.moves), few.more) == (2, True)
+    with pytest.raises(RequestRefused) as unknown:
+        await plan_of(world, "nowhere")
+    assert unknown.value.code == "host.unknown"
+
+
+async def test_a_plan_of_many_hosts_keeps_their_instances_apart_and_off_the_drained_hosts(world: World) -> None:
+    """An anti-affinity group on two hosts of a rack has two hosts left: its members go to one each."""
+    await world.scheduler(config=WARM)
+    first, second, _, _ = await world.add_hosts("c1", 4)
+    for uuid in (first, second):
+        await world.report(
+            uuid, world.hosts["c1"][uuid].name, {"VCPU": 16, "MEMORY_MB": 32768, "DISK_GB": 500}, aggregates=(RACK,)
+        )
+    row = world.replicas["s1"].row_of
+    await world.eventually(
+        lambda: all(RACK in world.replicas["s1"].aggregates_of(row(u) or 0) for u in (first, second))
+    )
+    group = ServerGroup(uuid=new_uuid(world.rng), policy=GroupPolicy.ANTI_AFFINITY)
+    apart = [*await active(world, 1, "c1-0", server_group=group), *await active(world, 1, "c1-1", server_group=group)]
+    large = await active(world, 1, "c1-0", flavor="m1.large")
+    small = await active(world, 2, "c1-1")
+    plan = await plan_of(world, "rack")
+    assert (plan.target, plan.hosts, len(plan.moves)) == (DrainTarget.AGGREGATE, 2, 5)
+    to = {one.instance_uuid: one.hosts for one in plan.moves}
+    assert all(hosts and set(hosts) <= {"c1-2", "c1-3"} for hosts in to.values())
+    assert {to[one.instance_uuid][0] for one in apart} == {"c1-2", "c1-3"}
+    order = [one.instance_uuid for one in plan.moves]
+    assert {*order[:2]} == {one.instance_uuid for one in apart} and order[2] == large[0].instance_uuid
+    assert {*order[3:]} == {one.instance_uuid for one in small}
+    assert not list(world.replicas["s1"].assumed_keys())
+    cell = await plan_of(world, "c1", target=DrainTarget.CELL)
+    assert (cell.hosts, {one.code for one in cell.moves}) == (4, {"no_valid_host"})
+    assert (await plan_of(world, "compute-c1")).target is DrainTarget.SERVICE
+
+
+async def test_a_drain_moves_so_many_at_a_time_and_ends_when_nothing_is_left(world: World) -> None:
+    await world.scheduler("s1", WARM)
+    await world.scheduler("s2", WARM)
+    await world.add_hosts("c1", 3)
+    builds = await active(world, 5, "c1-0")
+    begun = await begin(world, "c1-0", at_once=2, reason="fan")
+    assert (begun.planned, begun.hosts, begun.state, begun.by) == (5, 1, DrainState.RUNNING, "ann")
+    ended = await carried_out(world, begun, at_once=2, count=5)
+    assert (ended.code, sorted(ended.moved)) == ("drain.done", sorted(one.instance_uuid for one in builds))
+    assert all("c1-0" not in {one.host for one in move.selections} for move in asked(world))
+    decision = next(iter(world.tables["s2"].hosts_of_drain(begun.id).values()))
+    assert (decision.host, decision.state, decision.reason) == ("c1-0", AdminState.DISABLED, "fan")
+    log = await world.buses[API].request(ObjectLogQuery(kind=ObjectKind.DRAIN), ObjectLogPage, timeout_s=PATIENCE_S)
+    assert [(one.who[:9], one.name) for one in log.entries] == [("scheduler", begun.id), ("ann", begun.id)]
+    page = await world.buses[API].request(DrainsQuery(), DrainsPage, timeout_s=PATIENCE_S)
+    assert [(one.id, one.counts) for one in page.drains] == [(begun.id, {"moved": 5})]
+
+
+async def test_a_repeated_start_is_one_drain_and_a_killed_scheduler_leaves_the_rest_to_another(world: World) -> None:
+    await world.scheduler("s1", WARM)
+    await world.add_hosts("c1", 3)
+    await active(world, 4, "c1-0")
+    begun = await begin(world, "c1-0", at_once=1)
+    assert (await begin(world, "c1-0", drain=begun.id)).started_at == begun.started_at
+    assert await code_of(world, "c1-1", drain=begun.id) == "request.duplicate"
+    await world.until(partial(has_begun, world, 1))
+    await world.kill("s1")
+    await world.scheduler("s2", WARM)
+    ended = await carried_out(world, begun, at_once=1, count=4)
+    assert (ended.code, len(ended.moved)) == ("drain.done", 4)
+    assert len(asked(world)) == 4
+
+
+async def test_what_cannot_move_stops_a_drain_before_its_start_and_with_force_is_what_is_left(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("scheduler_worker.domain.drains.pause_s", lambda _failures: 0.01)
+    await world.scheduler("s1", WARM)
+    await world.add_hosts("c1", 1)
+    (built,) = await active(world, 1, "c1-0")
+    with pytest.raises(RequestRefused, match=f"1 of 1 .*{built.instance_uuid} on c1-0: no_valid_host") as stuck:
+        await begin(world, "c1-0")
+    assert stuck.value.code == "drain.stuck"
+    assert world.tables["s1"].decision_of(next(iter(world.hosts["c1"]))) is None
+    begun = await begin(world, "c1-0", force=True)
+    ended = await until(world, begun, DrainState.ENDED)
+    assert (ended.code, [(one.instance_uuid, one.code) for one in ended.failed]) == (
+        "drain.left",
+        [(built.instance_uuid, "no_valid_host")],
+    )
+    await world.add_hosts("c1", 1)
+    assert (await command(world, begun, DrainAction.RESUME)).state is DrainState.RUNNING
+    assert (await carried_out(world, begun, at_once=4, count=1)).code == "drain.done"
+
+
+async def test_a_drain_is_paused_resumed_and_stopped(world: World) -> None:
+    await world.scheduler("s1", WARM)
+    await world.add_hosts("c1", 2)
+    await active(world, 3, "c1-0")
+    begun = await begin(world, "c1-0", at_once=1)
+    await world.until(partial(has_begun, world, 1))
+    assert (await command(world, begun, DrainAction.PAUSE)).state is DrainState.PAUSED
+    await ends(world, asked(world)[0])
+    while (await shown(world, begun)).under_way:
+        pass
+    assert (len(asked(world)), len((await shown(world, begun)).not_begun)) == (1, 2)
+    await command(world, begun, DrainAction.RESUME)
+    await world.until(partial(has_begun, world, 2))
+    await command(world, begun, DrainAction.STOP)
+    await ends(world, asked(world)[1])
+    ended = await until(world, begun, DrainState.ENDED)
+    assert (ended.code, len(ended.moved), len(ended.not_begun)) == ("drain.stopped", 2, 1)
+
+
+async def test_after_its_deadline_a_drain_begins_nothing_and_says_what_is_left(world: World) -> None:
+    await world.scheduler("s1", WARM)
+    await world.add_hosts("c1", 2)
+    await active(world, 3, "c1-0")
+    begun = await begin(world, "c1-0", at_once=1, deadline_s=0.01)
+    for move in list(asked(world)):
+        await ends(world, move)
+    ended = await until(world, begun, DrainState.ENDED)
+    assert (ended.code, len(ended.not_begun)) == ("drain.deadline", 3 - len(asked(world)))
+    assert len(asked(world)) <= 1
+    await command(world, begun, DrainAction.RESUME, deadline_s=600.0)
+    for at in range(len(asked(world)), 3):
+        await world.until(partial(has_begun, world, at + 1))
+        await ends(world, asked(world)[at])
+    assert (await until(world, begun, DrainState.ENDED)).code == "drain.done"
+
+
+async def test_a_rate_spreads_the_moves(world: World) -> None:
+    await world.scheduler("s1", WARM)
+    await world.add_hosts("c1", 2)
+    await active(world, 3, "c1-0")
+    begun = await begin(world, "c1-0", at_once=3, per_minute=1)
+    await world.until(partial(has_begun, world, 1))
+    await ends(world, asked(world)[0])
+    while not (await shown(world, begun)).moved:
+        pass
+    assert (len(asked(world)), len((await shown(world, begun)).not_begun)) == (1, 2)
+    await command(world, begun, DrainAction.STOP)
+    await until(world, begun, DrainState.ENDED)
+
+
+async def test_two_drains_share_no_host_and_one_that_has_ended_gives_its_hosts_up(world: World) -> None:
+    await world.scheduler("s1", WARM)
+    await world.add_hosts("c1", 2)
+    await active(world, 1, "c1-0")
+    first = await begin(world, "c1-0")
+    assert await code_of(world, "c1", target=DrainTarget.CELL, force=True) == "drain.overlap"
+    assert (await carried_out(world, first, at_once=4, count=1)).code == "drain.done"
+    second = await begin(world, "c1", target=DrainTarget.CELL, force=True)
+    assert second.hosts == 2
+    # The first has no host left to give back; the second gives back what was before both.
+    await command(world, first, DrainAction.UNDO)
+    assert {one.state for one in world.tables["s1"].hosts_of_drain(second.id).values()} == {AdminState.DISABLED}
+    await command(world, second, DrainAction.UNDO)
+    decisions = [world.tables["s1"].decision_of(uuid) for uuid in world.hosts["c1"]]
+    assert [one.state for one in decisions if one is not None] == [AdminState.ENABLED] * 2
+
+
+async def test_the_set_is_that_of_the_start_and_a_host_that_is_enabled_leaves_it(world: World) -> None:
+    """Also when its aggregate changes, or has nothing to move; what was kept away from builds before is so again."""
+    await world.scheduler("s1", WARM)
+    empty = await begin(world, "rack")
+    assert ((await until(world, empty, DrainState.ENDED)).code, empty.hosts) == ("drain.done", 0)
+    first, second, third = await world.add_hosts("c1", 3)
+    await into_the_rack(world, first, second)
+    await active(world, 1, "c1-0")
+    await active(world, 1, "c1-1")
+    await decide(world, "c1-1", AdminState.MAINTENANCE, reason="firmware")
+    begun = await begin(world, "rack", at_once=1)
+    await world.until(partial(has_begun, world, 1))
+    await world.report(third, "c1-2", AMOUNTS, aggregates=(RACK,))
+    await world.report(second, "c1-1", AMOUNTS)
+    moving = asked(world)[0]
+    (other,) = (set(begun.not_begun) | set(begun.under_way)) - {moving.instance_uuid}
+    source = (await world.show(other)).host  # type: ignore[union-attr]
+    await decide(world, source or "", AdminState.ENABLED)
+    await ends(world, moving)
+    ended = await until(world, begun, DrainState.ENDED)
+    assert (ended.code, ended.moved, ended.counts) == ("drain.done", (moving.instance_uuid,), {"left": 1, "moved": 1})
+    assert world.tables["s1"].decision_of(third) is None
+    await command(world, begun, DrainAction.UNDO)
+    states = {uuid: world.tables["s1"].decision_of(uuid) for uuid in (first, second)}
+    kept = {one.host: (one.state, one.reason) for one in states.values() if one is not None}
+    assert kept["c1-0"][0] is AdminState.ENABLED
+    if source == "c1-0":
+        assert kept["c1-1"] == (AdminState.MAINTENANCE, "firmware")
+
+
+async def test_what_comes_to_a_host_late_is_moved_too_and_what_is_deleted_is_left(world: World) -> None:
+    await world.scheduler("s1", WARM)
+    await world.add_hosts("c1", 2)
+    built, gone = await active(world, 2, "c1-0")
+    late = world.request(host="c1-0")
+    await world.ask(late)
+    await world.ended(late.instance_uuid, BuildState.SCHEDULED)
+    begun = await begin(world, "c1-0", at_once=1)
+    await world.until(partial(has_begun, world, 1))
+    first = asked(world)[0]
+    other = gone if first.instance_uuid == built.instance_uuid else built
+    await world.announced("c1", late, BuildState.ACTIVE, 11, host="c1-0", attempt=1, terminal=True)
+    await world.delete(other)
+    await world.announced("c1", other, BuildState.DELETED, 40, terminal=True)
+    await world.ended(other.instance_uuid, BuildState.DELETED)
+    await ends(world, first)
+    await world.until(partial(has_begun, world, 2))
+    assert asked(world)[1].instance_uuid == late.instance_uuid
+    await ends(world, asked(world)[1])
+    ended = await until(world, begun, DrainState.ENDED)
+    assert (ended.code, ended.counts) == ("drain.done", {"left": 1, "moved": 2})
+
+
+async def test_a_host_that_dies_in_the_middle_leaves_its_rest_with_the_reason(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("scheduler_worker.domain.drains.pause_s", lambda _failures: 0.01)
+    await world.scheduler("s1", WARM)
+    await world.add_hosts("c1", 2)
+    await active(world, 2, "c1-0")
+    begun = await begin(world, "c1-0", at_once=1)
+    await world.until(partial(has_begun, world, 1))
+    down = ServiceDown(service="compute-c1", epoch=1, code="service.unresponsive", reason="no heartbeat")
+    await world.buses["c1"].publish(ServicesDigest(cell="c1", term=1, number=1, down=(down,), up=0))
+    await world.eventually(lambda: world.tables["s1"].is_down(next(iter(world.hosts["c1"]))))
+    await ends(world, asked(world)[0], MoveState.FAILED, code="service.down", reason="its source does not answer")
+    ended = await until(world, begun, DrainState.ENDED)
+    assert (ended.code, {one.code for one in ended.failed}, len(asked(world))) == ("drain.left", {"service.down"}, 1)
+    assert {one.code for one in (await plan_of(world, "c1-0")).moves} == {"service.down"}
+
+
+async def test_what_does_not_run_is_moved_cold(world: World) -> None:
+    await world.scheduler("s1", WARM)
+    await world.add_hosts("c1", 2)
+    await active(world, 1, "c1-0")
+    begun = await begin(world, "c1-0")
+    await world.until(partial(has_begun, world, 1))
+    await ends(world, asked(world)[0], MoveState.REFUSED, code="instance.not_running")
+    await world.until(partial(has_begun, world, 2))
+    cold = asked(world)[1]
+    assert (asked(world)[0].kind, cold.kind, cold.auto_confirm_s) == (MoveKind.LIVE_MIGRATE, MoveKind.MIGRATE, 0.0)
+    await ends(world, cold, sequence=40)
+    assert (await until(world, begun, DrainState.ENDED)).code == "drain.done"
+
+
+async def test_other_kinds_of_moves_and_unknown_drains_are_refused(world: World) -> None:
+    await world.scheduler("s1", WARM)
+    await world.add_hosts("c1", 1)
+    assert await code_of(world, "c1-0", kind=MoveKind.EVACUATE) == "request.invalid"
+    assert await code_of(world, "nowhere") == "host.unknown"
+    assert await code_of(world, "nowhere", target=DrainTarget.CELL) == "cell.unknown"
+    unknown = replace(await begin(world, "c1-0"), id=new_uuid(world.rng))
+    with pytest.raises(RequestRefused, match="no drain"):
+        await command(world, unknown, DrainAction.PAUSE)
