@@ -84,7 +84,7 @@ def release_forgotten_after_failure() -> AbstractContextManager[Any]:
     def give_up(instance: Any, at: float, patience: Any, *, code: str, reason: str) -> Any:
         over = replace(instance, code=code, reason=reason)
         stepped = rules._end_failed(over, at, patience)
-        return rules.Step(stepped.instance, (rules._destroy_here(instance, patience), *stepped.commands))
+        return rules.Step(stepped.instance, (rules.destroy_here(instance, patience), *stepped.commands))
 
     return _also(patch.object(rules, "_give_up", give_up), _widened(State.FAILED))
 

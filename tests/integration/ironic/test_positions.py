@@ -104,7 +104,7 @@ async def test_a_writer_whose_connection_was_cut_is_fenced(postgres_url: str) ->
                     with pytest.raises(NotLeader):
                         await old.save([replace(POSITION, version=8)])
                     with pytest.raises(NotLeader):
-                        await old.published({NODE: 8})
+                        await old.mark_published({NODE: 8})
                     assert (await new.load())[0][NODE].version == 7
                 await old.check()
     finally:
