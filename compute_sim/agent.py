@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 import structlog
 from msgspec import Struct, structs
@@ -19,7 +19,7 @@ from msgspec.structs import replace
 
 from bus.clock import Clock
 from bus.contracts.base import MAX_REASON
-from bus.contracts.cell import UNKNOWN_ATTEMPT, ComputeResult, Destroy, Running, Spawn
+from bus.contracts.cell import ComputeResult, Destroy, Spawn
 from bus.contracts.moves import ChangeMachine, MachineChanged
 from bus.retrying import Retrying, RetryPolicy
 from compute_sim import metrics
@@ -33,7 +33,6 @@ from compute_sim.domain.attempts import (
     built,
     destroyed,
     failed,
-    is_leaving,
     lost,
     on_destroy,
     on_destroy_unless_built,
@@ -44,7 +43,6 @@ from compute_sim.driver import (
     BuildAbort,
     BuildFault,
     Driver,
-    DriverHost,
     DriverUnavailable,
     Machine,
     MachineProtected,
@@ -52,6 +50,7 @@ from compute_sim.driver import (
 )
 from compute_sim.jobs import Chain, Jobs
 from compute_sim.records import EntryRow, Key, Records
+from compute_sim.survey import Survey, made_by
 
 log = structlog.get_logger()
 
@@ -75,7 +74,6 @@ class Agent:
 
     on_settled: nothing is under way about an instance on a host, and nothing is left to be destroyed there. begun: no
     build or change begins before it is set: the order that ends it may still be in the queue (None: it is set).
-    on_listed: called with what its hosts carry, each time they are looked at.
     """
 
     def __init__(
@@ -84,6 +82,7 @@ class Agent:
         service: str,
         driver: Driver,
         records: Records,
+        survey: Survey,
         send: Callable[[ComputeResult | MachineChanged], None],
         clock: Clock,
         rng: random.Random,
@@ -92,18 +91,16 @@ class Agent:
         on_accepted: Callable[[Spawn], None] = lambda _: None,
         on_settled: Callable[[Key], None] = lambda _: None,
         begun: asyncio.Event | None = None,
-        on_listed: Callable[[Mapping[str, Sequence[Machine]]], None] = lambda _: None,
     ) -> None:
         self._driver = driver
         self._records = records
+        self._survey = survey
         self._answers = Answers(service, send, clock, records)
         self._clock = clock
         self._limits = limits
         self._destroying = Retrying(structs.replace(DESTROY, attempts=limits.destroy_attempts), clock, rng)
         self._on_failures = on_failures
         self._on_accepted = on_accepted
-        self._on_listed = on_listed
-        self._hosts: frozenset[str] = frozenset()
         self._on_settled = on_settled
         self._begun = begun or is_set()
         self._jobs = Jobs(self._on_idle)
@@ -138,7 +135,7 @@ class Agent:
                 case Destroy():
                     row = self._on_destroy(command)
                 case ChangeMachine():
-                    row = self._changes.take(command, is_host=command.host_uuid in self._hosts)
+                    row = self._changes.take(command, is_host=command.host_uuid in self._survey.hosts)
             if row is not None:
                 rows.append(row)
         self._records.write(rows)
@@ -162,7 +159,7 @@ class Agent:
                 key, command.attempt, "spawn.not_ours", "another deployment's machine has this uuid here"
             )
             return None
-        if command.host_uuid not in self._hosts:
+        if command.host_uuid not in self._survey.hosts:
             self._answers.report_refused(key, command.attempt, "host.unknown", "this service has no such host")
             return None
         if self._accepted >= self._limits.accepted:
@@ -232,7 +229,7 @@ class Agent:
             entry = Entry(command.attempt, Phase.RUNNING, deployment=command.deployment)
             if self._records.get(key) is not None:  # another command has come meanwhile
                 self.take((command,))
-            elif any(m.instance_uuid == key[1] and m.built and _made_by(entry, m) for m in listed.get(key[0], ())):
+            elif any(m.instance_uuid == key[1] and m.built and made_by(entry, m) for m in listed.get(key[0], ())):
                 self._records.put(key, entry)
                 self._answers.report_end(key, entry)
             else:
@@ -352,14 +349,14 @@ class Agent:
         if self._records.count_failures(host, count):
             self._on_failures(host)
 
-    # --- start, survey, stop
+    # --- start, stop
 
     async def resume(self) -> None:
         """Learn what the hosts run, and take up what the last run of this service left unfinished or unsaid.
 
         A machine that is not on record is reported as its mark has it, and not made a record of: the conductor decides.
         """
-        await self.load_hosts()
+        await self._survey.load_hosts()
         listed = await self._driver.list()
         found = {(m.host_uuid, m.instance_uuid): m for machines in listed.values() for m in machines}
         for key, entry in self._records.entries():
@@ -370,7 +367,7 @@ class Agent:
             )
 
     def _resume(self, key: Key, entry: Entry, machine: Machine | None, *, seen: bool) -> None:
-        if entry.phase is Phase.BUILDING and machine and machine.built and _made_by(entry, machine):
+        if entry.phase is Phase.BUILDING and machine and machine.built and made_by(entry, machine):
             entry = replace(entry, phase=Phase.RUNNING)
             self._records.put(key, entry)
         command = self._records.spawn_of(key)
@@ -387,7 +384,7 @@ class Agent:
             self._records.put(key, Entry(entry.attempt, Phase.DESTROYING, fence=fence, deployment=entry.deployment))
             self._start_destroy(key, fence, entry.deployment)
             return
-        if entry.phase is Phase.BUILDING and command is not None and key[0] in self._hosts:
+        if entry.phase is Phase.BUILDING and command is not None and key[0] in self._survey.hosts:
             chain = self._start_build(key, command, clear=entry.fence)
             if entry.fence:
                 chain.answers.add(entry.fence)
@@ -400,32 +397,6 @@ class Agent:
             self._records.put(key, lost(entry))
         elif not entry.reported:
             self._answers.report_end(key, entry)
-
-    async def load_hosts(self) -> Sequence[DriverHost]:
-        """Ask the driver which hosts there are; from now on builds are taken for these, and only these."""
-        hosts = await self._driver.hosts()
-        self._hosts = frozenset(host.uuid for host in hosts)
-        return hosts
-
-    async def running(self, hosts: Sequence[str] | None = None) -> dict[str, list[Running]]:
-        """What each host that was seen carries; machines on record that their hosts do not carry are noted as lost."""
-        before = self._records.running()
-        listed = await self._driver.list(hosts)
-        self._on_listed(listed)
-        result: dict[str, list[Running]] = {host: [] for host in listed}
-        for host, machines in listed.items():
-            reserved = {one.instance_uuid for one in self._records.reserved(host)}
-            for machine in machines:
-                key = (host, machine.instance_uuid)
-                known = before.pop(key, None) or self._records.get(key)
-                result[host].append(_running(machine, known, reserved=machine.instance_uuid in reserved))
-        if hosts is None:
-            for key, entry in before.items():
-                # Its host was seen without it, and the record has not changed since before that: really lost.
-                if key[0] in listed and self._records.get(key) is entry:
-                    log.warning("machine.lost", instance=key[1], cause=key[1], host=key[0])
-                    self._records.put(key, lost(entry))
-        return result
 
     async def watch(self) -> None:
         """Raise the first fault of any job."""
@@ -441,29 +412,3 @@ def is_set() -> asyncio.Event:
     event = asyncio.Event()
     event.set()
     return event
-
-
-def _made_by(entry: Entry, machine: Machine) -> bool:
-    """Whether the machine's mark names this very attempt."""
-    return (machine.attempt, machine.deployment) == (entry.attempt, entry.deployment)
-
-
-def _is_done_with(machine: Machine, known: Entry | None) -> bool:
-    """Whether all that an order could do about this machine is done: it is left as it is, and its attempt is fenced."""
-    if not machine.left or machine.attempt is None or known is None:
-        return False
-    return machine.attempt <= known.fence and known.deployment in (None, machine.deployment)
-
-
-def _running(machine: Machine, known: Entry | None, *, reserved: bool) -> Running:
-    """A machine as it is reported: by its mark; the attempt of one without a mark is its record's."""
-    attempt = machine.attempt if machine.attempt is not None else (known.attempt if known else UNKNOWN_ATTEMPT)
-    return Running(
-        instance_uuid=machine.instance_uuid,
-        attempt=attempt,
-        deployment=machine.deployment,
-        built=machine.built,
-        destroying=is_leaving(known, attempt) or _is_done_with(machine, known),
-        stopped=not machine.runs,
-        reserved=reserved,
-    )

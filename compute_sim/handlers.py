@@ -19,6 +19,7 @@ from bus.contracts.moves import ChangeMachine
 from bus.contracts.placement import InventoryOutdated
 from compute_sim.agent import Agent
 from compute_sim.name import source_of
+from compute_sim.records import Key
 from compute_sim.ring import Ring
 
 DONE = Done()
@@ -36,7 +37,7 @@ class ComputeHandlers:
         on_report_requested: Callable[[], None],
         on_heartbeat: Callable[[Heartbeat], None],
         outdated: Callable[..., None],
-        on_marker: Callable[[QueueMarker], None],
+        on_marker: Callable[[QueueMarker, Sequence[Key]], None],
         reserve: Callable[[ReserveMachines], Awaitable[None]],
         ring: Ring | None = None,
     ) -> None:
@@ -73,7 +74,7 @@ class ComputeHandlers:
                 outcomes.append(DONE)
         self._agent.take(taken)
         for marker in markers:
-            self._on_marker(marker)
+            self._on_marker(marker, self._agent.owed())
         return outcomes
 
     async def control(self, batch: Sequence[Received]) -> Sequence[Outcome]:

@@ -12,7 +12,7 @@ from bus.port import BusError
 from compute_sim import metrics
 from compute_sim.driver import DriverUnavailable, MeasuringDriver
 from compute_sim.name import source_of
-from compute_sim.reporter import JITTER, PublishingBus
+from compute_sim.publishing import JITTER, PublishingBus
 
 
 class Measuring:

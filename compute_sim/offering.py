@@ -36,10 +36,7 @@ class MarkerBus(Protocol):
 
 
 class Offering:
-    """One service's. begun: set when the marker has come back. owed: what is being destroyed now, by host and instance.
-
-    on_offered: these hosts may be offered from now on.
-    """
+    """One service's. begun: set when the marker has come back. on_offered: these hosts may be offered from now on."""
 
     def __init__(
         self,
@@ -48,16 +45,13 @@ class Offering:
         service: str,
         records: Records,
         clock: Clock,
-        begun: asyncio.Event,
-        owed: Callable[[], Sequence[Key]],
         on_offered: Callable[[Sequence[str]], None],
     ) -> None:
-        self.begun = begun
+        self.begun = asyncio.Event()
         self._bus = bus
         self._service = service
         self._records = records
         self._clock = clock
-        self._owed = owed
         self._on_offered = on_offered
         self._waits_for: set[Key] = set()
 
@@ -71,11 +65,14 @@ class Offering:
                     await self.begun.wait()
         await asyncio.get_running_loop().create_future()
 
-    def on_marker(self, marker: QueueMarker) -> None:
-        """A marker came back, after all that was before it in the queue. Those of former lives mean nothing."""
+    def on_marker(self, marker: QueueMarker, owed: Sequence[Key]) -> None:
+        """A marker came back, after all that was before it in the queue. Those of former lives mean nothing.
+
+        owed: what is being destroyed now, and what could not be destroyed so far.
+        """
         if marker.epoch != self._records.epoch or self.begun.is_set():
             return
-        self._waits_for = set(self._owed())
+        self._waits_for = set(owed)
         hosts = {host for host, _ in self._waits_for}
         if hosts:
             log.info("compute.destroys_first", service=self._service, machines=len(self._waits_for), hosts=len(hosts))

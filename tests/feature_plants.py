@@ -198,14 +198,14 @@ PLANTS: dict[str, tuple[str, str, str]] = {
     ),
     "N-21": (
         "compute_sim/reporter.py",
-        "await self._repeat(self._announce, self._publish_hosts, self._report_interval_s)",
+        "await self._pending.run(self._publish_hosts)",
         "await asyncio.Event().wait()",
     ),
     "N-23": ("scheduler_worker/engine.py", "        if unavailable is not None:\n", "        if False:\n"),
     "N-24": ("scheduler_worker/filters/service_is_up.py", "passed = enabled & up", "passed = up"),
     "N-rt": (
-        "compute_sim/reporter.py",
-        ("await self._repeat(self._inventory, self._publish_inventory, self._report_interval_s * INVENTORY_EVERY)"),
+        "compute_sim/inventory.py",
+        "await self._pending.run(self._publish)",
         "await asyncio.Event().wait()",
     ),
     "N-upt": (

@@ -25,7 +25,8 @@ from berth.sim.wiring import REPORT_S
 from berth.sim.world import World
 from bus.clock import new_uuid
 from bus.contracts.catalogue import RETRY_S
-from compute_sim.reporter import INVENTORY_EVERY, JITTER
+from compute_sim.inventory import INVENTORY_EVERY
+from compute_sim.publishing import JITTER
 
 # Liveness: when faults have stopped, everything has to be settled within this. The longest honest chain: an attempt
 # that hangs, times out (20 s), is claimed elsewhere, hangs again ... five hosts, and a redelivery through all retries.

@@ -18,7 +18,7 @@ from bus.persistence.memory_database import MemoryDatabaseTransaction
 from cell_conductor.domain import rules
 from compute_sim.drivers.hypervisor import Hypervisors
 from compute_sim.drivers.ironic.driver import BareMetal
-from compute_sim.reporter import Reporter
+from compute_sim.host_changes import HostChanges
 from ironic_sync.domain import position
 from ironic_sync.domain import rules as ironic_rules
 from placement_worker.domain.allocation_migration import _Migration
@@ -100,10 +100,10 @@ def dead_service_still_chosen() -> AbstractContextManager[Any]:
 def change_not_reported() -> AbstractContextManager[Any]:
     """A host that changes is announced, and its new inventory is not reported."""
 
-    def on_host_changed(self: Reporter, hosts: Sequence[str]) -> None:
-        self._announce.add(hosts)
+    def on_host_changed(self: HostChanges, hosts: Sequence[str]) -> None:
+        self.announcements.add(hosts)
 
-    return patch.object(Reporter, "on_host_changed", on_host_changed)
+    return patch.object(HostChanges, "on_host_changed", on_host_changed)
 
 
 def half_built_is_kept() -> AbstractContextManager[Any]:

@@ -89,7 +89,7 @@ async def test_nothing_is_announced_or_begun_before_all_that_waited_in_the_queue
     """What the queue holds is known only when the service's own marker, behind all of it, has come."""
     markers: list[QueueMarker] = []
     on_marker = offering.Offering.on_marker
-    monkeypatch.setattr(offering.Offering, "on_marker", lambda _self, marker: markers.append(marker))
+    monkeypatch.setattr(offering.Offering, "on_marker", lambda _self, marker, _owed: markers.append(marker))
     fleet = planned(SETTINGS)
     life, instance = await cell.compute(SETTINGS, fleet), cell.instance()
     doomed = cell.instance()
@@ -102,9 +102,9 @@ async def test_nothing_is_announced_or_begun_before_all_that_waited_in_the_queue
     await cell.destroy(hosts_of(fleet)[0], doomed)
     await cell.ended(doomed, 1, ComputeOutcome.DESTROYED)
     (made,) = [one.__self__ for one in callbacks(life) if isinstance(one.__self__, offering.Offering)]
-    on_marker(made, replace(markers[0], epoch=markers[0].epoch - 1))  # of a former life
+    on_marker(made, replace(markers[0], epoch=markers[0].epoch - 1), ())  # of a former life
     assert not made.begun.is_set()
-    on_marker(made, markers[0])
+    on_marker(made, markers[0], ())
     await cell.until(lambda: all(is_offered(cell, uuid) for uuid in hosts_of(fleet)))
     await cell.ended(instance, 1, ComputeOutcome.ACTIVE)
     assert {one.outcome for one in cell.results(doomed)} == {ComputeOutcome.DESTROYED}

@@ -13,8 +13,8 @@ from bus.contracts.catalogue import DEAD_LETTERS
 from bus.contracts.cell import ComputeOutcome
 from bus.contracts.host_metrics import HostMetrics, HostReading
 from compute_sim import reporter
-from compute_sim.app import ServiceDied
 from compute_sim.config import ComputeConfig, HostSize
+from compute_sim.crash_plan import ServiceDied
 from compute_sim.domain.faults import Faults
 from compute_sim.domain.hosts import DISABLED_TRAIT
 from compute_sim.fleet import Fleet, Guest

@@ -14,6 +14,7 @@ from compute_sim.config import ComputeConfig
 from compute_sim.domain.faults import Faults
 from compute_sim.drivers.hypervisor import Hypervisors
 from compute_sim.fleet import Fleet
+from compute_sim.survey import Survey
 from tests.integration.compute.harness import CELL, DEPLOYMENT, spawn
 
 SERVICE = "c1-a"
@@ -37,10 +38,12 @@ async def main(state_dir: str) -> None:
     fleet = Fleet.planned(settings, CELL, SERVICE)
     fleet.open()
     limits = Limits(per_host=10, builds=1000, accepted=1000, build_s=60, destroy_attempts=3)
+    driver = Hypervisors(fleet, FAULTS, seed=1, clock=clock)
     agent = Agent(
         service=SERVICE,
-        driver=Hypervisors(fleet, FAULTS, seed=1, clock=clock),
+        driver=driver,
         records=fleet.records,
+        survey=Survey(driver, fleet.records),
         send=answered,
         clock=clock,
         rng=random.Random(1),

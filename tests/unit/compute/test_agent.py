@@ -16,6 +16,7 @@ from compute_sim.agent import Agent, Limits
 from compute_sim.domain.attempts import Entry, Phase
 from compute_sim.driver import Build, DriverHost, DriverUnavailable, Machine, MachineProtected, Reschedule, Tree
 from compute_sim.records import Key, Records
+from compute_sim.survey import Survey
 
 HOSTS = tuple(f"00000000-0000-4000-8000-00000000000{n}" for n in range(2))
 INSTANCES = tuple(f"00000000-0000-4000-9000-00000000000{n}" for n in range(3))
@@ -115,16 +116,18 @@ class Scripted:
 
 
 class Service:
-    """An agent with its memory and what it said."""
+    """An agent with its memory and the results that it sent."""
 
     def __init__(self, driver: Scripted, records: Records | None = None, limits: Limits = LIMITS) -> None:
         self.results: list[ComputeResult] = []
         self.records = records or Records()
         self.driver = driver
+        self.survey = Survey(driver, self.records)
         self.agent = Agent(
             service="s",
             driver=driver,
             records=self.records,
+            survey=self.survey,
             send=self.results.append,
             clock=Instant(),
             rng=random.Random(1),

@@ -15,6 +15,7 @@ from bus.contracts.base import Message, Meta
 from bus.contracts.cell import Heartbeat, ReportHosts, ServiceOutdated
 from bus.contracts.placement import InventoryOutdated
 from compute_sim.handlers import ComputeHandlers
+from compute_sim.host_changes import HostChanges
 from compute_sim.name import NameTaken, ServiceName
 from compute_sim.records import FARTHEST, Records
 from compute_sim.reporter import Reporter
@@ -31,18 +32,19 @@ class Rig:
         self.records.open()
         self.records.start(1000.0)
         nothing: Any = None
+        self.changes = HostChanges(self.clock)
         self.reporter = Reporter(
-            nothing, service="s", cell="c", driver=nothing, work=nothing, records=self.records, clock=self.clock,
-            rng=random.Random(1), heartbeat_interval_s=1.0, report_interval_s=60.0,
+            nothing, service="s", cell="c", survey=nothing, records=self.records, changes=self.changes,
+            offering=nothing, clock=self.clock, rng=random.Random(1), heartbeat_interval_s=1.0, report_interval_s=60.0,
         )  # fmt: skip
         self.name = ServiceName(nothing, service="s", cell="c", records=self.records, clock=self.clock, wait_s=0.0)
         self.handlers = ComputeHandlers(
-            nothing, service="s", wait_for_capacity=nothing, on_report_requested=self.reporter.on_request,
+            nothing, service="s", wait_for_capacity=nothing, on_report_requested=self.changes.on_request,
             on_heartbeat=self.name.on_heartbeat,
             outdated=self.reporter.outdated, on_marker=nothing, reserve=nothing,
         )  # fmt: skip
-        self.reporter._announce.take()
-        self.reporter._inventory.take()
+        self.changes.announcements.take()
+        self.changes.inventory.take()
 
     async def receive(self, *messages: Message) -> None:
         batch: Sequence[Received] = [Received(one, Meta(id="m"), "c", "compute.control.s") for one in messages]
@@ -50,8 +52,8 @@ class Rig:
 
     @property
     def announces_all(self) -> tuple[bool, bool]:
-        """Whether all hosts are to be announced, and all inventory said."""
-        return self.reporter._announce.everything, self.reporter._inventory.everything
+        """Whether all hosts are to be announced, and all inventory published."""
+        return self.changes.announcements.everything, self.changes.inventory.everything
 
 
 async def test_it_goes_on_above_an_epoch_of_its_name_and_publishes_everything_again(tmp_path: Path) -> None:

@@ -13,8 +13,11 @@ from bus.contracts.placement import InventoryUpdate, ProviderReport
 from compute_sim.answers import Answers
 from compute_sim.domain.attempts import Entry, Phase
 from compute_sim.driver import DriverHost, Tree
+from compute_sim.host_changes import UNDONE_S, HostChanges
+from compute_sim.inventory import InventoryReporter
+from compute_sim.offering import Offering
 from compute_sim.records import Records
-from compute_sim.reporter import UNDONE_S, Reporter
+from compute_sim.reporter import Reporter
 
 HOST = "10000000-0000-4000-8000-000000000001"
 
@@ -52,15 +55,22 @@ class SlowWorld:
         raise AssertionError
 
 
+def everything_offered(world: Any, records: Records) -> Offering:
+    offering = Offering(world, service="s", records=records, clock=world, on_offered=lambda _: None)
+    offering.begun.set()
+    return offering
+
+
 async def announced(world: Any, records: Records) -> None:
-    """A reporter starts, says everything once, and ends."""
+    """A reporter starts, publishes everything once, and ends."""
     reporter = Reporter(
         world,
         service="s",
         cell="c1",
-        driver=world,
-        work=world,
+        survey=world,
         records=records,
+        changes=HostChanges(world),
+        offering=everything_offered(world, records),
         clock=world,
         rng=random.Random(1),
         heartbeat_interval_s=1.0,
@@ -145,35 +155,49 @@ class QuickWorld(SlowWorld):
 async def test_the_inventory_of_a_host_that_changed_is_published_once_more() -> None:
     """What its service of before had said, and was late, undid the first one; ten reports long nobody noticed."""
     world: Any = QuickWorld()
+    records = Records()
+    changes, offering = HostChanges(world), everything_offered(world, records)
     reporter = Reporter(
         world,
         service="s",
         cell="c1",
-        driver=world,
-        work=world,
-        records=Records(),
+        survey=world,
+        records=records,
+        changes=changes,
+        offering=offering,
         clock=world,
         rng=random.Random(1),
         heartbeat_interval_s=1.0,
         report_interval_s=60.0,
     )
-    tasks = [asyncio.create_task(work()) for work in (reporter.announce, reporter.report)]
+    inventory = InventoryReporter(
+        world,
+        service="s",
+        driver=world,
+        records=records,
+        changes=changes,
+        offering=offering,
+        clock=world,
+        rng=random.Random(1),
+        report_interval_s=60.0,
+    )
+    tasks = [asyncio.create_task(work()) for work in (reporter.announce, inventory.report)]
     async with asyncio.timeout(10):
         await world.updates.get()  # all, at start
         await world.announced.get()
-        reporter.on_host_changed([HOST])
+        changes.on_host_changed([HOST])
         first = await world.updates.get()
         await world.announced.get()
-        reporter.on_request()
+        changes.on_request()
         await world.announced.get()
         assert world.updates.empty(), "not yet: who undoes it is still on the way"
         world.now += UNDONE_S
-        reporter.on_request()
+        changes.on_request()
         again = await world.updates.get()
         assert again.version > first.version
         await world.announced.get()
         world.now += UNDONE_S
-        reporter.on_request()
+        changes.on_request()
         await world.announced.get()
     assert world.updates.empty()
     for task in tasks:

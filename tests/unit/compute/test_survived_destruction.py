@@ -74,7 +74,7 @@ async def test_a_machine_that_is_left_as_it_is_counts_as_leaving_once_its_attemp
     driver.left = True
 
     async def leaving() -> list[bool]:
-        return [one.destroying for one in (await service.agent.running())[HOSTS[0]]]
+        return [one.destroying for one in (await service.survey.running())[HOSTS[0]]]
 
     assert await leaving() == [False], "no client has asked for its end"
     service.agent.take([destroy(0)])

@@ -1,0 +1,88 @@
+"""Where all changes of a host meet: what is to be announced, and whose inventory is to be published.
+
+The driver, the agent, the quarantine and the offering note here what has changed; the reporter and the inventory
+reporter wait here for what is due. None of them knows the others.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Sequence
+
+from bus.clock import Clock
+
+# The inventory of a host that changed is published once more with the first whole announcement after this: a report
+# that another service made of it before, and that waited somewhere, may have undone the first one.
+UNDONE_S = 15.0
+
+
+class PendingReport:
+    """What is to be reported: everything, or some hosts. Setting it wakes the waiting task."""
+
+    def __init__(self) -> None:
+        self.everything = True  # a start publishes everything
+        self.hosts: dict[str, None] = {}
+        self._some = asyncio.Event()
+        self._some.set()
+
+    def add(self, hosts: Sequence[str] | None = None) -> None:
+        """These hosts, or everything."""
+        if hosts is None:
+            self.everything = True
+        else:
+            self.hosts.update(dict.fromkeys(hosts))
+        self._some.set()
+
+    async def wait(self, seconds: float) -> None:
+        """Until something is wanted; after `seconds` everything is."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._some.wait()
+            return
+        self.everything = True
+
+    def take(self) -> list[str] | None:
+        """What is wanted, None for everything; nothing is any more."""
+        taken = None if self.everything else list(self.hosts)
+        self.everything, self.hosts = False, {}
+        self._some.clear()
+        return taken
+
+
+class HostChanges:
+    """What one service has to report of its hosts: `announcements` to its cell, `inventory` to the resource book."""
+
+    def __init__(self, clock: Clock) -> None:
+        self.announcements = PendingReport()
+        self.inventory = PendingReport()
+        self._clock = clock
+        self._changed: dict[str, float] = {}  # hosts whose inventory is due once more, and when they changed
+
+    def on_request(self) -> None:
+        """A listener has just started and wants to know everything."""
+        self.announcements.add()
+
+    def on_host_changed(self, hosts: Sequence[str]) -> None:
+        """These hosts are enabled or disabled, offer another amount, or may be offered from now on."""
+        self.announcements.add(hosts)
+        self.inventory.add(hosts)
+        self._changed.update(dict.fromkeys(hosts, self._clock.monotonic()))
+
+    def on_failures_changed(self, host: str) -> None:
+        """This host's count of consecutive failed builds changed."""
+        self.announcements.add((host,))
+
+    def on_reconnected(self) -> None:
+        """The broker was unavailable: what was published meanwhile, or just before, may be lost."""
+        self.announcements.add()
+        self.inventory.add()
+
+    def repeat_changed(self) -> None:
+        """Publish the inventory of those hosts once more that changed `UNDONE_S` ago or earlier."""
+        before = self._clock.monotonic() - UNDONE_S
+        due = [host for host, at in self._changed.items() if at <= before]
+        for host in due:
+            del self._changed[host]
+        if due:
+            self.inventory.add(due)

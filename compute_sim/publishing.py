@@ -1,0 +1,62 @@
+"""Publishes what is pending, until it is published: the loop that announcements and inventory share."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Protocol
+
+import structlog
+
+from bus.clock import Clock
+from bus.contracts.base import Message
+from bus.retrying import Retrying, RetryPolicy, passes_with_time
+from compute_sim.driver import DriverUnavailable
+from compute_sim.host_changes import PendingReport
+
+log = structlog.get_logger()
+
+GATHER_S = 0.1  # changes and questions that come within this are answered together
+JITTER = 0.1  # share of the report interval, so that services started together drift apart
+REPORTS = RetryPolicy(first_s=0.1, longest_s=10.0, least=0.0)  # until they are published
+
+
+class PublishingBus(Protocol):
+    """The part of a bus that is needed here."""
+
+    async def publish(self, message: Message, *, cause: str = "") -> None:
+        """Publish one message."""
+
+    async def publish_all(self, messages: Sequence[tuple[Message, str]]) -> None:
+        """Publish many messages."""
+
+
+class PendingPublisher:
+    """Publishes one kind of report. interval_s: seconds after which everything is published without any change."""
+
+    def __init__(self, pending: PendingReport, *, clock: Clock, rng: random.Random, interval_s: float) -> None:
+        self._pending = pending
+        self._clock = clock
+        self._rng = rng
+        self._interval_s = interval_s
+        self._retrying = Retrying(REPORTS, clock, rng)
+
+    async def run(self, publish: Callable[[list[str] | None], Awaitable[None]]) -> None:
+        """Call `publish` with the hosts that are pending (None: all of them), until cancelled."""
+        while True:
+            await self._pending.wait(self._interval_s * self._rng.uniform(1 - JITTER, 1 + JITTER))
+            hosts = self._pending.take()
+            await self._publish(publish, hosts)
+            await self._clock.sleep(GATHER_S)
+
+    async def _publish(self, publish: Callable[[list[str] | None], Awaitable[None]], hosts: list[str] | None) -> None:
+        """Until it is published: a broker, a consumer or a driver that is unavailable comes back with time."""
+        await self._retrying.call(
+            lambda: publish(hosts),
+            lambda error: passes_with_time(error) or isinstance(error, DriverUnavailable),
+            on_failure=_log_failure,
+        )
+
+
+def _log_failure(error: BaseException, failures: int) -> None:
+    log.warning("report.not_published", code=getattr(error, "code", ""), reason=str(error), attempt=failures)

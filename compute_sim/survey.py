@@ -1,0 +1,84 @@
+"""What the hosts of a service carry: the driver's answer, compared with what is on record."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import structlog
+
+from bus.contracts.cell import UNKNOWN_ATTEMPT, Running
+from compute_sim.domain.attempts import Entry, is_leaving, lost
+from compute_sim.driver import Driver, DriverHost, Machine
+from compute_sim.records import Records
+
+log = structlog.get_logger()
+
+
+class Survey:
+    """One service's. hosts: the uuids of those that builds are taken for.
+
+    on_listed: called with what the hosts carry, each time they are looked at.
+    """
+
+    def __init__(
+        self,
+        driver: Driver,
+        records: Records,
+        on_listed: Callable[[Mapping[str, Sequence[Machine]]], None] = lambda _: None,
+    ) -> None:
+        self.hosts: frozenset[str] = frozenset()
+        self._driver = driver
+        self._records = records
+        self._on_listed = on_listed
+
+    async def load_hosts(self) -> Sequence[DriverHost]:
+        """Read from the driver which hosts there are; from now on builds are taken for these, and only these."""
+        hosts = await self._driver.hosts()
+        self.hosts = frozenset(host.uuid for host in hosts)
+        return hosts
+
+    async def running(self, hosts: Sequence[str] | None = None) -> dict[str, list[Running]]:
+        """What each host that was seen carries; machines on record that their hosts do not carry are noted as lost."""
+        before = self._records.running()
+        listed = await self._driver.list(hosts)
+        self._on_listed(listed)
+        result: dict[str, list[Running]] = {host: [] for host in listed}
+        for host, machines in listed.items():
+            reserved = {one.instance_uuid for one in self._records.reserved(host)}
+            for machine in machines:
+                key = (host, machine.instance_uuid)
+                known = before.pop(key, None) or self._records.get(key)
+                result[host].append(_running(machine, known, reserved=machine.instance_uuid in reserved))
+        if hosts is None:
+            for key, entry in before.items():
+                # Its host was seen without it, and the record has not changed since before that: really lost.
+                if key[0] in listed and self._records.get(key) is entry:
+                    log.warning("machine.lost", instance=key[1], cause=key[1], host=key[0])
+                    self._records.put(key, lost(entry))
+        return result
+
+
+def made_by(entry: Entry, machine: Machine) -> bool:
+    """Whether the machine's mark names this very attempt."""
+    return (machine.attempt, machine.deployment) == (entry.attempt, entry.deployment)
+
+
+def _is_done_with(machine: Machine, known: Entry | None) -> bool:
+    """Whether all that an order could do about this machine is done: it is left as it is, and its attempt is fenced."""
+    if not machine.left or machine.attempt is None or known is None:
+        return False
+    return machine.attempt <= known.fence and known.deployment in (None, machine.deployment)
+
+
+def _running(machine: Machine, known: Entry | None, *, reserved: bool) -> Running:
+    """A machine as it is reported: by its mark; the attempt of one without a mark is its record's."""
+    attempt = machine.attempt if machine.attempt is not None else (known.attempt if known else UNKNOWN_ATTEMPT)
+    return Running(
+        instance_uuid=machine.instance_uuid,
+        attempt=attempt,
+        deployment=machine.deployment,
+        built=machine.built,
+        destroying=is_leaving(known, attempt) or _is_done_with(machine, known),
+        stopped=not machine.runs,
+        reserved=reserved,
+    )
