@@ -8,6 +8,7 @@ without it, long enough after. A fence is lifted when its host has no losses lef
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
@@ -47,6 +48,7 @@ class FenceKeeper:
         self._losses: Mapping[tuple[str, str], Loss] = {}
         self._is_fresh = False
         self._reload_at = 0.0
+        self._loading = asyncio.Lock()
 
     @property
     def known(self) -> Mapping[str, Fence]:
@@ -59,7 +61,8 @@ class FenceKeeper:
         self._is_fresh = False
 
     def note_losses(self, losses: Sequence[Loss]) -> None:
-        """These have just been recorded."""
+        """These have just been recorded; a read that began before does not have them."""
+        self._is_fresh = False
         self._losses = {**self._losses, **{one.place: one for one in losses}}
 
     async def prepare(self) -> None:
@@ -67,16 +70,23 @@ class FenceKeeper:
         try:
             await self.load()
         except Transient as fault:
-            self._is_fresh = False
             log.warning("fences.waiting", code=fault.code, reason=str(fault))
 
     async def load(self) -> None:
-        """Read what is on record."""
-        self._is_fresh = True
-        self._reload_at = self._clock.monotonic() + RELOAD_S
-        fences = {one.host_uuid: one for one in await self._store.fences.fences()}
-        self._losses = {one.place: one for one in await self._store.fences.losses()} if fences else {}
-        self._fences = fences
+        """Read what is on record.
+
+        Reads follow each other: an earlier one never replaces what a later one has found.
+        """
+        async with self._loading:
+            self._is_fresh = True  # before the read: what is announced meanwhile makes another one due
+            try:
+                fences = {one.host_uuid: one for one in await self._store.fences.fences()}
+                losses = {one.place: one for one in await self._store.fences.losses()} if fences else {}
+            except BaseException:
+                self._is_fresh = False
+                raise
+            self._fences, self._losses = fences, losses
+            self._reload_at = self._clock.monotonic() + RELOAD_S
 
     def on_announced(self, change: HostFence) -> None:
         """A conductor of this cell has recorded something about a fence."""
@@ -163,6 +173,7 @@ class FenceKeeper:
             self._is_fresh = False
             return False
         log.info("host.fence_lifted", host=fence.host, uuid=fence.host_uuid, cause=fence.host_uuid)
+        self._is_fresh = False  # a read that is under way may still have it
         self._fences = {host: one for host, one in self._fences.items() if host != fence.host_uuid}
         await self._announce(fence, FenceState.LIFTED)
         return True

@@ -1,0 +1,77 @@
+"""What one conductor knows of its cell's fences, while reads and decisions overlap."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from types import SimpleNamespace
+from typing import Any, cast
+
+from bus.bus import Bus
+from bus.clock import SystemClock
+from bus.memory import MemoryBroker, MemoryTransport
+from cell_conductor.config import ConductorConfig
+from cell_conductor.domain.fences import Fence, Loss
+from cell_conductor.fences import FenceKeeper
+from cell_conductor.store.memory import MemoryInstances, MemoryInstanceTable
+
+HOST, INSTANCE = "10000000-0000-4000-8000-000000000000", "a0000000-0000-4000-8000-000000000000"
+
+
+class HeldReads:
+    """The fences of a store; a read's answer is held back until `answer` is set."""
+
+    def __init__(self, store: MemoryInstances) -> None:
+        self._fences = store.fences
+        self.answer = asyncio.Event()
+        self.reading = asyncio.Event()
+        self.answer.set()
+
+    async def fences(self) -> list[Fence]:
+        rows, held = await self._fences.fences(), self.answer
+        self.reading.set()
+        await held.wait()
+        return rows
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._fences, name)
+
+
+def keeper_of(fences: HeldReads) -> FenceKeeper:
+    clock = SystemClock()
+    bus = Bus("c1", MemoryTransport(MemoryBroker(clock), "c1"), process="conductor", clock=clock, rng=random.Random(1))
+    store = cast(MemoryInstances, SimpleNamespace(fences=fences))
+    return FenceKeeper(store, bus, clock=clock, config=ConductorConfig(), cell="c1")
+
+
+async def test_an_earlier_read_does_not_replace_what_a_later_one_found() -> None:
+    store = MemoryInstances(MemoryInstanceTable(SystemClock()).session())
+    await store.open()
+    fences = HeldReads(store)
+    keeper = keeper_of(fences)
+    quick, fences.answer = fences.answer, asyncio.Event()
+    slow = fences.answer
+    first = asyncio.create_task(keeper.load())  # sees no fence, and is slow to come back
+    await fences.reading.wait()
+    await store.fences.put(Fence(host_uuid=HOST, host="h1", version=1))
+    fences.answer = quick
+    second = asyncio.create_task(keeper.load())
+    for _ in range(100):  # as far as it gets while the first is out
+        await asyncio.sleep(0)
+    slow.set()
+    await asyncio.gather(first, second)
+    assert HOST in keeper.known
+
+
+async def test_a_loss_noted_during_a_read_makes_another_read_due() -> None:
+    store = MemoryInstances(MemoryInstanceTable(SystemClock()).session())
+    await store.open()
+    fences = HeldReads(store)
+    keeper = keeper_of(fences)
+    fences.answer.clear()
+    reading = asyncio.create_task(keeper.load())
+    await fences.reading.wait()
+    keeper.note_losses([Loss(host_uuid=HOST, instance_uuid=INSTANCE, attempt=1, service="s", at=7.0)])
+    fences.answer.set()
+    await reading
+    assert not keeper._is_fresh
