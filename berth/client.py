@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from msgspec import Struct
 
@@ -25,6 +25,7 @@ from bus.contracts.build import (
 from bus.contracts.operations import AdminStateSet, HostAdminState, ServicesPage, ServicesQuery, SetAdminState
 from bus.faults import Fault, Transient
 from bus.port import BusError, BusUnavailable, PublishRefused
+from bus.tracing.context import CURRENT, NOT_SAMPLED, Scope, Span, TraceContext
 
 # Requests handed to the bus in one go; between two goes the loop gets to deliver events.
 PUBLISH_SLICE = 1000
@@ -91,6 +92,7 @@ class BuildClient:
         self._keep = keep_events
         self._queue = "client.record.{process}" if durable else "client.feed.{process}"
         self._open: set[str] = set()
+        self._spans: dict[str, Span] = {}  # of followed requests whose trace is sampled, until they have ended
         self._changed = asyncio.Event()
         self._listeners: list[Callable[[BuildEvent], None]] = []
         self._end_listeners: list[Callable[[Track], None]] = []
@@ -289,6 +291,29 @@ class BuildClient:
 
     async def _publish(self, requests: Sequence[BuildRequest | DeleteRequest], give_up_at: float) -> None:
         """Publish until all are confirmed; what already is does not go again."""
+        with self._traced(requests):
+            await self._publish_confirmed(requests, give_up_at)
+
+    @contextlib.contextmanager
+    def _traced(self, requests: Sequence[BuildRequest | DeleteRequest]) -> Iterator[None]:
+        """A span for each sampled request, from its publication to the last event of it."""
+        tracer = self.bus.tracer
+        if tracer is None:
+            yield
+            return
+        contexts: dict[str, TraceContext] = {}
+        for request in requests:
+            name = "build" if isinstance(request, BuildRequest) else "delete"
+            if (span := tracer.root(name, {"berth.instance": request.instance_uuid})) is not None:
+                self._spans[request.instance_uuid] = span
+                contexts[request.instance_uuid] = span.context
+        token = CURRENT.set(Scope(tracer.start, contexts, None, NOT_SAMPLED))
+        try:
+            yield
+        finally:
+            CURRENT.reset(token)
+
+    async def _publish_confirmed(self, requests: Sequence[BuildRequest | DeleteRequest], give_up_at: float) -> None:
         while True:
             errors = await self.bus.publish_each([(request, request.instance_uuid) for request in requests])
             now = self._clock.monotonic()
@@ -328,5 +353,7 @@ class BuildClient:
         if track.ended_at is None:
             track.ended_at = self._clock.monotonic()
         self._open.discard(track.instance_uuid)
+        if (span := self._spans.pop(track.instance_uuid, None)) is not None:
+            span.end(track.last.code if track.last is not None else "")
         for listener in self._end_listeners:
             listener(track)

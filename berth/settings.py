@@ -72,6 +72,25 @@ class TelemetrySettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """Not set: nothing is served. 0: any free port."""
 
 
+class TraceSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """OpenTelemetry traces: one a build, from its request to its last event."""
+
+    endpoint: Annotated[str, Bound(max_length=1_000, pattern=r"^(https?://[!-~]+)?$(?!\n)")] = ""
+    """The address of a collector that takes OTLP over HTTP, such as `http://127.0.0.1:4318`. Empty: no traces."""
+    protocol: Literal["http/json", "http/protobuf"] = "http/json"
+    """How OTLP is encoded. `http/json`: built in, and the cheaper one in Python; `http/protobuf`: by OpenTelemetry's
+    SDK, which `pip install 'berth[otel]'` brings, with the variables `OTEL_EXPORTER_OTLP_*`.
+    """
+    ratio: Annotated[float, Bound(ge=0.0, le=1.0)] = 0.05
+    """The share of requests that are traced, where a request has no trace of its own. 0.05: a busy system still shows
+    some builds each second, and one build in twenty pays for it.
+    """
+    most_per_s: Annotated[float, Bound(ge=1.0, le=100_000.0)] = 100.0
+    """Most traces that one process begins in a second, those included that clients request by their header. 100: one
+    build in twenty at the highest rate that was measured; no client can have more of them made.
+    """
+
+
 class UpSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What `berth up` starts."""
 
@@ -106,6 +125,8 @@ class Settings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The database of all workers."""
     telemetry: TelemetrySettings = TelemetrySettings()
     """Logs and health of every worker."""
+    traces: TraceSettings = TraceSettings()
+    """Traces of every worker and client."""
     up: UpSettings = UpSettings()
     """What `berth up` starts."""
     placement: PlacementConfig = PlacementConfig()

@@ -12,6 +12,7 @@ import msgspec
 from msgspec import Struct
 
 from berth.settings import EMBEDDED, MEMORY, Settings
+from berth.tracing import make_tracer
 from bus.bus import API, Bus
 from bus.clock import Clock, SystemClock
 from bus.contracts.base import Word
@@ -21,6 +22,7 @@ from bus.port import Transport
 from bus.rabbitmq import RabbitTransport
 from bus.service.environment import Environment
 from bus.service.settings import SettingsError
+from bus.tracing.tracer import Tracer
 
 RUNTIME_FILE = "runtime.json"
 HEARTBEAT_S = 5.0  # how often a worker publishes its heartbeat (`berth workers`)
@@ -77,6 +79,7 @@ class Site:
         self.clock: Clock = clock if clock is not None else SystemClock()
         self.rng = random.Random(seed)
         self._database_url = database_url
+        self._tracers: dict[str, Tracer] = {}
         self.connections: list[tuple[str, str]] = []  # (process, bus): who holds a connection to what
 
     @property
@@ -104,8 +107,22 @@ class Site:
             return LocalTransport(self.settings.socket, name=name, prefix=prefix)
         return RabbitTransport(url, name=name, prefix=prefix, connection_name=f"berth {process}")
 
-    def environment(self, process: str) -> Environment:
-        """What one worker's app is given."""
+    def tracer(self, process: str, role: str = "") -> Tracer | None:
+        """The tracer of one process; None: the settings have no traces. role: the process's name begins with it."""
+        if not self.settings.traces.endpoint:
+            return None
+        found = self._tracers.get(process)
+        if found is None:
+            found = self._tracers[process] = make_tracer(self.settings.traces, process, role)
+        return found
+
+    async def close(self) -> None:
+        """Export the spans that are left."""
+        for tracer in self._tracers.values():
+            await tracer.close()
+
+    def environment(self, process: str, role: str = "") -> Environment:
+        """What one worker's app is given. role: as its traces name it; "": as the process's name begins."""
         return Environment(
             process,
             transports=lambda name: self.transport(name, process=process),
@@ -115,6 +132,7 @@ class Site:
             rng=random.Random(self.rng.getrandbits(64)),
             pool_size=self.settings.database.pool_size,
             heartbeat_s=HEARTBEAT_S,
+            tracer=self.tracer(process, role),
         )
 
     def bus(self, process: str, name: str = API) -> Bus:

@@ -50,9 +50,11 @@ async def site(
     clock = SystemClock()
     async with database(settings, durable=directory is not None, directory=directory, notify=notify) as url:
         brokers = Brokers(clock)
+        made = Site(settings, brokers=brokers, database_url=url, clock=clock, seed=seed)
         try:
-            yield Site(settings, brokers=brokers, database_url=url, clock=clock, seed=seed)
+            yield made
         finally:
+            await made.close()
             for broker in brokers.by_bus.values():
                 broker.stop()
 
@@ -114,14 +116,18 @@ class LocalSystem:
     def _hypervisors(self, cell: str, service: str) -> Callable[[], Service]:
         config = self.site.settings.compute
         fleet = self.fleets[service] = Fleet.planned(config, cell, service)
-        return lambda: compute_sim.app.build(self.site.environment(service), config, cell, service, fleet=fleet)
+        return lambda: compute_sim.app.build(
+            self.site.environment(service, "compute"), config, cell, service, fleet=fleet
+        )
 
     def _metal(self, cell: str, service: str, url: str, share: tuple[int, int]) -> Callable[[], Service]:
         base = self.site.settings.compute
         ironic = msgspec.structs.replace(base.ironic, url=url, share=share[0], shares=share[1])
         config = msgspec.structs.replace(base, driver="ironic", hosts=0, ironic=ironic)
         fleet = self.fleets[service] = Fleet.planned(config, cell, service)
-        return lambda: compute_sim.app.build(self.site.environment(service), config, cell, service, fleet=fleet)
+        return lambda: compute_sim.app.build(
+            self.site.environment(service, "compute"), config, cell, service, fleet=fleet
+        )
 
 
 @contextlib.asynccontextmanager

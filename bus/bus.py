@@ -22,6 +22,8 @@ from bus.publishing import BATCHED, BusLimits, Confirmation, Mode, Publisher, Wa
 from bus.requests import Requester
 from bus.retrying import QUEUE_LOCKED, Retrying
 from bus.topology import fill_in
+from bus.tracing.context import traceparent_of
+from bus.tracing.tracer import Tracer
 from bus.wire import Malformed, Packed, pack
 
 __all__ = ["API", "Bus", "BusLimits"]
@@ -48,6 +50,7 @@ class Bus:
         clock: Clock,
         rng: random.Random,
         limits: BusLimits = BusLimits(),  # noqa: B008  (frozen)
+        tracer: Tracer | None = None,
     ) -> None:
         self.name = name
         self.transport = transport
@@ -55,6 +58,7 @@ class Bus:
         self.clock = clock
         self.rng = rng
         self.limits = limits
+        self.tracer = tracer
         self.publisher = Publisher(name, transport, limits)
         self._requester = Requester(name, transport, self.publisher, process=process, clock=clock, rng=rng)
         self._modes: dict[type[Message], tuple[MessageRow, Mode]] = {}
@@ -106,15 +110,19 @@ class Bus:
         self.publisher.pump()
         await waiter.wait()
 
-    async def publish_all(self, messages: Sequence[tuple[Message, str]]) -> None:
-        """Publish many messages, each with its cause; raises the first error after all are settled."""
+    async def publish_all(self, messages: Sequence[tuple[Message, str]], traceparents: Sequence[str] = ()) -> None:
+        """Publish many messages, each with its cause; raises the first error after all are settled.
+
+        traceparents: of each message, where it is known before ("": none); otherwise that of what is being handled.
+        """
         waiter = Waiter()
         few = len(messages) <= FEW
-        for message, cause in messages:
+        for number, (message, cause) in enumerate(messages):
             if self.publisher.waiting >= self.limits.waiting:
                 self.publisher.pump()
                 await self.publisher.wait_for_capacity()
-            self._post(message, cause, waiter, None, None, few=few)
+            traceparent = traceparents[number] if traceparents else None
+            self._post(message, cause, waiter, None, None, few=few, traceparent=traceparent)
         self.publisher.pump()
         await waiter.wait()
 
@@ -206,6 +214,7 @@ class Bus:
         correlation_id: str | None,
         *,
         few: bool,
+        traceparent: str | None = None,
     ) -> None:
         row, mode = self._row(type(message))
         meta = Meta(
@@ -214,6 +223,7 @@ class Bus:
             sent_at=self.clock.time(),
             reply_to=reply_to,
             correlation_id=correlation_id,
+            traceparent=(traceparent_of(cause) if traceparent is None else traceparent) or None,
         )
         packed = pack(message, meta)
         # Where only berth's own processes listen it leaves in batches alone, of all states and projects together.

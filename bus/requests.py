@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TypeVar
 
 import structlog
@@ -17,7 +17,8 @@ from bus.faults import DatabaseUnavailable, Fault, RequestRefused, RequestTimeou
 from bus.port import Delivery, Transport
 from bus.publishing import Mode, Publisher, Waiter
 from bus.retrying import WITHIN_A_REQUEST, Retrying
-from bus.wire import REPLY_PREFIX, Codec, Malformed, pack
+from bus.tracing.context import CURRENT, Span
+from bus.wire import REPLY_PREFIX, Codec, Malformed, pack, tag
 
 log = structlog.get_logger("bus.requests")
 
@@ -28,9 +29,10 @@ REPLY_PREFETCH = 1_000
 
 
 class _PendingRequests:
-    """The requests of one call, and what has come back for each."""
+    """The requests of one call, and what has come back for each. spans: of those whose trace is sampled, by place."""
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, count: int, spans: Mapping[int, Span]) -> None:
+        self.spans = spans
         self.answers: list[Message | None] = [None] * count
         self.missing = count
         self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -66,9 +68,9 @@ class Requester:
         self, messages: Sequence[Message], reply: type[R], *, timeout_s: float, causes: Sequence[str]
     ) -> list[R | Fault]:
         """Ask for all of them at once; each gets its reply or its fault."""
-        pending = _PendingRequests(len(messages))
         if not messages:
             return []
+        pending = _PendingRequests(len(messages), _spans(messages, causes))
         ids = [new_uuid(self._rng) for _ in messages]
         for index, one in enumerate(ids):
             self._pending[one] = (pending, index)
@@ -81,6 +83,8 @@ class Requester:
         finally:
             for one in ids:
                 self._pending.pop(one, None)
+            for index, span in pending.spans.items():
+                span.end("" if pending.answers[index] is not None else RequestTimeout.code)
         return [_result(answer, reply, timeout_s) for answer in pending.answers]
 
     async def _open(self) -> None:
@@ -109,7 +113,7 @@ class Requester:
             for index, message in enumerate(messages):
                 if pending.answers[index] is None:
                     await self._publisher.wait_for_capacity()
-                    self._post(message, causes[index], ids[index], deadline, waiter)
+                    self._post(message, causes[index], ids[index], deadline, waiter, pending.spans.get(index))
             self._publisher.pump()
             await waiter.wait()
             await pending.done
@@ -120,7 +124,15 @@ class Requester:
 
         await self._retrying.call(publish_unanswered, on_failure=log_failure)
 
-    def _post(self, message: Message, cause: str, correlation_id: str, deadline: float, waiter: Waiter) -> None:
+    def _post(  # noqa: PLR0917  (hot, so no keywords)
+        self,
+        message: Message,
+        cause: str,
+        correlation_id: str,
+        deadline: float,
+        waiter: Waiter,
+        span: Span | None,
+    ) -> None:
         now = self._clock.time()
         row = BY_TYPE[type(message)]
         meta = Meta(
@@ -130,6 +142,7 @@ class Requester:
             reply_to=self._queue,
             correlation_id=correlation_id,
             deadline=deadline,
+            traceparent=None if span is None else span.context.header,
         )
         mode = Mode(True, row.persistent, row.mandatory)
         packed = pack(message, meta)
@@ -146,6 +159,19 @@ class Requester:
             else:
                 found[0].answer(found[1], read.message)
         delivery.ack()
+
+
+def _spans(messages: Sequence[Message], causes: Sequence[str]) -> dict[int, Span]:
+    """A span for each request of a sampled trace, by its place: from its publication to its reply."""
+    scope = CURRENT.get()
+    if scope is None:
+        return {}
+    spans: dict[int, Span] = {}
+    for index, (message, cause) in enumerate(zip(messages, causes, strict=True)):
+        parent = scope.by_cause.get(cause)
+        if parent is not None:
+            spans[index] = scope.start(f"request {tag(type(message))}", parent=parent, client=True)
+    return spans
 
 
 def _result(answer: Message | None, reply: type[R], timeout_s: float) -> R | Fault:

@@ -32,10 +32,22 @@ from bus.contracts.placement import (
 from bus.faults import Fault, RequestRefused, Transient
 from bus.persistence.conflict import Conflict
 from bus.persistence.outbox import OutboxMessage
+from bus.tracing.context import traceparent_of
 
 from . import metrics
 from .config import ConductorConfig
-from .domain.events import BuildRequested, Claimed, ClaimRefused, Event, HostFenced, Released, Reverted, TimedOut
+from .domain.events import (
+    BuildRequested,
+    Claimed,
+    ClaimRefused,
+    DeleteRequested,
+    Event,
+    HostFenced,
+    MoveRequested,
+    Released,
+    Reverted,
+    TimedOut,
+)
 from .domain.fences import Fence, Loss, fenced_hosts, losses_of
 from .domain.instance import Instance, State
 from .domain.leases import Lease
@@ -314,9 +326,10 @@ class Engine:
             stepped = step(before, instance_event.event, timeouts)
             if timeouts.fences:
                 stepped = ended_by.follow(before, stepped, instance_event.event, timeouts)
-            now[instance_event.uuid] = stepped.instance
-            cause = stepped.instance.cause or instance_event.cause
-            outgoing += [OutboxMessage(self._bus.name, command, cause) for command in stepped.commands]
+            after = now[instance_event.uuid] = _in_its_trace(before, stepped.instance, instance_event)
+            cause = after.cause or instance_event.cause
+            trace = traceparent_of(cause) or after.traceparent
+            outgoing += [OutboxMessage(self._bus.name, command, cause, trace) for command in stepped.commands]
             steps[before.state, type(instance_event.event).__name__] += 1
             if stepped.instance.state is not before.state and stepped.instance.state in ENDS:
                 ended.append(stepped.instance)
@@ -482,6 +495,14 @@ def _may_be_redone(recorded: Transition) -> bool:
     if any(isinstance(message, MoveEvent) and message.terminal for message in outgoing):
         return False
     return all(isinstance(message, BuildEvent | MoveEvent) for message in outgoing)
+
+
+def _in_its_trace(before: Instance, after: Instance, incoming: InstanceEvent) -> Instance:
+    """The instance with the trace of the request that has just changed it."""
+    if after is before or not isinstance(incoming.event, BuildRequested | DeleteRequested | MoveRequested):
+        return after
+    trace = traceparent_of(after.cause or incoming.cause)
+    return after if trace == after.traceparent else replace(after, traceparent=trace)
 
 
 def _questions(

@@ -22,6 +22,7 @@ from bus.contracts.base import MAX_REASON
 from bus.contracts.cell import ComputeResult, Destroy, Spawn
 from bus.contracts.moves import ChangeMachine, MachineChanged
 from bus.retrying import Retrying, RetryPolicy
+from bus.tracing.tracer import work_for
 from compute_sim import metrics
 from compute_sim.answers import Answers
 from compute_sim.changes import Changes
@@ -247,8 +248,9 @@ class Agent:
         if slot is None:
             slot = self._host_slots[key[0]] = asyncio.Semaphore(self._limits.per_host)
         # The host's slot first: builds queueing for one stuck host must not use up the service's slots.
-        async with chain.lock, slot, self._slots:
-            entry = await self._attempt(key, chain, command, clear)
+        with work_for("build", key[1], host=key[0], attempt=command.attempt):
+            async with chain.lock, slot, self._slots:
+                entry = await self._attempt(key, chain, command, clear)
         if entry is None:  # it was destroyed or replaced while it ended; that job answers
             return
         self._records.put(key, entry)

@@ -17,6 +17,7 @@ from bus.contracts.base import Message
 from bus.contracts.cell import ComputeResult
 from bus.contracts.moves import MachineChanged
 from bus.retrying import Retrying, RetryPolicy
+from bus.tracing.context import traceparent_of
 from compute_sim import metrics
 
 log = structlog.get_logger()
@@ -33,8 +34,8 @@ RESULTS = RetryPolicy(first_s=0.1, longest_s=5.0, least=0.0)
 class ResultBus(Protocol):
     """The part of a Bus that is needed here."""
 
-    async def publish_all(self, messages: Sequence[tuple[Message, str]]) -> None:
-        """Publish many messages with their causes; returns when all are confirmed."""
+    async def publish_all(self, messages: Sequence[tuple[Message, str]], traceparents: Sequence[str] = ()) -> None:
+        """Publish many messages with their causes and traces; returns when all are confirmed."""
 
 
 class ResultSender:
@@ -58,7 +59,7 @@ class ResultSender:
         self._retrying = Retrying(RESULTS, clock, rng)
         self._on_reported = on_reported
         self._service = service
-        self._waiting: deque[Result] = deque()
+        self._waiting: deque[tuple[Result, str]] = deque()  # each with its trace
         self._some = asyncio.Event()
         self._has_capacity = asyncio.Event()
         self._has_capacity.set()
@@ -66,7 +67,7 @@ class ResultSender:
 
     def send(self, result: Result) -> None:
         """Publish this soon. Never waits; a handler awaits `wait_for_capacity` before it takes new work."""
-        self._waiting.append(result)
+        self._waiting.append((result, traceparent_of(result.instance_uuid)))
         self._some.set()
         if len(self._waiting) >= MAX_WAITING:
             self._has_capacity.clear()
@@ -109,7 +110,7 @@ class ResultSender:
             for _ in batch:
                 self._waiting.popleft()
             self._settle()
-            self._on_reported(batch)
+            self._on_reported([result for result, _ in batch])
 
     def _settle(self) -> None:
         if len(self._waiting) < MAX_WAITING:
@@ -117,10 +118,11 @@ class ResultSender:
         if not self._waiting:
             self._some.clear()
 
-    async def _publish(self, batch: Sequence[Result]) -> None:
+    async def _publish(self, batch: Sequence[tuple[Result, str]]) -> None:
         """Until confirmed: away, full and unroutable (no conductor has declared its queue yet) all pass with time."""
-        messages = [(result, result.instance_uuid) for result in batch]
-        await self._retrying.call(lambda: self._bus.publish_all(messages), on_failure=self._log_state)
+        messages = [(result, result.instance_uuid) for result, _ in batch]
+        traces = [trace for _, trace in batch]
+        await self._retrying.call(lambda: self._bus.publish_all(messages, traces), on_failure=self._log_state)
         metrics.RESULTS.labels(self._service).inc(len(batch))
 
     def _log_state(self, error: BaseException, _failures: int) -> None:

@@ -17,6 +17,7 @@ from msgspec.structs import replace
 from bus.clock import Clock
 from bus.contracts.base import MAX_REASON
 from bus.contracts.moves import MACHINE_ABSENT, ChangeKind, ChangeMachine, MachineChanged
+from bus.tracing.tracer import work_for
 from compute_sim import metrics
 from compute_sim.domain.attempts import Entry, Phase
 from compute_sim.driver import Build, BuildFault, ChangeFault, ChangeOrder, Driver, DriverUnavailable, NotOurs
@@ -106,8 +107,9 @@ class Changes:
                 rescue_password=command.rescue_password,
             )
             try:
-                async with asyncio.timeout(command.timeout_s):
-                    ended = await self._driver.change(change)
+                with work_for(f"change {command.change.value}", key[1], host=key[0], attempt=command.attempt):
+                    async with asyncio.timeout(command.timeout_s):
+                        ended = await self._driver.change(change)
             except ChangeFault as fault:
                 self._answer(command, done=False, code=fault.code, reason=fault.reason, runs=fault.runs)
             except NotOurs as fault:

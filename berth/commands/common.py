@@ -187,6 +187,7 @@ async def client(settings: Settings, *, keep_events: bool = False) -> AsyncItera
         yield made
     finally:
         await made.close()
+        await site.close()
 
 
 async def open_in_time(opening: Coroutine[Any, Any, None]) -> None:

@@ -73,7 +73,7 @@ batch has at most {MAX_BATCH_ITEMS:,} items.
 | `reply-to`, `correlation-id` | where and under which id an answer is wanted; leave out to get none |
 | `delivery-mode` | 2 (persistent) for commands that must not be lost |
 | header `berth-cause` | the request or state change that led to this message |
-| header `traceparent` | W3C trace context, carried along |
+| header `traceparent` | W3C trace context: of a request, under which its trace goes on; of an event, its trace |
 
 A message has one routing key: the one below, filled with its own fields. Under another it is not taken
 (`message.wrong_key`), in a batch as alone, so that a broker's permissions for a project's keys bind its requests, too

@@ -413,7 +413,13 @@ class Consumer:
             return [Done()] * len(
                 received
             )  # what it depends on was unavailable for so long that no requester waits any more
-        outcomes = await self._handler(received)
+        tracer = self._bus.tracer
+        if tracer is None:
+            outcomes = await self._handler(received)
+        else:
+            with tracer.consuming(self._bus.name, self._row.name, received) as ended:
+                outcomes = await self._handler(received)
+                ended.extend(outcomes)
         if len(outcomes) != len(received):
             raise TypeError(f"the handler gave {len(outcomes)} outcomes for {len(received)} messages")
         return outcomes

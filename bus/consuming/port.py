@@ -10,6 +10,7 @@ from bus.clock import Clock
 from bus.contracts.base import Message
 from bus.port import Transport
 from bus.publishing import Publisher
+from bus.tracing.tracer import Tracer
 
 
 class ConsumedBus(Protocol):
@@ -20,6 +21,7 @@ class ConsumedBus(Protocol):
     rng: random.Random
     transport: Transport
     publisher: Publisher
+    tracer: Tracer | None
 
     async def declare(self, queue: str, **fill: str) -> str:
         """Declare a queue of the catalogue by its row's name; returns its real name."""

@@ -30,6 +30,7 @@ from bus.persistence.address import CONNECTION_LOST, ServerUntrusted, parse_data
 from bus.persistence.group_flush import GroupFlush
 from bus.persistence.revision import UnsupportedSchema, is_at_head
 from bus.retrying import DATABASE, Retrying
+from bus.tracing.context import CURRENT
 
 log = structlog.get_logger(__name__)
 
@@ -116,6 +117,7 @@ class Database:
         self._group_flush = GroupFlush(self)
         self._retrying = Retrying(DATABASE, SystemClock(), random.Random())
         self._place = ""
+        self._traced: dict[str, str | int] = {"db.system.name": "postgresql", "db.namespace": schema}
 
     @property
     def place(self) -> str:
@@ -219,6 +221,8 @@ class Database:
     @asynccontextmanager
     async def _checked_out(self, *, by_key: bool = False) -> AsyncIterator[_Held]:
         """A pooled connection. One that died in our hands is thrown away instead of being kept."""
+        scope = CURRENT.get()
+        span = None if scope is None else scope.begin("transaction", **self._traced)
         await self._slot()
         fenced = False
         try:
@@ -235,6 +239,8 @@ class Database:
                     self._spare.append(held)
         finally:
             self._slots.release()
+            if span is not None:
+                span.end()
 
     async def _slot(self) -> None:
         if not self._slots.locked():

@@ -22,7 +22,7 @@ from msgspec import Struct, structs
 from bus.clock import Clock
 from bus.faults import DatabaseUnavailable, Transient
 from bus.persistence.group_flush import GroupFlush
-from bus.persistence.outbox import OutboxMessage, buses_of, encode_row
+from bus.persistence.outbox import OutboxMessage, buses_of, encode_row, traced
 
 LOCK_TIMEOUT_S = 25.0  # as bus.persistence.database: the server gives a waiting statement up after this
 # What is committed without waiting for the disk is on disk after this at the latest: three turns of PostgreSQL's WAL
@@ -233,7 +233,7 @@ class MemoryDatabaseTransaction:
         return row_id
 
     def _row(self, outgoing: Sequence[OutboxMessage]) -> Row:
-        return Row(tuple(buses_of(outgoing)), encode_row(outgoing), self._database.clock.time())
+        return Row(tuple(buses_of(outgoing)), encode_row(traced(outgoing)), self._database.clock.time())
 
     async def commit(self) -> None:
         """All writes at once. Raises DatabaseUnavailable when the connection is lost before or after it."""

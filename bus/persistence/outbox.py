@@ -19,6 +19,7 @@ import asyncpg
 import msgspec
 import structlog
 from msgspec import Struct
+from msgspec.structs import replace
 from prometheus_client import Counter, Gauge
 
 from bus.clock import Clock
@@ -28,6 +29,7 @@ from bus.faults import Transient
 from bus.persistence.guarded_statement import ASYNCHRONOUS_COMMIT, GuardedStatement
 from bus.port import BusError, BusUnavailable
 from bus.retrying import RELAY, Backoff, Retrying
+from bus.tracing.context import CURRENT, traceparent_of
 
 if TYPE_CHECKING:
     from bus.bus import Bus
@@ -61,12 +63,16 @@ _overtaken = Counter("berth_outbox_overtaken_messages", "Outbox messages that a 
 _held = Gauge("berth_outbox_pending_rows", "Outbox rows that wait for the broker's confirm")
 
 
-class OutboxMessage(Struct, frozen=True):
-    """A message, and the bus it is for ("api" or a cell's name). `cause` as in Meta."""
+class OutboxMessage(Struct, frozen=True, omit_defaults=True):
+    """A message, and the bus it is for ("api" or a cell's name). `cause` and `traceparent` as in Meta.
+
+    The trace is kept with the message: whichever process publishes it, and whenever, does so in the trace.
+    """
 
     bus: str
     message: Message
     cause: str = ""
+    traceparent: str = ""
 
 
 class _Stored(Struct, frozen=True):
@@ -75,6 +81,7 @@ class _Stored(Struct, frozen=True):
     bus: str
     message: Union[tuple(row.message for row in MESSAGES)]  # type: ignore[valid-type]  # noqa: UP007
     cause: str = ""
+    traceparent: str = ""
 
 
 encode_row = msgspec.json.Encoder().encode
@@ -92,11 +99,18 @@ def buses_of(outgoing: Sequence[OutboxMessage]) -> list[str]:
     return sorted({item.bus for item in outgoing})
 
 
+def traced(outgoing: Sequence[OutboxMessage]) -> Sequence[OutboxMessage]:
+    """The messages, each in the trace of what is being handled that caused it (the same ones, where nothing is)."""
+    if CURRENT.get() is None:
+        return outgoing
+    return [item if item.traceparent else replace(item, traceparent=traceparent_of(item.cause)) for item in outgoing]
+
+
 async def add(conn: asyncpg.Connection, outgoing: Sequence[OutboxMessage]) -> int | None:
     """Record this transaction's messages, as one row; returns its id for `Relay.send`, None when it is empty."""
     if not outgoing:
         return None
-    row_id: int = await conn.fetchval(INSERT.format("$1", "$2"), buses_of(outgoing), encode_row(outgoing))
+    row_id: int = await conn.fetchval(INSERT.format("$1", "$2"), buses_of(outgoing), encode_row(traced(outgoing)))
     return row_id
 
 
@@ -105,7 +119,7 @@ def add_to(statement: GuardedStatement, outgoing: Sequence[OutboxMessage]) -> No
     if not outgoing:
         statement.column("NULL::bigint AS outbox_row")
         return
-    statement.add("outgoing", INSERT, buses_of(outgoing), encode_row(outgoing))
+    statement.add("outgoing", INSERT, buses_of(outgoing), encode_row(traced(outgoing)))
     statement.column("(SELECT id FROM outgoing) AS outbox_row")
 
 
@@ -203,7 +217,7 @@ class _Ticket:
         self.failed = False
 
 
-_Item = tuple[_Ticket, Message, str]
+_Item = tuple[_Ticket, OutboxMessage]
 Place = tuple[Hashable, int]  # what a message reports on, and its number among the reports on that
 
 
@@ -272,8 +286,8 @@ class Relay:
             return
         ticket = self._tickets[row_id] = _Ticket(row_id, len(leaving), left)
         _held.inc()
-        for item in leaving:
-            self._lanes[item.bus].put((ticket, item.message, item.cause))
+        for item in traced(leaving):
+            self._lanes[item.bus].put((ticket, item))
 
     def _is_closed(self, bus: str, row_id: int) -> bool:
         """Whether messages for this bus are better left in the table."""
@@ -325,7 +339,7 @@ class Relay:
         await self._changed.wait()
 
     def _settle(self, items: Iterable[_Item], *, failed: bool = False) -> None:
-        for ticket, _message, _cause in items:
+        for ticket, _message in items:
             ticket.waiting -= 1
             ticket.failed |= failed
             if ticket.waiting:
@@ -404,7 +418,9 @@ class Relay:
                 if row_id in self._tickets or row_id in self._confirmed:
                     continue
                 try:
-                    outgoing = [OutboxMessage(item.bus, item.message, item.cause) for item in _decode(body)]
+                    outgoing = [
+                        OutboxMessage(item.bus, item.message, item.cause, item.traceparent) for item in _decode(body)
+                    ]
                 except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
                     # Written by another version: it stays for that one.
                     log.error("outbox.unreadable", row=row_id, reason=str(error))
@@ -459,8 +475,9 @@ class _Lane:
         return self.is_unavailable and len(self._waiting) + len(self._lingering) >= most
 
     def put(self, item: _Item) -> None:
-        place = None if self._place is None else self._place(item[1])
-        is_lingering = self.lingers is not None and self.lingers(item[1])
+        message = item[1].message
+        place = None if self._place is None else self._place(message)
+        is_lingering = self.lingers is not None and self.lingers(message)
         if place is not None and not self._overtake(place, item, is_lingering=is_lingering):
             return
         if is_lingering:
@@ -537,10 +554,11 @@ class _Lane:
                 self._publishing -= 1
 
     async def _publish(self, items: list[_Item]) -> None:
-        batch = [(message, cause) for _ticket, message, cause in items]
+        batch = [(item.message, item.cause) for _ticket, item in items]
+        traces = [item.traceparent for _ticket, item in items]
         try:  # while it is unavailable it is not known which of them arrived: all of them again, when it is back
             await Retrying(RELAY, self._clock).call(
-                lambda: self._bus.publish_all(batch),
+                lambda: self._bus.publish_all(batch, traces),
                 lambda error: isinstance(error, BusUnavailable),
                 on_failure=lambda error, _: self._log_unavailable(error),
             )
@@ -570,7 +588,7 @@ class _Lane:
         """Something of the batch has no queue, or a full one: it alone stays behind for the sweep."""
         for item in items:
             try:
-                await self._bus.publish(item[1], cause=item[2])
+                await self._bus.publish_all([(item[1].message, item[1].cause)], [item[1].traceparent])
             except BusError as error:
                 log.warning("outbox.kept", bus=self._bus.name, row=item[0].row_id, code=error.code, reason=str(error))
                 self._settle([item], failed=True)

@@ -10,6 +10,7 @@ from bus.bus import API, Bus, BusLimits
 from bus.clock import Clock, SystemClock
 from bus.faults import Fault
 from bus.port import Transport
+from bus.tracing.tracer import Tracer
 
 if TYPE_CHECKING:
     from bus.persistence.database import Database
@@ -28,7 +29,7 @@ class Environment:
 
     transports: makes a fresh transport for a bus by name ("api" or a cell's), so every bus has its own connection.
     database_url: one PostgreSQL for all roles, a schema each; None where the worker needs none. heartbeat_s: how often
-    the worker publishes a heartbeat; None: never.
+    the worker publishes a heartbeat; None: never. tracer: of this process; None: it makes no traces.
     """
 
     def __init__(
@@ -43,12 +44,14 @@ class Environment:
         limits: BusLimits | None = None,
         pool_size: int = DEFAULT_POOL_SIZE,
         heartbeat_s: float | None = None,
+        tracer: Tracer | None = None,
     ) -> None:
         self.process = process
         self.clock: Clock = clock if clock is not None else SystemClock()
         self.rng = rng if rng is not None else random.Random()
         self.cells = cells
         self.heartbeat_s = heartbeat_s
+        self.tracer = tracer
         self._transports = transports
         self._database_url = database_url
         self._limits = limits if limits is not None else BusLimits()
@@ -58,7 +61,15 @@ class Environment:
         """A fresh bus with its own connection: "api", or a cell's name."""
         transport = self.transport(name)
         rng = random.Random(self.rng.getrandbits(64))  # its own stream: one bus's traffic does not move another's ids
-        return Bus(name, transport, process=self.process, clock=self.clock, rng=rng, limits=self._limits)
+        return Bus(
+            name,
+            transport,
+            process=self.process,
+            clock=self.clock,
+            rng=rng,
+            limits=self._limits,
+            tracer=self.tracer,
+        )
 
     def transport(self, name: str) -> Transport:
         """A connection of its own to a bus, for what is no worker's traffic."""

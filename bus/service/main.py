@@ -81,7 +81,8 @@ async def live(
     """The life of one worker on the running loop, signals included."""
     stop = stop if stop is not None else asyncio.Event()
     _on_signals(stop)
-    service = build(environment())
+    surroundings = environment()
+    service = build(surroundings)
     health = None if http is None else Health(service.not_ready, host=http[0], port=http[1], refresh=service.refresh)
     if health is not None:
         await health.open()  # before the worker opens: /readyz shows what it waits for
@@ -90,6 +91,8 @@ async def live(
         await service.run(stop)
     finally:
         freezing.cancel()
+        if surroundings.tracer is not None:
+            await surroundings.tracer.close()
         if health is not None:
             await health.close()
 

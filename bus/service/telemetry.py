@@ -1,14 +1,12 @@
-"""Logs that a machine can read, one JSON object a line, each with its process and role; and trace contexts.
+"""Logs that a machine can read, one JSON object a line, each with its process and role.
 
 A line about a build carries `cause` (and `instance` where it is known): `log.info("claimed", cause=meta.cause)`.
-Inside `about(...)` every line carries them by itself.
+Inside `about(...)` every line carries them by itself. Where its trace is sampled, it carries `trace_id` too.
 """
 
 from __future__ import annotations
 
 import logging
-import random
-import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -18,10 +16,11 @@ import msgspec
 import structlog
 from structlog.typing import Processor
 
+from bus.tracing.context import CURRENT, context_of
+
 log = structlog.get_logger("berth")
 
 MAX_TEXT = 4000  # one value of a log line; a hostile message must not fill the disk
-_TRACEPARENT = re.compile(r"00-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})")
 
 # Libraries that log at INFO what berth logs itself, or what needs no log.
 QUIET = ("aio_pika", "aiormq", "alembic", "asyncio", "httpx", "httpcore", "sqlalchemy", "uvicorn")
@@ -44,6 +43,7 @@ def configure_logging(
     structlog.contextvars.bind_contextvars(process=process, role=role)
     shared: list[Processor] = [
         structlog.contextvars.merge_contextvars,
+        _add_trace,
         structlog.stdlib.add_log_level,
         structlog.processors.TimeStamper(fmt="iso", utc=True),
         structlog.processors.StackInfoRenderer(),
@@ -108,17 +108,13 @@ def about(**values: str) -> Iterator[None]:
         yield
 
 
-def new_traceparent(rng: random.Random) -> str:
-    """A W3C trace context for something that begins here; sampled."""
-    return f"00-{rng.getrandbits(128) or 1:032x}-{rng.getrandbits(64) or 1:016x}-01"
-
-
-def child_traceparent(parent: str | None, rng: random.Random) -> str:
-    """A trace context under a parent; a new one when the parent is missing or not well-formed."""
-    match = _TRACEPARENT.fullmatch(parent or "")
-    if match is None or match[1] == "0" * 32 or match[2] == "0" * 16:
-        return new_traceparent(rng)
-    return f"00-{match[1]}-{rng.getrandbits(64) or 1:016x}-{match[3]}"
+def _add_trace(_logger: Any, _method: str, event: Any) -> Any:
+    """The trace of the build that a line is about, found by its cause."""
+    if CURRENT.get() is not None:
+        found = context_of(event.get("cause", "")) or context_of(event.get("instance", ""))
+        if found is not None:
+            event["trace_id"] = found.trace_id
+    return event
 
 
 def _escape(_logger: Any, _method: str, event: Any) -> Any:

@@ -168,7 +168,8 @@ class Instance(Struct, frozen=True, kw_only=True, omit_defaults=True):
     newest: the highest attempt number that was ever given out, where that is not `attempt`: a move that was undone has
     used numbers that nothing runs under. power: whether it is meant to run. image: of a shelved one, its snapshot.
     order: the highest number given to a change of its machine. move: what is being done with it. ended: requests that
-    have ended, the newest last.
+    have ended, the newest last. traceparent: the trace of the last request about it ("": not sampled), for what a
+    deadline makes of it.
     """
 
     uuid: str
@@ -201,6 +202,7 @@ class Instance(Struct, frozen=True, kw_only=True, omit_defaults=True):
     order: int = 0
     move: Move | None = None
     ended: tuple[EndedMove, ...] = ()
+    traceparent: str = ""
 
     @property
     def last_attempt(self) -> int:

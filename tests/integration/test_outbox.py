@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from importlib.resources import files
 from typing import TypeVar
@@ -20,6 +20,8 @@ from bus.persistence.database import Database
 from bus.persistence.guarded_statement import GuardedStatement
 from bus.persistence.outbox import OutboxMessage, PostgresRows, Relay
 from bus.port import BusUnavailable, Unroutable
+from bus.tracing.context import CURRENT, Scope, TraceContext
+from bus.tracing.tracer import Tracer
 
 pytestmark = pytest.mark.postgres
 
@@ -34,6 +36,7 @@ class StubBus:
     def __init__(self, name: str) -> None:
         self.name = name
         self.got: list[tuple[Message, str]] = []
+        self.traces: list[str] = []
         self.failures = 0  # so many calls find the broker away
         self.refused: set[str] = set()  # projects whose messages have no queue
         self.calls = 0
@@ -41,8 +44,9 @@ class StubBus:
         self.open.set()
         self.arrived = asyncio.Condition()
 
-    async def publish_all(self, messages: list[tuple[Message, str]]) -> None:
+    async def publish_all(self, messages: list[tuple[Message, str]], traceparents: Sequence[str] = ()) -> None:
         self.calls += 1
+        self.traces += traceparents
         await self.open.wait()
         if self.failures > 0:
             self.failures -= 1
@@ -212,6 +216,17 @@ async def test_what_a_dead_process_left_is_swept_by_another(database: Database) 
         await api.until(3)
         await until_equal(lambda: rows(database), 0)
     assert [cause for _message, cause in api.got[:3]] == ["c0", "c1", "c2"]
+
+
+async def test_a_message_that_another_process_publishes_stays_in_its_trace(database: Database) -> None:
+    tracer = Tracer(None, ratio=1.0, most_per_s=1.0)  # type: ignore[arg-type]  (nothing is exported)
+    token = CURRENT.set(Scope(tracer.start, {"c1": TraceContext("a" * 32, "b" * 16)}, None))
+    await commit(database, [OutboxMessage("api", event(sequence=n), f"c{n}") for n in range(2)])
+    CURRENT.reset(token)
+    api = StubBus("api")
+    async with running(database, api, sweep_age_s=0.0):
+        await api.until(2)
+    assert api.traces[:2] == ["", f"00-{'a' * 32}-{'b' * 16}-01"]
 
 
 async def test_a_young_row_is_left_to_its_own_process(database: Database) -> None:

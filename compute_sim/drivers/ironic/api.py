@@ -16,6 +16,7 @@ from bus.clock import Clock
 from bus.faults import Fault
 from bus.openstack.keystone import KeystoneAuth
 from bus.openstack.rest import IRONIC_VERSION, api_root, auth_of, error_text, tls_of, version_advice
+from bus.tracing.context import CURRENT
 from compute_sim.config import IronicConfig
 from compute_sim.driver import DriverUnavailable
 from compute_sim.drivers.ironic.node import FIELDS, History, IronicNode, Page
@@ -213,12 +214,20 @@ class IronicApi:
         """One request. What time or an operator may heal is DriverUnavailable; other answers are the caller's."""
         if self._client is None:
             raise DriverUnavailable("the driver is closed")
+        scope = CURRENT.get()
+        span = None if scope is None else scope.begin(f"ironic {method}", **{"url.path": path})
+        headers = None if span is None else {"traceparent": span.context.header}
+        problem = "driver.unavailable"
         try:
-            answer = await self._client.request(method, path, json=body, params=params)
+            answer = await self._client.request(method, path, json=body, params=params, headers=headers)
+            problem = str(answer.status_code) if answer.is_error else ""
         except httpx.HTTPError as error:
             raise DriverUnavailable(f"Ironic: {type(error).__name__}") from error
         except Fault as fault:  # Keystone
             raise DriverUnavailable(fault.reason) from fault
+        finally:
+            if span is not None:
+                span.end(problem)
         if answer.status_code == httpx.codes.NOT_ACCEPTABLE:
             raise DriverUnavailable(version_advice(answer.headers, "compute.ironic.microversion"))
         if answer.status_code >= httpx.codes.INTERNAL_SERVER_ERROR or answer.status_code in PASSING:

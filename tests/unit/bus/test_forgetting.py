@@ -64,7 +64,7 @@ class Rows:
 class Confirming:
     name = CELL
 
-    async def publish_all(self, messages: Sequence[tuple[Message, str]]) -> None: ...
+    async def publish_all(self, messages: Sequence[tuple[Message, str]], traceparents: Sequence[str] = ()) -> None: ...
 
 
 @asynccontextmanager

@@ -70,7 +70,7 @@ class Receiver:
     def __init__(self) -> None:
         self.batches: list[list[Message]] = []
 
-    async def publish_all(self, messages: Sequence[tuple[Message, str]]) -> None:
+    async def publish_all(self, messages: Sequence[tuple[Message, str]], traceparents: Sequence[str] = ()) -> None:
         self.batches.append([message for message, _ in messages])
 
 
@@ -208,7 +208,7 @@ class HeldUp(Receiver):
         super().__init__()
         self.confirm = asyncio.Event()
 
-    async def publish_all(self, messages: Sequence[tuple[Message, str]]) -> None:
+    async def publish_all(self, messages: Sequence[tuple[Message, str]], traceparents: Sequence[str] = ()) -> None:
         await super().publish_all(messages)
         await self.confirm.wait()
 

@@ -42,7 +42,7 @@ class HeldBus:
         self.name = name
         self.has_some, self.confirms = asyncio.Event(), asyncio.Event()
 
-    async def publish_all(self, messages: Sequence[tuple[Message, str]]) -> None:
+    async def publish_all(self, messages: Sequence[tuple[Message, str]], traceparents: Sequence[str] = ()) -> None:
         self.has_some.set()
         await self.confirms.wait()
 

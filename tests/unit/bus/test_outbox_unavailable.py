@@ -56,7 +56,7 @@ class UnavailableBus:
         self.tries = 0
         self.done = asyncio.Event()
 
-    async def publish_all(self, messages: Sequence[tuple[Message, str]]) -> None:
+    async def publish_all(self, messages: Sequence[tuple[Message, str]], traceparents: Sequence[str] = ()) -> None:
         self.tries += 1
         if self._clock.now < AWAY_S:
             raise BusUnavailable("unavailable")

@@ -13,6 +13,8 @@ import pytest
 import structlog
 
 from bus.service.telemetry import configure_logging
+from bus.tracing.context import CURRENT, Scope, TraceContext
+from bus.tracing.tracer import Tracer
 
 
 @pytest.fixture(autouse=True)
@@ -51,3 +53,15 @@ def test_a_full_disk_costs_lines_and_ends_nothing(tmp_path: Path) -> None:
     assert lines[0]["event"] == "before"
     assert lines[-1]["event"] == "after"
     assert any(line["event"] == "log.lines_lost" and line["lines"] > 0 for line in lines)
+
+
+def test_a_line_about_a_sampled_build_has_its_trace_id() -> None:
+    stream = io.StringIO()
+    configure_logging(process="p", role="scheduler", style="json", stream=stream)
+    tracer = Tracer(None, ratio=0.0, most_per_s=1.0)  # type: ignore[arg-type]  (nothing is exported)
+    token = CURRENT.set(Scope(tracer.start, {"sampled": TraceContext("a" * 32, "b" * 16)}, None))
+    for cause in ("sampled", "other"):
+        structlog.get_logger().info("claimed", cause=cause)
+    CURRENT.reset(token)
+    lines = [json.loads(line) for line in stream.getvalue().splitlines()]
+    assert [line.get("trace_id") for line in lines] == ["a" * 32, None]

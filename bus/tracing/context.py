@@ -1,0 +1,145 @@
+"""W3C trace contexts, and those of the messages that are being handled.
+
+Only what is sampled has a context here: a message of an unsampled trace carries none, and costs nothing further on.
+A handler takes a batch, so a context is found by the cause of what is logged or published (`Meta.cause`), never by
+the task alone. Without tracing `CURRENT` is None everywhere, and each look-up ends with that.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextvars import ContextVar
+from typing import Protocol
+
+from msgspec import Struct
+
+# The specification: version 00 has these four fields and no more; a later version may add some.
+_TRACEPARENT = re.compile(r"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?", re.ASCII)
+_INVALID_VERSION = "ff"
+_SAMPLED = 0x01
+
+
+class TraceContext(Struct, frozen=True):
+    """A span of a trace that is sampled, by the ids that W3C gives it: 32 and 16 lower-case hexadecimal digits."""
+
+    trace_id: str
+    span_id: str
+
+    @property
+    def header(self) -> str:
+        """The value of the header `traceparent`."""
+        return f"00-{self.trace_id}-{self.span_id}-01"
+
+
+def parse_traceparent(text: str | None) -> tuple[TraceContext, bool] | None:
+    """The context that a header names, and whether its trace is sampled. None: it is no `traceparent`.
+
+    Any client may have written it: what is not exactly as the specification has it is ignored.
+    """
+    match = _TRACEPARENT.fullmatch(text) if text else None
+    if match is None:
+        return None
+    version, trace_id, span_id, flags, more = match.groups()
+    if version == _INVALID_VERSION or (version == "00" and more) or not int(trace_id, 16) or not int(span_id, 16):
+        return None
+    return TraceContext(trace_id, span_id), bool(int(flags, 16) & _SAMPLED)
+
+
+class Span:
+    """One piece of work in one trace. kind and times as OpenTelemetry has them: nanoseconds since the epoch."""
+
+    __slots__ = ("_on_end", "attributes", "client", "consumer", "context", "ended_ns", "error", "links", "name",
+                 "parent_id", "started_ns")  # fmt: skip
+
+    def __init__(
+        self,
+        name: str,
+        context: TraceContext,
+        parent_id: str,
+        *,
+        client: bool,
+        consumer: bool,
+        links: Sequence[TraceContext],
+        attributes: Mapping[str, str | int],
+        on_end: Callable[[Span], None],
+    ) -> None:
+        self._on_end = on_end
+        self.name = name
+        self.context = context
+        self.parent_id = parent_id
+        self.client = client
+        self.consumer = consumer
+        self.links = links
+        self.attributes = attributes
+        self.error = ""
+        self.started_ns = time.time_ns()
+        self.ended_ns = 0
+
+    def end(self, error: str = "") -> None:
+        """It is over. error: why it failed, a stable code. A second end changes nothing."""
+        if not self.ended_ns:
+            self.ended_ns = max(time.time_ns(), self.started_ns)
+            self.error = error
+            self._on_end(self)
+
+
+class StartSpan(Protocol):
+    """Begins a span below a parent (`bus.tracing.tracer.Tracer.start`)."""
+
+    def __call__(
+        self,
+        name: str,
+        *,
+        parent: TraceContext | None,
+        client: bool = False,
+        attributes: Mapping[str, str | int] = {},
+    ) -> Span:
+        """A span below the parent; without one, the first of its trace."""
+        ...
+
+
+class Scope:
+    """What is being handled now. by_cause: the contexts of its sampled messages, by their causes and subjects.
+
+    parent: the span that work for all of them belongs to, until it has ended; tasks that were begun meanwhile keep the
+    scope, and find by cause what is theirs. otherwise: the header of messages of other causes; empty: they have none.
+    """
+
+    __slots__ = ("by_cause", "otherwise", "parent", "start")
+
+    def __init__(
+        self, start: StartSpan, by_cause: Mapping[str, TraceContext], parent: Span | None, otherwise: str = ""
+    ) -> None:
+        self.start = start
+        self.by_cause = by_cause
+        self.parent = parent
+        self.otherwise = otherwise
+
+    def begin(self, name: str, **attributes: str | int) -> Span | None:
+        """A span of work that is done for all of it; end it with `Span.end`. None: that is over."""
+        if self.parent is None or self.parent.ended_ns:
+            return None
+        return self.start(name, parent=self.parent.context, client=True, attributes=attributes)
+
+
+# Of a request that its client has not sampled, so that nothing further on begins a trace of it.
+NOT_SAMPLED = f"00-{1:032x}-{1:016x}-00"
+
+CURRENT: ContextVar[Scope | None] = ContextVar("trace", default=None)
+
+
+def context_of(cause: str) -> TraceContext | None:
+    """The context of what this is the cause of, if it is handled here and sampled."""
+    scope = CURRENT.get()
+    return None if scope is None else scope.by_cause.get(cause)
+
+
+def traceparent_of(cause: str) -> str:
+    """The same as a header; empty: none."""
+    scope = CURRENT.get()
+    if scope is None:
+        return ""
+    context = scope.by_cause.get(cause)
+    return scope.otherwise if context is None else context.header
