@@ -48,6 +48,7 @@ COMMANDS = {
     "load": ("load", "load"),
     "trace-settings": ("trace", "trace_settings"),
     "check": ("check", "check"),
+    "audit": ("audit", "audit"),
     "web": ("web", "web"),
     "permissions": ("permissions", "permissions"),
     "asyncapi": ("asyncapi", "asyncapi"),

@@ -83,29 +83,43 @@ def audit(
         if evict and not repair:
             raise Stop(EXIT_USAGE, "audit.evict", "--evict is a part of repairing: --repair --evict")
         here = database_of(settings_of(context))
-        async with _book(here) as (store, database):
-            orphans, doubled = await (_lost(here, database) if consumers is None else _unnamed(database, consumers))
-            bare = await find_unclaimed(here, database, GRACE_S) if consumers is None else []
-            done = await _repair(store, database, orphans, doubled, evict) if repair else []
-            if repair:
-                done += await claim_again(store, bare)
-                bare = await find_unclaimed(here, database, GRACE_S) if consumers is None else []
-                orphans, doubled = await (_lost(here, database) if consumers is None else _unnamed(database, consumers))
-            async with database.raw() as connection:
-                wrong = await questions.findings(connection)
-                over = await overcommit.beyond_capacity(connection)
-        found = {
-            "orphaned": orphans,
-            "doubled": [each if isinstance(each, str) else each.line() for each in doubled],
-            "unclaimed": [each.line() for each in bare],
-            "unsound": wrong,
-            "over_capacity": [each.line() for each in over],
-            "repaired": done,
-        }
+        found = await audited(here, repair=repair, evict=evict, consumers=consumers)
         _print_found(found, as_json)
         return EXIT_NO if any(found[kind] for kind in found if kind != "repaired") else 0
 
     run(body)
+
+
+async def audited(
+    here: Site, *, repair: bool, evict: bool = False, consumers: Path | None = None, grace_s: float = GRACE_S
+) -> dict[str, list[str]]:
+    """What is wrong with the book by kind, a line each, and what was repaired. Raises Stop.
+
+    grace_s: what is younger may still be on its way, and is left alone.
+    """
+
+    async def lost(database: Database) -> tuple[list[str], list[str | Doubled]]:
+        return await (_lost(here, database, grace_s) if consumers is None else _unnamed(database, consumers))
+
+    async with _book(here) as (store, database):
+        orphans, doubled = await lost(database)
+        bare = await find_unclaimed(here, database, grace_s) if consumers is None else []
+        done = await _repair(store, database, orphans, doubled, evict) if repair else []
+        if repair:
+            done += await claim_again(store, bare)
+            bare = await find_unclaimed(here, database, grace_s) if consumers is None else []
+            orphans, doubled = await lost(database)
+        async with database.raw() as connection:
+            wrong = await questions.findings(connection)
+            over = await overcommit.beyond_capacity(connection)
+    return {
+        "orphaned": orphans,
+        "doubled": [each if isinstance(each, str) else each.line() for each in doubled],
+        "unclaimed": [each.line() for each in bare],
+        "unsound": wrong,
+        "over_capacity": [each.line() for each in over],
+        "repaired": done,
+    }
 
 
 def export(
@@ -251,10 +265,10 @@ async def _copy(store: PostgresStore, database: Database, url: str, token: str) 
     raise Stop(EXIT_NO, "book.never_equal", f"still changing after {MAX_PASSES} passes; run it again")
 
 
-async def _lost(here: Site, database: Database) -> tuple[list[str], list[str | Doubled]]:
+async def _lost(here: Site, database: Database, grace_s: float) -> tuple[list[str], list[str | Doubled]]:
     """(consumers that no worker knows as alive, those that also hold something of another host than their own)."""
     async with database.raw() as connection:
-        holders = [row[0] for row in await connection.fetch(HOLDERS, GRACE_S)]
+        holders = [row[0] for row in await connection.fetch(HOLDERS, grace_s)]
         generations = await overcommit.generations(connection)  # first: a consumer that moves from now on is left alone
         held = await questions.allocations(connection)
         roots = dict(

@@ -102,6 +102,13 @@ def print_json(data: object) -> None:
     sys.stdout.flush()
 
 
+def print_json_line(data: object) -> None:
+    """Print data as one line of JSON on standard output, at once: for a stream of them."""
+    text = msgspec.json.encode(data).decode()
+    sys.stdout.write("".join(c if c.isprintable() else json.dumps(c)[1:-1] for c in text) + "\n")
+    sys.stdout.flush()
+
+
 def run(body: Callable[[], Coroutine[Any, Any, int | None]]) -> NoReturn:
     """Run a command's coroutine and exit with its status; faults become a sentence on standard error."""
     configure_logging(process="berth", role="cli", level=os.environ.get("BERTH_CLI_LOG", "error"), style="pretty")

@@ -1,0 +1,62 @@
+"""Looks at a running system again and again: what is wrong between its book, its records and its hosts."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+
+from msgspec import Struct
+
+from berth.findings import AuditFacts, Confirmed, Finding, findings
+from berth.gather import gather
+from berth.site import Site
+from bus.persistence.database import Database
+
+_HELD_BY_BUS = "SELECT uuid::text FROM consumers WHERE released_at IS NULL AND attempt > 0"
+_OPEN_REQUESTS = "SELECT instance_uuid::text FROM build_requests WHERE NOT terminal OR delete_requested"
+_CHANGED = "SELECT instance_uuid::text FROM instances WHERE under_way IS NOT NULL OR condition IN ('moving', 'resized')"
+# Requests of moves: of one that is under way, or awaits its confirm, the id is the consumer that holds its source.
+_MIGRATIONS = "SELECT request_id::text, instance_uuid::text FROM moves WHERE request_id = ANY($1::uuid[])"
+
+
+class Look(Struct, frozen=True):
+    """What one look has changed. confirmed: everything that is wrong by now."""
+
+    new: tuple[Finding, ...]
+    gone: tuple[Finding, ...]
+    confirmed: Confirmed
+    at_s: float
+
+
+async def look(site: Site) -> AuditFacts:
+    """One look at everything. What is under way is read before and after the rest: it is under way in between, too."""
+    environment = site.environment("audit")
+    scheduler, book = environment.database("scheduler", pool_size=1), environment.database("placement", pool_size=1)
+    try:
+        busy = await _busy(scheduler)
+        facts = await gather(site)
+        async with book.raw() as connection:
+            held = {row[0] for row in await connection.fetch(_HELD_BY_BUS)}
+        async with scheduler.raw() as connection:
+            migrations = dict(await connection.fetch(_MIGRATIONS, list(facts.allocations)))
+        return AuditFacts(facts=facts, held_by_bus=held, busy=busy | await _busy(scheduler), migrations=migrations)
+    finally:
+        await scheduler.close()
+        await book.close()
+
+
+async def watch(site: Site, *, every_s: float) -> AsyncGenerator[Look]:
+    """Look again and again, so many seconds after the last look began, or at once where a look takes longer."""
+    confirmed = Confirmed()
+    while True:
+        began_s = site.clock.monotonic()
+        found = findings(await look(site))
+        now_s = site.clock.monotonic()
+        new, gone = confirmed.apply(found, now_s)
+        yield Look(tuple(new), tuple(gone), confirmed, now_s)
+        await site.clock.sleep(max(0.0, began_s + every_s - site.clock.monotonic()))
+
+
+async def _busy(scheduler: Database) -> set[str]:
+    async with scheduler.raw() as connection:
+        rows = [*await connection.fetch(_OPEN_REQUESTS), *await connection.fetch(_CHANGED)]
+    return {row[0] for row in rows}

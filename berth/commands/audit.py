@@ -1,0 +1,89 @@
+"""`berth audit`: what is wrong between the book, the records and the hosts, once or as a stream."""
+
+from __future__ import annotations
+
+from contextlib import aclosing
+from datetime import UTC, datetime
+from typing import Annotated
+
+import typer
+from rich.text import Text
+
+from berth.auditing import watch
+from berth.commands.book import GRACE_S, audited
+from berth.commands.common import EXIT_NO, AsJson, Stop, database_of, err, out, print_json_line, run, settings_of
+from berth.findings import REPAIRABLE, Finding
+from berth.render import printable
+from berth.site import Site
+from bus.faults import Transient
+
+EVERY_S = 1.0
+
+
+def audit(
+    context: typer.Context,
+    follow: Annotated[
+        bool, typer.Option("--watch", help="Go on, and print each finding when it comes and when it is gone.")
+    ] = False,
+    every: Annotated[float, typer.Option(min=0.1, max=3600, help="Seconds between two looks.")] = EVERY_S,
+    repair: Annotated[
+        bool, typer.Option("--repair", help="Carry out what berth placement audit can repair, after --grace.")
+    ] = False,
+    grace: Annotated[
+        float, typer.Option(min=0, max=86_400, help="Seconds that a finding must have lasted before it is repaired.")
+    ] = GRACE_S,
+    as_json: AsJson = False,
+) -> None:
+    """Find orphaned, missing and doubled allocations, machines without instance, and instances without machine.
+
+    Also capacity exceeded and usage miscounted. Each with its reason and the repair that is proposed.
+
+    What is under way is not judged, and a finding counts when two looks in a row have it, so a look alone is two. With
+    --watch it ends by Ctrl-C. Nothing is changed without --repair; what is not of this deployment never is. Exit status
+    1 when something is wrong.
+    """
+
+    async def body() -> int:
+        here, looks = database_of(settings_of(context)), 0
+        async with aclosing(watch(here, every_s=every)) as stream:
+            async for seen in stream:
+                looks += 1
+                for state, changed in (("found", seen.new), ("gone", seen.gone)):
+                    for one in changed:
+                        _print(state, one, as_json)
+                if repair and seen.confirmed.lasting(REPAIRABLE, grace, seen.at_s):
+                    await _repair(here, grace, as_json)
+                if looks >= 2 and not follow:
+                    if not seen.confirmed.found and not as_json:
+                        out.print("nothing is wrong")
+                    return EXIT_NO if seen.confirmed.found else 0
+        return 0
+
+    run(body)
+
+
+async def _repair(here: Site, grace_s: float, as_json: bool) -> None:
+    try:
+        done = (await audited(here, repair=True, grace_s=grace_s))["repaired"]
+    except (Transient, Stop) as fault:
+        err.print(Text(printable(f"not repaired: {fault}")), soft_wrap=True)
+        return
+    for line in done:
+        if as_json:
+            print_json_line({"at": _now(), "state": "repaired", "what": line})
+        else:
+            out.print(Text(printable(f"{_now()} repaired: {line}")), soft_wrap=True)
+
+
+def _print(state: str, one: Finding, as_json: bool) -> None:
+    if as_json:
+        fields = {"kind": one.kind.value, "subject": one.subject, "reason": one.reason, "repair": one.repair}
+        print_json_line({"at": _now(), "state": state, **fields})
+        return
+    proposed = f"; {one.repair}" if state == "found" else ""
+    line = f"{_now()} {state}: {one.kind.value.replace('_', ' ')}: {one.subject}: {one.reason}{proposed}"
+    out.print(Text(printable(line)), soft_wrap=True)
+
+
+def _now() -> str:
+    return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")

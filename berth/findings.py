@@ -1,0 +1,203 @@
+"""What an audit finds between the book, the records and the hosts, as plain functions over gathered facts.
+
+A system at work is never at rest: what is under way is not judged, and what one look has found counts only when the
+next look finds it, too (`Confirmed`). Gathering is `berth.auditing`; nothing here does any I/O.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from collections.abc import Set as AbstractSet
+from enum import StrEnum
+from math import floor
+
+from msgspec import Struct
+
+from berth.invariants import AT_REST, TOMBSTONE, Facts, InstanceFact, RunningFact
+
+
+class FindingKind(StrEnum):
+    """What is wrong."""
+
+    ORPHANED = "orphaned"  # an allocation without an instance
+    MISSING = "missing"  # an active instance without an allocation on its host
+    DOUBLED = "doubled"  # an instance in two cells, on two hosts, or with an allocation on another host than its own
+    OVER_CAPACITY = "over_capacity"
+    MACHINE_WITHOUT_INSTANCE = "machine_without_instance"
+    INSTANCE_WITHOUT_MACHINE = "instance_without_machine"
+    UNREQUESTED = "unrequested"  # an instance of a cell that no request led to
+    MISCOUNTED = "miscounted"  # the book's usage is not the sum of its allocations
+
+
+Kind = FindingKind
+# What `berth placement audit --repair` puts right once it has lasted.
+REPAIRABLE = frozenset({Kind.ORPHANED, Kind.MISSING, Kind.DOUBLED, Kind.MISCOUNTED})
+_BY_AUDIT = "berth placement audit --repair"
+_PROPOSED: Mapping[FindingKind, str] = {
+    Kind.ORPHANED: f"release it: {_BY_AUDIT}",
+    Kind.MISSING: f"claim it again where there is room: {_BY_AUDIT}",
+    Kind.DOUBLED: f"give back what is not on its own host: {_BY_AUDIT}",
+    Kind.OVER_CAPACITY: "move instances away: berth migrate, berth drain",
+    Kind.MACHINE_WITHOUT_INSTANCE: "its cell destroys or quarantines it by itself: berth quarantine list",
+    Kind.INSTANCE_WITHOUT_MACHINE: "its cell takes it for lost with the host's reports: berth show; else berth delete",
+    Kind.UNREQUESTED: "look where it comes from (a restore?): berth show, berth delete",
+    Kind.MISCOUNTED: f"count anew: {_BY_AUDIT}",
+}
+_FOREIGN = "left alone: it is not of this deployment"
+
+
+class Finding(Struct, frozen=True):
+    """One thing that is wrong. subject: an instance, a consumer or a provider. repair: what is proposed."""
+
+    kind: FindingKind
+    subject: str
+    reason: str
+    repair: str
+
+    @property
+    def key(self) -> tuple[str, str]:
+        """By which the same finding of two looks is recognised."""
+        return self.kind.value, self.subject
+
+
+class AuditFacts(Struct, frozen=True, kw_only=True):
+    """What one look has read.
+
+    held_by_bus: consumers that hold something by a claim of the bus; others are foreign. busy: instances about which
+    something is under way. migrations: {a move's request: its instance}, which holds the source meanwhile.
+    """
+
+    facts: Facts
+    held_by_bus: AbstractSet[str]
+    busy: AbstractSet[str]
+    migrations: Mapping[str, str]
+
+
+class Confirmed:
+    """Findings that two looks in a row have had."""
+
+    def __init__(self) -> None:
+        self._last: dict[tuple[str, str], Finding] = {}
+        self._since_s: dict[tuple[str, str], float] = {}
+        self.found: dict[tuple[str, str], Finding] = {}
+
+    def apply(self, findings: list[Finding], now_s: float) -> tuple[list[Finding], list[Finding]]:
+        """(those that are confirmed by this look, those that were and are gone)."""
+        seen = {one.key: one for one in findings}
+        self._since_s = {key: self._since_s.get(key, now_s) for key in seen}
+        new = [one for key, one in seen.items() if key in self._last and key not in self.found]
+        gone = [one for key, one in self.found.items() if key not in seen]
+        self.found = {key: one for key, one in seen.items() if key in self._last or key in self.found}
+        self._last = seen
+        return new, gone
+
+    def lasting(self, kinds: AbstractSet[FindingKind], seconds: float, now_s: float) -> bool:
+        """Whether one of these kinds has been there for so long."""
+        return any(one.kind in kinds and now_s - self._since_s[key] >= seconds for key, one in self.found.items())
+
+
+def findings(look: AuditFacts) -> list[Finding]:
+    """Everything that one look finds, in a stated order."""
+    return sorted(_all(look), key=lambda one: (one.kind, one.subject, one.reason))
+
+
+def _all(look: AuditFacts) -> Iterator[Finding]:
+    facts = look.facts
+    unsettled = {one.instance_uuid for one in facts.instances if one.state not in AT_REST} | look.busy
+    alive = {one.instance_uuid: one for one in facts.instances if one.state == "active"}
+    settled = {uuid: one for uuid, one in alive.items() if uuid not in unsettled}
+    yield from _of_the_book(facts)
+    yield from _holdings(look, alive, settled, unsettled)
+    yield from _records(facts, unsettled)
+    if facts.running is not None:
+        yield from _machines(facts, alive, settled, unsettled)
+
+
+def _finding(kind: FindingKind, subject: str, reason: str, repair: str | None = None) -> Finding:
+    return Finding(kind, subject, reason, _PROPOSED[kind] if repair is None else repair)
+
+
+def _of_the_book(facts: Facts) -> Iterator[Finding]:
+    for row in facts.inventories:
+        if row.used > row.capacity and row.used > floor(row.total * row.allocation_ratio):
+            reason = f"{row.resource_class}: used {row.used} of {row.capacity:g}"
+            yield _finding(Kind.OVER_CAPACITY, f"{row.provider} {row.resource_class}", reason)
+    for line in facts.audit:
+        yield _finding(Kind.MISCOUNTED, line.partition(":")[0], line)
+
+
+def _holdings(
+    look: AuditFacts,
+    alive: Mapping[str, InstanceFact],
+    settled: Mapping[str, InstanceFact],
+    unsettled: AbstractSet[str],
+) -> Iterator[Finding]:
+    facts = look.facts
+    for uuid, instance in settled.items():
+        roots = {facts.roots.get(provider) for provider in facts.allocations.get(uuid, {})}
+        if instance.host_uuid not in roots:
+            where = f", but on {', '.join(sorted(map(str, roots)))}" if roots else ""
+            yield _finding(
+                Kind.MISSING, uuid, f"active on {instance.host_uuid} of {instance.cell}, and holds nothing there{where}"
+            )
+        elif len(roots) > 1:
+            others = ", ".join(sorted(map(str, roots - {instance.host_uuid})))
+            yield _finding(Kind.DOUBLED, uuid, f"active on {instance.host_uuid}, and holds something of {others}")
+    for consumer in facts.allocations:
+        owner = look.migrations.get(consumer, consumer)
+        if owner in alive and owner == consumer:
+            continue
+        if owner in unsettled or consumer not in look.held_by_bus:
+            continue
+        providers = ", ".join(sorted(facts.allocations[consumer]))
+        what = "of a move that is over" if consumer in look.migrations else "of no instance"
+        yield _finding(Kind.ORPHANED, consumer, f"an allocation {what}, on {providers}")
+
+
+def _records(facts: Facts, unsettled: AbstractSet[str]) -> Iterator[Finding]:
+    homes: dict[str, str] = {}
+    for one in facts.instances:
+        if one.state == TOMBSTONE or one.instance_uuid in unsettled:
+            continue
+        other = homes.setdefault(one.instance_uuid, one.cell)
+        if other != one.cell:
+            yield _finding(Kind.DOUBLED, one.instance_uuid, f"on record in {other} and in {one.cell}")
+        if one.state == "active" and one.instance_uuid not in facts.requests:
+            yield _finding(Kind.UNREQUESTED, one.instance_uuid, f"active in {one.cell}, and no request is on record")
+
+
+def _machines(
+    facts: Facts,
+    alive: Mapping[str, InstanceFact],
+    settled: Mapping[str, InstanceFact],
+    unsettled: AbstractSet[str],
+) -> Iterator[Finding]:
+    silent = {(one.cell, one.service) for one in facts.down or ()}
+    quarantined = {(one.instance_uuid, one.host_uuid): one for one in facts.quarantine or ()}
+    places: dict[str, list[RunningFact]] = defaultdict(list)
+    assert facts.running is not None
+    for machine in facts.running:
+        places[machine.instance_uuid].append(machine)
+    for uuid, instance in settled.items():
+        if (instance.cell, instance.service) in silent:
+            continue
+        at_home = [one for one in places.get(uuid, ()) if one.host_uuid == instance.host_uuid]
+        if not at_home:
+            reason = f"active on {instance.host_uuid} of {instance.cell}, which does not run it"
+            yield _finding(Kind.INSTANCE_WITHOUT_MACHINE, uuid, reason)
+    for uuid, machines in places.items():
+        if uuid in unsettled:
+            continue
+        marked = [one for one in machines if one.has_mark]
+        if uuid in alive and len(marked) > 1:
+            hosts = ", ".join(sorted(one.host_uuid for one in marked))
+            yield _finding(Kind.DOUBLED, uuid, f"runs on {hosts}", _PROPOSED[Kind.MACHINE_WITHOUT_INSTANCE])
+        if uuid not in alive:
+            for one in machines:
+                kept = quarantined.get((uuid, one.host_uuid))
+                why = f"runs on {one.host_uuid}, and no cell has it as active"
+                repair = None if one.has_mark else _FOREIGN
+                if kept is not None:
+                    why, repair = f"{why}; in quarantine: {kept.why}", f"decide: berth quarantine release {uuid}"
+                yield _finding(Kind.MACHINE_WITHOUT_INSTANCE, uuid, why, repair)

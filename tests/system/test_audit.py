@@ -1,0 +1,146 @@
+"""Orphans planted by hand in the book, in a cell's record and on a host are found by an audit that watches."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+
+import pytest
+import pytest_asyncio
+
+from berth.auditing import watch
+from berth.client import BuildClient
+from berth.commands.book import audited
+from berth.findings import REPAIRABLE, Confirmed, Finding
+from berth.settings import BusSettings, CellSettings, DatabaseSettings, Settings, UpSettings
+from berth.site import Site, process_name
+from berth.up import LocalSystem, site
+from bus.clock import new_uuid
+from bus.contracts.build import BuildRequest
+from bus.contracts.cell import InstanceSpec, Selection
+from bus.contracts.placement import Claim, ClaimOption, ClaimOutcome, ClaimResult
+from cell_conductor.domain.instance import Instance, State
+from cell_conductor.store.rows import INSERT, columns, numbered
+from compute_sim.config import ComputeConfig
+from compute_sim.fleet import Guest
+
+pytestmark = [pytest.mark.system, pytest.mark.postgres]
+
+WAIT_S = 120.0
+CELL = "cell1"
+RNG = random.Random(3)
+
+
+class Watched:
+    """A system of one process, and what an audit has found in it."""
+
+    def __init__(self, place: Site, system: LocalSystem, client: BuildClient) -> None:
+        self.place = place
+        self.system = system
+        self.client = client
+        self.found: dict[tuple[str, str], Finding] = {}
+        self.confirmed = Confirmed()
+        self.looks = 0
+        self._news = asyncio.Condition()
+
+    async def run(self) -> None:
+        async with aclosing(watch(self.place, every_s=0.2)) as stream:
+            async for seen in stream:
+                async with self._news:
+                    self.found, self.confirmed = dict(seen.confirmed.found), seen.confirmed
+                    self.looks += 1
+                    self._news.notify_all()
+
+    async def until(self, *keys: tuple[str, str], gone: bool = False) -> float:
+        """Wait until these are found, or gone. How many seconds that took."""
+        began_s = self.place.clock.monotonic()
+        async with asyncio.timeout(WAIT_S), self._news:
+            await self._news.wait_for(lambda: all((key in self.found) is not gone for key in keys))
+        return self.place.clock.monotonic() - began_s
+
+    async def two_looks(self) -> None:
+        last = self.looks + 2
+        async with asyncio.timeout(WAIT_S), self._news:
+            await self._news.wait_for(lambda: self.looks >= last)
+
+    @property
+    def hosts(self) -> list[str]:
+        """Of the only compute service."""
+        (fleet,) = self.system.fleets.values()
+        return [host.plan.uuid for host in fleet.hosts]
+
+
+@pytest_asyncio.fixture
+async def watched() -> AsyncIterator[Watched]:
+    settings = Settings(
+        bus=BusSettings(),
+        cells={CELL: CellSettings()},
+        database=DatabaseSettings(),
+        up=UpSettings(nodes=0, computes_per_cell=1, schedulers=1, rest=False, web=False),
+        compute=ComputeConfig(hosts=3),
+    )
+    async with site(settings, directory=None) as place:
+        system = LocalSystem(place)
+        client = BuildClient(place.bus(process_name("test")), clock=place.clock, process=process_name("test"))
+        try:
+            await system.start()
+            await client.open()
+            made = Watched(place, system, client)
+            task = asyncio.create_task(made.run())
+            yield made
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+        finally:
+            await client.close()
+            await system.in_process.stop()
+
+
+async def test_what_is_planted_in_book_record_and_on_a_host_is_found_and_nothing_else(watched: Watched) -> None:
+    """While builds come and go; and the repair of the book takes what it can put right."""
+    builds = [BuildRequest(instance_uuid=new_uuid(RNG), flavor="m1.tiny", project_id="p") for _ in range(12)]
+    await watched.client.boot(builds)
+    assert await watched.client.wait(WAIT_S)
+    await watched.two_looks()
+    assert watched.found == {}
+    in_book, on_record, on_host = (new_uuid(RNG) for _ in range(3))
+    home, place = watched.hosts[0], watched.place
+    claim = Claim(
+        consumer=in_book,
+        attempt=1,
+        options=(ClaimOption(allocations={home: {"VCPU": 1}}, host=home),),
+        project_id="p",
+    )
+    answer = await watched.client.bus.request(claim, ClaimResult, timeout_s=WAIT_S)
+    assert answer.outcome is ClaimOutcome.CLAIMED
+    took = {"book": await watched.until(("orphaned", in_book))}
+    selection = Selection(host_uuid=home, host="h", service=watched.system.computes[0], allocations={home: {"VCPU": 1}})
+    record = Instance(
+        uuid=on_record,
+        state=State.ACTIVE,
+        spec=InstanceSpec(instance_uuid=on_record, project_id="p"),
+        selections=(selection,),
+        attempt=1,
+        since=place.clock.time(),
+    )
+    database = place.environment("test").database(f"cell_{CELL}", pool_size=1)
+    async with database.raw() as connection:
+        await connection.execute(numbered(INSERT), *columns([record]))
+    took["record"] = await watched.until(
+        ("instance_without_machine", on_record), ("missing", on_record), ("unrequested", on_record)
+    )
+    (fleet,) = watched.system.fleets.values()
+    fleet.put(home, Guest(on_host, 1, {home: {"VCPU": 1}}))
+    took["host"] = await watched.until(("machine_without_instance", on_host))
+    print({where: round(seconds, 1) for where, seconds in took.items()})  # noqa: T201  (docs/lab)
+    assert "not of this deployment" in watched.found["machine_without_instance", on_host].repair
+    assert {subject for _, subject in watched.found} == {in_book, on_record, on_host}
+    assert watched.confirmed.lasting(REPAIRABLE, 0.0, place.clock.monotonic())
+    done = await audited(place, repair=True, grace_s=0.0)
+    assert f"{in_book}: released" in done["repaired"] and f"{on_record}: claimed again" in done["repaired"]
+    fleet.remove(home, on_host)
+    async with database.raw() as connection:
+        await connection.execute("DELETE FROM instances WHERE uuid = $1", on_record)
+    await database.close()
+    await watched.until(("orphaned", in_book), ("missing", on_record), ("machine_without_instance", on_host), gone=True)

@@ -1,0 +1,89 @@
+"""What an audit finds in gathered facts: each kind once, nothing while something is under way, nothing foreign."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from berth.findings import AuditFacts, Confirmed, FindingKind, findings
+from berth.invariants import Facts, InstanceFact, InventoryFact, QuarantineFact, RunningFact, ServiceDownFact
+
+A, B, HOST, OTHER, MOVE = (f"{n}0000000-0000-4000-8000-000000000000" for n in "ab12d")
+K = FindingKind
+ACTIVE = InstanceFact(A, "cell1", "active", HOST, 1, "s")
+HELD = {A: {HOST: {"VCPU": 1}}}
+RUNS = RunningFact(A, 1, HOST)
+
+
+def look(**more: Any) -> AuditFacts:
+    """One instance that is as it should be, and what differs."""
+    held_by_bus = more.pop("held_by_bus", {A, B, MOVE})
+    busy, migrations = more.pop("busy", frozenset()), more.pop("migrations", {})
+    facts: dict[str, Any] = {
+        "inventories": (),
+        "allocations": HELD,
+        "roots": {HOST: HOST, OTHER: OTHER},
+        "requests": {A: "active"},
+        "cells": {A: "cell1"},
+        "instances": (ACTIVE,),
+        "running": (RUNS,),
+        "feed": (0, 0, 0),
+        "down": (),
+    }
+    return AuditFacts(facts=Facts(**{**facts, **more}), held_by_bus=held_by_bus, busy=busy, migrations=migrations)
+
+
+FULL = InventoryFact(HOST, "VCPU", 4, 0, 1.0, 4.0, 5)
+CASES: list[tuple[dict[str, Any], list[tuple[FindingKind, str]]]] = [
+    ({}, []),
+    ({"allocations": {**HELD, B: {HOST: {"VCPU": 1}}}}, [(K.ORPHANED, B)]),
+    ({"allocations": {**HELD, B: {HOST: {"VCPU": 1}}}, "held_by_bus": {A}}, []),
+    ({"allocations": {**HELD, B: {HOST: {"VCPU": 1}}}, "busy": {B}}, []),
+    # A move that is over holds its source no longer; one that is under way, or awaits its confirm, does.
+    ({"allocations": {**HELD, MOVE: {OTHER: {"VCPU": 1}}}, "migrations": {MOVE: A}}, [(K.ORPHANED, MOVE)]),
+    ({"allocations": {**HELD, MOVE: {OTHER: {"VCPU": 1}}}, "migrations": {MOVE: A}, "busy": {A}}, []),
+    ({"allocations": {}}, [(K.MISSING, A)]),
+    ({"allocations": {A: {OTHER: {"VCPU": 1}}}}, [(K.MISSING, A)]),
+    ({"allocations": {A: {HOST: {"VCPU": 1}, OTHER: {"VCPU": 1}}}}, [(K.DOUBLED, A)]),
+    ({"allocations": {}, "busy": {A}}, []),
+    ({"running": ()}, [(K.INSTANCE_WITHOUT_MACHINE, A)]),
+    ({"running": (), "down": (ServiceDownFact(cell="cell1", service="s", why="silent"),)}, []),
+    ({"running": None}, []),
+    ({"running": (RUNS, RunningFact(A, 2, OTHER))}, [(K.DOUBLED, A)]),
+    ({"running": (RUNS, RunningFact(B, 1, OTHER))}, [(K.MACHINE_WITHOUT_INSTANCE, B)]),
+    ({"running": (RUNS, RunningFact(B, 1, OTHER)), "busy": {B}}, []),
+    ({"instances": (ACTIVE, InstanceFact(A, "cell2", "failed", None, 1))}, [(K.DOUBLED, A)]),
+    ({"requests": {}}, [(K.UNREQUESTED, A)]),
+    ({"inventories": (FULL,)}, [(K.OVER_CAPACITY, f"{HOST} VCPU")]),
+    ({"audit": (f"{HOST} VCPU: the book has 2, its allocations 1",)}, [(K.MISCOUNTED, f"{HOST} VCPU")]),
+]
+
+
+@pytest.mark.parametrize(("more", "wanted"), CASES)
+def test_what_is_found(more: dict[str, Any], wanted: list[tuple[FindingKind, str]]) -> None:
+    found = findings(look(**more))
+    assert [(one.kind, one.subject) for one in found] == wanted
+    assert all(one.reason and one.repair for one in found)
+
+
+def test_the_repair_of_a_machine_is_its_owners_or_an_operators() -> None:
+    foreign = findings(look(running=(RUNS, RunningFact(B, 1, OTHER, has_mark=False))))
+    assert [one.repair for one in foreign] == ["left alone: it is not of this deployment"]
+    kept = QuarantineFact("cell1", "s", OTHER, B, "no record")
+    (quarantined,) = findings(look(running=(RUNS, RunningFact(B, 1, OTHER)), quarantine=(kept,)))
+    assert quarantined.repair == f"decide: berth quarantine release {B}" and "no record" in quarantined.reason
+
+
+def test_a_finding_counts_from_its_second_look_on_and_is_gone_with_the_first_without_it() -> None:
+    confirmed = Confirmed()
+    (one,) = findings(look(allocations={}))
+    assert confirmed.apply([one], 1.0) == ([], [])
+    assert confirmed.apply([], 2.0) == ([], [])
+    assert confirmed.apply([one], 3.0) == ([], [])
+    assert not confirmed.lasting({K.MISSING}, 0.0, 9.0)
+    assert confirmed.apply([one], 4.0) == ([one], [])
+    assert confirmed.apply([one], 5.0) == ([], [])
+    assert confirmed.lasting({K.MISSING}, 2.0, 5.0) and not confirmed.lasting({K.MISSING}, 2.1, 5.0)
+    assert not confirmed.lasting({K.ORPHANED}, 0.0, 5.0)
+    assert confirmed.apply([], 6.0) == ([], [one])
