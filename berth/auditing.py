@@ -6,7 +6,7 @@ from collections.abc import AsyncGenerator
 
 from msgspec import Struct
 
-from berth.findings import AuditFacts, Confirmed, Finding, findings
+from berth.findings import AuditFacts, AuditFinding, Confirmed, findings
 from berth.gather import gather
 from berth.site import Site
 from bus.persistence.database import Database
@@ -21,8 +21,8 @@ _MIGRATIONS = "SELECT request_id::text, instance_uuid::text FROM moves WHERE req
 class Look(Struct, frozen=True):
     """What one look has changed. confirmed: everything that is wrong by now."""
 
-    new: tuple[Finding, ...]
-    gone: tuple[Finding, ...]
+    new: tuple[AuditFinding, ...]
+    gone: tuple[AuditFinding, ...]
     confirmed: Confirmed
     at_s: float
 

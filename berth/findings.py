@@ -47,7 +47,7 @@ _PROPOSED: Mapping[FindingKind, str] = {
 _FOREIGN = "left alone: it is not of this deployment"
 
 
-class Finding(Struct, frozen=True):
+class AuditFinding(Struct, frozen=True):
     """One thing that is wrong. subject: an instance, a consumer or a provider. repair: what is proposed."""
 
     kind: FindingKind
@@ -78,11 +78,11 @@ class Confirmed:
     """Findings that two looks in a row have had."""
 
     def __init__(self) -> None:
-        self._last: dict[tuple[str, str], Finding] = {}
+        self._last: dict[tuple[str, str], AuditFinding] = {}
         self._since_s: dict[tuple[str, str], float] = {}
-        self.found: dict[tuple[str, str], Finding] = {}
+        self.found: dict[tuple[str, str], AuditFinding] = {}
 
-    def apply(self, findings: list[Finding], now_s: float) -> tuple[list[Finding], list[Finding]]:
+    def apply(self, findings: list[AuditFinding], now_s: float) -> tuple[list[AuditFinding], list[AuditFinding]]:
         """(those that are confirmed by this look, those that were and are gone)."""
         seen = {one.key: one for one in findings}
         self._since_s = {key: self._since_s.get(key, now_s) for key in seen}
@@ -97,12 +97,12 @@ class Confirmed:
         return any(one.kind in kinds and now_s - self._since_s[key] >= seconds for key, one in self.found.items())
 
 
-def findings(look: AuditFacts) -> list[Finding]:
+def findings(look: AuditFacts) -> list[AuditFinding]:
     """Everything that one look finds, in a stated order."""
     return sorted(_all(look), key=lambda one: (one.kind, one.subject, one.reason))
 
 
-def _all(look: AuditFacts) -> Iterator[Finding]:
+def _all(look: AuditFacts) -> Iterator[AuditFinding]:
     facts = look.facts
     unsettled = {one.instance_uuid for one in facts.instances if one.state not in AT_REST} | look.busy
     alive = {one.instance_uuid: one for one in facts.instances if one.state == "active"}
@@ -114,11 +114,11 @@ def _all(look: AuditFacts) -> Iterator[Finding]:
         yield from _machines(facts, alive, settled, unsettled)
 
 
-def _finding(kind: FindingKind, subject: str, reason: str, repair: str | None = None) -> Finding:
-    return Finding(kind, subject, reason, _PROPOSED[kind] if repair is None else repair)
+def _finding(kind: FindingKind, subject: str, reason: str, repair: str | None = None) -> AuditFinding:
+    return AuditFinding(kind, subject, reason, _PROPOSED[kind] if repair is None else repair)
 
 
-def _of_the_book(facts: Facts) -> Iterator[Finding]:
+def _of_the_book(facts: Facts) -> Iterator[AuditFinding]:
     for row in facts.inventories:
         if row.used > row.capacity and row.used > floor(row.total * row.allocation_ratio):
             reason = f"{row.resource_class}: used {row.used} of {row.capacity:g}"
@@ -132,7 +132,7 @@ def _holdings(
     alive: Mapping[str, InstanceFact],
     settled: Mapping[str, InstanceFact],
     unsettled: AbstractSet[str],
-) -> Iterator[Finding]:
+) -> Iterator[AuditFinding]:
     facts = look.facts
     for uuid, instance in settled.items():
         roots = {facts.roots.get(provider) for provider in facts.allocations.get(uuid, {})}
@@ -155,7 +155,7 @@ def _holdings(
         yield _finding(Kind.ORPHANED, consumer, f"an allocation {what}, on {providers}")
 
 
-def _records(facts: Facts, unsettled: AbstractSet[str]) -> Iterator[Finding]:
+def _records(facts: Facts, unsettled: AbstractSet[str]) -> Iterator[AuditFinding]:
     homes: dict[str, str] = {}
     for one in facts.instances:
         if one.state == TOMBSTONE or one.instance_uuid in unsettled:
@@ -172,7 +172,7 @@ def _machines(
     alive: Mapping[str, InstanceFact],
     settled: Mapping[str, InstanceFact],
     unsettled: AbstractSet[str],
-) -> Iterator[Finding]:
+) -> Iterator[AuditFinding]:
     silent = {(one.cell, one.service) for one in facts.down or ()}
     quarantined = {(one.instance_uuid, one.host_uuid): one for one in facts.quarantine or ()}
     places: dict[str, list[RunningFact]] = defaultdict(list)

@@ -12,7 +12,7 @@ from rich.text import Text
 from berth.auditing import watch
 from berth.commands.book import GRACE_S, audited
 from berth.commands.common import EXIT_NO, AsJson, Stop, database_of, err, out, print_json_line, run, settings_of
-from berth.findings import REPAIRABLE, Finding
+from berth.findings import REPAIRABLE, AuditFinding
 from berth.render import printable
 from berth.site import Site
 from bus.faults import Transient
@@ -75,7 +75,7 @@ async def _repair(here: Site, grace_s: float, as_json: bool) -> None:
             out.print(Text(printable(f"{_now()} repaired: {line}")), soft_wrap=True)
 
 
-def _print(state: str, one: Finding, as_json: bool) -> None:
+def _print(state: str, one: AuditFinding, as_json: bool) -> None:
     if as_json:
         fields = {"kind": one.kind.value, "subject": one.subject, "reason": one.reason, "repair": one.repair}
         print_json_line({"at": _now(), "state": state, **fields})

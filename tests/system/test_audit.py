@@ -13,7 +13,7 @@ import pytest_asyncio
 from berth.auditing import watch
 from berth.client import BuildClient
 from berth.commands.book import audited
-from berth.findings import REPAIRABLE, Confirmed, Finding
+from berth.findings import REPAIRABLE, AuditFinding, Confirmed
 from berth.settings import BusSettings, CellSettings, DatabaseSettings, Settings, UpSettings
 from berth.site import Site, process_name
 from berth.up import LocalSystem, site
@@ -40,7 +40,7 @@ class Watched:
         self.place = place
         self.system = system
         self.client = client
-        self.found: dict[tuple[str, str], Finding] = {}
+        self.found: dict[tuple[str, str], AuditFinding] = {}
         self.confirmed = Confirmed()
         self.looks = 0
         self._news = asyncio.Condition()
