@@ -100,7 +100,7 @@ class IronicConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     poll_interval_s: Annotated[float, Bound(gt=0, le=60)] = 0.5
     """Seconds between the first reads of a node that is being changed; the wait grows with the time taken."""
     max_poll_interval_s: Annotated[float, Bound(gt=0, le=600)] = 10.0
-    """Longest such wait, in seconds."""
+    """Longest such wait, and longest wait after Ironic has answered that it is busy (409, 429, 503), in seconds."""
     watch_interval_s: Annotated[float, Bound(gt=0, le=3_600)] = 2.0
     """Seconds between two scans for nodes that appeared or went into maintenance. Longer when a scan takes long."""
     deploy_timeout_s: Annotated[float, Bound(gt=0, le=86_400)] = 3_600.0
@@ -110,9 +110,11 @@ class IronicConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     release_timeout_s: Annotated[float, Bound(gt=0, le=86_400)] = 600.0
     """Seconds that an attempt waits until the node of the attempt before it has released the instance."""
     lock_timeout_s: Annotated[float, Bound(gt=0, le=3_600)] = 30.0
-    """Seconds that a request waits for a node that is locked in Ironic."""
+    """Seconds that a build waits for a node that is locked in Ironic, and for an Ironic that is too busy to answer."""
     request_timeout_s: Annotated[float, Bound(gt=0, le=600)] = 10.0
     """Seconds that one request to Ironic may take."""
+    requests_in_flight: Annotated[int, Bound(ge=1, le=1_000)] = 32
+    """Requests to Ironic under way at once; others wait for their turn. 32: a few API workers are kept busy."""
     ring: Annotated[str, Bound(pattern=r"^[A-Za-z0-9_\-]{0,64}$")] = ""
     """The name of the hash ring, for services that spell `url` differently. Empty: derived from the other settings."""
     conductor_group: str | None = None

@@ -55,6 +55,14 @@ class DriverUnavailable(Exception):
     """What manages the machines cannot be reached just now; the same call may work later."""
 
 
+class DriverBusy(DriverUnavailable):
+    """What manages the machines answers, and turns this down for its load. retry_after_s: not before then (0: soon)."""
+
+    def __init__(self, reason: str, *, retry_after_s: float = 0.0) -> None:
+        super().__init__(reason)
+        self.retry_after_s = retry_after_s
+
+
 class MachineProtected(DriverUnavailable):
     """An operator has protected the machine where it is managed: asking again at once is of no use."""
 

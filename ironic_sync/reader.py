@@ -21,6 +21,10 @@ from ironic_sync.waiting import event_or_time
 log = structlog.get_logger(__name__)
 
 JITTER = 0.1  # of the time between two reads of all, so that several systems do not ask in step
+# More nodes than this that wait for their reads, and than this part of all, are read as a list: a page of hundreds
+# costs Ironic what some ten single reads do.
+LIST_FROM = 100
+LIST_SHARE = 20
 MAX_ALLOCATIONS = 1000  # looked at side by side; past it the next read of all finds what they did
 
 
@@ -43,6 +47,8 @@ class Reader:
         self._allocations: dict[str, asyncio.Task[None]] = {}
         self._all = asyncio.Event()
         self._reading_all = False
+        self._lists_instead = False  # the read of all that is under way, or requested, stands for the single reads
+        self._lists_work = True
         self.last_all_at: float | None = None
         self.reachable = True
 
@@ -84,7 +90,9 @@ class Reader:
             complete = await self._read_all()
             if not complete:
                 self._all.set()
-            self._reading_all = False
+            self._reading_all = self._lists_instead = False
+            self._lists_work = complete
+            self._sync_state.planned.set()
             if complete or await self._wait_for_answer():
                 backoff.reset()
             else:
@@ -117,6 +125,8 @@ class Reader:
 
     def _start_due(self) -> None:
         now = self._clock.time()
+        if self._reads_list_instead(now):
+            return
         while len(self._reading) < self._config.reads_in_flight:
             uuid = self._sync_state.pop_due(now)
             if uuid is None:
@@ -127,6 +137,14 @@ class Reader:
             task = asyncio.get_running_loop().create_task(self._read(uuid))
             self._reading[uuid] = task
             task.add_done_callback(partial(self._ended, uuid))
+
+    def _reads_list_instead(self, now: float) -> bool:
+        """Whether a read of all stands for single reads. None does while such reads fail: single ones may not."""
+        most = max(LIST_FROM, len(self._sync_state.positions) // LIST_SHARE)
+        if not self._lists_instead and self._lists_work and self._sync_state.has_more_due(most, now):
+            self._lists_instead = True
+            self.read_all()
+        return self._lists_instead
 
     def _ended(self, uuid: str, _: object) -> None:
         del self._reading[uuid]

@@ -159,11 +159,20 @@ class SyncState:
         """When the next node is to be read; None: not planned."""
         while self._due:
             due_at, uuid = self._due[0]
-            position = self.positions.get(uuid)
-            if position is not None and position.due_at == due_at:
+            if self._is_planned(uuid, due_at):
                 return due_at
             heapq.heappop(self._due)  # it was read, or planned again, since
         return None
+
+    def has_more_due(self, most: int, now: float) -> bool:
+        """Whether more than so many nodes wait for their reads."""
+        if len(self._due) <= most:
+            return False
+        return sum(due_at <= now and self._is_planned(uuid, due_at) for due_at, uuid in self._due) > most
+
+    def _is_planned(self, uuid: str, due_at: float) -> bool:
+        position = self.positions.get(uuid)
+        return position is not None and position.due_at == due_at
 
     def pop_due(self, now: float) -> str | None:
         """A node whose time has come. It is not planned any more until a step plans it."""

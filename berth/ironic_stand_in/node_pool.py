@@ -73,6 +73,11 @@ class NodePool:
         """Whether no node is on its way anywhere."""
         return not self._tasks
 
+    @property
+    def under_way(self) -> int:
+        """Nodes on their way."""
+        return len(self._tasks)
+
     def add(self, **fields: Any) -> dict[str, Any]:
         """Add a node that was always there: no notification."""
         now = shapes.timestamp(self._clock.time())

@@ -18,7 +18,7 @@ from bus.openstack.keystone import KeystoneAuth
 from bus.openstack.rest import IRONIC_VERSION, api_root, auth_of, error_text, tls_of, version_advice
 from bus.tracing.context import CURRENT
 from compute_sim.config import IronicConfig
-from compute_sim.driver import DriverUnavailable
+from compute_sim.driver import DriverBusy, DriverUnavailable
 from compute_sim.drivers.ironic.node import FIELDS, History, IronicNode, Page
 
 T = TypeVar("T")
@@ -27,9 +27,11 @@ MAX_NODES = 100_000
 PAGE = 1000
 DETAILED_PAGE = 100  # a node with all its fields may have tens of kB
 MAX_FAILURES = 3  # of a node's history that a reason names
+MAX_DIGITS = 6
 MAX_BODY = 32 * 2**20
 # Servers close a connection that was idle for five seconds; a request that crosses with that would fail a build.
 KEEPALIVE_S = 2.0
+BUSY = frozenset({429, 503})  # no free conductor worker, or a proxy's limit
 PASSING = frozenset({401, 403, 406, 408, 429})  # credentials, settings and load are not the build's fault
 
 
@@ -56,6 +58,7 @@ class IronicApi:
     ) -> None:
         """Raises SettingsError: the login or the certificates cannot be used."""
         self._config = config
+        self._in_flight = asyncio.Semaphore(config.requests_in_flight)
         self._transport = transport
         self._client: httpx.AsyncClient | None = None
         self._verify = tls_of(verify=config.verify_tls, ca_file=config.ca_file, setting="compute.ironic.ca_file")
@@ -219,7 +222,8 @@ class IronicApi:
         headers = None if span is None else {"traceparent": span.context.header}
         problem = "driver.unavailable"
         try:
-            answer = await self._client.request(method, path, json=body, params=params, headers=headers)
+            async with self._in_flight:
+                answer = await self._client.request(method, path, json=body, params=params, headers=headers)
             problem = str(answer.status_code) if answer.is_error else ""
         except httpx.HTTPError as error:
             raise DriverUnavailable(f"Ironic: {type(error).__name__}") from error
@@ -230,9 +234,18 @@ class IronicApi:
                 span.end(problem)
         if answer.status_code == httpx.codes.NOT_ACCEPTABLE:
             raise DriverUnavailable(version_advice(answer.headers, "compute.ironic.microversion"))
+        if answer.status_code in BUSY:
+            refused = Refused(answer.status_code, error_text(answer.content))
+            raise DriverBusy(str(refused), retry_after_s=_retry_after_s(answer))
         if answer.status_code >= httpx.codes.INTERNAL_SERVER_ERROR or answer.status_code in PASSING:
             raise DriverUnavailable(str(Refused(answer.status_code, error_text(answer.content))))
         return answer
+
+
+def _retry_after_s(answer: httpx.Response) -> float:
+    """The answer's `Retry-After`, where that is a number of seconds."""
+    text = answer.headers.get("Retry-After", "")
+    return float(text) if text.isascii() and text.isdigit() and len(text) < MAX_DIGITS else 0.0
 
 
 def _parse(answer: httpx.Response, kind: type[T]) -> T:

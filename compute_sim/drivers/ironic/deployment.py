@@ -7,12 +7,14 @@ lost, goes on where it stands. Nova's order: take the node, attach its networks,
 from __future__ import annotations
 
 import asyncio
+import zlib
 
 import structlog
 
 from bus.clock import Clock
+from bus.retrying import doubled_s
 from compute_sim.config import IronicConfig
-from compute_sim.driver import Build, BuildAbort, DriverUnavailable, Reschedule
+from compute_sim.driver import Build, BuildAbort, DriverBusy, DriverUnavailable, Reschedule
 from compute_sim.drivers.ironic.api import IronicApi, Refused
 from compute_sim.drivers.ironic.network import Attachments, Network
 from compute_sim.drivers.ironic.node import BUILT, DEPLOYING, IronicNode, Mark
@@ -45,10 +47,16 @@ class NodeDeployment:
         self._began_at = clock.time()
         self._taken = False  # we have requested the node: it may be ours though no answer confirms it
         self._locked_since: float | None = None
+        self._busy_since: float | None = None  # Ironic has turned everything down since
+        self._busy_answers = 0  # in a row
+        self._retry_after_s = 0.0
+        self._validated = False
         self._attachments: Attachments | None = None
 
     async def run(self) -> None:
-        """Deploy. Raises Reschedule, BuildAbort, or DriverUnavailable (only before anything was requested)."""
+        """Deploy. Raises Reschedule, BuildAbort, or DriverUnavailable (only before anything was requested; an Ironic
+        that is busy is waited for, for `lock_timeout_s`).
+        """
         try:
             async with asyncio.timeout(self._config.deploy_timeout_s):
                 while not await self._pass():
@@ -58,8 +66,15 @@ class NodeDeployment:
             raise Reschedule("node.deploy_timeout", f"the node is not active after {seconds}") from None
 
     def _pause(self) -> float:
+        """Until the next look; after refusals longer and longer, and not in step with other deployments."""
+        config = self._config
         took = self._clock.monotonic() - self._began
-        return max(self._config.poll_interval_s, min(self._config.max_poll_interval_s, POLL_SHARE * took))
+        pause = max(config.poll_interval_s, min(config.max_poll_interval_s, POLL_SHARE * took))
+        if not self._busy_answers:
+            return pause
+        doubled = doubled_s(pause, config.max_poll_interval_s, self._busy_answers)
+        drawn = zlib.crc32(f"{self._mark.instance} {self._busy_answers}".encode()) / 2**32
+        return max(doubled * (1 + drawn) / 2, min(self._retry_after_s, config.max_poll_interval_s))
 
     async def _pass(self) -> bool:
         """Look, and do the next thing; True when the node is active."""
@@ -67,13 +82,31 @@ class NodeDeployment:
             node = await self._api.node(self._build.host_uuid)
             if node is None:
                 raise Reschedule("host.unknown", "Ironic has no such node")
-            return await self._next(node)
+            answers = self._busy_answers
+            is_active = await self._next(node)
+            if answers == self._busy_answers:  # nothing was turned down
+                self._busy_answers, self._busy_since = 0, None
+            return is_active
         except DriverUnavailable as fault:
             # A deployment takes minutes. While Ironic is unavailable for a moment the node deploys on.
-            if not self._taken:
+            if isinstance(fault, DriverBusy):
+                self._turned_down(fault.retry_after_s)
+            if not self._taken and not self._waits_for(fault):
                 raise
             log.warning("ironic.away", instance=self._mark.instance, node=self._build.host_uuid, reason=str(fault))
             return False
+
+    def _turned_down(self, retry_after_s: float = 0.0) -> None:
+        self._busy_answers += 1
+        self._retry_after_s = retry_after_s
+        if self._busy_since is None:
+            self._busy_since = self._clock.monotonic()
+
+    def _waits_for(self, fault: DriverUnavailable) -> bool:
+        """Whether this build waits on: any other node is asked of the same Ironic."""
+        since = self._busy_since
+        is_early = since is not None and self._clock.monotonic() - since < self._config.lock_timeout_s
+        return isinstance(fault, DriverBusy) and is_early
 
     async def _next(self, node: IronicNode) -> bool:
         if node.instance is None:
@@ -135,8 +168,10 @@ class NodeDeployment:
             if waited > self._config.release_timeout_s:
                 left = f"node {holder.uuid} of attempt {mark.attempt} has not let go of the instance"
                 raise BuildAbort("node.not_released", f"{left}: it is {holder.condition}")
-        elif holder is None and waited > self._config.lock_timeout_s:
-            raise Reschedule("node.locked", f"{refused} (to taking the node)")
+        elif holder is None:
+            if waited > self._config.lock_timeout_s:
+                raise Reschedule("node.locked", f"{refused} (to taking the node)")
+            self._turned_down()
 
     async def _deploy(self, node: IronicNode) -> None:
         """Networks, Ironic's own check, and the order. A conflict (the node is locked) is seen at the next look."""
@@ -152,13 +187,17 @@ class NodeDeployment:
                 return
             if refused is not None:
                 raise Reschedule("node.network", f"{refused} (to attaching port {vif})")
-        if self._config.validate and (refusals := await self._api.refusals(node.uuid, VALIDATED)):
-            raise Reschedule("node.invalid", "; ".join(refusals))
+        if self._config.validate and not self._validated:
+            if refusals := await self._api.refusals(node.uuid, VALIDATED):
+                raise Reschedule("node.invalid", "; ".join(refusals))
+            self._validated = True
         drive = config_drive(spec, self._attachments.network_data)
         more = {} if drive is None else {"configdrive": drive}
         refused = await self._api.provision(node.uuid, "active", **more)
         if refused is not None and not refused.is_conflict:
             raise Reschedule("node.refused", f"{refused} (to deploying the node)")
+        if refused is not None:
+            self._turned_down()
 
 
 def is_of(node: IronicNode, mark: Mark) -> bool:

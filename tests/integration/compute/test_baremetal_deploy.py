@@ -298,6 +298,86 @@ async def test_an_ironic_that_is_down_for_a_moment_costs_no_attempt(ironic: Iron
     assert ironic.pool.nodes[node]["provision_state"] == "active"
 
 
+class Crowded(httpx.AsyncBaseTransport):
+    """A way to an Ironic that turns so many requests of one method down, and counts those under way."""
+
+    def __init__(self, method: str, times: int, status: int = 503, **headers: str) -> None:
+        self._inner = httpx.AsyncHTTPTransport()
+        self._method, self._status, self._headers = method, status, headers
+        self.left, self.under_way, self.most = times, 0, 0
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        self.under_way += 1
+        self.most = max(self.most, self.under_way)
+        try:
+            if request.method == self._method and self.left:
+                self.left -= 1
+                return httpx.Response(self._status, headers=self._headers)
+            return await self._inner.handle_async_request(request)
+        finally:
+            self.under_way -= 1
+
+    async def aclose(self) -> None:
+        await self._inner.aclose()
+
+
+class NotingClock(SystemClock):
+    """Notes how long is slept, and does not sleep."""
+
+    def __init__(self) -> None:
+        self.slept: list[float] = []
+
+    async def sleep(self, seconds: float) -> None:
+        self.slept.append(seconds)
+        await asyncio.sleep(0)
+
+
+@pytest.mark.parametrize(("method", "status"), [("GET", 503), ("PATCH", 409), ("PUT", 503), ("PUT", 409)])
+async def test_a_busy_ironic_is_asked_less_and_less_often(ironic: IronicStandIn, method: str, status: int) -> None:
+    """It was asked every half a second by each of five hundred builds, and a build's first refusal ended it."""
+    node, clock = next(iter(ironic.pool.nodes)), NotingClock()
+    settings = IronicConfig(url=ironic.url, poll_interval_s=0.5, max_poll_interval_s=10.0)
+    way = Crowded(method, 8, status)
+    driver = BareMetal(settings, cell=CELL, service="c1-a", clock=clock, transport=way)
+    _opened.append(driver)
+    await driver.open()
+    async with asyncio.timeout(PATIENCE_S):
+        await driver.spawn(build(node))
+    assert ironic.pool.nodes[node]["provision_state"] == "active" and not way.left
+    first = clock.slept.index(next(one for one in clock.slept if one != 0.5))
+    refused = clock.slept[first : first + 8]
+    for number, pause in enumerate(refused, start=1):
+        longest = min(10.0, 0.5 * 2**number)
+        assert longest / 2 <= pause <= longest, clock.slept
+    assert set(clock.slept[first + 8 :]) == {0.5}, "as soon as it answers, it is asked as before"
+
+
+async def test_an_ironic_that_names_a_time_is_not_asked_before(ironic: IronicStandIn) -> None:
+    node, clock = next(iter(ironic.pool.nodes)), NotingClock()
+    way = Crowded("PUT", 1, **{"Retry-After": "7"})
+    driver = BareMetal(IronicConfig(url=ironic.url), cell=CELL, service="c1-a", clock=clock, transport=way)
+    _opened.append(driver)
+    await driver.open()
+    async with asyncio.timeout(PATIENCE_S):
+        await driver.spawn(build(node))
+    assert max(clock.slept) == 7.0
+
+
+async def test_a_build_that_ironic_has_no_time_for_ends_before_it_has_taken_a_node(ironic: IronicStandIn) -> None:
+    driver = await driver_of(config(ironic, lock_timeout_s=0.05), Crowded("GET", 1_000_000))
+    async with asyncio.timeout(PATIENCE_S):
+        with pytest.raises(DriverUnavailable, match="503"):
+            await driver.spawn(build(next(iter(ironic.pool.nodes))))
+    assert not ironic.requested
+
+
+async def test_requests_under_way_are_bounded(ironic: IronicStandIn) -> None:
+    way = Crowded("", 0)
+    driver = await driver_of(config(ironic, requests_in_flight=4), way)
+    await asyncio.gather(*(driver.hosts() for _ in range(30)))
+    assert way.most == 4
+
+
 async def test_a_protected_node_is_kept_and_the_reason_reported(ironic: IronicStandIn) -> None:
     node = next(iter(ironic.pool.nodes))
     driver = await deployed(config(ironic), build(node))

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+
 from ironic_sync.domain.rules import NO_CLASS
+from ironic_sync.source.port import SourceUnavailable
 from ironic_sync.sync_state import UNREADABLE
-from tests.unit.ironic.nodes import INSTANCE, NODE, OTHER, notification, reserved, turns, world
+from tests.unit.ironic.nodes import INSTANCE, NODE, OTHER, Nodes, notification, reserved, turns, world
 from tests.unit.ironic.test_notification import body
+
+PATIENCE_S = 60.0
 
 
 async def test_withdrawing_does_not_wait_for_the_read() -> None:
@@ -105,6 +110,54 @@ async def test_many_nodes_are_read_side_by_side_within_the_bound() -> None:
         await here.settle()
         assert nodes.most_under_way == 4
         assert nodes.reads == 20
+
+
+def storm(nodes: Nodes, count: int = 300) -> list[str]:
+    uuids = [f"00000000-0000-4000-8000-{i:012x}" for i in range(count)]
+    for uuid in uuids:
+        nodes.put(uuid)
+    return uuids
+
+
+async def test_a_storm_is_read_as_a_list() -> None:
+    """Ten thousand flips of maintenance were ten thousand reads."""
+    nodes, here = world(reads_in_flight=4)
+    uuids = storm(nodes)
+    async with here.running():
+        await here.settle()
+        lists = nodes.lists
+        for on in (True, False):
+            nodes.gate.clear()
+            for uuid in uuids:
+                nodes.put(uuid, maintenance=on)
+                await here.notify(notification("node.maintenance_set.end", uuid, maintenance=on))
+            await turns(1000)
+            assert all(reserved(here, uuid) == 1 for uuid in uuids), "none is offered before it is read"
+            nodes.gate.set()
+            await here.settle()
+            assert {reserved(here, uuid) for uuid in uuids} == {int(on)}
+        assert nodes.reads <= 40 and nodes.lists - lists <= 6, (nodes.reads, nodes.lists)
+
+
+async def test_a_storm_while_lists_fail_is_read_node_by_node() -> None:
+    nodes, here = world(reads_in_flight=4)
+    uuids = storm(nodes)
+    async with here.running():
+        await here.settle()
+        lists = nodes.lists
+        nodes.list_fault = SourceUnavailable("too large")
+        for on in (True, False):
+            nodes.gate.clear()
+            for uuid in uuids:
+                nodes.put(uuid, maintenance=on)
+                await here.notify(notification("node.maintenance_set.end", uuid, maintenance=on))
+            await turns(1000)
+            nodes.gate.set()
+        assert nodes.lists == lists + 1
+        async with asyncio.timeout(PATIENCE_S):
+            while any(reserved(here, uuid) for uuid in uuids):
+                await turns(10)
+        assert nodes.reads >= len(uuids)
 
 
 async def test_a_transient_node_is_read_again_until_it_is_there() -> None:
