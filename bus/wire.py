@@ -203,8 +203,7 @@ class Codec:
         self._fields = sorted({name for kind in kinds for name in _field_names(kind)})
         self._heads = [(_head(BY_TYPE[kind].key), tag_of(kind)) for kind in kinds if kind in BY_TYPE]
         self._heads.sort(key=lambda pair: -len(pair[0]))
-        item = msgspec.defstruct("Item", [("meta", Meta), ("body", Union[tuple(kinds)])])  # noqa: UP007
-        self._batch: msgspec.json.Decoder[Any] = msgspec.json.Decoder(list[item])  # type: ignore[valid-type]
+        self._batch = _batch_decoder(tuple(kinds))
 
     def read(self, delivery: Delivery, new_id: str) -> list[Read | Malformed]:
         """All messages of a delivery, in order. `new_id` stands in where a foreign client gave no message id.
@@ -323,14 +322,23 @@ class Codec:
         return Malformed(body, code, reason[:MAX_REASON], meta, self._queue, key)
 
 
-def _field_names(kind: type[Struct]) -> set[str]:
+# Taking the annotations of a message apart costs milliseconds, and a process has a reader for each of its queues.
+@cache
+def _batch_decoder(kinds: tuple[type[Message], ...]) -> msgspec.json.Decoder[Any]:
+    """Of a batch that may hold these messages."""
+    item = msgspec.defstruct("Item", [("meta", Meta), ("body", Union[kinds])])  # noqa: UP007
+    return msgspec.json.Decoder(list[item])  # type: ignore[valid-type]
+
+
+@cache
+def _field_names(kind: type[Struct]) -> frozenset[str]:
     """Of a message and of the structs in its fields."""
     names = set(kind.__struct_fields__)
     for hint in get_type_hints(kind).values():
         for part in (hint, *get_args(hint)):
             if isinstance(part, type) and issubclass(part, Struct):
                 names |= _field_names(part)
-    return names
+    return frozenset(names)
 
 
 def _without(tree: Any, names: Collection[str]) -> Any:
