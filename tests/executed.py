@@ -67,6 +67,12 @@ STEPS = (
         "simulation {} requests",
     ),
     Step(
+        "simulate-alone.json",
+        lambda told: told["requests"],
+        lambda told: told["failed"] == [],
+        "simulation alone {} requests",
+    ),
+    Step(
         "clients.json",
         lambda content: sum(life["steps"] for life in content.values() if isinstance(life, dict)),
         lambda content: content["passed"] is True,

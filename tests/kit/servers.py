@@ -45,7 +45,7 @@ def amqp_server() -> Iterator[str]:
 def fresh_database(admin_url: str) -> Iterator[str]:
     """The URL of a new, empty database, dropped afterwards with whoever is still connected."""
     name = f"berth_test_{uuid.uuid4().hex[:16]}"
-    _administer(admin_url, f'CREATE DATABASE "{name}" TEMPLATE template0')
+    _administer(admin_url, f'CREATE DATABASE "{name}" TEMPLATE template0 STRATEGY FILE_COPY')
     try:
         yield make_url(admin_url).set(database=name).render_as_string(hide_password=False)
     finally:

@@ -18,6 +18,7 @@ TOLD: dict[str, Any] = {
     "conformance.json": {"passed": 1315, "failed": 0, "total": 1316},
     "differential.json": {"requests": 3000, "failed": 0, "failures": []},
     "simulate.json": {"seeds": 130, "failed": [], "requests": 4466},
+    "simulate-alone.json": {"seeds": 15, "failed": [], "requests": 540},
     "clients.json": {"passed": True, "openstack command": {"steps": 40}, "openstacksdk": {"steps": 17}},
     "bad-input.json": {"passed": True, "requests": 1524},
     "bad-input-web.json": {"passed": True, "requests": 2262},
@@ -39,7 +40,8 @@ def folder(tmp_path: Path) -> Path:
 def test_what_every_step_did_is_printed_in_one_line(folder: Path) -> None:
     assert executed(folder) == (
         "all passed: 2858 tests (pytest), 71 tests of deliberate defects, demo 1000 boots, conformance 1315, "
-        "differential 3000 requests, simulation 4466 requests, clients 57 calls, bad input 1524 requests, "
+        "differential 3000 requests, simulation 4466 requests, simulation alone 540 requests, clients 57 calls, "
+        "bad input 1524 requests, "
         "bad input to the HTTP API 2262 requests, "
         "pages 10 steps, Ironic 7 tests, fuzz 15000 inputs"
     )
@@ -68,6 +70,7 @@ def test_a_file_that_is_missing_or_holds_nothing_is_no_pass(folder: Path, step: 
         ("differential.json", {"failures": ["one"]}),
         ("simulate.json", {"failed": [7]}),
         ("simulate.json", {"requests": 0}),
+        ("simulate-alone.json", {"failed": [7]}),
         ("clients.json", {"passed": False}),
         ("clients.json", {"openstacksdk": {"wrong": "Unexpected"}}),
         ("bad-input.json", {"passed": False}),
