@@ -11,7 +11,15 @@ from bus.clock import Clock
 from bus.consuming.given_up import GIVEN_UP_BY_BROKER, given_up_of
 from bus.consuming.outcome import Done, Outcome, Received, Refuse
 from bus.contracts.base import Message, Refusal
-from bus.contracts.cell import CellBuild, CellDelete, ComputeHosts, ComputeOutcome, ComputeResult
+from bus.contracts.cell import (
+    MAX_LOOKS,
+    CellBuild,
+    CellDelete,
+    ComputeHosts,
+    ComputeOutcome,
+    ComputeResult,
+    LookAgain,
+)
 from bus.contracts.fences import CellFence
 from bus.contracts.moves import CellMove, MachineChanged, MoveKind
 
@@ -123,6 +131,7 @@ class HostHandlers:
         self._fences = fences
         self._guard = Guard(store, bus, clock, config, effective=engine.effective)
         self._room = QuarantinedRoom(store, bus)
+        self._bus = bus
 
     async def hosts(self, batch: Sequence[Received]) -> Sequence[Outcome]:
         """ComputeHosts."""
@@ -159,6 +168,21 @@ class HostHandlers:
         await self._room.reserve(report, found.unexplained)
         harmful = await self._guard.assess(report, found)
         await self._take(report.service, harmful)
+        await self._look_again(report, found.looks)
+
+    async def _look_again(self, report: ComputeHosts, looks: Sequence[tuple[str, str]]) -> None:
+        """Request a later scan of hosts whose service another was, where that decides what is lost."""
+        if not looks:
+            return
+        bounded = looks[:MAX_LOOKS]
+        metrics.LOOKS.labels(report.service).inc(len(bounded))
+        order = LookAgain(
+            service=report.service,
+            cell=report.cell,
+            hosts=tuple(dict.fromkeys(host for host, _ in bounded)),
+            looks=tuple(dict.fromkeys(look for _, look in bounded)),
+        )
+        await self._bus.publish(order, cause=report.service)
 
     async def _take(self, service: str, events: Sequence[tuple[str, Event]]) -> None:
         incoming = [InstanceEvent(uuid, event) for uuid, event in events]

@@ -29,6 +29,11 @@ RESERVED = Counter(
     "Orders to keep machines in quarantine out of an inventory, by service.",
     ["service"],
 )
+LOOKS = Counter(
+    "berth_conductor_looks_requested",
+    "Instances that a service reported missing which was not on record as their host's, by service: it looks again.",
+    ["service"],
+)
 DATABASE_CHANGES = Counter(
     "berth_conductor_database_changes", "How often the cell's database was found restored or promoted."
 )

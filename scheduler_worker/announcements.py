@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 
 import structlog
 from msgspec import Struct
@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from bus.bus import API
 from bus.clock import Clock
-from bus.consuming.outcome import Done, Outcome, Received
+from bus.consuming.outcome import Done, Outcome, Received, Retry
 from bus.contracts.build import BuildEvent, TimelineEntry
 from bus.contracts.fences import HostFence
 from bus.contracts.moves import MoveEvent
@@ -18,21 +18,27 @@ from bus.contracts.stages import Stamps
 from bus.persistence.outbox import OutboxMessage
 from bus.persistence.unit_of_work import run_optimistic
 from scheduler_worker import metrics
-from scheduler_worker.domain.builds import BuildUpdate, apply_announcement, timeline_entries
+from scheduler_worker.domain.builds import BuildUpdate, apply_announcement, is_early, timeline_entries
 from scheduler_worker.domain.moves import apply_announcement as apply_move
 from scheduler_worker.store.port import BuildUnit, SchedulerStore
 
 log = structlog.get_logger(__name__)
 
+# So often an announcement is delivered again that waits for an earlier one; then it is applied without. With the
+# queue's delays that is half a minute: by then a scheduler that held the earlier one has ended, or has its database.
+MAX_EARLY = 4
+EARLY = Retry("announcement.early", "the event that ended the request is not on record yet")
+
 
 class AppliedAnnouncements(Struct, frozen=True):
     """The result of a batch: the announcements that changed nothing, and why; those that were passed on; and the stamps
-    of builds that ended.
+    of builds that ended. early: those that wait for an earlier one.
     """
 
     ignored: list[tuple[BuildEvent, str]]
     announced: list[BuildEvent]
     ended: list[Stamps]
+    early: list[BuildEvent]
 
 
 class AnnouncementHandler:
@@ -59,11 +65,12 @@ class AnnouncementHandler:
         # Clients get it before it is on disk, and the cell's message is acknowledged after: lost in a crash of the
         # database, the message comes again and the same is published again
         # (docs/decisions/0011-what-waits-for-the-disk.md).
-        applied = AppliedAnnouncements([], [], [])
+        applied = AppliedAnnouncements([], [], [], [])
+        waited = {id(received.message) for received in batch if received.meta.attempt >= MAX_EARLY}
         if events:
             applied = await run_optimistic(
                 lambda optimistic: self._store.unit(durable=False, optimistic=optimistic),
-                lambda unit: self._apply(unit, events),
+                lambda unit: self._apply(unit, events, waited),
             )
         moves = [received.message for received in batch if isinstance(received.message, MoveEvent)]
         if moves:
@@ -73,21 +80,30 @@ class AnnouncementHandler:
         flushed = self._store.flushed(losses)
         for event, why in applied.ignored:
             self._log_ignored(event, why)
-        metrics.ANNOUNCED.labels("announced").inc(len(events) - len(applied.ignored))
+        metrics.ANNOUNCED.labels("announced").inc(len(events) - len(applied.ignored) - len(applied.early))
+        metrics.ANNOUNCED.labels("early").inc(len(applied.early))
         metrics.count_ended(applied.announced)
         metrics.observe_announced(applied.ended)
-        return [Done(after=flushed)] * len(batch)
+        if not applied.early:
+            return [Done(after=flushed)] * len(batch)
+        early = {id(event) for event in applied.early}
+        return [EARLY if id(received.message) in early else Done(after=flushed) for received in batch]
 
-    async def _apply(self, unit: BuildUnit, events: Sequence[BuildEvent]) -> AppliedAnnouncements:
-        """Write what the events change, and publish them on the API bus."""
+    async def _apply(
+        self, unit: BuildUnit, events: Sequence[BuildEvent], waited: Collection[int]
+    ) -> AppliedAnnouncements:
+        """Write what the events change, and publish them on the API bus. waited: events that wait for no other."""
         now = self._clock.time()
         builds = await unit.lock([event.instance_uuid for event in events])
         timelines: dict[str, list[TimelineEntry]] = {}
-        applied = AppliedAnnouncements([], [], [])
+        applied = AppliedAnnouncements([], [], [], [])
         for event in events:
             found = builds.get(event.instance_uuid)
             if found is None:
                 applied.ignored.append((event, "unknown"))
+                continue
+            if is_early(found, event, self._cell) and id(event) not in waited:
+                applied.early.append(event)
                 continue
             after, announced = apply_announcement(found, event, self._cell)
             if announced is None and found.cell != self._cell:

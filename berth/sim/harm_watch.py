@@ -44,7 +44,8 @@ class HarmWatch:
         self._lost: dict[str, int] = {}
         self._was_active: dict[tuple[str, str], int] = {}  # (host, instance): the attempt that a record had as active
         self._records: dict[str, Instance] = {}
-        self._seen: dict[tuple[str, str], Seen] = {}  # (process, node)
+        # (process, node): by the job that looked, those of the last RACE_S and the newest
+        self._seen: dict[tuple[str, str], dict[str, Seen]] = {}
         self._changed_hands: dict[str, float] = {}
         self.given_up: Collection[tuple[str, str, int]] = ()  # machines that a move gave up (`MoveWatch`)
         self.holdings: dict[str, Mapping[str, Mapping[str, int]]] = {}  # of consumers that are not ours
@@ -98,29 +99,42 @@ class HarmWatch:
 
     # --- nodes
 
-    def looked(self, process: str, node: Mapping[str, Any], at: float) -> None:
-        """A process is answered what a node is like."""
-        self._seen[process, node["uuid"]] = Seen(at, node.get("instance_uuid"), node.get("provision_state"))
+    def looked(self, process: str, node: Mapping[str, Any], at: float, job: str = "") -> None:
+        """A process is answered what a node is like. job: which build or destruction looked."""
+        seen = self._seen.setdefault((process, node["uuid"]), {})
+        seen.pop(job, None)
+        seen[job] = Seen(at, node.get("instance_uuid"), node.get("provision_state"))
+        for old in [one for one, look in seen.items() if one != job and at - look.at > RACE_S]:
+            del seen[old]
+
+    def _looks(self, process: str, node: str, job: str) -> list[Seen]:
+        """What the process acts upon: its newest look, and the newest of the very job that acts."""
+        seen = self._seen.get((process, node), {})
+        newest = list(seen.values())[-1:]
+        return newest if job not in seen else [*newest, seen[job]]
 
     def changed_hands(self, node: str) -> None:
         """A node has another instance now, or none."""
         self._changed_hands[node] = self._now()
 
-    def acted(self, process: str, method: str, node: Mapping[str, Any], attempt: int | None, body: bytes) -> None:
+    def acted(
+        self, process: str, method: str, node: Mapping[str, Any], attempt: int | None, body: bytes, *, job: str = ""
+    ) -> None:
         """Ironic accepts what a process of ours requests of a node that is as given. Raises Breach."""
         uuid, owner = node["uuid"], node["instance_uuid"]
         what = f"{process}: {method} {body[:80].decode(errors='replace')} on {uuid}, {node['provision_state']}"
-        seen = self._seen.get((process, uuid))
-        raced = (
-            seen is not None
-            and seen.instance != owner
+        looks = self._looks(process, uuid, job)
+        raced = any(
+            seen.instance != owner
             and self._changed_hands.get(uuid, -1.0) >= seen.at
             and self._now() - seen.at <= RACE_S
+            for seen in looks
         )
         if raced:
             return
         if owner is None:
-            if method == "PATCH" and (node["provision_state"] == "available" or self._was_just_free(seen)):
+            was_free = any(self._was_just_free(seen) for seen in looks)
+            if method == "PATCH" and (node["provision_state"] == "available" or was_free):
                 return  # taken, or marked before that
             raise Breach("foreign_unchanged", f"{what}, of no owner")
         if not self.ours(owner):
@@ -129,14 +143,12 @@ class HarmWatch:
         if ends and (words := self._unfounded(uuid, owner, attempt)):
             raise Breach("destroyed_with_reason", f"{what}: {words}")
 
-    def _was_just_free(self, seen: Seen | None) -> bool:
+    def _was_just_free(self, seen: Seen) -> bool:
         """Whether a node was free when it was last looked at, a moment ago. If it is taken then, it has to be freed.
 
         Ironic refuses no PATCH because of the provision state. What stays on the node is found at rest.
         """
-        return (
-            seen is not None and seen.instance is None and seen.state == "available" and self._now() - seen.at <= RACE_S
-        )
+        return seen.instance is None and seen.state == "available" and self._now() - seen.at <= RACE_S
 
     # --- the book
 

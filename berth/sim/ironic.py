@@ -6,6 +6,7 @@ import asyncio
 import json
 import random
 from collections.abc import Callable, Mapping, Sequence
+from contextvars import ContextVar
 from typing import Any
 
 import httpx
@@ -20,6 +21,8 @@ from berth.sim.plan import Order
 from berth.sim.watch import Breach
 from bus.clock import Clock, new_uuid
 from bus.port import Outgoing, PublishRefused, QueueMissing
+from compute_sim.driver import Build
+from compute_sim.drivers.ironic.driver import BareMetal
 
 EXCHANGE = "ironic"
 URL = "http://ironic"
@@ -161,19 +164,21 @@ class SimIronic:
 
     async def answer(self, request: httpx.Request, process: str) -> httpx.Response:
         """One request, carried out in Ironic's own process whatever becomes of its client."""
-        return await asyncio.shield(self.process.spawn(self._answer(request, process), "ironic answers"))
+        return await asyncio.shield(self.process.spawn(self._answer(request, process, JOB.get()), "ironic answers"))
 
-    async def _answer(self, request: httpx.Request, process: str) -> httpx.Response:
+    async def _answer(self, request: httpx.Request, process: str, job: str) -> httpx.Response:
         node = self.pool.nodes.get(request.url.path.removeprefix("/v1/nodes/").partition("/")[0])
         before = dict(node) if node is not None else None
         response = await self._app.handle_async_request(request)
         content = await response.aread()
         self._event_log.record("ironic", f"{request.method} {request.url.raw_path.decode()} {response.status_code}")
         if response.is_success:
-            self._look(request, process, before, content)
+            self._look(request, process, job, before, content)
         return httpx.Response(response.status_code, headers=response.headers, content=content)
 
-    def _look(self, request: httpx.Request, process: str, before: dict[str, Any] | None, content: bytes) -> None:
+    def _look(
+        self, request: httpx.Request, process: str, job: str, before: dict[str, Any] | None, content: bytes
+    ) -> None:
         harm = self._harm
         if harm is None:
             return
@@ -181,7 +186,7 @@ class SimIronic:
             answer = json.loads(content)
             shown = answer.get("nodes", [answer])
             for node in [one for one in shown if "provision_state" in one]:  # a ping requests a uuid alone
-                harm.looked(process, node, asyncio.get_running_loop().time())
+                harm.looked(process, node, asyncio.get_running_loop().time(), job)
             if before is not None and free(before) and process.startswith("compute") and self._ambushes:
                 self._take(self.pool.nodes[before["uuid"]], self._ambushes.pop(0))
             return
@@ -189,7 +194,7 @@ class SimIronic:
             owner = before["instance_uuid"]
             attempt = self._attempt_on(before["uuid"], owner) if owner else None
             try:
-                harm.acted(process, request.method, before, attempt or None, request.content)
+                harm.acted(process, request.method, before, attempt or None, request.content, job=job)
             except Breach as breach:
                 self._fail(breach)
 
@@ -327,6 +332,30 @@ class SimIronic:
                     if refused.status != httpx.codes.CONFLICT:
                         raise
                     await asyncio.sleep(RETRY_S)
+
+
+# Which build or destruction of a service requests something of Ironic: it acts upon what it has seen itself.
+JOB: ContextVar[str] = ContextVar("job", default="")
+
+
+class WatchedBareMetal(BareMetal):
+    """The driver, whose requests to Ironic name the job that they belong to."""
+
+    async def spawn(self, build: Build) -> None:
+        """Build."""
+        before = JOB.set(f"spawn {build.host_uuid} {build.spec.instance_uuid} {build.attempt}")
+        try:
+            await super().spawn(build)
+        finally:
+            JOB.reset(before)
+
+    async def destroy(self, host_uuid: str, instance_uuid: str, attempt: int, deployment: str | None) -> None:
+        """Destroy."""
+        before = JOB.set(f"destroy {host_uuid} {instance_uuid} {attempt}")
+        try:
+            await super().destroy(host_uuid, instance_uuid, attempt, deployment)
+        finally:
+            JOB.reset(before)
 
 
 class IronicTransport(httpx.AsyncBaseTransport):

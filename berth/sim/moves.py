@@ -91,7 +91,9 @@ class Mover:
     def _may_move(self, cell: str, uuid: str) -> bool:
         """Machines of metal, those of others and those whose hints held once stay where they are."""
         world = self._world
-        instance = world.cells[cell].instances[uuid]
+        instance = world.cells[cell].instances.get(uuid)
+        if instance is None:
+            return False  # it was deleted and forgotten while a drain waited
         on_metal = instance.host_uuid in (world.ironic.pool.nodes if world.ironic is not None else ())
         return world.harm.ours(uuid) and uuid not in world.taken_back and not on_metal
 

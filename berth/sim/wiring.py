@@ -14,7 +14,7 @@ import compute_sim.app
 import ironic_sync.app
 import placement_worker.app
 import scheduler_worker.app
-from berth.sim.ironic import URL, IronicTransport, SimIronic
+from berth.sim.ironic import URL, IronicTransport, SimIronic, WatchedBareMetal
 from berth.sim.ironic_sync_watch import IronicSyncWatch, WatchedPositions
 from berth.sim.loop import Process
 from berth.sim.network import NetworkFaults, SimTransport
@@ -26,7 +26,7 @@ from bus.service.service import Service
 from cell_conductor.config import ConductorConfig
 from cell_conductor.store.memory import MemoryInstances
 from compute_sim.config import ComputeConfig, IronicConfig
-from compute_sim.drivers.ironic.driver import BareMetal, ring_name
+from compute_sim.drivers.ironic.driver import ring_name
 from compute_sim.fleet import Fleet
 from compute_sim.ring import Ring
 from ironic_sync.config import IronicSyncConfig
@@ -210,7 +210,7 @@ class Wiring:
         if config.driver == "ironic":
             assert world.ironic is not None
             way = IronicTransport(world.ironic, context.process, world.network_faults)
-            driver = BareMetal(
+            driver = WatchedBareMetal(
                 config.ironic,
                 cell=cell,
                 service=service,

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from typing import Protocol
+from uuid import UUID, uuid5
 
 from bus.contracts.cell import UNKNOWN_ATTEMPT
 
 from .events import HostMissing
 from .instance import Instance, ScanId, State
+
+_LOOKS = UUID("6d1f7b0e-1c57-4f1b-9a57-3f6a1c6f2d11")
 
 # A client has requested the delete, and nothing revokes that: no attempt is wanted, whatever its number.
 DELETE_ASKED = frozenset({State.TOMBSTONE, State.ABANDONING, State.DELETING, State.RELEASING, State.DELETED})
@@ -37,6 +40,14 @@ AT_SOURCE = frozenset({State.CLAIMING, State.PREPARING, State.HANDING_OVER, Stat
 
 class OnRecord(Protocol):
     """As much of a record as the proof reads."""
+
+    @property
+    def uuid(self) -> str:
+        """The instance's uuid."""
+
+    @property
+    def since(self) -> float:
+        """When its state was entered."""
 
     @property
     def state(self) -> State:
@@ -120,6 +131,20 @@ def is_unsure(record: OnRecord, attempt: int, host_uuid: str) -> bool:
     return ended and record.doubted and (attempt, host_uuid) == (record.attempt, record.host_uuid)
 
 
+def look_at(record: OnRecord) -> str:
+    """The look that a scan names which began while the record stands as it does now, or later."""
+    return str(uuid5(_LOOKS, f"{record.uuid} {record.attempt} {record.state} {record.since!r}"))
+
+
+def is_hearsay(event: HostMissing, service: str, record: OnRecord) -> bool:
+    """Whether another service than the host's own reports the machine missing, by a scan that may be older than it.
+
+    service: the host's, by the record. Scans of two services have no common order, and their clocks may be minutes
+    apart. A scan that names the record's look began after the record was what it is.
+    """
+    return event.service != service and look_at(record) not in event.looks
+
+
 def predates(event: HostMissing, service: str, up_scan: ScanId | None) -> bool:
     """Whether a report was made before its host was known to run the machine, whatever the clocks of the two say.
 
@@ -132,4 +157,5 @@ def up_scan_here(instance: Instance) -> ScanId | None:
     """The scan by which the current host was first known to run it. None: unknown, or it has not arrived there."""
     move = instance.move
     is_sources = move is not None and move.source is not None and instance.up_scan == move.source_up_scan
-    return None if is_sources and instance.host_uuid != instance.source_host_uuid else instance.up_scan
+    # Without another host as its source it is where it was: not moved yet, or moved in place.
+    return None if is_sources and instance.source_host_uuid is not None else instance.up_scan

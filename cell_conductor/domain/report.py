@@ -22,6 +22,7 @@ from .proof import (
     is_untried,
     is_wanted_at_source,
     is_wanted_here,
+    look_at,
 )
 
 
@@ -29,16 +30,8 @@ class RecordedInstance(OnRecord, Protocol):
     """As much of an instance as the comparison reads."""
 
     @property
-    def uuid(self) -> str:
-        """Its uuid."""
-
-    @property
     def service(self) -> str:
         """The compute service that was last known to manage that host."""
-
-    @property
-    def since(self) -> float:
-        """When its state was entered."""
 
 
 class UnexplainedKind(StrEnum):
@@ -72,12 +65,15 @@ RENUMBERED = "the database was set back while it was moved"
 class Differences(Struct, frozen=True):
     """What does not agree: events for instances, and machines that are only reported.
 
-    harmful: of the events those that end or destroy a machine although no client requested it; see `breaker`.
+    harmful: of the events those that end or destroy a machine although no client requested it; see `breaker`. looks:
+    (host, look) of what is missing by the report of a service that is not on record as the host's: to be looked at
+    again.
     """
 
     events: tuple[tuple[str, Event], ...] = ()
     harmful: tuple[tuple[str, Event], ...] = ()
     unexplained: tuple[Unexplained, ...] = ()
+    looks: tuple[tuple[str, str], ...] = ()
 
 
 # Its host must carry it, or may still: a report that leaves it out is a finding.
@@ -106,6 +102,7 @@ def differences(
     events: list[tuple[str, Event]] = []
     harmful: list[tuple[str, Event]] = []
     unexplained: list[Unexplained] = []
+    looks: list[tuple[str, str]] = []
     for host_uuid, running in running_on.items():
         for one in running:
             record = by_uuid.get(one.instance_uuid)
@@ -133,10 +130,15 @@ def differences(
         for place, is_expected in places:
             if place is None or not is_expected or not counts or place not in running_on:
                 continue
-            if (place, record.uuid) not in listed:
-                gone = HostMissing(at=now, host_uuid=place, seen_at=seen_at, service=report.service, scan=_scan(report))
-                (harmful if record.state in HARMED else events).append((record.uuid, gone))
-    return Differences(tuple(events), tuple(harmful), tuple(unexplained))
+            if (place, record.uuid) in listed:
+                continue
+            if record.service != report.service and (look := look_at(record)) not in report.looks:
+                looks.append((place, look))
+                if place == record.host_uuid:
+                    continue  # hearsay (`proof.is_hearsay`); of a source's service the brief does not tell
+            gone = _missing(report, place, now, seen_at)
+            (harmful if record.state in HARMED else events).append((record.uuid, gone))
+    return Differences(tuple(events), tuple(harmful), tuple(unexplained), tuple(looks))
 
 
 def _is_known_at(record: RecordedInstance | None, host_uuid: str) -> bool:
@@ -196,6 +198,12 @@ def _runs(report: ComputeHosts, one: Running, host_uuid: str, now: float, seen_a
         seen_at=seen_at,
         scan=_scan(report),
         built=one.built,
+    )
+
+
+def _missing(report: ComputeHosts, host_uuid: str, now: float, seen_at: float) -> HostMissing:
+    return HostMissing(
+        at=now, host_uuid=host_uuid, seen_at=seen_at, service=report.service, scan=_scan(report), looks=report.looks
     )
 
 

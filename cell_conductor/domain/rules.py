@@ -37,7 +37,7 @@ from .fences import FENCED, Fence
 from .history import summary_of
 from .instance import NOT_TRIED, Instance, State
 from .leases import Lease
-from .proof import is_over, predates, up_scan_here
+from .proof import is_hearsay, is_over, predates, up_scan_here
 
 # The clock of a build's request, and the one of the database's set-back, may be so far
 # apart. A build of so long after a restore is doubted for nothing: it waits longer for a silent host.
@@ -580,9 +580,13 @@ def is_gone(instance: Instance, event: Destroyed | HostMissing, timeouts: Timeou
         return False
     if isinstance(event, Destroyed):
         return event.attempt >= instance.attempt
-    if predates(event, instance.here.service, up_scan_here(instance)):
+    if is_hearsay(event, instance.here.service, instance) or predates(
+        event, instance.here.service, up_scan_here(instance)
+    ):
         return False
-    if instance.state in (State.ACTIVE, State.RESIZED) and event.service == instance.here.service:
+    if instance.state in (State.ACTIVE, State.RESIZED):
+        if event.service != instance.here.service:
+            return True  # its scan began after the record was active
         if instance.up_scan is not None and event.scan is not None:
             return True  # no clock: the host's may have been set since
         if instance.up_at is not None:

@@ -132,6 +132,16 @@ def apply_announcement(build: RecordedBuild, event: BuildEvent, cell: str) -> tu
     return after, replace(event, terminal=terminal, cell=cell, project_id=build.project_id)
 
 
+def is_early(build: RecordedBuild, event: BuildEvent, cell: str) -> bool:
+    """Whether the cell has ended the request by an earlier event, which is not on record here.
+
+    That one is on its way: it was overtaken, or clients had it and a database that died forgot it, and its message is
+    delivered again. Announced now, this event would be a second terminal one.
+    """
+    applies = event.sequence > build.sequence and build.state is not BuildState.DELETED and build.cell == cell
+    return applies and event.state is BuildState.FAILED and not event.terminal and not build.terminal
+
+
 def timeline_entries(event: BuildEvent, known: int, now: float) -> tuple[TimelineEntry, ...]:
     """One announcement as lines of the build's timeline: the attempts that it reports for the first time, then itself.
 

@@ -225,6 +225,18 @@ def test_a_node_that_leaves_available_under_a_take_is_no_breach(
         harm.acted("compute-m0", "PUT", node, None, b'{"target":"active"}')
 
 
+@pytest.mark.parametrize(("job", "breaks"), [("build", False), ("other", True)])
+def test_what_a_build_acts_upon_is_what_it_has_seen_itself(job: str, *, breaks: bool) -> None:
+    """Seed 61056 at d0562af: the service's own listing came between, and saw the node that was enrolled anew."""
+    harm = HarmWatch(lambda: 102.0)
+    node = {"uuid": HERE, "instance_uuid": None, "provision_state": "manageable"}
+    harm.looked("compute-m0", {**node, "provision_state": "available"}, 100.0, "build")
+    harm.looked("compute-m0", node, 101.0, "listing")
+    take = json.dumps(take_patch(InstanceSpec(instance_uuid=INSTANCE, project_id="red"), MARK, None)).encode()
+    with pytest.raises(Breach, match="of no owner") if breaks else nullcontext():
+        harm.acted("compute-m0", "PATCH", node, None, take, job=job)
+
+
 @pytest.mark.parametrize(("first_died", "machines"), [(True, 1), (False, 2)])
 def test_what_a_dead_process_of_a_name_built_unreported_may_be_destroyed_in_vain(
     *, first_died: bool, machines: int

@@ -487,6 +487,16 @@ MESSAGES: tuple[MessageRow, ...] = (
         idempotency="requests a report",
     ),
     MessageRow(
+        message=cell.LookAgain,
+        owner="compute_sim",
+        publishers=("cell_conductor",),
+        where=Where.CELL,
+        exchange=EVENTS,
+        key="compute.look.{service}",
+        persistent=False,
+        idempotency="requests a report",
+    ),
+    MessageRow(
         message=cell.ComputeHosts,
         owner="compute_sim",
         publishers=("compute_sim",),

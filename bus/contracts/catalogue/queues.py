@@ -195,6 +195,7 @@ QUEUES: tuple[QueueRow, ...] = (
         consumer="compute_sim",
         bindings=(
             (EVENTS, "compute.report"),
+            (EVENTS, "compute.look.{service}"),
             (EVENTS, "compute.heartbeat.{service}"),
             (EVENTS, "compute.outdated.{service}"),
             (EVENTS, "compute.reserve.{service}"),

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+import asyncio
+from collections.abc import AsyncIterator, Sequence
 
 import pytest
 from msgspec.structs import replace
 
-from bus.consuming.outcome import Received
+from bus.consuming.outcome import Done, Outcome, Received
 from bus.contracts.base import Meta
 from bus.contracts.build import BuildState
 from bus.contracts.cell import (
@@ -16,6 +17,7 @@ from bus.contracts.cell import (
     ComputeOutcome,
     ComputeResult,
     HostReport,
+    LookAgain,
     Running,
 )
 from cell_conductor.domain.instance import State
@@ -57,3 +59,41 @@ async def test_a_delete_sent_to_a_dead_service_is_sent_to_its_heir(cell: Cell) -
     assert [order.service for order in around.destroys] == ["s1"]
     assert await cell.state(uuid) is State.DELETED
     await cell.check_at_rest()
+
+
+async def test_what_an_heir_misses_is_lost_by_the_scan_that_was_requested_and_by_none_before(cell: Cell) -> None:
+    """Seed 61245 at d0562af: by the heir's clock, which was ahead, a scan of before the build was long after it."""
+    around, host = cell.around, cell.host(1)
+    looks: asyncio.Queue[LookAgain] = asyncio.Queue()
+
+    async def heir(batch: Sequence[Received]) -> Sequence[Outcome]:
+        for received in batch:
+            if isinstance(received.message, LookAgain):
+                looks.put_nowait(received.message)
+        return [Done()] * len(batch)
+
+    listening = around.bus.consumer("compute.control.{service}", heir, service="heir", source="heir")
+    await listening.start()
+    running = asyncio.create_task(listening.run())
+    build = cell.build(1)
+    uuid = build.spec.instance_uuid
+    await around.bus.publish(build)
+    await around.until(lambda: bool(around.ends(uuid)))
+    assert await cell.state(uuid) is State.ACTIVE
+    ahead = cell.clock.time() + 3600.0
+    report = ComputeHosts(
+        service="heir", cell=CELL, epoch=1, sequence=1, seen_at=ahead, scan=1,
+        hosts=(HostReport(uuid=host, name="host-1", running=()),),
+    )  # fmt: skip
+    meta = Meta(id="1", sent_at=ahead)
+    await cell.hosts.hosts([Received(report, meta, CELL, "conductor.hosts.conductor")])
+    assert await cell.state(uuid) is State.ACTIVE
+    async with asyncio.timeout(60):
+        order = await looks.get()
+    assert (order.hosts, len(order.looks)) == ((host,), 1)
+    del around.running[host, uuid]  # it is really gone, and the heir looks again
+    again = replace(report, sequence=2, scan=2, looks=order.looks)
+    await cell.hosts.hosts([Received(again, meta, CELL, "conductor.hosts.conductor")])
+    await around.until(lambda: BuildState.FAILED in [event.state for event in around.events])
+    await listening.drain(5.0)
+    await running

@@ -24,7 +24,7 @@ from bus.contracts.build import (
 from bus.contracts.catalogue import BY_QUEUE, DEAD_LETTERS
 from bus.faults import DatabaseUnavailable, RequestRefused
 from bus.persistence.database import Database
-from scheduler_worker import metrics
+from scheduler_worker import announcements, metrics
 from scheduler_worker.config import SchedulerConfig
 from scheduler_worker.domain.attempt import Attempt, PlacementRequest
 from scheduler_worker.engine import SchedulingEngine
@@ -93,6 +93,32 @@ async def test_a_late_or_repeated_event_is_in_the_timeline_once_and_in_its_place
             await asyncio.sleep(0.005)
     assert {"accepted", "scheduled"} >= set(world.states(request.instance_uuid)[:-1])
     assert world.states(request.instance_uuid)[-1] == "active"
+
+
+async def test_a_loss_that_overtakes_the_end_of_its_request_waits_for_it(world: World) -> None:
+    """Seed 61174 at d0562af: a database that died forgot `active`, and clients had `failed` as a second end."""
+    await world.scheduler()
+    await world.add_hosts("c1", 1)
+    request = world.request()
+    await world.ask(request)
+    await world.until(lambda: world.builds)
+    await world.announced("c1", request, BuildState.FAILED, 12, attempt=1, code="instance.lost")
+    await world.announced("c1", request, BuildState.ACTIVE, 11, terminal=True, attempt=1)
+    await world.until(lambda: "failed" in world.states(request.instance_uuid))
+    ends = [(e.state, e.terminal) for e in world.events if e.sequence > 2]
+    assert ends == [(BuildState.ACTIVE, True), (BuildState.FAILED, False)]
+
+
+async def test_a_loss_whose_request_has_no_other_end_ends_it(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its `active` is a dead letter, or older than the scheduler's backup."""
+    monkeypatch.setattr(announcements, "MAX_EARLY", 1)
+    await world.scheduler()
+    await world.add_hosts("c1", 1)
+    request = world.request()
+    await world.ask(request)
+    await world.until(lambda: world.builds)
+    await world.announced("c1", request, BuildState.FAILED, 12, attempt=1, code="instance.lost")
+    assert (await world.ended(request.instance_uuid, BuildState.FAILED)).terminal
 
 
 async def test_a_decision_keeps_the_scores_of_its_host_and_its_alternates(world: World) -> None:

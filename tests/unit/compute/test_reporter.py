@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from bus.contracts.base import Message
-from bus.contracts.cell import ComputeHosts, ComputeResult
+from bus.contracts.cell import ComputeHosts, ComputeResult, LookAgain
 from bus.contracts.placement import InventoryUpdate, ProviderReport
 from compute_sim.answers import Answers
 from compute_sim.domain.attempts import Entry, Phase
@@ -203,3 +203,48 @@ async def test_the_inventory_of_a_host_that_changed_is_published_once_more() -> 
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
+
+
+class Asked(SlowWorld):
+    """A conductor's request for a later scan comes while the driver lists."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scans = 0
+        self.on_scan: Any = None
+
+    async def running(self, hosts: Sequence[str] | None = None) -> dict[str, list[Any]]:
+        self.scans += 1
+        if self.scans == 1:
+            self.on_scan()
+        return {HOST: []}
+
+    async def sleep(self, seconds: float) -> None:
+        await asyncio.sleep(0)
+
+
+async def test_a_scan_names_the_looks_that_were_requested_before_it_began() -> None:
+    """A scan that was under way may have passed the host before the machine came to be."""
+    world, records = Asked(), Records()
+    changes = HostChanges(world)  # type: ignore[arg-type]
+    reporter = Reporter(
+        world, service="s", cell="c1", survey=world, records=records, changes=changes, clock=world,
+        offering=everything_offered(world, records), rng=random.Random(1), heartbeat_interval_s=1.0,
+        report_interval_s=60.0,
+    )  # fmt: skip
+    order = LookAgain(service="s", cell="c1", hosts=(HOST,), looks=("60000000-0000-4000-8000-000000000001",))
+    world.on_scan = lambda: changes.on_look(order)
+    task = asyncio.create_task(reporter.announce())
+    async with asyncio.timeout(10):
+        while len(world.published) < 2:
+            world.sent.clear()
+            await world.sent.wait()
+        changes.on_request()
+        while len(world.published) < 3:
+            world.sent.clear()
+            await world.sent.wait()
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    reports = [one for one in world.published if isinstance(one, ComputeHosts)]
+    assert [one.looks for one in reports] == [(), order.looks, ()], "each look is named once"
+    assert [one.uuid for one in reports[1].hosts] == [HOST]

@@ -137,7 +137,7 @@ class World(RuleBasedStateMachine):
             runs = e.HostRuns(at=0.0, attempt=host.running, host_uuid=host.uuid, service="s", seen_at=self.now)
             self.network.append(runs)
         elif self.instance.host_uuid == host.uuid:
-            self.network.append(e.HostMissing(at=0.0, host_uuid=host.uuid, seen_at=self.now))
+            self.network.append(e.HostMissing(at=0.0, host_uuid=host.uuid, seen_at=self.now, service="s"))
 
     def ask(self, *, lose: bool) -> None:
         question = wanted(self.instance)

@@ -9,7 +9,7 @@ from cell_conductor.domain import events as e
 from cell_conductor.domain.instance import Instance, State
 from tests.unit.conductor.scenario import DELETE, RELEASED, destroys, failed, host, queried, run, spawned
 
-MISSING = e.HostMissing(at=900.0, host_uuid=host(1), seen_at=900.0)
+MISSING = e.HostMissing(at=900.0, host_uuid=host(1), seen_at=900.0, service="s1")
 GONE = e.Destroyed(at=130.0, attempt=1, host_uuid=host(1))
 STORIES = {
     State.FAILED: (queried(), failed(final=True), RELEASED),

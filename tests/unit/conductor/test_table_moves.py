@@ -27,7 +27,7 @@ from cell_conductor.domain import events as e
 from cell_conductor.domain.instance import Instance, Power, ScanId, State
 from cell_conductor.domain.leases import Lease, LeaseState
 from cell_conductor.domain.move_events import condition_of
-from cell_conductor.domain.proof import is_over
+from cell_conductor.domain.proof import is_over, look_at
 from cell_conductor.domain.rules import Step
 from cell_conductor.domain.table import step, wanted
 from cell_conductor.engine import Transition, _may_be_redone
@@ -408,8 +408,21 @@ def test_an_evacuated_source_keeps_its_claim_until_its_host_has_nothing_of_it() 
     runs = e.HostRuns(at=900.0, attempt=1, host_uuid=host(1), service="s3", seen_at=900.0)
     made.apply(runs)
     assert made.destroys[-1] == (1, host(1))  # its host has another service now, which is told
-    made.apply(e.HostMissing(at=990.0, host_uuid=host(1), seen_at=990.0, service="s3"))
+    missing = e.HostMissing(at=990.0, host_uuid=host(1), seen_at=990.0, service="s1")
+    assert made.apply(missing).instance.state is State.CONFIRMING, "its former service may have looked before that"
+    made.apply(replace(missing, looks=(look_at(made.instance),)))
     assert made.instance.state is State.SETTLING
+
+
+def test_a_machine_that_was_resized_in_place_is_not_lost_by_a_report_of_before_it_was_built() -> None:
+    """Seed 61105 at d0562af: its host was not taken for the one that was seen to run it."""
+    made = Scenario(replace(active(), up_scan=ScanId(5, 3)))
+    made.apply(request(MoveKind.RESIZE, 1), claimed())
+    made.end(1, 1)
+    assert made.instance.state is State.RESIZED and made.instance.is_in_place
+    older = e.HostMissing(at=300.0, host_uuid=host(1), seen_at=999.0, service="s1", scan=ScanId(5, 3))
+    assert made.apply(older).instance.state is State.RESIZED
+    assert made.apply(replace(older, scan=ScanId(5, 4))).instance.state is State.GIVING_UP
 
 
 def test_an_evacuation_that_finds_no_host_leaves_the_record_as_it_was() -> None:

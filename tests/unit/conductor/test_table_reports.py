@@ -9,6 +9,7 @@ from bus.contracts.build import BuildState
 from bus.contracts.cell import UNKNOWN_ATTEMPT, Destroy
 from cell_conductor.domain import events as e
 from cell_conductor.domain.instance import Instance, ScanId, State
+from cell_conductor.domain.proof import look_at
 from cell_conductor.domain.rules import Step
 from cell_conductor.domain.table import step
 from tests.unit.conductor.scenario import (
@@ -37,7 +38,7 @@ def test_report_finds_a_lost_success() -> None:
 
 def test_report_of_a_vanished_instance_fails_it_without_a_second_terminal_event() -> None:
     up = run(queried(), spawned(at=110.0))
-    young = e.HostMissing(at=141.0, host_uuid=host(1), seen_at=139.9)
+    young = e.HostMissing(at=141.0, host_uuid=host(1), seen_at=139.9, service="s1")
     assert run(young, start=up.instance).instance.state is State.ACTIVE
     lost = run(replace(young, seen_at=140.1), start=up.instance)
     assert lost.instance.state is State.GIVING_UP and destroys(lost) == [(1, host(1))]
@@ -51,7 +52,7 @@ def test_an_unasked_destroyed_of_an_active_instance_waits_for_a_report() -> None
     for attempt in (1, 2):
         reported_gone = run(e.Destroyed(at=150.0, attempt=attempt, host_uuid=host(1)), start=up)
         assert reported_gone.instance == up and not reported_gone.commands
-    lost = run(e.HostMissing(at=151.0, host_uuid=host(1), seen_at=151.0), start=up).instance
+    lost = run(e.HostMissing(at=151.0, host_uuid=host(1), seen_at=151.0, service="s1"), start=up).instance
     assert lost.state is State.GIVING_UP
     leaving = run(DELETE, e.Destroyed(at=152.0, attempt=1, host_uuid=host(1)), start=up).instance
     assert leaving.state is State.RELEASING, "the answer to a destroy of ours is believed as before"
@@ -65,8 +66,18 @@ def test_a_host_whose_clock_is_minutes_off_neither_kills_a_young_instance_nor_hi
     assert run(looked, start=up.instance).instance.state is State.ACTIVE
     lost = run(replace(looked, seen_at=111.0 + ahead_s), start=up.instance)
     assert lost.instance.state is State.GIVING_UP
-    other = replace(looked, seen_at=139.0, service="heir")
-    assert run(other, start=up.instance).instance.state is State.ACTIVE
+
+
+def test_another_service_whose_clock_is_ahead_ends_no_healthy_instance() -> None:
+    """Seed 61245 at d0562af: a node's former service had looked before the build, and by its clock long after it."""
+    up = run(queried(), replace(spawned(at=110.0), scan=ScanId(5, 3))).instance
+    hearsay = e.HostMissing(at=111.0, host_uuid=host(1), seen_at=999.0, service="heir", scan=ScanId(7, 9))
+    older = look_at(replace(up, since=up.since - 1.0))
+    for told in (hearsay, replace(hearsay, looks=(older,)), replace(hearsay, looks=(look_at(replace(up, attempt=2)),))):
+        assert run(told, start=up) == Step(up)
+    assert run(replace(hearsay, looks=(look_at(up),)), start=up).instance.state is State.GIVING_UP
+    resized = replace(up, state=State.RESIZED)
+    assert run(hearsay, start=resized) == Step(resized)
 
 
 @pytest.mark.parametrize("set_by_s", [240.0, -240.0])
@@ -105,13 +116,19 @@ def test_a_host_that_names_no_scan_is_compared_by_its_clock() -> None:
 
 def test_a_young_build_is_not_killed_by_a_report() -> None:
     building = run(queried()).instance
-    assert run(e.HostMissing(at=999.0, host_uuid=host(1), seen_at=999.0), start=building).instance == building
+    assert (
+        run(e.HostMissing(at=999.0, host_uuid=host(1), seen_at=999.0, service="s1"), start=building).instance
+        == building
+    )
 
 
 def test_a_report_that_it_is_gone_ends_a_delete_whose_answer_was_lost() -> None:
     leaving = run(queried(), spawned(), DELETE).instance
-    assert run(e.HostMissing(at=1.0, host_uuid=host(1), seen_at=150.0), start=leaving).instance == leaving
-    assert run(e.HostMissing(at=1.0, host_uuid=host(1), seen_at=150.1), start=leaving).instance.state is State.RELEASING
+    assert run(e.HostMissing(at=1.0, host_uuid=host(1), seen_at=150.0, service="s1"), start=leaving).instance == leaving
+    assert (
+        run(e.HostMissing(at=1.0, host_uuid=host(1), seen_at=150.1, service="s1"), start=leaving).instance.state
+        is State.RELEASING
+    )
 
 
 def test_a_report_of_before_the_build_ends_no_delete_though_its_host_is_minutes_ahead() -> None:
@@ -120,7 +137,9 @@ def test_a_report_of_before_the_build_ends_no_delete_though_its_host_is_minutes_
     ahead = e.HostMissing(at=130.0, host_uuid=host(1), seen_at=400.0, service="s1", scan=ScanId(5, 3))
     for earlier in (ahead, replace(ahead, scan=ScanId(4, 9))):
         assert run(earlier, start=leaving).instance == leaving
-    for later in (replace(ahead, scan=ScanId(5, 4)), replace(ahead, service="heir")):
+    other = replace(ahead, service="heir")
+    assert run(other, start=leaving).instance == leaving, "another service's scan may be older, too"
+    for later in (replace(ahead, scan=ScanId(5, 4)), replace(other, looks=(look_at(leaving),))):
         assert run(later, start=leaving).instance.state is State.RELEASING
 
 
