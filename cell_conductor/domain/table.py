@@ -56,6 +56,7 @@ IGNORE = Rule(rules.ignore)
 DESTROY_ORPHAN = Rule(rules.destroy_orphan)
 CONFIRM_RUNNING = Rule(rules.confirm_running)
 AGAIN = Rule(rules.repeat_question)
+ACTIVE_AGAIN = Rule(rules.announce_active_again)
 REFUSE = Rule(move_events.refuse)
 REFUSE_BUSY = Rule(move_events.refuse_busy)
 DELETE_MOVING = Rule(move_rules.delete, (State.DELETING, State.RELEASING))
@@ -66,7 +67,7 @@ ARRIVED = (State.RESIZED, State.CONFIRMING, State.SETTLING, State.ACTIVE)
 
 # What happens in every state of a move, unless its row overrides it: nothing, or the machine's own fence.
 MOVING: Mapping[type[Event], Rule | None] = {
-    BuildRequested: IGNORE,
+    BuildRequested: ACTIVE_AGAIN,
     DeleteRequested: DELETE_MOVING,
     Spawned: DESTROY_ORPHAN,
     SpawnFailed: IGNORE,
@@ -304,7 +305,7 @@ TABLE: Mapping[State, Mapping[type[Event], Rule | None]] = {
         HostFenced: IGNORE,
     },
     State.ACTIVE: {
-        BuildRequested: IGNORE,
+        BuildRequested: ACTIVE_AGAIN,
         DeleteRequested: Rule(rules.destroy, (State.DELETING,)),
         Spawned: CONFIRM_RUNNING,
         SpawnFailed: IGNORE,  # a host that corrects itself does so by reporting what it runs
@@ -394,7 +395,7 @@ TABLE: Mapping[State, Mapping[type[Event], Rule | None]] = {
         HostFenced: IGNORE,
     },
     State.DELETED: {
-        BuildRequested: IGNORE,
+        BuildRequested: Rule(rules.announce_deleted_again),
         DeleteRequested: IGNORE,
         Spawned: DESTROY_ORPHAN,
         SpawnFailed: IGNORE,

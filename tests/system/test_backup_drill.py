@@ -39,7 +39,6 @@ PLAN = SystemPlan(
 WITH_DATABASE = ("placement1", "conductor-cell1-1", "scheduler1")
 PATIENCE_S = 120.0
 REST_S = 20.0
-POLL_S = 0.1
 
 
 async def boot(client: BuildClient, count: int) -> list[str]:
@@ -61,14 +60,11 @@ async def active(client: BuildClient, uuids: list[str], count: int) -> None:
 
 
 async def request_again(client: BuildClient, uuids: list[str]) -> None:
-    """Publish these requests again, as a client does that has no answer; wait until they are on record."""
+    """Publish these requests again, as a client does that has no answer; wait until each has its end."""
     for uuid in uuids:
         client.forget(uuid)
     await client.boot([BuildRequest(instance_uuid=uuid, flavor="m1.tiny", project_id="demo") for uuid in uuids])
-    async with asyncio.timeout(PATIENCE_S):
-        for uuid in uuids:
-            while not (await client.query(BuildQuery(instance_uuid=uuid), timeout_s=PATIENCE_S)).builds:  # noqa: ASYNC110
-                await asyncio.sleep(POLL_S)
+    assert await client.wait(PATIENCE_S), [uuid for uuid in uuids if not client.tracks[uuid].state]
 
 
 async def delete(client: BuildClient, uuids: list[str]) -> None:

@@ -109,7 +109,11 @@ class World(RuleBasedStateMachine):
         self.instance = stepped.instance
         for command in stepped.commands:
             if isinstance(command, BuildEvent):
-                self.announced.append(command)
+                if command.sequence in (earlier := {one.sequence: one for one in self.announced}):
+                    known = earlier[command.sequence]  # once more, to a scheduler that may have forgotten it
+                    assert (command.state, command.terminal) == (known.state, known.terminal)
+                else:
+                    self.announced.append(command)
                 continue
             if isinstance(command, Spawn):
                 assert self.book.held == (command.attempt, command.host_uuid), "only claimed hosts are ever built on"

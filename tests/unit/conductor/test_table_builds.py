@@ -11,7 +11,6 @@ from bus.contracts.groups import GroupPolicy, ServerGroup
 from bus.contracts.placement import Claim, ClaimOutcome, Release
 from cell_conductor.domain import events as e
 from cell_conductor.domain.instance import FIRST_SEQUENCE, State
-from cell_conductor.domain.rules import Step
 from cell_conductor.domain.table import step, wanted
 from tests.unit.conductor.scenario import (
     DELETE,
@@ -94,7 +93,8 @@ def test_exhausted_by_the_claim_fences_what_may_be_on_its_way_then_fails() -> No
 def test_what_failed_and_was_forgotten_above_is_built_when_it_is_requested_anew() -> None:
     """Schedulers forget a failed build a day before its cell does: the new one stayed scheduled, and held its claim."""
     over = run(queried(hosts=1), failed(), RELEASED).instance
-    assert run(queried(), start=over) == Step(over), "a copy of the same request"
+    copy = run(queried(), start=over)
+    assert (copy.instance, spawns(copy)) == (over, []), "a copy of the same request"
     anew = run(replace(queried(), requested_at=9e5, at=9e5), start=over)
     assert spawns(anew) == [(1, host(1))] and anew.instance.state is State.BUILDING
     assert not anew.instance.history and not anew.instance.answered and not anew.instance.code
@@ -196,3 +196,19 @@ def test_alternates_are_held_to_the_rule_of_the_server_group() -> None:
     over = run(refused, start=stepped.instance).instance
     assert over.state is State.GIVING_UP
     assert [record.code for record in over.history[-2:]] == ["ruled_out", "full"]
+
+
+def test_a_second_build_of_what_has_ended_is_answered_with_its_end_once_more() -> None:
+    """After a restore of the schedulers it stayed `scheduled` for ever: the cell took it for a copy."""
+    up = run(queried(), spawned())
+    lost = run(e.HostMissing(at=151.0, host_uuid=host(1), seen_at=151.0, service="s1"), RELEASED, start=up.instance)
+    failed_at_once = run(queried(hosts=1), failed(final=True), RELEASED)
+    deleted = run(DELETE, e.Destroyed(at=125.0, attempt=1, host_uuid=host(1)), RELEASED, start=up.instance)
+    for end, terminal in ((up, True), (lost, False), (failed_at_once, True), (deleted, True)):
+        again = run(queried(), start=end.instance)
+        assert again.instance == end.instance and not spawns(again) and not destroys(again)
+        (first,), (second,) = announced(end), announced(again)
+        assert (second.state, second.sequence, second.host) == (first.state, first.sequence, first.host)
+        assert (second.terminal, second.code, second.history) == (terminal, first.code, first.history)
+    tombstone = run(DELETE).instance
+    assert announced(run(queried(), start=tombstone)) == [], "that one is refused, and released"
