@@ -103,6 +103,10 @@ class FenceKeeper:
             try:
                 if is_due or not self._is_fresh:
                     await self.load()
+                if is_due:
+                    # Schedulers whose record was set back to before a decision do not know that they have to lift it.
+                    for fence in list(self._fences.values()):
+                        await self._announce(fence, FenceState.LIFTING if fence.lifting else FenceState.FENCED)
                 for fence in [one for one in self._fences.values() if one.lifting]:
                     await self._lift(fence)
             except (Transient, BusError) as fault:

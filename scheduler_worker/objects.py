@@ -262,7 +262,13 @@ class ObjectRegistry:
                 changed: dict[str, ChangedObject] = {}
                 for one in reports:
                     stored = present.objects.get((ObjectKind.FENCE, one.host_uuid))
-                    change = None if stored is None else fences.acknowledge(one.host_uuid, fences.fence_of(stored), one)
+                    if stored is None:
+                        host = self._name_of(one.host_uuid)
+                        change = fences.lift_of_unknown(one, present.revision, host)
+                        if change is not None:
+                            log.warning("host.fence_unknown", uuid=one.host_uuid, host=host, cell=one.cell)
+                    else:
+                        change = fences.acknowledge(one.host_uuid, fences.fence_of(stored), one)
                     if change is not None:
                         changed[one.host_uuid] = change  # the last of several words about one fence
                 if not changed:

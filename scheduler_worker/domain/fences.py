@@ -73,6 +73,22 @@ def acknowledge(host_uuid: str, known: FenceRecord, report: HostFence) -> Change
     return None if after == known else _change(host_uuid, known, after)
 
 
+def lift_of_unknown(report: HostFence, revision: int, host: str) -> ChangedObject | None:
+    """What a cell's fence that is not on record leads to: it is requested to be lifted. None: it is, or will be.
+
+    A decision is on record before its cell is notified, so this record was set back to before the decision, or the
+    announcement is late. What is not decided is not in force; the cell lifts the fence when the host has destroyed
+    what it lost by it, and answers a late announcement's lift with `lifted`.
+    """
+    if report.state is not FenceState.FENCED:
+        return None
+    version = max(report.version, revision) + 1
+    unknown = FenceRecord(
+        host=host, cell=report.cell, version=version, lifting=True, acknowledged=report.version, losses=report.losses
+    )
+    return _change(report.host_uuid, None, unknown)
+
+
 def command(host_uuid: str, fence: FenceRecord, decision: HostAdminState | None) -> CellFence:
     """The message to the cell of the host. decision: why, and by whom."""
     return CellFence(
