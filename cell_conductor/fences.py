@@ -32,6 +32,7 @@ log = structlog.get_logger(__name__)
 
 CHECK_S = 0.5  # between two looks at the fences that are to be lifted
 RELOAD_S = 30.0  # what another conductor has recorded is read again after this, should its announcement be lost
+ANNOUNCE_S = 60.0  # between two announcements of all fences on record
 NO_UUID = "00000000-0000-0000-0000-000000000000"
 
 
@@ -48,6 +49,7 @@ class FenceKeeper:
         self._losses: Mapping[tuple[str, str], Loss] = {}
         self._is_fresh = False
         self._reload_at = 0.0
+        self._announce_at = clock.monotonic() + ANNOUNCE_S
         self._loading = asyncio.Lock()
 
     @property
@@ -103,7 +105,8 @@ class FenceKeeper:
             try:
                 if is_due or not self._is_fresh:
                     await self.load()
-                if is_due:
+                if self._clock.monotonic() >= self._announce_at:
+                    self._announce_at = self._clock.monotonic() + ANNOUNCE_S
                     # Schedulers whose record was set back to before a decision do not know that they have to lift it.
                     for fence in list(self._fences.values()):
                         await self._announce(fence, FenceState.LIFTING if fence.lifting else FenceState.FENCED)

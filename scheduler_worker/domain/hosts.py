@@ -179,6 +179,11 @@ class HostTable:
         index = self._index.get(uuid)
         return None if index is None or self.cell[index] == NO_SERVICE else self.cells[int(self.cell[index])]
 
+    def last_name_of(self, uuid: str) -> str | None:
+        """The name that a host was last announced under."""
+        index = self._index.get(uuid)
+        return None if index is None else self.names[index]
+
     def live_service_of(self, uuid: str) -> str | None:
         """The name of the compute service that manages a host, if it is up."""
         index = self._index.get(uuid)

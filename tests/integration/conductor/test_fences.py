@@ -16,7 +16,7 @@ from bus.contracts.cell import CellDelete, ComputeHosts, HostReport, Running
 from bus.contracts.fences import CellFence, FenceState, HostFence
 from bus.memory import MemoryBroker, MemoryTransport
 from cell_conductor.domain.instance import State
-from cell_conductor.fences import RELOAD_S, FenceKeeper
+from cell_conductor.fences import ANNOUNCE_S, RELOAD_S, FenceKeeper
 from cell_conductor.handlers import HostHandlers, RequestHandlers
 from tests.integration.conductor.neighbours import CELL, WAIT_S, Cell, MovingClock
 
@@ -234,6 +234,18 @@ async def test_a_conductor_that_missed_the_announcement_of_the_first_fence_reads
     async with asyncio.timeout(WAIT_S):
         while not other.known:  # noqa: ASYNC110  (its next look)
             await asyncio.sleep(0.01)
+    running.cancel()
+
+
+async def test_a_fence_is_announced_again_to_schedulers_that_may_have_forgotten_it(cell: FencedCell) -> None:
+    clock = LaterClock()
+    other = FenceKeeper(cell.store, cell.bus, clock=clock, config=cell.config, cell=CELL)
+    await cell.fence(1, 1)
+    await cell.around.until(lambda: cell.states(1) == [FenceState.FENCED])
+    running = asyncio.create_task(other.run())
+    clock.offset = ANNOUNCE_S
+    await cell.around.until(lambda: len(cell.states(1)) == 2)
+    assert cell.states(1)[-1] is FenceState.FENCED
     running.cancel()
 
 

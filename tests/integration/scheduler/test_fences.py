@@ -127,6 +127,25 @@ async def test_a_cell_that_knows_a_later_decision_gets_a_version_above_it(world:
     await becomes(world, uuid, AdminState.FENCED, fence=number + 101)
 
 
+async def test_a_fence_that_only_its_cell_knows_is_lifted(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The record was set back to before the decision: the fence was neither repeated nor lifted, for ever."""
+    monkeypatch.setattr(fences, "REPUBLISH_S", 0.02)
+    await world.scheduler("s1", WARM)
+    (uuid,) = await world.add_hosts("c1", 1)
+    await publish_fence(world, uuid, 1000, FenceState.FENCED, losses=2)
+    command = await fence_sent(world, 1001)
+    assert (command.host_uuid, command.host, command.lift) == (uuid, "c1-0", True)
+    await becomes(world, uuid, AdminState.FENCED, pending=AdminState.ENABLED, losses=2)
+    await publish_fence(world, uuid, 1001, FenceState.LIFTED)
+    await world.eventually(lambda: [table.decision_of(uuid) for table in world.tables.values()] == [None])
+    build = world.request(host="c1-0")
+    await world.ask(build)
+    await world.ended(build.instance_uuid, BuildState.SCHEDULED)
+    await publish_fence(world, uuid, 1002, FenceState.LIFTING)  # and one that is being lifted is left to its cell
+    again = (await decide(world, uuid, AdminState.FENCED)).fence
+    assert (await fence_sent(world, again)).lift is False and again < 1000
+
+
 @pytest.mark.parametrize("forgotten", [ObjectKind.HOST, ObjectKind.FENCE])
 async def test_no_change_of_objects_removes_a_fence(world: World, forgotten: ObjectKind) -> None:
     """Without the decision the fence is to be lifted, and the host stays fenced until it is."""
