@@ -135,7 +135,7 @@ def differences(
             if record.service != report.service and (look := look_at(record)) not in report.looks:
                 looks.append((place, look))
                 if place == record.host_uuid:
-                    continue  # hearsay (`proof.is_hearsay`); of a source's service the brief does not tell
+                    continue  # hearsay (`proof.is_hearsay`); the brief names no service of a source
             gone = _missing(report, place, now, seen_at)
             (harmful if record.state in HARMED else events).append((record.uuid, gone))
     return Differences(tuple(events), tuple(harmful), tuple(unexplained), tuple(looks))

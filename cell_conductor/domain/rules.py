@@ -114,24 +114,6 @@ def _end_unbuilt(instance: Instance, why: Refusal, at: float, timeouts: Timeouts
     return Step(ask(replace(passed, code=why.code, reason=cut(why.reason)), State.GIVING_UP, at, timeouts))
 
 
-def restart_build(instance: Instance, event: BuildRequested, timeouts: Timeouts) -> Step:
-    """It has failed, and was forgotten above before it was here: a newer request of it is built, a copy is not."""
-    if event.requested_at <= instance.requested_at:
-        was_active = any(record.outcome == "active" for record in instance.history)
-        return _announce_again(instance, BuildState.FAILED, timeouts, terminal=not was_active)
-    return start_build(Instance(uuid=instance.uuid, sequence=instance.sequence), event, timeouts)
-
-
-def announce_active_again(instance: Instance, event: BuildRequested, timeouts: Timeouts) -> Step:
-    """A second build of what is active: its schedulers may have forgotten the first (a restore), and wait."""
-    return _announce_again(instance, BuildState.ACTIVE, timeouts)
-
-
-def announce_deleted_again(instance: Instance, event: BuildRequested, timeouts: Timeouts) -> Step:
-    """A build of what is deleted, as `announce_active_again`. What it has claimed is the audit's."""
-    return _announce_again(instance, BuildState.DELETED, timeouts) if instance.spec is not None else Step(instance)
-
-
 def tombstone(instance: Instance, event: DeleteRequested, timeouts: Timeouts) -> Step:
     """The delete came first: remember it, so that the build never starts."""
     return Step(replace(instance, state=State.TOMBSTONE, since=event.at, cause=event.cause))
@@ -549,12 +531,6 @@ def announce(
     )
     stamps = None if terminal else instance.stamps  # published once, and of no use any more
     return Step(replace(instance, sequence=instance.sequence + 1, stamps=stamps), (*first, announcement))
-
-
-def _announce_again(instance: Instance, state: BuildState, timeouts: Timeouts, *, terminal: bool = True) -> Step:
-    """Publish the last announcement once more, under its number: it changes nothing where it is on record."""
-    last = replace(instance, sequence=instance.sequence - 1, stamps=None)
-    return Step(instance, announce(last, state, instance.since, timeouts, terminal=terminal).commands)
 
 
 _ENDS = (BuildState.ACTIVE, BuildState.FAILED, BuildState.DELETED)

@@ -10,7 +10,7 @@ from msgspec import Struct
 from bus.contracts.placement import Claim, ClaimOption, Migration, Release, Revert
 from bus.faults import BrokenInvariant
 
-from . import delete_rules, fence_rules, move_doubts, move_events, move_rules, rules
+from . import delete_rules, fence_rules, move_doubts, move_events, move_rules, repeat_rules, rules
 from .events import (
     BuildRequested,
     ChangeEnded,
@@ -56,7 +56,7 @@ IGNORE = Rule(rules.ignore)
 DESTROY_ORPHAN = Rule(rules.destroy_orphan)
 CONFIRM_RUNNING = Rule(rules.confirm_running)
 AGAIN = Rule(rules.repeat_question)
-ACTIVE_AGAIN = Rule(rules.announce_active_again)
+ACTIVE_AGAIN = Rule(repeat_rules.announce_active_again)
 REFUSE = Rule(move_events.refuse)
 REFUSE_BUSY = Rule(move_events.refuse_busy)
 DELETE_MOVING = Rule(move_rules.delete, (State.DELETING, State.RELEASING))
@@ -341,7 +341,7 @@ TABLE: Mapping[State, Mapping[type[Event], Rule | None]] = {
         HostFenced: IGNORE,
     },
     State.FAILED: {
-        BuildRequested: Rule(rules.restart_build, (State.BUILDING, State.RECLAIMING, State.GIVING_UP)),
+        BuildRequested: Rule(repeat_rules.restart_build, (State.BUILDING, State.RECLAIMING, State.GIVING_UP)),
         DeleteRequested: Rule(rules.end_deleted, (State.DELETED,)),
         Spawned: DESTROY_ORPHAN,
         SpawnFailed: IGNORE,
@@ -395,7 +395,7 @@ TABLE: Mapping[State, Mapping[type[Event], Rule | None]] = {
         HostFenced: IGNORE,
     },
     State.DELETED: {
-        BuildRequested: Rule(rules.announce_deleted_again),
+        BuildRequested: Rule(repeat_rules.announce_deleted_again),
         DeleteRequested: IGNORE,
         Spawned: DESTROY_ORPHAN,
         SpawnFailed: IGNORE,

@@ -1,0 +1,35 @@
+"""What a build that comes to its cell again meets: the end that the first one had."""
+
+from __future__ import annotations
+
+from msgspec.structs import replace
+
+from bus.contracts.build import BuildState
+
+from .events import BuildRequested
+from .instance import Instance
+from .rules import Step, Timeouts, announce, start_build
+
+
+def restart_build(instance: Instance, event: BuildRequested, timeouts: Timeouts) -> Step:
+    """It has failed, and was forgotten above before it was here: a newer request of it is built, a copy is not."""
+    if event.requested_at <= instance.requested_at:
+        was_active = any(record.outcome == "active" for record in instance.history)
+        return _announce_again(instance, BuildState.FAILED, timeouts, terminal=not was_active)
+    return start_build(Instance(uuid=instance.uuid, sequence=instance.sequence), event, timeouts)
+
+
+def announce_active_again(instance: Instance, event: BuildRequested, timeouts: Timeouts) -> Step:
+    """A second build of what is active: its schedulers may have forgotten the first (a restore), and wait."""
+    return _announce_again(instance, BuildState.ACTIVE, timeouts)
+
+
+def announce_deleted_again(instance: Instance, event: BuildRequested, timeouts: Timeouts) -> Step:
+    """A build of what is deleted, as `announce_active_again`. What it has claimed is the audit's."""
+    return _announce_again(instance, BuildState.DELETED, timeouts) if instance.spec is not None else Step(instance)
+
+
+def _announce_again(instance: Instance, state: BuildState, timeouts: Timeouts, *, terminal: bool = True) -> Step:
+    """Publish the last announcement once more, under its number: it changes nothing where it is on record."""
+    last = replace(instance, sequence=instance.sequence - 1, stamps=None)
+    return Step(instance, announce(last, state, instance.since, timeouts, terminal=terminal).commands)
