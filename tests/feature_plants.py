@@ -184,7 +184,11 @@ PLANTS: dict[str, tuple[str, str, str]] = {
     "T-15": ("scheduler_worker/domain/extra_specs.py", '"=": operator.ge,', '"=": operator.eq,'),
     "T-16": ("ironic_sync/domain/position.py", "    if overtaken and offers_more(", "    if not node and offers_more("),
     "T-19": (_FLAVORS, "        forced=request.forced,", "        forced=False,"),
-    "N-4": ("scheduler_worker/app.py", "                self._table.apply(message, now_s)", "                pass"),
+    "N-4": (
+        "scheduler_worker/hosts_listener.py",
+        "                self._table.apply(message, now_s)",
+        "                pass",
+    ),
     "N-8": (
         "placement_worker/domain/server_groups.py",
         "allowed = others.get(option.host, 0) < group.max_per_host",

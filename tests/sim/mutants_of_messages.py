@@ -23,9 +23,9 @@ from cell_conductor.engine import Engine
 from compute_sim.agent import Agent
 from placement_worker.domain import claims
 from scheduler_worker import engine as scheduling
-from scheduler_worker.app import HostsListener
 from scheduler_worker.domain import step
 from scheduler_worker.engine import ScheduledBuild, SchedulingEngine
+from scheduler_worker.hosts_listener import HostsListener
 
 
 def retry_not_confirmed() -> AbstractContextManager[Any]:

@@ -1,0 +1,85 @@
+"""Takes the announcements of one cell's hosts and services into the scheduler's tables."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+from bus.bus import Bus
+from bus.clock import Clock
+from bus.consuming.outcome import Done, Outcome, Received
+from bus.contracts.cell import ComputeHosts, ReportHosts, ServicesDigest
+from bus.contracts.workers import WorkerHeartbeat
+from bus.port import BusError
+from scheduler_worker import metrics
+from scheduler_worker.domain.hosts import HostTable
+from scheduler_worker.domain.workers import WorkerTable
+
+RECONNECT_CHECK_S = 0.5  # how soon after a reconnect announcements are requested
+DOUBT_S = 15.0  # between two requests while a service is taken for there that its cell does not count
+
+
+class HostsListener:
+    """Keeps the host table: applies announcements and digests, and requests announcements when some may be missing."""
+
+    def __init__(
+        self,
+        bus: Bus,
+        table: HostTable,
+        workers: WorkerTable,
+        *,
+        clock: Clock,
+        rng: random.Random,
+        again_s: float,
+    ) -> None:
+        self._bus = bus
+        self._table = table
+        self._workers = workers
+        self._clock = clock
+        self._rng = rng
+        self._again_s = again_s
+        self._requested = True
+
+    async def __call__(self, batch: Sequence[Received]) -> Sequence[Outcome]:
+        """Queue `scheduler.hosts.{process}` of one cell. A service announces hosts of its own cell only."""
+        now_s = self._clock.monotonic()
+        for received in batch:
+            message = received.message
+            if isinstance(message, ComputeHosts | ServicesDigest) and message.cell == self._bus.name:
+                self._table.apply(message, now_s)
+            elif isinstance(message, WorkerHeartbeat):
+                self._workers.apply(message, self._bus.name, now_s)
+        metrics.KNOWN_HOSTS.set(len(self._table))
+        return [Done()] * len(batch)
+
+    def on_reconnected(self) -> None:
+        """The private queue was deleted with the connection, and so were the announcements in it."""
+        self._requested = False
+
+    async def run(self) -> None:
+        """Ask at start, soon after each reconnect, and periodically, with a jitter of its own in each scheduler.
+
+        Sooner when the cell's digest counts fewer services than are taken for there.
+        """
+        while True:
+            self._requested = await self.request_reports()
+            requested_at = self._clock.monotonic()
+            due = requested_at + self._pause()
+            while True:
+                await self._clock.sleep(RECONNECT_CHECK_S)
+                now_s = self._clock.monotonic()
+                doubts = now_s - requested_at >= DOUBT_S and self._table.knows_more(self._bus.name)
+                if not self._requested or now_s >= due or doubts:
+                    break
+
+    async def request_reports(self) -> bool:
+        """Ask every compute service of the cell to announce its hosts now. False: the bus is unavailable."""
+        try:
+            await self._bus.publish(ReportHosts(why="a scheduler listens"))
+        except BusError:
+            return False
+        self._table.count_request(self._bus.name, self._clock.monotonic())
+        return True
+
+    def _pause(self) -> float:
+        return self._again_s * self._rng.uniform(0.75, 1.25)
