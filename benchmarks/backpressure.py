@@ -1,4 +1,4 @@
-"""Three times too much for a minute: is memory bounded, is nothing lost, are publishers told, does latency recover?
+"""Three times too much for a minute: is memory bounded, is nothing lost, do publishers learn it, does latency recover?
 
     python -m benchmarks.backpressure [--seconds 60] [--hosts 10000] [--cells 4] [--json FILE]
 
@@ -8,7 +8,7 @@ half of that for a while (calm), three times that for --seconds (overload), half
 each request's intended time. Every process's memory (PSS: shared pages are divided among those who share them) and
 every queue's depth are sampled throughout; at the end the invariants are judged, over what was accepted.
 
-A refused request is one that the broker did not take (`bus.full`): its publisher was told. It is offered once. On a
+A refused request is one that the broker did not take (`bus.full`): its publisher got an error. It is offered once. On a
 slow machine overload and what comes after it last longer than asked: the bounded queue is to get full, and empty again.
 Exit status 1 when a verdict is no.
 """
@@ -76,7 +76,7 @@ RECOVERED_ABOVE_MS = 20.0
 
 
 class Phase(Struct, frozen=True, kw_only=True):
-    """One phase: what was offered, what was accepted, refused (the publisher was told), and accepted ones' latency."""
+    """One phase: what was offered, what was accepted, refused (with an error), and accepted ones' latency."""
 
     name: str
     rate_per_s: float
@@ -384,7 +384,7 @@ def print_result(result: Result) -> None:
         ranks = ", ".join(f"{name} {value:.0f}" for name, value in phase.latency_ms.items())
         print(
             f"  {phase.name:8} {phase.rate_per_s:6.0f}/s for {phase.seconds:.0f} s: {phase.offered} offered, "
-            f"{phase.accepted} accepted, {phase.refused} refused (told), {phase.active} active; ms {ranks}"
+            f"{phase.accepted} accepted, {phase.refused} refused (with an error), {phase.active} active; ms {ranks}"
         )
     print(f"  offered really: {result.offered_per_s_reached:.0f}/s; outcomes {result.outcomes}")
     print(f"  {'memory, MiB (PSS)':20} {'calm':>7} {'1st half':>8} {'2nd half':>8} {'peak':>7} {'end':>7} {'bound':>7}")

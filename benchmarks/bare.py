@@ -138,7 +138,7 @@ async def _publish(channel: AbstractChannel, hop: int, body: bytes) -> None:
 
 
 async def _relay(url: str, hop: int) -> None:
-    """Take from one queue, pass on to the next, acknowledge when that is confirmed; until told to end."""
+    """Take from one queue, pass on to the next, acknowledge when that is confirmed; until stopped."""
 
     async with _channel(url) as channel:
 

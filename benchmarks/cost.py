@@ -5,7 +5,7 @@
 Private servers and a process for each worker, as in benchmarks/street, but the rates are given and not shares of the
 highest one. Counts and CPU hardly depend on what else the machine does, so two commits can be compared on a busy one;
 the latencies that are printed beside them cannot. A figure is what came during the load, the timers' part included;
-the line `rest` says what they use without any load.
+the line `rest` shows what they use without any load.
 """
 
 from __future__ import annotations

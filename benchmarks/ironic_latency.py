@@ -2,7 +2,7 @@
 
     python -m benchmarks.ironic_latency [--rounds 100] [--nodes 40] [--json FILE]
 
-The whole path is real: the stand-in says it as Ironic does, ironic-sync turns it into an inventory update (and reads
+The whole path is real: the stand-in publishes as Ironic does, ironic-sync turns it into an inventory update (and reads
 the node over HTTP before it gives it back), placement writes it to PostgreSQL and numbers it, the feed carries it to
 a follower like a scheduler's own. Each worker has its own connections. Each round: maintenance on (held back by the
 notification alone), then off (given back after a read). On the memory bus, and on RabbitMQ.

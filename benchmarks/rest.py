@@ -98,7 +98,7 @@ def body_of(allocations: object, generation: int | None) -> dict[str, object]:
 async def measure(
     name: str, clients: list[Client], work: Callable[[Client, int], Awaitable[object]], count: int
 ) -> None:
-    """Do `count` pieces of work with all clients at once and say how fast they went."""
+    """Do `count` pieces of work with all clients at once and measure how fast they went."""
     numbers = iter(range(count))
     times: list[float] = []
 

@@ -95,7 +95,7 @@ def nested(roots: int) -> list[Host]:
 
 
 def like_children() -> list[Host]:
-    """One host with eight devices that nothing tells apart."""
+    """One host with eight devices that nothing distinguishes."""
     root = uuid_of(0)
     children = [
         Host(uuid=uuid_of(n), name=f"device-{n}", root=root, parent=root, inventories={DEVICE: Inventory(total=1)})

@@ -43,7 +43,7 @@ class Outcome(Struct, frozen=True, kw_only=True):
 
     @property
     def unsure(self) -> bool:
-        """Whether something may have been done that was not heard of."""
+        """Whether something may have been done without an answer."""
         return LATE in self.statuses or HUNG_UP in self.statuses
 
     @property

@@ -1,4 +1,4 @@
-"""What benchmarks/rest_beside.py asks of each system: one phase a row of its table."""
+"""What benchmarks/rest_beside.py runs on each system: one phase a row of its table."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class Phase(Struct, frozen=True, kw_only=True):
 
 
 async def holds(connection: Connection, ground: Ground) -> str | None:
-    """What is wrong with the book: it must show every consumer that was told it has something, and no other."""
+    """What is wrong with the book: it must show every consumer that was answered it has something, and no other."""
     if ground.unsure:
         return None
     ask = request("GET", "/usages?project_id=bench").replace(b"placement 1.39", OLDER)
@@ -90,7 +90,7 @@ def value(phase: Phase, outcome: Outcome) -> float:
 
 
 def search(query: str) -> Callable[[Ground], Work]:
-    """GET /allocation_candidates, each with another amount where the query says `{amount}`."""
+    """GET /allocation_candidates, each with another amount where the query has `{amount}`."""
     amounts = cycle(AMOUNTS)
 
     async def work(connection: Connection, _: int) -> int:

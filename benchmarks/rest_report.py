@@ -45,7 +45,7 @@ class Row(Struct, frozen=True, kw_only=True):
 
 
 def add(rows: list[Row], phase: Phase, size: int, found: Mapping[str, Figures]) -> None:
-    """Note a row and print it, so that a run that is broken off has said something."""
+    """Note a row and print it, so that a run that is broken off has printed something."""
     ratio, goal = _ratio(phase, found, "real"), phase.goal(size)
     met = None
     if phase.goal_ms is not None and "berth" in found:

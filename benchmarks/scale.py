@@ -6,7 +6,7 @@
 
 Each part is `benchmarks.street` on real servers of its own: throughput, CPU of each process a boot, idle latency, the
 share of claims that were lost to other schedulers, the invariants. FILE keeps the other parts' results, and is written
-after each. A part is begun only while there is time for it; one that was not begun, or failed, says so, and the others
+after each. A part is begun only while there is time for it; one that was not begun, or failed, is shown, and the others
 stand. Exit status 1: a part has no result, or its invariants do not hold.
 """
 
@@ -55,7 +55,7 @@ class Run(Struct, frozen=True, kw_only=True):
 
     @property
     def part(self) -> tuple[int, int]:
-        """What tells it from the others."""
+        """What distinguishes it from the others."""
         return self.hosts, self.schedulers
 
 
@@ -70,7 +70,7 @@ class Spread(Struct, frozen=True, kw_only=True):
 
 
 class Scale(Struct, frozen=True, kw_only=True):
-    """The file: every part that was run, and what they say together (None: too few were)."""
+    """The file: every part that was run, and what they show together (None: too few were)."""
 
     runs: list[Run] = []
     spread: Spread | None = None
@@ -138,14 +138,14 @@ async def run_one(hosts: int, schedulers: int, boots: int, most_s: float) -> Run
             result = await on_real_servers(options)
     except TimeoutError:
         why_not = f"ended after {most_s:.0f} s"
-    except (SystemExit, ServerFailed) as error:  # how the street says that builds failed, or hosts stayed unknown
+    except (SystemExit, ServerFailed) as error:  # how the benchmark ends when builds failed, or hosts stayed unknown
         why_not = (str(error).splitlines() or [type(error).__name__])[0]
     seconds = round(time.monotonic() - began, 1)
     return Run(hosts=hosts, schedulers=schedulers, seconds=seconds, result=result, why_not=why_not)
 
 
 def options_of(hosts: int, schedulers: int, boots: int) -> argparse.Namespace:
-    """What a part asks of the street."""
+    """What a part requires of the benchmark."""
     requested = ["--hosts", str(hosts), "--schedulers", str(schedulers), "--boots", str(boots), "--cells", str(CELLS)]
     return parsed([*requested, "--no-bare", "--no-rates", "--no-statements"])
 

@@ -9,7 +9,7 @@ Memory: every worker in this process, memory buses, an embedded PostgreSQL.
 
 With --moves N so many of the booted instances are live-migrated at once, before the invariants are judged.
 
-Real also says what a boot costs: CPU of every process, broker messages, transactions, statements (counted by
+Real also prints what a boot costs: CPU of every process, broker messages, transactions, statements (counted by
 pg_stat_statements, which Debian's PostgreSQL has and the wheel's has not); latency at 50 % and 80 % of the highest
 rate; and the bare five-hop pipeline on the same broker (benchmarks/bare.py) in the same run. Each can be left out.
 """

@@ -134,7 +134,7 @@ async def invariants_hold(client: BuildClient, here: Site) -> bool:
 
 
 async def at_rest(here: Site, what: Measured) -> dict[str, float]:
-    """Cores that each process uses while nothing is booted; {} where the system does not say."""
+    """Cores that each process uses while nothing is booted; {} where the system does not report it."""
     if what.before is None or what.after is None or not what.rates:
         return {}
     await what.before()
@@ -146,7 +146,7 @@ async def at_rest(here: Site, what: Measured) -> dict[str, float]:
 async def costed(
     client: BuildClient, here: Site, what: Measured, boots: int, rng: random.Random, *, rate: float = 0.0
 ) -> tuple[LoadReport, Costs | None]:
-    """Fire so many, and say what they cost where that is asked."""
+    """Fire so many, and measure what they cost where that is requested."""
     if what.before is not None:
         await what.before()
     report = await fire(client, here, boots, rng, rate=rate)
@@ -204,7 +204,7 @@ async def fire(client: BuildClient, here: Site, boots: int, rng: random.Random, 
 
 @contextlib.asynccontextmanager
 async def connected(here: Site, *, keep_events: bool = True) -> AsyncIterator[BuildClient]:
-    """A client that keeps what it hears."""
+    """A client that keeps what it receives."""
     client = BuildClient(here.bus("bench"), clock=here.clock, process=process_name("bench"), keep_events=keep_events)
     await client.open()
     try:

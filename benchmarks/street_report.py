@@ -1,4 +1,4 @@
-"""One system's figures, and how they are said to a person. See benchmarks/street.py."""
+"""One system's figures, and how they are printed. See benchmarks/street.py."""
 
 from __future__ import annotations
 

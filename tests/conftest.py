@@ -36,7 +36,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> ByFile | None:
-    """For `--dist loadscope`, with which scripts/test asks for it."""
+    """For `--dist loadscope`, with which scripts/test runs."""
     return ByFile(config, log) if config.option.dist == "loadscope" else None
 
 

@@ -2,7 +2,7 @@
 
     python -m tests.executed FOLDER
 
-Exit status 1, and no such line, when a file is missing or cannot be read, tells of a failure, or of nothing at all.
+Exit status 1, and no such line, when a file is missing or cannot be read, reports a failure, or nothing at all.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from xml.etree import ElementTree
 
 
 class Untold(Exception):
-    """A file that does not say that its step did something and passed."""
+    """A file that does not show that its step did something and passed."""
 
 
 class Step(NamedTuple):
-    """One step's file, how to count what was done, whether all of it passed, and how that is said."""
+    """One step's file, how to count what was done, whether all of it passed, and how that is printed."""
 
     file: str
     count: Callable[[Any], int]
@@ -112,11 +112,11 @@ def _counted(path: Path, step: Step) -> int:
         count, passed = step.count(content), step.passed(content)
         nothing = count < 1
     except (OSError, ValueError, KeyError, TypeError, AttributeError, ElementTree.ParseError) as wrong:
-        raise Untold(f"{path} does not say what was executed: {type(wrong).__name__}: {wrong}") from wrong
+        raise Untold(f"{path} does not show what was executed: {type(wrong).__name__}: {wrong}") from wrong
     if not passed:
-        raise Untold(f"{path} tells of a failure")
+        raise Untold(f"{path} reports a failure")
     if nothing:
-        raise Untold(f"{path} says that nothing was executed")
+        raise Untold(f"{path} shows that nothing was executed")
     return count
 
 

@@ -160,7 +160,7 @@ PLANTS: dict[str, tuple[str, str, str]] = {
         "deadline = None if move.auto_confirm_s is None else at + move.auto_confirm_s",
         "deadline = None",
     ),
-    "M-6": (_MOVE_STEPS, "    if not lost.finishing and not asks_first:", "    if lost.finishing:"),
+    "M-6": (_MOVE_STEPS, "    if not lost.finishing and not queries_first:", "    if lost.finishing:"),
     "M-7": (
         _MOVES,
         'return undo(instance, event.at, timeouts, event.code or "hand-over.failed", event.reason)',

@@ -1,7 +1,7 @@
 """Defects planted where the code decides, and what finds each: `python -m tests.plants [NAME ...]` plants them anew.
 
 Each is an edit of one line or two, made in a copy of the tree; the named tests have to fail there. What the edit
-replaces has to be in the file exactly once: otherwise the plant is stale, which is told, and no failure of berth's.
+replaces has to be in the file exactly once: otherwise the plant is stale, which is reported, and no failure of berth's.
 Long, and so not in CI. docs/lab/plants.md is what the last run printed.
 """
 
@@ -48,7 +48,7 @@ PLANTS = (
     ),
     Plant(
         name="overtaken_404_accepted",
-        does="a node is taken out on a 404 though something was heard of it since",
+        does="a node is taken out on a 404 though an event of it came since",
         file="ironic_sync/domain/position.py",
         old="    if position.notified_seq > seq:\n"
         "        return replace(position, due_at=now, read_seq=seq)\n    gone =",
@@ -97,7 +97,7 @@ PLANTS = (
     ),
     Plant(
         name="own_member_counted",
-        does="a server group's member that asks again counts itself among the others",
+        does="a server group's member that requests again counts itself among the others",
         file="placement_worker/domain/claims.py",
         old="group.without([claim.consumer, *([] if",
         new="group.without([*([] if",
@@ -255,7 +255,7 @@ PLANTS = (
     ),
     Plant(
         name="offer_of_an_overtaken_read",
-        does="a read that something heard has overtaken gives a node back",
+        does="a read that an event has overtaken gives a node back",
         file="ironic_sync/domain/position.py",
         old="if overtaken and offers_more(placed.report, position.report):",
         new="if overtaken and offers_more(position.report or placed.report, position.report):",

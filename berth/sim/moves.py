@@ -227,7 +227,7 @@ class Mover:
                 world.start(name)
 
     async def _fence_by_decision(self, order: Order) -> None:
-        """The hosts of a service die, an operator says so, and they come back later, off, and are enabled again."""
+        """The hosts of a service die, an operator confirms it, and they come back later, off, and are enabled again."""
         world, name = self._world, f"compute-{order.service}"
         if order.service in world.dead or name in world.expected_down or name not in world.lives:
             return

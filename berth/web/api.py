@@ -317,7 +317,7 @@ def parsed(make: Callable[[], T]) -> T:
 
 
 def moment_of(text: str | None) -> float | None:
-    """Seconds since the epoch, of a number or of ISO 8601 (UTC where it says no zone). Raises ValueError."""
+    """Seconds since the epoch, of a number or of ISO 8601 (UTC where it names no zone). Raises ValueError."""
     if not text:
         return None
     try:

@@ -299,7 +299,7 @@ MAX_RESERVED_MACHINES = 10_000  # of one host
 
 
 class ReservedMachine(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A machine whose resources are not offered. allocations: what it takes by its record (None: no record says)."""
+    """A machine whose resources are not offered. allocations: what it takes by its record (None: no record has it)."""
 
     instance_uuid: Uuid
     attempt: int

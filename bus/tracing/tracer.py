@@ -1,7 +1,7 @@
 """Spans: begun and ended here, gathered, and exported in batches beside the work.
 
 A trace is sampled at its beginning, by its id, and only there: at the client, or where a request without a context
-enters. A client may want its own traces sampled (its header says so), within the same limit. Spans that cannot be
+enters. A client may want its own traces sampled (its header requests it), within the same limit. Spans that cannot be
 exported in time are dropped and counted: tracing never holds up what it shows.
 """
 

@@ -276,8 +276,8 @@ def undo(instance: Instance, at: float, timeouts: Timeouts, code: str, reason: s
     if undone.is_in_place:
         earlier = resize_back(replace(undone, state=State.UNDOING, since=at), at, timeouts)
         return after(earlier, report_progress(earlier.instance, MoveState.UNDOING, at, timeouts))
-    asks_first = is_doubted(undone, timeouts) and undone.position > 0
-    if not lost.finishing and not asks_first:  # no destination has been commanded: nothing is there
+    queries_first = is_doubted(undone, timeouts) and undone.position > 0
+    if not lost.finishing and not queries_first:  # no destination has been commanded: nothing is there
         return report_progress(revert_book(undone, at, timeouts), MoveState.UNDOING, at, timeouts)
     leaving = replace(undone, state=State.UNDOING, deadline=at + timeouts.destroy_retry_s, since=at)
     return after(end_here(leaving, timeouts), report_progress(leaving, MoveState.UNDOING, at, timeouts))

@@ -146,7 +146,7 @@ def is_hearsay(event: HostMissing, service: str, record: OnRecord) -> bool:
 
 
 def predates(event: HostMissing, service: str, up_scan: ScanId | None) -> bool:
-    """Whether a report was made before its host was known to run the machine, whatever the clocks of the two say.
+    """Whether a report was made before its host was known to run the machine, whatever the clocks of the two read.
 
     up_scan: the scan by which the host was first known to run it (None: unknown). service: whose scan that was.
     """

@@ -1,6 +1,6 @@
 """What a person sees and does on the pages, in a real browser before a live berth; see scripts/pages.
 
-Run by an interpreter of its own, not by berth's: it imports nothing of berth's. Each step says what it expects to see.
+Run by an interpreter of its own, not by berth's: it imports nothing of berth's. Each step names what it expects to see.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ class Person:
             return str(json.load(answer)["instance_uuid"])
 
     def api(self, path: str) -> Any:
-        """What the HTTP API says, as a program would ask."""
+        """What the HTTP API answers, as a program reads it."""
         with urllib.request.urlopen(self.url + path, timeout=WAIT_S) as answer:
             return json.load(answer)
 
@@ -161,7 +161,7 @@ def now_shows_what_happens(person: Person) -> None:
     """The first page counts a build that is asked for while it is open."""
     person.open("/")
     person.until("the hosts are counted", lambda: f"{person.hosts} of {person.hosts}" in person.text(".tiles"))
-    person.until("nothing is wrong once every worker has said so", lambda: not person.text("#troubles"))
+    person.until("nothing is wrong once every worker has reported", lambda: not person.text("#troubles"))
     for _ in range(3):
         person.boot()
     person.until("a latency is shown", lambda: "none yet" not in person.text(".tiles"))
@@ -330,7 +330,7 @@ def host_is_drained_by_its_plan(person: Person) -> None:
     person.until("its progress is shown", lambda: "/drains/" in person.driver.current_url)
     drain = "/api/v1/drains/" + person.driver.current_url.rpartition("/")[2]
     person.until("it ends", lambda: person.api(drain)["state"] == "ended")
-    person.until("its page says so", lambda: person.text("#drain-state") == "ended")
+    person.until("its page shows it", lambda: person.text("#drain-state") == "ended")
     expect("nothing failed", person.text("#drain-failed") == "0")
     expect("it is elsewhere", person.api(f"/api/v1/builds/{instance}")["host"] != name)
     person.open("/moves")
@@ -350,7 +350,7 @@ def instance_is_stopped_and_started(person: Person) -> None:
         person.until(
             f"it is {condition}", lambda c=condition: c in person.text(".facts").lower().split("condition")[-1]
         )
-    expect("why here is told", "chosen" in person.text("#scores"))
+    expect("why here is shown", "chosen" in person.text("#scores"))
 
 
 def object_is_changed_after_a_look(person: Person) -> None:
@@ -370,7 +370,7 @@ def object_is_changed_after_a_look(person: Person) -> None:
     body.clear()
     body.send_keys('{"vcpus": "many"}')
     person.driver.find_element(By.CSS_SELECTOR, "button[value=preview]").click()
-    person.until("what is wrong is said", lambda: "object.invalid" in person.text("form [role=status]"))
+    person.until("what is wrong is shown", lambda: "object.invalid" in person.text("form [role=status]"))
     person.driver.find_element(By.CSS_SELECTOR, "button[value=delete]").click()
     person.driver.switch_to.alert.accept()
     person.until("it is gone", lambda: person.text("h1") == "Objects" and "m1.page" in person.text("#log"))
@@ -483,7 +483,7 @@ def take_pictures(person: Person, directory: Path, looks: tuple[str, ...]) -> No
 
 
 def main() -> int:
-    """Every step; the number of the first that fails is told."""
+    """Every step; the number of the first that fails is printed."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--berth", required=True)
     parser.add_argument("--hosts", type=int, default=400)

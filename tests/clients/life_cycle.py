@@ -1,7 +1,7 @@
 """What an operator does to Placement, done to a live berth with OpenStack's own clients; see scripts/clients.
 
-Run by the clients' own interpreter, not by berth's: it imports nothing of berth's. Two lives: one told through the
-`openstack` command with its plugin osc-placement, one through openstacksdk. Each step says what it expects back.
+Run by the clients' own interpreter, not by berth's: it imports nothing of berth's. Two lives: one through the
+`openstack` command with its plugin osc-placement, one through openstacksdk. Each step names what it expects back.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class OpenStackCommand:
         return json.loads(done.stdout) if done.stdout.strip() else None
 
     def refused(self, *words: str, because: str) -> None:
-        """The command must fail and say why."""
+        """The command must fail and print why."""
         done = self._run(*words, version=NEWEST)
         if not done.returncode or because not in done.stderr:
             raise Unexpected(f"openstack {' '.join(words)}: {done.returncode}, {done.stderr.strip()!r}")
@@ -211,7 +211,7 @@ def main() -> int:
     parser.add_argument("--json", type=Path, help="write what was done there")
     options = parser.parse_args()
     for name in [name for name in os.environ if name.startswith("OS_")]:
-        del os.environ[name]  # nobody's own cloud
+        del os.environ[name]  # no cloud of the user who runs this
     report: dict[str, Any] = {"passed": True}
     with berth(options.berth) as url:
         command = OpenStackCommand(options.openstack, url)

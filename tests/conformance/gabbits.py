@@ -255,7 +255,7 @@ def group_of(suite: dict[str, Any]) -> str:
 
 
 def notify(line: str) -> None:
-    """Tell it now."""
+    """Report it now."""
     sys.stdout.write(line + "\n")
     sys.stdout.flush()
 

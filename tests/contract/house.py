@@ -55,7 +55,7 @@ class House:
 
 
 class Answering:
-    """A handler that remembers what it got, and answers as it is told."""
+    """A handler that remembers what it got, and answers as it is instructed."""
 
     def __init__(self, answer: Callable[[Received], Outcome] = lambda _: Done()) -> None:
         self.got: list[Received] = []

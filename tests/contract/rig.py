@@ -47,7 +47,7 @@ class Collector:
 
 
 async def until(condition: Callable[[], object], patience_s: float = PATIENCE_S) -> None:
-    """Until an awaitable condition holds; asks again and again, because a broker does not announce it."""
+    """Until an awaitable condition holds; checks again and again, because a broker does not announce it."""
     async with asyncio.timeout(patience_s):
         while not (  # noqa: ASYNC110  (brokers do not announce their depths)
             await answer if asyncio.iscoroutine(answer := condition()) else answer

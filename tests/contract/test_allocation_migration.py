@@ -30,7 +30,7 @@ CONSUMERS = [f"c000000{n}-0000-4000-8000-000000000000" for n in range(8)]
 
 @pytest.fixture(params=KINDS)
 async def make(request: pytest.FixtureRequest) -> AsyncIterator[Books]:
-    """Books that the audit has nothing to say of, whatever was done to them."""
+    """Books in which the audit finds nothing, whatever was done to them."""
     async with books(request) as made:
         yield made
         for store in made.made:
@@ -97,7 +97,7 @@ async def test_inventory_and_allocations_move_together(store: PlacementStore) ->
     assert [(change.provider, change.state is not None) for change in changes] == [
         (ROOT, True), (LEFT, True), (RIGHT, True)
     ]  # fmt: skip
-    # Whoever holds something still has its attempt and generation; giving back reaches the children and the pool.
+    # Each consumer that holds something has its attempt and generation; giving back reaches the children and the pool.
     (again,) = await store.apply([claim(CONSUMERS[0], VCPU=1, VGPU=1)])
     assert isinstance(again, ClaimResult)
     assert (again.outcome, again.consumer_generation, again.option) == ("claimed", 1, None)

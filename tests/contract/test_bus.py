@@ -1,4 +1,4 @@
-"""What is published: how it travels and what its publisher is told, over both transports alike."""
+"""What is published: how it travels and what its publisher learns, over both transports alike."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ async def test_an_unroutable_command_is_its_publishers_error(house: House) -> No
 
 
 async def test_each_of_many_publishes_has_its_own_outcome(house: House) -> None:
-    """Some are confirmed, some come back: whoever publishes knows which, and sends only those again."""
+    """Some are confirmed, some come back: the publisher knows which, and sends only those again."""
     bus = await house.bus()
     await house.consume(bus, REQUESTS, Answering())
     nowhere = CellDelete(instance_uuid=boot(3).instance_uuid, project_id="p")  # no conductor listens on this bus
@@ -138,7 +138,7 @@ async def test_events_that_were_lost_are_queried_once(house: House) -> None:
     assert [(one.routing_key, one.mandatory) for one in sent if one.routing_key != "build.events"] == [
         ("build.event.active.p", True)
     ]
-    # Somebody begins to listen: from then on everything arrives.
+    # A queue is bound: from then on everything arrives.
     singles = await bus.declare("client.builds.{process}")
     got = Collector()
     await bus.transport.consume(singles, got, prefetch=1000)

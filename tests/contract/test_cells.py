@@ -93,7 +93,7 @@ async def test_the_first_report_binds_a_host_to_its_cell(store: PlacementStore) 
 
 
 async def test_a_foreign_report_outdates_nothing(store: PlacementStore) -> None:
-    """Word for word what the cell itself said, as if from its own service, with the last version there is."""
+    """Word for word what the cell itself published, as if from its own service, with the last version there is."""
     await notify(store, "c1", host(MINE, 1))
     assert await notify(store, "c2", host(MINE, MAX_VERSION)) == ["inventory.foreign_cell"]
     assert await notify(store, "c1", host(MINE, 2, vcpus=5)) == ["applied"]

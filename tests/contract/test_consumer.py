@@ -250,7 +250,7 @@ async def test_only_the_item_that_crashes_the_handler_is_given_up(house: House) 
     await bus.declare(REQUESTS)
     await bus.publish_all([(boot(number), "") for number in range(20)])
     await house.consume(bus, REQUESTS, handler)
-    await handler.wait(19)  # an empty queue says only that all are fetched
+    await handler.wait(19)  # an empty queue shows only that all are fetched
     await settled(bus, dead=1)
     (letter,) = await dead_letters.list_dead(bus.transport, REQUESTS)
     assert letter.code == "handler.crashed"
@@ -349,7 +349,7 @@ async def test_when_only_a_whole_batch_breaks_an_invariant_nothing_is_given_up(h
 async def test_a_full_queue_of_dead_letters_stops_no_consumer_and_keeps_what_it_has(
     house: House, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each that is dropped is told. Nobody who parks may take others' letters out to make room."""
+    """Each that is dropped is reported. No worker that parks may take others' letters out to make room."""
     monkeypatch.setattr(topology, "MAX_PARKED", 3)
     bus = await house.bus()
 
@@ -455,7 +455,7 @@ async def test_dead_letters_can_be_listed_replayed_and_purged(house: House) -> N
 
 
 class StandingStill(SystemClock):
-    """A clock whose long sleeps end when the test says so."""
+    """A clock whose long sleeps end when the test ends them."""
 
     def __init__(self) -> None:
         self.go_on = asyncio.Event()
@@ -483,7 +483,7 @@ async def test_a_paced_consumer_gathers_what_comes_before_its_turn(house: House)
 
 
 class HeldUp(Answering):
-    """A handler whose calls end when the test says so."""
+    """A handler whose calls end when the test ends them."""
 
     def __init__(self) -> None:
         super().__init__()

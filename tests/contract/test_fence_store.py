@@ -77,7 +77,7 @@ async def test_a_loss_is_forgotten_up_to_the_attempt_that_was_destroyed(store: I
 
 async def test_a_fence_is_lifted_by_its_newest_decision_once_nothing_is_lost(store: InstanceStore) -> None:
     await store.fences.put(FENCE)
-    assert not await store.fences.lift(HOST, 3)  # no decision says so
+    assert not await store.fences.lift(HOST, 3)  # no decision lifts it
     await lose(store, loss(A))
     await store.fences.put(replace(FENCE, version=4, lifting=True))
     assert not await store.fences.lift(HOST, 4)

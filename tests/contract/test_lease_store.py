@@ -17,7 +17,7 @@ from cell_conductor.store.postgres import PostgresInstances
 from tests.unit.conductor.scenario import SPEC, selection
 
 UP = Lease(service="a", epoch=7, interval_s=1.0, since=5.0)
-SILENT = Lease(service="b", epoch=2**62, interval_s=0.5, state=LeaseState.SILENT, since=6.0, reason="nothing was heard")
+SILENT = Lease(service="b", epoch=2**62, interval_s=0.5, state=LeaseState.SILENT, since=6.0, reason="no heartbeat")
 LEFT = Lease(service="c", epoch=1, interval_s=1.0, state=LeaseState.STOPPED, since=4.0, reason="it was stopped")
 LONG_S, OVER_S = 60.0, -1.0
 

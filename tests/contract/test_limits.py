@@ -80,7 +80,7 @@ async def test_an_alternate_that_is_requested_again_has_given_back_what_others_h
 async def test_processes_that_claim_at_once_on_hosts_of_their_own_do_not_pass_it(
     make: Books, store: PlacementStore
 ) -> None:
-    """Nothing but the project is common to them: its lock alone tells them apart."""
+    """Nothing but the project is common to them: its lock alone keeps them apart."""
     stores = [store, make(), make(), make()]
     for other in stores[1:]:
         await other.open()

@@ -42,7 +42,7 @@ Amounts = dict[str, dict[str, int]]
 
 @pytest.fixture(params=KINDS)
 async def make(request: pytest.FixtureRequest) -> AsyncIterator[Books]:
-    """Books that the audit has nothing to say of, whatever was done to them."""
+    """Books in which the audit finds nothing, whatever was done to them."""
     async with books(request) as made:
         yield made
         for store in made.made:
@@ -253,7 +253,7 @@ async def test_no_member_takes_the_source_before_the_move_is_confirmed(store: Pl
     (back,) = await claimed(
         store, move(option(0), source=option(0), attempt=3, generation=2, again=True, server_group=APART)
     )
-    assert back.outcome == "claimed"  # its own migration is nobody else's
+    assert back.outcome == "claimed"  # its own migration is no foreign one
     await store.apply([Release(consumer=MOVE)])
     page = (await store.locate([LocateRequest(project_id="p", server_group=GROUP)]))[0]
     assert page.members == {HOSTS[0]: 1}

@@ -1,4 +1,4 @@
-"""A public event that is alone leaves as one broker message, for whoever hears events singly or together."""
+"""A public event that is alone leaves as one broker message, for listeners of single events and of batches."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def watched(transport: Transport) -> list[Outgoing]:
 
 
 async def foreign(bus: Bus) -> Collector:
-    """A program that is not ours, and hears every event singly."""
+    """A program that is not ours, and receives every event singly."""
     queue = await bus.declare(SINGLES, process="foreign")
     got = Collector()
     await bus.transport.consume(queue, got, prefetch=1000)

@@ -1,4 +1,4 @@
-"""What only a real RabbitMQ can show: it is killed, and it says no."""
+"""What only a real RabbitMQ can show: it is killed, and it refuses."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def boot(number: int) -> BuildRequest:
 
 
 def test_no_queue_is_transient_and_not_exclusive() -> None:
-    """RabbitMQ 4.3 deprecates those, and can be told to refuse them (transient_nonexcl_queues)."""
+    """RabbitMQ 4.3 deprecates those, and can be configured to refuse them (transient_nonexcl_queues)."""
     for planned in (*shared_queues(), *(plan(row, row.name, row.bindings) for row in QUEUES)):
         assert planned.durable is not planned.exclusive, planned.name
 
@@ -92,7 +92,7 @@ async def test_a_queue_of_requests_of_an_older_berth_is_replaced(amqp: tuple[str
 async def test_a_broker_short_of_memory_shows_on_readyz_and_what_waits_for_it_leaves_when_it_has_enough_again(
     own_broker: RabbitMQ,
 ) -> None:
-    """Nothing could be published for minutes, and every /readyz said 200."""
+    """Nothing could be published for minutes, and every /readyz answered 200."""
     bus = bus_on(own_broker.url())
     service = Service("p", clock=SystemClock())
     service.add_resource(bus.open, bus.close)

@@ -1,4 +1,4 @@
-"""Providers that go and come back, within one transaction or later: replicas and claims tell the new from the old."""
+"""Providers that go and come back, within one transaction or later: replicas and claims distinguish them."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ async def reported(store: PlacementStore, *updates: InventoryUpdate) -> list[str
 
 
 async def follow(store: PlacementStore, book: Book) -> None:
-    """Fold in what the feed tells, and see that the book then is what the store says it is."""
+    """Fold in what the feed carries, and see that the book then equals the store."""
     page = await store.changes(book.sequence, 10_000)
     assert book.apply(page.changes) is None
     assert book.sequence == page.head
@@ -161,7 +161,7 @@ def update_of(source: str, root: str, nodes: tuple[tuple[str, int, int], ...], v
 
 
 async def check(store: PlacementStore, steps: Steps, versions: Iterator[int]) -> None:
-    """After each transaction the feed has told what the snapshot says, and nothing has gone back."""
+    """After each transaction the feed has carried what the snapshot holds, and nothing has gone back."""
     book = Book()
     await store.open()
     snapshot = await store.snapshot(None, 1000)

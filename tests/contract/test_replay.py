@@ -1,4 +1,4 @@
-"""Sending dead letters back, on both buses: they say how old they are, and some may not go."""
+"""Sending dead letters back, on both buses: they carry their age, and some may not go."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ async def taken(transport: Transport) -> Delivery:
     ("headers", "sent_at_ms"),
     [
         pytest.param({SENT_AT: 1_000_000, DIED_AT: 2_000_000}, 1_000_000, id="as it was sent"),
-        pytest.param({DIED_AT: 2_000_000}, 2_000_000, id="nobody said when, but it was no later than it died"),
-        pytest.param({}, None, id="nobody knows"),
+        pytest.param({DIED_AT: 2_000_000}, 2_000_000, id="no time of publication, but it was no later than its death"),
+        pytest.param({}, None, id="no time at all"),
         pytest.param({SENT_AT: 2**60, DIED_AT: -5}, None, id="nonsense"),
     ],
 )

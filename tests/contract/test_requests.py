@@ -89,7 +89,7 @@ async def test_an_answerers_unavailable_database_is_the_same_fault_for_the_reque
 
 async def test_no_reply_is_a_timeout_at_the_deadline(house: House) -> None:
     asker, server = await house.bus(), await house.bus()
-    await house.consume(server, REQUESTS, Answering())  # Done, but says nothing
+    await house.consume(server, REQUESTS, Answering())  # Done, but without a reply
     with pytest.raises(RequestTimeout):
         await asker.request(boot(), BuildAccepted, timeout_s=0.05)
 

@@ -1,4 +1,4 @@
-"""Server groups in the claim, on both books: apart, together, and nobody in between."""
+"""Server groups in the claim, on both books: apart, together, and no third instance in between."""
 
 from __future__ import annotations
 
@@ -165,7 +165,7 @@ async def test_those_who_left_are_trimmed_and_those_who_stay_are_not(store: Plac
 
 
 async def test_two_first_members_at_once_on_hosts_of_their_own_do_not_split(make: Books, store: PlacementStore) -> None:
-    """Nothing but the group is common to the two: its lock alone tells them apart."""
+    """Nothing but the group is common to the two: its lock alone keeps them apart."""
     other = make()
     await other.open()
     for number in range(10):

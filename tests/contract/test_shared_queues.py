@@ -81,7 +81,7 @@ async def test_more_letters_than_are_read_are_counted(rig: Rig, monkeypatch) -> 
         await park(transport, "flood", f"f{number}")
     await park(transport, queue, "w")
     assert await dead_letters.count(transport) == dead_letters.Counts({"flood": 3}, 3)
-    assert await dead_letters.purge(transport, "flood") == 5, "those that are dropped are in nobody's way"
+    assert await dead_letters.purge(transport, "flood") == 5, "those that are dropped are in no other's way"
     assert await ids(transport, queue) == ["w"]
 
 
@@ -100,7 +100,7 @@ async def test_where_a_letter_comes_from_is_not_taken_from_its_publisher(rig: Ri
 
 
 async def test_what_is_written_past_the_exchange_comes_from_nowhere(rig: Rig) -> None:
-    """Every worker may write into every queue of its bus: what says of itself whose it is goes back nowhere."""
+    """Every worker may write into every queue of its bus: what names its own origin goes back nowhere."""
     transport = await rig.transport()
     queue = await declare(transport)
     await transport.publish(

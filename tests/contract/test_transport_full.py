@@ -13,7 +13,7 @@ from bus.topology import delay_exchange
 from tests.contract.queues import EVERY_ADAPTER, command, declare, row
 from tests.contract.rig import Collector, Rig, until
 
-# A RabbitMQ that nobody told otherwise offers what a full queue refused again after three minutes; our own at once.
+# A RabbitMQ in its default configuration offers what a full queue refused again after three minutes; our own at once.
 ROOM_S = 200.0
 
 pytestmark = EVERY_ADAPTER
@@ -31,7 +31,7 @@ async def test_a_full_queue_refuses(rig: Rig, queue_kind: QueueKind) -> None:
 
 @pytest.mark.parametrize("queue_kind", [QueueKind.DURABLE, QueueKind.EXPIRING])
 async def test_a_queue_is_full_by_bytes_as_well(rig: Rig, queue_kind: QueueKind) -> None:
-    """And takes more again when somebody has fetched what waited."""
+    """And takes more again when a consumer has fetched what waited."""
     transport = await rig.transport()
     queue = await declare(transport, queue_kind, max_bytes=1000)
     with pytest.raises(PublishRefused):
@@ -54,7 +54,7 @@ async def test_a_queue_is_full_by_bytes_as_well(rig: Rig, queue_kind: QueueKind)
 
 
 async def test_what_one_of_two_queues_refuses_the_other_has(rig: Rig) -> None:
-    """The publisher is told that it was refused, and says it again: who listens hears it twice."""
+    """The publisher learns that it was refused, and publishes it again: a listener receives it twice."""
     transport = await rig.transport()
     roomy = await declare(transport, name="roomy")
     await declare(transport, QueueKind.EXPIRING, name="narrow", max_length=1)

@@ -27,7 +27,7 @@ async def test_what_is_given_back_comes_again_before_the_rest_and_in_order(rig: 
     await first.cancel()
     for delivery in held.got:
         delivery.nack(requeue=True)
-    await until(lambda: depth_is(transport, queue, 4))  # nobody confirms what is given back
+    await until(lambda: depth_is(transport, queue, 4))  # what is given back is not confirmed
     got = Collector()
     await transport.consume(queue, got, prefetch=1)
     await got.wait(4)

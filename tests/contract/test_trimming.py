@@ -1,4 +1,4 @@
-"""What placement forgets, in both books: nothing that anybody may still need, and never much at once."""
+"""What placement purges, in both books: nothing that any client may still need, and never much at once."""
 
 from __future__ import annotations
 
@@ -137,14 +137,14 @@ async def providers(store: PlacementStore) -> list[str]:
 
 
 async def test_the_shell_of_a_host_that_was_taken_out_goes_with_its_last_user(store: PlacementStore) -> None:
-    """Its source has left for good and never speaks of it again."""
+    """Its source has left for good and never reports it again."""
     user = "c0000000-0000-4000-8000-000000000000"
     await notify(store, KEPT, "s", 1)
     await notify(store, GONE, "s", 1, CHILD)
     await hold(store, user, CHILD)
     await notify(store, GONE, "s", 2, gone=True)
     assert await store.remove_retired_trees(100) == []
-    assert await providers(store) == [KEPT, GONE, CHILD], "somebody uses it"
+    assert await providers(store) == [KEPT, GONE, CHILD], "a consumer uses it"
     await store.apply([Release(consumer=user)])
     head = (await store.head()).sequence
     assert await store.remove_retired_trees(100) == [GONE]

@@ -1,7 +1,7 @@
 """A request as data: it can be written down, sent to two servers, and sent again in another story.
 
 A generation is written as a mark instead of a number, and becomes one when it is sent, so that a story from which
-requests were taken out still says "the right generation" or "one too many" of what is there then.
+requests were taken out still means "the right generation" or "one too many" of what is there then.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Whether two answers say the same: status, code, headers that clients read, and the data without its order."""
+"""Whether two answers are equal: status, code, headers that clients read, and the data without its order."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def differences(call: Call, real: httpx.Response, ours: httpx.Response) -> list[
         one, other = _header(name, real), _header(name, ours)
         if one != other:
             found.append(f"{name} {one!r} / {other!r}")
-    # One of these that is said more often than the real one says it deceives nobody.
+    # One of these that comes more often than from the real one misleads no client.
     often = ("last-modified", "cache-control", "vary")
     found += [f"{name} is missing" for name in often if name in real.headers and name not in ours.headers]
     places = [urlsplit(answer.headers.get("location", "")).path for answer in (real, ours)]

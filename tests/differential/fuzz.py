@@ -1,8 +1,8 @@
 """Random requests to the real Placement and to a live berth, side by side; see scripts/differential.
 
 Run by the conformance suite's own interpreter, not by berth's: it imports nothing of berth's. A story is some hundred
-requests that start from an empty book; the two answers to each, and the two books at the end, must say the same. A
-story that does not is made as short as it goes and written down, so that `--replay` tells it again.
+requests that start from an empty book; the two answers to each, and the two books at the end, must be equal. A
+sequence that differs is made as short as it goes and written down, so that `--replay` sends it again.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Pair:
         self.parted = False  # one has written what the other has refused, on purpose: the books now differ
 
     def send(self, call: Call) -> tuple[int, Any, list[str]]:
-        """The real one's status and data, and what berth says differently."""
+        """The real one's status and data, and what differs in berth's."""
         body = self.real.resolve(call.body)
         real, ours = self.real.send(call, body), self.ours.send(call, body)
         self.statuses[real.status_code] += 1
@@ -204,7 +204,7 @@ def main() -> int:
     parser.add_argument("--most", type=int, default=10, help="stop after so many stories that differ")
     parser.add_argument("--fast", action="store_true", help="do not shorten stories")
     parser.add_argument("--json", type=Path, help="write counts, failures and differences of wording there")
-    parser.add_argument("--replay", type=Path, metavar="FILE", help="tell this story again: one request a line")
+    parser.add_argument("--replay", type=Path, metavar="FILE", help="send this sequence again: one request a line")
     options = parser.parse_args()
     began = time.monotonic()
     with real_placement() as real, berth(options.berth) as ours:

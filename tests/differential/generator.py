@@ -52,7 +52,7 @@ SPOILED = 0.12
 
 
 class Generator:
-    """Draws the next request; is told what came of it."""
+    """Draws the next request; learns what came of it."""
 
     def __init__(self, rng: random.Random) -> None:
         self._rng = rng

@@ -33,7 +33,7 @@ def reason(call: Call, body: Any, real: httpx.Response, ours: httpx.Response) ->
         if not data_of(real)["allocation_requests"] and _only_forbids(call):
             return "a group without resources that only forbids: the real one finds nothing at all"
         if _loses_anchors(call, data_of(real), data_of(ours)):
-            return "the real one keeps one tree of several that share all that the un-numbered group asks for"
+            return "the real one keeps one tree of several that share all that the un-numbered group requires"
         same = without_order(not_negative(data_of(real))) == without_order(data_of(ours))
         return "negative capacity" if same else None
     return None
@@ -85,7 +85,7 @@ def adds_up_twice(call: Call) -> bool:
 
 
 def same_question(call: Call) -> Call | None:
-    """A question that means the same: with one numbered group a policy says nothing. None where there is none."""
+    """A question that means the same: with one numbered group a policy has no effect. None where there is none."""
     _, numbered, policy = _query_of(call)
     if len(numbered) != 1 or policy not in {"", "isolate"}:
         return None

@@ -1,7 +1,7 @@
 """Copies a real Placement, while it is written, into berth's book with `berth placement import --from-url`.
 
 Run by the conformance suite's own interpreter; see scripts/differential --move. The real one serves HTTP from a thread
-here; a writer goes on changing it until the first passes are through, then stops. The command must then say that the
+here; a writer goes on changing it until the first passes are through, then stops. The command must then report that the
 copy is equal, and both books must read the same through their APIs, generations included.
 """
 

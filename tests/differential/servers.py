@@ -140,7 +140,7 @@ def real_placement() -> Iterator[Server]:
 
 @contextlib.contextmanager
 def berth(command: str, **database: str) -> Iterator[Server]:
-    """A berth with an empty book of its own, or with the one that DATABASE_URL says."""
+    """A berth with an empty book of its own, or with the one that DATABASE_URL names."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         address = f"127.0.0.1:{free.getsockname()[1]}"
     env = {name: value for name, value in os.environ.items() if not name.startswith("OS_")}

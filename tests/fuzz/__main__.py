@@ -29,7 +29,7 @@ AGAIN = 3  # an input that took too long is taken so many times more
 MAX_DEFECTS = 20  # of a door; then it is given up
 LIVE = {**live.DOORS, "web": web}
 ALL = (*DOORS, *LIVE)
-# Shares of the inputs. The journals write files, and each of the live doors speaks to real servers.
+# Shares of the inputs. The journals write files, and each of the live doors needs real servers.
 SHARES = {"amqp": 40, "notifications": 20, "settings": 8, "journals": 4, "rest": 28}
 LIVE_INPUTS = 1_500
 

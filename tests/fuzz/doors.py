@@ -358,7 +358,7 @@ def _value(rng: random.Random) -> str:
 
 
 class Journals:
-    """A compute service's files with damage in them: it starts, unless it says why not, and loses nothing unsaid."""
+    """A compute service's files with damage in them: it starts, or ends with a reason, and logs what it loses."""
 
     def __init__(self) -> None:
         self._kinds = hostile.kinds([fleet.GuestRow, fleet.GoneRow, records.EntryRow, records.ForgetRow])

@@ -258,5 +258,5 @@ def text(rng: random.Random) -> str:
 
 
 def same(first: Any, second: Any) -> bool:
-    """Whether two messages say the same."""
+    """Whether two messages are equal."""
     return bool(msgspec.to_builtins(first) == msgspec.to_builtins(second))

@@ -52,7 +52,7 @@ PATIENCE_S = 120.0
 HOSTS = 20
 TOGETHER = 20  # messages that are sent before the next good request
 CONNECTIONS = 32
-SILENCE_S = 0.3  # a connection that says nothing for so long is ended: its request was not whole
+SILENCE_S = 0.3  # a connection that sends nothing for so long is ended: its request was not whole
 MAX_ANSWER = 2**20
 # A broker closes the channel of a client that sends these as nonsense: nothing of them reaches berth.
 BROKERS_OWN = {"expiration", "user_id", "delivery_mode", "headers"}

@@ -178,7 +178,7 @@ SPOILED: dict[str, tuple[Callable[[Path], None], str]] = {
     "a table is missing": (lambda at: (at / "scheduler.identity.copy.gz").unlink(), "backup.damaged"),
     "the checksum is missing": (lambda at: (at / MANIFEST_SUM).unlink(), "backup.missing"),
     "a table is a link": (_link, "backup.damaged"),
-    "more text than the manifest says": (_lengthen, "backup.damaged"),
+    "more text than the manifest names": (_lengthen, "backup.damaged"),
     "a newer format": (lambda at: _rewrite(at, lambda data: data.update(format=2, more=1)), "backup.newer_format"),
     "a newer schema": (
         lambda at: _rewrite(at, lambda data: _schema(data, {"revision": "9999_later"})),
@@ -200,7 +200,7 @@ SPOILED: dict[str, tuple[Callable[[Path], None], str]] = {
         lambda at: _rewrite(at, lambda data: _table(data, {"columns": ["id", "x", "created_at", "updated_at"]})),
         "backup.mismatch",
     ),
-    "fewer rows than the manifest says": (
+    "fewer rows than the manifest names": (
         lambda at: _rewrite(at, lambda data: _table(data, {"rows": 3})),
         "backup.damaged",
     ),

@@ -177,12 +177,12 @@ async def test_open_waits_for_an_unavailable_server_and_survives_its_crash(tmp_p
 
 async def until(condition: Callable[[], bool]) -> None:
     async with asyncio.timeout(PATIENCE_S):
-        while not condition():  # noqa: ASYNC110  (no event tells of it)
+        while not condition():  # noqa: ASYNC110  (no event announces it)
             await asyncio.sleep(0.02)
 
 
 async def test_readiness_follows_the_server_without_any_query() -> None:
-    """Workers said that they were ready for as long as PostgreSQL was down."""
+    """Workers reported ready for as long as PostgreSQL was down."""
     with Postgres() as server:
         database = Database(server.url("postgres"), "ready")
         await database.open()
@@ -285,7 +285,7 @@ async def test_connections_are_kept_between_transactions_and_clean(postgres_url:
         assert (await core.execute(text("SELECT to_regclass('t')"))).scalar_one() is None
         assert (await core.execute(text("SELECT pg_backend_pid()"))).scalar_one() == first
     async with database.raw() as connection:
-        await connection.execute("COMMIT")  # whoever does such a thing must not hand it on
+        await connection.execute("COMMIT")  # a caller that does such a thing must not hand it on
         await connection.execute("BEGIN")
     async with database.raw() as connection:
         assert await connection.fetchval("SELECT 1") == 1

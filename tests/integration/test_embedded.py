@@ -317,7 +317,7 @@ def test_a_port_that_another_process_gave_is_not_given_while_that_one_lives(monk
 
 
 def bound_just_below(lowest: int) -> socket.socket:
-    """Somebody's server on a port that we might draw, and that we did not give."""
+    """A foreign server on a port that we might draw, and that we did not give."""
     for port in range(lowest - 1, 0, -1):
         with contextlib.suppress(OSError):
             return socket.create_server(("127.0.0.1", port))

@@ -1,4 +1,4 @@
-"""A server that cannot start for a while is tried again, with longer and longer pauses, and said each time.
+"""A server that cannot start for a while is tried again, with longer and longer pauses, and logged each time.
 
 One that runs and does not work is ended and started again.
 """

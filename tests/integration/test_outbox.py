@@ -263,7 +263,7 @@ async def test_an_unreachable_cell_does_not_hold_up_the_others(database: Databas
             )
         await api.until(20)
         await until_equal(lambda: rows(database), 1)
-        await until_equal(lambda: held(relay), 1)  # it hears of the rows' end after all others can see it
+        await until_equal(lambda: held(relay), 1)  # it learns of the rows' end after all others can see it
         cell.open.set()
         await relay.drain(PATIENCE_S)
     assert await rows(database) == 0

@@ -46,11 +46,11 @@ def build(env):
     service.add_drain(slow)
     if how == "database":
         service.add_resource(env.database("x").open, bus.close)
-    async def tell():
+    async def report():
         await service.ready.wait()
         print("ready", flush=True)
         await asyncio.Event().wait()
-    service.add_task("tell", tell)
+    service.add_task("report", report)
     return service
 
 def environment():

@@ -1,4 +1,4 @@
-"""A hardware type of Ironic's that measures: fake hardware whose sensors and health say what a file says.
+"""A hardware type of Ironic's that measures: fake hardware whose sensors and health read what a file holds.
 
 Ironic takes hardware types from any installed distribution that names them as entry points; this makes such a one.
 """

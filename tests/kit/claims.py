@@ -1,4 +1,4 @@
-"""Placement as the scheduler asks it, without a bus: the memory book behind the scheduler's port for claims."""
+"""Placement as the scheduler calls it, without a bus: the memory book behind the scheduler's port for claims."""
 
 from __future__ import annotations
 

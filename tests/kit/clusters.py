@@ -37,7 +37,7 @@ class BrokerCluster:
         return f"amqp://{login}@{hosts}/{quote(vhost, safe='')}"
 
     def make_whole(self) -> None:
-        """Start the nodes that were killed; return when each node says that all of them run."""
+        """Start the nodes that were killed; return when each node reports that all of them run."""
         for node in self.nodes:
             if not node.pid:
                 node.start()

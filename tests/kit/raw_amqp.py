@@ -64,7 +64,7 @@ def publish_frames(  # noqa: PLR0917  (in the order of the protocol)
 
 
 class RawPublisher:
-    """One connection that publishes as it is told."""
+    """One connection that publishes as it is instructed."""
 
     def __init__(self, channel: AbstractChannel) -> None:
         self._channel = channel

@@ -88,7 +88,7 @@ class RealMetal:
         return any(host.uuid == node and host.enabled is wanted for host in page.hosts)
 
     async def all_agree(self) -> None:
-        """At rest, nodes, book and records say the same."""
+        """At rest, nodes, book and records agree."""
         assert await rest(self.site, timeout_s=WAIT_S)
         wrong = [verdict for verdict in check_invariants(await gather(self.site)) if not verdict.holds]
         assert not wrong, wrong

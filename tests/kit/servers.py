@@ -43,7 +43,7 @@ def amqp_server() -> Iterator[str]:
 
 @contextmanager
 def fresh_database(admin_url: str) -> Iterator[str]:
-    """The URL of a new, empty database, dropped afterwards with whoever is still connected."""
+    """The URL of a new, empty database, dropped afterwards with every connection that is still there."""
     name = f"berth_test_{uuid.uuid4().hex[:16]}"
     _administer(admin_url, f'CREATE DATABASE "{name}" TEMPLATE template0 STRATEGY FILE_COPY')
     try:

@@ -2,9 +2,9 @@
 
 Run by the interpreter of schemathesis, which reads a document and invents requests from it, valid ones and broken ones,
 from a seed: that of Placement's API, which `berth placement openapi` prints (door `placement`), or that of `/api/v1`,
-which `berth web` serves (door `web`; there each answer is held to the document, too). What schemathesis says goes to
-files; here one line of JSON says what came of it, read from schemathesis's own report: one that cannot be read, or
-tells of no request, has failed.
+which `berth web` serves (door `web`; there each answer is held to the document, too). What schemathesis prints goes to
+files; here one line of JSON holds what came of it, read from schemathesis's own report: one that cannot be read, or
+holds no request, has failed.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from typing import Any
 
 START_TIMEOUT_S = 90.0
 STOP_TIMEOUT_S = 60.0
-# What is looked at. Placement's own document says less of its answers than berth's of its own.
+# What is looked at. Placement's own document describes less of its answers than berth's of its own.
 CHECKS = {
     "placement": "not_a_server_error",
     "web": "not_a_server_error,status_code_conformance,content_type_conformance,response_schema_conformance",
@@ -109,7 +109,7 @@ def _answers(url: str) -> bool:
 
 
 def judged(status: int, report: Path) -> dict[str, Any]:
-    """What schemathesis's report says it did; `passed` when all of it was done and nothing was wrong."""
+    """What schemathesis did by its report; `passed` when all of it was done and nothing was wrong."""
     try:
         parsed = json.loads(report.read_text())
         cases, operations = parsed["test_cases"], parsed["operations"]
@@ -129,7 +129,7 @@ def judged(status: int, report: Path) -> dict[str, Any]:
 
 
 def invent(options: argparse.Namespace, output: Path, report: Path) -> int:
-    """Schemathesis's exit status; what it says is in the files."""
+    """Schemathesis's exit status; its output is in the files."""
     door = whole_berth if options.door == "web" else berth
     with tempfile.TemporaryDirectory(prefix="berth-openapi-") as folder, door(options.berth) as url:
         document = Path(folder, "openapi.json")
@@ -163,7 +163,7 @@ def main() -> int:
     options = parser.parse_args()
     options.kept.mkdir(parents=True, exist_ok=True)
     output, report = (options.kept.resolve() / f"schemathesis-{options.door}.{ending}" for ending in ("txt", "json"))
-    report.unlink(missing_ok=True)  # that of an earlier run tells nothing of this one
+    report.unlink(missing_ok=True)  # that of an earlier run shows nothing of this one
     summary = {**judged(invent(options, output, report), report), "output": str(options.kept / output.name)}
     if not summary["passed"]:
         with output.open() as file:

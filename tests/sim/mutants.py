@@ -99,7 +99,7 @@ def fence_ignored_by_placement() -> AbstractContextManager[Any]:
 
 
 def fence_ignored_by_compute() -> AbstractContextManager[Any]:
-    """A host builds an attempt that it was told to destroy."""
+    """A host builds an attempt that it was commanded to destroy."""
 
     def on_spawn(entry: Entry | None, attempt: int) -> tuple[SpawnVerdict, Entry]:
         if entry is not None and entry.phase in (Phase.BUILDING, Phase.RUNNING) and entry.attempt == attempt:
@@ -223,7 +223,7 @@ def handled_twice() -> AbstractContextManager[Any]:
 
 
 def destroyed_is_only_reported() -> AbstractContextManager[Any]:
-    """A host says `destroyed` and lets the machine run."""
+    """A host reports `destroyed` and lets the machine run."""
 
     async def destroy(self: Hypervisors, host_uuid: str, instance_uuid: str, attempt: int) -> None:
         return None

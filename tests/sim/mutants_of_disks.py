@@ -52,7 +52,7 @@ def decision_not_durable() -> AbstractContextManager[Any]:
 
 
 def everything_may_be_redone() -> AbstractContextManager[Any]:
-    """A conductor commands hosts, and asks placement, before it has that on disk."""
+    """A conductor commands hosts, and claims at placement, before it has that on disk."""
     return patch.object(engine, "_may_be_redone", lambda recorded: True)
 
 

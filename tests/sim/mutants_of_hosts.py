@@ -49,7 +49,7 @@ def stale_notice_applied() -> AbstractContextManager[Any]:
 
 
 def overtaken_read_applied() -> AbstractContextManager[Any]:
-    """What was read gives a node back, also when something was heard of it since the read was sent."""
+    """What was read gives a node back, also when an event of it came since the read was sent."""
     apply_read = position.apply_read
 
     def applied(before: Any, node: Any, *, seq: int, now: float, timing: Any) -> Any:
@@ -66,7 +66,7 @@ def gone_node_stays() -> AbstractContextManager[Any]:
 
 
 def node_never_undeployed() -> AbstractContextManager[Any]:
-    """The service of bare metal says `destroyed` and asks Ironic for nothing."""
+    """The service of bare metal reports `destroyed` and requests nothing of Ironic."""
 
     async def destroy(
         self: BareMetal, host_uuid: str, instance_uuid: str, attempt: int, deployment: str | None
@@ -223,7 +223,7 @@ def report_by_our_clock() -> AbstractContextManager[Any]:
 
 
 def report_by_a_clock_that_is_set() -> AbstractContextManager[Any]:
-    """Which of a host's words was first is for its clock to say, and somebody sets that."""
+    """Which of a host's reports was first is decided by its clock, and an operator sets that."""
     real = rules.is_gone
 
     def is_gone(instance: Any, event: Any, patience: Any) -> bool:

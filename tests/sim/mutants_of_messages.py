@@ -1,4 +1,4 @@
-"""Deliberate defects about messages: confirmed too soon, given up too soon, believed too long, or not said again."""
+"""Deliberate defects about messages: confirmed too soon, given up too soon, trusted too long, or not repeated."""
 
 from __future__ import annotations
 
@@ -135,22 +135,22 @@ def whatever_is_held_is_what_was_claimed() -> AbstractContextManager[Any]:
 
 
 def alternate_that_left() -> AbstractContextManager[Any]:
-    """Alternates are named as they were chosen: nobody looks whether they left while the claim was under way."""
+    """Alternates are named as they were chosen: it is not checked whether they left while the claim was under way."""
     return patch.object(step, "_is_still_in", lambda cell, alternate, selector: True)
 
 
 def overtaken_report_accepted() -> AbstractContextManager[Any]:
-    """A conductor believes every report of a host, also one that a newer one has overtaken."""
+    """A conductor accepts every report of a host, also one that a newer one has overtaken."""
     return patch.object(Newest, "is_newer", lambda self, report: True)
 
 
 def hosts_not_queried_after_a_loss() -> AbstractContextManager[Any]:
-    """A scheduler whose connection was lost does not ask the hosts what they said meanwhile."""
+    """A scheduler whose connection was lost does not request what the hosts published meanwhile."""
     return patch.object(HostsListener, "on_reconnected", lambda self: None)
 
 
 def overtaken_write_given_up() -> AbstractContextManager[Any]:
-    """A conductor that finds somebody else's write where it meant to write takes its own for done."""
+    """A conductor that finds another's write where it meant to write takes its own for done."""
     apply = Engine._apply
 
     async def once(self: Engine, arrivals: Any) -> Any:
@@ -166,7 +166,7 @@ def overtaken_write_given_up() -> AbstractContextManager[Any]:
 
 
 MUTANTS_OF_MESSAGES = (progress_lingers_for_ever, failed_build_keeps_its_claim)
-# Looked for in fewer than sixty seeds so far, or repaired by something else before anybody could notice.
+# Looked for in fewer than sixty seeds so far, or repaired by something else before any check could notice.
 UNPROVEN_OF_MESSAGES = (
     full_queue_forgets,
     taken_for_new,

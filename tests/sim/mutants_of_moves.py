@@ -53,7 +53,7 @@ def source_never_commanded_to_stop() -> AbstractContextManager[Any]:
 
 
 def hand_over_leaves_it_running() -> AbstractContextManager[Any]:
-    """A driver says that a machine was handed over, and lets it run."""
+    """A driver reports that a machine was handed over, and lets it run."""
     changed = compute_sim.drivers.hypervisor._changed
 
     def unchanged(guest: Any, change: Any) -> Any:
@@ -195,7 +195,7 @@ def book_keeps_no_source() -> AbstractContextManager[Any]:
 
 
 def end_announced_twice() -> AbstractContextManager[Any]:
-    """A request whose end has been said has another one."""
+    """A request whose end has been announced has another one."""
     answer = move_rules.answer
 
     def again(instance: Any, *rest: Any) -> Step:

@@ -17,7 +17,7 @@ from ironic_sync.domain import position
 
 
 def overtaken_404_accepted() -> AbstractContextManager[Any]:
-    """A node is taken out on a 404 though something was heard of it since."""
+    """A node is taken out on a 404 though an event of it came since."""
     apply_removed = position.apply_removed
 
     def gone(before: Any, *, seq: int, now: float) -> Any:

@@ -85,7 +85,7 @@ def hints_not_looked_up() -> AbstractContextManager[Any]:
 
 
 def quota_with_one_more() -> AbstractContextManager[Any]:
-    """What a project asks may pass its quota by one."""
+    """What a project requests may pass its quota by one."""
     past = claims._Ledger.past_limit
 
     def past_limit(self: Any, claim: Claim, option: Any, held: Any) -> str:
@@ -119,7 +119,7 @@ def quota_of_one_transaction_forgotten() -> AbstractContextManager[Any]:
 
 
 def quota_reported_as_no_host() -> AbstractContextManager[Any]:
-    """Who is refused for a quota's sake is told that no host would do."""
+    """A request refused for its quota is answered that no host would do."""
     return patch.object(step, "PlacementRefused", lambda code, reason: PlacementRefused("no_valid_host", reason))
 
 

@@ -81,7 +81,7 @@ async def test_no_build_goes_to_a_host_that_has_left_for_good(message: Message, 
     [
         pytest.param(False, 0, True, id="still reported"),
         pytest.param(True, 1, False, id="in use"),
-        pytest.param(True, 0, True, id="a shell that nobody uses"),
+        pytest.param(True, 0, True, id="a retired tree without a consumer"),
     ],
 )
 async def test_what_was_taken_out_stays_only_while_it_is_in_use(*, stranded: bool, used: int, breaks: bool) -> None:

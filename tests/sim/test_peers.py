@@ -134,7 +134,7 @@ def test_who_is_refused_for_a_quota_would_have_passed_it_and_holds_nothing() -> 
     peers.hold(0, 0)
     peers.ask(1)
     peers.hold(0, None)
-    peers.refuse(1)  # there was somebody, if not for long
+    peers.refuse(1)  # there was a member, if not for long
     peers.ask(2)
     with pytest.raises(Breach, match="quota_refused"):
         peers.refuse(2)

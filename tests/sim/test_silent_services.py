@@ -71,7 +71,7 @@ def ends_of(planned: Plan) -> tuple[Result, dict[str, float]]:
 CASES = [
     (FaultType.PAUSE, 60.0),  # it stands still, and comes back with the same epoch
     (FaultType.CRASH, 60.0),  # it is killed, and starts again with what it remembers
-    (FaultType.MUTE, 25.0),  # it works on, and is not heard
+    (FaultType.MUTE, 25.0),  # it works on, and its heartbeats do not arrive
 ]
 # What a lease takes, a claim and a build elsewhere, and looks in between; far below an attempt's own deadline.
 BOUND_S = LEASE_S + BUILDS_S + 5.0

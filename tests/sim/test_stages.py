@@ -16,7 +16,7 @@ from bus.contracts.stages import STAGES, durations
 
 
 def ends(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> list[BuildEvent]:
-    """The terminal events that clients heard."""
+    """The terminal events that clients received."""
     received: dict[str, BuildEvent] = {}
     listen = Listener.event
 
@@ -76,7 +76,7 @@ def was_tried(event: BuildEvent) -> bool:
 
 
 def test_builds_that_met_faults_carry_them_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Failed attempts, crashes and redeliveries: what a host of a cell was asked to build says how long it all took."""
+    """Failed attempts, crashes and redeliveries: the stages of a build show how long it all took."""
     found = [event for seed in (1, 10) for event in ends(plan_of(seed), monkeypatch)]
     ended = [event for event in found if event.state is BuildState.ACTIVE or (event.cell and was_tried(event))]
     ended = [event for event in ended if event.state is not BuildState.DELETED]

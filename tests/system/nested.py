@@ -78,7 +78,7 @@ class Example:
         return tracks
 
     async def ended(self) -> None:
-        """Everything asked for has ended, and everybody knows."""
+        """Everything requested has ended, and every worker knows."""
         assert await self.client.wait(PATIENCE_S), [t.state for t in self.client.tracks.values() if not t.ended_at]
         assert await rest(self.system.site, timeout_s=PATIENCE_S)
 
@@ -128,7 +128,7 @@ class Example:
 
 @contextlib.asynccontextmanager
 async def example(directory: Path) -> AsyncIterator[Example]:
-    """The system of the page: one host an example, the pools told by plain messages."""
+    """The system of the page: one host an example, the pools announced by plain messages."""
     async with site(page_settings(directory), directory=None, seed=3) as here:
         system = LocalSystem(here)
         client = BuildClient(here.bus("client"), clock=here.clock, process=process_name("nested"), keep_events=True)

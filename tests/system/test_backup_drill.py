@@ -166,13 +166,13 @@ async def test_after_a_restore_each_machine_runs_on_and_what_differs_is_found_an
         if top_forgets:
             await forget_requests(url, after)
 
-        # Nothing that a client was told of is touched, nothing runs twice, nothing that was deleted comes back.
+        # Nothing that a client was answered with is touched, nothing runs twice, nothing that was deleted comes back.
         facts = await gather(it.site)
         assert promised <= running(facts).keys()
         assert max(running(facts).values()) == 1
         assert not running(facts).keys() & set(gone)
 
-        # The book is made to say what the cells say: nothing runs unclaimed, and nothing is held for what is not there.
+        # The book is made to equal the cells: nothing runs unclaimed, and nothing is held for what is not there.
         await age(url)
         done = await repaired(it.site)
         assert not (done["orphaned"] or done["doubled"] or done["unsound"] or done["over_capacity"]), done

@@ -122,7 +122,7 @@ class Client:
         return result
 
     async def _event(self, message: AbstractIncomingMessage) -> None:
-        assert message.content_type == "application/json", "events on the API bus are for everybody"
+        assert message.content_type == "application/json", "events on the API bus are for every listener"
         self.events.append(json.loads(message.body))
         self._changed.set()
 
@@ -181,7 +181,7 @@ async def test_what_names_no_requester_is_a_dead_letter(
 
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("an unknown type", {"type": "build.request.v99"}, "message.unknown_type"),
-    ("somebody else's type", {"type": "placement.claim.v1"}, "message.unknown_type"),
+    ("another message's type", {"type": "placement.claim.v1"}, "message.unknown_type"),
     ("a project that is no word", {"project_id": "a.#"}, "message.invalid"),
     ("another project", {"project_id": "another"}, "message.wrong_key"),
     ("a number for a word", {"flavor": 7}, "message.invalid"),
@@ -189,7 +189,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("a negative amount", {"build_timeout_s": -1}, "message.invalid"),
     ("an absurd amount", {"max_attempts": 10**30}, "message.invalid"),
     ("a name beyond its bound", {"name": "x" * 300}, "message.invalid"),
-    ("said to be a batch", {}, "message.malformed"),
+    ("declared to be a batch", {}, "message.malformed"),
     ("an unknown flavor", {"flavor": "m9.colossal"}, "flavor.unknown"),
     ("a flavor with a NUL", {"flavor": "m1\u0000"}, "flavor.unknown"),
 ]
@@ -266,7 +266,7 @@ async def test_a_uuid_under_which_something_else_was_requested(client: Client) -
     assert [(end["state"], end.get("code", "")) for end in ends] == [
         ("active", ""), ("refused", "request.duplicate"), ("refused", "request.duplicate")
     ]  # fmt: skip
-    assert [end["sequence"] > 0 for end in ends] == [True, False, False], "old news to whoever follows the first"
+    assert [end["sequence"] > 0 for end in ends] == [True, False, False], "old events to a listener of the first"
 
 
 async def test_one_bad_item_of_a_batch_harms_no_other(client: Client) -> None:

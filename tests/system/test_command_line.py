@@ -33,7 +33,7 @@ from cell_conductor.domain.breaker import Breaker
 from cell_conductor.domain.report import Unexplained, UnexplainedKind
 from cell_conductor.store.safety import PostgresSafety
 
-# Nobody has built this one. Fixed: every process of a test run must collect the same tests.
+# No host has built this one. Fixed: every process of a test run must collect the same tests.
 UNKNOWN = "00000000-0000-4000-8000-00000000dead"
 ROOT = Path(__file__).parents[2]
 STOP_TIMEOUT_S = 90.0
@@ -75,7 +75,7 @@ class Berth:
         }
 
         self.output = ""  # by `berth up`
-        self.first = Ran(1, "", "")  # what the first fifty boots said
+        self.first = Ran(1, "", "")  # what the first fifty boots printed
         self.zygote = self.start("tests.system.zygote", stdin=subprocess.PIPE, stderr=None)
 
     def __call__(self, *arguments: str, settings: Mapping[str, str] | None = None, given: str = "") -> Ran:
@@ -109,7 +109,7 @@ class Berth:
 @pytest.fixture(scope="module")
 def berth() -> Iterator[Berth]:
     directory = Path(tempfile.mkdtemp(prefix="berth-cli-"))  # short: it holds a socket
-    directory.chmod(0o755)  # the embedded PostgreSQL of root runs as somebody else
+    directory.chmod(0o755)  # the embedded PostgreSQL of root runs as another user
     berth = Berth(directory)
     with (directory / "up.log").open("w") as log, berth.start("berth", "up", stderr=log) as up:
         try:
@@ -152,7 +152,7 @@ def timeline_of(berth: Berth, instance: str, last: list[str]) -> list[tuple[str,
 
 
 def parked(berth: Berth, instance: str) -> list[dict[str, Any]]:
-    """The dead letters that name an instance, once there are any: nobody is told when one is parked."""
+    """The dead letters that name an instance, once there are any: nothing announces that one is parked."""
     deadline = time.monotonic() + STORY_TIMEOUT_S
     while True:
         letters = berth("dead-letters", "list", "scheduler.requests", "--json").data
@@ -314,7 +314,7 @@ def test_the_same_request_twice_is_one_build_and_another_under_its_uuid_is_not_t
 
 
 def test_dead_letters_are_listed_shown_replayed_and_purged(berth: Berth) -> None:
-    """A request that is no JSON names nobody who could be told, so it is parked."""
+    """A request that is no JSON names no project that could be answered, so it is parked."""
     instance = str(uuid.uuid4())
     asyncio.run(publish(berth, f"not JSON: {instance}\n\u202e".encode()))
     letters = ("scheduler.requests", "--json")
@@ -581,7 +581,7 @@ def test_http_of_a_placement_worker_serves_the_api_too_and_prints_who_may_call(b
 
 
 async def test_a_placement_worker_process_of_up_answers_for_its_health_only(berth: Berth) -> None:
-    """Nobody asked for more doors, and each would hold a copy of the book."""
+    """No setting requests more doors, and each would hold a copy of the book."""
     processes = WorkerProcesses(
         berth.directory, {name: value for name, value in berth.env.items() if name.startswith("BERTH_")}
     )

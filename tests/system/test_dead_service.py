@@ -1,4 +1,4 @@
-"""One of two compute services is killed for good under load: builds go on at the other, and `berth check` says what."""
+"""One of two compute services is killed for good under load: the other builds on, and `berth check` reports it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ DEAD = "compute-cell1-c2"
 
 
 async def check(whole: Rig) -> tuple[int, dict[str, dict[str, object]]]:
-    """`berth check --json` as an operator starts it: its exit status, and what it says of each invariant."""
+    """`berth check --json` as an operator starts it: its exit status, and what it reports of each invariant."""
     arguments = ("check", "--json", "--wait", "60")
     environment = {**os.environ, **variables(whole.site.settings)}
     done = await asyncio.to_thread(run_berth, *arguments, env=environment, timeout_s=PATIENCE_S)

@@ -30,7 +30,7 @@ async def system(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Exam
 
 
 class Fill(Struct, frozen=True):
-    """So many of a flavor fit, all together holding this; the next one's failure says these words."""
+    """So many of a flavor fit, all together holding this; the next one's failure holds these words."""
 
     flavor: str
     fit: int

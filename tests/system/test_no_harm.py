@@ -44,7 +44,7 @@ from compute_sim.config import ComputeConfig, IronicConfig
 from compute_sim.fleet import Fleet
 
 WAIT_S = 60.0
-LOOKS = 4  # whole reports after which a conductor that wants to destroy something has said so
+LOOKS = 4  # whole reports after which a conductor that wants to destroy something has reported it
 QUICK = Behaviour(verify_s=0.001, deploy_s=0.02, undeploy_s=0.005, clean_s=0.005)
 CONDUCTOR = ConductorConfig(report_grace_s=0.001, sweep_interval_s=0.05, destroy_retry_s=0.2)
 
@@ -304,7 +304,7 @@ async def test_what_an_operator_does_to_our_machine_does_not_destroy_it(
     ironic.pool.nodes[node].update(provision_state="available", instance_uuid=None, instance_info={})
     await cell.look()
     await cell.over(uuid, BuildState.FAILED)
-    assert cell.state(uuid) is State.FAILED, "carrying nobody's instance it is lost"
+    assert cell.state(uuid) is State.FAILED, "carrying no instance it is lost"
 
 
 async def test_a_conductor_on_an_empty_or_anothers_database_destroys_nothing(
@@ -323,7 +323,7 @@ async def test_a_conductor_on_an_empty_or_anothers_database_destroys_nothing(
         with pytest.raises(BusOwnedByAnother):
             await cell.start()
         assert carried(ironic) == before
-        cell.release()  # an operator who believes the database and not the bus
+        cell.release()  # an operator who trusts the database and not the bus
         for fleet in (cell.fleet, None):  # with and without what the compute service remembers
             cell.fleet = fleet
             await cell.start()
@@ -368,11 +368,11 @@ async def test_a_conductor_on_a_restored_database_destroys_nothing_newer(
     await cell.look()
     assert carried(ironic) == {node: what for node, what in before.items() if what[0] != newer}
     await cell.look()
-    assert [one.machine.uuid for one in cell.table.unexplained.values()] == [also_newer], "and is still told"
+    assert [one.machine.uuid for one in cell.table.unexplained.values()] == [also_newer], "and is still reported"
 
 
 async def test_what_first_appears_unexplained_is_announced_once(ironic: IronicStandIn, cells: list[Cell]) -> None:
-    """A listener on the cell's bus hears of foreign machines and of machines in quarantine: counts, and some names."""
+    """A listener on the cell's bus receives foreign machines and of machines in quarantine: counts, and some names."""
     cell = cells[0]
     ironic.pool.plan(MAX_NAMED_MACHINES + 2)
     own, *others = sorted(ironic.pool.nodes)
@@ -414,7 +414,7 @@ async def test_many_losses_at_once_wait_for_an_operator(ironic: IronicStandIn, c
     await cell.stop()
     await cell.start()  # another conductor, too, reads it from the cell's schema
     assert {cell.state(uuid) for uuid in built} == {State.ACTIVE}
-    # A delete that a client asks for is no part of it.
+    # A delete that a client requests is no part of it.
     first = min(built)
     await cell.delete(first)
     await cell.over(first, BuildState.DELETED)

@@ -230,7 +230,7 @@ async def test_a_project_moves_its_own_and_no_other_machine(system: Guarded) -> 
 
 @pytest.mark.parametrize("header", [None, "CC", "BCC", "berth-key"])
 async def test_item_7_no_project_deletes_anothers_machine(system: Guarded, header: str | None) -> None:
-    """Nor is anyone but the project of the key told of it. CC: RabbitMQ 3.10 asks for no permission there."""
+    """Nor does any project but that of the key learn of it. CC: RabbitMQ 3.10 requires no permission there."""
     async with tenant(system) as mine, tenant(system, THEIRS) as theirs:
         victim = await theirs.boot()
         before = len(theirs.events)
@@ -314,21 +314,21 @@ def with_queue(name: str, work: str) -> Attempt:
 
 
 FORBIDDEN: dict[str, Attempt] = {
-    "asks for another project": publishing(f"build.request.{THEIRS}"),
+    "requests for another project": publishing(f"build.request.{THEIRS}"),
     "deletes for another project": publishing(f"build.delete.{THEIRS}"),
     "a key that ends like its own": publishing(f"build.delete.x.{MINE}"),
     "a key that begins like its own": publishing(f"build.delete.{MINE}.x"),
     "claims": publishing("placement.claim"),
     "releases": publishing("placement.release"),
-    "asks for all builds": publishing("build.query"),
-    "asks for hosts": publishing("hosts.query"),
+    "queries all builds": publishing("build.query"),
+    "queries hosts": publishing("hosts.query"),
     "decides about hosts": publishing("hosts.set"),
-    "asks for all moves": publishing("instance.query"),
+    "queries all moves": publishing("instance.query"),
     "moves for another project": publishing(f"instance.move.{THEIRS}"),
     "forges an event of a move": publishing(f"instance.event.done.{MINE}", "berth.events"),
-    "hears another project's moves": binding(f"instance.event.*.{THEIRS}"),
-    "hears of operators' changes": binding("objects.revision"),
-    "asks for the book": publishing("placement.snapshot"),
+    "binds another project's moves": binding(f"instance.event.*.{THEIRS}"),
+    "binds operators' changes": binding("objects.revision"),
+    "requests the book": publishing("placement.snapshot"),
     "reports inventory": publishing(f"inventory.update.{SOME_UUID}"),
     "forges an event of its own": publishing(f"build.event.active.{MINE}", "berth.events"),
     "forges events": publishing("build.events", "berth.events"),
@@ -339,16 +339,16 @@ FORBIDDEN: dict[str, Attempt] = {
     "returns a message to a queue": publishing("scheduler.requests", "berth.return"),
     "writes a dead letter": publishing("berth.dead-letters", ""),
     "publishes elsewhere": publishing("x", "amq.topic"),
-    "hears another project": binding(f"build.event.*.{THEIRS}"),
-    "hears all projects": binding("build.event.*.*"),
-    "hears everything": binding("#"),
-    "hears all builds": binding("build.event.#"),
-    "hears batches": binding("build.events"),
-    "hears more words": binding(f"build.event.#.{MINE}"),
-    "hears the feed": binding("placement.event.#"),
-    "hears commands": binding("build.request.#", "berth"),
-    "hears its own commands": binding(f"build.request.{MINE}", "berth"),
-    "hears dead letters": binding("#", "berth.dead"),
+    "binds another project": binding(f"build.event.*.{THEIRS}"),
+    "binds all projects": binding("build.event.*.*"),
+    "binds everything": binding("#"),
+    "binds all builds": binding("build.event.#"),
+    "binds batches": binding("build.events"),
+    "binds more words": binding(f"build.event.#.{MINE}"),
+    "binds the feed": binding("placement.event.#"),
+    "binds commands": binding("build.request.#", "berth"),
+    "binds its own commands": binding(f"build.request.{MINE}", "berth"),
+    "binds dead letters": binding("#", "berth.dead"),
     "takes requests": consuming("scheduler.requests"),
     "takes claims": consuming("placement.requests"),
     "reads dead letters": getting("berth.dead-letters"),
@@ -395,7 +395,7 @@ FORBIDDEN_TO_AN_AGENT: dict[str, Attempt] = {
     "consumes dead letters": consuming("berth.dead-letters"),
     "purges dead letters": with_queue("berth.dead-letters", "purge"),
     "deletes the dead letters": with_queue("berth.dead-letters", "delete"),
-    "hears what others park": _of_all_keys,
+    "binds what others park": _of_all_keys,
     "parks for the conductor": publishing("conductor.requests", "berth.dead"),
     "reads what is delayed": getting("berth.delayed.200"),
     "purges what is delayed": with_queue("berth.delayed.200", "purge"),
@@ -414,7 +414,7 @@ async def test_an_agent_has_what_its_bus_shares_for_its_own_queue_alone(system: 
     async with connection:
         one = Tenant(await connection.channel(on_return_raises=False), MINE)
         for exchange in ("berth.dead", "berth.delay.200"):
-            await publishing("compute.cell1-nobody", exchange)(one)
+            await publishing("compute.cell1-unknown", exchange)(one)
         with pytest.raises(ChannelAccessRefused):
             await attempt(one)
 
@@ -422,7 +422,7 @@ async def test_an_agent_has_what_its_bus_shares_for_its_own_queue_alone(system: 
 async def test_what_an_agent_may_not_make_it_finds_when_another_worker_has_been_there(
     system: Guarded, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a virtual host where no worker has been yet it is told so, as when its broker is unavailable."""
+    """On a virtual host where no worker has been yet it gets that answer, as when its broker is unavailable."""
     monkeypatch.setattr(transport, "SET_UP", msgspec.structs.replace(transport.SET_UP, lasts_s=0.0))
     vhost = "cell-new"
     await asyncio.to_thread(system.servers.broker.add_vhost, vhost)
@@ -507,7 +507,7 @@ def test_an_operator_does_all_of_an_operators_work(system: Guarded) -> None:
 
 
 async def _park_a_forged_letter(system: Guarded) -> None:
-    """One that names no uuid, so that nobody can be told of it."""
+    """One that names no uuid, so that no project can be answered."""
     connection = await aio_pika.connect(system.url(f"berth-project-{MINE}"))
     async with connection:
         one = Tenant(await connection.channel(), MINE)

@@ -86,7 +86,7 @@ async def prometheus(directory: Path, processes: WorkerProcesses) -> AsyncIterat
 
 
 async def listening(log: asyncio.StreamReader) -> str:
-    """The address that Prometheus says it listens on, once it does."""
+    """The address that Prometheus reports to listen on, once it does."""
     output = []
     async for line in log:
         output.append(line.decode())

@@ -72,7 +72,7 @@ async def restart_the_broker(whole: Rig) -> None:
 
 
 async def test_two_schedulers_race_for_few_hosts() -> None:
-    """Few hosts, many requests, two schedulers: claims conflict and are told apart, nothing is overcommitted."""
+    """Few hosts, many requests, two schedulers: claims conflict and are distinguished, nothing is overcommitted."""
     small = HostSize(vcpus=4, memory_mb=8192, disk_gb=100, cpu_ratio=1.0, reserved_memory_mb=0)
     plan = SystemPlan(cells=("cell1",), compute=ComputeConfig(hosts=10, sizes=(small,), gpu_share=0.0), durable=False)
     async with rig(plan) as whole:

@@ -1,4 +1,4 @@
-"""Services of bare metal share the free nodes of one Ironic, with a whole cell above them that is told of none."""
+"""Services of bare metal share the free nodes of one Ironic, with a whole cell above them that knows of none."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Metal:
         self.client = client
 
     async def start(self, service: str) -> None:
-        """One more process; nothing else is told of it."""
+        """One more process; nothing else is configured with it."""
         base = self.place.settings.compute
         config = replace(base, driver="ironic", hosts=0, ironic=replace(base.ironic, url=self.ironic.url))
         fleet = Fleet.planned(config, CELL, service)

@@ -1,4 +1,4 @@
-"""Broker and database away: at start the workers wait and say so; in the middle they resume, and nothing is lost."""
+"""No broker or database: at start the workers wait and report it; in the middle they resume, and nothing is lost."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ async def hosts_known(client: BuildClient) -> None:
 def logs(small: Small, name: str, *events: str) -> None:
     """Wait until a worker's log holds one of these events, and the worker lives."""
     worker = small.processes.workers[name]
-    until(lambda: any(f'"event":"{event}"' in worker.log.read_text() for event in events), f"{name} says {events}")
+    until(lambda: any(f'"event":"{event}"' in worker.log.read_text() for event in events), f"{name} logs {events}")
     assert worker.process.running, worker.process.tail()
 
 

@@ -58,7 +58,7 @@ def commands() -> Iterator[bytes]:
 @pytest.fixture
 def directory() -> Iterator[Path]:
     directory = Path(tempfile.mkdtemp(prefix="berth-up-"))
-    directory.chmod(0o755)  # the embedded PostgreSQL of root runs as somebody else
+    directory.chmod(0o755)  # the embedded PostgreSQL of root runs as another user
     yield directory
     shutil.rmtree(directory)
 
@@ -76,7 +76,7 @@ def env(directory: Path) -> dict[str, str]:
 
 
 def test_ctrl_c_while_it_starts(directory: Path, env: dict[str, str]) -> None:
-    """It used to be heard when everything was up; a worker that did not get ready made that a minute and more."""
+    """It used to be received when everything was up; a worker that did not get ready made that a minute and more."""
     command = [sys.executable, "-m", "berth", "up", "--processes", "--json"]
     pipe = subprocess.PIPE
     with subprocess.Popen(command, env=env, stdout=pipe, stderr=pipe, text=True) as up:
@@ -111,7 +111,7 @@ def test_everything_as_processes(directory: Path, env: dict[str, str]) -> None:
             token = Path(state["placement_token"]).read_text().strip()
             served = httpx.get(f"{state['placement_api']}/resource_providers", headers={"x-auth-token": token})
             assert served.status_code == 200 and served.json()["resource_providers"]
-            # More metal than there is: some fail and say why; nothing is lost.
+            # More metal than there is: some fail with a reason; nothing is lost.
             record = load(
                 env, directory, "--boots", "200", "--rate", "100", "--churn", "0.3", "--mix", "small=8,large=2,metal=1"
             )

@@ -1,4 +1,4 @@
-"""The broker and the database that `berth up` started are killed: it says so, starts them again, and builds go on."""
+"""The broker and the database that `berth up` started are killed: it starts them again, and builds go on."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PATIENCE_S = 120.0
 
 
 class Up:
-    """A running `berth up`, what it says, and the other terminal."""
+    """A running `berth up`, what it prints, and the other terminal."""
 
     def __init__(self, directory: Path, *arguments: str) -> None:
         kept = {name: value for name, value in os.environ.items() if not name.startswith("BERTH_")}
@@ -51,7 +51,7 @@ class Up:
             time.sleep(0.05)
 
     def kill(self, name: str, pid: int) -> None:
-        """SIGKILL a server, and wait until berth has said that it ended and is up again."""
+        """SIGKILL a server, and wait until berth has reported that it ended and is up again."""
         os.kill(pid, signal.SIGKILL)
         self.until(lambda: f"{name} ended with status" in self.log.read_text(), f"{name} ended")
         self.until(lambda: f"{name} is up again" in self.log.read_text(), f"{name} is up again")
@@ -77,7 +77,7 @@ class Up:
 @contextlib.contextmanager
 def up(*arguments: str) -> Iterator[Up]:
     directory = Path(tempfile.mkdtemp(prefix="berth-up-"))
-    directory.chmod(0o755)  # the embedded PostgreSQL of root runs as somebody else
+    directory.chmod(0o755)  # the embedded PostgreSQL of root runs as another user
     made = Up(directory, *arguments)
     try:
         yield made

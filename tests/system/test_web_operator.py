@@ -201,7 +201,7 @@ def test_a_host_is_fenced_before_it_is_evacuated(web: Web) -> None:
             assert code_of(client.put(path, json={"state": "fenced", "reason": "PSU"}), 409) == "host.service_up"
             forced = {"state": "fenced", "reason": "PSU", "force": True}
             assert client.put(path, json=forced).json()["state"] == "fenced"
-            # Accepted now; its cell may still refuse it, as the host's compute service is heard.
+            # Accepted now; its cell may still refuse it, as the host's compute service is up.
             assert ended(client, client.post(move, json={"kind": "evacuate"})).get("code") != "host.not_fenced"
         finally:
             client.put(path, json={"state": "enabled"})

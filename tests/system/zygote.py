@@ -1,6 +1,6 @@
 """Runs many `berth` commands, each in a process of its own, and pays for Python and its imports only once.
 
-A line of JSON on standard input asks for one command; a forked child runs it as `berth` would be run. The answer is
+A line of JSON on its input starts for one command; a forked child runs it as `berth` would be run. The answer is
 a line of JSON: the exit status and what was printed.
 """
 

@@ -1,4 +1,4 @@
-"""A cell with nobody in it but a compute service: what it is told, and what it says."""
+"""A cell with nothing in it but a compute service: what it receives, and what it publishes."""
 
 from __future__ import annotations
 
@@ -104,17 +104,17 @@ class Cell:
             await self.bus.publish(published)
 
     async def lose(self, *services: str) -> None:
-        """The keeper hears no heartbeat of these any more."""
+        """The keeper receives no heartbeat of these any more."""
         self.silenced.update(services)
         await self._send_rings()
 
     async def until(self, there: Callable[[], Any]) -> Any:
-        """Wait until what was heard makes this true; returns it."""
+        """Wait until what was received makes this true; returns it."""
         async with asyncio.timeout(PATIENCE_S), self._changed:
             await self._changed.wait_for(there)
         return there()
 
-    # --- what was heard
+    # --- what was received
 
     def results(self, instance: str | None = None) -> list[ComputeResult]:
         return [m for m in self.received if isinstance(m, ComputeResult) and instance in (None, m.instance_uuid)]
@@ -214,7 +214,7 @@ def spawn(host: str, instance: str, attempt: int = 1, service: str = "c1-a") -> 
 
 
 async def settled(there: Callable[[], Any], turns: int = 10_000) -> None:
-    """Wait, turn of the loop by turn, for something that is not said on the bus."""
+    """Wait, turn of the loop by turn, for something that is not published on the bus."""
     for _ in range(turns):
         if there():
             return

@@ -218,7 +218,7 @@ async def test_a_node_that_is_new_in_ironic_is_announced_at_once(cell: Cell, iro
 
 
 async def test_a_new_node_is_announced_whichever_service_has_seen_it(ironic: IronicStandIn, driver: BareMetal) -> None:
-    """An announcement of one host alone asks for all nodes, too; what was new then waited for the next of all hosts."""
+    """An announcement of one host alone reads all nodes, too; what was new then waited for the next of all hosts."""
     assigned: list[str] = []
     driver.on_change(assigned.extend)
     await driver.hosts()  # the announcement of all hosts, which a start begins with
@@ -268,7 +268,7 @@ async def test_a_nodes_mark_is_written_with_its_instance_and_goes_with_it(
 async def test_a_cleared_instance_uuid_does_not_prove_the_machine_gone_and_nothing_is_done_to_it(
     ironic: IronicStandIn, driver: BareMetal
 ) -> None:
-    """It was told lost; set again by its operator the machine was then destroyed as one that is over."""
+    """It was reported lost; set again by its operator the machine was then destroyed as one that is over."""
     node, instance = next(iter(ironic.pool.nodes)), "20000000-0000-4000-8000-000000000000"
     await driver.spawn(build(node, instance, attempt=3))
     ironic.pool.nodes[node]["instance_uuid"] = None
@@ -345,7 +345,7 @@ async def test_every_node_that_was_seen_is_listed_and_no_other(ironic: IronicSta
 
 
 async def test_a_node_that_is_absent_from_ironics_list_is_not_lost(cell: Cell, ironic: IronicStandIn) -> None:
-    """Mere absence proves nothing: only a node that is there and carries another's or nobody's instance does."""
+    """Mere absence proves nothing: only a node that is there and carries another's or no instance does."""
     fleet = Fleet.planned(settings(ironic), CELL, "c1-a")
     life = await cell.compute(settings(ironic), fleet)
     node, instance = next(iter(ironic.pool.nodes)), cell.instance()
@@ -391,7 +391,7 @@ def offering(cell: Cell) -> dict[str, str]:
 async def test_services_share_the_free_nodes_and_take_over_those_of_one_that_dies(
     cell: Cell, ironic: IronicStandIn
 ) -> None:
-    """A number in a file said who has which node, and a dead service's free nodes served no more."""
+    """A number in a file assigned the nodes, and a dead service's free nodes served no more."""
     ironic.pool.plan(30)
     config = settings(ironic)
     nodes = set(ironic.pool.nodes)
@@ -415,7 +415,7 @@ async def test_services_share_the_free_nodes_and_take_over_those_of_one_that_die
     assert {node: after[node] for node in nodes if before[node] != "a"} == {
         node: before[node] for node in nodes if before[node] != "a"
     }, "only the dead one's have moved"
-    await lives.pop("b").stop()  # it says so, and is gone at once
+    await lives.pop("b").stop()  # it announces its stop, and is gone at once
 
     def all_but_the_occupied() -> bool:
         return {node for node, service in offering(cell).items() if service == "c"} == nodes - {occupied}
@@ -443,7 +443,7 @@ async def test_a_build_for_a_node_that_has_just_changed_hands_is_taken(cell: Cel
 async def test_a_node_whose_machine_is_gone_is_reported_by_its_service_until_the_cell_has_ended_it(
     cell: Cell, ironic: IronicStandIn
 ) -> None:
-    """Undeployed by its operator it was free, and the ring's: only a service with another clock told what was there."""
+    """Undeployed by its operator it was free, and the ring's: only a service with another clock knew what was there."""
     ironic.pool.plan(30)
     config = settings(ironic)
     first = await cell.compute(config, Fleet.planned(config, CELL, "a"), service="a")
@@ -471,7 +471,7 @@ async def test_a_node_whose_machine_is_gone_is_reported_by_its_service_until_the
 
 
 def whole_of(cell: Cell, service: str, earlier: int) -> list[ComputeHosts]:
-    """Whole announcements of this service, of those after the first `heard`."""
+    """Whole announcements of this service, of those after the first `earlier`."""
     return [page for page in cell.announced()[earlier:] if page.service == service and page.complete]
 
 
@@ -524,7 +524,7 @@ async def test_a_new_lessee_is_announced_at_once(cell: Cell, ironic: IronicStand
         offered = [host for page in cell.announced() for host in page.hosts if host.uuid == node]
         return offered[-1].attributes.get("project_id")
 
-    for lessee in ("guest", "another"):  # the first may be told by the first look, which announces all nodes
+    for lessee in ("guest", "another"):  # the first may be announced by the first scan, which announces all nodes
         assert project() != lessee
         ironic.pool.nodes[node]["lessee"] = lessee
         await cell.until(lambda lessee=lessee: project() == lessee)  # type: ignore[misc]

@@ -114,7 +114,7 @@ async def test_an_application_credential_deploys() -> None:
 
 
 async def test_a_keystone_that_refuses_or_is_down_costs_no_build() -> None:
-    """It is no fault of the node's: nothing was taken, and the service asks again."""
+    """It is no fault of the node's: nothing was taken, and the service tries again."""
     async with keystone_stand_in() as (keystone, auth_url), served(has_token_of(keystone)) as (pool, url):
         for login in (
             KeystoneLogin(auth_url=auth_url, username="berth", password="wrong"),

@@ -17,7 +17,7 @@ ANSWERS_BEFORE_DEATH = 300
 
 
 def kill_one(state_dir: Path) -> list[list[str]]:
-    """Start a victim, let it work, kill it; what it said."""
+    """Start a victim, let it work, kill it; what it printed."""
     lines: list[str] = []
     victim = subprocess.Popen(
         [sys.executable, "-m", "tests.integration.compute.victim", str(state_dir)],
@@ -54,9 +54,9 @@ async def test_what_was_accepted_outlives_the_process(cell: Cell, tmp_path: Path
     assert any(entry.phase is Phase.BUILDING for entry in before.values()), "killed too late to show anything"
     for key, outcome in reported.items():
         if outcome == "active" and took[key] == "spawn":
-            assert key in machines, "said to run, and does not"
+            assert key in machines, "reported as running, and does not"
         if outcome == "destroyed":
-            assert key not in machines, "said to be gone, and is there"
+            assert key not in machines, "reported as gone, and is there"
     fleet.close()
 
     life = await cell.compute(settings, Fleet.planned(settings, CELL, SERVICE))

@@ -35,7 +35,7 @@ async def beat(cell: Cell, epoch: int, sequence: int, *, service: str = SERVICE,
 
 
 async def test_two_services_of_one_name_do_not_run_side_by_side(cell: Cell) -> None:
-    """40 hosts were announced as active, 10 machines ran without an allocation, and no log said a word."""
+    """40 hosts were announced as active, 10 machines ran without an allocation, and no log had a line of it."""
     first = await cell.compute(SETTINGS, planned())
     epochs = {heartbeat.epoch for heartbeat in await cell.until(cell.heartbeats)}
     fleet = planned()

@@ -70,7 +70,7 @@ async def test_results_of_builds_that_end_while_the_broker_is_down_are_published
     await asyncio.to_thread(own_broker.start)
     await cell.until(lambda: len({r.instance_uuid for r in cell.results()}) == 50)
     assert {r.outcome for r in cell.results()} == {ComputeOutcome.ACTIVE}
-    await cell.until(lambda: len(cell.inventory()) >= announced + 20)  # said again after the reconnection
+    await cell.until(lambda: len(cell.inventory()) >= announced + 20)  # published again after the reconnection
     assert len(list(fleet.guests())) == 50
     await life.stop()
     await cell.close()

@@ -25,7 +25,7 @@ LATE_S = 61.0  # as long as no other wait: `Agent.insist` waits 60 s, again and 
 
 
 class Late(SystemClock):
-    """Waits of LATE_S end when a test says so."""
+    """Waits of LATE_S end when a test ends them."""
 
     def __init__(self) -> None:
         self.enough = asyncio.Event()
@@ -306,7 +306,7 @@ async def test_the_same_fleet_survives_a_killed_service(cell: Cell) -> None:
     epoch, versions = fleet.records.epoch, fleet.records.version
     await first.kill()
     waiting = cell.instance()
-    await cell.spawn(host, waiting)  # while nobody is there
+    await cell.spawn(host, waiting)  # while no service is there
     second = await cell.compute(settings, fleet)
     assert (await cell.ended(waiting, 1, ComputeOutcome.ACTIVE)).host_uuid == host
     assert fleet.records.epoch > epoch

@@ -1,4 +1,4 @@
-"""A process that manages a fleet on disk until it is killed: says on standard output what it accepted and answered."""
+"""A process that manages a fleet on disk until it is killed: prints what it accepted and answered."""
 
 from __future__ import annotations
 

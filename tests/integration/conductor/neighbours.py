@@ -37,7 +37,7 @@ from cell_conductor.store.postgres import PostgresInstances
 
 CELL = "c1"
 WAIT_S = 60.0
-# Nobody sweeps here but a test by hand: an answer that is later than this is asked for by nobody else.
+# Only a test sweeps here, by hand: an answer that is later than this is not requested by anything else.
 ASK_S = 3.0
 
 
@@ -248,7 +248,7 @@ class Cell:
         return found.state if found else State.ABSENT
 
     async def check_at_rest(self) -> None:
-        """Invariant 3: what runs = what instances say = what is allocated."""
+        """Invariant 3: what runs = what instances record = what is allocated."""
         async with self.database.raw() as connection:
             rows = await connection.fetch("SELECT uuid, host_uuid, attempt FROM instances WHERE state = 'active'")
         instances = {(row[1], row[0]): row[2] for row in rows}

@@ -50,7 +50,7 @@ async def test_a_question_that_came_twice_may_be_answered_full_and_then_claimed(
     second = asyncio.create_task(two.take([failed], source="test"))
     await two.requested()
     one.go.release()  # full: the claim of the first host is released, none is taken
-    await one.requested()  # it asks for a release, of the attempt that may have been claimed too
+    await one.requested()  # it requests a release, of the attempt that may have been claimed too
     assert await cell.state(uuid) is State.GIVING_UP
     cell.around.full = set()
     two.go.release()

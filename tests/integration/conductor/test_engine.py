@@ -99,7 +99,7 @@ async def test_a_hung_host_is_left_at_the_deadline_and_its_late_success_destroye
     assert await cell.engine.sweep() == 1
     await cell.around.until(lambda: cell.around.ends(uuid) == [BuildState.ACTIVE])
     assert [(s.attempt, s.host_uuid) for s in cell.around.spawns] == [(1, cell.host(1)), (2, cell.host(2))]
-    # The host did build attempt 1 after all (its fence was lost): it is told to destroy it.
+    # The host did build attempt 1 after all (its fence was lost): it is commanded to destroy it.
     cell.around.running[cell.host(1), uuid] = 1
     before = len(cell.around.destroys)
     late = ComputeResult(

@@ -1,4 +1,4 @@
-"""A cell that was told of a fence: what waits ends, and a host is told of its losses before the fence is lifted."""
+"""A cell that received a fence: what waits ends, and a host is sent its losses before the fence is lifted."""
 
 from __future__ import annotations
 
@@ -188,7 +188,7 @@ async def test_a_doubted_build_on_a_dead_host_goes_on_elsewhere_once_its_host_is
     uuid = build.spec.instance_uuid
     await cell.around.bus.publish(build)
     await cell.around.until(lambda: bool(cell.around.spawns))
-    cell.around.running[cell.host(1), uuid] = 1  # it is up, and the backup is from before that was heard
+    cell.around.running[cell.host(1), uuid] = 1  # it is up, and the backup is from before that was reported
     cell.around.dead = {cell.host(1)}
     async with cell.database.raw() as connection:
         await connection.execute("UPDATE identity SET origin = 'another cluster'")

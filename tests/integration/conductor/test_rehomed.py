@@ -31,7 +31,7 @@ async def cell(postgres_url: str) -> AsyncIterator[Cell]:
 
 
 async def test_a_delete_sent_to_a_dead_service_is_sent_to_its_heir(cell: Cell) -> None:
-    """The order lies in a queue that nobody reads any more; the heir, s1, reports the machine."""
+    """The order lies in a queue without a consumer; the heir, s1, reports the machine."""
     around, host = cell.around, cell.host(1)
     await cell.bus.declare("compute.{service}", service="dead")
     build = cell.build(1)

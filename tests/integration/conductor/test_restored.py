@@ -75,7 +75,7 @@ async def test_of_a_doubted_build_nothing_is_destroyed_while_its_host_is_silent(
     cell.around.silent = False
     cell.clock.offset += 601.0
     await cell.engine.sweep()
-    await cell.around.until(lambda: len(cell.around.ends(uuid)) == 2)  # a second client would hear of it, too
+    await cell.around.until(lambda: len(cell.around.ends(uuid)) == 2)  # a second client would receive it, too
     assert await cell.state(uuid) is State.ACTIVE
     await cell.check_at_rest()
 

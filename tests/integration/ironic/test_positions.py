@@ -138,7 +138,7 @@ async def test_a_writer_that_is_stopped_is_replaced_in_seconds(postgres_url: str
     await standing_by.open(MIGRATIONS)
     replaced = False
     with pytest.raises(Transient):  # the server has ended its connection
-        async with PostgresPositions(stopped).become_leader() as old:  # says nothing from now on, as under SIGSTOP
+        async with PostgresPositions(stopped).become_leader() as old:  # does nothing from now on, as under SIGSTOP
             async with asyncio.timeout(LEADER_LIMIT_S):
                 while not replaced:
                     try:

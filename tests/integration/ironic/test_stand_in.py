@@ -1,4 +1,4 @@
-"""The stand-in says what Ironic says: same events, same fields, same routing, same wishful `.start`s."""
+"""The stand-in behaves as Ironic: same events, same fields, same routing, same wishful `.start`s."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.unit.ironic.world import SCENARIOS, Recording
 
 
 class Listener:
-    """Keeps what is said."""
+    """Keeps what is published."""
 
     def __init__(self) -> None:
         self.received: list[tuple[str, dict[str, Any]]] = []

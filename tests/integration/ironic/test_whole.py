@@ -31,7 +31,7 @@ LIMIT_S = 60.0
 
 @dataclass
 class Site:
-    """Where things are: how to connect, and how Ironic speaks."""
+    """Where things are: how to connect, and which microversion is used."""
 
     transports: Callable[[str], Transport]
     announcer: NotificationAnnouncer
@@ -213,7 +213,7 @@ async def test_the_broker_goes_and_comes_back(own_broker: RabbitMQ, postgres_url
         await book.until(lambda: book.offered() == {second})
         await ironic.pool.set_maintenance(ironic.pool.nodes[second], True, "x", "req-2")
         await book.until(lambda: book.offered() == set())
-        assert book.causes[second] == "req-2", "said by a notification: the binding is back"
+        assert book.causes[second] == "req-2", "a notification arrived: the binding is back"
 
 
 async def until(condition: Callable[[], bool]) -> None:

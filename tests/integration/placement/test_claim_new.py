@@ -217,7 +217,7 @@ async def test_small_groups_that_name_hosts_in_opposite_orders_do_not_deadlock(
 async def test_two_processes_give_the_last_room_of_a_host_to_one(
     book: Book, second: PostgresStore, rng: random.Random, make_claim: MakeClaim
 ) -> None:
-    """Again and again, both at once, each the whole host: one has it, the other hears that it is full."""
+    """Again and again, both at once, each the whole host: one has it, the other is answered full."""
     hosts = await book.hosts(30, rng, VCPU=2)
     for host in hosts:
         wanted = [make_claim(new_uuid(rng), {host: {"VCPU": 2}}) for _ in range(2)]

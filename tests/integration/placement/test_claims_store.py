@@ -87,7 +87,7 @@ async def test_the_same_consumer_claimed_by_two_stores_at_once_is_claimed_once(
         for consumer, a, b in zip(consumers, mine, reversed(theirs), strict=True):
             assert isinstance(a, ClaimResult)
             assert isinstance(b, ClaimResult)
-            # The later one is told what the earlier one got: one allocation, known to both.
+            # The later one is answered with what the earlier one got: one allocation, known to both.
             assert a.outcome == b.outcome == ClaimOutcome.CLAIMED
             assert {a.option, b.option} == {0, None}
             assert list(a.generations) == list(b.generations) == list(held[consumer])
@@ -306,7 +306,7 @@ async def test_a_class_created_by_another_process_is_known(
 async def test_small_groups_of_two_stores_at_once_lose_nothing(
     book: Book, rng: random.Random, make_claim: MakeClaim, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each takes from what the other has left: nobody overwrites what another has taken."""
+    """Each takes from what the other has left: none overwrites what another has taken."""
     hosts = await book.hosts(2, rng, VCPU=30)
     second = await another(book)
     ways: Counter[bool] = Counter()

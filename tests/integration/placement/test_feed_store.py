@@ -107,7 +107,7 @@ async def test_many_writers_make_one_dense_feed_that_replays_to_the_book(
 async def test_two_publishers_publish_everything_once_and_in_order(
     book: Book, rng: random.Random, make_claim: MakeClaim, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(publishing, "LEASE_S", 10 * PATIENCE_S)  # nobody hangs here, however slow the machine
+    monkeypatch.setattr(publishing, "LEASE_S", 10 * PATIENCE_S)  # no worker hangs here, however slow the machine
     hosts = await book.hosts(5, rng, VCPU=1000)
     second = PostgresStore(Database(book.url, "placement"))
     await second.open()
@@ -228,7 +228,7 @@ async def test_old_changes_are_trimmed_once_published_and_then_too_old(book: Boo
         return
 
     await book.store.trim(keep_changes=2, keep_fences_s=60, keep_sources_s=3600.0, limit=1000)
-    assert len((await book.store.changes(0, 100)).changes) == 6  # nobody has published them yet
+    assert len((await book.store.changes(0, 100)).changes) == 6  # no worker has published them yet
     await book.store.publish(send, 100)
     await book.store.trim(keep_changes=2, keep_fences_s=60, keep_sources_s=3600.0, limit=1000)
     assert (await book.store.changes(3, 100)).too_old

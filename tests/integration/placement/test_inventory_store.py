@@ -193,7 +193,7 @@ async def test_names_of_a_transaction_that_was_lost_are_not_used(
     update = book.host(new_uuid(rng), CUSTOM_NEW=1)
     with pytest.raises(DatabaseUnavailable):
         await book.store.report([update])
-    (result,) = await book.store.report([update])  # as the consumer asks again
+    (result,) = await book.store.report([update])  # as the consumer calls again
     assert isinstance(result, InventoryResult) and result.outcome == "applied"
     await killer.close()
 

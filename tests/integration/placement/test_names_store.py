@@ -55,7 +55,7 @@ async def test_a_read_that_began_before_a_name_was_made_and_ends_after_does_not_
 
 
 async def test_a_snapshot_that_is_older_than_a_name_does_not_forget_it(book: Book, names: NameTable) -> None:
-    """A scheduler reads the book in one transaction while hosts report classes that nobody had before."""
+    """A scheduler reads the book in one transaction while hosts report classes that no host had before."""
     async with book.database.raw() as connection:
         await connection.execute("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ")
         await connection.fetch("SELECT 1 FROM resource_classes LIMIT 1")

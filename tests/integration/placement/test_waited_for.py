@@ -26,7 +26,7 @@ WAITING = "SELECT count(*) FROM pg_stat_activity WHERE datname = current_databas
 
 @asynccontextmanager
 async def moved_by_another(book: Book) -> AsyncIterator[Callable[[], Awaitable[None]]]:
-    """Another transaction has moved every provider; what is yielded waits for somebody to wait for it, and commits."""
+    """Another transaction has moved every provider; what is yielded waits until it is waited for, and commits."""
     holder, watcher = await asyncpg.connect(book.url), await asyncpg.connect(book.url)
     holding = holder.transaction()
     await holding.start()

@@ -180,9 +180,9 @@ async def serving(book: str | MemoryBookTable, **config: float) -> AsyncIterator
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    """Until a condition holds, asked again and again: sockets and threads tell nobody."""
+    """Until a condition holds, checked again and again: sockets and threads send no event."""
     async with asyncio.timeout(PATIENCE_S):
-        while not condition():  # noqa: ASYNC110  (sockets and threads tell nobody)
+        while not condition():  # noqa: ASYNC110  (sockets and threads send no event)
             await asyncio.sleep(0.01)
 
 

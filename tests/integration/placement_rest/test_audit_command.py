@@ -165,7 +165,7 @@ async def test_what_an_instance_holds_twice_is_given_back(placement: Placement) 
     [consumer, moved] = [await twice_held(placement, one, other) for _ in range(2)]
     async with placement.postgres.database.raw() as connection:
         twice = await found_twice(connection, {consumer: one, moved: one}, other)
-        # It has moved while the audit read whose host is whose: what it holds now nobody has looked at.
+        # It has moved while the audit read whose host is whose: what it holds now has not been audited.
         entry = ConsumerAllocations(
             consumer=moved, consumer_generation=1, allocations={other: {"VCPU": 3}}, project_id="p", user_id="u"
         )
@@ -201,7 +201,7 @@ async def found_twice(connection: asyncpg.Connection, hosts: dict[str, str], oth
 
 @on_postgres
 async def test_evicting_is_a_part_of_repairing(placement: Placement, tmp_path: Path) -> None:
-    """Alone it did nothing, and said nothing of that."""
+    """Alone it did nothing, and did not report that."""
     names = tmp_path / "ids"
     names.write_text(new_uuid(placement.rng))
     assert await audit(placement, "--consumers", str(names), "--evict") == (2, {})

@@ -62,7 +62,7 @@ async def test_a_token_file_holds_digests(tmp_path: Path) -> None:
     assert await auth.identify({b"x-auth-token": b"open sesame"}) == Caller(
         user_id="nova", project_id="s", roles=("service",)
     )
-    assert await auth.identify({b"x-auth-token": b"open says me"}) is None
+    assert await auth.identify({b"x-auth-token": b"open sesame"}) is None
     assert await auth.identify({}) is None
     path.write_text("")
     with pytest.raises(SettingsError):
@@ -242,6 +242,6 @@ async def test_credentials_that_keystone_refuses_are_no_callers_error(
     await placement.start()
     try:
         answer = await placement.call("GET", "/resource_providers", status=503)
-        assert "wrong" not in answer.text, "the client is not told what we sent"
+        assert "wrong" not in answer.text, "the client does not learn what we sent"
     finally:
         await placement.stop()

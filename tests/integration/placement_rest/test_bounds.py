@@ -1,4 +1,4 @@
-"""One client's long search, and one that does not read its answer, cost nobody else anything."""
+"""One client's long search, and one that does not read its answer, cost no other client anything."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Gate:
 
 
 def is_cut_off(sock: socket.socket) -> bool:
-    """Whether nobody is there any more; a server that waits for its answer to be read still is."""
+    """Whether the client is gone; a server that waits for its answer to be read still is."""
     try:
         sock.send(b" ")
     except ConnectionError:

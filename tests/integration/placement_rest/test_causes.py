@@ -1,4 +1,4 @@
-"""A caller's own request id goes with its write: to the log, and to whoever follows the change feed on the bus."""
+"""A caller's own request id goes with its write: to the log, and to every follower of the change feed on the bus."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ async def test_a_message_of_several_causes_names_none_of_them_as_its_own(placeme
     async with listening(placement) as events:
         await placement.store.rest.write_trees(writes)
         body = {"name": "host", "uuid": new_uuid(placement.rng)}
-        await placement.call("POST", "/resource_providers", body, status=200, **HEADER)  # wakes whoever publishes
+        await placement.call("POST", "/resource_providers", body, status=200, **HEADER)  # wakes the publisher
         while True:
             received = await events.get()
             if isinstance(received.message, FeedChanges):

@@ -1,4 +1,4 @@
-"""What moves no generation must not be missed by a copy that says it is equal."""
+"""What moves no generation must not be missed by a copy that is reported equal."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ async def refused(url: str) -> None:
 
 @asynccontextmanager
 async def answering(body: Callable[[str], bytes], headers: bytes = b"") -> AsyncIterator[str]:
-    """Somebody who answers every request with 200 and whatever the path has."""
+    """A server that answers every request with 200 and whatever the path has."""
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         head = await reader.readuntil(b"\r\n\r\n")

@@ -1,4 +1,4 @@
-"""What takes long with what a client sends, or asks for, leaves the event loop: others are answered meanwhile."""
+"""What takes long with what a client sends, or requests, leaves the event loop: others are answered meanwhile."""
 
 from __future__ import annotations
 

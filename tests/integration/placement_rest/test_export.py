@@ -70,7 +70,7 @@ async def test_a_book_goes_out_and_in_again(placement: Placement, postgres_serve
         row = book.row_of(hosts[0])
         assert row is not None
         assert book.inventory_of(row)["VCPU"][1] == 1 + 4
-        # The other book moves on; importing the first again undoes all of it, and tells its replicas.
+        # The other book moves on; importing the first again undoes all of it, and its replicas learn it.
         await placement.call("DELETE", f"/allocations/{consumers[2]}", status=204)
         await placement.call("DELETE", f"/resource_providers/{hosts[2]}", status=204)
         later = await read(placement.postgres)

@@ -50,10 +50,10 @@ async def test_what_an_operator_gave_a_host_outlasts_its_reports(placement: Plac
     assert row is not None
     assert set(book.trait_sets.values[book.traits[row]]) == {"CUSTOM_RACK", VMX}
     await report(placement, root, 3, AVX)
-    assert (await shown(placement, root))[0] == ["CUSTOM_RACK", AVX], "what the service itself said goes with it"
+    assert (await shown(placement, root))[0] == ["CUSTOM_RACK", AVX], "what the service itself reported goes with it"
     await give(placement, root, "CUSTOM_RACK")
     await report(placement, root, 4, AVX)
-    assert (await shown(placement, root))[0] == ["CUSTOM_RACK", AVX], "what the service says comes back"
+    assert (await shown(placement, root))[0] == ["CUSTOM_RACK", AVX], "what the service reports comes back"
     await give(placement, root, AVX)
     await report(placement, root, 5, AVX)
     assert (await shown(placement, root))[0] == [AVX], "what an operator takes away stays away"

@@ -51,7 +51,7 @@ async def test_a_process_that_knew_the_old_name_publishes_the_new_one_on_the_fee
     assert (await other.claim(consumer, host, **{OLD: 2})).status_code == 204
     replica = await placement.replica()
     await rename(placement)
-    assert (await other.claim(consumer, host, 1)).status_code == 204  # emptied, by a process that has not heard
+    assert (await other.claim(consumer, host, 1)).status_code == 204  # emptied, by a process that has not learned it
     book = await replica.fresh()
     row = book.row_of(host)
     assert row is not None

@@ -1,4 +1,4 @@
-"""Two processes write allocations of the same consumers at once: one after the other, each on what it says it knew."""
+"""Two processes write allocations of the same consumers at once: one after the other, each on its own generation."""
 
 from __future__ import annotations
 

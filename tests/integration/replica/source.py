@@ -25,7 +25,7 @@ from tests.unit.replica.books import inventory, uuid
 
 
 class ManualClock:
-    """Time that moves when a test says so."""
+    """Time that moves when a test moves it."""
 
     def __init__(self) -> None:
         self.now = 1_000.0
@@ -63,7 +63,7 @@ async def until(is_met: Callable[[], bool], clock: ManualClock, *, turns: int = 
 
 
 class Source:
-    """The truth, and what is said of it."""
+    """The truth, and what is published of it."""
 
     def __init__(self, bus: Bus, rng: random.Random) -> None:
         self.bus = bus
@@ -74,7 +74,7 @@ class Source:
         self.history = "h1"
         self.snapshots = self.pages = 0
         self.on_page: Callable[[], None] = lambda: None
-        self.busy = False  # each answer is followed by one more change, said before the answer is sent
+        self.busy = False  # each answer is followed by one more change, published before the answer is sent
         self.unpublished: list[Change] = []
         self._consumer = bus.consumer("placement.reads", self._answer)
 
@@ -135,7 +135,7 @@ class Source:
         self.unpublished.append(change)
 
     async def notify(self) -> None:
-        """Announce what is committed and not said, as placement does."""
+        """Announce what is committed and not yet published, as placement does."""
         unpublished, self.unpublished = self.unpublished, []
         if unpublished:
             await self.bus.publish(FeedChanges(changes=tuple(unpublished), history=self.history))
@@ -180,7 +180,7 @@ class Source:
         )
 
     def is_held_by(self, book: Book) -> bool:
-        """Whether the book says just what is true."""
+        """Whether the book holds just what is true."""
         if book.sequence != self.head or len(book) != len(self.states):
             return False
         return all(_same(book, state) for state in self.states.values())

@@ -39,7 +39,7 @@ class Stage:
         return self.source.is_held_by(self.book)
 
     async def until_true(self) -> None:
-        """Heads are said each second, as placement does, until the book is right."""
+        """Heads are published each second, as placement does, until the book is right."""
         for _ in range(60):
             await self.source.announce_head()
             for _ in range(300):
@@ -140,7 +140,7 @@ async def test_silence_makes_it_ask() -> None:
         stage.source.write()
         stage.source.unpublished.clear()
         assert not stage.is_true()
-        await until(stage.is_true, stage.clock)  # nothing is ever said
+        await until(stage.is_true, stage.clock)  # nothing is ever published
         assert stage.source.snapshots == 1
 
 
@@ -177,7 +177,7 @@ async def test_a_cut_connection_is_caught_up() -> None:
         stage.broker.drop_connections()
         for _ in range(9):
             stage.source.write()
-        stage.source.unpublished.clear()  # said while nobody listened
+        stage.source.unpublished.clear()  # published while no listener was there
         before = stage.clock.now
         await until(stage.is_true, stage.clock)
         assert stage.clock.now - before < LIMITS.head_lag_s
@@ -208,7 +208,7 @@ async def test_placement_unavailable_at_the_start() -> None:
 
 
 async def test_a_feed_that_never_rests_is_caught_up_with() -> None:
-    """Every answer is followed by one more change, said before the answer arrives."""
+    """Every answer is followed by one more change, published before the answer arrives."""
     stage = Stage()
     async with playing(stage) as follower:
         await until(follower.ready.is_set, stage.clock)
@@ -229,7 +229,7 @@ async def test_what_cannot_be_folded_in_is_kept_within_a_bound() -> None:
     stage = Stage()
     async with playing(stage, FollowerLimits(buffered=50, request_timeout_s=0.01)) as follower:
         await until(follower.ready.is_set, stage.clock)
-        await stage.source.close()  # nobody answers
+        await stage.source.close()  # no worker answers
         for _ in range(200):
             stage.source.write()
         lost, *rest = stage.source.unpublished

@@ -97,17 +97,17 @@ async def into_the_rack(world: World, *hosts: str) -> None:
     await world.eventually(lambda: all(RACK in book.aggregates_of(book.row_of(uuid) or 0) for uuid in hosts))
 
 
-def asked(world: World) -> list[CellMove]:
+def commanded(world: World) -> list[CellMove]:
     """The moves that the cells were commanded, in order; one that a killed process sent twice is one."""
     return list({one.request_id: one for _, one in world.moves}.values())
 
 
 def has_begun(world: World, count: int) -> bool:
-    return len(asked(world)) >= count
+    return len(commanded(world)) >= count
 
 
 async def ends(world: World, move: CellMove, state: MoveState = MoveState.DONE, **more: Any) -> None:
-    """The cell says how a move ended; a move that is done is at its first host."""
+    """The cell announces how a move ended; a move that is done is at its first host."""
     fields = {"terminal": True, "condition": Condition.ACTIVE, "sequence": 30, **more}
     if state is MoveState.DONE:
         fields.setdefault("host", move.selections[0].host)
@@ -121,8 +121,8 @@ async def carried_out(world: World, drain: DrainProgress, *, at_once: int, count
     """The cell moves one after another; never were more under way than the drain allows."""
     for done in range(count):
         await world.until(partial(has_begun, world, done + 1))
-        assert len(asked(world)) - done <= at_once
-        await ends(world, asked(world)[done])
+        assert len(commanded(world)) - done <= at_once
+        await ends(world, commanded(world)[done])
     return await until(world, drain, DrainState.ENDED)
 
 
@@ -139,7 +139,7 @@ async def test_a_plan_lists_where_each_instance_would_go_and_what_cannot_move(wo
     stop = world.move(busy, MoveKind.STOP)
     await world.ask(stop)
     await world.dispatched(stop)
-    for _ in range(2):  # the second is not told otherwise by what the first has left behind
+    for _ in range(2):  # the second is not misled by what the first has left behind
         plan = await plan_of(world, "c1-0")
         assert (plan.host_uuid, plan.host, plan.more) == (host, "c1-0", False)
         found = {one.instance_uuid: one for one in plan.moves}
@@ -196,7 +196,7 @@ async def test_a_drain_moves_so_many_at_a_time_and_ends_when_nothing_is_left(wor
     assert (begun.planned, begun.hosts, begun.state, begun.by) == (5, 1, DrainState.RUNNING, "ann")
     ended = await carried_out(world, begun, at_once=2, count=5)
     assert (ended.code, sorted(ended.moved)) == ("drain.done", sorted(one.instance_uuid for one in builds))
-    assert all("c1-0" not in {one.host for one in move.selections} for move in asked(world))
+    assert all("c1-0" not in {one.host for one in move.selections} for move in commanded(world))
     decision = next(iter(world.tables["s2"].hosts_of_drain(begun.id).values()))
     assert (decision.host, decision.state, decision.reason) == ("c1-0", AdminState.DISABLED, "fan")
     log = await world.buses[API].request(ObjectLogQuery(kind=ObjectKind.DRAIN), ObjectLogPage, timeout_s=PATIENCE_S)
@@ -217,7 +217,7 @@ async def test_a_repeated_start_is_one_drain_and_a_killed_scheduler_leaves_the_r
     await world.scheduler("s2", WARM)
     ended = await carried_out(world, begun, at_once=1, count=4)
     assert (ended.code, len(ended.moved)) == ("drain.done", 4)
-    assert len(asked(world)) == 4
+    assert len(commanded(world)) == 4
 
 
 async def test_what_cannot_move_stops_a_drain_before_its_start_and_with_force_is_what_is_left(
@@ -249,32 +249,32 @@ async def test_a_drain_is_paused_resumed_and_stopped(world: World) -> None:
     begun = await begin(world, "c1-0", at_once=1)
     await world.until(partial(has_begun, world, 1))
     assert (await command(world, begun, DrainAction.PAUSE)).state is DrainState.PAUSED
-    await ends(world, asked(world)[0])
+    await ends(world, commanded(world)[0])
     while (await shown(world, begun)).under_way:
         pass
-    assert (len(asked(world)), len((await shown(world, begun)).not_begun)) == (1, 2)
+    assert (len(commanded(world)), len((await shown(world, begun)).not_begun)) == (1, 2)
     await command(world, begun, DrainAction.RESUME)
     await world.until(partial(has_begun, world, 2))
     await command(world, begun, DrainAction.STOP)
-    await ends(world, asked(world)[1])
+    await ends(world, commanded(world)[1])
     ended = await until(world, begun, DrainState.ENDED)
     assert (ended.code, len(ended.moved), len(ended.not_begun)) == ("drain.stopped", 2, 1)
 
 
-async def test_after_its_deadline_a_drain_begins_nothing_and_says_what_is_left(world: World) -> None:
+async def test_after_its_deadline_a_drain_begins_nothing_and_reports_what_is_left(world: World) -> None:
     await world.scheduler("s1", WARM)
     await world.add_hosts("c1", 2)
     await active(world, 3, "c1-0")
     begun = await begin(world, "c1-0", at_once=1, deadline_s=0.01)
-    for move in list(asked(world)):
+    for move in list(commanded(world)):
         await ends(world, move)
     ended = await until(world, begun, DrainState.ENDED)
-    assert (ended.code, len(ended.not_begun)) == ("drain.deadline", 3 - len(asked(world)))
-    assert len(asked(world)) <= 1
+    assert (ended.code, len(ended.not_begun)) == ("drain.deadline", 3 - len(commanded(world)))
+    assert len(commanded(world)) <= 1
     await command(world, begun, DrainAction.RESUME, deadline_s=600.0)
-    for at in range(len(asked(world)), 3):
+    for at in range(len(commanded(world)), 3):
         await world.until(partial(has_begun, world, at + 1))
-        await ends(world, asked(world)[at])
+        await ends(world, commanded(world)[at])
     assert (await until(world, begun, DrainState.ENDED)).code == "drain.done"
 
 
@@ -284,10 +284,10 @@ async def test_a_rate_spreads_the_moves(world: World) -> None:
     await active(world, 3, "c1-0")
     begun = await begin(world, "c1-0", at_once=3, per_minute=1)
     await world.until(partial(has_begun, world, 1))
-    await ends(world, asked(world)[0])
+    await ends(world, commanded(world)[0])
     while not (await shown(world, begun)).moved:
         pass
-    assert (len(asked(world)), len((await shown(world, begun)).not_begun)) == (1, 2)
+    assert (len(commanded(world)), len((await shown(world, begun)).not_begun)) == (1, 2)
     await command(world, begun, DrainAction.STOP)
     await until(world, begun, DrainState.ENDED)
 
@@ -323,7 +323,7 @@ async def test_the_set_is_that_of_the_start_and_a_host_that_is_enabled_leaves_it
     await world.until(partial(has_begun, world, 1))
     await world.report(third, "c1-2", AMOUNTS, aggregates=(RACK,))
     await world.report(second, "c1-1", AMOUNTS)
-    moving = asked(world)[0]
+    moving = commanded(world)[0]
     (other,) = (set(begun.not_begun) | set(begun.under_way)) - {moving.instance_uuid}
     source = (await world.show(other)).host  # type: ignore[union-attr]
     await decide(world, source or "", AdminState.ENABLED)
@@ -348,7 +348,7 @@ async def test_what_comes_to_a_host_late_is_moved_too_and_what_is_deleted_is_lef
     await world.ended(late.instance_uuid, BuildState.SCHEDULED)
     begun = await begin(world, "c1-0", at_once=1)
     await world.until(partial(has_begun, world, 1))
-    first = asked(world)[0]
+    first = commanded(world)[0]
     other = gone if first.instance_uuid == built.instance_uuid else built
     await world.announced("c1", late, BuildState.ACTIVE, 11, host="c1-0", attempt=1, terminal=True)
     await world.delete(other)
@@ -356,8 +356,8 @@ async def test_what_comes_to_a_host_late_is_moved_too_and_what_is_deleted_is_lef
     await world.ended(other.instance_uuid, BuildState.DELETED)
     await ends(world, first)
     await world.until(partial(has_begun, world, 2))
-    assert asked(world)[1].instance_uuid == late.instance_uuid
-    await ends(world, asked(world)[1])
+    assert commanded(world)[1].instance_uuid == late.instance_uuid
+    await ends(world, commanded(world)[1])
     ended = await until(world, begun, DrainState.ENDED)
     assert (ended.code, ended.counts) == ("drain.done", {"left": 1, "moved": 2})
 
@@ -374,9 +374,13 @@ async def test_a_host_that_dies_in_the_middle_leaves_its_rest_with_the_reason(
     down = ServiceDown(service="compute-c1", epoch=1, code="service.unresponsive", reason="no heartbeat")
     await world.buses["c1"].publish(ServicesDigest(cell="c1", term=1, number=1, down=(down,), up=0))
     await world.eventually(lambda: world.tables["s1"].is_down(next(iter(world.hosts["c1"]))))
-    await ends(world, asked(world)[0], MoveState.FAILED, code="service.down", reason="its source does not answer")
+    await ends(world, commanded(world)[0], MoveState.FAILED, code="service.down", reason="its source does not answer")
     ended = await until(world, begun, DrainState.ENDED)
-    assert (ended.code, {one.code for one in ended.failed}, len(asked(world))) == ("drain.left", {"service.down"}, 1)
+    assert (ended.code, {one.code for one in ended.failed}, len(commanded(world))) == (
+        "drain.left",
+        {"service.down"},
+        1,
+    )
     assert {one.code for one in (await plan_of(world, "c1-0")).moves} == {"service.down"}
 
 
@@ -386,10 +390,10 @@ async def test_what_does_not_run_is_moved_cold(world: World) -> None:
     await active(world, 1, "c1-0")
     begun = await begin(world, "c1-0")
     await world.until(partial(has_begun, world, 1))
-    await ends(world, asked(world)[0], MoveState.REFUSED, code="instance.not_running")
+    await ends(world, commanded(world)[0], MoveState.REFUSED, code="instance.not_running")
     await world.until(partial(has_begun, world, 2))
-    cold = asked(world)[1]
-    assert (asked(world)[0].kind, cold.kind, cold.auto_confirm_s) == (MoveKind.LIVE_MIGRATE, MoveKind.MIGRATE, 0.0)
+    cold = commanded(world)[1]
+    assert (commanded(world)[0].kind, cold.kind, cold.auto_confirm_s) == (MoveKind.LIVE_MIGRATE, MoveKind.MIGRATE, 0.0)
     await ends(world, cold, sequence=40)
     assert (await until(world, begun, DrainState.ENDED)).code == "drain.done"
 

@@ -65,7 +65,7 @@ def is_begun(world: World, count: int) -> bool:
 
 
 async def ends(world: World, command: CellMove, state: MoveState, **more: object) -> None:
-    """The cell says how it ended."""
+    """The cell announces how it ended."""
     move = world.move(BuildRequest(instance_uuid=command.instance_uuid, flavor="", project_id="demo"), command.kind)
     move = replace(move, request_id=command.request_id)
     fields = {"terminal": True, "condition": Condition.ACTIVE, **more}

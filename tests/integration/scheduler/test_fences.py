@@ -1,4 +1,4 @@
-"""Fences at the top: a cell is told until it has said so; a fenced host is used once its cell has lifted the fence."""
+"""Fences at the top: sent to a cell until it acknowledges; a fenced host is used once its cell has lifted it."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ async def test_a_cell_is_notified_of_a_fence_until_it_acknowledges_it(
     await publish_fence(world, uuid, number, FenceState.FENCED, losses=2)
     await becomes(world, uuid, AdminState.FENCED, acknowledged=number, losses=2)
     await world.stop("s1")
-    # A scheduler that starts now has it from the record, and does not say it again before `REPEAT_S`.
+    # A scheduler that starts now has it from the record, and does not publish it again before `REPEAT_S`.
     before = len(world.fences)
     await world.scheduler("s2", WARM)
     await becomes(world, uuid, AdminState.FENCED, acknowledged=number)
@@ -113,7 +113,7 @@ async def test_a_host_that_is_fenced_again_is_not_given_back_by_the_older_decisi
     await publish_fence(world, uuid, older, FenceState.LIFTED)
     await publish_fence(world, uuid, newest, FenceState.FENCED)
     await becomes(world, uuid, AdminState.FENCED, acknowledged=newest, pending=None)
-    await publish_fence(world, uuid, newest, FenceState.LIFTED)  # its record was set back: it is told again
+    await publish_fence(world, uuid, newest, FenceState.LIFTED)  # its record was set back: it is sent again
     await publish_fence(world, uuid, newest, FenceState.FENCED, losses=1)
     await becomes(world, uuid, AdminState.FENCED, losses=1)
 
@@ -197,7 +197,7 @@ async def test_a_fence_whose_cell_is_gone_for_good_is_ended_by_force_with_a_reas
     build = world.request(host="c1-0")
     await world.ask(build)
     await world.ended(build.instance_uuid, BuildState.SCHEDULED)
-    # Should the cell come back after all, it is told to lift the fence, and does so when it can.
+    # Should the cell come back after all, it is commanded to lift the fence, and does so when it can.
     last, before = max(one.version for _, one in world.fences), len(world.fences)
     await world.until(lambda: len(world.fences) > before)
     assert world.fences[-1][1].lift and world.fences[-1][1].version == last

@@ -103,7 +103,7 @@ async def test_a_late_copy_of_what_lives_is_a_repeat(world: World, late: Bus) ->
 async def test_an_old_request_that_is_on_record_undecided_is_carried_out(
     world: World, late: Bus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its scheduler died before it decided, and nobody came for days: it was accepted, so it is built."""
+    """Its scheduler died before it decided, and no scheduler ran for days: it was accepted, so it is built."""
     writing = Gate(monkeypatch, engine.SchedulingEngine, "_write")
     await world.scheduler("s1", SchedulerConfig(hosts_warmup_s=0.001, ended_retention_s=30 * DAY_S))
     await world.add_hosts("c1", 1)

@@ -1,4 +1,4 @@
-"""Whoever gives a request up, the broker or a scheduler, it ends with one terminal event, and is not carried out."""
+"""Given up by the broker or by a scheduler, a request ends with one terminal event, and is not carried out."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ async def test_a_forged_record_of_the_broker_deletes_no_other_projects_machine(b
     await brokered.expired(delete, key="build.delete.evil", headers=table({b"x-death": b"A" + long(b"F" + death)}))
     await brokered.scheduler("after")
     refused = await brokered.ended(request.instance_uuid, BuildState.REFUSED)
-    assert (refused.project_id, refused.code) == ("evil", "message.wrong_key"), "its own project is told, and no other"
+    assert (refused.project_id, refused.code) == ("evil", "message.wrong_key"), "of its own project, and no other"
     other = brokered.request()
     await brokered.ask(other)
     await brokered.ended(other.instance_uuid, BuildState.SCHEDULED)
@@ -131,7 +131,7 @@ async def test_a_forged_record_of_the_broker_deletes_no_other_projects_machine(b
 
 @pytest.mark.rabbitmq
 async def test_a_malformed_request_that_expires_has_an_event_of_its_own_project_alone(brokered: Brokered) -> None:
-    """Its publisher forges the broker's record of a death: `refused` was said in the other project's stream."""
+    """Its publisher forges the broker's record of a death: `refused` was published in the other project's stream."""
     request = brokered.request()
     await brokered.stop("before")
     deaths = table({b"x-death": b"A" + long(b"F" + record_of(brokered.prefix, "build.request.demo"))})

@@ -1,4 +1,4 @@
-"""Flavors with numbered groups and shared pools, from the request to what the book says is used."""
+"""Flavors with numbered groups and shared pools, from the request to what is used in the book."""
 
 from __future__ import annotations
 

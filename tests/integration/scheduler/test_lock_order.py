@@ -1,4 +1,4 @@
-"""Whoever writes several builds locks them by uuid, whatever plan the database makes: nobody waits in a circle."""
+"""Writers of several builds lock them by uuid, whatever plan the database makes: none waits in a circle."""
 
 from __future__ import annotations
 

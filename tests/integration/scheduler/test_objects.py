@@ -63,7 +63,7 @@ async def taken(world: World, request: BuildRequest) -> str:
 
 @pytest.fixture(autouse=True)
 def announced_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No scheduler looks at the revision by itself: what it knows, it was told."""
+    """No scheduler looks at the revision by itself: what it knows, it was sent."""
     monkeypatch.setattr("scheduler_worker.objects.RELOAD_S", 3600.0)
 
 
@@ -74,7 +74,7 @@ async def test_a_flavor_is_there_on_every_scheduler_without_a_restart(world: Wor
     assert await taken(world, world.request("new")) == "flavor.unknown"
     changed = await change(world, flavor("new", vcpus=1))
     assert changed.revision == 2, "the first one is the settings"
-    # Both take requests from one queue: a request for each, whoever has it.
+    # Both take requests from one queue: a request for each, whichever scheduler has it.
     for stopped in ("s1", None):
         while await taken(world, world.request("new")) != "":
             pass  # its announcement is on its way; the fixture's limit ends this
@@ -87,7 +87,7 @@ async def test_a_flavor_is_there_on_every_scheduler_without_a_restart(world: Wor
 async def test_a_scheduler_that_missed_the_announcement_looks_by_itself(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The scheduler that changed it died before it could say so."""
+    """The scheduler that changed it died before it could announce it."""
     monkeypatch.setattr("scheduler_worker.objects.RELOAD_S", 0.05)
     monkeypatch.setattr("scheduler_worker.objects.RELOAD_CHECK_S", 0.05)
     await world.scheduler("s1")
@@ -123,7 +123,7 @@ async def test_a_flavor_may_be_for_some_projects(world: World) -> None:
     assert await taken(world, world.request("secret", project_id="ours")) == ""
     assert await taken(world, world.request("secret", project_id="theirs")) == "flavor.unknown"
     answer = next(e for e in world.events if e.project_id == "theirs" and e.terminal)
-    assert "secret" not in answer.reason.partition("there are:")[2], "nor does it hear of it"
+    assert "secret" not in answer.reason.partition("there are:")[2], "nor does it learn of it"
 
 
 async def test_a_quota_holds_from_the_next_claim_on(world: World) -> None:

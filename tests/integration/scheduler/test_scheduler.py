@@ -1,4 +1,4 @@
-"""A whole scheduler against the real resource book: what it dispatches, what it says, what it leaves behind."""
+"""A whole scheduler against the real resource book: what it dispatches, what it publishes, what it leaves behind."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ async def test_a_late_or_repeated_event_is_in_the_timeline_once_and_in_its_place
 
     async with asyncio.timeout(PATIENCE_S):
         whole = ["requested", "chosen", "claimed", "dispatched", "building", "active"]
-        while await answer() != whole:  # noqa: ASYNC110  (a record is asked; nobody announces it)
+        while await answer() != whole:  # noqa: ASYNC110  (a record is read; nothing announces it)
             await asyncio.sleep(0.005)
     assert {"accepted", "scheduled"} >= set(world.states(request.instance_uuid)[:-1])
     assert world.states(request.instance_uuid)[-1] == "active"
@@ -164,7 +164,7 @@ async def test_the_same_request_twice_builds_once_and_other_content_is_refused(w
 
 
 async def test_a_uuid_on_record_with_other_content_is_refused_on_the_event_stream(world: World) -> None:
-    """Nobody waits for a reply: the event is all that such a client hears."""
+    """No client waits for a reply: the event is all that it receives."""
     await world.scheduler()
     await world.add_hosts("c1", 2)
     first = world.request()
@@ -214,7 +214,7 @@ async def test_no_host_is_explained(world: World) -> None:
     assert failed.reason.startswith("None of 5 hosts can take m1.medium (40 DISK_GB, 4096 MEMORY_MB, 2 VCPU): 2 are di")
     record = await world.show(request.instance_uuid)
     assert record is not None and record.funnel == failed.funnel and record.timeline[-1].what == "failed"
-    for stamps in (failed.stamps, record.timeline[-1].stamps):  # said, and on record
+    for stamps in (failed.stamps, record.timeline[-1].stamps):  # published, and on record
         assert stamps is not None and 0 < stamps.requested <= stamps.queued <= stamps.decided and not stamps.claimed
     zoned = world.request(availability_zone="mars")
     await world.ask(zoned)
@@ -246,7 +246,7 @@ async def test_a_shape_that_changed_is_folded_in_and_the_same_host_claimed_again
     first = world.request()
     await world.ask(first)
     await world.ended(first.instance_uuid, BuildState.SCHEDULED)
-    # The shape moves while the replica cannot hear of it: hold its next decision until the book has moved on.
+    # The shape moves while the replica cannot receive it: hold its next decision until the book has moved on.
     requests = [world.request("m1.tiny") for _ in range(10)]
     report = world.report(uuid, "c1-0", {"VCPU": 20, "MEMORY_MB": 32768, "DISK_GB": 500})
     await asyncio.gather(report, world.ask(*requests))
@@ -279,7 +279,7 @@ async def test_delete_before_after_and_of_nothing(world: World) -> None:
     # Late and repeated announcements change nothing.
     await world.announced("c1", built, BuildState.ACTIVE, 11, terminal=True)
     await world.announced("c1", built, BuildState.DELETED, 13, terminal=True)
-    # Unknown, and somebody else's.
+    # Unknown, and another project's.
     nothing = world.request()
     await world.delete(nothing)
     refused = await world.ended(nothing.instance_uuid)
@@ -350,7 +350,7 @@ async def test_an_accepted_request_survives_its_scheduler(world: World, monkeypa
 async def test_a_request_that_no_scheduler_comes_to_an_end_with_still_gets_its_terminal_event(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each scheduler that chooses a host for it dies; the broker would give it up, and its client hear nothing."""
+    """Each scheduler that chooses a host for it dies; the broker would give it up, and its client receive nothing."""
     await world.add_hosts("c1", 1, CUSTOM_BAREMETAL_GOLD=1)
     request, other = world.request("bm.gold"), world.request("bm.gold")
     died = asyncio.Event()
@@ -470,7 +470,7 @@ async def test_a_request_that_the_database_forgets_while_it_is_claimed_is_record
 
 
 async def test_nothing_is_lost_or_doubled_when_connections_break(world: World) -> None:
-    """Every accepted request is dispatched once, whoever had it in hand; what is claimed is what is dispatched."""
+    """Every accepted request is dispatched once, by whichever scheduler; what is claimed is what is dispatched."""
     await world.scheduler("s1", SchedulerConfig(claim_timeout_s=0.5, batch=8))
     await world.scheduler("s2", SchedulerConfig(claim_timeout_s=0.5, batch=8))
     await world.add_hosts("c1", 5, VCPU=64, MEMORY_MB=262_144, DISK_GB=4000)
@@ -482,13 +482,13 @@ async def test_nothing_is_lost_or_doubled_when_connections_break(world: World) -
     await world.until(lambda: len(world.builds) > 60)
     world.brokers["c1"].drop_connections()
     world.brokers[API].drop_connections()
-    # A client whose publish failed asks again.
+    # A client whose publish failed requests again.
     for request, error in zip(requests, await asking, strict=True):
         if error is not None:
             await world.ask(request)
     wanted = {request.instance_uuid for request in requests}
     await world.until(lambda: {build.spec.instance_uuid for _, build in world.builds} == wanted)
-    # The outbox may repeat a command; it never says two things.
+    # The outbox may repeat a command; it never announces two results.
     commands: dict[str, set[tuple[str, str]]] = {}
     for cell, build in world.builds:
         commands.setdefault(build.spec.instance_uuid, set()).add((cell, build.selections[0].host_uuid))

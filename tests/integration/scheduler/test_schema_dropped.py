@@ -1,4 +1,4 @@
-"""A schema that is dropped under a running worker: no message is given up for it, and the worker says why it ends."""
+"""A schema that is dropped under a running worker: no message is given up for it, and the worker logs why it ends."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A schema that is made anew under a worker that stays connected: each role ends, and says why."""
+"""A schema that is made anew under a worker that stays connected: each role ends, and reports why."""
 
 from __future__ import annotations
 

@@ -116,6 +116,6 @@ async def test_of_two_that_start_at_once_on_an_empty_bus_one_has_all_of_it(
         assert sorted(role for role, _ in entered) == ["placement", "scheduler"]
         assert [type(fault) for fault in refused] == [BusOwnedByAnother] * 2, refused
         owner = entered[0][1]
-        with pytest.raises(BusOwnedByAnother, match="of its deployment is"):  # a role that nobody had yet
+        with pytest.raises(BusOwnedByAnother, match="of its deployment is"):  # a role that no deployment had yet
             await entered_once(worker("ironic-sync", second if owner == first else first))
         await entered_once(worker("ironic-sync", owner))

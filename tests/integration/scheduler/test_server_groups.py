@@ -36,7 +36,7 @@ async def test_members_that_keep_apart_fill_all_hosts_and_no_more(world: World) 
     counted = Counter(found)
     assert counted.pop("no_valid_host") == 2
     assert sorted(counted.values()) == [1] * 6, found
-    # The one that fits nowhere is told why, on the newest word of where the others are.
+    # The one that fits nowhere is answered why, on the newest state of where the others are.
     failed = await places(world, [late := world.request(server_group=apart)])
     event = await world.ended(late.instance_uuid)
     assert failed == ["no_valid_host"]
@@ -91,7 +91,7 @@ async def test_hints_name_hosts_by_who_is_there(world: World) -> None:
     assert await places(world, [nowhere]) == ["no_valid_host"]
     event = await world.ended(nowhere.instance_uuid)
     assert event.funnel[-1].rejected == {"hint.same_host": 3}
-    # Another project's instance is nobody: a request learns nothing of it.
+    # Another project's instance is none: a request learns nothing of it.
     assert await places(world, [world.request(project_id="other", same_host=(one.instance_uuid,))]) == ["no_valid_host"]
 
 

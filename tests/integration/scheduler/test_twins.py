@@ -48,7 +48,7 @@ class Gate:
 
 
 def cut_request_consumer(world: World) -> None:
-    """Cut the connection of whoever takes requests; it comes back, but takes none any more."""
+    """Cut the connection of the one that takes requests; it comes back, but takes none any more."""
     for transport in list(world.brokers[API].transports):
         kept = [one for one in transport.subscriptions if one._queue != "scheduler.requests"]
         if len(kept) != len(transport.subscriptions):
@@ -85,7 +85,7 @@ async def test_a_claim_that_lands_after_the_other_copy_has_failed_holds_nothing(
     await world.kill("s1")
     # Fenced before it landed, or freed after: the other scheduler releases when the client has its answer already.
     async with asyncio.timeout(PATIENCE_S):
-        while await world.used():  # noqa: ASYNC110  (nobody announces that nothing is held)
+        while await world.used():  # noqa: ASYNC110  (nothing announces that nothing is held)
             await asyncio.sleep(0.005)
 
 
@@ -135,7 +135,7 @@ async def test_the_claim_of_a_forgotten_record_is_found_by_the_scheduler_that_ma
 async def test_a_refusal_is_on_disk_before_its_request_is_acknowledged(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A crash of the database could forget it with nobody left to tell the client."""
+    """A crash of the database could forget it with no worker left to answer the client."""
     flushing = Gate(monkeypatch, PostgresBuilds, "flush")
     await world.scheduler("s1", CONFIG)
     asking = world.buses[API].request(world.request("no.such"), BuildAccepted, timeout_s=PATIENCE_S)

@@ -141,7 +141,7 @@ class World:
         self._consumers.append(consumer)
         self._tasks.append(asyncio.create_task(consumer.run()))
 
-    # --- what the neighbours hear
+    # --- what the neighbours receive
 
     async def _receive(self, batch: Sequence[Received]) -> Sequence[Outcome]:
         moves = [received for received in batch if isinstance(received.message, MoveEvent)]
@@ -179,7 +179,7 @@ class World:
         return there()
 
     async def eventually(self, there: Callable[[], object]) -> None:
-        """Wait for a condition that nobody announces."""
+        """Wait for a condition that no message announces."""
         async with asyncio.timeout(PATIENCE_S):
             while not there():  # noqa: ASYNC110  (a counter has no event)
                 await asyncio.sleep(0.005)
@@ -248,7 +248,7 @@ class World:
         return [event.state.value for event in self.events if event.instance_uuid == uuid]
 
     async def announced(self, cell: str, request: BuildRequest, state: BuildState, sequence: int, **more: Any) -> None:
-        """What the cell's conductor would say."""
+        """What the cell's conductor would announce."""
         event = BuildEvent(
             instance_uuid=request.instance_uuid, project_id=request.project_id, state=state, sequence=sequence, **more
         )
@@ -290,7 +290,7 @@ class World:
         return found[0]
 
     async def move_announced(self, cell: str, move: MoveRequest, state: MoveState, sequence: int, **more: Any) -> None:
-        """What the cell's conductor would say of a move."""
+        """What the cell's conductor would announce of a move."""
         event = MoveEvent(
             request_id=move.request_id,
             instance_uuid=move.instance_uuid,

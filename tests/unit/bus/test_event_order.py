@@ -1,4 +1,4 @@
-"""However they leave (alone, in batches, behind a question), a client hears events in the order they were said in."""
+"""However they leave (alone, in batches, behind a question), a client receives events in their order."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ async def settle() -> None:
 
 
 async def play(steps: list[tuple[str, object]], *, listens: bool) -> tuple[int, Ear, Ear, list[Outgoing]]:
-    """(how many were said, what a client heard, what a foreign program heard, what left)."""
+    """(how many were published, what a client received, what a foreign program received, what left)."""
     transport = MemoryTransport(MemoryBroker(SystemClock()), "t")
     confirms: deque[asyncio.Future[None]] = deque()
     sent: list[Outgoing] = []

@@ -22,7 +22,7 @@ OUTGOING = [OutboxMessage(CELL, CellDelete(instance_uuid=UUID, project_id="p"))]
 
 
 class Gate(SystemClock):
-    """The pause before forgetting ends when the test says so, or never; no other sleep ends."""
+    """The pause before forgetting ends when the test ends it, or never; no other sleep ends."""
 
     def __init__(self) -> None:
         self.waiting = asyncio.Event()

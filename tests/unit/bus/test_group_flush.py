@@ -73,7 +73,7 @@ async def test_a_flush_that_fails_fails_for_all_and_the_next_is_tried() -> None:
 
 
 async def test_what_was_committed_before_a_connection_was_lost_is_not_vouched_for() -> None:
-    """The server may have restarted in between: its next flush says nothing of what it has forgotten."""
+    """The server may have restarted in between: its next flush does not cover what it has lost."""
     disk = Disk()
     group = GroupFlush(disk)
     before = group.after(disk.losses)

@@ -1,4 +1,4 @@
-"""News that nobody waits for leaves with the next message, or a moment later: in order, and as one broker message."""
+"""An event that is not waited for leaves with the next one, or a moment later: in order, and as one broker message."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ ACTIVE = event(BuildState.ACTIVE, 3)
 
 
 class Gate(SystemClock):
-    """Sleeps of the length that is waited here end when the test says so."""
+    """Sleeps of the length that is waited here end when the test ends them."""
 
     def __init__(self) -> None:
         self.waiting = asyncio.Event()
@@ -202,7 +202,7 @@ async def test_on_a_cells_bus_all_states_travel_as_one_broker_message() -> None:
 
 
 class HeldUp(Receiver):
-    """A bus whose confirms come when the test says so."""
+    """A bus whose confirms come when the test sends them."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -36,7 +36,7 @@ class Forgotten:
 
 
 class HeldBus:
-    """A bus whose broker confirms when it is told to."""
+    """A bus whose broker confirms on command."""
 
     def __init__(self, name: str) -> None:
         self.name = name

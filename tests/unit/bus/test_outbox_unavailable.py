@@ -1,4 +1,4 @@
-"""A bus that is unavailable is told when it goes, now and then while it stays away, and when it is back."""
+"""A bus that is unavailable is logged when it goes, now and then while it stays away, and when it is back."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ async def test_waits_are_drawn_from_the_generator_that_is_given() -> None:
 
     async def waits(seed: int) -> list[float]:
         clock = Recorded()
-        random.seed(clock.now)  # what the process's own generator says is of no concern
+        random.seed(clock.now)  # what the process's own generator draws is of no concern
         await Retrying(policy, clock, random.Random(seed)).call(Failing(6))
         return clock.slept
 

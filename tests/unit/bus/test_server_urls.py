@@ -1,4 +1,4 @@
-"""URLs of brokers and databases: every form that is taken, and every other told in a sentence that hides it."""
+"""URLs of brokers and databases: every form that is taken, and every other refused in a sentence that hides it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The stages of a build: durations that add up whatever the clocks say, and a histogram that counts each once."""
+"""The stages of a build: durations that add up whatever the clocks read, and a histogram that counts each once."""
 
 from __future__ import annotations
 

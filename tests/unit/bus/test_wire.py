@@ -236,7 +236,7 @@ def test_events_may_come_under_the_key_of_their_batches() -> None:
     ],
 )
 def test_item_7_a_reply_is_sent_to_no_queue_that_is_not_for_replies(reply_to: str) -> None:
-    """The worker that answers may write into any queue of its bus; the client that asks may not."""
+    """The worker that answers may write into any queue of its bus; the client that requests may not."""
     meta = Meta(id="m", reply_to=reply_to)
     single = Arrived(wire.single(wire.pack(delete(), meta), "berth", KEY))
     batch = Arrived(wire.batch([wire.pack(delete(), meta)], "berth", KEY))
@@ -324,7 +324,7 @@ def test_a_message_does_not_bring_its_own_record_of_a_death(name: str, content_t
 
 
 def test_what_comes_back_after_a_delay_has_been_read_before() -> None:
-    """Whatever its headers say: the broker has written some of them."""
+    """Whatever its headers hold: the broker has written some of them."""
     message = wire.single(wire.pack(delete(), Meta(id="m")), RETURN, "scheduler.requests")
     headers = {"x-death": [], "berth-key": "build.delete.evil"}
     assert read(Arrived(message, headers=headers)) == [wire.Read(delete(), Meta(id="m"))]

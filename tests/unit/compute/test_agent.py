@@ -1,4 +1,4 @@
-"""The agent over a driver that is slow, breaks, and checks that it is used as the port says."""
+"""The agent over a driver that is slow, breaks, and checks that it is used as the port requires."""
 
 from __future__ import annotations
 
@@ -202,7 +202,7 @@ async def _any_order(steps: list[object], seed: int) -> None:
 
 
 def _agree(driver: Scripted, records: Records, commands: list[Spawn | Destroy], results: list[ComputeResult]) -> None:
-    """At rest: the machines are what the records say, nothing fenced runs, nobody was built twice, all are answered."""
+    """At rest: the machines are what the records hold, nothing fenced runs, none was built twice, all are answered."""
     running = {key: entry.attempt for key, entry in records.entries() if entry.phase is Phase.RUNNING}
     assert driver.machines == running
     fences: dict[Key, int] = {}
@@ -319,7 +319,7 @@ async def test_a_protected_machine_is_reported_at_once_and_destroyed_when_it_is_
 
 
 async def test_what_could_not_be_destroyed_is_taken_up_again_without_a_command() -> None:
-    """Of an instance that has failed no conductor asks twice: what was left of it kept its node until a restart."""
+    """Of an instance that has failed no conductor repeats it: what was left of it kept its node until a restart."""
     driver = Scripted()
     service = Service(driver)
     await service.agent.resume()

@@ -1,4 +1,4 @@
-"""A compute service that hears a later word under its own name than any of its own (seeds 1035 and 27)."""
+"""A compute service that receives a later number under its own name than any of its own (seeds 1035 and 27)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the reporter says of its own looking."""
+"""What the reporter publishes of its own scans."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ HOST = "10000000-0000-4000-8000-000000000001"
 
 
 class SlowWorld:
-    """A driver that takes a minute to list, its clock, and a bus that keeps what is said."""
+    """A driver that takes a minute to list, its clock, and a bus that keeps what is published."""
 
     def __init__(self) -> None:
         self.now = 1000.0
@@ -108,7 +108,7 @@ class Building(SlowWorld):
 
 
 async def test_a_result_that_is_published_during_a_scan_is_not_older_than_it() -> None:
-    """The look may have missed the machine: only a later one proves it lost, whatever the clock says."""
+    """The look may have missed the machine: only a later one proves it lost, whatever the clock reads."""
     world = Building()
     world.records.start(world.now)
     world.answers.report_end((HOST, HOST), Entry(1, Phase.RUNNING))
@@ -153,7 +153,7 @@ class QuickWorld(SlowWorld):
 
 
 async def test_the_inventory_of_a_host_that_changed_is_published_once_more() -> None:
-    """What its service of before had said, and was late, undid the first one; ten reports long nobody noticed."""
+    """What its service of before had published, and was late, undid the first one; for ten reports that stayed so."""
     world: Any = QuickWorld()
     records = Records()
     changes, offering = HostChanges(world), everything_offered(world, records)

@@ -46,7 +46,7 @@ def test_an_older_membership_and_another_rings_change_nothing() -> None:
     for old in (members("m1", "m2"), members("m1", "m2", number=2), members("m2", term=9, ring="other")):
         assert not ring.apply(old)
     assert all(ring.owns(node) for node in NODES) and not ring.changed.is_set()
-    assert not ring.apply(members("m1", term=2)) and ring.version == (2, 1), "the same members, said by a new keeper"
+    assert not ring.apply(members("m1", term=2)) and ring.version == (2, 1), "the same members, of a new keeper"
     assert ring.apply(members("m1", "m2", term=2, number=2))
     assert 0 < sum(ring.owns(node) for node in NODES) < len(NODES)
 

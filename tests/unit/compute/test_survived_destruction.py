@@ -15,7 +15,7 @@ KEY = (HOSTS[0], INSTANCES[0])
 
 
 class LeavesMachines(Scripted):
-    """Hosts whose manager says that their machines are gone, while the marks stay: nothing is done about them."""
+    """Hosts whose manager reports that their machines are gone, while the marks stay: nothing is done about them."""
 
     left = False
 

@@ -64,7 +64,7 @@ async def test_what_is_commanded_while_its_host_is_looked_at_counts() -> None:
     await service.agent.resume()
     service.agent.take([ENDED, spawn(0)])
     await service.rest()
-    # Never heard of when it was to end, and begun since: it is complete or ended, and its host has said which.
+    # Unknown when it was to end, and begun since: it is complete or ended, and its host has reported which.
     assert (driver.machines == {KEY: 1}) is (service.results[-1].outcome is ComputeOutcome.ACTIVE)
 
 

@@ -1,4 +1,4 @@
-"""What the suites of the instance state machine tell it, and what they read from its answer."""
+"""What the suites of the instance state machine put in, and what they read from its answer."""
 
 from __future__ import annotations
 

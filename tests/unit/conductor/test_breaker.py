@@ -56,7 +56,7 @@ def test_go_is_for_the_machines_that_tripped_it_and_no_others() -> None:
 
 
 def test_a_second_go_is_for_the_first_ones_machines_too() -> None:
-    """Seed 7027: one report told of one host and the next of two. Each go was for what was new, and forgot the others:
+    """Seed 7027: one report named one host and the next two. Each go was for what was new, and forgot the others:
     the breaker tripped with every report, for ever."""
     first = Breaker(service="s", tripped_at=1.0, machines=tuple(f"i{n}@{HOST}" for n in (1, 2, 3)), reset_at=2.0)
     found = lost(1, 2, 3, 4, 5, 6)

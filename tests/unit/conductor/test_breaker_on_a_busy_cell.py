@@ -22,7 +22,7 @@ MANY = 10
 
 
 class Silent:
-    """A bus that takes what is said."""
+    """A bus that takes what is published."""
 
     name = CELL
 

@@ -1,4 +1,4 @@
-"""What a keeper tells must be readable for those who hear it."""
+"""What a keeper publishes must be readable for its listeners."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_a_digest_has_one_page_at_least_and_pages_of_bounded_length() -> None:
 
 
 async def test_a_conductor_that_is_not_the_keeper_learns_from_the_digest_who_was_down_before_it_started() -> None:
-    """Seed 10005: restarted beside a keeper it had never heard of the dead service, and took alternates there."""
+    """Seed 10005: restarted beside a keeper it did not know the dead service, and took alternates there."""
     nothing: Any = None
     keeper = LeaseKeeper(
         nothing, nothing, clock=SystemClock(), config=ConductorConfig(), cell="c1", process="conductor"
@@ -59,6 +59,6 @@ async def test_a_conductor_that_is_not_the_keeper_learns_from_the_digest_who_was
         "b": LeaseState.STOPPED,
     }
     await receive(Heartbeat(service="a", cell="c1", epoch=5, sequence=9))
-    assert list(keeper.down()) == ["b"], "its heartbeat says that it is up"
+    assert list(keeper.down()) == ["b"], "its heartbeat shows that it is up"
     await receive(ServicesDigest(cell="c1", term=1, number=2, down=page))
-    assert list(keeper.down()) == ["b"], "what is heard here counts for more"
+    assert list(keeper.down()) == ["b"], "what arrives here counts for more"

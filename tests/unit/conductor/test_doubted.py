@@ -1,4 +1,4 @@
-"""Builds in doubt: their cell's database was set back, so the record does not tell what their hosts have done since."""
+"""Builds in doubt: their cell's database was set back, so the record does not hold what their hosts have done since."""
 
 from __future__ import annotations
 

@@ -119,7 +119,7 @@ STATES = (State.PREPARING, State.HANDING_OVER, State.FINISHING, State.RESIZED, S
 @pytest.mark.parametrize("truly", TRULY)
 @pytest.mark.parametrize("state", STATES)
 def test_the_only_machine_is_never_destroyed_and_the_record_follows_it(state: State, truly: str) -> None:
-    """The move was undone, or confirmed, by what the old record said; its client's machine was lost, or destroyed."""
+    """The move was undone, or confirmed, by what the old record held; its client's machine was lost, or destroyed."""
     made = at_state(state)
     hosts = Hosts(made, set(TRULY[truly]))
     hosts.play(e.TimedOut(at=1_500.0))
@@ -160,7 +160,7 @@ def test_while_the_destination_is_silent_nothing_is_decided(state: State) -> Non
     for seconds in (1_500.0, 2_500.0, 9_500.0):
         made.apply(e.TimedOut(at=seconds))
         if state is State.RESIZED:
-            made.apply(spawned(attempt=1, at=seconds))  # the source has its machine; that says nothing of the other
+            made.apply(spawned(attempt=1, at=seconds))  # the source has its machine; that proves nothing of the other
         assert made.instance.state is state and made.instance.deadline is not None
     assert all(one.unless_built for one in made.commands if isinstance(one, Destroy))
 

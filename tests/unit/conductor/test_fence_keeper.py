@@ -63,7 +63,7 @@ async def test_an_earlier_read_does_not_replace_what_a_later_one_found() -> None
     assert HOST in keeper.known
 
 
-async def test_a_loss_noted_during_a_read_makes_another_read_due() -> None:
+async def test_a_loss_recorded_during_a_read_makes_another_read_due() -> None:
     store = MemoryInstances(MemoryInstanceTable(SystemClock()).session())
     await store.open()
     fences = HeldReads(store)

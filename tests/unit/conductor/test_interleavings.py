@@ -218,7 +218,7 @@ class World(RuleBasedStateMachine):
     @precondition(lambda self: self.sent)
     @rule(data=st.data())
     def late_claim(self, data: st.DataObject) -> None:
-        """A copy of a claim reaches placement long after anybody waited for its answer."""
+        """A copy of a claim reaches placement long after any caller waited for its answer."""
         self.book.claim(self.sent[data.draw(st.integers(0, len(self.sent) - 1))])
 
     @rule(uuid=st.sampled_from(HOSTS))

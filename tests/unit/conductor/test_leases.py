@@ -8,7 +8,7 @@ MISSED = 5
 
 
 class LeaseScenario:
-    """A conductor that hears its keeper's digest each second, and services that beat each second unless told."""
+    """A conductor that receives its keeper's digest each second, and services that beat each second unless left out."""
 
     def __init__(self, *services: str) -> None:
         self.table = LeaseTable(MISSED)
@@ -45,7 +45,7 @@ def test_so_many_missing_heartbeats_in_a_row_make_a_service_silent_with_a_reason
     assert (lease.state, lease.code, lease.since) == (LeaseState.SILENT, "service.silent", scenario.now)
     assert "6.0 s" in lease.reason and "every 1 s" in lease.reason
     assert list(scenario.table.down) == list(scenario.table.abandoned) == ["a"]
-    assert scenario.run(3, without="a") == [], "said once"
+    assert scenario.run(3, without="a") == [], "published once"
 
 
 def test_missing_heartbeats_with_one_between_them_mean_nothing() -> None:
@@ -72,7 +72,7 @@ def test_a_service_is_measured_by_its_own_interval() -> None:
 
 
 def test_a_conductor_that_was_paused_or_cut_off_suspects_no_service_for_it() -> None:
-    """Nothing was delivered for a minute, to it or by the broker: that says nothing of the services."""
+    """Nothing was delivered for a minute, to it or by the broker: that proves nothing of the services."""
     scenario = LeaseScenario("a", "b")
     for _ in range(3):
         scenario.now += 60.0
@@ -126,7 +126,7 @@ def test_a_restarted_conductor_gives_a_whole_lease_to_who_was_up_and_keeps_who_w
             Lease(service="left", epoch=1, interval_s=1.0, state=LeaseState.STOPPED, since=3.0),
         ]
     )
-    assert sorted(scenario.table.down) == ["gone", "left"], "b was heard here, which counts for more"
+    assert sorted(scenario.table.down) == ["gone", "left"], "b's heartbeat arrived here, which counts for more"
     assert scenario.table.leases["gone"].since == 3.0
     assert scenario.run(MISSED) == [] and scenario.run(1) == ["a"]
     scenario.sequence += 1
@@ -155,7 +155,7 @@ def test_a_life_whose_epoch_is_lower_than_one_on_record_is_sent_the_one_it_has_t
     assert scenario.table.outdated() == {}
     scenario.beat("a", 7)
     assert scenario.run(1) == [] and scenario.table.outdated() == {"a": 7}, "b is as it was"
-    assert scenario.table.outdated() == {}, "told once"
+    assert scenario.table.outdated() == {}, "sent once"
     scenario.services["a"] = 8
     scenario.run(10)
     assert scenario.state("a") is LeaseState.UP and scenario.table.outdated() == {}
@@ -190,11 +190,11 @@ def test_a_ring_has_the_services_that_send_heartbeats_and_loses_one_after_three_
     beat("a")
     assert scenario.table.rings() == {"r": ("a", "b")}
     scenario.table.renew("a", 1, scenario.sequence + 1, at=scenario.now, stopping=True, ring="r")
-    assert scenario.table.rings() == {"r": ("b",)}, "at once, when it says so"
+    assert scenario.table.rings() == {"r": ("b",)}, "at once, when it announces its stop"
 
 
 def test_no_ring_is_known_before_each_service_on_record_sent_a_heartbeat_or_is_silent() -> None:
-    """A conductor that has just started would move the nodes of those it has not heard yet."""
+    """A conductor that has just started would move the nodes of those whose heartbeats have not arrived yet."""
     scenario = LeaseScenario("b")
     scenario.table.adopt([Lease(service="a", epoch=1, interval_s=1.0), Lease(service="b", epoch=1, interval_s=1.0)])
     scenario.table.renew("b", 1, scenario.sequence + 1, at=scenario.now, interval_s=1.0, ring="r")

@@ -16,7 +16,7 @@ from cell_conductor.handlers import HostHandlers
 
 
 async def test_a_hosts_report_that_met_an_outage_is_compared_when_it_comes_again() -> None:
-    """It was noted as heard before it was compared: the same report, handed in again, was old news."""
+    """It was noted as received before it was compared: the same report, handed in again, was outdated."""
     looks: list[int] = []
 
     async def compare(self: HostHandlers, report: ComputeHosts, seen_at: float) -> None:

@@ -39,7 +39,7 @@ def test_a_success_that_comes_when_all_is_over_is_destroyed(state: State) -> Non
 
 
 def test_a_lost_machine_that_runs_again_is_destroyed() -> None:
-    """Its client was told that it is lost, and its allocation was released."""
+    """Its client was answered that it is lost, and its allocation was released."""
     lost = run(queried(), spawned(), MISSING, RELEASED).instance
     assert (lost.state, lost.code) == (State.FAILED, "instance.lost")
     runs = e.HostRuns(at=1000.0, attempt=1, host_uuid=host(1), service="s1", seen_at=1000.0)

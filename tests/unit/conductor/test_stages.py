@@ -67,4 +67,4 @@ def test_what_was_published_is_not_kept() -> None:
     active = run(BEGIN, spawned()).instance
     assert (active.state, active.stamps) == (State.ACTIVE, None)
     assert run(BEGIN).instance.stamps == SO_FAR
-    assert run(queried(), spawned()).instance.stamps is None, "an older scheduler said nothing"
+    assert run(queried(), spawned()).instance.stamps is None, "an older scheduler sends none"

@@ -99,7 +99,7 @@ def test_what_failed_and_was_forgotten_above_is_built_when_it_is_requested_anew(
     assert spawns(anew) == [(1, host(1))] and anew.instance.state is State.BUILDING
     assert not anew.instance.history and not anew.instance.answered and not anew.instance.code
     (event,) = announced(anew)
-    assert event.sequence == over.sequence, "higher than all that was said of it"
+    assert event.sequence == over.sequence, "higher than all that was announced of it"
 
 
 def test_changed_consumer_is_fatal() -> None:
@@ -191,7 +191,7 @@ def test_alternates_are_held_to_the_rule_of_the_server_group() -> None:
     assert isinstance(claim, Claim)
     assert claim.server_group == apart
     assert [option.host for option in claim.options] == [host(2), host(3)]
-    # Ruled out is as good as full: the next state is the same, and the history says it.
+    # Ruled out is as good as full: the next state is the same, and the history holds it.
     refused = e.ClaimRefused(at=111.0, attempt=2, outcomes=(ClaimOutcome.RULED_OUT, ClaimOutcome.FULL))
     over = run(refused, start=stepped.instance).instance
     assert over.state is State.GIVING_UP

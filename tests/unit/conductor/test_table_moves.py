@@ -1,4 +1,4 @@
-"""Moves as scenarios of the table: what is commanded, asked and said, and that every way back ends on the source."""
+"""Moves as scenarios of the table: what is commanded, claimed and announced; each way back ends on the source."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def announced(*commands: Message) -> list[tuple[MoveKind, MoveState, bool, str]]
 
 
 class Scenario:
-    """An instance, and everything that was commanded and said since."""
+    """An instance, and everything that was commanded and announced since."""
 
     def __init__(self, instance: Instance, timeouts: object = PATIENCE) -> None:
         self.instance = instance
@@ -285,7 +285,7 @@ def test_a_source_that_does_not_hand_over_is_started_again() -> None:
     assert made.instance.state is State.REVERTING  # the destination was never commanded
     (start,) = changes(made.apply(e.Reverted(at=601.0, attempt=3)))
     assert start.change is ChangeKind.START
-    assert not changes(made.apply(late))  # what it says of the older order counts for nothing
+    assert not changes(made.apply(late))  # its answer to the older order counts for nothing
     assert made.instance.state is State.RESTARTING
     made.apply(e.TimedOut(at=602.0))
     assert made.terminals == [(MoveKind.MIGRATE, MoveState.FAILED, "move.timeout")]
@@ -407,7 +407,7 @@ def test_an_evacuated_source_keeps_its_claim_until_its_host_has_nothing_of_it() 
     assert wanted(made.instance) is None
     runs = e.HostRuns(at=900.0, attempt=1, host_uuid=host(1), service="s3", seen_at=900.0)
     made.apply(runs)
-    assert made.destroys[-1] == (1, host(1))  # its host has another service now, which is told
+    assert made.destroys[-1] == (1, host(1))  # its host has another service now, which is commanded
     missing = e.HostMissing(at=990.0, host_uuid=host(1), seen_at=990.0, service="s1")
     assert made.apply(missing).instance.state is State.CONFIRMING, "its former service may have looked before that"
     made.apply(replace(missing, looks=(look_at(made.instance),)))
@@ -596,7 +596,7 @@ def test_one_thing_at_a_time() -> None:
 
 
 def test_a_source_that_may_run_is_not_on_record_as_stopped() -> None:
-    """Its host did not know whether it had started again: it ran, and its record said that it was stopped."""
+    """Its host did not know whether it had started again: it ran, and its record had it stopped."""
     made = begun(MoveKind.MIGRATE, 2)
     made.apply(claimed())
     made.end(2, 2)
@@ -655,7 +655,7 @@ def test_a_resize_that_failed_in_place_is_taken_back_before_the_next_host_is_com
 
 
 def test_after_a_move_that_was_undone_its_source_is_lost_by_its_own_hosts_scans_as_before() -> None:
-    """That its host had been seen to run it was forgotten: a host whose clock was behind was not heard any more."""
+    """That its host had been seen to run it was forgotten: a report of a host whose clock was behind was dropped."""
     up = active()
     made = Scenario(replace(up, up_at=50.0, up_scan=ScanId(1, 4)))
     made.apply(request(MoveKind.MIGRATE, 2), refused(), e.Reverted(at=205.0, attempt=2))

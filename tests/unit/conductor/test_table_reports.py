@@ -55,7 +55,7 @@ def test_an_unasked_destroyed_of_an_active_instance_waits_for_a_report() -> None
     lost = run(e.HostMissing(at=151.0, host_uuid=host(1), seen_at=151.0, service="s1"), start=up).instance
     assert lost.state is State.GIVING_UP
     leaving = run(DELETE, e.Destroyed(at=152.0, attempt=1, host_uuid=host(1)), start=up).instance
-    assert leaving.state is State.RELEASING, "the answer to a destroy of ours is believed as before"
+    assert leaving.state is State.RELEASING, "the answer to a destroy of ours is accepted as before"
 
 
 @pytest.mark.parametrize("ahead_s", [240.0, -240.0])

@@ -29,7 +29,7 @@ from tests.unit.conductor.scenario import (
     spawns,
 )
 
-LOST = e.ServiceLost(at=112.0, service="s1", code="service.silent", reason="nothing was heard")
+LOST = e.ServiceLost(at=112.0, service="s1", code="service.silent", reason="no heartbeat")
 
 
 def on(*services: str) -> e.BuildRequested:
@@ -117,7 +117,7 @@ def test_a_question_to_placement_stays_the_same_when_a_service_comes_back_or_goe
 def test_a_build_that_comes_for_a_service_that_is_down_begins_elsewhere() -> None:
     stepped = run(on("s1", "s1", "s2"), down="s1")
     assert stepped.instance.state is State.RECLAIMING and options(stepped) == [host(3)]
-    assert stepped.commands == (), "nothing was begun there: nothing is to be destroyed, or said"
+    assert stepped.commands == (), "nothing was begun there: nothing is to be destroyed, or announced"
     moved = run(claimed(), down="s1", start=stepped.instance)
     assert spawns(moved) == [(2, host(3))] and [event.state for event in announced(moved)] == [BuildState.BUILDING]
     alone = run(on("s1", "s1"), down="s1")

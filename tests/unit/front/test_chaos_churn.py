@@ -13,7 +13,7 @@ from bus.contracts.build import BuildEvent, BuildRequest, BuildState
 
 
 class HandClock(SystemClock):
-    """Moved by whoever waits."""
+    """Moved by the tasks that wait."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -23,7 +23,7 @@ class HandClock(SystemClock):
 
 
 class StubClient:
-    """Takes every build; `answers` says whether builds ever end. Each wait lasts as long as it may."""
+    """Takes every build; `answers`: whether builds ever end. Each wait lasts as long as it may."""
 
     def __init__(self, clock: HandClock, *, answers: bool) -> None:
         self.tracks: dict[str, Track] = {}

@@ -1,4 +1,4 @@
-"""The proxy changes no byte, and cuts, delays and stalls as it is told."""
+"""The proxy changes no byte, and cuts, delays and stalls on command."""
 
 from __future__ import annotations
 
@@ -154,4 +154,4 @@ async def test_a_client_that_leaves_is_left(proxy: TcpProxy, pair: Pair) -> None
     link.stalled = True
     pair[1].close()
     await until(lambda: proxy.links == 0)
-    link.release()  # late: nobody is there any more
+    link.release()  # late: the peer is gone

@@ -46,7 +46,7 @@ def test_nothing_is_counted_of_a_sound_system_and_an_event_may_repeat() -> None:
 def test_lost() -> None:
     assert but(requests={A: "active"}).lost == (B,), "not on record"
     assert but(requests={A: "active", B: "scheduled"}).lost == (B,), "not ended"
-    assert but(events=[announced(A, BuildState.ACTIVE, 5)]).lost == (B,), "its end was never told"
+    assert but(events=[announced(A, BuildState.ACTIVE, 5)]).lost == (B,), "its end was never announced"
     assert but(instances=[]).lost == (A,), "active by the record, and in no cell"
 
 

@@ -96,7 +96,7 @@ def test_the_manual_page_lists_every_command_and_roff_takes_it() -> None:
     ],
 )
 def test_a_shell_completes_commands_options_and_values(words: str, offered: str) -> None:
-    """As bash asks for it; the script that does so is printed by `berth --show-completion`."""
+    """As bash requests it; the script that does so is printed by `berth --show-completion`."""
     env = {"_BERTH_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(len(words.split(" ")) - 1)}
     done = CliRunner().invoke(app, [], env=env, prog_name="berth")
     assert offered in done.output.split(), done.output

@@ -1,4 +1,4 @@
-"""The client that `berth` is: follows its builds to their ends, and asks when it hears nothing."""
+"""The client that `berth` is: follows its builds to their ends, and queries when it receives nothing."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ async def test_builds_are_followed_to_their_ends(client_world: ClientWorld) -> N
 
 
 async def test_item_7_an_event_of_another_project_ends_no_build_of_ours(client_world: ClientWorld) -> None:
-    """Any project may name our uuid in a request of its own, and is told that this was refused."""
+    """Any project may name our uuid in a request of its own, and is answered that this was refused."""
     client_world.answer_at_once = False
     (track,) = await client_world.client.boot(requests(1))
     forged = BuildEvent(
@@ -60,7 +60,7 @@ async def test_item_7_an_event_of_another_project_ends_no_build_of_ours(client_w
 async def test_of_many_builds_it_is_known_which_were_accepted_before_the_queue_was_full(
     client_world: ClientWorld, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """`berth boot --count 20000` ended with an error, and machines that nobody could name."""
+    """`berth boot --count 20000` ended with an error, and machines whose uuids were lost."""
     client_world.answer_at_once = False
     client_world.full = {2, 3, 4}
     with pytest.raises(PublishRefused):

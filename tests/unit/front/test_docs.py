@@ -1,4 +1,4 @@
-"""The derived pages say what the code says, and the site builds without a warning."""
+"""The derived pages hold what the code holds, and the site builds without a warning."""
 
 from __future__ import annotations
 

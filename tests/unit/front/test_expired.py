@@ -44,7 +44,7 @@ def items(*ages_s: float) -> bytes:
         pytest.param(letter(CLAIM, 30 * HOUR_S), True, id="a claim, whose fence is gone"),
         pytest.param(letter(CLAIM, HOUR_S), False, id="a claim, fenced if it was released"),
         pytest.param(letter(REQUEST, 900 * HOUR_S), False, id="the schedulers judge requests themselves"),
-        pytest.param(letter(DELETE, 1.0, code="broker.expired"), True, id="its requester was told that it is not done"),
+        pytest.param(letter(DELETE, 1.0, code="broker.expired"), True, id="its requester knows that it is not done"),
         pytest.param(letter(DELETE, 900 * HOUR_S), False, id="a delete never builds anything"),
         pytest.param(letter("", 30 * HOUR_S, body=b'{"type": "cell.build.v1"}'), True, id="named in its body only"),
         pytest.param(letter("", 1.0, body=items(HOUR_S, 30 * HOUR_S), batch=True), True, id="one old among many"),

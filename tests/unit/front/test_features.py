@@ -1,4 +1,4 @@
-"""docs/reference/features.md says of every row of the feature map what is there, and what it names exists."""
+"""docs/reference/features.md has every row of the feature map, and what it names exists."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_a_row_names_where_it_is_and_what_it_lacks(row: Row) -> None:
     assert row.state in STATES, row
     assert row.what, row
     if row.state != "yes":
-        assert row.lacks or (row.state == "no" and row.id[0] in "FWRNCMDOGV"), "say what lacks"
+        assert row.lacks or (row.state == "no" and row.id[0] in "FWRNCMDOGV"), "name what lacks"
     if row.state == "no":
         assert not row.where, "what is not there is nowhere"
         return

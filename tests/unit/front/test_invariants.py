@@ -44,7 +44,7 @@ SOUND = Facts(
         ended(TWO, 3, BuildState.FAILED),
         ended(GONE, 11),
         ended(GONE, 13, BuildState.DELETED),
-        ended(ONE, 12),  # said twice: at least once is what was promised
+        ended(ONE, 12),  # published twice: at least once is what was promised
     ],
     changes=[Change(sequence=3, provider=HOST, generation=1), Change(sequence=4, provider=HOST, generation=2)],
     connections=[("scheduler1", "api", False), ("conductor-cell1", "cell1", True)],
@@ -83,7 +83,7 @@ def test_a_delete_of_an_instance_that_was_never_built_is_no_effect() -> None:
 
 
 def test_what_a_silent_service_does_not_report_is_not_checked_and_is_listed() -> None:
-    """746 healthy instances were BROKEN, or it was said that bus or database did not answer."""
+    """746 healthy instances were BROKEN, or it was reported that bus or database did not answer."""
     building = InstanceFact(TWO, "cell1", "building", OTHER, 1, "s")
     there = InstanceFact(ONE, "cell1", "active", HOST, 2, "s")
     facts = replace(
@@ -109,7 +109,7 @@ def test_what_a_silent_service_does_not_report_is_not_checked_and_is_listed() ->
     elsewhere = replace(down, cell="cell2")
     assert broken(replace(facts, down=[elsewhere])) > {"services_there"}, "another cell has a service of that name"
     moved = replace(facts, down=[down], running=[RunningFact(ONE, 2, OTHER)])
-    assert "hosts_instances_allocations_agree" in broken(moved), "what is told is judged"
+    assert "hosts_instances_allocations_agree" in broken(moved), "what is reported is judged"
 
 
 AGREE, ONCE, CAUSE, TERMINAL = (
@@ -122,11 +122,11 @@ HERE = SOUND.instances[0]
 
 BREACHES: list[tuple[str, str, dict[str, Any]]] = [
     ("more used than fits", "capacity", {"inventories": [InventoryFact(HOST, "VCPU", 4, 0, 2.0, 8.0, 9)]}),
-    ("used that nobody holds", "book_adds_up", {"audit": ["host VCPU: the book says 3, its allocations 2"]}),
+    ("used without a holder", "book_adds_up", {"audit": ["host VCPU: the book has 3, its allocations 2"]}),
     ("lost by the schedulers", TERMINAL, {"requests": {ONE: "active", GONE: "deleted"}}),
     ("still under way", TERMINAL, {"requests": {**SOUND.requests, TWO: "building"}}),
-    ("never told to have ended", TERMINAL, {"events": [*SOUND.events[:1], *SOUND.events[2:]]}),
-    ("told to have ended twice", TERMINAL, {"events": [*SOUND.events, ended(ONE, 14, BuildState.FAILED)]}),
+    ("never announced to have ended", TERMINAL, {"events": [*SOUND.events[:1], *SOUND.events[2:]]}),
+    ("announced to have ended twice", TERMINAL, {"events": [*SOUND.events, ended(ONE, 14, BuildState.FAILED)]}),
     ("in two cells", ONCE, {"instances": [*SOUND.instances, replace(SOUND.instances[1], cell="cell2")]}),
     ("runs twice", ONCE, {"running": [RunningFact(ONE, 2, HOST), RunningFact(ONE, 1, OTHER)]}),
     (
@@ -147,13 +147,13 @@ BREACHES: list[tuple[str, str, dict[str, Any]]] = [
     ("not at rest", AGREE, {"instances": [replace(HERE, state="building")]}),
     ("active on nothing", AGREE, {"allocations": {}}),
     ("active here, allocated there", AGREE, {"allocations": {ONE: {OTHER: {"VCPU": 2}}}}),
-    ("allocated for nobody", AGREE, {"allocations": {**SOUND.allocations, GONE: {HOST: {"VCPU": 1}}}}),
+    ("allocated without an instance", AGREE, {"allocations": {**SOUND.allocations, GONE: {HOST: {"VCPU": 1}}}}),
     ("active, but runs nowhere", AGREE, {"running": []}),
     ("runs elsewhere", AGREE, {"running": [RunningFact(ONE, 2, OTHER)]}),
     ("an older attempt runs", AGREE, {"running": [RunningFact(ONE, 1, HOST)]}),
     ("a deleted one runs", AGREE, {"running": [*SOUND.running, RunningFact(GONE, 1, HOST)]}),  # type: ignore[misc]
     ("a hole in the feed", "feed_has_no_hole", {"feed": (3, 7, 4)}),
-    ("an allocation nobody asked for", CAUSE, {"requests": {TWO: "failed", GONE: "deleted"}, "accepted": [TWO, GONE]}),
+    ("an allocation without a request", CAUSE, {"requests": {TWO: "failed", GONE: "deleted"}, "accepted": [TWO, GONE]}),
     ("mapped to another cell", CAUSE, {"cells": {ONE: "cell2"}}),
     ("a generation again", "generations_rise", {"changes": [SOUND.changes[1], SOUND.changes[1]]}),  # type: ignore[index]
     ("a cell that looks up", "no_upcall", {"connections": [("conductor-cell1", "api", True)]}),

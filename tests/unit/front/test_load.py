@@ -38,7 +38,7 @@ def test_a_seed_draws_the_same_requests_and_weights_are_kept() -> None:
 
 
 def test_the_same_seed_requests_the_same_flavors_but_never_for_the_same_machines() -> None:
-    """`berth load --seed 2` twice: the second asked for machines that were there, and told their ages as latencies."""
+    """`berth load --seed 2` twice: the second requested machines that were there, and took their ages for latencies."""
     plan = LoadPlan(boots=200, mix={"a": 3.0, "b": 1.0}, churn=0.5)
     one, two = (list(draw(plan, random.Random(2), random.Random(chance))) for chance in (5, 6))
     assert [arrival for arrival, _ in one] == [arrival for arrival, _ in two]
@@ -79,7 +79,7 @@ def test_a_report_of_nothing_that_ended() -> None:
 
 
 async def test_a_constant_rate_counts_from_the_intended_times(client_world: ClientWorld) -> None:
-    """Publishing stalls for a second; what fell due meanwhile waited that long, and the report says so."""
+    """Publishing stalls for a second; what fell due meanwhile waited that long, and the report shows it."""
     world = client_world
     world.stall_s = {5: 1.0}  # the fifth publish takes a second of the world's time
     plan = LoadPlan(boots=40, mix={"f": 1.0}, rate_per_s=10.0, timeout_s=60.0)
@@ -107,7 +107,7 @@ async def test_a_closed_loop_keeps_so_many_in_flight(client_world: ClientWorld) 
 
 
 async def test_what_clients_spent_in_each_stage_adds_up_to_their_latency(client_world: ClientWorld) -> None:
-    """From the intended time until the client heard, though the scheduler's clock is an hour fast."""
+    """From the intended time until the client received it, though the scheduler's clock is an hour fast."""
     world = client_world
     notify = world.scheduler.publish
 
@@ -136,7 +136,7 @@ def outcomes(run: LoadRun) -> dict[str, int]:
 
 
 async def test_in_an_open_loop_a_full_queue_refuses_and_is_counted(client_world: ClientWorld) -> None:
-    """Told and counted, offered once, followed no more; what was accepted ends as ever."""
+    """Reported and counted, offered once, followed no more; what was accepted ends as ever."""
     world = client_world
     world.full = {3, 4}
     plan = LoadPlan(boots=30, mix={"f": 1.0}, rate_per_s=10.0, timeout_s=60.0)
@@ -159,7 +159,7 @@ async def test_with_patience_what_was_refused_is_offered_again(client_world: Cli
 
 
 async def test_what_has_ended_though_its_confirm_was_lost_is_not_offered_again(client_world: ClientWorld) -> None:
-    """The scheduler says nothing twice: the client would have asked for its end, and timed it by the answer."""
+    """The scheduler publishes nothing twice: the client would have queried its end, and timed it by the answer."""
     client_world.unconfirmed = {1}
     plan = LoadPlan(boots=3, mix={"f": 1.0}, timeout_s=60.0)
     run = LoadRun(client_world.client, plan, clock=client_world.clock, rng=random.Random(3))

@@ -1,4 +1,4 @@
-"""Two runs side by side: what differs, and that no more is claimed than two runs can tell."""
+"""Two runs side by side: what differs, and that no more is claimed than two runs can show."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_a_run_that_is_slower_is_called_slower_and_the_faster_one_faster() -> No
 
 @pytest.mark.parametrize("share", [0.5, 0.99])
 def test_the_same_system_twice_is_rarely_distinguished(share: float) -> None:
-    """At 95 per cent one pair in twenty is, by bad luck; a method that claims too much tells far more apart."""
+    """At 95 per cent one pair in twenty is, by bad luck; a method that claims too much distinguishes far more."""
     rng = np.random.default_rng(1)
     found = [interval(rng.gamma(2.0, 0.02, 600), rng.gamma(2.0, 0.02, 600), share, rng) for _ in range(60)]
     apart = [pair for pair in found if pair is not None and not pair[0] <= 1 <= pair[1]]
@@ -41,7 +41,7 @@ def test_the_same_system_twice_is_rarely_distinguished(share: float) -> None:
 
 
 def test_boots_that_wait_in_one_queue_are_not_counted_as_many_witnesses() -> None:
-    """Latency that wanders slowly: neighbours say the same, so the interval is far wider than shuffled boots claim."""
+    """Latency that wanders slowly: neighbours are alike, so the interval is far wider than shuffled boots claim."""
     rng = np.random.default_rng(4)
     wander = np.exp(0.5 * np.sin(np.arange(10_000) / 400) + rng.normal(0, 0.02, 10_000))
     other = np.exp(0.5 * np.sin(np.arange(10_000) / 400 + 1) + rng.normal(0, 0.02, 10_000))

@@ -1,4 +1,4 @@
-"""A load report: one file that says everything, whatever names the record came with, and nothing of its own."""
+"""A load report: one file that holds everything, whatever names the record came with, and nothing of its own."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Page(HTMLParser):
 def read(record: LoadRecord) -> Page:
     text = render(record)
     assert len(text) < MOST_BYTES
-    assert not re.search(r"url\(|@import|https?:", text), "it asks for something that is not in the file"
+    assert not re.search(r"url\(|@import|https?:", text), "it requests something that is not in the file"
     page = Page(text)
     assert page.open == [] and page.reaching_out == []
     assert "script" not in page.seen and "nan" not in page.text.lower().split()
@@ -87,7 +87,7 @@ def test_a_large_run_shows_everything_requested_of_it() -> None:
     assert "m1.small.code" in page.text and "400" in page.text
     for stage in ("queued", "decided", "claimed", "dispatched", "built", "announced"):
         assert page.text.count(stage) >= 3
-    assert "5 others together" in page.text, "of twelve queues the seven busiest are told apart"
+    assert "5 others together" in page.text, "of twelve queues the seven busiest are drawn apart"
 
 
 def test_names_from_outside_are_only_ever_text() -> None:
@@ -134,7 +134,7 @@ def test_the_heat_maps_scale_is_the_same_in_every_report_and_distinguishes_low_s
     assert {0.0, 0.14, 0.24, 1.0} <= opacities(text)
     assert opacities(heat_of([0.1] * 40)) == {0.0, 0.32}
     for share, shown in (("0%", "0.00"), ("10%", "0.32"), ("100%", "1.00")):
-        assert f'style="opacity:{shown}"></i>{share}</li>' in text, "and the legend says so"
+        assert f'style="opacity:{shown}"></i>{share}</li>' in text, "and the legend shows it"
 
 
 def opacities(text: str) -> set[float]:
@@ -150,7 +150,7 @@ def test_a_deployed_node_is_full_though_its_capacity_is_reserved() -> None:
 
 
 def test_depths_of_a_queue_are_dots_and_no_fence() -> None:
-    """It is looked at now and then, and empties in between: a line said what nobody saw."""
+    """It is looked at now and then, and empties in between: a line showed what was never measured."""
     drawn = charts.lines("t", [0.0, 1.0, 2.0], [Series("q", [5.0, 0.0, 7.0])], x_label="", y_label="", joined=False)
     assert "<path" not in drawn and drawn.count("<circle") == 2
 

@@ -1,4 +1,4 @@
-"""What deploy/ asks of Prometheus are metrics that there are."""
+"""What deploy/ queries of Prometheus are metrics that there are."""
 
 from __future__ import annotations
 

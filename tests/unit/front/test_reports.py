@@ -1,4 +1,4 @@
-"""When the judge has heard enough of hosts: not before everybody who must has reported."""
+"""When enough hosts have reported: not before every service that must has reported."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where the REST API is served when only `--http`, or nothing, says so, and that no door is open by accident."""
+"""Where the REST API is served when only `--http`, or nothing, is given, and that no door is open by accident."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The parts of benchmarks/rest_beside.py that could be wrong without anybody seeing it."""
+"""The parts of benchmarks/rest_beside.py that could be wrong without any notice."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""berth's own settings: where they come from, what is said about a mistake, and that no secret is ever shown."""
+"""berth's own settings: where they come from, what is printed about a mistake, and that no secret is ever shown."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ SECRET_WORDS = ("token", "password", "secret", "key")
 
 
 def secrets(tree: Any, path: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
-    """Where a setting's name says that it is a secret."""
+    """Where a setting's name shows that it is a secret."""
     if not isinstance(tree, dict):
         return [path] if path and any(path[-1].endswith(word) for word in SECRET_WORDS) else []
     return [found for name, below in tree.items() for found in secrets(below, (*path, name))]

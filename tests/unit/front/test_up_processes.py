@@ -122,7 +122,7 @@ async def test_supervision_ends_on_request_or_when_it_fails(processes: ShortLive
 
 
 async def test_every_cell_has_hosts_however_many_another_one_has() -> None:
-    """It asked for the first thousand by name: of a cell whose hosts come after those it never heard, and waited."""
+    """It requested the first thousand by name: of a cell whose hosts come after those it received none, and waited."""
     clock = HandClock()
     here = Site(Settings(), brokers=Brokers(clock), clock=clock, seed=1)
     last = 999  # h999 is the last name of 1,002

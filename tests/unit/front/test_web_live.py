@@ -1,4 +1,4 @@
-"""What the pages keep of the event stream is bounded, and a reader that falls behind is told."""
+"""What the pages keep of the event stream is bounded, and a reader that falls behind is notified."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Workers as processes: whose answer says that one is ready."""
+"""Workers as processes: whose answer shows that one is ready."""
 
 from __future__ import annotations
 

@@ -25,12 +25,12 @@ from bus.contracts.build import (
 from bus.memory import MemoryBroker, MemoryTransport
 from bus.port import BusUnavailable, PublishRefused
 
-# Turns of the loop after which everybody who could run without waiting for the time has run.
+# Turns of the loop after which every task that could run without waiting for the time has run.
 TURNS = 200
 
 
 class HandClock:
-    """Stands still while anybody can run; then it is as late as the first of the sleepers wanted."""
+    """Stands still while any task can run; then it is as late as the first of the sleepers wanted."""
 
     def __init__(self) -> None:
         self.now = 1000.0
@@ -143,7 +143,7 @@ class ClientWorld:
             if isinstance(received.message, DeleteRequest) and self.answer_at_once:
                 await self.notify(self._requested[received.message.instance_uuid], BuildState.DELETED, 20)
             if not isinstance(received.message, BuildRequest):
-                continue  # else the test says what comes of it
+                continue  # else the test decides what comes of it
             self._requested[received.message.instance_uuid] = received.message
             if self.answer_at_once:
                 await self.notify(received.message, BuildState.ACTIVE, 12)

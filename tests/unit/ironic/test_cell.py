@@ -1,4 +1,4 @@
-"""Which cell serves the nodes: what the settings say goes with every update, and a name nobody knows ends at once."""
+"""Which cell serves the nodes: the setting goes with every update, and an unknown name ends at once."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ async def test_every_update_names_the_cell_of_the_node(cell: str, expected: str 
 
 
 def test_an_unknown_cell_is_an_error() -> None:
-    """Its nodes would be open to nobody."""
+    """Its nodes would be open to no cell."""
 
     def no_bus(name: str) -> None:
         raise AssertionError(name)

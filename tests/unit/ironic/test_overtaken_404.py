@@ -1,4 +1,4 @@
-"""A node that Ironic did not have, and of which something was heard while that answer was on its way."""
+"""A node that Ironic did not have, and of which an event came while that answer was on its way."""
 
 from __future__ import annotations
 

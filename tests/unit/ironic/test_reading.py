@@ -1,4 +1,4 @@
-"""When the loop reads nodes, and what it believes meanwhile: late reads, lost ends, allocations, lists."""
+"""When the loop reads nodes, and what it trusts meanwhile: late reads, lost ends, allocations, lists."""
 
 from __future__ import annotations
 
@@ -161,7 +161,7 @@ async def test_a_storm_while_lists_fail_is_read_node_by_node() -> None:
 
 
 async def test_a_transient_node_is_read_again_until_it_is_there() -> None:
-    """18-lost-end: the last word said is `cleaning`."""
+    """18-lost-end: the last event is `cleaning`."""
     nodes, here = world()
     nodes.put(provision_state="cleaning")
     async with here.running():

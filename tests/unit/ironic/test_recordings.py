@@ -29,7 +29,7 @@ def wrong(world: World, expected: dict[str, Any], before: dict[str, Any]) -> dic
 
 
 def assert_no_accidental_offer(world: World, since: int, expected: dict[str, Any], before: dict[str, Any]) -> None:
-    """Whatever was told while Ironic stood at this step, it never offered a node that was not free then."""
+    """Whatever was published while Ironic stood at this step, it never offered a node that was not free then."""
     for update in world.book.updates[since:]:
         for report in update.providers:
             should = expected["nodes"].get(report.uuid)
@@ -90,7 +90,7 @@ async def test_each_step_in_any_order(name: str, seed: int) -> None:
 
 @pytest.mark.parametrize("name", SCENARIOS)
 async def test_each_step_with_all_earlier_messages_again(name: str) -> None:
-    """Late and doubled: whatever was ever said comes back after what is true now."""
+    """Late and doubled: whatever was ever published comes back after what is true now."""
     recording = Recording(name)
     published: Messages = []
 

@@ -17,7 +17,7 @@ from tests.unit.ironic.world import VirtualClock, World
 
 
 async def test_a_notification_that_cannot_be_handled_stops_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is given up and counted, its neighbours are handled, and a read of all nodes tells what it could not."""
+    """It is given up and counted, its neighbours are handled, and a read of all nodes shows what it could not."""
     nodes, here = world()
     async with here.running():
         await here.settle()
@@ -173,7 +173,7 @@ async def test_a_notification_is_acknowledged_only_after_what_it_did_is_saved(mo
         await turns()
         assert here.loop.sync_state is not None
         assert len(here.loop.sync_state.deliveries) == 1
-        assert reserved(here) == 0, "what is not saved is not told"
+        assert reserved(here) == 0, "what is not saved is not published"
         UnavailableTerm.unavailable = False
         await here.settle()
         assert reserved(here) == 1

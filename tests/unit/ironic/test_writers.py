@@ -85,7 +85,7 @@ async def test_what_was_saved_and_not_published_is_published_at_the_next_start()
 
 
 async def test_an_offer_is_not_published_again_on_a_read_that_an_event_has_overtaken() -> None:
-    """A new writer tells everything again: what it has yet to look at again waits for that look."""
+    """A new writer publishes everything again: what it has yet to read again waits for that read."""
 
     class SlowReads(Nodes):
         """The list is answered, and a read of one node takes longer."""
@@ -169,7 +169,7 @@ async def test_removed_nodes_are_forgotten_after_a_while() -> None:
 
 
 async def test_a_process_whose_clock_is_behind_goes_on_above_what_the_book_has() -> None:
-    """Seed 1210: positions were lost, and the process before had a clock that was minutes ahead: all that was told
+    """Seed 1210: positions were lost, and the process before had a clock that was minutes ahead: all that was published
     counted for older until its clock had passed."""
     _, here = world()
     async with here.running():

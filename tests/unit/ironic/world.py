@@ -31,7 +31,7 @@ QUIET_TURNS = 40  # turns of the event loop without anything to do, after which 
 
 
 class VirtualClock:
-    """Time that moves only when told to."""
+    """Time that moves only when the test moves it."""
 
     def __init__(self, start: float = 1_800_000_000.0) -> None:
         self.now = start
@@ -61,11 +61,11 @@ class VirtualClock:
         elif until is not None:
             self.now = max(self.now, until)
         else:
-            raise AssertionError("nobody sleeps, so time would never bring anything")
+            raise AssertionError("no task sleeps, so time would never bring anything")
 
 
 class Book:
-    """What a placement worker would hold: the newest version of each root. Keeps all it was told."""
+    """What a placement worker would hold: the newest version of each root. Keeps all it was sent."""
 
     def __init__(self) -> None:
         self.updates: list[InventoryUpdate] = []
@@ -151,7 +151,7 @@ class World:
         await self.ironic.publish(Outgoing(exchange="ironic", routing_key=key, body=body))
 
     async def settle(self, tries: int = 200) -> None:
-        """Until all that was heard is done with; time moves only while something is left to do."""
+        """Until all that was received is done with; time moves only while something is left to do."""
         for _ in range(tries):
             if await self._quiet():
                 return

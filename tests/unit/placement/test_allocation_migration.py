@@ -104,7 +104,7 @@ def test_nested_turns_flat_again() -> None:
     )  # fmt: skip
     planned = plan([flat], [[ROOT, LEFT, RIGHT]], book, holdings, shape=2)
     assert planned.moved == {ONE: {ROOT: {"DISK_GB": 1, "VCPU": 3}}}
-    assert planned.after.keys() == {ROOT, RIGHT}  # nobody takes from the right cell: it is stranded
+    assert planned.after.keys() == {ROOT, RIGHT}  # no consumer takes from the right cell: it is stranded
 
 
 def test_a_class_that_the_source_keeps_and_a_provider_of_others_stay() -> None:

@@ -141,7 +141,7 @@ def test_the_same_attempt_again_is_answered_with_what_it_holds() -> None:
     (verdict,) = decision.verdicts
     assert (verdict.outcome, verdict.option, verdict.consumer_generation, verdict.changed) == ("claimed", 1, 1, False)
     assert verdict.generations == {A: 10}
-    assert not verdict.holding  # the option says it
+    assert not verdict.holding  # the option holds it
     assert not decision.generations
     assert not decision.consumers
 

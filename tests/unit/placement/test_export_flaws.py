@@ -1,4 +1,4 @@
-"""Books from outside: what cannot be one is said in a sentence, before anything is written."""
+"""Books from outside: what cannot be one is refused in a sentence, before anything is written."""
 
 from __future__ import annotations
 

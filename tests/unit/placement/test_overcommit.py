@@ -17,13 +17,13 @@ SHARING = frozenset({"pool"})
     [
         ({"own": {"VCPU": 1}, "other": {"VCPU": 1}}, ("other",), {"own": {"VCPU": 1}}),
         ({"own.cell": {"VCPU": 1}, "other.cell": {"VCPU": 2}}, ("other",), {"own.cell": {"VCPU": 1}}),
-        # A class of the other host alone stays: nothing says that it is too much.
+        # A class of the other host alone stays: nothing shows that it is too much.
         (
             {"own": {"VCPU": 1}, "other": {"VCPU": 1, "DISK_GB": 5}},
             ("other",),
             {"own": {"VCPU": 1}, "other": {"DISK_GB": 5}},
         ),
-        # A shared pool is nobody's host.
+        # A shared pool is no host.
         (
             {"own": {"VCPU": 1, "DISK_GB": 1}, "pool": {"DISK_GB": 9}, "other": {"VCPU": 1}},
             ("other",),

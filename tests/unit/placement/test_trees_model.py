@@ -75,7 +75,7 @@ def check_nothing_lost(before: dict[str, Provider], after: dict[str, Provider]) 
 
 
 def check_changes(before: dict[str, Provider], after: dict[str, Provider]) -> None:
-    """Whoever differs has a higher generation, and whoever folds the changes in has the book."""
+    """What differs has a higher generation, and a replica that folds the changes in has the book."""
     for uuid in before.keys() & after.keys():
         if after[uuid] != before[uuid]:
             assert after[uuid].generation > before[uuid].generation

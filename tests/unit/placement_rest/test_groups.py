@@ -1,4 +1,4 @@
-"""Writes that gather: one transaction for what came meanwhile, one outcome each, and nobody pays for a neighbour."""
+"""Writes that gather: one transaction for what came meanwhile, one outcome each, and no write fails for a neighbour."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ HANG_S = 60.0
 
 
 class Book:
-    """Doubles what it is given; refuses to store 13, and fails as often as it is told."""
+    """Doubles what it is given; refuses to store 13, and fails as often as it is instructed."""
 
     def __init__(self) -> None:
         self.groups: list[list[int]] = []

@@ -1,4 +1,4 @@
-"""Every log line of a request says whose it is, and not whose the one before it was."""
+"""Every log line of a request carries its id, and not whose the one before it was."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ THEIRS = "req-11111111-2222-4333-8444-555555555555"
 
 
 class Book:
-    """Refuses every write, and remembers what a log line would have said."""
+    """Refuses every write, and remembers what a log line would have held."""
 
     def __init__(self) -> None:
         self.config = RestConfig()

@@ -1,4 +1,4 @@
-"""Texts that are kept say what texts made anew would say, whatever has happened to the providers since."""
+"""Texts that are kept equal texts made anew, whatever has happened to the providers since."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whatever the REST API writes in one group: the feed tells what the book then is, and shapes never come back."""
+"""Whatever the REST API writes in one group: the feed carries what the book then is, and shapes never come back."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Placement's rules for granular requests, said slowly: every choice of providers is tried."""
+"""Placement's rules for granular requests, written slowly: every choice of providers is tried."""
 
 from __future__ import annotations
 

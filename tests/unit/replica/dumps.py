@@ -1,4 +1,4 @@
-"""What a book says of every provider, for comparing two of them."""
+"""What a book holds of every provider, for comparing two of them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from placement_worker.replica.book import Book
 
 
 def dump(book: Book) -> dict[str, object]:
-    """{provider: everything the book says of it}, of providers that hang under a root."""
+    """{provider: everything the book holds of it}, of providers that hang under a root."""
     rows = [row for root in book.rows_of_roots() for row in book.tree(int(root))]
     return {book.uuid_of(row): _row(book, row) for row in rows}
 

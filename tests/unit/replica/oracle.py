@@ -1,4 +1,4 @@
-"""Placement's rules said slowly: every combination of providers is tried. What the replica is compared with."""
+"""Placement's rules written slowly: every combination of providers is tried. What the replica is compared with."""
 
 from __future__ import annotations
 

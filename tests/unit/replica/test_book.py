@@ -157,7 +157,7 @@ def test_a_failed_claim_and_one_that_landed_elsewhere_are_dropped_at_once() -> N
     book.assume("elsewhere", {uuid(0): {"VCPU": 3}})
     book.forget("failed")
     book.settle("elsewhere", {uuid(1): 2})
-    book.forget("never heard of")
+    book.forget("never seen")
     assert free(book) == 8
     assert not list(book.assumed_keys())
 

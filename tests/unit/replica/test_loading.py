@@ -39,7 +39,7 @@ class Turns:
         return count
 
     async def during(self, work: Awaitable[object]) -> object:
-        """Until the work is done, with somebody beside it who wants every turn."""
+        """Until the work is done, with a task beside it that wants every turn."""
         task = asyncio.ensure_future(work)
         while not task.done():
             self._now = 0

@@ -25,7 +25,7 @@ TREES = 3
 
 
 class World:
-    """A book, and the same things said plainly."""
+    """A book, and the same things written plainly."""
 
     def __init__(self) -> None:
         self.book = Book()

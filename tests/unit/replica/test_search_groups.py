@@ -23,7 +23,7 @@ from tests.unit.replica.worlds import AGGREGATES, TRAITS, loaded, random_request
 
 
 def random_query(rng: random.Random, states: list[ProviderState]) -> Query:
-    """A query with what a random request asks."""
+    """A query with what a random request requires."""
     request = random_request(rng, states)
     own = next((group for group in request.groups if not group.suffix), Group())
     return Query(
@@ -55,7 +55,7 @@ def by_root(states: list[ProviderState], query: Query) -> dict[str, set[frozense
             continue
         if set(query.root_forbidden_aggregates) & set(root.aggregates):
             continue
-        # Only this root may anchor: the others are told apart by a trait that no provider has.
+        # Only this root may anchor: the others are excluded by a trait that no provider has.
         marked = [
             structs.replace(state, traits=(*state.traits, "CUSTOM_HERE")) if state is root else state
             for state in states

@@ -168,7 +168,7 @@ def test_many_like_children_do_not_explode() -> None:
 
 
 def test_a_root_past_the_budget_is_called_unknown_and_hides_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither "cannot" nor a search that fails: the funnel says that there were too many combinations."""
+    """Neither "cannot" nor a search that fails: the funnel shows that there were too many combinations."""
     monkeypatch.setattr(compiled, "BUDGET", 1)
     owned = {"A": 1, "B": 1, "C": 1}
     traits = {number: (f"T{number}", f"T{number % 8 + 1}") for number in range(1, 9)}
@@ -225,7 +225,7 @@ CHILD = provider(1, root=0, parent=0, inventories={"VCPU": 8}, traits=("CUSTOM_O
     ],
 )
 def test_what_is_forbidden_on_a_child_is_not_called_absent(query: dict[str, object], step: str, reason: str) -> None:
-    """The host has VCPU: a trait or an aggregate stands in the way. It was said to have none."""
+    """The host has VCPU: a trait or an aggregate stands in the way. It was reported to have none."""
     book = book_of(provider(0, traits=("CUSTOM_ROOT",), aggregates=("az2",) if "az1" in str(query) else ()), CHILD)
     funnel = search(book, Query(resources={"VCPU": 1}, **query), explain=True).funnel  # type: ignore[arg-type]
     assert [(one.step, one.rejected) for one in funnel if one.rejected] == [(step, {reason: 1})]

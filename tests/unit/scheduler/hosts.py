@@ -26,7 +26,7 @@ PLENTY = {"VCPU": 16, "MEMORY_MB": 65536, "DISK_GB": 1000}
 
 
 class Hosts:
-    """Hosts h0, h1, ... by what each has; cells and services as said."""
+    """Hosts h0, h1, ... by what each has; cells and services as given."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""What a cell says of a request about an instance, applied in whatever order it comes to the scheduler."""
+"""What a cell announces of a request about an instance, applied in whatever order it comes to the scheduler."""
 
 from __future__ import annotations
 

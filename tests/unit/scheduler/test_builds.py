@@ -44,7 +44,7 @@ def test_late_and_doubled_ones_are_ignored() -> None:
 
 
 def test_an_end_that_was_overtaken_by_what_followed_it_still_ends_its_request() -> None:
-    """Active, then lost: the cell calls the failure no end, because it has told one; that one comes too late."""
+    """Active, then lost: the cell calls the failure no end, because it has announced one; that one comes too late."""
     build, published = play(event(BuildState.FAILED, 13), event(BuildState.ACTIVE, 12, terminal=True))
     assert published == [("failed", True)] and build.terminal
 
@@ -117,7 +117,7 @@ def test_item_7_a_forged_request_is_answered_to_the_project_of_its_key_alone() -
 
 
 def test_a_timeline_holds_each_attempt_once_and_then_the_end() -> None:
-    """A conductor sends the whole history with each end; what is on record already is not told again."""
+    """A conductor sends the whole history with each end; what is on record already is not announced again."""
     tries = (
         AttemptRecord(attempt=1, host="h1", outcome="failed", code="spawn.failed", reason="no disk", at=2.0),
         AttemptRecord(attempt=2, host="h2", outcome="not_claimed", code="full", at=2.5),

@@ -1,4 +1,4 @@
-"""The rounds of decide and claim against a scripted resource book: each outcome and what it asks for."""
+"""The rounds of decide and claim against a scripted resource book: each outcome and what it requires."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ async def test_full_walks_the_whole_list_and_never_claims_a_host_twice(cluster: 
     assert sorted(cluster.host_of(claim) for claim in cluster.claims) == ["h0", "h1", "h2", "h3", "h4", "h5"]
     assert ended.funnel[-1].step == "claim" and ended.funnel[-1].rejected == {"claim.full": 6}
     assert list(cluster.hosts.book.assumed_keys()) == []
-    assert cluster.refreshes >= 1  # "none" is only said on the newest state
+    assert cluster.refreshes >= 1  # "none" is only answered on the newest state
 
 
 async def test_full_or_gone_goes_to_the_next_host(cluster: Cluster) -> None:
@@ -261,7 +261,7 @@ async def test_an_earlier_claim_carries_itself_what_it_holds(cluster: Cluster) -
 
 
 async def test_a_host_that_leaves_while_a_claim_is_under_way_is_no_alternate(cluster: Cluster) -> None:
-    """Its row of the book was looked up after the answer, named nobody, and the request ended as a dead letter."""
+    """Its row of the book was looked up after the answer, named no host, and the request ended as a dead letter."""
     hosts = cluster.hosts
 
     def meanwhile(claim: Claim) -> ClaimResult:
@@ -392,7 +392,7 @@ async def test_a_full_child_does_not_make_its_host_full(cluster: Cluster) -> Non
             inventories={"VGPU": (2.0, 1, 2, 1, 2, 0, 1.0)},
         )
         hosts.book.apply([Change(sequence=sequence, provider=card, generation=1, state=state)])
-    taken: set[str] = set()  # by another scheduler, of which our book has not heard yet
+    taken: set[str] = set()  # by another scheduler, which our book does not hold yet
 
     def full_at_first(claim: Claim) -> ClaimResult:
         if not taken:
@@ -413,7 +413,7 @@ async def test_a_full_child_does_not_make_its_host_full(cluster: Cluster) -> Non
 
 
 async def test_who_is_ruled_out_goes_where_its_server_group_is(cluster: Cluster) -> None:
-    """Another member was faster: the answer says where it is, and no other host is asked for in between."""
+    """Another member was faster: the answer names where it is, and no other host is asked for in between."""
     for there in cluster.hosts.uuids:
 
         def answer(claim: Claim, there: str = there) -> ClaimResult:

@@ -1,4 +1,4 @@
-"""Every reason that the candidate search gives is said in words."""
+"""Every reason that the candidate search gives is put in words."""
 
 from __future__ import annotations
 

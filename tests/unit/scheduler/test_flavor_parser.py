@@ -174,7 +174,7 @@ def test_virtual_gpus_run_out_device_by_device() -> None:
 
 
 def numa_cluster(room: tuple[int, int]) -> Cluster:
-    """Two NUMA cells with a device each; how many CPUs each cell has is said."""
+    """Two NUMA cells with a device each; how many CPUs each cell has is given."""
     flavor = Flavor(
         disk_gb=10,
         extra_specs={
@@ -249,7 +249,7 @@ def test_an_address_from_the_pool_of_a_routed_network() -> None:
 
 
 def test_minimum_bandwidth_on_a_port() -> None:
-    """One port asks both directions of one interface on its network; two ports may share an interface."""
+    """One port requires both directions of one interface on its network; two ports may share an interface."""
     port = {"CUSTOM_NET_BW_EGR": "3", "CUSTOM_NET_BW_IGR": "3"}
     words = {f"resources_PORT{n}:{name}": amount for n in (1, 2) for name, amount in port.items()}
     words |= {"trait_PORT1:CUSTOM_PHYSNET_A": "required", "group_policy": "none"}

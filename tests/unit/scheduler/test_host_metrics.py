@@ -1,4 +1,4 @@
-"""Numbers about hosts: which are believed, until when, and what they weigh."""
+"""Numbers about hosts: which are used, until when, and what they weigh."""
 
 from __future__ import annotations
 

@@ -46,16 +46,16 @@ def test_a_report_of_many_pages_shows_what_is_gone_when_all_of_them_arrived() ->
         assert table.apply(one, 0.0)
     assert managed(table) == "abcd"
     table.apply(report(3, "a", first_sequence=3, pages=3), 1.0)
-    table.apply(report(4, "e"), 1.0)  # a host that is new meanwhile, said alone
+    table.apply(report(4, "e"), 1.0)  # a host that is new meanwhile, announced alone
     table.apply(report(5, "c", first_sequence=3, pages=3), 1.0)
     assert managed(table) == "abcde"
     table.apply(report(6, first_sequence=3, pages=3, complete=True), 1.0)
     assert managed(table) == "ace"
-    # A page of this one is lost: nobody is taken for gone.
+    # A page of this one is lost: no host is taken for gone.
     table.apply(report(7, "a", first_sequence=7, pages=3), 2.0)
     table.apply(report(9, "c", first_sequence=7, pages=3, complete=True), 2.0)
     assert managed(table) == "ace"
-    table.apply(report(10, "c", complete=True), 3.0)  # as services said it that knew no pages
+    table.apply(report(10, "c", complete=True), 3.0)  # as services announced it that knew no pages
     assert managed(table) == "c"
 
 
@@ -127,10 +127,10 @@ def test_a_service_that_was_started_anew_is_not_the_one_that_was_down() -> None:
     table = services("a")
     table.apply(digest(1, "a", "b"), 1.0)
     table.apply(ComputeHosts(service="a", cell="c1", epoch=1, sequence=2), 1.5)
-    assert table.down().tolist() == [True, True], "the same life, told again: its cell has not heard it yet"
+    assert table.down().tolist() == [True, True], "the same life, announced again: its cell has not received it yet"
     table.apply(ComputeHosts(service="a", cell="c1", epoch=2, sequence=1), 2.0)
     table.apply(ComputeHosts(service="b", cell="c1", epoch=1, sequence=1), 2.0)
-    assert table.down().tolist() == [False, True, True], "b was announced after its cell had said that it is down"
+    assert table.down().tolist() == [False, True, True], "b was announced after its cell had reported it down"
     table.apply(digest(2, "a", epoch=1), 3.0)
     assert table.down().tolist() == [False, False, True]
 
@@ -181,7 +181,7 @@ def test_a_service_that_its_cell_counts_is_not_requested() -> None:
     table.apply(counting(2), 1.0)
     assert not table.knows_more("c1")
     table.apply(ServicesDigest(cell="c1", term=1, number=2, up=1, down=digest(1, "a").down), 2.0)
-    assert not table.knows_more("c1"), "its cell says that it is down"
+    assert not table.knows_more("c1"), "its cell reports it down"
 
 
 def of_ring(service: str, sequence: int, number: int, *, cell: str = "c1", complete: bool = False) -> ComputeHosts:

@@ -124,7 +124,7 @@ def passing(hosts: Hosts, **request: Any) -> list[str]:
 
 
 def test_a_forced_host_passes_the_filters_by_and_must_have_room_all_the_same() -> None:
-    """No filter is asked, the claim is made; and not everybody may."""
+    """No filter runs, the claim is made; and not every project may."""
     config = SchedulerConfig(force_host_projects=("operators",))
     hosts = Hosts([PLENTY, {**PLENTY, "VCPU": 1}], config=config, reports={at: {"enabled": False} for at in (0, 1)})
     assert passing(hosts, flavor="m1.medium", host="h0", project_id="operators") == []

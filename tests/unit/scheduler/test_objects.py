@@ -113,7 +113,7 @@ def test_the_configuration_is_the_settings_with_the_objects_in_their_place() -> 
     assert (config.quota_of("q"), config.quota_of("p")) == ({"VCPU": 9}, {"INSTANCES": 5})
     assert config.multipliers == {"ram": -1.0}
     assert config.enabled_filters == ("ComputeFilter",)
-    assert config.enabled_weighers == settings.enabled_weighers, "a rule that is not given is as the settings say"
+    assert config.enabled_weighers == settings.enabled_weighers, "a rule that is not given is as in the settings"
 
 
 def test_the_seeds_of_settings_add_up_to_them() -> None:

@@ -1,4 +1,4 @@
-"""What the record says of a build request that came again: a table, and nothing else decides it."""
+"""What the record decides about a build request that came again: a table, and nothing else decides it."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_other_content_under_a_known_instance_is_a_clash() -> None:
 
 
 def assert_clash(admission: Admission) -> None:
-    """Whoever waits for a reply and whoever listens to events hear it, and it overtakes nothing."""
+    """Requesters that wait for a reply and listeners to events receive it, and it overtakes nothing."""
     outcome, event = admission.outcome, admission.event
     assert isinstance(outcome, Done) and isinstance(outcome.reply, Refusal) and event is not None
     assert outcome.reply.code == event.code == "request.duplicate"

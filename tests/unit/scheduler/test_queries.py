@@ -1,4 +1,4 @@
-"""What a scheduler says of hosts when it is asked for some of them."""
+"""What a scheduler answers about hosts when some of them are queried."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class UnavailableDatabase:
 
 
 async def test_a_question_while_the_database_is_unavailable_is_refused_at_once() -> None:
-    """Not kept until it is back: who asked would wait in vain, and be told that there is no scheduler."""
+    """Not kept until it is back: the requester would wait in vain, and be answered that there is no scheduler."""
     hosts = Hosts([PLENTY])
     store, clock = cast("Any", UnavailableDatabase()), SystemClock()
     registry = ObjectRegistry(store, hosts.selector, SchedulerConfig(), clock=clock)

@@ -36,7 +36,7 @@ def in_group(hosts: Hosts, policy: GroupPolicy, members: Mapping[int, int], **fi
         (GroupPolicy.ANTI_AFFINITY, {}, {}, [True, True, True]),
         (GroupPolicy.ANTI_AFFINITY, {0: 1}, {}, [False, True, True]),
         (GroupPolicy.ANTI_AFFINITY, {0: 1, 2: 2}, {"max_per_host": 2}, [True, True, False]),
-        (GroupPolicy.AFFINITY, {}, {}, [True, True, True]),  # the claim tells two first members apart
+        (GroupPolicy.AFFINITY, {}, {}, [True, True, True]),  # the claim keeps two first members apart
         (GroupPolicy.AFFINITY, {1: 3}, {}, [False, True, False]),
         (GroupPolicy.AFFINITY, {0: 1, 1: 1}, {}, [False, False, False]),  # a member moves: it may end on either
         (GroupPolicy.SOFT_AFFINITY, {1: 3}, {}, [True, True, True]),
@@ -80,7 +80,7 @@ def test_wishes_are_weights_of_the_others() -> None:
 def test_hints() -> None:
     hosts = Hosts([PLENTY] * 3)
     here, there, nowhere = (new_uuid(hosts.rng) for _ in range(3))
-    page = LocatePage(hosts={here: (hosts.uuids[0],), there: (hosts.uuids[2], "somebody's pool")})
+    page = LocatePage(hosts={here: (hosts.uuids[0],), there: (hosts.uuids[2], "a foreign pool")})
 
     def passing(host_filter: Filter, **hints: tuple[str, ...]) -> list[bool]:
         request = hosts.request(**hints)

@@ -25,7 +25,7 @@ from tests.unit.scheduler.hosts import PLENTY, Hosts, aggregate
 
 
 class Given:
-    """Weighs hosts as it was told."""
+    """Weighs hosts by what it was given."""
 
     name: ClassVar[str] = "given"
     multiplier: ClassVar[float] = 1.0
@@ -37,7 +37,7 @@ class Given:
         self.raw = raw
 
     def weigh(self, view: HostsView, spec: RequestSpec) -> Floats:
-        """As told."""
+        """As given."""
         return np.array(self.raw, dtype=np.float64)
 
 

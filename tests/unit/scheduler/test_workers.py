@@ -1,4 +1,4 @@
-"""The table of workers: the newest heartbeat counts, silence is told, what a bus makes up is bounded."""
+"""The table of workers: the newest heartbeat counts, silence is reported, what a bus makes up is bounded."""
 
 from __future__ import annotations
 

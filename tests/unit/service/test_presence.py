@@ -1,4 +1,4 @@
-"""A worker says that it is there, again and again, and nothing gathers while its bus is away."""
+"""A worker announces itself, again and again, and nothing gathers while its bus is unavailable."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ def test_a_full_disk_costs_lines_and_ends_nothing(tmp_path: Path) -> None:
         os.dup2(full.fileno(), stream.fileno())
         for _ in range(1000):
             log.warning("bus.unavailable", reason="x" * 1000)
-        logging.getLogger("foreign").warning("said by a library")
+        logging.getLogger("foreign").warning("logged by a library")
         os.dup2(room, stream.fileno())
         os.close(room)
         log.info("after")

@@ -1,4 +1,4 @@
-"""The last line of .ci/run says what was executed, or there is no such line."""
+"""The last line of .ci/run names what was executed, or there is no such line."""
 
 from __future__ import annotations
 

@@ -68,7 +68,7 @@ def _believing(journal: Journal[Any], line: bytes) -> object:
         ("amqp", Codec, "read", lambda codec, delivery, _: [msgspec.json.decode(delivery.body)]),
         ("amqp", frames, "cut", lambda text: text[:255]),
     ],
-    ids=["no checksum", "a body is believed", "a delivery is believed", "a property is cut by characters"],
+    ids=["no checksum", "a body is trusted", "a delivery is trusted", "a property is cut by characters"],
 )
 def test_a_planted_defect_is_found(
     monkeypatch: pytest.MonkeyPatch, name: str, owner: object, attribute: str, planted: object
