@@ -133,7 +133,7 @@ class MetalBench:
         }
         self._processes.start(COMPUTE, "compute", "--cell", CELL, "--service", SERVICE, settings=settings)
         async with asyncio.timeout(TIMEOUT_S):
-            while len((await client.hosts(limit=10_000, timeout_s=TIMEOUT_S, up=True)).hosts) < figures.nodes:  # noqa: ASYNC110  (another process is asked)
+            while len((await client.hosts(limit=10_000, timeout_s=TIMEOUT_S, up=True)).hosts) < figures.nodes:  # noqa: ASYNC110  (another process is requested)
                 await asyncio.sleep(1.0)  # a page of ten thousand hosts is some megabytes
         figures.announced_s = round(time.perf_counter() - began, 2)
 
@@ -168,11 +168,11 @@ class MetalBench:
         await self._ironic.post("/bench/trouble", params={"workers": WORKERS, "locked": LOCKED})
         before, requests, began = self.cpu(), await self.counts(), time.perf_counter()
         rng = random.Random(1)
-        asked = [
+        requested = [
             BuildRequest(instance_uuid=new_uuid(rng), flavor=FLAVOR, project_id="bench", build_timeout_s=TIMEOUT_S)
             for _ in range(figures.deploys)
         ]
-        tracks = await client.boot(asked, patience_s=TIMEOUT_S)
+        tracks = await client.boot(requested, patience_s=TIMEOUT_S)
         if not await client.wait(TIMEOUT_S):
             raise SystemExit("not all builds have ended")
         took = time.perf_counter() - began
@@ -251,7 +251,7 @@ async def run(bench: MetalBench, figures: MetalFigures, client: BuildClient, res
 
 
 def main() -> int:
-    """Print, and write when asked."""
+    """Print, and write when requested."""
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("--nodes", type=int, default=10_000)
     options.add_argument("--deploys", type=int, default=500)

@@ -68,8 +68,8 @@ STEPS = (
     ),
     Step(
         "simulate-alone.json",
-        lambda told: told["requests"],
-        lambda told: told["failed"] == [],
+        lambda content: content["requests"],
+        lambda content: content["failed"] == [],
         "simulation alone {} requests",
     ),
     Step(

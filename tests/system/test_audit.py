@@ -43,27 +43,27 @@ class Watched:
         self.found: dict[tuple[str, str], AuditFinding] = {}
         self.confirmed = Confirmed()
         self.looks = 0
-        self._news = asyncio.Condition()
+        self._changed = asyncio.Condition()
 
     async def run(self) -> None:
         async with aclosing(watch(self.place, every_s=0.2)) as stream:
             async for seen in stream:
-                async with self._news:
+                async with self._changed:
                     self.found, self.confirmed = dict(seen.confirmed.found), seen.confirmed
                     self.looks += 1
-                    self._news.notify_all()
+                    self._changed.notify_all()
 
     async def until(self, *keys: tuple[str, str], gone: bool = False) -> float:
         """Wait until these are found, or gone. How many seconds that took."""
         began_s = self.place.clock.monotonic()
-        async with asyncio.timeout(WAIT_S), self._news:
-            await self._news.wait_for(lambda: all((key in self.found) is not gone for key in keys))
+        async with asyncio.timeout(WAIT_S), self._changed:
+            await self._changed.wait_for(lambda: all((key in self.found) is not gone for key in keys))
         return self.place.clock.monotonic() - began_s
 
     async def two_looks(self) -> None:
         last = self.looks + 2
-        async with asyncio.timeout(WAIT_S), self._news:
-            await self._news.wait_for(lambda: self.looks >= last)
+        async with asyncio.timeout(WAIT_S), self._changed:
+            await self._changed.wait_for(lambda: self.looks >= last)
 
     @property
     def hosts(self) -> list[str]:

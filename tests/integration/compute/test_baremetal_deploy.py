@@ -333,7 +333,7 @@ class NotingClock(SystemClock):
 
 
 @pytest.mark.parametrize(("method", "status"), [("GET", 503), ("PATCH", 409), ("PUT", 503), ("PUT", 409)])
-async def test_a_busy_ironic_is_asked_less_and_less_often(ironic: IronicStandIn, method: str, status: int) -> None:
+async def test_a_busy_ironic_is_polled_less_and_less_often(ironic: IronicStandIn, method: str, status: int) -> None:
     """It was asked every half a second by each of five hundred builds, and a build's first refusal ended it."""
     node, clock = next(iter(ironic.pool.nodes)), NotingClock()
     settings = IronicConfig(url=ironic.url, poll_interval_s=0.5, max_poll_interval_s=10.0)
@@ -352,7 +352,7 @@ async def test_a_busy_ironic_is_asked_less_and_less_often(ironic: IronicStandIn,
     assert set(clock.slept[first + 8 :]) == {0.5}, "as soon as it answers, it is asked as before"
 
 
-async def test_an_ironic_that_names_a_time_is_not_asked_before(ironic: IronicStandIn) -> None:
+async def test_an_ironic_that_names_a_time_is_not_polled_before(ironic: IronicStandIn) -> None:
     node, clock = next(iter(ironic.pool.nodes)), NotingClock()
     way = Crowded("PUT", 1, **{"Retry-After": "7"})
     driver = BareMetal(IronicConfig(url=ironic.url), cell=CELL, service="c1-a", clock=clock, transport=way)
