@@ -205,7 +205,7 @@ async def test_the_inventory_of_a_host_that_changed_is_published_once_more() -> 
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
-class Asked(SlowWorld):
+class Requested(SlowWorld):
     """A conductor's request for a later scan comes while the driver lists."""
 
     def __init__(self) -> None:
@@ -225,7 +225,7 @@ class Asked(SlowWorld):
 
 async def test_a_scan_names_the_looks_that_were_requested_before_it_began() -> None:
     """A scan that was under way may have passed the host before the machine came to be."""
-    world, records = Asked(), Records()
+    world, records = Requested(), Records()
     changes = HostChanges(world)  # type: ignore[arg-type]
     reporter = Reporter(
         world, service="s", cell="c1", survey=world, records=records, changes=changes, clock=world,

@@ -73,8 +73,8 @@ def test_another_service_whose_clock_is_ahead_ends_no_healthy_instance() -> None
     up = run(queried(), replace(spawned(at=110.0), scan=ScanId(5, 3))).instance
     hearsay = e.HostMissing(at=111.0, host_uuid=host(1), seen_at=999.0, service="heir", scan=ScanId(7, 9))
     older = look_at(replace(up, since=up.since - 1.0))
-    for told in (hearsay, replace(hearsay, looks=(older,)), replace(hearsay, looks=(look_at(replace(up, attempt=2)),))):
-        assert run(told, start=up) == Step(up)
+    for one in (hearsay, replace(hearsay, looks=(older,)), replace(hearsay, looks=(look_at(replace(up, attempt=2)),))):
+        assert run(one, start=up) == Step(up)
     assert run(replace(hearsay, looks=(look_at(up),)), start=up).instance.state is State.GIVING_UP
     resized = replace(up, state=State.RESIZED)
     assert run(hearsay, start=resized) == Step(resized)
