@@ -8,6 +8,7 @@ import re
 import tokenize
 import tomllib
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import msgspec
@@ -41,18 +42,34 @@ MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 90
 
 
-def sources(*packages: str) -> list[Path]:
-    return [path for package in packages for path in sorted((ROOT / package).rglob("*.py"))]
+@cache
+def sources(*packages: str) -> tuple[Path, ...]:
+    return tuple(path for package in packages for path in sorted((ROOT / package).rglob("*.py")))
 
 
+@cache
 def parsed(path: Path) -> ast.Module:
     return ast.parse(path.read_text(), filename=str(path))
+
+
+@cache
+def nodes(path: Path) -> tuple[ast.AST, ...]:
+    """All of a file, as `ast.walk` has it."""
+    return tuple(ast.walk(parsed(path)))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def read_once() -> Iterator[None]:
+    """The sources are read for the first test that looks at them, and forgotten after the last."""
+    yield
+    for kept in (sources, parsed, nodes):
+        kept.cache_clear()
 
 
 def imports(path: Path) -> Iterator[tuple[str, int]]:
     """Absolute names of the modules a file imports; relative imports are resolved."""
     package = path.relative_to(ROOT).with_suffix("").parts[:-1]
-    for node in ast.walk(parsed(path)):
+    for node in nodes(path):
         if isinstance(node, ast.Import):
             yield from ((alias.name, node.lineno) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -127,7 +144,7 @@ def test_a_cell_conductor_knows_no_message_of_the_scheduler_but_the_events_it_an
     assert wrong == []
 
 
-def domain_files() -> list[Path]:
+def domain_files() -> tuple[Path, ...]:
     folders = [f"{worker}/domain" for worker in WORKERS] + ["scheduler_worker/filters", "scheduler_worker/weighers"]
     return sources(*folders)
 
@@ -144,7 +161,7 @@ def test_a_domain_reaches_for_nothing() -> None:
                 wrong.append(f"{where(path, line)} imports {module}")
         wrong += [
             f"{where(path, node.lineno)} is async"
-            for node in ast.walk(parsed(path))
+            for node in nodes(path)
             if isinstance(node, ast.AsyncFunctionDef | ast.Await | ast.AsyncFor | ast.AsyncWith)
         ]
     assert wrong == []
@@ -156,7 +173,7 @@ def misused(path: Path, module: str) -> bool:
         and isinstance(node.value, ast.Name)
         and node.value.id == module
         and node.attr not in PURE_NAMES[module]
-        for node in ast.walk(parsed(path))
+        for node in nodes(path)
     )
 
 
@@ -164,7 +181,7 @@ def test_only_the_command_line_prints() -> None:
     wrong = [
         where(path, node.lineno)
         for path in sources("bus", *WORKERS)
-        for node in ast.walk(parsed(path))
+        for node in nodes(path)
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print"
     ]
     assert wrong == []
@@ -176,7 +193,7 @@ def test_files_and_functions_stay_readable() -> None:
         lines = len(path.read_text().splitlines())
         if lines > MAX_FILE_LINES:
             wrong.append(f"{path.relative_to(ROOT)} has {lines} lines")
-        for node in ast.walk(parsed(path)):
+        for node in nodes(path):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 size = (node.end_lineno or node.lineno) - node.lineno + 1
                 if size > MAX_FUNCTION_LINES:
@@ -403,7 +420,7 @@ PROSE_ALLOWED = {
 
 def defined_names(path: Path) -> Iterator[tuple[str, int]]:
     """Classes, functions, arguments, variables and attributes that a file defines."""
-    for node in ast.walk(parsed(path)):
+    for node in nodes(path):
         match node:
             case ast.ClassDef(name=name) | ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name):
                 yield name, node.lineno
@@ -502,7 +519,7 @@ def test_only_one_module_defines_how_something_is_retried() -> None:
         ]
         wrong += [
             f"{where(path, function.lineno)} waits longer each time"
-            for function in ast.walk(parsed(path))
+            for function in nodes(path)
             if isinstance(function, ast.AsyncFunctionDef) and waits_longer(function)
         ]
     assert wrong == []
@@ -563,9 +580,8 @@ def test_a_slot_is_an_attribute_that_is_set_and_the_other_way_round() -> None:
     """A rename does not reach a text: the slot would stay unused, and the new name could not be set."""
     wrong: list[str] = []
     for path in sources(*OURS):
-        tree = parsed(path)
-        stored = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute) and is_stored(node)}
-        for node in ast.walk(tree):
+        stored = {node.attr for node in nodes(path) if isinstance(node, ast.Attribute) and is_stored(node)}
+        for node in nodes(path):
             if not isinstance(node, ast.ClassDef) or not (slots := slots_of(node)) or node.bases:
                 continue
             own = {one.attr for one in ast.walk(node) if isinstance(one, ast.Attribute) and is_own(one)}
@@ -590,7 +606,7 @@ def test_a_broad_except_raises_again_or_has_its_reason_beside_it() -> None:
     wrong: list[str] = []
     for path in sources(*OURS):
         lines = path.read_text().splitlines()
-        for node in ast.walk(parsed(path)):
+        for node in nodes(path):
             if not isinstance(node, ast.ExceptHandler) or not is_broad(node.type):
                 continue
             raises_again = isinstance(node.body[-1], ast.Raise) and node.body[-1].exc is None
@@ -603,7 +619,7 @@ def test_a_body_of_pass_has_its_reason_beside_it() -> None:
     wrong = [
         where(path, node.lineno)
         for path in sources(*OURS)
-        for node in ast.walk(parsed(path))
+        for node in nodes(path)
         if isinstance(node, ast.Pass) and "  # " not in path.read_text().splitlines()[node.lineno - 1]
     ]
     assert wrong == []
@@ -638,7 +654,7 @@ VALUES = {"empty", "none", "null", "full", "gone", "without"}
 def test_a_docstring_of_a_class_names_fields_that_it_has() -> None:
     wrong: list[str] = []
     for path in sources(*OURS):
-        for node in ast.walk(parsed(path)):
+        for node in nodes(path):
             if not isinstance(node, ast.ClassDef) or not (text := ast.get_docstring(node)):
                 continue
             known = {*VALUES, *names_in(node)}

@@ -118,16 +118,16 @@ def test_so_many_sensors_are_looked_at_and_no_more() -> None:
 values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
-    max_leaves=20,
+    max_leaves=8,
 )
 FIELDS = ("reading_celsius", "last_power_output_watts", "health", "Sensor Reading")
 
 
-@given(
-    st.dictionaries(
-        st.text(max_size=5), st.dictionaries(st.text(max_size=5), st.dictionaries(st.sampled_from(FIELDS), values))
-    )
-)
+SENSOR = st.dictionaries(st.sampled_from(FIELDS), values)
+GROUP = st.dictionaries(st.text(max_size=5), SENSOR, max_size=3)
+
+
+@given(st.dictionaries(st.text(max_size=5), GROUP, max_size=2))
 def test_nothing_in_it_raises_or_is_no_number(sensors: Any) -> None:
     for value in metrics_of(sensors).values():
         assert abs(value) <= 2e9

@@ -7,7 +7,9 @@ berth's own code has too, as `publish`, is none.
 from __future__ import annotations
 
 import ast
+import re
 from pathlib import Path
+from typing import NamedTuple
 
 ROOT = Path(__file__).parents[3]
 PRODUCT = ("bus", "placement_worker", "scheduler_worker", "cell_conductor", "compute_sim", "ironic_sync", "berth")
@@ -16,45 +18,64 @@ FAILING = {"raises", "warns", "fail", "timeout", "check_schema"}
 # What they are about is that nothing is raised.
 NOTHING_RAISED = {"test_a_defect_can_be_planted", "test_a_deliberate_defect_replaces_what_there_is"}
 
-Function = ast.FunctionDef | ast.AsyncFunctionDef
+# A function of berth's own, wherever it is defined.
+DEFINED = re.compile(r"^\s*(?:async )?def (\w+)", re.MULTILINE)
 
 
-def called(function: Function, methods_of_others: frozenset[str] = frozenset()) -> set[str]:
-    """The names of what a function calls, without what they are called on."""
-    calls = [node.func for node in ast.walk(function) if isinstance(node, ast.Call)]
-    methods = {one.attr for one in calls if isinstance(one, ast.Attribute)}
-    return (methods - methods_of_others) | {one.id for one in calls if isinstance(one, ast.Name)}
+class Function(NamedTuple):
+    """What matters of a function. methods: names of what it calls on something; names: of what it calls plainly."""
+
+    name: str
+    line: int
+    methods: frozenset[str]
+    names: frozenset[str]
+    asserts: bool
+
+    @property
+    def can_fail(self) -> bool:
+        """By itself."""
+        return self.asserts or not FAILING.isdisjoint(self.methods | self.names)
+
+    def called(self, methods_of_others: frozenset[str]) -> frozenset[str]:
+        """The names of what it calls, without what they are called on."""
+        return (self.methods - methods_of_others) | self.names
 
 
-def can_fail(function: Function) -> bool:
-    """By itself."""
-    return any(isinstance(node, ast.Assert | ast.Raise) for node in ast.walk(function)) or bool(
-        FAILING & called(function)
+def looked_at(function: ast.FunctionDef | ast.AsyncFunctionDef) -> Function:
+    inside = list(ast.walk(function))
+    calls = [node.func for node in inside if isinstance(node, ast.Call)]
+    return Function(
+        function.name,
+        function.lineno,
+        frozenset(one.attr for one in calls if isinstance(one, ast.Attribute)),
+        frozenset(one.id for one in calls if isinstance(one, ast.Name)),
+        any(isinstance(node, ast.Assert | ast.Raise) for node in inside),
     )
 
 
 def without_assertions(functions: list[Function], methods_of_others: frozenset[str] = frozenset()) -> list[str]:
     """The tests among these that cannot fail, each with its line."""
-    calls = [(one, called(one, methods_of_others)) for one in functions]
-    failing = {one.name for one in functions if can_fail(one)}
+    calls = [(one, one.called(methods_of_others)) for one in functions]
+    failing = {one.name for one in functions if one.can_fail}
     while more := {one.name for one, names in calls if one.name not in failing and names & failing}:
         failing |= more
     return [
-        f"{one.name}:{one.lineno}"
+        f"{one.name}:{one.line}"
         for one, names in calls
-        if one.name.startswith("test_") and not can_fail(one) and not names & failing
+        if one.name.startswith("test_") and not one.can_fail and not names & failing
     ]
 
 
 def functions_of(source: str) -> list[Function]:
-    return [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+    found = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+    return [looked_at(node) for node in found]
 
 
 def test_every_test_asserts() -> None:
     functions = [one for path in sorted((ROOT / "tests").rglob("*.py")) for one in functions_of(path.read_text())]
     assert len(functions) > 4_000
     product = [path for package in PRODUCT for path in sorted((ROOT / package).rglob("*.py"))]
-    theirs = frozenset(one.name for path in product for one in functions_of(path.read_text()))
+    theirs = frozenset(name for path in product for name in DEFINED.findall(path.read_text()))
     assert {one.partition(":")[0] for one in without_assertions(functions, theirs)} == NOTHING_RAISED
 
 
