@@ -37,6 +37,7 @@ from bus.owner import ABOVE_CELLS, DEPLOYMENT, OWNERS
 from bus.rabbitmq import parse_bus_url
 from bus.topology import MARK, MARK_OF, QueueNames, delay_exchange, shared_exchanges, shared_queues
 from bus.wire import REPLY_PREFIX
+from ironic_sync.app import role_of
 
 # How RabbitMQ calls the default exchange, through which replies and replayed letters go to queues by name.
 DEFAULT_EXCHANGE = "amq.default"
@@ -309,7 +310,9 @@ def _allow_queue(allowed: _Allowed, queue: QueueRow, names: QueueNames) -> None:
 def _allow_notifications(allowed: _Allowed, settings: Settings, names: QueueNames) -> None:
     """Ironic's notifications, from its own exchange into the sync's queue."""
     config = settings.ironic_sync
-    allowed.allow_ownership(_literal(names.queue(config.queue)))
+    allowed.allow_ownership(_literal(names.queue(config.own_queue)))
+    if config.name:
+        _allow_mark(allowed, role_of(config.name), names)
     for topic in config.topics:
         allowed.allow_bind(config.exchange, _literal(f"{topic}.*"))
 

@@ -16,8 +16,10 @@ CELL_PREFIX = "cell_"
 BOOK = "placement"
 SCHEDULER = "scheduler"
 IRONIC_SYNC = "ironic_sync"
+IRONIC_SYNC_PREFIX = "ironic_sync_"  # one of several Ironics
+PREFIXES = (CELL_PREFIX, IRONIC_SYNC_PREFIX)
 
-_NAMES = "SELECT nspname FROM pg_namespace WHERE nspname = ANY($1) OR starts_with(nspname, $2) ORDER BY nspname"
+_NAMES = "SELECT nspname FROM pg_namespace WHERE nspname = ANY($1) OR nspname ^@ ANY($2) ORDER BY nspname"
 _RELATIONS = """
 SELECT relname FROM pg_class WHERE relnamespace = $1::text::regnamespace AND relkind IN ('r', 'p', 'v', 'm', 'S')
 ORDER BY relname
@@ -51,6 +53,8 @@ def package_of(schema: str) -> str | None:
     """The package of the migrations that make this schema; None: it is none of berth's."""
     roles = {BOOK: "placement_worker", SCHEDULER: "scheduler_worker", IRONIC_SYNC: "ironic_sync"}
     role = "cell_conductor" if schema.startswith(CELL_PREFIX) else roles.get(schema)
+    if schema.startswith(IRONIC_SYNC_PREFIX):
+        role = roles[IRONIC_SYNC]
     return f"{role}.store.migrations" if role is not None else None
 
 
@@ -61,7 +65,13 @@ def in_order(schemas: Sequence[str]) -> list[str]:
     held and reported. The other way round, machines would run on room that is offered.
     """
     ranks = {IRONIC_SYNC: 1, SCHEDULER: 2, BOOK: 3}
-    return sorted(schemas, key=lambda schema: (ranks.get(schema, 0), schema))
+    return sorted(
+        schemas,
+        key=lambda schema: (
+            ranks[IRONIC_SYNC] if schema.startswith(IRONIC_SYNC_PREFIX) else ranks.get(schema, 0),
+            schema,
+        ),
+    )
 
 
 def known_revisions(package: str) -> list[str]:
@@ -90,7 +100,7 @@ def assess(schema: str, revision: str, *, is_empty: bool) -> SchemaRevision:
 
 async def find_schemas(connection: asyncpg.Connection) -> list[SchemaRevision]:
     """All schemas of the database that have a name of berth's, in the order of `in_order`."""
-    names = [row["nspname"] for row in await connection.fetch(_NAMES, [BOOK, SCHEDULER, IRONIC_SYNC], CELL_PREFIX)]
+    names = [row["nspname"] for row in await connection.fetch(_NAMES, [BOOK, SCHEDULER, IRONIC_SYNC], PREFIXES)]
     return [await read_revision(connection, name) for name in in_order(names)]
 
 

@@ -17,7 +17,7 @@ from bus.service.presence import announce_presence
 from bus.service.service import Service
 from bus.service.settings import SettingsError
 from ironic_sync.config import IronicSyncConfig, NotificationBroker
-from ironic_sync.domain.position import SOURCE
+from ironic_sync.domain.position import source_of
 from ironic_sync.loop import SyncLoop
 from ironic_sync.source.port import IronicSource
 from ironic_sync.source.rest import RestSource
@@ -46,7 +46,7 @@ def build(
     bus = env.bus(API)
     own_broker = notifications_transport(config.broker)
     service = Service("ironic-sync", clock=env.clock, log=log)
-    database = env.database(SCHEMA) if store is None else None
+    database = env.database(schema_of(config.name)) if store is None else None
     if database is None:
         assert store is not None
         positions: Positions = store
@@ -54,7 +54,9 @@ def build(
         kept = positions = PostgresPositions(database)
         service.add_resource(kept.open, kept.close)
         service.add_task("identity", partial(watch_identity, database, lambda: kept.deployment, env.clock))
-    bus.belongs_to("ironic-sync", lambda: positions.deployment, lambda: "" if database is None else database.place)
+    bus.belongs_to(
+        role_of(config.name), lambda: positions.deployment, lambda: "" if database is None else database.place
+    )
     reading = source if source is not None else rest_source(config, env.clock)
     loop = SyncLoop(
         reading,
@@ -76,11 +78,23 @@ def build(
     service.add_resource(open_nothing, reading.close)
     service.add_task("sync", loop.run)
     # One at a time: the positions belong to the term.
-    service.add_consumer(bus.consumer("ironic.outdated.{process}", loop.outdated, concurrency=1, source=SOURCE))
+    service.add_consumer(
+        bus.consumer("ironic.outdated.{process}", loop.outdated, concurrency=1, source=source_of(config.name))
+    )
     service.add_drain(loop.drain)
     service.add_bus_check("bus", bus)
     service.add_check("ironic", lambda: loop.healthy)
     return service
+
+
+def schema_of(name: str) -> str:
+    """The schema of an Ironic of this name."""
+    return f"{SCHEMA}_{name}" if name else SCHEMA
+
+
+def role_of(name: str) -> str:
+    """The role under which the processes of an Ironic of this name enter the bus."""
+    return f"ironic-sync-{name}" if name else "ironic-sync"
 
 
 def notifications_transport(config: NotificationBroker) -> Transport | None:

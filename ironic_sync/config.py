@@ -25,6 +25,10 @@ class NotificationBroker(Struct, frozen=True, kw_only=True, forbid_unknown_field
 class IronicSyncConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Settings of one ironic_sync process."""
 
+    name: Annotated[str, Bound(pattern=r"^[a-z0-9_]{0,32}\Z")] = ""
+    """Which Ironic this is, where several are followed side by side (docs/howto/bare-metal.md): each has `ironic-sync`
+    processes of its own under a name of its own. Empty: the only one.
+    """
     url: str = "http://127.0.0.1:6385"
     """Ironic's API, with or without /v1."""
     microversion: Annotated[str, Bound(pattern=r"^1\.[0-9]{1,3}$")] = "1.52"
@@ -54,7 +58,9 @@ class IronicSyncConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     sensor data ([sensor_data] in ironic.conf).
     """
     queue: str = "ironic_sync.notifications"
-    """The queue that is bound to them. Only this deployment may consume from it."""
+    """The queue that is bound to them, followed by a dot and `name` where there is one. Only this deployment may
+    consume from it.
+    """
     prefetch: Annotated[int, Bound(ge=1, le=10_000)] = 512
     """Unacknowledged notifications that the broker delivers ahead."""
     bind_retry_s: Seconds = 2.0
@@ -95,3 +101,8 @@ class IronicSyncConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """
     removed_retention_s: Annotated[float, Bound(gt=0)] = 7 * 86_400.0
     """Seconds that a removed node stays on record and its removal is repeated."""
+
+    @property
+    def own_queue(self) -> str:
+        """The queue of this Ironic's notifications."""
+        return f"{self.queue}.{self.name}" if self.name else self.queue

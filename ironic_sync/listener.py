@@ -93,10 +93,12 @@ class NotificationListener:
         self.exchange_missing = False
         try:
             # Never `#`: Ironic's RPC goes through the same exchange.
-            await self._transport.bind_foreign(config.queue, config.exchange, [f"{topic}.*" for topic in config.topics])
+            await self._transport.bind_foreign(
+                config.own_queue, config.exchange, [f"{topic}.*" for topic in config.topics]
+            )
             if self._subscription is None and not self._stopped:
                 self._subscription = await self._transport.consume(
-                    config.queue, self.on_delivery, prefetch=config.prefetch
+                    config.own_queue, self.on_delivery, prefetch=config.prefetch
                 )
         except QueueMissing:
             self.exchange_missing = True
@@ -108,7 +110,7 @@ class NotificationListener:
             log.warning("ironic.bus_unavailable", reason=str(error))
             return False
         except BusError as error:
-            log.error("ironic.cannot_bind", exchange=config.exchange, queue=config.queue, code=error.code)
+            log.error("ironic.cannot_bind", exchange=config.exchange, queue=config.own_queue, code=error.code)
             return False
         self._logged_missing = False
         return True

@@ -15,7 +15,7 @@ from bus.faults import Transient, first_fault
 from bus.port import Transport
 from ironic_sync import metrics
 from ironic_sync.config import IronicSyncConfig
-from ironic_sync.domain.position import SOURCE, Timing
+from ironic_sync.domain.position import Timing, source_of
 from ironic_sync.listener import NotificationListener
 from ironic_sync.measuring import Measurements
 from ironic_sync.reader import Reader
@@ -50,6 +50,7 @@ class SyncLoop:
         self._clock = clock
         self._rng = rng
         self._config = config
+        self._source_name = source_of(config.name)
         self._waiting = False
         self._term: _Term | None = None
 
@@ -94,7 +95,11 @@ class SyncLoop:
         """Queue ironic.outdated.{process}: what the book has newer than what was reported."""
         for received in batch:
             message = received.message
-            if isinstance(message, InventoryOutdated) and message.source == SOURCE and self._term is not None:
+            if (
+                isinstance(message, InventoryOutdated)
+                and message.source == self._source_name
+                and self._term is not None
+            ):
                 self._term.sync_state.outdated(message.root_uuid, message.version)
         return [Done()] * len(batch)
 
@@ -142,8 +147,12 @@ class SyncLoop:
         )
         sync_state = SyncState(*await kept.load(), clock=self._clock, timing=timing, max_nodes=config.max_nodes)
         reader = Reader(self._source, sync_state, clock=self._clock, rng=self._rng, config=config)
-        writer = Writer(kept, sync_state, self._publish_all, clock=self._clock, cell=config.cell)
-        measurements = Measurements(self._publish_all, clock=self._clock, max_nodes=config.max_nodes)
+        writer = Writer(
+            kept, sync_state, self._publish_all, clock=self._clock, cell=config.cell, source=self._source_name
+        )
+        measurements = Measurements(
+            self._publish_all, clock=self._clock, max_nodes=config.max_nodes, source=self._source_name
+        )
         listener = NotificationListener(
             self._transport,
             sync_state,

@@ -11,7 +11,6 @@ from bus.contracts.host_metrics import MAX_READINGS, HostMetrics, HostReading
 from bus.faults import Transient
 from bus.port import BusError
 from ironic_sync import metrics
-from ironic_sync.domain.position import SOURCE
 from ironic_sync.writer import PublishAll
 
 log = structlog.get_logger(__name__)
@@ -22,10 +21,11 @@ GATHER_S = 0.1
 class Measurements:
     """Readings by node until they are published; a newer one replaces an older one. At most max_nodes wait."""
 
-    def __init__(self, publish_all: PublishAll, *, clock: Clock, max_nodes: int) -> None:
+    def __init__(self, publish_all: PublishAll, *, clock: Clock, max_nodes: int, source: str) -> None:
         self._publish_all = publish_all
         self._clock = clock
         self._max_nodes = max_nodes
+        self._source = source
         self._waiting: dict[str, HostReading] = {}
         self._some = asyncio.Event()
 
@@ -44,7 +44,9 @@ class Measurements:
             readings, self._waiting = tuple(self._waiting.values()), {}
             pages = [readings[at : at + MAX_READINGS] for at in range(0, len(readings), MAX_READINGS)]
             try:
-                await self._publish_all([(HostMetrics(source=SOURCE, readings=page), SOURCE) for page in pages])
+                await self._publish_all(
+                    [(HostMetrics(source=self._source, readings=page), self._source) for page in pages]
+                )
                 metrics.MEASURED.inc(len(readings))
             except (BusError, Transient) as fault:
                 log.warning("ironic.measurements_dropped", nodes=len(readings), reason=str(fault))

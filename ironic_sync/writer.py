@@ -34,12 +34,15 @@ NO_CAUSE = "ironic.resync"
 class Writer:
     """Saves and publishes the positions that have moved."""
 
-    def __init__(self, term: Term, sync_state: SyncState, publish_all: PublishAll, *, clock: Clock, cell: str) -> None:
+    def __init__(
+        self, term: Term, sync_state: SyncState, publish_all: PublishAll, *, clock: Clock, cell: str, source: str
+    ) -> None:
         self._term = term
         self._sync_state = sync_state
         self._publish_all = publish_all
         self._clock = clock
         self._cell = cell
+        self._source = source
         self._saved: dict[str, Position] = {}  # saved, not published
         self._to_publish = asyncio.Event()
         self._busy = 0
@@ -114,7 +117,7 @@ class Writer:
         causes = {uuid: self._sync_state.notified_at.get(uuid, (0.0, NO_CAUSE))[1] for uuid in batch}
         try:
             await self._publish_all(
-                [(update_of(position, self._cell), causes[uuid]) for uuid, position in batch.items()]
+                [(update_of(position, self._cell, self._source), causes[uuid]) for uuid, position in batch.items()]
             )
             await self._term.mark_published({uuid: position.version for uuid, position in batch.items()})
         except (BusError, Transient) as fault:

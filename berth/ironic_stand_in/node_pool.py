@@ -60,6 +60,7 @@ class NodePool:
         self.nodes: dict[str, dict[str, Any]] = {}
         self.version = 0  # rises with every change
         self.invalid: dict[str, str] = {}  # why a node's deploy interface would not deploy it, by node
+        self.history: dict[str, list[dict[str, Any]]] = {}  # as Ironic answers it, by node
         self.vifs: dict[str, list[str]] = {}  # attached network ports, by node
         self.config_drives: dict[str, Any] = {}  # of the last deployment, by node
         self.behaviour = behaviour or Behaviour()
@@ -230,10 +231,16 @@ class NodePool:
         await self._clock.sleep(self.behaviour.deploy_s)
         if self._rng.random() < self.behaviour.deploy_fails:
             node["last_error"] = "Timeout reached while waiting for callback"
+            self._remember(node, "deploying", str(node["last_error"]))
             await self._move(node, "deploy failed", "error", "fail", request_id, target="active")
             return
         node["power_state"] = "power on"
         await self._move(node, "active", "end", "done", request_id)
+
+    def _remember(self, node: Mapping[str, Any], event_type: str, text: str) -> None:
+        at = shapes.timestamp(self._clock.time())
+        entry = {"created_at": at, "severity": "ERROR", "event_type": event_type, "event": text}
+        self.history.setdefault(node["uuid"], []).append(entry)
 
     async def _rescue(self, node: dict[str, Any], request_id: str) -> None:
         if self.behaviour.rescue_fails:

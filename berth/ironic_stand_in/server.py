@@ -108,6 +108,7 @@ class IronicStandIn:
             Route("/v1/nodes/{ident}", self._delete, methods=["DELETE"]),
             Route("/v1/nodes/{ident}/maintenance", self._maintenance, methods=["PUT", "DELETE"]),
             Route("/v1/nodes/{ident}/traits", self._traits, methods=["PUT"]),
+            Route("/v1/nodes/{ident}/history", self._history, methods=["GET"]),
             Route("/v1/nodes/{ident}/validate", self._validate, methods=["GET"]),
             Route("/v1/nodes/{ident}/vifs", self._vifs, methods=["GET", "POST"]),
             Route("/v1/nodes/{ident}/vifs/{vif}", self._vifs, methods=["DELETE"]),
@@ -185,6 +186,9 @@ class IronicStandIn:
         fields = ("provision_state", "target_provision_state", "power_state", "target_power_state", "last_error")
         node = self._node(request)
         return _answer({name: node[name] for name in fields})
+
+    async def _history(self, request: Request) -> Response:
+        return _answer({"history": self.pool.history.get(self._node(request)["uuid"], [])})
 
     async def _validate(self, request: Request) -> Response:
         why = self.pool.invalid.get(self._node(request)["uuid"])

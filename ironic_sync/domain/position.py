@@ -17,6 +17,11 @@ from ironic_sync.domain.rules import is_transient, offers_more, place, reserve_a
 SOURCE = "ironic"
 
 
+def source_of(name: str) -> str:
+    """What an Ironic of this name is called as a source of inventory."""
+    return f"{SOURCE}_{name}" if name else SOURCE
+
+
 class Timing(Struct, frozen=True, kw_only=True):
     """When a node is read again without a notification."""
 
@@ -47,10 +52,10 @@ class Position(Struct, frozen=True, kw_only=True):
     read_seq: int = 0
 
 
-def update_of(position: Position, cell: str = "") -> InventoryUpdate:
+def update_of(position: Position, cell: str = "", source: str = SOURCE) -> InventoryUpdate:
     """The inventory update of this node, as it stands, with the cell it belongs to."""
     return InventoryUpdate(
-        source=SOURCE,
+        source=source,
         version=position.version,
         root_uuid=position.uuid,
         providers=() if position.report is None else (position.report,),

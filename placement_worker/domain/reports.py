@@ -170,6 +170,8 @@ class _Draft:
         for uuid in (update.root_uuid, *(report.uuid for report in update.providers)):
             if is_foreign(self._cell(uuid), self._bus):
                 return foreign(uuid)
+        if self._is_anothers(update, earlier):
+            return foreign(update.root_uuid)
         for report in update.providers:
             known = self.providers.get(report.uuid)
             if report.theirs and (known is None or known.root != update.root_uuid):
@@ -221,6 +223,15 @@ class _Draft:
         if named and known in (None, ABOVE_CELLS) and not self._is_used(root):
             return named
         return known or (self._bus if self._bus != ABOVE_CELLS else None)
+
+    def _is_anothers(self, update: InventoryUpdate, earlier: Sequence[str]) -> bool:
+        """Whether a source above cells reports, for one cell, a root that it never had and that is another cell's.
+
+        Two Ironics may have a node of one uuid.
+        """
+        cell, root = self._cell(update.root_uuid), update.root_uuid
+        is_other = update.cell is not None and cell not in (None, ABOVE_CELLS, update.cell)
+        return self._bus == ABOVE_CELLS and is_other and root not in earlier
 
     def _is_used(self, root: str) -> bool:
         return any(any(self.providers[uuid].used.values()) for uuid in self.trees.get(root, ()))

@@ -64,6 +64,7 @@ async def test_a_node_whose_deployment_fails_lets_go_before_the_alternate_is_dep
     assert (track.state, record.host) == ("active", good), record.history
     assert [attempt.code for attempt in record.history] == ["node.deploy_failed", ""]
     assert "the disk is broken" in record.history[0].reason, "Ironic's own words"
+    assert "; its history: " in record.history[0].reason
     await metal.nodes.until(broken, "available", timeout_s=WAIT_S)
     await metal.delete(request.instance_uuid)
     await metal.nodes.until(good, "available", timeout_s=WAIT_S)

@@ -426,6 +426,37 @@ def order(node: str, kind: ChangeKind, number: int = 1, attempt: int = 1, **spec
     )
 
 
+async def test_what_ironic_remembers_of_a_failed_deployment_is_in_its_reason(ironic: IronicStandIn) -> None:
+    """A node's last error is that of its last step; why the deployment failed may be in its history alone."""
+    node = next(iter(ironic.pool.nodes))
+    old = {"created_at": "2020-01-01T00:00:00", "severity": "ERROR", "event_type": "cleaning", "event": "of another"}
+    ironic.pool.history[node] = [old, {**old, "created_at": None, "event": "at no time"}]
+    ironic.pool.behaviour = msgspec.structs.replace(QUICK, deploy_fails=1.0)
+    driver = await driver_of(config(ironic))
+    async with asyncio.timeout(PATIENCE_S):
+        with pytest.raises(Reschedule, match=r"its history: \S+ deploying: Timeout reached") as caught:
+            await driver.spawn(build(node))
+    assert "of another" not in caught.value.reason and "at no time" not in caught.value.reason
+
+
+@pytest.mark.parametrize(
+    "answer", [httpx.Response(404), httpx.Response(500), httpx.Response(200, text='{"history": 5}')]
+)
+async def test_without_a_history_a_failed_deployment_ends_as_well(
+    ironic: IronicStandIn, answer: httpx.Response
+) -> None:
+    class Forgetful(httpx.AsyncHTTPTransport):
+        async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+            return answer if request.url.path.endswith("/history") else await super().handle_async_request(request)
+
+    ironic.pool.behaviour = msgspec.structs.replace(QUICK, deploy_fails=1.0)
+    driver = await driver_of(config(ironic), Forgetful())
+    async with asyncio.timeout(PATIENCE_S):
+        with pytest.raises(Reschedule) as caught:
+            await driver.spawn(build(next(iter(ironic.pool.nodes))))
+    assert caught.value.code == "node.deploy_failed" and "history" not in caught.value.reason
+
+
 async def test_a_machine_is_switched_off_and_on_again(ironic: IronicStandIn) -> None:
     node = next(iter(ironic.pool.nodes))
     driver = await deployed(config(ironic), build(node))
