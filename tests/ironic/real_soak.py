@@ -9,6 +9,8 @@ import asyncio
 import os
 import random
 
+import pytest
+
 from bus.contracts.build import BuildRequest
 from tests.kit.real_metal import WAIT_S, RealMetal, drive, real_metal, until
 
@@ -18,6 +20,7 @@ RESTING = {"available", "active"}
 ENDS = {"active", "failed"}
 
 
+@pytest.mark.timeout(600 + 60 * CYCLES)  # the default for a test, five minutes, ends one of twenty
 async def test_whatever_fails_nodes_book_and_records_agree_at_the_end() -> None:
     rng = random.Random(f"soak {CYCLES}")
     async with real_metal(delays={"deploy_delay": 1}) as metal:
