@@ -141,7 +141,7 @@ async def test_readings_are_published_together_and_lost_ones_are_not_kept() -> N
             raise BusUnavailable("away")
         published.extend(message for message, _ in messages)
 
-    measurements = Measurements(publish_all, clock=clock, max_nodes=2)
+    measurements = Measurements(publish_all, clock=clock, max_nodes=2, source="ironic")
     running = asyncio.create_task(measurements.run())
 
     async def add(at: float, *nodes: int) -> None:
