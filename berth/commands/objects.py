@@ -216,6 +216,39 @@ def set_cell(
     as_json: AsJson = False,
 ) -> None:
     """Disable a cell, or enable it again. What runs in a disabled cell runs on, and moves within it go on."""
+    _set_cell(context, name, state, why=why, by=by, force=force, dry_run=dry_run, as_json=as_json)
+
+
+@cells.command("disable")
+def disable_cell(
+    context: typer.Context,
+    name: Name,
+    why: Why,
+    by: By = None,
+    force: Annotated[bool, typer.Option("--force", help="Also the last cell that takes builds.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Place no builds in a cell. What runs there runs on, and moves within it go on."""
+    _set_cell(context, name, CellState.DISABLED, why=why, by=by, force=force, dry_run=False, as_json=as_json)
+
+
+@cells.command("enable")
+def enable_cell(context: typer.Context, name: Name, why: Why = "", by: By = None, as_json: AsJson = False) -> None:
+    """Place builds in a cell again."""
+    _set_cell(context, name, CellState.ENABLED, why=why, by=by, force=False, dry_run=False, as_json=as_json)
+
+
+def _set_cell(
+    context: typer.Context,
+    name: str,
+    state: CellState,
+    *,
+    why: str,
+    by: str | None,
+    force: bool,
+    dry_run: bool,
+    as_json: bool,
+) -> None:
     body = {"state": state.value, **({"reason": why} if why else {})}
     changes = [ObjectChange(kind=ObjectKind.CELL, name=name, body=body)]
     _change(context, changes, why=why, by=by, force=force, dry_run=dry_run, as_json=as_json)

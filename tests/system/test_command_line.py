@@ -663,13 +663,14 @@ def test_a_cell_is_disabled_and_enabled(berth: Berth) -> None:
         "cell1": ("enabled", 0),
         "cell2": ("enabled", 0),
     }
-    assert berth("cells", "set", "cell1", "disabled", "--reason", "power").status == 0
+    assert berth("cells", "disable", "cell1", "--reason", "power").status == 0
     try:
         assert {build["cell"] for build in boot(berth, "--count", "4")} == {"cell2"}
         assert 'state = "disabled"' in berth("objects").out
-        last = berth("cells", "set", "cell2", "disabled")
+        last = berth("cells", "disable", "cell2", "--reason", "power")
         assert (last.status, "no cell would be left" in last.err) == (NO, True)
     finally:
+        assert berth("cells", "enable", "cell1").status == 0
         assert berth("cells", "delete", "cell1").status == 0
 
 

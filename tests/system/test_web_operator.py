@@ -139,7 +139,7 @@ def test_a_project_sees_the_flavors_that_it_may_request(web: Web) -> None:
 
 
 READERS = (
-    "/aggregates", "/rules", "/objects", "/objects/log", "/hosts/x", "/hosts/x/drain-plan", "/drains",
+    "/aggregates", "/rules", "/objects", "/objects/log", "/hosts/x", "/hosts/x/drain-plan", "/drain-plan", "/drains",
     f"/drains/{UNKNOWN}", "/workers", "/cells", "/services", "/metal", "/dead-letters", "/dead-letters/api/x",
 )  # fmt: skip
 OPERATORS: tuple[tuple[str, str, Any], ...] = (
@@ -153,6 +153,10 @@ OPERATORS: tuple[tuple[str, str, Any], ...] = (
     ("PUT", "/hosts/x/admin-state", {"state": "fenced"}),
     ("POST", "/hosts/x/drain", {}),
     ("DELETE", f"/drains/{UNKNOWN}", None),
+    ("POST", "/drains", {"name": "cell1"}),
+    ("POST", f"/drains/{UNKNOWN}/pause", {}),
+    ("POST", f"/drains/{UNKNOWN}/resume", {}),
+    ("POST", f"/drains/{UNKNOWN}/undo", {}),
     ("GET", "/dead-letters/api/scheduler.requests/letters/x", None),
     ("POST", "/dead-letters/api/scheduler.requests/replay", {}),
     ("DELETE", "/dead-letters/api/scheduler.requests", None),
@@ -232,6 +236,29 @@ def test_a_host_is_drained_by_its_plan(web: Web) -> None:
             assert code_of(client.get(f"/api/v1/drains/{UNKNOWN}"), 404) == "drain.unknown"
         finally:
             client.put(f"/api/v1/hosts/{host}/admin-state", json={"state": "enabled"})
+
+
+def test_a_service_is_drained_paused_resumed_and_the_drain_undone(web: Web) -> None:
+    with web.client("op") as client, web.client("see") as see:
+        instance = booted(client)
+        host = client.get(f"/api/v1/builds/{instance}").json()["host"]
+        service = client.get(f"/api/v1/hosts/{host}").json()["host"]["service"]
+        plan = see.get("/api/v1/drain-plan", params={"name": service, "target": "service"}).json()
+        assert instance in {one["instance_uuid"] for one in plan["moves"]}
+        assert code_of(see.get("/api/v1/drain-plan", params={"name": "nowhere", "target": "cell"}), 422)
+        body = {"name": service, "target": "service", "id": str(uuid.uuid4()), "force": True, "per_minute": 6000}
+        begun = client.post("/api/v1/drains", json=body)
+        assert (begun.status_code, begun.json()["target"], begun.json()["id"]) == (202, "service", body["id"])
+        assert client.post("/api/v1/drains", json=body).json()["started_at"] == begun.json()["started_at"]
+        where = begun.headers["location"]
+        assert client.post(f"{where}/pause", json={"reason": "lunch"}).status_code in (200, 409)
+        assert client.post(f"{where}/resume", json={"deadline_s": 600}).json()["state"] == "running"
+        until(lambda: see.get(where).json()["state"] == "ended")
+        assert client.post(f"{where}/undo", json={}).json()["state"] == "undoing"
+        until(lambda: see.get(where).json()["state"] == "ended")
+        assert see.get(where).json()["code"] == "drain.undone"
+        assert client.get(f"/api/v1/builds/{instance}").json()["host"] == host
+        assert code_of(client.post(f"{where}/pause", json={}), 409) == "drain.undone"
 
 
 def test_a_drain_that_is_stuck_begins_nothing(web: Web) -> None:
