@@ -34,9 +34,10 @@ def audit(
     ] = GRACE_S,
     as_json: AsJson = False,
 ) -> None:
-    """Find orphaned, missing and doubled allocations, machines without instance, and instances without machine.
+    """Find allocations, records and machines that disagree.
 
-    Also capacity exceeded and usage miscounted. Each with its reason and the repair that is proposed.
+    Orphaned, missing and doubled allocations, machines without instance, instances without machine, capacity exceeded
+    and usage miscounted, each with its reason and the repair that is proposed.
 
     What is under way is not judged, and a finding counts when two looks in a row have it, so a look alone is two. With
     --watch it ends by Ctrl-C. Nothing is changed without --repair; what is not of this deployment never is. Exit status

@@ -74,7 +74,6 @@ class ClientWorld:
         self._requested: dict[str, BuildRequest] = {}
         self.queries = 0
         self._published = 0
-        self._requested = asyncio.Event()
         broker = MemoryBroker(self.clock)
         self.scheduler = self._bus(broker, "scheduler")
         self.client = BuildClient(self._bus(broker, "client"), clock=self.clock, process="client", keep_events=True)
