@@ -203,9 +203,18 @@ async def test_an_open_node_is_closed_when_it_is_unused(store: PlacementStore) -
 
 async def test_a_cells_own_bus_gives_nothing_to_another_cell(store: PlacementStore) -> None:
     await notify(store, "c1", replace(host(MINE, 1), cell="c2"))
-    assert await notify(store, API, node(1, "c2")) == ["unchanged"]
+    assert await notify(store, API, node(1, "c2")) == ["inventory.foreign_cell"]
     assert await ask(store, "c2", claim(MINE)) == "gone"
     assert await ask(store, "c1", claim(MINE)) == "claimed"
+
+
+async def test_a_node_uuid_of_two_sources_above_cells_stays_with_the_first_cell(store: PlacementStore) -> None:
+    """Two Ironics, one a cell. One that changes its cell goes on reporting what it has reported before."""
+    other = replace(node(9, "c2"), source="ironic-sync-west")
+    assert await notify(store, API, node(1, "c1"), other) == ["applied", "inventory.foreign_cell"]
+    assert await notify(store, API, replace(other, version=10, providers=())) == ["inventory.foreign_cell"]
+    assert await notify(store, API, replace(node(2, "c2"), providers=host(MINE, 2, vcpus=9).providers)) == ["applied"]
+    assert await ask(store, "c2", claim(MINE)) == "gone"
 
 
 async def unbind(store: PostgresStore) -> None:
