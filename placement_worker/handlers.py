@@ -13,6 +13,8 @@ from bus.contracts.book import HostTreeQuery, ProjectUsageQuery
 from bus.contracts.placement import (
     ChangesRequest,
     Claim,
+    ClaimAll,
+    ClaimAllResult,
     ClaimOutcome,
     ClaimResult,
     InventoryOutdated,
@@ -21,6 +23,7 @@ from bus.contracts.placement import (
     ReleaseResult,
     RevertResult,
     SnapshotRequest,
+    SwapResult,
 )
 from placement_worker import metrics
 from placement_worker.domain.claim_items import ClaimReply
@@ -128,26 +131,35 @@ class PlacementHandlers:
         return outcomes
 
     def _answer(self, received: Received, reply: ClaimReply) -> Outcome:
-        if isinstance(reply, ClaimResult):
-            metrics.CLAIMS.labels(reply.outcome).inc()
-            if reply.outcome is not ClaimOutcome.CLAIMED and isinstance(received.message, Claim):
-                log.info(
-                    "claim.turned_down",
-                    cause=received.meta.cause,
-                    instance=received.message.consumer,
-                    attempt=received.message.attempt,
-                    outcome=reply.outcome,
-                    outcomes=reply.outcomes,
-                    bus=received.bus,
-                    reason=reply.reason,
-                )
+        requested = received.message
+        if isinstance(reply, ClaimResult) and isinstance(requested, Claim):
+            _count_claim(received, requested, reply)
+        elif isinstance(reply, ClaimAllResult) and isinstance(requested, ClaimAll):
+            for claim, result in zip(requested.claims, reply.results, strict=True):
+                _count_claim(received, claim, result)
         elif isinstance(reply, ReleaseResult):
             metrics.RELEASES.labels(reply.outcome).inc()
         elif isinstance(reply, RevertResult):
             metrics.REVERTS.labels(reply.outcome).inc()
-        else:
+        elif isinstance(reply, SwapResult):
             metrics.SWAPS.labels(reply.outcome).inc()
         return Done(reply)
+
+
+def _count_claim(received: Received, claim: Claim, result: ClaimResult) -> None:
+    """Count one claim, and log it when it was turned down. What stood in the way of a gang logs itself."""
+    metrics.CLAIMS.labels(result.outcome).inc()
+    if result.outcome not in (ClaimOutcome.CLAIMED, ClaimOutcome.INCOMPLETE):
+        log.info(
+            "claim.turned_down",
+            cause=received.meta.cause,
+            instance=claim.consumer,
+            attempt=claim.attempt,
+            outcome=result.outcome,
+            outcomes=result.outcomes,
+            bus=received.bus,
+            reason=result.reason,
+        )
 
 
 def _measure(kind: str, items: int, seconds: float) -> None:

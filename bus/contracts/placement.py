@@ -121,6 +121,7 @@ class ClaimOutcome(StrEnum):
     RULED_OUT = "ruled_out"  # the server group's rule forbids this host: the next host
     GONE = "gone"  # the provider no longer exists: the next host
     INVALID = "invalid"  # it can never be right (unknown class, off its step): a permanent fault
+    INCOMPLETE = "incomplete"  # it would fit, but another claim of its gang does not: claim for all of them again
 
 
 # In a claim's limits: the number of a project's consumers, beside the amounts of classes that they hold.
@@ -202,6 +203,30 @@ class ClaimResult(Message, frozen=True, kw_only=True, tag="placement.claim.resul
     reason: Reason = ""
     holding: dict[Uuid, dict[str, Amount]] = {}
     members: dict[Uuid, Count] = {}
+
+
+# Members of a gang: claims of one ClaimAll, and instances that one build request may ask for.
+MAX_MEMBERS = 100
+
+
+class ClaimAll(Message, frozen=True, kw_only=True, tag="placement.claim.all.v1"):
+    """Claim for every member of a gang or for none, in one transaction. Idempotent as each of its claims is.
+
+    Each claim sees the ones before it: capacity, the server group's rule and the project's limits count all of them.
+    Every consumer is named once, and none releases first or moves.
+    """
+
+    claims: Annotated[tuple[Claim, ...], Bound(min_length=1, max_length=MAX_MEMBERS)]
+
+
+class ClaimAllResult(Message, frozen=True, kw_only=True, tag="placement.claim.all.result.v1"):
+    """Reply to a ClaimAll: the result of each claim, in order.
+
+    Unless all of them are `claimed` nothing was written: `incomplete` is a claim that would have fitted, any other
+    outcome but `claimed` stood in the way, and `claimed` is what an earlier claim of this attempt holds.
+    """
+
+    results: tuple[ClaimResult, ...]
 
 
 class Release(Message, frozen=True, kw_only=True, tag="placement.release.v1"):

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from bus.contracts.placement import (
     Claim,
+    ClaimAll,
+    ClaimAllResult,
     ClaimOutcome,
     ClaimResult,
     Release,
     ReleaseResult,
     Revert,
     RevertResult,
+    Swap,
     SwapResult,
 )
 from placement_worker.domain.claims import ClaimItem, ClaimVerdict
@@ -19,13 +22,27 @@ from placement_worker.domain.moves import MIGRATION_TYPE
 from placement_worker.domain.server_groups import group_key
 from placement_worker.domain.values import ABOVE_CELLS, ConsumerState, GroupKey
 
-ClaimReply = ClaimResult | ReleaseResult | RevertResult | SwapResult
+ClaimReply = ClaimResult | ClaimAllResult | ReleaseResult | RevertResult | SwapResult
+
+
+def single_items(items: Sequence[ClaimItem]) -> Iterator[Claim | Release | Revert | Swap]:
+    """The items with each gang's claims in its place: what they name together is what they name one by one."""
+    for item in items:
+        if isinstance(item, ClaimAll):
+            yield from item.claims
+        else:
+            yield item
+
+
+def claims_of(items: Sequence[ClaimItem]) -> Iterator[Claim]:
+    """All claims, those of gangs too."""
+    return (item for item in single_items(items) if isinstance(item, Claim))
 
 
 def consumers_of(items: Sequence[ClaimItem]) -> list[str]:
     """Every consumer that the items name, each once."""
     named: dict[str, None] = {}
-    for item in items:
+    for item in single_items(items):
         if isinstance(item, Claim | Release | Revert):
             named[item.consumer] = None
             if isinstance(item, Revert) or (isinstance(item, Claim) and item.migration is not None):
@@ -39,7 +56,7 @@ def consumers_of(items: Sequence[ClaimItem]) -> list[str]:
 def providers_of(items: Sequence[ClaimItem], consumers: Mapping[str, ConsumerState]) -> set[str]:
     """Every provider that the items name or these consumers hold."""
     wanted: set[str] = set()
-    for item in items:
+    for item in single_items(items):
         if isinstance(item, Claim):
             for option in item.options:
                 wanted.update(option.allocations)
@@ -57,18 +74,18 @@ def providers_of(items: Sequence[ClaimItem], consumers: Mapping[str, ConsumerSta
 
 def groups_of(items: Sequence[ClaimItem]) -> list[GroupKey]:
     """The server groups that these items name, in the order of their locks."""
-    return sorted({key for item in items if isinstance(item, Claim) and (key := group_key(item)) is not None})
+    return sorted({key for claim in claims_of(items) if (key := group_key(claim)) is not None})
 
 
 def projects_of(items: Sequence[ClaimItem]) -> list[str]:
     """The projects whose claims have limits, in the order of their locks."""
-    return sorted({item.project_id for item in items if isinstance(item, Claim) and item.limits})
+    return sorted({claim.project_id for claim in claims_of(items) if claim.limits})
 
 
 def expected_consumers(items: Sequence[ClaimItem]) -> dict[str, ConsumerState]:
     """Each named consumer as its row will be if it is new and the first write of it succeeds."""
     expected: dict[str, ConsumerState] = {}
-    for item in items:
+    for item in single_items(items):
         if isinstance(item, Claim):
             if item.consumer not in expected:
                 expected[item.consumer] = ConsumerState(
@@ -93,16 +110,10 @@ def reply(item: ClaimItem, verdict: ClaimVerdict, sequence: int, bus: str = ABOV
     """The reply to one item."""
     number = sequence if verdict.changed else 0
     if isinstance(item, Claim):
-        return ClaimResult(
-            outcome=ClaimOutcome(verdict.outcome),
-            option=verdict.option,
-            outcomes=verdict.outcomes,
-            consumer_generation=verdict.consumer_generation,
-            generations=verdict.generations,
-            sequence=number,
-            reason=verdict.reason,
-            holding={uuid: dict(amounts) for uuid, amounts in verdict.holding.items()},
-            members=verdict.members if bus == ABOVE_CELLS else {},  # a cell learns nothing of other cells' hosts
+        return _claim_result(verdict, number, bus)
+    if isinstance(item, ClaimAll):
+        return ClaimAllResult(
+            results=tuple(_claim_result(one, sequence if one.changed else 0, bus) for one in verdict.of_gang)
         )
     if isinstance(item, Release):
         return ReleaseResult(outcome=verdict.outcome, sequence=number)
@@ -120,4 +131,18 @@ def reply(item: ClaimItem, verdict: ClaimVerdict, sequence: int, bus: str = ABOV
         generations=verdict.generations,
         sequence=number,
         reason=verdict.reason,
+    )
+
+
+def _claim_result(verdict: ClaimVerdict, number: int, bus: str) -> ClaimResult:
+    return ClaimResult(
+        outcome=ClaimOutcome(verdict.outcome),
+        option=verdict.option,
+        outcomes=verdict.outcomes,
+        consumer_generation=verdict.consumer_generation,
+        generations=verdict.generations,
+        sequence=number,
+        reason=verdict.reason,
+        holding={uuid: dict(amounts) for uuid, amounts in verdict.holding.items()},
+        members=verdict.members if bus == ABOVE_CELLS else {},  # a cell learns nothing of other cells' hosts
     )

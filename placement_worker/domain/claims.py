@@ -10,10 +10,12 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from bus.contracts.placement import (
     Change,
     Claim,
+    ClaimAll,
     ClaimOption,
     ClaimOutcome,
     ConsumerAllocations,
@@ -33,7 +35,7 @@ from placement_worker.domain.server_groups import (
 )
 from placement_worker.domain.values import NOTHING, ClaimedProvider, ConsumerState, GroupKey, Holding, Members
 
-ClaimItem = Claim | Release | Revert | Swap
+ClaimItem = Claim | ClaimAll | Release | Revert | Swap
 
 # The outcome of a claim none of whose options was taken: the most hopeful of the options' own outcomes.
 _HOPE = (
@@ -51,7 +53,10 @@ _CLAIMED, _FULL, _GONE = ClaimOutcome.CLAIMED, ClaimOutcome.FULL, ClaimOutcome.G
 
 
 class ClaimVerdict(Struct, frozen=True, kw_only=True):
-    """How one item ended. `changed`: it wrote something, so its reply carries the transaction's feed number."""
+    """How one item ended. `changed`: it wrote something, so its reply carries the transaction's feed number.
+
+    of_gang: of a ClaimAll, how each of its claims ended.
+    """
 
     outcome: str
     option: int | None = None
@@ -63,6 +68,10 @@ class ClaimVerdict(Struct, frozen=True, kw_only=True):
     reason: str = ""
     holding: Holding = {}
     members: dict[str, int] = {}
+    of_gang: tuple[ClaimVerdict, ...] = ()
+
+
+_INCOMPLETE = ClaimVerdict(outcome=ClaimOutcome.INCOMPLETE)
 
 
 class Decision(Struct, frozen=True):
@@ -102,6 +111,8 @@ def decide(
     for item in items:
         if isinstance(item, Claim):
             verdicts.append(_claim(ledger, item))
+        elif isinstance(item, ClaimAll):
+            verdicts.append(_claim_all(ledger, item))
         elif isinstance(item, Release):
             verdicts.append(_release(ledger, item))
         elif isinstance(item, Revert):
@@ -149,6 +160,25 @@ class _Ledger:
         self.changed_consumers: dict[str, ConsumerState | None] = {}
         self.used: dict[str, dict[str, int]] = {}
         self.generations: dict[str, int] = {}
+        self.gang: Collection[str] = ()
+
+    def trial(self, gang: Collection[str]) -> _Ledger:
+        """A copy on which a gang's claims (of these consumers) are tried; what it decides is not decided here."""
+        copy = _Ledger(self._consumers, self.providers, self.known_classes, self.foreign, self._groups)
+        copy.joined = {key: dict(hosts) for key, hosts in self.joined.items()}
+        copy._changes = list(self._changes)
+        copy.projects = {project: dict(held) for project, held in self.projects.items()}
+        copy.changed_consumers = dict(self.changed_consumers)
+        copy.used = {uuid: dict(used) for uuid, used in self.used.items()}
+        copy.generations = dict(self.generations)
+        copy.gang = gang
+        return copy
+
+    def adopt(self, trial: _Ledger) -> None:
+        """Decide what was tried."""
+        self.joined, self.projects = trial.joined, trial.projects
+        self.changed_consumers, self._changes = trial.changed_consumers, trial._changes
+        self.used, self.generations = trial.used, trial.generations
 
     def consumer(self, uuid: str) -> ConsumerState | None:
         if uuid in self.changed_consumers:
@@ -174,6 +204,11 @@ class _Ledger:
                 group.put(consumer, self._hosts_now(consumer, joined.get(consumer)) if changed else ())
         group.seen = len(self._changes)
         return group.without([claim.consumer, *([] if claim.migration is None else [claim.migration.uuid])])
+
+    def outside(self, claim: Claim, others: dict[str, int]) -> dict[str, int]:
+        """Of the other members those that are not of the gang that is tried: its own choices are not yet anywhere."""
+        key = group_key(claim)
+        return others if key is None or not self.gang else self._counts[key].without({claim.consumer, *self.gang})
 
     def _hosts_now(self, consumer: str, claimed: str | None) -> Sequence[str]:
         """Where a consumer is that this group has changed: by its claim, or where a swap has moved it."""
@@ -296,12 +331,30 @@ def _claim(ledger: _Ledger, claim: Claim) -> ClaimVerdict:
     overall = next(hope for hope in _HOPE if hope in outcomes)
     if claim.release_first and known is not None and held:
         return _release_only(ledger, claim, known, overall, tuple(outcomes), source=source)
-    members = visible_members(claim, others) if ClaimOutcome.RULED_OUT in outcomes else {}
+    members = visible_members(claim, ledger.outside(claim, others)) if ClaimOutcome.RULED_OUT in outcomes else {}
     generation = known.generation if known is not None and held else None
     reason = OF_ANOTHER_CELL if any(ledger.is_others(option.allocations) for option in claim.options) else past
     return ClaimVerdict(
         outcome=overall, outcomes=tuple(outcomes), consumer_generation=generation, reason=reason, members=members
     )
+
+
+def _claim_all(ledger: _Ledger, item: ClaimAll) -> ClaimVerdict:
+    """All or none. Each claim is tried, so that one answer names all that stand in the way."""
+    consumers = frozenset(claim.consumer for claim in item.claims)
+    if len(consumers) != len(item.claims) or any(one.release_first or one.migration for one in item.claims):
+        wrong = ClaimVerdict(
+            outcome=ClaimOutcome.INVALID, reason="claim_all: a consumer is named twice, releases first or moves"
+        )
+        return replace(wrong, of_gang=(wrong,) * len(item.claims))
+    trial = ledger.trial(consumers)
+    verdicts = tuple(_claim(trial, claim) for claim in item.claims)
+    if all(verdict.outcome is _CLAIMED for verdict in verdicts):
+        changed = any(verdict.changed for verdict in verdicts)
+        ledger.adopt(trial)
+        return ClaimVerdict(outcome=_CLAIMED, changed=changed, of_gang=verdicts)
+    tried = tuple(_INCOMPLETE if verdict.changed else verdict for verdict in verdicts)
+    return ClaimVerdict(outcome=ClaimOutcome.INCOMPLETE, of_gang=tried)
 
 
 def _may_claim(known: ConsumerState | None, claim: Claim) -> bool:

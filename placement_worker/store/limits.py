@@ -12,8 +12,8 @@ from typing import Any
 
 import asyncpg
 
-from bus.contracts.placement import INSTANCES, Claim
-from placement_worker.domain.claim_items import projects_of
+from bus.contracts.placement import INSTANCES
+from placement_worker.domain.claim_items import claims_of, projects_of
 from placement_worker.domain.claims import ClaimItem
 from placement_worker.domain.moves import MIGRATION_TYPE
 from placement_worker.domain.server_groups import usage_changes
@@ -66,11 +66,10 @@ async def lock(connection: asyncpg.Connection, items: Sequence[ClaimItem]) -> No
 def lowest(items: Sequence[ClaimItem]) -> dict[tuple[str, str], int]:
     """{(project, class): the lowest of the limits that claims put to it}."""
     found: dict[tuple[str, str], int] = {}
-    for item in items:
-        if isinstance(item, Claim):
-            for name, limit in item.limits.items():
-                key = (item.project_id, name)
-                found[key] = min(found.get(key, limit), limit)
+    for claim in claims_of(items):
+        for name, limit in claim.limits.items():
+            key = (claim.project_id, name)
+            found[key] = min(found.get(key, limit), limit)
     return found
 
 

@@ -12,8 +12,8 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 import asyncpg
 
 from bus.contracts.groups import GroupPolicy
-from bus.contracts.placement import MAX_HOSTS_TOLD, Claim, LocatePage, LocateRequest
-from placement_worker.domain.claim_items import consumers_of, groups_of
+from bus.contracts.placement import MAX_HOSTS_TOLD, LocatePage, LocateRequest
+from placement_worker.domain.claim_items import claims_of, consumers_of, groups_of
 from placement_worker.domain.claims import ClaimItem
 from placement_worker.domain.server_groups import HARD, SHARING, group_key
 from placement_worker.domain.values import GroupKey
@@ -132,11 +132,11 @@ def _columns(items: Sequence[ClaimItem], keys: Sequence[GroupKey], holders: Coll
     """Hosts named by groups with a hard rule, consumers that may move, groups that stay together, and how many."""
     hosts: set[tuple[str, str, str]] = set()
     together: set[GroupKey] = set()
-    for item in items:
-        if isinstance(item, Claim) and item.server_group is not None and (key := group_key(item)) is not None:
-            if item.server_group.policy in HARD:
-                hosts.update((*key, option.host) for option in item.options if option.host is not None)
-            if item.server_group.policy is GroupPolicy.AFFINITY:
+    for claim in claims_of(items):
+        if claim.server_group is not None and (key := group_key(claim)) is not None:
+            if claim.server_group.policy in HARD:
+                hosts.update((*key, option.host) for option in claim.options if option.host is not None)
+            if claim.server_group.policy is GroupPolicy.AFFINITY:
                 together.add(key)
     consumers = sorted(consumers_of(items))
     moved = [(*key, one) for key in keys for one in (consumers if holders is None else sorted(holders))]

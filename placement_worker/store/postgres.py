@@ -20,7 +20,7 @@ from bus.contracts.placement import (
 )
 from bus.persistence.database import Database
 from bus.persistence.identity import read_identity
-from placement_worker.domain.claim_items import ClaimReply
+from placement_worker.domain.claim_items import ClaimReply, single_items
 from placement_worker.domain.claims import ClaimItem
 from placement_worker.domain.reports import ReportRefusal
 from placement_worker.domain.values import ABOVE_CELLS
@@ -194,7 +194,7 @@ class PostgresStore:
     async def _know_classes(self, items: Sequence[ClaimItem]) -> None:
         """A class that another process has just created is not unknown."""
         known = self._names.class_ids
-        for item in items:
+        for item in single_items(items):
             if isinstance(item, Claim):
                 holdings = [option.allocations for option in item.options]
             elif isinstance(item, Release):

@@ -255,6 +255,17 @@ MESSAGES: tuple[MessageRow, ...] = (
         idempotency="(consumer, attempt)",
     ),
     MessageRow(
+        message=placement.ClaimAll,
+        owner="placement_worker",
+        publishers=("scheduler_worker",),
+        where=Where.API,
+        exchange=COMMANDS,
+        key="placement.claim_all",
+        reply=placement.ClaimAllResult,
+        persistent=False,
+        idempotency="each claim's (consumer, attempt)",
+    ),
+    MessageRow(
         message=placement.InventoryOutdated,
         owner="placement_worker",
         publishers=("placement_worker",),

@@ -92,6 +92,7 @@ QUEUES: tuple[QueueRow, ...] = (
         consumer="placement_worker",
         bindings=(
             (COMMANDS, "placement.claim"),
+            (COMMANDS, "placement.claim_all"),
             (COMMANDS, "placement.release"),
             (COMMANDS, "placement.revert"),
             (COMMANDS, "placement.swap"),
