@@ -10,7 +10,16 @@ from typing import Protocol, TypeVar
 
 from bus.bus import Bus
 from bus.contracts.base import Message
-from bus.contracts.placement import Claim, ClaimResult, LocatePage, LocateRequest, Release, ReleaseResult
+from bus.contracts.placement import (
+    Claim,
+    ClaimAll,
+    ClaimAllResult,
+    ClaimResult,
+    LocatePage,
+    LocateRequest,
+    Release,
+    ReleaseResult,
+)
 from bus.faults import Fault, Transient
 from bus.port import BusError
 from scheduler_worker.domain.attempt import PlacementUnavailable
@@ -23,6 +32,9 @@ class ClaimPort(Protocol):
 
     async def submit(self, claims: Sequence[Claim]) -> list[ClaimResult | Fault]:
         """Claim for many consumers at once, each on its own. A repeated claim has the same result."""
+
+    async def submit_gangs(self, gangs: Sequence[ClaimAll]) -> list[ClaimAllResult | Fault]:
+        """Claim for all members of each gang or for none of them. Repeated, it has the same result."""
 
     async def release(self, releases: Sequence[Release]) -> list[ReleaseResult | Fault]:
         """Release what the consumers hold, and fence claims of that attempt that are still in flight."""
@@ -41,6 +53,10 @@ class BusClaims:
     async def submit(self, claims: Sequence[Claim]) -> list[ClaimResult | Fault]:
         """All in one round trip."""
         return await self._request(claims, ClaimResult, [claim.consumer for claim in claims])
+
+    async def submit_gangs(self, gangs: Sequence[ClaimAll]) -> list[ClaimAllResult | Fault]:
+        """All in one round trip."""
+        return await self._request(gangs, ClaimAllResult, [gang.claims[0].consumer for gang in gangs])
 
     async def release(self, releases: Sequence[Release]) -> list[ReleaseResult | Fault]:
         """All in one round trip."""

@@ -27,7 +27,7 @@ from bus.consuming.outcome import Done, Outcome, Retry
 from bus.contracts.base import Refusal
 from bus.contracts.build import DeleteRequest
 from bus.contracts.catalogue import BY_QUEUE
-from bus.contracts.placement import ClaimOutcome, ClaimResult
+from bus.contracts.placement import ClaimAll, ClaimAllResult, ClaimOutcome, ClaimResult
 from bus.contracts.stages import Stamps
 from bus.faults import Fault
 from bus.persistence.unit_of_work import run_optimistic
@@ -44,6 +44,7 @@ from scheduler_worker.domain.attempt import (
     Attempt,
     ClaimsContended,
     Forget,
+    GangIncomplete,
     HostClaimed,
     PlacementRequest,
     PlacementResult,
@@ -65,8 +66,9 @@ from scheduler_worker.domain.decisions import (
     unsatisfiable,
     with_stages,
 )
-from scheduler_worker.domain.deletes import PendingDelete
+from scheduler_worker.domain.deletes import UNKNOWN, PendingDelete
 from scheduler_worker.domain.flavors import HOST_UNKNOWN
+from scheduler_worker.domain.gangs import agreed, by_gang, claimable, withdrawn
 from scheduler_worker.domain.peers import has_peers, locate_request, peers_of
 from scheduler_worker.domain.pending import (
     Admission,
@@ -75,6 +77,7 @@ from scheduler_worker.domain.pending import (
     admit_known,
     admit_new,
     admit_repeated,
+    admit_without_first,
     first_event,
     new_build,
     stamps_of,
@@ -82,7 +85,7 @@ from scheduler_worker.domain.pending import (
 from scheduler_worker.domain.request_spec import RequestSpec, Unsatisfiable
 from scheduler_worker.domain.selector import NoValidHost, Selector
 from scheduler_worker.domain.spread import Spread
-from scheduler_worker.domain.step import step
+from scheduler_worker.domain.step import probed, step, with_probe
 from scheduler_worker.store.port import BuildUnit, SchedulerStore
 
 log = structlog.get_logger(__name__)
@@ -110,6 +113,14 @@ class ScheduledBuild(Struct, frozen=True, kw_only=True):
     decision: BuildDecision
     claimed: HostClaimed | None = None
     may_hold_claim: bool = False
+
+
+class PlacedBuild(Struct, frozen=True):
+    """A build that is placed, and how that ended."""
+
+    pending: PendingBuild
+    request: PlacementRequest
+    result: PlacementResult
 
 
 class SchedulingEngine:
@@ -165,13 +176,14 @@ class SchedulingEngine:
                 outcomes |= of_deletes
             to_cancel: list[PendingBuild] = []
             to_place: list[tuple[PendingBuild, bool]] = []
+            gone = withdrawn(builds, admissions, deleted)
             for pending, admission in zip(builds, admissions, strict=True):
                 if admission.outcome is not None:
                     outcomes[pending.position] = admission.outcome
                 elif admission.cancelled or pending.instance_uuid in deleted:
                     to_cancel.append(pending)
                 else:
-                    to_place.append((pending, admission.first_run))
+                    to_place.append((_without(pending, gone), admission.first_run))
             outcomes |= await self._cancellations.cancel(to_cancel)
             outcomes |= await self._schedule(to_place, chosen)
         finally:
@@ -222,8 +234,15 @@ class SchedulingEngine:
 
         async def record(unit: BuildUnit) -> list[Admission]:
             author = Author(self._who, now)
-            new = await unit.insert([new_build(pending, author) for pending in firsts.values()], now)
-            known = await unit.read([uuid for uuid in firsts if uuid not in new])
+            new, known = set[str](), dict[str, BuildStatus]()
+            for later in (False, True):  # of a gang the first member stands for the request
+                part = {
+                    uuid: pending
+                    for uuid, pending in firsts.items()
+                    if pending.is_later_member is later and not (later and _is_clash_of_first(pending, firsts, known))
+                }
+                new |= await unit.insert([new_build(pending, author) for pending in part.values()], now)
+                known |= await unit.read([uuid for uuid in part if uuid not in new])
             for uuid, pending in firsts.items():
                 if uuid in new:
                     unit.emit(to_clients(first_event(pending, now)))
@@ -257,6 +276,8 @@ class SchedulingEngine:
         known: Mapping[str, BuildStatus],
     ) -> Admission:
         uuid, first = pending.instance_uuid, firsts[pending.instance_uuid]
+        if pending.is_later_member and _is_clash_of_first(pending, firsts, known):
+            return admit_without_first(pending)
         if first is not pending:
             return admit_repeated(pending, first)
         if uuid in new:
@@ -280,7 +301,7 @@ class SchedulingEngine:
         attempts = {
             pending.instance_uuid: new_attempt(PlacementRequest(request=pending.request, spec=spec), self._selector)
             for pending, spec in specs
-            if isinstance(spec, RequestSpec) and not has_peers(pending.request)
+            if isinstance(spec, RequestSpec) and pending.gang is None and not has_peers(pending.request)
         }
         decisions, chosen = self._decision_round(), dict[str, Attempt]()
         for uuid, attempt in attempts.items():
@@ -296,7 +317,11 @@ class SchedulingEngine:
         """One synchronous pass: each choice is assumed, so that the next one sees it."""
         started_s = self._clock.monotonic()
         decisions = self._decision_round()
-        decided = [decisions.decide(attempt) for attempt in attempts]
+        decided = [
+            after
+            for members in by_gang(attempts)
+            for after in (map(decisions.decide, members) if members[0].gang is None else decisions.decide_gang(members))
+        ]
         pairs = zip(attempts, decided, strict=True)
         chosen = sum(after.choice is not None and not before.chosen_ahead for before, after in pairs)
         metrics.observe_round(chosen, decisions.rankings.values())
@@ -323,7 +348,7 @@ class SchedulingEngine:
         """Decide and claim in rounds until each request has a result; in their order. Takes what was chosen ahead."""
         ahead = {} if chosen is None else chosen
         attempts = [ahead.get(one.request.instance_uuid) or new_attempt(one, self._selector) for one in requests]
-        attempts = await self._with_peers(attempts)
+        attempts = agreed(await self._recover_gangs(await self._with_peers(attempts)))
         rounds = Retrying(self._claim_rounds, self._clock, self._rng)
         ahead.clear()  # from here on each round drops what it does not claim
 
@@ -357,32 +382,64 @@ class SchedulingEngine:
     async def _round(self, attempts: Sequence[Attempt]) -> list[Attempt]:
         """One round for all attempts without a result: decide, claim them together, apply the answers."""
         unresolved = [attempt for attempt in attempts if attempt.result is None]
-        after = unresolved
+        after = list(attempts)
         try:
             if any(attempt.needs_refresh for attempt in unresolved):
                 await self._follower.refresh(timeout_s=self._config.raced_wait_s)  # one round trip, shared
-            after = decided = self._decide(unresolved)
-            claiming = [attempt for attempt in decided if attempt.result is None and attempt.has_claim_to_submit]
-            if claiming:
-                answered = await self._claim(claiming)
-                after = [answered.get(one.request.instance_uuid, one) for one in decided]
+            after = agreed(_merged(attempts, self._decide(unresolved)))
+            open_ = [one for one in after if one.result is None]
+            alone = [one for one in open_ if one.gang is None and one.has_claim_to_submit]
+            gangs = claimable(open_)
+            if alone or gangs:
+                after = agreed(_merged(after, await self._claim(alone, gangs)))
         finally:
             # Whatever ended the round, a cancelled process too: nothing stays assumed that was not claimed.
             self._drop(after)
+        ended = {one.request.instance_uuid for one in unresolved}
         for attempt in after:
-            if isinstance(attempt.result, NoValidHost):
+            if isinstance(attempt.result, NoValidHost) and attempt.request.instance_uuid in ended:
                 metrics.DECISIONS.labels("no_host").inc()
-        results = {attempt.request.instance_uuid: attempt for attempt in after}
-        return [results.get(attempt.request.instance_uuid, attempt) for attempt in attempts]
+        return after
 
-    async def _claim(self, attempts: Sequence[Attempt]) -> dict[str, Attempt]:
-        """Submit the claims and step each attempt by its answer; by instance."""
+    async def _recover_gangs(self, attempts: list[Attempt]) -> list[Attempt]:
+        """What an earlier run may have claimed for a gang is found before its members choose: all of it at once."""
+        again = [one for one in attempts if one.gang is not None and not one.first_run and one.result is None]
+        probing = [one for one in (with_probe(one, self._selector) for one in again) if one.probe is not None]
+        if not probing:
+            return attempts
+        answers = await self._submit_gangs(by_gang(replace(one, choice=None) for one in probing))
+        now = self._clock.time()
+        return _merged(
+            attempts,
+            [probed(one, answers[one.request.instance_uuid], self._selector, now=now).attempt for one in probing],
+        )
+
+    async def _submit_gangs(self, gangs: Sequence[Sequence[Attempt]]) -> dict[str, ClaimResult | Fault]:
+        """Claim for each gang, all or none; the answers by instance."""
+        messages = [
+            ClaimAll(claims=tuple(claim_of(one, self._config.quota_of(one.request.project_id)) for one in members))
+            for members in gangs
+        ]
+        answers: dict[str, ClaimResult | Fault] = {}
+        for message, reply in zip(messages, await self._claims.submit_gangs(messages), strict=True):
+            results: Sequence[ClaimResult | Fault] = (
+                reply.results if isinstance(reply, ClaimAllResult) else [reply] * len(message.claims)
+            )
+            answers |= {claim.consumer: one for claim, one in zip(message.claims, results, strict=True)}
+        return answers
+
+    async def _claim(self, alone: Sequence[Attempt], gangs: Sequence[Sequence[Attempt]]) -> list[Attempt]:
+        """Submit the claims, those of a gang together, and step each attempt by its answer."""
         started_s = self._clock.monotonic()
-        claims = [claim_of(one, self._config.quota_of(one.request.project_id)) for one in attempts]
-        answers = await self._claims.submit(claims)
+        claims = [claim_of(one, self._config.quota_of(one.request.project_id)) for one in alone]
+        if gangs:
+            answers, of_gangs = await asyncio.gather(self._claims.submit(claims), self._submit_gangs(gangs))
+        else:
+            answers, of_gangs = await self._claims.submit(claims), {}
+        attempts = [*alone, *itertools.chain.from_iterable(gangs)]
         now, lost = self._clock.time(), 0
-        after: dict[str, Attempt] = {}
-        for attempt, answer in zip(attempts, answers, strict=True):
+        after: list[Attempt] = []
+        for attempt, answer in zip(attempts, [*answers, *of_gangs.values()], strict=True):
             metrics.count_claim(answer, retried=attempt.choice is not None and _is_lost(answer))
             lost += isinstance(answer, ClaimResult) and answer.outcome in (ClaimOutcome.FULL, ClaimOutcome.RACED)
             stepped = step(attempt, answer, self._selector, now=now)
@@ -397,7 +454,7 @@ class SchedulingEngine:
                         self._selector.book.forget(uuid)
             if stepped.attempt.recovered is not None:
                 log.info("claim.recovered", instance=uuid, host=stepped.attempt.recovered)
-            after[uuid] = stepped.attempt
+            after.append(stepped.attempt)
         self._spread = self._spread.after(len(attempts), lost)
         metrics.STAGE_S.labels("claim").observe(self._clock.monotonic() - started_s)
         return after
@@ -423,17 +480,21 @@ class SchedulingEngine:
                 case outcome:
                     outcomes[pending.position] = outcome
         results = await self.place([request for _, request in placing], chosen)
+        placed = [PlacedBuild(*pair, result) for pair, result in zip(placing, results, strict=True)]
         author = self._author()
         unavailable: PlacementUnavailable | None = None
-        for (pending, request), result in zip(placing, results, strict=True):
-            if isinstance(result, PlacementUnavailable):
-                unavailable = result
+        for _, grouped in itertools.groupby(placed, key=lambda one: one.pending.gang or one.pending.instance_uuid):
+            members = list(grouped)
+            away = next((one.result for one in members if isinstance(one.result, PlacementUnavailable)), None)
+            if away is not None:
+                unavailable = away
                 continue
-            match self._conclude(pending, request, result, author):
-                case ScheduledBuild() as decided:
-                    scheduled.append(decided)
-                case outcome:
-                    outcomes[pending.position] = outcome
+            for pending, concluded in self._conclude(members, author):
+                match concluded:
+                    case ScheduledBuild() as decided:
+                        scheduled.append(decided)
+                    case outcome:
+                        outcomes[pending.position] = outcome
         outcomes |= await self._write(scheduled)
         if unavailable is not None:
             # After what was decided is written: called again with the same batch, those are repeated requests.
@@ -449,26 +510,45 @@ class SchedulingEngine:
             return ScheduledBuild(pending=pending, decision=failed, may_hold_claim=True)
         spec = self._selector.request_spec(pending.request) if ahead is None else ahead.spec
         if isinstance(spec, RequestSpec):
-            return PlacementRequest(request=pending.request, spec=spec, first_run=first_run)
+            return PlacementRequest(request=pending.request, spec=spec, first_run=first_run, gang=pending.gang)
         if spec.code == HOST_UNKNOWN and self._is_warming_up(pending):
             return HOSTS_UNKNOWN
         return self._unsatisfiable(pending, spec, author, first_run=first_run)
 
     def _conclude(
-        self, pending: PendingBuild, placement: PlacementRequest, result: PlacementResult, author: Author
-    ) -> ScheduledBuild | Outcome:
-        """The decision to write of a placement's result; or the outcome of a build that is to be retried."""
+        self, placed: Sequence[PlacedBuild], author: Author
+    ) -> list[tuple[PendingBuild, ScheduledBuild | Outcome]]:
+        """What follows for a build, or for all members of a gang: decisions to write, or the outcome of a retry."""
+        gang = placed[0].pending.gang
+        started = sum(isinstance(one.result, HostClaimed) for one in placed)
+        is_short = started < (1 if gang is None else gang.min_count)
+        retry = next((retry for one in placed if (retry := self._retry_of(one)) is not None), None)
+        if is_short and retry is not None:
+            return [(one.pending, retry) for one in placed]
+        concluded: list[tuple[PendingBuild, ScheduledBuild | Outcome]] = []
+        for one in placed:
+            result = one.result
+            if gang is not None and is_short and isinstance(result, HostClaimed):
+                result = GangIncomplete(gang, started, result.claims)
+            concluded.append((one.pending, self._decided(one, result, author)))
+        return concluded
+
+    def _retry_of(self, placed: PlacedBuild) -> Retry | None:
+        """How a placement is tried again with its request; None: its result is final."""
+        result, pending = placed.result, placed.pending
         if isinstance(result, NoValidHost) and result.may_be_early and self._is_warming_up(pending):
             return HOSTS_UNKNOWN
-        retry = retry_of(result) if pending.delivery < RETRIES else None
-        if retry is not None:
-            return retry
-        decided = decision(placement.request, placement.spec, result, author, nearest=self._config.max_funnel_nearest)
+        return retry_of(result) if pending.delivery < RETRIES else None
+
+    def _decided(self, placed: PlacedBuild, result: PlacementResult, author: Author) -> ScheduledBuild:
+        """The decision to write of a placement's result."""
+        request = placed.request
+        nearest = self._config.max_funnel_nearest
         return ScheduledBuild(
-            pending=pending,
-            decision=decided,
+            pending=placed.pending,
+            decision=decision(request.request, request.spec, result, author, nearest=nearest),
             claimed=result if isinstance(result, HostClaimed) else None,
-            may_hold_claim=not placement.first_run or may_hold_claim(result),
+            may_hold_claim=not request.first_run or may_hold_claim(result),
         )
 
     def _unsatisfiable(
@@ -533,3 +613,29 @@ class SchedulingEngine:
 
 def _is_lost(answer: ClaimResult | Fault) -> bool:
     return isinstance(answer, ClaimResult) and answer.outcome in LOST
+
+
+def _merged(attempts: Sequence[Attempt], newer: Iterable[Attempt]) -> list[Attempt]:
+    """The attempts in their order, as they are by now."""
+    after = {one.request.instance_uuid: one for one in newer}
+    return [after.get(one.request.instance_uuid, one) for one in attempts]
+
+
+def _without(pending: PendingBuild, withdrawn_of: Mapping[str, int]) -> PendingBuild:
+    """A build whose gang starts without the members that were withdrawn: no more are needed than there are left."""
+    gang = pending.gang
+    if gang is None or gang.uuid not in withdrawn_of:
+        return pending
+    left = gang.size - withdrawn_of[gang.uuid]
+    return replace(pending, gang=replace(gang, min_count=min(gang.min_count, left)))
+
+
+def _is_clash_of_first(
+    pending: PendingBuild, firsts: Mapping[str, PendingBuild], known: Mapping[str, BuildStatus]
+) -> bool:
+    """Whether the first member of this one's gang is on record, or in this batch, with other content."""
+    assert pending.gang is not None
+    first, on_record = firsts[pending.gang.uuid], known.get(pending.gang.uuid)
+    return first.digest != pending.digest or (
+        on_record is not None and on_record.digest != pending.digest and on_record.code != UNKNOWN
+    )

@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from msgspec import structs
 
 from bus.clock import Clock
 from bus.consuming.given_up import GIVEN_UP_BY_BROKER, given_up_of
 from bus.consuming.outcome import Done, Outcome, Received
-from bus.contracts.build import BuildRequest, DeleteRequest
+from bus.contracts.build import BuildAccepted, BuildRequest, DeleteRequest
 from bus.contracts.moves import MoveRequest
 from scheduler_worker.config import SchedulerConfig
-from scheduler_worker.domain.deletes import pending_delete
+from scheduler_worker.domain.deletes import PendingDelete, pending_delete
 from scheduler_worker.domain.moves import PendingMove, pending_move
-from scheduler_worker.domain.pending import FlavorAccess, PendingBuild, pending_build
+from scheduler_worker.domain.pending import FlavorAccess, PendingBuild, members_of, pending_build
 from scheduler_worker.engine import SchedulingEngine
 from scheduler_worker.moves import MoveEngine
 from scheduler_worker.retention import max_request_age_s
+
+# Machines that are scheduled in one go; requests for several are taken in parts of so many.
+MAX_TOGETHER = 512
+# Above every position in a batch: from here on are those of the later members of requests for several.
+MAX_POSITION = 1_000_000
 
 
 class RequestHandler:
@@ -41,16 +46,33 @@ class RequestHandler:
     async def __call__(self, batch: Sequence[Received]) -> Sequence[Outcome]:
         """All of a batch together."""
         now = self._clock.time()
-        builds = self._builds(batch, now)
         deletes = [
             pending_delete(received, position)
             for position, received in enumerate(batch)
             if isinstance(received.message, DeleteRequest)
         ]
         moves = self._pending_moves(batch, now)
-        outcomes = await self._engine.process(builds, deletes) if builds or deletes else {}
+        outcomes = await self._process(self._builds(batch, now), deletes)
         outcomes |= await self._moves.process(moves)
         return [outcomes[position] for position in range(len(batch))]
+
+    async def _process(
+        self, requests: Sequence[PendingBuild], deletes: Sequence[PendingDelete] = ()
+    ) -> dict[int, Outcome]:
+        """The outcomes of build requests and deletes by position, each request's members together."""
+        outcomes: dict[int, Outcome] = {}
+        for number, some in enumerate(_in_parts(requests) or [()]):
+            builds: list[PendingBuild] = []
+            members: list[list[PendingBuild]] = []
+            for request in some:
+                members.append(members_of(request, start=MAX_POSITION + len(builds)))
+                builds += members[-1]
+            these = () if number else deletes
+            if builds or these:
+                found = await self._engine.process(builds, these)
+                outcomes |= {position: outcome for position, outcome in found.items() if position < MAX_POSITION}
+                outcomes |= {one[0].position: _outcome_of(one, found) for one in members}
+        return outcomes
 
     async def given_up(self, batch: Sequence[Received]) -> Sequence[Outcome]:
         """Queue `scheduler.given_up`: a request that was given up ends with one terminal event, and is not done.
@@ -69,7 +91,7 @@ class RequestHandler:
             if isinstance(received.message, DeleteRequest)
         ]
         await self._engine.end_deletes(deletes)
-        outcomes = await self._engine.process(builds, ())
+        outcomes = await self._process(builds)
         moves = [
             structs.replace(pending, given_up=why[pending.position])
             for pending in self._pending_moves(batch, self._clock.time())
@@ -90,3 +112,33 @@ class RequestHandler:
             for position, received in enumerate(batch)
             if isinstance(received.message, MoveRequest)
         ]
+
+
+def _in_parts(requests: Sequence[PendingBuild]) -> list[list[PendingBuild]]:
+    """The requests in parts of at most so many machines."""
+    parts: list[list[PendingBuild]] = []
+    machines = MAX_TOGETHER
+    for pending in requests:
+        machines += pending.request.members
+        if machines > MAX_TOGETHER:
+            parts.append([])
+            machines = pending.request.members
+        parts[-1].append(pending)
+    return parts
+
+
+def _outcome_of(members: Sequence[PendingBuild], outcomes: Mapping[int, Outcome]) -> Outcome:
+    """One outcome for the message: it is tried again while a member of it is, and else answered as its first one."""
+    first = outcomes[members[0].position]
+    if len(members) == 1:
+        return first
+    for pending in members:
+        outcome = outcomes[pending.position]
+        if not isinstance(outcome, Done):
+            return outcome
+    if isinstance(first, Done) and isinstance(first.reply, BuildAccepted):
+        reply = BuildAccepted(
+            instance_uuid=first.reply.instance_uuid, members=tuple(one.instance_uuid for one in members)
+        )
+        return Done(reply=reply)
+    return first

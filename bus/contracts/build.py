@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from enum import StrEnum
 from typing import Annotated
+from uuid import UUID, uuid5
 
 from msgspec import Meta as Bound
 from msgspec import Struct
@@ -17,6 +18,7 @@ from .deploy import ConfigDrive, ImageSource, Networks
 from .fences import EvacuationPolicy
 from .groups import ServerGroup
 from .operations import HostAdminState
+from .placement import MAX_MEMBERS
 from .stages import Stamps
 
 
@@ -36,6 +38,16 @@ class BuildState(StrEnum):
 TERMINAL_STATES = frozenset({BuildState.ACTIVE, BuildState.FAILED, BuildState.REFUSED, BuildState.DELETED})
 
 
+Members = Annotated[int, Bound(ge=1, le=MAX_MEMBERS)]
+
+
+class FlavorCount(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
+    """So many machines of one flavor."""
+
+    flavor: Label
+    count: Members = 1
+
+
 class BuildRequest(Message, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="build.request.v1"):
     """Build one machine. `instance_uuid` is chosen by the client and makes the request idempotent.
 
@@ -50,6 +62,9 @@ class BuildRequest(Message, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     image_source: where the image is; without, `image` is a name that the compute service's settings know.
     config_drive, networks: what a driver that deploys real machines gives the machine; others ignore them.
     on_host_failure: what becomes of the instance when its host is fenced (None: as in its flavor, else the setting).
+    count, also: a gang: so many machines of `flavor`, and others of other flavors, at most 100 together, that start
+    together or not at all; each is an instance of its own from then on (`member_uuids`). min_count: so many are enough
+    (None: all of them); then as many start as find a host.
     """
 
     instance_uuid: Uuid
@@ -72,6 +87,30 @@ class BuildRequest(Message, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     config_drive: ConfigDrive | None = None
     networks: Networks = ()
     on_host_failure: EvacuationPolicy | None = None
+    count: Members = 1
+    also: Annotated[tuple[FlavorCount, ...], Bound(max_length=16)] = ()
+    min_count: Members | None = None
+
+    def __post_init__(self) -> None:
+        if self.count == 1 and not self.also and self.min_count is None:
+            return
+        if self.members > MAX_MEMBERS:
+            raise ValueError(f"a request is for at most {MAX_MEMBERS} machines, and this one is for {self.members}")
+        if (self.min_count or 1) > self.members:
+            raise ValueError(f"min_count is {self.min_count}, and only {self.members} machines are requested")
+        if self.members > 1 and any(network.port for network in self.networks):
+            raise ValueError("a port is one machine's, and several are requested")
+
+    @property
+    def members(self) -> int:
+        """How many machines it is for."""
+        return self.count + sum(one.count for one in self.also)
+
+
+def member_uuids(request: BuildRequest) -> tuple[str, ...]:
+    """The instances of a request: its `instance_uuid`, then uuid5(instance_uuid, "1") and so on, flavor by flavor."""
+    name = UUID(request.instance_uuid)
+    return (request.instance_uuid, *(str(uuid5(name, str(number))) for number in range(1, request.members)))
 
 
 class DeleteRequest(Message, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="build.delete.v1"):
@@ -82,9 +121,13 @@ class DeleteRequest(Message, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 class BuildAccepted(Message, frozen=True, kw_only=True, tag="build.accepted.v1"):
-    """Reply to a build or delete request that carried `reply_to`: it is on record and ends in one terminal event."""
+    """Reply to a build or delete request that carried `reply_to`: it is on record and ends in one terminal event.
+
+    members: of a request for several machines, all of them; each ends in a terminal event of its own.
+    """
 
     instance_uuid: Uuid
+    members: tuple[Uuid, ...] = ()
 
 
 class FunnelStep(Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -137,7 +180,8 @@ class BuildQuery(Message, frozen=True, kw_only=True, forbid_unknown_fields=True,
     """Ask the scheduler for one build (with its timeline), or for a page of them, newest first.
 
     before, after: when the build was requested, in seconds since the epoch; `after` itself included. host: the name of
-    the host that it has, or last had. By cell, host, flavor and code at most 100,000 builds are looked through.
+    the host that it has, or last had. gang: the members of one request for several. By cell, host, flavor and code at
+    most 100,000 builds are looked through.
     """
 
     instance_uuid: Uuid | None = None
@@ -149,6 +193,7 @@ class BuildQuery(Message, frozen=True, kw_only=True, forbid_unknown_fields=True,
     host: Label | None = None
     flavor: Label | None = None
     code: Label | None = None
+    gang: Uuid | None = None
     limit: Annotated[int, Bound(ge=1, le=1000)] = 100
 
 
@@ -156,7 +201,8 @@ class BuildRecord(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A build as the scheduler has it on record.
 
     host, flavor: what the instance has now. condition: what it is since its build (`instance.event.v1`); "": it is as
-    it was built. under_way: the request about it that has not ended.
+    it was built. under_way: the request about it that has not ended. gang: the first instance of the request for
+    several that it is of, and gang_min: how many of those start together at least.
     """
 
     instance_uuid: Uuid
@@ -175,6 +221,8 @@ class BuildRecord(Struct, frozen=True, kw_only=True, omit_defaults=True):
     timeline: tuple[TimelineEntry, ...] = ()
     condition: str = ""
     under_way: Uuid | None = None
+    gang: Uuid | None = None
+    gang_min: int = 0
 
 
 class HostScore(Struct, frozen=True, kw_only=True, omit_defaults=True):

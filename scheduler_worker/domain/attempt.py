@@ -11,6 +11,7 @@ from bus.contracts.build import BuildRequest, HostScore
 from bus.contracts.cell import Selection
 from bus.contracts.placement import Claim, ClaimOption, ClaimOutcome
 from bus.faults import Fault, Transient
+from scheduler_worker.domain.builds import Gang
 from scheduler_worker.domain.ranking import Choice, RankedHost
 from scheduler_worker.domain.request_spec import RequestSpec
 from scheduler_worker.domain.selector import NoValidHost, Selector
@@ -76,18 +77,38 @@ class ClaimStranded(Struct, frozen=True):
     reason: str
 
 
-PlacementResult = HostClaimed | NoValidHost | PlacementRefused | ClaimsContended | ClaimStranded | PlacementUnavailable
+class GangIncomplete(Struct, frozen=True):
+    """It had a host, but fewer of its gang had one than start together. claims: submitted for it until then."""
+
+    gang: Gang
+    placed: int
+    claims: int
+
+
+PlacementResult = (
+    HostClaimed
+    | NoValidHost
+    | PlacementRefused
+    | ClaimsContended
+    | ClaimStranded
+    | PlacementUnavailable
+    | GangIncomplete
+)
 
 
 # --- the attempt
 
 
 class PlacementRequest(Struct, frozen=True, kw_only=True):
-    """A request to place. first_run: this delivery put it on record, so no earlier run can hold a claim of it."""
+    """A request to place. first_run: this delivery put it on record, so no earlier run can hold a claim of it.
+
+    gang: it is claimed together with its gang's other members; min_count is without those that were withdrawn.
+    """
 
     request: BuildRequest
     spec: RequestSpec
     first_run: bool = True
+    gang: Gang | None = None
 
 
 class Attempt(Struct, frozen=True, kw_only=True):
@@ -98,6 +119,7 @@ class Attempt(Struct, frozen=True, kw_only=True):
     same_host: its shape had changed; claim it again. refreshed: nothing fitted, and the newest changes were requested.
     partly_full: hosts of which only some children are known to be full. probe: an option that never fits; a claim of it
     shows whether an earlier run of this request holds a claim. recovered: the host where such a claim was found.
+    gang: as in PlacementRequest.
     """
 
     request: BuildRequest
@@ -118,6 +140,7 @@ class Attempt(Struct, frozen=True, kw_only=True):
     probe: ClaimOption | None = None
     recovered: str | None = None
     result: PlacementResult | None = None
+    gang: Gang | None = None
 
     @property
     def needs_refresh(self) -> bool:
@@ -141,6 +164,7 @@ def new_attempt(placement: PlacementRequest, selector: Selector) -> Attempt:
         rejected=ignored,
         # One host fewer than may be tried; a request may ask for fewer.
         max_alternates=(request.max_attempts or selector.config.max_attempts) - 1,
+        gang=placement.gang,
     )
 
 

@@ -79,6 +79,18 @@ class BuildStatus(Struct, frozen=True, kw_only=True):
     code: str = ""
 
 
+class Gang(Struct, frozen=True, kw_only=True):
+    """The members of one request that start together or not at all.
+
+    uuid: the request's instance, which is its first member. size: how many members were requested. min_count: so many
+    start together at least.
+    """
+
+    uuid: str
+    size: int
+    min_count: int
+
+
 class NewBuild(Struct, frozen=True, kw_only=True):
     """A request to put on record. digest: of its whole content, which distinguishes a repeated request from a clash."""
 
@@ -86,6 +98,7 @@ class NewBuild(Struct, frozen=True, kw_only=True):
     digest: bytes
     build: RecordedBuild
     timeline: tuple[TimelineEntry, ...] = ()
+    gang: Gang | None = None
 
 
 class BuildDecision(Struct, frozen=True, kw_only=True):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping
+from collections.abc import Container, Mapping, Sequence
 
 from msgspec.structs import replace
 
@@ -11,9 +11,14 @@ from placement_worker.replica.book import Book
 from placement_worker.replica.request import QueryTooWide
 from placement_worker.replica.search import options
 from scheduler_worker.domain.attempt import Attempt
+from scheduler_worker.domain.gangs import largest_first, pooled
 from scheduler_worker.domain.ranking import Choice, RandomSource, Ranking
+from scheduler_worker.domain.request_spec import RequestSpec
 from scheduler_worker.domain.selector import Selector
 from scheduler_worker.domain.step import nothing_fits, refused
+
+# Hosts that are tried, one after another, for a gang all of whose members must be on one.
+MAX_SHARED_HOSTS = 64
 
 
 class GroupRoom:
@@ -71,6 +76,47 @@ class DecisionRound:
         except QueryTooWide as error:  # the traits of a flavor combine in too many ways to search them all
             return refused(attempt, error.code, str(error))
 
+    def decide_gang(self, attempts: Sequence[Attempt]) -> list[Attempt]:
+        """What `decide` is for one, for members of one gang: each sees where the ones before it are. In their order."""
+        members = largest_first(pooled(attempts))
+        try:
+            together = members[0].spec.has_policy(GroupPolicy.AFFINITY)
+            chosen = self._choose_one_host(members) if together else [self.choose(one) for one in members]
+        except QueryTooWide as error:
+            return [refused(one, error.code, str(error)) for one in attempts]
+        after = {
+            one.request.instance_uuid: one if one.choice is not None else nothing_fits(one, self._selector)
+            for one in chosen
+        }
+        return [after[one.request.instance_uuid] for one in attempts]
+
+    def _choose_one_host(self, members: Sequence[Attempt]) -> list[Attempt]:
+        """Choices on one host: the first that takes all of the members, else of those tried the one that takes most."""
+        first, *others = members
+        best: list[Attempt] = []
+        passed_over: dict[str, str] = {}
+        for _ in range(MAX_SHARED_HOSTS):
+            head = self.choose(replace(first, rejected={**first.rejected, **passed_over}))
+            rejected = {host: why for host, why in head.rejected.items() if host not in passed_over}
+            chosen = [replace(head, rejected=rejected), *map(self.choose, others)]
+            self._take_back(chosen)
+            best = max(best, chosen, key=_placed_count)
+            if head.choice is None or _placed_count(chosen) == len(members):
+                break
+            passed_over[head.choice.selected.uuid] = "gang.too_small"
+        for one in best:
+            if one.choice is not None:
+                self._assume(one, one.choice)
+        return best
+
+    def _take_back(self, members: Sequence[Attempt]) -> None:
+        """Undo these choices."""
+        for one in members:
+            self._book.forget(one.request.instance_uuid)
+            self._placed_of(one).clear()
+        for one in members[1:]:
+            self.rankings.pop(one.spec.key, None)  # it was made of the host of the first
+
     def choose(self, attempt: Attempt) -> Attempt:
         """The attempt with its choice, assumed; without one when no host fits. Raises QueryTooWide."""
         attempt, choice = self._same_host(attempt)
@@ -78,7 +124,7 @@ class DecisionRound:
             self._assume(attempt, choice)
             return replace(attempt, choice=choice)
         room = self._room_of(attempt)
-        spec = attempt.spec if room is None else attempt.spec.without_peers()
+        spec = self._seen_by(attempt) if room is None else attempt.spec.without_peers()
         ranking = self.rankings.get(spec.key)
         if ranking is None:
             ranking = self._selector.rank(spec, self._rng)
@@ -109,6 +155,18 @@ class DecisionRound:
             peers.server_group.max_per_host,
         )
 
+    def _seen_by(self, attempt: Attempt) -> RequestSpec:
+        """The spec of a gang's member: its server group is also where this round has put the members before it."""
+        spec, group = attempt.spec, attempt.request.server_group
+        placed = {} if attempt.gang is None or group is None else self._placed_of(attempt)
+        if not placed or spec.peers is None:
+            return spec
+        known = spec.peers.members
+        spec = spec.with_members({host: known.get(host, 0) + count for host, count in placed.items()})
+        if spec.has_policy(GroupPolicy.AFFINITY):
+            return replace(spec, query=replace(spec.query, only_roots=tuple(placed)))
+        return spec
+
     def _placed_of(self, attempt: Attempt) -> dict[str, int]:
         group = attempt.request.server_group
         assert group is not None
@@ -129,6 +187,12 @@ class DecisionRound:
 
     def _assume(self, attempt: Attempt, choice: Choice) -> None:
         self._book.assume(attempt.request.instance_uuid, choice.selected.options[0].allocations)
-        if attempt.spec.has_policy(GroupPolicy.ANTI_AFFINITY):
+        of_gang = attempt.gang is not None and attempt.request.server_group is not None
+        if of_gang or attempt.spec.has_policy(GroupPolicy.ANTI_AFFINITY):
             placed = self._placed_of(attempt)
             placed[choice.selected.uuid] = placed.get(choice.selected.uuid, 0) + 1
+
+
+def _placed_count(members: Sequence[Attempt]) -> int:
+    """How many have a host; of no members fewer than of members without one."""
+    return sum(one.choice is not None for one in members) if members else -1

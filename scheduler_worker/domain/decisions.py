@@ -23,6 +23,7 @@ from scheduler_worker.domain.attempt import (
     FIRST_ATTEMPT,
     ClaimsContended,
     ClaimStranded,
+    GangIncomplete,
     HostClaimed,
     PlacementRefused,
     PlacementResult,
@@ -37,6 +38,7 @@ from scheduler_worker.domain.selector import NoValidHost
 NO_HOST = "no_valid_host"
 CONTENDED = "claims.contended"
 STRANDED = "claim.stranded"
+INCOMPLETE = "gang.incomplete"
 
 # Of a flavor's extra specs: traits of the whole host (of numbered groups they are not the node's own), and what Ironic
 # gets as the instance's capabilities.
@@ -61,6 +63,12 @@ def decision(
             return _failed(request, CONTENDED, reason, author)
         case ClaimStranded():
             return _failed(request, STRANDED, result.reason, author)
+        case GangIncomplete(gang=gang, placed=placed):
+            reason = (
+                f"{placed} of the {gang.size} members of gang {gang.uuid} had a host, and {gang.min_count} start "
+                "together or none; the other members say what they lacked"
+            )
+            return _failed(request, INCOMPLETE, reason, author)
         case PlacementUnavailable():
             raise AssertionError(result)
 
@@ -77,7 +85,7 @@ def retry_of(result: PlacementResult) -> Retry | None:
 
 def may_hold_claim(result: PlacementResult) -> bool:
     """Whether a claim was sent: it may be delivered twice, and its second answer be lost."""
-    return not isinstance(result, NoValidHost) or result.claims > 0
+    return not isinstance(result, NoValidHost | GangIncomplete) or result.claims > 0
 
 
 def unsatisfiable(request: BuildRequest, why: Unsatisfiable, hosts: int, author: Author) -> BuildDecision:

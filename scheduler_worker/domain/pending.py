@@ -8,18 +8,29 @@ from typing import Protocol
 
 import msgspec
 from msgspec import Struct
+from msgspec.structs import replace
 
 from bus.consuming.given_up import given_up_of
 from bus.consuming.outcome import Done, Outcome, Received, Retry
 from bus.contracts.base import MAX_REASON, Refusal
-from bus.contracts.build import BuildAccepted, BuildEvent, BuildRequest, BuildState
+from bus.contracts.build import BuildAccepted, BuildEvent, BuildRequest, BuildState, FlavorCount, member_uuids
 from bus.contracts.stages import Stamps
 from scheduler_worker.domain.attempt import CONSUMER_CHANGED, HostClaimed
-from scheduler_worker.domain.builds import ACCEPTED, DECIDED, MALFORMED, Author, BuildStatus, NewBuild, RecordedBuild
+from scheduler_worker.domain.builds import (
+    ACCEPTED,
+    DECIDED,
+    MALFORMED,
+    Author,
+    BuildStatus,
+    Gang,
+    NewBuild,
+    RecordedBuild,
+)
 from scheduler_worker.domain.deletes import UNKNOWN
 
 TOO_OLD = "request.too_old"
 DUPLICATE = "request.duplicate"
+MAX_NAME = 255  # of an instance
 
 _encode = msgspec.json.Encoder(order="deterministic").encode
 
@@ -35,12 +46,12 @@ class FlavorAccess(Protocol):
 
 
 class PendingBuild(Struct, frozen=True, kw_only=True):
-    """A build request that has no outcome yet.
+    """A build request that has no outcome yet, or one member of a request for several.
 
-    position: in its batch. requested_at, taken_at: when it was sent, and when this batch was taken (seconds since the
-    epoch). redelivered: an earlier delivery may have come as far as its claim. delivery: how often its queue has
-    retried it. given_up: why its queue has given it up, or is about to; None: it has not. refusal: why it is
-    refused at once, if it is new.
+    position: of its outcome; of a request for several, each member has one. requested_at, taken_at: when it was sent,
+    and when this batch was taken (seconds since the epoch). gang: what it is a member of. redelivered: an earlier
+    delivery may have come as far as its claim. delivery: how often its queue has retried it. given_up: why its queue
+    has given it up, or is about to; None: it has not. refusal: why it is refused at once, if it is new.
     """
 
     position: int
@@ -52,6 +63,12 @@ class PendingBuild(Struct, frozen=True, kw_only=True):
     delivery: int = 0
     given_up: Refusal | None = None
     refusal: Refusal | None = None
+    gang: Gang | None = None
+
+    @property
+    def is_later_member(self) -> bool:
+        """Whether it is a member of a gang, and not the first, whose record stands for the whole request."""
+        return self.gang is not None and self.gang.uuid != self.instance_uuid
 
     @property
     def instance_uuid(self) -> str:
@@ -64,7 +81,8 @@ class Admission(Struct, frozen=True, kw_only=True):
 
     label: for the metrics. first_run: this delivery put it on record, so nothing can be claimed for it. cancelled: a
     delete came before the decision. release: an earlier run may hold a claim that no cell will use. event: published
-    to the project, because nothing else of this request will follow.
+    to the project, because nothing else of this request will follow. withdrawn: a delete has ended it, or will: its
+    gang does not wait for it.
     """
 
     outcome: Outcome | None = None
@@ -73,6 +91,7 @@ class Admission(Struct, frozen=True, kw_only=True):
     cancelled: bool = False
     release: bool = False
     event: BuildEvent | None = None
+    withdrawn: bool = False
 
 
 def pending_build(
@@ -82,9 +101,11 @@ def pending_build(
     request, meta = received.message, received.meta
     assert isinstance(request, BuildRequest)
     refusal = None
-    if not flavors.allows(request.flavor, request.project_id):
+    wanted = (request.flavor, *(one.flavor for one in request.also))
+    missing = next((one for one in wanted if not flavors.allows(one, request.project_id)), None)
+    if missing is not None:
         known = ", ".join(sorted(flavors.flavors_for(request.project_id)))
-        reason = f"there is no flavor {request.flavor} (there are: {known})"
+        reason = f"there is no flavor {missing} (there are: {known})"
         refusal = Refusal(code="flavor.unknown", reason=reason[:MAX_REASON])
     elif 0 < meta.sent_at < now - max_age_s:
         reason = "it was sent so long ago that it may have been carried out, and its record purged"
@@ -103,10 +124,45 @@ def pending_build(
     )
 
 
+def members_of(pending: PendingBuild, start: int) -> list[PendingBuild]:
+    """A request for several as its members, the first in its own place, the others at positions from `start` on.
+
+    Each is a request for one machine, with the digest of the whole; the same request has the same members.
+    """
+    request = pending.request
+    if request.members == 1:
+        return [pending]
+    count = request.min_count
+    gang = Gang(uuid=request.instance_uuid, size=request.members, min_count=count or request.members)
+    flavors = [
+        kind.flavor
+        for kind in (FlavorCount(flavor=request.flavor, count=request.count), *request.also)
+        for _ in range(kind.count)
+    ]
+    return [
+        replace(
+            pending,
+            position=start + number - 1 if number else pending.position,
+            request=replace(
+                request,
+                instance_uuid=uuid,
+                flavor=flavor,
+                name=f"{request.name}-{number + 1}"[-MAX_NAME:] if request.name else "",
+                count=1,
+                also=(),
+                min_count=None,
+            ),
+            gang=gang,
+        )
+        for number, (uuid, flavor) in enumerate(zip(member_uuids(request), flavors, strict=True))
+    ]
+
+
 def new_build(pending: PendingBuild, author: Author) -> NewBuild:
     """What goes on record of a new request: accepted, or refused at once."""
     request, refusal = pending.request, pending.refusal
-    requested = author.entry("requested", f"{request.flavor} for {request.project_id}")
+    of_gang = "" if pending.gang is None else f", one of {pending.gang.size} of gang {pending.gang.uuid}"
+    requested = author.entry("requested", f"{request.flavor} for {request.project_id}{of_gang}")
     return NewBuild(
         request=request,
         digest=pending.digest,
@@ -120,6 +176,7 @@ def new_build(pending: PendingBuild, author: Author) -> NewBuild:
             reason=refusal.reason if refusal else "",
         ),
         timeline=(requested, author.entry("refused", refusal.reason)) if refusal else (requested,),
+        gang=pending.gang,
     )
 
 
@@ -162,15 +219,23 @@ def admit_known(pending: PendingBuild, known: BuildStatus | None) -> Admission:
         return Admission(outcome=Retry("request.concurrent", reason))
     if known.code == UNKNOWN and known.project_id == pending.request.project_id:
         # Its delete came first and was answered "no such instance", which stays true.
-        return Admission(outcome=accepted(pending.instance_uuid), label="deleted", release=True)
+        return Admission(outcome=accepted(pending.instance_uuid), label="deleted", release=True, withdrawn=True)
     if known.digest != pending.digest:
         return _clash(pending)
     if known.state is BuildState.REFUSED and refusal is not None:
         return Admission(outcome=Done(reply=refusal))
     if known.state is not BuildState.ACCEPTED or refusal is not None:
         # The scheduler that wrote this may have died before it could release the claim.
-        return Admission(outcome=accepted(pending.instance_uuid), label="repeated", release=is_unused(known))
-    return Admission(cancelled=known.delete_requested)
+        withdrawn = known.delete_requested or known.state is BuildState.DELETED
+        return Admission(
+            outcome=accepted(pending.instance_uuid), label="repeated", release=is_unused(known), withdrawn=withdrawn
+        )
+    return Admission(cancelled=known.delete_requested, withdrawn=known.delete_requested)
+
+
+def admit_without_first(pending: PendingBuild) -> Admission:
+    """A later member of a request whose first one is on record with other content: nothing of it is put on record."""
+    return replace(_clash(pending), event=None)
 
 
 def _clash(pending: PendingBuild) -> Admission:

@@ -17,6 +17,7 @@ from msgspec.structs import replace
 from bus.contracts.base import MAX_AMOUNT
 from bus.contracts.build import HostScore
 from bus.contracts.cell import Selection
+from bus.contracts.groups import GroupPolicy
 from bus.contracts.placement import ClaimOption, ClaimOutcome, ClaimResult
 from bus.faults import Fault, RequestRefused
 from placement_worker.replica.query import total_resources
@@ -60,9 +61,28 @@ def step(attempt: Attempt, answer: ClaimResult | Fault, selector: Selector, *, n
         return _recover(attempt, candidates, answer, selector, now=now)
     if choice is None:
         return AttemptStep(no_valid_host(attempt, selector))
+    if answer.outcome is ClaimOutcome.INCOMPLETE:
+        # Where the gang stays together the host is the others' too, and one of them did not fit there.
+        stays = not attempt.spec.has_policy(GroupPolicy.AFFINITY)
+        return AttemptStep(replace(attempt, same_host=choice.selected if stays else None))
     if answer.outcome in LOST:
         return AttemptStep(_after_loss(attempt, choice, answer, selector))
     return AttemptStep(_after_refusal(attempt, answer))
+
+
+def probed(attempt: Attempt, answer: ClaimResult | Fault, selector: Selector, *, now: float) -> AttemptStep:
+    """Apply the answer to a probe that was made before the first choice. now: wall clock."""
+    attempt = replace(attempt, claims=attempt.claims + 1)
+    if isinstance(answer, Fault):
+        return AttemptStep(replace(attempt, result=_after_fault(answer)))
+    if answer.outcome is ClaimOutcome.CLAIMED:
+        return _recover(attempt, (), answer, selector, now=now)
+    return AttemptStep(attempt)
+
+
+def with_probe(attempt: Attempt, selector: Selector) -> Attempt:
+    """The attempt with an option that never fits, to see what an earlier run holds; as it is when there is no host."""
+    return replace(attempt, probe=_unclaimable(attempt.spec, selector))
 
 
 def nothing_fits(attempt: Attempt, selector: Selector) -> Attempt:

@@ -449,6 +449,7 @@ class MemoryBuilds:
             and query.state in (None, record.state)
             and (query.before is None or record.created_at < query.before)
             and (query.after is None or record.created_at >= query.after)
+            and query.gang in (None, record.gang)
         ]
         return sorted(found, key=lambda record: record.created_at, reverse=True)
 
@@ -478,6 +479,8 @@ def _insert(table: MemoryBuildTable, new: NewBuild, now: float) -> None:
         state=new.build.state,
         created_at=now,
         updated_at=now,
+        gang=new.gang.uuid if new.gang else None,
+        gang_min=new.gang.min_count if new.gang else 0,
     )
     _update(table, new.build, new.timeline, now)
 

@@ -65,16 +65,16 @@ OF_QUERY = """
 SELECT * FROM build_requests
 WHERE ($1::uuid IS NULL OR instance_uuid = $1) AND ($2::text IS NULL OR project_id = $2)
   AND ($3::text IS NULL OR state = $3) AND ($4::double precision IS NULL OR created_at < $4)
-  AND ($5::double precision IS NULL OR created_at >= $5)
+  AND ($5::double precision IS NULL OR created_at >= $5) AND ($6::uuid IS NULL OR gang = $6)
 ORDER BY created_at DESC
 """
 BUILDS = f"""
-SELECT {rows.RECORD} FROM ({OF_QUERY} LIMIT $6) b LEFT JOIN instances i ON i.instance_uuid = b.instance_uuid
-WHERE ($8::text IS NULL OR cell = $8) AND ($9::text IS NULL OR host = $9)
-  AND ($10::text IS NULL OR coalesce(nullif(i.flavor, ''), b.flavor) = $10) AND ($11::text IS NULL OR code = $11)
-ORDER BY created_at DESC LIMIT $7
+SELECT {rows.RECORD} FROM ({OF_QUERY} LIMIT $7) b LEFT JOIN instances i ON i.instance_uuid = b.instance_uuid
+WHERE ($9::text IS NULL OR cell = $9) AND ($10::text IS NULL OR host = $10)
+  AND ($11::text IS NULL OR coalesce(nullif(i.flavor, ''), b.flavor) = $11) AND ($12::text IS NULL OR code = $12)
+ORDER BY created_at DESC LIMIT $8
 """
-SEARCHED_TO = f"SELECT created_at FROM ({OF_QUERY} OFFSET $6 - 1 LIMIT 1) b"
+SEARCHED_TO = f"SELECT created_at FROM ({OF_QUERY} OFFSET $7 - 1 LIMIT 1) b"
 
 
 # Along the index on created_at: an index on a column that changes would make every write of a build dearer. Builds that
@@ -442,4 +442,4 @@ class PostgresBuilds:
 def _of_query(query: BuildQuery) -> tuple[object, ...]:
     """The parameters of OF_QUERY."""
     state = query.state.value if query.state is not None else None
-    return query.instance_uuid, query.project_id, state, query.before, query.after
+    return query.instance_uuid, query.project_id, state, query.before, query.after, query.gang

@@ -22,10 +22,11 @@ Columns = tuple[Sequence[Any], ...]
 
 INSERT = """
 INSERT INTO build_requests (instance_uuid, project_id, flavor, name, request, digest, state, sequence, terminal,
-                            code, reason, timeline, created_at, updated_at)
+                            code, reason, timeline, gang, gang_min, created_at, updated_at)
 SELECT n.*, t.now, t.now
 FROM unnest({}::uuid[], {}::text[], {}::text[], {}::text[], {}::text[], {}::bytea[], {}::text[], {}::bigint[],
-            {}::boolean[], {}::text[], {}::text[], {}::text[]) n, (SELECT {}::float8 AS now) t
+            {}::boolean[], {}::text[], {}::text[], {}::text[], {}::uuid[], {}::integer[]) n,
+     (SELECT {}::float8 AS now) t
 ON CONFLICT (instance_uuid) DO NOTHING
 RETURNING instance_uuid
 """
@@ -56,7 +57,7 @@ RETURNING instance_uuid
 MAX_SEARCHED = 100_000
 
 RECORD = """b.instance_uuid, project_id, coalesce(nullif(i.flavor, ''), b.flavor) AS flavor, name, state, cell, host,
-       code, reason, funnel, history, timeline, created_at, updated_at, i.condition, i.under_way"""
+       code, reason, funnel, history, timeline, created_at, updated_at, i.condition, i.under_way, gang, gang_min"""
 
 BUILD = "instance_uuid, project_id, state, sequence, terminal, cell, host, code, reason, history, delete_requested"
 
@@ -73,7 +74,7 @@ WHERE build_requests.instance_uuid = n.instance_uuid
 """
 
 
-MAX_VALUES = 13
+MAX_VALUES = 15
 
 
 def numbered(statement: str) -> str:
@@ -125,6 +126,8 @@ def _insert_row(new: NewBuild) -> tuple[Any, ...]:
         build.code,
         clean(build.reason),
         timeline_text(new.timeline),
+        new.gang and new.gang.uuid,
+        new.gang and new.gang.min_count,
     )
 
 
@@ -202,6 +205,8 @@ def record(row: asyncpg.Record) -> BuildRecord:
         timeline=tuple(_timelines.decode_lines(row["timeline"])) if row["timeline"] else (),
         condition=row["condition"] or "",
         under_way=row["under_way"],
+        gang=row["gang"],
+        gang_min=row["gang_min"] or 0,
     )
 
 

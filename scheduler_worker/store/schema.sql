@@ -5,7 +5,8 @@
 
 -- request: the message as it came, and digest: a digest of it. A repeat is distinguished from a clash, and a decision can be run
 -- again. timeline: JSON lines, only ever appended to, so that one statement appends without reading.
--- created_at, updated_at: seconds since the epoch.
+-- created_at, updated_at: seconds since the epoch. gang: the request that several were made by, gang_min: how many of them
+-- start together at least.
 -- fillfactor: a row is written three to five times in its first seconds; room on the page keeps these writes cheap.
 -- Nothing that changes is indexed, for the same reason.
 CREATE TABLE build_requests (
@@ -27,10 +28,13 @@ CREATE TABLE build_requests (
     history text NOT NULL DEFAULT '[]',
     timeline text NOT NULL DEFAULT '',
     created_at double precision NOT NULL,
-    updated_at double precision NOT NULL
+    updated_at double precision NOT NULL,
+    gang uuid,
+    gang_min integer
 ) WITH (fillfactor = 50);
 CREATE INDEX build_requests_newest ON build_requests (created_at DESC);
 CREATE INDEX build_requests_of_project ON build_requests (project_id, created_at DESC);
+CREATE INDEX build_requests_of_gang ON build_requests (gang) WHERE gang IS NOT NULL;
 
 -- mapped_at: seconds since the epoch.
 CREATE TABLE instance_cells (

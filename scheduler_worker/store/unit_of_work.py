@@ -34,7 +34,7 @@ class OptimisticBuildUnit(OptimisticUnitOfWork[RecordedBuild, BuildWrites]):
 
     async def insert(self, builds: Sequence[NewBuild], now: float) -> set[str]:
         """Expected to be new, all of them."""
-        self.writes.inserts, self.writes.at = builds, now
+        self.writes.inserts, self.writes.at = [*self.writes.inserts, *builds], now
         self._after.update((new.build.instance_uuid, new.build) for new in builds)
         return {new.build.instance_uuid for new in builds}
 

@@ -6,7 +6,16 @@ from collections.abc import Callable, Sequence
 
 from bus.clock import SystemClock
 from bus.contracts.base import Refusal
-from bus.contracts.placement import Claim, ClaimResult, LocatePage, LocateRequest, Release, ReleaseResult
+from bus.contracts.placement import (
+    Claim,
+    ClaimAll,
+    ClaimAllResult,
+    ClaimResult,
+    LocatePage,
+    LocateRequest,
+    Release,
+    ReleaseResult,
+)
 from bus.faults import Fault, RequestRefused, RequestTimeout
 from placement_worker.store.memory import MemoryBook, MemoryBookTable
 
@@ -33,6 +42,13 @@ class BookClaims:
             return [_answered(self.answer(claim)) for claim in claims]
         replies = await self.book.apply(list(claims))
         return [reply for reply in replies if isinstance(reply, ClaimResult)]
+
+    async def submit_gangs(self, gangs: Sequence[ClaimAll]) -> list[ClaimAllResult | Fault]:
+        self.submitted += (claim for gang in gangs for claim in gang.claims)
+        if self.away:
+            return [RequestTimeout("unavailable") for _ in gangs]
+        replies = await self.book.apply(list(gangs))
+        return [reply for reply in replies if isinstance(reply, ClaimAllResult)]
 
     async def release(self, releases: Sequence[Release]) -> list[ReleaseResult | Fault]:
         if self.unavailable:

@@ -1,0 +1,96 @@
+"""Gangs: requests for several machines that start together or not at all, and what one member means for the others.
+
+A gang's members choose one after another, each seeing the ones before it, and are claimed in one `placement.claim.all`.
+While a member may still find a host the gang waits for it; who finds none leaves, and the rest goes on as long as it is
+enough.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import groupby
+
+from msgspec.structs import replace
+
+from bus.contracts.groups import GroupPolicy
+from placement_worker.replica.query import total_resources
+from scheduler_worker.domain.attempt import (
+    Attempt,
+    GangIncomplete,
+    HostClaimed,
+    PlacementRefused,
+    PlacementUnavailable,
+)
+from scheduler_worker.domain.pending import Admission, PendingBuild
+
+LEFT_OUT = "gang.left_out"
+
+
+def by_gang(attempts: Iterable[Attempt]) -> list[list[Attempt]]:
+    """Attempts in their order, those of one gang (which stand side by side) as one list, any other alone."""
+    grouped = groupby(attempts, key=lambda one: one.request.instance_uuid if one.gang is None else one.gang.uuid)
+    return [list(members) for _, members in grouped]
+
+
+def largest_first(attempts: Sequence[Attempt]) -> list[Attempt]:
+    """In the order in which members choose: what is large has the fewest places. Sizes: the sum of all amounts."""
+    return sorted(attempts, key=lambda one: -sum(total_resources(one.spec.query).values()))
+
+
+def pooled(attempts: Sequence[Attempt]) -> list[Attempt]:
+    """What one member of a gang that stays together has found out of hosts, and of other members, counts for all."""
+    if not attempts or not attempts[0].spec.has_policy(GroupPolicy.AFFINITY):
+        return list(attempts)
+    rejected = {host: why for one in attempts for host, why in one.rejected.items()}
+    members = {
+        host: count for one in attempts if one.spec.peers is not None for host, count in one.spec.peers.members.items()
+    }
+    return [replace(one, rejected=rejected, spec=one.spec.with_members(members)) for one in attempts]
+
+
+def agreed(attempts: Sequence[Attempt]) -> list[Attempt]:
+    """The attempts, in their order, with the results that follow for the other members of a gang.
+
+    Without placement's answer for one the whole gang is tried again. Where some hold the claims of an earlier run, that
+    run has decided who starts. And fewer than start together have no use for a host.
+    """
+    if all(one.gang is None for one in attempts):
+        return list(attempts)
+    return [after for members in by_gang(attempts) for after in _agreed(members)]
+
+
+def _agreed(members: list[Attempt]) -> list[Attempt]:
+    gang, open_ = members[0].gang, [one for one in members if one.result is None]
+    if gang is None or not open_:
+        return members
+    away = next((one.result for one in members if isinstance(one.result, PlacementUnavailable)), None)
+    if away is not None:
+        return [replace(one, result=away) if one.result is None else one for one in members]
+    if any(isinstance(one.result, HostClaimed) for one in members):
+        left = PlacementRefused(LEFT_OUT, f"an earlier run of the request started gang {gang.uuid} without it")
+        return [replace(one, result=left) if one.result is None else one for one in members]
+    if len(open_) >= gang.min_count:
+        return members
+    return [
+        one if one.result is not None else replace(one, result=GangIncomplete(gang, len(open_), one.claims))
+        for one in members
+    ]
+
+
+def claimable(attempts: Sequence[Attempt]) -> list[list[Attempt]]:
+    """The gangs to claim for in this round: each member that is left has chosen."""
+    gangs = [
+        [one for one in members if one.result is None] for members in by_gang(attempts) if members[0].gang is not None
+    ]
+    return [members for members in gangs if members and all(one.choice is not None for one in members)]
+
+
+def withdrawn(
+    builds: Sequence[PendingBuild], admissions: Sequence[Admission], deleted: Iterable[str]
+) -> dict[str, int]:
+    """{gang: how many members a delete has taken out of it}."""
+    gone, counted = set(deleted), dict[str, int]()
+    for pending, admission in zip(builds, admissions, strict=True):
+        if pending.gang is not None and (admission.withdrawn or pending.instance_uuid in gone):
+            counted[pending.gang.uuid] = counted.get(pending.gang.uuid, 0) + 1
+    return counted

@@ -1,0 +1,167 @@
+"""Requests for several machines that start together or not at all, from the message to the book."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+import pytest
+from msgspec import structs
+
+from bus.bus import API
+from bus.clock import new_uuid
+from bus.contracts.build import (
+    BuildAccepted,
+    BuildEvent,
+    BuildPage,
+    BuildQuery,
+    BuildRequest,
+    BuildState,
+    FlavorCount,
+    member_uuids,
+)
+from bus.contracts.groups import GroupPolicy, ServerGroup
+from scheduler_worker.config import SchedulerConfig
+from tests.integration.scheduler.world import PATIENCE_S, World
+
+pytestmark = pytest.mark.postgres
+
+ENDS = (BuildState.SCHEDULED, BuildState.FAILED, BuildState.REFUSED, BuildState.DELETED)
+ROOM_FOR = {"VCPU": 1, "MEMORY_MB": 2048, "DISK_GB": 20}  # of one m1.small
+
+
+def room_for(machines: int) -> dict[str, int]:
+    return {name: machines * amount for name, amount in ROOM_FOR.items()}
+
+
+async def ends(world: World, request: BuildRequest) -> list[BuildEvent]:
+    """Of each member whether it was scheduled, or how it ended."""
+    return [await world.ended(uuid, *ENDS) for uuid in member_uuids(request)]
+
+
+async def boot(world: World, **fields: object) -> list[BuildEvent]:
+    request = world.request(**fields)
+    await world.ask(request)
+    return await ends(world, request)
+
+
+def codes(events: Sequence[BuildEvent]) -> dict[str, int]:
+    return dict(Counter(event.code or event.state.value for event in events))
+
+
+async def test_each_member_is_an_instance_of_its_own(world: World) -> None:
+    await world.scheduler()
+    await world.add_hosts("c1", 2, **room_for(2))
+    await world.add_hosts("c2", 1, **room_for(2))
+    request = world.request(count=5, name="web")
+    reply = await world.buses[API].request(request, BuildAccepted, timeout_s=PATIENCE_S)
+    assert reply.instance_uuid == request.instance_uuid and reply.members == member_uuids(request)
+    assert codes(await ends(world, request)) == {"scheduled": 5}
+    built = {command.spec.instance_uuid: command for _, command in world.builds}
+    assert built.keys() == set(reply.members) and len(built) == 5
+    assert {command.spec.name for command in built.values()} == {f"web-{number}" for number in range(1, 6)}
+    assert sum(len(used) > 0 for used in (await world.used()).values()) == 3
+    assert len({cell for cell, _ in world.builds}) == 2, "one gang, two cells"
+    page = await world.buses[API].request(BuildQuery(gang=request.instance_uuid), BuildPage, timeout_s=PATIENCE_S)
+    assert {(one.instance_uuid, one.gang, one.gang_min) for one in page.builds} == {
+        (uuid, request.instance_uuid, 5) for uuid in reply.members
+    }
+
+
+async def test_fewer_than_enough_is_none_and_every_member_is_told_why(world: World) -> None:
+    await world.scheduler()
+    await world.add_hosts("c1", 2, **room_for(2))
+    events = await boot(world, count=5)
+    assert codes(events) == {"no_valid_host": 1, "gang.incomplete": 4}
+    assert all(event.terminal for event in events)
+    (incomplete, *_) = [event for event in events if event.code == "gang.incomplete"]
+    assert "4 of the 5 members" in incomplete.reason and "5 start together" in incomplete.reason
+    assert await world.used() == {} and world.builds == []
+    assert codes(await boot(world, count=4)) == {"scheduled": 4}
+
+
+async def test_as_many_as_fit_start_when_they_are_enough(world: World) -> None:
+    await world.scheduler()
+    await world.add_hosts("c1", 2, **room_for(2))
+    assert codes(await boot(world, count=6, min_count=5)) == {"no_valid_host": 2, "gang.incomplete": 4}
+    assert codes(await boot(world, count=6, min_count=3)) == {"scheduled": 4, "no_valid_host": 2}
+
+
+async def test_members_of_several_flavors_start_together(world: World) -> None:
+    """The large one has but one place, and the small ones leave it to it though they stand first."""
+    await world.scheduler()
+    await world.add_hosts("c1", 1, VCPU=2, MEMORY_MB=4096, DISK_GB=40)
+    await world.add_hosts("c1", 2, **room_for(1))
+    request = world.request(count=2, also=(FlavorCount(flavor="m1.medium"),))
+    await world.ask(request)
+    assert codes(await ends(world, request)) == {"scheduled": 3}
+    flavors = {command.spec.instance_uuid: command.spec.flavor for _, command in world.builds}
+    assert [flavors[uuid] for uuid in member_uuids(request)] == ["m1.small", "m1.small", "m1.medium"]
+
+
+async def test_quota_counts_all_of_them(world: World) -> None:
+    await world.scheduler(config=SchedulerConfig(default_quota={"INSTANCES": 3}))
+    await world.add_hosts("c1", 2)
+    assert codes(await boot(world, count=4)) == {"quota.exceeded": 1, "gang.incomplete": 3}
+    assert await world.used() == {}
+    assert codes(await boot(world, count=5, min_count=2)) == {"scheduled": 3, "quota.exceeded": 2}
+
+
+async def test_members_keep_apart_from_each_other(world: World) -> None:
+    await world.scheduler()
+    await world.add_hosts("c1", 3)
+    apart = ServerGroup(uuid=new_uuid(world.rng), policy=GroupPolicy.ANTI_AFFINITY)
+    events = await boot(world, count=3, server_group=apart)
+    assert codes(events) == {"scheduled": 3} and len({event.host for event in events}) == 3
+    assert codes(await boot(world, count=2, min_count=1, server_group=apart)) == {"no_valid_host": 2}
+
+
+async def test_members_that_stay_together_find_the_host_that_takes_all(world: World) -> None:
+    """The roomiest by weight is full in another class; the only one with room for all is tried after it."""
+    await world.scheduler()
+    await world.add_hosts("c1", 4, VCPU=2, MEMORY_MB=65536, DISK_GB=1000)
+    await world.add_hosts("c2", 1, **room_for(4))
+    together = ServerGroup(uuid=new_uuid(world.rng), policy=GroupPolicy.AFFINITY)
+    events = await boot(world, count=4, server_group=together)
+    assert codes(events) == {"scheduled": 4} and {event.host for event in events} == {"c2-0"}
+    other = ServerGroup(uuid=new_uuid(world.rng), policy=GroupPolicy.AFFINITY)
+    events = await boot(world, count=3, min_count=2, server_group=other)
+    assert codes(events) == {"scheduled": 2, "no_valid_host": 1} and len({e.host for e in events if e.host}) == 1
+
+
+async def test_a_repeated_request_changes_nothing_and_another_content_is_refused_whole(world: World) -> None:
+    await world.scheduler()
+    await world.add_hosts("c1", 2)
+    request = world.request(count=3)
+    await world.ask(request, request)
+    assert codes(await ends(world, request)) == {"scheduled": 3}
+    await world.ask(request)
+    larger = structs.replace(request, count=5)
+    await world.ask(larger)
+    clash = await world.ended(request.instance_uuid, BuildState.REFUSED)
+    assert clash.code == "request.duplicate"
+    late = world.request()
+    await world.ask(late)
+    await world.ended(late.instance_uuid, BuildState.SCHEDULED)
+    assert len(world.builds) == 4, "three members once, and the last request"
+    for uuid in set(member_uuids(larger)) - set(member_uuids(request)):
+        assert await world.show(uuid) is None
+
+
+async def test_a_member_that_was_deleted_is_not_waited_for(world: World) -> None:
+    await world.scheduler()
+    await world.add_hosts("c1", 1, **room_for(2))
+    request = world.request(count=3)
+    third = structs.replace(request, instance_uuid=member_uuids(request)[2], count=1)
+    await world.delete(third)
+    await world.ended(third.instance_uuid, BuildState.DELETED, BuildState.REFUSED)
+    await world.ask(request)
+    states = [await world.ended(uuid, *ENDS) for uuid in member_uuids(request)[:2]]
+    assert codes(states) == {"scheduled": 2}
+
+
+async def test_an_unknown_flavor_refuses_all_of_them(world: World) -> None:
+    await world.scheduler()
+    await world.add_hosts("c1", 1)
+    events = await boot(world, count=2, also=(FlavorCount(flavor="none"),))
+    assert codes(events) == {"flavor.unknown": 3}
