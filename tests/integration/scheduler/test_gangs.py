@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
 from collections.abc import Sequence
 
+import asyncpg
 import pytest
 from msgspec import structs
 
@@ -21,7 +23,11 @@ from bus.contracts.build import (
     member_uuids,
 )
 from bus.contracts.groups import GroupPolicy, ServerGroup
+from bus.contracts.placement import Release, ReleaseResult
+from scheduler_worker.claims import BusClaims
 from scheduler_worker.config import SchedulerConfig
+from scheduler_worker.engine import SchedulingEngine
+from tests.integration.scheduler.test_twins import Gate, fill, take_requests_away
 from tests.integration.scheduler.world import PATIENCE_S, World
 
 pytestmark = pytest.mark.postgres
@@ -165,3 +171,91 @@ async def test_an_unknown_flavor_refuses_all_of_them(world: World) -> None:
     await world.add_hosts("c1", 1)
     events = await boot(world, count=2, also=(FlavorCount(flavor="none"),))
     assert codes(events) == {"flavor.unknown": 3}
+
+
+async def test_what_a_scheduler_claimed_before_it_died_is_found_and_built_once(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The gang's own claims fill the hosts, so that nothing fits any more when the request is delivered again."""
+    writing = Gate(monkeypatch, SchedulingEngine, "_write")
+    await world.scheduler("s1")
+    await world.add_hosts("c1", 2, **room_for(2))
+    request = world.request(count=4)
+    await world.ask(request)
+    await writing.wait()
+    held = await world.used()
+    await world.kill("s1")
+    await world.scheduler("s2")
+    assert codes(await ends(world, request)) == {"scheduled": 4}
+    assert len(world.builds) == 4 and await world.used() == held
+
+
+async def test_a_gangs_claim_that_lands_after_the_other_copy_has_failed_holds_nothing(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    claiming = Gate(monkeypatch, BusClaims, "submit_gangs")
+    await world.scheduler("s1", SchedulerConfig(hosts_warmup_s=0.001))
+    (host,) = await world.add_hosts("c1", 1, **room_for(2))
+    request = world.request(count=2)
+    await world.ask(request)
+    await claiming.wait()
+    take_requests_away(world)
+    other = await fill(world, host)
+    await world.scheduler("s2", SchedulerConfig(hosts_warmup_s=0.001))
+    assert codes(await ends(world, request)) == {"no_valid_host": 1, "gang.incomplete": 1}
+    await world.buses[API].request(Release(consumer=other), ReleaseResult, timeout_s=PATIENCE_S)
+    claiming.open.set()
+    await world.eventually(lambda: not list(world.replicas["s1"].assumed_keys()))
+    assert await world.used() == {} and world.builds == []
+
+
+class Watch:
+    """Looks at the book again and again: every look is one snapshot. partial: gangs that were seen in part."""
+
+    def __init__(self, url: str, gangs: Sequence[BuildRequest]) -> None:
+        self.looks, self.partial = 0, list[tuple[str, int]]()
+        self._url = url
+        self._gang_of = {uuid: gang for gang in gangs for uuid in member_uuids(gang)}
+        self._task = asyncio.create_task(self._run())
+
+    async def _run(self) -> None:
+        connection = await asyncpg.connect(self._url)
+        try:
+            while True:
+                await self._look(connection)
+        finally:
+            await connection.close()
+
+    async def _look(self, connection: asyncpg.Connection) -> None:
+        rows = await connection.fetch("SELECT DISTINCT consumer::text FROM placement.allocations")
+        held = Counter(self._gang_of[row[0]].instance_uuid for row in rows if row[0] in self._gang_of)
+        least = {gang.instance_uuid: gang.min_count or gang.members for gang in self._gang_of.values()}
+        self.partial += [(gang, count) for gang, count in held.items() if count < least[gang]]
+        self.looks += 1
+
+    async def end(self) -> None:
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+
+
+async def test_eight_schedulers_on_full_hosts_leave_no_partial_gang(world: World) -> None:
+    """Room for 12 more machines on hosts that are 95 % full, and gangs of two to five that want 84."""
+    for number in range(8):
+        await world.scheduler(f"s{number}")
+    for cell in ("c1", "c2"):
+        await world.add_hosts(cell, 6, **room_for(20))
+    fillers = [world.request() for _ in range(228)]
+    await world.ask(*fillers)
+    for filler in fillers:
+        assert (await world.ended(filler.instance_uuid, *ENDS)).state is BuildState.SCHEDULED
+    gangs = [world.request(count=2 + at % 4, min_count=2 if at % 4 == 3 else None) for at in range(24)]
+    watch = Watch(world.url, gangs)
+    await world.ask(*gangs)
+    started = [codes(await ends(world, gang)).get("scheduled", 0) for gang in gangs]
+    await watch.end()
+    assert watch.looks > 0 and watch.partial == []
+    assert all(
+        count == 0 or count >= (gang.min_count or gang.members) for gang, count in zip(gangs, started, strict=True)
+    )
+    assert 11 <= sum(started) <= 12, "the smallest gang is of two, so at most one place is left"
+    assert len(world.builds) == 228 + sum(started)
