@@ -21,6 +21,7 @@ from bus.contracts.build import (
     DeleteRequest,
     HostsPage,
     HostsQuery,
+    member_uuids,
 )
 from bus.contracts.operations import AdminStateSet, HostAdminState, ServicesPage, ServicesQuery, SetAdminState
 from bus.faults import Fault, Transient
@@ -43,6 +44,11 @@ MAX_EVENTS = 1_000_000
 
 ENDS_A_BUILD = frozenset({BuildState.ACTIVE, BuildState.FAILED, BuildState.REFUSED, BuildState.DELETED})
 ENDS_A_DELETE = frozenset({BuildState.DELETED, BuildState.REFUSED})
+
+
+def instances_of(request: BuildRequest | DeleteRequest) -> tuple[str, ...]:
+    """The instances that a request is about: all of a gang's members."""
+    return member_uuids(request) if isinstance(request, BuildRequest) else (request.instance_uuid,)
 
 
 class Track(Struct):
@@ -126,13 +132,18 @@ class BuildClient:
         return self._follow(request.instance_uuid, request.flavor, request.project_id, intended_at)
 
     async def boot(self, requests: Sequence[BuildRequest], *, patience_s: float = 0.0) -> list[Track]:
-        """Publish all (confirmed by the broker when this returns) and follow them.
+        """Publish all (confirmed by the broker when this returns) and follow them, each member of a gang by itself.
 
         patience_s: how long to publish again while the broker is unavailable or refuses; a request that arrives twice
         is one request. Raises BusUnavailable, Unroutable (no scheduler was ever here) or PublishRefused (slow down);
         the tracks of those that were confirmed before have a `published_at`.
         """
-        tracks = [self.track(request) for request in requests]
+        now = self._clock.monotonic()
+        tracks = [
+            self._follow(uuid, request.flavor, request.project_id, now)
+            for request in requests
+            for uuid in instances_of(request)
+        ]
         give_up_at = self._clock.monotonic() + patience_s
         for start in range(0, len(requests), PUBLISH_SLICE):
             await self._publish(requests[start : start + PUBLISH_SLICE], give_up_at)
@@ -319,7 +330,8 @@ class BuildClient:
             now = self._clock.monotonic()
             for request, error in zip(requests, errors, strict=True):
                 if error is None:
-                    self.tracks[request.instance_uuid].published_at = now
+                    for uuid in instances_of(request):
+                        self.tracks[uuid].published_at = now
             failed = [(request, error) for request, error in zip(requests, errors, strict=True) if error is not None]
             if not failed:
                 return

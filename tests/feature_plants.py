@@ -277,10 +277,10 @@ PLANTS: dict[str, tuple[str, str, str]] = {
     ),
     "C-16": (
         "scheduler_worker/engine.py",
-        "            after[uuid] = stepped.attempt\n",
+        "            after.append(stepped.attempt)\n",
         (
             "            assert not isinstance(answer, ClaimResult) or answer.outcome is not ClaimOutcome.INVALID\n"
-            "            after[uuid] = stepped.attempt\n"
+            "            after.append(stepped.attempt)\n"
         ),
     ),
     "C-17": ("placement_worker/domain/claims.py", "if more > 0 and now.get(name, 0) + more > limit:", "if False:"),
@@ -466,6 +466,12 @@ PLANTS: dict[str, tuple[str, str, str]] = {
         "placement_worker/store/inventory.py",
         "    allocation_ratio = EXCLUDED.allocation_ratio, capacity = EXCLUDED.capacity, stranded",
         ("    used = 0, allocation_ratio = EXCLUDED.allocation_ratio, capacity = EXCLUDED.capacity, stranded"),
+    ),
+    "N-7": ("scheduler_worker/domain/gangs.py", "if len(open_) >= gang.min_count:", "if open_:"),
+    "T-17": (
+        _CLAIMS,
+        "    if all(verdict.outcome is _CLAIMED for verdict in verdicts):",
+        "    if any(verdict.outcome is _CLAIMED for verdict in verdicts):",
     ),
     "C-8": (
         "cell_conductor/domain/table.py",

@@ -34,6 +34,7 @@ from bus.contracts.build import BuildQuery, BuildRecord, BuildRequest, BuildStat
 from bus.contracts.deploy import MAX_USER_DATA, ConfigDrive, ImageSource, NetworkRequest
 from bus.contracts.fences import EvacuationPolicy
 from bus.contracts.groups import GroupPolicy, ServerGroup
+from bus.contracts.placement import MAX_MEMBERS
 from bus.port import BusUnavailable, PublishRefused
 
 MAX_COUNT = 100_000
@@ -45,6 +46,13 @@ def boot(
     context: typer.Context,
     flavor: Annotated[str, typer.Option(help="What to build; `berth config` lists the flavors.")],
     count: Annotated[int, typer.Option(min=1, max=MAX_COUNT, help="How many.")] = 1,
+    together: Annotated[
+        bool, typer.Option("--together", help="One request for all of them: they start together or not at all.")
+    ] = False,
+    min_count: Annotated[
+        int | None,
+        typer.Option(min=1, max=MAX_MEMBERS, help="As --together, but so many are enough."),
+    ] = None,
     name: Annotated[str, typer.Option(help="A name; with --count, a number is added.")] = "",
     project: Annotated[str, typer.Option(help="Whose they are.")] = "default",
     image: Annotated[str, typer.Option(help="The image's name.")] = "",
@@ -83,15 +91,22 @@ def boot(
     as_json: AsJson = False,
 ) -> None:
     """Ask for machines. With --wait, exit status 1 when one of them failed."""
-    if uuid is not None and count > 1:
-        raise typer.BadParameter("--uuid names one instance; leave --count away")
+    of_gang = together or min_count is not None
+    if uuid is not None and count > 1 and not of_gang:
+        raise typer.BadParameter("--uuid names one instance; leave --count away, or add --together")
+    if of_gang and count > MAX_MEMBERS:
+        raise typer.BadParameter(f"at most {MAX_MEMBERS} start together", param_hint="--count")
+    if (min_count or 1) > count:
+        raise typer.BadParameter("it is more than --count", param_hint="--min-count")
+    if of_gang and count > 1 and port:
+        raise typer.BadParameter("a port is one machine's", param_hint="--port")
     image_of_its_own, drive = _image_source(image_source, image_sha256), _config_drive(user_data, key or ())
     requests = [
         BuildRequest(
             instance_uuid=uuid or new_uuid(random.SystemRandom()),
             flavor=flavor,
             project_id=project,
-            name=(f"{name}-{number}" if name and count > 1 else name),
+            name=(f"{name}-{number}" if name and count > 1 and not of_gang else name),
             image=image,
             host=host,
             server_group=None if group is None else ServerGroup(uuid=group, policy=policy, max_per_host=max_per_host),
@@ -101,8 +116,10 @@ def boot(
             config_drive=drive,
             networks=tuple(NetworkRequest(port=one) for one in port or ()),
             on_host_failure=on_host_failure,
+            count=count if of_gang else 1,
+            min_count=min_count,
         )
-        for number in range(1, count + 1)
+        for number in range(1, 2 if of_gang else count + 1)
     ]
     _check(requests[-1])
 
@@ -198,6 +215,10 @@ def list_builds(
     cell: Annotated[str | None, typer.Option(help="Only in this cell.")] = None,
     flavor: Annotated[str | None, typer.Option(help="Only of this flavor.")] = None,
     code: Annotated[str | None, typer.Option(help="Only with this code.")] = None,
+    gang: Annotated[
+        str | None,
+        typer.Option(parser=parse_uuid, metavar="UUID", help="Only those that were to start together in this request."),
+    ] = None,
     after: Annotated[datetime | None, typer.Option(help="Only requested then or later, UTC.")] = None,
     before: Annotated[datetime | None, typer.Option(help="Only requested earlier, UTC.")] = None,
     limit: Annotated[int, typer.Option(min=1, max=1000, help="The newest so many.")] = 50,
@@ -211,6 +232,7 @@ def list_builds(
         "cell": cell,
         "flavor": flavor,
         "code": code,
+        "gang": gang,
         "after": None if after is None else after.replace(tzinfo=UTC).timestamp(),
         "before": None if before is None else before.replace(tzinfo=UTC).timestamp(),
         "limit": limit,
@@ -313,6 +335,7 @@ def _show_record(record: BuildRecord, *, history: bool) -> None:
     now = record.condition if record.condition != record.state else ""
     facts = {"now": now, "request": f"{record.under_way} is under way" if record.under_way else None}
     facts |= {"flavor": record.flavor, "project": record.project_id, "cell": record.cell, "host": record.host}
+    facts |= {"gang": f"{record.gang}, {record.gang_min} or more of it start together" if record.gang else None}
     facts |= {"code": record.code, "reason": record.reason, "requested": _when(record.created_at, day=True)}
     for name, value in facts.items():
         if value:

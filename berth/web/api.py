@@ -55,10 +55,14 @@ Body = TypeVar("Body", bound=Struct)
 
 
 class Accepted(Struct, frozen=True):
-    """The answer to a build or delete that is on record. links: where to look at it, and where to follow it."""
+    """The answer to a build or delete that is on record. links: where to look at it, and where to follow it.
+
+    members: of a request for several machines all of them, `instance_uuid` the first.
+    """
 
     instance_uuid: Uuid
     links: dict[str, str]
+    members: tuple[Uuid, ...] = ()
 
 
 # What builds are searched by beside their project, state and time.
@@ -98,7 +102,7 @@ class WebApi:
     # --- builds
 
     async def create_build(self, request: Request) -> Response:
-        """Ask for one machine. Idempotent by instance_uuid; without one, a new one is made up."""
+        """Ask for a machine, or several that start together. Idempotent by instance_uuid; without, one is made up."""
         caller = caller_of(request)
         fields = await object_of(request)
         fields.setdefault("instance_uuid", new_uuid(self._rng))
@@ -106,13 +110,13 @@ class WebApi:
         if caller.project is not None and fields.setdefault("project_id", caller.project) != caller.project:
             raise Problem(403, "project.forbidden", f"this token builds for project {caller.project}")
         build = converted(fields, BuildRequest)
-        await self._bus.request(build, BuildAccepted, timeout_s=ASK_TIMEOUT_S, cause=build.instance_uuid)
-        return _accepted(build.instance_uuid)
+        reply = await self._bus.request(build, BuildAccepted, timeout_s=ASK_TIMEOUT_S, cause=build.instance_uuid)
+        return _accepted(build.instance_uuid, reply.members)
 
     async def list_builds(self, request: Request) -> Response:
-        """Builds, newest first: ?project=&state=&cell=&host=&flavor=&code=&after=&before=&limit=."""
+        """Builds, newest first: ?project=&state=&cell=&host=&flavor=&code=&gang=&after=&before=&limit=."""
         query, caller = request.query_params, caller_of(request)
-        only(request, "project", "state", *SEARCHED_BY, "after", "before", "limit")
+        only(request, "project", "state", "gang", *SEARCHED_BY, "after", "before", "limit")
         project = query.get("project", caller.sees)
         if caller.sees is not None and project != caller.sees:
             raise Problem(403, "project.forbidden", f"this token sees project {caller.sees}")
@@ -123,6 +127,7 @@ class WebApi:
                     {
                         "project_id": project,
                         "state": query.get("state"),
+                        "gang": query.get("gang"),
                         **{name: query.get(name) for name in SEARCHED_BY},
                         "after": moment_of(query.get("after")),
                         "before": moment_of(query.get("before")),
@@ -365,7 +370,7 @@ def truth_of(request: Request, name: str) -> bool | None:
     return None if text is None else text == "true"
 
 
-def _accepted(uuid: str) -> Response:
+def _accepted(uuid: str, members: tuple[str, ...] = ()) -> Response:
     here = f"{API_ROOT}/builds/{uuid}"
-    body = Accepted(uuid, {"self": here, "events": f"{here}/events"})
+    body = Accepted(uuid, {"self": here, "events": f"{here}/events"}, members)
     return json_response(body, 202, {"location": here})

@@ -17,7 +17,7 @@ from bus.persistence.conflict import Conflict
 from bus.persistence.database import Database
 from bus.persistence.outbox import OutboxMessage
 from bus.persistence.unit_of_work import run_optimistic
-from scheduler_worker.domain.builds import BuildDecision, BuildUpdate, NewBuild, RecordedBuild
+from scheduler_worker.domain.builds import BuildDecision, BuildUpdate, Gang, NewBuild, RecordedBuild
 from scheduler_worker.domain.moves import InstanceRecord, RecordedMove
 from scheduler_worker.retention import purge
 from scheduler_worker.store.memory import MemoryBuilds, MemoryBuildTable
@@ -185,6 +185,21 @@ async def test_builds_are_found_by_host_cell_flavor_code_and_time(store: Schedul
     assert await found(after=1.0, before=2.0) == [B]
     assert await found(after=1.0) == [C, B]
     assert await store.searched_to(BuildQuery(flavor=flavor)) is None
+
+
+async def test_the_members_of_a_gang_are_found_by_it(store: SchedulerStore) -> None:
+    gang = Gang(uuid=A, size=2, min_count=1)
+    await insert(store, replace(new(A), gang=gang), replace(new(B), gang=gang), new(C))
+    found = await store.builds(BuildQuery(gang=A))
+    assert {(one.instance_uuid, one.gang, one.gang_min) for one in found} == {(A, A, 1), (B, A, 1)}
+    (alone,) = await store.builds(BuildQuery(instance_uuid=C))
+    assert (alone.gang, alone.gang_min) == (None, 0)
+
+
+async def test_an_optimistic_unit_inserts_in_several_steps(store: SchedulerStore) -> None:
+    async with store.unit(optimistic=True) as unit:
+        assert await unit.insert([new(A)], 1.0) | await unit.insert([new(B)], 1.0) == {A, B}
+    assert len(await store.builds(BuildQuery())) == 2
 
 
 async def test_a_search_reads_a_bounded_number_of_builds_and_returns_its_position(

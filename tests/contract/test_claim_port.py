@@ -12,6 +12,8 @@ from bus.bus import API, Bus
 from bus.clock import SystemClock
 from bus.contracts.placement import (
     Claim,
+    ClaimAll,
+    ClaimAllResult,
     ClaimOption,
     ClaimOutcome,
     ClaimResult,
@@ -119,6 +121,15 @@ async def test_a_repeated_claim_has_the_same_result(rig: Rig) -> None:
         assert (result.outcome, result.option, set(result.generations)) == (ClaimOutcome.CLAIMED, 0, {HOST})
 
 
+async def test_a_gang_is_claimed_whole_or_not_at_all(rig: Rig) -> None:
+    gangs = [ClaimAll(claims=(claim(VMS[0], 60), claim(VMS[1], 60))), ClaimAll(claims=(claim(VMS[2]), claim(VMS[3])))]
+    partial, whole = await rig.port.submit_gangs(gangs)
+    assert isinstance(partial, ClaimAllResult) and isinstance(whole, ClaimAllResult)
+    assert [one.outcome for one in partial.results] == [ClaimOutcome.INCOMPLETE, ClaimOutcome.FULL]
+    assert [one.outcome for one in whole.results] == [ClaimOutcome.CLAIMED, ClaimOutcome.CLAIMED]
+    assert await rig.port.submit_gangs([]) == []
+
+
 async def test_a_release_gives_back_and_fences_its_attempt(rig: Rig) -> None:
     assert await outcomes(rig.port, claim(VMS[0], 100)) == [ClaimOutcome.CLAIMED]
     released = await rig.port.release([Release(consumer=VMS[0], attempt=1, project_id="p")])
@@ -144,7 +155,8 @@ async def test_without_an_answer_each_message_has_a_transient_fault(rig: Rig) ->
     await rig.stop_placement()
     answers = [
         *await rig.port.submit([claim(VMS[0]), claim(VMS[1])]),
+        *await rig.port.submit_gangs([ClaimAll(claims=(claim(VMS[2]),))]),
         *await rig.port.release([Release(consumer=VMS[0], attempt=1, project_id="p")]),
         *await rig.port.locate([LocateRequest(project_id="p", besides=VMS[2], consumers=(VMS[0],))]),
     ]
-    assert [isinstance(answer, Transient) for answer in answers] == [True] * 4
+    assert [isinstance(answer, Transient) for answer in answers] == [True] * 5

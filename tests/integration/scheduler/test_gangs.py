@@ -23,7 +23,7 @@ from bus.contracts.build import (
     member_uuids,
 )
 from bus.contracts.groups import GroupPolicy, ServerGroup
-from bus.contracts.placement import Release, ReleaseResult
+from bus.contracts.placement import Release, ReleaseResult, SnapshotPage, SnapshotRequest
 from scheduler_worker.claims import BusClaims
 from scheduler_worker.config import SchedulerConfig
 from scheduler_worker.engine import SchedulingEngine
@@ -74,14 +74,22 @@ async def test_each_member_is_an_instance_of_its_own(world: World) -> None:
     }
 
 
+async def generations(world: World) -> list[int]:
+    """Of every provider; each claim and each release moves one."""
+    page = await world.buses[API].request(SnapshotRequest(limit=5000), SnapshotPage, timeout_s=PATIENCE_S)
+    return [provider.generation for provider in page.providers]
+
+
 async def test_fewer_than_enough_is_none_and_every_member_is_told_why(world: World) -> None:
     await world.scheduler()
     await world.add_hosts("c1", 2, **room_for(2))
+    before = await generations(world)
     events = await boot(world, count=5)
     assert codes(events) == {"no_valid_host": 1, "gang.incomplete": 4}
     assert all(event.terminal for event in events)
     (incomplete, *_) = [event for event in events if event.code == "gang.incomplete"]
     assert "4 of the 5 members" in incomplete.reason and "5 start together" in incomplete.reason
+    assert await generations(world) == before, "nothing was claimed, not even for a moment"
     assert await world.used() == {} and world.builds == []
     assert codes(await boot(world, count=4)) == {"scheduled": 4}
 

@@ -1,0 +1,133 @@
+"""Requests for several machines: their members, and what one member means for the others."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+from uuid import UUID, uuid5
+
+import msgspec
+import pytest
+from msgspec.structs import replace
+
+from bus.clock import new_uuid
+from bus.consuming.outcome import Received
+from bus.contracts.base import Meta, encode
+from bus.contracts.build import BuildRequest, FlavorCount, member_uuids
+from bus.contracts.deploy import NetworkRequest
+from bus.contracts.placement import MAX_MEMBERS
+from scheduler_worker.domain.attempt import (
+    Attempt,
+    GangIncomplete,
+    HostClaimed,
+    PlacementRefused,
+    PlacementRequest,
+    PlacementResult,
+    PlacementUnavailable,
+    new_attempt,
+)
+from scheduler_worker.domain.builds import Gang
+from scheduler_worker.domain.gangs import agreed, claimable
+from scheduler_worker.domain.pending import PendingBuild, members_of, pending_build
+from scheduler_worker.domain.request_spec import RequestSpec
+from tests.unit.scheduler.hosts import PLENTY, Hosts
+
+UUID_ = "00000000-0000-4000-8000-000000000001"
+REQUEST = BuildRequest(instance_uuid=UUID_, project_id="p", flavor="m1.small")
+REFUSED = PlacementRefused("claim.invalid", "")
+CLAIMED = HostClaimed(cell="c1", selections=(), consumer_generation=1, passed=1, score=0.0, claims=1)
+AWAY = PlacementUnavailable("away")
+
+
+def taken(request: BuildRequest) -> PendingBuild:
+    received = Received(request, Meta(id="m"), "api", "scheduler.requests")
+    return pending_build(received, 3, now=1000.0, flavors=Hosts([]).selector, max_age_s=100.0)
+
+
+def test_members_are_requests_for_one_machine_each_under_uuids_that_follow_from_the_request() -> None:
+    request = replace(REQUEST, name="w", count=2, also=(FlavorCount(flavor="m1.large"),), min_count=2)
+    members = members_of(taken(request), start=100)
+    assert [one.position for one in members] == [3, 100, 101]
+    assert [one.instance_uuid for one in members] == [UUID_, *(str(uuid5(UUID(UUID_), n)) for n in "12")]
+    assert [(one.request.flavor, one.request.name) for one in members] == [
+        ("m1.small", "w-1"), ("m1.small", "w-2"), ("m1.large", "w-3"),
+    ]  # fmt: skip
+    assert all(one.request.members == 1 and one.gang == Gang(uuid=UUID_, size=3, min_count=2) for one in members)
+    assert [one.is_later_member for one in members] == [False, True, True]
+    assert len({one.digest for one in members}) == 1 and members[0].digest != taken(REQUEST).digest
+
+
+def test_a_request_for_one_is_no_gang() -> None:
+    (only,) = members_of(taken(replace(REQUEST, min_count=1)), start=100)
+    assert only.gang is None and member_uuids(only.request) == (UUID_,)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"count": MAX_MEMBERS + 1},
+        {"count": MAX_MEMBERS, "also": [{"flavor": "f"}]},
+        {"count": 2, "min_count": 3},
+        {"count": 0},
+        {"count": 2, "networks": [{"port": UUID_}]},
+        {"also": [{"flavor": "f", "counts": 1}]},
+    ],
+)
+def test_what_no_gang_can_be_is_malformed(fields: dict[str, Any]) -> None:
+    with pytest.raises(msgspec.ValidationError):
+        msgspec.convert({**msgspec.to_builtins(REQUEST), **fields}, BuildRequest)
+
+
+def test_the_largest_request_is_accepted_with_its_network() -> None:
+    request = replace(REQUEST, count=MAX_MEMBERS, networks=(NetworkRequest(network=UUID_),))
+    assert msgspec.json.decode(encode(request), type=BuildRequest) == request
+    assert len(set(member_uuids(request))) == MAX_MEMBERS
+
+
+def attempts(*results: PlacementResult | None, least: int, gang: bool = True) -> list[Attempt]:
+    hosts, rng = Hosts([PLENTY]), random.Random(1)
+    made = []
+    for result in results:
+        request = replace(REQUEST, instance_uuid=new_uuid(rng))
+        spec = hosts.selector.request_spec(request)
+        assert isinstance(spec, RequestSpec)
+        of = Gang(uuid=UUID_, size=len(results), min_count=least) if gang else None
+        made.append(replace(new_attempt(PlacementRequest(request=request, spec=spec, gang=of), hosts.selector),
+                            result=result))  # fmt: skip
+    return made
+
+
+def results(found: list[Attempt]) -> list[object]:
+    return [one.result for one in found]
+
+
+@pytest.mark.parametrize(
+    ("before", "least", "after"),
+    [
+        ((None, REFUSED, None), 2, (None, REFUSED, None)),
+        ((None, REFUSED, None), 3, ("incomplete", REFUSED, "incomplete")),
+        ((None, AWAY, REFUSED), 1, (AWAY, AWAY, REFUSED)),
+        ((CLAIMED, None, CLAIMED), 2, (CLAIMED, "left_out", CLAIMED)),
+        ((CLAIMED, REFUSED), 2, (CLAIMED, REFUSED)),
+    ],
+)
+def test_what_one_member_means_for_the_others(
+    before: tuple[PlacementResult | None, ...], least: int, after: tuple[object, ...]
+) -> None:
+    found = results(agreed(attempts(*before, least=least)))
+    words = {GangIncomplete: "incomplete"}
+    plain = ["left_out" if isinstance(one, PlacementRefused) and one.code == "gang.left_out"
+             else words.get(type(one), one) for one in found]  # fmt: skip
+    assert tuple(plain) == after
+
+
+def test_members_of_no_gang_mean_nothing_for_each_other() -> None:
+    assert results(agreed(attempts(None, REFUSED, least=2, gang=False))) == [None, REFUSED]
+
+
+def test_a_gang_is_claimed_when_each_that_is_left_has_chosen() -> None:
+    waiting = attempts(None, REFUSED, None, least=2)
+    assert claimable(waiting) == []
+    chosen = [replace(one, choice=object()) for one in waiting]  # type: ignore[arg-type]
+    assert [len(gang) for gang in claimable(chosen)] == [2]
+    assert claimable(attempts(None, least=1, gang=False)) == []
