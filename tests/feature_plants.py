@@ -412,7 +412,7 @@ PLANTS: dict[str, tuple[str, str, str]] = {
     ),
     "O-11": (
         "berth/commands/builds.py",
-        "        for number in range(1, count + 1)\n",
+        "        for number in range(1, 2 if of_gang else count + 1)\n",
         "        for number in range(1, 2)\n",
     ),
     "G-7": ("scheduler_worker/domain/ranking.py", "self._weights_of((selected, *same_cell)))", "())"),
