@@ -6,13 +6,15 @@ import asyncio
 import random
 from collections.abc import Sequence
 
+from msgspec.structs import replace
+
 from berth.sim.loop import Process
 from berth.sim.network import REPAIR_S, SimTransport
 from berth.sim.plan import MAX_FAULT_S, Action, FaultEvent, FaultType, Order
 from berth.sim.world import World
 from bus.bus import API, Bus
 from bus.contracts.base import Message
-from bus.contracts.build import BuildRequest, DeleteRequest
+from bus.contracts.build import BuildRequest, DeleteRequest, member_uuids
 from bus.contracts.fences import EvacuationPolicy
 from bus.port import BusError
 
@@ -27,6 +29,21 @@ def policy_of(uuid: str) -> EvacuationPolicy | None:
     return policies[random.Random(f"berth.sim.policy {uuid}").randrange(len(policies))]
 
 
+def request_of(order: Order) -> BuildRequest:
+    """The request that an order is carried out by."""
+    return BuildRequest(
+        instance_uuid=order.uuid,
+        flavor=order.flavor,
+        project_id=order.project,
+        max_attempts=order.max_attempts,
+        server_group=order.group,
+        different_host=order.apart_from,
+        same_host=order.together_with,
+        count=order.count,
+        min_count=order.min_count,
+    )
+
+
 class Client:
     """Publishes the orders, until the broker confirms them."""
 
@@ -39,7 +56,12 @@ class Client:
         self.confirmed: dict[str, None] = {}
         self.deleted: dict[str, None] = {}
         self.flavors: dict[str, str] = {}
-        self._projects = {order.uuid: order.project for order in world.plan.orders if order.action is Action.BUILD}
+        self._projects = {
+            uuid: order.project
+            for order in world.plan.orders
+            if order.action is Action.BUILD
+            for uuid in member_uuids(request_of(order))
+        }
         self._deleting: dict[str, asyncio.Task[None]] = {}
 
     async def open(self) -> None:
@@ -92,27 +114,24 @@ class Client:
                 return  # its build was cut out of the plan
             await self._on_accepted(order.uuid)
             self._world.harm.delete(order.uuid)
+            self._world.gang_watch.deleted(order.uuid)
             await self._publish_until_taken(
                 DeleteRequest(instance_uuid=order.uuid, project_id=order.project), order.uuid
             )
             self.deleted[order.uuid] = None
             return
-        self.flavors[order.uuid] = order.flavor
-        self._projects[order.uuid] = order.project
-        request = BuildRequest(
-            instance_uuid=order.uuid,
-            flavor=order.flavor,
-            project_id=order.project,
-            max_attempts=order.max_attempts,
-            server_group=order.group,
-            different_host=order.apart_from,
-            same_host=order.together_with,
-            on_host_failure=policy_of(order.uuid) if self._world.plan.through_schedulers else None,
-        )
-        self._world.peer_watch.requested(order)
-        self._world.harm.requested[order.uuid] = None
+        policy = policy_of(order.uuid) if self._world.plan.through_schedulers else None
+        request = replace(request_of(order), on_host_failure=policy)
+        members = member_uuids(request)
+        if len(members) > 1:
+            self._world.gang_watch.requested(members, request.min_count or len(members))
+        for uuid in members:
+            self.flavors[uuid] = order.flavor
+            self._projects[uuid] = order.project
+            self._world.peer_watch.requested(replace(order, uuid=uuid))
+            self._world.harm.requested[uuid] = None
         await self._publish_until_taken(request, order.uuid)
-        self.confirmed[order.uuid] = None
+        self.confirmed.update(dict.fromkeys(members))
 
     async def _on_accepted(self, uuid: str) -> None:
         """No client deletes what was never accepted; a delete that comes first is answered `unknown`, correctly."""

@@ -188,7 +188,9 @@ class PeerWatch:
         uuid = event.instance_uuid
         self.refused[uuid] = None
         order = self._orders[uuid]
-        requested = {INSTANCES: 1, **resources_of_flavor(order.flavor)}
+        # A gang's members are counted together, also those that hold nothing in the end.
+        alone = {INSTANCES: 1, **resources_of_flavor(order.flavor)}
+        requested = {name: order.count * amount for name, amount in alone.items()}
         quota = self._plan.quota_of(order.project)
         for held in self._held_since(order.project, self._since[uuid]):
             if any(held[name] + requested.get(name, 0) > most for name, most in quota.items() if name in requested):

@@ -59,7 +59,8 @@ class Action(StrEnum):
 class Order(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One act at its time. uuid, service, host: what it is about; host: its number in its service. verb: for Ironic.
 
-    group, apart_from, together_with: whose company a build keeps (bus/contracts/build.py).
+    group, apart_from, together_with: whose company a build keeps; count, min_count: of a build of several
+    (bus/contracts/build.py).
     """
 
     at: float
@@ -76,6 +77,8 @@ class Order(Struct, frozen=True, kw_only=True, omit_defaults=True):
     group: ServerGroup | None = None
     apart_from: tuple[str, ...] = ()
     together_with: tuple[str, ...] = ()
+    count: int = 1
+    min_count: int | None = None
 
 
 class FaultType(StrEnum):

@@ -49,6 +49,7 @@ def unsettled(world: World, client: Client) -> list[str]:
     found += list(_others(world))
     found += list(_quarantined(world))
     found += list(world.peer_watch.unsettled())
+    found += list(world.gang_watch.unsettled(world.builds.records))
     found += list(world.move_watch.unsettled(lost))
     if world.ironic is not None:
         found += disagreements(world.ironic, world.book.providers, world.positions.positions)

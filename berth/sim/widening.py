@@ -9,11 +9,15 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Collection, Mapping
 from enum import StrEnum
+from uuid import UUID, uuid5
 
 from msgspec.structs import replace
 
+from berth.sim.peers import NONE_ALLOWED
 from berth.sim.plan import LOAD_S, Action, Order, Plan
 from bus.clock import new_uuid
+from bus.contracts.groups import GroupPolicy, ServerGroup
+from bus.contracts.placement import INSTANCES
 
 
 class Widening(StrEnum):
@@ -38,11 +42,12 @@ class Widening(StrEnum):
     MOVES = "moves"  # instances are moved, resized, shelved, stopped; hosts die, are fenced and come back
     DRAINS = "drains"  # operators disable hosts, move away what they run, and enable them again
     FENCES = "fences"  # hosts die, an operator fences them, their instances are evacuated by policy, they come back
+    GANGS = "gangs"  # requests for several machines that start together, on hosts that are full or nearly so
     TREES = "trees"  # another source's hosts: devices that move within one batch, roots removed and made again
 
 
-# Fences are asked for by name: what they find beside the other kinds has not been looked into yet.
-WIDENED = frozenset(Widening) - {Widening.FENCES}
+# Fences and gangs are asked for by name: what they find beside the other kinds has not been looked into yet.
+WIDENED = frozenset(Widening) - {Widening.FENCES, Widening.GANGS}
 NONE: frozenset[Widening] = frozenset()
 
 # How often a kind is in a run that could have it: few at a time, so that each is also seen alone.
@@ -305,6 +310,38 @@ def _fences(rng: random.Random, plan: Plan) -> Plan:
     return _also(replace(plan, orders=tuple(others)), fence)
 
 
+MAX_GANGS, LARGEST_GANG = 8, 6
+
+
+def _gangs(rng: random.Random, plan: Plan) -> Plan:
+    """Several at a time, some of them repeated, and some of their members deleted."""
+    if FORGETFUL & {Widening(one) for one in plan.widenings}:
+        return plan
+    orders: list[Order] = []
+    for _ in range(rng.randint(2, MAX_GANGS)):
+        count, at = rng.randint(2, LARGEST_GANG), rng.choice((20.0, rng.uniform(1.0, END_S)))
+        policy = rng.choice((None, None, *GroupPolicy))
+        order = Order(
+            at=at,
+            action=Action.BUILD,
+            uuid=new_uuid(rng),
+            flavor=rng.choice(("m1.tiny", "m1.tiny", "m1.small", "m1.medium")),
+            project=rng.choice(("red", "blue")),
+            group=None if policy is None else ServerGroup(uuid=new_uuid(rng), policy=policy),
+            count=count,
+            min_count=rng.choice((None, None, rng.randint(1, count))),
+        )
+        orders.append(order)
+        if rng.random() < 0.2:
+            orders.append(replace(order, at=at + rng.uniform(0.0, 5.0), action=Action.REPEAT))
+        for number in range(count):
+            if rng.random() < 0.15:
+                member = str(uuid5(UUID(order.uuid), str(number))) if number else order.uuid
+                gone = Order(at=at + rng.uniform(0.0, 20.0), action=Action.DELETE, uuid=member, project=order.project)
+                orders.append(gone)
+    return _also(replace(plan, quotas={**plan.quotas, NONE_ALLOWED: {INSTANCES: 0}}), *orders)
+
+
 def _sometimes(rng: random.Random) -> Callable[[float], float]:
     """Each rate is off in half of the runs, so that faults are also seen one at a time."""
     return lambda most: rng.uniform(0.0, most) if rng.random() < 0.5 else 0.0
@@ -340,5 +377,6 @@ DRAWS: Mapping[Widening, Callable[[random.Random, Plan], Plan]] = {
     Widening.MOVES: _moves,
     Widening.DRAINS: _drains,
     Widening.FENCES: _fences,
+    Widening.GANGS: _gangs,
     Widening.TREES: _trees,
 }

@@ -15,6 +15,7 @@ from msgspec import Struct
 
 from berth.sim.breaker_watch import BreakerWatch
 from berth.sim.event_log import EventLog
+from berth.sim.gang_watch import GangWatch
 from berth.sim.harm_watch import HarmWatch
 from berth.sim.ironic import CLASSES, EXCHANGE, SimIronic
 from berth.sim.loop import NO_CONTEXT, PROCESS, Process
@@ -29,7 +30,7 @@ from bus.contracts.base import MAX_AMOUNT, Message, tag_of
 from bus.contracts.build import BuildEvent
 from bus.contracts.cell import CellBuild, ComputeResult
 from bus.contracts.moves import MoveEvent
-from bus.contracts.placement import Claim
+from bus.contracts.placement import Claim, ClaimAll
 from bus.faults import DatabaseUnavailable, Transient
 from bus.memory import MemoryTransport
 from bus.persistence.memory_database import MemoryDatabase, MemorySession
@@ -58,7 +59,7 @@ RESTART_S = 0.5  # a supervisor starts what died by itself after this
 
 MOVE_TAG = tag_of(MoveEvent)
 EVENT_TAG, RESULT_TAG = tag_of(BuildEvent), tag_of(ComputeResult)
-CLAIM_TAG, BUILD_TAG = tag_of(Claim), tag_of(CellBuild)
+CLAIM_TAG, GANG_TAG, BUILD_TAG = tag_of(Claim), tag_of(ClaimAll), tag_of(CellBuild)
 
 
 class _Item(Struct):
@@ -71,6 +72,7 @@ class _Tagged(Struct):
 
 _event = msgspec.json.Decoder(BuildEvent)
 _claim = msgspec.json.Decoder(Claim)
+_claim_all = msgspec.json.Decoder(ClaimAll)
 _build = msgspec.json.Decoder(CellBuild)
 _moved = msgspec.json.Decoder(MoveEvent)
 _result = msgspec.json.Decoder(ComputeResult)
@@ -172,13 +174,13 @@ class World:
         self.wiring = Wiring(self)
         self.machines = MachineWatch()
         self.peer_watch = PeerWatch(plan, self.book, self.cells, self.now)
-        self.peer_watch.exempt = self.taken_back
+        self.gang_watch = GangWatch(self.book, self.taken_back)
         self.move_watch = MoveWatch(self.book, self.cells, self.fleets, self.duplicates)
-        self.move_watch.exempt = self.taken_back
+        self.peer_watch.exempt = self.move_watch.exempt = self.taken_back
         self.harm.given_up = self.move_watch.given_up
         self._book_watch = BookWatch(self.book)
         self.breaker_watch = BreakerWatch(plan, self.now)
-        looks = _all_of(self._book_watch, self.peer_watch, self._others_hold, self.move_watch.book)
+        looks = _all_of(self._book_watch, self.peer_watch, self.gang_watch, self._others_hold, self.move_watch.book)
         self.book.on_commit.append(partial(self._committed, "placement", looks))
         self.builds.on_commit.append(partial(self._committed, "scheduler", lambda: None))
         for name, cell_table in self.cells.items():
@@ -512,6 +514,9 @@ class World:
                 self.machines.result(_result.decode(body))
             if tag == CLAIM_TAG and self.probing:
                 self._claimed(_claim.decode(body))
+            if tag == GANG_TAG and self.probing:
+                for claim in _claim_all.decode(body).claims:
+                    self._claimed(claim)
             try:
                 if tag == BUILD_TAG:
                     self._sent(_build.decode(body))
