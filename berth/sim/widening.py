@@ -311,6 +311,7 @@ def _fences(rng: random.Random, plan: Plan) -> Plan:
 
 
 MAX_GANGS, LARGEST_GANG = 8, 6
+RUSH_S = 1.5  # many gangs come at once, when hosts have room
 
 
 def _gangs(rng: random.Random, plan: Plan) -> Plan:
@@ -319,7 +320,7 @@ def _gangs(rng: random.Random, plan: Plan) -> Plan:
         return plan
     orders: list[Order] = []
     for _ in range(rng.randint(2, MAX_GANGS)):
-        count, at = rng.randint(2, LARGEST_GANG), rng.choice((20.0, rng.uniform(1.0, END_S)))
+        count, at = rng.randint(2, LARGEST_GANG), rng.choice((RUSH_S, RUSH_S, rng.uniform(1.0, END_S)))
         policy = rng.choice((None, None, *GroupPolicy))
         order = Order(
             at=at,

@@ -54,7 +54,7 @@ T = TypeVar("T")
 Body = TypeVar("Body", bound=Struct)
 
 
-class Accepted(Struct, frozen=True):
+class Accepted(Struct, frozen=True, omit_defaults=True):
     """The answer to a build or delete that is on record. links: where to look at it, and where to follow it.
 
     members: of a request for several machines all of them, `instance_uuid` the first.

@@ -1,0 +1,66 @@
+"""Deliberate defects of gangs. FOUND_BY: the seed, with the kind `gangs` alone, that finds each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+from unittest.mock import patch
+
+from bus.contracts.placement import ClaimAll, ClaimOutcome
+from placement_worker.domain import claims
+from placement_worker.domain.claims import ClaimVerdict
+from scheduler_worker import engine
+from scheduler_worker.domain import gangs
+
+
+def gang_claimed_one_by_one() -> AbstractContextManager[Any]:
+    """Placement takes of a gang what fits."""
+
+    def claim_all(ledger: Any, item: ClaimAll) -> ClaimVerdict:
+        verdicts = tuple(claims._claim(ledger, claim) for claim in item.claims)
+        changed = any(verdict.changed for verdict in verdicts)
+        return ClaimVerdict(outcome=ClaimOutcome.CLAIMED, changed=changed, of_gang=verdicts)
+
+    return patch.object(claims, "_claim_all", claim_all)
+
+
+def refused_gang_written_all_the_same() -> AbstractContextManager[Any]:
+    """What was tried for a gang is taken over though one of its claims did not hold."""
+    trial = claims._Ledger.trial
+
+    def tried(self: Any, gang: Any) -> Any:
+        copy = trial(self, gang)
+        self.joined, self.changed_consumers, self.used = copy.joined, copy.changed_consumers, copy.used
+        self.generations, self._changes = copy.generations, copy._changes
+        return copy
+
+    return patch.object(claims._Ledger, "trial", tried)
+
+
+def too_few_go_on() -> AbstractContextManager[Any]:
+    """The members of a gang that have a host are claimed, however few they are."""
+    agreed = gangs.agreed
+
+    def too_soon(attempts: Any) -> Any:
+        lenient = [
+            one if one.gang is None else engine.replace(one, gang=engine.replace(one.gang, min_count=1))
+            for one in attempts
+        ]
+        return [
+            engine.replace(after, gang=before.gang) for before, after in zip(attempts, agreed(lenient), strict=True)
+        ]
+
+    return patch.object(engine, "agreed", too_soon)
+
+
+MUTANTS_OF_GANGS: tuple[Callable[[], AbstractContextManager[Any]], ...] = (
+    gang_claimed_one_by_one,
+    refused_gang_written_all_the_same,
+    too_few_go_on,
+)
+FOUND_BY: dict[str, int] = {
+    "gang_claimed_one_by_one": 27,
+    "refused_gang_written_all_the_same": 27,
+    "too_few_go_on": 11,
+}
