@@ -74,3 +74,14 @@ class BusClaims:
         except (BusError, Transient) as error:
             # No placement is running, or the bus is unavailable: the messages may or may not have been delivered.
             return [PlacementUnavailable(str(error)) for _ in messages]
+
+
+async def claim_gangs(port: ClaimPort, gangs: Sequence[ClaimAll]) -> dict[str, ClaimResult | Fault]:
+    """Claim for each gang, all or none; the answers by instance, in the order of the claims."""
+    answers: dict[str, ClaimResult | Fault] = {}
+    for gang, reply in zip(gangs, await port.submit_gangs(gangs), strict=True):
+        results: Sequence[ClaimResult | Fault] = (
+            reply.results if isinstance(reply, ClaimAllResult) else [reply] * len(gang.claims)
+        )
+        answers |= {claim.consumer: one for claim, one in zip(gang.claims, results, strict=True)}
+    return answers

@@ -19,7 +19,6 @@ from contextlib import suppress
 from typing import Protocol
 
 import structlog
-from msgspec import Struct
 from msgspec.structs import replace
 
 from bus.clock import Clock
@@ -27,7 +26,7 @@ from bus.consuming.outcome import Done, Outcome, Retry
 from bus.contracts.base import Refusal
 from bus.contracts.build import DeleteRequest
 from bus.contracts.catalogue import BY_QUEUE
-from bus.contracts.placement import ClaimAll, ClaimAllResult, ClaimOutcome, ClaimResult
+from bus.contracts.placement import Claim, ClaimAll, ClaimOutcome, ClaimResult
 from bus.contracts.stages import Stamps
 from bus.faults import Fault
 from bus.persistence.unit_of_work import run_optimistic
@@ -35,7 +34,7 @@ from bus.retrying import Retrying, RetryPolicy
 from placement_worker.replica.request import QueryTooWide
 from scheduler_worker import metrics
 from scheduler_worker.cancellations import Cancellations
-from scheduler_worker.claims import ClaimPort
+from scheduler_worker.claims import ClaimPort, claim_gangs
 from scheduler_worker.config import SchedulerConfig
 from scheduler_worker.domain.attempt import (
     CONSUMER_CHANGED,
@@ -54,7 +53,7 @@ from scheduler_worker.domain.attempt import (
     new_attempt,
     unavailable_after,
 )
-from scheduler_worker.domain.builds import Author, BuildDecision, BuildStatus
+from scheduler_worker.domain.builds import Author, BuildStatus
 from scheduler_worker.domain.decision_round import DecisionRound
 from scheduler_worker.domain.decisions import (
     decision,
@@ -66,9 +65,17 @@ from scheduler_worker.domain.decisions import (
     unsatisfiable,
     with_stages,
 )
-from scheduler_worker.domain.deletes import UNKNOWN, PendingDelete
+from scheduler_worker.domain.deletes import PendingDelete
 from scheduler_worker.domain.flavors import HOST_UNKNOWN
-from scheduler_worker.domain.gangs import agreed, by_gang, claimable, withdrawn
+from scheduler_worker.domain.gangs import (
+    agreed,
+    by_gang,
+    claimable,
+    is_clash_of_first,
+    merged,
+    withdrawn,
+    without_withdrawn,
+)
 from scheduler_worker.domain.peers import has_peers, locate_request, peers_of
 from scheduler_worker.domain.pending import (
     Admission,
@@ -82,6 +89,7 @@ from scheduler_worker.domain.pending import (
     new_build,
     stamps_of,
 )
+from scheduler_worker.domain.placed import PlacedBuild, ScheduledBuild
 from scheduler_worker.domain.request_spec import RequestSpec, Unsatisfiable
 from scheduler_worker.domain.selector import NoValidHost, Selector
 from scheduler_worker.domain.spread import Spread
@@ -104,23 +112,6 @@ class ReplicaFollower(Protocol):
 
     async def refresh(self, *, timeout_s: float) -> bool:
         """Apply the newest changes now; False: they did not come in time."""
-
-
-class ScheduledBuild(Struct, frozen=True, kw_only=True):
-    """A decision to write. may_hold_claim: it has failed, and a claim of it may stand, or may still be in flight."""
-
-    pending: PendingBuild
-    decision: BuildDecision
-    claimed: HostClaimed | None = None
-    may_hold_claim: bool = False
-
-
-class PlacedBuild(Struct, frozen=True):
-    """A build that is placed, and how that ended."""
-
-    pending: PendingBuild
-    request: PlacementRequest
-    result: PlacementResult
 
 
 class SchedulingEngine:
@@ -183,7 +174,7 @@ class SchedulingEngine:
                 elif admission.cancelled or pending.instance_uuid in deleted:
                     to_cancel.append(pending)
                 else:
-                    to_place.append((_without(pending, gone), admission.first_run))
+                    to_place.append((without_withdrawn(pending, gone), admission.first_run))
             outcomes |= await self._cancellations.cancel(to_cancel)
             outcomes |= await self._schedule(to_place, chosen)
         finally:
@@ -239,7 +230,7 @@ class SchedulingEngine:
                 part = {
                     uuid: pending
                     for uuid, pending in firsts.items()
-                    if pending.is_later_member is later and not (later and _is_clash_of_first(pending, firsts, known))
+                    if pending.is_later_member is later and not (later and is_clash_of_first(pending, firsts, known))
                 }
                 new |= await unit.insert([new_build(pending, author) for pending in part.values()], now)
                 known |= await unit.read([uuid for uuid in part if uuid not in new])
@@ -276,7 +267,7 @@ class SchedulingEngine:
         known: Mapping[str, BuildStatus],
     ) -> Admission:
         uuid, first = pending.instance_uuid, firsts[pending.instance_uuid]
-        if pending.is_later_member and _is_clash_of_first(pending, firsts, known):
+        if pending.is_later_member and is_clash_of_first(pending, firsts, known):
             return admit_without_first(pending)
         if first is not pending:
             return admit_repeated(pending, first)
@@ -386,12 +377,12 @@ class SchedulingEngine:
         try:
             if any(attempt.needs_refresh for attempt in unresolved):
                 await self._follower.refresh(timeout_s=self._config.raced_wait_s)  # one round trip, shared
-            after = agreed(_merged(attempts, self._decide(unresolved)))
+            after = agreed(merged(attempts, self._decide(unresolved)))
             open_ = [one for one in after if one.result is None]
             alone = [one for one in open_ if one.gang is None and one.has_claim_to_submit]
             gangs = claimable(open_)
             if alone or gangs:
-                after = agreed(_merged(after, await self._claim(alone, gangs)))
+                after = agreed(merged(after, await self._claim(alone, gangs)))
         finally:
             # Whatever ended the round, a cancelled process too: nothing stays assumed that was not claimed.
             self._drop(after)
@@ -407,33 +398,27 @@ class SchedulingEngine:
         probing = [one for one in (with_probe(one, self._selector) for one in again) if one.probe is not None]
         if not probing:
             return attempts
-        answers = await self._submit_gangs(by_gang(replace(one, choice=None) for one in probing))
+        answers = await claim_gangs(self._claims, self._gang_claims(by_gang(replace(a, choice=None) for a in probing)))
         now = self._clock.time()
-        return _merged(
+        return merged(
             attempts,
             [probed(one, answers[one.request.instance_uuid], self._selector, now=now).attempt for one in probing],
         )
 
-    async def _submit_gangs(self, gangs: Sequence[Sequence[Attempt]]) -> dict[str, ClaimResult | Fault]:
-        """Claim for each gang, all or none; the answers by instance."""
-        messages = [
-            ClaimAll(claims=tuple(claim_of(one, self._config.quota_of(one.request.project_id)) for one in members))
-            for members in gangs
-        ]
-        answers: dict[str, ClaimResult | Fault] = {}
-        for message, reply in zip(messages, await self._claims.submit_gangs(messages), strict=True):
-            results: Sequence[ClaimResult | Fault] = (
-                reply.results if isinstance(reply, ClaimAllResult) else [reply] * len(message.claims)
-            )
-            answers |= {claim.consumer: one for claim, one in zip(message.claims, results, strict=True)}
-        return answers
+    def _claims_of(self, attempts: Sequence[Attempt]) -> list[Claim]:
+        return [claim_of(one, self._config.quota_of(one.request.project_id)) for one in attempts]
+
+    def _gang_claims(self, gangs: Sequence[Sequence[Attempt]]) -> list[ClaimAll]:
+        return [ClaimAll(claims=tuple(self._claims_of(members))) for members in gangs]
 
     async def _claim(self, alone: Sequence[Attempt], gangs: Sequence[Sequence[Attempt]]) -> list[Attempt]:
         """Submit the claims, those of a gang together, and step each attempt by its answer."""
         started_s = self._clock.monotonic()
-        claims = [claim_of(one, self._config.quota_of(one.request.project_id)) for one in alone]
+        claims = self._claims_of(alone)
         if gangs:
-            answers, of_gangs = await asyncio.gather(self._claims.submit(claims), self._submit_gangs(gangs))
+            answers, of_gangs = await asyncio.gather(
+                self._claims.submit(claims), claim_gangs(self._claims, self._gang_claims(gangs))
+            )
         else:
             answers, of_gangs = await self._claims.submit(claims), {}
         attempts = [*alone, *itertools.chain.from_iterable(gangs)]
@@ -485,9 +470,9 @@ class SchedulingEngine:
         unavailable: PlacementUnavailable | None = None
         for _, grouped in itertools.groupby(placed, key=lambda one: one.pending.gang or one.pending.instance_uuid):
             members = list(grouped)
-            away = next((one.result for one in members if isinstance(one.result, PlacementUnavailable)), None)
-            if away is not None:
-                unavailable = away
+            missing = next((one.result for one in members if isinstance(one.result, PlacementUnavailable)), None)
+            if missing is not None:
+                unavailable = missing
                 continue
             for pending, concluded in self._conclude(members, author):
                 match concluded:
@@ -613,29 +598,3 @@ class SchedulingEngine:
 
 def _is_lost(answer: ClaimResult | Fault) -> bool:
     return isinstance(answer, ClaimResult) and answer.outcome in LOST
-
-
-def _merged(attempts: Sequence[Attempt], newer: Iterable[Attempt]) -> list[Attempt]:
-    """The attempts in their order, as they are by now."""
-    after = {one.request.instance_uuid: one for one in newer}
-    return [after.get(one.request.instance_uuid, one) for one in attempts]
-
-
-def _without(pending: PendingBuild, withdrawn_of: Mapping[str, int]) -> PendingBuild:
-    """A build whose gang starts without the members that were withdrawn: no more are needed than there are left."""
-    gang = pending.gang
-    if gang is None or gang.uuid not in withdrawn_of:
-        return pending
-    left = gang.size - withdrawn_of[gang.uuid]
-    return replace(pending, gang=replace(gang, min_count=min(gang.min_count, left)))
-
-
-def _is_clash_of_first(
-    pending: PendingBuild, firsts: Mapping[str, PendingBuild], known: Mapping[str, BuildStatus]
-) -> bool:
-    """Whether the first member of this one's gang is on record, or in this batch, with other content."""
-    assert pending.gang is not None
-    first, on_record = firsts[pending.gang.uuid], known.get(pending.gang.uuid)
-    return first.digest != pending.digest or (
-        on_record is not None and on_record.digest != pending.digest and on_record.code != UNKNOWN
-    )

@@ -91,15 +91,7 @@ def boot(
     as_json: AsJson = False,
 ) -> None:
     """Ask for machines. With --wait, exit status 1 when one of them failed."""
-    of_gang = together or min_count is not None
-    if uuid is not None and count > 1 and not of_gang:
-        raise typer.BadParameter("--uuid names one instance; leave --count away, or add --together")
-    if of_gang and count > MAX_MEMBERS:
-        raise typer.BadParameter(f"at most {MAX_MEMBERS} start together", param_hint="--count")
-    if (min_count or 1) > count:
-        raise typer.BadParameter("it is more than --count", param_hint="--min-count")
-    if of_gang and count > 1 and port:
-        raise typer.BadParameter("a port is one machine's", param_hint="--port")
+    of_gang = _is_gang(count, min_count, together=together, uuid=uuid, port=port)
     image_of_its_own, drive = _image_source(image_source, image_sha256), _config_drive(user_data, key or ())
     requests = [
         BuildRequest(
@@ -133,6 +125,20 @@ def boot(
         return EXIT_NO if wait and any(t.state != "active" for t in tracks) else 0
 
     run(body)
+
+
+def _is_gang(count: int, min_count: int | None, *, together: bool, uuid: str | None, port: list[str] | None) -> bool:
+    """Whether it is one request for all of them. Raises BadParameter for what no gang can be."""
+    of_gang = together or min_count is not None
+    if uuid is not None and count > 1 and not of_gang:
+        raise typer.BadParameter("--uuid names one instance; leave --count away, or add --together")
+    if of_gang and count > MAX_MEMBERS:
+        raise typer.BadParameter(f"at most {MAX_MEMBERS} start together", param_hint="--count")
+    if (min_count or 1) > count:
+        raise typer.BadParameter("it is more than --count", param_hint="--min-count")
+    if of_gang and count > 1 and port:
+        raise typer.BadParameter("a port is one machine's", param_hint="--port")
+    return of_gang
 
 
 def _image_source(source: str | None, sha256: str | None) -> ImageSource | None:

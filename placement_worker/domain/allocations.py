@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from msgspec import Struct
 
 from placement_worker.domain.causes import Caused
-from placement_worker.domain.claims import Decision
+from placement_worker.domain.claim_verdict import Decision
 from placement_worker.domain.refusal import Why, WriteRefusal, no_such_class
 from placement_worker.domain.values import NOTHING, ClaimedProvider, ConsumerState, Holding
 

@@ -17,7 +17,8 @@ from bus.contracts.placement import (
     Swap,
     SwapResult,
 )
-from placement_worker.domain.claims import ClaimItem, ClaimVerdict
+from placement_worker.domain.claim_verdict import ClaimVerdict
+from placement_worker.domain.claims import ClaimItem
 from placement_worker.domain.moves import MIGRATION_TYPE
 from placement_worker.domain.server_groups import group_key
 from placement_worker.domain.values import ABOVE_CELLS, ConsumerState, GroupKey

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 
-from msgspec import Struct
 from msgspec.structs import replace
 
 from bus.contracts.placement import (
@@ -24,6 +23,7 @@ from bus.contracts.placement import (
     Revert,
     Swap,
 )
+from placement_worker.domain.claim_verdict import ClaimVerdict, Decision
 from placement_worker.domain.moves import MIGRATION_TYPE, amount_of, kept_beside, source_of, total_of
 from placement_worker.domain.server_groups import (
     GroupCount,
@@ -50,42 +50,7 @@ _HOPE = (
 OF_ANOTHER_CELL = "claim.foreign_cell: of another cell"
 _NO_AMOUNTS: Mapping[str, int] = {}
 _CLAIMED, _FULL, _GONE = ClaimOutcome.CLAIMED, ClaimOutcome.FULL, ClaimOutcome.GONE
-
-
-class ClaimVerdict(Struct, frozen=True, kw_only=True):
-    """How one item ended. `changed`: it wrote something, so its reply carries the transaction's feed number.
-
-    of_gang: of a ClaimAll, how each of its claims ended.
-    """
-
-    outcome: str
-    option: int | None = None
-    outcomes: tuple[ClaimOutcome, ...] = ()
-    consumer: str | None = None
-    consumer_generation: int | None = None
-    generations: dict[str, int] = {}
-    changed: bool = False
-    reason: str = ""
-    holding: Holding = {}
-    members: dict[str, int] = {}
-    of_gang: tuple[ClaimVerdict, ...] = ()
-
-
 _INCOMPLETE = ClaimVerdict(outcome=ClaimOutcome.INCOMPLETE)
-
-
-class Decision(Struct, frozen=True):
-    """Every item's verdict, and what is to be written: absolute values, each row once.
-
-    consumers: the new state of those that changed; None = the row goes. used, generations: of touched providers.
-    joined: who is a member of a server group now, and the host that its claim named.
-    """
-
-    verdicts: list[ClaimVerdict]
-    consumers: dict[str, ConsumerState | None]
-    used: dict[str, dict[str, int]]
-    generations: dict[str, int]
-    joined: dict[GroupKey, dict[str, str]] = {}
 
 
 def decide(

@@ -9,7 +9,7 @@ from msgspec.structs import replace as changed
 
 from placement_worker.domain.allocations import AllocationLedger, ConsumerWrite, replace
 from placement_worker.domain.causes import Caused
-from placement_worker.domain.claims import Decision
+from placement_worker.domain.claim_verdict import Decision
 from placement_worker.domain.refusal import Why, WriteRefusal, no_such_class
 from placement_worker.domain.trees import in_use
 from placement_worker.domain.values import ConsumerState, Provider, StoredInventory, claimed_provider

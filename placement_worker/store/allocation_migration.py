@@ -13,7 +13,7 @@ import asyncpg
 from msgspec.structs import replace
 
 from bus.faults import Transient
-from placement_worker.domain.claims import Decision
+from placement_worker.domain.claim_verdict import Decision
 from placement_worker.domain.reports import ReportPlan
 from placement_worker.domain.values import ConsumerState, Provider
 from placement_worker.store import claims

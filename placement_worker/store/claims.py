@@ -18,7 +18,8 @@ from bus.contracts.placement import (
 )
 from bus.faults import BrokenInvariant
 from placement_worker.domain.claim_items import ClaimReply, expected_consumers, projects_of, providers_of, reply
-from placement_worker.domain.claims import ClaimItem, Decision, changes_of, decide
+from placement_worker.domain.claim_verdict import Decision
+from placement_worker.domain.claims import ClaimItem, changes_of, decide
 from placement_worker.domain.values import (
     NOTHING,
     ClaimedProvider,

@@ -14,7 +14,8 @@ import asyncpg
 
 from bus.contracts.placement import Claim, ClaimOutcome
 from placement_worker.domain.claim_items import ClaimReply, expected_consumers, projects_of, providers_of, reply
-from placement_worker.domain.claims import ClaimItem, ClaimVerdict, decide, may_be_new
+from placement_worker.domain.claim_verdict import ClaimVerdict
+from placement_worker.domain.claims import ClaimItem, decide, may_be_new
 from placement_worker.domain.moves import MIGRATION_TYPE
 from placement_worker.domain.server_groups import held_by_class
 from placement_worker.domain.values import Holding

@@ -44,7 +44,8 @@ from placement_worker.domain.claim_items import (
     providers_of,
     reply,
 )
-from placement_worker.domain.claims import ClaimItem, Decision, changes_of, decide
+from placement_worker.domain.claim_verdict import Decision
+from placement_worker.domain.claims import ClaimItem, changes_of, decide
 from placement_worker.domain.names import is_class, is_custom
 from placement_worker.domain.report_group import Key, ReportGroup
 from placement_worker.domain.reports import ReportRefusal, flaw, plan

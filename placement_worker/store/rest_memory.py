@@ -19,7 +19,7 @@ from placement_worker.domain.allocations import (
     touched,
 )
 from placement_worker.domain.causes import caused
-from placement_worker.domain.claims import Decision
+from placement_worker.domain.claim_verdict import Decision
 from placement_worker.domain.claims import changes_of as changes_of_usage
 from placement_worker.domain.names import STANDARD_CLASSES
 from placement_worker.domain.refusal import WriteRefusal

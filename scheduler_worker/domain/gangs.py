@@ -7,7 +7,7 @@ enough.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 
 from msgspec.structs import replace
@@ -21,6 +21,8 @@ from scheduler_worker.domain.attempt import (
     PlacementRefused,
     PlacementUnavailable,
 )
+from scheduler_worker.domain.builds import BuildStatus
+from scheduler_worker.domain.deletes import UNKNOWN
 from scheduler_worker.domain.pending import Admission, PendingBuild
 
 LEFT_OUT = "gang.left_out"
@@ -63,9 +65,9 @@ def _agreed(members: list[Attempt]) -> list[Attempt]:
     gang, open_ = members[0].gang, [one for one in members if one.result is None]
     if gang is None or not open_:
         return members
-    away = next((one.result for one in members if isinstance(one.result, PlacementUnavailable)), None)
-    if away is not None:
-        return [replace(one, result=away) if one.result is None else one for one in members]
+    unanswered = next((one.result for one in members if isinstance(one.result, PlacementUnavailable)), None)
+    if unanswered is not None:
+        return [replace(one, result=unanswered) if one.result is None else one for one in members]
     if any(isinstance(one.result, HostClaimed) for one in members):
         left = PlacementRefused(LEFT_OUT, f"an earlier run of the request started gang {gang.uuid} without it")
         return [replace(one, result=left) if one.result is None else one for one in members]
@@ -94,3 +96,29 @@ def withdrawn(
         if pending.gang is not None and (admission.withdrawn or pending.instance_uuid in gone):
             counted[pending.gang.uuid] = counted.get(pending.gang.uuid, 0) + 1
     return counted
+
+
+def merged(attempts: Sequence[Attempt], newer: Iterable[Attempt]) -> list[Attempt]:
+    """The attempts in their order, as they are by now."""
+    after = {one.request.instance_uuid: one for one in newer}
+    return [after.get(one.request.instance_uuid, one) for one in attempts]
+
+
+def without_withdrawn(pending: PendingBuild, withdrawn_of: Mapping[str, int]) -> PendingBuild:
+    """A build whose gang starts without the members that were withdrawn: no more are needed than there are left."""
+    gang = pending.gang
+    if gang is None or gang.uuid not in withdrawn_of:
+        return pending
+    left = gang.size - withdrawn_of[gang.uuid]
+    return replace(pending, gang=replace(gang, min_count=min(gang.min_count, left)))
+
+
+def is_clash_of_first(
+    pending: PendingBuild, firsts: Mapping[str, PendingBuild], known: Mapping[str, BuildStatus]
+) -> bool:
+    """Whether the first member of this one's gang is on record, or in this batch, with other content."""
+    assert pending.gang is not None
+    first, on_record = firsts[pending.gang.uuid], known.get(pending.gang.uuid)
+    return first.digest != pending.digest or (
+        on_record is not None and on_record.digest != pending.digest and on_record.code != UNKNOWN
+    )

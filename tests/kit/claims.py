@@ -45,7 +45,7 @@ class BookClaims:
 
     async def submit_gangs(self, gangs: Sequence[ClaimAll]) -> list[ClaimAllResult | Fault]:
         self.submitted += (claim for gang in gangs for claim in gang.claims)
-        if self.away:
+        if self.unavailable:
             return [RequestTimeout("unavailable") for _ in gangs]
         replies = await self.book.apply(list(gangs))
         return [reply for reply in replies if isinstance(reply, ClaimAllResult)]

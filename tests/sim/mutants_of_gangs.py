@@ -9,7 +9,7 @@ from unittest.mock import patch
 
 from bus.contracts.placement import ClaimAll, ClaimOutcome
 from placement_worker.domain import claims
-from placement_worker.domain.claims import ClaimVerdict
+from placement_worker.domain.claim_verdict import ClaimVerdict
 from scheduler_worker import engine
 from scheduler_worker.domain import gangs
 

@@ -24,7 +24,8 @@ from compute_sim.agent import Agent
 from placement_worker.domain import claims
 from scheduler_worker import engine as scheduling
 from scheduler_worker.domain import step
-from scheduler_worker.engine import ScheduledBuild, SchedulingEngine
+from scheduler_worker.domain.placed import ScheduledBuild
+from scheduler_worker.engine import SchedulingEngine
 from scheduler_worker.hosts_listener import HostsListener
 
 

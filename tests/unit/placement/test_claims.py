@@ -15,7 +15,8 @@ from bus.contracts.placement import (
     Release,
     Swap,
 )
-from placement_worker.domain.claims import ClaimItem, Decision, changes_of, decide
+from placement_worker.domain.claim_verdict import Decision
+from placement_worker.domain.claims import ClaimItem, changes_of, decide
 from placement_worker.domain.values import ClaimedProvider, ConsumerState, InventoryUsage
 
 A, B, NOWHERE = (f"{letter * 8}-0000-4000-8000-000000000000" for letter in "abf")
