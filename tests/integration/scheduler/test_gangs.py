@@ -80,7 +80,7 @@ async def generations(world: World) -> list[int]:
     return [provider.generation for provider in page.providers]
 
 
-async def test_fewer_than_enough_is_none_and_every_member_is_told_why(world: World) -> None:
+async def test_fewer_than_enough_is_none_and_every_member_has_its_reason(world: World) -> None:
     await world.scheduler()
     await world.add_hosts("c1", 2, **room_for(2))
     before = await generations(world)
