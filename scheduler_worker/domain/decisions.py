@@ -66,7 +66,7 @@ def decision(
         case GangIncomplete(gang=gang, placed=placed):
             reason = (
                 f"{placed} of the {gang.size} members of gang {gang.uuid} had a host, and {gang.min_count} start "
-                "together or none; the other members say what they lacked"
+                "together or none; each other member has its own reason"
             )
             return _failed(request, INCOMPLETE, reason, author)
         case PlacementUnavailable():
