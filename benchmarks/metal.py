@@ -66,6 +66,7 @@ class MetalFigures(Struct, kw_only=True):
     storm_cpu_s: dict[str, float] = {}
     storm_requests: dict[str, int] = {}
     deploy_states: dict[str, int] = {}
+    deploy_failures: list[str] = []
     deploy_p50_s: float = 0.0
     deploy_max_s: float = 0.0
     deploy_attempts: int = 0
@@ -177,6 +178,11 @@ class MetalBench:
             raise SystemExit("not all builds have ended")
         took = time.perf_counter() - began
         figures.deploy_states = dict(Counter(track.state for track in tracks))
+        figures.deploy_failures = [
+            f"{track.last.code}: {track.last.reason}"
+            for track in tracks
+            if track.last is not None and track.state != "active"
+        ]
         seconds = [track.latency_s or 0.0 for track in tracks]
         figures.deploy_p50_s = round(statistics.median(seconds), 1)
         figures.deploy_max_s = round(took, 1)
