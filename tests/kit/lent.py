@@ -68,7 +68,7 @@ class Lender(Generic[Server]):
         return True
 
 
-brokers = Lender(RabbitMQ, lambda broker: broker.control("eval", AS_NEW))
+brokers = Lender(RabbitMQ, lambda broker: broker.evaluate(AS_NEW))
 # Each has a database of its own there, which is dropped: nothing is left to clean.
 databases = Lender(Postgres, lambda _: None)
 
