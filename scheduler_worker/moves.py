@@ -12,6 +12,7 @@ Up to the commit nothing has happened, so a request that is delivered again is s
 
 from __future__ import annotations
 
+import asyncio
 import random
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -109,6 +110,7 @@ class MoveEngine:
         self._rng = rng
         self._who = process or "scheduler"
         self._started_s: float | None = None
+        self._releasing: asyncio.TimerHandle | None = None
         self._held: deque[tuple[float, str]] = deque()  # (until, monotonic; key) of choices that count as used
 
     async def process(self, moves: Sequence[PendingMove]) -> dict[int, Outcome]:
@@ -283,6 +285,18 @@ class MoveEngine:
             self._selector.book.forget(self._held.popleft()[1])
         self._selector.book.assume(key, allocations)
         self._held.append((self._clock.monotonic() + self._selector.config.choice_held_s, key))
+        self._release_later()
+
+    def _release_later(self) -> None:
+        """Without another move nothing else would release them."""
+        if self._releasing is None and self._held:
+            left_s = max(0.0, self._held[0][0] - self._clock.monotonic())
+            self._releasing = asyncio.get_running_loop().call_later(left_s, self._release_due)
+
+    def _release_due(self) -> None:
+        self._releasing = None
+        self._release()
+        self._release_later()
 
     def _release(self, *, everything: bool = False) -> None:
         now_s = self._clock.monotonic()

@@ -273,3 +273,12 @@ async def test_a_scheduler_killed_at_any_moment_loses_and_doubles_no_move(world:
     assert {one.request_id for one in moves} <= set(sent)
     record = await world.show(built.instance_uuid)
     assert record is not None and [line.what for line in record.timeline].count("stop scheduled") == 1
+
+
+async def test_what_was_chosen_for_the_last_move_is_offered_again_soon(world: World) -> None:
+    """Only the next move released it: at rest a host of this scheduler seemed fuller than it was, for ever."""
+    built = await one_active(world, config=SchedulerConfig(hosts_warmup_s=0.001, choice_held_s=0.05))
+    move = world.move(built, MoveKind.MIGRATE)
+    await world.buses[API].request(move, MoveAccepted, timeout_s=PATIENCE_S)
+    await world.dispatched(move)
+    await world.eventually(lambda: move.request_id not in list(world.replicas["s1"].assumed_keys()))

@@ -1,0 +1,52 @@
+"""Deliberate defects of fences and evacuations (tests/sim/test_fences.py)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+from unittest.mock import patch
+
+from msgspec.structs import replace
+
+from cell_conductor.domain import events as e
+from cell_conductor.domain import fence_rules, rules, table
+from cell_conductor.domain.instance import State
+from cell_conductor.domain.rules import Step
+from cell_conductor.domain.table import Rule
+from cell_conductor.fences import FenceKeeper
+from scheduler_worker.domain import fences
+from scheduler_worker.moves import MoveEngine
+
+
+def fence_never_lifted() -> AbstractContextManager[Any]:
+    """A cell gets a fence once more where it should lift it."""
+    command = fences.command
+    return patch.object(fences, "command", lambda *one: replace(command(*one), lift=False))
+
+
+def losses_never_forgotten() -> AbstractContextManager[Any]:
+    """What a host has destroyed stays on record as its loss."""
+
+    async def forget(self: FenceKeeper, losses: Sequence[Any]) -> None:
+        return None
+
+    return patch.object(FenceKeeper, "_forget", forget)
+
+
+def delete_on_a_fenced_host_keeps_its_claim() -> AbstractContextManager[Any]:
+    """A delete that a fence ends is over at once, and nothing is released."""
+
+    def end(instance: Any, event: Any, timeouts: Any) -> Step:
+        ended = fence_rules.end_delete(instance, event, timeouts)
+        if ended.instance.state is not State.RELEASING:
+            return ended
+        return rules.end_deleted(ended.instance, e.Released(at=event.at, consumer=instance.uuid), timeouts)
+
+    row: Any = table.TABLE[State.DELETING]
+    return patch.dict(row, {e.HostFenced: Rule(end, tuple(State))})
+
+
+def choice_never_released() -> AbstractContextManager[Any]:
+    """What was chosen for an evacuation counts as used until the next move."""
+    return patch.object(MoveEngine, "_release_later", lambda self: None)
