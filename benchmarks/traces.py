@@ -1,0 +1,130 @@
+"""What traces cost: CPU a boot without them and with them, in turns on one running system.
+
+    python -m benchmarks.traces [--ratio 0.05] [--turns 10] [--boots 400] [--hosts 400]
+
+All workers and the client run in this process (memory buses, a private PostgreSQL), and the processor time of this
+process is counted: making, encoding and exporting spans is in it, the broker's and the database's time are not, so the
+share is higher than that of a whole system. The collector is a process of its own. Turns alternate, so that a machine
+that becomes slower does so for both.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import random
+import statistics
+import subprocess
+import sys
+import time
+
+from berth.client import BuildClient
+from berth.settings import DatabaseSettings, Settings, TraceSettings, UpSettings
+from berth.up import LocalSystem, site
+from bus.bus import Bus
+from bus.clock import new_uuid
+from bus.contracts.build import BuildRequest
+from bus.service.environment import Environment
+from bus.tracing.tracer import Tracer
+from compute_sim.config import ComputeConfig, HostSize
+
+WAIT_S = 120.0
+WARM_UP = 2
+COLLECTOR = """
+import http.server
+class Take(http.server.BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    def do_POST(self):
+        self.rfile.read(int(self.headers["content-length"]))
+        self.send_response(200); self.send_header("content-length", "2"); self.end_headers(); self.wfile.write(b"{}")
+    def log_message(self, *_): pass
+server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Take)
+print(server.server_port, flush=True)
+server.serve_forever()
+"""
+
+
+class SwitchedTraces:
+    """The buses of a site, whose traces are turned on and off."""
+
+    def __init__(self) -> None:
+        self.buses: list[tuple[Bus, Tracer | None]] = []
+        made = Environment.bus
+
+        def bus(environment: Environment, name: str = "api") -> Bus:
+            one = made(environment, name)
+            self.buses.append((one, one.tracer))
+            return one
+
+        Environment.bus = bus  # type: ignore[method-assign,assignment]
+
+    def turn(self, *, on: bool) -> None:
+        """Make traces from now on, or none."""
+        for bus, tracer in self.buses:
+            bus.tracer = tracer if on else None
+
+
+async def measure(ratio: float, turns: int, boots: int, hosts: int, endpoint: str) -> list[tuple[float, float]]:
+    """Milliseconds of CPU a boot, without and with traces, of each pair of turns."""
+    switched = SwitchedTraces()
+    settings = Settings(
+        database=DatabaseSettings(),
+        traces=TraceSettings(endpoint=endpoint, ratio=ratio, most_per_s=100_000.0),
+        up=UpSettings(nodes=0, rest=False, web=False),
+        compute=ComputeConfig(hosts=hosts, sizes=(HostSize(vcpus=4096, memory_mb=2**24, disk_gb=2**20),)),
+    )
+    async with site(settings, directory=None, seed=1) as here:
+        system = LocalSystem(here)
+        await system.start()
+        client = BuildClient(here.bus("client"), clock=here.clock, process="client")
+        await client.open()
+        pairs: list[tuple[float, float]] = []
+        rng = random.Random(2)
+        try:
+            for number in range(-WARM_UP, turns):
+                order = (True, False) if number % 2 else (False, True)
+                costs = {on: await _turn(client, switched, rng, boots, on=on) for on in order}
+                if number >= 0:
+                    pairs.append((costs[False], costs[True]))
+        finally:
+            await client.close()
+            await system.in_process.stop()
+        return pairs
+
+
+async def _turn(client: BuildClient, switched: SwitchedTraces, rng: random.Random, boots: int, *, on: bool) -> float:
+    switched.turn(on=on)
+    began = time.process_time()
+    requests = [BuildRequest(instance_uuid=new_uuid(rng), flavor="m1.tiny", project_id="p") for _ in range(boots)]
+    for start in range(0, boots, 40):
+        await client.boot(requests[start : start + 40])
+        assert await client.wait(WAIT_S)
+    if on:  # the export of what is left belongs to it
+        for _, tracer in switched.buses:
+            if tracer is not None:
+                await tracer._export_waiting()
+    return (time.process_time() - began) / boots * 1000
+
+
+def main() -> None:
+    """Print the pairs and their ratio."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ratio", type=float, default=0.05)
+    parser.add_argument("--turns", type=int, default=10)
+    parser.add_argument("--boots", type=int, default=400)
+    parser.add_argument("--hosts", type=int, default=400)
+    options = parser.parse_args()
+    with subprocess.Popen([sys.executable, "-c", COLLECTOR], stdout=subprocess.PIPE, text=True) as collector:
+        try:
+            assert collector.stdout is not None
+            endpoint = f"http://127.0.0.1:{collector.stdout.readline().strip()}"
+            pairs = asyncio.run(measure(options.ratio, options.turns, options.boots, options.hosts, endpoint))
+        finally:
+            collector.terminate()
+    for off, on in pairs:
+        print(f"{off:.3f} ms a boot without, {on:.3f} with: {on / off:.3f}")
+    print(f"median ratio {statistics.median(on / off for off, on in pairs):.3f} at a ratio of {options.ratio:g}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,115 @@
+"""The driver of docs/tutorial/first-driver.md, read out of the page: builds are processes that can be seen."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import re
+import signal
+import textwrap
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+from msgspec import Struct
+
+import compute_sim.app
+from berth.client import BuildClient
+from berth.client_moves import MoveClient
+from berth.settings import CellSettings, DatabaseSettings, Settings, UpSettings
+from berth.up import LocalSystem, site
+from bus.clock import new_uuid
+from bus.contracts.build import BuildQuery, BuildRequest
+from bus.contracts.moves import MoveKind, MoveRequest
+from compute_sim.config import ComputeConfig
+from compute_sim.driver import Driver, NotOurs
+
+PAGE = (Path(__file__).parents[2] / "docs" / "tutorial" / "first-driver.md").read_text()
+WAIT_S = 60.0
+CELL = "cell1"
+RNG = random.Random()
+
+
+class Racks(Struct):
+    """A system whose only hosts are the driver's."""
+
+    client: BuildClient
+    moves: MoveClient
+    driver: Driver
+
+    async def states(self) -> dict[str, bool]:
+        """By instance, whether its process runs."""
+        listed = await self.driver.list()
+        return {machine.instance_uuid: machine.runs for machines in listed.values() for machine in machines}
+
+    async def move(self, uuid: str, kind: MoveKind) -> None:
+        request = MoveRequest(request_id=new_uuid(RNG), instance_uuid=uuid, project_id="p", kind=kind)
+        await self.moves.ask(request)
+        assert await self.moves.wait(WAIT_S)
+
+
+def driver_of(hosts: list[str]) -> Driver:
+    found = re.search(r"^ *```python\n(.*?)^ *```$", PAGE, re.MULTILINE | re.DOTALL)
+    assert found is not None
+    module: dict[str, Any] = {"__name__": "process_driver"}
+    exec(textwrap.dedent(found.group(1)), module)
+    driver: Driver = module["ProcessDriver"](hosts)
+    return driver
+
+
+@pytest_asyncio.fixture
+async def racks(postgres_url: str, tmp_path: Path) -> AsyncIterator[Racks]:
+    settings = Settings(
+        cells={CELL: CellSettings()},
+        database=DatabaseSettings(url=postgres_url),
+        up=UpSettings(nodes=0, computes_per_cell=0, schedulers=1, rest=False, web=False),
+    )
+    names = [f"rack-{new_uuid(RNG)}" for _ in range(2)]  # no other test's, and no other run's
+    driver = driver_of(names)
+    async with site(settings, directory=None) as place:
+        system = LocalSystem(place)
+        await system.start()
+        config = ComputeConfig(state_dir=str(tmp_path))
+        built = compute_sim.app.build(place.environment("racks"), config, CELL, "racks", driver=driver)
+        await system.in_process.start(("racks", built))
+        client = BuildClient(place.bus("client"), clock=place.clock, process="client")
+        moves = MoveClient(client.bus, clock=place.clock, process="moves")
+        await client.open()
+        await moves.open()
+        try:
+            yield Racks(client, moves, driver)
+        finally:
+            await moves.close()
+            await client.close()
+            await system.in_process.stop()
+            for pid, _ in driver._marked():  # type: ignore[attr-defined]
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+
+
+async def test_a_build_is_a_process_until_it_is_deleted(racks: Racks) -> None:
+    uuids = [new_uuid(RNG) for _ in range(3)]
+    await racks.client.boot([BuildRequest(instance_uuid=one, flavor="m1.small", project_id="p") for one in uuids])
+    assert await racks.client.wait(WAIT_S)
+    assert await racks.states() == dict.fromkeys(uuids, True)
+    await racks.move(uuids[0], MoveKind.STOP)
+    assert await racks.states() == {uuids[0]: False, uuids[1]: True, uuids[2]: True}
+    await racks.move(uuids[0], MoveKind.START)
+    assert (await racks.states())[uuids[0]]
+    page = await racks.client.query(BuildQuery(instance_uuid=uuids[1]), timeout_s=WAIT_S)
+    await racks.client.delete(page.builds)
+    assert await racks.client.wait(WAIT_S)
+    assert await racks.states() == {uuids[0]: True, uuids[2]: True}
+
+
+async def test_a_process_of_another_deployment_is_left_alone(racks: Racks) -> None:
+    uuid = new_uuid(RNG)
+    await racks.client.boot([BuildRequest(instance_uuid=uuid, flavor="m1.small", project_id="p")])
+    assert await racks.client.wait(WAIT_S)
+    (host,) = [one for one, machines in (await racks.driver.list()).items() if machines]
+    with pytest.raises(NotOurs):
+        await racks.driver.destroy(host, uuid, 99, "another")
+    assert await racks.states() == {uuid: True}
