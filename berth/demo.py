@@ -55,6 +55,11 @@ MIX = {
     "m1.tiny": 34.0, "m1.small": 34.0, "m1.medium": 18.0, "m1.large": 6.0, "gpu.small": 4.0,
     "bm.gold": 4.5, "bm.silver": 1.8,
 }  # fmt: skip
+PLANNED = (
+    f"{REQUESTS:,} builds are requested at once. About 9 of them are meant to fail, with an explanation: more bm.gold "
+    "nodes are requested than there are. Meanwhile some builds fail on their hosts, one host fails always, and a compute "
+    "service dies."
+)
 HOST = HostSize(vcpus=16, memory_mb=65_536, disk_gb=2_000)
 
 
@@ -127,6 +132,7 @@ async def demonstrate(seed: int, recordings: Path, console: Console) -> Demo:
         await asyncio.gather(client.open(), watch.open())
         try:
             console.print(f"up after {time.monotonic() - began:.1f} s: {_inventory(system, ironic)}")
+            console.print(PLANNED, soft_wrap=True)
             replayed = await _replay(here, ironic, recordings, console)
             report, accident = await _load(client, system, plan, seed, console)
             undisturbed_builds = undisturbed(list(client.tracks.values()), accident.at)
@@ -267,6 +273,11 @@ def _inventory(system: LocalSystem, ironic: IronicStandIn) -> str:
 def show(demo: Demo, console: Console) -> None:
     """The summary a person likes to read."""
     console.rule("what came of it")
+    console.print(
+        f"{demo.active} of {demo.requests} are active. Latency: from a request until its last event; as all were "
+        "requested at once, most of it is waiting. Alternates: builds that their cell moved to another host by itself.",
+        soft_wrap=True,
+    )
     render_load(demo.load, console)
     console.print(describe(demo), soft_wrap=True)
     console.print(f"claims: {_words(demo.claims)}; retried: {_words(demo.claim_retries)}")

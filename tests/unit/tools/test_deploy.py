@@ -6,12 +6,15 @@ import shlex
 import shutil
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
+import yaml
 from typer.testing import CliRunner
 
 from berth.cli import app
+from berth.settings import read_settings
 
 ROOT = Path(__file__).parents[3]
 SYSTEMD = ROOT / "deploy" / "systemd"
@@ -62,3 +65,38 @@ def test_the_command_of_a_unit_is_one_of_ours(path: Path) -> None:
     assert ran.exit_code == 0, ran.output
     for option in (one for one in arguments if one.startswith("--")):
         assert option in ran.output
+
+
+def instructions() -> list[tuple[str, str]]:
+    """(instruction, its arguments) of the Containerfile, in order."""
+    lines = (ROOT / "deploy" / "Containerfile").read_text().splitlines()
+    return [(line.split()[0], line.partition(" ")[2]) for line in lines if line and not line.startswith("#")]
+
+
+def test_the_image_has_every_package_and_installs_it_as_the_tests_do() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    copied = [shlex.split(text) for name, text in instructions() if name == "COPY" and not text.startswith("--from")]
+    sources = {source for *named, _ in copied for source in named}
+    assert [source for source in sources if not (ROOT / source).exists()] == []
+    packages = {name.rstrip("*") for name in project["tool"]["setuptools"]["packages"]["find"]["include"]}
+    assert packages | {"pyproject.toml", "constraints.txt", project["project"]["readme"]} <= sources
+    (install,) = [shlex.split(text) for name, text in instructions() if name == "RUN" and "pip install" in text]
+    assert install[install.index("--constraint") + 1] == "/src/constraints.txt"
+    extras = install[-1].partition("[")[2].rstrip("]").split(",")
+    assert set(extras) <= project["project"]["optional-dependencies"].keys()
+    (entry,) = [text for name, text in instructions() if name == "ENTRYPOINT"]
+    assert Path(yaml.safe_load(entry)[0]).name in project["project"]["scripts"]
+    assert ("USER", "berth") in instructions()
+
+
+def test_each_service_of_the_compose_file_is_a_command_and_has_settings_that_are_read() -> None:
+    services = yaml.safe_load((ROOT / "deploy" / "compose.yaml").read_text())["services"]
+    ours = {name: service for name, service in services.items() if service["image"] == "berth"}
+    assert ours.keys() == {"placement", "conductor", "compute", "scheduler"}
+    for service in ours.values():
+        ran = CliRunner().invoke(app, [*service["command"], "--help"])
+        assert ran.exit_code == 0, ran.output
+        settings = read_settings(None, service["environment"])
+        assert settings.bus.url == "amqp://berth:berth@rabbitmq:5672/"
+        assert settings.database.url == "postgresql://berth:berth@postgres:5432/berth"
+        assert list(settings.cells) == ["cell1"]
