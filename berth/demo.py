@@ -56,9 +56,9 @@ MIX = {
     "bm.gold": 4.5, "bm.silver": 1.8,
 }  # fmt: skip
 PLANNED = (
-    f"{REQUESTS:,} builds are requested at once. About 9 of them are meant to fail, with an explanation: more bm.gold "
-    "nodes are requested than there are. Meanwhile some builds fail on their hosts, one host fails always, and a compute "
-    "service dies."
+    f"{REQUESTS:,} builds are requested at once. About 9 of them are meant to fail, and to be explained: more bm.gold "
+    "nodes are requested than there are. Meanwhile some builds fail on their hosts, one host fails always, and a "
+    "compute service dies."
 )
 HOST = HostSize(vcpus=16, memory_mb=65_536, disk_gb=2_000)
 
