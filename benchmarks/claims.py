@@ -4,7 +4,8 @@
     python benchmarks/claims.py --quotas --consumers 1000000 --hosts 1000
 
 Without a URL it starts a private PostgreSQL. It prints figures and judges nothing. With --quotas it compares claims
-with and without limits, in turn, beside so many consumers that their project has already.
+with and without limits, in turn, beside so many consumers that their project has already: the CPU of a single
+claim in many short windows (steady on a busy machine too), then rates.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import random
 import statistics
 import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 import uvloop
 
@@ -47,6 +49,10 @@ FILL = (
     "ON p.place = 1 + c.place % p.many JOIN inventories i ON i.provider_id = p.id",
 )
 QUOTA_TURNS = 5
+# CPU is compared in many short windows, with and without limits in turn: what else the machine does meets both alike.
+CPU_PAIRS = 300
+CPU_CLAIMS = 12  # a window
+BACKENDS = "SELECT pid FROM pg_stat_activity WHERE application_name = 'placement'"
 FILL_S = 3600.0  # more than a client waits otherwise
 
 
@@ -117,6 +123,46 @@ async def fill(store: PostgresStore, consumers: int) -> float:
     return time.perf_counter() - started
 
 
+async def compare_cpu(store: PostgresStore, hosts: Sequence[str]) -> None:
+    """CPU of a single claim with and without limits, PostgreSQL's and this process's; medians over pairs of windows."""
+    limits = dict.fromkeys((*RESOURCES, INSTANCES), 2**40)
+    rng = random.Random(7)
+    async with store.database.raw() as connection:
+        backends = [row[0] for row in await connection.fetch(BACKENDS)]
+    spent: dict[bool, list[tuple[float, float]]] = {False: [], True: []}
+    gc.disable()
+    for pair in range(CPU_PAIRS):
+        for limited in (False, True) if pair % 2 else (True, False):
+            claims = [
+                Claim(
+                    consumer=new_uuid(rng),
+                    options=(ClaimOption(allocations={rng.choice(hosts): RESOURCES}),),
+                    project_id="p",
+                    limits=limits if limited else {},
+                )
+                for _ in range(CPU_CLAIMS)
+            ]
+            server, here = cpu_us(backends), time.process_time_ns() / 1000
+            for claim in claims:
+                await store.apply([claim])
+            took = (cpu_us(backends) - server, time.process_time_ns() / 1000 - here)
+            spent[limited].append((took[0] / CPU_CLAIMS, took[1] / CPU_CLAIMS))
+    gc.enable()
+    for number, whose in enumerate(("PostgreSQL", "placement")):
+        without, with_limits = ([one[number] for one in spent[limited]] for limited in (False, True))
+        ratios = sorted(b / a for a, b in zip(without, with_limits, strict=True))
+        print(
+            f"CPU of a single claim, {whose}: {statistics.median(without):.0f} us without limits, "
+            f"{statistics.median(with_limits):.0f} with; the pairs' ratio: median {statistics.median(ratios):.3f}, "
+            f"quartiles {ratios[len(ratios) // 4]:.2f} and {ratios[3 * len(ratios) // 4]:.2f}"
+        )
+
+
+def cpu_us(pids: Sequence[int]) -> float:
+    """Microseconds that these processes have run."""
+    return sum(int(Path(f"/proc/{pid}/schedstat").read_text().split()[0]) for pid in pids) / 1000
+
+
 async def compare_quotas(stores: Sequence[PostgresStore], hosts: Sequence[str], seconds: float) -> None:
     """Claims with and without limits in turn: the median ratio of each kind."""
     limits = dict.fromkeys((*RESOURCES, INSTANCES), 2**40)
@@ -160,6 +206,7 @@ async def measure(url: str, arguments: argparse.Namespace) -> None:
     if arguments.consumers:
         print(f"{arguments.consumers} consumers: {await fill(stores[0], arguments.consumers):6.1f} s")
     if arguments.quotas:
+        await compare_cpu(stores[0], hosts)
         await compare_quotas(stores, hosts, arguments.seconds)
         for store in stores:
             await store.close()

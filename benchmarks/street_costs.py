@@ -35,6 +35,7 @@ class Instruments:
         self._cpu: dict[str, float] = {}
         self._messages: dict[str, Counter[str]] = {}
         self._transactions = 0.0
+        self._began_s = 0.0
         self._statements: Mapping[str, tuple[float, float]] | None = None
 
     async def before(self) -> None:
@@ -47,9 +48,11 @@ class Instruments:
             probe.profile({"client": os.getpid(), **workers}, self._profiles)
             self._profiles = None  # the first load is the full one
         self._cpu = self._used()
+        self._began_s = time.monotonic()
 
     async def after(self, boots: int) -> Costs:
         """What came since."""
+        took_s = time.monotonic() - self._began_s
         cpu = {name: used - self._cpu[name] for name, used in self._used().items()}
         memory = {name: round(probe.memory_mb(pid), 1) for name, pid in self._pids.items()}
         messages = {name: now - self._messages[name] for name, now in (await self._counters()).items()}
@@ -74,6 +77,7 @@ class Instruments:
             conflict_rate=round(lost / max(claims, 1), 4),
             statements_per_boot=None if spent is None else round(sum(calls for calls, _ in spent.values()), 3),
             statements=spent,
+            seconds_per_boot=round(took_s / boots, 5),
         )
 
     def _used(self) -> dict[str, float]:

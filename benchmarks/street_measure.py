@@ -60,7 +60,7 @@ async def measure(client: BuildClient, here: Site, system: str, what: Measured, 
     idle, costs_alone = await one_by_one(client, here, what, rng)
     latencies = sorted(report.latency_ms["max"] for report in idle)
     progress(f"idle boot p50 {statistics.median(latencies):.1f} ms; {what.boots:,} boots at once")
-    background = await at_rest(here, what)
+    background, resting = await at_rest(here, what)
     report, costs = await costed(client, here, what, what.boots, rng)
     progress(f"{report.boots_per_s:,.0f} boots a second")
     at_rates, costs_at_rates, bare_at_rates = await held_rates(client, here, what, report.boots_per_s, rng)
@@ -100,6 +100,7 @@ async def measure(client: BuildClient, here: Site, system: str, what: Measured, 
         costs_alone=costs_alone,
         bare_at_rates=bare_at_rates,
         background_cores=background,
+        background_transactions_per_s=resting,
         moves=moves,
     )
 
@@ -133,14 +134,15 @@ async def invariants_hold(client: BuildClient, here: Site) -> bool:
     return all(verdict.holds for verdict in verdicts)
 
 
-async def at_rest(here: Site, what: Measured) -> dict[str, float]:
-    """Cores that each process uses while nothing is booted; {} where the system does not report it."""
+async def at_rest(here: Site, what: Measured) -> tuple[dict[str, float], float]:
+    """Cores that each process uses while nothing is booted, and transactions a second; {} where it is not measured."""
     if what.before is None or what.after is None or not what.rates:
-        return {}
+        return {}, 0.0
     await what.before()
     await here.clock.sleep(BACKGROUND_S)
     costs = await what.after(1)
-    return {name: round(used / 1000 / BACKGROUND_S, 5) for name, used in costs.cpu_s_per_1000_boots.items()}
+    cores = {name: round(used / 1000 / BACKGROUND_S, 5) for name, used in costs.cpu_s_per_1000_boots.items()}
+    return cores, round(costs.transactions_per_boot / BACKGROUND_S, 3)
 
 
 async def costed(

@@ -22,6 +22,7 @@ class Costs(Struct, frozen=True, kw_only=True):
     conflict_rate: float  # the share of claims that were lost
     statements_per_boot: float | None = None
     statements: dict[str, tuple[float, float]] | None = None  # {statement: (calls a boot, ms in the server a boot)}
+    seconds_per_boot: float = 0.0  # of the whole load; the timers of all processes work in each of them
 
 
 class Result(Struct, frozen=True, kw_only=True):
@@ -53,6 +54,7 @@ class Result(Struct, frozen=True, kw_only=True):
     bare_at_rates: dict[str, AtRate] = {}  # the bare pipeline at the same rates
     moves: MoveFigures | None = None
     background_cores: dict[str, float] = {}  # of each process, while nothing is booted: heartbeats, reports, timers
+    background_transactions_per_s: float = 0.0
 
 
 def print_result(result: Result, seconds: float) -> None:
@@ -94,6 +96,7 @@ def print_result(result: Result, seconds: float) -> None:
             print(
                 f"  {share}, CPU ms a boot: {spending.cpu_s_per_1000_boots_all:.3f}; "
                 f"{spending.broker_messages_per_boot} broker messages, {spending.transactions_per_boot} transactions"
+                f"{_resting(result, spending)}"
             )
     for share, spending in result.costs_at_rates.items():
         print(f"  at {share}, CPU ms a boot: {spending.cpu_s_per_1000_boots_all:.3f}")
@@ -105,6 +108,16 @@ def print_result(result: Result, seconds: float) -> None:
         print(f"; {measured.codes}" if measured.codes else "")
     if result.costs is not None:
         _print_costs(result.costs)
+
+
+def _resting(result: Result, costs: Costs) -> str:
+    """What of a boot's cost its seconds use whether or not anything is booted: more on a slower machine."""
+    if not result.background_cores:
+        return ""
+    seconds = costs.seconds_per_boot
+    cpu_ms = 1000 * sum(result.background_cores.values()) * seconds
+    transactions = result.background_transactions_per_s * seconds
+    return f"; of these in {1000 * seconds:.1f} ms of rest {cpu_ms:.1f} ms, {transactions:.2f} transactions"
 
 
 def _print_costs(costs: Costs) -> None:

@@ -35,7 +35,7 @@ class ConductorConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """
     report_interval_s: Seconds = 300.0
     """Seconds between two requests for reports from all hosts, which also report by themselves."""
-    sweep_interval_s: Seconds = 0.5
+    sweep_interval_s: Seconds = 1.0
     """Seconds between two searches for instances whose deadline has passed."""
     sweep_batch: Annotated[int, Bound(ge=1, le=5000)] = 500
     """Most such instances handled in one transaction."""

@@ -61,14 +61,16 @@ class FeedPublisher:
         """Publish the newest number at intervals, and look for what others left unpublished, until cancelled."""
         while True:
             try:
-                if await self._store.renew_history():
+                newest = await self._store.newest()
+                if newest.renewed:
                     log.warning("feed.new_history")  # restored, or a stand-by promoted: replicas take snapshots
-                head = await self._store.head()
-                metrics.HEAD.set(head.sequence)
-                await self._bus.publish(head)
+                metrics.HEAD.set(newest.head.sequence)
+                await self._bus.publish(newest.head)
+                if newest.unpublished:
+                    self.wake()
             except (Transient, BusError) as error:
                 await self._stall(error)
-            self.wake()
+                self.wake()
             await self._clock.sleep(self._config.head_interval_s)
 
     async def trim(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable, Collection, Sequence
 
 import structlog
@@ -15,10 +16,11 @@ from bus.contracts.build import BuildEvent, TimelineEntry
 from bus.contracts.fences import HostFence
 from bus.contracts.moves import MoveEvent
 from bus.contracts.stages import Stamps
+from bus.faults import Transient
 from bus.persistence.outbox import OutboxMessage
 from bus.persistence.unit_of_work import run_optimistic
 from scheduler_worker import metrics
-from scheduler_worker.domain.builds import BuildUpdate, apply_announcement, is_early, timeline_entries
+from scheduler_worker.domain.builds import BuildUpdate, RecordedBuild, apply_announcement, is_early, timeline_entries
 from scheduler_worker.domain.moves import apply_announcement as apply_move
 from scheduler_worker.store.port import BuildUnit, SchedulerStore
 
@@ -41,18 +43,137 @@ class AppliedAnnouncements(Struct, frozen=True):
     early: list[BuildEvent]
 
 
+class _Waiting:
+    """A batch of one cell's events on its way to the record. waited: ids of events that wait for no other. applied:
+    once it is there.
+    """
+
+    __slots__ = ("applied", "cell", "events", "waited")
+
+    def __init__(self, cell: str, events: Sequence[BuildEvent], waited: Collection[int]) -> None:
+        self.cell = cell
+        self.events = events
+        self.waited = waited
+        self.applied: AppliedAnnouncements | None = None
+
+
+class AnnouncementWriter:
+    """Records the build events of all cells of a process: one transaction at a time, and the next one takes all that
+    has come meanwhile, from every cell. Bounded by the cells: the queue of each has one batch in hand.
+    """
+
+    def __init__(self, store: SchedulerStore, *, clock: Clock) -> None:
+        self._store = store
+        self._clock = clock
+        self._writing = asyncio.Lock()
+        self._waiting: list[_Waiting] = []
+
+    async def write(
+        self, cell: str, events: Sequence[BuildEvent], waited: Collection[int] = ()
+    ) -> AppliedAnnouncements:
+        """Record a cell's events, in order, and publish them on the API bus. Raises Transient.
+
+        Together with those of other cells; where that fails for another reason, these alone. waited: `id` of the events
+        that wait for no earlier one.
+        """
+        mine = _Waiting(cell, events, waited)
+        self._waiting.append(mine)
+        try:
+            async with self._writing:
+                if mine.applied is None:
+                    await self._write_together(mine)
+        finally:
+            if mine in self._waiting:
+                self._waiting.remove(mine)
+        assert mine.applied is not None, "written by this task, or by one that had the lock before"
+        return mine.applied
+
+    async def _write_together(self, mine: _Waiting) -> None:
+        together = list(self._waiting)
+        try:
+            applied = await self._write(together)
+        except Transient:
+            raise
+        except Exception:  # a batch that cannot be written fails alone, whatever it is
+            if together == [mine]:
+                raise
+            together = [mine]
+            applied = await self._write(together)
+        for one, result in zip(together, applied, strict=True):
+            one.applied = result
+            if one in self._waiting:  # its task may have been cancelled meanwhile
+                self._waiting.remove(one)
+
+    async def _write(self, together: Sequence[_Waiting]) -> list[AppliedAnnouncements]:
+        # Clients get it before it is on disk, and the cell's message is acknowledged after: lost in a crash of the
+        # database, the message comes again and the same is published again
+        # (docs/decisions/0011-what-waits-for-the-disk.md).
+        return await run_optimistic(
+            lambda optimistic: self._store.unit(durable=False, optimistic=optimistic),
+            lambda unit: self._apply(unit, together),
+        )
+
+    async def _apply(self, unit: BuildUnit, together: Sequence[_Waiting]) -> list[AppliedAnnouncements]:
+        now = self._clock.time()
+        builds = await unit.lock([event.instance_uuid for one in together for event in one.events])
+        timelines: dict[str, list[TimelineEntry]] = {}
+        applied = [self._apply_cell(unit, one, builds, timelines, now) for one in together]
+        await unit.update(
+            [BuildUpdate(build=builds[uuid], timeline=tuple(lines)) for uuid, lines in timelines.items()], now
+        )
+        return applied
+
+    def _apply_cell(
+        self,
+        unit: BuildUnit,
+        batch: _Waiting,
+        builds: dict[str, RecordedBuild],
+        timelines: dict[str, list[TimelineEntry]],
+        now: float,
+    ) -> AppliedAnnouncements:
+        """What one cell's events change, in `builds` and `timelines`; and the events to publish."""
+        applied = AppliedAnnouncements([], [], [], [])
+        for event in batch.events:
+            found = builds.get(event.instance_uuid)
+            if found is None:
+                applied.ignored.append((event, "unknown"))
+                continue
+            if is_early(found, event, batch.cell) and id(event) not in batch.waited:
+                applied.early.append(event)
+                continue
+            after, announced = apply_announcement(found, event, batch.cell)
+            if announced is None and found.cell != batch.cell:
+                applied.ignored.append((event, "foreign"))
+                continue
+            if announced is None:
+                # Outdated or repeated: it changes nothing, but it happened. A repeated entry is shown once.
+                applied.ignored.append((event, "late"))
+                timelines.setdefault(event.instance_uuid, []).extend(timeline_entries(event, len(event.history), now))
+                continue
+            if announced.stamps is not None:
+                applied.ended.append(replace(announced.stamps, announced=now))
+                announced = replace(announced, stamps=applied.ended[-1])
+            builds[event.instance_uuid] = after
+            applied.announced.append(announced)
+            timelines.setdefault(event.instance_uuid, []).extend(timeline_entries(announced, len(found.history), now))
+            unit.emit(OutboxMessage(API, announced, event.instance_uuid))
+        return applied
+
+
 class AnnouncementHandler:
     """Handles queue `scheduler.builds` of one cell's bus. A cell announces its own instances only."""
 
     def __init__(
         self,
         store: SchedulerStore,
+        writer: AnnouncementWriter,
         cell: str,
         *,
         clock: Clock,
         on_fences: Callable[[Sequence[HostFence]], Awaitable[None]],
     ) -> None:
         self._store = store
+        self._writer = writer
         self._cell = cell
         self._on_fences = on_fences
         self._clock = clock
@@ -62,16 +183,10 @@ class AnnouncementHandler:
         events = [received.message for received in batch if isinstance(received.message, BuildEvent)]
         events.sort(key=lambda event: (event.instance_uuid, event.sequence))
         losses = self._store.losses
-        # Clients get it before it is on disk, and the cell's message is acknowledged after: lost in a crash of the
-        # database, the message comes again and the same is published again
-        # (docs/decisions/0011-what-waits-for-the-disk.md).
-        applied = AppliedAnnouncements([], [], [], [])
         waited = {id(received.message) for received in batch if received.meta.attempt >= MAX_EARLY}
+        applied = AppliedAnnouncements([], [], [], [])
         if events:
-            applied = await run_optimistic(
-                lambda optimistic: self._store.unit(durable=False, optimistic=optimistic),
-                lambda unit: self._apply(unit, events, waited),
-            )
+            applied = await self._writer.write(self._cell, events, waited)
         moves = [received.message for received in batch if isinstance(received.message, MoveEvent)]
         if moves:
             await self._apply_moves(sorted(moves, key=lambda event: (event.instance_uuid, event.sequence)))
@@ -88,43 +203,6 @@ class AnnouncementHandler:
             return [Done(after=flushed)] * len(batch)
         early = {id(event) for event in applied.early}
         return [EARLY if id(received.message) in early else Done(after=flushed) for received in batch]
-
-    async def _apply(
-        self, unit: BuildUnit, events: Sequence[BuildEvent], waited: Collection[int]
-    ) -> AppliedAnnouncements:
-        """Write what the events change, and publish them on the API bus. waited: events that wait for no other."""
-        now = self._clock.time()
-        builds = await unit.lock([event.instance_uuid for event in events])
-        timelines: dict[str, list[TimelineEntry]] = {}
-        applied = AppliedAnnouncements([], [], [], [])
-        for event in events:
-            found = builds.get(event.instance_uuid)
-            if found is None:
-                applied.ignored.append((event, "unknown"))
-                continue
-            if is_early(found, event, self._cell) and id(event) not in waited:
-                applied.early.append(event)
-                continue
-            after, announced = apply_announcement(found, event, self._cell)
-            if announced is None and found.cell != self._cell:
-                applied.ignored.append((event, "foreign"))
-                continue
-            if announced is None:
-                # Outdated or repeated: it changes nothing, but it happened. A repeated entry is shown once.
-                applied.ignored.append((event, "late"))
-                timelines.setdefault(event.instance_uuid, []).extend(timeline_entries(event, len(event.history), now))
-                continue
-            if announced.stamps is not None:
-                applied.ended.append(replace(announced.stamps, announced=now))
-                announced = replace(announced, stamps=applied.ended[-1])
-            builds[event.instance_uuid] = after
-            applied.announced.append(announced)
-            timelines.setdefault(event.instance_uuid, []).extend(timeline_entries(announced, len(found.history), now))
-            unit.emit(OutboxMessage(API, announced, event.instance_uuid))
-        await unit.update(
-            [BuildUpdate(build=builds[uuid], timeline=tuple(lines)) for uuid, lines in timelines.items()], now
-        )
-        return applied
 
     async def _apply_moves(self, events: Sequence[MoveEvent]) -> None:
         """All in one durable transaction: what is requested of instances after their builds is rarer than builds."""

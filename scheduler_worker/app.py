@@ -22,7 +22,7 @@ from bus.service.presence import announce_presence
 from bus.service.service import Service
 from placement_worker.replica.book import Book
 from placement_worker.replica.follower import Follower
-from scheduler_worker.announcements import AnnouncementHandler
+from scheduler_worker.announcements import AnnouncementHandler, AnnouncementWriter
 from scheduler_worker.changes import ChangeHandler, ControlListener
 from scheduler_worker.claims import BusClaims
 from scheduler_worker.config import SchedulerConfig
@@ -104,6 +104,7 @@ class SchedulerParts:
     config: SchedulerConfig
     buses: Mapping[str, Bus]
     store: SchedulerStore
+    writer: AnnouncementWriter
     selector: Selector
     workers: WorkerTable
 
@@ -152,7 +153,14 @@ def _parts(
     for bus in buses.values():
         bus.belongs_to("scheduler", lambda: store.deployment, lambda: "" if database is None else database.place)
     return SchedulerParts(
-        service=service, env=env, config=config, buses=buses, store=store, selector=selector, workers=WorkerTable()
+        service=service,
+        env=env,
+        config=config,
+        buses=buses,
+        store=store,
+        writer=AnnouncementWriter(store, clock=env.clock),
+        selector=selector,
+        workers=WorkerTable(),
     )
 
 
@@ -278,7 +286,7 @@ def _add_link(parts: SchedulerParts, bus: Bus, registry: ObjectRegistry, measure
     consumers = [
         bus.consumer(
             "scheduler.builds",
-            AnnouncementHandler(parts.store, bus.name, clock=env.clock, on_fences=registry.record_fences),
+            AnnouncementHandler(parts.store, parts.writer, bus.name, clock=env.clock, on_fences=registry.record_fences),
             max_batch=config.batch,
             concurrency=1,  # two would block on each other's row locks
             prefetch=config.prefetch,

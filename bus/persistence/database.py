@@ -10,7 +10,7 @@ import asyncio
 import random
 import re
 from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, AbstractContextManager, asynccontextmanager
 from functools import partial
 from typing import Any, NoReturn
 from uuid import UUID, uuid5
@@ -27,7 +27,7 @@ from sqlalchemy.pool import NullPool
 from bus.clock import SystemClock
 from bus.faults import DatabaseForbidden, DatabaseUnavailable, DatabaseUnprepared, Transient
 from bus.persistence.address import CONNECTION_LOST, ServerUntrusted, parse_database_url
-from bus.persistence.group_flush import GroupFlush
+from bus.persistence.group_flush import FlushingCommit, GroupFlush
 from bus.persistence.revision import UnsupportedSchema, is_at_head
 from bus.retrying import DATABASE, Retrying
 from bus.tracing.context import CURRENT
@@ -194,6 +194,10 @@ class Database:
     def flushed(self, losses: int) -> asyncio.Future[None]:
         """Done when everything that was committed here so far is on disk; see `GroupFlush.after`."""
         return self._group_flush.after(losses)
+
+    def flush_by_commit(self) -> AbstractContextManager[FlushingCommit]:
+        """Around a commit of this process: it may be the flush that `flushed` waits for; see `GroupFlush.by_commit`."""
+        return self._group_flush.by_commit()
 
     @asynccontextmanager
     async def _transaction(self) -> AsyncIterator[AsyncConnection]:

@@ -1,21 +1,26 @@
 """One flush for all who have committed without waiting for the disk.
 
 A handler whose commits may be done again hands its messages back at once, and they are acknowledged when a flush that
-came after those commits is done: four flushes a second, however many batches there are, and at the same times in all
-processes of a machine, so that one flush of the disk serves all of them.
+came after those commits is done: two flushes a second, however many batches there are, and at the same times in all
+processes of a machine, so that one flush of the disk serves all of them. A commit of anything else that waits for the
+disk is such a flush, too (`GroupFlush.by_commit`): mostly no statement is needed for the flush alone.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Protocol
 
 from bus.clock import shared_delay_s
 from bus.faults import DatabaseUnavailable
 
-# Acknowledgements gather for longer than this anyway (bus.rabbitmq.delivery), so no task waits for it. What is not
-# acknowledged counts against the prefetch, so it cannot be much longer.
-GATHER_S = 0.25
+# Acknowledgements gather for as long anyway (bus.rabbitmq.delivery), so no task waits for it. What is not acknowledged
+# counts against the prefetch, so it cannot be much longer.
+GATHER_S = 0.5
+# A relay that deletes confirmed rows at the same moment comes first: its commit is the flush.
+AFTER_OTHERS_S = 0.01
 
 
 class FlushedDatabase(Protocol):
@@ -29,6 +34,23 @@ class FlushedDatabase(Protocol):
         """Return when everything that was committed here before is on disk. Raises Transient."""
 
 
+class FlushingCommit:
+    """A commit that may flush what others have committed before. wanted: something waits for a flush.
+
+    `done` is called once it is on disk; a commit that wrote nothing flushes nothing, and may not call it.
+    """
+
+    __slots__ = ("is_done", "wanted")
+
+    def __init__(self, *, wanted: bool) -> None:
+        self.wanted = wanted
+        self.is_done = False
+
+    def done(self) -> None:
+        """It has written something, waited for the disk, and ended."""
+        self.is_done = True
+
+
 class GroupFlush:
     """The flushes of one database's connections."""
 
@@ -36,6 +58,7 @@ class GroupFlush:
         self._database = database
         self._waiting: list[tuple[int, asyncio.Future[None]]] = []
         self._task: asyncio.Task[None] | None = None
+        self._closed = False
 
     def after(self, losses: int) -> asyncio.Future[None]:
         """Done when everything committed so far is on disk.
@@ -46,12 +69,28 @@ class GroupFlush:
         loop = asyncio.get_running_loop()
         flushed: asyncio.Future[None] = loop.create_future()
         self._waiting.append((losses, flushed))
-        if self._task is None:
-            self._task = loop.create_task(self._flush())
+        self._ensure_running()
         return flushed
+
+    @contextmanager
+    def by_commit(self) -> Iterator[FlushingCommit]:
+        """Around a commit that begins within: once it is done, so is the flush of all that was committed before it."""
+        waiting, self._waiting = self._waiting, []
+        commit = FlushingCommit(wanted=bool(waiting))
+        try:
+            yield commit
+        finally:
+            if commit.is_done:
+                self._end(waiting, None)
+            elif self._closed:
+                self._end(waiting, asyncio.CancelledError())
+            elif waiting:
+                self._waiting = waiting + self._waiting
+                self._ensure_running()
 
     async def close(self) -> None:
         """Flush no more."""
+        self._closed = True
         task, self._task = self._task, None
         if task is not None:
             task.cancel()
@@ -59,10 +98,16 @@ class GroupFlush:
         self._end(self._waiting, asyncio.CancelledError())
         self._waiting = []
 
+    def _ensure_running(self) -> None:
+        if self._task is None:
+            self._task = asyncio.get_running_loop().create_task(self._flush())
+
     async def _flush(self) -> None:
         while self._waiting:
-            await asyncio.sleep(shared_delay_s(asyncio.get_running_loop().time(), GATHER_S))
+            await asyncio.sleep(shared_delay_s(asyncio.get_running_loop().time(), GATHER_S) + AFTER_OTHERS_S)
             waiting, self._waiting = self._waiting, []
+            if not waiting:  # another commit has flushed it, or is about to
+                break
             try:
                 await self._database.flush()
             except BaseException as error:  # all who wait get it, a cancellation too

@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Hashable, Iterable, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, AbstractContextManager, asynccontextmanager
 from functools import partial
 from typing import Any
 from uuid import uuid4
@@ -21,7 +21,7 @@ from msgspec import Struct, structs
 
 from bus.clock import Clock
 from bus.faults import DatabaseUnavailable, Transient
-from bus.persistence.group_flush import GroupFlush
+from bus.persistence.group_flush import FlushingCommit, GroupFlush
 from bus.persistence.outbox import OutboxMessage, buses_of, encode_row, traced
 
 LOCK_TIMEOUT_S = 25.0  # as bus.persistence.database: the server gives a waiting statement up after this
@@ -295,6 +295,10 @@ class MemorySession:
         """Done when all that was committed so far is on disk; see `GroupFlush.after`."""
         return self._group_flush.after(losses)
 
+    def flush_by_commit(self) -> AbstractContextManager[FlushingCommit]:
+        """Around a commit of this process: it may be the flush that `flushed` waits for; see `GroupFlush.by_commit`."""
+        return self._group_flush.by_commit()
+
     def cut(self) -> None:
         """The connections are lost: whatever has not committed never happened."""
         self.losses += 1
@@ -311,9 +315,12 @@ class MemoryRows:
     async def forget(self, row_ids: Sequence[int]) -> None:
         """Delete rows whose messages are confirmed."""
         outbox, gone = self._session.database.outbox, list(row_ids)
-        async with self._session.transaction() as transaction:
-            transaction.durable = False  # forgotten in a crash, a sweep repeats them
-            transaction.will(lambda: _drop(outbox, gone))
+        with self._session.flush_by_commit() as commit:
+            async with self._session.transaction() as transaction:
+                transaction.durable = commit.wanted  # forgotten in a crash, a sweep repeats them
+                transaction.will(lambda: _drop(outbox, gone))
+            if commit.wanted:
+                commit.done()
 
     async def replace(self, row_id: int, outgoing: Sequence[OutboxMessage]) -> None:
         """Keep only these messages of a row: the others are confirmed."""
@@ -321,17 +328,30 @@ class MemoryRows:
             await transaction.lock([("outbox", row_id)])
             transaction.will(partial(_replace, self._session.database.outbox, row_id, outgoing))
 
-    async def claim_stale(self, age_s: float, limit: int, closed: Sequence[str]) -> list[tuple[int, bytes]]:
+    async def claim_stale(
+        self, age_s: float, limit: int, closed: Sequence[str], confirmed: Sequence[int] = ()
+    ) -> list[tuple[int, bytes]]:
         """Rows older than this, by id, at most `limit` for each set of buses; taking one makes it young again."""
+        with self._session.flush_by_commit() as commit:
+            found = await self._claim_stale(age_s, limit, closed, frozenset(confirmed))
+            if confirmed:
+                commit.done()
+        return found
+
+    async def _claim_stale(
+        self, age_s: float, limit: int, closed: Sequence[str], confirmed: frozenset[int]
+    ) -> list[tuple[int, bytes]]:
         database = self._session.database
         async with self._session.transaction() as transaction:
+            if confirmed:
+                transaction.will(lambda: _drop(database.outbox, sorted(confirmed)))
             now = database.clock.time()
             taken: Counter[tuple[str, ...]] = Counter()
             old: list[int] = []
             for one, row in sorted(database.outbox.items(), key=lambda item: (item[1].taken_at, item[0])):
                 if row.taken_at >= now - age_s:
                     break
-                if taken[row.buses] < limit and not set(row.buses) <= set(closed):
+                if one not in confirmed and taken[row.buses] < limit and not set(row.buses) <= set(closed):
                     taken[row.buses] += 1
                     old.append(one)
             old = sorted(one for one in old if transaction.is_free(("outbox", one)))

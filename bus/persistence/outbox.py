@@ -12,7 +12,8 @@ import asyncio
 import itertools
 import math
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Protocol, Union
 
 import asyncpg
@@ -22,18 +23,18 @@ from msgspec import Struct
 from msgspec.structs import replace
 from prometheus_client import Counter, Gauge
 
-from bus.clock import Clock
+from bus.clock import Clock, shared_delay_s
 from bus.contracts.base import Message
 from bus.contracts.catalogue import MESSAGES
 from bus.faults import Transient
-from bus.persistence.guarded_statement import ASYNCHRONOUS_COMMIT, GuardedStatement
+from bus.persistence.group_flush import GATHER_S
+from bus.persistence.guarded_statement import GuardedStatement
 from bus.port import BusError, BusUnavailable
 from bus.retrying import RELAY, Backoff, Retrying
 from bus.tracing.context import CURRENT, traceparent_of
 
 if TYPE_CHECKING:
     from bus.bus import Bus
-    from bus.persistence.database import Database
 
 log = structlog.get_logger(__name__)
 
@@ -42,11 +43,12 @@ LANE_PUBLISHES = 4  # publishes of one bus under way at a time, if all but the l
 LANE_SLOW_S = 0.05  # a publish that takes so long no longer holds up what has gathered behind it
 LANE_BATCH = 512  # messages handed to the bus at once
 FORGET_BATCH = 2_000  # rows deleted by one statement
-# Confirmed rows gather this long before they are deleted together: the statement takes its time from the next boot.
-# Rows that a process had not deleted when it died are published again; and they must be far too young for another's
-# sweep meanwhile.
-FORGET_PAUSE_S = 0.9
+# Confirmed rows gather about this long before they are deleted together, at the times at which commits are flushed
+# (bus.persistence.group_flush): one statement does both. Rows that a process had not deleted when it died are published
+# again; and they must be far too young for another's sweep meanwhile.
+FORGET_PAUSE_S = GATHER_S
 SWEEP_EVERY_S = 2.0
+AFTER_SWEEP_S = 0.005  # a sweep at the same moment comes first, and takes the rows to delete along
 SWEEP_AGE_S = (
     5.0  # a row this old belongs to a process that died, or to one whose broker is unavailable: publish it again
 )
@@ -135,24 +137,8 @@ async def first_time(conn: asyncpg.Connection, handler: str, message_ids: Sequen
     return {row["message_id"] for row in rows}
 
 
-# Each is a transaction of its own. Losing a deletion in a crash of the database means that a sweep repeats the row: not
-# worth a disk flush.
-FORGET = f"WITH gone AS (DELETE FROM outbox WHERE id = ANY($1::bigint[])) SELECT {ASYNCHRONOUS_COMMIT}"
-# Of rows for the same buses the longest untaken go first, so that those which fail again and again go round; and each
-# set of buses has the limit to itself, so that one with many rows does not hold up the others.
-TAKE_OLD = """
-UPDATE outbox SET taken_at = now() WHERE id IN (SELECT id FROM outbox WHERE id IN (
-    SELECT id FROM (
-        SELECT id, row_number() OVER (PARTITION BY buses ORDER BY taken_at, id) AS place FROM outbox
-        WHERE taken_at < now() - make_interval(secs => $1) AND NOT buses <@ $3::text[]
-    ) AS ranked WHERE place <= $2
-) AND taken_at < now() - make_interval(secs => $1) ORDER BY id FOR UPDATE SKIP LOCKED) RETURNING id, body
-"""
-REPLACE = "UPDATE outbox SET buses = $2, body = $3 WHERE id = $1"
-
-
 class Rows(Protocol):
-    """What a relay needs of an outbox. Adapters: `PostgresRows`, `memory_database`. All raise Transient."""
+    """What a relay needs of an outbox. Adapters: `outbox_rows`, `memory_database`. All raise Transient."""
 
     async def forget(self, row_ids: Sequence[int]) -> None:
         """Delete rows whose messages are confirmed."""
@@ -160,49 +146,17 @@ class Rows(Protocol):
     async def replace(self, row_id: int, outgoing: Sequence[OutboxMessage]) -> None:
         """Keep only these messages of a row: the others are confirmed."""
 
-    async def claim_stale(self, age_s: float, limit: int, closed: Sequence[str]) -> list[tuple[int, bytes]]:
+    async def claim_stale(
+        self, age_s: float, limit: int, closed: Sequence[str], confirmed: Sequence[int] = ()
+    ) -> list[tuple[int, bytes]]:
         """Rows older than this, by id, at most `limit` for each set of buses.
 
         Taking one makes it young again, so that two relays do not take it at once. closed: buses that take nothing now;
-        rows for these alone are left untouched.
+        rows for these alone are left untouched. confirmed: rows to delete in the same statement.
         """
 
     async def purge_handled(self, keep_s: float, limit: int) -> None:
         """Drop records of handled messages older than this, at most so many."""
-
-
-class PostgresRows:
-    """The outbox of one schema."""
-
-    def __init__(self, database: Database) -> None:
-        self._database = database
-
-    async def forget(self, row_ids: Sequence[int]) -> None:
-        """Delete rows whose messages are confirmed."""
-        async with self._database.single() as connection:
-            await connection.fetchval(FORGET, row_ids)
-
-    async def replace(self, row_id: int, outgoing: Sequence[OutboxMessage]) -> None:
-        """Keep only these messages of a row: the others are confirmed."""
-        async with self._database.single() as connection:
-            await connection.execute(REPLACE, row_id, buses_of(outgoing), encode_row(outgoing))
-
-    async def claim_stale(self, age_s: float, limit: int, closed: Sequence[str]) -> list[tuple[int, bytes]]:
-        """Rows older than this, by id, at most `limit` for each set of buses; taking one makes it young again."""
-        async with self._database.single() as connection:
-            rows = await connection.fetch(TAKE_OLD, age_s, limit, closed)
-        return sorted((row["id"], row["body"]) for row in rows)
-
-    async def purge_handled(self, keep_s: float, limit: int) -> None:
-        """Drop old records of handled messages, where this schema keeps any."""
-        async with self._database.raw() as connection:
-            if await connection.fetchval("SELECT to_regclass('handled') IS NOT NULL"):
-                await connection.execute(
-                    "DELETE FROM handled WHERE ctid = ANY(ARRAY(SELECT ctid FROM handled "
-                    "WHERE at < now() - make_interval(secs => $1) LIMIT $2))",
-                    keep_s,
-                    limit,
-                )
 
 
 class _Ticket:
@@ -257,6 +211,7 @@ class Relay:
         self._tickets: dict[int, _Ticket] = {}
         self._to_shorten: asyncio.Queue[_Ticket] = asyncio.Queue()  # bounded by the tickets
         self._confirmed: list[int] = []
+        self._forgetting: set[int] = set()  # taken from those by a statement that is under way
         self._some_confirmed = asyncio.Event()
         self._gathering: asyncio.Task[None] | None = None
         self._at_once = False  # a drain waits for the end of all rows
@@ -266,7 +221,7 @@ class Relay:
     @property
     def held(self) -> int:
         """Rows that wait for the broker's confirm or for being forgotten."""
-        return len(self._tickets) + len(self._confirmed)
+        return len(self._tickets) + len(self._confirmed) + len(self._forgetting)
 
     def send(self, row_id: int | None, outgoing: Sequence[OutboxMessage]) -> None:
         """Publish the messages of a committed row soon. Never blocks: past the bound the row waits for the sweep."""
@@ -380,7 +335,8 @@ class Relay:
             self._gathering.cancel()
 
     async def _gather(self) -> None:
-        self._gathering = asyncio.create_task(self._clock.sleep(FORGET_PAUSE_S))
+        pause_s = shared_delay_s(self._clock.monotonic(), FORGET_PAUSE_S) + AFTER_SWEEP_S
+        self._gathering = asyncio.create_task(self._clock.sleep(pause_s))
         try:
             await asyncio.wait([self._gathering])
         finally:
@@ -393,16 +349,33 @@ class Relay:
             await self._some_confirmed.wait()
             if not self._is_due():
                 await self._gather()
-            ids = self._confirmed[:FORGET_BATCH]
+            if not self._confirmed:  # a sweep has taken them along
+                continue
             try:
-                await self._rows.forget(ids)
+                with self._forgotten() as ids:
+                    await self._rows.forget(ids)
             except Transient as fault:
                 log.warning("outbox.database_unavailable", code=fault.code, rows=len(self._confirmed))
                 await backoff.wait()
                 continue
             backoff.reset()
-            del self._confirmed[: len(ids)]
-            if not self._confirmed:
+
+    @contextmanager
+    def _forgotten(self) -> Iterator[list[int]]:
+        """Confirmed rows that a statement deletes; where it fails they are confirmed rows again."""
+        ids = self._confirmed[:FORGET_BATCH]
+        del self._confirmed[: len(ids)]
+        self._forgetting.update(ids)
+        try:
+            yield ids
+        except BaseException:
+            self._confirmed[:0] = ids
+            raise
+        finally:
+            self._forgetting.difference_update(ids)
+            if self._confirmed:
+                self._some_confirmed.set()
+            else:
                 self._some_confirmed.clear()
             self._changed.set()
 
@@ -410,12 +383,13 @@ class Relay:
         while True:
             closed = sorted({*self._unknown, *(name for name, lane in self._lanes.items() if lane.is_unavailable)})
             try:
-                found = await self._rows.claim_stale(self._sweep_age_s, SWEEP_BATCH, closed)
+                with self._forgotten() as confirmed:
+                    found = await self._rows.claim_stale(self._sweep_age_s, SWEEP_BATCH, closed, confirmed)
             except Transient as fault:
                 log.warning("outbox.database_unavailable", code=fault.code)
                 found = []
             for row_id, body in found:
-                if row_id in self._tickets or row_id in self._confirmed:
+                if row_id in self._tickets or row_id in self._confirmed or row_id in self._forgetting:
                     continue
                 try:
                     outgoing = [
@@ -429,7 +403,7 @@ class Relay:
                 await self.wait_for_capacity()
                 self.send(row_id, outgoing)
             if len(found) < SWEEP_BATCH:
-                await self._clock.sleep(self._sweep_every_s)
+                await self._clock.sleep(shared_delay_s(self._clock.monotonic(), self._sweep_every_s))
 
     async def _purge_handled(self) -> None:
         while True:

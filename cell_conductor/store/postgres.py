@@ -17,6 +17,7 @@ from bus.persistence.database import Database
 from bus.persistence.guarded_statement import GuardedStatement
 from bus.persistence.identity import check_identity
 from bus.persistence.outbox import OutboxMessage
+from bus.persistence.outbox_rows import PostgresRows
 from bus.persistence.unit_of_work import Committed
 from bus.persistence.version_cache import VersionCache
 from cell_conductor.domain.fences import Loss
@@ -194,7 +195,7 @@ class PostgresInstances:
         self.safety = PostgresSafety(database)
         self.leases = PostgresLeases(database)
         self.fences = PostgresFences(database)
-        self.outbox = outbox.PostgresRows(database)
+        self.outbox = PostgresRows(database)
 
     @property
     def ready(self) -> bool:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from bus.contracts.placement import Change, ProviderState
 from placement_worker.replica.book import Book, Gap
+from placement_worker.replica.sharing import sharing_of
 
 # Providers or changes that are taken in one turn of the event loop: 4 ms of it.
 AT_ONCE = 256
@@ -31,8 +32,10 @@ class Loading:
             await asyncio.sleep(0)
 
     def finish(self, book: Book, sequence: int, history: str) -> None:
-        """Make it all providers of a book, true at `sequence` of a history."""
+        """Make it all providers of a book, true at `sequence` of a history; what every search needs is built now."""
         book.adopt(self._loaded, sequence, history)
+        book.rows_of_roots()
+        sharing_of(book)
 
 
 async def apply(book: Book, changes: Sequence[Change]) -> Gap | None:

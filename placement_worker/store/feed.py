@@ -14,6 +14,7 @@ import msgspec
 
 from bus.contracts.base import encode
 from bus.contracts.placement import Change, FeedHead
+from placement_worker.store.port import NewestHead
 
 # A row, and what is read at once: bounded in changes and in bytes, well under what one bus message may carry.
 MAX_CHANGES_PER_ROW = 500
@@ -25,6 +26,11 @@ ROWS_AT_ONCE = 16
 APPEND = "SELECT append_changes($1::bigint[], $2::bigint[], $3::bytea[])"
 READ = "SELECT first, last, body FROM changes WHERE last > $1 ORDER BY last LIMIT $2"
 HEAD = "SELECT number, history FROM feed_head"
+NEWEST = """
+SELECT number, history, origin <> feed_origin() OR coalesce(history = $1::uuid AND number < $2, false) AS is_another,
+    number > (SELECT number FROM feed_position) AS unpublished
+FROM feed_head
+"""
 # Of writers that find it at once only the first gives it another.
 RENEW = """
 UPDATE feed_head SET history = gen_random_uuid(), origin = feed_origin()
@@ -126,10 +132,14 @@ async def head(connection: asyncpg.Connection) -> FeedHead:
     return FeedHead(sequence=row["number"], history=row["history"])
 
 
-async def renew_history(connection: asyncpg.Connection, seen: FeedHead | None) -> bool:
-    """Another history id where the book is not the one that gave the last, or is behind what was seen of it."""
-    history, number = (seen.history, seen.sequence) if seen is not None else (None, 0)
-    return await connection.fetchval(RENEW, history, number) is not None
+async def newest(connection: asyncpg.Connection, seen: FeedHead | None) -> NewestHead:
+    """The head; of another history id where the book is not the one that gave the last, or is behind what was seen."""
+    last = (seen.history, seen.sequence) if seen is not None else (None, 0)
+    found = await connection.fetchrow(NEWEST, *last)
+    renewed = found["is_another"] and await connection.fetchval(RENEW, *last) is not None
+    if found["is_another"]:
+        return NewestHead(await head(connection), renewed, unpublished=True)
+    return NewestHead(FeedHead(sequence=found["number"], history=found["history"]), False, found["unpublished"])
 
 
 async def too_old(connection: asyncpg.Connection, after: int, newest: int) -> bool:

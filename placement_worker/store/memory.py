@@ -63,7 +63,7 @@ from placement_worker.domain.values import (
 from placement_worker.store import publishing
 from placement_worker.store.allocation_migration import HoldersBusy, Leaving
 from placement_worker.store.memory_table import TREES, MemoryBookTable, provider_key
-from placement_worker.store.port import Published
+from placement_worker.store.port import NewestHead, Published
 from placement_worker.store.rest_memory import MemoryRest
 
 __all__ = ["MemoryBook", "MemoryBookTable"]
@@ -80,7 +80,7 @@ class MemoryBook:
         self.session = session
         self.deployment = session.database.deployment
         self._lease: float | None = None  # the end of the last turn of publishing, until it has ended well
-        self._seen: FeedHead | None = None  # the last head that `renew_history` has looked at
+        self._seen: FeedHead | None = None  # the last head that `newest` has looked at
         self.ready = False
 
     @property
@@ -90,7 +90,7 @@ class MemoryBook:
 
     async def open(self) -> None:
         """Nothing to migrate; of another history when the table was set back."""
-        await self.renew_history()
+        await self.newest()
         self.ready = True
 
     async def close(self) -> None:
@@ -356,8 +356,8 @@ class MemoryBook:
         async with self.session.transaction():
             return self.table.newest
 
-    async def renew_history(self) -> bool:
-        """Give the feed another history id if the table is another, or behind what this process has seen of it."""
+    async def newest(self) -> NewestHead:
+        """The head, of another history id if the table is another, or behind what this process has seen of it."""
         seen = self._seen
         async with self.session.transaction() as transaction:
             await transaction.lock([HEAD])
@@ -366,8 +366,8 @@ class MemoryBook:
             is_another = is_behind or self.table.origin != self.table.place
             if is_another:
                 transaction.will(self.table.renew_history)
-        self._seen = self.table.newest
-        return is_another
+        self._seen = newest = self.table.newest
+        return NewestHead(newest, is_another, newest.sequence > self.table.position)
 
     async def publish(self, send: Callable[[FeedChanges], Awaitable[None]], limit: int) -> Published:
         """Hand the next unpublished changes to `send`, and remember them as published once it returns."""

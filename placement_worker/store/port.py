@@ -33,6 +33,14 @@ class Published(Struct, frozen=True):
     taken: bool = False
 
 
+class NewestHead(Struct, frozen=True):
+    """The newest head. renewed: its history id is another one since this look. unpublished: changes up to it wait."""
+
+    head: FeedHead
+    renewed: bool
+    unpublished: bool
+
+
 class PlacementStore(Protocol):
     """The book. Every write is one transaction together with its numbered changes."""
 
@@ -86,8 +94,8 @@ class PlacementStore(Protocol):
     async def head(self) -> FeedHead:
         """The newest committed change's number, and the history that it is of."""
 
-    async def renew_history(self) -> bool:
-        """Give the feed another history id if the book was restored, or its stand-by promoted; whether it was.
+    async def newest(self) -> NewestHead:
+        """The newest head, in one look; of another history id if the book was restored, or its stand-by promoted.
 
         Recognised by what a database does not take along, and by a head that is behind one that was seen before.
         """

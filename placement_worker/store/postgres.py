@@ -26,7 +26,7 @@ from placement_worker.domain.reports import ReportRefusal
 from placement_worker.domain.values import ABOVE_CELLS
 from placement_worker.store import claims, fast_path, feed, inventory, limits, members, operator_reads, snapshot
 from placement_worker.store.names import NameTable
-from placement_worker.store.port import Published
+from placement_worker.store.port import NewestHead, Published
 from placement_worker.store.publishing import Publishing
 from placement_worker.store.rest_postgres import PostgresRest
 
@@ -56,7 +56,7 @@ class PostgresStore:
         self._names = NameTable(database)
         self._publishing = Publishing(database)
         self.deployment = ""
-        self._seen: FeedHead | None = None  # the last head that `renew_history` has looked at
+        self._seen: FeedHead | None = None  # the last head that `newest` has looked at
 
     @property
     def database(self) -> Database:
@@ -83,7 +83,7 @@ class PostgresStore:
         await self._database.open(MIGRATIONS)
         self.deployment = await read_identity(self._database)
         await self._names.open()
-        await self.renew_history()
+        await self.newest()
 
     async def close(self) -> None:
         """Close the pool."""
@@ -158,12 +158,12 @@ class PostgresStore:
         async with self._database.single() as connection:
             return await feed.head(connection)
 
-    async def renew_history(self) -> bool:
-        """Give the feed another history id if the database is another, or behind what this process has seen of it."""
+    async def newest(self) -> NewestHead:
+        """The head, of another history id if the database is another, or behind what this process has seen of it."""
         async with self._database.single() as connection:
-            renewed = await feed.renew_history(connection, self._seen)
-            self._seen = await feed.head(connection)
-        return renewed
+            newest = await feed.newest(connection, self._seen)
+        self._seen = newest.head
+        return newest
 
     async def publish(self, send: Callable[[FeedChanges], Awaitable[None]], limit: int) -> Published:
         """Hand the next unpublished changes to `send`; see `publishing`."""

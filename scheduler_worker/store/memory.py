@@ -262,6 +262,13 @@ class MemoryBuildRows:
 
     async def write(self, writes: BuildWrites) -> Committed:
         """Write all of it or nothing."""
+        with self._session.flush_by_commit() as commit:
+            written = await self._write(writes)
+            if writes.durable:
+                commit.done()
+        return written
+
+    async def _write(self, writes: BuildWrites) -> Committed:
         versions = self._table.row_versions
         async with self._session.transaction() as transaction:
             transaction.durable = writes.durable

@@ -18,6 +18,7 @@ from bus.persistence.database import Database
 from bus.persistence.guarded_statement import GuardedStatement
 from bus.persistence.identity import read_identity
 from bus.persistence.outbox import OutboxMessage, Relay
+from bus.persistence.outbox_rows import PostgresRows
 from bus.persistence.unit_of_work import Committed, published
 from bus.persistence.version_cache import VersionCache
 from scheduler_worker.domain.builds import (
@@ -132,8 +133,9 @@ DELETE FROM moves WHERE request_id IN (
 class PostgresBuildRows:
     """The rows of one connection outside of any transaction; the version of a row is its xmin, the id of its writer."""
 
-    def __init__(self, connection: asyncpg.Connection) -> None:
+    def __init__(self, connection: asyncpg.Connection, database: Database) -> None:
         self._connection = connection
+        self._database = database
 
     async def read(self, keys: Collection[str]) -> Mapping[str, tuple[int, RecordedBuild]]:
         """Records with the versions of their rows, without locks."""
@@ -159,7 +161,10 @@ class PostgresBuildRows:
             statement.add("updated", f"{rows.UPDATE} AND {guard} RETURNING 1", *columns, now, rows=len(updates))
         outbox.add_to(statement, writes.outbox)
         statement.column("pg_current_xact_id()::xid AS version")
-        written = await statement.execute(self._connection, durable=writes.durable)
+        with self._database.flush_by_commit() as commit:
+            written = await statement.execute(self._connection, durable=writes.durable)
+            if writes.durable:
+                commit.done()
         return Committed(written["version"], written["outbox_row"])
 
 
@@ -312,7 +317,7 @@ class PostgresBuilds:
         self._database = database
         self._cache: VersionCache[RecordedBuild] = VersionCache(database)
         self._relay: Relay | None = None
-        self.outbox = outbox.PostgresRows(database)
+        self.outbox = PostgresRows(database)
         self.deployment = ""
 
     @property
@@ -341,11 +346,10 @@ class PostgresBuilds:
 
     @asynccontextmanager
     async def _optimistic(self, durable: bool) -> AsyncIterator[OptimisticBuildUnit]:
-        async with (
-            self._database.single() as connection,
-            OptimisticBuildUnit(PostgresBuildRows(connection), self._cache, durable=durable) as unit,
-        ):
-            yield unit
+        async with self._database.single() as connection:
+            rows = PostgresBuildRows(connection, self._database)
+            async with OptimisticBuildUnit(rows, self._cache, durable=durable) as unit:
+                yield unit
 
     @asynccontextmanager
     async def _locking(self, durable: bool) -> AsyncIterator[PostgresBuildUnit]:

@@ -18,7 +18,8 @@ from bus.contracts.cell import CellDelete
 from bus.persistence import outbox
 from bus.persistence.database import Database
 from bus.persistence.guarded_statement import GuardedStatement
-from bus.persistence.outbox import OutboxMessage, PostgresRows, Relay
+from bus.persistence.outbox import OutboxMessage, Relay
+from bus.persistence.outbox_rows import FORGET, PostgresRows
 from bus.port import BusUnavailable, Unroutable
 from bus.tracing.context import CURRENT, Scope, TraceContext
 from bus.tracing.tracer import Tracer
@@ -162,10 +163,10 @@ async def test_forgetting_finds_one_row_or_two_thousand_by_key(database: Databas
         )
     async with database.single() as connection:
         await connection.execute("ANALYZE outbox")
-        await connection.execute(f"PREPARE forget(bigint[]) AS {outbox.FORGET}")
+        await connection.execute(f"PREPARE forget(bigint[], boolean) AS {FORGET}")
         for count in (1, 2_000):
             ids = ",".join(str(n * 7) for n in range(1, count + 1))
-            found = await connection.fetch(f"EXPLAIN EXECUTE forget('{{{ids}}}')")
+            found = await connection.fetch(f"EXPLAIN EXECUTE forget('{{{ids}}}', false)")
             plan = "\n".join(row[0] for row in found)
             assert "outbox_pkey" in plan, plan
             assert "Seq Scan" not in plan, plan

@@ -60,7 +60,10 @@ def outbox_skipped() -> AbstractContextManager[Any]:
 def outbox_never_swept() -> AbstractContextManager[Any]:
     """What a dead process left in its outbox stays there."""
 
-    async def claim_stale(self: MemoryRows, age_s: float, limit: int, closed: Sequence[str]) -> list[tuple[int, bytes]]:
+    async def claim_stale(
+        self: MemoryRows, age_s: float, limit: int, closed: Sequence[str], confirmed: Sequence[int] = ()
+    ) -> list[tuple[int, bytes]]:
+        await self.forget(confirmed)
         return []
 
     return patch.object(MemoryRows, "claim_stale", claim_stale)

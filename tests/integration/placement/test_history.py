@@ -64,7 +64,7 @@ async def test_a_book_that_opens_again_goes_on_in_its_history(book: Book, rng: r
     again = PostgresStore(Database(book.url, "placement"))
     await again.open()
     assert await again.head() == first
-    assert not await again.renew_history()
+    assert not (await again.newest()).renewed
     await again.close()
 
 
@@ -80,8 +80,8 @@ async def test_another_timeline_is_another_history_found_by_one_of_many(book: Bo
     await connection.execute("UPDATE feed_head SET origin = $1", before)
     await connection.close()
     others = [PostgresStore(Database(book.url, "placement")) for _ in range(3)]
-    renewed = await asyncio.gather(*(store.renew_history() for store in (book.store, *others)))
-    assert sorted(renewed) == [False, False, False, True]
+    renewed = await asyncio.gather(*(store.newest() for store in (book.store, *others)))
+    assert sorted(one.renewed for one in renewed) == [False, False, False, True]
     assert (await book.store.head()).history != first.history
     for store in others:
         await store.close()
@@ -89,11 +89,11 @@ async def test_another_timeline_is_another_history_found_by_one_of_many(book: Bo
 
 async def test_a_head_behind_the_one_that_was_seen_is_another_history(book: Book, rng: random.Random) -> None:
     await book.hosts(5, rng, VCPU=4)
-    assert not await book.store.renew_history()
+    assert not (await book.store.newest()).renewed
     first = await book.store.head()
     await set_back(book, first.sequence - 2)
-    assert await book.store.renew_history()
-    assert not await book.store.renew_history()
+    assert (await book.store.newest()).renewed
+    assert not (await book.store.newest()).renewed
     assert (await book.store.head()).history != first.history
 
 
@@ -130,12 +130,12 @@ async def test_the_rest_apis_replica_notices_a_book_that_was_set_back(
     await book.hosts(4, rng, VCPU=4)
     replica = LocalReplica(book.store)
     assert len(await replica.fresh()) == 4
-    assert not await book.store.renew_history()
+    assert not (await book.store.newest()).renewed
     connection = await asyncpg.connect(book.url)
     await connection.execute("DELETE FROM placement.inventories; DELETE FROM placement.providers")
     await connection.close()
     await set_back(book, 2)
-    assert await book.store.renew_history()
+    assert (await book.store.newest()).renewed
     if more:
         await book.hosts(more, rng, VCPU=4)
     assert len(await replica.fresh()) == more

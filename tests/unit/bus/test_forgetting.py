@@ -12,7 +12,7 @@ from bus.contracts.base import Message
 from bus.contracts.cell import CellDelete
 from bus.faults import DatabaseUnavailable
 from bus.persistence import outbox
-from bus.persistence.outbox import FORGET_PAUSE_S, OutboxMessage, Relay
+from bus.persistence.outbox import FORGET_PAUSE_S, SWEEP_EVERY_S, OutboxMessage, Relay
 from bus.retrying import RELAY
 
 UUID = "0b2d1c9e-6f7a-4d53-9a40-2f1a3b4c5d6e"
@@ -22,18 +22,21 @@ OUTGOING = [OutboxMessage(CELL, CellDelete(instance_uuid=UUID, project_id="p"))]
 
 
 class Gate(SystemClock):
-    """The pause before forgetting ends when the test ends it, or never; no other sleep ends."""
+    """The pause before forgetting ends when the test ends it, or never, and so does a sweep's; no other sleep ends."""
 
     def __init__(self) -> None:
         self.waiting = asyncio.Event()
         self.over = asyncio.Event()
+        self.sweeping = asyncio.Semaphore(0)
 
     async def sleep(self, seconds: float) -> None:
-        if seconds == FORGET_PAUSE_S:
+        if seconds == RELAY.first_s:
+            await asyncio.sleep(0)
+        elif seconds < 2 * FORGET_PAUSE_S <= SWEEP_EVERY_S / 2:  # at a shared time: between a half and one and a half
             self.waiting.set()
             await self.over.wait()
-        elif seconds == RELAY.first_s:
-            await asyncio.sleep(0)
+        elif seconds < 2 * SWEEP_EVERY_S:
+            await self.sweeping.acquire()
         else:
             await asyncio.Event().wait()
 
@@ -43,6 +46,7 @@ class Rows:
 
     def __init__(self) -> None:
         self.statements: list[list[int]] = []
+        self.swept: list[list[int]] = []  # by the sweeps
         self.failures = 0
         self.deleted = asyncio.Event()
 
@@ -55,7 +59,13 @@ class Rows:
 
     async def replace(self, row_id: int, outgoing: Sequence[OutboxMessage]) -> None: ...
 
-    async def claim_stale(self, age_s: float, limit: int, closed: Sequence[str]) -> list[tuple[int, bytes]]:
+    async def claim_stale(
+        self, age_s: float, limit: int, closed: Sequence[str], confirmed: Sequence[int] = ()
+    ) -> list[tuple[int, bytes]]:
+        if self.failures and confirmed:
+            self.failures -= 1
+            raise DatabaseUnavailable("unavailable")
+        self.swept.append(list(confirmed))
         return []
 
     async def purge_handled(self, keep_s: float, limit: int) -> None: ...
@@ -72,7 +82,8 @@ async def relaying(clock: Gate, rows: Rows) -> AsyncIterator[Relay]:
     buses: dict[str, Bus] = {CELL: Confirming()}  # type: ignore[dict-item]
     relay = Relay(rows, buses, clock=clock)
     running = asyncio.create_task(relay.run())
-    await asyncio.sleep(0)  # it runs
+    await asyncio.sleep(0)  # it runs,
+    await asyncio.sleep(0)  # and its first sweep is over
     try:
         async with asyncio.timeout(PATIENCE_S):
             yield relay
@@ -139,3 +150,24 @@ async def test_a_full_batch_waits_for_no_more() -> None:
         assert [len(ids) for ids in rows.statements] == [outbox.FORGET_BATCH]
         await relay.drain(PATIENCE_S)
         assert sum(map(len, rows.statements)) == outbox.FORGET_BATCH + 1
+
+
+async def test_a_sweep_takes_along_what_is_confirmed() -> None:
+    clock, rows = Gate(), Rows()
+    async with relaying(clock, rows) as relay:
+        relay.send(1, OUTGOING)
+        await clock.waiting.wait()
+        rows.failures = 1  # the first sweep fails: the row waits for the next
+        clock.sweeping.release()
+        while rows.failures:  # noqa: ASYNC110  (it needs only turns of the loop)
+            await asyncio.sleep(0)
+        assert (relay.held, rows.swept) == (1, [[]])
+        clock.sweeping.release()
+        while relay.held:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+        assert rows.swept == [[], [1]]
+        clock.over.set()
+        clock.waiting.clear()
+        relay.send(2, OUTGOING)
+        await rows.deleted.wait()
+        assert rows.statements == [[2]], "and not what has gone already"

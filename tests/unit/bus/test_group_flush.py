@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
 
 import pytest
 
@@ -94,3 +95,50 @@ async def test_at_the_end_nothing_is_vouched_for(when: str) -> None:
         await asyncio.wait_for(disk.reached.wait(), PATIENCE_S)
     await group.close()
     assert flushed.cancelled()
+
+
+async def test_a_commit_that_waits_for_the_disk_is_the_flush_of_those_before_it() -> None:
+    disk = Disk()
+    group = GroupFlush(disk)
+    before = group.after(0)
+    with group.by_commit() as commit:
+        assert commit.wanted
+        meanwhile = group.after(0)
+        commit.done()
+    assert before.done() and before.exception() is None and not meanwhile.done()
+    await ended(meanwhile)
+    assert disk.flushes == 1
+    with group.by_commit() as commit:
+        assert not commit.wanted, "nothing waits"
+
+
+@pytest.mark.parametrize("fails", [True, False])
+async def test_a_commit_that_fails_or_wrote_nothing_leaves_it_to_a_flush(fails: bool) -> None:
+    disk = Disk()
+    group = GroupFlush(disk)
+    waiting = group.after(0)
+    with suppress(DatabaseUnavailable), group.by_commit():
+        if fails:
+            raise DatabaseUnavailable("away")
+    assert not waiting.done()
+    await ended(waiting)
+    assert (waiting.exception(), disk.flushes) == (None, 1)
+
+
+async def test_a_commit_does_not_flush_what_a_lost_connection_committed() -> None:
+    disk = Disk()
+    group = GroupFlush(disk)
+    waiting = group.after(disk.losses)
+    disk.losses += 1
+    with group.by_commit() as commit:
+        commit.done()
+    assert isinstance(waiting.exception(), DatabaseUnavailable)
+
+
+async def test_a_commit_under_way_at_the_end_leaves_nothing_waiting() -> None:
+    disk = Disk()
+    group = GroupFlush(disk)
+    waiting = group.after(0)
+    with group.by_commit():
+        await group.close()
+    assert waiting.cancelled() and disk.flushes == 0

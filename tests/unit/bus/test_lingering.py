@@ -56,7 +56,9 @@ class NoRows:
 
     async def replace(self, row_id: int, outgoing: Sequence[OutboxMessage]) -> None: ...
 
-    async def claim_stale(self, age_s: float, limit: int, closed: Sequence[str]) -> list[tuple[int, bytes]]:
+    async def claim_stale(
+        self, age_s: float, limit: int, closed: Sequence[str], confirmed: Sequence[int] = ()
+    ) -> list[tuple[int, bytes]]:
         return []
 
     async def purge_handled(self, keep_s: float, limit: int) -> None: ...
@@ -81,6 +83,7 @@ async def relaying(
     buses: dict[str, Bus] = {CELL: receiver}  # type: ignore[dict-item]
     relay = Relay(NoRows(), buses, clock=clock, linger_s=LINGER_S, lingers=is_progress, place=place)
     running = asyncio.create_task(relay.run())
+    await turns()  # its first sweep is over
     try:
         yield relay
     finally:

@@ -40,7 +40,9 @@ class NoRows:
 
     async def replace(self, row_id: int, outgoing: Sequence[OutboxMessage]) -> None: ...
 
-    async def claim_stale(self, age_s: float, limit: int, closed: Sequence[str]) -> list[tuple[int, bytes]]:
+    async def claim_stale(
+        self, age_s: float, limit: int, closed: Sequence[str], confirmed: Sequence[int] = ()
+    ) -> list[tuple[int, bytes]]:
         await asyncio.Event().wait()
         return []
 

@@ -16,6 +16,7 @@ from placement_worker.replica.book import CLASS_WEIGHS, SWEEP_FROM, Book, Gap
 from placement_worker.replica.copies import copy_of
 from placement_worker.replica.loading import AT_ONCE, Loading, apply
 from placement_worker.replica.local import LocalReplica
+from placement_worker.replica.sharing import Sharing, sharing_of
 from tests.unit.replica.books import changed, provider, removed, used, uuid
 
 MANY = 10 * AT_ONCE
@@ -101,6 +102,21 @@ async def test_readers_have_the_old_book_until_the_new_one_is_whole() -> None:
     assert book.epoch > epoch and book.changed_roots(version) is None
     book.forget("l")
     assert free(book, 2) == 16
+
+
+async def test_the_first_search_after_a_load_builds_nothing_that_the_next_one_does_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    book, loading = Book(), Loading()
+    await loading.add(hosts(3))
+    loading.finish(book, 1, "h")
+    built: list[str] = []
+    monkeypatch.setattr(Sharing, "__init__", lambda *_: built.append("sharing"))
+    flatnonzero = np.flatnonzero
+    monkeypatch.setattr(np, "flatnonzero", lambda flags: built.append("rows") or flatnonzero(flags))
+    roots = book.rows_of_roots()
+    assert sharing_of(book).true_at == book.shape_moves.end
+    assert (roots.tolist(), built) == ([0, 1, 2], [])
 
 
 def test_a_row_of_a_new_snapshot_has_no_stamp_of_before() -> None:
