@@ -27,7 +27,7 @@ from bus.contracts.placement import Release, ReleaseResult, SnapshotPage, Snapsh
 from scheduler_worker.claims import BusClaims
 from scheduler_worker.config import SchedulerConfig
 from scheduler_worker.engine import SchedulingEngine
-from tests.integration.scheduler.test_twins import Gate, fill, take_requests_away
+from tests.integration.scheduler.test_twins import Gate, cut_request_consumer, fill
 from tests.integration.scheduler.world import PATIENCE_S, World
 
 pytestmark = pytest.mark.postgres
@@ -207,7 +207,7 @@ async def test_a_gangs_claim_that_lands_after_the_other_copy_has_failed_holds_no
     request = world.request(count=2)
     await world.ask(request)
     await claiming.wait()
-    take_requests_away(world)
+    cut_request_consumer(world)
     other = await fill(world, host)
     await world.scheduler("s2", SchedulerConfig(hosts_warmup_s=0.001))
     assert codes(await ends(world, request)) == {"no_valid_host": 1, "gang.incomplete": 1}
