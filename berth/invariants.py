@@ -135,8 +135,13 @@ class InvariantVerdict(Struct, frozen=True, kw_only=True):
 
 def check_invariants(facts: Facts) -> tuple[InvariantVerdict, ...]:
     """Judge every invariant that the facts suffice for, in the order of `berth check`'s output."""
+    return (*_always_checked(facts), *_checked_where_known(facts))
+
+
+def _always_checked(facts: Facts) -> list[InvariantVerdict]:
+    """Those that every collection of facts suffices for."""
     unreported = tuple(_unreported(facts))
-    verdicts = [
+    return [
         _verdict(
             "capacity",
             "used <= capacity on every provider and class, unless its inventory shrank under it",
@@ -171,6 +176,11 @@ def check_invariants(facts: Facts) -> tuple[InvariantVerdict, ...]:
             "effects_have_a_cause", "every effect traces back to one request", len(facts.allocations), _caused(facts)
         ),
     ]
+
+
+def _checked_where_known(facts: Facts) -> list[InvariantVerdict]:
+    """Those whose facts not every caller collects: None means that they are unknown."""
+    verdicts: list[InvariantVerdict] = []
     if facts.down is not None:
         verdicts.append(
             _verdict(
@@ -206,7 +216,7 @@ def check_invariants(facts: Facts) -> tuple[InvariantVerdict, ...]:
                 _upward(facts.connections),
             )
         )
-    return tuple(verdicts)
+    return verdicts
 
 
 def _down(facts: Facts) -> set[tuple[str, str]]:

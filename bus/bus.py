@@ -107,7 +107,7 @@ class Bus:
         waiter = Waiter()
         await self.publisher.wait_for_capacity()
         self._post(message, cause, waiter, reply_to, correlation_id, few=True)
-        self.publisher.pump()
+        self.publisher.flush()
         await waiter.wait()
 
     async def publish_all(self, messages: Sequence[tuple[Message, str]], traceparents: Sequence[str] = ()) -> None:
@@ -119,11 +119,11 @@ class Bus:
         few = len(messages) <= FEW
         for number, (message, cause) in enumerate(messages):
             if self.publisher.waiting >= self.limits.waiting:
-                self.publisher.pump()
+                self.publisher.flush()
                 await self.publisher.wait_for_capacity()
             traceparent = traceparents[number] if traceparents else None
             self._post(message, cause, waiter, None, None, few=few, traceparent=traceparent)
-        self.publisher.pump()
+        self.publisher.flush()
         await waiter.wait()
 
     async def publish_each(self, messages: Sequence[tuple[Message, str]]) -> list[BaseException | None]:
@@ -133,11 +133,11 @@ class Bus:
         few = len(messages) <= FEW
         for message, cause in messages:
             if self.publisher.waiting >= self.limits.waiting:
-                self.publisher.pump()
+                self.publisher.flush()
                 await self.publisher.wait_for_capacity()
             places.append(Confirmation(waiter))
             self._post(message, cause, places[-1], None, None, few=few)
-        self.publisher.pump()
+        self.publisher.flush()
         await waiter.wait()
         return [place.error for place in places]
 

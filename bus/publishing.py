@@ -28,17 +28,17 @@ class BusLimits(Struct, frozen=True, kw_only=True):
     """The bounds of one bus.
 
     batch_items, batch_bytes: the most that is sent as one broker message.
-    link_flights: broker messages of one batching link that wait for their confirm at once; full_flights: as many when
-    each is full, because waiting would not make them any larger (a slow disk confirms late).
-    flights: the same over all links; waiting: messages gathered over all links before publishers must wait.
+    link_in_flight: broker messages of one batching link that wait for their confirm at once; full_in_flight: as many
+    when each is full, because waiting would not make them any larger (a slow disk confirms late).
+    in_flight: the same over all links; waiting: messages gathered over all links before publishers must wait.
     close_s: how long close() waits for what is gathered.
     """
 
     batch_items: int = 128
     batch_bytes: int = 512 * 1024
-    link_flights: int = 1
-    full_flights: int = 8
-    flights: int = 256
+    link_in_flight: int = 1
+    full_in_flight: int = 8
+    in_flight: int = 256
     waiting: int = 50_000
     close_s: float = 5.0
 
@@ -179,14 +179,14 @@ class Publisher:
         self._transport = transport
         self._limits = limits
         self._links: dict[tuple[str, str, Mode], _BatchingPublisher] = {}
-        self._stalled: dict[_BatchingPublisher, None] = {}  # have entries, but all flights of the bus are taken
-        self._flights: set[asyncio.Task[None]] = set()
+        self._stalled: dict[_BatchingPublisher, None] = {}  # have entries; the bus has `in_flight` already
+        self._in_flight: set[asyncio.Task[None]] = set()
         self._waiting_for_capacity: deque[asyncio.Future[None]] = deque()
         self.waiting = 0
         self._bus = bus
         self._published = metrics.PUBLISHED.labels(bus)
         self._items = metrics.ITEMS.labels(bus)
-        metrics.IN_FLIGHT.labels(bus).set_function(lambda: len(self._flights))
+        metrics.IN_FLIGHT.labels(bus).set_function(lambda: len(self._in_flight))
 
     async def wait_for_capacity(self) -> None:
         """Waits while as much is gathered as may be."""
@@ -198,7 +198,7 @@ class Publisher:
     def post(  # noqa: PLR0917  (hot, so no keywords)
         self, exchange: str, key: str, mode: Mode, packed: Packed, waiter: Waiter, expires_s: float | None = None
     ) -> None:
-        """Queue one message; it leaves when `pump` is called. Await `wait_for_capacity` first."""
+        """Queue one message; it leaves when `flush` is called. Await `wait_for_capacity` first."""
         name = (exchange, key, mode)
         link = self._links.get(name)
         if link is None:
@@ -219,15 +219,15 @@ class Publisher:
         gathers. (What is in flight already stays before it: all leave on one channel.) It never checks who listens:
         that a queue takes batches implies nothing about queues that take single messages.
         """
-        self.pump()  # what was posted before it leaves before it
+        self.flush()  # what was posted before it leaves before it
         alone = self._links.get((exchange, key, mode))
         name = (exchange, together, BATCHED)
         link = self._links.get(name) or _BatchingPublisher(*name)
         waits = link.entries or (alone is not None and alone.entries)
         if (
             waits
-            or link.flying >= max(self._limits.link_flights, ONCE_FLIGHTS)
-            or len(self._flights) >= self._limits.flights
+            or link.flying >= max(self._limits.link_in_flight, ONCE_FLIGHTS)
+            or len(self._in_flight) >= self._limits.in_flight
         ):
             return False
         self._links[name] = link
@@ -236,20 +236,20 @@ class Publisher:
         self._launch(link, [_Entry(packed, waiter, None, key)], probes=False)
         return True
 
-    def pump(self) -> None:
+    def flush(self) -> None:
         """Send what may be sent now."""
-        while self._stalled and len(self._flights) < self._limits.flights:
+        while self._stalled and len(self._in_flight) < self._limits.in_flight:
             link = next(iter(self._stalled))
             del self._stalled[link]
             self._pump_link(link)
 
     async def close(self) -> None:
         """Wait for what is gathered, within the bound; what is left then fails as unavailable."""
-        if self._flights:
+        if self._in_flight:
             await self._drained()
-        for task in list(self._flights):
+        for task in list(self._in_flight):
             task.cancel()
-        await asyncio.gather(*self._flights, return_exceptions=True)
+        await asyncio.gather(*self._in_flight, return_exceptions=True)
         for link in list(self._links.values()):
             while link.entries:
                 self._settle([link.entries.popleft()], BusUnavailable("the bus is closed"))
@@ -258,12 +258,12 @@ class Publisher:
 
     async def _drained(self) -> None:
         deadline = asyncio.get_running_loop().time() + self._limits.close_s
-        while self._flights and (left := deadline - asyncio.get_running_loop().time()) > 0:
-            await asyncio.wait(list(self._flights), timeout=left, return_when=asyncio.FIRST_COMPLETED)
+        while self._in_flight and (left := deadline - asyncio.get_running_loop().time()) > 0:
+            await asyncio.wait(list(self._in_flight), timeout=left, return_when=asyncio.FIRST_COMPLETED)
 
     def _pump_link(self, link: _BatchingPublisher) -> None:
         while link.entries and link.flying < self._most(link) and not link.probed:
-            if len(self._flights) >= self._limits.flights:
+            if len(self._in_flight) >= self._limits.in_flight:
                 self._stalled[link] = None
                 return
             probes = link.must_probe
@@ -277,15 +277,15 @@ class Publisher:
     def _launch(self, link: _BatchingPublisher, entries: list[_Entry], *, probes: bool) -> None:
         link.flying += 1
         task = asyncio.get_running_loop().create_task(self._fly(link, entries, probes=probes))
-        self._flights.add(task)
-        task.add_done_callback(self._flights.discard)
+        self._in_flight.add(task)
+        task.add_done_callback(self._in_flight.discard)
 
     def _most(self, link: _BatchingPublisher) -> int:
         """How many broker messages of a link may fly now."""
         if not link.mode.batches:
-            return self._limits.flights
+            return self._limits.in_flight
         full = len(link.entries) >= link.mode.at_most(self._limits)
-        return self._limits.full_flights if full else self._limits.link_flights
+        return self._limits.full_in_flight if full else self._limits.link_in_flight
 
     async def _fly(self, link: _BatchingPublisher, entries: list[_Entry], *, probes: bool) -> None:
         error: BaseException | None = None
@@ -306,9 +306,9 @@ class Publisher:
         self._settle(entries, error)
         task = asyncio.current_task()
         if task is not None:
-            self._flights.discard(task)
+            self._in_flight.discard(task)
         self._pump_link(link)
-        self.pump()
+        self.flush()
 
     def _settle(self, entries: Sequence[_Entry], error: BaseException | None) -> None:
         self.waiting -= len(entries)

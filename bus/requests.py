@@ -114,7 +114,7 @@ class Requester:
                 if pending.answers[index] is None:
                     await self._publisher.wait_for_capacity()
                     self._post(message, causes[index], ids[index], deadline, waiter, pending.spans.get(index))
-            self._publisher.pump()
+            self._publisher.flush()
             await waiter.wait()
             await pending.done
 

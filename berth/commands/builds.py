@@ -29,6 +29,7 @@ from berth.commands.common import (
     settings_of,
 )
 from berth.render import printable, render_funnel, render_rows, render_scores, render_stages
+from berth.settings import Settings
 from bus.clock import new_uuid
 from bus.contracts.build import BuildQuery, BuildRecord, BuildRequest, BuildState
 from bus.contracts.deploy import MAX_USER_DATA, ConfigDrive, ImageSource, NetworkRequest
@@ -115,16 +116,20 @@ def boot(
     ]
     _check(requests[-1])
 
-    async def body() -> int:
-        async with client(settings_of(context)) as berth:
-            tracks = await publish_and_follow(berth, requests, timeout_s=timeout, as_json=as_json)
-            ended = not wait or await berth.wait(timeout)
-            _show_tracks(tracks, as_json)
-        if not ended:
-            raise Stop(EXIT_TIME, "timeout", f"{sum(t.ended_at is None for t in tracks)} builds had not ended in time")
-        return EXIT_NO if wait and any(t.state != "active" for t in tracks) else 0
+    run(lambda: _boot(settings_of(context), requests, wait=wait, timeout_s=timeout, as_json=as_json))
 
-    run(body)
+
+async def _boot(
+    settings: Settings, requests: Sequence[BuildRequest], *, wait: bool, timeout_s: float, as_json: bool
+) -> int:
+    """Publish the requests, show what became of them; the exit status."""
+    async with client(settings) as berth:
+        tracks = await publish_and_follow(berth, requests, timeout_s=timeout_s, as_json=as_json)
+        ended = not wait or await berth.wait(timeout_s)
+        _show_tracks(tracks, as_json)
+    if not ended:
+        raise Stop(EXIT_TIME, "timeout", f"{sum(t.ended_at is None for t in tracks)} builds had not ended in time")
+    return EXIT_NO if wait and any(t.state != "active" for t in tracks) else 0
 
 
 def _is_gang(count: int, min_count: int | None, *, together: bool, uuid: str | None, port: list[str] | None) -> bool:

@@ -178,7 +178,7 @@ def _verdict(found: Comparison, a: LoadRecord, b: LoadRecord) -> Iterator[str]:
         yield "Boots were lost: look into that before comparing speeds."
     yield (
         f"Intervals are {SURE:.0%}, from {DRAWS} draws of blocks of consecutive boots. They know these two runs only: "
-        "run to run a system differs by more, and a rate has no interval at all. Repeat each before believing a little."
+        "run to run a system differs by more, and a rate has no interval at all. Repeat each before trusting a little."
     )
 
 

@@ -14,7 +14,7 @@ from bus.clock import new_uuid
 from bus.contracts.groups import GroupPolicy, ServerGroup
 from bus.contracts.placement import INSTANCES
 
-# Last digits of seeds with company: two in five, and none of those then on record as finding deliberate defects.
+# Last digits of seeds with peers: two in five, and none of those then on record as finding deliberate defects.
 DIGITS = (0, 5, 8, 9)
 NONE_ALLOWED = "none"  # a project that may hold nothing
 HARD = (GroupPolicy.ANTI_AFFINITY, GroupPolicy.AFFINITY)
@@ -62,7 +62,7 @@ def _bursts(rng: random.Random, groups: dict[str, list[ServerGroup]]) -> list[Or
 
 
 def _keep(rng: random.Random, order: Order, groups: list[ServerGroup], earlier: list[str]) -> Order:
-    """Whose company one build keeps."""
+    """The peers of one build."""
     group = rng.choice(groups) if rng.random() < MEMBER_SHARE else None
     named = tuple(rng.sample(earlier, min(len(earlier), rng.randint(1, 3))))
     hint = rng.random()

@@ -59,7 +59,7 @@ class Action(StrEnum):
 class Order(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One act at its time. uuid, service, host: what it is about; host: its number in its service. verb: for Ironic.
 
-    group, apart_from, together_with: whose company a build keeps; count, min_count: of a build of several
+    group, apart_from, together_with: the peers of a build; count, min_count: of a build of several
     (bus/contracts/build.py).
     """
 

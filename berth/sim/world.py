@@ -172,6 +172,13 @@ class World:
         self.duplicates: dict[str, WatchedFleet] = {}  # machines of second services, by the name that they share
         self.probing = False  # whether what is requested now must not lead to them any more
         self.wiring = Wiring(self)
+        self._watch()
+        self._fleets()
+        self.ironic = self._ironic()
+
+    def _watch(self) -> None:
+        """Make what checks the invariants, and have every commit looked at."""
+        plan = self.plan
         self.machines = MachineWatch()
         self.peer_watch = PeerWatch(plan, self.book, self.cells, self.now)
         self.gang_watch = GangWatch(self.book, self.taken_back)
@@ -192,8 +199,6 @@ class World:
                 partial(self.breaker_watch.committed, cell_table, self.taken_back),
             )
             cell_table.on_commit.append(partial(self._committed, f"cell_{name}", look))
-        self._fleets()
-        self.ironic = self._ironic()
 
     # --- processes
 

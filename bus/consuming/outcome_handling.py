@@ -65,7 +65,7 @@ class OutcomeHandler:
                 self._retry(received, moves)
             else:
                 parked += self._give_up(item, outcome.code, outcome.reason, replies)
-        self._bus.publisher.pump()
+        self._bus.publisher.flush()
         await self._sent(moves, replies, parked)
 
     async def _sent(self, moves: Waiter, replies: Waiter, parked: Sequence[Outgoing]) -> None:
@@ -170,7 +170,7 @@ class OutcomeHandler:
                 return
         moves, replies = Waiter(), Waiter()
         parked = self._give_up(item, bad.code, bad.reason, replies)
-        self._bus.publisher.pump()
+        self._bus.publisher.flush()
         await self._sent(moves, replies, parked)
 
     def _answers(self, bad: Malformed) -> Sequence[Message]:

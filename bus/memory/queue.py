@@ -235,9 +235,9 @@ class Queue:
         """Hand out what is ready, on the next turn of the loop."""
         if not self.woken and (self.ready or self.returned) and self.consumers:
             self.woken = True
-            asyncio.get_running_loop().call_soon(self._pump, context=self.broker.context)
+            asyncio.get_running_loop().call_soon(self._fill_consumers, context=self.broker.context)
 
-    def _pump(self) -> None:
+    def _fill_consumers(self) -> None:
         self.woken = False
         self.expire(self.broker.clock.monotonic())
         idle = handed = 0

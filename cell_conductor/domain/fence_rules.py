@@ -17,7 +17,7 @@ from . import move_rules, rules
 from .events import Destroyed, HostFenced
 from .fences import FENCED
 from .instance import Instance, State
-from .move_events import Ending, close, move_of
+from .move_events import MoveEnd, close, move_of
 from .move_steps import end_undone, note, over, try_next, undo
 from .rules import Step, Timeouts
 
@@ -102,7 +102,7 @@ def end_change(instance: Instance, event: HostFenced, timeouts: Timeouts) -> Ste
     if event.host_uuid != instance.host_uuid:
         return Step(instance)
     back = replace(instance, spec=move_of(instance).spec)
-    ending = Ending(MoveState.FAILED, FENCED, _reason(instance.here.host))
+    ending = MoveEnd(MoveState.FAILED, FENCED, _reason(instance.here.host))
     return close(over(back, event.at), ending, event.at, timeouts)
 
 

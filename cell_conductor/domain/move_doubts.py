@@ -16,7 +16,7 @@ from bus.contracts.moves import MoveState
 from . import rules
 from .events import Destroyed, HostRuns, MoveRequested, Spawned, TimedOut
 from .instance import Instance, Move, State
-from .move_events import Ending, after, answer_other, move_of, refuse_request
+from .move_events import MoveEnd, after, answer_other, move_of, refuse_request
 from .move_steps import arrived, confirm, destroy_source, is_doubted, note, repeat_at, source_gone, undo
 from .rules import Step, Timeouts
 
@@ -40,7 +40,7 @@ def adopt_arrived(instance: Instance, event: Spawned | HostRuns, timeouts: Timeo
     move = replace(move_of(here), lost_code="", lost_reason="", finishing=True)
     here = replace(here, move=move, up_at=rules.by_its_clock(event), up_scan=event.scan, queried=False)
     # A revert or an abort that was requested before has not come true.
-    earlier = answer_other(here, Ending(MoveState.FAILED, IN_DOUBT, WHY), event.at, timeouts)
+    earlier = answer_other(here, MoveEnd(MoveState.FAILED, IN_DOUBT, WHY), event.at, timeouts)
     step = after(earlier, arrived(note(earlier.instance, "active", event.at), event.at, timeouts))
     if step.instance.state is not State.RESIZED:
         return step

@@ -34,7 +34,7 @@ _CONDITIONS = {
 ENDS_ANOTHER = frozenset({MoveKind.CONFIRM, MoveKind.REVERT, MoveKind.ABORT})
 
 
-class Ending(Struct, frozen=True):
+class MoveEnd(Struct, frozen=True):
     """How a request ends. code, reason: why it failed, or was refused."""
 
     state: MoveState
@@ -42,7 +42,7 @@ class Ending(Struct, frozen=True):
     reason: str = ""
 
 
-DONE = Ending(MoveState.DONE)
+DONE = MoveEnd(MoveState.DONE)
 
 
 def condition_of(instance: Instance) -> Condition:
@@ -66,7 +66,7 @@ def report_progress(instance: Instance, state: MoveState, at: float, timeouts: T
     return _event(instance, EndedMove(move.request_id, move.kind, state), at, timeouts, condition=condition)
 
 
-def answer(instance: Instance, ending: Ending, at: float, timeouts: Timeouts) -> Step:
+def answer(instance: Instance, ending: MoveEnd, at: float, timeouts: Timeouts) -> Step:
     """The end of the request that is under way, published once."""
     move = move_of(instance)
     if move.answered:
@@ -76,7 +76,7 @@ def answer(instance: Instance, ending: Ending, at: float, timeouts: Timeouts) ->
     return _end(kept, ended, at, timeouts, move.history)
 
 
-def answer_other(instance: Instance, ending: Ending, at: float, timeouts: Timeouts) -> Step:
+def answer_other(instance: Instance, ending: MoveEnd, at: float, timeouts: Timeouts) -> Step:
     """The end of the request that has ended the move (confirm, revert, abort), if there is one."""
     move = move_of(instance)
     if not move.by or move.by_kind is None:
@@ -86,7 +86,7 @@ def answer_other(instance: Instance, ending: Ending, at: float, timeouts: Timeou
     return _end(kept, ended, at, timeouts, move.history)
 
 
-def close(instance: Instance, ending: Ending, at: float, timeouts: Timeouts) -> Step:
+def close(instance: Instance, ending: MoveEnd, at: float, timeouts: Timeouts) -> Step:
     """The move is over: whatever request has not had its end gets it, and nothing is under way any more."""
     move = move_of(instance)
     earlier = answer(instance, ending, at, timeouts)

@@ -40,7 +40,7 @@ from .move_doubts import adopt_arrived, ask_before_confirmed, refuse_doubted, un
 from .move_events import (
     DONE,
     ENDS_ANOTHER,
-    Ending,
+    MoveEnd,
     after,
     answer,
     answer_other,
@@ -473,7 +473,7 @@ def changed(instance: Instance, event: ChangeEnded, timeouts: Timeouts) -> Step:
         return Step(instance)
     move = move_of(instance)
     if not event.done:
-        ending = Ending(MoveState.FAILED, event.code or "change.failed", event.reason)
+        ending = MoveEnd(MoveState.FAILED, event.code or "change.failed", event.reason)
         if event.runs is None:
             return answer(instance, ending, event.at, timeouts)
         back = as_left(instance, event)
@@ -500,7 +500,7 @@ def change_again(instance: Instance, event: TimedOut, timeouts: Timeouts) -> Ste
     if move.answered:
         return step
     reason = f"no answer within {move.step_timeout_s:g} s; the command is repeated"
-    return after(step, answer(step.instance, Ending(MoveState.FAILED, "change.timeout", reason), event.at, timeouts))
+    return after(step, answer(step.instance, MoveEnd(MoveState.FAILED, "change.timeout", reason), event.at, timeouts))
 
 
 def vacate(instance: Instance, event: Destroyed | HostMissing, timeouts: Timeouts) -> Step:
@@ -544,7 +544,7 @@ def delete(instance: Instance, event: DeleteRequested, timeouts: Timeouts) -> St
     move = move_of(instance)
     if move.delete:
         return Step(instance)
-    deleted = Ending(MoveState.FAILED, DELETED, "the instance was deleted")
+    deleted = MoveEnd(MoveState.FAILED, DELETED, "the instance was deleted")
     earlier = answer(instance, deleted, event.at, timeouts)
     earlier = after(earlier, answer_other(earlier.instance, deleted, event.at, timeouts))
     named = replace(earlier.instance, cause=event.cause or instance.cause)

@@ -26,7 +26,7 @@ from .events import (
     MoveRequested,
 )
 from .instance import Instance, Move, Power, State
-from .move_events import DONE, Ending, after, answer, close, move_of, refuse_request, report_progress
+from .move_events import DONE, MoveEnd, after, answer, close, move_of, refuse_request, report_progress
 from .proof import is_hearsay, predates, up_scan_here
 from .rules import Step, Timeouts
 
@@ -313,9 +313,9 @@ def end_undone(instance: Instance, at: float, timeouts: Timeouts) -> Step:
     return close(over(instance, at), ending_of(move_of(instance)), at, timeouts)
 
 
-def ending_of(move: Move) -> Ending:
+def ending_of(move: Move) -> MoveEnd:
     """How a move ends that was undone."""
-    return Ending(MoveState.FAILED, move.lost_code, move.lost_reason)
+    return MoveEnd(MoveState.FAILED, move.lost_code, move.lost_reason)
 
 
 def offload(instance: Instance, at: float, timeouts: Timeouts) -> Step:

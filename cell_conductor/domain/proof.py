@@ -38,7 +38,7 @@ BUILD_GOES_ON = frozenset({State.BUILDING, State.RECLAIMING})
 AT_SOURCE = frozenset({State.CLAIMING, State.PREPARING, State.HANDING_OVER, State.UNDOING, State.REVERTING})
 
 
-class OnRecord(Protocol):
+class InstanceFacts(Protocol):
     """As much of a record as the proof reads."""
 
     @property
@@ -82,7 +82,7 @@ class OnRecord(Protocol):
         """Whether the database was set back while this was being built or moved."""
 
 
-def is_over(record: OnRecord, attempt: int, host_uuid: str) -> bool:
+def is_over(record: InstanceFacts, attempt: int, host_uuid: str) -> bool:
     """Whether the record proves that this attempt, run by this host, is not wanted any more.
 
     An attempt above all that were given out, or a machine's own attempt on another host, was commanded by a record that
@@ -104,39 +104,39 @@ def is_over(record: OnRecord, attempt: int, host_uuid: str) -> bool:
     return attempt <= record.last_attempt and not is_renumbered(record)
 
 
-def is_renumbered(record: OnRecord) -> bool:
+def is_renumbered(record: InstanceFacts) -> bool:
     """Whether attempts of this record may have been given out twice: it was set back while it was moved."""
     return record.doubted and record.state not in BUILD_GOES_ON
 
 
-def is_wanted_here(record: OnRecord) -> bool:
+def is_wanted_here(record: InstanceFacts) -> bool:
     """Whether the current attempt is wanted on its host."""
     is_source = bool(record.source_attempt) and record.source_host_uuid is None
     return record.state in WANTED or (is_source and record.state in AT_SOURCE)
 
 
-def is_wanted_at_source(record: OnRecord) -> bool:
+def is_wanted_at_source(record: InstanceFacts) -> bool:
     """Whether what the source of the move has is to be kept."""
     return record.source_host_uuid is not None and record.state not in DELETE_ASKED | SOURCE_OVER
 
 
-def is_untried(record: OnRecord, attempt: int) -> bool:
+def is_untried(record: InstanceFacts, attempt: int) -> bool:
     """Whether this attempt was never commanded by the record: a machine of it is another record's."""
     return attempt == 1 and record.first_not_tried
 
 
-def is_unsure(record: OnRecord, attempt: int, host_uuid: str) -> bool:
+def is_unsure(record: InstanceFacts, attempt: int, host_uuid: str) -> bool:
     """Whether the build was given up without a word of its host, in doubt: its machine may be what the client had."""
     ended = record.state in (State.GIVING_UP, State.FAILED)
     return ended and record.doubted and (attempt, host_uuid) == (record.attempt, record.host_uuid)
 
 
-def look_at(record: OnRecord) -> str:
+def look_at(record: InstanceFacts) -> str:
     """The look that a scan names which began while the record stands as it does now, or later."""
     return str(uuid5(_LOOKS, f"{record.uuid} {record.attempt} {record.state} {record.since!r}"))
 
 
-def is_hearsay(event: HostMissing, service: str, record: OnRecord) -> bool:
+def is_hearsay(event: HostMissing, service: str, record: InstanceFacts) -> bool:
     """Whether another service than the host's own reports the machine missing, by a scan that may be older than it.
 
     service: the host's, by the record. Scans of two services have no common order, and their clocks may be minutes

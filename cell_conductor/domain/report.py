@@ -15,7 +15,7 @@ from .instance import ScanId, State
 from .proof import (
     DELETE_ASKED,
     NOT_COMMANDED,
-    OnRecord,
+    InstanceFacts,
     is_over,
     is_renumbered,
     is_unsure,
@@ -26,7 +26,7 @@ from .proof import (
 )
 
 
-class RecordedInstance(OnRecord, Protocol):
+class RecordedInstance(InstanceFacts, Protocol):
     """As much of an instance as the comparison reads."""
 
     @property

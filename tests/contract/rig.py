@@ -92,11 +92,11 @@ class Proxy:
         there_reader, there_writer = await asyncio.open_connection(*self._target)
         self._writers |= {writer, there_writer}
         for one, other in ((reader, there_writer), (there_reader, writer)):
-            task = asyncio.get_running_loop().create_task(self._pump(one, other))
+            task = asyncio.get_running_loop().create_task(self._copy(one, other))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
 
-    async def _pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _copy(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.suppress(OSError):
             while data := await reader.read(65536):
                 writer.write(data)

@@ -159,7 +159,7 @@ def delete_does_not_await_the_claim() -> AbstractContextManager[Any]:
             left.instance, move_rules.BuildState.DELETING, event.at, timeouts, first=left.commands
         )
         replied = move_rules.answer(
-            announced.instance, move_rules.Ending(move_rules.MoveState.FAILED), event.at, timeouts
+            announced.instance, move_rules.MoveEnd(move_rules.MoveState.FAILED), event.at, timeouts
         )
         return Step(replied.instance, (*announced.commands, *replied.commands))
 

@@ -66,7 +66,7 @@ async def play(steps: list[tuple[str, object]], *, listens: bool) -> tuple[int, 
             await confirm
 
     transport.publish = slowly  # type: ignore[method-assign]
-    limits = BusLimits(batch_items=3, link_flights=2, full_flights=2, flights=4)
+    limits = BusLimits(batch_items=3, link_in_flight=2, full_in_flight=2, in_flight=4)
     bus = Bus("api", transport, process="t", clock=SystemClock(), rng=random.Random(1), limits=limits)
     await bus.open()
     client, other_client = Ear(), Ear()
