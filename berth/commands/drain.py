@@ -84,7 +84,7 @@ def drain(
     timeout: Timeout = 3600.0,
     as_json: AsJson = False,
 ) -> None:
-    """Empty a host, service, cell or aggregate of instances.
+    """Move every instance off a host, service, cell or aggregate.
 
     Schedulers carry it out: it goes on when this command ends. The hosts are disabled first, together.
 
