@@ -123,7 +123,7 @@ values = st.recursive(
 FIELDS = ("reading_celsius", "last_power_output_watts", "health", "Sensor Reading")
 
 
-SENSOR = st.dictionaries(st.sampled_from(FIELDS), values)
+SENSOR = st.dictionaries(st.sampled_from(FIELDS), st.integers() | st.floats() | values)
 GROUP = st.dictionaries(st.text(max_size=5), SENSOR | values, max_size=3)
 
 
