@@ -1,0 +1,155 @@
+"""What becomes of the instances of a drain, and of the drain: going, failing, and coming back."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from bus.contracts.base import Refusal
+from bus.contracts.build import BuildState
+from bus.contracts.drains import DrainAction, DrainCommand, DrainMoveState, DrainRecord, DrainState, DrainTarget
+from bus.contracts.moves import MoveKind, MoveRequest, MoveState
+from bus.contracts.objects import HostDecision
+from bus.contracts.operations import AdminState
+from scheduler_worker.domain.builds import RecordedBuild
+from scheduler_worker.domain.drains import (
+    MAX_FAILURES,
+    DrainMove,
+    OpenDrain,
+    commanded,
+    drained,
+    end_of,
+    given_back,
+    retried,
+    step,
+)
+from scheduler_worker.domain.moves import InstanceRecord, MoveContext, RecordedMove
+
+A, DRAIN, HOST = (f"{n}0000000-0000-4000-8000-000000000000" for n in "ad1")
+S = DrainMoveState
+ROW = DrainMove(
+    drain=DRAIN, instance_uuid=A, position=0, project_id="p", source_uuid=HOST, source="h1", kind=MoveKind.LIVE_MIGRATE
+)
+MOVED = replace(ROW, state=S.MOVED, host="h2", tries=1)
+BACK = replace(MOVED, state=S.TO_RETURN)
+RECORD = DrainRecord(name="rack", target=DrainTarget.AGGREGATE, kind=MoveKind.LIVE_MIGRATE, by="ann")
+UNDOING = replace(RECORD, state=DrainState.UNDOING, is_undone=True)
+NOW = 1000.0
+
+
+def known(
+    host: str = "h1", ended: MoveState | None = None, *, under_way: str | None = None, **more: Any
+) -> MoveContext:
+    """The instance on a host; ended: how its request has."""
+    build = RecordedBuild(
+        instance_uuid=A, project_id="p", state=more.pop("state", BuildState.ACTIVE), sequence=1, terminal=True,
+        cell="c", host=host,
+    )  # fmt: skip
+    move = None
+    if ended is not None:
+        move = RecordedMove(
+            request_id="r", instance_uuid=A, project_id="p", kind=MoveKind.LIVE_MIGRATE, digest=b"", state=ended,
+            sequence=9, terminal=True, created_at=1.0, **{"host": "h2", **more},
+        )  # fmt: skip
+    return MoveContext(move=move, build=build, instance=InstanceRecord(instance_uuid=A, under_way=under_way))
+
+
+def passed(
+    row: DrainMove, context: MoveContext, record: DrainRecord = RECORD, hosts: dict[str, str] | None = None
+) -> tuple[DrainMove, tuple[MoveRequest, ...]]:
+    """The row after one pass, and what was requested."""
+    found = OpenDrain(record=record, open=(row,), counts=Counter({row.state: 1}), last_begun_at=0.0)
+    done = step(found, {A: context}, {HOST: ""} if hosts is None else hosts, NOW)
+    return (done.changed or (row,))[0], done.requests
+
+
+def test_what_waits_is_requested_once_under_an_id_of_its_try() -> None:
+    after, (request,) = passed(ROW, known())
+    assert (after.state, after.tries, after.request_id) == (S.UNDER_WAY, 1, request.request_id)
+    assert (request.kind, request.host, request.user_id) == (MoveKind.LIVE_MIGRATE, None, "drain")
+    assert passed(after, known()) == (after, ())  # not on record yet
+    again, repeated = passed(replace(after, begun_at=NOW - 61.0), known())
+    assert repeated == (request,) and again.begun_at == NOW
+    assert ROW.next_request_id != after.next_request_id
+
+
+@pytest.mark.parametrize(
+    ("row", "context", "hosts", "state"),
+    [
+        (ROW, known("h9"), None, S.LEFT),
+        (ROW, known(state=BuildState.DELETED), None, S.LEFT),
+        (ROW, MoveContext(), None, S.LEFT),
+        (ROW, known(), {}, S.LEFT),
+        (ROW, known(), {HOST: "service.down"}, S.WAITING),
+        (ROW, known(under_way="x"), None, S.WAITING),
+        (replace(ROW, state=S.UNDER_WAY, request_id="r"), known("h2", MoveState.DONE), None, S.MOVED),
+        (replace(ROW, state=S.UNDER_WAY, request_id="r"), known(ended=MoveState.FAILED, code="x"), None, S.WAITING),
+        (replace(ROW, state=S.UNDER_WAY, failures=MAX_FAILURES - 1), known(ended=MoveState.FAILED), None, S.FAILED),
+    ],
+)
+def test_what_becomes_of_an_instance(
+    row: DrainMove, context: MoveContext, hosts: dict[str, str] | None, state: DrainMoveState
+) -> None:
+    after, requests = passed(row, context, hosts=hosts)
+    assert (after.state, requests) == (state, ())
+    if after.failures > row.failures and state is S.WAITING:
+        assert after.due_at > NOW
+
+
+def test_an_undone_drain_takes_back_what_it_has_moved_and_no_more() -> None:
+    assert retried(MOVED, DrainAction.UNDO).state is S.TO_RETURN
+    assert retried(ROW, DrainAction.UNDO).state is S.LEFT
+    after, (request,) = passed(BACK, known("h2"), UNDOING)
+    assert (after.state, request.host) == (S.RETURNING, "h1") and request.request_id != ROW.next_request_id
+    assert passed(after, known("h1", MoveState.DONE), UNDOING)[0].state is S.RETURNED
+    last = replace(after, failures=MAX_FAILURES - 1)
+    assert passed(last, known("h2", MoveState.FAILED, code="no_valid_host"), UNDOING)[0].state is S.STAYED
+    assert passed(BACK, known("h9"), UNDOING)[0].code == "instance.elsewhere"
+    assert passed(BACK, known("h1"), UNDOING)[0].state is S.RETURNED
+    going = replace(ROW, state=S.UNDER_WAY, request_id="r", tries=1)
+    assert passed(going, known("h2", MoveState.DONE), UNDOING)[0].state is S.TO_RETURN
+    assert passed(going, known(ended=MoveState.FAILED), UNDOING)[0].state is S.LEFT
+    assert passed(ROW, known(), UNDOING) == (ROW, ())
+
+
+def test_when_a_drain_is_over() -> None:
+    late = replace(RECORD, deadline_at=NOW)
+    cases: list[tuple[DrainRecord, dict[DrainMoveState, int], str | None]] = [
+        (RECORD, {S.MOVED: 2}, "drain.done"),
+        (RECORD, {S.MOVED: 2, S.FAILED: 1}, "drain.left"),
+        (RECORD, {S.WAITING: 1}, None),
+        (RECORD, {S.UNDER_WAY: 1}, None),
+        (late, {S.WAITING: 1}, "drain.deadline"),
+        (late, {S.WAITING: 1, S.UNDER_WAY: 1}, None),
+        (replace(late, state=DrainState.PAUSED), {S.WAITING: 1}, "drain.deadline"),
+        (replace(RECORD, state=DrainState.PAUSED), {}, None),
+        (replace(RECORD, state=DrainState.STOPPING), {S.WAITING: 1}, "drain.stopped"),
+        (UNDOING, {S.TO_RETURN: 1}, None),
+        (UNDOING, {S.RETURNED: 1, S.STAYED: 1}, "drain.undone"),
+        (replace(RECORD, state=DrainState.ENDED), {}, None),
+    ]
+    for record, counts, code in cases:
+        found = OpenDrain(record=record, open=(), counts=counts, last_begun_at=0.0)
+        assert end_of(found, NOW) == code, (record, counts)
+
+
+def test_commands_and_what_a_host_was_before() -> None:
+    def after(record: DrainRecord, action: DrainAction, **more: Any) -> DrainRecord | Refusal:
+        return commanded(record, DrainCommand(drain=DRAIN, action=action, by="bob", **more), NOW)
+
+    ended = replace(RECORD, state=DrainState.ENDED, code="drain.left", deadline_at=NOW - 1)
+    assert after(ended, DrainAction.RESUME) == RECORD
+    assert after(ended, DrainAction.RESUME, deadline_s=5.0) == replace(RECORD, deadline_at=NOW + 5.0)
+    assert isinstance(after(ended, DrainAction.PAUSE), Refusal)
+    assert after(ended, DrainAction.STOP) == ended
+    undone = after(ended, DrainAction.UNDO)
+    assert undone == UNDOING and after(UNDOING, DrainAction.UNDO) == UNDOING
+    assert isinstance(after(UNDOING, DrainAction.RESUME), Refusal)
+    for before in (AdminState.ENABLED, AdminState.DISABLED, AdminState.MAINTENANCE):
+        decision = HostDecision(host="h1", state=before, reason="fan")
+        taken = drained(decision, DRAIN, "h1", "rack")
+        assert taken.drain == DRAIN and taken.state is not AdminState.ENABLED
+        assert given_back(drained(taken, "another", "h1", "again")) == decision
