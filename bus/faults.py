@@ -33,6 +33,10 @@ class RequestTimeout(Transient):
     code = "request.timeout"
 
 
+class RequestUnconfirmed(RequestTimeout):
+    """No reply came in time, and the broker has not confirmed the request either: its disk may be full."""
+
+
 class Forbidden(Fault):
     """Our own credentials or settings are turned down. Neither waiting nor another message helps: the process stops."""
 

@@ -13,7 +13,7 @@ from bus import metrics
 from bus.clock import Clock, new_uuid
 from bus.contracts.base import Message, Meta, Refusal
 from bus.contracts.catalogue import BY_TYPE, REPLIES, routing_key
-from bus.faults import DatabaseUnavailable, Fault, RequestRefused, RequestTimeout
+from bus.faults import DatabaseUnavailable, Fault, RequestRefused, RequestTimeout, RequestUnconfirmed
 from bus.port import Delivery, Transport
 from bus.publishing import Mode, Publisher, Waiter
 from bus.retrying import WITHIN_A_REQUEST, Retrying
@@ -35,6 +35,7 @@ class _PendingRequests:
         self.spans = spans
         self.answers: list[Message | None] = [None] * count
         self.missing = count
+        self.unconfirmed = False  # published, and the broker has not answered yet
         self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def answer(self, index: int, reply: Message) -> None:
@@ -85,7 +86,7 @@ class Requester:
                 self._pending.pop(one, None)
             for index, span in pending.spans.items():
                 span.end("" if pending.answers[index] is not None else RequestTimeout.code)
-        return [_result(answer, reply, timeout_s) for answer in pending.answers]
+        return [_result(answer, reply, timeout_s, pending) for answer in pending.answers]
 
     async def _open(self) -> None:
         async with self._opening:
@@ -115,7 +116,13 @@ class Requester:
                     await self._publisher.wait_for_capacity()
                     self._post(message, causes[index], ids[index], deadline, waiter, pending.spans.get(index))
             self._publisher.flush()
-            await waiter.wait()
+            pending.unconfirmed = True
+            try:
+                await waiter.wait()
+            except Exception:
+                pending.unconfirmed = False  # the broker has answered, or is out of reach
+                raise
+            pending.unconfirmed = False
             await pending.done
 
         def log_failure(error: BaseException, _failures: int) -> None:
@@ -174,7 +181,9 @@ def _spans(messages: Sequence[Message], causes: Sequence[str]) -> dict[int, Span
     return spans
 
 
-def _result(answer: Message | None, reply: type[R], timeout_s: float) -> R | Fault:
+def _result(answer: Message | None, reply: type[R], timeout_s: float, pending: _PendingRequests) -> R | Fault:
+    if answer is None and pending.unconfirmed:
+        return RequestUnconfirmed(f"the broker confirmed nothing within {timeout_s} s")
     if answer is None:
         return RequestTimeout(f"no reply within {timeout_s} s")
     if isinstance(answer, reply):

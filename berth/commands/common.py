@@ -27,7 +27,15 @@ from berth.in_process import WorkerEnded
 from berth.render import printable_lines
 from berth.settings import Settings, check_urls, read_settings
 from berth.site import Site, process_name
-from bus.faults import DatabaseUnavailable, DatabaseUnprepared, Fault, Forbidden, RequestTimeout, Transient
+from bus.faults import (
+    DatabaseUnavailable,
+    DatabaseUnprepared,
+    Fault,
+    Forbidden,
+    RequestTimeout,
+    RequestUnconfirmed,
+    Transient,
+)
 from bus.owner import BusOwnedByAnother
 from bus.port import BusError, BusForbidden, BusUnavailable, PublishRefused, Unroutable
 from bus.rabbitmq import BrokerUntrusted
@@ -140,6 +148,7 @@ _MEANINGS: tuple[tuple[type[BaseException], int, str], ...] = (
     (BusOwnedByAnother, EXIT_USAGE, "{}"),
     (BusForbidden, EXIT_USAGE, "the broker refuses these credentials: {}"),
     (BusUnavailable, EXIT_UNAVAILABLE, "the bus is out of reach: {}"),
+    (RequestUnconfirmed, EXIT_TIME, "{}: is it out of disk, or of memory? `berth check` and its own log say more"),
     (RequestTimeout, EXIT_TIME, "no answer in time: is a scheduler running?"),
     (DatabaseUnprepared, EXIT_UNAVAILABLE, "no worker has prepared this database yet: {}"),
     (Forbidden, EXIT_USAGE, "{}"),
