@@ -23,7 +23,7 @@ class Mute(MemoryTransport):
 
 
 @pytest.mark.parametrize(("transport", "fault"), [(Mute, RequestUnconfirmed), (MemoryTransport, RequestTimeout)])
-async def test_a_request_that_no_broker_confirmed_says_so(
+async def test_a_request_without_a_confirm_is_distinguished_from_one_without_a_reply(
     transport: type[MemoryTransport], fault: type[RequestTimeout]
 ) -> None:
     """The command line asked for a scheduler that was running. Where no queue is, confirms do not matter."""
