@@ -148,7 +148,7 @@ _MEANINGS: tuple[tuple[type[BaseException], int, str], ...] = (
     (BusOwnedByAnother, EXIT_USAGE, "{}"),
     (BusForbidden, EXIT_USAGE, "the broker refuses these credentials: {}"),
     (BusUnavailable, EXIT_UNAVAILABLE, "the bus is out of reach: {}"),
-    (RequestUnconfirmed, EXIT_TIME, "{}: is it out of disk, or of memory? `berth check` and its own log say more"),
+    (RequestUnconfirmed, EXIT_TIME, "{}: is it out of disk, or of memory? see its log"),
     (RequestTimeout, EXIT_TIME, "no answer in time: is a scheduler running?"),
     (DatabaseUnprepared, EXIT_UNAVAILABLE, "no worker has prepared this database yet: {}"),
     (Forbidden, EXIT_USAGE, "{}"),
