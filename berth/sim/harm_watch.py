@@ -71,7 +71,7 @@ class HarmWatch:
             # Of one that is out of time its host was commanded to end what is not complete.
             over = instance.attempt - (instance.state in WANTED and not instance.queried)
             self._given_up[uuid] = max(over, self._given_up.get(uuid, 0))
-            if instance.code == "instance.lost":
+            if instance.code in ("instance.lost", "host.fenced"):
                 self._lost[uuid] = instance.attempt
             if instance.state is State.ACTIVE and instance.host_uuid is not None:
                 self._was_active[instance.host_uuid, uuid] = instance.attempt
