@@ -152,6 +152,11 @@ def refuse_busy(instance: Instance, event: MoveRequested, timeouts: Timeouts) ->
     return refuse_request(instance, event, timeouts, "instance.busy", "another request is under way")
 
 
+def has_ended(instance: Instance, request_id: str) -> bool:
+    """Whether this request's end is on record: another delivery of it begins nothing."""
+    return any(one.request_id == request_id for one in instance.ended)
+
+
 def repeat_end(instance: Instance, event: MoveRequested, timeouts: Timeouts) -> Step | None:
     """The end of a request that has ended, once more; None: it is a new one."""
     known = next((one for one in instance.ended if one.request_id == event.request.request_id), None)

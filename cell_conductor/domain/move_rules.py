@@ -45,6 +45,7 @@ from .move_events import (
     answer,
     answer_other,
     close,
+    has_ended,
     move_of,
     refuse_busy,
     refuse_request,
@@ -152,10 +153,10 @@ def end_resized(instance: Instance, event: MoveRequested, timeouts: Timeouts) ->
 
 def abort(instance: Instance, event: MoveRequested, timeouts: Timeouts) -> Step:
     """No destination has been commanded: the move is undone. While a request to placement is under way, once it has
-    answered.
+    answered. An abort that ended before this move, and is delivered again, was not meant for it.
     """
     move, request = move_of(instance), event.request
-    is_meant = request.migration in (None, move.request_id)
+    is_meant = request.migration in (None, move.request_id) and not has_ended(instance, request.request_id)
     if request.kind is not MoveKind.ABORT or not is_meant or move.by or move.source is None:
         return refuse_busy(instance, event, timeouts)
     if move.delete:

@@ -334,6 +334,18 @@ def test_an_abort_ends_the_move_before_the_destination_is_commanded(when: str) -
     ]
 
 
+def test_an_abort_that_was_refused_before_a_move_does_not_abort_it_when_it_comes_again() -> None:
+    """A copy of it is delivered late: it is answered as it was."""
+    made = Scenario(active())
+    stop = request(MoveKind.ABORT, request_id=OTHER)
+    made.apply(stop, request(MoveKind.LIVE_MIGRATE, 2))
+    made.apply(stop)
+    assert made.instance.move is not None and made.instance.move.by == ""
+    made.apply(claimed(), stop)
+    assert made.instance.state is State.PREPARING
+    assert made.terminals == [(MoveKind.ABORT, MoveState.REFUSED, "move.none")] * 3
+
+
 def test_a_resize_in_place_has_one_machine() -> None:
     made = begun(MoveKind.RESIZE, 1, spec=replace(SPEC, flavor="larger"))
     (resize,) = changes(made.apply(claimed()))
