@@ -87,11 +87,11 @@ def test_builds_that_met_faults_carry_them_too(monkeypatch: pytest.MonkeyPatch) 
     again: set[str] = set()
     announce_again = repeat_rules._announce_again
 
-    def noted(instance: Instance, state: BuildState, timeouts: Timeouts, *, terminal: bool = True) -> Step:
+    def recorded(instance: Instance, state: BuildState, timeouts: Timeouts, *, terminal: bool = True) -> Step:
         again.add(instance.uuid)
         return announce_again(instance, state, timeouts, terminal=terminal)
 
-    monkeypatch.setattr(repeat_rules, "_announce_again", noted)
+    monkeypatch.setattr(repeat_rules, "_announce_again", recorded)
     found = [event for seed in (1, 10) for event in ends(plan_of(seed), monkeypatch)]
     found = [event for event in found if event.instance_uuid not in again]
     ended = [event for event in found if event.state is BuildState.ACTIVE or (event.cell and was_tried(event))]
