@@ -111,15 +111,24 @@ class ChangeHandler:
         return Done(reply=AdminStateSet(host=decision))
 
     def _find(self, command: SetAdminState) -> list[str]:
-        """The hosts (uuids) with this name, or the host with this uuid, in the cell that the command names."""
+        """The hosts (uuids) with this name, or the host with this uuid, in the cell that the command names.
+
+        A host that a decision is on record about counts also when this scheduler has never received it: a fenced host
+        may be gone for good, or is offered only after its fence has been lifted.
+        """
         found = self._selector.uuids_of(command.host)
+        if not found:
+            return self._selector.table.decided_about(command.host)
         if command.cell is not None:
             found = [uuid for uuid in found if self._selector.cell_of(uuid) == command.cell]
         return found
 
     def _name_of(self, uuid: str) -> str:
-        index = self._selector.table.index_of(uuid)
-        return self._selector.name_of(uuid) if index is None else self._selector.table.names[index]
+        table = self._selector.table
+        index, decision = table.index_of(uuid), table.decision_of(uuid)
+        if index is not None:
+            return table.names[index]
+        return self._selector.name_of(uuid) if decision is None else decision.host
 
     def _is_warming_up(self) -> bool:
         assert self._started_s is not None

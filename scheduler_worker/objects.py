@@ -227,9 +227,8 @@ class ObjectRegistry:
             unit.emit(OutboxMessage(API, ObjectsRevision(revision=after.revision)))
             decisions = host_decisions(after.objects)
             for uuid, fence in fences_of(applied(ObjectsOnRecord(0, {}), followed, author).objects).items():
-                cell = table.last_cell_of(uuid)
-                if cell is not None:  # else `FencePublisher` notifies every cell
-                    unit.emit(OutboxMessage(cell, fences.command(uuid, fence, decisions.get(uuid)), uuid))
+                if fence.cell is not None:  # else `FencePublisher` notifies every cell
+                    unit.emit(OutboxMessage(fence.cell, fences.command(uuid, fence, decisions.get(uuid)), uuid))
         log.info("objects.changed", revision=after.revision, who=author.who, objects=_named(planned.changed))
         self._adopt(made, after)
         return ObjectsChanged(revision=after.revision, changed=planned.changed)

@@ -196,6 +196,10 @@ class HostTable:
         """The operator's newest decision about a host; None: there never was one."""
         return self._decided.get(uuid)
 
+    def decided_about(self, name: str) -> list[str]:
+        """The uuids of the hosts with this name or uuid that a decision is on record about, announced or not."""
+        return sorted(uuid for uuid, decision in self._decided.items() if name in (uuid, decision.host))
+
     def hosts_of_drain(self, drain: str) -> dict[str, HostAdminState]:
         """The hosts (uuids) that belong to a drain, and the decisions about them."""
         return {uuid: decision for uuid, decision in self._decided.items() if decision.drain == drain}

@@ -27,6 +27,7 @@ from bus.contracts.operations import (
     ServicesQuery,
     SetAdminState,
 )
+from bus.contracts.placement import InventoryResult, InventoryUpdate
 from bus.faults import RequestRefused
 from bus.persistence.database import Database
 from bus.port import Outgoing
@@ -102,6 +103,24 @@ async def test_a_host_under_maintenance_takes_no_forced_request_either(world: Wo
         await world.ask(plain)
         funnel = (await world.ended(plain.instance_uuid)).funnel
         assert [step.rejected for step in funnel if step.step == "ComputeFilter"] == [{f"host.{state}": 1}]
+
+
+async def test_a_fence_is_ended_by_a_scheduler_that_has_never_received_the_host(world: World) -> None:
+    """It is off, or offered only after its fence has been lifted: no service announces it, and the book has lost it."""
+    config = SchedulerConfig(hosts_warmup_s=0.001)
+    await world.scheduler("s1", config=config)
+    (host,) = await world.add_hosts("c1", 1)
+    await decide(world, "c1-0", AdminState.FENCED)
+    await world.stop("s1")
+    await world.buses[API].request(
+        InventoryUpdate(source="world", version=2, root_uuid=host, providers=()), InventoryResult, timeout_s=PATIENCE_S
+    )
+    await world.scheduler("s2", config=config)
+    await world.eventually(lambda: world.tables["s2"].decision_of(host) is not None)
+    assert world.tables["s2"].index_of(host) is None
+    decided = await decide(world, "c1-0", AdminState.ENABLED, force=True)
+    assert (decided.host_uuid, decided.host, decided.state) == (host, "c1-0", AdminState.ENABLED)
+    await world.eventually(lambda: any(bus == "c1" and fence.lift for bus, fence in world.fences))
 
 
 async def test_a_decision_that_is_delivered_again_does_not_undo_a_later_one(world: World) -> None:
