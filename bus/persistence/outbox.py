@@ -365,6 +365,8 @@ class Relay:
         """Confirmed rows that a statement deletes; where it fails they are confirmed rows again."""
         ids = self._confirmed[:FORGET_BATCH]
         del self._confirmed[: len(ids)]
+        if not self._confirmed:
+            self._some_confirmed.clear()  # set only while there are some, or `_delete_confirmed` never waits
         self._forgetting.update(ids)
         try:
             yield ids

@@ -6,6 +6,8 @@ import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
 
+import pytest
+
 from bus.bus import Bus
 from bus.clock import SystemClock
 from bus.contracts.base import Message
@@ -49,6 +51,9 @@ class Rows:
         self.swept: list[list[int]] = []  # by the sweeps
         self.failures = 0
         self.deleted = asyncio.Event()
+        self.sweeping = asyncio.Event()  # a sweep has taken confirmed rows along,
+        self.swept_on = asyncio.Event()  # and gets its answer when this is set
+        self.swept_on.set()
 
     async def forget(self, row_ids: Sequence[int]) -> None:
         if self.failures:
@@ -66,6 +71,9 @@ class Rows:
             self.failures -= 1
             raise DatabaseUnavailable("unavailable")
         self.swept.append(list(confirmed))
+        if confirmed:
+            self.sweeping.set()
+            await self.swept_on.wait()
         return []
 
     async def purge_handled(self, keep_s: float, limit: int) -> None: ...
@@ -171,3 +179,22 @@ async def test_a_sweep_takes_along_what_is_confirmed() -> None:
         relay.send(2, OUTGOING)
         await rows.deleted.wait()
         assert rows.statements == [[2]], "and not what has gone already"
+
+
+@pytest.mark.timeout(60)
+async def test_draining_while_a_sweep_takes_the_rows_along_leaves_the_loop_to_others() -> None:
+    """The simulation's seed 80014: the sweep's answer could not arrive, as nothing else ran any more."""
+    clock, rows = Gate(), Rows()
+    async with relaying(clock, rows) as relay:
+        relay.send(1, OUTGOING)
+        await clock.waiting.wait()
+        rows.swept_on.clear()
+        clock.sweeping.release()
+        await rows.sweeping.wait()
+        draining = asyncio.create_task(relay.drain(PATIENCE_S))
+        for _ in range(10):
+            await asyncio.sleep(0)
+        assert not draining.done()
+        rows.swept_on.set()
+        await draining
+        assert (relay.held, rows.statements) == (0, [])
