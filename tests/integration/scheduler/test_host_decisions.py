@@ -112,6 +112,7 @@ async def test_a_fence_is_ended_by_a_scheduler_that_has_never_received_the_host(
     (host,) = await world.add_hosts("c1", 1)
     await decide(world, "c1-0", AdminState.FENCED)
     await world.stop("s1")
+    del world.hosts["c1"][host]
     await world.buses[API].request(
         InventoryUpdate(source="world", version=2, root_uuid=host, providers=()), InventoryResult, timeout_s=PATIENCE_S
     )
