@@ -27,6 +27,7 @@ from scheduler_worker.domain.weights import KEPT_HOSTS, reweigh, score
 
 CHUNK = 128  # hosts sorted at a time, over all cells; more are drawn in when a cell's are used up
 LEAST_CHUNK = 16  # ... of one cell
+RADIX_KEYS = 2**16  # so many places (cell and service) are sorted in linear time, as numpy does it for 16 bits
 ALTERNATE_WALK = 64  # hosts looked at for alternates of the same cell; there may be fewer
 OTHER_SERVICE_WALK = 4  # ... and of each other compute service
 
@@ -229,7 +230,10 @@ class Ranking:
 
     def _sorted(self, rng: RandomSource, *, shuffle: bool) -> dict[int, HostHeap]:
         """The hosts by cell, so that alternates of one cell are found without a walk over all hosts."""
-        keys = self._cells * (len(self.view.table.services) + 1) + self._services + 1
+        services = len(self.view.table.services) + 1
+        keys = (self._cells + 1) * services + self._services + 1
+        if (len(self.view.table.cells) + 1) * services <= RADIX_KEYS:
+            keys = keys.astype(np.uint16)
         order = np.argsort(keys, kind="stable")
         parts = _runs(order, self._cells)
         chunk = max(LEAST_CHUNK, CHUNK // max(len(parts), 1))
