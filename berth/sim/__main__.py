@@ -19,7 +19,7 @@ from berth.sim.draw import plan_of
 from berth.sim.event_log import EventLog
 from berth.sim.plan import Plan
 from berth.sim.run import Result, run, simulate
-from berth.sim.shrink import Shrinker
+from berth.sim.shrink import MAX_RUNS, Shrinker
 from berth.sim.widening import WIDENED, Widening
 
 UUID = re.compile(r"[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}")
@@ -40,6 +40,7 @@ ALWAYS = (
     "restored",
 )
 MAX_TRACE_LINES = 400
+MAX_ENDLESS_RUNS = 20  # to make a plan smaller of which each failing run takes its limit of CPU time
 
 
 def main(
@@ -181,7 +182,8 @@ def _seeds(first: int, count: int, minutes: float | None) -> Iterator[int]:
 
 
 def _print_smaller(plan: Plan, result: Result) -> Plan:
-    smaller = Shrinker(lambda one: run(one).breach == result.breach).shrink(plan)
+    runs = MAX_ENDLESS_RUNS if result.breach == "endless_turn" else MAX_RUNS
+    smaller = Shrinker(lambda one: run(one).breach == result.breach, max_runs=runs).shrink(plan)
     typer.echo(f"  among others: {' '.join(smaller.widenings) or 'alone'}")
     words = f"{len(smaller.fault_events)} of {len(plan.fault_events)} faults, "
     words += f"{len(smaller.orders)} of {len(plan.orders)} orders, "

@@ -9,8 +9,11 @@ from collections.abc import Callable, Coroutine
 from contextvars import Context, ContextVar, copy_context
 from typing import Any
 
-# So many turns at one moment of virtual time, and nothing will ever move it: something spins.
+from berth.sim.turn_limit import MAX_TURN_CPU_S, TurnLimit
+
+# So many turns within so little virtual time (an honest run makes some 2,500 in its busiest second): something spins.
 MAX_TURNS_AT_ONCE = 200_000
+AT_ONCE_S = 1.0
 # What a killed process left is unwound after the run, for at most this long (virtual).
 UNWIND_S = 120.0
 UNWIND_TRIES = 3
@@ -21,7 +24,7 @@ class Deadlock(Exception):
 
 
 class Livelock(Exception):
-    """Turn after turn, and time does not move."""
+    """Turn after turn, and time moves hardly or not at all."""
 
 
 class Process:
@@ -108,13 +111,14 @@ class _Jump(selectors.DefaultSelector):
 class VirtualLoop(asyncio.SelectorEventLoop):
     """A loop on virtual time. Sockets and threads do not exist in it."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, max_turn_cpu_s: float = MAX_TURN_CPU_S) -> None:
         self.now = 0.0
         self.turns = 0
+        self.limit = TurnLimit(lambda: self.turns, _acting_process, max_cpu_s=max_turn_cpu_s)
         self.processes: list[Process] = []
         # asyncio knows its tasks only weakly: one of a dead process would be collected, and run its `finally` then.
         self._alive: dict[asyncio.Task[Any], None] = {}
-        self._turns_now = 0
+        self._turns_now, self._since = 0, 0.0
         jump = _Jump()
         jump.loop = self
         super().__init__(jump)
@@ -145,15 +149,15 @@ class VirtualLoop(asyncio.SelectorEventLoop):
     def advance(self, timeout: float | None) -> None:
         """Called once a turn with how long the next timer is away."""
         self.turns += 1
+        self.limit.check()
         if timeout is None:
             raise Deadlock(f"at {self.now:.3f} s all tasks wait and no timer is set")
-        if timeout > 0:
-            self.now += timeout
-            self._turns_now = 0
-            return
+        self.now += max(timeout, 0.0)
+        if self.now - self._since >= AT_ONCE_S:
+            self._turns_now, self._since = 0, self.now
         self._turns_now += 1
         if self._turns_now > MAX_TURNS_AT_ONCE:
-            raise Livelock(f"{MAX_TURNS_AT_ONCE} turns at {self.now:.3f} s")
+            raise Livelock(f"{MAX_TURNS_AT_ONCE} turns from {self._since:.3f} s to {self.now:.3f} s")
 
     def call_soon(  # type: ignore[override]
         self, callback: Any, *args: Any, context: Context | None = None
@@ -186,18 +190,32 @@ def _step(callback: Any, args: Any, context: Context | None) -> _Step | None:
     return _Step(process, callback, args, context if context is not None else copy_context())
 
 
-def run(main: Callable[[], Coroutine[Any, Any, None]], *, on_unseen: Callable[[str], None]) -> VirtualLoop:
-    """Run to the end on a fresh virtual loop; what killed processes left is unwound afterwards, without effect."""
-    loop = VirtualLoop()
+def run(
+    main: Callable[[], Coroutine[Any, Any, None]],
+    *,
+    on_unseen: Callable[[str], None],
+    max_turn_cpu_s: float = MAX_TURN_CPU_S,
+) -> VirtualLoop:
+    """Run to the end on a fresh virtual loop; what killed processes left is unwound afterwards, without effect.
+
+    max_turn_cpu_s: CPU seconds; a turn that takes more is interrupted, and EndlessTurn is raised.
+    """
+    loop = VirtualLoop(max_turn_cpu_s=max_turn_cpu_s)
     loop.set_exception_handler(lambda _, context: on_unseen(_unseen(context)))
-    try:
-        loop.run_until_complete(main())
-    finally:
+    with loop.limit.applied():
         try:
-            _unwind(loop)
+            loop.run_until_complete(main())
         finally:
-            loop.close()
+            try:
+                _unwind(loop)
+            finally:
+                loop.close()
     return loop
+
+
+def _acting_process() -> str:
+    process = PROCESS.get()
+    return process.name if process is not None else "the simulation itself"
 
 
 def _unseen(context: dict[str, Any]) -> str:

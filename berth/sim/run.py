@@ -19,6 +19,7 @@ from berth.sim.other_tenants import OTHERS, OtherTenants
 from berth.sim.peers import NONE_ALLOWED
 from berth.sim.plan import Action, FaultType, Order, Plan
 from berth.sim.rest import check_quota_refusals, given_back, unsettled
+from berth.sim.turn_limit import MAX_TURN_CPU_S, EndlessTurn
 from berth.sim.watch import Breach
 from berth.sim.widening import NONE, Widening
 from berth.sim.wiring import REPORT_S
@@ -37,6 +38,11 @@ POLL_S = 1.0
 MOST_TRIPS = 4  # of one breaker after the load, each seen with another report
 # Rest must last: reconciliation goes on, and must find nothing to do.
 STILL_S = 45.0
+STANDSTILLS: Mapping[type[Exception], str] = {
+    virtual.Deadlock: "deadlock",
+    virtual.Livelock: "livelock",
+    EndlessTurn: "endless_turn",
+}
 LAST_FLAVORS = ("m1.tiny", "m1.small", "m1.tiny")
 
 
@@ -62,20 +68,22 @@ def simulate(seed: int, kinds: Collection[Widening] = NONE) -> Result:
     return run(plan_of(seed, kinds))
 
 
-def run(plan: Plan, *, event_log: EventLog | None = None) -> Result:
-    """Run one plan to its end or to the first breach."""
+def run(plan: Plan, *, event_log: EventLog | None = None, max_turn_cpu_s: float = MAX_TURN_CPU_S) -> Result:
+    """Run one plan to its end or to the first breach. max_turn_cpu_s: CPU seconds of one turn of the loop."""
     event_log = EventLog() if event_log is None else event_log
     runner = _Runner(plan, event_log)
     # What libraries draw from the process's own generator (tenacity's waits) is part of the seed too.
     random.seed(f"berth.sim.global {plan.seed}")
     breach: Breach | None = None
     try:
-        done = virtual.run(runner.main, on_unseen=lambda words: event_log.log("unseen", words))
+        done = virtual.run(
+            runner.main, on_unseen=lambda words: event_log.log("unseen", words), max_turn_cpu_s=max_turn_cpu_s
+        )
         turns, now = done.turns, done.now
     except Breach as found:
         breach, turns, now = found, 0, runner.now
-    except (virtual.Deadlock, virtual.Livelock) as found:
-        breach, turns, now = Breach(type(found).__name__.lower(), str(found)), 0, runner.now
+    except (virtual.Deadlock, virtual.Livelock, EndlessTurn) as found:
+        breach, turns, now = Breach(STANDSTILLS[type(found)], str(found)), 0, runner.now
     return Result(
         seed=plan.seed,
         breach=breach.name if breach else "",

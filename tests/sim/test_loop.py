@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import time
 
 import pytest
 
 from berth.sim.loop import Deadlock, Livelock, Process, run
+from berth.sim.turn_limit import EndlessTurn
 
 
 def received(_: str) -> None:
@@ -36,6 +38,44 @@ def test_who_spins_is_found_out() -> None:
 
     with pytest.raises(Livelock):
         run(main, on_unseen=received)
+
+
+def test_time_that_moves_by_next_to_nothing_is_found_out() -> None:
+    async def main() -> None:
+        while True:  # noqa: ASYNC110  (as above)
+            await asyncio.sleep(1e-9)
+
+    with pytest.raises(Livelock):
+        run(main, on_unseen=received)
+
+
+def test_a_turn_that_never_ends_is_interrupted_and_its_process_and_place_are_named() -> None:
+    """Seed 80014: a relay that drained went round without giving the loop away, and the simulation hung for ever."""
+
+    async def goes_round() -> None:
+        while True:
+            try:
+                while True:
+                    pass
+            except BaseException:  # no retry of the process's own hides it
+                await asyncio.sleep(0)
+
+    async def main() -> None:
+        process = Process("relay of cell0")
+        process.spawn(goes_round(), "relay")
+        await asyncio.sleep(1.0)
+
+    with pytest.raises(EndlessTurn, match=r"^relay of cell0: a turn took more than 0\.1 s of CPU: .* goes_round < "):
+        run(main, on_unseen=received, max_turn_cpu_s=0.1)
+
+
+def test_turns_that_all_end_may_take_any_time_together() -> None:
+    async def main() -> None:
+        spent = time.process_time() + 0.5
+        while time.process_time() < spent:  # noqa: ASYNC110  (CPU time is the point)
+            await asyncio.sleep(1.0)
+
+    assert run(main, on_unseen=received, max_turn_cpu_s=0.1).now > 0.0
 
 
 def test_a_killed_process_runs_no_line_more_not_even_finally() -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import re
 import shutil
+import signal
 import subprocess
 import sys
+from unittest.mock import patch
 
 import pytest
 
@@ -14,6 +17,7 @@ from berth.sim.plan import Action, FaultEvent, FaultType, Order
 from berth.sim.run import run, simulate
 from berth.sim.shrink import Shrinker
 from berth.sim.widening import WIDENED, Widening
+from bus.persistence.outbox import Relay
 
 # The short form: `.ci/run` runs the same judgement on more seeds, alone and among others, in steps of its own.
 SEEDS = range(1, 4)
@@ -84,6 +88,21 @@ def test_on_a_good_day_everything_that_fits_is_built() -> None:
     assert result.states.keys() <= {"active", "deleted", "failed", "refused"}
     assert result.states["active"] > 0
     assert result.rest_s < 5.0
+
+
+def test_a_process_that_never_yields_fails_its_seed_alone() -> None:
+    plan = plan_of(1).without_faults()
+
+    async def spin(_relay: Relay) -> None:
+        while True:
+            pass
+
+    with patch.object(Relay, "run", spin):
+        result = run(plan, max_turn_cpu_s=0.2)
+    assert result.breach == "endless_turn"
+    assert re.search(r"a turn took more than 0\.2 s of CPU: \S+test_simulation\.py:\d+ spin < ", result.detail)
+    assert result.detail.split(":")[0] in plan.processes
+    assert signal.getitimer(signal.ITIMER_PROF) == (0.0, 0.0)  # the next seed has a limit of its own
 
 
 def test_a_failing_plan_is_shrunk_to_what_makes_it_fail() -> None:
