@@ -14,7 +14,6 @@ from bus.faults import Fault, Transient
 from bus.persistence.outbox import OutboxMessage
 from scheduler_worker import metrics
 from scheduler_worker.claims import ClaimPort
-from scheduler_worker.domain.attempt import FIRST_ATTEMPT, unavailable_after
 from scheduler_worker.domain.builds import Author
 from scheduler_worker.domain.deletes import (
     PendingDelete,
@@ -25,6 +24,7 @@ from scheduler_worker.domain.deletes import (
     tombstones,
 )
 from scheduler_worker.domain.pending import PendingBuild, accepted, is_unused
+from scheduler_worker.domain.placement import FIRST_ATTEMPT, unavailable_after
 from scheduler_worker.store.port import SchedulerStore
 
 

@@ -22,7 +22,7 @@ from bus.contracts.placement import (
 )
 from bus.faults import Fault, Transient
 from bus.port import BusError
-from scheduler_worker.domain.attempt import PlacementUnavailable
+from scheduler_worker.domain.placement import PlacementUnavailable
 
 Reply = TypeVar("Reply", bound=Message)
 

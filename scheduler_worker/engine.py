@@ -1,12 +1,12 @@
 """How build requests are scheduled, a whole batch at once: record, decide, claim, write. Each step is safe to repeat.
 
 1. Record: the request goes on record, and a repeated one is recognised there. A few requests choose their hosts
-   meanwhile; so far that choice is an assumption of this process alone.
+   meanwhile; so far that choice is an assumption of this process alone: it is speculative.
 2. Decide: one pass over the replica chooses a host for each request that has none; no message is sent for it.
-3. Claim: the claims of all requests travel together. The answers step each attempt; what has no result is decided and
-   claimed again, round after round, within the bounds of one delivery. A claim is idempotent by (instance, attempt 1).
+3. Claim: the claims of all requests travel together. The answers step each placement; one without a result is decided
+   and claimed again, round after round, within the bounds of one delivery. A claim is idempotent.
 4. Write: one transaction writes the decisions, maps the instances to their cells and keeps the messages to publish.
-   It is guarded by the record's state: of all schedulers that have a request in hand, one writes and the others do not.
+   It is guarded by the record's state: of all schedulers that process a request, one writes and the others do not.
 """
 
 from __future__ import annotations
@@ -36,23 +36,6 @@ from scheduler_worker import metrics
 from scheduler_worker.cancellations import Cancellations
 from scheduler_worker.claims import ClaimPort, claim_gangs
 from scheduler_worker.config import SchedulerConfig
-from scheduler_worker.domain.attempt import (
-    CONSUMER_CHANGED,
-    LOST,
-    Assume,
-    Attempt,
-    ClaimsContended,
-    Forget,
-    GangIncomplete,
-    HostClaimed,
-    PlacementRequest,
-    PlacementResult,
-    PlacementUnavailable,
-    Settle,
-    claim_of,
-    new_attempt,
-    unavailable_after,
-)
 from scheduler_worker.domain.builds import Author, BuildStatus
 from scheduler_worker.domain.decision_round import DecisionRound
 from scheduler_worker.domain.decisions import (
@@ -68,12 +51,12 @@ from scheduler_worker.domain.decisions import (
 from scheduler_worker.domain.deletes import PendingDelete
 from scheduler_worker.domain.flavors import HOST_UNKNOWN
 from scheduler_worker.domain.gangs import (
-    agreed,
     by_gang,
     claimable,
     is_clash_of_first,
     merged,
-    withdrawn,
+    with_gang_results,
+    withdrawn_by_gang,
     without_withdrawn,
 )
 from scheduler_worker.domain.peers import has_peers, locate_request, peers_of
@@ -90,6 +73,23 @@ from scheduler_worker.domain.pending import (
     stamps_of,
 )
 from scheduler_worker.domain.placed import PlacedBuild, ScheduledBuild
+from scheduler_worker.domain.placement import (
+    CONSUMER_CHANGED,
+    Assume,
+    ClaimsContended,
+    Forget,
+    GangIncomplete,
+    HostClaimed,
+    PlacementRequest,
+    PlacementResult,
+    PlacementState,
+    PlacementUnavailable,
+    Settle,
+    claim_of,
+    initial_state,
+    is_lost,
+    unavailable_after,
+)
 from scheduler_worker.domain.request_spec import RequestSpec, Unsatisfiable
 from scheduler_worker.domain.selector import NoValidHost, Selector
 from scheduler_worker.domain.spread import Spread
@@ -99,11 +99,11 @@ from scheduler_worker.store.port import BuildUnit, SchedulerStore
 log = structlog.get_logger(__name__)
 
 RETRIES = len(BY_QUEUE["scheduler.requests"].retry_s)
-# Requests in hand that are remembered, those included that were given up because their handler crashed.
-MAX_IN_HAND = 10_000
-# So many requests choose their hosts while they are recorded; choosing for more takes longer than recording.
-MAX_CHOSEN_AHEAD = 16
-FIRST_JITTER_S = 0.002  # half of this is the mean wait before the second round
+# Requests whose processing has not ended, as far as this process knows; those whose handler crashed stay among them.
+MAX_IN_PROGRESS = 10_000
+# The largest batch that chooses its hosts while it is recorded; choosing for more takes longer than recording.
+MAX_SPECULATIVE = 16
+FIRST_JITTER_S = 0.002  # the longest wait before the second round of claims; the mean is half of it
 HOSTS_UNKNOWN = Retry("hosts.unknown", "not every host has been announced yet")
 
 
@@ -145,8 +145,8 @@ class SchedulingEngine:
             lasts_s=config.claim_deadline_s,
         )
         self._spread = Spread()
-        self._started_s: float | None = None  # of the first batch: the loop's clock is not there before
-        self._in_hand: dict[str, None] = {}  # requests of batches that were not finished (yet)
+        self._started_s: float | None = None  # monotonic, of the first batch: there is no event loop before
+        self._in_progress: dict[str, None] = {}  # ... by instance, in the order in which they came
 
     @property
     def _config(self) -> SchedulerConfig:
@@ -158,29 +158,29 @@ class SchedulingEngine:
         if self._started_s is None:
             self._started_s = self._clock.monotonic()
         outcomes: dict[int, Outcome] = {}
-        chosen: dict[str, Attempt] = {}  # by instance, assumed in the replica and not claimed yet
+        chosen: dict[str, PlacementState] = {}  # by instance, assumed in the replica and not claimed yet
         try:
-            admissions = await self._record(builds, chosen, ahead=not deletes)
+            admissions = await self._record(builds, chosen, speculate=not deletes)
             deleted: set[str] = set()
             if deletes:
                 of_deletes, deleted = await self._cancellations.delete(deletes)
                 outcomes |= of_deletes
             to_cancel: list[PendingBuild] = []
             to_place: list[tuple[PendingBuild, bool]] = []
-            gone = withdrawn(builds, admissions, deleted)
+            withdrawn = withdrawn_by_gang(builds, admissions, deleted)
             for pending, admission in zip(builds, admissions, strict=True):
                 if admission.outcome is not None:
                     outcomes[pending.position] = admission.outcome
                 elif admission.cancelled or pending.instance_uuid in deleted:
                     to_cancel.append(pending)
                 else:
-                    to_place.append((without_withdrawn(pending, gone), admission.first_run))
+                    to_place.append((without_withdrawn(pending, withdrawn), admission.first_run))
             outcomes |= await self._cancellations.cancel(to_cancel)
             outcomes |= await self._schedule(to_place, chosen)
         finally:
             self._drop(chosen.values())
         for pending in builds:
-            self._in_hand.pop(pending.instance_uuid, None)
+            self._in_progress.pop(pending.instance_uuid, None)
         return outcomes
 
     async def end_deletes(self, deletes: Sequence[tuple[DeleteRequest, Refusal]]) -> None:
@@ -190,18 +190,18 @@ class SchedulingEngine:
     # --- record
 
     async def _record(
-        self, builds: Sequence[PendingBuild], chosen: dict[str, Attempt], *, ahead: bool
+        self, builds: Sequence[PendingBuild], chosen: dict[str, PlacementState], *, speculate: bool
     ) -> Sequence[Admission]:
-        """Put requests on record. ahead: a few of them choose their hosts meanwhile, into `chosen`."""
+        """Put requests on record. speculate: a small batch chooses its hosts meanwhile, into `chosen`."""
         if not builds:
             return ()
         started_s = self._clock.monotonic()
-        certain = not any(pending.refusal or self._may_have_run(pending) for pending in builds)
-        if ahead and certain and len(builds) <= MAX_CHOSEN_AHEAD:
+        all_new = not any(pending.refusal or self._may_have_run(pending) for pending in builds)
+        if speculate and all_new and len(builds) <= MAX_SPECULATIVE:
             recording = asyncio.create_task(self._insert(builds))
             try:
-                await asyncio.sleep(0)  # its statement leaves
-                chosen |= self._choose_ahead(builds)
+                await asyncio.sleep(0)  # the statement is sent
+                chosen |= self._choose_speculatively(builds)
                 admissions = await recording
             except BaseException:
                 self._drop(chosen.values())
@@ -226,7 +226,7 @@ class SchedulingEngine:
         async def record(unit: BuildUnit) -> list[Admission]:
             author = Author(self._who, now)
             new, known = set[str](), dict[str, BuildStatus]()
-            for later in (False, True):  # of a gang the first member stands for the request
+            for later in (False, True):  # the record of a gang's first member stands for the whole request
                 part = {
                     uuid: pending
                     for uuid, pending in firsts.items()
@@ -249,9 +249,9 @@ class SchedulingEngine:
         )
         for admission in admissions:
             metrics.count_requests("build", admission.label)
-        self._in_hand.update(dict.fromkeys(firsts))
-        for oldest in list(itertools.islice(self._in_hand, max(0, len(self._in_hand) - MAX_IN_HAND))):
-            del self._in_hand[oldest]
+        self._in_progress.update(dict.fromkeys(firsts))
+        for oldest in list(itertools.islice(self._in_progress, max(0, len(self._in_progress) - MAX_IN_PROGRESS))):
+            del self._in_progress[oldest]
         if any(isinstance(admission.outcome, Done) for admission in admissions):
             await self._store.flush()  # the record acknowledges those, and nothing more is written
         await self._cancellations.release(
@@ -278,43 +278,43 @@ class SchedulingEngine:
 
     def _may_have_run(self, pending: PendingBuild) -> bool:
         """Whether an earlier delivery may have come as far as its claim, here or in another scheduler."""
-        return pending.redelivered or pending.instance_uuid in self._in_hand
+        return pending.redelivered or pending.instance_uuid in self._in_progress
 
     # --- decide
 
-    def _choose_ahead(self, builds: Sequence[PendingBuild]) -> dict[str, Attempt]:
+    def _choose_speculatively(self, builds: Sequence[PendingBuild]) -> dict[str, PlacementState]:
         """Choices made before it is known whether the requests are new, by instance.
 
         A request that finds no host at once, or depends on where others are, is left to the rounds.
         """
         started_s = self._clock.monotonic()
         specs = [(pending, self._selector.request_spec(pending.request)) for pending in builds]
-        attempts = {
-            pending.instance_uuid: new_attempt(PlacementRequest(request=pending.request, spec=spec), self._selector)
+        states = {
+            pending.instance_uuid: initial_state(PlacementRequest(request=pending.request, spec=spec), self._selector)
             for pending, spec in specs
             if isinstance(spec, RequestSpec) and pending.gang is None and not has_peers(pending.request)
         }
-        decisions, chosen = self._decision_round(), dict[str, Attempt]()
-        for uuid, attempt in attempts.items():
+        decisions, chosen = self._decision_round(), dict[str, PlacementState]()
+        for uuid, state in states.items():
             with suppress(QueryTooWide):
-                choice = decisions.choose(attempt)
+                choice = decisions.choose(state)
                 if choice.choice is not None:
-                    chosen[uuid] = replace(choice, chosen_ahead=True, decided_at=self._clock.time())
+                    chosen[uuid] = replace(choice, speculative=True, decided_at=self._clock.time())
         metrics.observe_round(len(chosen), decisions.rankings.values())
         metrics.STAGE_S.labels("decide").observe(self._clock.monotonic() - started_s)
         return chosen
 
-    def _decide(self, attempts: Sequence[Attempt]) -> list[Attempt]:
+    def _decide(self, states: Sequence[PlacementState]) -> list[PlacementState]:
         """One synchronous pass: each choice is assumed, so that the next one sees it."""
         started_s = self._clock.monotonic()
         decisions = self._decision_round()
         decided = [
             after
-            for members in by_gang(attempts)
+            for members in by_gang(states)
             for after in (map(decisions.decide, members) if members[0].gang is None else decisions.decide_gang(members))
         ]
-        pairs = zip(attempts, decided, strict=True)
-        chosen = sum(after.choice is not None and not before.chosen_ahead for before, after in pairs)
+        pairs = zip(states, decided, strict=True)
+        chosen = sum(after.choice is not None and not before.speculative for before, after in pairs)
         metrics.observe_round(chosen, decisions.rankings.values())
         ended_s, decided_at = self._clock.monotonic(), self._clock.time()
         metrics.STAGE_S.labels("decide").observe(ended_s - started_s)
@@ -325,110 +325,112 @@ class SchedulingEngine:
         metrics.SUBSET.set(subset)
         return DecisionRound(self._selector, self._rng, subset=subset)
 
-    def _drop(self, attempts: Iterable[Attempt]) -> None:
+    def _drop(self, states: Iterable[PlacementState]) -> None:
         """Forget the assumptions of choices that were not claimed."""
-        for attempt in attempts:
-            if not isinstance(attempt.result, HostClaimed):
-                self._selector.book.forget(attempt.request.instance_uuid)
+        for state in states:
+            if not isinstance(state.result, HostClaimed):
+                self._selector.book.forget(state.request.instance_uuid)
 
     # --- claim
 
     async def place(
-        self, requests: Sequence[PlacementRequest], chosen: dict[str, Attempt] | None = None
+        self, requests: Sequence[PlacementRequest], chosen: dict[str, PlacementState] | None = None
     ) -> list[PlacementResult]:
-        """Decide and claim in rounds until each request has a result; in their order. Takes what was chosen ahead."""
-        ahead = {} if chosen is None else chosen
-        attempts = [ahead.get(one.request.instance_uuid) or new_attempt(one, self._selector) for one in requests]
-        attempts = agreed(await self._recover_gangs(await self._with_peers(attempts)))
+        """Decide and claim in rounds until each request has a result; in their order. chosen: speculative choices."""
+        speculative = chosen or {}
+        states = [speculative.get(one.request.instance_uuid) or initial_state(one, self._selector) for one in requests]
+        states = with_gang_results(await self._recover_gangs(await self._with_peers(states)))
         rounds = Retrying(self._claim_rounds, self._clock, self._rng)
-        ahead.clear()  # from here on each round drops what it does not claim
+        speculative.clear()  # from here on each round drops what it does not claim
 
         async def next_round() -> bool:
-            nonlocal attempts
-            attempts = await self._round(attempts)
-            return all(attempt.result is not None for attempt in attempts)
+            nonlocal states
+            states = await self._round(states)
+            return all(state.result is not None for state in states)
 
         await rounds.until(next_round)
-        return [attempt.result or ClaimsContended(attempt.claims) for attempt in attempts]
+        return [state.result or ClaimsContended(state.claims) for state in states]
 
-    async def _with_peers(self, attempts: list[Attempt]) -> list[Attempt]:
+    async def _with_peers(self, states: list[PlacementState]) -> list[PlacementState]:
         """Ask where the instances are that requests depend on; without an answer the request is tried again."""
-        to_locate = [attempt for attempt in attempts if has_peers(attempt.request)]
+        to_locate = [state for state in states if has_peers(state.request)]
         if not to_locate:
-            return attempts
-        requests = [locate_request(attempt.request, first_run=attempt.first_run) for attempt in to_locate]
+            return states
+        requests = [locate_request(state.request, first_run=state.first_run) for state in to_locate]
         distinct = list(dict.fromkeys(requests))
         pages = dict(zip(distinct, await self._claims.locate(distinct), strict=True))
-        answered: dict[str, Attempt] = {}
-        for attempt, request in zip(to_locate, requests, strict=True):
+        answered: dict[str, PlacementState] = {}
+        for state, request in zip(to_locate, requests, strict=True):
             page = pages[request]
-            uuid = attempt.request.instance_uuid
+            uuid = state.request.instance_uuid
             if isinstance(page, Fault):
-                answered[uuid] = replace(attempt, result=unavailable_after(page))
+                answered[uuid] = replace(state, result=unavailable_after(page))
             else:
-                spec = attempt.spec.with_peers(peers_of(attempt.request, page), uuid)
-                answered[uuid] = replace(attempt, spec=spec)
-        return [answered.get(attempt.request.instance_uuid, attempt) for attempt in attempts]
+                spec = state.spec.with_peers(peers_of(state.request, page), uuid)
+                answered[uuid] = replace(state, spec=spec)
+        return [answered.get(state.request.instance_uuid, state) for state in states]
 
-    async def _round(self, attempts: Sequence[Attempt]) -> list[Attempt]:
-        """One round for all attempts without a result: decide, claim them together, apply the answers."""
-        unresolved = [attempt for attempt in attempts if attempt.result is None]
-        after = list(attempts)
+    async def _round(self, states: Sequence[PlacementState]) -> list[PlacementState]:
+        """One round for all placements without a result: decide, claim them together, apply the answers."""
+        unresolved = [state for state in states if state.result is None]
+        after = list(states)
         try:
-            if any(attempt.needs_refresh for attempt in unresolved):
+            if any(state.needs_refresh for state in unresolved):
                 await self._follower.refresh(timeout_s=self._config.raced_wait_s)  # one round trip, shared
-            after = agreed(merged(attempts, self._decide(unresolved)))
+            after = with_gang_results(merged(states, self._decide(unresolved)))
             open_ = [one for one in after if one.result is None]
-            alone = [one for one in open_ if one.gang is None and one.has_claim_to_submit]
+            singles = [one for one in open_ if one.gang is None and one.has_claim_to_submit]
             gangs = claimable(open_)
-            if alone or gangs:
-                after = agreed(merged(after, await self._claim(alone, gangs)))
+            if singles or gangs:
+                after = with_gang_results(merged(after, await self._claim(singles, gangs)))
         finally:
             # Whatever ended the round, a cancelled process too: nothing stays assumed that was not claimed.
             self._drop(after)
         ended = {one.request.instance_uuid for one in unresolved}
-        for attempt in after:
-            if isinstance(attempt.result, NoValidHost) and attempt.request.instance_uuid in ended:
+        for state in after:
+            if isinstance(state.result, NoValidHost) and state.request.instance_uuid in ended:
                 metrics.DECISIONS.labels("no_host").inc()
         return after
 
-    async def _recover_gangs(self, attempts: list[Attempt]) -> list[Attempt]:
+    async def _recover_gangs(self, states: list[PlacementState]) -> list[PlacementState]:
         """What an earlier run may have claimed for a gang is found before its members choose: all of it at once."""
-        again = [one for one in attempts if one.gang is not None and not one.first_run and one.result is None]
+        again = [one for one in states if one.gang is not None and not one.first_run and one.result is None]
         probing = [one for one in (with_probe(one, self._selector) for one in again) if one.probe is not None]
         if not probing:
-            return attempts
+            return states
         answers = await claim_gangs(self._claims, self._gang_claims(by_gang(replace(a, choice=None) for a in probing)))
         now = self._clock.time()
         return merged(
-            attempts,
-            [probed(one, answers[one.request.instance_uuid], self._selector, now=now).attempt for one in probing],
+            states,
+            [probed(one, answers[one.request.instance_uuid], self._selector, now=now).state for one in probing],
         )
 
-    def _claims_of(self, attempts: Sequence[Attempt]) -> list[Claim]:
-        return [claim_of(one, self._config.quota_of(one.request.project_id)) for one in attempts]
+    def _claims_of(self, states: Sequence[PlacementState]) -> list[Claim]:
+        return [claim_of(one, self._config.quota_of(one.request.project_id)) for one in states]
 
-    def _gang_claims(self, gangs: Sequence[Sequence[Attempt]]) -> list[ClaimAll]:
+    def _gang_claims(self, gangs: Sequence[Sequence[PlacementState]]) -> list[ClaimAll]:
         return [ClaimAll(claims=tuple(self._claims_of(members))) for members in gangs]
 
-    async def _claim(self, alone: Sequence[Attempt], gangs: Sequence[Sequence[Attempt]]) -> list[Attempt]:
-        """Submit the claims, those of a gang together, and step each attempt by its answer."""
+    async def _claim(
+        self, singles: Sequence[PlacementState], gangs: Sequence[Sequence[PlacementState]]
+    ) -> list[PlacementState]:
+        """Submit the claims, those of a gang together, and step each placement by its answer."""
         started_s = self._clock.monotonic()
-        claims = self._claims_of(alone)
+        claims = self._claims_of(singles)
         if gangs:
             answers, of_gangs = await asyncio.gather(
                 self._claims.submit(claims), claim_gangs(self._claims, self._gang_claims(gangs))
             )
         else:
             answers, of_gangs = await self._claims.submit(claims), {}
-        attempts = [*alone, *itertools.chain.from_iterable(gangs)]
+        states = [*singles, *itertools.chain.from_iterable(gangs)]
         now, lost = self._clock.time(), 0
-        after: list[Attempt] = []
-        for attempt, answer in zip(attempts, [*answers, *of_gangs.values()], strict=True):
-            metrics.count_claim(answer, retried=attempt.choice is not None and _is_lost(answer))
+        after: list[PlacementState] = []
+        for state, answer in zip(states, [*answers, *of_gangs.values()], strict=True):
+            metrics.count_claim(answer, retried=state.choice is not None and is_lost(answer))
             lost += isinstance(answer, ClaimResult) and answer.outcome in (ClaimOutcome.FULL, ClaimOutcome.RACED)
-            stepped = step(attempt, answer, self._selector, now=now)
-            uuid = attempt.request.instance_uuid
+            stepped = step(state, answer, self._selector, now=now)
+            uuid = state.request.instance_uuid
             for command in stepped.commands:
                 match command:
                     case Assume():
@@ -437,17 +439,17 @@ class SchedulingEngine:
                         self._selector.book.settle(uuid, command.generations, command.sequence)
                     case Forget():
                         self._selector.book.forget(uuid)
-            if stepped.attempt.recovered is not None:
-                log.info("claim.recovered", instance=uuid, host=stepped.attempt.recovered)
-            after.append(stepped.attempt)
-        self._spread = self._spread.after(len(attempts), lost)
+            if stepped.state.recovered is not None:
+                log.info("claim.recovered", instance=uuid, host=stepped.state.recovered)
+            after.append(stepped.state)
+        self._spread = self._spread.after(len(states), lost)
         metrics.STAGE_S.labels("claim").observe(self._clock.monotonic() - started_s)
         return after
 
     # --- write
 
     async def _schedule(
-        self, builds: Sequence[tuple[PendingBuild, bool]], chosen: dict[str, Attempt]
+        self, builds: Sequence[tuple[PendingBuild, bool]], chosen: dict[str, PlacementState]
     ) -> dict[int, Outcome]:
         """Decide, claim and write builds; each comes with whether nothing can be claimed for it yet (`first_run`)."""
         if not builds:
@@ -487,7 +489,7 @@ class SchedulingEngine:
         return outcomes
 
     def _prepare(
-        self, pending: PendingBuild, ahead: Attempt | None, author: Author, *, first_run: bool
+        self, pending: PendingBuild, ahead: PlacementState | None, author: Author, *, first_run: bool
     ) -> PlacementRequest | ScheduledBuild | Outcome:
         """What to place for a build; or the end of one that cannot be placed. ahead: a choice made while recording."""
         if pending.given_up is not None:  # an earlier delivery may have claimed for it, and ended its process
@@ -594,7 +596,3 @@ class SchedulingEngine:
 
     def _author(self) -> Author:
         return Author(self._who, self._clock.time())
-
-
-def _is_lost(answer: ClaimResult | Fault) -> bool:
-    return isinstance(answer, ClaimResult) and answer.outcome in LOST

@@ -1,4 +1,4 @@
-"""Build, delete and move requests, a batch in and an outcome for each message out; those too that were given up."""
+"""Build, delete and move requests: a batch in, an outcome for each message out."""
 
 from __future__ import annotations
 
@@ -19,14 +19,15 @@ from scheduler_worker.engine import SchedulingEngine
 from scheduler_worker.moves import MoveEngine
 from scheduler_worker.retention import max_request_age_s
 
-# Machines that are scheduled in one go; requests for several are taken in parts of so many.
-MAX_TOGETHER = 512
-# Above every position in a batch: from here on are those of the later members of requests for several.
-MAX_POSITION = 1_000_000
+# The most machines in one call of the engine: a larger batch is divided, and never within one request.
+MAX_MACHINES_PER_PASS = 512
+# Larger than any position in a batch. The second and later members of requests for several machines have positions from
+# here on.
+FIRST_MEMBER_POSITION = 1_000_000
 
 
 class RequestHandler:
-    """Handles queue `scheduler.requests`, and what that one gives up."""
+    """Handles queue `scheduler.requests`, and the messages whose retries there are exhausted."""
 
     def __init__(
         self,
@@ -44,7 +45,7 @@ class RequestHandler:
         self._max_age_s = max_request_age_s(config)
 
     async def __call__(self, batch: Sequence[Received]) -> Sequence[Outcome]:
-        """All of a batch together."""
+        """Process a batch; one outcome for each message, in order. Raises Transient when placement does not answer."""
         now = self._clock.time()
         deletes = [
             pending_delete(received, position)
@@ -65,17 +66,19 @@ class RequestHandler:
             builds: list[PendingBuild] = []
             members: list[list[PendingBuild]] = []
             for request in some:
-                members.append(members_of(request, start=MAX_POSITION + len(builds)))
+                members.append(members_of(request, start=FIRST_MEMBER_POSITION + len(builds)))
                 builds += members[-1]
             these = () if number else deletes
             if builds or these:
                 found = await self._engine.process(builds, these)
-                outcomes |= {position: outcome for position, outcome in found.items() if position < MAX_POSITION}
+                outcomes |= {
+                    position: outcome for position, outcome in found.items() if position < FIRST_MEMBER_POSITION
+                }
                 outcomes |= {one[0].position: _outcome_of(one, found) for one in members}
         return outcomes
 
     async def given_up(self, batch: Sequence[Received]) -> Sequence[Outcome]:
-        """Queue `scheduler.given_up`: a request that was given up ends with one terminal event, and is not done.
+        """Queue `scheduler.given_up`: a request whose retries are exhausted ends with one terminal event.
 
         Its dead letter is no proof of who published it (`bus.wire.letters_key`), so nothing follows from it
         but that end.
@@ -115,12 +118,12 @@ class RequestHandler:
 
 
 def _in_parts(requests: Sequence[PendingBuild]) -> list[list[PendingBuild]]:
-    """The requests in parts of at most so many machines."""
+    """The requests in lists of at most MAX_MACHINES_PER_PASS machines."""
     parts: list[list[PendingBuild]] = []
-    machines = MAX_TOGETHER
+    machines = MAX_MACHINES_PER_PASS
     for pending in requests:
         machines += pending.request.members
-        if machines > MAX_TOGETHER:
+        if machines > MAX_MACHINES_PER_PASS:
             parts.append([])
             machines = pending.request.members
         parts[-1].append(pending)
@@ -128,7 +131,7 @@ def _in_parts(requests: Sequence[PendingBuild]) -> list[list[PendingBuild]]:
 
 
 def _outcome_of(members: Sequence[PendingBuild], outcomes: Mapping[int, Outcome]) -> Outcome:
-    """One outcome for the message: it is tried again while a member of it is, and else answered as its first one."""
+    """The outcome of a request with these members: a retry if one of them is retried, otherwise that of the first."""
     first = outcomes[members[0].position]
     if len(members) == 1:
         return first

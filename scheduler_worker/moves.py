@@ -42,7 +42,6 @@ from placement_worker.replica.query import total_resources
 from placement_worker.replica.request import QueryTooWide
 from scheduler_worker import metrics
 from scheduler_worker.claims import ClaimPort
-from scheduler_worker.domain.attempt import PlacementRequest, new_attempt, unavailable_after
 from scheduler_worker.domain.builds import Author, BuildUpdate
 from scheduler_worker.domain.decisions import NO_HOST
 from scheduler_worker.domain.evacuation_policy import for_cell, policy_of
@@ -66,6 +65,7 @@ from scheduler_worker.domain.moves import (
     recorded,
 )
 from scheduler_worker.domain.peers import peers_of
+from scheduler_worker.domain.placement import PlacementRequest, initial_state, unavailable_after
 from scheduler_worker.domain.request_spec import RequestSpec, Unsatisfiable
 from scheduler_worker.domain.selector import NoValidHost, Selector
 from scheduler_worker.engine import HOSTS_UNKNOWN, RETRIES, ReplicaFollower
@@ -240,21 +240,21 @@ class MoveEngine:
         request, book = pending.request, self._selector.book
         self._release()
         requested = replace(placed_as(request, known), max_attempts=None)
-        attempt = new_attempt(PlacementRequest(request=requested, spec=spec), self._selector)
+        state = initial_state(PlacementRequest(request=requested, spec=spec), self._selector)
         if planned:
-            attempt = replace(attempt, rejected={**attempt.rejected, **planned})
+            state = replace(state, rejected={**state.rejected, **planned})
         if source is not None and leaves_source(request, same_host=self._selector.config.allow_resize_to_same_host):
-            attempt = replace(attempt, rejected={**attempt.rejected, source: "host.source"})
+            state = replace(state, rejected={**state.rejected, source: "host.source"})
         tried = min(request.max_attempts or self._selector.config.max_attempts, MAX_SELECTIONS)
         leaving = f"{request.request_id} leaves"
         # What the instance holds and what it is to hold of one provider count once, the larger of the two.
         book.assume(leaving, self._leaves(known, source))
         try:
             subset = self._selector.config.host_subset_size
-            ranking = self._selector.rank(attempt.spec, self._rng)
-            choice = ranking.pick(self._selector.rows_of(attempt.rejected), subset=subset, alternates=tried - 1)
+            ranking = self._selector.rank(state.spec, self._rng)
+            choice = ranking.pick(self._selector.rows_of(state.rejected), subset=subset, alternates=tried - 1)
             if choice is None:
-                return self._selector.explain(attempt.spec, attempt.rejected)
+                return self._selector.explain(state.spec, state.rejected)
             hosts = (choice.selected, *choice.alternates)
             selections = tuple(self._selector.selection(host) for host in hosts)
         finally:

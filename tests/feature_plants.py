@@ -31,7 +31,7 @@ _MOVES, _MOVE_STEPS = "cell_conductor/domain/move_rules.py", "cell_conductor/dom
 _IRONIC = "ironic_sync/domain/rules.py"
 _PREFILTERS = "for prefilter in (_tenant_aggregate, _availability_zone, _isolated_aggregates):"
 _NO_ZONES = "for prefilter in (_tenant_aggregate, _isolated_aggregates):"
-_ASSUMED = "        self._book.assume(attempt.request.instance_uuid, choice.selected.options[0].allocations)"
+_ASSUMED = "        self._book.assume(state.request.instance_uuid, choice.selected.options[0].allocations)"
 
 # {row: (file, what stands there once, what stands there without the feature)}
 PLANTS: dict[str, tuple[str, str, str]] = {
@@ -94,7 +94,7 @@ PLANTS: dict[str, tuple[str, str, str]] = {
     "N-6": (_RANKING, "rng if shuffle else None", "None"),
     "N-11": (_FLAVORS, "        forced=request.forced,", "        forced=False,"),
     "N-12": (_FLAVORS, "query = replace(query, only_roots=hosts)", "pass"),
-    "N-13": ("scheduler_worker/domain/attempt.py", "for host in request.ignore_hosts", "for host in ()"),
+    "N-13": ("scheduler_worker/domain/placement.py", "for host in request.ignore_hosts", "for host in ()"),
     "N-15": (
         "scheduler_worker/domain/objects.py",
         "                aggregates.append(aggregate)",
@@ -277,10 +277,10 @@ PLANTS: dict[str, tuple[str, str, str]] = {
     ),
     "C-16": (
         "scheduler_worker/engine.py",
-        "            after.append(stepped.attempt)\n",
+        "            after.append(stepped.state)\n",
         (
             "            assert not isinstance(answer, ClaimResult) or answer.outcome is not ClaimOutcome.INVALID\n"
-            "            after.append(stepped.attempt)\n"
+            "            after.append(stepped.state)\n"
         ),
     ),
     "C-17": ("placement_worker/domain/claims.py", "if more > 0 and now.get(name, 0) + more > limit:", "if False:"),
@@ -433,7 +433,7 @@ PLANTS: dict[str, tuple[str, str, str]] = {
     ),
     "T-6": (
         "scheduler_worker/engine.py",
-        "            if any(attempt.needs_refresh for attempt in unresolved):\n",
+        "            if any(state.needs_refresh for state in unresolved):\n",
         "            if False:\n",
     ),
     "T-7": (

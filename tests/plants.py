@@ -152,7 +152,7 @@ PLANTS = (
     Plant(
         name="ignored_hosts_chosen",
         does="a host that the client does not want is chosen like any other",
-        file="scheduler_worker/domain/attempt.py",
+        file="scheduler_worker/domain/placement.py",
         old='selector.uuids_of(host)), "host.ignored")',
         new='()), "host.ignored")',
         tests="tests/unit/scheduler",
@@ -160,7 +160,7 @@ PLANTS = (
     Plant(
         name="one_alternate_too_many",
         does="a request may be tried on one host more than it allows",
-        file="scheduler_worker/domain/attempt.py",
+        file="scheduler_worker/domain/placement.py",
         old="(request.max_attempts or selector.config.max_attempts) - 1",
         new="(request.max_attempts or selector.config.max_attempts)",
         tests="tests/unit/scheduler",
@@ -169,8 +169,8 @@ PLANTS = (
         name="group_not_told_who_was_faster",
         does="a member that another one overtook looks at the group as it was",
         file="scheduler_worker/domain/step.py",
-        old="spec=attempt.spec.with_members(answer.members)",
-        new="spec=attempt.spec",
+        old="spec=state.spec.with_members(answer.members)",
+        new="spec=state.spec",
         tests="tests/unit/scheduler",
     ),
     Plant(

@@ -10,8 +10,8 @@ from bus.contracts.groups import GroupPolicy
 from placement_worker.replica.book import Book
 from placement_worker.replica.request import QueryTooWide
 from placement_worker.replica.search import options
-from scheduler_worker.domain.attempt import Attempt
-from scheduler_worker.domain.gangs import largest_first, pooled
+from scheduler_worker.domain.gangs import largest_first, with_shared_findings
+from scheduler_worker.domain.placement import PlacementState
 from scheduler_worker.domain.ranking import Choice, RandomSource, Ranking
 from scheduler_worker.domain.request_spec import RequestSpec
 from scheduler_worker.domain.selector import Selector
@@ -21,34 +21,39 @@ from scheduler_worker.domain.step import nothing_fits, refused
 MAX_SHARED_HOSTS = 64
 
 
-class GroupRoom:
+class GroupExclusions:
     """The rows of hosts that a member of an anti-affinity group may not use: rejected, or full with other members.
 
-    placed: members that this round has put on hosts, by host; the claims of all of them leave together.
+    members: {host uuid: members that placement reported}. placed: those that this round has added, not claimed yet.
     """
 
-    __slots__ = ("_book", "_members", "_most", "_placed", "_rejected")
+    __slots__ = ("_book", "_max_per_host", "_members", "_placed", "_rejected")
 
     def __init__(
-        self, book: Book, rejected: Container[int], members: Mapping[str, int], placed: Mapping[str, int], most: int
+        self,
+        book: Book,
+        rejected: Container[int],
+        members: Mapping[str, int],
+        placed: Mapping[str, int],
+        max_per_host: int,
     ) -> None:
         self._book = book
         self._rejected = rejected
         self._members = members
         self._placed = placed
-        self._most = most
+        self._max_per_host = max_per_host
 
     def __contains__(self, row: object) -> bool:
         assert isinstance(row, int)
         if row in self._rejected:
             return True
         uuid = self._book.uuid_of(row)
-        return self._members.get(uuid, 0) + self._placed.get(uuid, 0) >= self._most
+        return self._members.get(uuid, 0) + self._placed.get(uuid, 0) >= self._max_per_host
 
     @property
-    def full(self) -> int:
+    def full_hosts(self) -> int:
         """How many hosts are full with members."""
-        return sum(count >= self._most for count in self._members.values())
+        return sum(count >= self._max_per_host for count in self._members.values())
 
 
 class DecisionRound:
@@ -66,34 +71,34 @@ class DecisionRound:
         self.rankings: dict[tuple[str, ...], Ranking] = {}
         self._placed: dict[tuple[str, str], dict[str, int]] = {}  # by project and group: members by host
 
-    def decide(self, attempt: Attempt) -> Attempt:
-        """The attempt with a choice to claim, with a probe to claim, or with what follows when nothing fits."""
-        if attempt.chosen_ahead:
-            return replace(attempt, chosen_ahead=False)
+    def decide(self, state: PlacementState) -> PlacementState:
+        """The state with a choice to claim, with a probe to claim, or with what follows when nothing fits."""
+        if state.speculative:
+            return replace(state, speculative=False)
         try:
-            attempt = self.choose(attempt)
-            return attempt if attempt.choice is not None else nothing_fits(attempt, self._selector)
+            state = self.choose(state)
+            return state if state.choice is not None else nothing_fits(state, self._selector)
         except QueryTooWide as error:  # the traits of a flavor combine in too many ways to search them all
-            return refused(attempt, error.code, str(error))
+            return refused(state, error.code, str(error))
 
-    def decide_gang(self, attempts: Sequence[Attempt]) -> list[Attempt]:
+    def decide_gang(self, states: Sequence[PlacementState]) -> list[PlacementState]:
         """What `decide` is for one, for members of one gang: each sees where the ones before it are. In their order."""
-        members = largest_first(pooled(attempts))
+        members = largest_first(with_shared_findings(states))
         try:
             together = members[0].spec.has_policy(GroupPolicy.AFFINITY)
             chosen = self._choose_one_host(members) if together else [self.choose(one) for one in members]
         except QueryTooWide as error:
-            return [refused(one, error.code, str(error)) for one in attempts]
+            return [refused(one, error.code, str(error)) for one in states]
         after = {
             one.request.instance_uuid: one if one.choice is not None else nothing_fits(one, self._selector)
             for one in chosen
         }
-        return [after[one.request.instance_uuid] for one in attempts]
+        return [after[one.request.instance_uuid] for one in states]
 
-    def _choose_one_host(self, members: Sequence[Attempt]) -> list[Attempt]:
+    def _choose_one_host(self, members: Sequence[PlacementState]) -> list[PlacementState]:
         """Choices on one host: the first that takes all of the members, else of those tried the one that takes most."""
         first, *others = members
-        best: list[Attempt] = []
+        best: list[PlacementState] = []
         passed_over: dict[str, str] = {}
         for _ in range(MAX_SHARED_HOSTS):
             head = self.choose(replace(first, rejected={**first.rejected, **passed_over}))
@@ -109,7 +114,7 @@ class DecisionRound:
                 self._assume(one, one.choice)
         return best
 
-    def _take_back(self, members: Sequence[Attempt]) -> None:
+    def _take_back(self, members: Sequence[PlacementState]) -> None:
         """Undo these choices."""
         for one in members:
             self._book.forget(one.request.instance_uuid)
@@ -117,48 +122,48 @@ class DecisionRound:
         for one in members[1:]:
             self.rankings.pop(one.spec.key, None)  # it was made of the host of the first
 
-    def choose(self, attempt: Attempt) -> Attempt:
-        """The attempt with its choice, assumed; without one when no host fits. Raises QueryTooWide."""
-        attempt, choice = self._same_host(attempt)
+    def choose(self, state: PlacementState) -> PlacementState:
+        """The state with its choice, assumed; without one when no host fits. Raises QueryTooWide."""
+        state, choice = self._same_host(state)
         if choice is not None:
-            self._assume(attempt, choice)
-            return replace(attempt, choice=choice)
-        room = self._room_of(attempt)
-        spec = self._seen_by(attempt) if room is None else attempt.spec.without_peers()
+            self._assume(state, choice)
+            return replace(state, choice=choice)
+        exclusions = self._group_exclusions(state)
+        spec = self._seen_by(state) if exclusions is None else state.spec.without_peers()
         ranking = self.rankings.get(spec.key)
         if ranking is None:
             ranking = self._selector.rank(spec, self._rng)
             self.rankings[spec.key] = ranking
-        excluded = self._selector.rows_of(attempt.rejected) if room is None else room
-        choice = ranking.pick(excluded, subset=self._subset, alternates=attempt.max_alternates)
+        excluded = self._selector.rows_of(state.rejected) if exclusions is None else exclusions
+        choice = ranking.pick(excluded, subset=self._subset, alternates=state.max_alternates)
         if choice is not None:
-            self._assume(attempt, choice)
+            self._assume(state, choice)
             ranking.consumed(choice.selected)
-            if room is not None:
-                choice = replace(choice, passed=max(1, choice.passed - room.full))
-        return replace(attempt, choice=choice)
+            if exclusions is not None:
+                choice = replace(choice, passed=max(1, choice.passed - exclusions.full_hosts))
+        return replace(state, choice=choice)
 
-    def _room_of(self, attempt: Attempt) -> GroupRoom | None:
-        """Of a member of a group that stays apart: the hosts it may not use, where nothing else depends on its peers.
+    def _group_exclusions(self, state: PlacementState) -> GroupExclusions | None:
+        """The hosts that a member of an anti-affinity group may not use; None: its peers matter for its ranking too.
 
-        So its ranking is the one of all requests like it, and a member costs what any request does.
+        With them it shares the ranking of all requests like it, so a member costs what any request does.
         """
-        peers = attempt.spec.peers
-        if peers is None or not self._selector.may_share_ranking(attempt.spec):
+        peers = state.spec.peers
+        if peers is None or not self._selector.may_share_ranking(state.spec):
             return None
         assert peers.server_group is not None
-        return GroupRoom(
+        return GroupExclusions(
             self._book,
-            self._selector.rows_of(attempt.rejected),
+            self._selector.rows_of(state.rejected),
             peers.members,
-            self._placed_of(attempt),
+            self._placed_of(state),
             peers.server_group.max_per_host,
         )
 
-    def _seen_by(self, attempt: Attempt) -> RequestSpec:
+    def _seen_by(self, state: PlacementState) -> RequestSpec:
         """The spec of a gang's member: its server group is also where this round has put the members before it."""
-        spec, group = attempt.spec, attempt.request.server_group
-        placed = {} if attempt.gang is None or group is None else self._placed_of(attempt)
+        spec, group = state.spec, state.request.server_group
+        placed = {} if state.gang is None or group is None else self._placed_of(state)
         if not placed or spec.peers is None:
             return spec
         known = spec.peers.members
@@ -167,32 +172,32 @@ class DecisionRound:
             return replace(spec, query=replace(spec.query, only_roots=tuple(placed)))
         return spec
 
-    def _placed_of(self, attempt: Attempt) -> dict[str, int]:
-        group = attempt.request.server_group
+    def _placed_of(self, state: PlacementState) -> dict[str, int]:
+        group = state.request.server_group
         assert group is not None
-        return self._placed.setdefault((attempt.request.project_id, group.uuid), {})
+        return self._placed.setdefault((state.request.project_id, group.uuid), {})
 
-    def _same_host(self, attempt: Attempt) -> tuple[Attempt, Choice | None]:
+    def _same_host(self, state: PlacementState) -> tuple[PlacementState, Choice | None]:
         """The host whose shape had changed, if it still fits as it is now; else it is rejected."""
-        host, chosen = attempt.same_host, attempt.choice
+        host, chosen = state.same_host, state.choice
         if host is None or chosen is None:
-            return replace(attempt, same_host=None) if host is not None else attempt, None
-        attempt = replace(attempt, same_host=None)
+            return replace(state, same_host=None) if host is not None else state, None
+        state = replace(state, same_host=None)
         row = self._book.row_of(host.uuid)
         limit = self._selector.config.max_options
-        found = [] if row is None else options(self._book, attempt.spec.query, row, limit=limit)
+        found = [] if row is None else options(self._book, state.spec.query, row, limit=limit)
         if row is None or not found:
-            return replace(attempt, rejected={**attempt.rejected, host.uuid: "claim.raced"}), None
-        return attempt, replace(chosen, selected=replace(host, row=row, options=found))
+            return replace(state, rejected={**state.rejected, host.uuid: "claim.raced"}), None
+        return state, replace(chosen, selected=replace(host, row=row, options=found))
 
-    def _assume(self, attempt: Attempt, choice: Choice) -> None:
-        self._book.assume(attempt.request.instance_uuid, choice.selected.options[0].allocations)
-        of_gang = attempt.gang is not None and attempt.request.server_group is not None
-        if of_gang or attempt.spec.has_policy(GroupPolicy.ANTI_AFFINITY):
-            placed = self._placed_of(attempt)
+    def _assume(self, state: PlacementState, choice: Choice) -> None:
+        self._book.assume(state.request.instance_uuid, choice.selected.options[0].allocations)
+        of_gang = state.gang is not None and state.request.server_group is not None
+        if of_gang or state.spec.has_policy(GroupPolicy.ANTI_AFFINITY):
+            placed = self._placed_of(state)
             placed[choice.selected.uuid] = placed.get(choice.selected.uuid, 0) + 1
 
 
-def _placed_count(members: Sequence[Attempt]) -> int:
+def _placed_count(members: Sequence[PlacementState]) -> int:
     """How many have a host; of no members fewer than of members without one."""
     return sum(one.choice is not None for one in members) if members else -1

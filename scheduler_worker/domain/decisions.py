@@ -19,7 +19,10 @@ from bus.contracts.stages import Stamps
 from bus.persistence.outbox import OutboxMessage
 from bus.wire import Malformed
 from scheduler_worker.config import Flavor, SchedulerConfig
-from scheduler_worker.domain.attempt import (
+from scheduler_worker.domain.builds import DECIDED, MALFORMED, SCHEDULED, Author, BuildDecision, RecordedBuild
+from scheduler_worker.domain.evacuation_policy import for_cell, policy_of
+from scheduler_worker.domain.explain import funnel_step, sentence
+from scheduler_worker.domain.placement import (
     FIRST_ATTEMPT,
     ClaimsContended,
     ClaimStranded,
@@ -29,9 +32,6 @@ from scheduler_worker.domain.attempt import (
     PlacementResult,
     PlacementUnavailable,
 )
-from scheduler_worker.domain.builds import DECIDED, MALFORMED, SCHEDULED, Author, BuildDecision, RecordedBuild
-from scheduler_worker.domain.evacuation_policy import for_cell, policy_of
-from scheduler_worker.domain.explain import funnel_step, sentence
 from scheduler_worker.domain.request_spec import RequestSpec, Unsatisfiable
 from scheduler_worker.domain.selector import NoValidHost
 

@@ -1,8 +1,8 @@
 """Gangs: requests for several machines that start together or not at all, and what one member means for the others.
 
 A gang's members choose one after another, each seeing the ones before it, and are claimed in one `placement.claim.all`.
-While a member may still find a host the gang waits for it; who finds none leaves, and the rest goes on as long as it is
-enough.
+While a member may still find a host the gang waits for it. A member that finds none leaves the gang; the others go on
+while they are at least `min_count`.
 """
 
 from __future__ import annotations
@@ -14,54 +14,54 @@ from msgspec.structs import replace
 
 from bus.contracts.groups import GroupPolicy
 from placement_worker.replica.query import total_resources
-from scheduler_worker.domain.attempt import (
-    Attempt,
-    GangIncomplete,
-    HostClaimed,
-    PlacementRefused,
-    PlacementUnavailable,
-)
 from scheduler_worker.domain.builds import BuildStatus
 from scheduler_worker.domain.deletes import UNKNOWN
 from scheduler_worker.domain.pending import Admission, PendingBuild
+from scheduler_worker.domain.placement import (
+    GangIncomplete,
+    HostClaimed,
+    PlacementRefused,
+    PlacementState,
+    PlacementUnavailable,
+)
 
 LEFT_OUT = "gang.left_out"
 
 
-def by_gang(attempts: Iterable[Attempt]) -> list[list[Attempt]]:
+def by_gang(states: Iterable[PlacementState]) -> list[list[PlacementState]]:
     """Attempts in their order, those of one gang (which stand side by side) as one list, any other alone."""
-    grouped = groupby(attempts, key=lambda one: one.request.instance_uuid if one.gang is None else one.gang.uuid)
+    grouped = groupby(states, key=lambda one: one.request.instance_uuid if one.gang is None else one.gang.uuid)
     return [list(members) for _, members in grouped]
 
 
-def largest_first(attempts: Sequence[Attempt]) -> list[Attempt]:
+def largest_first(states: Sequence[PlacementState]) -> list[PlacementState]:
     """In the order in which members choose: what is large has the fewest places. Sizes: the sum of all amounts."""
-    return sorted(attempts, key=lambda one: -sum(total_resources(one.spec.query).values()))
+    return sorted(states, key=lambda one: -sum(total_resources(one.spec.query).values()))
 
 
-def pooled(attempts: Sequence[Attempt]) -> list[Attempt]:
-    """What one member of a gang that stays together has found out of hosts, and of other members, counts for all."""
-    if not attempts or not attempts[0].spec.has_policy(GroupPolicy.AFFINITY):
-        return list(attempts)
-    rejected = {host: why for one in attempts for host, why in one.rejected.items()}
+def with_shared_findings(states: Sequence[PlacementState]) -> list[PlacementState]:
+    """The members of an affinity gang, each with what all of them know of rejected hosts and of the group's members."""
+    if not states or not states[0].spec.has_policy(GroupPolicy.AFFINITY):
+        return list(states)
+    rejected = {host: why for one in states for host, why in one.rejected.items()}
     members = {
-        host: count for one in attempts if one.spec.peers is not None for host, count in one.spec.peers.members.items()
+        host: count for one in states if one.spec.peers is not None for host, count in one.spec.peers.members.items()
     }
-    return [replace(one, rejected=rejected, spec=one.spec.with_members(members)) for one in attempts]
+    return [replace(one, rejected=rejected, spec=one.spec.with_members(members)) for one in states]
 
 
-def agreed(attempts: Sequence[Attempt]) -> list[Attempt]:
-    """The attempts, in their order, with the results that follow for the other members of a gang.
+def with_gang_results(states: Sequence[PlacementState]) -> list[PlacementState]:
+    """The states, in their order, with the results that follow from one member's for the others of its gang.
 
-    Without placement's answer for one the whole gang is tried again. Where some hold the claims of an earlier run, that
-    run has decided who starts. And fewer than start together have no use for a host.
+    Where placement did not answer for one member, the whole gang is tried again. Where members hold claims of an
+    earlier run, that run has decided which start. Where fewer than `min_count` are left, none starts.
     """
-    if all(one.gang is None for one in attempts):
-        return list(attempts)
-    return [after for members in by_gang(attempts) for after in _agreed(members)]
+    if all(one.gang is None for one in states):
+        return list(states)
+    return [after for members in by_gang(states) for after in _with_results_of_gang(members)]
 
 
-def _agreed(members: list[Attempt]) -> list[Attempt]:
+def _with_results_of_gang(members: list[PlacementState]) -> list[PlacementState]:
     gang, open_ = members[0].gang, [one for one in members if one.result is None]
     if gang is None or not open_:
         return members
@@ -79,15 +79,15 @@ def _agreed(members: list[Attempt]) -> list[Attempt]:
     ]
 
 
-def claimable(attempts: Sequence[Attempt]) -> list[list[Attempt]]:
+def claimable(states: Sequence[PlacementState]) -> list[list[PlacementState]]:
     """The gangs to claim for in this round: each member that is left has chosen."""
     gangs = [
-        [one for one in members if one.result is None] for members in by_gang(attempts) if members[0].gang is not None
+        [one for one in members if one.result is None] for members in by_gang(states) if members[0].gang is not None
     ]
     return [members for members in gangs if members and all(one.choice is not None for one in members)]
 
 
-def withdrawn(
+def withdrawn_by_gang(
     builds: Sequence[PendingBuild], admissions: Sequence[Admission], deleted: Iterable[str]
 ) -> dict[str, int]:
     """{gang: how many members a delete has taken out of it}."""
@@ -98,10 +98,10 @@ def withdrawn(
     return counted
 
 
-def merged(attempts: Sequence[Attempt], newer: Iterable[Attempt]) -> list[Attempt]:
-    """The attempts in their order, as they are by now."""
+def merged(states: Sequence[PlacementState], newer: Iterable[PlacementState]) -> list[PlacementState]:
+    """The states in their order, as they are by now."""
     after = {one.request.instance_uuid: one for one in newer}
-    return [after.get(one.request.instance_uuid, one) for one in attempts]
+    return [after.get(one.request.instance_uuid, one) for one in states]
 
 
 def without_withdrawn(pending: PendingBuild, withdrawn_of: Mapping[str, int]) -> PendingBuild:

@@ -15,7 +15,6 @@ from bus.consuming.outcome import Done, Outcome, Received, Retry
 from bus.contracts.base import MAX_REASON, Refusal
 from bus.contracts.build import BuildAccepted, BuildEvent, BuildRequest, BuildState, FlavorCount, member_uuids
 from bus.contracts.stages import Stamps
-from scheduler_worker.domain.attempt import CONSUMER_CHANGED, HostClaimed
 from scheduler_worker.domain.builds import (
     ACCEPTED,
     DECIDED,
@@ -27,6 +26,7 @@ from scheduler_worker.domain.builds import (
     RecordedBuild,
 )
 from scheduler_worker.domain.deletes import UNKNOWN
+from scheduler_worker.domain.placement import CONSUMER_CHANGED, HostClaimed
 
 TOO_OLD = "request.too_old"
 DUPLICATE = "request.duplicate"

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from msgspec import Struct
 
-from scheduler_worker.domain.attempt import HostClaimed, PlacementRequest, PlacementResult
 from scheduler_worker.domain.builds import BuildDecision
 from scheduler_worker.domain.pending import PendingBuild
+from scheduler_worker.domain.placement import HostClaimed, PlacementRequest, PlacementResult
 
 
 class ScheduledBuild(Struct, frozen=True, kw_only=True):

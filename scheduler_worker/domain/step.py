@@ -1,4 +1,4 @@
-"""The step of an attempt: what follows when no host fits, and what follows from placement's answer to its claim. Pure.
+"""The step of a placement: what follows when no host fits, and what follows from placement's answer to its claim. Pure.
 
 Each outcome of a claim has its own reaction: claimed: done; raced: apply the newer shape and claim the
 same host again; full or gone: the next host, down the whole list; ruled out by the server group: the next host,
@@ -21,18 +21,18 @@ from bus.contracts.groups import GroupPolicy
 from bus.contracts.placement import ClaimOption, ClaimOutcome, ClaimResult
 from bus.faults import Fault, RequestRefused
 from placement_worker.replica.query import total_resources
-from scheduler_worker.domain.attempt import (
+from scheduler_worker.domain.placement import (
     CONSUMER_CHANGED,
     LOST,
     Assume,
-    Attempt,
-    AttemptStep,
     ClaimStranded,
     Command,
     Forget,
     HostClaimed,
     PlacementRefused,
     PlacementResult,
+    PlacementState,
+    PlacementStep,
     Settle,
     unavailable_after,
 )
@@ -47,71 +47,71 @@ DIGITS = 3  # of a weight on record
 NO_SHAPE = 0
 
 
-def step(attempt: Attempt, answer: ClaimResult | Fault, selector: Selector, *, now: float) -> AttemptStep:
-    """Apply the answer to an attempt's claim. now: wall clock."""
-    attempt = replace(attempt, claims=attempt.claims + 1)
-    choice = attempt.choice
+def step(state: PlacementState, answer: ClaimResult | Fault, selector: Selector, *, now: float) -> PlacementStep:
+    """Apply the answer to the claim of this placement. now: wall clock."""
+    state = replace(state, claims=state.claims + 1)
+    choice = state.choice
     if isinstance(answer, Fault):
-        return AttemptStep(replace(attempt, result=_after_fault(answer)))
+        return PlacementStep(replace(state, result=_after_fault(answer)))
     if answer.outcome is ClaimOutcome.CLAIMED:
         option = None if choice is None else _held_option(choice.selected.options, answer)
         if choice is not None and option is not None:
-            return _claimed(attempt, choice, option, answer, selector, now=now)
+            return _claimed(state, choice, option, answer, selector, now=now)
         candidates = () if choice is None else (choice.selected, *choice.alternates)
-        return _recover(attempt, candidates, answer, selector, now=now)
+        return _recover(state, candidates, answer, selector, now=now)
     if choice is None:
-        return AttemptStep(no_valid_host(attempt, selector))
+        return PlacementStep(no_valid_host(state, selector))
     if answer.outcome is ClaimOutcome.INCOMPLETE:
         # Where the gang stays together the host is the others' too, and one of them did not fit there.
-        stays = not attempt.spec.has_policy(GroupPolicy.AFFINITY)
-        return AttemptStep(replace(attempt, same_host=choice.selected if stays else None))
+        stays = not state.spec.has_policy(GroupPolicy.AFFINITY)
+        return PlacementStep(replace(state, same_host=choice.selected if stays else None))
     if answer.outcome in LOST:
-        return AttemptStep(_after_loss(attempt, choice, answer, selector))
-    return AttemptStep(_after_refusal(attempt, answer))
+        return PlacementStep(_after_loss(state, choice, answer, selector))
+    return PlacementStep(_after_refusal(state, answer))
 
 
-def probed(attempt: Attempt, answer: ClaimResult | Fault, selector: Selector, *, now: float) -> AttemptStep:
+def probed(state: PlacementState, answer: ClaimResult | Fault, selector: Selector, *, now: float) -> PlacementStep:
     """Apply the answer to a probe that was made before the first choice. now: wall clock."""
-    attempt = replace(attempt, claims=attempt.claims + 1)
+    state = replace(state, claims=state.claims + 1)
     if isinstance(answer, Fault):
-        return AttemptStep(replace(attempt, result=_after_fault(answer)))
+        return PlacementStep(replace(state, result=_after_fault(answer)))
     if answer.outcome is ClaimOutcome.CLAIMED:
-        return _recover(attempt, (), answer, selector, now=now)
-    return AttemptStep(attempt)
+        return _recover(state, (), answer, selector, now=now)
+    return PlacementStep(state)
 
 
-def with_probe(attempt: Attempt, selector: Selector) -> Attempt:
-    """The attempt with an option that never fits, to see what an earlier run holds; as it is when there is no host."""
-    return replace(attempt, probe=_unclaimable(attempt.spec, selector))
+def with_probe(state: PlacementState, selector: Selector) -> PlacementState:
+    """The state with an option that never fits, to see what an earlier run holds; as it is when there is no host."""
+    return replace(state, probe=_unclaimable(state.spec, selector))
 
 
-def nothing_fits(attempt: Attempt, selector: Selector) -> Attempt:
+def nothing_fits(state: PlacementState, selector: Selector) -> PlacementState:
     """No candidate is left: look again on the newest state; then make sure that no earlier run holds a claim."""
-    if not attempt.refreshed or (attempt.partly_full and attempt.retried_partly_full < MAX_PARTLY_FULL_RETRIES):
+    if not state.refreshed or (state.partly_full and state.retried_partly_full < MAX_PARTLY_FULL_RETRIES):
         # A full child does not make its host full: another scheduler may have taken what was claimed, and left the like
         # of it beside. On the newest state the host is a candidate again, or is none.
-        rejected = {uuid: reason for uuid, reason in attempt.rejected.items() if uuid not in attempt.partly_full}
-        retried_partly_full = attempt.retried_partly_full + 1
+        rejected = {uuid: reason for uuid, reason in state.rejected.items() if uuid not in state.partly_full}
+        retried_partly_full = state.retried_partly_full + 1
         return replace(
-            attempt, rejected=rejected, partly_full=(), retried_partly_full=retried_partly_full, refreshed=True
+            state, rejected=rejected, partly_full=(), retried_partly_full=retried_partly_full, refreshed=True
         )
-    if not attempt.first_run and attempt.probe is None:
+    if not state.first_run and state.probe is None:
         # After a crash the only host that fits may be the one that this request holds already, which looks full.
-        probe = _unclaimable(attempt.spec, selector)
+        probe = _unclaimable(state.spec, selector)
         if probe is not None:
-            return replace(attempt, probe=probe)
-    return no_valid_host(attempt, selector)
+            return replace(state, probe=probe)
+    return no_valid_host(state, selector)
 
 
-def no_valid_host(attempt: Attempt, selector: Selector) -> Attempt:
+def no_valid_host(state: PlacementState, selector: Selector) -> PlacementState:
     """The end without a host, with the funnel that explains it."""
-    explained = selector.explain(attempt.spec, attempt.rejected)
-    return replace(attempt, result=replace(explained, claims=attempt.claims))
+    explained = selector.explain(state.spec, state.rejected)
+    return replace(state, result=replace(explained, claims=state.claims))
 
 
-def refused(attempt: Attempt, code: str, reason: str) -> Attempt:
+def refused(state: PlacementState, code: str, reason: str) -> PlacementState:
     """The end by a refusal."""
-    return replace(attempt, choice=None, probe=None, result=PlacementRefused(code, reason))
+    return replace(state, choice=None, probe=None, result=PlacementRefused(code, reason))
 
 
 def _after_fault(fault: Fault) -> PlacementResult:
@@ -121,36 +121,36 @@ def _after_fault(fault: Fault) -> PlacementResult:
     return unavailable_after(fault)
 
 
-def _after_loss(attempt: Attempt, choice: Choice, answer: ClaimResult, selector: Selector) -> Attempt:
+def _after_loss(state: PlacementState, choice: Choice, answer: ClaimResult, selector: Selector) -> PlacementState:
     """The claim was lost: which host may be claimed next."""
     host = choice.selected.uuid
-    attempt = replace(attempt, lost=(*attempt.lost, f"{selector.name_of(host)}: {answer.outcome.value}"))
-    rejected = {**attempt.rejected, host: f"claim.{answer.outcome.value}"}
+    state = replace(state, lost=(*state.lost, f"{selector.name_of(host)}: {answer.outcome.value}"))
+    rejected = {**state.rejected, host: f"claim.{answer.outcome.value}"}
     match answer.outcome:
-        case ClaimOutcome.RACED if attempt.raced < selector.config.raced_retries:
-            return replace(attempt, raced=attempt.raced + 1, same_host=choice.selected)
+        case ClaimOutcome.RACED if state.raced < selector.config.raced_retries:
+            return replace(state, raced=state.raced + 1, same_host=choice.selected)
         case ClaimOutcome.RACED:
-            return replace(attempt, raced=attempt.raced + 1, rejected=rejected)
+            return replace(state, raced=state.raced + 1, rejected=rejected)
         case ClaimOutcome.FULL if _uses_child_providers(choice.selected):
-            return replace(attempt, rejected=rejected, partly_full=(*attempt.partly_full, host))
+            return replace(state, rejected=rejected, partly_full=(*state.partly_full, host))
         case ClaimOutcome.RULED_OUT:
             # Another member was faster: where the group is now decides which hosts are left.
-            return replace(attempt, rejected=rejected, spec=attempt.spec.with_members(answer.members))
-    return replace(attempt, rejected=rejected)
+            return replace(state, rejected=rejected, spec=state.spec.with_members(answer.members))
+    return replace(state, rejected=rejected)
 
 
-def _after_refusal(attempt: Attempt, answer: ClaimResult) -> Attempt:
+def _after_refusal(state: PlacementState, answer: ClaimResult) -> PlacementState:
     """The claim can never be granted: to this project, this consumer, or at all."""
     match answer.outcome:
         case ClaimOutcome.OVER_LIMIT:
-            stopped = PlacementRefused("quota.exceeded", f"project {attempt.request.project_id}, {answer.reason}")
+            stopped = PlacementRefused("quota.exceeded", f"project {state.request.project_id}, {answer.reason}")
         case ClaimOutcome.CONSUMER_CHANGED:
             reason = answer.reason or "another client holds an allocation under this instance's uuid"
             stopped = PlacementRefused(CONSUMER_CHANGED, reason)
         case _:
             reason = answer.reason or "placement can never accept this claim"
             stopped = PlacementRefused("claim.invalid", reason)
-    return replace(attempt, result=stopped)
+    return replace(state, result=stopped)
 
 
 def _unclaimable(spec: RequestSpec, selector: Selector) -> ClaimOption | None:
@@ -173,13 +173,13 @@ def _uses_child_providers(claimed: RankedHost) -> bool:
 
 
 def _claimed(
-    attempt: Attempt, choice: Choice, option: int, answer: ClaimResult, selector: Selector, *, now: float
-) -> AttemptStep:
+    state: PlacementState, choice: Choice, option: int, answer: ClaimResult, selector: Selector, *, now: float
+) -> PlacementStep:
     """Build where the claim is: on the chosen host, with one of the options that were offered."""
     selected = choice.selected
     commands: list[Command] = [Assume(selected.options[option].allocations)] if option else []
     result = _host_claimed(
-        attempt,
+        state,
         selector.selection(selected, option),
         choice.alternates,
         answer,
@@ -189,28 +189,28 @@ def _claimed(
         score=selected.score,
         weights=dict(zip((host.uuid for host in (selected, *choice.alternates)), choice.weights, strict=False)),
     )
-    return AttemptStep(replace(attempt, result=result), (*commands, Settle(answer.generations, answer.sequence)))
+    return PlacementStep(replace(state, result=result), (*commands, Settle(answer.generations, answer.sequence)))
 
 
 def _recover(
-    attempt: Attempt, candidates: Sequence[RankedHost], answer: ClaimResult, selector: Selector, *, now: float
-) -> AttemptStep:
+    state: PlacementState, candidates: Sequence[RankedHost], answer: ClaimResult, selector: Selector, *, now: float
+) -> PlacementStep:
     """Build where an earlier run claimed; it crashed before it wrote its decision, and the claim is what counts."""
     drop = (Forget(),)
-    main = _recovered_selection(attempt, answer, selector)
+    main = _recovered_selection(state, answer, selector)
     if main is None:
         reason = "an earlier claim of this request holds a host that no compute service announces"
-        return AttemptStep(replace(attempt, result=ClaimStranded(reason)), drop)
+        return PlacementStep(replace(state, result=ClaimStranded(reason)), drop)
     cell = selector.cell_of(main.host_uuid)
     alternates = [one for one in candidates if one.uuid != main.host_uuid and selector.cell_of(one.uuid) == cell]
-    alternates = alternates[: attempt.max_alternates]
+    alternates = alternates[: state.max_alternates]
     passed = len(alternates) + 1
-    result = _host_claimed(attempt, main, alternates, answer, selector, now=now, passed=passed, score=0.0)
-    return AttemptStep(replace(attempt, result=result, recovered=main.host), drop)
+    result = _host_claimed(state, main, alternates, answer, selector, now=now, passed=passed, score=0.0)
+    return PlacementStep(replace(state, result=result, recovered=main.host), drop)
 
 
 def _host_claimed(
-    attempt: Attempt,
+    state: PlacementState,
     main: Selection,
     alternates: Sequence[RankedHost],
     answer: ClaimResult,
@@ -231,10 +231,10 @@ def _host_claimed(
         consumer_generation=answer.consumer_generation or 0,
         passed=passed,
         score=score,
-        claims=attempt.claims,
-        decided_at=attempt.decided_at,
+        claims=state.claims,
+        decided_at=state.decided_at,
         claimed_at=now,
-        lost=attempt.lost,
+        lost=state.lost,
         scores=tuple(
             HostScore(host=one.host, weights={name: round(weight, DIGITS) for name, weight in found.items()})
             for one in selections
@@ -258,10 +258,10 @@ def _held_option(offered: Sequence[ClaimOption], answer: ClaimResult) -> int | N
     return matching[0] if len(matching) == 1 else None
 
 
-def _recovered_selection(attempt: Attempt, answer: ClaimResult, selector: Selector) -> Selection | None:
+def _recovered_selection(state: PlacementState, answer: ClaimResult, selector: Selector) -> Selection | None:
     book = selector.book
     providers = sorted(answer.generations)
-    held = answer.holding or recovered_allocations(book, total_resources(attempt.spec.query), providers)
+    held = answer.holding or recovered_allocations(book, total_resources(state.spec.query), providers)
     rows = {provider: row for provider in providers if (row := book.row_of(provider)) is not None}
     # A sharing provider is no host: of the trees that give something, only the host's root is in the host table.
     roots = dict.fromkeys(book.uuid_of(book.root_of(row)) for row in rows.values())

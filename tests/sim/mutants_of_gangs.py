@@ -40,18 +40,18 @@ def refused_gang_written_all_the_same() -> AbstractContextManager[Any]:
 
 def too_few_go_on() -> AbstractContextManager[Any]:
     """The members of a gang that have a host are claimed, however few they are."""
-    agreed = gangs.agreed
+    original = gangs.with_gang_results
 
-    def too_soon(attempts: Any) -> Any:
+    def too_soon(states: Any) -> Any:
         lenient = [
             one if one.gang is None else engine.replace(one, gang=engine.replace(one.gang, min_count=1))
-            for one in attempts
+            for one in states
         ]
         return [
-            engine.replace(after, gang=before.gang) for before, after in zip(attempts, agreed(lenient), strict=True)
+            engine.replace(after, gang=before.gang) for before, after in zip(states, original(lenient), strict=True)
         ]
 
-    return patch.object(engine, "agreed", too_soon)
+    return patch.object(engine, "with_gang_results", too_soon)
 
 
 MUTANTS_OF_GANGS: tuple[Callable[[], AbstractContextManager[Any]], ...] = (

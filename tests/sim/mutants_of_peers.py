@@ -18,7 +18,7 @@ from placement_worker.domain import claims
 from placement_worker.store.memory import MemoryBookTable
 from scheduler_worker import engine
 from scheduler_worker.domain import step
-from scheduler_worker.domain.attempt import PlacementRefused
+from scheduler_worker.domain.placement import PlacementRefused
 
 
 def group_rule_left_to_filters() -> AbstractContextManager[Any]:

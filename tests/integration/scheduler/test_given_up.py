@@ -14,7 +14,7 @@ from bus.contracts.catalogue import COMMANDS, routing_key
 from bus.port import Transport
 from bus.rabbitmq import RabbitTransport
 from scheduler_worker.cancellations import Cancellations
-from scheduler_worker.domain.attempt import Attempt
+from scheduler_worker.domain.placement import PlacementState
 from scheduler_worker.engine import SchedulingEngine
 from tests.integration.scheduler.world import World
 from tests.kit.raw_amqp import long, raw_publisher, table
@@ -153,7 +153,7 @@ async def test_a_request_that_a_scheduler_gave_up_ends_with_one_event(
     bad, good = world.request(), world.request()
     place = SchedulingEngine.place
 
-    async def crashes(engine: SchedulingEngine, asking: Sequence[object], ahead: dict[str, Attempt]) -> object:
+    async def crashes(engine: SchedulingEngine, asking: Sequence[object], ahead: dict[str, PlacementState]) -> object:
         if any(getattr(one, "request", bad).instance_uuid == bad.instance_uuid for one in asking):
             raise RuntimeError("planted")
         return await place(engine, asking, ahead)  # type: ignore[arg-type]

@@ -26,7 +26,7 @@ from bus.faults import DatabaseUnavailable, RequestRefused
 from bus.persistence.database import Database
 from scheduler_worker import announcements, metrics
 from scheduler_worker.config import SchedulerConfig
-from scheduler_worker.domain.attempt import Attempt, PlacementRequest
+from scheduler_worker.domain.placement import PlacementRequest, PlacementState
 from scheduler_worker.engine import SchedulingEngine
 from scheduler_worker.store.unit_of_work import OptimisticBuildUnit
 from tests.integration.scheduler.world import PATIENCE_S, World
@@ -356,7 +356,9 @@ async def test_a_request_that_no_scheduler_comes_to_an_end_with_still_gets_its_t
     died = asyncio.Event()
     place = SchedulingEngine.place
 
-    async def dies(engine: SchedulingEngine, asking: Sequence[PlacementRequest], ahead: dict[str, Attempt]) -> object:
+    async def dies(
+        engine: SchedulingEngine, asking: Sequence[PlacementRequest], ahead: dict[str, PlacementState]
+    ) -> object:
         if any(one.request.instance_uuid == request.instance_uuid for one in asking):
             died.set()
             await asyncio.Event().wait()  # until the process dies

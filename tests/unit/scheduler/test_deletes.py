@@ -8,7 +8,6 @@ from bus.consuming.outcome import Done, Received, Refuse, Retry
 from bus.contracts.base import Meta
 from bus.contracts.build import BuildEvent, BuildState, DeleteRequest
 from bus.contracts.cell import CellDelete
-from scheduler_worker.domain.attempt import ClaimsContended, PlacementRefused
 from scheduler_worker.domain.builds import Author, RecordedBuild
 from scheduler_worker.domain.decisions import may_hold_claim
 from scheduler_worker.domain.deletes import (
@@ -19,6 +18,7 @@ from scheduler_worker.domain.deletes import (
     refuse_unknown,
     tombstones,
 )
+from scheduler_worker.domain.placement import ClaimsContended, PlacementRefused
 from scheduler_worker.domain.selector import NoValidHost
 
 UUID = "00000000-0000-4000-8000-000000000001"

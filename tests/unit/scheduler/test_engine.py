@@ -16,7 +16,8 @@ from bus.contracts.placement import Change, Claim, ClaimOutcome, ClaimResult, Pr
 from placement_worker.replica.query import Query
 from placement_worker.replica.request import Group
 from scheduler_worker.config import SchedulerConfig
-from scheduler_worker.domain.attempt import (
+from scheduler_worker.domain.pending import PendingBuild
+from scheduler_worker.domain.placement import (
     ClaimsContended,
     HostClaimed,
     PlacementRefused,
@@ -24,7 +25,6 @@ from scheduler_worker.domain.attempt import (
     PlacementResult,
     PlacementUnavailable,
 )
-from scheduler_worker.domain.pending import PendingBuild
 from scheduler_worker.domain.request_spec import RequestSpec
 from scheduler_worker.domain.selector import NoValidHost
 from scheduler_worker.engine import SchedulingEngine
@@ -433,10 +433,10 @@ async def test_who_is_ruled_out_goes_where_its_server_group_is(cluster: Cluster)
         assert placed.lost == tuple(f"{cluster.host_of(claim)}: ruled_out" for claim in before)
 
 
-async def test_what_was_chosen_ahead_is_claimed_first_and_only_once(cluster: Cluster) -> None:
+async def test_what_was_chosen_speculatively_is_claimed_first_and_only_once(cluster: Cluster) -> None:
     """Chosen while the record is written: assumed at once, the first to be claimed, and never asked again when full."""
     request = cluster.hosts.request()
-    chosen = cluster.engine._choose_ahead([cluster.pending(request)])
+    chosen = cluster.engine._choose_speculatively([cluster.pending(request)])
     assert list(chosen) == list(cluster.hosts.book.assumed_keys()) == [request.instance_uuid]
     choice = chosen[request.instance_uuid].choice
     assert choice is not None and cluster.claims == []
@@ -450,10 +450,10 @@ async def test_what_was_chosen_ahead_is_claimed_first_and_only_once(cluster: Clu
     assert list(cluster.hosts.book.assumed_keys()) == [request.instance_uuid], "what is claimed stays assumed"
 
 
-async def test_what_was_chosen_ahead_and_is_not_claimed_is_not_assumed(cluster: Cluster) -> None:
+async def test_what_was_chosen_speculatively_and_is_not_claimed_is_not_assumed(cluster: Cluster) -> None:
     request = cluster.hosts.request()
     apart = cluster.hosts.request(server_group=ServerGroup(uuid=new_uuid(cluster.hosts.rng), policy=APART))
-    chosen = cluster.engine._choose_ahead([cluster.pending(request), cluster.pending(apart)])
+    chosen = cluster.engine._choose_speculatively([cluster.pending(request), cluster.pending(apart)])
     assert list(chosen) == [request.instance_uuid], "a request that depends on where others are is not chosen for ahead"
     cluster.engine._drop(chosen.values())
     assert list(cluster.hosts.book.assumed_keys()) == []

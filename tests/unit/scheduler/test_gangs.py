@@ -16,19 +16,19 @@ from bus.contracts.base import Meta, encode
 from bus.contracts.build import BuildRequest, FlavorCount, member_uuids
 from bus.contracts.deploy import NetworkRequest
 from bus.contracts.placement import MAX_MEMBERS
-from scheduler_worker.domain.attempt import (
-    Attempt,
+from scheduler_worker.domain.builds import Gang
+from scheduler_worker.domain.gangs import claimable, with_gang_results
+from scheduler_worker.domain.pending import PendingBuild, members_of, pending_build
+from scheduler_worker.domain.placement import (
     GangIncomplete,
     HostClaimed,
     PlacementRefused,
     PlacementRequest,
     PlacementResult,
+    PlacementState,
     PlacementUnavailable,
-    new_attempt,
+    initial_state,
 )
-from scheduler_worker.domain.builds import Gang
-from scheduler_worker.domain.gangs import agreed, claimable
-from scheduler_worker.domain.pending import PendingBuild, members_of, pending_build
 from scheduler_worker.domain.request_spec import RequestSpec
 from tests.unit.scheduler.hosts import PLENTY, Hosts
 
@@ -84,7 +84,7 @@ def test_the_largest_request_is_accepted_with_its_network() -> None:
     assert len(set(member_uuids(request))) == MAX_MEMBERS
 
 
-def attempts(*results: PlacementResult | None, least: int, gang: bool = True) -> list[Attempt]:
+def states(*results: PlacementResult | None, least: int, gang: bool = True) -> list[PlacementState]:
     hosts, rng = Hosts([PLENTY]), random.Random(1)
     made = []
     for result in results:
@@ -92,12 +92,12 @@ def attempts(*results: PlacementResult | None, least: int, gang: bool = True) ->
         spec = hosts.selector.request_spec(request)
         assert isinstance(spec, RequestSpec)
         of = Gang(uuid=UUID_, size=len(results), min_count=least) if gang else None
-        made.append(replace(new_attempt(PlacementRequest(request=request, spec=spec, gang=of), hosts.selector),
+        made.append(replace(initial_state(PlacementRequest(request=request, spec=spec, gang=of), hosts.selector),
                             result=result))  # fmt: skip
     return made
 
 
-def results(found: list[Attempt]) -> list[object]:
+def results(found: list[PlacementState]) -> list[object]:
     return [one.result for one in found]
 
 
@@ -114,7 +114,7 @@ def results(found: list[Attempt]) -> list[object]:
 def test_what_one_member_means_for_the_others(
     before: tuple[PlacementResult | None, ...], least: int, after: tuple[object, ...]
 ) -> None:
-    found = results(agreed(attempts(*before, least=least)))
+    found = results(with_gang_results(states(*before, least=least)))
     words = {GangIncomplete: "incomplete"}
     plain = ["left_out" if isinstance(one, PlacementRefused) and one.code == "gang.left_out"
              else words.get(type(one), one) for one in found]  # fmt: skip
@@ -122,12 +122,12 @@ def test_what_one_member_means_for_the_others(
 
 
 def test_members_of_no_gang_mean_nothing_for_each_other() -> None:
-    assert results(agreed(attempts(None, REFUSED, least=2, gang=False))) == [None, REFUSED]
+    assert results(with_gang_results(states(None, REFUSED, least=2, gang=False))) == [None, REFUSED]
 
 
 def test_a_gang_is_claimed_when_each_that_is_left_has_chosen() -> None:
-    waiting = attempts(None, REFUSED, None, least=2)
+    waiting = states(None, REFUSED, None, least=2)
     assert claimable(waiting) == []
     chosen = [replace(one, choice=object()) for one in waiting]  # type: ignore[arg-type]
     assert [len(gang) for gang in claimable(chosen)] == [2]
-    assert claimable(attempts(None, least=1, gang=False)) == []
+    assert claimable(states(None, least=1, gang=False)) == []

@@ -1,4 +1,4 @@
-"""The pure step of an attempt: the answer to its claim decides what the attempt becomes and what it commands."""
+"""The pure step of a placement: the answer to its claim decides its next state and its commands."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from bus.faults import RequestRefused, RequestTimeout
 from placement_worker.domain.claims import decide
 from placement_worker.domain.values import ClaimedProvider, InventoryUsage
 from scheduler_worker.config import SchedulerConfig
-from scheduler_worker.domain.attempt import (
-    Attempt,
-    AttemptStep,
+from scheduler_worker.domain.decision_round import DecisionRound
+from scheduler_worker.domain.placement import (
     ClaimStranded,
     Forget,
     HostClaimed,
     PlacementRefused,
     PlacementRequest,
+    PlacementState,
+    PlacementStep,
     PlacementUnavailable,
     Settle,
     claim_of,
-    new_attempt,
+    initial_state,
 )
-from scheduler_worker.domain.decision_round import DecisionRound
 from scheduler_worker.domain.plugins import Verdict
 from scheduler_worker.domain.request_spec import Peers, RequestSpec
 from scheduler_worker.domain.selector import NoValidHost
@@ -43,46 +43,46 @@ CONFIG = SchedulerConfig(raced_retries=2)
 
 
 class ClaimCase:
-    """Three hosts, and an attempt that has chosen one of them."""
+    """Three hosts, and a placement that has chosen one of them."""
 
     def __init__(self, *, first_run: bool = True) -> None:
         self.hosts = Hosts([PLENTY] * 3, config=CONFIG)
         request = self.hosts.request()
         placement = PlacementRequest(request=request, spec=self.hosts.spec(), first_run=first_run)
         self.round = DecisionRound(self.hosts.selector, self.hosts.rng, subset=1)
-        self.attempt = self.round.choose(new_attempt(placement, self.hosts.selector))
-        assert self.attempt.choice is not None
-        self.chosen = self.attempt.choice.selected.uuid
+        self.state = self.round.choose(initial_state(placement, self.hosts.selector))
+        assert self.state.choice is not None
+        self.chosen = self.state.choice.selected.uuid
 
-    def step(self, outcome: ClaimOutcome, *, attempt: Attempt | None = None, **more: Any) -> AttemptStep:
+    def step(self, outcome: ClaimOutcome, *, state: PlacementState | None = None, **more: Any) -> PlacementStep:
         answer = ClaimResult(outcome=outcome, **more)
-        return step(attempt or self.attempt, answer, self.hosts.selector, now=7.0)
+        return step(state or self.state, answer, self.hosts.selector, now=7.0)
 
 
-def test_a_claim_that_holds_ends_the_attempt_and_is_settled_at_its_generations() -> None:
+def test_a_claim_that_holds_ends_the_placement_and_is_settled_at_its_generations() -> None:
     case = ClaimCase()
     stepped = case.step(ClaimOutcome.CLAIMED, option=0, consumer_generation=1, generations={case.chosen: 2}, sequence=9)
     assert stepped.commands == (Settle({case.chosen: 2}, 9),)
-    result = stepped.attempt.result
+    result = stepped.state.result
     assert isinstance(result, HostClaimed)
     assert (result.selections[0].host_uuid, result.claims, result.claimed_at) == (case.chosen, 1, 7.0)
-    assert case.attempt.result is None and case.attempt.claims == 0, "a step changes no attempt: it makes another"
+    assert case.state.result is None and case.state.claims == 0, "a step changes no state: it makes another"
 
 
 def test_a_claim_of_an_earlier_run_is_recovered_where_it_is() -> None:
     case = ClaimCase()
     other = next(uuid for uuid in case.hosts.uuids if uuid != case.chosen)
     stepped = case.step(ClaimOutcome.CLAIMED, consumer_generation=1, generations={other: 2})
-    assert (stepped.commands, stepped.attempt.recovered is not None) == ((Forget(),), True)
-    assert isinstance(stepped.attempt.result, HostClaimed) and stepped.attempt.result.selections[0].host_uuid == other
+    assert (stepped.commands, stepped.state.recovered is not None) == ((Forget(),), True)
+    assert isinstance(stepped.state.result, HostClaimed) and stepped.state.result.selections[0].host_uuid == other
     elsewhere = case.step(ClaimOutcome.CLAIMED, consumer_generation=1, generations={"no such host": 2})
-    assert isinstance(elsewhere.attempt.result, ClaimStranded)
+    assert isinstance(elsewhere.state.result, ClaimStranded)
 
 
 @pytest.mark.parametrize("outcome", [ClaimOutcome.FULL, ClaimOutcome.GONE, ClaimOutcome.RULED_OUT])
 def test_a_lost_host_is_rejected_and_another_is_chosen(outcome: ClaimOutcome) -> None:
     case = ClaimCase()
-    after = case.step(outcome).attempt
+    after = case.step(outcome).state
     assert after.rejected == {case.chosen: f"claim.{outcome.value}"} and after.result is None
     assert len(after.lost) == 1 and after.lost[0].endswith(f": {outcome.value}")
     again = case.round.decide(after)
@@ -91,11 +91,11 @@ def test_a_lost_host_is_rejected_and_another_is_chosen(outcome: ClaimOutcome) ->
 
 def test_a_raced_host_is_claimed_again_within_its_bound() -> None:
     case, hosts = ClaimCase(), []
-    attempt = case.attempt
+    state = case.state
     for _ in range(CONFIG.raced_retries + 1):
-        attempt = case.round.decide(case.step(ClaimOutcome.RACED, attempt=attempt).attempt)
-        assert attempt.choice is not None
-        hosts.append(attempt.choice.selected.uuid)
+        state = case.round.decide(case.step(ClaimOutcome.RACED, state=state).state)
+        assert state.choice is not None
+        hosts.append(state.choice.selected.uuid)
     assert [host == case.chosen for host in hosts] == [True] * CONFIG.raced_retries + [False]
 
 
@@ -108,44 +108,44 @@ def test_a_raced_host_is_claimed_again_within_its_bound() -> None:
     ],
 )
 def test_a_refusal_is_final(outcome: ClaimOutcome, code: str) -> None:
-    result = ClaimCase().step(outcome).attempt.result
+    result = ClaimCase().step(outcome).state.result
     assert isinstance(result, PlacementRefused) and result.code == code
 
 
 def test_no_answer_is_not_no_valid_host() -> None:
     case = ClaimCase()
-    lost = step(case.attempt, RequestTimeout("late"), case.hosts.selector, now=0.0).attempt
+    lost = step(case.state, RequestTimeout("late"), case.hosts.selector, now=0.0).state
     assert isinstance(lost.result, PlacementUnavailable)
-    refused = step(case.attempt, RequestRefused("no", code="c"), case.hosts.selector, now=0.0).attempt
+    refused = step(case.state, RequestRefused("no", code="c"), case.hosts.selector, now=0.0).state
     assert refused.result == PlacementRefused("c", "no")
 
 
 def test_no_valid_host_is_answered_on_the_newest_state_and_after_a_probe() -> None:
     case = ClaimCase(first_run=False)
-    none = replace(case.attempt, choice=None)
+    none = replace(case.state, choice=None)
     refreshed = nothing_fits(none, case.hosts.selector)
     assert refreshed.needs_refresh and refreshed.result is None
     probing = nothing_fits(refreshed, case.hosts.selector)
     assert probing.probe is not None and probing.has_claim_to_submit and probing.result is None
-    ended = case.step(ClaimOutcome.FULL, attempt=probing).attempt
+    ended = case.step(ClaimOutcome.FULL, state=probing).state
     assert isinstance(ended.result, NoValidHost) and ended.result.claims == 1
 
 
 def test_hosts_that_are_partly_full_are_looked_at_again_so_often() -> None:
     case = ClaimCase()
-    attempt, looks = replace(case.attempt, choice=None), 0
-    while attempt.result is None:
-        attempt = replace(attempt, partly_full=(case.chosen,), rejected={case.chosen: "claim.full"})
-        attempt = nothing_fits(attempt, case.hosts.selector)
-        looks += attempt.result is None
-        assert (case.chosen in attempt.rejected) is (attempt.result is not None)
+    state, looks = replace(case.state, choice=None), 0
+    while state.result is None:
+        state = replace(state, partly_full=(case.chosen,), rejected={case.chosen: "claim.full"})
+        state = nothing_fits(state, case.hosts.selector)
+        looks += state.result is None
+        assert (case.chosen in state.rejected) is (state.result is not None)
     assert looks == MAX_PARTLY_FULL_RETRIES
 
 
 def test_the_option_that_never_fits_does_not_fit_the_largest_host() -> None:
     """It asked for as much as can be asked for, and a host of 2^31-1 had it: a request that found no host held one."""
     case = ClaimCase(first_run=False)
-    probing = nothing_fits(replace(case.attempt, choice=None, refreshed=True), case.hosts.selector)
+    probing = nothing_fits(replace(case.state, choice=None, refreshed=True), case.hosts.selector)
     probe = claim_of(probing, {})
     (host, resources), *_ = probe.options[0].allocations.items()
     inventories = {name: InventoryUsage(MAX_AMOUNT, 1, MAX_AMOUNT, 1, 0) for name in resources}
@@ -171,18 +171,18 @@ def test_like_requests_of_a_batch_are_filtered_once() -> None:
     round_ = DecisionRound(hosts.selector, hosts.rng, subset=1)
     for flavor in ("m1.small", "m1.tiny") * 5:
         request = PlacementRequest(request=hosts.request(flavor), spec=hosts.spec(flavor))
-        assert round_.choose(new_attempt(request, hosts.selector)).choice is not None
+        assert round_.choose(initial_state(request, hosts.selector)).choice is not None
     assert filtered == ["m1.small", "m1.tiny"]
 
 
 PACKED = SchedulerConfig(multipliers={"ram": -1.0, "cpu": -1.0, "disk": -1.0})
 
 
-def members_of(hosts: Hosts, count: int, at: Mapping[str, int], *, most: int = 1) -> list[Attempt]:
+def members_of(hosts: Hosts, count: int, at: Mapping[str, int], *, most: int = 1) -> list[PlacementState]:
     group = ServerGroup(uuid=new_uuid(hosts.rng), policy=GroupPolicy.ANTI_AFFINITY, max_per_host=most)
     requests = [hosts.request(server_group=group) for _ in range(count)]
     return [
-        new_attempt(
+        initial_state(
             PlacementRequest(
                 request=one,
                 spec=hosts.spec().with_peers(Peers(server_group=group, members=at), one.instance_uuid),
@@ -199,7 +199,7 @@ def test_members_that_stay_apart_share_a_ranking_and_see_each_other(most: int) -
     hosts = Hosts([PLENTY] * 4, config=PACKED)
     full = hosts.uuids[1]
     round_ = DecisionRound(hosts.selector, hosts.rng, subset=1)
-    chosen = [round_.choose(attempt) for attempt in members_of(hosts, 3 * most + 1, {full: most}, most=most)]
+    chosen = [round_.choose(state) for state in members_of(hosts, 3 * most + 1, {full: most}, most=most)]
     picked = Counter(one.choice.selected.uuid for one in chosen if one.choice is not None)
     assert picked == {uuid: most for uuid in hosts.uuids if uuid != full}
     assert chosen[-1].choice is None and len(round_.rankings) == 1
@@ -222,6 +222,6 @@ def test_a_plug_in_that_may_read_peers_keeps_each_request_its_own_ranking() -> N
         weighings=hosts.selector.weighings,
     )
     round_ = DecisionRound(hosts.selector, hosts.rng, subset=1)
-    for attempt in members_of(hosts, 2, {}):
-        assert round_.choose(attempt).choice is not None
+    for state in members_of(hosts, 2, {}):
+        assert round_.choose(state).choice is not None
     assert len(round_.rankings) == 2

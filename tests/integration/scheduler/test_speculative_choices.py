@@ -17,14 +17,14 @@ pytestmark = pytest.mark.postgres
 async def test_a_repeat_leaves_its_choice(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same request as a new message: known only when the record's statement comes back."""
     chosen: list[str] = []
-    choose = SchedulingEngine._choose_ahead
+    choose = SchedulingEngine._choose_speculatively
 
     def recorded(self: SchedulingEngine, builds: Any) -> Any:
         found = choose(self, builds)
         chosen.extend(found)
         return found
 
-    monkeypatch.setattr(SchedulingEngine, "_choose_ahead", recorded)
+    monkeypatch.setattr(SchedulingEngine, "_choose_speculatively", recorded)
     await world.scheduler()
     await world.add_hosts("c1", 2)
     book, request = world.replicas["s1"], world.request()

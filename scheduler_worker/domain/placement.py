@@ -1,4 +1,4 @@
-"""One request on its way to a host: the attempt, every result that it can have, its claim, and what a step commands."""
+"""One request on its way to a host: its state, every result that it can have, its claim, and what a step commands."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from bus.contracts.build import BuildRequest, HostScore
 from bus.contracts.cell import Selection
-from bus.contracts.placement import Claim, ClaimOption, ClaimOutcome
+from bus.contracts.placement import Claim, ClaimOption, ClaimOutcome, ClaimResult
 from bus.faults import Fault, Transient
 from scheduler_worker.domain.builds import Gang
 from scheduler_worker.domain.ranking import Choice, RankedHost
@@ -21,6 +21,11 @@ FIRST_ATTEMPT = 1  # the scheduler's claim; the conductor's claims of alternates
 
 # Outcomes after which the request claims again.
 LOST = frozenset({ClaimOutcome.RACED, ClaimOutcome.FULL, ClaimOutcome.RULED_OUT, ClaimOutcome.GONE})
+
+
+def is_lost(answer: ClaimResult | Fault) -> bool:
+    """Whether a claim got nothing, so that its request claims again."""
+    return isinstance(answer, ClaimResult) and answer.outcome in LOST
 
 
 # --- results
@@ -96,7 +101,7 @@ PlacementResult = (
 )
 
 
-# --- the attempt
+# --- the state
 
 
 class PlacementRequest(Struct, frozen=True, kw_only=True):
@@ -111,11 +116,11 @@ class PlacementRequest(Struct, frozen=True, kw_only=True):
     gang: Gang | None = None
 
 
-class Attempt(Struct, frozen=True, kw_only=True):
+class PlacementState(Struct, frozen=True, kw_only=True):
     """How far one request has come.
 
     rejected: {host uuid: reason} of hosts that it may not use any more. max_alternates: hosts to name beside the
-    selected one. chosen_ahead: the choice was made and assumed while the request was recorded; it is claimed first.
+    selected one. speculative: the choice was made and assumed while the request was recorded; it is claimed first.
     same_host: its shape had changed; claim it again. refreshed: nothing fitted, and the newest changes were requested.
     partly_full: hosts of which only some children are known to be full. probe: an option that never fits; a claim of it
     shows whether an earlier run of this request holds a claim. recovered: the host where such a claim was found.
@@ -128,7 +133,7 @@ class Attempt(Struct, frozen=True, kw_only=True):
     rejected: Mapping[str, str]
     max_alternates: int
     choice: Choice | None = None
-    chosen_ahead: bool = False
+    speculative: bool = False
     same_host: RankedHost | None = None
     raced: int = 0
     claims: int = 0
@@ -153,11 +158,11 @@ class Attempt(Struct, frozen=True, kw_only=True):
         return self.choice is not None or self.probe is not None
 
 
-def new_attempt(placement: PlacementRequest, selector: Selector) -> Attempt:
+def initial_state(placement: PlacementRequest, selector: Selector) -> PlacementState:
     """The start: the hosts that the client ignores are rejected; unknown names are left out."""
     request = placement.request
     ignored = dict.fromkeys((uuid for host in request.ignore_hosts for uuid in selector.uuids_of(host)), "host.ignored")
-    return Attempt(
+    return PlacementState(
         request=request,
         spec=placement.spec,
         first_run=placement.first_run,
@@ -168,15 +173,15 @@ def new_attempt(placement: PlacementRequest, selector: Selector) -> Attempt:
     )
 
 
-def claim_of(attempt: Attempt, limits: Mapping[str, int]) -> Claim:
+def claim_of(state: PlacementState, limits: Mapping[str, int]) -> Claim:
     """The claim of this round: the options of the chosen host, or the probe."""
-    request = attempt.request
+    request = state.request
     options: tuple[ClaimOption, ...]
-    if attempt.choice is None:
-        assert attempt.probe is not None
-        options = (attempt.probe,)
+    if state.choice is None:
+        assert state.probe is not None
+        options = (state.probe,)
     else:
-        selected = attempt.choice.selected
+        selected = state.choice.selected
         options = tuple(selected.options)
         if request.server_group is not None:
             options = tuple(replace(option, host=selected.uuid) for option in options)
@@ -217,8 +222,8 @@ class Settle(Struct, frozen=True):
 Command = Assume | Settle | Forget
 
 
-class AttemptStep(Struct, frozen=True):
-    """The attempt afterwards, and what is to be done to the replica, in order."""
+class PlacementStep(Struct, frozen=True):
+    """The state afterwards, and what is to be done to the replica, in order."""
 
-    attempt: Attempt
+    state: PlacementState
     commands: tuple[Command, ...] = ()
