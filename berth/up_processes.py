@@ -20,6 +20,7 @@ from berth.servers import API_VHOST, variables
 from berth.settings import MEMORY, CellSettings, Settings, UpSettings
 from berth.site import Runtime, Site, process_name, write_runtime
 from berth.up import database
+from berth.watchdog_pings import WatchdogPings
 from berth.worker_processes import WorkerProcesses
 from bus.bus import API
 from bus.contracts.build import HostsPage, HostsQuery
@@ -96,7 +97,8 @@ async def running(settings: Settings, count: ProcessCounts, *, notify: Notify) -
         real = _real(settings, buses, database_url)
         here = Site(real)
         async with ironic_of(here) as ironic_url:
-            processes = WorkerProcesses(logs, variables(real))
+            pings = WatchdogPings()
+            processes = WorkerProcesses(logs, variables(real), pings=pings)
             try:
                 start(processes, real, count, ironic_url)
                 await processes.ready()
@@ -109,6 +111,7 @@ async def running(settings: Settings, count: ProcessCounts, *, notify: Notify) -
                     forget()
             finally:
                 await asyncio.to_thread(processes.stop)
+                pings.close()
 
 
 def start(processes: WorkerProcesses, settings: Settings, count: ProcessCounts, ironic_url: str) -> None:

@@ -15,6 +15,8 @@ import msgspec
 from msgspec import Struct
 
 from berth.embedded.process import Account, GuardedProcess, ServerFailed, free_port
+from berth.watchdog_pings import WatchdogPings
+from bus.service import watchdog
 
 READY_TIMEOUT_S = 60.0
 POLL_S = 0.05
@@ -39,16 +41,29 @@ class Worker(Struct):
 
 
 class WorkerProcesses:
-    """Worker processes of one system. `settings`: `BERTH_...` variables for all of them. spawn: makes a process."""
+    """Worker processes of one system. `settings`: `BERTH_...` variables for all of them. spawn: makes a process.
+
+    pings: where they report that their event loops run; None: nowhere.
+    """
 
     def __init__(
-        self, directory: Path, settings: Mapping[str, str], *, spawn: type[GuardedProcess] = GuardedProcess
+        self,
+        directory: Path,
+        settings: Mapping[str, str],
+        *,
+        spawn: type[GuardedProcess] = GuardedProcess,
+        pings: WatchdogPings | None = None,
     ) -> None:
         self.directory = directory
         self.workers: dict[str, Worker] = {}
         self._spawn = spawn
-        kept = {name: value for name, value in os.environ.items() if not name.startswith("BERTH_")}
-        self._env = {**kept, **settings, "PYTHONUNBUFFERED": "1"}
+        self.pings = pings
+        kept = {
+            name: value
+            for name, value in os.environ.items()
+            if not name.startswith("BERTH_") and name not in watchdog.VARIABLES  # of this process's own supervisor
+        }
+        self._env = {**kept, **settings, "PYTHONUNBUFFERED": "1", **(pings.variables if pings is not None else {})}
 
     def start(self, name: str, *arguments: str, settings: Mapping[str, str] | None = None) -> Worker:
         """Start `berth run ARGUMENTS`; does not wait until it is ready."""

@@ -42,6 +42,7 @@ from bus.rabbitmq import BrokerUntrusted
 from bus.service.environment import NotConfigured
 from bus.service.settings import SettingsError
 from bus.service.telemetry import configure_logging
+from bus.service.watchdog import watchdog_of_this_process, watched_loop
 
 EXIT_NO = 1  # the answer is no: a build failed, an invariant is broken
 EXIT_USAGE = 2  # wrong use, settings or credentials
@@ -121,7 +122,7 @@ def run(body: Callable[[], Coroutine[Any, Any, int | None]]) -> NoReturn:
     """Run a command's coroutine and exit with its status; faults become a sentence on standard error."""
     configure_logging(process="berth", role="cli", level=os.environ.get("BERTH_CLI_LOG", "error"), style="pretty")
     try:
-        status = uvloop.run(body()) or 0
+        status = uvloop.run(_watched(body)) or 0
     except KeyboardInterrupt:
         status = 130
     except Exception as fault:  # those that have a sentence for a user; others are re-raised
@@ -131,6 +132,11 @@ def run(body: Callable[[], Coroutine[Any, Any, int | None]]) -> NoReturn:
         print_stop(found)
         status = found.status
     raise SystemExit(status)
+
+
+async def _watched(body: Callable[[], Coroutine[Any, Any, int | None]]) -> int | None:
+    async with watched_loop(watchdog_of_this_process()):
+        return await body()
 
 
 def print_stop(stop: Stop) -> None:

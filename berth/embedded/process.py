@@ -199,6 +199,12 @@ class GuardedProcess:
         while _alive_in_group(self._guard.pid) and time.monotonic() < until:  # a dying server still holds its port
             time.sleep(POLL_S)
 
+    def abort(self) -> None:
+        """End the server with SIGABRT, so that it prints where it is; one that is stopped (SIGSTOP) stays so."""
+        if self.running:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGABRT)
+
     def tail(self, lines: int = 20) -> str:
         """The end of the server's log."""
         if not self.log.exists():

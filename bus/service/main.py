@@ -21,6 +21,7 @@ from bus.service.health import Health
 from bus.service.service import Service
 from bus.service.settings import SettingsError
 from bus.service.telemetry import configure_logging
+from bus.service.watchdog import show_stacks_on_abort, watchdog_of_this_process, watched_loop
 
 EXIT_CLEAN = 0
 EXIT_FAULT = 1
@@ -52,6 +53,7 @@ def run_process(
     `environment` is called inside the loop. `http`: where to answer /healthz, /readyz and /metrics (port 0 = a
     free one, named in the log).
     """
+    show_stacks_on_abort()
     configure_logging(process=process, role=role, level=log_level, style=log_style)
     metrics.WORKER.labels(role, process, metadata.version("berth")).set(1)
     try:
@@ -88,7 +90,8 @@ async def live(
         await health.open()  # before the worker opens: /readyz shows what it waits for
     freezing = asyncio.create_task(_freeze_when_ready(service))
     try:
-        await service.run(stop)
+        async with watched_loop(watchdog_of_this_process()):
+            await service.run(stop)
     finally:
         freezing.cancel()
         if surroundings.tracer is not None:

@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 
 from berth.cli import app
 from berth.settings import read_settings
+from berth.watchdog_pings import STALL_S
 
 ROOT = Path(__file__).parents[3]
 SYSTEMD = ROOT / "deploy" / "systemd"
@@ -45,6 +46,12 @@ def analyze(*arguments: str) -> subprocess.CompletedProcess[str]:
 def test_there_is_a_unit_for_each_role() -> None:
     roles = {"placement", "scheduler", "conductor", "compute", "ironic-sync", "web"}
     assert {path.name.removeprefix("berth-").removesuffix(".service").rstrip("@") for path in SERVICES} == roles
+
+
+@pytest.mark.parametrize("path", SERVICES, ids=lambda path: path.name)
+def test_a_worker_that_stands_still_is_ended_and_restarted(path: Path) -> None:
+    lines = path.read_text().splitlines()
+    assert f"WatchdogSec={STALL_S:g}" in lines and "Restart=on-failure" in lines  # a watchdog that ran out is a failure
 
 
 @needs_systemd
