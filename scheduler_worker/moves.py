@@ -54,15 +54,17 @@ from scheduler_worker.domain.moves import (
     PendingMove,
     RecordedMove,
     accepted,
+    changes_image,
     check_move,
-    chooses_hosts,
     clash_event,
     event_of,
     flavor_of,
     image_of,
     leaves_source,
+    looks_at_hosts,
     placed_as,
     recorded,
+    under_way,
 )
 from scheduler_worker.domain.peers import peers_of
 from scheduler_worker.domain.placement import PlacementRequest, initial_state, unavailable_after
@@ -74,6 +76,7 @@ from scheduler_worker.store.port import SchedulerStore
 log = structlog.get_logger(__name__)
 
 NOT_FENCED = "host.not_fenced"
+IMAGE_UNSUITABLE = "image.unsuitable"
 SOURCE_UNKNOWN = Retry("instance.unlocated", "placement does not know where the instance is (yet)")
 MAX_SELECTIONS = 9  # as CellMove has it
 MAX_HELD = 10_000  # choices that count as used at a time
@@ -126,7 +129,7 @@ class MoveEngine:
         choosing: list[PendingMove] = []
         for pending in moves:
             found = known[pending.request.request_id]
-            if self.check(pending, found) is None and chooses_hosts(pending.request, found):
+            if self.check(pending, found) is None and looks_at_hosts(pending.request, found):
                 choosing.append(pending)
         pages = await self.locate(choosing, known)
         for pending, page in zip(choosing, pages, strict=True):
@@ -188,6 +191,8 @@ class MoveEngine:
             where = "its host" if source is None else f"host {self._selector.name_of(source)}"
             return Chosen(failure=Refusal(code=NOT_FENCED, reason=f"{where} is not fenced by an operator"))
         spec = self._spec(request, known, page, source)
+        if changes_image(request, known):  # where its flavor is gone no filter can be run: its cell decides
+            return (None if isinstance(spec, Unsatisfiable) else self._suits(spec, source)) or Chosen()
         if isinstance(spec, Unsatisfiable):
             hosts = int(self._selector.book.rows_of_roots().size)
             return Chosen(
@@ -227,6 +232,17 @@ class MoveEngine:
         if requested.server_group is not None or requested.different_host or requested.same_host:
             spec = spec.with_peers(peers_of(requested, page), request.request_id)
         return spec
+
+    def _suits(self, spec: RequestSpec, host: str | None) -> Chosen | Retry | None:
+        """Why an instance may not be rebuilt from another image where it is; nothing is claimed for that."""
+        verdict = None if host is None else self._selector.suits_rebuild(host, spec)
+        if host is None or verdict is None:
+            return None
+        if verdict.may_be_early and self._is_warming_up():
+            return HOSTS_UNKNOWN
+        reasons = ", ".join(sorted(verdict.funnel[-1].rejected))
+        reason = f"host {self._selector.name_of(host)} does not suit the image: {reasons}"
+        return Chosen(failure=Refusal(code=IMAGE_UNSUITABLE, reason=reason), funnel=verdict.funnel)
 
     def _pick(
         self,
@@ -352,7 +368,7 @@ class MoveEngine:
                     await unit.update([BuildUpdate(build=found.build, timeline=(entry,))], author.at)
                 if command is not None:
                     assert move.cell is not None
-                    instances[request.instance_uuid] = self._begun(found, request.kind, request.request_id)
+                    instances[request.instance_uuid] = under_way(request, found)
                     unit.emit(OutboxMessage(move.cell, command, request.request_id))
                 unit.emit(OutboxMessage(API, event_of(move, found, author.at), request.request_id))
                 labels.append(move.code or move.state.value)
@@ -364,11 +380,6 @@ class MoveEngine:
         for label in labels:
             metrics.count_requests("move", label)
         return outcomes
-
-    @staticmethod
-    def _begun(known: MoveContext, kind: MoveKind, request_id: str) -> InstanceRecord:
-        """An abort goes beside the request that it ends, which stays the one under way."""
-        return known.now if kind is MoveKind.ABORT else replace(known.now, under_way=request_id)
 
     def _decided(
         self,

@@ -137,6 +137,7 @@ PLANTS: dict[str, tuple[str, str, str]] = {
         "groups=tuple(_group(suffix, words) for suffix, words in sorted(reading.groups.items()))",
         "groups=()",
     ),
+    "O-6": (_CLAIMS, "if more > 0 and now.get(name, 0) + more > limit:", "if more > limit:"),
     "O-5": (_CLAIMS, "if uuid in shapes and shapes[uuid] != provider.shape:", "if uuid in shapes:"),
     "G-1": ("scheduler_worker/plugins.py", "*MORE_FILTERS, *config.available_filters", "*MORE_FILTERS"),
     "G-3": ("scheduler_worker/domain/explain.py", "for step in reversed(funnel):", "for step in funnel[:0]:"),
@@ -167,6 +168,8 @@ PLANTS: dict[str, tuple[str, str, str]] = {
         "return finish(instance, event.at, timeouts)",
     ),
     "M-9": (_MOVES, "    if request.kind is not MoveKind.UNSHELVE:\n", "    if request.kind:\n"),
+    "M-10": (_MOVE_STEPS, "MoveKind.REBUILD: ChangeKind.REBUILD", "MoveKind.REBUILD: ChangeKind.STOP"),
+    "N-19": ("scheduler_worker/domain/selector.py", "return None if len(view) else NoValidHost(steps)", "return None"),
     "M-11": (_MOVE_STEPS, "return undo(left, at, timeouts, NO_HOST, summary_of_hosts(left))", "return Step(left)"),
     "T-13": (
         _MOVE_STEPS,

@@ -10,7 +10,7 @@ import os
 import socket
 import sys
 import uuid
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -233,3 +233,14 @@ def database_of(settings: Settings) -> Site:
             "no database: set database.url (BERTH_DATABASE__URL), or start `berth up`",
         )
     return site
+
+
+def pairs_of(given: Sequence[str] | None, option: str) -> dict[str, str]:
+    """KEY=VALUE, repeated. The first = ends the key."""
+    pairs: dict[str, str] = {}
+    for one in given or ():
+        key, equals, value = one.partition("=")
+        if not equals or not key or key in pairs:
+            raise typer.BadParameter(f"{one!r}: KEY=VALUE, each key once", param_hint=option)
+        pairs[key] = value
+    return pairs

@@ -26,6 +26,7 @@ from berth.commands.common import (
     client,
     err,
     out,
+    pairs_of,
     parse_uuid,
     print_json,
     run,
@@ -132,13 +133,22 @@ def rebuild(
     context: typer.Context,
     uuid: Instance,
     image: Annotated[str, typer.Option(help="The image's name.")],
+    properties: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--image-property", metavar="NAME=VALUE", help="A property of the image, for filters; may be repeated."
+        ),
+    ] = None,
     request_id: RequestId = None,
     wait: Wait = False,
     timeout: Timeout = 600.0,
     as_json: AsJson = False,
 ) -> None:
-    """Build an instance again from an image, on the same host."""
-    fields = {"image": image}
+    """Build an instance again from an image, on the same host.
+
+    Another image is checked by the filters that look at images, as at a build.
+    """
+    fields = {"image": image, "image_properties": pairs_of(properties, "--image-property") if properties else None}
     _ask(context, uuid, MoveKind.REBUILD, fields, request_id=request_id, wait=wait, timeout_s=timeout, as_json=as_json)
 
 

@@ -22,6 +22,7 @@ from berth.commands.common import (
     client,
     decided_by,
     out,
+    pairs_of,
     print_json,
     run,
     settings_of,
@@ -157,7 +158,7 @@ def set_flavor(
         "vcpus": vcpus,
         "memory_mb": memory_mb,
         "disk_gb": disk_gb,
-        "extra_specs": _pairs(extra_spec, "--extra-spec"),
+        "extra_specs": pairs_of(extra_spec, "--extra-spec"),
         "projects": project or [],
     }
     changes = [ObjectChange(kind=ObjectKind.FLAVOR, name=name, body=body)]
@@ -180,7 +181,7 @@ def set_aggregate(
     as_json: AsJson = False,
 ) -> None:
     """Make a host aggregate, or replace the whole of it."""
-    pairs = _pairs(metadata, "--metadata") | ({} if zone is None else {"availability_zone": zone})
+    pairs = pairs_of(metadata, "--metadata") | ({} if zone is None else {"availability_zone": zone})
     body = {"uuid": uuid, "name": name, "metadata": pairs}
     changes = [ObjectChange(kind=ObjectKind.AGGREGATE, name=name, body=body)]
     _change(context, changes, why=why, by=by, force=force, dry_run=dry_run, as_json=as_json)
@@ -199,7 +200,7 @@ def set_quota(
     as_json: AsJson = False,
 ) -> None:
     """Set the whole quota of a project. It holds from the next claim on; what is held beyond it stays."""
-    body = {"limits": {key: _number(value, key) for key, value in _pairs(limits, "CLASS=AMOUNT").items()}}
+    body = {"limits": {key: _number(value, key) for key, value in pairs_of(limits, "CLASS=AMOUNT").items()}}
     changes = [ObjectChange(kind=ObjectKind.QUOTA, name=project, body=body)]
     _change(context, changes, why=why, by=by, force=False, dry_run=dry_run, as_json=as_json)
 
@@ -271,7 +272,7 @@ def set_rules(
     as_json: AsJson = False,
 ) -> None:
     """Replace the scheduling rules. What is not given is as in the settings of each scheduler."""
-    numbers = {key: _number(value, key, float) for key, value in _pairs(multiplier, "--multiplier").items()}
+    numbers = {key: _number(value, key, float) for key, value in pairs_of(multiplier, "--multiplier").items()}
     given = {
         "multipliers": numbers or None,
         "enabled_filters": filters,
@@ -455,17 +456,6 @@ def _from_file(kind: ObjectKind, name: str, body: dict[str, Any]) -> dict[str, A
         case ObjectKind.AGGREGATE:
             return {**body, "name": name}
     return body
-
-
-def _pairs(given: Sequence[str] | None, option: str) -> dict[str, str]:
-    """KEY=VALUE, repeated. The first = ends the key."""
-    pairs: dict[str, str] = {}
-    for one in given or ():
-        key, equals, value = one.partition("=")
-        if not equals or not key or key in pairs:
-            raise typer.BadParameter(f"{one!r}: KEY=VALUE, each key once", param_hint=option)
-        pairs[key] = value
-    return pairs
 
 
 def _number(text: str, key: str, kind: type[int | float] = int) -> int | float:

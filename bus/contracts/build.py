@@ -48,6 +48,9 @@ class FlavorCount(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_
     count: Members = 1
 
 
+ImageProperties = Annotated[dict[Label, Annotated[str, Bound(max_length=255)]], Bound(max_length=64)]
+
+
 class BuildRequest(Message, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="build.request.v1"):
     """Build one machine. `instance_uuid` is chosen by the client and makes the request idempotent.
 
@@ -82,7 +85,7 @@ class BuildRequest(Message, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     server_group: ServerGroup | None = None
     different_host: Annotated[tuple[Uuid, ...], Bound(max_length=64)] = ()
     same_host: Annotated[tuple[Uuid, ...], Bound(max_length=64)] = ()
-    image_properties: Annotated[dict[Label, Annotated[str, Bound(max_length=255)]], Bound(max_length=64)] = {}
+    image_properties: ImageProperties = {}
     image_source: ImageSource | None = None
     config_drive: ConfigDrive | None = None
     networks: Networks = ()

@@ -15,7 +15,7 @@ from msgspec import Meta as Bound
 from msgspec import Struct
 
 from .base import Allocations, ClassName, Count, Label, Message, Reason, Uuid, Word
-from .build import AttemptRecord, FunnelStep
+from .build import AttemptRecord, FunnelStep, ImageProperties
 from .cell import InstanceSpec, Selection
 from .groups import ServerGroup
 
@@ -62,7 +62,8 @@ class MoveRequest(Message, frozen=True, kw_only=True, forbid_unknown_fields=True
     """Do one thing with one instance. `request_id` is chosen by the client and makes the request idempotent.
 
     It ends in one terminal `instance.event.v1` of that id. request_id is the migration's uuid too, under which the book
-    keeps the source, so it must be no instance's. flavor: of a resize. image: of a rebuild. host, forced, ignore_hosts,
+    keeps the source, so it must be no instance's. flavor: of a resize. image, image_properties: of a rebuild
+    (properties None: those that the instance has, if it has that image, else none). host, forced, ignore_hosts,
     max_attempts: of kinds that choose a host, as in a build request. policy: of a resize. migration: a confirm, revert
     or abort is meant for this move alone (None: for the one there is). auto_confirm_s: a migrate or resize is confirmed
     by itself so long after it has arrived (0: at once; None: it waits for a client). offload: of a shelve.
@@ -79,6 +80,7 @@ class MoveRequest(Message, frozen=True, kw_only=True, forbid_unknown_fields=True
     user_id: Word = "unknown"
     flavor: Label | None = None
     image: Annotated[str, Bound(max_length=255)] | None = None
+    image_properties: ImageProperties | None = None
     host: Annotated[str, Bound(max_length=255)] | None = None
     forced: bool = False
     ignore_hosts: Annotated[tuple[str, ...], Bound(max_length=256)] = ()

@@ -96,7 +96,9 @@ def record_of(move: RecordedMove, updated_at: float) -> MoveRecord:
 class InstanceRecord(Struct, frozen=True, kw_only=True):
     """What an instance has become since its build. Without a record it is as it was built.
 
-    flavor, image: what it has now; "": as it was built. under_way: the request that has no terminal event yet.
+    flavor, image: what it has now; "": as it was built. image_properties: {image: its properties}, of the image that
+    a rebuild gave it, and of the one that the rebuild under way names. under_way: the request that has no terminal
+    event yet.
     sequence: of the newest event of its cell that changed this.
     """
 
@@ -104,6 +106,7 @@ class InstanceRecord(Struct, frozen=True, kw_only=True):
     condition: Condition = Condition.ACTIVE
     flavor: str = ""
     image: str = ""
+    image_properties: Mapping[str, Mapping[str, str]] = {}
     under_way: str | None = None
     sequence: int = 0
 
@@ -253,11 +256,48 @@ def image_of(known: MoveContext) -> str:
     return known.now.image or known.build_request.image
 
 
+def image_properties_of(known: MoveContext) -> Mapping[str, str]:
+    """The properties of the image that the instance has now."""
+    assert known.build_request is not None
+    return known.now.image_properties.get(image_of(known), known.build_request.image_properties)
+
+
+def rebuilt_from(request: MoveRequest, known: MoveContext) -> Mapping[str, str]:
+    """The properties of the image that a rebuild names."""
+    if request.image_properties is not None:
+        return request.image_properties
+    return image_properties_of(known) if request.image == image_of(known) else {}
+
+
+def changes_image(request: MoveRequest, known: MoveContext) -> bool:
+    """Whether it is a rebuild from another image than the instance has, which its host may not support."""
+    if request.kind is not MoveKind.REBUILD:
+        return False
+    return request.image != image_of(known) or rebuilt_from(request, known) != image_properties_of(known)
+
+
+def under_way(request: MoveRequest, known: MoveContext) -> InstanceRecord:
+    """The record of an instance whose request is dispatched."""
+    if request.kind is MoveKind.ABORT:  # it goes beside the request that it ends, which stays the one under way
+        return known.now
+    begun = replace(known.now, under_way=request.request_id)
+    if not changes_image(request, known):
+        return begun
+    assert request.image is not None
+    properties = {image_of(known): image_properties_of(known), request.image: rebuilt_from(request, known)}
+    return replace(begun, image_properties=properties)
+
+
 def chooses_hosts(request: MoveRequest, known: MoveContext) -> bool:
     """Whether hosts are chosen for it; a shelved instance that still has its host starts there."""
     if request.kind is MoveKind.UNSHELVE:
         return known.now.condition is Condition.OFFLOADED
     return request.kind in CHOOSES_HOSTS
+
+
+def looks_at_hosts(request: MoveRequest, known: MoveContext) -> bool:
+    """Whether it depends on hosts: those that are chosen for it, or its own, which may not support another image."""
+    return chooses_hosts(request, known) or changes_image(request, known)
 
 
 def leaves_source(request: MoveRequest, *, same_host: bool) -> bool:
@@ -271,10 +311,12 @@ def placed_as(request: MoveRequest, known: MoveContext) -> BuildRequest:
     """The request for which hosts are chosen: that of the build, with what the instance has now and this one names."""
     built = known.build_request
     assert built is not None
+    is_rebuilt = request.kind is MoveKind.REBUILD
     return replace(
         built,
         flavor=request.flavor if request.kind is MoveKind.RESIZE and request.flavor else flavor_of(known),
-        image=image_of(known),
+        image=request.image if is_rebuilt and request.image is not None else image_of(known),
+        image_properties=dict(rebuilt_from(request, known) if is_rebuilt else image_properties_of(known)),
         host=request.host,
         forced=request.forced,
         ignore_hosts=request.ignore_hosts,

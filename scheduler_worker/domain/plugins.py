@@ -80,6 +80,14 @@ def applies_to(plugin: Filter | Weigher, spec: RequestSpec) -> bool:
     return applies is None or bool(applies(spec))
 
 
+def runs_on_rebuild(plugin: Filter) -> bool:
+    """Whether a filter is run for a rebuild from another image, on the host that the instance is on.
+
+    Its attribute `run_on_rebuild`, if it has one: True where it looks at the image (as Nova's RUN_ON_REBUILD).
+    """
+    return bool(getattr(plugin, "run_on_rebuild", False))
+
+
 def is_own(plugin: Filter | Weigher) -> bool:
     """Whether it is one of berth's own, so that it is known which requests' peers it reads."""
     return type(plugin).__module__.startswith("scheduler_worker.")

@@ -20,7 +20,7 @@ from scheduler_worker.domain.explain import funnel_step
 from scheduler_worker.domain.flavors import ParsedFlavor, request_spec
 from scheduler_worker.domain.host_metrics import HostMetricsTable
 from scheduler_worker.domain.hosts import NO_SERVICE, HostTable, Rows
-from scheduler_worker.domain.plugins import Filter, Weighing, applies_to, is_own
+from scheduler_worker.domain.plugins import Filter, Weighing, applies_to, is_own, runs_on_rebuild
 from scheduler_worker.domain.ranking import RandomSource, RankedHost, Ranking
 from scheduler_worker.domain.request_spec import RequestSpec, Unsatisfiable
 from scheduler_worker.domain.view import HostsView, Membership
@@ -229,21 +229,21 @@ class Selector:
                 before = len(view)
                 view = view.subset(~excluded)
                 funnel.append(funnel_step(state.value, before, {f"host.{state}": before - len(view)}))
-        for host_filter in self.filters:
-            if spec.forced or not applies_to(host_filter, spec):
-                continue
-            before = len(view)
-            verdict = host_filter.filter(view, spec)
-            if not verdict.passed.all():
-                view = view.subset(verdict.passed)
-            # A plug-in may count carelessly; the funnel must add up all the same.
-            rejected = (
-                verdict.rejected
-                if sum(verdict.rejected.values()) == before - len(view)
-                else {host_filter.name: before - len(view)}
-            )
-            funnel.append(funnel_step(host_filter.name, before, rejected))
-        return view, tuple(funnel)
+        filters = () if spec.forced else self.filters
+        view, steps = filtered(view, spec, [one for one in filters if applies_to(one, spec)])
+        return view, (*funnel, *steps)
+
+    def suits_rebuild(self, host_uuid: str, spec: RequestSpec) -> NoValidHost | None:
+        """Whether the filters that look at an image let an instance stay on its host: None, or what they reject."""
+        row = self.book.row_of(host_uuid)
+        if row is None:
+            return None
+        view = self._view(np.array([row], dtype=np.intp))
+        if not view.known.all():
+            return NoValidHost((funnel_step("announced", 1, {UNANNOUNCED: 1}),), unannounced=1)
+        filters = [one for one in self.filters if runs_on_rebuild(one) and applies_to(one, spec)]
+        view, steps = filtered(view, spec, filters)
+        return None if len(view) else NoValidHost(steps)
 
     def _index_of(self, rows: Rows) -> Rows:
         """Host table index per row of the replica; computed again only after hosts or roots came or went."""
@@ -256,6 +256,24 @@ class Selector:
                     self._index[row] = at
             self._roots, self._known = roots, len(self.table)
         return self._index[rows]
+
+
+def filtered(view: HostsView, spec: RequestSpec, filters: Sequence[Filter]) -> tuple[HostsView, tuple[FunnelStep, ...]]:
+    """Run filters in order; the hosts that are left, and how many each rejected."""
+    steps = []
+    for host_filter in filters:
+        before = len(view)
+        verdict = host_filter.filter(view, spec)
+        if not verdict.passed.all():
+            view = view.subset(verdict.passed)
+        # A plug-in may count carelessly; the funnel must add up all the same.
+        rejected = (
+            verdict.rejected
+            if sum(verdict.rejected.values()) == before - len(view)
+            else {host_filter.name: before - len(view)}
+        )
+        steps.append(funnel_step(host_filter.name, before, rejected))
+    return view, tuple(steps)
 
 
 def recovered_allocations(

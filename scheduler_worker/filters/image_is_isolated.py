@@ -20,6 +20,7 @@ class AggregateImagePropertiesIsolation:
     """
 
     name: ClassVar[str] = "AggregateImagePropertiesIsolation"
+    run_on_rebuild: ClassVar[bool] = True
 
     def applies_to(self, spec: RequestSpec) -> bool:
         """Only to images with properties."""

@@ -24,6 +24,7 @@ class ImagePropertiesFilter:
     """
 
     name: ClassVar[str] = "ImagePropertiesFilter"
+    run_on_rebuild: ClassVar[bool] = True
 
     def applies_to(self, spec: RequestSpec) -> bool:
         """Only to images with one of these properties."""

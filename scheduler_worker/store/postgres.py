@@ -119,9 +119,10 @@ UPDATE moves SET state = $2, sequence = $3, terminal = $4, cell = $5, host = $6,
 WHERE request_id = $1
 """
 PUT_INSTANCE = f"""
-INSERT INTO instances ({rows.INSTANCE}) VALUES ($1, $2, $3, $4, $5, $6)
+INSERT INTO instances ({rows.INSTANCE}) VALUES ($1, $2, $3, $4, $5, $6, $7)
 ON CONFLICT (instance_uuid) DO UPDATE SET condition = excluded.condition, flavor = excluded.flavor,
-    image = excluded.image, under_way = excluded.under_way, sequence = excluded.sequence
+    image = excluded.image, image_properties = excluded.image_properties, under_way = excluded.under_way,
+    sequence = excluded.sequence
 """
 PURGE_MOVES = """
 DELETE FROM moves WHERE request_id IN (

@@ -262,7 +262,9 @@ def move_row(one: RecordedMove, now: float) -> tuple[Any, ...]:
     )
 
 
-INSTANCE = "instance_uuid, condition, flavor, image, under_way, sequence"
+INSTANCE = "instance_uuid, condition, flavor, image, image_properties, under_way, sequence"
+
+_properties = msgspec.json.Decoder(dict[str, dict[str, str]])
 
 
 def instance(row: asyncpg.Record) -> InstanceRecord:
@@ -272,6 +274,7 @@ def instance(row: asyncpg.Record) -> InstanceRecord:
         condition=Condition(row["condition"]),
         flavor=row["flavor"],
         image=row["image"],
+        image_properties=_properties.decode(row["image_properties"]),
         under_way=row["under_way"],
         sequence=row["sequence"],
     )
@@ -279,7 +282,15 @@ def instance(row: asyncpg.Record) -> InstanceRecord:
 
 def instance_row(one: InstanceRecord) -> tuple[Any, ...]:
     """The values of a row of INSTANCE."""
-    return one.instance_uuid, one.condition.value, clean(one.flavor), clean(one.image), one.under_way, one.sequence
+    return (
+        one.instance_uuid,
+        one.condition.value,
+        clean(one.flavor),
+        clean(one.image),
+        clean(_encode(one.image_properties).decode()),
+        one.under_way,
+        one.sequence,
+    )
 
 
 _requests = msgspec.json.Decoder(BuildRequest)

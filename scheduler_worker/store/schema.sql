@@ -68,12 +68,13 @@ CREATE INDEX moves_of_instance ON moves (instance_uuid, created_at DESC);
 CREATE INDEX moves_newest ON moves (created_at DESC);
 
 -- What an instance has become since its build; without a row it is as it was built. flavor, image: '' = as built.
--- under_way: the request without a terminal event. sequence: of the newest event that changed the row.
+-- image_properties: JSON, {image: {name: value}} of images that rebuilds named. under_way: the request without a terminal event. sequence: of the newest event that changed the row.
 CREATE TABLE instances (
     instance_uuid uuid PRIMARY KEY,
     condition text NOT NULL,
     flavor text NOT NULL,
     image text NOT NULL,
+    image_properties text NOT NULL,
     under_way uuid,
     sequence bigint NOT NULL
 );

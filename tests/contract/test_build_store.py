@@ -395,7 +395,14 @@ def moved(request_id: str = B, uuid: str = A, **more: Any) -> RecordedMove:
 async def test_a_move_is_on_record_with_what_its_instance_has_become(make: Make, store: SchedulerStore) -> None:
     async with store.unit() as unit:
         await unit.insert([new(A), new(C)], 1.0)
-    instance = InstanceRecord(instance_uuid=A, condition=Condition.STOPPED, under_way=B, sequence=12)
+    instance = InstanceRecord(
+        instance_uuid=A,
+        condition=Condition.STOPPED,
+        image="new",
+        image_properties={"new": {"hw_vm_mode": "hvm"}, "": {}},
+        under_way=B,
+        sequence=12,
+    )
     async with store.operation() as unit:
         assert (await unit.known({B: A}, lock=True))[B].now == InstanceRecord(instance_uuid=A)
         assert await unit.insert_moves([moved()], 6.0) == {B}

@@ -28,6 +28,7 @@ from tests.integration.scheduler.world import PATIENCE_S, World
 pytestmark = pytest.mark.postgres
 
 WARM = SchedulerConfig(hosts_warmup_s=0.001)
+OF_IMAGES = replace(WARM, enabled_filters=("ComputeFilter", "ImagePropertiesFilter"))
 DONE = {"terminal": True, "condition": Condition.ACTIVE}
 
 
@@ -196,6 +197,49 @@ async def test_a_resize_counts_what_it_holds_once_where_the_site_allows_the_same
     assert record is not None and record.flavor == "m1.large"
     again = world.move(built, MoveKind.RESIZE, flavor="m1.large")
     assert await refused(world, again) == "flavor.same"
+
+
+async def announce_modes(world: World, modes: dict[str, str]) -> None:
+    """Announce the VM modes that hosts support ({name: modes}); wait until the scheduler knows them."""
+    for uuid, host in world.hosts["c1"].items():
+        triples = ",".join(f"x86_64/kvm/{mode}" for mode in modes[host.name].split())
+        world.hosts["c1"][uuid] = replace(host, attributes={"supported_instances": triples})
+    await world.announce("c1")
+    await world.eventually(lambda: any("supported_instances" in one for one in world.tables["s1"].attributes))
+
+
+async def test_a_rebuild_is_checked_by_the_filters_that_look_at_images_and_by_no_other(world: World) -> None:
+    """The instance stays on its host, so what is free there, and whether the host is disabled, does not matter."""
+    built = await one_active(world, 1, OF_IMAGES)
+    await announce_modes(world, {"c1-0": "hvm"})
+    command = SetAdminState(host="c1-0", state=AdminState.DISABLED, reason="full", by="ann")
+    await world.buses[API].request(command, AdminStateSet, timeout_s=PATIENCE_S)
+    other = world.move(built, MoveKind.REBUILD, image="xen", image_properties={"hw_vm_mode": "xen"})
+    assert await refused(world, other) == "image.unsuitable"
+    answer = await world.moved(other)
+    assert [(one.step, one.rejected) for one in answer.funnel] == [
+        ("ImagePropertiesFilter", {"image.not_supported": 1})
+    ]
+    assert answer.condition is Condition.ACTIVE and "c1-0" in answer.reason
+    fits = world.move(built, MoveKind.REBUILD, image="new", image_properties={"hw_vm_mode": "hvm"})
+    await world.ask(fits)
+    assert (await world.dispatched(fits)).selections == ()
+
+
+async def test_an_instance_moves_by_the_properties_of_the_image_that_it_was_rebuilt_from(world: World) -> None:
+    built = await one_active(world, config=OF_IMAGES)
+    source = (await world.show(built.instance_uuid)).host  # type: ignore[union-attr]
+    fitting, other = (name for name in ("c1-0", "c1-1", "c1-2") if name != source)
+    await announce_modes(world, {str(source): "xen hvm", fitting: "hvm", other: "xen"})
+    for number, mode, state in ((1, "hvm", MoveState.DONE), (2, "xen", MoveState.FAILED)):
+        rebuild = world.move(built, MoveKind.REBUILD, image=mode, image_properties={"hw_vm_mode": mode})
+        await world.ask(rebuild)
+        await world.dispatched(rebuild)
+        await world.move_announced("c1", rebuild, state, 20 * number, **DONE, host=source, image="hvm")
+        await world.moved(rebuild)
+    move = world.move(built, MoveKind.MIGRATE)
+    await world.ask(move)
+    assert [one.host for one in (await world.dispatched(move)).selections] == [fitting]
 
 
 async def test_members_that_keep_apart_keep_apart_when_they_move(world: World) -> None:
