@@ -47,7 +47,7 @@ from berth.servers import RealServers, SystemPlan, real_servers, running_process
 from berth.site import Site
 from berth.worker_processes import WorkerProcesses
 from bus.contracts.base import Meta
-from bus.contracts.catalogue import MAX_WAITING_BYTES, MAX_WAITING_MESSAGES, MOST_REQUESTS_A_MESSAGE
+from bus.contracts.catalogue import MAX_REQUESTS_PER_MESSAGE, MAX_WAITING_BYTES, MAX_WAITING_MESSAGES
 from bus.service.telemetry import configure_logging
 from bus.wire import pack
 from compute_sim.config import ComputeConfig
@@ -198,7 +198,7 @@ def largest_backlog(schedulers: int) -> int:
     request = draw_requests(LoadPlan(boots=1, mix=MIX, project_id="bench"), random.Random(1))[0]
     meta = Meta(id=request.instance_uuid, cause=request.instance_uuid, sent_at=time.time())
     waiting = MAX_WAITING_BYTES // len(pack(request, meta).body)
-    return waiting + schedulers * SchedulerConfig().prefetch * MOST_REQUESTS_A_MESSAGE
+    return waiting + schedulers * SchedulerConfig().prefetch * MAX_REQUESTS_PER_MESSAGE
 
 
 async def sustained_per_s(client: BuildClient, here: Site, rng: random.Random) -> float:
@@ -222,7 +222,7 @@ async def offered(
         mix=MIX,
         project_id="bench",
         phases=tuple(phases),
-        patience_s=0.0,
+        retry_for_s=0.0,
         timeout_s=TIMEOUT_S,
     )
     runs: list[LoadRun] = []

@@ -100,7 +100,7 @@ class Drill:
             )
             for _ in range(instances)
         ]
-        tracks = await self.client.boot(requests, patience_s=TIMEOUT_S)
+        tracks = await self.client.boot(requests, retry_for_s=TIMEOUT_S)
         if not await self.client.wait(TIMEOUT_S) or any(track.state != "active" for track in tracks):
             raise SystemExit(f"{sum(track.state != 'active' for track in tracks)} boots are not active")
 

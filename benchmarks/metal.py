@@ -173,7 +173,7 @@ class MetalBench:
             BuildRequest(instance_uuid=new_uuid(rng), flavor=FLAVOR, project_id="bench", build_timeout_s=TIMEOUT_S)
             for _ in range(figures.deploys)
         ]
-        tracks = await client.boot(requested, patience_s=TIMEOUT_S)
+        tracks = await client.boot(requested, retry_for_s=TIMEOUT_S)
         if not await client.wait(TIMEOUT_S):
             raise SystemExit("not all builds have ended")
         took = time.perf_counter() - began

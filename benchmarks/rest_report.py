@@ -9,7 +9,7 @@ from msgspec import Struct
 from benchmarks.rest_client import HUNG_UP, LATE, Outcome
 from benchmarks.rest_phases import Phase, value
 
-UNHEARD = {LATE: "no answer in time", HUNG_UP: "hung up"}
+UNANSWERED = {LATE: "no answer in time", HUNG_UP: "hung up"}
 SHOWN, SHOWN_CHARACTERS = 25, 110
 
 
@@ -102,7 +102,7 @@ def lines(row: Row) -> list[str]:
 def _trouble(outcome: Outcome) -> str:
     if not outcome.failed:
         return ""
-    named = ", ".join(f"{UNHEARD.get(status, status)}: {count}" for status, count in outcome.statuses.items())
+    named = ", ".join(f"{UNANSWERED.get(status, status)}: {count}" for status, count in outcome.statuses.items())
     return f"   answers: {named}"
 
 

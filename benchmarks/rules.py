@@ -82,7 +82,7 @@ RULES: dict[str, Callable[[random.Random, int], list[BuildRequest]]] = {
 async def fire(client: BuildClient, rule: str, requests: list[BuildRequest]) -> RuleResult:
     """All at once. Ends the program where one does not become active, or two of a group are on one host."""
     started = time.monotonic()
-    tracks = await client.boot(requests, patience_s=TIMEOUT_S)
+    tracks = await client.boot(requests, retry_for_s=TIMEOUT_S)
     if not await client.wait(TIMEOUT_S):
         raise SystemExit(f"{rule}: {client.unfinished} boots have not ended")
     seconds = time.monotonic() - started

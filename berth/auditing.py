@@ -1,4 +1,4 @@
-"""Looks at a running system again and again: what is wrong between its book, its records and its hosts."""
+"""Audits a running system at intervals: where its book, its records and its hosts disagree."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ _CHANGED = "SELECT instance_uuid::text FROM instances WHERE under_way IS NOT NUL
 _MIGRATIONS = "SELECT request_id::text, instance_uuid::text FROM moves WHERE request_id = ANY($1::uuid[])"
 
 
-class Look(Struct, frozen=True):
-    """What one look has changed. confirmed: everything that is wrong by now."""
+class AuditPass(Struct, frozen=True):
+    """What one pass has changed. confirmed: every finding that is confirmed by now."""
 
     new: tuple[AuditFinding, ...]
     gone: tuple[AuditFinding, ...]
@@ -27,8 +27,8 @@ class Look(Struct, frozen=True):
     at_s: float
 
 
-async def look(site: Site) -> AuditFacts:
-    """One look at everything. What is under way is read before and after the rest: it is under way in between, too."""
+async def read_facts(site: Site) -> AuditFacts:
+    """All facts of one pass. What is under way is read before and after the rest: it is under way in between, too."""
     environment = site.environment("audit")
     scheduler, book = environment.database("scheduler", pool_size=1), environment.database("placement", pool_size=1)
     try:
@@ -44,15 +44,15 @@ async def look(site: Site) -> AuditFacts:
         await book.close()
 
 
-async def watch(site: Site, *, every_s: float) -> AsyncGenerator[Look]:
-    """Look again and again, so many seconds after the last look began, or at once where a look takes longer."""
+async def watch(site: Site, *, every_s: float) -> AsyncGenerator[AuditPass]:
+    """One pass every `every_s` seconds, counted from the begin of the last; at once where a pass takes longer."""
     confirmed = Confirmed()
     while True:
         began_s = site.clock.monotonic()
-        found = findings(await look(site))
+        found = findings(await read_facts(site))
         now_s = site.clock.monotonic()
         new, gone = confirmed.apply(found, now_s)
-        yield Look(tuple(new), tuple(gone), confirmed, now_s)
+        yield AuditPass(tuple(new), tuple(gone), confirmed, now_s)
         await site.clock.sleep(max(0.0, began_s + every_s - site.clock.monotonic()))
 
 

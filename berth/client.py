@@ -35,7 +35,7 @@ PUBLISH_AGAIN_S = 0.25
 # A client that receives nothing for this long queries its builds; so many at a time, so many at most.
 SILENCE_S = 1.0
 ASK_SLICE = 200
-MAX_ASKED = 2_000
+MAX_QUERIED = 2_000
 ASK_TIMEOUT_S = 10.0
 MIN_ASK_S = 0.5
 # Events kept for the invariants; a longer run judges the newest.
@@ -131,10 +131,10 @@ class BuildClient:
         """Start to follow a request that is about to be published."""
         return self._follow(request.instance_uuid, request.flavor, request.project_id, intended_at)
 
-    async def boot(self, requests: Sequence[BuildRequest], *, patience_s: float = 0.0) -> list[Track]:
+    async def boot(self, requests: Sequence[BuildRequest], *, retry_for_s: float = 0.0) -> list[Track]:
         """Publish all (confirmed by the broker when this returns) and follow them, each member of a gang by itself.
 
-        patience_s: how long to publish again while the broker is unavailable or refuses; a request that arrives twice
+        retry_for_s: how long to publish again while the broker is unavailable or refuses; a request that arrives twice
         is one request. Raises BusUnavailable, Unroutable (no scheduler was ever here) or PublishRefused (slow down);
         the tracks of those that were confirmed before have a `published_at`.
         """
@@ -144,7 +144,7 @@ class BuildClient:
             for request in requests
             for uuid in instances_of(request)
         ]
-        give_up_at = self._clock.monotonic() + patience_s
+        give_up_at = self._clock.monotonic() + retry_for_s
         for start in range(0, len(requests), PUBLISH_SLICE):
             await self._publish(requests[start : start + PUBLISH_SLICE], give_up_at)
         return tracks
@@ -175,7 +175,7 @@ class BuildClient:
         self.tracks.pop(uuid, None)
         self._open.discard(uuid)
 
-    async def delete(self, builds: Sequence[BuildRecord], *, patience_s: float = 0.0) -> list[Track]:
+    async def delete(self, builds: Sequence[BuildRecord], *, retry_for_s: float = 0.0) -> list[Track]:
         """Request the deletion of builds and follow them until they are gone; time limits and faults as in `boot`."""
         tracks: list[Track] = []
         for build in builds:
@@ -186,7 +186,7 @@ class BuildClient:
                 self._end(track, build.state, None)
         await self._publish(
             [DeleteRequest(instance_uuid=build.instance_uuid, project_id=build.project_id) for build in builds],
-            self._clock.monotonic() + patience_s,
+            self._clock.monotonic() + retry_for_s,
         )
         return tracks
 
@@ -221,7 +221,7 @@ class BuildClient:
             await self._event_within(left)
         return True
 
-    async def resync(self, *, timeout_s: float = ASK_TIMEOUT_S, at_most: int = MAX_ASKED) -> None:
+    async def resync(self, *, timeout_s: float = ASK_TIMEOUT_S, at_most: int = MAX_QUERIED) -> None:
         """Ask where what is unfinished stands (its event may have been missed). Raises RequestTimeout."""
         requested = sorted(self._open)[:at_most]
         for uuid in requested:

@@ -50,7 +50,7 @@ async def follow(
     *,
     clock: Clock,
     timeout_s: float,
-    on_look: Callable[[DrainProgress], None] = lambda _: None,
+    on_progress: Callable[[DrainProgress], None] = lambda _: None,
     is_over: Callable[[DrainProgress], bool] = lambda one: one.state is DrainState.ENDED,
 ) -> DrainProgress:
     """Look at a drain until it has ended (or `is_over`), at most so long; what it had come to at the last look.
@@ -66,7 +66,7 @@ async def follow(
             if clock.monotonic() >= give_up_at:
                 raise
             continue
-        on_look(seen)
+        on_progress(seen)
         if is_over(seen) or clock.monotonic() >= give_up_at:
             return seen
         await clock.sleep(LOOK_S)

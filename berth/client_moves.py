@@ -17,7 +17,7 @@ from bus.port import BusError
 SILENCE_S = 1.0
 ASK_TIMEOUT_S = 10.0
 # Requests queried in one silence; the others are queried in the next.
-MAX_ASKED = 200
+MAX_QUERIED = 200
 
 
 class MoveClient:
@@ -103,14 +103,14 @@ class MoveClient:
         return True
 
     async def _query_states(self, timeout_s: float) -> None:
-        requested = list(self._open)[:MAX_ASKED]
+        requested = list(self._open)[:MAX_QUERIED]
         queries = [MoveQuery(request_id=one) for one in requested]
         pages = await self._bus.request_all(queries, MovePage, timeout_s=timeout_s, causes=requested)
         for page in pages:
             for record in page.moves if isinstance(page, MovePage) else ():
                 if record.terminal:
                     self._end(record.request_id, record)
-        for one in requested[: len(requested) if self.unfinished > MAX_ASKED else 0]:  # to the end of the line
+        for one in requested[: len(requested) if self.unfinished > MAX_QUERIED else 0]:  # to the end of the line
             if one in self._open:
                 self._open[one] = self._open.pop(one)
 

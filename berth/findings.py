@@ -1,7 +1,7 @@
 """What an audit finds between the book, the records and the hosts, as plain functions over gathered facts.
 
-A system at work is never at rest: what is under way is not judged, and what one look has found counts only when the
-next look finds it, too (`Confirmed`). Gathering is `berth.auditing`; nothing here does any I/O.
+A system at work is never at rest: what is under way is not judged, and what one pass has found counts only when the
+next pass finds it, too (`Confirmed`). Gathering is `berth.auditing`; nothing here does any I/O.
 """
 
 from __future__ import annotations
@@ -57,12 +57,12 @@ class AuditFinding(Struct, frozen=True):
 
     @property
     def key(self) -> tuple[str, str]:
-        """By which the same finding of two looks is recognised."""
+        """By which the same finding of two passes is recognised."""
         return self.kind.value, self.subject
 
 
 class AuditFacts(Struct, frozen=True, kw_only=True):
-    """What one look has read.
+    """What one pass has read.
 
     held_by_bus: consumers that hold something by a claim of the bus; others are foreign. busy: instances about which
     something is under way. migrations: {a move's request: its instance}, which holds the source meanwhile.
@@ -75,7 +75,7 @@ class AuditFacts(Struct, frozen=True, kw_only=True):
 
 
 class Confirmed:
-    """Findings that two looks in a row have had."""
+    """Findings that two passes in a row have had."""
 
     def __init__(self) -> None:
         self._last: dict[tuple[str, str], AuditFinding] = {}
@@ -83,7 +83,7 @@ class Confirmed:
         self.found: dict[tuple[str, str], AuditFinding] = {}
 
     def apply(self, findings: list[AuditFinding], now_s: float) -> tuple[list[AuditFinding], list[AuditFinding]]:
-        """(those that are confirmed by this look, those that were and are gone)."""
+        """(those that are confirmed by this pass, those that were and are gone)."""
         seen = {one.key: one for one in findings}
         self._since_s = {key: self._since_s.get(key, now_s) for key in seen}
         new = [one for key, one in seen.items() if key in self._last and key not in self.found]
@@ -97,18 +97,18 @@ class Confirmed:
         return any(one.kind in kinds and now_s - self._since_s[key] >= seconds for key, one in self.found.items())
 
 
-def findings(look: AuditFacts) -> list[AuditFinding]:
-    """Everything that one look finds, in a stated order."""
-    return sorted(_all(look), key=lambda one: (one.kind, one.subject, one.reason))
+def findings(audited: AuditFacts) -> list[AuditFinding]:
+    """Everything that one pass finds, in a stated order."""
+    return sorted(_all(audited), key=lambda one: (one.kind, one.subject, one.reason))
 
 
-def _all(look: AuditFacts) -> Iterator[AuditFinding]:
-    facts = look.facts
-    unsettled = {one.instance_uuid for one in facts.instances if one.state not in AT_REST} | look.busy
+def _all(audited: AuditFacts) -> Iterator[AuditFinding]:
+    facts = audited.facts
+    unsettled = {one.instance_uuid for one in facts.instances if one.state not in AT_REST} | audited.busy
     alive = {one.instance_uuid: one for one in facts.instances if one.state == "active"}
     settled = {uuid: one for uuid, one in alive.items() if uuid not in unsettled}
     yield from _of_the_book(facts)
-    yield from _holdings(look, alive, settled, unsettled)
+    yield from _holdings(audited, alive, settled, unsettled)
     yield from _records(facts, unsettled)
     if facts.running is not None:
         yield from _machines(facts, alive, settled, unsettled)
@@ -128,12 +128,12 @@ def _of_the_book(facts: Facts) -> Iterator[AuditFinding]:
 
 
 def _holdings(
-    look: AuditFacts,
+    audited: AuditFacts,
     alive: Mapping[str, InstanceFact],
     settled: Mapping[str, InstanceFact],
     unsettled: AbstractSet[str],
 ) -> Iterator[AuditFinding]:
-    facts = look.facts
+    facts = audited.facts
     for uuid, instance in settled.items():
         roots = {facts.roots.get(provider) for provider in facts.allocations.get(uuid, {})}
         if instance.host_uuid not in roots:
@@ -145,13 +145,13 @@ def _holdings(
             others = ", ".join(sorted(map(str, roots - {instance.host_uuid})))
             yield _finding(Kind.DOUBLED, uuid, f"active on {instance.host_uuid}, and holds something of {others}")
     for consumer in facts.allocations:
-        owner = look.migrations.get(consumer, consumer)
+        owner = audited.migrations.get(consumer, consumer)
         if owner in alive and owner == consumer:
             continue
-        if owner in unsettled or consumer not in look.held_by_bus:
+        if owner in unsettled or consumer not in audited.held_by_bus:
             continue
         providers = ", ".join(sorted(facts.allocations[consumer]))
-        what = "of a move that is over" if consumer in look.migrations else "of no instance"
+        what = "of a move that is over" if consumer in audited.migrations else "of no instance"
         yield _finding(Kind.ORPHANED, consumer, f"an allocation {what}, on {providers}")
 
 

@@ -148,7 +148,7 @@ class Agents:
         if answer.is_success:
             self.called.add(node)
             return
-        log.debug("agent.not_heard", node=node, status=answer.status_code, answer=answer.text[:300])
+        log.debug("agent.heartbeat_refused", node=node, status=answer.status_code, answer=answer.text[:300])
         if answer.status_code == httpx.codes.BAD_REQUEST:
             if REFUSED_TOKEN in answer.text:
                 # Ironic restarted the node between two beats: its ramdisk booted again and looks itself up again.

@@ -80,7 +80,7 @@ MAKERS = (PermissionRole.PLACEMENT, PermissionRole.SCHEDULER, PermissionRole.CON
 _WATCHED = ("scheduler.feed.{process}",)
 
 
-class Place(Struct, frozen=True):
+class BusLocation(Struct, frozen=True):
     """Where a bus is: its broker, its virtual host, and what stands before its names."""
 
     broker: str
@@ -148,21 +148,21 @@ class _Allowed:
         )
 
 
-def places(settings: Settings) -> dict[str, Place]:
+def bus_locations(settings: Settings) -> dict[str, BusLocation]:
     """Where every bus of these settings is. Where they name no broker: virtual hosts `berth`, and one a cell."""
     buses = {API: (settings.bus.url, settings.bus.prefix)}
     for name, cell in settings.cells.items():
         shares = not cell.url and settings.bus.url != MEMORY
         url = cell.url or settings.bus.url
         buses[name] = (url, (cell.prefix or f"{settings.bus.prefix}{name}.") if shares else cell.prefix)
-    return {name: _place("berth" if name == API else name, *bus) for name, bus in buses.items()}
+    return {name: _bus_location("berth" if name == API else name, *bus) for name, bus in buses.items()}
 
 
 def of_role(
     role: PermissionRole, settings: Settings, *, cell: str | None = None, user: str | None = None
 ) -> list[Grant]:
     """The grants of one role; conductor and compute: of one cell's, or of each. user: instead of its usual name."""
-    where = places(settings)
+    where = bus_locations(settings)
     if role is PermissionRole.IRONIC:
         return [_ironic(settings, where[API], user or f"berth-{role}")]
     cells = [cell] if cell is not None else list(settings.cells)
@@ -185,7 +185,7 @@ def of_project(project_id: str, settings: Settings, *, user: str | None = None) 
         project = msgspec.convert(project_id, Word)
     except msgspec.ValidationError as error:
         raise ValueError(f"{project_id!r} is no project id: 1 to 64 of the letters A-Z a-z 0-9 _ -") from error
-    place = places(settings)[API]
+    place = bus_locations(settings)[API]
     names = QueueNames(place.prefix)
     allowed = _Allowed()
     allowed.allow_ownership(SERVER_NAMED)
@@ -220,7 +220,9 @@ def _line(command: str, grant: Grant, *patterns: str) -> str:
     return f"rabbitmqctl {command} -p {shlex.quote(grant.vhost)} {shlex.quote(grant.user)} {quoted}"
 
 
-def _grants(role: PermissionRole, title: str, user: str, settings: Settings, buses: dict[str, Place]) -> list[Grant]:
+def _grants(
+    role: PermissionRole, title: str, user: str, settings: Settings, buses: dict[str, BusLocation]
+) -> list[Grant]:
     found: dict[tuple[str, str], _Allowed] = {}
     for name, place in buses.items():
         kind = Where.API if name == API else Where.CELL
@@ -317,7 +319,7 @@ def _allow_notifications(allowed: _Allowed, settings: Settings, names: QueueName
         allowed.allow_bind(config.exchange, _literal(f"{topic}.*"))
 
 
-def _ironic(settings: Settings, place: Place, user: str) -> Grant:
+def _ironic(settings: Settings, place: BusLocation, user: str) -> Grant:
     """Ironic's own user here, for its notifications only: oslo.messaging declares its exchange, and a queue a key."""
     config = settings.ironic_sync
     allowed = _Allowed()
@@ -330,11 +332,11 @@ def _ironic(settings: Settings, place: Place, user: str) -> Grant:
     return allowed.grant(str(PermissionRole.IRONIC), user, place.broker, place.vhost)
 
 
-def _place(name: str, url: str, prefix: str) -> Place:
+def _bus_location(name: str, url: str, prefix: str) -> BusLocation:
     if url == MEMORY:
-        return Place("the broker", name, prefix)
+        return BusLocation("the broker", name, prefix)
     address = parse_bus_url(url)
-    return Place(",".join(map(str, address.hosts)), address.vhost, prefix)
+    return BusLocation(",".join(map(str, address.hosts)), address.vhost, prefix)
 
 
 def _filled(template: str, by: str = WORD) -> str:

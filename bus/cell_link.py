@@ -10,7 +10,7 @@ import structlog
 from bus.bus import Bus
 from bus.consuming.consumer import Consumer
 from bus.port import BusUnavailable
-from bus.retrying import CELL_AWAY, Retrying
+from bus.retrying import CELL_UNAVAILABLE, Retrying
 
 log = structlog.get_logger(__name__)
 
@@ -32,7 +32,7 @@ class CellLink:
     async def run(self) -> None:
         """Connect, however long that takes, and consume until drained; raises what ended a consumer otherwise."""
         await self._bus.transport.open()
-        await Retrying(CELL_AWAY, self._bus.clock).call(
+        await Retrying(CELL_UNAVAILABLE, self._bus.clock).call(
             self._start,
             lambda error: isinstance(error, BusUnavailable),
             on_failure=lambda error, _: log.warning("cell.unavailable", cell=self.name, reason=str(error)),

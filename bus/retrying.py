@@ -60,7 +60,7 @@ SET_UP = RetryPolicy(first_s=0.15, longest_s=0.15, least=1 / 3, lasts_s=60.0)
 # A private queue that another connection has: a broker needs half a minute to notice that the former one is gone.
 QUEUE_LOCKED = RetryPolicy(first_s=1.0, longest_s=1.0, least=1.0, lasts_s=60.0)
 # A cell's bus that went away while its queues were declared: until it is back.
-CELL_AWAY = RetryPolicy(first_s=0.5, longest_s=0.5, least=1.0)
+CELL_UNAVAILABLE = RetryPolicy(first_s=0.5, longest_s=0.5, least=1.0)
 # The database at the start of a process, or after its connections were lost: until it answers.
 DATABASE = RetryPolicy(first_s=0.1, longest_s=3.0)
 # Operators' objects at the start of a scheduler: until the database answers.

@@ -52,7 +52,7 @@ from .domain.fences import Fence, Loss, fenced_hosts, losses_of
 from .domain.instance import Instance, State
 from .domain.leases import Lease
 from .domain.rules import Step, Timeouts
-from .domain.table import IllegalStep, step, wanted
+from .domain.table import IllegalStep, question_of, step
 from .store.port import DatabaseChange, InstanceStore, Transaction
 
 R = TypeVar("R", bound=Message)
@@ -291,9 +291,9 @@ class Engine:
                 if not isinstance(one.event, Claimed | ClaimRefused | Released | Reverted):
                     raise
                 kind = type(one.event).__name__
-                metrics.UNASKED.labels(before.state, kind).inc()
+                metrics.UNEXPECTED_ANSWERS.labels(before.state, kind).inc()
                 log.error(
-                    "cell.answer_unasked",
+                    "cell.answer_unexpected",
                     instance=one.uuid,
                     cause=before.cause or one.uuid,
                     state=before.state,
@@ -400,12 +400,12 @@ class Engine:
         """What placement's answer means to the instance; None: no answer yet."""
         now, instance = self._clock.time(), question.instance
         if isinstance(answer, RequestRefused):
-            metrics.ASKED.labels("claim", answer.code).inc()
+            metrics.ANSWERS.labels("claim", answer.code).inc()
             return ClaimRefused(at=now, attempt=claim.attempt, reason=f"{answer.code}: {answer.reason}")
         if isinstance(answer, Fault):
             self._unanswered(instance, "claim", answer)
             return None
-        metrics.ASKED.labels("claim", answer.outcome.value).inc()
+        metrics.ANSWERS.labels("claim", answer.outcome.value).inc()
         log.info(
             "instance.claim",
             instance=instance.uuid,
@@ -428,7 +428,7 @@ class Engine:
         if isinstance(reply, Fault):
             self._unanswered(instance, "release", reply)
             return False
-        metrics.ASKED.labels("release", reply.outcome).inc()
+        metrics.ANSWERS.labels("release", reply.outcome).inc()
         if reply.outcome == "consumer_changed":
             # A newer attempt than any of ours holds it: not ours to release.
             log.warning("instance.release_foreign", instance=instance.uuid, cause=instance.cause)
@@ -439,7 +439,7 @@ class Engine:
         if isinstance(reply, Fault):
             self._unanswered(instance, "revert", reply)
             return None
-        metrics.ASKED.labels("revert", reply.outcome).inc()
+        metrics.ANSWERS.labels("revert", reply.outcome).inc()
         if reply.outcome in ("full", "gone"):
             log.error("instance.revert_refused", instance=instance.uuid, outcome=reply.outcome, reason=reply.reason)
             return None
@@ -448,7 +448,7 @@ class Engine:
         return Reverted(at=self._clock.time(), attempt=revert.attempt, consumer_generation=reply.consumer_generation)
 
     def _unanswered(self, instance: Instance, kind: str, fault: Fault) -> None:
-        metrics.ASKED.labels(kind, fault.code).inc()
+        metrics.ANSWERS.labels(kind, fault.code).inc()
         log.warning("instance.unanswered", instance=instance.uuid, ask=kind, code=fault.code, cause=instance.cause)
 
 
@@ -489,7 +489,7 @@ def _may_be_redone(recorded: Transition) -> bool:
     docs/decisions/0011-what-waits-for-the-disk.md. What commands a host or goes to placement is on disk first; so is
     the end of a request: forgotten, a refusal could be carried out after all, and what was done could fail (seed 116).
     """
-    if any(wanted(instance) is not None for instance in recorded.instances.values()):
+    if any(question_of(instance) is not None for instance in recorded.instances.values()):
         return False
     outgoing = [addressed.message for addressed in recorded.outgoing]
     if any(isinstance(message, MoveEvent) and message.terminal for message in outgoing):
@@ -514,11 +514,11 @@ def _questions(
     """
     found: list[PendingQuestion] = []
     for uuid, instance in after.items():
-        message = wanted(instance)
+        message = question_of(instance)
         if message is None:
             continue
         known = before.get(uuid)
-        is_new = known is None or wanted(known) != message
+        is_new = known is None or question_of(known) != message
         if is_new or uuid in again:
             found.append(PendingQuestion(instance, message, repeated=not is_new))
     return found

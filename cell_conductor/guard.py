@@ -27,7 +27,7 @@ from .domain.events import Event
 from .domain.report import MAX_SERVICES, Differences, Unexplained, UnexplainedKind
 from .engine import InstanceEvent
 from .store.port import InstanceStore
-from .store.safety import DESTROY, Place, UnexplainedRecord
+from .store.safety import DESTROY, MachineKey, UnexplainedRecord
 
 log = structlog.get_logger(__name__)
 
@@ -53,7 +53,7 @@ class Guard:
         self._limit = config.breaker_limit
         self._scans: dict[str, ScanFindings] = {}
         self._known: dict[Unexplained, None] = {}
-        self._recorded: dict[Place, str] | None = None  # what is on record, and of which service; None: not read yet
+        self._recorded: dict[MachineKey, str] | None = None  # {machine: service} as on record; None: not read yet
 
     async def assess(self, report: ComputeHosts, found: Differences) -> Sequence[tuple[str, Event]]:
         """What may be done of what this page, with those of the same scan before it, found to be harmful."""

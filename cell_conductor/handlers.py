@@ -12,13 +12,13 @@ from bus.consuming.given_up import GIVEN_UP_BY_BROKER, given_up_of
 from bus.consuming.outcome import Done, Outcome, Received, Refuse
 from bus.contracts.base import Message, Refusal
 from bus.contracts.cell import (
-    MAX_LOOKS,
+    MAX_RESCANS,
     CellBuild,
     CellDelete,
     ComputeHosts,
     ComputeOutcome,
     ComputeResult,
-    LookAgain,
+    RescanHosts,
 )
 from bus.contracts.fences import CellFence
 from bus.contracts.moves import CellMove, MachineChanged, MoveKind
@@ -168,19 +168,19 @@ class HostHandlers:
         await self._room.reserve(report, found.unexplained)
         harmful = await self._guard.assess(report, found)
         await self._take(report.service, harmful)
-        await self._look_again(report, found.looks)
+        await self._request_rescan(report, found.rescans)
 
-    async def _look_again(self, report: ComputeHosts, looks: Sequence[tuple[str, str]]) -> None:
-        """Request a later scan of hosts whose service another was, where that decides what is lost."""
-        if not looks:
+    async def _request_rescan(self, report: ComputeHosts, rescans: Sequence[tuple[str, str]]) -> None:
+        """Request a later scan of hosts that another service reported, where only that shows what is lost."""
+        if not rescans:
             return
-        bounded = looks[:MAX_LOOKS]
-        metrics.LOOKS.labels(report.service).inc(len(bounded))
-        order = LookAgain(
+        bounded = rescans[:MAX_RESCANS]
+        metrics.RESCANS.labels(report.service).inc(len(bounded))
+        order = RescanHosts(
             service=report.service,
             cell=report.cell,
             hosts=tuple(dict.fromkeys(host for host, _ in bounded)),
-            looks=tuple(dict.fromkeys(look for _, look in bounded)),
+            rescans=tuple(dict.fromkeys(rescan for _, rescan in bounded)),
         )
         await self._bus.publish(order, cause=report.service)
 

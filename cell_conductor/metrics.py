@@ -11,7 +11,7 @@ from bus.contracts.build import BuildEvent
 from bus.service.stages import STAGE_S
 
 STEPS = Counter("berth_conductor_steps", "Events taken, by state before and event.", ["state", "event"])
-ASKED = Counter(
+ANSWERS = Counter(
     "berth_conductor_placement_requests", "Questions to placement, by kind and outcome.", ["kind", "outcome"]
 )
 ENDED = Counter("berth_conductor_ended", "Instances that reached active, failed or deleted.", ["state"])
@@ -29,15 +29,15 @@ RESERVED = Counter(
     "Orders to keep machines in quarantine out of an inventory, by service.",
     ["service"],
 )
-LOOKS = Counter(
-    "berth_conductor_looks_requested",
-    "Instances that a service reported missing which was not on record as their host's, by service: it looks again.",
+RESCANS = Counter(
+    "berth_conductor_rescans_requested",
+    "Instances whose host a service not on record for it was requested to scan again, by service.",
     ["service"],
 )
 DATABASE_CHANGES = Counter(
     "berth_conductor_database_changes", "How often the cell's database was found restored or promoted."
 )
-UNASKED = Counter(
+UNEXPECTED_ANSWERS = Counter(
     "berth_conductor_unexpected_answers",
     "Placement's answers without a request on record, by state and answer: the database was set back or replaced.",
     ["state", "answer"],

@@ -85,6 +85,6 @@ class ReportRequester:
             try:
                 await self._bus.publish(ReportHosts(why=self._why))
             except BusError as error:
-                log.warning("report.not_asked", code=error.code, reason=str(error))
+                log.warning("report.not_requested", code=error.code, reason=str(error))
                 await self._clock.sleep(UNAVAILABLE_PAUSE_S)
                 self._due.set()

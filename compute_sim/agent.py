@@ -225,7 +225,7 @@ class Agent:
             try:
                 listed = await self._driver.list((key[0],))
             except DriverUnavailable as fault:  # no answer; a conductor that needs one repeats its command
-                log.warning("destroy.not_looked", instance=key[1], cause=key[1], host=key[0], reason=str(fault))
+                log.warning("destroy.not_checked", instance=key[1], cause=key[1], host=key[0], reason=str(fault))
                 return
             entry = Entry(command.attempt, Phase.RUNNING, deployment=command.deployment)
             if self._records.get(key) is not None:  # another command has come meanwhile

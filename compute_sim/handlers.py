@@ -8,9 +8,9 @@ from bus.consuming.outcome import Done, Outcome, Received, Refuse
 from bus.contracts.cell import (
     Destroy,
     Heartbeat,
-    LookAgain,
     QueueMarker,
     ReportHosts,
+    RescanHosts,
     ReserveMachines,
     RingMembers,
     ServiceOutdated,
@@ -40,7 +40,7 @@ class ComputeHandlers:
         outdated: Callable[..., None],
         on_marker: Callable[[QueueMarker, Sequence[Key]], None],
         reserve: Callable[[ReserveMachines], Awaitable[None]],
-        on_look: Callable[[LookAgain], None],
+        on_rescan: Callable[[RescanHosts], None],
         ring: Ring | None = None,
     ) -> None:
         self._agent = agent
@@ -51,7 +51,7 @@ class ComputeHandlers:
         self._outdated = outdated
         self._on_marker = on_marker
         self._reserve = reserve
-        self._on_look = on_look
+        self._on_rescan = on_rescan
         self._ring = ring
 
     async def commands(self, batch: Sequence[Received]) -> Sequence[Outcome]:
@@ -84,7 +84,7 @@ class ComputeHandlers:
         """ReportHosts: one announcement answers all requests. Heartbeats under this service's name: are they ours?
 
         ServiceOutdated, InventoryOutdated: what the cell and the book have received under this name. ReserveMachines:
-        what is in quarantine on its hosts. LookAgain: hosts to announce by a scan that begins after it.
+        what is in quarantine on its hosts. RescanHosts: hosts to announce by a scan that begins after it.
         """
         for received in batch:
             message = received.message
@@ -96,8 +96,8 @@ class ComputeHandlers:
                 self._outdated(version=message.version)
             elif isinstance(message, ReserveMachines) and message.service == self._service:
                 await self._reserve(message)
-            elif isinstance(message, LookAgain) and message.service == self._service:
-                self._on_look(message)
+            elif isinstance(message, RescanHosts) and message.service == self._service:
+                self._on_rescan(message)
         if any(isinstance(received.message, ReportHosts) for received in batch):
             self._on_report_requested()
         return [DONE] * len(batch)

@@ -11,7 +11,7 @@ import contextlib
 from collections.abc import Sequence
 
 from bus.clock import Clock
-from bus.contracts.cell import MAX_LOOKS, LookAgain
+from bus.contracts.cell import MAX_RESCANS, RescanHosts
 
 # The inventory of a host that changed is published once more with the first whole announcement after this: a report
 # that another service made of it before, and that waited somewhere, may have undone the first one.
@@ -58,29 +58,29 @@ class HostChanges:
         self.announcements = PendingReport()
         self.inventory = PendingReport()
         self._clock = clock
-        self._looks: dict[str, None] = {}  # to be named by a scan that has not begun yet, the oldest first
+        self._rescans: dict[str, None] = {}  # to be named by a scan that has not begun yet, the oldest first
         self._changed: dict[str, float] = {}  # hosts whose inventory is due once more, and when they changed
 
     def on_request(self) -> None:
         """A listener has just started and wants to know everything."""
         self.announcements.add()
 
-    def on_look(self, order: LookAgain) -> None:
-        """A conductor waits for a scan of these hosts that begins now, or later. The oldest looks are dropped."""
-        self._looks.update(dict.fromkeys(order.looks))
-        while len(self._looks) > MAX_LOOKS:
-            del self._looks[next(iter(self._looks))]
+    def on_rescan(self, order: RescanHosts) -> None:
+        """A conductor waits for a scan of these hosts that begins now, or later. The oldest rescans are dropped."""
+        self._rescans.update(dict.fromkeys(order.rescans))
+        while len(self._rescans) > MAX_RESCANS:
+            del self._rescans[next(iter(self._rescans))]
         self.announcements.add(order.hosts)
 
     @property
-    def looks(self) -> tuple[str, ...]:
+    def rescans(self) -> tuple[str, ...]:
         """What a scan that begins now names, and those after it until one was published."""
-        return tuple(self._looks)
+        return tuple(self._rescans)
 
-    def forget_looks(self, looks: Sequence[str]) -> None:
+    def clear_rescans(self, rescans: Sequence[str]) -> None:
         """A scan that names these was published."""
-        for look in looks:
-            self._looks.pop(look, None)
+        for rescan in rescans:
+            self._rescans.pop(rescan, None)
 
     def on_host_changed(self, hosts: Sequence[str]) -> None:
         """These hosts are enabled or disabled, offer another amount, or may be offered from now on."""

@@ -87,7 +87,7 @@ class ServiceName:
         now = self._clock.monotonic()
         if self._other is None or self._other[0] != beat.epoch:
             self._other = (beat.epoch, beat.sequence, now)
-            log.warning("compute.name_heard", reason=self._sentence(), epoch=beat.epoch, own_epoch=own)
+            log.warning("compute.name_in_use", reason=self._sentence(), epoch=beat.epoch, own_epoch=own)
             return
         _, sequence, since = self._other
         if beat.sequence > sequence and (beat.epoch > own or now - since >= self._wait_s):

@@ -176,7 +176,7 @@ class Parts:
             outdated=self.reporter.outdated,
             on_marker=self.offering.on_marker,
             reserve=self.quarantine.reserve,
-            on_look=self.changes.on_look,
+            on_rescan=self.changes.on_rescan,
             ring=self.ring,
         )
 

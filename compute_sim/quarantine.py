@@ -45,7 +45,7 @@ class Quarantine:
             listed = await self._driver.list(tuple(newer))
             trees = {tree[0].uuid: tree for tree in await self._driver.inventory(tuple(newer))}
         except DriverUnavailable as fault:  # the next report leads to another order
-            log.warning("quarantine.not_looked", service=self._service, reason=str(fault))
+            log.warning("quarantine.not_checked", service=self._service, reason=str(fault))
             return
         self._newest.update((host, page) for host in newer if host in listed)
         changed = self._put({host: self._found(host, newer[host], listed[host]) for host in newer if host in listed})

@@ -130,7 +130,7 @@ class Reporter:
 
     async def _publish_hosts(self, hosts: list[str] | None) -> None:
         # Before looking: a slow driver must not prove a young machine missing.
-        scan, seen_at, looks = self._records.begin_scan(), self._clock.time(), self._changes.looks
+        scan, seen_at, rescans = self._records.begin_scan(), self._clock.time(), self._changes.rescans
         ring_term, ring_number = UNKNOWN if self._ring is None else self._ring.version
         # Read once: a host that is announced is one whose builds are taken.
         known = [host for host in await self._survey.load_hosts() if host.offered]
@@ -161,11 +161,11 @@ class Reporter:
                         scan=scan,
                         ring_term=ring_term,
                         ring_number=ring_number,
-                        looks=looks,
+                        rescans=rescans,
                     )
                 )
             metrics.ANNOUNCED.labels(self._service).inc(len(page))
-        self._changes.forget_looks(looks)
+        self._changes.clear_rescans(rescans)
 
     def _pages(self, hosts: Sequence[DriverHost], running: dict[str, list[Running]]) -> list[list[HostReport]]:
         """Pages of hosts, bounded by hosts and by what they run; one empty page when there are none."""

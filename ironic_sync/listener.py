@@ -153,7 +153,7 @@ class NotificationListener:
         known = self._sync_state.positions.get(notification.subject or "")
         means = effect_of(notification, seen_updated_at=known.updated_at if known else None)
         log.debug(
-            "ironic.heard",
+            "ironic.notification",
             what=notification.event,
             node=means.read,
             reserve_all=means.reserve_all,

@@ -136,7 +136,7 @@ class Writer:
         if self._saved.get(uuid) is position:
             del self._saved[uuid]
         kind = _kind(position)
-        metrics.TOLD.labels(kind).inc()
+        metrics.UPDATES.labels(kind).inc()
         arrived = sync_state.notified_at.get(uuid)
         if arrived is not None:
             metrics.LATENCY_S.labels(kind).observe(self._clock.monotonic() - arrived[0])

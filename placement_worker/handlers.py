@@ -151,7 +151,7 @@ def _count_claim(received: Received, claim: Claim, result: ClaimResult) -> None:
     metrics.CLAIMS.labels(result.outcome).inc()
     if result.outcome not in (ClaimOutcome.CLAIMED, ClaimOutcome.INCOMPLETE):
         log.info(
-            "claim.turned_down",
+            "claim.refused",
             cause=received.meta.cause,
             instance=claim.consumer,
             attempt=claim.attempt,

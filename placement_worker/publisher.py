@@ -17,7 +17,7 @@ from placement_worker.store.port import PlacementStore
 
 log = structlog.get_logger("placement.feed")
 
-MOST_NAMED = 10  # roots in one line of the log
+MAX_NAMED_ROOTS = 10  # roots in one line of the log
 STALL_S = 0.5  # between tries while the database or the bus is unavailable
 TAKEN_WAIT_S = 0.02  # before looking again whether the process that publishes has published this one's changes, too
 
@@ -95,7 +95,7 @@ class FeedPublisher:
     async def _remove_retired_trees(self) -> bool:
         removed = await self._store.remove_retired_trees(self._config.trim_batch)
         if removed:
-            log.info("inventory.retired_trees_removed", roots=removed[:MOST_NAMED], count=len(removed))
+            log.info("inventory.retired_trees_removed", roots=removed[:MAX_NAMED_ROOTS], count=len(removed))
             self.wake()
         return len(removed) >= self._config.trim_batch
 

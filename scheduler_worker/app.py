@@ -16,7 +16,7 @@ from bus.contracts.base import Message
 from bus.contracts.build import BuildEvent
 from bus.persistence.database import Database
 from bus.persistence.identity import watch_identity
-from bus.persistence.outbox import Place, Relay
+from bus.persistence.outbox import Relay, StreamPosition
 from bus.service.environment import Environment
 from bus.service.presence import announce_presence
 from bus.service.service import Service
@@ -54,7 +54,7 @@ def is_progress(message: Message) -> bool:
     return isinstance(message, BuildEvent) and not message.terminal
 
 
-def place_of_event(message: Message) -> Place | None:
+def position_of_event(message: Message) -> StreamPosition | None:
     """The build of an event, and the number of the event there; None: no event of a build on record."""
     return (message.instance_uuid, message.sequence) if isinstance(message, BuildEvent) and message.sequence else None
 
@@ -172,7 +172,7 @@ def _relay(parts: SchedulerParts) -> Relay:
         clock=parts.env.clock,
         linger_s=parts.config.progress_linger_s,
         lingers=is_progress,
-        place=place_of_event,
+        place=position_of_event,
     )
     parts.store.publish_through(relay)
     return relay

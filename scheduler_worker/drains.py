@@ -70,7 +70,7 @@ PASS_S = 0.25  # between two looks while something is under way or waits
 IDLE_S = 2.0  # while nothing is: a paused drain may run into its deadline
 MAX_OPEN = 16  # drains that have not ended
 MAX_ENDED = 200  # drains that have, and are remembered; the oldest go
-MOST = 2**31 - 1
+NO_LIMIT = 2**31 - 1
 
 
 class DrainKeeper:
@@ -139,7 +139,7 @@ class DrainKeeper:
             after = commanded(record, command, now)
             if isinstance(after, Refusal):
                 return after
-            moves = await unit.drain_moves(command.drain, MOST)
+            moves = await unit.drain_moves(command.drain, NO_LIMIT)
             await unit.put_drain_moves([new for one in moves if (new := retried(one, command.action)) != one])
             changed = [] if after == record else [_changed_drain(command.drain, record, after)]
             if command.action is DrainAction.UNDO:
@@ -251,7 +251,7 @@ class DrainKeeper:
             found = await unit.lock_drain(drain, 0.0, 0)
             if found is None or found.record.state is not DrainState.RUNNING:
                 return False
-            known = await unit.drain_moves(drain, MOST)
+            known = await unit.drain_moves(drain, NO_LIMIT)
             names = {one.instance_uuid for one in known}
             late = [one for one in there if one.uuid not in names]
             await unit.put_drain_moves(

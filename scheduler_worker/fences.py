@@ -46,4 +46,4 @@ class FencePublisher:
             try:
                 await bus.publish(order, cause=uuid)
             except BusError as fault:
-                log.info("fence.not_told", cell=bus.name, host=order.host, code=fault.code, reason=str(fault))
+                log.info("fence.not_published", cell=bus.name, host=order.host, code=fault.code, reason=str(fault))

@@ -71,7 +71,7 @@ class Churn:
                 await self._wait_for_slots()
                 continue
             part = requests[sent : sent + min(max(room, 0), MAX_AT_ONCE)]
-            await self._client.boot(part, patience_s=plan.patience_s)
+            await self._client.boot(part, retry_for_s=plan.retry_for_s)
             self.accepted += [request.instance_uuid for request in part]
             self._track_requested([request.instance_uuid for request in part])
             sent += len(part)
@@ -124,7 +124,7 @@ class Churn:
             BuildRecord(instance_uuid=uuid, project_id=PROJECT, flavor=self._flavors[uuid], state=BuildState.ACTIVE)
             for uuid in part
         ]
-        tracks = await self._client.delete(records, patience_s=self._plan.patience_s)
+        tracks = await self._client.delete(records, retry_for_s=self._plan.retry_for_s)
         now = self._clock.monotonic()
         for track in tracks:
             track.published_at = now

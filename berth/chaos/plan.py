@@ -125,7 +125,7 @@ class ChaosPlan(Struct, frozen=True, kw_only=True):
     it in hand) no longer counts, up to `in_flight_most`: or everything would soon wait for one stopped process.
 
     longest_s: the load ends then, whatever is left of it, and what was accepted is judged.
-    early_deletes: share of builds that are deleted while they are being built. patience_s: how long one publish is
+    early_deletes: share of builds that are deleted while they are being built. retry_for_s: how long one publish is
     repeated while the broker is unavailable. rest_s: how long the system may take to come to rest once faults have
     stopped.
     """
@@ -139,7 +139,7 @@ class ChaosPlan(Struct, frozen=True, kw_only=True):
     stuck_after_s: float = 5.0
     population: int = 1_500
     early_deletes: float = 0.03
-    patience_s: float = 120.0
+    retry_for_s: float = 120.0
     rest_s: float = 180.0
     longest_s: float = 3_600.0
     mix: Mapping[str, float] = msgspec.field(

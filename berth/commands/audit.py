@@ -25,7 +25,7 @@ def audit(
     follow: Annotated[
         bool, typer.Option("--watch", help="Go on, and print each finding when it comes and when it is gone.")
     ] = False,
-    every: Annotated[float, typer.Option(min=0.1, max=3600, help="Seconds between two looks.")] = EVERY_S,
+    every: Annotated[float, typer.Option(min=0.1, max=3600, help="Seconds between two passes.")] = EVERY_S,
     repair: Annotated[
         bool, typer.Option("--repair", help="Carry out what berth placement audit can repair, after --grace.")
     ] = False,
@@ -39,22 +39,22 @@ def audit(
     Orphaned, missing and doubled allocations, machines without instance, instances without machine, capacity exceeded
     and usage miscounted, each with its reason and the repair that is proposed.
 
-    What is under way is not judged, and a finding counts when two looks in a row have it, so a look alone is two. With
+    What is under way is not judged, and a finding counts when two passes in a row have it, so one run makes two. With
     --watch it ends by Ctrl-C. Nothing is changed without --repair; what is not of this deployment never is. Exit status
     1 when something is wrong.
     """
 
     async def body() -> int:
-        here, looks = database_of(settings_of(context)), 0
+        here, passes = database_of(settings_of(context)), 0
         async with aclosing(watch(here, every_s=every)) as stream:
             async for seen in stream:
-                looks += 1
+                passes += 1
                 for state, changed in (("found", seen.new), ("gone", seen.gone)):
                     for one in changed:
                         _print(state, one, as_json)
                 if repair and seen.confirmed.lasting(REPAIRABLE, grace, seen.at_s):
                     await _repair(here, grace, as_json)
-                if looks >= 2 and not follow:
+                if passes >= 2 and not follow:
                     if not seen.confirmed.found and not as_json:
                         out.print("nothing is wrong")
                     return EXIT_NO if seen.confirmed.found else 0

@@ -189,7 +189,7 @@ def delete(
     async def body() -> int:
         async with client(settings_of(context)) as berth:
             records = [await _record(berth, uuid) for uuid in requested]
-            tracks = await berth.delete(records, patience_s=timeout)
+            tracks = await berth.delete(records, retry_for_s=timeout)
             ended = not wait or await berth.wait(timeout)
             _show_tracks(tracks, as_json)
         if not ended:
@@ -303,7 +303,7 @@ async def publish_and_follow(
 ) -> list[Track]:
     """Publish all, waiting for a full queue to have room. What was accepted before an end without success is shown."""
     try:
-        return await berth.boot(requests, patience_s=timeout_s)
+        return await berth.boot(requests, retry_for_s=timeout_s)
     except (PublishRefused, BusUnavailable):
         accepted = [track for track in berth.tracks.values() if track.published_at is not None]
         if accepted:

@@ -249,7 +249,7 @@ async def _follow(
             out.print(Text(line), soft_wrap=True)
 
     try:
-        seen = await client_drains.follow(berth.bus, ident, clock=berth.clock, timeout_s=timeout_s, on_look=look)
+        seen = await client_drains.follow(berth.bus, ident, clock=berth.clock, timeout_s=timeout_s, on_progress=look)
         await asyncio.gather(*stopping)
         return seen
     finally:

@@ -33,11 +33,11 @@ from berth.commands.load_options import (
     Deletes,
     JsonFile,
     Mix,
-    Patience,
     Project,
     Ramp,
     Rate,
     ReportFile,
+    RetryFor,
     Seed,
     Skip,
     Speed,
@@ -74,7 +74,7 @@ def load(
     deletes: Deletes = True,
     skip: Skip = 0.0,
     churn: Churn = 0.0,
-    patience: Patience = None,
+    retry_for: RetryFor = None,
     project: Project = "load",
     seed: Seed = None,
     timeout: Timeout = 300.0,
@@ -95,7 +95,7 @@ def load(
             return _compare(*compare, report)
         settings = settings_of(context, bus=bus)
         replayed = None if trace is None else Replayed(trace, speed, deletes, skip)
-        plan = _plan(settings, boots, mix, rate, ramp, concurrency, replayed, churn, patience, project, timeout)
+        plan = _plan(settings, boots, mix, rate, ramp, concurrency, replayed, churn, retry_for, project, timeout)
         for path in (json_file, report):
             if path not in {None, STDOUT}:
                 _writable(path)
@@ -171,7 +171,7 @@ def _plan(
     concurrency: int,
     trace: Replayed | None,
     churn: float,
-    patience: float | None,
+    retry_for: float | None,
     project: str,
     timeout: float,
 ) -> LoadPlan:
@@ -197,7 +197,7 @@ def _plan(
             ramp_s=ramp_s,
             trace=arrivals,
             churn=churn,
-            patience_s=patience,
+            retry_for_s=retry_for,
             timeout_s=timeout,
         )
     except PlanError as fault:

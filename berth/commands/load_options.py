@@ -29,7 +29,7 @@ Deletes = Annotated[
 ]
 Skip = Annotated[float, typer.Option(min=0, help="Seconds of a trace to leave out; what is there then comes at once.")]
 Churn = Annotated[float, typer.Option(min=0, max=1, help="The share deleted once it is active.")]
-Patience = Annotated[
+RetryFor = Annotated[
     float | None,
     typer.Option(min=0, help="Seconds to offer again what a full queue refused; default: open loop 0, else all."),
 ]

@@ -25,7 +25,7 @@ from bus.clock import Clock, new_uuid
 
 MAX_BODY = 1024 * 1024
 MAX_LIMIT = 1000
-MAX_ASKED = 10_000  # changing requests kept for tests to look at
+MAX_RECORDED = 10_000  # changing requests kept for tests to look at
 STOP_GRACE_S = 2
 VERSIONS = {
     "X-OpenStack-Ironic-API-Minimum-Version": "1.1",
@@ -58,7 +58,7 @@ class IronicStandIn:
         self.pool = NodePool(announcer, clock=clock, rng=rng, behaviour=behaviour)
         self.url = ""
         self.requested: deque[tuple[str, str]] = deque(
-            maxlen=MAX_ASKED
+            maxlen=MAX_RECORDED
         )  # (method, node) of requests that change a node
         self._announcer = announcer
         self._clock = clock

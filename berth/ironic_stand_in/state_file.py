@@ -90,7 +90,7 @@ def _nodes(pool: NodePool) -> list[dict[str, Any]]:
 
 
 def _log_damage(path: Path, error: OSError) -> None:
-    log.error("ironic.nodes_not_kept", path=str(path), reason=str(error))
+    log.error("ironic.nodes_not_saved", path=str(path), reason=str(error))
 
 
 def _write(path: Path, body: bytes) -> None:

@@ -48,7 +48,7 @@ class LoadPlan(Struct, frozen=True, kw_only=True):
     rate. concurrency: closed loop, builds in flight at once. Else all at once.
 
     Latency is counted from the intended time. churn: the share of builds that is deleted as soon as it is active.
-    patience_s: how long a request that the broker refuses (its queue is full) is offered again; None: in an open loop
+    retry_for_s: how long a request that the broker refuses (its queue is full) is offered again; None: in an open loop
     not at all, it counts as refused by backpressure; else as long as the timeout.
     timeout_s: a build that was sent and has not ended within it is lost.
     """
@@ -63,7 +63,7 @@ class LoadPlan(Struct, frozen=True, kw_only=True):
     trace: tuple[Arrival, ...] = ()
     phases: tuple[tuple[float, float], ...] = ()
     churn: float = 0.0
-    patience_s: float | None = None
+    retry_for_s: float | None = None
     timeout_s: float = 300.0
     name_prefix: str = "load"
 
@@ -83,8 +83,8 @@ class LoadPlan(Struct, frozen=True, kw_only=True):
     @property
     def offers_again_s(self) -> float:
         """How long a refused request is offered again."""
-        if self.patience_s is not None:
-            return self.patience_s
+        if self.retry_for_s is not None:
+            return self.retry_for_s
         return self.timeout_s if self.mode in {"closed", "burst"} else 0.0
 
 

@@ -21,7 +21,7 @@ SAMPLE_S = 0.5
 # Hosts are queried so often, and never more than a twentieth of the time: a large fleet is a large answer.
 HEAT_S = 1.0
 HEAT_SHARE = 20
-HEAT_ASKED = 10_000
+HEAT_PAGE = 10_000
 HEAT_TIMEOUT_S = 5.0
 API = "api"
 # What a boot passes through. Private queues are their consumers' own business.
@@ -118,7 +118,7 @@ class Sampler:
         began = self._now()
         self._next_heat = began + self._heat_period_s
         try:
-            page = await self._client.hosts(limit=HEAT_ASKED, timeout_s=HEAT_TIMEOUT_S)
+            page = await self._client.hosts(limit=HEAT_PAGE, timeout_s=HEAT_TIMEOUT_S)
         except (Transient, BusError, Fault):
             return  # no answer now; the next sample may have one
         self._next_heat = max(self._next_heat, self._now() + HEAT_SHARE * (self._now() - began))

@@ -19,8 +19,8 @@ from bus.contracts.fences import EvacuationPolicy
 from bus.port import BusError
 
 RETRY_S = 0.3  # a client whose publish failed publishes again after this
-HEARD_POLL_S = 0.1
-HEARD_S = 30.0  # a client deletes what it knows to be accepted, or after this long without a word
+ACCEPTED_POLL_S = 0.1
+ACCEPTED_WAIT_S = 30.0  # a client deletes what it knows to be accepted, or after this long without a word
 
 
 def policy_of(uuid: str) -> EvacuationPolicy | None:
@@ -135,12 +135,12 @@ class Client:
 
     async def _on_accepted(self, uuid: str) -> None:
         """No client deletes what was never accepted; a delete that comes first is answered `unknown`, correctly."""
-        until = asyncio.get_running_loop().time() + HEARD_S
+        until = asyncio.get_running_loop().time() + ACCEPTED_WAIT_S
         listener = self._world.listener
         while uuid not in listener.accepted and uuid not in listener.terminals:
             if uuid in self.confirmed and asyncio.get_running_loop().time() > until:
                 return
-            await asyncio.sleep(HEARD_POLL_S)
+            await asyncio.sleep(ACCEPTED_POLL_S)
 
     async def _publish_until_taken(self, message: Message, cause: str) -> None:
         while True:

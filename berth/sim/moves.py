@@ -24,13 +24,13 @@ from bus.port import BusError
 from cell_conductor.domain.instance import Instance, Power, State
 
 STEP_S = 10.0
-MOST_HOSTS = 3
+MAX_HOSTS_PER_RUN = 3
 FENCE = "fence"  # the verb of an order that fences a service's hosts
 DRAIN = "drain"  # ... and of one that empties a host; every other verb is a MoveKind
 DRAIN_STEP_S = 0.5
 SEEN_S = 20.0  # after this a silent service is suspected, and its instances are evacuated
 DECISION_S = 3.0  # an answer to a decision is waited for so long
-MOST_TRIES = 20  # of a decision about a host that schedulers may not know
+MAX_DECISION_TRIES = 20  # of a decision about a host that schedulers may not know
 SIZES = ("m1.tiny", "m1.small", "m1.medium")
 
 
@@ -178,7 +178,7 @@ class Mover:
                         )
                     )
         rng.shuffle(found)
-        return tuple(found[:MOST_HOSTS])
+        return tuple(found[:MAX_HOSTS_PER_RUN])
 
     async def _drain(self, order: Order) -> None:
         """An operator disables a host, has what runs there moved away, one after the other, and enables it again."""
@@ -239,7 +239,7 @@ class Mover:
         for host, guest in list(fleet.guests()):
             if world.harm.ours(guest.instance_uuid):
                 fleet.put(host, replace(guest, runs=False))
-        decided = [host.uuid for host in hosts if await self._decide(host.uuid, AdminState.FENCED, MOST_TRIES)]
+        decided = [host.uuid for host in hosts if await self._decide(host.uuid, AdminState.FENCED, MAX_DECISION_TRIES)]
         await asyncio.sleep(order.seconds)
         if order.service in world.dead:
             world.move_watch.gone.update(decided)

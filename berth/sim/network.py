@@ -27,7 +27,7 @@ REPAIR_S = 2.0
 DOUBLE_S = 5.0
 HEARTBEATS = "compute.heartbeat."
 # The queue of another tenant of the broker, and what is in it.
-THEIRS, THEIRS_SAYS = "theirs.work", b'{"type":"theirs.v1"}'
+THEIRS, FOREIGN_BODY = "theirs.work", b'{"type":"theirs.v1"}'
 
 
 class NetworkFaults:
@@ -70,13 +70,13 @@ class Broker(MemoryBroker):
     def add_foreign_tenant(self) -> None:
         """Another tenant of the broker has a queue with something in it, and never looks."""
         self.declare(foreign_plan(THEIRS), None)
-        self.queue(THEIRS).put(Outgoing(exchange="", routing_key=THEIRS, body=THEIRS_SAYS), self.clock.monotonic())
+        self.queue(THEIRS).put(Outgoing(exchange="", routing_key=THEIRS, body=FOREIGN_BODY), self.clock.monotonic())
 
     def theirs_differ(self) -> str:
         """What has become of it; "" when it is as it was."""
         queue = self.queue(THEIRS)
         bodies = [stored.message.body for stored in queue.ready]
-        return "" if bodies == [THEIRS_SAYS] and not queue.consumers else f"another's queue holds {bodies}"
+        return "" if bodies == [FOREIGN_BODY] and not queue.consumers else f"another's queue holds {bodies}"
 
     def fill(self, rng: random.Random) -> Callable[[], None]:
         """Half of the queues that have a bound refuse what is published to them, until the result is called."""

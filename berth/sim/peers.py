@@ -19,8 +19,8 @@ DIGITS = (0, 5, 8, 9)
 NONE_ALLOWED = "none"  # a project that may hold nothing
 HARD = (GroupPolicy.ANTI_AFFINITY, GroupPolicy.AFFINITY)
 SOFT = (GroupPolicy.SOFT_ANTI_AFFINITY, GroupPolicy.SOFT_AFFINITY)
-MOST_GROUPS = 3  # of each project
-MOST_RUSH = 8
+MAX_GROUPS_PER_PROJECT = 3  # of each project
+MAX_RUSH = 8
 MEMBER_SHARE, HINT_SHARE, RUSH_SHARE = 0.6, 0.15, 0.7
 
 
@@ -44,7 +44,7 @@ def with_peers(rng: random.Random, plan: Plan) -> Plan:
 
 def _groups(rng: random.Random) -> list[ServerGroup]:
     """At least one that is held to: the wishes only change weights."""
-    policies = [rng.choice(HARD), *(rng.choice(HARD + SOFT) for _ in range(rng.randrange(MOST_GROUPS)))]
+    policies = [rng.choice(HARD), *(rng.choice(HARD + SOFT) for _ in range(rng.randrange(MAX_GROUPS_PER_PROJECT)))]
     return [ServerGroup(uuid=new_uuid(rng), policy=policy, max_per_host=rng.choice((1, 1, 2))) for policy in policies]
 
 
@@ -56,7 +56,7 @@ def _bursts(rng: random.Random, groups: dict[str, list[ServerGroup]]) -> list[Or
             at, together = rng.uniform(1.0, LOAD_S * 0.8), rng.choice((group, None))
             orders += [
                 Order(at=at, action=Action.BUILD, uuid=new_uuid(rng), flavor="m1.tiny", project=project, group=together)
-                for _ in range(rng.randint(2, MOST_RUSH))
+                for _ in range(rng.randint(2, MAX_RUSH))
             ]
     return orders
 

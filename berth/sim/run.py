@@ -35,7 +35,7 @@ REST_S = 6 * 20.0 + 60.0 + sum(RETRY_S)
 # A book that was set back to before a host was reported learns of it when its service next reports its whole inventory.
 INVENTORIES_S = INVENTORY_EVERY * REPORT_S * (1 + JITTER)
 POLL_S = 1.0
-MOST_TRIPS = 4  # of one breaker after the load, each seen with another report
+MAX_TRIPS = 4  # of one breaker after the load, each seen with another report
 # Rest must last: reconciliation goes on, and must find nothing to do.
 STILL_S = 45.0
 STANDSTILLS: Mapping[type[Exception], str] = {
@@ -106,7 +106,7 @@ class _Runner:
         self._event_log = event_log
         self.rest_s = 0.0
         self._rest_s = REST_S + INVENTORIES_S * (Widening.BOOK_RESTORED in plan.widenings)
-        self._rest_s += MOST_TRIPS * (REPORT_S + GO_S) * bool(plan.breaker_limit)
+        self._rest_s += MAX_TRIPS * (REPORT_S + GO_S) * bool(plan.breaker_limit)
         # A deadline is in the time of the conductor that set it: it comes later by as much as that clock is set back.
         is_set = any(one.kind is FaultType.CLOCK and one.target.startswith("conductor") for one in plan.fault_events)
         self._rest_s += 2 * plan.skew_s * is_set

@@ -54,7 +54,7 @@ EPOCH = 1_800_000_000.0  # virtual time 0 on the wall
 STATEMENT_S = 0.0005
 # Each redelivery after a crash counts: more crashes than this over one message, and RabbitMQ gives it up (20).
 MAX_CRASHES = 5
-MOST_AWAY_S = 2.0  # a server that died by itself is back by then
+MAX_DOWNTIME_S = 2.0  # a server that died by itself is back by then
 RESTART_S = 0.5  # a supervisor starts what died by itself after this
 
 MOVE_TAG = tag_of(MoveEvent)
@@ -455,7 +455,7 @@ class World:
             raise DatabaseUnavailable(f"{schema} is away")
         rates, strikes = self.network_faults.rates, self.network_faults.strikes
         if strikes(rates.store_crash):
-            seconds = self.network_faults.between(0.05, MOST_AWAY_S)
+            seconds = self.network_faults.between(0.05, MAX_DOWNTIME_S)
             asyncio.get_running_loop().call_soon(self._fall_briefly, schema, seconds, context=NO_CONTEXT)
             await asyncio.sleep(0)  # by then its sessions are cut
             raise DatabaseUnavailable(f"{schema} has died")

@@ -47,7 +47,7 @@ CRASHED = "handler.crashed"
 LAST_DELIVERIES = 3
 
 # So many batches of other messages may go before a suspect (what has been delivered too often without an end).
-MOST_PASSED_OVER = 8
+MAX_PASSED_OVER = 8
 
 # A batch in hand for so long is slow: another one goes beside it, however small.
 SLOW_BATCH_S = 0.05
@@ -250,7 +250,7 @@ class Consumer:
         count = min(len(self._items), self._max_batch)
         if self._suspects:
             self._passed_over += 1
-            if not count or self._passed_over > MOST_PASSED_OVER:
+            if not count or self._passed_over > MAX_PASSED_OVER:
                 self._passed_over = 0
                 return [self._suspects.pop(self._bus.rng.randrange(len(self._suspects)))]
         if count and self._batch_interval is not None:

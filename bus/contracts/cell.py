@@ -167,21 +167,21 @@ class ReportHosts(Message, frozen=True, kw_only=True, tag="compute.report.v1"):
     why: str = ""
 
 
-MAX_LOOKS = 1000
+MAX_RESCANS = 1000
 
 
-class LookAgain(Message, frozen=True, kw_only=True, tag="compute.look.v1"):
-    """To a compute service: announce these hosts by a scan that has not begun yet, and name `looks` in it.
+class RescanHosts(Message, frozen=True, kw_only=True, tag="compute.rescan.v1"):
+    """To a compute service: announce these hosts by a scan that has not begun yet, and name `rescans` in it.
 
     A service that is not on record as an instance's reports the host without it. Its report may be older than the
-    machine, and no clock shows which of two services was first. A report that names the look is later: see
-    ComputeHosts. One that is lost is published again with the next report.
+    machine, and no clock shows which of two services was first. A report that names the rescan is later: see
+    ComputeHosts. A message that is lost is published again with the next report.
     """
 
     service: Word
     cell: Word
-    hosts: Annotated[tuple[Uuid, ...], Bound(max_length=MAX_LOOKS)]
-    looks: Annotated[tuple[Uuid, ...], Bound(max_length=MAX_LOOKS)]
+    hosts: Annotated[tuple[Uuid, ...], Bound(max_length=MAX_RESCANS)]
+    rescans: Annotated[tuple[Uuid, ...], Bound(max_length=MAX_RESCANS)]
 
 
 # The attempt of a machine that carries no mark of ours, and that its service has no record of.
@@ -232,7 +232,7 @@ class ComputeHosts(Message, frozen=True, kw_only=True, tag="compute.hosts.v1"):
     this scan; what came to be later may be missing here (0: when it was sent). scan: its number in this epoch
     (0: unknown): unlike a time, it cannot go back when a clock is set. ring_term, ring_number: of the membership that
     states which free nodes are its (see RingMembers; 0: it shares none): a host is not taken from a service that goes
-    by a newer one. looks: of LookAgain, those that were received before this scan began.
+    by a newer one. rescans: of RescanHosts, those that were received before this scan began.
     """
 
     service: Word
@@ -247,7 +247,7 @@ class ComputeHosts(Message, frozen=True, kw_only=True, tag="compute.hosts.v1"):
     scan: int = 0
     ring_term: int = 0
     ring_number: int = 0
-    looks: Annotated[tuple[Uuid, ...], Bound(max_length=MAX_LOOKS)] = ()
+    rescans: Annotated[tuple[Uuid, ...], Bound(max_length=MAX_RESCANS)] = ()
 
 
 class Heartbeat(Message, frozen=True, kw_only=True, tag="compute.heartbeat.v1"):
@@ -318,7 +318,7 @@ class ReserveMachines(Message, frozen=True, kw_only=True, tag="compute.reserve.v
 
     They are in quarantine: no record explains them, so they may have no claim, and they are kept all the same.
     Published where a page of a report (epoch, sequence) disagrees with the record; of two about one host the older page
-    loses. One that is lost is published again with the next report.
+    loses. A message that is lost is published again with the next report.
     """
 
     service: Word

@@ -128,7 +128,7 @@ class ClaimOutcome(StrEnum):
 INSTANCES = "INSTANCES"
 
 # Hosts of a server group that one answer names; of a larger one some are left out, and only the claim knows them.
-MAX_HOSTS_TOLD = 10_000
+MAX_LOCATED_HOSTS = 10_000
 
 
 class ClaimOption(Struct, frozen=True, kw_only=True, omit_defaults=True):

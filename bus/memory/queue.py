@@ -19,7 +19,7 @@ MAX_PER_TURN = 256
 # What its next queue has no room for is offered to it again so often. So many wait aside for that, and let pass what
 # goes to other queues, as in RabbitMQ (dead_letter_worker_consumer_prefetch).
 ROOM_AGAIN_S = 0.2
-MAX_ASIDE = 32
+MAX_DYING = 32
 
 
 class Connection(Protocol):
@@ -221,7 +221,7 @@ class Queue:
         if self.dying:
             self.dying = deque(one for one in self.dying if not self.dead_letter(*one))
         while (first := self.head()) is not None and first.expires_at is not None and first.expires_at <= now:
-            if len(self.dying) >= MAX_ASIDE:
+            if len(self.dying) >= MAX_DYING:
                 break
             self.pop()
             if not self.dead_letter(first, "expired"):

@@ -58,15 +58,15 @@ PLACES = UUID("5d0e9f57-6f6a-4b7e-8c1c-3a1d2f5b8c12")  # so that these uuids mee
 SCHEMA_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_\-]{0,62}")
 
 # SQLSTATE (or its class) -> code of the Transient that it becomes. A longer key wins.
-_AWAY = "database.unavailable"
+_UNAVAILABLE = "database.unavailable"
 READ_ONLY = "25006"
 TRANSIENT_STATES = {
-    "08": _AWAY,  # connection exceptions
-    "53": _AWAY,  # out of connections, memory or disk
-    "57P": _AWAY,  # shut down, crashed, starting up, database dropped
-    "58": _AWAY,  # system errors of the server's machine
-    READ_ONLY: _AWAY,  # we are talking to a stand-by, a fail-over is under way
-    "25P03": _AWAY,  # idle in transaction for too long: the connection is gone
+    "08": _UNAVAILABLE,  # connection exceptions
+    "53": _UNAVAILABLE,  # out of connections, memory or disk
+    "57P": _UNAVAILABLE,  # shut down, crashed, starting up, database dropped
+    "58": _UNAVAILABLE,  # system errors of the server's machine
+    READ_ONLY: _UNAVAILABLE,  # we are talking to a stand-by, a fail-over is under way
+    "25P03": _UNAVAILABLE,  # idle in transaction for too long: the connection is gone
     "40001": "database.serialization",
     "40P01": "database.deadlock",
     "55P03": "database.locked",
@@ -429,7 +429,7 @@ def raise_fault(error: Exception, *, closed: bool = False) -> NoReturn:
         raise Transient("no free database connection", code="database.busy") from error
     if isinstance(error, asyncpg.InvalidCachedStatementError):
         raise Transient("the schema changed under a prepared statement", code="database.schema_changed") from error
-    if code == _AWAY or closed or (state is None and _is_connection_error(error)):
+    if code == _UNAVAILABLE or closed or (state is None and _is_connection_error(error)):
         raise DatabaseUnavailable(_first_line(error)) from error
     if code:
         raise Transient(_first_line(error), code=code) from error

@@ -172,7 +172,7 @@ class _Ticket:
 
 
 _Item = tuple[_Ticket, OutboxMessage]
-Place = tuple[Hashable, int]  # what a message reports on, and its number among the reports on that
+StreamPosition = tuple[Hashable, int]  # what a message reports on, and its number among the reports on that
 
 
 class Relay:
@@ -196,7 +196,7 @@ class Relay:
         sweep_age_s: float = SWEEP_AGE_S,
         linger_s: float = 0.0,
         lingers: Callable[[Message], bool] | None = None,
-        place: Callable[[Message], Place | None] | None = None,
+        place: Callable[[Message], StreamPosition | None] | None = None,
     ) -> None:
         self._rows = rows
         lingers = lingers if linger_s > 0 else None
@@ -425,7 +425,7 @@ class _Lane:
         clock: Clock,
         settle: Any,
         lingers: Callable[[Message], bool] | None,
-        place: Callable[[Message], Place | None] | None,
+        place: Callable[[Message], StreamPosition | None] | None,
         linger_s: float,
     ) -> None:
         self.lingers = lingers
@@ -467,7 +467,7 @@ class _Lane:
         self._waiting.append(item)
         self._wake()
 
-    def _overtake(self, place: Place, item: _Item, *, is_lingering: bool) -> bool:
+    def _overtake(self, place: StreamPosition, item: _Item, *, is_lingering: bool) -> bool:
         """Drop the older one of a lingering report and this one on the same subject; False: that is this one."""
         subject, number = place
         found = self._lingering.get(subject)
@@ -566,7 +566,13 @@ class _Lane:
             try:
                 await self._bus.publish_all([(item[1].message, item[1].cause)], [item[1].traceparent])
             except BusError as error:
-                log.warning("outbox.kept", bus=self._bus.name, row=item[0].row_id, code=error.code, reason=str(error))
+                log.warning(
+                    "outbox.refused_by_broker",
+                    bus=self._bus.name,
+                    row=item[0].row_id,
+                    code=error.code,
+                    reason=str(error),
+                )
                 self._settle([item], failed=True)
             else:
                 _published.labels(self._bus.name).inc()

@@ -65,7 +65,7 @@ def assess(
 ) -> BreakerVerdict:
     """What of one report's findings may be done. quarantined: machines that were put on record with this report.
 
-    All or nothing: up to the limit is what a bad day may bring, more of it at once looks like a wrong database.
+    All or nothing: up to the limit, losses are taken for failures; more of them at once suggest a wrong database.
     """
     if breaker is not None and breaker.is_open:
         return BreakerVerdict(held=len(findings))

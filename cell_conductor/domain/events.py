@@ -154,14 +154,14 @@ class HostRuns(Event, frozen=True, kw_only=True):
 class HostMissing(Event, frozen=True, kw_only=True):
     """A host's report does not list an instance that should be there. seen_at: when the host made it, by its clock.
 
-    service: whose report. scan: the scan that missed it (None: unknown). looks: those that the scan began after.
+    service: whose report. scan: the scan that missed it (None: unknown). rescans: those that the scan began after.
     """
 
     host_uuid: str
     seen_at: float
     service: str
     scan: ScanId | None = None
-    looks: tuple[str, ...] = ()
+    rescans: tuple[str, ...] = ()
 
 
 class ServiceLost(Event, frozen=True, kw_only=True):

@@ -52,7 +52,7 @@ def end_delete(instance: Instance, event: HostFenced, timeouts: Timeouts) -> Ste
     return Step(replace(ended.instance, history=(*ended.instance.history, record)), ended.commands)
 
 
-def leave_unasked(instance: Instance, event: HostFenced, timeouts: Timeouts) -> Step:
+def leave_checked_destination(instance: Instance, event: HostFenced, timeouts: Timeouts) -> Step:
     """A destination that was only checked: the next one."""
     if event.host_uuid != instance.host_uuid:
         return Step(instance)
@@ -72,7 +72,7 @@ def give_up_destination(instance: Instance, event: HostFenced, timeouts: Timeout
     if event.host_uuid != instance.host_uuid or (instance.is_in_place and instance.state is State.RESIZED):
         return Step(instance)
     if instance.state is State.FINISHING:
-        return leave_unasked(instance, event, timeouts)
+        return leave_checked_destination(instance, event, timeouts)
     return undo(instance, event.at, timeouts, FENCED, _reason(instance.here.host))
 
 

@@ -27,7 +27,7 @@ from .events import (
 )
 from .instance import Instance, Move, Power, State
 from .move_events import DONE, MoveEnd, after, answer, close, move_of, refuse_request, report_progress
-from .proof import is_hearsay, predates, up_scan_here
+from .proof import is_unordered, predates, up_scan_here
 from .rules import Step, Timeouts
 
 NO_HOST = "max_retries_exceeded"
@@ -426,7 +426,7 @@ def here_gone(instance: Instance, event: Destroyed | HostMissing, timeouts: Time
         return False
     if isinstance(event, Destroyed):
         return event.attempt >= instance.attempt
-    if is_hearsay(event, instance.here.service, instance) or predates(
+    if is_unordered(event, instance.here.service, instance) or predates(
         event, instance.here.service, up_scan_here(instance)
     ):
         return False
@@ -444,7 +444,7 @@ def source_gone(instance: Instance, event: Destroyed | HostMissing, timeouts: Ti
         return False
     if isinstance(event, Destroyed):
         return event.attempt >= move.source_attempt
-    if is_hearsay(event, move.source.service, instance) or predates(event, move.source.service, move.source_up_scan):
+    if is_unordered(event, move.source.service, instance) or predates(event, move.source.service, move.source_up_scan):
         return False
     return event.seen_at > instance.since + timeouts.report_grace_s
 

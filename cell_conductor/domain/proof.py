@@ -10,10 +10,10 @@ from bus.contracts.cell import UNKNOWN_ATTEMPT
 from .events import HostMissing
 from .instance import Instance, ScanId, State
 
-_LOOKS = UUID("6d1f7b0e-1c57-4f1b-9a57-3f6a1c6f2d11")
+_RESCANS = UUID("6d1f7b0e-1c57-4f1b-9a57-3f6a1c6f2d11")
 
 # A client has requested the delete, and nothing revokes that: no attempt is wanted, whatever its number.
-DELETE_ASKED = frozenset({State.TOMBSTONE, State.ABANDONING, State.DELETING, State.RELEASING, State.DELETED})
+DELETE_REQUESTED = frozenset({State.TOMBSTONE, State.ABANDONING, State.DELETING, State.RELEASING, State.DELETED})
 # The current attempt is wanted on its host. While a destination is claimed or checked, the source is no other machine.
 WANTED = frozenset(
     {
@@ -92,7 +92,7 @@ def is_over(record: InstanceFacts, attempt: int, host_uuid: str) -> bool:
     """
     if record.state is State.ABSENT or attempt == UNKNOWN_ATTEMPT:
         return False
-    if record.state in DELETE_ASKED:
+    if record.state in DELETE_REQUESTED:
         return True
     if is_untried(record, attempt) or is_unsure(record, attempt, host_uuid):
         return False
@@ -117,7 +117,7 @@ def is_wanted_here(record: InstanceFacts) -> bool:
 
 def is_wanted_at_source(record: InstanceFacts) -> bool:
     """Whether what the source of the move has is to be kept."""
-    return record.source_host_uuid is not None and record.state not in DELETE_ASKED | SOURCE_OVER
+    return record.source_host_uuid is not None and record.state not in DELETE_REQUESTED | SOURCE_OVER
 
 
 def is_untried(record: InstanceFacts, attempt: int) -> bool:
@@ -131,18 +131,18 @@ def is_unsure(record: InstanceFacts, attempt: int, host_uuid: str) -> bool:
     return ended and record.doubted and (attempt, host_uuid) == (record.attempt, record.host_uuid)
 
 
-def look_at(record: InstanceFacts) -> str:
-    """The look that a scan names which began while the record stands as it does now, or later."""
-    return str(uuid5(_LOOKS, f"{record.uuid} {record.attempt} {record.state} {record.since!r}"))
+def rescan_id(record: InstanceFacts) -> str:
+    """The id of the rescan to request while the record is as it is now: a scan that names it began no earlier."""
+    return str(uuid5(_RESCANS, f"{record.uuid} {record.attempt} {record.state} {record.since!r}"))
 
 
-def is_hearsay(event: HostMissing, service: str, record: InstanceFacts) -> bool:
-    """Whether another service than the host's own reports the machine missing, by a scan that may be older than it.
+def is_unordered(event: HostMissing, service: str, record: InstanceFacts) -> bool:
+    """Whether a service that is not the host's own reports the machine missing, by a scan that may be older than it.
 
     service: the host's, by the record. Scans of two services have no common order, and their clocks may be minutes
-    apart. A scan that names the record's look began after the record was what it is.
+    apart. A scan that names the record's rescan began after the record was written.
     """
-    return event.service != service and look_at(record) not in event.looks
+    return event.service != service and rescan_id(record) not in event.rescans
 
 
 def predates(event: HostMissing, service: str, up_scan: ScanId | None) -> bool:

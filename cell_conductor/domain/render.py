@@ -6,7 +6,7 @@ from inspect import cleandoc
 
 from .events import EVENTS
 from .instance import State
-from .table import ASKS_A_CLAIM, ASKS_A_RELEASE, IGNORE, TABLE, Rule
+from .table import AWAITS_CLAIM, AWAITS_RELEASE, IGNORE, TABLE, Rule
 
 HEAD = """# States of an instance
 
@@ -66,8 +66,8 @@ def _rules() -> list[str]:
 
 
 def _placement_requests() -> list[str]:
-    claim = ", ".join(f"`{state}`" for state in State if state in ASKS_A_CLAIM)
-    release = ", ".join(f"`{state}`" for state in State if state in ASKS_A_RELEASE)
+    claim = ", ".join(f"`{state}`" for state in State if state in AWAITS_CLAIM)
+    release = ", ".join(f"`{state}`" for state in State if state in AWAITS_RELEASE)
     return [
         "## Requests to placement",
         "",

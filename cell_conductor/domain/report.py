@@ -13,7 +13,7 @@ from bus.contracts.cell import ComputeHosts, Running
 from .events import Event, HostMissing, HostRuns
 from .instance import ScanId, State
 from .proof import (
-    DELETE_ASKED,
+    DELETE_REQUESTED,
     NOT_COMMANDED,
     InstanceFacts,
     is_over,
@@ -22,7 +22,7 @@ from .proof import (
     is_untried,
     is_wanted_at_source,
     is_wanted_here,
-    look_at,
+    rescan_id,
 )
 
 
@@ -65,15 +65,15 @@ RENUMBERED = "the database was set back while it was moved"
 class Differences(Struct, frozen=True):
     """What does not agree: events for instances, and machines that are only reported.
 
-    harmful: of the events those that end or destroy a machine although no client requested it; see `breaker`. looks:
-    (host, look) of what is missing by the report of a service that is not on record as the host's: to be looked at
+    harmful: of the events those that end or destroy a machine although no client requested it; see `breaker`. rescans:
+    (host, rescan) of what is missing by the report of a service that is not on record as the host's: to be looked at
     again.
     """
 
     events: tuple[tuple[str, Event], ...] = ()
     harmful: tuple[tuple[str, Event], ...] = ()
     unexplained: tuple[Unexplained, ...] = ()
-    looks: tuple[tuple[str, str], ...] = ()
+    rescans: tuple[tuple[str, str], ...] = ()
 
 
 # Its host must carry it, or may still: a report that leaves it out is a finding.
@@ -102,7 +102,7 @@ def differences(
     events: list[tuple[str, Event]] = []
     harmful: list[tuple[str, Event]] = []
     unexplained: list[Unexplained] = []
-    looks: list[tuple[str, str]] = []
+    rescans: list[tuple[str, str]] = []
     for host_uuid, running in running_on.items():
         for one in running:
             record = by_uuid.get(one.instance_uuid)
@@ -116,7 +116,7 @@ def differences(
                     Unexplained(one.instance_uuid, one.attempt, host_uuid, UnexplainedKind.QUARANTINED, why)
                 )
             elif record is not None and not one.destroying and not _agrees(record, host_uuid, one, report.service):
-                unwanted = record.state not in DELETE_ASKED and is_over(record, one.attempt, host_uuid)
+                unwanted = record.state not in DELETE_REQUESTED and is_over(record, one.attempt, host_uuid)
                 into = harmful if unwanted else events
                 into.append((one.instance_uuid, _runs(report, one, host_uuid, now, seen_at)))
     listed = {(host_uuid, one.instance_uuid) for host_uuid, running in running_on.items() for one in running}
@@ -132,13 +132,13 @@ def differences(
                 continue
             if (place, record.uuid) in listed:
                 continue
-            if record.service != report.service and (look := look_at(record)) not in report.looks:
-                looks.append((place, look))
+            if record.service != report.service and (rescan := rescan_id(record)) not in report.rescans:
+                rescans.append((place, rescan))
                 if place == record.host_uuid:
-                    continue  # hearsay (`proof.is_hearsay`); the brief names no service of a source
+                    continue  # not ordered (`proof.is_unordered`); the brief names no service of a source
             gone = _missing(report, place, now, seen_at)
             (harmful if record.state in HARMED else events).append((record.uuid, gone))
-    return Differences(tuple(events), tuple(harmful), tuple(unexplained), tuple(looks))
+    return Differences(tuple(events), tuple(harmful), tuple(unexplained), tuple(rescans))
 
 
 def _is_known_at(record: RecordedInstance | None, host_uuid: str) -> bool:
@@ -203,7 +203,7 @@ def _runs(report: ComputeHosts, one: Running, host_uuid: str, now: float, seen_a
 
 def _missing(report: ComputeHosts, host_uuid: str, now: float, seen_at: float) -> HostMissing:
     return HostMissing(
-        at=now, host_uuid=host_uuid, seen_at=seen_at, service=report.service, scan=_scan(report), looks=report.looks
+        at=now, host_uuid=host_uuid, seen_at=seen_at, service=report.service, scan=_scan(report), rescans=report.rescans
     )
 
 

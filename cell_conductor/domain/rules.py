@@ -37,7 +37,7 @@ from .fences import FENCED, Fence
 from .history import summary_of
 from .instance import NOT_TRIED, Instance, State
 from .leases import Lease
-from .proof import is_hearsay, is_over, predates, up_scan_here
+from .proof import is_over, is_unordered, predates, up_scan_here
 
 # The clock of a build's request, and the one of the database's set-back, may be so far
 # apart. A build of so long after a restore is doubted for nothing: it waits longer for a silent host.
@@ -573,7 +573,7 @@ def is_gone(instance: Instance, event: Destroyed | HostMissing, timeouts: Timeou
         return False
     if isinstance(event, Destroyed):
         return event.attempt >= instance.attempt
-    if is_hearsay(event, instance.here.service, instance) or predates(
+    if is_unordered(event, instance.here.service, instance) or predates(
         event, instance.here.service, up_scan_here(instance)
     ):
         return False

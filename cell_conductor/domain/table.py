@@ -107,7 +107,7 @@ MOVES: Mapping[State, Mapping[type[Event], Rule | None]] = {
         ServiceLost: SKIP,
         ChangeEnded: Rule(move_rules.go_on, (State.HANDING_OVER, State.FINISHING, *NEXT)),
         MoveRequested: ABORT,
-        HostFenced: Rule(fence_rules.leave_unasked, NEXT),
+        HostFenced: Rule(fence_rules.leave_checked_destination, NEXT),
     },
     State.HANDING_OVER: {
         **MOVING,
@@ -421,7 +421,7 @@ def step(instance: Instance, event: Event, timeouts: Timeouts) -> Step:
     rule = TABLE[instance.state][type(event)]
     if rule is None:
         raise IllegalStep(f"{type(event).__name__} while {instance.state}: {event!r} on {instance!r}")
-    if isinstance(event, Claimed) and event.attempt > instance.last_attempt + (instance.state in MAY_HAVE_ASKED):
+    if isinstance(event, Claimed) and event.attempt > instance.last_attempt + (instance.state in MAY_BE_CLAIMED):
         # A claim that no record of ours has requested would leak: no worker would ever release it.
         raise IllegalStep(f"claim of attempt {event.attempt} while {instance.state}: {instance!r}")
     if isinstance(event, MoveRequested) and event.given_up is not None:
@@ -432,23 +432,23 @@ def step(instance: Instance, event: Event, timeouts: Timeouts) -> Step:
     return stepped
 
 
-ASKS_A_CLAIM = frozenset({State.RECLAIMING, State.ABANDONING, State.CLAIMING})
-ASKS_A_RELEASE = frozenset({State.GIVING_UP, State.RELEASING, State.VACATING})
+AWAITS_CLAIM = frozenset({State.RECLAIMING, State.ABANDONING, State.CLAIMING})
+AWAITS_RELEASE = frozenset({State.GIVING_UP, State.RELEASING, State.VACATING})
 # A claim may be sent twice at once (a redelivered message, the sweep), answered "full", and then "claimed" because
 # there is room meanwhile. What follows from the first answer requests the release, or the revert, of that very attempt:
 # nothing leaks.
-MAY_HAVE_ASKED = (
-    ASKS_A_CLAIM
-    | ASKS_A_RELEASE
+MAY_BE_CLAIMED = (
+    AWAITS_CLAIM
+    | AWAITS_RELEASE
     | {State.FAILED, State.DELETED, State.REVERTING, State.UNDOING, State.DELETING, State.OFFLOADED}
 )
 
 
-def wanted(instance: Instance) -> Claim | Release | Revert | None:
+def question_of(instance: Instance) -> Claim | Release | Revert | None:
     """What is requested of placement while the instance is in this state. Follows from the record alone, so a
     crash at any moment leads to the very same question.
     """
-    if instance.state in ASKS_A_CLAIM:
+    if instance.state in AWAITS_CLAIM:
         return _claim(instance)
     move = instance.move
     if instance.state is State.REVERTING:
@@ -460,11 +460,11 @@ def wanted(instance: Instance) -> Claim | Release | Revert | None:
             attempt=instance.next_attempt,
         )
     is_instance_over = move is not None and move.instance_released
-    if instance.state is State.SETTLING or (instance.state in ASKS_A_RELEASE and is_instance_over):
+    if instance.state is State.SETTLING or (instance.state in AWAITS_RELEASE and is_instance_over):
         assert move is not None
         assert instance.spec is not None
         return Release(consumer=move.request_id, project_id=instance.spec.project_id)
-    if instance.state in ASKS_A_RELEASE:
+    if instance.state in AWAITS_RELEASE:
         # One attempt further than the last: a claim that was requested and never answered may still be on its way
         # (a placement worker that waits for its database), and must find itself fenced.
         return Release(consumer=instance.uuid, attempt=instance.next_attempt)

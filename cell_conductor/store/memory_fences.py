@@ -12,7 +12,7 @@ from cell_conductor.domain.instance import Instance, State
 
 from .fences import MAX_LOSSES
 
-Place = tuple[str, str]
+MachineKey = tuple[str, str]
 _OVER = frozenset({State.TOMBSTONE, State.FAILED, State.DELETED, State.OFFLOADED})
 
 
@@ -21,7 +21,7 @@ class FenceTables(Protocol):
 
     instances: dict[str, Instance]
     fences: dict[str, Fence]
-    fence_losses: dict[Place, Loss]
+    fence_losses: dict[MachineKey, Loss]
 
 
 class MemoryFences:
@@ -104,14 +104,14 @@ def _lift(rows: dict[str, Fence], host_uuid: str) -> None:
     rows.pop(host_uuid, None)
 
 
-def _put(rows: dict[Place, Loss], losses: Sequence[Loss]) -> None:
+def _put(rows: dict[MachineKey, Loss], losses: Sequence[Loss]) -> None:
     for loss in losses:
         known = rows.get(loss.place)
         if known is None or known.attempt <= loss.attempt:
             rows[loss.place] = loss
 
 
-def _drop(rows: dict[Place, Loss], losses: Sequence[Loss]) -> None:
+def _drop(rows: dict[MachineKey, Loss], losses: Sequence[Loss]) -> None:
     for loss in losses:
         known = rows.get(loss.place)
         if known is not None and known.attempt <= loss.attempt:

@@ -12,13 +12,13 @@ from bus.persistence.memory_database import MemorySession
 from cell_conductor.domain.breaker import Breaker
 from cell_conductor.domain.report import Unexplained, UnexplainedKind
 
-from .safety import Place, UnexplainedRecord
+from .safety import MachineKey, UnexplainedRecord
 
 
 class Tables(Protocol):
     """The committed rows."""
 
-    unexplained: dict[Place, UnexplainedRecord]
+    unexplained: dict[MachineKey, UnexplainedRecord]
     breakers: dict[str, Breaker]
 
 
@@ -33,7 +33,7 @@ class MemorySafety:
         """One transaction."""
         async with self._session.transaction() as transaction:
             await transaction.statement()
-            made: dict[Place, UnexplainedRecord] = {}
+            made: dict[MachineKey, UnexplainedRecord] = {}
             for machine in machines:
                 record = UnexplainedRecord(machine=machine, service=service, first_seen=now, last_seen=now, is_new=True)
                 before = self._table.unexplained.get(record.place)
@@ -52,7 +52,7 @@ class MemorySafety:
             await transaction.statement()
             return [record for _, record in sorted(self._table.unexplained.items())]
 
-    async def forget(self, places: Sequence[Place]) -> None:
+    async def forget(self, places: Sequence[MachineKey]) -> None:
         """One transaction."""
         async with self._session.transaction() as transaction:
             await transaction.statement()
@@ -100,6 +100,6 @@ class MemorySafety:
             return True
 
 
-def _drop(rows: dict[Place, UnexplainedRecord], places: Sequence[Place]) -> None:
+def _drop(rows: dict[MachineKey, UnexplainedRecord], places: Sequence[MachineKey]) -> None:
     for place in places:
         rows.pop(place, None)

@@ -20,7 +20,7 @@ from cell_conductor.domain.report import Unexplained
 DESTROY = "destroy"
 KEEP = "keep"
 
-Place = tuple[str, str]  # (host uuid, instance uuid)
+MachineKey = tuple[str, str]  # (host uuid, instance uuid)
 
 
 class UnexplainedRecord(Struct, frozen=True, kw_only=True):
@@ -36,7 +36,7 @@ class UnexplainedRecord(Struct, frozen=True, kw_only=True):
     is_new: bool = False
 
     @property
-    def place(self) -> Place:
+    def place(self) -> MachineKey:
         """Where it is."""
         return self.machine.host_uuid, self.machine.uuid
 
@@ -50,7 +50,7 @@ class Safety(Protocol):
     async def records(self) -> list[UnexplainedRecord]:
         """All on record, by host and instance."""
 
-    async def forget(self, places: Sequence[Place]) -> None:
+    async def forget(self, places: Sequence[MachineKey]) -> None:
         """These are not there any more."""
 
     async def decide(self, uuid: str, verdict: str, by: str, now: float) -> int:
@@ -124,7 +124,7 @@ class PostgresSafety:
         async with self._database.raw() as connection:
             return [_record_of(row) for row in await connection.fetch(RECORDS)]
 
-    async def forget(self, places: Sequence[Place]) -> None:
+    async def forget(self, places: Sequence[MachineKey]) -> None:
         """One statement."""
         async with self._database.raw() as connection:
             await connection.execute(FORGET, [host for host, _ in places], [instance for _, instance in places])

@@ -8,7 +8,7 @@ from itertools import islice
 from msgspec import Struct
 
 from bus.contracts.groups import GroupPolicy
-from bus.contracts.placement import INSTANCES, MAX_HOSTS_TOLD, Claim, ClaimOption, ClaimOutcome
+from bus.contracts.placement import INSTANCES, MAX_LOCATED_HOSTS, Claim, ClaimOption, ClaimOutcome
 from placement_worker.domain.moves import MIGRATION_TYPE
 from placement_worker.domain.values import ConsumerState, GroupKey, Holding, Provider
 
@@ -99,7 +99,7 @@ def visible_members(claim: Claim, others: Mapping[str, int]) -> dict[str, int]:
     if claim.server_group.policy is GroupPolicy.ANTI_AFFINITY:
         named = {option.host for option in claim.options}
         return {host: count for host, count in others.items() if host in named}
-    return dict(islice(others.items(), MAX_HOSTS_TOLD))
+    return dict(islice(others.items(), MAX_LOCATED_HOSTS))
 
 
 def held_by_class(holding: Holding) -> dict[str, int]:

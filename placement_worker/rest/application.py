@@ -152,9 +152,9 @@ class Application:
         self._gathering += size
         metrics.GATHERING.set(self._gathering)
 
-    async def _next(self, receive: Receive, patience_s: float) -> MutableMapping[str, Any]:
+    async def _next(self, receive: Receive, timeout_s: float) -> MutableMapping[str, Any]:
         try:
-            async with asyncio.timeout(patience_s):
+            async with asyncio.timeout(timeout_s):
                 message = await receive()
         except TimeoutError:
             raise HttpFault(408) from None

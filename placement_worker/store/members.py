@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 import asyncpg
 
 from bus.contracts.groups import GroupPolicy
-from bus.contracts.placement import MAX_HOSTS_TOLD, LocatePage, LocateRequest
+from bus.contracts.placement import MAX_LOCATED_HOSTS, LocatePage, LocateRequest
 from placement_worker.domain.claim_items import claims_of, consumers_of, groups_of
 from placement_worker.domain.claims import ClaimItem
 from placement_worker.domain.server_groups import HARD, SHARING, group_key
@@ -58,7 +58,7 @@ WITH m AS (
 SELECT m.project_id, m.group_uuid, m.consumer, {_HOSTS} FROM m {_HELD}
 GROUP BY m.project_id, m.group_uuid, m.consumer
 """
-TOLD_TOGETHER = 100  # members of such a group, beside those that the transaction names
+MAX_GROUP_MEMBERS_READ = 100  # members of such a group, beside those that the transaction names
 
 # A row that is there is written all the same, and so locked: it is not trimmed before the claim has committed.
 WRITE = """
@@ -143,7 +143,7 @@ def _columns(items: Sequence[ClaimItem], keys: Sequence[GroupKey], holders: Coll
     columns: list[object] = []
     for rows, width in ((sorted(hosts), 3), (moved, 3), (sorted(together), 2)):
         columns += transposed(rows, width)
-    return [*columns, TOLD_TOGETHER + len(consumers)]
+    return [*columns, MAX_GROUP_MEMBERS_READ + len(consumers)]
 
 
 async def write(connection: asyncpg.Connection, joined: Mapping[GroupKey, Iterable[str]]) -> None:
@@ -169,7 +169,7 @@ async def where(connection: asyncpg.Connection, requested: Sequence[LocateReques
     consumers = [
         (at, one.project_id, uuid) for at, one in enumerate(requested) for uuid in dict.fromkeys(one.consumers)
     ]
-    counted = await connection.fetch(COUNT, *transposed(groups, 4), MAX_HOSTS_TOLD) if groups else []
+    counted = await connection.fetch(COUNT, *transposed(groups, 4), MAX_LOCATED_HOSTS) if groups else []
     found = await connection.fetch(HOSTS, *transposed(consumers, 3)) if consumers else []
     members: list[dict[str, int]] = [{} for _ in requested]
     hosts: list[dict[str, tuple[str, ...]]] = [{} for _ in requested]

@@ -22,7 +22,7 @@ from bus.contracts.book import (
     TreeHolder,
 )
 from bus.contracts.placement import (
-    MAX_HOSTS_TOLD,
+    MAX_LOCATED_HOSTS,
     Change,
     ChangesPage,
     FeedChanges,
@@ -310,7 +310,7 @@ class MemoryBook:
                 and kept.consumer.holding
                 and kept.consumer.project_id == requested.project_id
             }
-            return LocatePage(members=dict(sorted(counted.items())[:MAX_HOSTS_TOLD]), hosts=hosts)
+            return LocatePage(members=dict(sorted(counted.items())[:MAX_LOCATED_HOSTS]), hosts=hosts)
 
     async def tree(self, requested: HostTreeQuery) -> HostTree:
         """The tree that a provider is in, and who holds what of it, true at one moment."""

@@ -19,7 +19,7 @@ from placement_worker.domain.names import STANDARD_CLASSES
 Written = TypeVar("Written")
 
 # How long names may be cached that another process has perhaps removed meanwhile.
-BELIEVED_FOR_S = 5.0
+TRUSTED_FOR_S = 5.0
 
 READ_CLASSES = "SELECT name, id FROM resource_classes"
 READ_TRAITS = "SELECT name, id FROM traits"
@@ -64,7 +64,7 @@ class NameTable:
 
     async def refresh_if_old(self) -> None:
         """Read them again when they have been cached for long enough."""
-        if monotonic() - self._read_at > BELIEVED_FOR_S:
+        if monotonic() - self._read_at > TRUSTED_FOR_S:
             await self.refresh()
 
     async def ensure(self, classes: Iterable[str], traits: Iterable[str]) -> None:

@@ -99,7 +99,7 @@ class Ranking:
         self._services = view.service
         self._scores, self._scales = score(view, spec, weighings)
         self._kept = [(one.weighing.weigher.name, one.weights.item) for one in self._scales if one.weights is not None]
-        self._turns: dict[int, deque[ServiceTurn]] = {}
+        self._rotations: dict[int, deque[ServiceRotation]] = {}
         self._heaps = self._sorted(rng, shuffle=shuffle)
 
     def __len__(self) -> int:
@@ -168,11 +168,11 @@ class Ranking:
             if len(chosen) < count and int(self._services[other.position]) not in services:
                 chosen.append(other)
                 services.add(int(self._services[other.position]))
-        turns = self._turns[cell]
-        for _ in range(min(len(turns), count + len(services)) if len(turns) > 1 else 0):
-            turns.rotate(-1)
-            if len(chosen) < count and turns[-1].service not in services:
-                chosen += self._from(turns[-1], excluded)
+        rotations = self._rotations[cell]
+        for _ in range(min(len(rotations), count + len(services)) if len(rotations) > 1 else 0):
+            rotations.rotate(-1)
+            if len(chosen) < count and rotations[-1].service not in services:
+                chosen += self._from(rotations[-1], excluded)
         taken = {selected.position, *(host.position for host in chosen)}
         chosen += [other for other in others if other.position not in taken][: count - len(chosen)]
         for _ in range(ALTERNATE_WALK):
@@ -185,9 +185,9 @@ class Ranking:
                 chosen.append(found)
         return tuple(sorted(chosen, key=lambda host: -host.score))
 
-    def _from(self, turn: ServiceTurn, excluded: Container[int]) -> list[RankedHost]:
+    def _from(self, rotation: ServiceRotation, excluded: Container[int]) -> list[RankedHost]:
         """The next host of one service that may be claimed, if there is one within a few."""
-        for score_, _, position in turn.draw(OTHER_SERVICE_WALK):
+        for score_, _, position in rotation.draw(OTHER_SERVICE_WALK):
             row = int(self.view.rows[position])
             found = [] if row in excluded else options(self.view.book, self.spec.query, row, limit=1)
             if found:
@@ -237,13 +237,13 @@ class Ranking:
         order = np.argsort(keys, kind="stable")
         parts = _runs(order, self._cells)
         chunk = max(LEAST_CHUNK, CHUNK // max(len(parts), 1))
-        chance = rng if shuffle else None
+        shuffle_rng = rng if shuffle else None
         for part in parts:
-            self._turns[int(self._cells[part[0]])] = deque(
-                ServiceTurn(int(self._services[one[0]]), one, self._scores, chance)
+            self._rotations[int(self._cells[part[0]])] = deque(
+                ServiceRotation(int(self._services[one[0]]), one, self._scores, shuffle_rng)
                 for one in _runs(part, self._services)
             )
-        return {int(self._cells[part[0]]): HostHeap(part, self._scores, chunk, chance) for part in parts}
+        return {int(self._cells[part[0]]): HostHeap(part, self._scores, chunk, shuffle_rng) for part in parts}
 
 
 def _runs(order: Rows, column: Rows) -> list[Rows]:
@@ -253,10 +253,10 @@ def _runs(order: Rows, column: Rows) -> list[Rows]:
     return [order[start:end] for start, end in pairwise(cuts) if end > start]
 
 
-class ServiceTurn:
+class ServiceRotation:
     """The hosts of one compute service as alternates: best first, each once before the first comes again.
 
-    A host that is named is not taken, so its score stays; without turns all builds would name the same few.
+    A host that is named is not taken, so its score stays; without rotations all builds would name the same few.
     """
 
     def __init__(self, service: int, positions: Rows, scores: Floats, rng: RandomSource | None) -> None:

@@ -40,7 +40,7 @@ ON CONFLICT (drain, instance_uuid) DO UPDATE SET
     {", ".join(f"{name} = excluded.{name}" for name in COLUMNS[6:])}
 """
 DROP = "DELETE FROM drain_moves WHERE drain = ANY($1::uuid[])"
-MOST = 2**31 - 1
+NO_LIMIT = 2**31 - 1
 
 _record = msgspec.json.Decoder(DrainRecord).decode
 
@@ -51,7 +51,7 @@ async def lock(connection: asyncpg.Connection, drain: str, now: float, limit: in
     if body is None:
         return None
     under_way = [state.value for state in sorted(UNDER_WAY)]
-    rows = await connection.fetch(IN_STATES, drain, under_way, float("inf"), MOST)
+    rows = await connection.fetch(IN_STATES, drain, under_way, float("inf"), NO_LIMIT)
     rows += await connection.fetch(IN_STATES, drain, [state.value for state in WAITS], now, limit)
     found = await counts(connection, [drain])
     return OpenDrain(

@@ -46,9 +46,9 @@ class Collector:
         return self.got
 
 
-async def until(condition: Callable[[], object], patience_s: float = PATIENCE_S) -> None:
+async def until(condition: Callable[[], object], timeout_s: float = PATIENCE_S) -> None:
     """Until an awaitable condition holds; checks again and again, because a broker does not announce it."""
-    async with asyncio.timeout(patience_s):
+    async with asyncio.timeout(timeout_s):
         while not (  # noqa: ASYNC110  (brokers do not announce their depths)
             await answer if asyncio.iscoroutine(answer := condition()) else answer
         ):

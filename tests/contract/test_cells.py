@@ -37,7 +37,7 @@ from tests.contract.books import KINDS, books
 
 MINE, OTHER = (f"{n}0000000-0000-4000-8000-000000000000" for n in range(1, 3))
 CHILD = "a0000000-0000-4000-8000-000000000000"
-SOMEBODY = "c0000000-0000-4000-8000-000000000000"
+CONSUMER = "c0000000-0000-4000-8000-000000000000"
 MAX_VERSION = 2**62
 
 
@@ -66,7 +66,7 @@ def host(root: str, version: int, *children: str, source: str = "compute", vcpus
 
 def claim(*roots: str, attempt: int = 1, **fields: object) -> Claim:
     options = tuple(ClaimOption(allocations={root: {"VCPU": 1}}) for root in roots)
-    return Claim(consumer=SOMEBODY, attempt=attempt, options=options, project_id="p", **fields)  # type: ignore[arg-type]
+    return Claim(consumer=CONSUMER, attempt=attempt, options=options, project_id="p", **fields)  # type: ignore[arg-type]
 
 
 async def notify(store: PlacementStore, bus: str, *updates: InventoryUpdate) -> list[str]:
@@ -120,7 +120,7 @@ async def test_what_the_top_has_reported_no_cell_reports(store: PlacementStore) 
     assert await notify(store, "c1", host(MINE, 2, source="ironic")) == ["inventory.foreign_cell"]
     assert await ask(store, "c1", claim(MINE)) == "claimed"
     # A bare-metal node: deleted in its cell, or its allocation stays for ever.
-    assert await ask(store, "c1", Release(consumer=SOMEBODY)) == "released"
+    assert await ask(store, "c1", Release(consumer=CONSUMER)) == "released"
 
 
 async def test_a_cell_claims_nothing_of_another(store: PlacementStore) -> None:
@@ -142,13 +142,13 @@ async def test_a_cell_releases_and_moves_nothing_of_another(store: PlacementStor
     again = claim(OTHER, attempt=2, release_first=True, consumer_generation=1)
     assert await ask(store, "c2", again) == "consumer_changed"
     assert await ask(store, "c2", claim(MINE)) == "consumer_changed"
-    swap = ConsumerAllocations(consumer=SOMEBODY, consumer_generation=1, project_id="p")
+    swap = ConsumerAllocations(consumer=CONSUMER, consumer_generation=1, project_id="p")
     assert await ask(store, "c2", Swap(consumers=(swap,))) == "consumer_changed"
     taken = ConsumerAllocations(consumer=CHILD, project_id="p", allocations={MINE: {"VCPU": 1}})
     assert await ask(store, "c2", Swap(consumers=(taken,))) == "gone"
-    assert await ask(store, "c2", Release(consumer=SOMEBODY)) == "consumer_changed"
-    assert await ask(store, "c2", Release(consumer=SOMEBODY, attempt=9)) == "consumer_changed"
-    assert await ask(store, "c1", Release(consumer=SOMEBODY)) == "released"
+    assert await ask(store, "c2", Release(consumer=CONSUMER)) == "consumer_changed"
+    assert await ask(store, "c2", Release(consumer=CONSUMER, attempt=9)) == "consumer_changed"
+    assert await ask(store, "c1", Release(consumer=CONSUMER)) == "released"
 
 
 async def test_the_bus_that_a_message_came_on_decides(store: PlacementStore) -> None:
@@ -195,7 +195,7 @@ async def test_an_open_node_is_closed_when_it_is_unused(store: PlacementStore) -
     await notify(store, API, node(1))
     assert await ask(store, "c2", claim(MINE)) == "claimed"
     await notify(store, API, node(2, "c1"))
-    assert await ask(store, "c2", Release(consumer=SOMEBODY)) == "released"
+    assert await ask(store, "c2", Release(consumer=CONSUMER)) == "released"
     await notify(store, API, node(3, "c1"))
     assert await ask(store, "c2", claim(MINE, attempt=2)) == "gone"
     assert await ask(store, "c1", claim(MINE, attempt=2)) == "claimed"
@@ -238,10 +238,10 @@ async def test_an_operator_moves_an_empty_host(postgres: PostgresStore) -> None:
     async with postgres.database.raw() as connection:
         refused = await move(connection)
     assert (refused.outcome, refused.root, refused.holders) == ("in_use", MINE, 1)
-    await ask(postgres, "c1", Release(consumer=SOMEBODY))
+    await ask(postgres, "c1", Release(consumer=CONSUMER))
     async with postgres.database.raw() as connection:
         moved, again = await move(connection), await move(connection)
-        unknown = await move_host(connection, SOMEBODY, "c2")
+        unknown = await move_host(connection, CONSUMER, "c2")
     assert (moved.outcome, moved.before, again.outcome, unknown.outcome) == ("moved", "c1", "unchanged", "unknown")
     assert await notify(postgres, "c1", host(MINE, 8)) == ["inventory.foreign_cell"]
     (result,) = await postgres.report([host(MINE, 1, vcpus=5)], bus="c2")

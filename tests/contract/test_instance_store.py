@@ -28,7 +28,7 @@ Make = Callable[[], InstanceStore]
 A, B, C = (f"{n}0000000-0000-4000-8000-000000000000" for n in "abc")
 HOST = "10000000-0000-4000-8000-000000000000"
 SPEC = InstanceSpec(instance_uuid=A, project_id="p")
-SAID = [OutboxMessage("c1", CellDelete(instance_uuid=A, project_id="p"), "why")]
+MESSAGES = [OutboxMessage("c1", CellDelete(instance_uuid=A, project_id="p"), "why")]
 
 
 @pytest.fixture(params=["memory", pytest.param("postgres", marks=pytest.mark.postgres)])
@@ -146,7 +146,7 @@ async def test_an_exception_leaves_nothing_behind(store: InstanceStore) -> None:
         async with store.transaction() as transaction:
             await transaction.first_time(["m1"])
             await transaction.insert([instance(A)])
-            await transaction.send_later(SAID)
+            await transaction.send_later(MESSAGES)
             raise RuntimeError
     assert await recorded(store) == {}
     assert await store.outbox.claim_stale(0.0, 10, []) == []
@@ -229,7 +229,7 @@ async def test_messages_are_handled_once_by_whichever_consumer_gets_them(make: M
 async def test_outbox_rows_are_there_until_they_are_forgotten(store: InstanceStore) -> None:
     async with store.transaction() as transaction:
         assert await transaction.send_later([]) is None
-        row = await transaction.send_later(SAID)
+        row = await transaction.send_later(MESSAGES)
     assert row is not None
     assert await store.outbox.claim_stale(60.0, 10, []) == []
     ((found, body),) = await store.outbox.claim_stale(-1.0, 10, [])
@@ -295,7 +295,7 @@ async def step(store: InstanceStore, message_id: str, uuids: list[str], *, new: 
                 if fresh:
                     await transaction.insert([instance(uuid, state) for uuid in uuids if uuid not in known])
                     await transaction.update([replace(one, state=state) for one in known.values()])
-                    await transaction.send_later(SAID)
+                    await transaction.send_later(MESSAGES)
         except Conflict:
             continue
         await store.flush()
@@ -367,7 +367,7 @@ async def test_a_conflict_writes_nothing(make: Make) -> None:
                 known = await transaction.lock(uuids)
                 await transaction.insert([instance(uuid, State.FAILED) for uuid in uuids if uuid not in known])
                 await transaction.update([instance(uuid, State.FAILED) for uuid in known])
-                await transaction.send_later(SAID)
+                await transaction.send_later(MESSAGES)
     found = await recorded(one)
     assert {uuid: each.state for uuid, each in found.items()} == {A: State.ACTIVE, C: State.BUILDING}
     async with one.transaction() as transaction:

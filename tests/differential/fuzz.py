@@ -24,8 +24,8 @@ from compare import data_of, differences, part_of, without_order, wording
 from generator import Generator
 from servers import Server, berth, real_placement
 
-STORY_CALLS = 250
-MAX_STORIES_SHORTENED = 5
+SEQUENCE_CALLS = 250
+MAX_SHORTENED = 5
 MAX_SHORTENING_RUNS = 80
 
 
@@ -181,12 +181,12 @@ def run(pair: Pair, options: argparse.Namespace) -> list[dict[str, Any]]:
     sent, sequence = 0, 0
     while sent < options.requests and len(failures) < options.most:
         seed = options.seed * 1_000_003 + sequence
-        calls, found = invent(pair, seed, min(STORY_CALLS, options.requests - sent))
+        calls, found = invent(pair, seed, min(SEQUENCE_CALLS, options.requests - sent))
         sequence, sent = sequence + 1, sent + len(calls)
         if not found:
             continue
         notify(f"story {seed}: " + "\n    ".join(found[:4]))
-        if len(failures) < MAX_STORIES_SHORTENED and not options.fast:
+        if len(failures) < MAX_SHORTENED and not options.fast:
             calls = shorten(pair, calls)
             found = play(pair, calls) or ["not again"]
         for call in calls if len(calls) < 25 else ():

@@ -123,7 +123,7 @@ async def test_a_protected_node_is_kept_until_its_operator_unsets_it(metal: Real
         {"op": "replace", "path": "/protected", "value": True},
         {"op": "replace", "path": "/protected_reason", "value": why},
     )
-    await metal.client.delete([await metal.record(request.instance_uuid)], patience_s=WAIT_S)
+    await metal.client.delete([await metal.record(request.instance_uuid)], retry_for_s=WAIT_S)
 
     async def is_deleting() -> bool:
         record = await metal.record(request.instance_uuid)

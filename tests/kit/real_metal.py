@@ -65,7 +65,7 @@ class RealMetal:
 
     async def delete(self, *uuids: str) -> None:
         """Delete, and wait until all are gone."""
-        await self.client.delete([await self.record(uuid) for uuid in uuids], patience_s=WAIT_S)
+        await self.client.delete([await self.record(uuid) for uuid in uuids], retry_for_s=WAIT_S)
         assert await self.client.wait(WAIT_S)
 
     async def record(self, uuid: str) -> BuildRecord:

@@ -126,7 +126,7 @@ def stale_inventory_applied() -> AbstractContextManager[Any]:
 
 def alternates_claimed_twice() -> AbstractContextManager[Any]:
     """The claim of an alternate is not the same when it is repeated: each asking takes another attempt."""
-    requested = table.wanted
+    requested = table.question_of
 
     def wanted(instance: Any) -> Any:
         message = requested(instance)
@@ -134,7 +134,7 @@ def alternates_claimed_twice() -> AbstractContextManager[Any]:
             return replace(message, attempt=message.attempt + int(instance.deadline or 0) % 2)
         return message
 
-    return patch("cell_conductor.engine.wanted", wanted)
+    return patch("cell_conductor.engine.question_of", wanted)
 
 
 def duplicate_event_applied() -> AbstractContextManager[Any]:

@@ -44,24 +44,24 @@ def group_not_locked() -> AbstractContextManager[Any]:
 
 def alternates_without_their_group() -> AbstractContextManager[Any]:
     """A conductor's claims of alternates do not name the server group."""
-    requested = table.wanted
+    requested = table.question_of
 
     def wanted(instance: Any) -> Any:
         message = requested(instance)
         return replace(message, server_group=None) if isinstance(message, Claim) else message
 
-    return patch("cell_conductor.engine.wanted", wanted)
+    return patch("cell_conductor.engine.question_of", wanted)
 
 
 def alternates_without_limits() -> AbstractContextManager[Any]:
     """A conductor's claims of alternates do not name their project's limits."""
-    requested = table.wanted
+    requested = table.question_of
 
     def wanted(instance: Any) -> Any:
         message = requested(instance)
         return replace(message, limits={}) if isinstance(message, Claim) else message
 
-    return patch("cell_conductor.engine.wanted", wanted)
+    return patch("cell_conductor.engine.question_of", wanted)
 
 
 def living_members_forgotten() -> AbstractContextManager[Any]:

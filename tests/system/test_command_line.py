@@ -37,11 +37,11 @@ from cell_conductor.store.safety import PostgresSafety
 UNKNOWN = "00000000-0000-4000-8000-00000000dead"
 ROOT = Path(__file__).parents[2]
 STOP_TIMEOUT_S = 90.0
-STORY_TIMEOUT_S = 60.0
+TIMEOUT_S = 60.0
 
 pytestmark = [pytest.mark.system, pytest.mark.postgres, pytest.mark.timeout(600)]
 
-NO, USAGE, AWAY, TIME = 1, 2, 3, 4
+NO, USAGE, UNREACHABLE, TIME = 1, 2, 3, 4
 
 
 class Ran(Struct):
@@ -142,7 +142,7 @@ def boot(berth: Berth, *arguments: str) -> list[dict[str, Any]]:
 
 def timeline_of(berth: Berth, instance: str, last: list[str]) -> list[tuple[str, str]]:
     """A build's timeline (what, detail), once it ends as expected: what was overtaken is written down after the end."""
-    deadline = time.monotonic() + STORY_TIMEOUT_S
+    deadline = time.monotonic() + TIMEOUT_S
     while True:
         lines = berth("show", instance, "--json").data["timeline"]
         timeline = [(line["what"], line.get("detail", "")) for line in lines]
@@ -153,7 +153,7 @@ def timeline_of(berth: Berth, instance: str, last: list[str]) -> list[tuple[str,
 
 def parked(berth: Berth, instance: str) -> list[dict[str, Any]]:
     """The dead letters that name an instance, once there are any: nothing announces that one is parked."""
-    deadline = time.monotonic() + STORY_TIMEOUT_S
+    deadline = time.monotonic() + TIMEOUT_S
     while True:
         letters = berth("dead-letters", "list", "scheduler.requests", "--json").data
         if mine := [one for one in letters if instance in one["body"]]:
@@ -450,9 +450,9 @@ WRONG: list[tuple[int, str, tuple[str, ...], dict[str, str]]] = [
     (USAGE, "'NoSuchFilter' is not available", ("config",), {"BERTH_SCHEDULER__ENABLED_FILTERS": '["NoSuchFilter"]'}),
     (USAGE, "amqp://user:password@host", ("list",), {"BERTH_BUS__URL": "http://x"}),
     (USAGE, "a database is at", ("check",), {"BERTH_DATABASE__URL": "mysql://x"}),
-    (AWAY, "no berth is up", ("list",), {"BERTH_STATE_DIR": "/nonexistent"}),
-    (AWAY, "start `berth up`", ("check",), {"BERTH_STATE_DIR": "/nonexistent"}),
-    (AWAY, "out of reach", ("check",), {"BERTH_DATABASE__URL": "postgresql://127.0.0.1:1/x"}),
+    (UNREACHABLE, "no berth is up", ("list",), {"BERTH_STATE_DIR": "/nonexistent"}),
+    (UNREACHABLE, "start `berth up`", ("check",), {"BERTH_STATE_DIR": "/nonexistent"}),
+    (UNREACHABLE, "out of reach", ("check",), {"BERTH_DATABASE__URL": "postgresql://127.0.0.1:1/x"}),
     (USAGE, "is up already", ("up",), {}),
     (USAGE, "cannot make", ("up",), {"BERTH_STATE_DIR": "/dev/null/x"}),
     (USAGE, "cannot make", ("placement", "serve"), {"BERTH_STATE_DIR": "/dev/null/x"}),
@@ -462,7 +462,7 @@ WRONG: list[tuple[int, str, tuple[str, ...], dict[str, str]]] = [
     (USAGE, "HOST:PORT", ("run", "scheduler", "--http", "here"), {}),
     (USAGE, "'placement'", ("run", "nope"), {}),
     (USAGE, "a database is at", ("run", "placement"), {"BERTH_DATABASE__URL": "mysql://x"}),
-    (AWAY, "no bus", ("run", "compute", "--cell", "cell1"), {"BERTH_STATE_DIR": "/nonexistent"}),
+    (UNREACHABLE, "no bus", ("run", "compute", "--cell", "cell1"), {"BERTH_STATE_DIR": "/nonexistent"}),
 ]
 
 
@@ -488,7 +488,7 @@ def test_a_running_system_is_backed_up_and_is_no_target_for_a_restore(berth: Ber
     other = berth("restore", "saved", settings={"BERTH_DATABASE__URL": "embedded", "BERTH_STATE_DIR": "other"})
     assert (other.status, "as of" in other.out) == (0, True), other.err  # on the private server of another state_dir
     shown = berth("db", "current", settings={"BERTH_STATE_DIR": "other"})
-    assert (shown.status, "no database" in shown.err) == (AWAY, True)  # it ended with the command
+    assert (shown.status, "no database" in shown.err) == (UNREACHABLE, True)  # it ended with the command
 
 
 def test_the_schemas_are_shown_and_judged(berth: Berth) -> None:
@@ -564,7 +564,7 @@ def test_http_of_a_placement_worker_serves_the_api_too_and_prints_who_may_call(b
         berth.start("berth", "run", "placement", "--http", f"127.0.0.1:{port}", stderr=log) as worker,
     ):
         try:
-            deadline = time.monotonic() + STORY_TIMEOUT_S
+            deadline = time.monotonic() + TIMEOUT_S
             while not ready(f"{url}/readyz"):
                 assert worker.poll() is None and time.monotonic() < deadline, output.read_text()
                 time.sleep(0.05)

@@ -139,7 +139,9 @@ async def builds_go_on(site: Site, disturb: Callable[[], Awaitable[None]]) -> No
     try:
         await hosts_known(client)
         # A broker may refuse what it is given while its queues elect another leader: that is offered again.
-        plan = LoadPlan(boots=BOOTS, mix={"m1.tiny": 1.0}, rate_per_s=50.0, timeout_s=PATIENCE_S, patience_s=PATIENCE_S)
+        plan = LoadPlan(
+            boots=BOOTS, mix={"m1.tiny": 1.0}, rate_per_s=50.0, timeout_s=PATIENCE_S, retry_for_s=PATIENCE_S
+        )
         loading = asyncio.create_task(run_load(client, plan, clock=site.clock, rng=random.Random(5)))
         assert await client.until(lambda: 0 < client.unfinished < len(client.tracks), PATIENCE_S)
         await disturb()

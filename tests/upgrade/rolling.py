@@ -85,7 +85,7 @@ class Load:
             BuildRequest(instance_uuid=new_uuid(self._rng), flavor="m1.tiny", project_id="demo") for _ in range(AT_ONCE)
         ]
         began = time.monotonic()
-        await self.client.boot(requests, patience_s=PATIENCE_S)
+        await self.client.boot(requests, retry_for_s=PATIENCE_S)
         await self._ended("builds")
         self.tally.slowest_s = max(self.tally.slowest_s, time.monotonic() - began)
         self.tally.requested += AT_ONCE
@@ -101,7 +101,7 @@ class Load:
                 BuildRecord(instance_uuid=uuid, project_id="demo", flavor="m1.tiny", state=BuildState.ACTIVE)
                 for uuid in old
             ]
-            await self.client.delete(records, patience_s=PATIENCE_S)
+            await self.client.delete(records, retry_for_s=PATIENCE_S)
             await self._ended("deletes")
             self.tally.deleted += len(old)
 

@@ -16,9 +16,9 @@ from bus.contracts.catalogue.lookup import (
 from bus.contracts.catalogue.messages import MESSAGES, REPLIES
 from bus.contracts.catalogue.queues import (
     BUILD_EVENTS,
+    MAX_REQUESTS_PER_MESSAGE,
     MAX_WAITING_BYTES,
     MAX_WAITING_MESSAGES,
-    MOST_REQUESTS_A_MESSAGE,
     QUEUES,
     RETRY_S,
 )
@@ -48,10 +48,10 @@ __all__ = [
     "DELAYED",
     "EVENTS",
     "GIVEN_UP",
+    "MAX_REQUESTS_PER_MESSAGE",
     "MAX_WAITING_BYTES",
     "MAX_WAITING_MESSAGES",
     "MESSAGES",
-    "MOST_REQUESTS_A_MESSAGE",
     "OF_PROJECT",
     "QUEUES",
     "REPLIES",

@@ -16,7 +16,7 @@ from bus.contracts import (
 )
 from bus.contracts.base import Message, Refusal
 from bus.contracts.catalogue.drains import DRAIN_MESSAGES
-from bus.contracts.catalogue.queues import BUILD_EVENTS, MOST_REQUESTS_A_MESSAGE
+from bus.contracts.catalogue.queues import BUILD_EVENTS, MAX_REQUESTS_PER_MESSAGE
 from bus.contracts.catalogue.rows import COMMANDS, EVENTS, MessageRow, Where
 
 MESSAGES: tuple[MessageRow, ...] = (
@@ -30,7 +30,7 @@ MESSAGES: tuple[MessageRow, ...] = (
         key="build.request.{project_id}",
         reply=build.BuildAccepted,
         public=True,
-        max_batch=MOST_REQUESTS_A_MESSAGE,
+        max_batch=MAX_REQUESTS_PER_MESSAGE,
         idempotency="instance_uuid; the same uuid with other content is refused (request.duplicate)",
     ),
     MessageRow(
@@ -42,7 +42,7 @@ MESSAGES: tuple[MessageRow, ...] = (
         key="build.delete.{project_id}",
         reply=build.BuildAccepted,
         public=True,
-        max_batch=MOST_REQUESTS_A_MESSAGE,
+        max_batch=MAX_REQUESTS_PER_MESSAGE,
         idempotency="instance_uuid",
     ),
     MessageRow(
@@ -112,7 +112,7 @@ MESSAGES: tuple[MessageRow, ...] = (
         key="instance.move.{project_id}",
         reply=moves.MoveAccepted,
         public=True,
-        max_batch=MOST_REQUESTS_A_MESSAGE,
+        max_batch=MAX_REQUESTS_PER_MESSAGE,
         idempotency="request_id; the same id with other content is refused (request.duplicate)",
     ),
     MessageRow(
@@ -498,12 +498,12 @@ MESSAGES: tuple[MessageRow, ...] = (
         idempotency="requests a report",
     ),
     MessageRow(
-        message=cell.LookAgain,
+        message=cell.RescanHosts,
         owner="compute_sim",
         publishers=("cell_conductor",),
         where=Where.CELL,
         exchange=EVENTS,
-        key="compute.look.{service}",
+        key="compute.rescan.{service}",
         persistent=False,
         idempotency="requests a report",
     ),

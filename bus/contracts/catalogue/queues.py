@@ -10,7 +10,7 @@ MAX_WAITING_BYTES = 2 * 2**20
 MAX_WAITING_MESSAGES = 20_000
 # A scheduler takes a few hundred broker messages ahead. With few requests in each it does not take the queue's whole
 # backlog into its own hands, where no bound but this one holds.
-MOST_REQUESTS_A_MESSAGE = 32
+MAX_REQUESTS_PER_MESSAGE = 32
 
 RETRY_S = (0.2, 1.0, 5.0, 20.0)  # the delays of every bus; a queue's retries take some of them
 BUILD_EVENTS = "build.events"  # the events of `build.event.<state>.<project>`, in batches
@@ -196,7 +196,7 @@ QUEUES: tuple[QueueRow, ...] = (
         consumer="compute_sim",
         bindings=(
             (EVENTS, "compute.report"),
-            (EVENTS, "compute.look.{service}"),
+            (EVENTS, "compute.rescan.{service}"),
             (EVENTS, "compute.heartbeat.{service}"),
             (EVENTS, "compute.outdated.{service}"),
             (EVENTS, "compute.reserve.{service}"),

@@ -93,7 +93,9 @@ class NodeDeployment:
                 self._turned_down(fault.retry_after_s)
             if not self._taken and not self._waits_for(fault):
                 raise
-            log.warning("ironic.away", instance=self._mark.instance, node=self._build.host_uuid, reason=str(fault))
+            log.warning(
+                "ironic.unavailable", instance=self._mark.instance, node=self._build.host_uuid, reason=str(fault)
+            )
             return False
 
     def _turned_down(self, retry_after_s: float = 0.0) -> None:

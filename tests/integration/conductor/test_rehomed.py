@@ -17,7 +17,7 @@ from bus.contracts.cell import (
     ComputeOutcome,
     ComputeResult,
     HostReport,
-    LookAgain,
+    RescanHosts,
     Running,
 )
 from cell_conductor.domain.instance import State
@@ -64,11 +64,11 @@ async def test_a_delete_sent_to_a_dead_service_is_sent_to_its_heir(cell: Cell) -
 async def test_what_an_heir_misses_is_lost_by_the_scan_that_was_requested_and_by_none_before(cell: Cell) -> None:
     """Seed 61245 at d0562af: by the heir's clock, which was ahead, a scan of before the build was long after it."""
     around, host = cell.around, cell.host(1)
-    looks: asyncio.Queue[LookAgain] = asyncio.Queue()
+    looks: asyncio.Queue[RescanHosts] = asyncio.Queue()
 
     async def heir(batch: Sequence[Received]) -> Sequence[Outcome]:
         for received in batch:
-            if isinstance(received.message, LookAgain):
+            if isinstance(received.message, RescanHosts):
                 looks.put_nowait(received.message)
         return [Done()] * len(batch)
 
@@ -90,9 +90,9 @@ async def test_what_an_heir_misses_is_lost_by_the_scan_that_was_requested_and_by
     assert await cell.state(uuid) is State.ACTIVE
     async with asyncio.timeout(60):
         order = await looks.get()
-    assert (order.hosts, len(order.looks)) == ((host,), 1)
+    assert (order.hosts, len(order.rescans)) == ((host,), 1)
     del around.running[host, uuid]  # it is really gone, and the heir looks again
-    again = replace(report, sequence=2, scan=2, looks=order.looks)
+    again = replace(report, sequence=2, scan=2, rescans=order.rescans)
     await cell.hosts.hosts([Received(again, meta, CELL, "conductor.hosts.conductor")])
     await around.until(lambda: BuildState.FAILED in [event.state for event in around.events])
     await listening.drain(5.0)

@@ -95,7 +95,7 @@ async def test_a_conductor_survives_an_answer_to_a_question_that_its_emptied_dat
         await cell.around.bus.publish(second)
         await cell.around.until(lambda: cell.around.ends(second.spec.instance_uuid) == [BuildState.ACTIVE])
         await cell.drain()
-    assert [line["event"] for line in logs if line["log_level"] == "error"] == ["cell.answer_unasked"]
+    assert [line["event"] for line in logs if line["log_level"] == "error"] == ["cell.answer_unexpected"]
 
 
 async def test_a_conductor_does_not_go_on_with_the_database_that_replaces_its_own(cell: Cell) -> None:

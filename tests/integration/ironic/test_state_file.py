@@ -105,7 +105,7 @@ async def test_a_disk_that_was_full_is_written_again(tmp_path: Path) -> None:
             blocked.rmdir()
             await until_kept(kept, node["uuid"])
             blocked.mkdir()
-    assert [line["event"] for line in logs] == ["ironic.nodes_not_kept"] * 2, "and stopping is none the worse for it"
+    assert [line["event"] for line in logs] == ["ironic.nodes_not_saved"] * 2, "and stopping is none the worse for it"
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.postgres
 
 PATIENCE_S = 60.0
 WAITING = "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND wait_event_type = 'Lock'"
-MANY = members.TOLD_TOGETHER + 20
+MANY = members.MAX_GROUP_MEMBERS_READ + 20
 
 
 def group(policy: GroupPolicy) -> ServerGroup:
@@ -36,7 +36,7 @@ def member(rng: random.Random, host: str, policy: GroupPolicy) -> Claim:
     ("policy", "most"),
     [
         (GroupPolicy.ANTI_AFFINITY, 1),
-        (GroupPolicy.AFFINITY, members.TOLD_TOGETHER + 1),
+        (GroupPolicy.AFFINITY, members.MAX_GROUP_MEMBERS_READ + 1),
         (GroupPolicy.SOFT_ANTI_AFFINITY, 0),
         (GroupPolicy.SOFT_AFFINITY, 0),
     ],

@@ -17,10 +17,10 @@ from bus.contracts.build import BuildEvent, BuildState
 from bus.contracts.catalogue import BUILD_EVENTS
 from bus.memory import MemoryBroker, MemoryTransport
 from bus.persistence import outbox
-from bus.persistence.outbox import OutboxMessage, Place, Relay
+from bus.persistence.outbox import OutboxMessage, Relay, StreamPosition
 from bus.port import Outgoing
 from cell_conductor.app import is_progress
-from scheduler_worker.app import place_of_event
+from scheduler_worker.app import position_of_event
 
 UUID = "0b2d1c9e-6f7a-4d53-9a40-2f1a3b4c5d6e"
 LINGER_S = 0.25
@@ -78,7 +78,7 @@ class Receiver:
 
 @asynccontextmanager
 async def relaying(
-    clock: Gate, receiver: Receiver, place: Callable[[Message], Place | None] | None = None
+    clock: Gate, receiver: Receiver, place: Callable[[Message], StreamPosition | None] | None = None
 ) -> AsyncIterator[Relay]:
     buses: dict[str, Bus] = {CELL: receiver}  # type: ignore[dict-item]
     relay = Relay(NoRows(), buses, clock=clock, linger_s=LINGER_S, lingers=is_progress, place=place)
@@ -128,7 +128,7 @@ OTHER = structs.replace(ACCEPTED, instance_uuid="1b2d1c9e-6f7a-4d53-9a40-2f1a3b4
 
 async def test_a_state_that_the_next_one_overtook_is_not_published() -> None:
     clock, receiver = Gate(), Receiver()
-    async with relaying(clock, receiver, place_of_event) as relay:
+    async with relaying(clock, receiver, position_of_event) as relay:
         relay.send(1, [OutboxMessage(CELL, ACCEPTED)])
         relay.send(2, [OutboxMessage(CELL, OTHER)])
         relay.send(3, [OutboxMessage(CELL, SCHEDULED)])
@@ -143,7 +143,7 @@ async def test_a_state_that_the_next_one_overtook_is_not_published() -> None:
 
 async def test_the_newest_state_leaves_after_the_linger_though_it_came_in_the_wrong_order() -> None:
     clock, receiver = Gate(), Receiver()
-    async with relaying(clock, receiver, place_of_event) as relay:
+    async with relaying(clock, receiver, position_of_event) as relay:
         relay.send(1, [OutboxMessage(CELL, SCHEDULED)])
         relay.send(2, [OutboxMessage(CELL, ACCEPTED)])  # of a dead process, found by a sweep
         await asyncio.wait_for(clock.waiting.wait(), 10)
@@ -157,7 +157,7 @@ async def test_an_end_and_an_event_without_a_number_are_never_dropped() -> None:
     clock, receiver = Gate(), Receiver()
     refused = structs.replace(ACTIVE, state=BuildState.REFUSED, sequence=0)
     deleting = event(BuildState.DELETING, 9)
-    async with relaying(clock, receiver, place_of_event) as relay:
+    async with relaying(clock, receiver, position_of_event) as relay:
         relay.send(1, [OutboxMessage(CELL, deleting)])
         relay.send(2, [OutboxMessage(CELL, refused), OutboxMessage(CELL, ACTIVE), OutboxMessage(CELL, ACTIVE)])
         await turns()
@@ -172,7 +172,7 @@ async def test_what_lingers_while_a_publish_is_under_way_may_still_be_overtaken(
 ) -> None:
     monkeypatch.setattr(outbox, "LANE_SLOW_S", 100.0)
     clock, receiver = Gate(), HeldUp()
-    async with relaying(clock, receiver, place_of_event) as relay:
+    async with relaying(clock, receiver, position_of_event) as relay:
         relay.send(1, [OutboxMessage(CELL, structs.replace(ACTIVE, instance_uuid=OTHER.instance_uuid))])
         await turns()
         relay.send(2, [OutboxMessage(CELL, SCHEDULED)])

@@ -17,7 +17,7 @@ from bus.persistence import outbox
 from bus.persistence.outbox import UNAVAILABLE_LOG_INTERVAL_S, OutboxMessage, Relay
 from bus.port import BusUnavailable
 
-AWAY_S = 200.0
+OUTAGE_S = 200.0
 UUID = "0b2d1c9e-6f7a-4d53-9a40-2f1a3b4c5d6e"
 
 
@@ -60,7 +60,7 @@ class UnavailableBus:
 
     async def publish_all(self, messages: Sequence[tuple[Message, str]], traceparents: Sequence[str] = ()) -> None:
         self.tries += 1
-        if self._clock.now < AWAY_S:
+        if self._clock.now < OUTAGE_S:
             raise BusUnavailable("unavailable")
         self.done.set()
 
@@ -83,5 +83,5 @@ async def test_an_outage_is_logged_when_it_begins_at_intervals_and_when_it_ends(
             await running
     counts = Counter(line["event"] for line in lines)
     assert bus.tries > 50
-    assert 2 <= counts["outbox.bus_unavailable"] <= AWAY_S / UNAVAILABLE_LOG_INTERVAL_S + 1
+    assert 2 <= counts["outbox.bus_unavailable"] <= OUTAGE_S / UNAVAILABLE_LOG_INTERVAL_S + 1
     assert counts["outbox.bus_back"] == 1

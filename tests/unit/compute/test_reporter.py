@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from bus.contracts.base import Message
-from bus.contracts.cell import ComputeHosts, ComputeResult, LookAgain
+from bus.contracts.cell import ComputeHosts, ComputeResult, RescanHosts
 from bus.contracts.placement import InventoryUpdate, ProviderReport
 from compute_sim.answers import Answers
 from compute_sim.domain.attempts import Entry, Phase
@@ -232,8 +232,8 @@ async def test_a_scan_names_the_looks_that_were_requested_before_it_began() -> N
         offering=everything_offered(world, records), rng=random.Random(1), heartbeat_interval_s=1.0,
         report_interval_s=60.0,
     )  # fmt: skip
-    order = LookAgain(service="s", cell="c1", hosts=(HOST,), looks=("60000000-0000-4000-8000-000000000001",))
-    world.on_scan = lambda: changes.on_look(order)
+    order = RescanHosts(service="s", cell="c1", hosts=(HOST,), rescans=("60000000-0000-4000-8000-000000000001",))
+    world.on_scan = lambda: changes.on_rescan(order)
     task = asyncio.create_task(reporter.announce())
     async with asyncio.timeout(10):
         while len(world.published) < 2:
@@ -246,5 +246,5 @@ async def test_a_scan_names_the_looks_that_were_requested_before_it_began() -> N
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
     reports = [one for one in world.published if isinstance(one, ComputeHosts)]
-    assert [one.looks for one in reports] == [(), order.looks, ()], "each look is named once"
+    assert [one.rescans for one in reports] == [(), order.rescans, ()], "each rescan is named once"
     assert [one.uuid for one in reports[1].hosts] == [HOST]

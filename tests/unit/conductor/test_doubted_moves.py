@@ -12,7 +12,7 @@ from bus.contracts.placement import Claim, Revert
 from cell_conductor.domain import events as e
 from cell_conductor.domain.instance import State
 from cell_conductor.domain.move_doubts import IN_DOUBT
-from cell_conductor.domain.table import wanted
+from cell_conductor.domain.table import question_of
 from tests.unit.conductor.scenario import PATIENCE, host, spawned
 from tests.unit.conductor.test_table_moves import OTHER, Scenario, begun, claimed, request, to_resized
 
@@ -102,7 +102,7 @@ class Hosts:
         return e.Spawned(at=self.at, attempt=attempt, host_uuid=uuid, service="s1")
 
     def _placement(self) -> e.Event | None:
-        question = wanted(self.made.instance)
+        question = question_of(self.made.instance)
         if question is None:
             return None
         if isinstance(question, Claim):

@@ -19,7 +19,7 @@ from bus.contracts.placement import Claim, ClaimOutcome, Release
 from cell_conductor.domain import events as e
 from cell_conductor.domain.instance import Instance, State
 from cell_conductor.domain.rules import Timeouts
-from cell_conductor.domain.table import step, wanted
+from cell_conductor.domain.table import question_of, step
 
 UUID = "00000000-0000-4000-8000-000000000001"
 HOSTS = tuple(f"10000000-0000-4000-8000-{n:012d}" for n in range(1, 4))
@@ -144,7 +144,7 @@ class World(RuleBasedStateMachine):
             self.network.append(e.HostMissing(at=0.0, host_uuid=host.uuid, seen_at=self.now, service="s"))
 
     def ask(self, *, lose: bool) -> None:
-        question = wanted(self.instance)
+        question = question_of(self.instance)
         if isinstance(question, Release):
             self.book.release(question)
             if not lose:
@@ -210,7 +210,7 @@ class World(RuleBasedStateMachine):
     def wait(self, seconds: float) -> None:
         self.now += seconds
 
-    @precondition(lambda self: wanted(self.instance) is not None)
+    @precondition(lambda self: question_of(self.instance) is not None)
     @rule(lose=st.booleans())
     def answer(self, lose: bool) -> None:
         self.ask(lose=lose)

@@ -7,7 +7,7 @@ from msgspec.structs import replace
 from bus.contracts.cell import UNKNOWN_ATTEMPT, ComputeHosts, HostReport, Running
 from cell_conductor.domain.events import Event, HostMissing, HostRuns
 from cell_conductor.domain.instance import ScanId, State
-from cell_conductor.domain.proof import look_at
+from cell_conductor.domain.proof import rescan_id
 from cell_conductor.domain.report import UNTRIED, Differences, Newest, Unexplained, UnexplainedKind, differences
 from cell_conductor.store.port import Brief
 
@@ -62,10 +62,10 @@ def test_what_another_service_misses_is_looked_at_again_before_it_is_lost() -> N
     for state in (State.ACTIVE, State.RESIZED, State.DELETING):
         record = brief(state, service="former")
         differs = compared(report(), record)
-        assert (differs.events, differs.harmful, differs.looks) == ((), (), ((HOST, look_at(record)),))
-        looked = compared(replace(report(), looks=(look_at(record),)), record)
+        assert (differs.events, differs.harmful, differs.rescans) == ((), (), ((HOST, rescan_id(record)),))
+        looked = compared(replace(report(), rescans=(rescan_id(record),)), record)
         (event,) = [event for _, event in (*looked.events, *looked.harmful)]
-        assert isinstance(event, HostMissing) and (event.looks, looked.looks) == ((look_at(record),), ())
+        assert isinstance(event, HostMissing) and (event.rescans, looked.rescans) == ((rescan_id(record),), ())
 
 
 def test_a_machine_without_our_mark_is_only_reported_whatever_its_uuid() -> None:
@@ -131,11 +131,11 @@ def test_a_host_that_changed_its_service_is_reported() -> None:
 def test_what_another_service_misses_counts_after_the_grace_only() -> None:
     for state in (State.ACTIVE, State.DELETING):
         record = brief(state, service="before")
-        looked = replace(report(), looks=(look_at(record),))
+        looked = replace(report(), rescans=(rescan_id(record),))
         (event,) = found(looked, record, seen_at=130.1)
         assert isinstance(event, HostMissing)
         young = compared(looked, record, seen_at=130.0)
-        assert (young.events, young.harmful, young.looks) == ((), (), ())
+        assert (young.events, young.harmful, young.rescans) == ((), (), ())
 
 
 def test_the_scan_of_a_report_goes_with_what_it_found() -> None:

@@ -11,19 +11,19 @@ from tests.unit.conductor.scenario import DELETE, RELEASED, destroys, failed, ho
 
 MISSING = e.HostMissing(at=900.0, host_uuid=host(1), seen_at=900.0, service="s1")
 GONE = e.Destroyed(at=130.0, attempt=1, host_uuid=host(1))
-STORIES = {
+SEQUENCES = {
     State.FAILED: (queried(), failed(final=True), RELEASED),
     State.DELETED: (queried(), spawned(), DELETE, GONE, RELEASED),
 }
 
 
 def over(state: State) -> Instance:
-    instance = run(*STORIES[state]).instance
+    instance = run(*SEQUENCES[state]).instance
     assert instance.state is state
     return instance
 
 
-@pytest.mark.parametrize("state", STORIES)
+@pytest.mark.parametrize("state", SEQUENCES)
 def test_what_is_on_record_as_over_is_destroyed_where_it_runs_again(state: State) -> None:
     runs = e.HostRuns(at=1000.0, attempt=1, host_uuid=host(1), service="s1", seen_at=1000.0)
     found = run(runs, start=over(state))
@@ -31,7 +31,7 @@ def test_what_is_on_record_as_over_is_destroyed_where_it_runs_again(state: State
     assert found.instance.state is state
 
 
-@pytest.mark.parametrize("state", STORIES)
+@pytest.mark.parametrize("state", SEQUENCES)
 def test_a_success_that_comes_when_all_is_over_is_destroyed(state: State) -> None:
     found = run(replace(spawned(), at=1000.0), start=over(state))
     assert destroys(found) == [(1, host(1))]

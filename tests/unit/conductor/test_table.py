@@ -9,7 +9,7 @@ import pytest
 from cell_conductor.domain import events as e
 from cell_conductor.domain.instance import FIRST_SEQUENCE, Instance, State
 from cell_conductor.domain.render import render
-from cell_conductor.domain.table import TABLE, IllegalStep, step, wanted
+from cell_conductor.domain.table import TABLE, IllegalStep, question_of, step
 from tests.unit.conductor.scenario import (
     DELETE,
     PATIENCE,
@@ -48,7 +48,7 @@ def test_docs_are_what_the_table_holds() -> None:
 def test_an_unfulfilled_question_is_repeated() -> None:
     waiting = run(queried(), failed()).instance
     again = run(e.TimedOut(at=125.0), start=waiting)
-    assert again.instance.deadline == 140.0 and wanted(again.instance) == wanted(waiting)
+    assert again.instance.deadline == 140.0 and question_of(again.instance) == question_of(waiting)
 
 
 def test_illegal_pairs_raise_with_the_history() -> None:

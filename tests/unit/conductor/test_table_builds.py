@@ -11,7 +11,7 @@ from bus.contracts.groups import GroupPolicy, ServerGroup
 from bus.contracts.placement import Claim, ClaimOutcome, Release
 from cell_conductor.domain import events as e
 from cell_conductor.domain.instance import FIRST_SEQUENCE, State
-from cell_conductor.domain.table import step, wanted
+from cell_conductor.domain.table import question_of, step
 from tests.unit.conductor.scenario import (
     DELETE,
     PATIENCE,
@@ -53,7 +53,7 @@ def test_failure_destroys_there_and_claims_the_alternates_in_order() -> None:
     stepped = run(queried(), failed())
     assert stepped.instance.state is State.RECLAIMING
     assert destroys(stepped) == [(1, host(1))] and not announced(stepped)
-    claim = wanted(stepped.instance)
+    claim = question_of(stepped.instance)
     assert isinstance(claim, Claim)
     assert (claim.attempt, claim.consumer_generation, claim.release_first) == (2, 7, True)
     assert [list(option.allocations) for option in claim.options] == [[host(2)], [host(3)]]
@@ -73,7 +73,7 @@ def test_a_claimed_alternate_is_built_under_the_next_attempt() -> None:
 def test_exhausted_before_any_claim_releases_first_then_fails_with_the_whole_history() -> None:
     over = run(queried(hosts=1), failed())
     assert over.instance.state is State.GIVING_UP and not announced(over)
-    assert wanted(over.instance) == Release(consumer=UUID, attempt=2)
+    assert question_of(over.instance) == Release(consumer=UUID, attempt=2)
     (event,) = announced(run(RELEASED, start=over.instance))
     assert (event.state, event.terminal, event.code) == (BuildState.FAILED, True, "max_retries_exceeded")
     assert "host-1: failed (spawn.no_disk: full)" in event.reason
@@ -82,12 +82,12 @@ def test_exhausted_before_any_claim_releases_first_then_fails_with_the_whole_his
 
 def test_exhausted_by_the_claim_fences_what_may_be_on_its_way_then_fails() -> None:
     over = run(queried(), failed(), refused())
-    assert wanted(over.instance) == Release(consumer=UUID, attempt=2), "a late copy of the claim of attempt 2"
+    assert question_of(over.instance) == Release(consumer=UUID, attempt=2), "a late copy of the claim of attempt 2"
     stepped = run(RELEASED, start=over.instance)
     (event,) = announced(stepped)
     assert (stepped.instance.state, event.code, event.terminal) == (State.FAILED, "max_retries_exceeded", True)
     assert [r.code for r in event.history] == ["spawn.no_disk", "full", "raced"]
-    assert wanted(stepped.instance) is None
+    assert question_of(stepped.instance) is None
 
 
 def test_what_failed_and_was_forgotten_above_is_built_when_it_is_requested_anew() -> None:
@@ -176,7 +176,7 @@ def test_an_attempt_that_this_record_never_commanded_is_kept() -> None:
 
 def test_alternates_are_held_to_the_limits_of_their_project() -> None:
     stepped = run(replace(queried(), limits={"INSTANCES": 3}), failed(1))
-    claim = wanted(stepped.instance)
+    claim = question_of(stepped.instance)
     assert isinstance(claim, Claim)
     assert claim.limits == {"INSTANCES": 3}
     refused = e.ClaimRefused(at=111.0, attempt=2, outcomes=(ClaimOutcome.OVER_LIMIT, ClaimOutcome.OVER_LIMIT))
@@ -187,7 +187,7 @@ def test_alternates_are_held_to_the_limits_of_their_project() -> None:
 def test_alternates_are_held_to_the_rule_of_the_server_group() -> None:
     apart = ServerGroup(uuid=host(99), policy=GroupPolicy.ANTI_AFFINITY)
     stepped = run(replace(queried(), server_group=apart), failed(1))
-    claim = wanted(stepped.instance)
+    claim = question_of(stepped.instance)
     assert isinstance(claim, Claim)
     assert claim.server_group == apart
     assert [option.host for option in claim.options] == [host(2), host(3)]

@@ -6,7 +6,7 @@ from bus.contracts.build import BuildState
 from bus.contracts.placement import Claim, Release
 from cell_conductor.domain import events as e
 from cell_conductor.domain.instance import State
-from cell_conductor.domain.table import step, wanted
+from cell_conductor.domain.table import question_of, step
 from tests.unit.conductor.scenario import (
     DELETE,
     PATIENCE,
@@ -31,15 +31,17 @@ from tests.unit.conductor.scenario import (
 def test_delete_holds_the_allocation_until_the_host_has_destroyed() -> None:
     leaving = run(queried(), spawned(), DELETE)
     assert (leaving.instance.state, destroys(leaving)) == (State.DELETING, [(1, host(1))])
-    assert wanted(leaving.instance) is None
+    assert question_of(leaving.instance) is None
     again = run(e.TimedOut(at=150.0), start=leaving.instance)
-    assert destroys(again) == [(1, host(1))] and again.instance.deadline == 180.0 and wanted(again.instance) is None
+    assert (
+        destroys(again) == [(1, host(1))] and again.instance.deadline == 180.0 and question_of(again.instance) is None
+    )
     older = run(e.Destroyed(at=151.0, attempt=0, host_uuid=host(1)), start=again.instance)
     assert older.instance.state is State.DELETING
     other = run(e.Destroyed(at=151.0, attempt=1, host_uuid=host(2)), start=again.instance)
     assert other.instance.state is State.DELETING
     gone = run(e.Destroyed(at=152.0, attempt=1, host_uuid=host(1)), start=again.instance)
-    assert wanted(gone.instance) == Release(consumer=UUID, attempt=2)
+    assert question_of(gone.instance) == Release(consumer=UUID, attempt=2)
     (event,) = announced(run(RELEASED, start=gone.instance))
     assert (event.state, event.terminal) == (BuildState.DELETED, True)
 
@@ -80,9 +82,11 @@ def test_delete_while_building_announces_one_terminal_event() -> None:
 def test_delete_while_claiming_gives_the_alternate_back() -> None:
     waiting = run(queried(), failed(), DELETE)
     assert waiting.instance.state is State.ABANDONING
-    assert isinstance(wanted(waiting.instance), Claim), "a claim may be under way: only its answer makes releasing safe"
+    assert isinstance(question_of(waiting.instance), Claim), (
+        "a claim may be under way: only its answer makes releasing safe"
+    )
     back = run(claimed(), start=waiting.instance)
-    assert not spawns(back) and wanted(back.instance) == Release(consumer=UUID, attempt=3)
+    assert not spawns(back) and question_of(back.instance) == Release(consumer=UUID, attempt=3)
     assert run(refused(), start=waiting.instance).instance.state is State.RELEASING
     assert run(refused(changed=True), start=waiting.instance).instance.state is State.DELETED
 
@@ -91,7 +95,7 @@ def test_delete_before_its_build_starts_nothing_and_frees_the_claim() -> None:
     grave = run(DELETE)
     assert (grave.instance.state, grave.commands) == (State.TOMBSTONE, ())
     late = run(queried(), start=grave.instance)
-    assert late.commands == () and wanted(late.instance) == Release(consumer=UUID, attempt=2)
+    assert late.commands == () and question_of(late.instance) == Release(consumer=UUID, attempt=2)
     (event,) = announced(run(RELEASED, start=late.instance))
     assert (event.state, event.terminal) == (BuildState.DELETED, True)
 

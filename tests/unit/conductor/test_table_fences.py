@@ -13,7 +13,7 @@ from bus.contracts.placement import Claim, Release, Revert
 from cell_conductor.domain import events as e
 from cell_conductor.domain.fences import FENCED, Fence, losses_of
 from cell_conductor.domain.instance import Instance, State
-from cell_conductor.domain.table import step, wanted
+from cell_conductor.domain.table import question_of, step
 from tests.unit.conductor.scenario import DELETE, PATIENCE, UUID, announced, destroys, host, queried, run, spawned
 from tests.unit.conductor.test_table_moves import Scenario, active, begun, claimed, request, selection, to_resized
 
@@ -33,7 +33,10 @@ def lost(before: Instance, after: Instance, n: int) -> list[tuple[str, int]]:
 def test_a_delete_on_a_fenced_host_ends_without_its_answer_and_records_that() -> None:
     before = run(queried(hosts=1), spawned(), DELETE).instance
     stepped = run(fence(1), start=before)
-    assert (stepped.instance.state, isinstance(wanted(stepped.instance), Release)) == (State.RELEASING, True)
+    assert (stepped.instance.state, isinstance(question_of(stepped.instance), Release)) == (
+        State.RELEASING,
+        True,
+    )
     ended = run(e.Released(at=301.0), start=stepped.instance)
     (event,) = announced(ended)
     assert (event.state, event.terminal) == (BuildState.DELETED, True)
@@ -62,7 +65,7 @@ def test_a_build_without_another_host_fails() -> None:
 def test_nothing_is_commanded_on_a_fenced_host() -> None:
     timeouts = replace(PATIENCE, fences=fenced(1, 2))
     stepped = step(Instance(uuid=UUID), queried(), timeouts)
-    claim = wanted(stepped.instance)
+    claim = question_of(stepped.instance)
     assert not [one for one in stepped.commands if isinstance(one, Spawn)]
     assert isinstance(claim, Claim)
     assert [list(option.allocations) for option in claim.options] == [[host(3)]]
@@ -122,7 +125,7 @@ def test_a_destination_that_is_fenced_is_given_up(is_last: bool) -> None:
     assert (made.instance.state, made.destroys) == (State.UNDOING if is_last else State.CLAIMING, [(2, host(2))])
     if is_last:
         made.apply(fence(2))
-        assert isinstance(wanted(made.instance), Revert)
+        assert isinstance(question_of(made.instance), Revert)
     assert lost(before, made.instance, 2) == [(host(2), 2)]
 
 
@@ -146,7 +149,7 @@ def test_a_source_that_is_fenced_before_it_handed_over_ends_the_move_on_record_t
 def test_a_migration_that_is_not_confirmed_goes_back_from_a_fenced_destination() -> None:
     made = to_resized()
     made.apply(fence(2), fence(2))
-    assert isinstance(wanted(made.instance), Revert)
+    assert isinstance(question_of(made.instance), Revert)
     made.apply(e.Reverted(at=301.0, attempt=3))
     (start,) = [one for one in made.commands[-2:] if isinstance(one, ChangeMachine)]
     assert start.host_uuid == host(1)
@@ -164,7 +167,7 @@ def test_an_offload_on_a_fenced_host_releases() -> None:
     made.end(1, 1, runs=False, image="kept")
     before = made.instance
     made.apply(fence(1))
-    assert isinstance(wanted(made.instance), Release)
+    assert isinstance(question_of(made.instance), Release)
     assert lost(before, made.instance, 1) == [(host(1), 1)]
 
 

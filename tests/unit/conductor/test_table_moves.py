@@ -27,15 +27,15 @@ from cell_conductor.domain import events as e
 from cell_conductor.domain.instance import Instance, Power, ScanId, State
 from cell_conductor.domain.leases import Lease, LeaseState
 from cell_conductor.domain.move_events import condition_of
-from cell_conductor.domain.proof import is_over, look_at
+from cell_conductor.domain.proof import is_over, rescan_id
 from cell_conductor.domain.rules import Step
-from cell_conductor.domain.table import step, wanted
+from cell_conductor.domain.table import question_of, step
 from cell_conductor.engine import Transition, _may_be_redone
 from tests.unit.conductor.scenario import PATIENCE, SPEC, UUID, host, queried, run, selection, spawned
 
 MOVE = "d0000000-0000-4000-8000-000000000001"
 OTHER = "d0000000-0000-4000-8000-000000000002"
-AWAY = replace(PATIENCE, down={"s1": Lease(service="s1", epoch=1, state=LeaseState.SILENT)})
+SERVICE_DOWN = replace(PATIENCE, down={"s1": Lease(service="s1", epoch=1, state=LeaseState.SILENT)})
 
 
 def request(
@@ -135,7 +135,7 @@ def to_resized(kind: MoveKind = MoveKind.MIGRATE, **fields: object) -> Scenario:
 
 def test_a_cold_migration_from_claim_to_confirm() -> None:
     made = begun(MoveKind.MIGRATE, 2, 3)
-    question = wanted(made.instance)
+    question = question_of(made.instance)
     assert isinstance(question, Claim)
     assert (question.attempt, question.release_first, len(question.options)) == (2, False, 2)
     assert question.migration is not None
@@ -160,7 +160,7 @@ def test_a_cold_migration_from_claim_to_confirm() -> None:
     made.apply(request(MoveKind.CONFIRM, request_id=OTHER))
     assert (made.instance.state, made.destroys) == (State.CONFIRMING, [(1, host(1))])
     made.apply(e.Destroyed(at=220.0, attempt=1, host_uuid=host(1)))
-    released = wanted(made.instance)
+    released = question_of(made.instance)
     assert isinstance(released, Release)
     assert released.consumer == MOVE
     made.apply(e.Released(at=221.0, consumer=MOVE))
@@ -185,9 +185,9 @@ def test_a_reverted_move_destroys_the_destination_before_the_source_starts() -> 
     made = to_resized()
     made.apply(request(MoveKind.REVERT, request_id=OTHER))
     assert (made.instance.state, made.destroys) == (State.UNDOING, [(2, host(2))])
-    assert wanted(made.instance) is None
+    assert question_of(made.instance) is None
     made.apply(e.Destroyed(at=220.0, attempt=2, host_uuid=host(2)))
-    question = wanted(made.instance)
+    question = question_of(made.instance)
     assert isinstance(question, Revert)
     assert (question.attempt, question.source_attempt) == (3, 1)
     (start,) = changes(made.apply(e.Reverted(at=221.0, attempt=3, consumer_generation=11)))
@@ -200,7 +200,7 @@ def test_a_reverted_move_destroys_the_destination_before_the_source_starts() -> 
     assert not is_over(made.instance, 1, host(1))
     assert not is_over(made.instance, 4, host(2))
     made.apply(request(MoveKind.MIGRATE, 2, request_id=OTHER.replace("2", "3")))
-    question = wanted(made.instance)
+    question = question_of(made.instance)
     assert isinstance(question, Claim)
     assert question.attempt == 4
 
@@ -231,7 +231,7 @@ def test_a_destination_that_fails_is_followed_by_the_next(code: str) -> None:
         made.end(1, 1)
         made.apply(e.SpawnFailed(at=210.0, attempt=2, host_uuid=host(2), code="spawn.no_disk"))
         assert made.destroys == [(2, host(2))]
-    question = wanted(made.instance)
+    question = question_of(made.instance)
     assert isinstance(question, Claim)
     assert (question.attempt, question.release_first, len(question.options)) == (3, True, 1)
     made.apply(claimed(3))
@@ -405,7 +405,7 @@ def test_an_evacuation_needs_a_fence_and_a_service_that_is_down() -> None:
 
 
 def test_an_evacuated_source_keeps_its_claim_until_its_host_has_nothing_of_it() -> None:
-    made = Scenario(active(), AWAY)
+    made = Scenario(active(), SERVICE_DOWN)
     elsewhere = replace(selection(2), service="s2")
     asking = request(MoveKind.EVACUATE, fenced=True)
     made.apply(replace(asking, request=replace(asking.request, selections=(elsewhere,))))
@@ -416,13 +416,13 @@ def test_an_evacuated_source_keeps_its_claim_until_its_host_has_nothing_of_it() 
     assert spawn.origin.host_uuid is None
     made.apply(replace(spawned(attempt=2, at=210.0), service="s2"))
     assert (made.instance.state, made.destroys) == (State.CONFIRMING, [(1, host(1))])
-    assert wanted(made.instance) is None
+    assert question_of(made.instance) is None
     runs = e.HostRuns(at=900.0, attempt=1, host_uuid=host(1), service="s3", seen_at=900.0)
     made.apply(runs)
     assert made.destroys[-1] == (1, host(1))  # its host has another service now, which is commanded
     missing = e.HostMissing(at=990.0, host_uuid=host(1), seen_at=990.0, service="s1")
     assert made.apply(missing).instance.state is State.CONFIRMING, "its former service may have looked before that"
-    made.apply(replace(missing, looks=(look_at(made.instance),)))
+    made.apply(replace(missing, rescans=(rescan_id(made.instance),)))
     assert made.instance.state is State.SETTLING
 
 
@@ -438,7 +438,7 @@ def test_a_machine_that_was_resized_in_place_is_not_lost_by_a_report_of_before_i
 
 
 def test_an_evacuation_that_finds_no_host_leaves_the_record_as_it_was() -> None:
-    made = Scenario(active(), AWAY)
+    made = Scenario(active(), SERVICE_DOWN)
     elsewhere = replace(selection(2), service="s2")
     asking = request(MoveKind.EVACUATE, fenced=True)
     made.apply(replace(asking, request=replace(asking.request, selections=(elsewhere,))))
@@ -516,18 +516,18 @@ def offloaded() -> Scenario:
     made.end(1, 1, runs=False, image="kept")
     assert (made.instance.state, made.destroys) == (State.OFFLOADING, [(1, host(1))])
     made.apply(e.Destroyed(at=210.0, attempt=1, host_uuid=host(1)))
-    assert isinstance(wanted(made.instance), Release)
+    assert isinstance(question_of(made.instance), Release)
     made.apply(e.Released(at=211.0, consumer=UUID))
     return made
 
 
 def test_an_offloaded_instance_holds_nothing_and_is_unshelved_from_its_image() -> None:
     made = offloaded()
-    assert (made.instance.state, wanted(made.instance)) == (State.OFFLOADED, None)
+    assert (made.instance.state, question_of(made.instance)) == (State.OFFLOADED, None)
     assert made.terminals == [(MoveKind.SHELVE, MoveState.DONE, "")]
     assert is_over(made.instance, 1, host(1))
     made.apply(request(MoveKind.UNSHELVE, 2, 3, request_id=OTHER))
-    question = wanted(made.instance)
+    question = question_of(made.instance)
     assert isinstance(question, Claim)
     assert (question.consumer_generation, question.migration, question.release_first) == (None, None, False)
     made.apply(claimed(question.attempt))
@@ -547,7 +547,7 @@ def test_an_unshelving_that_finds_no_host_leaves_it_offloaded() -> None:
     made = offloaded()
     made.apply(request(MoveKind.UNSHELVE, 2, request_id=OTHER))
     made.apply(refused(made.instance.next_attempt))
-    assert isinstance(wanted(made.instance), Release)
+    assert isinstance(question_of(made.instance), Release)
     made.apply(e.Released(at=231.0, consumer=UUID))
     assert (made.instance.state, made.instance.image) == (State.OFFLOADED, "kept")
     assert made.terminals[1:] == [(MoveKind.UNSHELVE, MoveState.FAILED, "max_retries_exceeded")]
@@ -581,11 +581,11 @@ def test_a_delete_in_every_state_destroys_both_and_releases_both(stage: str) -> 
             assert made.instance.state is State.DELETING  # the destination has not answered
         made.apply(e.Destroyed(at=301.0, attempt=2, host_uuid=host(2)))
     assert made.instance.state is State.RELEASING
-    first = wanted(made.instance)
+    first = question_of(made.instance)
     assert isinstance(first, Release)
     assert first.consumer == UUID
     made.apply(e.Released(at=302.0, consumer=UUID), e.Released(at=302.0, consumer=UUID))
-    second = wanted(made.instance)
+    second = question_of(made.instance)
     assert isinstance(second, Release)
     assert second.consumer == MOVE
     made.apply(e.Released(at=303.0, consumer=MOVE))

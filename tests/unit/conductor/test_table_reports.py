@@ -9,7 +9,7 @@ from bus.contracts.build import BuildState
 from bus.contracts.cell import UNKNOWN_ATTEMPT, Destroy
 from cell_conductor.domain import events as e
 from cell_conductor.domain.instance import Instance, ScanId, State
-from cell_conductor.domain.proof import look_at
+from cell_conductor.domain.proof import rescan_id
 from cell_conductor.domain.rules import Step
 from cell_conductor.domain.table import step
 from tests.unit.conductor.scenario import (
@@ -71,13 +71,17 @@ def test_a_host_whose_clock_is_minutes_off_neither_kills_a_young_instance_nor_hi
 def test_another_service_whose_clock_is_ahead_ends_no_healthy_instance() -> None:
     """Seed 61245 at d0562af: a node's former service had looked before the build, and by its clock long after it."""
     up = run(queried(), replace(spawned(at=110.0), scan=ScanId(5, 3))).instance
-    hearsay = e.HostMissing(at=111.0, host_uuid=host(1), seen_at=999.0, service="heir", scan=ScanId(7, 9))
-    older = look_at(replace(up, since=up.since - 1.0))
-    for one in (hearsay, replace(hearsay, looks=(older,)), replace(hearsay, looks=(look_at(replace(up, attempt=2)),))):
+    unordered = e.HostMissing(at=111.0, host_uuid=host(1), seen_at=999.0, service="heir", scan=ScanId(7, 9))
+    older = rescan_id(replace(up, since=up.since - 1.0))
+    for one in (
+        unordered,
+        replace(unordered, rescans=(older,)),
+        replace(unordered, rescans=(rescan_id(replace(up, attempt=2)),)),
+    ):
         assert run(one, start=up) == Step(up)
-    assert run(replace(hearsay, looks=(look_at(up),)), start=up).instance.state is State.GIVING_UP
+    assert run(replace(unordered, rescans=(rescan_id(up),)), start=up).instance.state is State.GIVING_UP
     resized = replace(up, state=State.RESIZED)
-    assert run(hearsay, start=resized) == Step(resized)
+    assert run(unordered, start=resized) == Step(resized)
 
 
 @pytest.mark.parametrize("set_by_s", [240.0, -240.0])
@@ -139,7 +143,7 @@ def test_a_report_of_before_the_build_ends_no_delete_though_its_host_is_minutes_
         assert run(earlier, start=leaving).instance == leaving
     other = replace(ahead, service="heir")
     assert run(other, start=leaving).instance == leaving, "another service's scan may be older, too"
-    for later in (replace(ahead, scan=ScanId(5, 4)), replace(other, looks=(look_at(leaving),))):
+    for later in (replace(ahead, scan=ScanId(5, 4)), replace(other, rescans=(rescan_id(leaving),))):
         assert run(later, start=leaving).instance.state is State.RELEASING
 
 

@@ -11,7 +11,7 @@ from cell_conductor.domain import events as e
 from cell_conductor.domain.instance import Instance, State
 from cell_conductor.domain.leases import Lease, LeaseState
 from cell_conductor.domain.rules import Step
-from cell_conductor.domain.table import step, wanted
+from cell_conductor.domain.table import question_of, step
 from tests.unit.conductor.scenario import (
     DELETE,
     PATIENCE,
@@ -48,7 +48,7 @@ def run(*happened: e.Event, down: str = "", start: Instance | None = None) -> St
 
 
 def options(stepped: Step) -> list[str]:
-    claim = wanted(stepped.instance)
+    claim = question_of(stepped.instance)
     assert isinstance(claim, Claim)
     return [next(iter(option.allocations)) for option in claim.options]
 
@@ -107,11 +107,11 @@ def test_alternates_are_not_tried_where_the_service_is_down() -> None:
     assert "host-2: not_tried (service.silent)" in event.reason and "1 of 2 hosts tried" in event.reason
 
 
-def test_a_question_to_placement_stays_the_same_when_a_service_comes_back_or_goes() -> None:
+def test_a_question_of_stays_the_same_when_a_service_comes_back_or_goes() -> None:
     asking = run(on("s1", "s2", "s3"), failed(), down="s2").instance
-    question = wanted(asking)
+    question = question_of(asking)
     for down in ("", "s2", "s3"):
-        assert wanted(run(LOST, e.TimedOut(at=130.0), down=down, start=asking).instance) == question
+        assert question_of(run(LOST, e.TimedOut(at=130.0), down=down, start=asking).instance) == question
 
 
 def test_a_build_that_comes_for_a_service_that_is_down_begins_elsewhere() -> None:

@@ -38,7 +38,7 @@ class StubClient:
     def on_event(self, notify: Callable[[BuildEvent], None]) -> None:
         self._notify = notify
 
-    async def boot(self, requests: Sequence[BuildRequest], *, patience_s: float) -> None:
+    async def boot(self, requests: Sequence[BuildRequest], *, retry_for_s: float) -> None:
         for request in requests:
             self.tracks[request.instance_uuid] = Track(
                 instance_uuid=request.instance_uuid,

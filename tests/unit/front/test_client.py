@@ -133,6 +133,6 @@ async def test_with_patience_an_outage_only_delays(client_world: ClientWorld) ->
     with pytest.raises(BusUnavailable):
         await client_world.client.boot(requests(1))
     later = requests(3)[1:]
-    tracks = await client_world.client.boot(later, patience_s=60.0)
+    tracks = await client_world.client.boot(later, retry_for_s=60.0)
     await until(lambda: all(track.ended_at is not None for track in tracks))
     assert failures < 0

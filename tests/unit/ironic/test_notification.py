@@ -85,7 +85,7 @@ def test_no_bytes_raise(given: bytes) -> None:
     assert isinstance(parse(given), Notification | Rejected)
 
 
-AWAY = Effect(read=UUID, reserve_all=True)
+RESERVED = Effect(read=UUID, reserve_all=True)
 LOOK = Effect(read=UUID)
 LATER = Effect(read=UUID, announced=True)
 FREE = {"provision_state": "available", "power_state": "power off", "maintenance": False, "instance_uuid": None}
@@ -94,21 +94,21 @@ FREE = {"provision_state": "available", "power_state": "power off", "maintenance
 @pytest.mark.parametrize(
     ("event", "data", "means"),
     [
-        ("node.maintenance_set.end", {**FREE, "maintenance": True}, AWAY),
+        ("node.maintenance_set.end", {**FREE, "maintenance": True}, RESERVED),
         ("node.maintenance_set.start", {**FREE, "maintenance": True}, LATER),
         ("node.maintenance_set.error", {**FREE, "maintenance": True}, LOOK),
         ("node.maintenance_set.end", FREE, LOOK),
-        ("node.update.end", {**FREE, "instance_uuid": OTHER}, AWAY),
+        ("node.update.end", {**FREE, "instance_uuid": OTHER}, RESERVED),
         ("node.update.start", {**FREE, "instance_uuid": OTHER}, LATER),
         ("node.update.error", {**FREE, "instance_uuid": OTHER}, LOOK),
-        ("node.provision_set.start", {**FREE, "provision_state": "deploying"}, AWAY),
-        ("node.provision_set.error", {**FREE, "provision_state": "clean failed"}, AWAY),
-        ("node.provision_set.success", {**FREE, "provision_state": "manageable"}, AWAY),
+        ("node.provision_set.start", {**FREE, "provision_state": "deploying"}, RESERVED),
+        ("node.provision_set.error", {**FREE, "provision_state": "clean failed"}, RESERVED),
+        ("node.provision_set.success", {**FREE, "provision_state": "manageable"}, RESERVED),
         ("node.provision_set.end", FREE, LOOK),
-        ("node.provision_set.end", {**FREE, "provision_state": "a state of tomorrow"}, AWAY),
-        ("node.power_state_corrected.success", {**FREE, "power_state": None}, AWAY),
+        ("node.provision_set.end", {**FREE, "provision_state": "a state of tomorrow"}, RESERVED),
+        ("node.power_state_corrected.success", {**FREE, "power_state": None}, RESERVED),
         ("node.power_set.error", {**FREE, "power_state": "error"}, LOOK),
-        ("node.delete.end", FREE, AWAY),
+        ("node.delete.end", FREE, RESERVED),
         ("node.delete.start", FREE, LATER),
         ("node.delete.error", FREE, LOOK),
         ("node.create.end", {}, LOOK),
@@ -129,8 +129,8 @@ def test_what_is_older_than_the_last_read_only_requests_a_read() -> None:
     """17-stale-and-refused: a traits PUT announces `cleaning` after `available`."""
     stale = read("node.update.end", **{**FREE, "provision_state": "cleaning"}, updated_at="2026-11-20T07:47:10Z")
     assert effect_of(stale, seen_updated_at="2026-11-20T07:47:13.822991+00:00") == LOOK
-    assert effect_of(stale, seen_updated_at="2026-11-20T07:47:10.822991+00:00") == AWAY, "within a second: in doubt"
-    assert effect_of(stale, seen_updated_at=None) == AWAY
+    assert effect_of(stale, seen_updated_at="2026-11-20T07:47:10.822991+00:00") == RESERVED, "within a second: in doubt"
+    assert effect_of(stale, seen_updated_at=None) == RESERVED
 
 
 async def test_no_body_is_ever_logged() -> None:

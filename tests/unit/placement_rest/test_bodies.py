@@ -19,7 +19,7 @@ from placement_worker.rest.query import is_uuid, resources_of
 from placement_worker.rest.versions import version_of
 
 HOST = "11111111-1111-4111-8111-111111111111"
-NOBODY = ("nobody", "nobody")
+UNNAMED = ("nobody", "nobody")
 
 
 @settings(deadline=None)  # machines that run tests are busy
@@ -42,9 +42,9 @@ def allocations(**more: Any) -> bytes:
 
 def test_what_only_the_schema_takes_is_taken_too() -> None:
     body = at(bodies.PUT_ALLOCATIONS, 39).parse(allocations(allocations={HOST: {"resources": {"VCPU": 1.0}}}))
-    assert consumer_write("c", body, NOBODY).holding == {HOST: {"VCPU": 1}}
+    assert consumer_write("c", body, UNNAMED).holding == {HOST: {"VCPU": 1}}
     body = at(bodies.PUT_ALLOCATIONS, 39).parse(allocations(mappings={"!": 7, "": [HOST]}))
-    assert consumer_write("c", body, NOBODY).holding == {HOST: {"VCPU": 1}}
+    assert consumer_write("c", body, UNNAMED).holding == {HOST: {"VCPU": 1}}
     made = bodies.POST_PROVIDER_14.parse(b'{"name": "a", "uuid": "11111111111141118111111111111111"}')
     assert made.uuid == HOST
 
@@ -52,7 +52,7 @@ def test_what_only_the_schema_takes_is_taken_too() -> None:
 def test_other_peoples_identifiers_are_left_as_they_are() -> None:
     plain = HOST.replace("-", "")
     body = at(bodies.PUT_ALLOCATIONS, 39).parse(allocations(project_id=plain, mappings={"": [plain]}))
-    assert consumer_write("c", body, NOBODY).project_id == plain
+    assert consumer_write("c", body, UNNAMED).project_id == plain
 
 
 @pytest.mark.parametrize(

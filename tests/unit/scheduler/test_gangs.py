@@ -36,7 +36,7 @@ UUID_ = "00000000-0000-4000-8000-000000000001"
 REQUEST = BuildRequest(instance_uuid=UUID_, project_id="p", flavor="m1.small")
 REFUSED = PlacementRefused("claim.invalid", "")
 CLAIMED = HostClaimed(cell="c1", selections=(), consumer_generation=1, passed=1, score=0.0, claims=1)
-AWAY = PlacementUnavailable("away")
+UNANSWERED = PlacementUnavailable("away")
 
 
 def taken(request: BuildRequest) -> PendingBuild:
@@ -106,7 +106,7 @@ def results(found: list[PlacementState]) -> list[object]:
     [
         ((None, REFUSED, None), 2, (None, REFUSED, None)),
         ((None, REFUSED, None), 3, ("incomplete", REFUSED, "incomplete")),
-        ((None, AWAY, REFUSED), 1, (AWAY, AWAY, REFUSED)),
+        ((None, UNANSWERED, REFUSED), 1, (UNANSWERED, UNANSWERED, REFUSED)),
         ((CLAIMED, None, CLAIMED), 2, (CLAIMED, "left_out", CLAIMED)),
         ((CLAIMED, REFUSED), 2, (CLAIMED, REFUSED)),
     ],

@@ -10,7 +10,7 @@ import pytest
 
 from tests.openapi.bad_input import judged
 
-TOLD: dict[str, Any] = {
+FIGURES: dict[str, Any] = {
     "seed": 1,
     "running_time": 6.8512,
     "complete": True,
@@ -22,7 +22,7 @@ TOLD: dict[str, Any] = {
 
 def summary(folder: Path, status: int = 0, **changed: Any) -> dict[str, Any]:
     report = folder / "schemathesis.json"
-    report.write_text(json.dumps({**TOLD, **changed}))
+    report.write_text(json.dumps({**FIGURES, **changed}))
     return judged(status, report)
 
 

@@ -13,7 +13,7 @@ import pytest
 from tests.executed import STEPS, Untold, executed
 
 PYTEST = '<testsuites><testsuite name="pytest" errors="{}" failures="{}" skipped="{}" tests="{}"/></testsuites>'
-TOLD: dict[str, Any] = {
+FIGURES: dict[str, Any] = {
     "demo.json": {"requests": 1000, "verdicts": [{"holds": True}, {"holds": True}]},
     "conformance.json": {"passed": 1315, "failed": 0, "total": 1316},
     "differential.json": {"requests": 3000, "failed": 0, "failures": []},
@@ -32,7 +32,7 @@ def folder(tmp_path: Path) -> Path:
     (tmp_path / "pytest.xml").write_text(PYTEST.format(0, 0, 0, 2858))
     (tmp_path / "mutants.xml").write_text(PYTEST.format(0, 0, 0, 71))
     (tmp_path / "ironic.xml").write_text(PYTEST.format(0, 0, 0, 7))
-    for name, content in TOLD.items():
+    for name, content in FIGURES.items():
         (tmp_path / name).write_text(json.dumps(content))
     return tmp_path
 
@@ -82,7 +82,7 @@ def test_a_file_that_is_missing_or_holds_nothing_is_no_pass(folder: Path, step: 
     ],
 )
 def test_a_failure_or_nothing_done_is_no_pass(folder: Path, name: str, changed: dict[str, Any]) -> None:
-    (folder / name).write_text(json.dumps({**TOLD[name], **changed}))
+    (folder / name).write_text(json.dumps({**FIGURES[name], **changed}))
     with pytest.raises(Untold, match=name):
         executed(folder)
 
