@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import signal
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from typing import Any
 
 import pytest
@@ -15,6 +15,7 @@ from hypothesis import HealthCheck, settings
 from tests.kit import forks, lent
 from tests.kit.distribution import ByFile, in_order
 from tests.kit.fixtures import amqp, amqp_server, own_broker, postgres_server, postgres_url
+from tests.kit.tasks import unfinished
 
 # A busy machine fails no property: neither an example nor the drawing of one has a limit by the clock.
 settings.register_profile("berth", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -51,6 +52,14 @@ def pytest_unconfigure() -> None:
     forks.server.close()
     lent.brokers.close()
     lent.databases.close()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown() -> Generator[None, object, object]:
+    """The test that leaves a task is reported, and not the one in which it is collected."""
+    ended = yield
+    assert (left := unfinished()) == [], f"left on a closed loop: {left}"
+    return ended
 
 
 @pytest.fixture(autouse=True)

@@ -225,21 +225,19 @@ def _unseen(context: dict[str, Any]) -> str:
 def _unwind(loop: VirtualLoop) -> None:
     """Let every task end, the dead ones' too: a coroutine that is thrown away would run its `finally` at any time."""
     loop.set_exception_handler(lambda *_: None)
-    tasks = loop.tasks
     loop.yield_to_loop()
-    for task in tasks:
-        task.cancel()
     for process in loop.processes:
         process.dead = process.paused = False
         process.unwind(loop)
-    for _ in range(UNWIND_TRIES):  # a task may need a second word: its `finally` waits for something that is gone
+    # A task may need a second word: its `finally` waits for something that is gone, or starts another task.
+    for _ in range(UNWIND_TRIES):
+        tasks = loop.tasks
         if not tasks:
             return
+        for task in tasks:
+            task.cancel()
         done = asyncio.gather(*tasks, return_exceptions=True)
         done.add_done_callback(lambda _: loop.stop())
         giving_up = loop.call_at(loop.time() + UNWIND_S, loop.stop)
         loop.run_forever()
         giving_up.cancel()
-        tasks = [task for task in tasks if not task.done()]
-        for task in tasks:
-            task.cancel()

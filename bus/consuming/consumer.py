@@ -139,11 +139,18 @@ class Consumer:
         assert self._failed is not None, "start() first"
         try:
             await asyncio.shield(self._failed)
-        finally:
-            # No worker outlives its service; what it had in hand goes back when the connection closes.
-            for worker in self._workers:
-                worker.cancel()
-            await asyncio.gather(*self._workers, return_exceptions=True)
+        except GeneratorExit:  # collected, its loop closed: no worker runs any more, and there is nothing to wait with
+            raise
+        except BaseException:
+            await self._cancel_workers()
+            raise
+        await self._cancel_workers()
+
+    async def _cancel_workers(self) -> None:
+        """No worker outlives its service; what it had in hand goes back when the connection closes."""
+        for worker in self._workers:
+            worker.cancel()
+        await asyncio.gather(*self._workers, return_exceptions=True)
 
     async def drain(self, grace_s: float) -> None:
         """Take nothing more, finish what is in hand within the grace time, and give back the rest."""

@@ -103,6 +103,31 @@ def test_a_killed_process_runs_no_line_more_not_even_finally() -> None:
     assert seen[-1] == "finally"  # unwound when the run is over, so that no coroutine is left to the collector
 
 
+def test_what_a_task_starts_at_its_end_is_unwound_too() -> None:
+    """A service that is killed while it starts begins its consumers as it unwinds."""
+    seen: list[str] = []
+
+    async def started_late() -> None:
+        try:
+            await asyncio.get_running_loop().create_future()
+        finally:
+            seen.append("finally")
+
+    async def starting() -> None:
+        try:
+            await asyncio.get_running_loop().create_future()
+        finally:
+            asyncio.get_running_loop().create_task(started_late())
+            await asyncio.sleep(0)
+
+    async def main() -> None:
+        Process("one").spawn(starting(), "starting")
+        await asyncio.sleep(1.0)
+
+    assert run(main, on_unseen=received).tasks == []
+    assert seen == ["finally"]
+
+
 def test_a_paused_process_goes_on_where_it_was_in_order() -> None:
     seen: list[tuple[float, str]] = []
 
