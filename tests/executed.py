@@ -97,6 +97,14 @@ STEPS = (
         lambda content: _suites(content, "failures") == _suites(content, "errors") == 0,
         "Ironic {} tests",
     ),
+    Step(
+        "side-by-side.json",
+        lambda content: content["built"],
+        lambda content: (
+            content["failed"] == [] and content["broken"] == [] and content["dead_letters"] == {} and content["at_rest"]
+        ),
+        "two versions side by side {} builds",
+    ),
     Step("fuzz.json", lambda content: content["inputs"], lambda content: content["passed"] is True, "fuzz {} inputs"),
 )
 

@@ -23,6 +23,7 @@ FIGURES: dict[str, Any] = {
     "bad-input.json": {"passed": True, "requests": 1524},
     "bad-input-web.json": {"passed": True, "requests": 2262},
     "pages.json": {"passed": True, "steps": 10},
+    "side-by-side.json": {"built": 304, "failed": [], "broken": [], "dead_letters": {}, "at_rest": True},
     "fuzz.json": {"passed": True, "inputs": 15000, "defects": 0},
 }
 
@@ -43,7 +44,7 @@ def test_what_every_step_did_is_printed_in_one_line(folder: Path) -> None:
         "differential 3000 requests, simulation 4466 requests, simulation alone 540 requests, clients 57 calls, "
         "bad input 1524 requests, "
         "bad input to the HTTP API 2262 requests, "
-        "pages 10 steps, Ironic 7 tests, fuzz 15000 inputs"
+        "pages 10 steps, Ironic 7 tests, two versions side by side 304 builds, fuzz 15000 inputs"
     )
 
 
@@ -77,6 +78,10 @@ def test_a_file_that_is_missing_or_holds_nothing_is_no_pass(folder: Path, step: 
         ("bad-input.json", {"requests": 0}),
         ("bad-input-web.json", {"passed": False}),
         ("pages.json", {"passed": False}),
+        ("side-by-side.json", {"built": 0}),
+        ("side-by-side.json", {"at_rest": False}),
+        ("side-by-side.json", {"broken": ["capacity"]}),
+        ("side-by-side.json", {"dead_letters": {"scheduler.requests": 1}}),
         ("fuzz.json", {"passed": False}),
         ("fuzz.json", {"inputs": 0}),
     ],
