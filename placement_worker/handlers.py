@@ -9,8 +9,10 @@ import structlog
 from bus.clock import Clock
 from bus.consuming.outcome import Done, Outcome, Received, Refuse
 from bus.contracts.base import Message
-from bus.contracts.book import HostTreeQuery, ProjectUsageQuery
+from bus.contracts.book import GroupMembersQuery, HostTreeQuery, ProjectUsageQuery
 from bus.contracts.placement import (
+    AggregateMembers,
+    AggregateMembersSet,
     ChangesRequest,
     Claim,
     ClaimAll,
@@ -29,6 +31,8 @@ from placement_worker import metrics
 from placement_worker.domain.claim_items import ClaimReply
 from placement_worker.domain.claims import ClaimItem
 from placement_worker.domain.reports import ReportRefusal
+from placement_worker.domain.trees import ChangeMembership
+from placement_worker.domain.values import ABOVE_CELLS, Provider
 from placement_worker.store.port import PlacementStore
 
 log = structlog.get_logger("placement")
@@ -73,7 +77,7 @@ class PlacementHandlers:
         ]
 
     async def inventory(self, batch: Sequence[Received]) -> list[Outcome]:
-        """placement.inventory: all updates of the batch are one transaction."""
+        """placement.inventory: all updates of the batch are one transaction, each change of members another."""
         updates = [r.message for r in batch if isinstance(r.message, InventoryUpdate)]
         started = self._clock.monotonic()
         results = iter(await self._store.report(updates, bus=batch[0].bus))
@@ -83,6 +87,9 @@ class PlacementHandlers:
         outdated: list[Message] = []
         for received in batch:
             update = received.message
+            if isinstance(update, AggregateMembers):
+                outcomes.append(await self._set_members(update, received))
+                continue
             if not isinstance(update, InventoryUpdate):
                 outcomes.append(_unexpected(update))
                 continue
@@ -110,6 +117,19 @@ class PlacementHandlers:
             await self._publish(batch[0].bus, outdated)
         return outcomes
 
+    async def _set_members(self, requested: AggregateMembers, received: Received) -> Outcome:
+        """Only from above the cells: a cell's own bus has no word about who is in an aggregate."""
+        if received.bus != ABOVE_CELLS:
+            return _unexpected(requested)
+        wanted = [(uuid, True) for uuid in requested.joins] + [(uuid, False) for uuid in requested.leaves]
+        writes = [
+            ChangeMembership(uuid, requested.aggregate, member, cause=received.meta.cause) for uuid, member in wanted
+        ]
+        outcomes = await self._store.rest.write_trees(writes)
+        self._committed()
+        unknown = [uuid for (uuid, _), one in zip(wanted, outcomes, strict=True) if not isinstance(one, Provider)]
+        return Done(AggregateMembersSet(unknown=tuple(unknown)))
+
     async def reads(self, batch: Sequence[Received]) -> list[Outcome]:
         """placement.reads: pages of the feed and of the book, where consumers are, and what operators ask."""
         outcomes: list[Outcome] = []
@@ -124,6 +144,8 @@ class PlacementHandlers:
                 outcomes.append(Done(next(located)))
             elif isinstance(requested, HostTreeQuery):
                 outcomes.append(Done(await self._store.tree(requested)))
+            elif isinstance(requested, GroupMembersQuery):
+                outcomes.append(Done(await self._store.members(requested)))
             elif isinstance(requested, ProjectUsageQuery):
                 outcomes.append(Done(await self._store.usage(requested)))
             else:

@@ -22,6 +22,7 @@ from bus.service.presence import announce_presence
 from bus.service.service import Service
 from placement_worker.replica.book import Book
 from placement_worker.replica.follower import Follower
+from scheduler_worker.aggregates import AggregateKeeper
 from scheduler_worker.announcements import AnnouncementHandler, AnnouncementWriter
 from scheduler_worker.changes import ChangeHandler, ControlListener
 from scheduler_worker.claims import BusClaims
@@ -245,6 +246,7 @@ def _add_objects(parts: SchedulerParts, registry: ObjectRegistry, drains: DrainK
     service.add_declaration(lambda: bus.declare("scheduler.control.{process}"))
     service.add_preparation(registry.open)
     service.add_task("objects", registry.run)
+    service.add_task("aggregates", AggregateKeeper(registry, parts.selector, bus, clock=bus.clock).run)
     service.add_consumer(
         bus.consumer("scheduler.control.{process}", listener, max_batch=64, concurrency=1, prefetch=64)
     )

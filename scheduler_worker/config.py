@@ -10,13 +10,13 @@ from msgspec.structs import force_setattr
 
 from bus.contracts.fences import EvacuationPolicy
 from bus.contracts.host_metrics import MetricName
-from bus.contracts.objects import Aggregate, Flavor, Quota
+from bus.contracts.objects import Aggregate, Flavor, GroupDefinition, Quota
 
 Positive = Annotated[int, Bound(ge=1)]
 Seconds = Annotated[float, Bound(gt=0)]
 Ratio = Annotated[float, Bound(ge=-1e6, le=1e6)]
 
-__all__ = ["Aggregate", "Flavor", "Quota", "SchedulerConfig"]
+__all__ = ["Aggregate", "Flavor", "GroupDefinition", "Quota", "SchedulerConfig"]
 
 
 def _bare_metal(resource_class: str, vcpus: int, memory_mb: int, disk_gb: int) -> Flavor:
@@ -143,6 +143,8 @@ class SchedulerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """
     quotas: dict[str, Quota] = {}
     """By project, instead of the default quota."""
+    groups: dict[str, GroupDefinition] = {}
+    """Server groups that requests name, by PROJECT/NAME."""
 
     # Hosts
     hosts_warmup_s: Seconds = 5.0

@@ -129,6 +129,7 @@ class ObjectRegistry:
         self.fences_changed = asyncio.Event()  # set when they are others; `EvacuationTask` clears it
         self.drains: Mapping[str, DrainRecord] = {}  # by id
         self.drains_changed = asyncio.Event()  # set when they are others; `DrainKeeper` clears it
+        self.aggregates_changed = asyncio.Event()  # set when they are others; `AggregateKeeper` clears it
         self.revision = NOT_LOADED  # of the objects in force here
 
     async def open(self) -> None:
@@ -313,6 +314,8 @@ class ObjectRegistry:
         """Raises ValueError for a decision about a host that is not valid, and then nothing is adopted."""
         decisions, disabled = host_decisions(found.objects), disabled_cells(found.objects)
         if self._in_force is None or self._in_force[1] is not made:
+            if any(one.hosts is not None for one in made.config.aggregates):
+                self.aggregates_changed.set()
             self._selector.configure(
                 made.config,
                 flavors=made.flavors,
@@ -354,7 +357,10 @@ class ObjectRegistry:
     async def _harm(self, present: ObjectsOnRecord, planned: ChangePlan, after: SchedulerConfig) -> Refusal | None:
         """What stands in the way of a change that is not forced."""
         return (
-            self._fenced_alive(planned) or self._without_cells(present, planned) or await self._stranded(planned, after)
+            self._fenced_alive(planned)
+            or self._without_cells(present, planned)
+            or self._unknown_hosts(planned)
+            or await self._stranded(planned, after)
         )
 
     def _without_cells(self, present: ObjectsOnRecord, planned: ChangePlan) -> Refusal | None:
@@ -363,6 +369,20 @@ class ObjectRegistry:
             return None
         left = set(self._cells) - disabled_cells(applied(present, planned.changed, ChangeAuthor("", "", 0.0)).objects)
         return None if left else Refusal(code=IN_USE, reason="no cell would be left that takes builds")
+
+    def _unknown_hosts(self, planned: ChangePlan) -> Refusal | None:
+        """Hosts that an aggregate is to have and that there are not, or several of: a name may be mistyped."""
+        for aggregate, host in planned.hosts_named:
+            found = self._selector.uuids_of(host)
+            if len(found) != 1:
+                which = (
+                    f"{len(found)} hosts are called {host}: name one by its uuid"
+                    if found
+                    else f"there is no host {host}"
+                )
+                code = INVALID if found else UNKNOWN
+                return Refusal(code=code, reason=f"aggregate {aggregate!r}: {which}"[:MAX_REASON])
+        return None
 
     def _fenced_alive(self, planned: ChangePlan) -> Refusal | None:
         """A fence states that a host is off. One whose compute service is up may run: a name may be mistyped."""
@@ -385,8 +405,14 @@ class ObjectRegistry:
         for name in planned.flavors_deleted:
             count = await self._store.builds_of(name, MAX_BUILDS_COUNTED)
             if count:
-                some = f"{count} or more" if count == MAX_BUILDS_COUNTED else str(count)
-                return Refusal(code=IN_USE, reason=f"flavor {name!r} is that of {some} instances"[:MAX_REASON])
+                return Refusal(code=IN_USE, reason=f"flavor {name!r} is that of {_some(count)} instances"[:MAX_REASON])
+        for name, was in planned.groups_changed:
+            count = await self._store.builds_of_group(name.partition("/")[0], was.uuid, MAX_BUILDS_COUNTED)
+            if count:
+                reason = (
+                    f"server group {name!r} has {_some(count)} members, which keep the rule that they were built under"
+                )
+                return Refusal(code=IN_USE, reason=reason[:MAX_REASON])
         return None
 
     def _moved_zones(self, after: SchedulerConfig) -> str | None:
@@ -400,7 +426,7 @@ class ObjectRegistry:
         changed = HostsView(
             book,
             view.table,
-            Membership(after.aggregates),
+            Membership(after.aggregates, self._selector.members_named(after.aggregates)),
             rows=view.rows,
             index=view.index,
             down=view.down,
@@ -408,6 +434,10 @@ class ObjectRegistry:
         )
         then = _zone_of_each(changed, names, after.default_availability_zone)
         return zones_that_move(before, then, [name for name, has in zip(names, used.tolist(), strict=True) if has])
+
+
+def _some(count: int) -> str:
+    return f"{count} or more" if count == MAX_BUILDS_COUNTED else str(count)
 
 
 def _named(changed: Sequence[ChangedObject], limit: int = 10) -> list[str]:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated
+from uuid import UUID
 
 import msgspec
 import typer
@@ -72,9 +73,14 @@ def boot(
     ] = None,
     group: Annotated[
         str | None,
-        typer.Option(parser=parse_uuid, metavar="UUID", help="Their server group; it exists by being named."),
+        typer.Option(
+            metavar="NAME",
+            help="Their server group: one of the project's on record, or a UUID, which exists by being named.",
+        ),
     ] = None,
-    policy: Annotated[GroupPolicy, typer.Option(help="What the group wants.")] = GroupPolicy.ANTI_AFFINITY,
+    policy: Annotated[
+        GroupPolicy, typer.Option(help="What a group named by a UUID wants.")
+    ] = GroupPolicy.ANTI_AFFINITY,
     max_per_host: Annotated[int, typer.Option(min=1, max=1000, help="With anti-affinity: so many share a host.")] = 1,
     different_host: Annotated[
         list[str] | None,
@@ -92,6 +98,7 @@ def boot(
     as_json: AsJson = False,
 ) -> None:
     """Ask for machines. With --wait, exit status 1 when one of them failed."""
+    in_group = None if group is None else _group_by_uuid(group, policy, max_per_host)
     of_gang = _is_gang(count, min_count, together=together, uuid=uuid, port=port)
     image_of_its_own, drive = _image_source(image_source, image_sha256), _config_drive(user_data, key or ())
     requests = [
@@ -102,7 +109,8 @@ def boot(
             name=(f"{name}-{number}" if name and count > 1 and not of_gang else name),
             image=image,
             host=host,
-            server_group=None if group is None else ServerGroup(uuid=group, policy=policy, max_per_host=max_per_host),
+            server_group=in_group,
+            group=group if in_group is None else None,
             different_host=tuple(different_host or ()),
             same_host=tuple(same_host or ()),
             image_source=image_of_its_own,
@@ -130,6 +138,15 @@ async def _boot(
     if not ended:
         raise Stop(EXIT_TIME, "timeout", f"{sum(t.ended_at is None for t in tracks)} builds had not ended in time")
     return EXIT_NO if wait and any(t.state != "active" for t in tracks) else 0
+
+
+def _group_by_uuid(group: str, policy: GroupPolicy, max_per_host: int) -> ServerGroup | None:
+    """The server group that a UUID names; None: it is the name of one on record."""
+    try:
+        uuid = str(UUID(group))
+    except ValueError:
+        return None
+    return ServerGroup(uuid=uuid, policy=policy, max_per_host=max_per_host)
 
 
 def _is_gang(count: int, min_count: int | None, *, together: bool, uuid: str | None, port: list[str] | None) -> bool:

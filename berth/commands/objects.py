@@ -1,12 +1,12 @@
-"""`berth flavors`, `aggregates`, `quotas`, `rules`, `cells`, `apply`, `objects`, `audit-log`: operators' objects."""
+"""`berth flavors`, `quotas`, `rules`, `cells`, `apply`, `objects`, `audit-log`: operators' objects."""
 
 from __future__ import annotations
 
 import tomllib
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, overload
 
 import msgspec
 import typer
@@ -55,6 +55,7 @@ SECTIONS = {
     "flavors": ObjectKind.FLAVOR,
     "aggregates": ObjectKind.AGGREGATE,
     "quotas": ObjectKind.QUOTA,
+    "groups": ObjectKind.GROUP,
     "rules": ObjectKind.SCHEDULING,
     "cells": ObjectKind.CELL,
 }
@@ -67,9 +68,16 @@ DryRun = Annotated[bool, typer.Option("--dry-run", help="Print what would change
 
 
 def _app(
-    kind: ObjectKind, what: str, others: Callable[[Settings], Mapping[str, dict[str, Any]]] = lambda _: {}
+    kind: ObjectKind,
+    what: str,
+    others: Callable[[Settings], Mapping[str, dict[str, Any]]] = lambda _: {},
+    *,
+    shows: bool = True,
 ) -> typer.Typer:
-    """The commands that every kind has: list, show, delete. others: what is listed though it is not on record."""
+    """The commands that every kind has: list, show, delete. others: what is listed though it is not on record.
+
+    shows: False for a kind with a command `show` of its own.
+    """
     app = typer.Typer(no_args_is_help=True, help=f"{what} An operator changes them while everything runs.")
 
     @app.command("list")
@@ -93,21 +101,21 @@ def _app(
 
         run(body)
 
-    @app.command("show")
     def show(context: typer.Context, name: Name, as_json: AsJson = False) -> None:
         """Show one as TOML, as `berth apply` reads it."""
 
         async def body() -> None:
             async with client(settings_of(context)) as berth:
-                found = [stored async for stored in _stored(berth.bus, kind, name)]
-            if not found:
-                raise Stop(EXIT_NO, "object.unknown", f"there is no {kind.value} {name!r}")
+                found = await read_object(berth.bus, kind, name)
             if as_json:
-                print_json(found[0])
+                print_json(found)
                 return
-            out.print(Text(as_toml(_file(found))), end="", soft_wrap=True)
+            out.print(Text(as_toml(_file([found]))), end="", soft_wrap=True)
 
         run(body)
+
+    if shows:
+        app.command("show")(show)
 
     @app.command("delete")
     def delete(
@@ -121,7 +129,7 @@ def _app(
     ) -> None:
         """Delete them, all or none."""
         changes = [ObjectChange(kind=kind, name=name) for name in dict.fromkeys(names)]
-        _change(context, changes, why=why, by=by, force=force, dry_run=dry_run, as_json=as_json)
+        change_objects(context, changes, why=why, by=by, force=force, dry_run=dry_run, as_json=as_json)
 
     return app
 
@@ -129,6 +137,7 @@ def _app(
 flavors = _app(ObjectKind.FLAVOR, "Flavors: what a client may request.")
 aggregates = _app(ObjectKind.AGGREGATE, "Host aggregates and availability zones.")
 quotas = _app(ObjectKind.QUOTA, "Quotas of projects.")
+groups = _app(ObjectKind.GROUP, "Server groups, which requests name.", shows=False)
 rules = _app(ObjectKind.SCHEDULING, "Scheduling rules: filters, weighers and their multipliers.")
 cells = _app(
     ObjectKind.CELL,
@@ -162,29 +171,7 @@ def set_flavor(
         "projects": project or [],
     }
     changes = [ObjectChange(kind=ObjectKind.FLAVOR, name=name, body=body)]
-    _change(context, changes, why=why, by=by, force=False, dry_run=dry_run, as_json=as_json)
-
-
-@aggregates.command("set")
-def set_aggregate(
-    context: typer.Context,
-    name: Name,
-    uuid: Annotated[str, typer.Option(help="The uuid of the provider aggregate that holds its hosts.")],
-    metadata: Annotated[
-        list[str] | None, typer.Option(metavar="KEY=VALUE", help="Metadata, as in Nova; repeatable.")
-    ] = None,
-    zone: Annotated[str | None, typer.Option(help="Make it this availability zone.")] = None,
-    why: Why = "",
-    by: By = None,
-    force: Force = False,
-    dry_run: DryRun = False,
-    as_json: AsJson = False,
-) -> None:
-    """Make a host aggregate, or replace the whole of it."""
-    pairs = pairs_of(metadata, "--metadata") | ({} if zone is None else {"availability_zone": zone})
-    body = {"uuid": uuid, "name": name, "metadata": pairs}
-    changes = [ObjectChange(kind=ObjectKind.AGGREGATE, name=name, body=body)]
-    _change(context, changes, why=why, by=by, force=force, dry_run=dry_run, as_json=as_json)
+    change_objects(context, changes, why=why, by=by, force=False, dry_run=dry_run, as_json=as_json)
 
 
 @quotas.command("set")
@@ -202,7 +189,7 @@ def set_quota(
     """Set the whole quota of a project. It holds from the next claim on; what is held beyond it stays."""
     body = {"limits": {key: _number(value, key) for key, value in pairs_of(limits, "CLASS=AMOUNT").items()}}
     changes = [ObjectChange(kind=ObjectKind.QUOTA, name=project, body=body)]
-    _change(context, changes, why=why, by=by, force=False, dry_run=dry_run, as_json=as_json)
+    change_objects(context, changes, why=why, by=by, force=False, dry_run=dry_run, as_json=as_json)
 
 
 @cells.command("set")
@@ -252,7 +239,7 @@ def _set_cell(
 ) -> None:
     body = {"state": state.value, **({"reason": why} if why else {})}
     changes = [ObjectChange(kind=ObjectKind.CELL, name=name, body=body)]
-    _change(context, changes, why=why, by=by, force=force, dry_run=dry_run, as_json=as_json)
+    change_objects(context, changes, why=why, by=by, force=force, dry_run=dry_run, as_json=as_json)
 
 
 @rules.command("set")
@@ -281,7 +268,7 @@ def set_rules(
     }
     body = {key: value for key, value in given.items() if value is not None}
     changes = [ObjectChange(kind=ObjectKind.SCHEDULING, name=SCHEDULING, body=body)]
-    _change(context, changes, why=why, by=by, force=False, dry_run=dry_run, as_json=as_json)
+    change_objects(context, changes, why=why, by=by, force=False, dry_run=dry_run, as_json=as_json)
 
 
 def apply(
@@ -302,7 +289,7 @@ def apply(
     """
     changes, kinds = read_file(file)
     pruned = kinds if prune else ()
-    _change(context, changes, why=why, by=by, force=force, dry_run=dry_run, as_json=as_json, prune=pruned)
+    change_objects(context, changes, why=why, by=by, force=force, dry_run=dry_run, as_json=as_json, prune=pruned)
 
 
 def objects(context: typer.Context, as_json: AsJson = False) -> None:
@@ -352,9 +339,9 @@ def audit_log(
     run(body)
 
 
-def _change(
+def change_objects(
     context: typer.Context,
-    changes: Sequence[ObjectChange],
+    requested: Sequence[ObjectChange] | Callable[[Bus], Awaitable[Sequence[ObjectChange]]],
     *,
     why: str,
     by: str | None,
@@ -363,18 +350,21 @@ def _change(
     as_json: bool,
     prune: tuple[ObjectKind, ...] = (),
 ) -> None:
+    """Change objects, print what has changed, and end the command. requested: the changes, or what makes them of those
+    on record.
+    """
     if len(why) > MAX_REASON:
         raise typer.BadParameter(f"at most {MAX_REASON} characters", param_hint="--reason")
-    if len(changes) > MAX_CHANGES:
-        raise typer.BadParameter(f"at most {MAX_CHANGES} objects in one change, and these are {len(changes)}")
     who = decided_by(by)
+    given = None if callable(requested) else _valid(requested)
 
     async def body() -> None:
         async with client(settings_of(context)) as berth:
-            requested = ObjectsChange(
-                changes=tuple(changes), who=who, why=why, prune=prune, force=force, dry_run=dry_run
+            changes = await requested(berth.bus) if callable(requested) else given
+            change = ObjectsChange(
+                changes=tuple(_valid(changes or ())), who=who, why=why, prune=prune, force=force, dry_run=dry_run
             )
-            answer = await berth.bus.request(requested, ObjectsChanged, timeout_s=QUERY_TIMEOUT_S)
+            answer = await berth.bus.request(change, ObjectsChanged, timeout_s=QUERY_TIMEOUT_S)
         if as_json:
             print_json(answer)
             return
@@ -383,11 +373,33 @@ def _change(
         verb = "would change" if dry_run else "changed"
         out.print(Text(f"{len(answer.changed)} {verb}; revision {answer.revision}"), soft_wrap=True)
 
+    run(body)
+
+
+def _valid(changes: Sequence[ObjectChange]) -> Sequence[ObjectChange]:
+    """The changes, as a scheduler will read them. Raises typer.BadParameter."""
+    if len(changes) > MAX_CHANGES:
+        raise typer.BadParameter(f"at most {MAX_CHANGES} objects in one change, and these are {len(changes)}")
     try:
-        msgspec.convert(msgspec.to_builtins([*changes]), list[ObjectChange])
+        return msgspec.convert(msgspec.to_builtins([*changes]), list[ObjectChange])
     except msgspec.ValidationError as error:
         raise typer.BadParameter(str(error)) from error
-    run(body)
+
+
+@overload
+async def read_object(bus: Bus, kind: ObjectKind, name: str) -> StoredObject: ...
+
+
+@overload
+async def read_object(bus: Bus, kind: ObjectKind, name: str, *, or_none: bool) -> StoredObject | None: ...
+
+
+async def read_object(bus: Bus, kind: ObjectKind, name: str, *, or_none: bool = False) -> StoredObject | None:
+    """An object on record. Raises Stop when there is none, or answers None."""
+    found = [stored async for stored in _stored(bus, kind, name)]
+    if not found and not or_none:
+        raise Stop(EXIT_NO, "object.unknown", f"there is no {kind.value} {name!r}")
+    return found[0] if found else None
 
 
 async def _stored(bus: Bus, kind: ObjectKind | None = None, name: str | None = None) -> AsyncIterator[StoredObject]:

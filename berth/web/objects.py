@@ -1,4 +1,4 @@
-"""`/api/v1` for what operators define at run time: flavors, aggregates, quotas, scheduling rules, and their log.
+"""`/api/v1` for what operators define at run time: flavors, aggregates, quotas, groups, rules, and their log.
 
 The bodies are the structs of the messages; a change is one `objects.change.v1`, so it is checked, logged and announced
 like one of `berth flavors set`.
@@ -32,10 +32,12 @@ from berth.web.api import (
 from berth.web.problems import Problem
 from bus.bus import Bus
 from bus.contracts.base import Label, Reason, Version, Word
-from bus.contracts.book import MAX_PROJECTS, ProjectUsagePage, ProjectUsageQuery
+from bus.contracts.book import MAX_PROJECTS, GroupMembersPage, GroupMembersQuery, ProjectUsagePage, ProjectUsageQuery
+from bus.contracts.groups import ServerGroup
 from bus.contracts.objects import (
     DEFAULT_QUOTA,
     MAX_CHANGES,
+    GroupDefinition,
     ObjectChange,
     ObjectKind,
     ObjectLogPage,
@@ -45,6 +47,7 @@ from bus.contracts.objects import (
     ObjectsPage,
     ObjectsQuery,
     StoredObject,
+    group_named,
 )
 
 ZONE = "availability_zone"
@@ -53,6 +56,7 @@ SECTIONS = {
     ObjectKind.FLAVOR: "flavors",
     ObjectKind.AGGREGATE: "aggregates",
     ObjectKind.QUOTA: "quotas",
+    ObjectKind.GROUP: "groups",
     ObjectKind.SCHEDULING: "rules",
     ObjectKind.CELL: "cells",
 }
@@ -79,6 +83,18 @@ class QuotaUse(Struct, frozen=True, kw_only=True):
     limits: dict[str, int]
     used: dict[str, int]
     version: int = 0
+
+
+class GroupView(Struct, frozen=True, kw_only=True):
+    """A server group and its members: {instance: names of its hosts}. more: there are further ones."""
+
+    name: str
+    group: ServerGroup
+    members: dict[str, tuple[str, ...]]
+    more: bool
+    version: int
+    changed_at: float
+    changed_by: str
 
 
 class Zone(Struct, frozen=True):
@@ -120,6 +136,21 @@ class ObjectApi:
     async def change(self, change: ObjectsChange) -> ObjectsChanged:
         """Ask for a change. Raises RequestRefused with what stands in the way."""
         return await self._bus.request(change, ObjectsChanged, timeout_s=ASK_TIMEOUT_S)
+
+    async def group(self, stored: StoredObject) -> GroupView:
+        """A server group on record, with its members."""
+        group = group_named(stored.name, msgspec.convert(stored.body, GroupDefinition))
+        query = GroupMembersQuery(project_id=stored.name.partition("/")[0], server_group=group.uuid)
+        page = await self._bus.request(query, GroupMembersPage, timeout_s=ASK_TIMEOUT_S)
+        return GroupView(
+            name=stored.name,
+            group=group,
+            members=page.members,
+            more=page.more,
+            version=stored.version,
+            changed_at=stored.changed_at,
+            changed_by=stored.changed_by,
+        )
 
     async def log(self, query: ObjectLogQuery) -> ObjectLogPage:
         """A page of the log of changes, newest first."""
@@ -255,6 +286,8 @@ class _OfKind:
         shown = [one for one in found if self._is_shown(one, caller_of(request))]
         if not shown:
             raise Problem(404, "object.unknown", f"there is no {self._kind.value} {name!r}")
+        if self._kind is ObjectKind.GROUP:
+            return json_response(await self._objects.group(shown[0]))
         return json_response(shown[0])
 
     async def put(self, request: Request) -> Response:
@@ -293,12 +326,14 @@ class _OfKind:
         return parsed(lambda: msgspec.convert(request.path_params[key], Label))
 
     def _check_role(self, caller: WebCaller) -> None:
-        """Flavors are for every project; how hosts are chosen is not."""
-        if self._kind is not ObjectKind.FLAVOR:
+        """Flavors are for every project, and server groups for theirs; how hosts are chosen is not."""
+        if self._kind not in (ObjectKind.FLAVOR, ObjectKind.GROUP):
             need(caller, WebRole.READER)
 
     @staticmethod
     def _is_shown(one: StoredObject, caller: WebCaller) -> bool:
+        if one.kind is ObjectKind.GROUP:
+            return caller.sees is None or one.name.startswith(f"{caller.sees}/")
         projects = one.body.get("projects") or ()
         return caller.sees is None or not projects or caller.sees in projects
 

@@ -20,6 +20,7 @@ from bus.contracts.objects import (
     Aggregate,
     CellDecision,
     Flavor,
+    GroupDefinition,
     ObjectKind,
     ObjectLogEntry,
     ObjectsChanged,
@@ -113,7 +114,7 @@ def _of_hosts() -> dict[str, _Operation]:
 
 
 def _of_objects() -> dict[str, _Operation]:
-    from berth.web.objects import SECTIONS, ChangeBody, ObjectList, QuotaUse, Zone  # noqa: PLC0415
+    from berth.web.objects import SECTIONS, ChangeBody, GroupView, ObjectList, QuotaUse, Zone  # noqa: PLC0415
 
     change = {"reason": Reason, "if_version": Version, "force": bool, "dry_run": bool}
     log = {"kind": ObjectKind, "name": Label, "before": Version, "limit": int}
@@ -128,6 +129,7 @@ def _of_objects() -> dict[str, _Operation]:
         ObjectKind.FLAVOR: Flavor,
         ObjectKind.AGGREGATE: Aggregate,
         ObjectKind.QUOTA: ProjectQuota,
+        ObjectKind.GROUP: GroupDefinition,
         ObjectKind.SCHEDULING: SchedulingRules,
         ObjectKind.CELL: CellDecision,
     }
@@ -135,7 +137,8 @@ def _of_objects() -> dict[str, _Operation]:
         listed = tuple[QuotaUse, ...] if kind is ObjectKind.QUOTA else ObjectList
         if kind is not ObjectKind.CELL:  # listed with what is in it
             found[f"list_{section}"] = _Operation(listed, errors=_READS)
-        found[f"show_{section}"] = _Operation(StoredObject, errors=(404, *_READS))
+        shown = GroupView if kind is ObjectKind.GROUP else StoredObject
+        found[f"show_{section}"] = _Operation(shown, errors=(404, *_READS))
         found[f"set_{section}"] = _Operation(
             ObjectsChanged, body=bodies[kind], query=change, errors=(404, 409, *_WRITES)
         )

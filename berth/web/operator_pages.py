@@ -35,6 +35,7 @@ LETTERS = 100
 NEW: dict[ObjectKind, dict[str, Any]] = {
     ObjectKind.FLAVOR: {"vcpus": 1, "memory_mb": 1024, "disk_gb": 10, "extra_specs": {}, "projects": []},
     ObjectKind.AGGREGATE: {"uuid": "", "metadata": {"availability_zone": ""}},
+    ObjectKind.GROUP: {"policy": "anti-affinity", "max_per_host": 1},
     ObjectKind.QUOTA: {"limits": {"INSTANCES": 10, "VCPU": 20}},
     ObjectKind.SCHEDULING: {"multipliers": {}},
     ObjectKind.CELL: {"state": "disabled"},
@@ -135,6 +136,7 @@ class OperatorPages:
             revision=revision,
             flavors=of_kind[ObjectKind.FLAVOR],
             aggregates=of_kind[ObjectKind.AGGREGATE],
+            groups=of_kind[ObjectKind.GROUP],
             rules=of_kind[ObjectKind.SCHEDULING],
             zones=zones_of(of_kind[ObjectKind.AGGREGATE]),
             quotas=(await self._objects.quotas())[:PAGE],
@@ -154,7 +156,10 @@ class OperatorPages:
             _, found = await self._objects.stored(kind, parsed(lambda: msgspec.convert(name, Label)))
             stored = found[0] if found else None
         body = NEW[kind] if stored is None else stored.body
-        fields = {"kind": kind, "section": section, "name": name, "stored": stored, "body": body}
+        members = await self._objects.group(stored) if stored is not None and kind is ObjectKind.GROUP else None
+        fields = {
+            "kind": kind, "section": section, "name": name, "stored": stored, "body": body, "members": members,
+        }  # fmt: skip
         return self._page(request, "object.html", **fields)
 
     async def system(self, request: Request) -> Response:

@@ -1,4 +1,4 @@
-"""An operator's queries of the resource book: a host's whole tree with who holds what of it, and what projects hold."""
+"""An operator's queries of the resource book: a host's tree with its holders, a group's members, what projects hold."""
 
 from __future__ import annotations
 
@@ -42,6 +42,22 @@ class HostTree(Message, frozen=True, kw_only=True, tag="placement.tree.page.v1")
 
     providers: tuple[ProviderState, ...] = ()
     holders: tuple[TreeHolder, ...] = ()
+    more: bool = False
+
+
+class GroupMembersQuery(Message, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="placement.group.v1"):
+    """Ask who is in a server group of a project. after: the last member known."""
+
+    project_id: Word
+    server_group: Uuid
+    after: Uuid | None = None
+    limit: Annotated[int, Bound(ge=1, le=MAX_HOLDERS)] = 1000
+
+
+class GroupMembersPage(Message, frozen=True, kw_only=True, tag="placement.group.page.v1"):
+    """Reply to a GroupMembersQuery: {member: names of its hosts}, by uuid. more: there are further ones."""
+
+    members: dict[Uuid, tuple[str, ...]] = {}
     more: bool = False
 
 

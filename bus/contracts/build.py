@@ -59,7 +59,8 @@ class BuildRequest(Message, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     max_attempts: hosts tried in all, the first included (1 = no alternates); None = the scheduler's setting.
     build_timeout_s: how long one attempt may take before the next alternate is tried.
     server_group: whom it wants to be with or apart from; each member is held to the policy that its own request names,
-    also where another named another, and no instance is moved for it. different_host, same_host: not where any of these
+    also where another named another, and no instance is moved for it. group: instead, the name of a server group on
+    record (`objects.change.v1`), of the request's project. different_host, same_host: not where any of these
     instances of the project is, or only where one of them is; those that are nowhere count for nothing.
     image_properties: the image's properties, for filters (hw_architecture, img_hv_type, hw_vm_mode, or any).
     image_source: where the image is; without, `image` is a name that the compute service's settings know.
@@ -83,6 +84,7 @@ class BuildRequest(Message, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     max_attempts: Annotated[int, Bound(ge=1, le=10)] | None = None
     build_timeout_s: Annotated[float, Bound(gt=0, le=86_400)] | None = None
     server_group: ServerGroup | None = None
+    group: Label | None = None
     different_host: Annotated[tuple[Uuid, ...], Bound(max_length=64)] = ()
     same_host: Annotated[tuple[Uuid, ...], Bound(max_length=64)] = ()
     image_properties: ImageProperties = {}

@@ -1,4 +1,4 @@
-"""What operators define at run time: flavors, aggregates, quotas, scheduling rules, decisions about hosts and cells.
+"""What operators define at run time: flavors, aggregates, quotas, groups, rules, decisions about hosts and cells.
 
 They are rows of one table in the schedulers' database, versioned by one revision, and in effect on every scheduler as
 soon as the new revision has been announced to it. The settings file holds what an empty system begins with.
@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from enum import StrEnum
 from typing import Annotated, Any
+from uuid import UUID, uuid5
 
 from msgspec import Meta as Bound
 from msgspec import Struct
 
 from .base import ClassName, Count, Label, Message, Reason, Uuid, Version
+from .groups import GroupPolicy, ServerGroup
 from .operations import AdminState
 
 # {class or INSTANCES: how much of it}, as claims carry it: under no other name, and for no more of them.
@@ -21,6 +23,7 @@ Quota = Annotated[dict[ClassName, Annotated[int, Bound(ge=0, lt=2**31)]], Bound(
 Text = Annotated[str, Bound(max_length=255)]
 MAX_CHANGES = 1000
 MAX_PAGE = 1000
+MAX_AGGREGATE_HOSTS = 1000  # that one aggregate may name
 
 DEFAULT_QUOTA = "default"  # the name of the quota of projects that have none of their own
 SCHEDULING = "default"  # the name of the one object of its kind
@@ -37,6 +40,7 @@ class ObjectKind(StrEnum):
     FENCE = "fence"
     CELL = "cell"
     DRAIN = "drain"
+    GROUP = "group"
 
 
 class Flavor(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
@@ -70,6 +74,34 @@ class Aggregate(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_un
     """Unique, at most 255 characters."""
     metadata: Annotated[dict[Text, Text], Bound(max_length=256)] = {}
     """`availability_zone` makes the aggregate a zone; other keys are read by filters, weighers and pre-filters."""
+    hosts: Annotated[tuple[Label, ...], Bound(max_length=MAX_AGGREGATE_HOSTS)] | None = None
+    """Its hosts, by name or uuid: schedulers keep the provider aggregate's members as they are here. None: the members
+    are set through Placement's API.
+    """
+
+
+# Group names are of their projects; the uuid of a group that states none follows from its name.
+GROUP_UUIDS = UUID("8a1f6c0e-5a53-4c5e-9c36-6f1f64bb9a0b")
+
+
+class GroupDefinition(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
+    """A server group that requests name. The object's name is PROJECT/NAME.
+
+    Its members are the instances of requests that name it, for as long as they hold something.
+    """
+
+    policy: GroupPolicy
+    """The rule for the hosts of its members."""
+    max_per_host: Annotated[int, Bound(ge=1, le=1000)] = 1
+    """With anti-affinity: so many members may share a host."""
+    uuid: Uuid | None = None
+    """None: derived from the name, so that one file makes the same group everywhere."""
+
+
+def group_named(name: str, definition: GroupDefinition) -> ServerGroup:
+    """The server group that a definition of this name (PROJECT/NAME) makes."""
+    uuid = definition.uuid or str(uuid5(GROUP_UUIDS, name))
+    return ServerGroup(uuid=uuid, policy=definition.policy, max_per_host=definition.max_per_host)
 
 
 class ProjectQuota(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
@@ -141,7 +173,7 @@ class ObjectChange(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid
     """One object as it is to be; body None: it is deleted. A body replaces the whole of the one before.
 
     name: of a quota, the project or "default"; of the scheduling rules, "default"; of a host, its uuid;
-    of a cell, its name.
+    of a cell, its name; of a server group, PROJECT/NAME.
     if_version: only if the object has this version (0: only if there is none).
     """
 

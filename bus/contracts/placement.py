@@ -110,6 +110,24 @@ class InventoryOutdated(Message, frozen=True, kw_only=True, tag="inventory.outda
     version: Version
 
 
+# Hosts that one message adds to an aggregate, and as many that it takes out.
+MAX_MEMBERS_CHANGED = 1000
+
+
+class AggregateMembers(Message, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="inventory.members.v1"):
+    """Put hosts into a provider aggregate and take others out; what else they are members of stays. Idempotent."""
+
+    aggregate: Uuid
+    joins: Annotated[tuple[Uuid, ...], Bound(max_length=MAX_MEMBERS_CHANGED)] = ()
+    leaves: Annotated[tuple[Uuid, ...], Bound(max_length=MAX_MEMBERS_CHANGED)] = ()
+
+
+class AggregateMembersSet(Message, frozen=True, kw_only=True, tag="inventory.members.set.v1"):
+    """Reply to AggregateMembers. unknown: those of its hosts that the book does not have."""
+
+    unknown: tuple[Uuid, ...] = ()
+
+
 class ClaimOutcome(StrEnum):
     """How a claim ended. Each outcome calls for another reaction (docs/explanation/architecture.md, "One boot")."""
 

@@ -95,6 +95,14 @@ class SetAggregates(Caused, frozen=True):
     generation: int | None = None
 
 
+class ChangeMembership(Caused, frozen=True):
+    """One aggregate comes or goes; the others stay. The generation moves when it does."""
+
+    uuid: str
+    aggregate: str
+    member: bool
+
+
 TreeWrite = (
     CreateProvider
     | UpdateProvider
@@ -105,6 +113,7 @@ TreeWrite = (
     | DeleteInventory
     | SetTraits
     | SetAggregates
+    | ChangeMembership
 )
 TreeOutcome = Provider | WriteRefusal
 
@@ -306,6 +315,14 @@ class ProviderTrees:
             return replace(before, generation=generation) if generation != before.generation else before
         return replace(before, aggregates=aggregates, generation=generation, shape=self._shape)
 
+    def change_membership(self, before: Provider, write: ChangeMembership) -> TreeOutcome:
+        """Add or remove one aggregate."""
+        if (write.aggregate in before.aggregates) is write.member:
+            return before
+        others = {one for one in before.aggregates if one != write.aggregate}
+        aggregates = tuple(sorted(others | {write.aggregate} if write.member else others))
+        return replace(before, aggregates=aggregates, generation=before.generation + 1, shape=self._shape)
+
 
 _CHANGED = "Resource provider's generation already changed. Please update the generation and try again."
 
@@ -318,6 +335,7 @@ _APPLY: dict[type[TreeWrite], Callable[..., TreeOutcome]] = {
     DeleteInventory: ProviderTrees.delete_inventory,
     SetTraits: ProviderTrees.set_traits,
     SetAggregates: ProviderTrees.set_aggregates,
+    ChangeMembership: ProviderTrees.change_membership,
 }
 
 

@@ -11,6 +11,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import asyncpg
 
+from bus.contracts.book import GroupMembersPage, GroupMembersQuery
 from bus.contracts.groups import GroupPolicy
 from bus.contracts.placement import MAX_LOCATED_HOSTS, LocatePage, LocateRequest
 from placement_worker.domain.claim_items import claims_of, consumers_of, groups_of
@@ -101,6 +102,19 @@ JOIN providers p ON p.id = a.provider_id JOIN providers root ON root.id = p.root
 GROUP BY asked.at, a.consumer ORDER BY asked.at, a.consumer
 """
 
+PAGE = f"""
+SELECT member.consumer::text, array_agg(root.name ORDER BY root.name)
+FROM (
+    SELECT m.consumer, {_HOSTS} FROM (
+        SELECT consumer FROM group_members
+        WHERE project_id = $1 AND group_uuid = $2 AND ($3::uuid IS NULL OR consumer > $3)
+            AND EXISTS (SELECT FROM allocations a WHERE a.consumer = group_members.consumer)
+        ORDER BY consumer LIMIT $4
+    ) AS m {_HELD} GROUP BY m.consumer
+) AS member CROSS JOIN LATERAL unnest(member.hosts) AS host JOIN providers root ON root.uuid = host
+GROUP BY member.consumer ORDER BY member.consumer
+"""
+
 
 async def lock(connection: asyncpg.Connection, items: Sequence[ClaimItem]) -> None:
     """Of two claims of one group one goes first."""
@@ -159,6 +173,14 @@ async def forget(connection: asyncpg.Connection, limit: int) -> int:
     if left:
         await connection.execute(FORGET_LEFT, *map(list, zip(*left, strict=True)))
     return len(left)
+
+
+async def page(connection: asyncpg.Connection, requested: GroupMembersQuery) -> GroupMembersPage:
+    """Who is in a server group, in one statement."""
+    asked = (requested.project_id, requested.server_group, requested.after, requested.limit + 1)
+    rows = await connection.fetch(PAGE, *asked)
+    found = {consumer: tuple(hosts) for consumer, hosts in rows[: requested.limit]}
+    return GroupMembersPage(members=found, more=len(rows) > requested.limit)
 
 
 async def where(connection: asyncpg.Connection, requested: Sequence[LocateRequest]) -> list[LocatePage]:

@@ -15,6 +15,8 @@ from msgspec.structs import replace
 
 from bus.contracts.book import (
     MAX_TREE,
+    GroupMembersPage,
+    GroupMembersQuery,
     HostTree,
     HostTreeQuery,
     ProjectUsagePage,
@@ -338,6 +340,18 @@ class MemoryBook:
                 holders=tuple(holders[: requested.limit]),
                 more=len(every) > MAX_TREE or len(holders) > requested.limit,
             )
+
+    async def members(self, requested: GroupMembersQuery) -> GroupMembersPage:
+        """Who is in a server group, and on which hosts."""
+        table = self.table
+        async with self.session.transaction():
+            alive = table.alive((requested.project_id, requested.server_group))
+            found = [uuid for uuid in sorted(alive) if requested.after is None or uuid > requested.after]
+            members = {
+                uuid: tuple(sorted(table.providers[host].name for host in alive[uuid]))
+                for uuid in found[: requested.limit]
+            }
+            return GroupMembersPage(members=members, more=len(found) > requested.limit)
 
     async def usage(self, requested: ProjectUsageQuery) -> ProjectUsagePage:
         """What projects hold, true at one moment."""

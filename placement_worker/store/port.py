@@ -7,7 +7,14 @@ from typing import Protocol
 
 from msgspec import Struct
 
-from bus.contracts.book import HostTree, HostTreeQuery, ProjectUsagePage, ProjectUsageQuery
+from bus.contracts.book import (
+    GroupMembersPage,
+    GroupMembersQuery,
+    HostTree,
+    HostTreeQuery,
+    ProjectUsagePage,
+    ProjectUsageQuery,
+)
 from bus.contracts.placement import (
     ChangesPage,
     FeedChanges,
@@ -87,6 +94,9 @@ class PlacementStore(Protocol):
 
     async def tree(self, requested: HostTreeQuery) -> HostTree:
         """The tree that a provider is in, and who holds what of it, true at one moment."""
+
+    async def members(self, requested: GroupMembersQuery) -> GroupMembersPage:
+        """Who is in a server group, and on which hosts."""
 
     async def usage(self, requested: ProjectUsageQuery) -> ProjectUsagePage:
         """What projects hold, true at one moment."""

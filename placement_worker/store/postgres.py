@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
 
-from bus.contracts.book import HostTree, HostTreeQuery, ProjectUsagePage, ProjectUsageQuery
+from bus.contracts.book import (
+    GroupMembersPage,
+    GroupMembersQuery,
+    HostTree,
+    HostTreeQuery,
+    ProjectUsagePage,
+    ProjectUsageQuery,
+)
 from bus.contracts.placement import (
     ChangesPage,
     Claim,
@@ -146,6 +153,11 @@ class PostgresStore:
         async with self._database.raw() as connection:
             await connection.execute(REPEATABLE)
             return await operator_reads.tree(connection, requested)
+
+    async def members(self, requested: GroupMembersQuery) -> GroupMembersPage:
+        """Who is in a server group, and on which hosts."""
+        async with self._database.single() as connection:
+            return await members.page(connection, requested)
 
     async def usage(self, requested: ProjectUsageQuery) -> ProjectUsagePage:
         """What projects hold, true at one moment."""

@@ -12,6 +12,7 @@ from msgspec.structs import replace
 
 from bus.contracts.base import MAX_REASON, Refusal, Word
 from bus.contracts.drains import DrainRecord
+from bus.contracts.groups import ServerGroup
 from bus.contracts.objects import (
     DEFAULT_QUOTA,
     SCHEDULING,
@@ -21,12 +22,14 @@ from bus.contracts.objects import (
     ChangedObject,
     FenceRecord,
     Flavor,
+    GroupDefinition,
     HostDecision,
     ObjectKind,
     ObjectsChange,
     ProjectQuota,
     SchedulingRules,
     StoredObject,
+    group_named,
 )
 from bus.contracts.operations import AdminState, HostAdminState
 from scheduler_worker.config import SchedulerConfig
@@ -44,7 +47,17 @@ TOO_MANY = "object.too_many"
 MAX_OF_KIND = 10_000
 MAX_BODY_BYTES = 64 * 1024
 
-Body = Flavor | Aggregate | ProjectQuota | SchedulingRules | HostDecision | FenceRecord | CellDecision | DrainRecord
+Body = (
+    Flavor
+    | Aggregate
+    | ProjectQuota
+    | SchedulingRules
+    | HostDecision
+    | FenceRecord
+    | CellDecision
+    | DrainRecord
+    | GroupDefinition
+)
 BODIES: Mapping[ObjectKind, type[Body]] = {
     ObjectKind.FLAVOR: Flavor,
     ObjectKind.AGGREGATE: Aggregate,
@@ -54,6 +67,7 @@ BODIES: Mapping[ObjectKind, type[Body]] = {
     ObjectKind.FENCE: FenceRecord,
     ObjectKind.CELL: CellDecision,
     ObjectKind.DRAIN: DrainRecord,
+    ObjectKind.GROUP: GroupDefinition,
 }
 # What no change of objects changes, and why.
 DERIVED: Mapping[ObjectKind, str] = {
@@ -97,6 +111,28 @@ class ChangePlan(Struct, frozen=True):
         return tuple(one.name for one in self.changed if one.kind is ObjectKind.FLAVOR and one.after is None)
 
     @property
+    def groups_changed(self) -> tuple[tuple[str, ServerGroup], ...]:
+        """(name, group as it was) of the server groups that have another rule now, another uuid, or are no more."""
+        found = []
+        for one in self.changed:
+            if one.kind is ObjectKind.GROUP and one.before is not None:
+                was = _group(one.name, one.before)
+                if one.after is None or _group(one.name, one.after) != was:
+                    found.append((one.name, was))
+        return tuple(found)
+
+    @property
+    def hosts_named(self) -> tuple[tuple[str, str], ...]:
+        """(aggregate, host) of the hosts that aggregates name and did not name before."""
+        return tuple(
+            (one.name, host)
+            for one in self.changed
+            if one.kind is ObjectKind.AGGREGATE and one.after is not None
+            for host in one.after.get("hosts") or ()
+            if host not in ((one.before or {}).get("hosts") or ())
+        )
+
+    @property
     def cells_decided(self) -> tuple[str, ...]:
         """The names of cells that something is decided about."""
         return tuple(one.name for one in self.changed if one.kind is ObjectKind.CELL and one.after is not None)
@@ -109,6 +145,10 @@ class ChangePlan(Struct, frozen=True):
             for one in self.changed
             if one.kind is ObjectKind.HOST and _is_fence(one.after) and not _is_fence(one.before)
         )
+
+
+def _group(name: str, body: Mapping[str, Any]) -> ServerGroup:
+    return group_named(name, msgspec.convert(body, GroupDefinition))
 
 
 def _is_fence(decision: Mapping[str, Any] | None) -> bool:
@@ -131,19 +171,25 @@ def body_of(kind: ObjectKind, name: str, body: Mapping[str, Any]) -> Body:
     if isinstance(parsed, Aggregate):
         if parsed.name != name:
             raise ValueError(f"{where}: its body has the name {parsed.name!r}")
-        _uuid(where, parsed.uuid)
+        if _uuid(where, parsed.uuid) != parsed.uuid and parsed.hosts is not None:
+            raise ValueError(f"{where}: the uuid of an aggregate that names its hosts is in lower case with hyphens")
     if isinstance(parsed, HostDecision) and _uuid(where, name) != name:
         raise ValueError(f"{where}: a host's uuid is written in lower case with hyphens")
     if isinstance(parsed, CellDecision):
-        _word(where, name)
+        _word(where, name, "a cell's name has")
+    if isinstance(parsed, GroupDefinition):
+        project, slash, own = name.partition("/")
+        if not slash or not own:
+            raise ValueError(f"{where}: a server group is named PROJECT/NAME")
+        _word(where, project, "the project of a server group's name has")
     return parsed
 
 
-def _word(where: str, name: str) -> None:
+def _word(where: str, name: str, what: str) -> None:
     try:
         msgspec.convert(name, Word)
     except msgspec.ValidationError:
-        raise ValueError(f"{where}: a cell's name has letters, digits, - and _ only") from None
+        raise ValueError(f"{where}: {what} letters, digits, - and _ only") from None
 
 
 def _uuid(where: str, text: str) -> str:
@@ -233,6 +279,7 @@ def effective_config(settings: SchedulerConfig, bodies: Mapping[Key, Mapping[str
     flavors: dict[str, Flavor] = {}
     aggregates: list[Aggregate] = []
     quotas: dict[str, dict[str, int]] = {}
+    groups: dict[str, GroupDefinition] = {}
     rules = SchedulingRules()
     for (kind, name), body in sorted(bodies.items()):
         match body_of(kind, name, body):
@@ -242,6 +289,8 @@ def effective_config(settings: SchedulerConfig, bodies: Mapping[Key, Mapping[str
                 aggregates.append(aggregate)
             case ProjectQuota() as quota:
                 quotas[name] = quota.limits
+            case GroupDefinition() as group:
+                groups[name] = group
             case SchedulingRules() as found:
                 rules = found
     given = {name: value for name in rules.__struct_fields__ if (value := getattr(rules, name)) is not None}
@@ -252,6 +301,7 @@ def effective_config(settings: SchedulerConfig, bodies: Mapping[Key, Mapping[str
         aggregates=tuple(aggregates),
         default_quota=quotas.pop(DEFAULT_QUOTA, {}),
         quotas=quotas,
+        groups=groups,
         **given,
     )
 
@@ -262,6 +312,7 @@ def seeds(settings: SchedulerConfig) -> tuple[ChangedObject, ...]:
     bodies |= {(ObjectKind.AGGREGATE, one.name): one for one in settings.aggregates}
     quotas = {**({DEFAULT_QUOTA: settings.default_quota} if settings.default_quota else {}), **settings.quotas}
     bodies |= {(ObjectKind.QUOTA, name): ProjectQuota(limits=limits) for name, limits in quotas.items()}
+    bodies |= {(ObjectKind.GROUP, name): group for name, group in settings.groups.items()}
     return tuple(
         ChangedObject(kind=kind, name=name, after=msgspec.to_builtins(body))
         for (kind, name), body in sorted(bodies.items())

@@ -14,6 +14,7 @@ from bus.consuming.given_up import given_up_of
 from bus.consuming.outcome import Done, Outcome, Received, Retry
 from bus.contracts.base import MAX_REASON, Refusal
 from bus.contracts.build import BuildAccepted, BuildEvent, BuildRequest, BuildState, FlavorCount, member_uuids
+from bus.contracts.groups import ServerGroup
 from bus.contracts.stages import Stamps
 from scheduler_worker.domain.builds import (
     ACCEPTED,
@@ -29,6 +30,9 @@ from scheduler_worker.domain.deletes import UNKNOWN
 from scheduler_worker.domain.placement import CONSUMER_CHANGED, HostClaimed
 
 TOO_OLD = "request.too_old"
+FLAVOR_UNKNOWN = "flavor.unknown"
+GROUP_UNKNOWN = "group.unknown"
+GROUP_INVALID = "group.invalid"
 DUPLICATE = "request.duplicate"
 MAX_NAME = 255  # of an instance
 
@@ -36,13 +40,19 @@ _encode = msgspec.json.Encoder(order="deterministic").encode
 
 
 class FlavorAccess(Protocol):
-    """Which flavors there are, and for which projects."""
+    """Which flavors there are, and for which projects; which server groups a project has."""
 
     def allows(self, flavor: str, project: str) -> bool:
         """Whether there is this flavor, and the project may request it."""
 
     def flavors_for(self, project: str) -> Collection[str]:
         """The names of the flavors that a project may request."""
+
+    def group_of(self, project: str, name: str) -> ServerGroup | None:
+        """The server group on record that a project calls so."""
+
+    def group_by_uuid(self, project: str, uuid: str) -> tuple[str, ServerGroup] | None:
+        """(name, server group) on record of a project with this uuid."""
 
 
 class PendingBuild(Struct, frozen=True, kw_only=True):
@@ -100,19 +110,21 @@ def pending_build(
     """A request that has just been taken. max_age_s: sent longer ago, its record may have been purged."""
     request, meta = received.message, received.meta
     assert isinstance(request, BuildRequest)
-    refusal = None
+    refusal: Refusal | None
     wanted = (request.flavor, *(one.flavor for one in request.also))
     missing = next((one for one in wanted if not flavors.allows(one, request.project_id)), None)
     if missing is not None:
         known = ", ".join(sorted(flavors.flavors_for(request.project_id)))
         reason = f"there is no flavor {missing} (there are: {known})"
-        refusal = Refusal(code="flavor.unknown", reason=reason[:MAX_REASON])
+        refusal = Refusal(code=FLAVOR_UNKNOWN, reason=reason[:MAX_REASON])
     elif 0 < meta.sent_at < now - max_age_s:
         reason = "it was sent so long ago that it may have been carried out, and its record purged"
         refusal = Refusal(code=TOO_OLD, reason=reason)
+    else:
+        refusal = _group_refusal(request, flavors)
     return PendingBuild(
         position=position,
-        request=request,
+        request=_with_group(request, flavors),
         digest=blake2b(_encode(request), digest_size=16).digest(),
         # A request without a time of sending is taken to have been sent just now.
         requested_at=meta.sent_at or now,
@@ -122,6 +134,30 @@ def pending_build(
         given_up=given_up_of(received),
         refusal=refusal,
     )
+
+
+def _with_group(request: BuildRequest, flavors: FlavorAccess) -> BuildRequest:
+    """The request with the server group that it names; it goes on record so, and keeps that rule."""
+    if request.group is None or request.server_group is not None:
+        return request
+    return replace(request, server_group=flavors.group_of(request.project_id, request.group))
+
+
+def _group_refusal(request: BuildRequest, flavors: FlavorAccess) -> Refusal | None:
+    """Why a request cannot be held to the server group that it names; None: it can, or names none."""
+    project, stated = request.project_id, request.server_group
+    if request.group is not None:
+        if stated is not None:
+            return Refusal(code=GROUP_INVALID, reason="a request names `group` or `server_group`, not both")
+        if flavors.group_of(project, request.group) is None:
+            return Refusal(code=GROUP_UNKNOWN, reason=f"project {project} has no server group {request.group}")
+    elif stated is not None and (known := flavors.group_by_uuid(project, stated.uuid)) is not None:
+        name, group = known
+        if group != stated:
+            rule = f"{group.policy.value}, max_per_host {group.max_per_host}"
+            reason = f"{stated.uuid} is server group {name}, and its rule is {rule}"
+            return Refusal(code=GROUP_INVALID, reason=reason[:MAX_REASON])
+    return None
 
 
 def members_of(pending: PendingBuild, start: int) -> list[PendingBuild]:
@@ -211,8 +247,10 @@ def admit_repeated(pending: PendingBuild, first: PendingBuild) -> Admission:
 def admit_known(pending: PendingBuild, known: BuildStatus | None) -> Admission:
     """It was on record already: a redelivery goes on where it was, a repeated request changes nothing."""
     refusal = pending.refusal
-    if known is not None and known.state is BuildState.ACCEPTED and refusal is not None and refusal.code == TOO_OLD:
-        refusal = None  # it is on record, however old, so it was not purged
+    if known is not None and known.state is BuildState.ACCEPTED and refusal is not None:
+        # It is on record, however old, so it was not purged. Where what it names has been deleted since, the decision
+        # ends it.
+        refusal = None
     if known is None:
         # Inserted by a transaction that this one cannot see yet: look again in a moment.
         reason = "the same request is being recorded by another scheduler"

@@ -11,11 +11,12 @@ from msgspec.structs import replace
 
 from bus.contracts.build import BuildRequest, FunnelStep
 from bus.contracts.cell import Selection
-from bus.contracts.groups import GroupPolicy
+from bus.contracts.groups import GroupPolicy, ServerGroup
+from bus.contracts.objects import group_named
 from bus.contracts.operations import AdminState
 from placement_worker.replica.book import Book
 from placement_worker.replica.search import search
-from scheduler_worker.config import SchedulerConfig
+from scheduler_worker.config import Aggregate, SchedulerConfig
 from scheduler_worker.domain.explain import funnel_step
 from scheduler_worker.domain.flavors import ParsedFlavor, request_spec
 from scheduler_worker.domain.host_metrics import HostMetricsTable
@@ -112,15 +113,38 @@ class Selector:
         """The names of the flavors that a project may request."""
         return tuple(name for name in self.config.flavors if self.allows(name, project))
 
+    def group_of(self, project: str, name: str) -> ServerGroup | None:
+        """The server group on record that a project calls so."""
+        full = f"{project}/{name}"
+        definition = self.config.groups.get(full)
+        return None if definition is None else group_named(full, definition)
+
+    def group_by_uuid(self, project: str, uuid: str) -> tuple[str, ServerGroup] | None:
+        """(name, server group) on record of a project with this uuid."""
+        for full, definition in self.config.groups.items():
+            if full.startswith(f"{project}/") and (group := group_named(full, definition)).uuid == uuid:
+                return full, group
+        return None
+
     def request_spec(self, request: BuildRequest) -> RequestSpec | Unsatisfiable:
         """The request's spec under this configuration."""
         flavor = self.flavors.get(request.flavor)
         if flavor is None:
             return Unsatisfiable("flavor.unknown", f"there is no flavor {request.flavor} any more", "flavor")
+        if request.group is not None and request.server_group is None:
+            return Unsatisfiable("group.unknown", f"there is no server group {request.group} any more", "server_group")
         hosts = None if request.host is None else tuple(self.uuids_of(request.host))
         found = request_spec(request, flavor, hosts, self.membership, self.config)
         # Requests that were read under different revisions of the objects share no ranking.
         return replace(found, key=(*found.key, str(self.revision))) if isinstance(found, RequestSpec) else found
+
+    def members_named(self, aggregates: Sequence[Aggregate]) -> dict[str, frozenset[str]]:
+        """{aggregate: uuids of its hosts} of those that name their hosts; a name that is not one host's names none."""
+        return {
+            one.uuid: frozenset(uuids[0] for host in one.hosts if len(uuids := self.uuids_of(host)) == 1)
+            for one in aggregates
+            if one.hosts is not None
+        }
 
     def uuids_of(self, host: str) -> list[str]:
         """The hosts with this name or uuid."""

@@ -15,10 +15,14 @@ from scheduler_worker.domain.hosts import ADMIN_STATES, NO_SERVICE, OPEN, Floats
 
 
 class Membership:
-    """Which roots are in which configured aggregate, by row of the book."""
+    """Which roots are in which configured aggregate, by row of the book.
 
-    def __init__(self, aggregates: Sequence[Aggregate]) -> None:
+    named: {aggregate: uuids of its hosts} where that is about to be otherwise than the book has it.
+    """
+
+    def __init__(self, aggregates: Sequence[Aggregate], named: Mapping[str, Collection[str]] | None = None) -> None:
         self.aggregates = tuple(aggregates)
+        self.named = named or {}
         self._keys = tuple(sorted({key for aggregate in aggregates for key in aggregate.metadata}))
 
     def with_key(self, key: str) -> list[Aggregate]:
@@ -159,6 +163,8 @@ class HostsView:
 
     def member_of(self, uuid: str) -> Mask:
         """Whether each host is in an aggregate."""
+        if uuid in self.membership.named:
+            return self.among(sorted(self.membership.named[uuid]))
         return self.book.in_aggregate(uuid, self.rows)
 
     def among(self, hosts: Sequence[str]) -> Mask:

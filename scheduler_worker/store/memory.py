@@ -359,6 +359,20 @@ class MemoryBuilds:
             )
             return sum(1 for _ in islice(found, limit))
 
+    async def builds_of_group(self, project: str, group: str, limit: int) -> int:
+        """A scan that ends at the limit."""
+        table = self._table
+        async with self._session.transaction():
+            found = (
+                uuid
+                for uuid, request in table.requests.items()
+                if request.project_id == project
+                and request.server_group is not None
+                and request.server_group.uuid == group
+                and table.recorded[uuid].state in BUILDS_WITH_A_MACHINE
+            )
+            return sum(1 for _ in islice(found, limit))
+
     async def purge(self, before: float, limit: int, start: float = 0.0) -> Purged:
         """Those that no transaction holds."""
         table = self._table

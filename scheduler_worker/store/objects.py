@@ -48,6 +48,10 @@ SELECT revision, kind, name, before, after, at, who, why, forced FROM object_log
 WHERE ($1::text IS NULL OR kind = $1) AND ($2::text IS NULL OR name = $2) AND ($3::bigint IS NULL OR revision < $3)
 ORDER BY revision DESC, kind, name LIMIT $4
 """
+BUILDS_OF_GROUP = """
+SELECT count(*) FROM (SELECT FROM build_requests WHERE project_id = $1 AND state = ANY($4::text[])
+                      AND request::json #>> '{server_group,uuid}' = $2 LIMIT $3) found
+"""
 BUILDS_OF = """
 SELECT count(*) FROM (SELECT FROM build_requests WHERE flavor = $1
                       AND state = ANY($3::text[]) LIMIT $2) found

@@ -388,6 +388,12 @@ class PostgresBuilds:
             states = objects.BUILDS_WITH_A_MACHINE
             return int(await connection.fetchval(objects.BUILDS_OF, flavor, limit, states))
 
+    async def builds_of_group(self, project: str, group: str, limit: int) -> int:
+        """A scan of the project's builds that ends at the limit."""
+        async with self._database.raw() as connection:
+            states = objects.BUILDS_WITH_A_MACHINE
+            return int(await connection.fetchval(objects.BUILDS_OF_GROUP, project, group, limit, states))
+
     async def purge(self, before: float, limit: int, start: float = 0.0) -> Purged:
         """One bounded statement."""
         states = [state.value for state in ENDED_WITHOUT_MACHINE]

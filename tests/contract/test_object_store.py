@@ -9,6 +9,7 @@ import pytest
 
 from bus.clock import SystemClock
 from bus.contracts.build import BuildRequest
+from bus.contracts.groups import GroupPolicy, ServerGroup
 from bus.contracts.objects import ChangedObject, ObjectKind, ObjectLogQuery, ObjectsRevision, StoredObject
 from bus.persistence.database import Database
 from bus.persistence.outbox import OutboxMessage
@@ -23,6 +24,7 @@ from tests.kit.sent import Sent
 
 F, Q = ObjectKind.FLAVOR, ObjectKind.QUOTA
 SMALL, LARGE = ChangedObject(kind=F, name="small", after={"vcpus": 1}), ChangedObject(kind=F, name="large", after={})
+GROUP = "b0000000-0000-4000-8000-000000000000"
 BUILD = "a0000000-0000-4000-8000-000000000000"
 
 
@@ -40,7 +42,8 @@ async def store(request: pytest.FixtureRequest, sent: Sent) -> AsyncIterator[Sch
         made = PostgresBuilds(Database(request.getfixturevalue("postgres_url"), "scheduler"))
     made.publish_through(sent)  # type: ignore[arg-type]
     await made.open()
-    build = BuildRequest(instance_uuid=BUILD, flavor="small", project_id="p")
+    group = ServerGroup(uuid=GROUP, policy=GroupPolicy.AFFINITY)
+    build = BuildRequest(instance_uuid=BUILD, flavor="small", project_id="p", server_group=group)
     pending = PendingBuild(position=0, request=build, digest=b"", requested_at=1.0, taken_at=1.0)
     async with made.unit() as unit:
         await unit.insert([new_build(pending, Author("test", 1.0))], 1.0)
@@ -140,3 +143,10 @@ async def test_builds_of_a_flavor_are_counted_up_to_a_limit(store: SchedulerStor
     assert await store.builds_of("small", 10) == 1
     assert await store.builds_of("small", 0) == 0
     assert await store.builds_of("large", 10) == 0
+
+
+async def test_builds_of_a_projects_group_are_counted_up_to_a_limit(store: SchedulerStore) -> None:
+    assert await store.builds_of_group("p", GROUP, 10) == 1
+    assert await store.builds_of_group("p", GROUP, 0) == 0
+    assert await store.builds_of_group("other", GROUP, 10) == 0
+    assert await store.builds_of_group("p", BUILD, 10) == 0

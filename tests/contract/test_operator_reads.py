@@ -6,7 +6,8 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from bus.contracts.book import HostTreeQuery, ProjectUsageQuery
+from bus.contracts.book import GroupMembersQuery, HostTreeQuery, ProjectUsageQuery
+from bus.contracts.groups import GroupPolicy, ServerGroup
 from bus.contracts.placement import (
     INSTANCES,
     Claim,
@@ -81,3 +82,19 @@ async def test_what_projects_hold_is_returned_in_order_and_in_pages(store: Place
     assert list(rest.usage) == ["q"] and not rest.more
     await store.apply([Release(consumer=VMS[2])])
     assert list((await store.usage(ProjectUsageQuery(projects=("a",)))).usage) == []
+
+
+async def test_members_of_a_group_are_those_that_hold_something_with_their_hosts(store: PlacementStore) -> None:
+    group = ServerGroup(uuid=CHILD, policy=GroupPolicy.SOFT_AFFINITY)
+    for vm, host in ((0, HOSTS[1]), (1, HOSTS[0]), (2, HOSTS[1])):
+        option = ClaimOption(allocations={host: {"VCPU": 1}}, host=host)
+        await store.apply([Claim(consumer=VMS[vm], options=(option,), project_id="p", server_group=group)])
+    await store.apply([Release(consumer=VMS[2])])
+    page = await store.members(GroupMembersQuery(project_id="p", server_group=CHILD))
+    names = {state.uuid: state.name for state in (await store.snapshot(None, 10)).providers}
+    assert page.members == {VMS[0]: (names[HOSTS[1]],), VMS[1]: ("nested",)} and not page.more
+    first = await store.members(GroupMembersQuery(project_id="p", server_group=CHILD, limit=1))
+    assert list(first.members) == [VMS[0]] and first.more
+    rest = await store.members(GroupMembersQuery(project_id="p", server_group=CHILD, after=VMS[0]))
+    assert list(rest.members) == [VMS[1]] and not rest.more
+    assert (await store.members(GroupMembersQuery(project_id="q", server_group=CHILD))).members == {}

@@ -619,6 +619,32 @@ def test_members_of_a_group_keep_apart_through_alternates_and_one_is_followed_to
     assert berth("boot", "--flavor", "m1.small", "--group", group, "--policy", "alone").status == USAGE
 
 
+def test_a_group_on_record_and_the_hosts_of_an_aggregate(berth: Berth) -> None:
+    assert berth("groups", "set", "grouped/web", "--policy", "anti-affinity").status == 0
+    apart = boot(berth, "--project", "grouped", "--count", "2", "--group", "web")
+    shown = berth("groups", "show", "grouped/web", "--json").data
+    assert shown["members"] == {one["instance_uuid"]: [one["host"]] for one in apart}
+    assert "anti-affinity, max_per_host 1" in berth("groups", "show", "grouped/web").out
+    assert "has 2 members" in berth("groups", "delete", "grouped/web").err
+    assert berth("groups", "delete", "grouped/web", "--force").status == 0
+
+    hosts = [one["host"] for one in apart]
+    assert (
+        "would be in another availability zone"
+        in berth("aggregates", "set", "w", "--zone", "w", "--host", *hosts[:1]).err
+    )
+    assert berth("aggregates", "set", "w", "--metadata", "a=b", "--host", hosts[0]).status == 0
+    uuid = berth("aggregates", "show", "w", "--json").data["body"]["uuid"]
+    assert berth("aggregates", "add-host", "w", hosts[1]).status == 0
+    assert berth("aggregates", "remove-host", "w", hosts[0]).status == 0
+    body = berth("aggregates", "show", "w", "--json").data["body"]
+    assert body == {"uuid": uuid, "name": "w", "metadata": {"a": "b"}, "hosts": [hosts[1]]}
+    assert "does not name" in berth("aggregates", "remove-host", "w", hosts[0]).err
+    assert "there is no host no-such" in berth("aggregates", "add-host", "w", "no-such").err
+    assert "there is no aggregate 'v'" in berth("aggregates", "add-host", "v", hosts[0]).err
+    assert berth("aggregates", "delete", "w").status == 0
+
+
 def test_objects_are_changed_while_everything_runs(berth: Berth) -> None:
     """Flavors, quotas, aggregates and rules: listed, changed, refused, logged, and kept in a file."""
     assert "m1.small" in {one["name"] for one in berth("flavors", "list", "--json").data}
@@ -699,6 +725,8 @@ def test_a_file_of_objects_is_applied_all_or_none(berth: Berth) -> None:
         (("quotas", "set", "x", "VCPU=many"), "no number"),
         (("quotas", "set", "x", "vcpu=1"), "quota 'x'"),
         (("aggregates", "set", "x", "--uuid", "no"), "no uuid"),
+        (("groups", "set", "web", "--policy", "affinity"), "PROJECT/NAME"),
+        (("groups", "show", "a/b"), "there is no group 'a/b'"),
         (("rules", "set", "--filter", "NoSuchFilter"), "NoSuchFilter"),
         (("cells", "set", "cell9", "disabled"), "there is no cell 'cell9'"),
         (("flavors", "show", "no-such"), "there is no flavor 'no-such'"),

@@ -217,7 +217,8 @@ def test_the_document_describes_every_route(web: Web) -> None:
             "/drains/{uuid}/resume", "/drains/{uuid}/undo", "/services", "/workers", "/cells",
             "/cells/{name}", "/metal", "/zones",
             "/flavors", "/flavors/{name}", "/aggregates", "/aggregates/{name}", "/quotas", "/quotas/{project}",
-            "/rules", "/rules/{name}", "/objects", "/objects/log", "/dead-letters", "/dead-letters/{bus}/{queue}",
+            "/groups", "/groups/{name}", "/rules", "/rules/{name}", "/objects", "/objects/log",
+            "/dead-letters", "/dead-letters/{bus}/{queue}",
             "/dead-letters/{bus}/{queue}/replay", "/dead-letters/{bus}/{queue}/letters/{letter}",
         }  # fmt: skip
         assert all(answer["responses"].keys() >= {"401", "503"} for path in paths.values() for answer in path.values())

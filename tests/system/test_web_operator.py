@@ -128,6 +128,24 @@ def test_aggregates_make_zones_and_rules_are_set(web: Web) -> None:
         assert code_of(forged, 400) == "request.invalid"
 
 
+def test_a_group_is_shown_with_its_members_to_its_project_alone(web: Web) -> None:
+    with web.client("op") as client, web.client("alice") as alice, web.client("bob") as bob:
+        made = client.put("/api/v1/groups/p-alice/web", json={"policy": "affinity"})
+        assert made.status_code == 200, made.text
+        build = alice.post("/api/v1/builds", json={"flavor": "m1.tiny", "group": "web"}).json()["instance_uuid"]
+        assert follow(alice, build)[-1][1]["state"] == "active"
+        seen = alice.get("/api/v1/groups/p-alice/web").json()
+        assert list(seen["members"]) == [build] and seen["group"]["policy"] == "affinity", seen
+        assert [one["name"] for one in alice.get("/api/v1/groups").json()["objects"]] == ["p-alice/web"]
+        assert bob.get("/api/v1/groups").json()["objects"] == []
+        assert code_of(bob.get("/api/v1/groups/p-alice/web"), 404) == "object.unknown"
+        assert build in client.get("/objects/groups", params={"name": "p-alice/web"}).text
+        assert "p-alice/web" in client.get("/objects").text
+        assert code_of(client.delete("/api/v1/groups/p-alice/web"), 409) == "object.in_use"
+        assert code_of(alice.delete("/api/v1/groups/p-alice/web"), 403) == "role.forbidden"
+        assert client.delete("/api/v1/groups/p-alice/web", params={"force": "true"}).status_code == 200
+
+
 def test_a_project_sees_the_flavors_that_it_may_request(web: Web) -> None:
     with web.client("op") as client, web.client("alice") as alice, web.client("bob") as bob:
         client.put("/api/v1/flavors/secret", json={"vcpus": 1, "projects": ["p-alice"]})

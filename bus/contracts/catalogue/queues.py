@@ -111,6 +111,7 @@ QUEUES: tuple[QueueRow, ...] = (
             (COMMANDS, "placement.locate"),
             (COMMANDS, "placement.tree"),
             (COMMANDS, "placement.usage"),
+            (COMMANDS, "placement.group"),
         ),
         max_length=10_000,
         ttl_s=30.0,
@@ -120,7 +121,7 @@ QUEUES: tuple[QueueRow, ...] = (
         where=Where.BOTH,
         kind=QueueKind.DURABLE,
         consumer="placement_worker",
-        bindings=((COMMANDS, "inventory.update.#"),),
+        bindings=((COMMANDS, "inventory.update.#"), (COMMANDS, "inventory.members")),
         retry_s=RETRY_S,
     ),
     QueueRow(

@@ -21,7 +21,7 @@ from berth.web.access import WebCaller
 from berth.web.dead_letters import LetterCount, LetterView
 from berth.web.fleet import CellView, HostDetail
 from berth.web.metal import MetalView
-from berth.web.objects import QuotaUse, Zone
+from berth.web.objects import GroupView, QuotaUse, Zone
 from berth.web.pages import Now
 from berth.web.problems import Problem
 from berth.web.rendering import TEMPLATES
@@ -72,12 +72,20 @@ PAGES: dict[str, dict[str, Any]] = {
         "revision": int,
         "flavors": list[StoredObject],
         "aggregates": list[StoredObject],
+        "groups": list[StoredObject],
         "rules": list[StoredObject],
         "zones": list[Zone],
         "quotas": list[QuotaUse],
         "log": tuple[ObjectLogEntry, ...],
     },
-    "object.html": {"kind": ObjectKind, "section": str, "name": str, "stored": StoredObject, "body": dict[str, Any]},
+    "object.html": {
+        "kind": ObjectKind,
+        "section": str,
+        "name": str,
+        "stored": StoredObject,
+        "body": dict[str, Any],
+        "members": GroupView,
+    },
     "system.html": {
         "cells": tuple[CellView, ...],
         "services": list[ServiceRecord],

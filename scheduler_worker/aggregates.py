@@ -1,0 +1,62 @@
+"""Keeps provider aggregates in the book as the aggregates on record name their hosts. Schedulers do so side by side."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+
+import structlog
+
+from bus.bus import Bus
+from bus.clock import Clock
+from bus.contracts.placement import AggregateMembers, AggregateMembersSet
+from bus.faults import RequestRefused, RequestTimeout, Transient
+from scheduler_worker.domain.aggregates import MembersDue, members_due
+from scheduler_worker.domain.selector import Selector
+from scheduler_worker.objects import ObjectRegistry
+
+log = structlog.get_logger(__name__)
+
+LOOK_S = 10.0  # how often the book's members are compared while an aggregate names its hosts
+ANSWER_S = 10.0
+
+
+class AggregateKeeper:
+    """One scheduler's. api: the bus to placement."""
+
+    def __init__(self, registry: ObjectRegistry, selector: Selector, api: Bus, *, clock: Clock) -> None:
+        self._registry = registry
+        self._selector = selector
+        self._api = api
+        self._clock = clock
+
+    async def run(self) -> None:
+        """Until cancelled: at once when the aggregates on record change, and every LOOK_S."""
+        while True:
+            with contextlib.suppress(Transient, RequestTimeout, RequestRefused):
+                if not await self._wait():
+                    await self._registry.reload()  # nothing is set by objects that are not in force any more
+                await self.look()
+
+    async def look(self) -> None:
+        """Change what is not as it is on record. Raises RequestTimeout or RequestRefused."""
+        for aggregate in self._selector.config.aggregates:
+            due = members_due(self._selector, aggregate)
+            if due is not None:
+                await self._set(aggregate.name, due)
+
+    async def _set(self, name: str, due: MembersDue) -> None:
+        requested = AggregateMembers(aggregate=due.aggregate, joins=due.joins, leaves=due.leaves)
+        await self._api.request(requested, AggregateMembersSet, timeout_s=ANSWER_S)
+        log.info("aggregate.members_set", aggregate=name, joins=len(due.joins), leaves=len(due.leaves))
+
+    async def _wait(self) -> bool:
+        """Whether the aggregates have changed before the next look is due."""
+        changed = self._registry.aggregates_changed
+        names_hosts = any(one.hosts is not None for one in self._selector.config.aggregates)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(LOOK_S if names_hosts else None):
+                await changed.wait()
+                changed.clear()
+                return True
+        return False
