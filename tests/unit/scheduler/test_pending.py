@@ -46,6 +46,13 @@ def test_a_new_request_is_accepted_or_refused_at_once() -> None:
         assert (build.state, build.terminal, build.code) == (BuildState.REFUSED, True, code)
 
 
+def test_a_request_on_record_whose_flavor_was_deleted_since_goes_on_to_its_decision() -> None:
+    """It was answered as accepted, and never ended."""
+    pending = taken(replace(REQUEST, flavor="deleted"))
+    assert pending.refusal is not None
+    assert admit_known(pending, status(digest=pending.digest)).outcome is None
+
+
 def test_of_the_same_instance_twice_in_a_batch_the_first_counts() -> None:
     assert isinstance(admit_repeated(taken(), taken()).outcome, Done)
     assert_clash(admit_repeated(taken(replace(REQUEST, name="other")), taken()))
