@@ -18,6 +18,7 @@ from berth.commands.common import (
     Stop,
     client,
     out,
+    pairs_of,
     parse_uuid,
     print_json,
     run,
