@@ -9,13 +9,13 @@ from bus.contracts import (
     fences,
     host_metrics,
     moves,
-    objects,
     operations,
     placement,
     workers,
 )
 from bus.contracts.base import Message, Refusal
 from bus.contracts.catalogue.drains import DRAIN_MESSAGES
+from bus.contracts.catalogue.objects import OBJECT_MESSAGES
 from bus.contracts.catalogue.queues import BUILD_EVENTS, MAX_REQUESTS_PER_MESSAGE
 from bus.contracts.catalogue.rows import COMMANDS, EVENTS, MessageRow, Where
 
@@ -183,54 +183,7 @@ MESSAGES: tuple[MessageRow, ...] = (
         public=True,
         idempotency="reads only",
     ),
-    # --- what operators define
-    MessageRow(
-        message=objects.ObjectsChange,
-        owner="scheduler_worker",
-        publishers=("operator",),
-        where=Where.API,
-        exchange=COMMANDS,
-        key="objects.change",
-        reply=objects.ObjectsChanged,
-        public=True,
-        max_batch=1,
-        idempotency="the message's id",
-    ),
-    MessageRow(
-        message=objects.ObjectsQuery,
-        owner="scheduler_worker",
-        publishers=("operator",),
-        where=Where.API,
-        exchange=COMMANDS,
-        key="objects.query",
-        reply=objects.ObjectsPage,
-        persistent=False,
-        public=True,
-        idempotency="reads only",
-    ),
-    MessageRow(
-        message=objects.ObjectLogQuery,
-        owner="scheduler_worker",
-        publishers=("operator",),
-        where=Where.API,
-        exchange=COMMANDS,
-        key="objects.log",
-        reply=objects.ObjectLogPage,
-        persistent=False,
-        public=True,
-        idempotency="reads only",
-    ),
-    MessageRow(
-        message=objects.ObjectsRevision,
-        owner="scheduler_worker",
-        publishers=("scheduler_worker",),
-        where=Where.API,
-        exchange=EVENTS,
-        key="objects.revision",
-        persistent=False,
-        public=True,
-        idempotency="revision; a lower one is old",
-    ),
+    *OBJECT_MESSAGES,
     # --- the resource book
     MessageRow(
         message=placement.InventoryUpdate,
