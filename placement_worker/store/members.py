@@ -177,8 +177,8 @@ async def forget(connection: asyncpg.Connection, limit: int) -> int:
 
 async def page(connection: asyncpg.Connection, requested: GroupMembersQuery) -> GroupMembersPage:
     """Who is in a server group, in one statement."""
-    asked = (requested.project_id, requested.server_group, requested.after, requested.limit + 1)
-    rows = await connection.fetch(PAGE, *asked)
+    parameters = (requested.project_id, requested.server_group, requested.after, requested.limit + 1)
+    rows = await connection.fetch(PAGE, *parameters)
     found = {consumer: tuple(hosts) for consumer, hosts in rows[: requested.limit]}
     return GroupMembersPage(members=found, more=len(rows) > requested.limit)
 
