@@ -24,7 +24,17 @@ from berth.commands.common import (
     run,
     settings_of,
 )
-from berth.commands.objects import DryRun, Force, Name, Why, aggregates, change_objects, groups, read_object
+from berth.commands.objects import (
+    DryRun,
+    Force,
+    Name,
+    Why,
+    aggregates,
+    change_objects,
+    find_object,
+    groups,
+    read_object,
+)
 from berth.render import printable, render_rows
 from bus.bus import Bus
 from bus.clock import new_uuid
@@ -171,7 +181,7 @@ def _edit(
     """A change of an aggregate as it is on record; refused when it is changed meanwhile."""
 
     async def prepare(bus: Bus) -> list[ObjectChange]:
-        known = await read_object(bus, ObjectKind.AGGREGATE, name, or_none=True)
+        known = await find_object(bus, ObjectKind.AGGREGATE, name)
         version = 0 if known is None else known.version
         return [ObjectChange(kind=ObjectKind.AGGREGATE, name=name, body=body(known), if_version=version)]
 

@@ -6,7 +6,7 @@ import tomllib
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated, Any, overload
+from typing import Annotated, Any
 
 import msgspec
 import typer
@@ -386,20 +386,17 @@ def _valid(changes: Sequence[ObjectChange]) -> Sequence[ObjectChange]:
         raise typer.BadParameter(str(error)) from error
 
 
-@overload
-async def read_object(bus: Bus, kind: ObjectKind, name: str) -> StoredObject: ...
+async def find_object(bus: Bus, kind: ObjectKind, name: str) -> StoredObject | None:
+    """An object on record. None: there is none."""
+    return next(iter([stored async for stored in _stored(bus, kind, name)]), None)
 
 
-@overload
-async def read_object(bus: Bus, kind: ObjectKind, name: str, *, or_none: bool) -> StoredObject | None: ...
-
-
-async def read_object(bus: Bus, kind: ObjectKind, name: str, *, or_none: bool = False) -> StoredObject | None:
-    """An object on record. Raises Stop when there is none, or answers None."""
-    found = [stored async for stored in _stored(bus, kind, name)]
-    if not found and not or_none:
+async def read_object(bus: Bus, kind: ObjectKind, name: str) -> StoredObject:
+    """An object on record. Raises Stop when there is none."""
+    found = await find_object(bus, kind, name)
+    if found is None:
         raise Stop(EXIT_NO, "object.unknown", f"there is no {kind.value} {name!r}")
-    return found[0] if found else None
+    return found
 
 
 async def _stored(bus: Bus, kind: ObjectKind | None = None, name: str | None = None) -> AsyncIterator[StoredObject]:
