@@ -21,7 +21,7 @@ from bus.contracts.cell import (
     RescanHosts,
 )
 from bus.contracts.fences import CellFence
-from bus.contracts.moves import CellMove, MachineChanged, MoveKind
+from bus.contracts.moves import CellMove, CellMoveQuery, MachineChanged, MoveKind
 
 from . import metrics
 from .config import ConductorConfig
@@ -59,7 +59,7 @@ class RequestHandlers:
         self._fences = fences
 
     async def requests(self, batch: Sequence[Received]) -> Sequence[Outcome]:
-        """CellBuild, CellMove, CellDelete; and CellFence, which comes first: what is requested with it relies on it."""
+        """CellBuild, CellMove, CellMoveQuery, CellDelete; and CellFence, which comes first: others rely on it."""
         if self._fences is None:
             return await self._take(batch, "requests")
         decisions = [received.message for received in batch if isinstance(received.message, CellFence)]
@@ -217,6 +217,8 @@ def _instance_event(received: Received, at: float) -> InstanceEvent | None:
         cause = meta.cause or message.request_id
         moved = MoveRequested(at=at, request=message, cause=cause, given_up=_given_up(received))
         return InstanceEvent(uuid, moved, meta.id, meta.cause)
+    if isinstance(message, CellMoveQuery):
+        return InstanceEvent(message.instance_uuid, move_queried(message, at, meta.cause), meta.id, meta.cause)
     if isinstance(message, MachineChanged):
         ended = ChangeEnded(
             at=at,
@@ -256,6 +258,17 @@ def build_requested(message: CellBuild, at: float, cause: str, given_up: Refusal
         limits=message.limits,
         given_up=given_up,
     )
+
+
+def move_queried(message: CellMoveQuery, at: float, cause: str = "") -> MoveRequested:
+    """The event that a CellMoveQuery brings."""
+    request = CellMove(
+        request_id=message.request_id,
+        instance_uuid=message.instance_uuid,
+        project_id=message.project_id,
+        kind=message.kind,
+    )
+    return MoveRequested(at=at, request=request, cause=cause or message.request_id, is_query=True)
 
 
 def _result(message: ComputeResult, at: float) -> Event:

@@ -48,6 +48,7 @@ from scheduler_worker.queries import QueryHandler
 from scheduler_worker.retention import purge_forever
 from scheduler_worker.store.port import SchedulerStore
 from scheduler_worker.store.postgres import PostgresBuilds
+from scheduler_worker.unanswered import UnansweredMoves
 
 
 def is_progress(message: Message) -> bool:
@@ -274,6 +275,15 @@ def _add_fences(parts: SchedulerParts, registry: ObjectRegistry) -> None:
         rng=random.Random(f"evacuations {parts.env.process}"),
     )
     parts.service.add_task("evacuations", evacuations.run)
+    unanswered = UnansweredMoves(
+        parts.store,
+        parts.cell_buses,
+        clock=clock,
+        rng=random.Random(f"unanswered {parts.env.process}"),
+        after_s=parts.config.move_query_s,
+        process=parts.process,
+    )
+    parts.service.add_task("unanswered", unanswered.run)
 
 
 def _add_link(parts: SchedulerParts, bus: Bus, registry: ObjectRegistry, measured: asyncio.Event) -> CellLink:

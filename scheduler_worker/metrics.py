@@ -27,6 +27,12 @@ SUBSET = Gauge("berth_scheduler_subset", "Near-best hosts that a choice is made 
 BUILDS = Counter("berth_scheduler_builds", "Build requests that ended, by terminal state and code.", ["state", "code"])
 OBJECTS_REVISION = Gauge("berth_scheduler_objects_revision", "Revision of the operators' objects in force here.")
 HOST_METRICS = Counter("berth_scheduler_host_metrics", "Numbers about hosts that came, by outcome.", ["outcome"])
+MOVE_QUERIES = Counter(
+    "berth_scheduler_move_queries", "Questions to a cell about a request of which nothing was heard.", ["cell"]
+)
+SILENT_MOVES = Gauge(
+    "berth_scheduler_moves_silent", "Requests under way of which their cell has said nothing, though asked repeatedly."
+)
 KNOWN_HOSTS = Gauge("berth_scheduler_hosts", "Hosts that compute services have announced.")
 
 

@@ -51,6 +51,7 @@ def unsettled(world: World, client: Client) -> list[str]:
     found += list(world.peer_watch.unsettled())
     found += list(world.gang_watch.unsettled(world.builds.records))
     found += list(world.move_watch.unsettled(lost))
+    found += list(_requests_have_ends(world))
     if world.ironic is not None:
         found += disagreements(world.ironic, world.book.providers, world.positions.positions)
     found += [f"no_upcall: {words}" for words in world.listener.upward]
@@ -59,6 +60,16 @@ def unsettled(world: World, client: Client) -> list[str]:
         if words := _replica_differs(world.book, replica):
             found.append(f"replica_agrees: {name}: {words}")
     return found
+
+
+def _requests_have_ends(world: World) -> Iterator[str]:
+    """No request about an instance is under way for ever by the schedulers' record, whatever its cell has forgotten."""
+    for move in world.builds.moves.values():
+        if not move[0].terminal:
+            yield f"one_terminal_event: {move[0].kind} {move[0].request_id} is {move[0].state} at the top"
+    for instance in world.builds.instances.values():
+        if instance.under_way is not None:
+            yield f"one_terminal_event: {instance.under_way} of {instance.instance_uuid} is still under way"
 
 
 def _others(world: World) -> Iterator[str]:

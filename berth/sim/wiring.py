@@ -39,6 +39,7 @@ from scheduler_worker.config import SchedulerConfig
 from scheduler_worker.domain.hosts import HostTable
 from scheduler_worker.store.memory import MemoryBuilds
 
+MOVE_QUERY_S = 20.0
 BUILD_TIMEOUT_S = 20.0
 REPORT_S = 25.0
 
@@ -88,6 +89,7 @@ def scheduler(plan: Plan) -> SchedulerConfig:
     config = SchedulerConfig(
         host_subset_size=plan.subset,
         build_timeout_s=BUILD_TIMEOUT_S,
+        move_query_s=MOVE_QUERY_S,
         default_quota=plan.quota,
         quotas=plan.quotas,
     )

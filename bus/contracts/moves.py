@@ -227,6 +227,19 @@ class CellMove(Message, frozen=True, kw_only=True, tag="cell.move.v1"):
     step_timeout_s: Annotated[float, Bound(gt=0, le=86_400)] = 300.0
 
 
+class CellMoveQuery(Message, frozen=True, kw_only=True, tag="cell.move.query.v1"):
+    """What has become of a CellMove of which nothing has been heard? It begins nothing.
+
+    The answer is a MoveEvent: how far the request has come, or its end once more. A request that the cell has no record
+    of ends there and then, as failed (`move.lost`), and a copy of it that comes later is answered the same.
+    """
+
+    request_id: Uuid
+    instance_uuid: Uuid
+    project_id: Word
+    kind: MoveKind
+
+
 class ChangeKind(StrEnum):
     """What is done with a machine where it is."""
 

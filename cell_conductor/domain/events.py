@@ -116,11 +116,15 @@ class Reverted(Event, frozen=True, kw_only=True):
 
 
 class MoveRequested(Event, frozen=True, kw_only=True):
-    """Something is to be done with the instance. given_up: as of a BuildAsked."""
+    """Something is to be done with the instance. given_up: as of a BuildRequested.
+
+    is_query: nothing is to be done; the scheduler asks what has become of this request.
+    """
 
     request: CellMove
     cause: str = ""
     given_up: Refusal | None = None
+    is_query: bool = False
 
 
 class ChangeEnded(Event, frozen=True, kw_only=True):

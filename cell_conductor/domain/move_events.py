@@ -5,6 +5,7 @@ from __future__ import annotations
 from msgspec import Struct
 from msgspec.structs import replace
 
+from bus.contracts.base import Message
 from bus.contracts.build import AttemptRecord
 from bus.contracts.moves import ENDS_OF_MOVES, CellMove, Condition, MoveEvent, MoveKind, MoveState
 
@@ -30,6 +31,18 @@ _CONDITIONS = {
     State.DELETED: Condition.DELETED,
 }
 
+
+# How far the request of a move has come, by the state of its instance.
+_PROGRESS = {
+    State.CLAIMING: MoveState.CLAIMING,
+    State.PREPARING: MoveState.PREPARING,
+    State.HANDING_OVER: MoveState.MIGRATING,
+    State.FINISHING: MoveState.FINISHING,
+    State.UNDOING: MoveState.UNDOING,
+    State.REVERTING: MoveState.UNDOING,
+    State.RESTARTING: MoveState.UNDOING,
+}
+MOVE_LOST = "move.lost"
 
 ENDS_ANOTHER = frozenset({MoveKind.CONFIRM, MoveKind.REVERT, MoveKind.ABORT})
 
@@ -130,6 +143,31 @@ def refuse_given_up(instance: Instance, event: MoveRequested, timeouts: Timeouts
     if move is not None and event.request.request_id in (move.request_id, move.by):
         return Step(instance)
     return repeat_end(instance, event, timeouts) or refuse_request(instance, event, timeouts, why.code, why.reason)
+
+
+def answer_query(instance: Instance, event: MoveRequested, timeouts: Timeouts) -> Step:
+    """What has become of a request: how far it has come, or its end once more. Without a record of it, it ends here.
+
+    It is `failed` and not `refused`: a record that was set back may have had it. A delete under way ends it by itself.
+    """
+    request, move = event.request, instance.move
+    if instance.spec is None:
+        lost = refuse_unknown(instance, event, timeouts)
+        return Step(instance, tuple(_as_failed(command) for command in lost.commands))
+    if again := repeat_end(instance, event, timeouts):
+        return again
+    if move is not None and request.request_id in (move.request_id, move.by):
+        state = _PROGRESS.get(instance.state, MoveState.CHANGING)
+        progress = EndedMove(request.request_id, request.kind, state)
+        return _event(instance, progress, event.at, timeouts, condition=Condition.MOVING)
+    reason = "its cell has no record of it: it never came there, or the cell's database was set back"
+    return _end(
+        instance, EndedMove(request.request_id, request.kind, MoveState.FAILED, MOVE_LOST, reason), event.at, timeouts
+    )
+
+
+def _as_failed(command: Message) -> Message:
+    return replace(command, state=MoveState.FAILED) if isinstance(command, MoveEvent) else command
 
 
 def refuse(instance: Instance, event: MoveRequested, timeouts: Timeouts) -> Step:

@@ -424,6 +424,8 @@ def step(instance: Instance, event: Event, timeouts: Timeouts) -> Step:
     if isinstance(event, Claimed) and event.attempt > instance.last_attempt + (instance.state in MAY_BE_CLAIMED):
         # A claim that no record of ours has requested would leak: no worker would ever release it.
         raise IllegalStep(f"claim of attempt {event.attempt} while {instance.state}: {instance!r}")
+    if isinstance(event, MoveRequested) and event.is_query:
+        return move_events.answer_query(instance, event, timeouts)
     if isinstance(event, MoveRequested) and event.given_up is not None:
         return move_events.refuse_given_up(instance, event, timeouts)
     stepped = rule.apply(instance, event, timeouts)

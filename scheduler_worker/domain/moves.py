@@ -427,8 +427,9 @@ def apply_announcement(
     else:
         after = replace(move, sequence=event.sequence)
     is_newest, is_awaited = event.sequence > instance.sequence, instance.under_way == move.request_id
-    if is_newest:
-        instance = replace(instance, condition=event.condition, sequence=event.sequence)
+    if is_newest or (event.terminal and is_awaited and instance.condition is Condition.MOVING):
+        # A cell whose database was set back counts from lower numbers again; its word ends what was under way.
+        instance = replace(instance, condition=event.condition, sequence=max(event.sequence, instance.sequence))
     if event.terminal and (is_newest or is_awaited):  # before that they are where it goes to
         host = None if event.condition is Condition.OFFLOADED else event.host or host
         instance = replace(instance, flavor=event.flavor or instance.flavor, image=event.image or instance.image)

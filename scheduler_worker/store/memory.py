@@ -401,6 +401,12 @@ class MemoryBuilds:
             ]
         return sorted(found, key=lambda record: record.created_at, reverse=True)[: query.limit]
 
+    async def open_moves(self, after: str, limit: int) -> list[RecordedMove]:
+        """A scan."""
+        async with self._session.transaction():
+            found = [move for move, _ in self._table.moves.values() if not move.terminal and move.cell is not None]
+        return sorted((one for one in found if one.request_id > after), key=lambda one: one.request_id)[:limit]
+
     async def active_on(
         self, hosts: Sequence[str], cell: str | None, limit: int, *, after: str = FIRST_UUID
     ) -> list[str]:

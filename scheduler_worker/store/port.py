@@ -156,6 +156,9 @@ class SchedulerStore(Protocol):
     async def moves(self, query: MoveQuery) -> list[MoveRecord]:
         """One request, or a page of them, newest first."""
 
+    async def open_moves(self, after: str, limit: int) -> list[RecordedMove]:
+        """Requests without a terminal event that were dispatched to a cell, in order of their ids after this one."""
+
     async def active_on(
         self, hosts: Sequence[str], cell: str | None, limit: int, *, after: str = FIRST_UUID
     ) -> list[str]:

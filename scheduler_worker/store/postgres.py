@@ -107,6 +107,10 @@ WHERE host = ANY($1::text[]) AND state = 'active' AND ($2::text IS NULL OR cell 
 ORDER BY instance_uuid LIMIT $3
 """
 MOVES_OF = f"SELECT {rows.MOVE} FROM moves WHERE request_id = ANY($1::uuid[])"
+OPEN_MOVES = f"""
+SELECT {rows.MOVE} FROM moves WHERE NOT terminal AND cell IS NOT NULL AND request_id > $1
+ORDER BY request_id LIMIT $2
+"""
 NAMED_BUILDS = "SELECT instance_uuid FROM build_requests WHERE instance_uuid = ANY($1::uuid[])"
 INSTANCES_OF = f"SELECT {rows.INSTANCE} FROM instances WHERE instance_uuid = ANY($1::uuid[])"
 INSERT_MOVE = f"""
@@ -408,6 +412,11 @@ class PostgresBuilds:
                 MOVES, query.request_id, query.instance_uuid, query.project_id, query.under_way, query.limit
             )
         return [rows.move_record(row) for row in found]
+
+    async def open_moves(self, after: str, limit: int) -> list[RecordedMove]:
+        """Along the index of those under way."""
+        async with self._database.raw() as connection:
+            return [rows.move(row) for row in await connection.fetch(OPEN_MOVES, after, limit)]
 
     async def active_on(
         self, hosts: Sequence[str], cell: str | None, limit: int, *, after: str = FIRST_UUID

@@ -66,6 +66,7 @@ CREATE TABLE moves (
 );
 CREATE INDEX moves_of_instance ON moves (instance_uuid, created_at DESC);
 CREATE INDEX moves_newest ON moves (created_at DESC);
+CREATE INDEX moves_under_way ON moves (request_id) WHERE NOT terminal;
 
 -- What an instance has become since its build; without a row it is as it was built. flavor, image: '' = as built.
 -- image_properties: JSON, {image: {name: value}} of images that rebuilds named. under_way: the request without a terminal event. sequence: of the newest event that changed the row.

@@ -21,13 +21,14 @@ from scheduler_worker.domain.builds import BuildDecision, BuildUpdate, Gang, New
 from scheduler_worker.domain.moves import InstanceRecord, RecordedMove
 from scheduler_worker.retention import purge
 from scheduler_worker.store.memory import MemoryBuilds, MemoryBuildTable
-from scheduler_worker.store.port import BuildUnit, SchedulerStore
+from scheduler_worker.store.port import FIRST_UUID, BuildUnit, SchedulerStore
 from scheduler_worker.store.postgres import PostgresBuilds
 from tests.kit.sent import Sent
 
 T = TypeVar("T")
 Make = Callable[[], SchedulerStore]
 
+FOURTH = "d0000000-0000-4000-8000-000000000000"
 A, B, C = (f"{n}0000000-0000-4000-8000-000000000000" for n in "abc")
 HOST = "10000000-0000-4000-8000-000000000000"
 
@@ -445,6 +446,14 @@ async def test_moves_that_ended_are_purged_and_no_others(store: SchedulerStore) 
     async with store.operation() as unit:
         found = await unit.known(dict.fromkeys((A, B, C), A))
     assert [one for one in (A, B, C) if found[one].move is not None] == [B, C]
+
+
+async def test_open_moves_are_those_without_an_end_that_a_cell_has_page_by_page(store: SchedulerStore) -> None:
+    async with store.operation() as unit:
+        await unit.insert_moves([moved(A), moved(B, terminal=True), moved(C), moved(FOURTH, cell=None)], 6.0)
+    assert [one.request_id for one in await store.open_moves(FIRST_UUID, 10)] == sorted((A, C))
+    (first,) = await store.open_moves(FIRST_UUID, 1)
+    assert [one.request_id for one in await store.open_moves(first.request_id, 10)] == [max(A, C)]
 
 
 async def test_moves_are_listed_by_their_subject(store: SchedulerStore) -> None:

@@ -391,6 +391,15 @@ MESSAGES: tuple[MessageRow, ...] = (
         idempotency="request_id",
     ),
     MessageRow(
+        message=moves.CellMoveQuery,
+        owner="cell_conductor",
+        publishers=("scheduler_worker",),
+        where=Where.CELL,
+        exchange=COMMANDS,
+        key="cell.move.query",
+        idempotency="request_id; the answer may be published more than once",
+    ),
+    MessageRow(
         message=fences.CellFence,
         owner="cell_conductor",
         publishers=("scheduler_worker",),

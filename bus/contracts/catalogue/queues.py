@@ -141,6 +141,7 @@ QUEUES: tuple[QueueRow, ...] = (
             (COMMANDS, "cell.build"),
             (COMMANDS, "cell.delete"),
             (COMMANDS, "cell.move"),
+            (COMMANDS, "cell.move.query"),
             (COMMANDS, "cell.fence"),
         ),
         retry_s=RETRY_S,

@@ -15,7 +15,7 @@ from bus.contracts.base import Message
 from bus.contracts.build import BuildEvent, BuildPage, BuildQuery, BuildRecord, BuildRequest, BuildState, DeleteRequest
 from bus.contracts.cell import CellBuild, CellDelete, ComputeHosts, HostReport, ReportHosts
 from bus.contracts.fences import CellFence
-from bus.contracts.moves import CellMove, MoveEvent, MoveKind, MoveRequest, MoveState
+from bus.contracts.moves import CellMove, CellMoveQuery, MoveEvent, MoveKind, MoveRequest, MoveState
 from bus.contracts.placement import (
     Inventory,
     InventoryResult,
@@ -54,6 +54,7 @@ class World:
         self.events: list[BuildEvent] = []
         self.move_events: list[MoveEvent] = []
         self.moves: list[tuple[str, CellMove]] = []
+        self.queries: list[tuple[str, CellMoveQuery]] = []
         self.builds: list[tuple[str, CellBuild]] = []
         self.deletes: list[tuple[str, CellDelete]] = []
         self.hosts: dict[str, dict[str, HostReport]] = {cell: {} for cell in CELLS}
@@ -157,6 +158,8 @@ class World:
                 self.deletes.append((received.bus, received.message))
             elif isinstance(received.message, CellMove):
                 self.moves.append((received.bus, received.message))
+            elif isinstance(received.message, CellMoveQuery):
+                self.queries.append((received.bus, received.message))
             elif isinstance(received.message, CellFence):
                 self.fences.append((received.bus, received.message))
         return await self._keep(batch, [])

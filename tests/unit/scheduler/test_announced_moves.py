@@ -56,3 +56,14 @@ def test_an_end_that_comes_after_the_next_request_has_ended_does_not_set_the_hos
     instance = InstanceRecord(instance_uuid=VM, condition=Condition.STOPPED, sequence=20)
     applied = apply_announcement(DONE, move, instance, host="host-3", cell=CELL, now=1.0)
     assert (applied.move.terminal, applied.host, applied.instance) == (True, "host-3", instance)
+
+
+def test_the_end_from_a_cell_whose_numbers_were_set_back_ends_the_move_and_its_condition() -> None:
+    move = RecordedMove(
+        request_id=MOVE, instance_uuid=VM, project_id="p", kind=MoveKind.LIVE_MIGRATE, digest=b"",
+        cell=CELL, state=MoveState.FINISHING, sequence=40,
+    )  # fmt: skip
+    moving = InstanceRecord(instance_uuid=VM, condition=Condition.MOVING, under_way=MOVE, sequence=40)
+    applied = apply_announcement(DONE, move, moving, host=SOURCE, cell=CELL, now=1.0)
+    assert (applied.move.terminal, applied.instance.under_way) == (True, None)
+    assert (applied.instance.condition, applied.instance.sequence) == (Condition.ACTIVE, 40)

@@ -1,0 +1,122 @@
+"""Asks cells what has become of requests of which nothing is heard. Any number of schedulers do so side by side.
+
+A cell that has lost the request, or its end, answers with an end (`cell.move.query.v1`). One that does not answer is
+asked again, less and less often; the record of the request states it, and a metric counts such requests.
+
+Nothing is remembered but how long each has been silent; a scheduler that starts again begins to count anew.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+
+import structlog
+
+from bus.bus import Bus
+from bus.clock import Clock
+from bus.contracts.moves import CellMoveQuery
+from bus.faults import Transient
+from bus.port import BusError
+from scheduler_worker import metrics
+from scheduler_worker.domain.builds import Author, BuildUpdate
+from scheduler_worker.domain.moves import RecordedMove
+from scheduler_worker.domain.unanswered import Watched, Watching, look, marked
+from scheduler_worker.store.port import FIRST_UUID, SchedulerStore
+
+log = structlog.get_logger(__name__)
+
+LOOKS = 4  # looks in the time after which a cell is asked
+PAGE = 500  # requests read at a time
+MAX_WATCHED = 10_000  # requests of which one process knows how long they have been silent; the rest is looked at later
+
+
+class UnansweredMoves:
+    """One scheduler's. cells: the bus of each; after_s: seconds without news after which a cell is asked."""
+
+    def __init__(
+        self,
+        store: SchedulerStore,
+        cells: Mapping[str, Bus],
+        *,
+        clock: Clock,
+        rng: random.Random,
+        after_s: float,
+        process: str = "",
+    ) -> None:
+        self._store = store
+        self._cells = cells
+        self._clock = clock
+        self._rng = rng
+        self._after_s = after_s
+        self._who = process or "scheduler"
+        self._watched: dict[str, Watched] = {}
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        while True:
+            # The first that asks is answered to all: with the answer the others count anew.
+            await self._clock.sleep(self._after_s / LOOKS * self._rng.uniform(0.75, 1.25))
+            try:
+                await self.look()
+            except Transient as fault:
+                log.warning("moves.not_looked_at", code=fault.code, reason=str(fault))
+
+    async def look(self) -> Watching:
+        """One look at all that is under way. Raises Transient."""
+        found = look(self._watched, await self._open(), now_s=self._clock.monotonic(), pause_s=self._after_s)
+        self._watched = found.watched
+        metrics.SILENT_MOVES.set(found.waiting)
+        for move in found.ask:
+            await self._ask(move)
+        if found.silent:
+            await self._mark(found.silent)
+        return found
+
+    async def _open(self) -> list[RecordedMove]:
+        moves: list[RecordedMove] = []
+        after = FIRST_UUID
+        while len(moves) < MAX_WATCHED:
+            page = await self._store.open_moves(after, PAGE)
+            moves += page
+            if len(page) < PAGE:
+                break
+            after = page[-1].request_id
+        return moves
+
+    async def _ask(self, move: RecordedMove) -> None:
+        bus = self._cells.get(move.cell or "")
+        log.info("move.asked", request=move.request_id, instance=move.instance_uuid, cell=move.cell)
+        if bus is None:
+            return
+        query = CellMoveQuery(
+            request_id=move.request_id,
+            instance_uuid=move.instance_uuid,
+            project_id=move.project_id,
+            kind=move.kind,
+        )
+        metrics.MOVE_QUERIES.labels(bus.name).inc()
+        try:
+            await bus.publish(query, cause=move.request_id)
+        except BusError as fault:
+            log.info("move.not_asked", cell=bus.name, code=fault.code, reason=str(fault))
+
+    async def _mark(self, silent: Sequence[RecordedMove]) -> None:
+        """State it in their records, where nothing has come meanwhile."""
+        author = Author(self._who, self._clock.time())
+        async with self._store.operation() as unit:
+            known = await unit.known({one.request_id: one.instance_uuid for one in silent}, lock=True)
+            for one in silent:
+                now = known[one.request_id]
+                if now.move is None or now.build is None or now.move.terminal or now.move.sequence != one.sequence:
+                    continue
+                after = marked(
+                    now.move,
+                    self._watched[one.request_id],
+                    self._clock.monotonic(),
+                    known=one.cell in self._cells,
+                )
+                log.warning("move.silent", request=one.request_id, code=after.code, reason=after.reason)
+                entry = author.entry(f"{one.kind} waits", f"{after.code}: {after.reason}")
+                await unit.update([BuildUpdate(build=now.build, timeline=(entry,))], author.at)
+                await unit.update_moves([after], author.at)
