@@ -174,8 +174,8 @@ class SchedulerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     allow_resize_to_same_host: bool = False
     """Whether a resize may end on the host that the instance is on, as in Nova."""
     move_query_s: Seconds = 60.0
-    """Seconds without news of a move, or of another request about an instance, after which its cell is asked what has
-    become of it. Asked again after twice as long, up to 10 minutes.
+    """Seconds without news of a move, or of another request about an instance, after which its cell is queried what has
+    become of it. Queried again after twice as long, up to 10 minutes.
     """
     choice_held_s: Seconds = 5.0
     """Seconds that hosts chosen for a move count as used. By then the cell has claimed."""

@@ -27,11 +27,10 @@ SUBSET = Gauge("berth_scheduler_subset", "Near-best hosts that a choice is made 
 BUILDS = Counter("berth_scheduler_builds", "Build requests that ended, by terminal state and code.", ["state", "code"])
 OBJECTS_REVISION = Gauge("berth_scheduler_objects_revision", "Revision of the operators' objects in force here.")
 HOST_METRICS = Counter("berth_scheduler_host_metrics", "Numbers about hosts that came, by outcome.", ["outcome"])
-MOVE_QUERIES = Counter(
-    "berth_scheduler_move_queries", "Questions to a cell about a request of which nothing was heard.", ["cell"]
-)
+MOVE_QUERIES = Counter("berth_scheduler_move_queries", "Queries to a cell about a request without news.", ["cell"])
 SILENT_MOVES = Gauge(
-    "berth_scheduler_moves_silent", "Requests under way of which their cell has said nothing, though asked repeatedly."
+    "berth_scheduler_moves_silent",
+    "Requests under way of which their cell has published nothing, though queried repeatedly.",
 )
 KNOWN_HOSTS = Gauge("berth_scheduler_hosts", "Hosts that compute services have announced.")
 

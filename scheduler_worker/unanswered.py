@@ -1,7 +1,7 @@
-"""Asks cells what has become of requests of which nothing is heard. Any number of schedulers do so side by side.
+"""Queries cells about requests of which there are no news. Any number of schedulers do so side by side.
 
 A cell that has lost the request, or its end, answers with an end (`cell.move.query.v1`). One that does not answer is
-asked again, less and less often; the record of the request states it, and a metric counts such requests.
+queried again, less and less often; the record of the request states it, and a metric counts such requests.
 
 Nothing is remembered but how long each has been silent; a scheduler that starts again begins to count anew.
 """
@@ -26,13 +26,13 @@ from scheduler_worker.store.port import FIRST_UUID, SchedulerStore
 
 log = structlog.get_logger(__name__)
 
-LOOKS = 4  # looks in the time after which a cell is asked
+LOOKS = 4  # looks in the time after which a cell is queried
 PAGE = 500  # requests read at a time
 MAX_WATCHED = 10_000  # requests of which one process knows how long they have been silent; the rest is looked at later
 
 
 class UnansweredMoves:
-    """One scheduler's. cells: the bus of each; after_s: seconds without news after which a cell is asked."""
+    """One scheduler's. cells: the bus of each; after_s: seconds without news after which a cell is queried."""
 
     def __init__(
         self,
@@ -55,7 +55,7 @@ class UnansweredMoves:
     async def run(self) -> None:
         """Until cancelled."""
         while True:
-            # The first that asks is answered to all: with the answer the others count anew.
+            # The answer to the first scheduler that queries lets the others count anew.
             await self._clock.sleep(self._after_s / LOOKS * self._rng.uniform(0.75, 1.25))
             try:
                 await self.look()
@@ -67,8 +67,10 @@ class UnansweredMoves:
         found = look(self._watched, await self._open(), now_s=self._clock.monotonic(), pause_s=self._after_s)
         self._watched = found.watched
         metrics.SILENT_MOVES.set(found.waiting)
-        for move in found.ask:
-            await self._ask(move)
+        unavailable: set[str | None] = set()
+        for move in found.query:
+            if move.cell not in unavailable and not await self._query(move):
+                unavailable.add(move.cell)
         if found.silent:
             await self._mark(found.silent)
         return found
@@ -84,11 +86,12 @@ class UnansweredMoves:
             after = page[-1].request_id
         return moves
 
-    async def _ask(self, move: RecordedMove) -> None:
+    async def _query(self, move: RecordedMove) -> bool:
+        """Publish the query; whether the cell's bus has it."""
         bus = self._cells.get(move.cell or "")
-        log.info("move.asked", request=move.request_id, instance=move.instance_uuid, cell=move.cell)
+        log.info("move.queried", request=move.request_id, instance=move.instance_uuid, cell=move.cell)
         if bus is None:
-            return
+            return False
         query = CellMoveQuery(
             request_id=move.request_id,
             instance_uuid=move.instance_uuid,
@@ -99,7 +102,9 @@ class UnansweredMoves:
         try:
             await bus.publish(query, cause=move.request_id)
         except BusError as fault:
-            log.info("move.not_asked", cell=bus.name, code=fault.code, reason=str(fault))
+            log.info("move.not_queried", cell=bus.name, code=fault.code, reason=str(fault))
+            return False
+        return True
 
     async def _mark(self, silent: Sequence[RecordedMove]) -> None:
         """State it in their records, where nothing has come meanwhile."""

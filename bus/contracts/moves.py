@@ -228,7 +228,7 @@ class CellMove(Message, frozen=True, kw_only=True, tag="cell.move.v1"):
 
 
 class CellMoveQuery(Message, frozen=True, kw_only=True, tag="cell.move.query.v1"):
-    """What has become of a CellMove of which nothing has been heard? It begins nothing.
+    """What has become of a CellMove of which there are no news? It begins nothing.
 
     The answer is a MoveEvent: how far the request has come, or its end once more. A request that the cell has no record
     of ends there and then, as failed (`move.lost`), and a copy of it that comes later is answered the same.

@@ -118,7 +118,7 @@ class Reverted(Event, frozen=True, kw_only=True):
 class MoveRequested(Event, frozen=True, kw_only=True):
     """Something is to be done with the instance. given_up: as of a BuildRequested.
 
-    is_query: nothing is to be done; the scheduler asks what has become of this request.
+    is_query: nothing is to be done; the scheduler queries what has become of this request.
     """
 
     request: CellMove

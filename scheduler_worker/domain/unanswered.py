@@ -1,4 +1,4 @@
-"""Which requests have had no news from their cells for too long, and are asked about. Pure.
+"""Which requests have had no news from their cells for too long, and are queried about. Pure.
 
 Time is one process's own (monotonic): clocks of different hosts do not decide how old news is.
 """
@@ -20,25 +20,25 @@ CELL_UNKNOWN = "cell.unknown"
 
 
 class Watched(Struct, frozen=True):
-    """One request that has not ended. sequence: of its newest event, since since_s. asked: how often, since then.
+    """One request that has not ended. sequence: of its newest event, since since_s. queried: how often, since then.
 
-    due_s: when it is asked about next.
+    due_s: when it is queried about next.
     """
 
     sequence: int
     since_s: float
     due_s: float
-    asked: int = 0
+    queried: int = 0
 
 
 class Watching(Struct, frozen=True):
-    """What one look has found. ask: about these. silent: of these the record is to state it.
+    """What one look has found. query: about these. silent: of these the record is to state it.
 
-    waiting: how many have been asked about in vain.
+    waiting: how many have been queried about in vain.
     """
 
     watched: dict[str, Watched]
-    ask: tuple[RecordedMove, ...] = ()
+    query: tuple[RecordedMove, ...] = ()
     silent: tuple[RecordedMove, ...] = ()
     waiting: int = 0
 
@@ -46,7 +46,7 @@ class Watching(Struct, frozen=True):
 def look(watched: dict[str, Watched], moves: Iterable[RecordedMove], *, now_s: float, pause_s: float) -> Watching:
     """All requests that are open now, beside those that were open at the last look."""
     after: dict[str, Watched] = {}
-    ask: list[RecordedMove] = []
+    query: list[RecordedMove] = []
     silent: list[RecordedMove] = []
     for move in moves:
         before = watched.get(move.request_id)
@@ -56,22 +56,22 @@ def look(watched: dict[str, Watched], moves: Iterable[RecordedMove], *, now_s: f
         if now_s < before.due_s:
             after[move.request_id] = before
             continue
-        asked = before.asked + 1
-        pause = min(pause_s * 2**asked, max(pause_s, MAX_PAUSE_S))
-        after[move.request_id] = replace(before, due_s=now_s + pause, asked=asked)
-        ask.append(move)
-        if before.asked >= SILENT_AFTER and move.code not in (CELL_SILENT, CELL_UNKNOWN):
+        queried = before.queried + 1
+        pause = min(pause_s * 2**queried, max(pause_s, MAX_PAUSE_S))
+        after[move.request_id] = replace(before, due_s=now_s + pause, queried=queried)
+        query.append(move)
+        if before.queried >= SILENT_AFTER and move.code not in (CELL_SILENT, CELL_UNKNOWN):
             silent.append(move)
-    waiting = sum(one.asked >= SILENT_AFTER for one in after.values())
-    return Watching(after, tuple(ask), tuple(silent), waiting)
+    waiting = sum(one.queried >= SILENT_AFTER for one in after.values())
+    return Watching(after, tuple(query), tuple(silent), waiting)
 
 
-def marked(move: RecordedMove, asked: Watched, now_s: float, *, known: bool) -> RecordedMove:
-    """Its record, which states that nothing is heard of it. known: whether this deployment has its cell."""
+def marked(move: RecordedMove, queried: Watched, now_s: float, *, known: bool) -> RecordedMove:
+    """Its record, which states that nothing is received of it. known: whether this deployment has its cell."""
     code = CELL_SILENT if known else CELL_UNKNOWN
     why = (
-        f"nothing is heard of it from cell {move.cell}"
+        f"nothing is received of it from cell {move.cell}"
         if known
         else f"there is no cell {move.cell} in this scheduler's settings"
     )
-    return replace(move, code=code, reason=f"{why}: asked {asked.asked} times in {now_s - asked.since_s:.0f} s")
+    return replace(move, code=code, reason=f"{why}: queried {queried.queried} times in {now_s - queried.since_s:.0f} s")

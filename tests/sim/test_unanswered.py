@@ -50,7 +50,7 @@ def a_cell_forgets(seed: int) -> Plan:
     )
 
 
-def cells_are_not_asked() -> AbstractContextManager[Any]:
+def cells_are_not_queried() -> AbstractContextManager[Any]:
     """A scheduler waits for the end of a request however long."""
 
     async def look(self: UnansweredMoves) -> None:
@@ -60,7 +60,7 @@ def cells_are_not_asked() -> AbstractContextManager[Any]:
 
 
 def lost_requests_are_not_ended() -> AbstractContextManager[Any]:
-    """A cell that has no record of a request says nothing of it."""
+    """A cell that has no record of a request does not answer."""
     right = move_events.answer_query
 
     def answer(instance: Any, event: Any, timeouts: Any) -> Step:
@@ -78,7 +78,7 @@ def test_every_request_has_its_end(seed: int) -> None:
     assert held.counts
 
 
-@pytest.mark.parametrize("mutant", [cells_are_not_asked, lost_requests_are_not_ended])
+@pytest.mark.parametrize("mutant", [cells_are_not_queried, lost_requests_are_not_ended])
 def test_a_request_that_waits_for_ever_is_found(mutant: Mutant) -> None:
     with mutant():
         assert run(a_cell_forgets(1)).breach == "one_terminal_event"

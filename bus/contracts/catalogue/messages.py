@@ -8,13 +8,13 @@ from bus.contracts import (
     cell,
     fences,
     host_metrics,
-    moves,
     operations,
     placement,
     workers,
 )
 from bus.contracts.base import Message, Refusal
 from bus.contracts.catalogue.drains import DRAIN_MESSAGES
+from bus.contracts.catalogue.moves import CELL_MOVE_MESSAGES, MACHINE_MESSAGES, MOVE_MESSAGES
 from bus.contracts.catalogue.objects import OBJECT_MESSAGES
 from bus.contracts.catalogue.queues import BUILD_EVENTS, MAX_REQUESTS_PER_MESSAGE
 from bus.contracts.catalogue.rows import COMMANDS, EVENTS, MessageRow, Where
@@ -103,40 +103,7 @@ MESSAGES: tuple[MessageRow, ...] = (
         public=True,
         idempotency="host, metric and time; an older number is ignored",
     ),
-    MessageRow(
-        message=moves.MoveRequest,
-        owner="scheduler_worker",
-        publishers=("client", "operator", "scheduler_worker"),
-        where=Where.API,
-        exchange=COMMANDS,
-        key="instance.move.{project_id}",
-        reply=moves.MoveAccepted,
-        public=True,
-        max_batch=MAX_REQUESTS_PER_MESSAGE,
-        idempotency="request_id; the same id with other content is refused (request.duplicate)",
-    ),
-    MessageRow(
-        message=moves.MoveEvent,
-        owner="scheduler_worker",
-        publishers=("cell_conductor", "scheduler_worker"),
-        where=Where.BOTH,
-        exchange=EVENTS,
-        key="instance.event.{state}.{project_id}",
-        public=True,
-        idempotency="instance_uuid and sequence; a terminal one request_id",
-    ),
-    MessageRow(
-        message=moves.MoveQuery,
-        owner="scheduler_worker",
-        publishers=("operator",),
-        where=Where.API,
-        exchange=COMMANDS,
-        key="instance.query",
-        reply=moves.MovePage,
-        persistent=False,
-        public=True,
-        idempotency="reads only",
-    ),
+    *MOVE_MESSAGES,
     *DRAIN_MESSAGES,
     MessageRow(
         message=workers.WorkerHeartbeat,
@@ -381,24 +348,7 @@ MESSAGES: tuple[MessageRow, ...] = (
         key="cell.delete",
         idempotency="instance_uuid",
     ),
-    MessageRow(
-        message=moves.CellMove,
-        owner="cell_conductor",
-        publishers=("scheduler_worker",),
-        where=Where.CELL,
-        exchange=COMMANDS,
-        key="cell.move",
-        idempotency="request_id",
-    ),
-    MessageRow(
-        message=moves.CellMoveQuery,
-        owner="cell_conductor",
-        publishers=("scheduler_worker",),
-        where=Where.CELL,
-        exchange=COMMANDS,
-        key="cell.move.query",
-        idempotency="request_id; the answer may be published more than once",
-    ),
+    *CELL_MOVE_MESSAGES,
     MessageRow(
         message=fences.CellFence,
         owner="cell_conductor",
@@ -418,24 +368,7 @@ MESSAGES: tuple[MessageRow, ...] = (
         public=True,
         idempotency="host_uuid, version and state",
     ),
-    MessageRow(
-        message=moves.ChangeMachine,
-        owner="compute_sim",
-        publishers=("cell_conductor",),
-        where=Where.CELL,
-        exchange=COMMANDS,
-        key="compute.change.{service}",
-        idempotency="instance_uuid, attempt and order",
-    ),
-    MessageRow(
-        message=moves.MachineChanged,
-        owner="compute_sim",
-        publishers=("compute_sim",),
-        where=Where.CELL,
-        exchange=COMMANDS,
-        key="compute.changed",
-        idempotency="instance_uuid, attempt and order",
-    ),
+    *MACHINE_MESSAGES,
     MessageRow(
         message=cell.Spawn,
         owner="compute_sim",

@@ -1,4 +1,4 @@
-"""Requests of which nothing is heard: their cell is asked; its answer ends them, or they are marked as silent."""
+"""Requests without news: their cell is queried; its answer ends them, or they are marked as silent."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from tests.integration.scheduler.world import PATIENCE_S, World
 
 pytestmark = pytest.mark.postgres
 
-ASKS_SOON = SchedulerConfig(hosts_warmup_s=0.001, move_query_s=0.2)
+QUERIES_SOON = SchedulerConfig(hosts_warmup_s=0.001, move_query_s=0.2)
 
 
-async def test_a_cell_is_asked_and_its_answer_ends_the_request(world: World) -> None:
-    built = await one_active(world, config=ASKS_SOON)
+async def test_a_cell_is_queried_and_its_answer_ends_the_request(world: World) -> None:
+    built = await one_active(world, config=QUERIES_SOON)
     move = world.move(built, MoveKind.MIGRATE)
-    await world.ask(move)
+    await world.query(move)
     await world.dispatched(move)
     # A cell that was set back counts from lower numbers again than those that it has announced before.
     await world.move_announced("c1", move, MoveState.CLAIMING, 40, condition=Condition.MOVING)
-    asked = await world.until(lambda: [one for one in world.queries if one[1].request_id == move.request_id])
-    cell, query = asked[0]
+    queried = await world.until(lambda: [one for one in world.queries if one[1].request_id == move.request_id])
+    cell, query = queried[0]
     assert (cell, query.instance_uuid, query.kind) == ("c1", built.instance_uuid, MoveKind.MIGRATE)
     await world.move_announced(
         "c1", move, MoveState.FAILED, 12, terminal=True, code="move.lost", condition=Condition.ACTIVE
@@ -37,9 +37,9 @@ async def test_a_cell_is_asked_and_its_answer_ends_the_request(world: World) -> 
 
 
 async def test_of_a_cell_that_does_not_answer_the_record_states_it(world: World) -> None:
-    built = await one_active(world, config=ASKS_SOON)
+    built = await one_active(world, config=QUERIES_SOON)
     move = world.move(built, MoveKind.STOP)
-    await world.ask(move)
+    await world.query(move)
     await world.dispatched(move)
 
     async def state() -> tuple[bool, str]:

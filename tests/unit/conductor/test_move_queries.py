@@ -1,4 +1,4 @@
-"""A scheduler that hears nothing of a request asks its cell: the answer begins nothing, and always leads to an end."""
+"""A scheduler without news of a request queries its cell: the answer begins nothing, and always leads to an end."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.unit.conductor.scenario import PATIENCE, UUID
 from tests.unit.conductor.test_table_moves import MOVE, OTHER, Scenario, active, claimed, request
 
 
-def asks(kind: MoveKind = MoveKind.MIGRATE, request_id: str = MOVE) -> e.MoveRequested:
+def queries(kind: MoveKind = MoveKind.MIGRATE, request_id: str = MOVE) -> e.MoveRequested:
     return replace(request(kind, request_id=request_id), is_query=True, at=300.0)
 
 
@@ -26,7 +26,7 @@ def answer(instance: Instance, query: e.MoveRequested) -> tuple[Step, MoveEvent]
 
 
 def test_a_request_without_a_record_ends_as_lost_and_a_late_copy_of_it_is_not_begun() -> None:
-    stepped, event = answer(active(), asks())
+    stepped, event = answer(active(), queries())
     assert (event.state, event.code, event.terminal) == (MoveState.FAILED, "move.lost", True)
     assert (event.condition, stepped.instance.state) == (Condition.ACTIVE, State.ACTIVE)
     late = step(stepped.instance, request(MoveKind.MIGRATE, 2), PATIENCE)
@@ -41,7 +41,7 @@ def test_the_end_of_a_request_is_announced_again_under_a_new_number() -> None:
     stopped.end(1, 1)
     first = stopped.commands[-1]
     assert isinstance(first, MoveEvent) and first.terminal
-    stepped, event = answer(stopped.instance, asks(MoveKind.STOP))
+    stepped, event = answer(stopped.instance, queries(MoveKind.STOP))
     assert (event.state, event.terminal, event.condition) == (MoveState.DONE, True, Condition.STOPPED)
     assert event.sequence == first.sequence + 1 and stepped.instance.sequence == event.sequence + 1
 
@@ -57,7 +57,7 @@ def test_the_end_of_a_request_is_announced_again_under_a_new_number() -> None:
 def test_a_request_under_way_is_answered_with_its_progress(happened: tuple[e.Event, ...], state: MoveState) -> None:
     moving = Scenario(active())
     moving.apply(request(MoveKind.MIGRATE, 2), *happened)
-    stepped, event = answer(moving.instance, asks())
+    stepped, event = answer(moving.instance, queries())
     assert (event.state, event.terminal, event.condition) == (state, False, Condition.MOVING)
     assert stepped.instance == replace(moving.instance, sequence=moving.instance.sequence + 1)
 
@@ -65,12 +65,12 @@ def test_a_request_under_way_is_answered_with_its_progress(happened: tuple[e.Eve
 def test_an_abort_under_way_is_answered_too() -> None:
     moving = Scenario(active())
     moving.apply(request(MoveKind.MIGRATE, 2), request(MoveKind.ABORT, request_id=OTHER))
-    stepped, event = answer(moving.instance, asks(MoveKind.ABORT, OTHER))
+    stepped, event = answer(moving.instance, queries(MoveKind.ABORT, OTHER))
     assert not event.terminal and stepped.instance.move == moving.instance.move
 
 
 def test_an_instance_that_the_cell_does_not_know_ends_the_request() -> None:
-    stepped, event = answer(Instance(uuid=UUID), asks())
+    stepped, event = answer(Instance(uuid=UUID), queries())
     assert (event.state, event.code, event.condition) == (MoveState.FAILED, "instance.unknown", Condition.UNKNOWN)
     assert event.terminal and stepped.instance == Instance(uuid=UUID)
 
@@ -78,6 +78,6 @@ def test_an_instance_that_the_cell_does_not_know_ends_the_request() -> None:
 def test_a_lost_request_ends_while_another_one_is_under_way() -> None:
     moving = Scenario(active())
     moving.apply(request(MoveKind.MIGRATE, 2))
-    stepped, event = answer(moving.instance, asks(MoveKind.STOP, OTHER))
+    stepped, event = answer(moving.instance, queries(MoveKind.STOP, OTHER))
     assert (event.state, event.code) == (MoveState.FAILED, "move.lost")
     assert stepped.instance.move == moving.instance.move and stepped.instance.state is State.CLAIMING

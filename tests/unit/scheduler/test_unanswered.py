@@ -1,4 +1,4 @@
-"""How long a request has been silent is counted by this process alone, and it is asked about less and less often."""
+"""How long a request has been silent is counted by this process alone, and it is queried about less and less often."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ MOVE = RecordedMove(
 )
 
 
-def asked_at(moves: list[tuple[float, RecordedMove]]) -> list[float]:
+def queried_at(moves: list[tuple[float, RecordedMove]]) -> list[float]:
     found, watching = [], Watching({})
     for now_s, move in moves:
         watching = look(watching.watched, [move], now_s=now_s, pause_s=60.0)
-        found += [now_s] if watching.ask else []
+        found += [now_s] if watching.query else []
     return found
 
 
-def test_a_silent_request_is_asked_about_again_after_twice_as_long_up_to_a_bound() -> None:
-    times = asked_at([(float(second), MOVE) for second in range(0, 4000, 10)])
+def test_a_silent_request_is_queried_about_again_after_twice_as_long_up_to_a_bound() -> None:
+    times = queried_at([(float(second), MOVE) for second in range(0, 4000, 10)])
     assert times[:5] == [60.0, 180.0, 420.0, 900.0, 1500.0]
     assert {later - earlier for earlier, later in pairwise(times[3:])} == {MAX_PAUSE_S}
 
 
-def test_news_of_it_begins_the_count_anew() -> None:
+def test_an_event_of_it_begins_the_count_anew() -> None:
     later = replace(MOVE, sequence=11, state=MoveState.CLAIMING)
-    assert asked_at([(0.0, MOVE), (50.0, MOVE), (55.0, later), (70.0, later), (114.0, later), (115.0, later)]) == [
+    assert queried_at([(0.0, MOVE), (50.0, MOVE), (55.0, later), (70.0, later), (114.0, later), (115.0, later)]) == [
         115.0
     ]
 
@@ -50,7 +50,10 @@ def test_after_questions_in_vain_it_is_to_be_marked_once() -> None:
         silent += [now_s] if watching.silent else []
     assert silent[0] == 420.0 and watching.waiting == 1
     record = marked(MOVE, watching.watched[MOVE.request_id], 900.0, known=True)
-    assert (record.code, record.reason) == (CELL_SILENT, "nothing is heard of it from cell c1: asked 4 times in 900 s")
+    assert (record.code, record.reason) == (
+        CELL_SILENT,
+        "nothing is received of it from cell c1: queried 4 times in 900 s",
+    )
     assert marked(MOVE, watching.watched[MOVE.request_id], 900.0, known=False).code == CELL_UNKNOWN
     assert look(watching.watched, [record], now_s=5000.0, pause_s=60.0).silent == ()
 
