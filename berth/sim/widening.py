@@ -46,8 +46,7 @@ class Widening(StrEnum):
     TREES = "trees"  # another source's hosts: devices that move within one batch, roots removed and made again
 
 
-# Gangs are asked for by name: what they find beside the other kinds has not been looked into yet.
-WIDENED = frozenset(Widening) - {Widening.GANGS}
+WIDENED = frozenset(Widening)
 NONE: frozenset[Widening] = frozenset()
 
 # How often a kind is in a run that could have it: few at a time, so that each is also seen alone.
