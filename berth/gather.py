@@ -12,8 +12,10 @@ from berth.invariants import (
     AT_REST,
     BreakerFact,
     Facts,
+    GangFact,
     InstanceFact,
     InventoryFact,
+    MoveFact,
     QuarantineFact,
     RunningFact,
     ServiceDownFact,
@@ -65,6 +67,12 @@ _CELLS = "SELECT instance_uuid::text, cell FROM instance_cells"
 _SERVICE = "coalesce(record #>> ARRAY['selections', coalesce(record ->> 'position', '0'), 'service'], '')"
 _INSTANCES = f"SELECT uuid::text, state, host_uuid::text, attempt, {_SERVICE} FROM instances"
 _DEPLOYMENT = "SELECT deployment::text FROM identity"
+_MOVES = "SELECT request_id::text, instance_uuid::text, kind, state, terminal FROM moves"
+_GANGS = """
+SELECT gang::text, max(gang_min), count(*), count(cell), count(*) FILTER (WHERE cell IS NULL AND delete_requested),
+       min(created_at)
+FROM build_requests WHERE gang IS NOT NULL GROUP BY gang
+"""
 _UNSENT = "SELECT count(*) FROM outbox"
 
 
@@ -102,6 +110,8 @@ async def gather(
             connections=connections,
             breakers=await _breakers(cells),
             quarantine=await _quarantine(cells),
+            moves=[MoveFact(*row) for row in await _rows(scheduler, _MOVES)],
+            gangs=await _gangs(scheduler, site.clock.time() - site.settings.scheduler.ended_retention_s),
             down=[fact for _, fact in sorted(down.items())],
         )
     finally:
@@ -139,12 +149,24 @@ async def _at_rest(scheduler: Database, cells: dict[str, Database]) -> bool:
         going, down = (await _rows(database, under_way))[0]
         unsent += (await _rows(database, _UNSENT))[0][0] + going - down
         stuck += down
+    open_moves = "SELECT count(DISTINCT instance_uuid) FROM moves WHERE NOT terminal"
+    if (await _rows(scheduler, open_moves))[0][0] > stuck:
+        return False
     return bool(unsent == 0 and (await _rows(scheduler, open_requests))[0][0] <= stuck)
 
 
 async def _rows(database: Database, statement: str) -> list[tuple[Any, ...]]:
     async with database.raw() as connection:
         return [tuple(row) for row in await connection.fetch(statement)]
+
+
+async def _gangs(scheduler: Database, after: float) -> list[GangFact]:
+    """Those of which no member's record can have been purged: requested after that time, in seconds since the epoch."""
+    return [
+        GangFact(uuid=uuid, members=members, min_count=least, sent=sent, withdrawn=withdrawn)
+        for uuid, least, members, sent, withdrawn, requested_at in await _rows(scheduler, _GANGS)
+        if requested_at > after
+    ]
 
 
 async def _feed(book: Database) -> tuple[int, int, int]:

@@ -89,6 +89,29 @@ class QuarantineFact(Struct, frozen=True):
     is_kept: bool = False
 
 
+class MoveFact(Struct, frozen=True):
+    """One request about an instance by the schedulers' record."""
+
+    request_id: str
+    instance_uuid: str
+    kind: str
+    state: str
+    terminal: bool
+
+
+class GangFact(Struct, frozen=True, kw_only=True):
+    """One request for several machines. members: all of them; min_count: how many start together at least.
+
+    sent: those that have been given to a cell; withdrawn: those that were deleted before.
+    """
+
+    uuid: str
+    members: int
+    min_count: int
+    sent: int
+    withdrawn: int
+
+
 class Facts(Struct, frozen=True, kw_only=True):
     """Everything the invariants are judged by, all of it read from outside the workers.
 
@@ -97,7 +120,9 @@ class Facts(Struct, frozen=True, kw_only=True):
     there was no listener. changes: the change feed as a listener saw it, or None. connections: (process, bus, whether
     the process belongs to a cell), or None. feed: (lowest, highest, rows) kept. roots: {provider: root}. audit:
     mismatches that the book's own audit found, one line each. breakers, quarantine: what the cells have on record, or
-    None. down: compute services that do not report what their hosts run, so that it is not judged, or None: unknown.
+    None. moves: requests about instances, or None. gangs: requests for several machines, those of which every member
+    is on record, or None. down: compute services that do not report what their hosts run, so that it is not judged, or
+    None: unknown.
     """
 
     inventories: Sequence[InventoryFact]
@@ -116,6 +141,8 @@ class Facts(Struct, frozen=True, kw_only=True):
     breakers: Sequence[BreakerFact] | None = None
     quarantine: Sequence[QuarantineFact] | None = None
     down: Sequence[ServiceDownFact] | None = None
+    moves: Sequence[MoveFact] | None = None
+    gangs: Sequence[GangFact] | None = None
 
 
 class InvariantVerdict(Struct, frozen=True, kw_only=True):
@@ -190,6 +217,13 @@ def _checked_where_known(facts: Facts) -> list[InvariantVerdict]:
                 (f"{one.cell}: {one.service}: {one.why}" for one in facts.down if not one.is_expected),
             )
         )
+    if facts.moves is not None:
+        verdicts.append(
+            _verdict("moves_end", "every request about an instance has ended", len(facts.moves), _open_moves(facts))
+        )
+    if facts.gangs is not None:
+        sentence = "of machines that start together enough were started, or none"
+        verdicts.append(_verdict("gangs_whole", sentence, len(facts.gangs), _partial_gangs(facts.gangs)))
     if facts.breakers is not None:
         verdicts.append(
             _verdict("breakers_closed", "no breaker is open", len(facts.breakers), _open_breakers(facts.breakers))
@@ -217,6 +251,22 @@ def _checked_where_known(facts: Facts) -> list[InvariantVerdict]:
             )
         )
     return verdicts
+
+
+def _open_moves(facts: Facts) -> Iterator[str]:
+    """Those at a compute service that is down wait for it."""
+    silent = _down(facts)
+    down = {i.instance_uuid for i in facts.instances if (i.cell, i.service) in silent}
+    for move in facts.moves or ():
+        if not move.terminal and move.instance_uuid not in down:
+            yield f"{move.instance_uuid}: {move.kind} {move.request_id} is still {move.state}"
+
+
+def _partial_gangs(gangs: Sequence[GangFact]) -> Iterator[str]:
+    for gang in gangs:
+        enough = min(gang.min_count, gang.members - gang.withdrawn)
+        if 0 < gang.sent < enough:
+            yield f"{gang.uuid}: {gang.sent} of {gang.members} were started, and {enough} start together"
 
 
 def _down(facts: Facts) -> set[tuple[str, str]]:

@@ -11,12 +11,13 @@ from collections import deque
 from collections.abc import Sequence
 
 from msgspec import Struct
+from msgspec.structs import replace
 
-from berth.chaos.plan import ChaosPlan
-from berth.client import BuildClient, Track
+from berth.chaos.plan import GANG, GANG_MIN, ChaosPlan
+from berth.client import BuildClient, Track, instances_of
 from berth.load import LoadPlan, draw_requests
 from bus.clock import Clock
-from bus.contracts.build import BuildEvent, BuildRecord, BuildState
+from bus.contracts.build import BuildEvent, BuildRecord, BuildRequest, BuildState
 
 PROJECT = "chaos"
 MAX_AT_ONCE = 100
@@ -40,6 +41,7 @@ class Churn:
 
     def __init__(self, client: BuildClient, plan: ChaosPlan, *, clock: Clock, rng: random.Random) -> None:
         self.accepted: list[str] = []
+        self.wanted = plan.boots  # instances: a gang is several
         self.deletes = 0
         self.ended: list[Ended] = []
         self.stopped = ""
@@ -60,8 +62,9 @@ class Churn:
         plan = self._plan
         self._began = self._clock.monotonic()
         load = LoadPlan(boots=plan.boots, mix=plan.mix, project_id=PROJECT, name_prefix="chaos")
-        requests = draw_requests(load, self._rng)
-        self._flavors = {request.instance_uuid: request.flavor for request in requests}
+        requests = [self._maybe_gang(request) for request in draw_requests(load, self._rng)]
+        self._flavors = {uuid: request.flavor for request in requests for uuid in instances_of(request)}
+        self.wanted = len(self._flavors)
         sent = 0
         while (sent < len(requests) or self._early) and not self._must_stop():
             await self._delete(self._early)
@@ -72,10 +75,20 @@ class Churn:
                 continue
             part = requests[sent : sent + min(max(room, 0), MAX_AT_ONCE)]
             await self._client.boot(part, retry_for_s=plan.retry_for_s)
-            self.accepted += [request.instance_uuid for request in part]
-            self._track_requested([request.instance_uuid for request in part])
+            members = [uuid for request in part for uuid in instances_of(request)]
+            self.accepted += members
+            self._track_requested(members)
             sent += len(part)
             self._last = sent == len(requests)  # before any further event: a build marked later would never be deleted
+
+    def pick(self, count: int) -> list[str]:
+        """So many machines that run, at random, or all there are. They may be deleted at any moment."""
+        return self._rng.sample(self._alive, min(count, len(self._alive)))
+
+    def _maybe_gang(self, request: BuildRequest) -> BuildRequest:
+        if not self._plan.gangs or self._rng.random() >= self._plan.gangs:
+            return request
+        return replace(request, count=GANG, min_count=GANG_MIN)
 
     def _free_slots(self) -> int:
         """How many more may be published: stuck ones do not count, up to a bound."""

@@ -118,6 +118,10 @@ class FaultSchedule:
         )
 
 
+# Machines of one gang, and how many of them are enough.
+GANG, GANG_MIN = 3, 2
+
+
 class ChaosPlan(Struct, frozen=True, kw_only=True):
     """One run. population: machines kept before some are deleted.
 
@@ -125,6 +129,8 @@ class ChaosPlan(Struct, frozen=True, kw_only=True):
     it in hand) no longer counts, up to `in_flight_most`: or everything would soon wait for one stopped process.
 
     longest_s: the load ends then, whatever is left of it, and what was accepted is judged.
+    moves: requests about machines that run, beside the builds. gangs: share of builds that are requests for GANG
+    machines that start together. drains: hosts that are emptied one after the other, and taken back.
     early_deletes: share of builds that are deleted while they are being built. retry_for_s: how long one publish is
     repeated while the broker is unavailable. rest_s: how long the system may take to come to rest once faults have
     stopped.
@@ -139,6 +145,10 @@ class ChaosPlan(Struct, frozen=True, kw_only=True):
     stuck_after_s: float = 5.0
     population: int = 1_500
     early_deletes: float = 0.03
+    moves: int = 0
+    moves_in_flight: int = 60
+    gangs: float = 0.0
+    drains: int = 0
     retry_for_s: float = 120.0
     rest_s: float = 180.0
     longest_s: float = 3_600.0

@@ -26,7 +26,9 @@ class ChaosReport(Struct, frozen=True, kw_only=True):
     end, by the schedulers' record. recovery_s: from the end of the last fault until everything was at rest.
     recovery_by_kind: from the end of each fault until a build or delete requested after it had ended (median, longest).
     longest_stall_s: the longest time in which no build and no delete ended. died: workers that ended by themselves and
-    were started again.
+    were started again. moves: requests about machines that run, that the broker confirmed; moves_by_result: how they
+    ended; lost and doubled count these, too. drains: hosts that were emptied and taken back; drained: machines moved by
+    them.
     """
 
     seed: int
@@ -62,12 +64,19 @@ class ChaosReport(Struct, frozen=True, kw_only=True):
     verdicts: tuple[InvariantVerdict, ...]
     examples: Mapping[str, tuple[str, ...]]
     ends_every_ten_s: tuple[int, ...]
+    moves: int = 0
+    moves_wanted: int = 0
+    moves_by_result: Mapping[str, int] = {}
+    gangs: int = 0
+    drains: int = 0
+    drained: int = 0
+    drains_by_code: Mapping[str, int] = {}
 
     @property
     def sound(self) -> bool:
         """Nothing lost, doubled, leaked or overcommitted; at rest; every invariant holds; no worker found a bug."""
         nothing = not (self.lost or self.doubled or self.leaked or self.overcommitted)
-        whole = self.requests == self.wanted
+        whole = self.requests == self.wanted and self.moves >= self.moves_wanted
         return nothing and whole and self.at_rest and all(self.invariants.values()) and not self.bugs
 
     @property
@@ -117,6 +126,13 @@ def render(report: ChaosReport, console: Console) -> None:
     console.print(f"failures: {_words(report.failures_by_code)}; left in queues: {_words(report.dead_letters)}")
     for code, reason in report.failure_reasons.items():
         console.print(f"  {code}, for example: {escape(reason)}", soft_wrap=True)
+    if report.moves_wanted or report.drains or report.gangs:
+        console.print(
+            f"{report.moves} of {report.moves_wanted} moves: {_words(report.moves_by_result)}; {report.gangs} gangs; "
+            f"{report.drains} drains, {report.drained} machines moved by them; not answered or refused: "
+            f"{_words(report.drains_by_code)}",
+            soft_wrap=True,
+        )
     console.print(
         f"{report.ends_per_s:.0f} builds and deletes ended a second; {report.events} events received,  "
         f"{report.events_repeated} of them again"

@@ -23,10 +23,12 @@ from rich.console import Console
 
 from berth.chaos.churn import Churn
 from berth.chaos.deployment import Deployment, connections, deployment, left_in_queues, wait_registered
+from berth.chaos.draining import Draining
 from berth.chaos.faults import FaultInjector
+from berth.chaos.moving import Moving
 from berth.chaos.plan import ChaosPlan, FaultKind, FaultSchedule
 from berth.chaos.report import ChaosReport, render
-from berth.chaos.tally import counts, longest_stall, rates, recoveries, tally
+from berth.chaos.tally import counts, doubled_moves, longest_stall, lost_moves, rates, recoveries, tally
 from berth.client import BuildClient
 from berth.feed_watch import FeedWatch
 from berth.gather import gather, rest
@@ -62,12 +64,14 @@ async def chaos(plan: ChaosPlan, directory: Path, console: Console) -> ChaosRepo
         run = Run(plan, stage, console)
         await run.client.open()
         await run.watch.open()
+        await run.moving.open()
         try:
             await wait_registered(stage)
             await run.hosts_known()
             console.print(f"seed {plan.seed}; up: {', '.join(stage.processes.workers)}", soft_wrap=True)
             return run.summed_up(await run.through())
         finally:
+            await run.moving.close()
             await run.watch.close()
             await run.client.close()
 
@@ -83,6 +87,10 @@ class Run:
         self.client = BuildClient(site.bus(process), clock=site.clock, process=process, keep_events=True, durable=True)
         self.watch = FeedWatch(site.bus(f"{process}-feed"))
         self.churn = Churn(self.client, plan, clock=site.clock, rng=random.Random(rng.getrandbits(64)))
+        self.moving = Moving(
+            self.client, plan, self.churn.pick, clock=site.clock, rng=random.Random(f"moves {plan.seed}")
+        )
+        self.draining = Draining(self.client, plan, clock=site.clock, rng=random.Random(f"drains {plan.seed}"))
         self.injector = FaultInjector(stage, random.Random(rng.getrandbits(64)))
         self._schedule = FaultSchedule(plan.deck, rng)
         self._clock = site.clock
@@ -121,7 +129,8 @@ class Run:
                 group.create_task(self.injector.watch()),
                 group.create_task(self._print_load()),
             ]
-            await self.churn.run()
+            load = [group.create_task(one.run()) for one in (self.churn, self.moving, self.draining)]
+            await asyncio.wait(load)
             for task in others:
                 task.cancel()
 
@@ -133,6 +142,7 @@ class Run:
         self._console.print(f"nothing is broken any more: waiting for rest, {plan.rest_s:g} s at most")
         over = max((fault.over_at or 0.0 for fault in self.injector.injected), default=self._clock.monotonic())
         all_ended = await client.until(lambda: not client.unfinished, plan.rest_s)
+        all_ended = await self.moving.settle(max(1.0, plan.rest_s - (self._clock.monotonic() - over))) and all_ended
         left = max(1.0, plan.rest_s - (self._clock.monotonic() - over))
         quiet = await rest(site, timeout_s=left)
         recovery_s = self._clock.monotonic() - over
@@ -160,7 +170,8 @@ class Run:
             last = f"the last: {injected[-1].fault.label} {injected[-1].fault.target}" if injected else ""
             self._console.print(
                 f"{self._clock.monotonic() - began:5.0f} s {len(self.churn.accepted):7} accepted "
-                f"{len(self.churn.ended):7} ended {self.client.unfinished:5} in flight {len(injected):5} faults {last}",
+                f"{len(self.churn.ended):7} ended {self.client.unfinished:5} in flight "
+                f"{len(self.moving.requested):6} moves {self.draining.ended:3} drains {len(injected):5} faults {last}",
                 soft_wrap=True,
             )
 
@@ -171,13 +182,20 @@ class Run:
         verdicts, found = check_invariants(facts), tally(facts)
         stall = longest_stall(ended, faults)
         distinct = {(event.instance_uuid, event.sequence, event.state) for event in events}
-        examples = {"lost": found.lost, "doubled": found.doubled, "leaked": found.leaked}
+        moves_lost, moves_doubled = lost_moves(facts, self.moving.requested), doubled_moves(self.moving.ends)
+        examples = {
+            "lost": found.lost,
+            "doubled": found.doubled,
+            "leaked": found.leaked,
+            "moves lost": moves_lost,
+            "moves doubled": moves_doubled,
+        }
         return ChaosReport(
             seed=self.plan.seed,
             seconds=round(ending.seconds, 1),
             requests=len(self.churn.accepted),
-            wanted=self.plan.boots,
-            stopped=self.churn.stopped,
+            wanted=self.churn.wanted,
+            stopped=self.churn.stopped or self.moving.stopped,
             deletes=self.churn.deletes,
             active=states[BuildState.ACTIVE],
             failed=states[BuildState.FAILED],
@@ -187,8 +205,8 @@ class Run:
             failure_reasons=_reasons(events),
             events=len(events),
             events_repeated=len(events) - len(distinct),
-            lost=len(found.lost),
-            doubled=len(found.doubled),
+            lost=len(found.lost) + len(moves_lost),
+            doubled=len(found.doubled) + len(moves_doubled),
             leaked=len(found.leaked),
             overcommitted=found.overcommitted,
             faults=counts(faults),
@@ -205,6 +223,13 @@ class Run:
             invariants={verdict.name: verdict.holds for verdict in verdicts},
             verdicts=verdicts,
             examples={name: uuids[:EXAMPLES] for name, uuids in examples.items()},
+            moves=len(self.moving.requested),
+            moves_wanted=self.plan.moves,
+            moves_by_result=self.moving.results,
+            gangs=len(facts.gangs or ()),
+            drains=self.draining.ended,
+            drained=self.draining.moved,
+            drains_by_code=dict(self.draining.codes),
             ends_every_ten_s=tuple(rates(ended, STRETCH_S)),
         )
 
@@ -239,6 +264,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--longest", type=float, default=bare.longest_s, metavar="S", help="the load ends then")
     parser.add_argument("--in-flight", type=int, default=bare.in_flight, help="builds and deletes at once")
     parser.add_argument("--population", type=int, default=bare.population, help="machines kept before some are deleted")
+    parser.add_argument("--moves", type=int, default=bare.moves, help="moves, resizes and rebuilds to be accepted")
+    parser.add_argument("--gangs", type=float, default=bare.gangs, metavar="SHARE", help="of builds that are gangs")
+    parser.add_argument("--drains", type=int, default=bare.drains, help="hosts to be emptied, one after the other")
     parser.add_argument("--only", nargs="*", default=[], metavar="FAULT", help="only these, as kill_broker or pause")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the report as data, too")
     parser.add_argument("--logs", type=Path, metavar="DIRECTORY", help="keep the workers' logs there")
@@ -251,6 +279,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         longest_s=options.longest,
         in_flight=options.in_flight,
         population=options.population,
+        moves=options.moves,
+        gangs=options.gangs,
+        drains=options.drains,
         deck=tuple(card for card in bare.deck if chosen(card.kind, card.role, options.only)),
     )
     if not plan.deck:

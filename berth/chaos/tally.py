@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import pairwise
 
 from msgspec import Struct
@@ -38,6 +38,17 @@ def tally(facts: Facts) -> Tally:
         leaked=tuple(sorted(_leaked(facts))),
         overcommitted=capacity.breaches,
     )
+
+
+def lost_moves(facts: Facts, requested: Sequence[str]) -> tuple[str, ...]:
+    """Accepted requests about instances that are not on record, or have not ended."""
+    ended = {move.request_id for move in facts.moves or () if move.terminal}
+    return tuple(sorted(set(requested) - ended))
+
+
+def doubled_moves(ends: Mapping[str, Collection[tuple[str, str]]]) -> tuple[str, ...]:
+    """Requests of which two different ends were published. ends: {request: its ends, as (state, code)}."""
+    return tuple(sorted(request for request, different in ends.items() if len(different) > 1))
 
 
 def _lost(facts: Facts) -> set[str]:

@@ -35,6 +35,7 @@ def test_a_run_is_sound_when_nothing_is_wrong() -> None:
         {"overcommitted": 1},
         {"at_rest": False},
         {"wanted": 101},
+        {"moves_wanted": 1},
         {"invariants": {"x": False}},
     ],
 )

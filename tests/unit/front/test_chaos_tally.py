@@ -7,8 +7,8 @@ import msgspec
 from berth.chaos.churn import Ended
 from berth.chaos.faults import Injected
 from berth.chaos.plan import FaultKind, PlannedFault
-from berth.chaos.tally import Tally, counts, longest_stall, rates, recoveries, tally
-from berth.invariants import Facts, InstanceFact, InventoryFact, RunningFact
+from berth.chaos.tally import Tally, counts, doubled_moves, longest_stall, lost_moves, rates, recoveries, tally
+from berth.invariants import Facts, InstanceFact, InventoryFact, MoveFact, RunningFact
 from bus.contracts.build import BuildEvent, BuildState
 
 A, B, HOST = "a" * 8, "b" * 8, "h" * 8
@@ -91,3 +91,14 @@ def test_faults_are_counted_by_sort_and_ends_by_stretch() -> None:
     assert counts([fault(0, 1), fault(2, 3), fault(4, 5, FaultKind.CUT)]) == {"cut_broker": 1, "kill_broker": 2}
     assert rates([Ended(0.0, at) for at in (0.0, 1.0, 10.5, 25.0)], 10.0) == [2, 1, 1]
     assert rates([], 10.0) == []
+
+
+def test_a_move_is_lost_without_a_record_or_an_end_and_doubled_with_two_different_ends() -> None:
+    moves = [
+        MoveFact("m1", A, "migrate", "done", terminal=True),
+        MoveFact("m2", A, "resize", "claiming", terminal=False),
+    ]
+    facts = msgspec.structs.replace(SOUND, moves=moves)
+    assert lost_moves(facts, ["m1", "m2", "m3"]) == ("m2", "m3")
+    assert lost_moves(facts, ["m1"]) == ()
+    assert doubled_moves({"m1": {("done", "")}, "m2": {("done", ""), ("failed", "x")}}) == ("m2",)

@@ -10,8 +10,10 @@ from msgspec.structs import replace
 from berth.invariants import (
     BreakerFact,
     Facts,
+    GangFact,
     InstanceFact,
     InventoryFact,
+    MoveFact,
     QuarantineFact,
     RunningFact,
     ServiceDownFact,
@@ -50,6 +52,8 @@ SOUND = Facts(
     connections=[("scheduler1", "api", False), ("conductor-cell1", "cell1", True)],
     breakers=[BreakerFact(cell="cell1", service="s", is_open=False, tripped_at=1.0, lost=6)],
     quarantine=[QuarantineFact("cell1", "s", OTHER, "lost", "no record", "keep", is_kept=True)],
+    moves=[MoveFact("move", ONE, "migrate", "done", terminal=True)],
+    gangs=[GangFact(uuid=ONE, members=3, min_count=2, sent=2, withdrawn=0)],
 )
 
 
@@ -60,7 +64,7 @@ def broken(facts: Facts) -> set[str]:
 def test_sound_facts_break_nothing_and_every_invariant_is_judged() -> None:
     verdicts = check_invariants(SOUND)
     assert [verdict for verdict in verdicts if not verdict.holds] == []
-    assert len(verdicts) == 11
+    assert len(verdicts) == 13
     assert all(verdict.checked for verdict in verdicts)
 
 
@@ -187,4 +191,21 @@ NOT_ALWAYS = ("events", "changes", "connections", "breakers", "quarantine")
 
 def test_what_was_not_listened_to_is_not_checked() -> None:
     names = {verdict.name for verdict in check_invariants(replace(SOUND, **dict.fromkeys(NOT_ALWAYS)))}
-    assert names.isdisjoint({"generations_rise", "no_upcall"}) and len(names) == 7
+    assert names.isdisjoint({"generations_rise", "no_upcall"}) and len(names) == 9
+
+
+def test_a_request_about_an_instance_that_has_not_ended_is_a_breach_unless_its_service_is_down() -> None:
+    waits = MoveFact("move", ONE, "migrate", "finishing", terminal=False)
+    assert broken(replace(SOUND, moves=[waits])) == {"moves_end"}
+    at_s = [replace(SOUND.instances[0], service="s"), *SOUND.instances[1:]]
+    down = [ServiceDownFact(cell="cell1", service="s", why="stopped", is_expected=True)]
+    assert "moves_end" not in broken(replace(SOUND, moves=[waits], instances=at_s, down=down))
+
+
+@pytest.mark.parametrize(
+    ("sent", "withdrawn", "whole"),
+    [(0, 0, True), (1, 0, False), (2, 0, True), (3, 0, True), (1, 1, False), (1, 2, True)],
+)
+def test_a_gang_of_which_a_part_was_started_is_a_breach(sent: int, withdrawn: int, whole: bool) -> None:
+    gang = GangFact(uuid=ONE, members=3, min_count=2, sent=sent, withdrawn=withdrawn)
+    assert broken(replace(SOUND, gangs=[gang])) == (set() if whole else {"gangs_whole"})
