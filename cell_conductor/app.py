@@ -36,7 +36,8 @@ def is_progress(message: Message) -> bool:
 def build(env: Environment, config: ConductorConfig, cell: str, *, store: InstanceStore | None = None) -> Service:
     """A conductor of one cell, ready to run. Any number of them share the cell's queues and deadlines.
 
-    store: instead of the cell's schema in the environment's database.
+    store: instead of the cell's schema in the environment's database. Raises BrokenInvariant: it would use another
+    bus than its cell's.
     """
     if cell == API:
         raise BrokenInvariant("a conductor uses its own cell's bus only", code="conductor.up_call")

@@ -50,6 +50,6 @@ class CrashPlan:
             self._die()
 
     async def wait(self) -> None:
-        """A side task that ends the service when its time has come."""
+        """Wait for the planned time, as a side task. Raises ServiceDied then, which ends the service."""
         await self._strike.wait()
         raise ServiceDied("a planned fault of this service")

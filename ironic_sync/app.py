@@ -39,6 +39,7 @@ def build(
     """One ironic_sync process. Any number may run; one works, the others are ready to take over.
 
     source: instead of Ironic's REST API at the configured address. store: instead of the environment's PostgreSQL.
+    Raises SettingsError: the settings know no such cell.
     """
     if config.cell and config.cell not in env.cells:
         known = ", ".join(env.cells)

@@ -113,7 +113,7 @@ class SyncLoop:
             await self._clock.sleep(DRAIN_POLL_S)
 
     async def run(self) -> None:
-        """Work, or wait to, until cancelled."""
+        """Work, or wait for the lease, until cancelled. Raises CancelledError also for a fault that a stop caused."""
         while True:
             try:
                 # In a task of its own: a group of tasks that ends marks the task it is in as cancelled (Python 3.11).

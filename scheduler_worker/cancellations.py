@@ -71,7 +71,8 @@ class Cancellations:
         """Deleted, or decided by another scheduler first: release the claim, unless a cell has the build.
 
         Dispatched by another scheduler, the claim is the same one and belongs to the cell until the machine is gone.
-        It is released before that is written, so that after a crash all of it is repeated.
+        It is released before that is written, so that after a crash all of it is repeated. Raises Transient: a record
+        is gone, or placement did not answer.
         """
         if not builds:
             return {}

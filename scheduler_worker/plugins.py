@@ -19,7 +19,7 @@ class PluginInvalid(SettingsError):
 
 
 def filters(config: SchedulerConfig) -> list[Filter]:
-    """The enabled filters in order, from berth's own and `available_filters`."""
+    """The enabled filters in order, from berth's own and `available_filters`. Raises PluginInvalid."""
     available = dict.fromkeys((*DEFAULT_FILTERS, *MORE_FILTERS, *config.available_filters))
     by_name = {path.rpartition(".")[2]: path for path in available}
     made: list[Filter] = []
@@ -34,7 +34,7 @@ def filters(config: SchedulerConfig) -> list[Filter]:
 
 
 def weighings(config: SchedulerConfig) -> list[Weighing]:
-    """The enabled weighers with their multipliers, without those whose multiplier is 0."""
+    """The enabled weighers with their multipliers, without those whose multiplier is 0. Raises PluginInvalid."""
     made: list[Weigher] = [_instance(path, "weigh", config) for path in config.enabled_weighers]
     unknown = config.multipliers.keys() - {weigher.name for weigher in made}
     if unknown:

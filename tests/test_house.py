@@ -409,8 +409,8 @@ CONVERSATION = re.compile(
 )
 # The benchmark's name, which its figures are published under.
 NAMES_ALLOWED = {"street"}
-# It holds the words themselves.
-RULES = ROOT / "tests" / "test_house.py"
+# They hold the words themselves.
+RULES = (ROOT / "tests" / "test_house.py", ROOT / "tests" / "unit" / "tools" / "test_house_rules.py")
 PROSE_ALLOWED = {
     "README.md": "`nobody` is a user of the operating system",
     "berth/embedded/postgres.py": "`nobody` is a user of the operating system",
@@ -454,7 +454,7 @@ def test_prose_names_the_role() -> None:
     """In sources, tests, scripts and pages. A value that a test sends may be `nobody`."""
     pages = [path for path in prose_files() if path.suffix == ".md" or not is_testing(path)]
     texts = [(path, number, line) for path in pages for number, line in enumerate(path.read_text().splitlines(), 1)]
-    texts += [(path, number, text) for path in sources(*TESTING) if path != RULES for number, text in prose(path)]
+    texts += [(path, number, text) for path in sources(*TESTING) if path not in RULES for number, text in prose(path)]
     texts += [(path, number, text) for path in scripts() for number, text in comments(path)]
     wrong = [
         f"{where(path, number)}: {found.group()}"
@@ -494,7 +494,9 @@ def prose(path: Path) -> Iterator[tuple[int, str]]:
 
 def test_prose_has_no_conversation() -> None:
     """In sources, tests and scripts: programs send, answer, report, request, receive."""
-    texts = [(path, number, text) for path in sources(*OURS, *TESTING) if path != RULES for number, text in prose(path)]
+    texts = [
+        (path, number, text) for path in sources(*OURS, *TESTING) if path not in RULES for number, text in prose(path)
+    ]
     texts += [(path, number, text) for path in scripts() for number, text in comments(path)]
     wrong = [
         f"{where(path, number)}: {found.group()}"
@@ -645,6 +647,84 @@ def test_what_is_public_is_described() -> None:
                 continue
             if not ast.get_docstring(node):
                 wrong.append(f"{where(path, node.lineno)} {name}")
+    assert wrong == []
+
+
+# Each module of these says once which fault its functions raise, or the docstring is the help of a command.
+RAISES_ALLOWED = {
+    "placement_worker/rest/": "HttpFault: the REST API's answer, which `rest/faults.py` describes",
+    "berth/web/": "Problem: the web API's answer",
+    "berth/commands/": "the docstring is the command's help, and the exit status the error",
+    "berth/sim/": "what a broken invariant of the simulation raises ends the run",
+}
+# A broken contract of the caller's, or of Python's own.
+CALLERS_FAULTS = {"AssertionError", "NotImplementedError", "StopAsyncIteration"}
+
+
+def silent_raises(tree: ast.Module) -> Iterator[tuple[str, int, str]]:
+    """Public functions and methods that raise an exception which their docstring does not name: (name, line, which)."""
+    for name, node in public_definitions(tree):
+        if isinstance(node, ast.ClassDef):
+            continue
+        text = ast.get_docstring(node) or ""
+        raised = {kind for one in own_statements(node) if (kind := raised_by(one)) and kind not in CALLERS_FAULTS}
+        if raised and "aise" not in text and not any(kind in text for kind in raised):
+            yield name, node.lineno, ", ".join(sorted(raised))
+
+
+def own_statements(function: ast.AST) -> Iterator[ast.AST]:
+    """The nodes of a function's body, without those of functions and classes inside it."""
+    for node in ast.iter_child_nodes(function):
+        if not isinstance(node, Definition | ast.Lambda):
+            yield node
+            yield from own_statements(node)
+
+
+def raised_by(node: ast.AST) -> str:
+    """The class that a statement raises; "": none, or the exception that is handled."""
+    if not isinstance(node, ast.Raise) or node.exc is None:
+        return ""
+    kind = node.exc.func if isinstance(node.exc, ast.Call) else node.exc
+    name = kind.id if isinstance(kind, ast.Name) else kind.attr if isinstance(kind, ast.Attribute) else ""
+    return name if name[:1].isupper() else ""
+
+
+def test_a_docstring_names_what_is_raised() -> None:
+    wrong = [
+        f"{where(path, line)} {name}: {kinds}"
+        for path in sources(*OURS)
+        if not str(path.relative_to(ROOT)).startswith(tuple(RAISES_ALLOWED))
+        for name, line, kinds in silent_raises(parsed(path))
+    ]
+    assert wrong == []
+
+
+# CONTRIBUTING.md: a duration or a monotonic time ends in `_s`, a time of the calendar in `_at`, `_before` or `_since`.
+UNIT = re.compile(r".*_(s|ms|at|before|since|mb|gb|bytes|share|ratio)|now|at|before|seconds")
+
+
+def numbers_without_unit(tree: ast.Module) -> Iterator[tuple[str, int, str]]:
+    """Parameters of public functions that are floats, with no unit in the name and none in a docstring."""
+    classes = {name: ast.get_docstring(node) or "" for name, node in public_definitions(tree)}
+    for name, node in public_definitions(tree):
+        if isinstance(node, ast.ClassDef):
+            continue
+        text = classes[name] + classes.get(name.partition(".")[0], "")
+        for argument in (*node.args.args, *node.args.kwonlyargs):
+            kind = ast.unparse(argument.annotation) if argument.annotation else ""
+            is_bare = kind in {"float", "float | None"} and not UNIT.fullmatch(argument.arg)
+            if is_bare and not re.search(rf"\b{argument.arg}\b", text):
+                yield name, node.lineno, argument.arg
+
+
+def test_a_number_has_its_unit_in_its_name_or_docstring() -> None:
+    """Of the workers, the bus and the client library."""
+    wrong = [
+        f"{where(path, line)} {name}: {argument}"
+        for path in sources(*OURS)
+        if not str(path.relative_to(ROOT)).startswith(("berth/load/", "berth/sim/"))
+        for name, line, argument in numbers_without_unit(parsed(path))
+    ]
     assert wrong == []
 
 

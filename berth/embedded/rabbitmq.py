@@ -109,7 +109,7 @@ class RabbitMQ(PrivateServer):
         return f"amqp://{quote(user, safe='')}:{quote(secret, safe='')}@127.0.0.1:{self.port}/{quote(vhost, safe='')}"
 
     def control(self, *arguments: str) -> str:
-        """Run rabbitmqctl against this broker; returns what it printed."""
+        """Run rabbitmqctl against this broker; returns what it printed. Raises ServerFailed."""
         done = subprocess.run(
             [str(self._scripts / "rabbitmqctl"), "--quiet", *arguments],
             env=self._environment(),
@@ -195,7 +195,8 @@ class RabbitMQ(PrivateServer):
         """Return when these quorum queues would survive a kill.
 
         RabbitMQ (3.10 at least) keeps the registration of a new quorum queue in memory for about a second. A broker
-        that is killed before it is on disk forgets the queue's log, confirmed messages included.
+        that is killed before it is on disk forgets the queue's log, confirmed messages included. Raises ServerFailed:
+        they are not registered in REGISTER_TIMEOUT_S.
         """
         prefix = "%2F" if vhost == "/" else vhost
         names = [f"{prefix}_{queue}".encode() for queue in queues]
@@ -295,7 +296,7 @@ def _permission(user: str, vhost: str) -> dict[str, str]:
 
 
 def find_scripts() -> Path:
-    """The directory of RabbitMQ's own scripts; RABBITMQ_PROGRAMS names another than the machine's."""
+    """The directory of RabbitMQ's scripts; RABBITMQ_PROGRAMS names another. Raises ServerMissing."""
     named = os.environ.get("RABBITMQ_PROGRAMS")
     for place in (named,) if named else SCRIPTS:
         if (Path(place) / "rabbitmq-server").exists() and (Path(place) / "rabbitmqctl").exists():

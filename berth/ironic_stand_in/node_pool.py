@@ -105,14 +105,14 @@ class NodePool:
             )
 
     def get(self, ident: str) -> dict[str, Any]:
-        """A node by uuid or name."""
+        """A node by uuid or name. Raises RequestError 404."""
         node = self.nodes.get(ident) or next((n for n in self.nodes.values() if n["name"] == ident), None)
         if node is None:
             raise RequestError(404, f"Node {ident} could not be found.")
         return node
 
     async def create(self, fields: Mapping[str, Any], request_id: str) -> dict[str, Any]:
-        """POST /v1/nodes."""
+        """POST /v1/nodes. Raises RequestError 409."""
         ident = str(fields.get("uuid") or new_uuid(self._rng))
         if ident in self.nodes:
             raise RequestError(409, f"A node with UUID {ident} already exists.")
@@ -123,7 +123,7 @@ class NodePool:
         return node
 
     async def delete(self, node: dict[str, Any], request_id: str) -> None:
-        """DELETE /v1/nodes/{uuid}."""
+        """DELETE /v1/nodes/{uuid}. Raises RequestError 409."""
         self._check_unlocked(node)
         await self._publish(node, "delete", "start", request_id)
         if node["instance_uuid"] is not None:
@@ -166,7 +166,7 @@ class NodePool:
         await self._publish(node, "power_state_corrected", "success", self._request_id(), from_power=before)
 
     def provision(self, node: dict[str, Any], verb: str, request_id: str) -> None:
-        """PUT states/provision: starts it."""
+        """PUT states/provision: starts it. Raises RequestError 400, 409 or 503."""
         self._check_unlocked(node)
         state = node["provision_state"]
         if verb not in ALLOWED or state not in ALLOWED[verb]:

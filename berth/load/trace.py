@@ -92,7 +92,7 @@ def read_trace(
 
 
 def skipped(requests: list[TraceRow], skip_s: float) -> list[TraceRow]:
-    """Without the first so many seconds: what had gone by then is left out, what was still there comes at once."""
+    """A trace without its first `skip_s` seconds: instances that were there then arrive at once. Raises PlanError."""
     begin = requests[0].created_s + skip_s
     if begin > requests[-1].created_s:
         raise PlanError("load.trace", f"nothing arrives after the first {skip_s:g} s that are skipped")

@@ -32,7 +32,7 @@ class LocalServer:
         self._sessions: dict[asyncio.Task[None], asyncio.StreamWriter] = {}
 
     async def open(self) -> None:
-        """Listen. A socket left by a process that is no more is replaced; a live one is an error."""
+        """Listen, and replace the socket of a process that has ended. Raises BusError: a live one serves there."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         if self.path.exists():
             if await _answers(self.path):

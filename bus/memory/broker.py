@@ -148,7 +148,7 @@ class MemoryBroker:
                 queue.forget(transport)
 
     def set_alarm(self, queue: Queue, due: float) -> None:
-        """See that a queue looks for expired messages at this time."""
+        """Expire the messages of a queue at this time. due: by the broker's monotonic clock, in seconds."""
         if queue.alarm_at is not None and queue.alarm_at <= due:
             return
         queue.alarm_at = due

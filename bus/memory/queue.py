@@ -44,7 +44,7 @@ class QueueHost(Protocol):
         """Send a message where the queue's plan sends it. False: there is no room for it there."""
 
     def set_alarm(self, queue: Queue, due: float) -> None:
-        """Call the queue's `expire` at this time."""
+        """Call the queue's `expire` at a time. due: by the loop's monotonic clock, in seconds."""
 
 
 class Stored:

@@ -176,7 +176,7 @@ class MemoryTransport:
         self._declare(reply_plan(name))
 
     async def bind_foreign(self, queue: str, exchange: str, keys: Sequence[str]) -> None:
-        """A durable queue bound to an exchange of another system."""
+        """A durable queue bound to an exchange of another system. Raises QueueMissing while there is none."""
         self._check()
         if not self.broker.has_exchange(exchange):
             raise QueueMissing(f"no exchange {exchange!r}")

@@ -140,7 +140,10 @@ class Session:
             return self._publisher
 
     async def declare_shared(self) -> None:
-        """What the whole bus shares. It is looked for first: some users may use it and not make it."""
+        """Declare what the whole bus shares, unless it exists: some users may use it and not declare it.
+
+        Raises BusUnavailable: something is missing, and these credentials may not declare it.
+        """
         may_bind = True
         try:
             for exchange in shared_exchanges():

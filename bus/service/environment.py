@@ -76,7 +76,7 @@ class Environment:
         return self._transports(name)
 
     def database(self, role: str, *, pool_size: int | None = None) -> Database:
-        """The schema of one role: "placement", "scheduler", "cell_<name>", "ironic_sync"."""
+        """The schema of one role: "placement", "scheduler", "cell_<name>", "ironic_sync". Raises NotConfigured."""
         if self._database_url is None:
             raise NotConfigured(f"{self.process} has no database URL, and {role} needs one")
         # SQLAlchemy takes a third of a start, and neither a compute service nor most commands have a database.

@@ -162,7 +162,7 @@ class MemoryInstanceRows:
             }
 
     async def write(self, writes: InstanceWrites) -> Committed:
-        """Write all of it or nothing. As in PostgreSQL only the write shows whether another transaction was first."""
+        """Write all of it or nothing. Raises PreconditionFailed: another transaction was first."""
         table = self._table
         async with self._session.transaction() as transaction:
             transaction.durable = writes.durable

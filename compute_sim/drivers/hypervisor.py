@@ -67,7 +67,7 @@ class Hypervisors:
         return [tree(host.plan, host.size, enabled=host.enabled, nested=self._nested) for host in self._these(hosts)]
 
     async def spawn(self, build: Build) -> None:
-        """Build as this attempt's fate has it."""
+        """Build as the plan of this attempt has it. Raises Reschedule or BuildAbort where it plans a failure."""
         host = self._fleet.host(build.host_uuid)
         if host is None:
             raise Reschedule("host.unknown", "this service has no such host")
@@ -94,7 +94,7 @@ class Hypervisors:
             raise BuildAbort("sim.spawn_aborted", "planned: no host can build it")
 
     async def destroy(self, host_uuid: str, instance_uuid: str, attempt: int, deployment: str | None) -> None:
-        """Take the machine away, unless a newer attempt or another deployment made it."""
+        """Destroy the machine, unless a newer attempt made it. Raises NotOurs: it has another deployment's mark."""
         if self._faults.destroy_delay_s:
             await self._clock.sleep(self._faults.destroy_delay_s)
         guest = self._fleet.guest(host_uuid, instance_uuid)
@@ -104,7 +104,7 @@ class Hypervisors:
             self._fleet.remove(host_uuid, instance_uuid)
 
     async def check(self, build: Build) -> None:
-        """Whether the host is here and takes builds, and the allocation is of it."""
+        """Check that the host is here, takes builds, and has the allocation. Raises Reschedule."""
         host = self._fleet.host(build.host_uuid)
         if host is None:
             raise Reschedule("host.unknown", "this service has no such host")
@@ -118,7 +118,7 @@ class Hypervisors:
             raise Reschedule("host.disabled", host.disabled_reason)
 
     async def change(self, change: ChangeOrder) -> ChangeResult:
-        """Change a machine as this change's fate has it."""
+        """Change a machine as the plan of this change has it. Raises ChangeFault, where planned, or NotOurs."""
         guest = self._guest(change)
         host = self._fleet.host(change.host_uuid)
         assert host is not None

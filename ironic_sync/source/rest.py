@@ -72,7 +72,10 @@ class RestSource:
         return node
 
     async def list_nodes(self) -> AsyncIterator[Sequence[Node | Unreadable]]:
-        """All nodes, by `next` links; of a link only its marker is used, so that it cannot lead elsewhere."""
+        """All nodes, by `next` links; of a link only its marker is used, so that it cannot lead elsewhere.
+
+        Raises SourceUnavailable, or SourceRefused: the answer is not a list of nodes, or has no end.
+        """
         params = {"fields": FIELDS, "limit": str(self._page_size)}
         for _ in range(MAX_PAGES):
             raw = await self._get("/v1/nodes", params, self._list_timeout_s, MAX_PAGE_BYTES)
@@ -88,7 +91,7 @@ class RestSource:
         raise SourceRefused(f"more than {MAX_PAGES} pages of nodes", code="ironic.endless_list")
 
     async def get_allocation(self, uuid: str) -> Allocation | None:
-        """One of Ironic's allocations."""
+        """One of Ironic's allocations; None: there is none. Raises SourceUnavailable or SourceRefused."""
         raw = await self._get(f"/v1/allocations/{uuid}", {}, self._timeout_s, MAX_NODE_BYTES)
         if raw is None:
             return None

@@ -135,7 +135,7 @@ class MemoryBook:
         return {uuid: claimed_provider(self.table.providers[uuid]) for uuid in self.table.by_number(wanted)}
 
     def write(self, transaction: MemoryDatabaseTransaction, decision: Decision) -> None:
-        """Write a decision about what is locked, at the commit."""
+        """Write a decision about what is locked, at the commit. Raises BrokenInvariant: it exceeds a capacity."""
         table = self.table
         for uuid, used in decision.used.items():
             for name, amount in used.items():

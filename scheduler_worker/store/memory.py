@@ -373,7 +373,7 @@ class MemoryBuilds:
             )
             return sum(1 for _ in islice(found, limit))
 
-    async def purge(self, before: float, limit: int, start: float = 0.0) -> Purged:
+    async def purge(self, before: float, limit: int, start_at: float = 0.0) -> Purged:
         """Those that no transaction holds."""
         table = self._table
         async with self._session.transaction() as transaction:
@@ -381,12 +381,14 @@ class MemoryBuilds:
             over = [
                 record
                 for record in sorted(table.records.values(), key=lambda record: record.created_at)
-                if record.created_at >= start and record.updated_at < before and record.state in ENDED_WITHOUT_MACHINE
+                if record.created_at >= start_at
+                and record.updated_at < before
+                and record.state in ENDED_WITHOUT_MACHINE
             ]
             gone = [one for one in over if transaction.is_free(_key(one.instance_uuid))][:limit]
             await transaction.lock([_key(uuid) for uuid in sorted(one.instance_uuid for one in gone)])
             transaction.will(partial(_delete, table, [one.instance_uuid for one in gone]))
-            return Purged(len(gone), gone[-1].created_at if gone else start)
+            return Purged(len(gone), gone[-1].created_at if gone else start_at)
 
     async def moves(self, query: MoveQuery) -> list[MoveRecord]:
         """One request, or a page of them, newest first."""

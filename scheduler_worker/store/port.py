@@ -147,7 +147,7 @@ class SchedulerStore(Protocol):
     async def builds_of_group(self, project: str, group: str, limit: int) -> int:
         """How many builds of a project's server group (by uuid) have a machine, or may get one, up to `limit`."""
 
-    async def purge(self, before: float, limit: int, start: float = 0.0) -> Purged:
+    async def purge(self, before: float, limit: int, start_at: float = 0.0) -> Purged:
         """Delete builds that ended without a machine and last changed before, oldest first from a creation time on.
 
         Their cell mapping goes with them. A build that has a machine, or may get one, is kept whatever its age.

@@ -398,11 +398,11 @@ class PostgresBuilds:
             states = objects.BUILDS_WITH_A_MACHINE
             return int(await connection.fetchval(objects.BUILDS_OF_GROUP, project, group, limit, states))
 
-    async def purge(self, before: float, limit: int, start: float = 0.0) -> Purged:
+    async def purge(self, before: float, limit: int, start_at: float = 0.0) -> Purged:
         """One bounded statement."""
         states = [state.value for state in ENDED_WITHOUT_MACHINE]
         async with self._database.raw() as connection:
-            row = await connection.fetchrow(PURGE, before, limit, start, states)
+            row = await connection.fetchrow(PURGE, before, limit, start_at, states)
         return Purged(row[0], row[1])
 
     async def moves(self, query: MoveQuery) -> list[MoveRecord]:

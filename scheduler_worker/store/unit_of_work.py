@@ -39,7 +39,7 @@ class OptimisticBuildUnit(OptimisticUnitOfWork[RecordedBuild, BuildWrites]):
         return {new.build.instance_uuid for new in builds}
 
     async def read(self, instances: Sequence[str]) -> dict[str, BuildStatus]:
-        """A read of what is on record takes the locking unit."""
+        """Raises Conflict: a read of what is on record takes the locking unit."""
         if instances:
             raise Conflict
         return {}

@@ -120,7 +120,10 @@ class BareMetal:
             await self._probation.proved(build.host_uuid, build.spec.project_id)
 
     async def destroy(self, host_uuid: str, instance_uuid: str, attempt: int, deployment: str | None) -> None:
-        """Undeploy the node when it has our mark; return when it is not any more (cleaning goes on)."""
+        """Undeploy the node when it has our mark; return when it is not deployed any more (cleaning goes on).
+
+        Raises NotOurs (another mark), MachineProtected, or DriverUnavailable: try again later.
+        """
         began = self._clock.monotonic()
         refused: Refused | None = None
         while (node := await self._api.node(host_uuid)) is not None and node.instance == instance_uuid:
@@ -152,7 +155,7 @@ class BareMetal:
         return None
 
     async def check(self, build: Build) -> None:
-        """Moves of bare metal are not supported: a node's disks are its own."""
+        """Raises Reschedule: moves of bare metal are not supported, because a node's disks are its own."""
         raise Reschedule("change.unsupported", "a bare-metal node takes over no machine of another one")
 
     async def change(self, change: ChangeOrder) -> ChangeResult:

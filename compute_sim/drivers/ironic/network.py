@@ -35,7 +35,7 @@ class NoNetwork:
     """`network = "none"`: the node's network is wired by hand. A request that names networks is turned down."""
 
     async def prepare(self, node: str, spec: InstanceSpec) -> Attachments:
-        """Nothing to attach."""
+        """Attach nothing. Raises BuildAbort when networks are requested."""
         if spec.networks:
             raise BuildAbort("network.none", 'networks are requested, and compute.ironic.network is "none"')
         return Attachments()
@@ -51,7 +51,7 @@ class StaticNetwork:
     """`network = "static"`: the ports that the request names are attached; they are made and removed elsewhere."""
 
     async def prepare(self, node: str, spec: InstanceSpec) -> Attachments:
-        """The ports as they are named."""
+        """The ports as they are named. Raises BuildAbort when a network is requested instead."""
         if any(attachment.port is None for attachment in spec.networks):
             raise BuildAbort("network.static", 'a network is requested, and with "static" only ports can be')
         return Attachments(tuple(attachment.port for attachment in spec.networks if attachment.port is not None))
