@@ -6,7 +6,8 @@ from bus.bus import API
 from bus.contracts.base import Message
 from bus.contracts.build import BuildEvent
 from bus.faults import BrokenInvariant
-from bus.persistence.outbox import Relay
+from bus.persistence.relay import Relay
+from bus.persistence.relay_lane import Lingering
 from bus.service.environment import Environment
 from bus.service.presence import announce_presence
 from bus.service.service import Service
@@ -45,7 +46,8 @@ def build(env: Environment, config: ConductorConfig, cell: str, *, store: Instan
     store = store if store is not None else PostgresInstances(env.database(f"cell_{cell}"))
     bus = env.bus(cell)
     bus.belongs_to("conductor", lambda: store.deployment)
-    relay = Relay(store.outbox, {cell: bus}, clock=env.clock, linger_s=config.progress_linger_s, lingers=is_progress)
+    lingering = Lingering(linger_s=config.progress_linger_s, lingers=is_progress)
+    relay = Relay(store.outbox, {cell: bus}, clock=env.clock, lingering=lingering)
     fences = FenceKeeper(store, bus, clock=env.clock, config=config, cell=cell)
     keeper = LeaseKeeper(
         store, bus, clock=env.clock, config=config, cell=cell, process=env.process, on_fence=fences.on_announced

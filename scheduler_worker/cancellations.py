@@ -14,6 +14,7 @@ from bus.faults import Fault, Transient
 from bus.persistence.outbox import OutboxMessage
 from scheduler_worker import metrics
 from scheduler_worker.claims import ClaimPort
+from scheduler_worker.domain.admission import is_unused
 from scheduler_worker.domain.builds import Author
 from scheduler_worker.domain.deletes import (
     PendingDelete,
@@ -23,7 +24,7 @@ from scheduler_worker.domain.deletes import (
     refuse_unknown,
     tombstones,
 )
-from scheduler_worker.domain.pending import PendingBuild, accepted, is_unused
+from scheduler_worker.domain.pending import PendingBuild, accepted
 from scheduler_worker.domain.placement import FIRST_ATTEMPT, unavailable_after
 from scheduler_worker.store.port import SchedulerStore
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence, Sized
+from collections.abc import Iterable, Iterator, Sequence, Sized
+from contextlib import contextmanager
 
 from prometheus_client import Counter, Gauge, Histogram
 
+from bus.clock import Clock
 from bus.contracts.build import BuildEvent
 from bus.contracts.placement import ClaimResult
 from bus.contracts.stages import Stamps
@@ -39,6 +41,14 @@ def count_requests(kind: str, outcome: str, count: int = 1) -> None:
     """Build or delete requests with the same outcome; those without a name are not counted."""
     if outcome and count:
         REQUESTS.labels(kind, outcome).inc(count)
+
+
+@contextmanager
+def timed_stage(stage: str, clock: Clock) -> Iterator[None]:
+    """Measure how long one batch takes in a stage; what raises is not measured."""
+    started_s = clock.monotonic()
+    yield
+    STAGE_S.labels(stage).observe(clock.monotonic() - started_s)
 
 
 # Codes come from drivers, too: of more distinct ones than this the rest is counted as OTHER.

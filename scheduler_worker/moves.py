@@ -43,6 +43,7 @@ from placement_worker.replica.request import QueryTooWide
 from scheduler_worker import metrics
 from scheduler_worker.claims import ClaimPort
 from scheduler_worker.domain.builds import Author, BuildUpdate
+from scheduler_worker.domain.conclusions import HOSTS_UNKNOWN, RETRIES
 from scheduler_worker.domain.decisions import NO_HOST
 from scheduler_worker.domain.evacuation_policy import for_cell, policy_of
 from scheduler_worker.domain.explain import funnel_step, sentence
@@ -70,7 +71,7 @@ from scheduler_worker.domain.peers import peers_of
 from scheduler_worker.domain.placement import PlacementRequest, initial_state, unavailable_after
 from scheduler_worker.domain.request_spec import RequestSpec, Unsatisfiable
 from scheduler_worker.domain.selector import NoValidHost, Selector
-from scheduler_worker.engine import HOSTS_UNKNOWN, RETRIES, ReplicaFollower
+from scheduler_worker.placing import ReplicaFollower
 from scheduler_worker.store.port import SchedulerStore
 
 log = structlog.get_logger(__name__)

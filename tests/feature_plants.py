@@ -279,7 +279,7 @@ PLANTS: dict[str, tuple[str, str, str]] = {
         "            reason=reason[:MAX_REASON],\n        ),\n        funnel=(),",
     ),
     "C-16": (
-        "scheduler_worker/engine.py",
+        "scheduler_worker/placing.py",
         "            after.append(stepped.state)\n",
         (
             "            assert not isinstance(answer, ClaimResult) or answer.outcome is not ClaimOutcome.INVALID\n"
@@ -376,7 +376,7 @@ PLANTS: dict[str, tuple[str, str, str]] = {
         "elif isinstance(outcome, Retry) and False:",
     ),
     "B-3": (
-        "scheduler_worker/domain/pending.py",
+        "scheduler_worker/domain/admission.py",
         "    if known.digest != pending.digest:\n        return _clash(pending)\n",
         "",
     ),
@@ -435,7 +435,7 @@ PLANTS: dict[str, tuple[str, str, str]] = {
         "allowed = True",
     ),
     "T-6": (
-        "scheduler_worker/engine.py",
+        "scheduler_worker/placing.py",
         "            if any(state.needs_refresh for state in unresolved):\n",
         "            if False:\n",
     ),

@@ -280,9 +280,9 @@ PLANTS = (
     Plant(
         name="outbox_row_forgotten_at_the_first",
         does="an outbox row is forgotten when the first of its messages is confirmed",
-        file="bus/persistence/outbox.py",
-        old="_Ticket(row_id, len(leaving), left)",
-        new="_Ticket(row_id, 1, left)",
+        file="bus/persistence/relay.py",
+        old="Ticket(row_id, len(leaving), left)",
+        new="Ticket(row_id, 1, left)",
         tests="tests/unit/bus tests/integration/test_outbox.py",
     ),
 )

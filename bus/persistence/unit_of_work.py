@@ -18,7 +18,8 @@ from typing import ClassVar, Generic, Protocol, Self, TypeVar
 from msgspec import Struct
 
 from bus.persistence.conflict import Conflict
-from bus.persistence.outbox import OutboxMessage, Relay
+from bus.persistence.outbox import OutboxMessage
+from bus.persistence.relay import Relay
 from bus.persistence.version_cache import VersionCache
 
 Row = TypeVar("Row")

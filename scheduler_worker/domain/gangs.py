@@ -14,9 +14,8 @@ from msgspec.structs import replace
 
 from bus.contracts.groups import GroupPolicy
 from placement_worker.replica.query import total_resources
-from scheduler_worker.domain.builds import BuildStatus
-from scheduler_worker.domain.deletes import UNKNOWN
-from scheduler_worker.domain.pending import Admission, PendingBuild
+from scheduler_worker.domain.admission import Admission
+from scheduler_worker.domain.pending import PendingBuild
 from scheduler_worker.domain.placement import (
     GangIncomplete,
     HostClaimed,
@@ -111,14 +110,3 @@ def without_withdrawn(pending: PendingBuild, withdrawn_of: Mapping[str, int]) ->
         return pending
     left = gang.size - withdrawn_of[gang.uuid]
     return replace(pending, gang=replace(gang, min_count=min(gang.min_count, left)))
-
-
-def is_clash_of_first(
-    pending: PendingBuild, firsts: Mapping[str, PendingBuild], known: Mapping[str, BuildStatus]
-) -> bool:
-    """Whether the first member of this one's gang is on record, or in this batch, with other content."""
-    assert pending.gang is not None
-    first, on_record = firsts[pending.gang.uuid], known.get(pending.gang.uuid)
-    return first.digest != pending.digest or (
-        on_record is not None and on_record.digest != pending.digest and on_record.code != UNKNOWN
-    )

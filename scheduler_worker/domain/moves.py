@@ -30,8 +30,9 @@ from bus.contracts.moves import (
     ResizePolicy,
 )
 from bus.wire import Malformed
+from scheduler_worker.domain.admission import DUPLICATE
 from scheduler_worker.domain.builds import Author, RecordedBuild
-from scheduler_worker.domain.pending import DUPLICATE, TOO_OLD, FlavorAccess
+from scheduler_worker.domain.pending import TOO_OLD, FlavorAccess
 
 # The scheduler's own sequence numbers of a request's events; a conductor's begin above them.
 MALFORMED, SCHEDULED, DECIDED = 0, 2, 3

@@ -1,4 +1,4 @@
-"""One build request of a batch: what goes on record of it, and how a repeated one is answered from the record. Pure."""
+"""One build request of a batch: what is known of it when it is taken, and what goes on record of it. Pure."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from bus.consuming.given_up import given_up_of
-from bus.consuming.outcome import Done, Outcome, Received, Retry
+from bus.consuming.outcome import Done, Received
 from bus.contracts.base import MAX_REASON, Refusal
 from bus.contracts.build import BuildAccepted, BuildEvent, BuildRequest, BuildState, FlavorCount, member_uuids
 from bus.contracts.groups import ServerGroup
@@ -19,21 +19,17 @@ from bus.contracts.stages import Stamps
 from scheduler_worker.domain.builds import (
     ACCEPTED,
     DECIDED,
-    MALFORMED,
     Author,
-    BuildStatus,
     Gang,
     NewBuild,
     RecordedBuild,
 )
-from scheduler_worker.domain.deletes import UNKNOWN
-from scheduler_worker.domain.placement import CONSUMER_CHANGED, HostClaimed
+from scheduler_worker.domain.placement import HostClaimed
 
 TOO_OLD = "request.too_old"
 FLAVOR_UNKNOWN = "flavor.unknown"
 GROUP_UNKNOWN = "group.unknown"
 GROUP_INVALID = "group.invalid"
-DUPLICATE = "request.duplicate"
 MAX_NAME = 255  # of an instance
 
 _encode = msgspec.json.Encoder(order="deterministic").encode
@@ -84,24 +80,6 @@ class PendingBuild(Struct, frozen=True, kw_only=True):
     def instance_uuid(self) -> str:
         """The instance that it requests."""
         return self.request.instance_uuid
-
-
-class Admission(Struct, frozen=True, kw_only=True):
-    """What follows from the record of a pending build: its outcome, or how to go on.
-
-    label: for the metrics. first_run: this delivery put it on record, so nothing can be claimed for it. cancelled: a
-    delete came before the decision. release: an earlier run may hold a claim that no cell will use. event: published
-    to the project, because nothing else of this request will follow. withdrawn: a delete has ended it, or will: its
-    gang does not wait for it.
-    """
-
-    outcome: Outcome | None = None
-    label: str = ""
-    first_run: bool = False
-    cancelled: bool = False
-    release: bool = False
-    event: BuildEvent | None = None
-    withdrawn: bool = False
 
 
 def pending_build(
@@ -230,72 +208,6 @@ def first_event(pending: PendingBuild, now: float) -> BuildEvent:
         at=now,
         stamps=stamps_of(pending, None, now) if refusal else None,
     )
-
-
-def admit_new(pending: PendingBuild, *, first_run: bool) -> Admission:
-    """It is newly on record. first_run: and no earlier run can have claimed for it."""
-    if pending.refusal is not None:
-        return Admission(outcome=Done(reply=pending.refusal), label="refused", first_run=first_run)
-    return Admission(label="accepted", first_run=first_run)
-
-
-def admit_repeated(pending: PendingBuild, first: PendingBuild) -> Admission:
-    """The same instance twice in one batch: the first request counts."""
-    return Admission(outcome=accepted(pending.instance_uuid)) if pending.digest == first.digest else _clash(pending)
-
-
-def admit_known(pending: PendingBuild, known: BuildStatus | None) -> Admission:
-    """It was on record already: a redelivery goes on where it was, a repeated request changes nothing."""
-    refusal = pending.refusal
-    if known is not None and known.state is BuildState.ACCEPTED and refusal is not None:
-        # It is on record, however old, so it was not purged. Where what it names has been deleted since, the decision
-        # ends it.
-        refusal = None
-    if known is None:
-        # Inserted by a transaction that this one cannot see yet: look again in a moment.
-        reason = "the same request is being recorded by another scheduler"
-        return Admission(outcome=Retry("request.concurrent", reason))
-    if known.code == UNKNOWN and known.project_id == pending.request.project_id:
-        # Its delete came first and was answered "no such instance", which stays true.
-        return Admission(outcome=accepted(pending.instance_uuid), label="deleted", release=True, withdrawn=True)
-    if known.digest != pending.digest:
-        return _clash(pending)
-    if known.state is BuildState.REFUSED and refusal is not None:
-        return Admission(outcome=Done(reply=refusal))
-    if known.state is not BuildState.ACCEPTED or refusal is not None:
-        # The scheduler that wrote this may have died before it could release the claim.
-        withdrawn = known.delete_requested or known.state is BuildState.DELETED
-        return Admission(
-            outcome=accepted(pending.instance_uuid), label="repeated", release=is_unused(known), withdrawn=withdrawn
-        )
-    return Admission(cancelled=known.delete_requested, withdrawn=known.delete_requested)
-
-
-def admit_without_first(pending: PendingBuild) -> Admission:
-    """A later member of a request whose first one is on record with other content: nothing of it is put on record."""
-    return replace(_clash(pending), event=None)
-
-
-def _clash(pending: PendingBuild) -> Admission:
-    """Its event has the lowest sequence: outdated for a client that follows the request on record."""
-    refusal = Refusal(code=DUPLICATE, reason="this instance_uuid is on record with other content")
-    event = BuildEvent(
-        instance_uuid=pending.instance_uuid,
-        project_id=pending.request.project_id,
-        state=BuildState.REFUSED,
-        sequence=MALFORMED,
-        terminal=True,
-        code=refusal.code,
-        reason=refusal.reason,
-        at=pending.taken_at,
-    )
-    return Admission(outcome=Done(reply=refusal), label="duplicate", event=event)
-
-
-def is_unused(known: BuildStatus) -> bool:
-    """Whether no cell has the build, and none will: a claim of it is to be released, unless another client holds it."""
-    ended = known.delete_requested or known.state in (BuildState.FAILED, BuildState.DELETED)
-    return ended and known.cell is None and known.code != CONSUMER_CHANGED
 
 
 def stamps_of(pending: PendingBuild, claimed: HostClaimed | None, now: float) -> Stamps:

@@ -18,7 +18,8 @@ from bus.contracts.moves import MoveQuery, MoveRecord
 from bus.contracts.objects import ChangedObject, ObjectKind, ObjectLogEntry, ObjectLogQuery
 from bus.persistence.conflict import PreconditionFailed
 from bus.persistence.memory_database import MemoryDatabase, MemoryDatabaseTransaction, MemoryRows, MemorySession
-from bus.persistence.outbox import OutboxMessage, Relay
+from bus.persistence.outbox import OutboxMessage
+from bus.persistence.relay import Relay
 from bus.persistence.unit_of_work import Committed, published
 from bus.persistence.version_cache import VersionCache
 from scheduler_worker.domain.builds import (

@@ -13,7 +13,8 @@ from bus.contracts.build import BuildQuery, BuildRecord
 from bus.contracts.drains import DrainMoveState
 from bus.contracts.moves import MoveQuery, MoveRecord
 from bus.contracts.objects import ChangedObject, ObjectLogEntry, ObjectLogQuery
-from bus.persistence.outbox import OutboxMessage, Relay, Rows
+from bus.persistence.outbox import OutboxMessage, Rows
+from bus.persistence.relay import Relay
 from scheduler_worker.domain.builds import BuildDecision, BuildStatus, BuildUpdate, NewBuild, RecordedBuild
 from scheduler_worker.domain.drains import DrainMove, OpenDrain
 from scheduler_worker.domain.moves import InstanceRecord, MoveContext, RecordedMove

@@ -17,8 +17,9 @@ from bus.persistence import outbox
 from bus.persistence.database import Database
 from bus.persistence.guarded_statement import GuardedStatement
 from bus.persistence.identity import read_identity
-from bus.persistence.outbox import OutboxMessage, Relay
+from bus.persistence.outbox import OutboxMessage
 from bus.persistence.outbox_rows import PostgresRows
+from bus.persistence.relay import Relay
 from bus.persistence.unit_of_work import Committed, published
 from bus.persistence.version_cache import VersionCache
 from scheduler_worker.domain.builds import (

@@ -18,8 +18,9 @@ from bus.contracts.cell import CellDelete
 from bus.persistence import outbox
 from bus.persistence.database import Database
 from bus.persistence.guarded_statement import GuardedStatement
-from bus.persistence.outbox import OutboxMessage, Relay
+from bus.persistence.outbox import OutboxMessage
 from bus.persistence.outbox_rows import FORGET, PostgresRows
+from bus.persistence.relay import SWEEP_BATCH, Relay
 from bus.port import BusUnavailable, Unroutable
 from bus.tracing.context import CURRENT, Scope, TraceContext
 from bus.tracing.tracer import Tracer
@@ -299,7 +300,7 @@ async def test_rows_for_an_unreachable_cell_do_not_starve_those_that_can_leave(d
         await outbox.add(connection, to_cell)
         await connection.execute(
             "INSERT INTO outbox (buses, body) SELECT buses, body FROM outbox, generate_series(1, $1)",
-            10 * outbox.SWEEP_BATCH,
+            10 * SWEEP_BATCH,
         )
         await outbox.add(connection, [OutboxMessage("api", event("left"))])
     async with running(database, api, cell, sweep_age_s=0.0):

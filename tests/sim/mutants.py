@@ -16,7 +16,7 @@ from bus.consuming.consumer import Consumer
 from bus.contracts.cell import Destroy
 from bus.contracts.placement import Claim, ClaimOutcome, Release
 from bus.persistence.memory_database import MemoryDatabase, MemoryDatabaseTransaction, MemoryRows
-from bus.persistence.outbox import Relay
+from bus.persistence.relay import Relay
 from cell_conductor.domain import rules, table
 from cell_conductor.domain.instance import State
 from cell_conductor.engine import Engine

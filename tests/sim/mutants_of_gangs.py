@@ -10,7 +10,7 @@ from unittest.mock import patch
 from bus.contracts.placement import ClaimAll, ClaimOutcome
 from placement_worker.domain import claims
 from placement_worker.domain.claim_verdict import ClaimVerdict
-from scheduler_worker import engine
+from scheduler_worker import placing
 from scheduler_worker.domain import gangs
 
 
@@ -44,14 +44,14 @@ def too_few_go_on() -> AbstractContextManager[Any]:
 
     def too_soon(states: Any) -> Any:
         lenient = [
-            one if one.gang is None else engine.replace(one, gang=engine.replace(one.gang, min_count=1))
+            one if one.gang is None else placing.replace(one, gang=placing.replace(one.gang, min_count=1))
             for one in states
         ]
         return [
-            engine.replace(after, gang=before.gang) for before, after in zip(states, original(lenient), strict=True)
+            placing.replace(after, gang=before.gang) for before, after in zip(states, original(lenient), strict=True)
         ]
 
-    return patch.object(engine, "with_gang_results", too_soon)
+    return patch.object(placing, "with_gang_results", too_soon)
 
 
 MUTANTS_OF_GANGS: tuple[Callable[[], AbstractContextManager[Any]], ...] = (

@@ -14,7 +14,7 @@ from bus.consuming.consumer import Consumer
 from bus.consuming.in_flight import InFlightDelivery
 from bus.consuming.outcome_handling import OutcomeHandler
 from bus.faults import Transient
-from bus.persistence import outbox
+from bus.persistence import relay_lane
 from bus.port import BusError
 from bus.publishing import Waiter
 from cell_conductor import engine
@@ -22,11 +22,10 @@ from cell_conductor.domain.report import Newest
 from cell_conductor.engine import Engine
 from compute_sim.agent import Agent
 from placement_worker.domain import claims
-from scheduler_worker import engine as scheduling
-from scheduler_worker.domain import step
+from scheduler_worker.domain import admission, conclusions, step
 from scheduler_worker.domain.placed import ScheduledBuild
-from scheduler_worker.engine import SchedulingEngine
 from scheduler_worker.hosts_listener import HostsListener
+from scheduler_worker.recording import RequestRecorder
 
 
 def retry_not_confirmed() -> AbstractContextManager[Any]:
@@ -62,7 +61,7 @@ def full_queue_forgets() -> AbstractContextManager[Any]:
                 await self._bus.publish(item[1], cause=item[2])
             self._settle([item])
 
-    return patch.object(outbox._Lane, "_one_by_one", one_by_one)
+    return patch.object(relay_lane.Lane, "_one_by_one", one_by_one)
 
 
 def progress_lingers_for_ever() -> AbstractContextManager[Any]:
@@ -71,19 +70,19 @@ def progress_lingers_for_ever() -> AbstractContextManager[Any]:
     async def end_lingering(self: Any) -> None:
         await asyncio.get_running_loop().create_future()
 
-    return patch.object(outbox._Lane, "end_lingering", end_lingering)
+    return patch.object(relay_lane.Lane, "end_lingering", end_lingering)
 
 
 def failed_build_keeps_its_claim() -> AbstractContextManager[Any]:
     """A request that has failed releases nothing, though a claim of it may stand, or may still land."""
-    admitted = scheduling.admit_known
+    admitted = admission.admit_known
 
     def admit_known(pending: Any, known: Any) -> Any:
         return replace(admitted(pending, known), release=False)
 
     stack = ExitStack()
-    stack.enter_context(patch.object(scheduling, "admit_known", admit_known))
-    stack.enter_context(patch.object(scheduling, "ScheduledBuild", _without_claim))
+    stack.enter_context(patch.object(admission, "admit_known", admit_known))
+    stack.enter_context(patch.object(conclusions, "ScheduledBuild", _without_claim))
     return stack
 
 
@@ -93,7 +92,7 @@ def _without_claim(**fields: Any) -> Any:
 
 def taken_for_new() -> AbstractContextManager[Any]:
     """A request that is not on record has never run, and so holds nothing: also after a crash of the database."""
-    return patch.object(SchedulingEngine, "_may_have_run", lambda self, pending: False)
+    return patch.object(RequestRecorder, "may_have_run", lambda self, pending: False)
 
 
 def release_leaves_no_fence() -> AbstractContextManager[Any]:

@@ -16,7 +16,7 @@ from bus.persistence.memory_database import MemoryDatabaseTransaction
 from cell_conductor.domain import table
 from placement_worker.domain import claims
 from placement_worker.store.memory import MemoryBookTable
-from scheduler_worker import engine
+from scheduler_worker import placing
 from scheduler_worker.domain import step
 from scheduler_worker.domain.placement import PlacementRefused
 
@@ -75,13 +75,13 @@ def living_members_forgotten() -> AbstractContextManager[Any]:
 
 def hints_not_looked_up() -> AbstractContextManager[Any]:
     """A scheduler takes those whom a hint names for being nowhere."""
-    known = engine.peers_of
+    known = placing.peers_of
 
     def peers_of(request: Any, page: LocatePage) -> Any:
         found = known(request, page)
         return replace(found, different_hosts=found.different_hosts and (), same_hosts=None)
 
-    return patch.object(engine, "peers_of", peers_of)
+    return patch.object(placing, "peers_of", peers_of)
 
 
 def quota_with_one_more() -> AbstractContextManager[Any]:

@@ -27,7 +27,7 @@ from bus.contracts.moves import MoveEvent
 from bus.contracts.placement import Claim, ClaimOutcome, ClaimResult, Release, ReleaseResult
 from bus.memory import MemoryBroker, MemoryTransport
 from bus.persistence.database import Database
-from bus.persistence.outbox import Relay
+from bus.persistence.relay import Relay
 from bus.port import Transport
 from cell_conductor.config import ConductorConfig
 from cell_conductor.domain.instance import State

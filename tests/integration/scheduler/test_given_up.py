@@ -15,7 +15,7 @@ from bus.port import Transport
 from bus.rabbitmq import RabbitTransport
 from scheduler_worker.cancellations import Cancellations
 from scheduler_worker.domain.placement import PlacementState
-from scheduler_worker.engine import SchedulingEngine
+from scheduler_worker.placing import Placer
 from tests.integration.scheduler.world import World
 from tests.kit.raw_amqp import long, raw_publisher, table
 
@@ -151,14 +151,14 @@ async def test_a_request_that_a_scheduler_gave_up_ends_with_one_event(
     await world.scheduler()
     await world.add_hosts("c1", 1)
     bad, good = world.request(), world.request()
-    place = SchedulingEngine.place
+    place = Placer.place
 
-    async def crashes(engine: SchedulingEngine, asking: Sequence[object], ahead: dict[str, PlacementState]) -> object:
+    async def crashes(placer: Placer, asking: Sequence[object], ahead: dict[str, PlacementState]) -> object:
         if any(getattr(one, "request", bad).instance_uuid == bad.instance_uuid for one in asking):
             raise RuntimeError("planted")
-        return await place(engine, asking, ahead)  # type: ignore[arg-type]
+        return await place(placer, asking, ahead)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(SchedulingEngine, "place", crashes)
+    monkeypatch.setattr(Placer, "place", crashes)
     await world.ask(bad, good)
     failed = await world.ended(bad.instance_uuid, BuildState.FAILED)
     assert (failed.code, failed.terminal) == ("delivery.given_up", True)

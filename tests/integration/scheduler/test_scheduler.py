@@ -27,7 +27,7 @@ from bus.persistence.database import Database
 from scheduler_worker import announcements, metrics
 from scheduler_worker.config import SchedulerConfig
 from scheduler_worker.domain.placement import PlacementRequest, PlacementState
-from scheduler_worker.engine import SchedulingEngine
+from scheduler_worker.placing import Placer
 from scheduler_worker.store.unit_of_work import OptimisticBuildUnit
 from tests.integration.scheduler.world import PATIENCE_S, World
 
@@ -354,18 +354,16 @@ async def test_a_request_that_no_scheduler_comes_to_an_end_with_still_gets_its_t
     await world.add_hosts("c1", 1, CUSTOM_BAREMETAL_GOLD=1)
     request, other = world.request("bm.gold"), world.request("bm.gold")
     died = asyncio.Event()
-    place = SchedulingEngine.place
+    place = Placer.place
 
-    async def dies(
-        engine: SchedulingEngine, asking: Sequence[PlacementRequest], ahead: dict[str, PlacementState]
-    ) -> object:
+    async def dies(placer: Placer, asking: Sequence[PlacementRequest], ahead: dict[str, PlacementState]) -> object:
         if any(one.request.instance_uuid == request.instance_uuid for one in asking):
             died.set()
             await asyncio.Event().wait()  # until the process dies
-        return await place(engine, asking, ahead)
+        return await place(placer, asking, ahead)
 
     with monkeypatch.context() as patched:
-        patched.setattr(SchedulingEngine, "place", dies)
+        patched.setattr(Placer, "place", dies)
         await world.scheduler("s0")
         await world.ask(request)
         for number in range(1, BY_QUEUE["scheduler.requests"].delivery_limit):

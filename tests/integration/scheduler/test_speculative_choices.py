@@ -8,7 +8,8 @@ import pytest
 
 from bus.contracts.build import BuildState
 from bus.faults import DatabaseUnavailable
-from scheduler_worker.engine import SchedulingEngine
+from scheduler_worker.placing import Placer
+from scheduler_worker.recording import RequestRecorder
 from tests.integration.scheduler.world import World
 
 pytestmark = pytest.mark.postgres
@@ -17,14 +18,14 @@ pytestmark = pytest.mark.postgres
 async def test_a_repeat_leaves_its_choice(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same request as a new message: known only when the record's statement comes back."""
     chosen: list[str] = []
-    choose = SchedulingEngine._choose_speculatively
+    choose = Placer.choose_speculatively
 
-    def recorded(self: SchedulingEngine, builds: Any) -> Any:
+    def recorded(self: Placer, builds: Any) -> Any:
         found = choose(self, builds)
         chosen.extend(found)
         return found
 
-    monkeypatch.setattr(SchedulingEngine, "_choose_speculatively", recorded)
+    monkeypatch.setattr(Placer, "choose_speculatively", recorded)
     await world.scheduler()
     await world.add_hosts("c1", 2)
     book, request = world.replicas["s1"], world.request()
@@ -45,7 +46,7 @@ async def test_a_record_that_fails_leaves_its_choice(world: World, monkeypatch: 
     await world.scheduler()
     await world.add_hosts("c1", 2)
     book, request = world.replicas["s1"], world.request()
-    record, seen = SchedulingEngine._insert, list[list[str]]()
+    record, seen = RequestRecorder.record, list[list[str]]()
 
     async def fail_first(self: Any, builds: Any) -> Any:
         seen.append(list(book.assumed_keys()))
@@ -54,7 +55,7 @@ async def test_a_record_that_fails_leaves_its_choice(world: World, monkeypatch: 
             raise DatabaseUnavailable("it went away")
         return await record(self, builds)
 
-    monkeypatch.setattr(SchedulingEngine, "_insert", fail_first)
+    monkeypatch.setattr(RequestRecorder, "record", fail_first)
     await world.ask(request)
     await world.ended(request.instance_uuid, BuildState.SCHEDULED)
     assert seen == [[], []], "assumed while the database was unavailable"

@@ -13,8 +13,9 @@ from bus.clock import SystemClock
 from bus.contracts.base import Message
 from bus.contracts.cell import CellDelete
 from bus.faults import DatabaseUnavailable
-from bus.persistence import outbox
-from bus.persistence.outbox import FORGET_PAUSE_S, SWEEP_EVERY_S, OutboxMessage, Relay
+from bus.persistence.confirmed_rows import DELETE_BATCH
+from bus.persistence.outbox import OutboxMessage
+from bus.persistence.relay import FORGET_PAUSE_S, SWEEP_EVERY_S, Relay
 from bus.retrying import RELAY
 
 UUID = "0b2d1c9e-6f7a-4d53-9a40-2f1a3b4c5d6e"
@@ -108,7 +109,7 @@ async def test_what_is_confirmed_in_the_pause_goes_in_one_statement() -> None:
         await clock.waiting.wait()
         relay.send(2, OUTGOING)
         relay.send(3, OUTGOING)
-        while len(relay._confirmed) < 3:  # noqa: ASYNC110  (it needs only turns of the loop)
+        while relay._confirmed.to_delete < 3:  # noqa: ASYNC110  (it needs only turns of the loop)
             await asyncio.sleep(0)
         assert rows.statements == []
         clock.over.set()
@@ -152,12 +153,12 @@ async def test_after_a_drain_rows_gather_again() -> None:
 async def test_a_full_batch_waits_for_no_more() -> None:
     clock, rows = Gate(), Rows()
     async with relaying(clock, rows) as relay:
-        for row in range(outbox.FORGET_BATCH + 1):
+        for row in range(DELETE_BATCH + 1):
             relay.send(row + 1, OUTGOING)
         await rows.deleted.wait()
-        assert [len(ids) for ids in rows.statements] == [outbox.FORGET_BATCH]
+        assert [len(ids) for ids in rows.statements] == [DELETE_BATCH]
         await relay.drain(PATIENCE_S)
-        assert sum(map(len, rows.statements)) == outbox.FORGET_BATCH + 1
+        assert sum(map(len, rows.statements)) == DELETE_BATCH + 1
 
 
 async def test_a_sweep_takes_along_what_is_confirmed() -> None:

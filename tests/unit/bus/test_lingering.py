@@ -16,8 +16,10 @@ from bus.contracts.base import Message
 from bus.contracts.build import BuildEvent, BuildState
 from bus.contracts.catalogue import BUILD_EVENTS
 from bus.memory import MemoryBroker, MemoryTransport
-from bus.persistence import outbox
-from bus.persistence.outbox import OutboxMessage, Relay, StreamPosition
+from bus.persistence import relay_lane
+from bus.persistence.outbox import OutboxMessage
+from bus.persistence.relay import Relay
+from bus.persistence.relay_lane import Lingering, StreamPosition
 from bus.port import Outgoing
 from cell_conductor.app import is_progress
 from scheduler_worker.app import position_of_event
@@ -81,7 +83,7 @@ async def relaying(
     clock: Gate, receiver: Receiver, place: Callable[[Message], StreamPosition | None] | None = None
 ) -> AsyncIterator[Relay]:
     buses: dict[str, Bus] = {CELL: receiver}  # type: ignore[dict-item]
-    relay = Relay(NoRows(), buses, clock=clock, linger_s=LINGER_S, lingers=is_progress, place=place)
+    relay = Relay(NoRows(), buses, clock=clock, lingering=Lingering(LINGER_S, is_progress, place))
     running = asyncio.create_task(relay.run())
     await turns()  # its first sweep is over
     try:
@@ -170,7 +172,7 @@ async def test_an_end_and_an_event_without_a_number_are_never_dropped() -> None:
 async def test_what_lingers_while_a_publish_is_under_way_may_still_be_overtaken(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(outbox, "LANE_SLOW_S", 100.0)
+    monkeypatch.setattr(relay_lane, "LANE_SLOW_S", 100.0)
     clock, receiver = Gate(), HeldUp()
     async with relaying(clock, receiver, position_of_event) as relay:
         relay.send(1, [OutboxMessage(CELL, structs.replace(ACTIVE, instance_uuid=OTHER.instance_uuid))])
@@ -217,7 +219,7 @@ class HeldUp(Receiver):
 
 
 async def test_messages_during_a_publish_leave_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(outbox, "LANE_SLOW_S", 100.0)
+    monkeypatch.setattr(relay_lane, "LANE_SLOW_S", 100.0)
     receiver = HeldUp()
     async with relaying(Gate(), receiver) as relay:
         for row in (1, 2, 3):

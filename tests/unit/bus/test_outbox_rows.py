@@ -10,7 +10,8 @@ from bus.bus import Bus
 from bus.clock import SystemClock
 from bus.contracts.base import Message
 from bus.contracts.cell import CellDelete
-from bus.persistence.outbox import OutboxMessage, Relay
+from bus.persistence.outbox import OutboxMessage
+from bus.persistence.relay import Relay
 
 UUID = "0b2d1c9e-6f7a-4d53-9a40-2f1a3b4c5d6e"
 

@@ -13,8 +13,9 @@ from bus.bus import Bus
 from bus.clock import SystemClock
 from bus.contracts.base import Message
 from bus.contracts.cell import CellDelete
-from bus.persistence import outbox
-from bus.persistence.outbox import UNAVAILABLE_LOG_INTERVAL_S, OutboxMessage, Relay
+from bus.persistence.outbox import OutboxMessage
+from bus.persistence.relay import Relay
+from bus.persistence.relay_lane import LANE_PUBLISHES, UNAVAILABLE_LOG_INTERVAL_S
 from bus.port import BusUnavailable
 
 OUTAGE_S = 200.0
@@ -72,7 +73,7 @@ async def test_an_outage_is_logged_when_it_begins_at_intervals_and_when_it_ends(
     relay = Relay(NoRows(), named, clock=clock)
     with structlog.testing.capture_logs() as lines:
         running = asyncio.create_task(relay.run())
-        for row in range(outbox.LANE_PUBLISHES):
+        for row in range(LANE_PUBLISHES):
             relay.send(row + 1, [OutboxMessage("c1", CellDelete(instance_uuid=UUID, project_id="p"))])
             await asyncio.sleep(0)  # each of the lane's publishers has something in hand
         async with asyncio.timeout(10):

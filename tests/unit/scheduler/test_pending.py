@@ -8,19 +8,10 @@ from msgspec.structs import replace
 from bus.consuming.outcome import Done, Received, Retry
 from bus.contracts.base import Meta, Refusal
 from bus.contracts.build import BuildAccepted, BuildRequest, BuildState
+from scheduler_worker.domain.admission import Admission, admit_known, admit_new, admit_repeated, is_unused
 from scheduler_worker.domain.builds import Author, BuildStatus
 from scheduler_worker.domain.deletes import UNKNOWN
-from scheduler_worker.domain.pending import (
-    TOO_OLD,
-    Admission,
-    PendingBuild,
-    admit_known,
-    admit_new,
-    admit_repeated,
-    is_unused,
-    new_build,
-    pending_build,
-)
+from scheduler_worker.domain.pending import TOO_OLD, PendingBuild, new_build, pending_build
 from tests.unit.scheduler.hosts import Hosts
 
 UUID = "00000000-0000-4000-8000-000000000001"

@@ -27,14 +27,13 @@ from scheduler_worker.domain.placement import (
 )
 from scheduler_worker.domain.request_spec import RequestSpec
 from scheduler_worker.domain.selector import NoValidHost
-from scheduler_worker.engine import SchedulingEngine
-from scheduler_worker.store.memory import MemoryBuilds, MemoryBuildTable
+from scheduler_worker.placing import Placer
 from tests.kit.claims import Answer, BookClaims
 from tests.unit.scheduler.hosts import PLENTY, Hosts
 
 
 class Cluster:
-    """An engine beside hosts made by hand; `answer` answers claims, and `refreshed` is called for news."""
+    """A placer beside hosts made by hand; `answer` answers claims, and `refreshed` is called for news."""
 
     def __init__(self, hosts: Hosts, config: SchedulerConfig) -> None:
         self.hosts = hosts
@@ -43,12 +42,10 @@ class Cluster:
         self.port.answer = self.claimed
         self.refreshed: Callable[[], None] = lambda: None
         self.refreshes = 0
-        self.engine = self.make_engine(config)
+        self.placer = self.make_placer(config)
 
-    def make_engine(self, config: SchedulerConfig) -> SchedulingEngine:
-        store = MemoryBuilds(MemoryBuildTable(self.clock).session())
-        rng = random.Random(5)
-        return SchedulingEngine(store, self.port, self.hosts.selector, self, clock=self.clock, rng=rng, config=config)
+    def make_placer(self, config: SchedulerConfig) -> Placer:
+        return Placer(self.port, self.hosts.selector, self, clock=self.clock, rng=random.Random(5), config=config)
 
     @property
     def claims(self) -> list[Claim]:
@@ -82,7 +79,7 @@ class Cluster:
         return PlacementRequest(request=request, spec=spec, first_run=first_run)
 
     async def place(self, *requests: BuildRequest, first_run: bool = True) -> list[PlacementResult]:
-        return await self.engine.place([self.asking(request, first_run=first_run) for request in requests])
+        return await self.placer.place([self.asking(request, first_run=first_run) for request in requests])
 
     def pending(self, request: BuildRequest) -> PendingBuild:
         return PendingBuild(position=0, request=request, digest=b"", requested_at=0.0, taken_at=0.0)
@@ -211,9 +208,9 @@ async def test_a_refusal_stops_with_its_code(cluster: Cluster) -> None:
 async def test_the_bound_on_rounds_is_not_no_host_either(cluster: Cluster) -> None:
     cluster.answer = lambda _: result(ClaimOutcome.FULL)
     config = SchedulerConfig(claim_rounds=3, retry_jitter_s=0.001)
-    engine = cluster.make_engine(config)
+    placer = cluster.make_placer(config)
     request = cluster.hosts.request()
-    (ended,) = await engine.place([PlacementRequest(request=request, spec=cluster.hosts.spec())])
+    (ended,) = await placer.place([PlacementRequest(request=request, spec=cluster.hosts.spec())])
     assert ended == ClaimsContended(3) and len(cluster.claims) == 3
 
 
@@ -347,7 +344,7 @@ async def test_a_flavor_too_wide_to_search_is_refused_and_its_neighbours_are_not
         PlacementRequest(request=hosts.request(), spec=spec),
         PlacementRequest(request=hosts.request(), spec=structs.replace(spec, query=wide, key=("wide",))),
     ]
-    placed, stopped = await cluster.engine.place(requested)
+    placed, stopped = await cluster.placer.place(requested)
     assert isinstance(placed, HostClaimed)
     assert isinstance(stopped, PlacementRefused) and stopped.code == "search.too_wide"
 
@@ -407,7 +404,7 @@ async def test_a_full_child_does_not_make_its_host_full(cluster: Cluster) -> Non
 
     cluster.answer, cluster.refreshed = full_at_first, change
     spec = structs.replace(hosts.spec(), query=Query(resources={"VCPU": 1, "VGPU": 1}), key=("vgpu",))
-    (placed,) = await cluster.engine.place([PlacementRequest(request=hosts.request(), spec=spec)])
+    (placed,) = await cluster.placer.place([PlacementRequest(request=hosts.request(), spec=spec)])
     assert isinstance(placed, HostClaimed), placed
     assert (placed.selections[0].host_uuid, len(cluster.claims)) == (root, 2)
 
@@ -433,16 +430,16 @@ async def test_who_is_ruled_out_goes_where_its_server_group_is(cluster: Cluster)
         assert placed.lost == tuple(f"{cluster.host_of(claim)}: ruled_out" for claim in before)
 
 
-async def test_what_was_chosen_speculatively_is_claimed_first_and_only_once(cluster: Cluster) -> None:
+async def test_what_was_chosen_ahead_is_claimed_first_and_only_once(cluster: Cluster) -> None:
     """Chosen while the record is written: assumed at once, the first to be claimed, and never asked again when full."""
     request = cluster.hosts.request()
-    chosen = cluster.engine._choose_speculatively([cluster.pending(request)])
+    chosen = cluster.placer.choose_speculatively([cluster.pending(request)])
     assert list(chosen) == list(cluster.hosts.book.assumed_keys()) == [request.instance_uuid]
     choice = chosen[request.instance_uuid].choice
     assert choice is not None and cluster.claims == []
     outcomes = iter([ClaimOutcome.FULL])
     cluster.answer = lambda claim: result(kind) if (kind := next(outcomes, None)) else cluster.claimed(claim)
-    (placed,) = await cluster.engine.place([cluster.asking(request)], chosen)
+    (placed,) = await cluster.placer.place([cluster.asking(request)], chosen)
     first, second = map(cluster.host_of, cluster.claims)
     assert isinstance(placed, HostClaimed) and placed.claims == 2
     assert first == cluster.hosts.name(choice.selected.row) != second == placed.selections[0].host
@@ -450,10 +447,10 @@ async def test_what_was_chosen_speculatively_is_claimed_first_and_only_once(clus
     assert list(cluster.hosts.book.assumed_keys()) == [request.instance_uuid], "what is claimed stays assumed"
 
 
-async def test_what_was_chosen_speculatively_and_is_not_claimed_is_not_assumed(cluster: Cluster) -> None:
+async def test_what_was_chosen_ahead_and_is_not_claimed_is_not_assumed(cluster: Cluster) -> None:
     request = cluster.hosts.request()
     apart = cluster.hosts.request(server_group=ServerGroup(uuid=new_uuid(cluster.hosts.rng), policy=APART))
-    chosen = cluster.engine._choose_speculatively([cluster.pending(request), cluster.pending(apart)])
+    chosen = cluster.placer.choose_speculatively([cluster.pending(request), cluster.pending(apart)])
     assert list(chosen) == [request.instance_uuid], "a request that depends on where others are is not chosen for ahead"
-    cluster.engine._drop(chosen.values())
+    cluster.placer.drop(chosen.values())
     assert list(cluster.hosts.book.assumed_keys()) == []

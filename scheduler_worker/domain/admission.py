@@ -1,0 +1,145 @@
+"""How a build request is admitted: from what is on record, a new one, a redelivery, a repetition or a clash. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+
+from msgspec import Struct
+from msgspec.structs import replace
+
+from bus.consuming.outcome import Done, Outcome, Retry
+from bus.contracts.base import Refusal
+from bus.contracts.build import BuildEvent, BuildState
+from scheduler_worker.domain.builds import MALFORMED, BuildStatus
+from scheduler_worker.domain.deletes import UNKNOWN
+from scheduler_worker.domain.pending import PendingBuild, accepted
+from scheduler_worker.domain.placement import CONSUMER_CHANGED
+
+DUPLICATE = "request.duplicate"
+
+
+class Admission(Struct, frozen=True, kw_only=True):
+    """What follows from the record of a pending build: its outcome, or how to go on.
+
+    label: for the metrics. first_run: this delivery put it on record, so nothing can be claimed for it. cancelled: a
+    delete came before the decision. release: an earlier run may hold a claim that no cell will use. event: published
+    to the project, because nothing else of this request will follow. withdrawn: a delete has ended it, or will: its
+    gang does not wait for it.
+    """
+
+    outcome: Outcome | None = None
+    label: str = ""
+    first_run: bool = False
+    cancelled: bool = False
+    release: bool = False
+    event: BuildEvent | None = None
+    withdrawn: bool = False
+
+
+def first_of_each(builds: Iterable[PendingBuild]) -> dict[str, PendingBuild]:
+    """{instance: the first request for it}, in order: a second one in the same batch changes nothing."""
+    firsts: dict[str, PendingBuild] = {}
+    for pending in builds:
+        firsts.setdefault(pending.instance_uuid, pending)
+    return firsts
+
+
+def admit(
+    pending: PendingBuild,
+    firsts: Mapping[str, PendingBuild],
+    new: Collection[str],
+    known: Mapping[str, BuildStatus],
+    *,
+    may_have_run: bool,
+) -> Admission:
+    """What follows for a request of a batch once the batch is on record.
+
+    firsts: as `first_of_each`. new: instances that this batch has put on record. known: the records of the others.
+    may_have_run: an earlier delivery may have come as far as its claim.
+    """
+    uuid, first = pending.instance_uuid, firsts[pending.instance_uuid]
+    if pending.is_later_member and is_clash_of_first(pending, firsts, known):
+        return admit_without_first(pending)
+    if first is not pending:
+        return admit_repeated(pending, first)
+    if uuid in new:
+        # The record of an earlier run may be lost, but not its claim: they may be in two databases.
+        return admit_new(pending, first_run=not may_have_run)
+    return admit_known(pending, known.get(uuid))
+
+
+def is_clash_of_first(
+    pending: PendingBuild, firsts: Mapping[str, PendingBuild], known: Mapping[str, BuildStatus]
+) -> bool:
+    """Whether the first member of this one's gang is on record, or in this batch, with other content."""
+    assert pending.gang is not None
+    first, on_record = firsts[pending.gang.uuid], known.get(pending.gang.uuid)
+    return first.digest != pending.digest or (
+        on_record is not None and on_record.digest != pending.digest and on_record.code != UNKNOWN
+    )
+
+
+def admit_new(pending: PendingBuild, *, first_run: bool) -> Admission:
+    """It is newly on record. first_run: and no earlier run can have claimed for it."""
+    if pending.refusal is not None:
+        return Admission(outcome=Done(reply=pending.refusal), label="refused", first_run=first_run)
+    return Admission(label="accepted", first_run=first_run)
+
+
+def admit_repeated(pending: PendingBuild, first: PendingBuild) -> Admission:
+    """The same instance twice in one batch: the first request counts."""
+    return Admission(outcome=accepted(pending.instance_uuid)) if pending.digest == first.digest else _clash(pending)
+
+
+def admit_known(pending: PendingBuild, known: BuildStatus | None) -> Admission:
+    """It was on record already: a redelivery goes on where it was, a repeated request changes nothing."""
+    refusal = pending.refusal
+    if known is not None and known.state is BuildState.ACCEPTED and refusal is not None:
+        # It is on record, however old, so it was not purged. Where what it names has been deleted since, the decision
+        # ends it.
+        refusal = None
+    if known is None:
+        # Inserted by a transaction that this one cannot see yet: look again in a moment.
+        reason = "the same request is being recorded by another scheduler"
+        return Admission(outcome=Retry("request.concurrent", reason))
+    if known.code == UNKNOWN and known.project_id == pending.request.project_id:
+        # Its delete came first and was answered "no such instance", which stays true.
+        return Admission(outcome=accepted(pending.instance_uuid), label="deleted", release=True, withdrawn=True)
+    if known.digest != pending.digest:
+        return _clash(pending)
+    if known.state is BuildState.REFUSED and refusal is not None:
+        return Admission(outcome=Done(reply=refusal))
+    if known.state is not BuildState.ACCEPTED or refusal is not None:
+        # The scheduler that wrote this may have died before it could release the claim.
+        withdrawn = known.delete_requested or known.state is BuildState.DELETED
+        return Admission(
+            outcome=accepted(pending.instance_uuid), label="repeated", release=is_unused(known), withdrawn=withdrawn
+        )
+    return Admission(cancelled=known.delete_requested, withdrawn=known.delete_requested)
+
+
+def admit_without_first(pending: PendingBuild) -> Admission:
+    """A later member of a request whose first one is on record with other content: nothing of it is put on record."""
+    return replace(_clash(pending), event=None)
+
+
+def _clash(pending: PendingBuild) -> Admission:
+    """Its event has the lowest sequence: outdated for a client that follows the request on record."""
+    refusal = Refusal(code=DUPLICATE, reason="this instance_uuid is on record with other content")
+    event = BuildEvent(
+        instance_uuid=pending.instance_uuid,
+        project_id=pending.request.project_id,
+        state=BuildState.REFUSED,
+        sequence=MALFORMED,
+        terminal=True,
+        code=refusal.code,
+        reason=refusal.reason,
+        at=pending.taken_at,
+    )
+    return Admission(outcome=Done(reply=refusal), label="duplicate", event=event)
+
+
+def is_unused(known: BuildStatus) -> bool:
+    """Whether no cell has the build, and none will: a claim of it is to be released, unless another client holds it."""
+    ended = known.delete_requested or known.state in (BuildState.FAILED, BuildState.DELETED)
+    return ended and known.cell is None and known.code != CONSUMER_CHANGED

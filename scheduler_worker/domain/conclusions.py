@@ -1,0 +1,128 @@
+"""What follows for a build from its placement: a decision to write, or the retry of its request. Pure."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+from msgspec import Struct
+
+from bus.consuming.outcome import Outcome, Retry
+from bus.contracts.catalogue import BY_QUEUE
+from scheduler_worker.domain.builds import Author
+from scheduler_worker.domain.decisions import decision, given_up, may_hold_claim, retry_of, unsatisfiable
+from scheduler_worker.domain.flavors import HOST_UNKNOWN
+from scheduler_worker.domain.pending import PendingBuild
+from scheduler_worker.domain.placed import PlacedBuild, ScheduledBuild
+from scheduler_worker.domain.placement import (
+    GangIncomplete,
+    HostClaimed,
+    PlacementRequest,
+    PlacementResult,
+    PlacementState,
+    PlacementUnavailable,
+)
+from scheduler_worker.domain.request_spec import RequestSpec
+from scheduler_worker.domain.selector import NoValidHost, Selector
+
+RETRIES = len(BY_QUEUE["scheduler.requests"].retry_s)
+HOSTS_UNKNOWN = Retry("hosts.unknown", "not every host has been announced yet")
+
+Conclusion = ScheduledBuild | Outcome
+
+
+class Circumstances(Struct, frozen=True, kw_only=True):
+    """What a conclusion depends on besides the placement. author: who concludes, and when.
+
+    warming_up: the process has just started; hosts that were not announced yet may still be, and "no host" would be a
+    guess. nearest: how many of the nearest misses an explanation names.
+    """
+
+    author: Author
+    warming_up: bool
+    nearest: int
+
+    def await_hosts(self, pending: PendingBuild) -> bool:
+        """Whether a request that no known host can take is tried again, because more hosts may be announced."""
+        return self.warming_up and pending.delivery < RETRIES
+
+
+def prepare(
+    pending: PendingBuild,
+    ahead: PlacementState | None,
+    selector: Selector,
+    circumstances: Circumstances,
+    *,
+    first_run: bool,
+) -> PlacementRequest | Conclusion:
+    """What to place for a build; or the conclusion of one that cannot be placed.
+
+    ahead: a choice made while it was recorded. first_run: nothing can be claimed for it yet.
+    """
+    author = circumstances.author
+    if pending.given_up is not None:  # an earlier delivery may have claimed for it, and ended its process
+        failed = given_up(pending.request, pending.given_up, author)
+        return ScheduledBuild(pending=pending, decision=failed, may_hold_claim=True)
+    spec = selector.request_spec(pending.request) if ahead is None else ahead.spec
+    if isinstance(spec, RequestSpec):
+        return PlacementRequest(request=pending.request, spec=spec, first_run=first_run, gang=pending.gang)
+    if spec.code == HOST_UNKNOWN and circumstances.await_hosts(pending):
+        return HOSTS_UNKNOWN
+    hosts = int(selector.book.rows_of_roots().size)
+    failed = unsatisfiable(pending.request, spec, hosts, author)
+    return ScheduledBuild(pending=pending, decision=failed, may_hold_claim=not first_run)
+
+
+def conclude_all(
+    placed: Sequence[PlacedBuild], circumstances: Circumstances
+) -> tuple[list[tuple[PendingBuild, Conclusion]], PlacementUnavailable | None]:
+    """The conclusion of each build; and the fault of those that placement has not answered, which have none.
+
+    The members of a gang stand side by side, and one that has no answer leaves the whole gang without a conclusion.
+    """
+    concluded: list[tuple[PendingBuild, Conclusion]] = []
+    unavailable: PlacementUnavailable | None = None
+    for _, grouped in itertools.groupby(placed, key=lambda one: one.pending.gang or one.pending.instance_uuid):
+        members = list(grouped)
+        missing = next((one.result for one in members if isinstance(one.result, PlacementUnavailable)), None)
+        if missing is not None:
+            unavailable = missing
+        else:
+            concluded += conclude(members, circumstances)
+    return concluded, unavailable
+
+
+def conclude(members: Sequence[PlacedBuild], circumstances: Circumstances) -> list[tuple[PendingBuild, Conclusion]]:
+    """What follows for a build, or for all members of a gang: decisions to write, or the outcome of a retry."""
+    gang = members[0].pending.gang
+    started = sum(isinstance(one.result, HostClaimed) for one in members)
+    is_short = started < (1 if gang is None else gang.min_count)
+    retry = next((retry for one in members if (retry := _retry_of(one, circumstances)) is not None), None)
+    if is_short and retry is not None:
+        return [(one.pending, retry) for one in members]
+    concluded: list[tuple[PendingBuild, Conclusion]] = []
+    for one in members:
+        result = one.result
+        if gang is not None and is_short and isinstance(result, HostClaimed):
+            result = GangIncomplete(gang, started, result.claims)
+        concluded.append((one.pending, _decided(one, result, circumstances)))
+    return concluded
+
+
+def _retry_of(placed: PlacedBuild, circumstances: Circumstances) -> Retry | None:
+    """How a placement is tried again with its request; None: its result is final."""
+    result, pending = placed.result, placed.pending
+    if isinstance(result, NoValidHost) and result.may_be_early and circumstances.await_hosts(pending):
+        return HOSTS_UNKNOWN
+    return retry_of(result) if pending.delivery < RETRIES else None
+
+
+def _decided(placed: PlacedBuild, result: PlacementResult, circumstances: Circumstances) -> ScheduledBuild:
+    """The decision to write of a placement's result."""
+    request = placed.request
+    return ScheduledBuild(
+        pending=placed.pending,
+        decision=decision(request.request, request.spec, result, circumstances.author, nearest=circumstances.nearest),
+        claimed=result if isinstance(result, HostClaimed) else None,
+        may_hold_claim=not request.first_run or may_hold_claim(result),
+    )

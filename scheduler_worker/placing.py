@@ -1,0 +1,268 @@
+"""DECIDE and CLAIM, in rounds: a round chooses a host for each request that has none, and claims all of them together.
+
+Decide: one pass over the replica, without a message. Each choice is assumed there, so that the next one sees it.
+Claim: the claims of all requests travel together. The answers step each placement; one without a result is decided
+and claimed again, within the bounds of one delivery. A claim is idempotent by (instance, attempt 1).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import random
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from typing import Protocol
+
+import structlog
+from msgspec.structs import replace
+
+from bus.clock import Clock
+from bus.contracts.placement import Claim, ClaimAll, ClaimOutcome, ClaimResult
+from bus.faults import Fault
+from bus.retrying import Retrying, RetryPolicy
+from placement_worker.replica.request import QueryTooWide
+from scheduler_worker import metrics
+from scheduler_worker.claims import ClaimPort, claim_gangs
+from scheduler_worker.config import SchedulerConfig
+from scheduler_worker.domain.decision_round import DecisionRound
+from scheduler_worker.domain.gangs import by_gang, claimable, merged, with_gang_results
+from scheduler_worker.domain.peers import has_peers, locate_request, peers_of
+from scheduler_worker.domain.pending import PendingBuild
+from scheduler_worker.domain.placement import (
+    Assume,
+    ClaimsContended,
+    Forget,
+    HostClaimed,
+    PlacementRequest,
+    PlacementResult,
+    PlacementState,
+    PlacementStep,
+    Settle,
+    claim_of,
+    initial_state,
+    is_lost,
+    unavailable_after,
+)
+from scheduler_worker.domain.request_spec import RequestSpec
+from scheduler_worker.domain.selector import NoValidHost, Selector
+from scheduler_worker.domain.spread import Spread
+from scheduler_worker.domain.step import probed, step, with_probe
+
+log = structlog.get_logger(__name__)
+
+FIRST_JITTER_S = 0.002  # the longest wait before the second round of claims; the mean is half of it
+
+
+class ReplicaFollower(Protocol):
+    """What placing needs of the replica's follower."""
+
+    async def refresh(self, *, timeout_s: float) -> bool:
+        """Apply the newest changes now; False: they did not come in time."""
+
+
+class Placer:
+    """Decides and claims for many requests at once. One per scheduler process; several batches may be in it at once."""
+
+    def __init__(
+        self,
+        claims: ClaimPort,
+        selector: Selector,
+        follower: ReplicaFollower,
+        *,
+        clock: Clock,
+        rng: random.Random,
+        config: SchedulerConfig,
+    ) -> None:
+        self._claims = claims
+        self._selector = selector
+        self._follower = follower
+        self._clock = clock
+        self._rng = rng
+        self._claim_rounds = RetryPolicy(
+            first_s=FIRST_JITTER_S,
+            longest_s=config.retry_jitter_s,
+            least=0.0,
+            attempts=config.claim_rounds,
+            lasts_s=config.claim_deadline_s,
+        )
+        self._spread = Spread()
+
+    @property
+    def _config(self) -> SchedulerConfig:
+        """The configuration in force: the settings, with what operators have defined since."""
+        return self._selector.config
+
+    async def place(
+        self, requests: Sequence[PlacementRequest], chosen: dict[str, PlacementState] | None = None
+    ) -> list[PlacementResult]:
+        """Decide and claim in rounds until each request has a result; in their order. chosen: speculative choices."""
+        speculative = chosen or {}
+        states = [speculative.get(one.request.instance_uuid) or initial_state(one, self._selector) for one in requests]
+        states = with_gang_results(await self._recover_gangs(await self._with_peers(states)))
+        rounds = Retrying(self._claim_rounds, self._clock, self._rng)
+        speculative.clear()  # from here on each round drops what it does not claim
+
+        async def next_round() -> bool:
+            nonlocal states
+            states = await self._round(states)
+            return all(state.result is not None for state in states)
+
+        await rounds.until(next_round)
+        return [state.result or ClaimsContended(state.claims) for state in states]
+
+    async def _round(self, states: Sequence[PlacementState]) -> list[PlacementState]:
+        """One round for all placements without a result: decide, claim them together, apply the answers."""
+        unresolved = [state for state in states if state.result is None]
+        after = list(states)
+        try:
+            if any(state.needs_refresh for state in unresolved):
+                await self._follower.refresh(timeout_s=self._config.raced_wait_s)  # one round trip, shared
+            with metrics.timed_stage("decide", self._clock):
+                after = with_gang_results(merged(states, self._decide(unresolved)))
+            open_ = [one for one in after if one.result is None]
+            singles = [one for one in open_ if one.gang is None and one.has_claim_to_submit]
+            gangs = claimable(open_)
+            if singles or gangs:
+                with metrics.timed_stage("claim", self._clock):
+                    after = with_gang_results(merged(after, await self._claim(singles, gangs)))
+        finally:
+            # Whatever ended the round, a cancelled process too: nothing stays assumed that was not claimed.
+            self.drop(after)
+        ended = {one.request.instance_uuid for one in unresolved}
+        for state in after:
+            if isinstance(state.result, NoValidHost) and state.request.instance_uuid in ended:
+                metrics.DECISIONS.labels("no_host").inc()
+        return after
+
+    # --- decide
+
+    def choose_speculatively(self, builds: Sequence[PendingBuild]) -> dict[str, PlacementState]:
+        """Choices made before it is known whether the requests are new, by instance.
+
+        A request that finds no host at once, or depends on where others are, is left to the rounds.
+        """
+        specs = [(pending, self._selector.request_spec(pending.request)) for pending in builds]
+        states = {
+            pending.instance_uuid: initial_state(PlacementRequest(request=pending.request, spec=spec), self._selector)
+            for pending, spec in specs
+            if isinstance(spec, RequestSpec) and pending.gang is None and not has_peers(pending.request)
+        }
+        decisions, chosen = self._decision_round(), dict[str, PlacementState]()
+        for uuid, state in states.items():
+            with suppress(QueryTooWide):
+                choice = decisions.choose(state)
+                if choice.choice is not None:
+                    chosen[uuid] = replace(choice, speculative=True, decided_at=self._clock.time())
+        metrics.observe_round(len(chosen), decisions.rankings.values())
+        return chosen
+
+    def _decide(self, states: Sequence[PlacementState]) -> list[PlacementState]:
+        """One synchronous pass: each choice is assumed, so that the next one sees it."""
+        decisions = self._decision_round()
+        decided = [
+            after
+            for members in by_gang(states)
+            for after in (map(decisions.decide, members) if members[0].gang is None else decisions.decide_gang(members))
+        ]
+        pairs = zip(states, decided, strict=True)
+        chosen = sum(after.choice is not None and not before.speculative for before, after in pairs)
+        metrics.observe_round(chosen, decisions.rankings.values())
+        decided_at = self._clock.time()
+        return [one if one.decided_at else replace(one, decided_at=decided_at) for one in decided]
+
+    def _decision_round(self) -> DecisionRound:
+        subset = self._spread.subset(self._config.host_subset_size, self._config.max_subset_size)
+        metrics.SUBSET.set(subset)
+        return DecisionRound(self._selector, self._rng, subset=subset)
+
+    def drop(self, states: Iterable[PlacementState]) -> None:
+        """Forget the assumptions of choices that were not claimed."""
+        for state in states:
+            if not isinstance(state.result, HostClaimed):
+                self._selector.book.forget(state.request.instance_uuid)
+
+    # --- claim
+
+    async def _claim(
+        self, singles: Sequence[PlacementState], gangs: Sequence[Sequence[PlacementState]]
+    ) -> list[PlacementState]:
+        """Submit the claims, those of a gang together, and step each placement by its answer."""
+        answers = await self._submit(singles, gangs)
+        states = [*singles, *itertools.chain.from_iterable(gangs)]
+        now, lost = self._clock.time(), 0
+        after: list[PlacementState] = []
+        for state, answer in zip(states, answers, strict=True):
+            metrics.count_claim(answer, retried=state.choice is not None and is_lost(answer))
+            lost += isinstance(answer, ClaimResult) and answer.outcome in (ClaimOutcome.FULL, ClaimOutcome.RACED)
+            stepped = step(state, answer, self._selector, now=now)
+            self._carry_out(stepped)
+            after.append(stepped.state)
+        self._spread = self._spread.after(len(states), lost)
+        return after
+
+    async def _submit(
+        self, singles: Sequence[PlacementState], gangs: Sequence[Sequence[PlacementState]]
+    ) -> list[ClaimResult | Fault]:
+        """Placement's answers, in order: those of the singles, then those of each gang's members."""
+        claims = self._claims_of(singles)
+        if not gangs:
+            return await self._claims.submit(claims)
+        answers, of_gangs = await asyncio.gather(
+            self._claims.submit(claims), claim_gangs(self._claims, self._gang_claims(gangs))
+        )
+        return [*answers, *of_gangs.values()]
+
+    def _carry_out(self, stepped: PlacementStep) -> None:
+        """Do to the replica what an answer means for it."""
+        uuid = stepped.state.request.instance_uuid
+        for command in stepped.commands:
+            match command:
+                case Assume():
+                    self._selector.book.assume(uuid, command.allocations)
+                case Settle():
+                    self._selector.book.settle(uuid, command.generations, command.sequence)
+                case Forget():
+                    self._selector.book.forget(uuid)
+        if stepped.state.recovered is not None:
+            log.info("claim.recovered", instance=uuid, host=stepped.state.recovered)
+
+    def _claims_of(self, states: Sequence[PlacementState]) -> list[Claim]:
+        return [claim_of(one, self._config.quota_of(one.request.project_id)) for one in states]
+
+    def _gang_claims(self, gangs: Sequence[Sequence[PlacementState]]) -> list[ClaimAll]:
+        return [ClaimAll(claims=tuple(self._claims_of(members))) for members in gangs]
+
+    # --- what depends on other instances
+
+    async def _with_peers(self, states: list[PlacementState]) -> list[PlacementState]:
+        """Ask where the instances are that requests depend on; without an answer the request is tried again."""
+        to_locate = [state for state in states if has_peers(state.request)]
+        if not to_locate:
+            return states
+        requests = [locate_request(state.request, first_run=state.first_run) for state in to_locate]
+        distinct = list(dict.fromkeys(requests))
+        pages = dict(zip(distinct, await self._claims.locate(distinct), strict=True))
+        answered: dict[str, PlacementState] = {}
+        for state, request in zip(to_locate, requests, strict=True):
+            page = pages[request]
+            uuid = state.request.instance_uuid
+            if isinstance(page, Fault):
+                answered[uuid] = replace(state, result=unavailable_after(page))
+            else:
+                spec = state.spec.with_peers(peers_of(state.request, page), uuid)
+                answered[uuid] = replace(state, spec=spec)
+        return [answered.get(state.request.instance_uuid, state) for state in states]
+
+    async def _recover_gangs(self, states: list[PlacementState]) -> list[PlacementState]:
+        """What an earlier run may have claimed for a gang is found before its members choose: all of it at once."""
+        again = [one for one in states if one.gang is not None and not one.first_run and one.result is None]
+        probing = [one for one in (with_probe(one, self._selector) for one in again) if one.probe is not None]
+        if not probing:
+            return states
+        answers = await claim_gangs(self._claims, self._gang_claims(by_gang(replace(a, choice=None) for a in probing)))
+        now = self._clock.time()
+        return merged(
+            states,
+            [probed(one, answers[one.request.instance_uuid], self._selector, now=now).state for one in probing],
+        )
