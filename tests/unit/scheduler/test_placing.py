@@ -430,7 +430,7 @@ async def test_who_is_ruled_out_goes_where_its_server_group_is(cluster: Cluster)
         assert placed.lost == tuple(f"{cluster.host_of(claim)}: ruled_out" for claim in before)
 
 
-async def test_what_was_chosen_ahead_is_claimed_first_and_only_once(cluster: Cluster) -> None:
+async def test_what_was_chosen_speculatively_is_claimed_first_and_only_once(cluster: Cluster) -> None:
     """Chosen while the record is written: assumed at once, the first to be claimed, and never asked again when full."""
     request = cluster.hosts.request()
     chosen = cluster.placer.choose_speculatively([cluster.pending(request)])
@@ -447,7 +447,7 @@ async def test_what_was_chosen_ahead_is_claimed_first_and_only_once(cluster: Clu
     assert list(cluster.hosts.book.assumed_keys()) == [request.instance_uuid], "what is claimed stays assumed"
 
 
-async def test_what_was_chosen_ahead_and_is_not_claimed_is_not_assumed(cluster: Cluster) -> None:
+async def test_what_was_chosen_speculatively_and_is_not_claimed_is_not_assumed(cluster: Cluster) -> None:
     request = cluster.hosts.request()
     apart = cluster.hosts.request(server_group=ServerGroup(uuid=new_uuid(cluster.hosts.rng), policy=APART))
     chosen = cluster.placer.choose_speculatively([cluster.pending(request), cluster.pending(apart)])
