@@ -51,7 +51,7 @@ from .domain.events import (
 from .domain.fences import Fence, Loss, fenced_hosts, losses_of
 from .domain.instance import Instance, State
 from .domain.leases import Lease
-from .domain.rules import Step, Timeouts
+from .domain.steps import Step, Timeouts
 from .domain.table import IllegalStep, question_of, step
 from .store.port import DatabaseChange, InstanceStore, Transaction
 

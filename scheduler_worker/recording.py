@@ -32,10 +32,10 @@ class RequestRecorder:
 
     async def record(self, builds: Sequence[PendingBuild]) -> list[Admission]:
         """Insert the new requests and separate repeated ones from clashes: one statement each for the whole batch."""
-        firsts = first_of_each(builds)
+        author, firsts = Author(self._who, self._clock.time()), first_of_each(builds)
 
         async def insert(unit: BuildUnit) -> list[Admission]:
-            return await self._insert(unit, builds, firsts)
+            return await self._insert(unit, builds, firsts, author)
 
         # Not durable: until a decision is on disk, the unacknowledged message itself survives a crash.
         admissions = await run_optimistic(
@@ -66,11 +66,9 @@ class RequestRecorder:
             del self._in_progress[oldest]
 
     async def _insert(
-        self, unit: BuildUnit, builds: Sequence[PendingBuild], firsts: Mapping[str, PendingBuild]
+        self, unit: BuildUnit, builds: Sequence[PendingBuild], firsts: Mapping[str, PendingBuild], author: Author
     ) -> list[Admission]:
         """The transaction. The record of a gang's first member stands for the whole request, so it goes first."""
-        now = self._clock.time()
-        author = Author(self._who, now)
         new, known = set[str](), dict[str, BuildStatus]()
         for later in (False, True):
             part = {
@@ -78,11 +76,11 @@ class RequestRecorder:
                 for uuid, pending in firsts.items()
                 if pending.is_later_member is later and not (later and is_clash_of_first(pending, firsts, known))
             }
-            new |= await unit.insert([new_build(pending, author) for pending in part.values()], now)
+            new |= await unit.insert([new_build(pending, author) for pending in part.values()], author.at)
             known |= await unit.read([uuid for uuid in part if uuid not in new])
         for uuid, pending in firsts.items():
             if uuid in new:
-                unit.emit(to_clients(first_event(pending, now)))
+                unit.emit(to_clients(first_event(pending, author.at)))
         admissions = [admit(pending, firsts, new, known, may_have_run=self.may_have_run(pending)) for pending in builds]
         for admission in admissions:
             if admission.event is not None:

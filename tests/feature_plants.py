@@ -173,8 +173,8 @@ PLANTS: dict[str, tuple[str, str, str]] = {
     "M-11": (_MOVE_STEPS, "return undo(left, at, timeouts, NO_HOST, summary_of_hosts(left))", "return Step(left)"),
     "T-13": (
         _MOVE_STEPS,
-        "    if instance.is_in_place:\n        return Step(rules.ask",
-        "    if True:\n        return Step(rules.ask",
+        "    if instance.is_in_place:\n        return Step(steps.ask",
+        "    if True:\n        return Step(steps.ask",
     ),
     "T-1": ("scheduler_worker/domain/weights.py", "(clamped - scale.low) / scale.span", "clamped"),
     "T-2": ("scheduler_worker/domain/weights.py", "np.minimum(smallest, value), smallest)", "value, smallest)"),

@@ -13,13 +13,13 @@ from bus.contracts.build import AttemptRecord
 from bus.contracts.fences import EvacuationPolicy
 from bus.contracts.moves import MoveState
 
-from . import move_rules, rules
+from . import change_rules, delete_rules, move_rules, rules, steps, undo_rules
 from .events import Destroyed, HostFenced
 from .fences import FENCED
 from .instance import Instance, State
 from .move_events import MoveEnd, close, move_of
 from .move_steps import end_undone, note, over, try_next, undo
-from .rules import Step, Timeouts
+from .steps import Step, Timeouts
 
 
 def leave_host(instance: Instance, event: HostFenced, timeouts: Timeouts) -> Step:
@@ -39,7 +39,7 @@ def fail_by_policy(instance: Instance, event: HostFenced, timeouts: Timeouts) ->
 
 def end_delete(instance: Instance, event: HostFenced, timeouts: Timeouts) -> Step:
     """A delete: the host's confirmation is not waited for; the history records that."""
-    ended = move_rules.release_both(instance, _destroyed(instance, event), timeouts)
+    ended = delete_rules.release_both(instance, _destroyed(instance, event), timeouts)
     if ended.instance is instance:
         return ended
     host = instance.here.host
@@ -84,8 +84,8 @@ def settle(instance: Instance, event: HostFenced, timeouts: Timeouts) -> Step:
 def revert(instance: Instance, event: HostFenced, timeouts: Timeouts) -> Step:
     """What an undone move left there is not waited for."""
     if event.host_uuid == instance.host_uuid and instance.is_in_place:
-        return Step(rules.ask(instance, State.REVERTING, event.at, timeouts))
-    return move_rules.revert_destroyed(instance, _destroyed(instance, event), timeouts)
+        return Step(steps.ask(instance, State.REVERTING, event.at, timeouts))
+    return undo_rules.revert_destroyed(instance, _destroyed(instance, event), timeouts)
 
 
 def end_unstarted(instance: Instance, event: HostFenced, timeouts: Timeouts) -> Step:
@@ -93,7 +93,7 @@ def end_unstarted(instance: Instance, event: HostFenced, timeouts: Timeouts) -> 
     if event.host_uuid != instance.host_uuid:
         return Step(instance)
     move = move_of(instance)
-    why = rules.cut(f"{move.lost_reason}; its host was fenced before it was started again".strip("; "))
+    why = steps.cut(f"{move.lost_reason}; its host was fenced before it was started again".strip("; "))
     return end_undone(replace(instance, move=replace(move, lost_reason=why)), event.at, timeouts)
 
 
@@ -108,7 +108,7 @@ def end_change(instance: Instance, event: HostFenced, timeouts: Timeouts) -> Ste
 
 def vacate(instance: Instance, event: HostFenced, timeouts: Timeouts) -> Step:
     """A shelved machine: its allocation goes."""
-    return move_rules.vacate(instance, _destroyed(instance, event), timeouts)
+    return change_rules.vacate(instance, _destroyed(instance, event), timeouts)
 
 
 def _destroyed(instance: Instance, event: HostFenced) -> Destroyed:

@@ -13,12 +13,12 @@ from msgspec.structs import replace
 from bus.contracts.cell import Destroy
 from bus.contracts.moves import MoveState
 
-from . import rules
+from . import rules, steps
 from .events import Destroyed, HostRuns, MoveRequested, Spawned, TimedOut
 from .instance import Instance, Move, State
 from .move_events import MoveEnd, after, answer_other, move_of, refuse_request
 from .move_steps import arrived, confirm, destroy_source, is_doubted, note, repeat_at, source_gone, undo
-from .rules import Step, Timeouts
+from .steps import Step, Timeouts
 
 IN_DOUBT = "move.in_doubt"
 WHY = "the cell's database was set back in the middle of the move: its hosts are queried first"
@@ -36,9 +36,9 @@ def adopt_arrived(instance: Instance, event: Spawned | HostRuns, timeouts: Timeo
     """
     if isinstance(event, HostRuns) and not event.built:
         return Step(instance)
-    here = rules.at_service(instance, event.service)
+    here = steps.at_service(instance, event.service)
     move = replace(move_of(here), lost_code="", lost_reason="", finishing=True)
-    here = replace(here, move=move, up_at=rules.by_its_clock(event), up_scan=event.scan, queried=False)
+    here = replace(here, move=move, up_at=steps.by_its_clock(event), up_scan=event.scan, queried=False)
     # A revert or an abort that was requested before has not come true.
     earlier = answer_other(here, MoveEnd(MoveState.FAILED, IN_DOUBT, WHY), event.at, timeouts)
     step = after(earlier, arrived(note(earlier.instance, "active", event.at), event.at, timeouts))
@@ -51,7 +51,7 @@ def adopt_arrived(instance: Instance, event: Spawned | HostRuns, timeouts: Timeo
 def ask_both(instance: Instance, at: float, timeouts: Timeouts) -> Step:
     """A move that has arrived, by a record that was set back: it may have been confirmed or reverted since."""
     queried = replace(instance, queried=True, deadline=repeat_at(instance, at, timeouts))
-    here = replace(rules.destroy_here(queried, timeouts), unless_built=True)
+    here = replace(steps.destroy_here(queried, timeouts), unless_built=True)
     source: Destroy = replace(destroy_source(queried, timeouts), unless_built=True)
     return Step(queried, (here, source))
 
@@ -71,7 +71,7 @@ def note_there(instance: Instance, event: Spawned | HostRuns, timeouts: Timeouts
     """A host of a move in doubt has its machine complete."""
     move = move_of(instance)
     of_source = is_source(instance, event)
-    if not of_source and not rules.is_ours(instance, event):
+    if not of_source and not steps.is_ours(instance, event):
         return rules.destroy_orphan(instance, event, timeouts)
     if isinstance(event, HostRuns) and not event.built:
         return Step(instance)
@@ -93,7 +93,7 @@ def note_gone(instance: Instance, event: Destroyed, timeouts: Timeouts) -> Step:
 
 def follow_undone(instance: Instance, event: Spawned | HostRuns, timeouts: Timeouts) -> Step:
     """The destination of a move that is undone has it still. In doubt: complete there, the move had arrived."""
-    if is_doubted(instance, timeouts) and not instance.is_in_place and rules.is_ours(instance, event):
+    if is_doubted(instance, timeouts) and not instance.is_in_place and steps.is_ours(instance, event):
         return adopt_arrived(instance, event, timeouts)
     if is_source(instance, event):
         return Step(instance)
@@ -109,10 +109,10 @@ def follow_resized(instance: Instance, event: Spawned | HostRuns, timeouts: Time
 
 def follow_destination(instance: Instance, event: Spawned | HostRuns, timeouts: Timeouts) -> Step:
     """The destination is listed still; under another service now, that one is commanded as well."""
-    if instance.is_in_place or not rules.is_ours(instance, event) or event.service == instance.here.service:
-        return Step(instance) if rules.is_ours(instance, event) else rules.destroy_orphan(instance, event, timeouts)
-    found = rules.at_service(instance, event.service)
-    return Step(found, (rules.destroy_here(found, timeouts),))
+    if instance.is_in_place or not steps.is_ours(instance, event) or event.service == instance.here.service:
+        return Step(instance) if steps.is_ours(instance, event) else rules.destroy_orphan(instance, event, timeouts)
+    found = steps.at_service(instance, event.service)
+    return Step(found, (steps.destroy_here(found, timeouts),))
 
 
 def is_source(instance: Instance, event: Spawned | HostRuns) -> bool:

@@ -11,7 +11,7 @@ from bus.contracts.moves import ENDS_OF_MOVES, CellMove, Condition, MoveEvent, M
 
 from .events import MoveRequested
 from .instance import MAX_ENDED, EndedMove, Instance, Move, Power, State
-from .rules import Step, Timeouts, cut
+from .steps import Step, Timeouts, cut
 
 _AT_REST = {
     Power.RUNNING: Condition.ACTIVE,
@@ -56,6 +56,7 @@ class MoveEnd(Struct, frozen=True):
 
 
 DONE = MoveEnd(MoveState.DONE)
+DELETED = "instance.deleted"  # the code of a move that ended because its instance was deleted
 
 
 def condition_of(instance: Instance) -> Condition:

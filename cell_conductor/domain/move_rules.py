@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
-from bus.contracts.build import BuildState
 from bus.contracts.moves import (
     MACHINE_ABSENT,
     ChangeKind,
@@ -18,18 +17,16 @@ from bus.contracts.moves import (
     MoveState,
 )
 
-from . import rules
+from . import rules, steps
 from .events import (
     ChangeEnded,
     Claimed,
     ClaimRefused,
-    DeleteRequested,
     Destroyed,
     HostMissing,
     HostRuns,
     MoveRequested,
     Released,
-    Reverted,
     ServiceLost,
     Spawned,
     SpawnFailed,
@@ -38,13 +35,11 @@ from .events import (
 from .instance import Instance, Power, State
 from .move_doubts import adopt_arrived, ask_before_confirmed, refuse_doubted, undo_doubted
 from .move_events import (
+    DELETED,
     DONE,
     ENDS_ANOTHER,
-    MoveEnd,
     after,
-    answer,
     answer_other,
-    close,
     has_ended,
     move_of,
     refuse_busy,
@@ -53,46 +48,35 @@ from .move_events import (
     report_progress,
 )
 from .move_steps import (
-    CHANGES,
     CLAIMS,
     NO_HOST,
     adopt,
     arrived,
-    as_left,
     begin_claimed,
     begin_in_place,
     change,
     claim,
     confirm,
-    destroy_left,
     destroy_source,
-    end_here,
-    end_undone,
-    ending_of,
     finish,
-    here_gone,
     is_awaited,
     is_doubted,
     leave,
     note,
     note_not_claimed,
-    offload,
     order,
     over,
     repeat_at,
-    resize_back,
-    revert_book,
     source_gone,
     summary_of_hosts,
     try_next,
     undo,
 )
-from .rules import Step, Timeouts
+from .steps import Step, Timeouts
 
 ABORTED = "move.aborted"
 REVERTED = "move.reverted"
 TIMED_OUT = "move.timeout"
-DELETED = "instance.deleted"
 
 
 # --- requests
@@ -260,14 +244,14 @@ def give_up_hand_over(instance: Instance, event: TimedOut, timeouts: Timeouts) -
 
 def arrive(instance: Instance, event: Spawned | HostRuns, timeouts: Timeouts) -> Step:
     """The destination has it. Only now the source may go: at once, or when the move is confirmed."""
-    if not rules.is_ours(instance, event):
+    if not steps.is_ours(instance, event):
         return rules.destroy_orphan(instance, event, timeouts)
     if is_doubted(instance, timeouts):
         return adopt_arrived(instance, event, timeouts)
     if isinstance(event, HostRuns) and not event.built:
         return Step(instance)
-    here = rules.at_service(instance, event.service)
-    here = replace(here, up_at=rules.by_its_clock(event), up_scan=event.scan, queried=False)
+    here = steps.at_service(instance, event.service)
+    here = replace(here, up_at=steps.by_its_clock(event), up_scan=event.scan, queried=False)
     return arrived(note(here, "active", event.at), event.at, timeouts)
 
 
@@ -300,7 +284,7 @@ def give_up_in_place(instance: Instance, event: TimedOut, timeouts: Timeouts) ->
 
 def fail_destination(instance: Instance, event: SpawnFailed, timeouts: Timeouts) -> Step:
     """The destination could not: what is left there goes, and the next one is tried, or the move is undone."""
-    if not rules.is_current(instance, event.attempt, event.host_uuid):
+    if not steps.is_current(instance, event.attempt, event.host_uuid):
         return Step(instance)
     failed = note(instance, "failed", event.at, event.code, event.reason)
     if event.final:
@@ -313,7 +297,7 @@ def query_destination(instance: Instance, event: TimedOut, timeouts: Timeouts) -
 
     Until it has answered nothing is started anywhere else: it may run.
     """
-    order = replace(rules.destroy_here(instance, timeouts), unless_built=True)
+    order = replace(steps.destroy_here(instance, timeouts), unless_built=True)
     return Step(replace(instance, queried=True, deadline=repeat_at(instance, event.at, timeouts)), (order,))
 
 
@@ -327,7 +311,7 @@ def lose_destination(instance: Instance, event: Destroyed, timeouts: Timeouts) -
 
 def revert_lost(instance: Instance, event: HostMissing, timeouts: Timeouts) -> Step:
     """The destination is gone before it was confirmed: the source is still there, and is started again."""
-    if not rules.is_gone(instance, event, timeouts):
+    if not steps.is_gone(instance, event, timeouts):
         return Step(instance)
     if instance.is_in_place:
         return rules.lose(instance, event, timeouts)
@@ -357,7 +341,7 @@ def settle(instance: Instance, event: Destroyed | HostMissing, timeouts: Timeout
     """The source is gone from its host: its allocation goes."""
     if not source_gone(instance, event, timeouts):
         return Step(instance)
-    return Step(rules.ask(instance, State.SETTLING, event.at, timeouts))
+    return Step(steps.ask(instance, State.SETTLING, event.at, timeouts))
 
 
 def follow_source(instance: Instance, event: Spawned | HostRuns, timeouts: Timeouts) -> Step:
@@ -380,220 +364,3 @@ def end_settled(instance: Instance, event: Released, timeouts: Timeouts) -> Step
     earlier = answer_other(over(instance, event.at), DONE, event.at, timeouts)
     gone = report_progress(earlier.instance, MoveState.SOURCE_GONE, event.at, timeouts)
     return after(earlier, Step(replace(gone.instance, move=None), gone.commands))
-
-
-# --- the way back
-
-
-def undo_failed_in_place(instance: Instance, event: ChangeEnded, timeouts: Timeouts) -> Step:
-    """The machine has its old size again, or is gone: the book is reverted. Otherwise the command is repeated at its
-    deadline.
-    """
-    if not instance.is_in_place or not is_awaited(instance, event, instance.here, instance.attempt):
-        return Step(instance)
-    is_back = event.done or event.code == MACHINE_ABSENT
-    return Step(rules.ask(instance, State.REVERTING, event.at, timeouts)) if is_back else Step(instance)
-
-
-def revert_destroyed(instance: Instance, event: Destroyed | HostMissing, timeouts: Timeouts) -> Step:
-    """Nothing of the destination is left: the book is reverted, or an unshelved instance is without a host again."""
-    if instance.is_in_place or not here_gone(instance, event, timeouts):
-        return Step(instance)
-    return Step(revert_book(instance, event.at, timeouts))
-
-
-def undo_again(instance: Instance, event: TimedOut, timeouts: Timeouts) -> Step:
-    """The destination has not confirmed: ask again, for as long as it takes."""
-    later = replace(instance, deadline=repeat_at(instance, event.at, timeouts))
-    if not instance.is_in_place:
-        return end_here(later, timeouts)
-    return resize_back(later, event.at, timeouts)
-
-
-def return_to_source(instance: Instance, event: Reverted, timeouts: Timeouts) -> Step:
-    """The instance holds its source again: it is started there if it was commanded to stop."""
-    if event.attempt != instance.next_attempt:
-        return Step(instance)
-    move = move_of(instance)
-    assert move.source is not None
-    generation = instance.consumer_generation if event.consumer_generation is None else event.consumer_generation
-    back = replace(
-        instance,
-        selections=(move.source,),
-        position=0,
-        attempt=move.source_attempt,
-        newest=event.attempt,
-        consumer_generation=generation,
-        spec=move.spec,
-        power=move.power,
-        image=move.image,
-        queried=False,
-        up_at=move.source_up_at,
-        up_scan=move.source_up_scan,
-    )
-    if not move.handed_over or move.power is not Power.RUNNING:
-        # Stopped before and handed over: the next start, or hand-over, has a higher order and undoes it.
-        return end_undone(back, event.at, timeouts)
-    return change(back, State.RESTARTING, ChangeKind.START, event.at, timeouts)
-
-
-def restarted(instance: Instance, event: ChangeEnded, timeouts: Timeouts) -> Step:
-    """The source runs again, or reports that it cannot: then it is stopped, and a client may start it.
-
-    What its host does not know is queried again at its deadline: a machine that may run is not on record as stopped.
-    """
-    if not is_awaited(instance, event, instance.here, instance.attempt):
-        return Step(instance)
-    if event.done:
-        return end_undone(instance, event.at, timeouts)
-    if event.runs is None:
-        return Step(instance)
-    move = move_of(instance)
-    power = Power.RUNNING if event.runs else Power.STOPPED
-    move_event = f"{move.lost_reason}; and it could not be started again: {event.code} {event.reason}".strip("; ")
-    left = replace(instance, power=power, move=replace(move, lost_reason=rules.cut(move_event)))
-    return end_undone(left, event.at, timeouts)
-
-
-def restart_again(instance: Instance, event: TimedOut, timeouts: Timeouts) -> Step:
-    """The source has not reported that it runs: the command is repeated, and the request does not wait for it."""
-    earlier = order(instance, ChangeKind.START, event.at, timeouts)
-    step = Step(replace(earlier.instance, deadline=repeat_at(instance, event.at, timeouts)), earlier.commands)
-    move = move_of(step.instance)
-    if move.answered:
-        return step
-    return after(step, answer(step.instance, ending_of(move), event.at, timeouts))
-
-
-# --- one machine
-
-
-def changed(instance: Instance, event: ChangeEnded, timeouts: Timeouts) -> Step:
-    """The host has done what was commanded, or reports that it could not; what it does not know is queried again."""
-    if not is_awaited(instance, event, instance.here, instance.attempt):
-        return Step(instance)
-    move = move_of(instance)
-    if not event.done:
-        ending = MoveEnd(MoveState.FAILED, event.code or "change.failed", event.reason)
-        if event.runs is None:
-            return answer(instance, ending, event.at, timeouts)
-        back = as_left(instance, event)
-        return close(over(back, event.at), ending, event.at, timeouts)
-    if move.kind is MoveKind.SHELVE:
-        kept = replace(instance, power=Power.SHELVED, image=event.image)
-        if move.offload:
-            return offload(kept, event.at, timeouts)
-        return close(over(kept, event.at), DONE, event.at, timeouts)
-    if move.kind in (MoveKind.START, MoveKind.UNSHELVE):
-        instance = replace(instance, power=Power.RUNNING, image="")
-    if move.kind in (MoveKind.RESCUE, MoveKind.UNRESCUE):
-        instance = replace(instance, power=Power.RESCUED if move.kind is MoveKind.RESCUE else Power.RUNNING)
-    if move.kind is MoveKind.STOP:
-        instance = replace(instance, power=Power.STOPPED)
-    return close(over(instance, event.at), DONE, event.at, timeouts)
-
-
-def change_again(instance: Instance, event: TimedOut, timeouts: Timeouts) -> Step:
-    """No answer: the command is repeated, in a new order, until the host answers; the request does not wait."""
-    move = move_of(instance)
-    earlier = order(instance, CHANGES[move.kind], event.at, timeouts)
-    step = Step(replace(earlier.instance, deadline=repeat_at(instance, event.at, timeouts)), earlier.commands)
-    if move.answered:
-        return step
-    reason = f"no answer within {move.step_timeout_s:g} s; the command is repeated"
-    return after(step, answer(step.instance, MoveEnd(MoveState.FAILED, "change.timeout", reason), event.at, timeouts))
-
-
-def vacate(instance: Instance, event: Destroyed | HostMissing, timeouts: Timeouts) -> Step:
-    """The shelved machine is gone from its host: its allocation goes."""
-    if not here_gone(instance, event, timeouts):
-        return Step(instance)
-    return Step(rules.ask(instance, State.VACATING, event.at, timeouts))
-
-
-def end_offloaded(instance: Instance, event: Released, timeouts: Timeouts) -> Step:
-    """Nothing is held any more: without a host. A copy of a claim, or of this release, is fenced by its attempt."""
-    if event.consumer not in ("", instance.uuid):
-        return Step(instance)
-    move = move_of(instance)
-    gone = replace(
-        instance,
-        state=State.OFFLOADED,
-        power=Power.SHELVED,
-        newest=instance.next_attempt,
-        consumer_generation=None,
-        selections=(instance.here,),
-        position=0,
-        deadline=None,
-        since=event.at,
-        queried=False,
-    )
-    if move.kind is MoveKind.UNSHELVE:
-        gone = replace(gone, spec=move.spec, image=move.image)
-        return close(gone, ending_of(move), event.at, timeouts)
-    return close(gone, DONE, event.at, timeouts)
-
-
-# --- a delete
-
-
-def delete(instance: Instance, event: DeleteRequested, timeouts: Timeouts) -> Step:
-    """Every machine of it is destroyed, and then both consumers are released.
-
-    While a destination is requested of placement, the answer is awaited: it shows whether the migration holds anything.
-    """
-    move = move_of(instance)
-    if move.delete:
-        return Step(instance)
-    deleted = MoveEnd(MoveState.FAILED, DELETED, "the instance was deleted")
-    earlier = answer(instance, deleted, event.at, timeouts)
-    earlier = after(earlier, answer_other(earlier.instance, deleted, event.at, timeouts))
-    named = replace(earlier.instance, cause=event.cause or instance.cause)
-    if named.state is State.CLAIMING:
-        waiting = replace(named, move=replace(move_of(named), delete=True))
-        return after(earlier, rules.announce(waiting, BuildState.DELETING, event.at, timeouts))
-    left = leave(named, event.at, timeouts)
-    move_event = rules.announce(left.instance, BuildState.DELETING, event.at, timeouts, first=left.commands)
-    return after(earlier, move_event)
-
-
-def delete_offloaded(instance: Instance, event: DeleteRequested, timeouts: Timeouts) -> Step:
-    """No host has it: release, which fences what may be under way, and end deleted."""
-    leaving = replace(instance, cause=event.cause or instance.cause)
-    queried = rules.ask(leaving, State.RELEASING, event.at, timeouts)
-    return rules.announce(queried, BuildState.DELETING, event.at, timeouts)
-
-
-def destroy_both_again(instance: Instance, event: TimedOut, timeouts: Timeouts) -> Step:
-    """The command is repeated to hosts that have not confirmed."""
-    if instance.move is None:
-        return rules.destroy_again(instance, event, timeouts)
-    return Step(replace(instance, deadline=repeat_at(instance, event.at, timeouts)), destroy_left(instance, timeouts))
-
-
-def release_both(instance: Instance, event: Destroyed | HostMissing, timeouts: Timeouts) -> Step:
-    """A host reports that nothing of it is left there; when both have, the allocations go."""
-    move = instance.move
-    if move is None:
-        return rules.release_destroyed(instance, event, timeouts)
-    here = move.here_gone or here_gone(instance, event, timeouts)
-    source = move.source_gone or source_gone(instance, event, timeouts)
-    if (here, source) == (move.here_gone, move.source_gone):
-        return Step(instance)
-    updated = replace(instance, move=replace(move, here_gone=here, source_gone=source))
-    return Step(rules.ask(updated, State.RELEASING, event.at, timeouts) if here and source else updated)
-
-
-def repeat_destroy_both(instance: Instance, event: Spawned | HostRuns, timeouts: Timeouts) -> Step:
-    """It is listed still, perhaps under another service: that one is commanded."""
-    move = instance.move
-    is_source = move is not None and (event.host_uuid, event.attempt) == (
-        instance.source_host_uuid,
-        move.source_attempt,
-    )
-    if move is not None and is_source and move.source is not None:
-        if event.service == move.source.service:
-            return Step(instance)
-        found = replace(instance, move=replace(move, source=replace(move.source, service=event.service)))
-        return Step(found, (destroy_source(found, timeouts),))
-    return rules.repeat_destroy(instance, event, timeouts)

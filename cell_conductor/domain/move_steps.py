@@ -18,7 +18,7 @@ from bus.contracts.moves import (
 )
 from bus.contracts.placement import ClaimOutcome
 
-from . import rules
+from . import steps
 from .events import (
     ChangeEnded,
     Destroyed,
@@ -28,7 +28,7 @@ from .events import (
 from .instance import Instance, Move, Power, State
 from .move_events import DONE, MoveEnd, after, answer, close, move_of, refuse_request, report_progress
 from .proof import is_unordered, predates, up_scan_here
-from .rules import Step, Timeouts
+from .steps import Step, Timeouts
 
 NO_HOST = "max_retries_exceeded"
 LEAVES = frozenset({MoveKind.MIGRATE, MoveKind.LIVE_MIGRATE, MoveKind.EVACUATE})
@@ -64,7 +64,7 @@ def leave(instance: Instance, at: float, timeouts: Timeouts) -> Step:
         move=replace(move_of(instance), here_gone=here_gone, source_gone=source_gone),
     )
     if here_gone and source_gone:
-        return Step(rules.ask(left, State.RELEASING, at, timeouts))
+        return Step(steps.ask(left, State.RELEASING, at, timeouts))
     return Step(left, destroy_left(left, timeouts))
 
 
@@ -173,13 +173,13 @@ def claim(instance: Instance, at: float, timeouts: Timeouts) -> Step:
     left = replace(instance, selections=(*tried, *kept), move=move)
     if not kept:
         return undo(left, at, timeouts, NO_HOST, summary_of_hosts(left))
-    return report_progress(rules.ask(left, State.CLAIMING, at, timeouts), MoveState.CLAIMING, at, timeouts)
+    return report_progress(steps.ask(left, State.CLAIMING, at, timeouts), MoveState.CLAIMING, at, timeouts)
 
 
 def try_next(instance: Instance, at: float, timeouts: Timeouts) -> Step:
     """After a destination that failed: what is left of it goes, and the next is claimed, if there is one."""
     move = move_of(instance)
-    clean: tuple[Message, ...] = (rules.destroy_here(instance, timeouts),) if move.finishing else ()
+    clean: tuple[Message, ...] = (steps.destroy_here(instance, timeouts),) if move.finishing else ()
     claimed = claim(replace(instance, queried=False), at, timeouts)
     if claimed.instance.state is State.CLAIMING:
         left = replace(claimed.instance, move=replace(move_of(claimed.instance), finishing=False))
@@ -243,7 +243,7 @@ def confirm(instance: Instance, at: float, timeouts: Timeouts) -> Step:
     """The source is given up: destroyed on its host, then released. In place there is no other machine."""
     here = instance.here
     if instance.is_in_place:
-        return Step(rules.ask(instance, State.SETTLING, at, timeouts))
+        return Step(steps.ask(instance, State.SETTLING, at, timeouts))
     # Alternates are of no use any more; the source stays named by the move.
     gone = replace(
         instance,
@@ -271,7 +271,7 @@ def over(instance: Instance, at: float) -> Instance:
 
 def undo(instance: Instance, at: float, timeouts: Timeouts, code: str, reason: str) -> Step:
     """Give the destination up: its machine, then its allocation; then the source goes on."""
-    lost = replace(move_of(instance), lost_code=code, lost_reason=rules.cut(reason))
+    lost = replace(move_of(instance), lost_code=code, lost_reason=steps.cut(reason))
     undone = replace(instance, move=lost, queried=False)
     if undone.is_in_place:
         earlier = resize_back(replace(undone, state=State.UNDOING, since=at), at, timeouts)
@@ -285,21 +285,21 @@ def undo(instance: Instance, at: float, timeouts: Timeouts, code: str, reason: s
 
 def end_here(instance: Instance, timeouts: Timeouts) -> Step:
     """Have the destination of a move that is undone end its attempt; in doubt unless it is complete there."""
-    order = rules.destroy_here(instance, timeouts)
+    order = steps.destroy_here(instance, timeouts)
     return Step(instance, (replace(order, unless_built=is_doubted(instance, timeouts)),))
 
 
 def is_doubted(instance: Instance, timeouts: Timeouts) -> bool:
     """Whether the database was set back in the middle of this move: it may have come further than is on record."""
     began = instance.move.began if instance.move is not None else math.inf
-    return instance.doubted and began <= timeouts.set_back_at + rules.CLOCKS_APART_S
+    return instance.doubted and began <= timeouts.set_back_at + steps.CLOCKS_APART_S
 
 
 def revert_book(instance: Instance, at: float, timeouts: Timeouts) -> Instance:
     """Ask placement to give the instance its source again; without one, to release what was claimed."""
     if move_of(instance).source is None:
-        return rules.ask(instance, State.VACATING, at, timeouts)  # nothing to go back to: what was claimed is released
-    return rules.ask(instance, State.REVERTING, at, timeouts)
+        return steps.ask(instance, State.VACATING, at, timeouts)  # nothing to go back to: what was claimed is released
+    return steps.ask(instance, State.REVERTING, at, timeouts)
 
 
 def resize_back(instance: Instance, at: float, timeouts: Timeouts) -> Step:
@@ -321,7 +321,7 @@ def ending_of(move: Move) -> MoveEnd:
 def offload(instance: Instance, at: float, timeouts: Timeouts) -> Step:
     """Have the host destroy what has been shelved."""
     leaving = replace(instance, state=State.OFFLOADING, deadline=at + timeouts.destroy_retry_s, since=at)
-    earlier = Step(leaving, (rules.destroy_here(leaving, timeouts),))
+    earlier = Step(leaving, (steps.destroy_here(leaving, timeouts),))
     return after(earlier, report_progress(leaving, MoveState.CHANGING, at, timeouts))
 
 
@@ -416,7 +416,7 @@ def destroy_source(instance: Instance, timeouts: Timeouts) -> Destroy:
 def destroy_left(instance: Instance, timeouts: Timeouts) -> tuple[Message, ...]:
     """The orders for those hosts that have not confirmed yet."""
     move = move_of(instance)
-    here = () if move.here_gone else (rules.destroy_here(instance, timeouts),)
+    here = () if move.here_gone else (steps.destroy_here(instance, timeouts),)
     return here if move.source_gone else (*here, destroy_source(instance, timeouts))
 
 
@@ -462,7 +462,7 @@ def note(instance: Instance, outcome: str, at: float, code: str = "", reason: st
         host=instance.here.host,
         outcome=outcome,
         code=code,
-        reason=rules.cut(reason),
+        reason=steps.cut(reason),
         at=at,
     )
     return replace(instance, move=replace(move, history=(*move.history, record)))
@@ -483,4 +483,4 @@ def summary_of_hosts(instance: Instance) -> str:
     tries = "; ".join(
         f"{one.host}: {one.outcome}" + (f" ({one.code})" if one.code else "") for one in move_of(instance).history
     )
-    return rules.cut(f"no host is left. {tries}")
+    return steps.cut(f"no host is left. {tries}")

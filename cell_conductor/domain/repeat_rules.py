@@ -8,7 +8,8 @@ from bus.contracts.build import BuildState
 
 from .events import BuildRequested
 from .instance import Instance
-from .rules import Step, Timeouts, announce, start_build
+from .rules import start_build
+from .steps import Step, Timeouts, announce
 
 
 def restart_build(instance: Instance, event: BuildRequested, timeouts: Timeouts) -> Step:

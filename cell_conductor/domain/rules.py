@@ -6,18 +6,15 @@ destroys what should not run. Commands are the contract's own messages, ready to
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
-from msgspec import Struct
 from msgspec.structs import replace
 
-from bus.contracts.base import MAX_REASON, Message, Refusal
-from bus.contracts.build import AttemptRecord, BuildEvent, BuildState
-from bus.contracts.cell import Destroy, Selection, Spawn
+from bus.contracts.base import Refusal
+from bus.contracts.build import AttemptRecord, BuildState
+from bus.contracts.cell import Destroy, Spawn
 from bus.contracts.placement import ClaimOutcome
 from bus.contracts.stages import Stamps
 
-from .closed_hosts import ClosedHosts
+from . import steps
 from .events import (
     BuildRequested,
     Claimed,
@@ -33,53 +30,16 @@ from .events import (
     SpawnFailed,
     TimedOut,
 )
-from .fences import FENCED, Fence
+from .fences import FENCED
 from .history import summary_of
 from .instance import NOT_TRIED, Instance, State
-from .leases import Lease
-from .proof import is_over, is_unordered, predates, up_scan_here
-
-# The clock of a build's request, and the one of the database's set-back, may be so far
-# apart. A build of so long after a restore is doubted for nothing: it waits longer for a silent host.
-CLOCKS_APART_S = 30.0
+from .proof import is_over
+from .steps import CLOCKS_APART_S, Step, Timeouts
 
 # Of a doubted build whose host stayed silent.
 OUTCOME_UNKNOWN = "build.outcome_unknown"
 # Of an active instance that its host does not run any more.
 LOST = "instance.lost"
-
-
-class Timeouts(Struct, frozen=True, kw_only=True):
-    """How long the machine waits, and where it is (`cell` is named in every announcement).
-
-    deployment: the identity of the cell's database, which every machine is marked with. down: compute services that
-    take no builds now, so that none is begun there while another host can be tried. fences: hosts on which nothing is
-    begun at all, by uuid. set_back_at: when the database was last found to be set back or replaced (0: never).
-    """
-
-    cell: str
-    deployment: str | None = None
-    down: Mapping[str, Lease] = {}
-    fences: Mapping[str, Fence] = {}
-    set_back_at: float = 0.0
-    claim_retry_s: float = 15.0
-    answer_timeout_s: float = 10.0
-    destroy_retry_s: float = 30.0
-    destroy_retry_max_s: float = 600.0
-    doubt_limit_s: float = 3600.0
-    report_grace_s: float = 30.0
-
-    @property
-    def closed(self) -> ClosedHosts:
-        """The hosts on which nothing is begun now."""
-        return ClosedHosts(self.down, self.fences)
-
-
-class Step(Struct, frozen=True):
-    """The instance after an event, and what to send once that is committed."""
-
-    instance: Instance
-    commands: tuple[Message, ...] = ()
 
 
 def ignore(instance: Instance, event: object, timeouts: Timeouts) -> Step:
@@ -103,15 +63,15 @@ def start_build(instance: Instance, event: BuildRequested, timeouts: Timeouts) -
     passed = _with_attempt(adopted, NOT_TRIED, at=event.at, code=closed.code, reason=closed.reason)
     left = _without_closed(passed, event.at, timeouts)
     if left.alternates:
-        return Step(ask(left, State.RECLAIMING, event.at, timeouts))
-    over = replace(left, code="max_retries_exceeded", reason=cut(summary_of(left)))
-    return Step(ask(over, State.GIVING_UP, event.at, timeouts))
+        return Step(steps.ask(left, State.RECLAIMING, event.at, timeouts))
+    over = replace(left, code="max_retries_exceeded", reason=steps.cut(summary_of(left)))
+    return Step(steps.ask(over, State.GIVING_UP, event.at, timeouts))
 
 
 def _end_unbuilt(instance: Instance, why: Refusal, at: float, timeouts: Timeouts) -> Step:
     """Its message was given up: nothing is commanded, its claim is released, and it ends failed."""
     passed = _with_attempt(instance, NOT_TRIED, at=at, code=why.code, reason=why.reason)
-    return Step(ask(replace(passed, code=why.code, reason=cut(why.reason)), State.GIVING_UP, at, timeouts))
+    return Step(steps.ask(replace(passed, code=why.code, reason=steps.cut(why.reason)), State.GIVING_UP, at, timeouts))
 
 
 def tombstone(instance: Instance, event: DeleteRequested, timeouts: Timeouts) -> Step:
@@ -122,16 +82,16 @@ def tombstone(instance: Instance, event: DeleteRequested, timeouts: Timeouts) ->
 def refuse_build(instance: Instance, event: BuildRequested, timeouts: Timeouts) -> Step:
     """The build of a deleted instance: give its claim back, start nothing."""
     adopted = replace(_adopt(instance, event), cause=instance.cause)
-    return Step(ask(adopted, State.RELEASING, event.at, timeouts))
+    return Step(steps.ask(adopted, State.RELEASING, event.at, timeouts))
 
 
 def come_up(instance: Instance, event: Spawned | HostRuns, timeouts: Timeouts) -> Step:
     """The current attempt runs: active, once it is certainly built. An older attempt is destroyed, never doubled."""
-    if not is_ours(instance, event):
+    if not steps.is_ours(instance, event):
         return destroy_orphan(instance, event, timeouts)
     if isinstance(event, HostRuns) and not event.built:
         return Step(instance)
-    instance = at_service(instance, event.service)
+    instance = steps.at_service(instance, event.service)
     here = instance.here
     up = replace(
         _with_attempt(instance, "active", at=event.at),
@@ -141,13 +101,13 @@ def come_up(instance: Instance, event: Spawned | HostRuns, timeouts: Timeouts) -
         position=0,
         deadline=None,
         since=event.at,
-        up_at=by_its_clock(event),
+        up_at=steps.by_its_clock(event),
         up_scan=event.scan,
         answered=True,
         queried=False,
         doubted=False,
     )
-    return announce(up, BuildState.ACTIVE, event.at, timeouts, terminal=True)
+    return steps.announce(up, BuildState.ACTIVE, event.at, timeouts, terminal=True)
 
 
 def destroy_orphan(instance: Instance, event: Spawned | HostRuns, timeouts: Timeouts) -> Step:
@@ -166,23 +126,25 @@ def destroy_orphan(instance: Instance, event: Spawned | HostRuns, timeouts: Time
 
 def confirm_running(instance: Instance, event: Spawned | HostRuns, timeouts: Timeouts) -> Step:
     """The current attempt runs, as known, perhaps under another service now. An older one is destroyed."""
-    if is_ours(instance, event):
-        moved = at_service(instance, event.service)
-        return Step(instance if moved is instance else replace(moved, up_at=by_its_clock(event), up_scan=event.scan))
+    if steps.is_ours(instance, event):
+        moved = steps.at_service(instance, event.service)
+        return Step(
+            instance if moved is instance else replace(moved, up_at=steps.by_its_clock(event), up_scan=event.scan)
+        )
     return destroy_orphan(instance, event, timeouts)
 
 
 def repeat_destroy(instance: Instance, event: Spawned | HostRuns, timeouts: Timeouts) -> Step:
     """It still runs, and its destroy is on its way; unless the host has another service now: that one gets it, too."""
-    if not is_ours(instance, event):
+    if not steps.is_ours(instance, event):
         return destroy_orphan(instance, event, timeouts)
-    moved = at_service(instance, event.service)
-    return Step(moved, (destroy_here(moved, timeouts),)) if moved is not instance else Step(instance)
+    moved = steps.at_service(instance, event.service)
+    return Step(moved, (steps.destroy_here(moved, timeouts),)) if moved is not instance else Step(instance)
 
 
 def fail_over(instance: Instance, event: SpawnFailed, timeouts: Timeouts) -> Step:
     """The current attempt failed: clean up there, then claim the next alternate, or give up."""
-    if not is_current(instance, event.attempt, event.host_uuid):
+    if not steps.is_current(instance, event.attempt, event.host_uuid):
         return Step(instance)
     failed = _with_attempt(instance, "failed", at=event.at, code=event.code, reason=event.reason)
     failed = replace(failed, stamps=_stamped(instance, event))
@@ -203,13 +165,13 @@ def time_out(instance: Instance, event: TimedOut, timeouts: Timeouts) -> Step:
     if instance.queried and instance.doubted and doubted_for_s >= timeouts.doubt_limit_s:
         reason = f"the cell's database was set back, and host {instance.here.host} was silent since"
         unsure = _with_attempt(instance, "unknown", at=event.at, code=OUTCOME_UNKNOWN, reason=reason)
-        unsure = replace(unsure, code=OUTCOME_UNKNOWN, reason=cut(reason), stamps=_stamped(unsure, event))
-        return Step(ask(unsure, State.GIVING_UP, event.at, timeouts))  # without an order to destroy
+        unsure = replace(unsure, code=OUTCOME_UNKNOWN, reason=steps.cut(reason), stamps=_stamped(unsure, event))
+        return Step(steps.ask(unsure, State.GIVING_UP, event.at, timeouts))  # without an order to destroy
     if not instance.queried or instance.doubted:
         wait_s = timeouts.answer_timeout_s
         if instance.queried:
             wait_s = min(max(wait_s, event.at - instance.since), timeouts.destroy_retry_max_s)
-        order = replace(destroy_here(instance, timeouts), unless_built=True)
+        order = replace(steps.destroy_here(instance, timeouts), unless_built=True)
         return Step(replace(instance, queried=True, deadline=event.at + wait_s), (order,))
     return _over_time(instance, event, timeouts)
 
@@ -234,7 +196,7 @@ def next_after(instance: Instance, event: Event, timeouts: Timeouts, *, code: st
 
 def fail_over_destroyed(instance: Instance, event: Destroyed, timeouts: Timeouts) -> Step:
     """The host has ended the attempt that was being built: it was out of time, or else it has failed unasked."""
-    if not is_current(instance, event.attempt, event.host_uuid):
+    if not steps.is_current(instance, event.attempt, event.host_uuid):
         return Step(instance)
     if instance.queried:
         return _over_time(instance, event, timeouts)
@@ -253,7 +215,7 @@ def release_alternate(instance: Instance, event: Claimed, timeouts: Timeouts) ->
     """An alternate was claimed for an instance that is to be deleted: release it, nothing was built there."""
     if event.attempt != instance.next_attempt:
         return Step(instance)
-    return Step(ask(_taken(instance, event), State.RELEASING, event.at, timeouts))
+    return Step(steps.ask(_taken(instance, event), State.RELEASING, event.at, timeouts))
 
 
 def run_out(instance: Instance, event: ClaimRefused, timeouts: Timeouts) -> Step:
@@ -266,10 +228,10 @@ def run_out(instance: Instance, event: ClaimRefused, timeouts: Timeouts) -> Step
     tried = _not_claimed(instance, event.outcomes, event.at)
     if event.consumer_changed:
         reason = event.reason or "another client holds this instance's allocation"
-        changed = replace(tried, code="placement.consumer_changed", reason=cut(reason))
+        changed = replace(tried, code="placement.consumer_changed", reason=steps.cut(reason))
         return _end_failed(changed, event.at, timeouts)
-    over = replace(tried, code="max_retries_exceeded", reason=cut(summary_of(tried)))
-    return Step(ask(over, State.GIVING_UP, event.at, timeouts))
+    over = replace(tried, code="max_retries_exceeded", reason=steps.cut(summary_of(tried)))
+    return Step(steps.ask(over, State.GIVING_UP, event.at, timeouts))
 
 
 def drop(instance: Instance, event: ClaimRefused, timeouts: Timeouts) -> Step:
@@ -278,13 +240,13 @@ def drop(instance: Instance, event: ClaimRefused, timeouts: Timeouts) -> Step:
         return Step(instance)
     if event.consumer_changed:
         return _end_deleted(instance, event.at, timeouts)
-    return Step(ask(instance, State.RELEASING, event.at, timeouts))
+    return Step(steps.ask(instance, State.RELEASING, event.at, timeouts))
 
 
 def abandon(instance: Instance, event: DeleteRequested, timeouts: Timeouts) -> Step:
     """A claim may be under way: wait for its answer, then release instead of building."""
     leaving = replace(instance, state=State.ABANDONING, cause=event.cause or instance.cause)
-    return announce(leaving, BuildState.DELETING, event.at, timeouts)
+    return steps.announce(leaving, BuildState.DELETING, event.at, timeouts)
 
 
 def destroy(instance: Instance, event: DeleteRequested, timeouts: Timeouts) -> Step:
@@ -296,7 +258,9 @@ def destroy(instance: Instance, event: DeleteRequested, timeouts: Timeouts) -> S
         since=event.at,
         cause=event.cause or instance.cause,
     )
-    return announce(leaving, BuildState.DELETING, event.at, timeouts, first=(destroy_here(leaving, timeouts),))
+    return steps.announce(
+        leaving, BuildState.DELETING, event.at, timeouts, first=(steps.destroy_here(leaving, timeouts),)
+    )
 
 
 def destroy_again(instance: Instance, event: TimedOut, timeouts: Timeouts) -> Step:
@@ -305,18 +269,18 @@ def destroy_again(instance: Instance, event: TimedOut, timeouts: Timeouts) -> St
     Less and less often: the orders wait in the service's queue while it is down, so their number has to stay small.
     """
     wait_s = min(max(timeouts.destroy_retry_s, event.at - instance.since), timeouts.destroy_retry_max_s)
-    return Step(replace(instance, deadline=event.at + wait_s), (destroy_here(instance, timeouts),))
+    return Step(replace(instance, deadline=event.at + wait_s), (steps.destroy_here(instance, timeouts),))
 
 
 def release_destroyed(instance: Instance, event: Destroyed | HostMissing, timeouts: Timeouts) -> Step:
     """The host has destroyed it (or reports, long enough after, that it does not run it): release."""
-    gone = is_gone(instance, event, timeouts)
-    return Step(ask(instance, State.RELEASING, event.at, timeouts)) if gone else Step(instance)
+    gone = steps.is_gone(instance, event, timeouts)
+    return Step(steps.ask(instance, State.RELEASING, event.at, timeouts)) if gone else Step(instance)
 
 
 def lose(instance: Instance, event: HostMissing, timeouts: Timeouts) -> Step:
     """An active instance is gone from its host: fence what may be left, release, and end failed."""
-    gone = is_gone(instance, event, timeouts)
+    gone = steps.is_gone(instance, event, timeouts)
     if not gone:
         return Step(instance)
     reason = f"host {instance.here.host} does not run it any more"
@@ -332,7 +296,7 @@ def give_up_lost(instance: Instance, at: float, timeouts: Timeouts, *, code: str
 def delete_instead(instance: Instance, event: DeleteRequested, timeouts: Timeouts) -> Step:
     """A release is already under way: it ends deleted instead of failed."""
     leaving = replace(instance, state=State.RELEASING, cause=event.cause or instance.cause)
-    return announce(leaving, BuildState.DELETING, event.at, timeouts)
+    return steps.announce(leaving, BuildState.DELETING, event.at, timeouts)
 
 
 def repeat_question(instance: Instance, event: TimedOut, timeouts: Timeouts) -> Step:
@@ -401,7 +365,7 @@ def _spawn(instance: Instance, at: float, timeouts: Timeouts) -> Step:
         service=here.service,
         deployment=timeouts.deployment,
     )
-    return announce(building, BuildState.BUILDING, at, timeouts, first=(order,))
+    return steps.announce(building, BuildState.BUILDING, at, timeouts, first=(order,))
 
 
 def _over_time(instance: Instance, event: TimedOut | Destroyed, timeouts: Timeouts) -> Step:
@@ -415,7 +379,7 @@ def _next(instance: Instance, at: float, timeouts: Timeouts) -> Step:
     instance = _without_closed(instance, at, timeouts)
     if not instance.alternates:
         return _give_up(instance, at, timeouts, code="max_retries_exceeded", reason=summary_of(instance))
-    return Step(ask(instance, State.RECLAIMING, at, timeouts), (destroy_here(instance, timeouts),))
+    return Step(steps.ask(instance, State.RECLAIMING, at, timeouts), (steps.destroy_here(instance, timeouts),))
 
 
 def _has_somewhere_to_go(instance: Instance, timeouts: Timeouts) -> bool:
@@ -433,13 +397,8 @@ def _without_closed(instance: Instance, at: float, timeouts: Timeouts) -> Instan
 
 
 def _give_up(instance: Instance, at: float, timeouts: Timeouts, *, code: str, reason: str) -> Step:
-    over = replace(instance, code=code, reason=cut(reason))
-    return Step(ask(over, State.GIVING_UP, at, timeouts), (destroy_here(instance, timeouts),))
-
-
-def ask(instance: Instance, state: State, at: float, timeouts: Timeouts) -> Instance:
-    """Enter a state that waits for placement; the sweep repeats the request when no answer is ever recorded."""
-    return replace(instance, state=state, deadline=at + timeouts.claim_retry_s, since=at)
+    over = replace(instance, code=code, reason=steps.cut(reason))
+    return Step(steps.ask(over, State.GIVING_UP, at, timeouts), (steps.destroy_here(instance, timeouts),))
 
 
 def _taken(instance: Instance, event: Claimed) -> Instance:
@@ -469,17 +428,17 @@ def _end_failed(instance: Instance, at: float, timeouts: Timeouts) -> Step:
     over = replace(
         instance, state=State.FAILED, deadline=None, since=at, answered=True, queried=False, doubted=unsure, move=None
     )
-    return announce(over, BuildState.FAILED, at, timeouts, terminal=not instance.answered)
+    return steps.announce(over, BuildState.FAILED, at, timeouts, terminal=not instance.answered)
 
 
 def _end_deleted(instance: Instance, at: float, timeouts: Timeouts) -> Step:
     gone = replace(instance, state=State.DELETED, deadline=None, since=at, answered=True, move=None)
-    return announce(gone, BuildState.DELETED, at, timeouts, terminal=True)
+    return steps.announce(gone, BuildState.DELETED, at, timeouts, terminal=True)
 
 
 def _with_attempt(instance: Instance, outcome: str, *, at: float, code: str = "", reason: str = "") -> Instance:
     record = AttemptRecord(
-        attempt=instance.attempt, host=instance.here.host, outcome=outcome, code=code, reason=cut(reason), at=at
+        attempt=instance.attempt, host=instance.here.host, outcome=outcome, code=code, reason=steps.cut(reason), at=at
     )
     return replace(instance, history=(*instance.history, record))
 
@@ -499,99 +458,3 @@ def _stamped(instance: Instance, event: Event) -> Stamps | None:
         dispatched=instance.stamps.dispatched or started_at or instance.since,
         built=ended_at or event.at,
     )
-
-
-def announce(
-    instance: Instance,
-    state: BuildState,
-    at: float,
-    timeouts: Timeouts,
-    *,
-    terminal: bool = False,
-    first: tuple[Message, ...] = (),
-    why: tuple[str, str] = ("", ""),
-) -> Step:
-    """Take the next number and publish the state; the history only with a terminal state. why: code and reason."""
-    assert instance.spec is not None
-    code, reason = (instance.code, instance.reason) if state is BuildState.FAILED else why
-    announcement = BuildEvent(
-        instance_uuid=instance.uuid,
-        project_id=instance.spec.project_id,
-        state=state,
-        sequence=instance.sequence,
-        terminal=terminal,
-        cell=timeouts.cell,
-        host=instance.here.host,
-        attempt=instance.attempt,
-        code=code,
-        reason=reason,
-        history=instance.history if state in _ENDS else (),
-        at=at,
-        stamps=instance.stamps if terminal and state is not BuildState.DELETED else None,
-    )
-    stamps = None if terminal else instance.stamps  # published once, and of no use any more
-    return Step(replace(instance, sequence=instance.sequence + 1, stamps=stamps), (*first, announcement))
-
-
-_ENDS = (BuildState.ACTIVE, BuildState.FAILED, BuildState.DELETED)
-
-
-def destroy_here(instance: Instance, timeouts: Timeouts) -> Destroy:
-    """The order to destroy the current attempt."""
-    here: Selection = instance.here
-    return Destroy(
-        instance_uuid=instance.uuid,
-        attempt=instance.attempt,
-        host_uuid=here.host_uuid,
-        service=here.service,
-        deployment=timeouts.deployment,
-    )
-
-
-def at_service(instance: Instance, service: str) -> Instance:
-    """The current host is this service's: a host outlives its service, and an heir takes no orders sent to the dead."""
-    if instance.here.service == service:
-        return instance
-    selections = list(instance.selections)
-    selections[instance.position] = replace(instance.here, service=service)
-    return replace(instance, selections=tuple(selections))
-
-
-def is_current(instance: Instance, attempt: int, host_uuid: str) -> bool:
-    """Whether this attempt on this host is the current one."""
-    return attempt == instance.attempt and host_uuid == instance.host_uuid
-
-
-def is_ours(instance: Instance, event: Spawned | HostRuns) -> bool:
-    """Whether it is the current attempt that runs."""
-    return is_current(instance, event.attempt, event.host_uuid)
-
-
-def is_gone(instance: Instance, event: Destroyed | HostMissing, timeouts: Timeouts) -> bool:
-    """Whether the current host's word means that the current attempt does not run (any more)."""
-    if event.host_uuid != instance.host_uuid:
-        return False
-    if isinstance(event, Destroyed):
-        return event.attempt >= instance.attempt
-    if is_unordered(event, instance.here.service, instance) or predates(
-        event, instance.here.service, up_scan_here(instance)
-    ):
-        return False
-    if instance.state in (State.ACTIVE, State.RESIZED):
-        if event.service != instance.here.service:
-            return True  # its scan began after the record was active
-        if instance.up_scan is not None and event.scan is not None:
-            return True  # no clock: the host's may have been set since
-        if instance.up_at is not None:
-            return event.seen_at > instance.up_at  # both by the host's own clock, which may be minutes from ours
-    return event.seen_at > instance.since + timeouts.report_grace_s
-
-
-def by_its_clock(event: Spawned | HostRuns) -> float | None:
-    """When the host knew that it runs."""
-    return (event.seen_at if isinstance(event, HostRuns) else event.ended_at) or None
-
-
-def cut(reason: str) -> str:
-    """At most as long as a reason may be."""
-    return reason if len(reason) <= MAX_REASON else reason[: MAX_REASON - 1] + "…"

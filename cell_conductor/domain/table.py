@@ -10,7 +10,17 @@ from msgspec import Struct
 from bus.contracts.placement import Claim, ClaimOption, Migration, Release, Revert
 from bus.faults import BrokenInvariant
 
-from . import delete_rules, fence_rules, move_doubts, move_events, move_rules, repeat_rules, rules
+from . import (
+    change_rules,
+    delete_rules,
+    fence_rules,
+    move_doubts,
+    move_events,
+    move_rules,
+    repeat_rules,
+    rules,
+    undo_rules,
+)
 from .events import (
     BuildRequested,
     ChangeEnded,
@@ -31,7 +41,7 @@ from .events import (
     TimedOut,
 )
 from .instance import Instance, Move, State
-from .rules import Step, Timeouts
+from .steps import Step, Timeouts
 
 
 class IllegalStep(BrokenInvariant):
@@ -59,7 +69,7 @@ AGAIN = Rule(rules.repeat_question)
 ACTIVE_AGAIN = Rule(repeat_rules.announce_active_again)
 REFUSE = Rule(move_events.refuse)
 REFUSE_BUSY = Rule(move_events.refuse_busy)
-DELETE_MOVING = Rule(move_rules.delete, (State.DELETING, State.RELEASING))
+DELETE_MOVING = Rule(delete_rules.delete, (State.DELETING, State.RELEASING))
 UNDONE = (State.UNDOING, State.REVERTING, State.VACATING)
 NEXT = (State.CLAIMING, *UNDONE)
 ARRIVED = (State.RESIZED, State.CONFIRMING, State.SETTLING, State.ACTIVE)
@@ -162,51 +172,51 @@ MOVES: Mapping[State, Mapping[type[Event], Rule | None]] = {
     State.UNDOING: {
         **MOVING,
         Spawned: FOLLOW_UNDONE,
-        TimedOut: Rule(move_rules.undo_again),
-        Destroyed: Rule(move_rules.revert_destroyed, (State.REVERTING, State.VACATING)),
+        TimedOut: Rule(undo_rules.undo_again),
+        Destroyed: Rule(undo_rules.revert_destroyed, (State.REVERTING, State.VACATING)),
         HostRuns: FOLLOW_UNDONE,
-        HostMissing: Rule(move_rules.revert_destroyed, (State.REVERTING, State.VACATING)),
-        ChangeEnded: Rule(move_rules.undo_failed_in_place, (State.REVERTING,)),
+        HostMissing: Rule(undo_rules.revert_destroyed, (State.REVERTING, State.VACATING)),
+        ChangeEnded: Rule(undo_rules.undo_failed_in_place, (State.REVERTING,)),
         HostFenced: Rule(fence_rules.revert, (State.REVERTING, State.VACATING)),
     },
     State.REVERTING: {
         **MOVING,
         TimedOut: AGAIN,
-        Reverted: Rule(move_rules.return_to_source, (State.RESTARTING, State.ACTIVE)),
+        Reverted: Rule(undo_rules.return_to_source, (State.RESTARTING, State.ACTIVE)),
     },
     State.RESTARTING: {
         **MOVING,
         Spawned: CONFIRM_RUNNING,
-        TimedOut: Rule(move_rules.restart_again),
+        TimedOut: Rule(undo_rules.restart_again),
         HostRuns: CONFIRM_RUNNING,
-        ChangeEnded: Rule(move_rules.restarted, (State.ACTIVE,)),
+        ChangeEnded: Rule(undo_rules.restarted, (State.ACTIVE,)),
         HostFenced: Rule(fence_rules.end_unstarted, (State.ACTIVE,)),
     },
     State.CHANGING: {
         **MOVING,
         Spawned: CONFIRM_RUNNING,
-        TimedOut: Rule(move_rules.change_again),
+        TimedOut: Rule(change_rules.change_again),
         HostRuns: CONFIRM_RUNNING,
-        ChangeEnded: Rule(move_rules.changed, (State.ACTIVE, State.OFFLOADING)),
+        ChangeEnded: Rule(change_rules.changed, (State.ACTIVE, State.OFFLOADING)),
         HostFenced: Rule(fence_rules.end_change, (State.ACTIVE,)),
     },
     State.OFFLOADING: {
         **MOVING,
         Spawned: FOLLOW_DESTINATION,
-        TimedOut: Rule(move_rules.undo_again),
-        Destroyed: Rule(move_rules.vacate, (State.VACATING,)),
+        TimedOut: Rule(undo_rules.undo_again),
+        Destroyed: Rule(change_rules.vacate, (State.VACATING,)),
         HostRuns: FOLLOW_DESTINATION,
-        HostMissing: Rule(move_rules.vacate, (State.VACATING,)),
+        HostMissing: Rule(change_rules.vacate, (State.VACATING,)),
         HostFenced: Rule(fence_rules.vacate, (State.VACATING,)),
     },
     State.VACATING: {
         **MOVING,
         TimedOut: AGAIN,
-        Released: Rule(move_rules.end_offloaded, (State.OFFLOADED,)),
+        Released: Rule(change_rules.end_offloaded, (State.OFFLOADED,)),
     },
     State.OFFLOADED: {
         **MOVING,
-        DeleteRequested: Rule(move_rules.delete_offloaded, (State.RELEASING,)),
+        DeleteRequested: Rule(delete_rules.delete_offloaded, (State.RELEASING,)),
         MoveRequested: Rule(move_rules.begin_offloaded, (State.CLAIMING, State.VACATING)),
     },
 }
@@ -361,15 +371,15 @@ TABLE: Mapping[State, Mapping[type[Event], Rule | None]] = {
     State.DELETING: {
         BuildRequested: IGNORE,
         DeleteRequested: IGNORE,
-        Spawned: Rule(move_rules.repeat_destroy_both),
+        Spawned: Rule(delete_rules.repeat_destroy_both),
         SpawnFailed: Rule(delete_rules.report_undestroyed),
-        TimedOut: Rule(move_rules.destroy_both_again),
+        TimedOut: Rule(delete_rules.destroy_both_again),
         Claimed: IGNORE,
         ClaimRefused: IGNORE,
-        Destroyed: Rule(move_rules.release_both, (State.RELEASING,)),
+        Destroyed: Rule(delete_rules.release_both, (State.RELEASING,)),
         Released: IGNORE,
-        HostRuns: Rule(move_rules.repeat_destroy_both),
-        HostMissing: Rule(move_rules.release_both, (State.RELEASING,)),
+        HostRuns: Rule(delete_rules.repeat_destroy_both),
+        HostMissing: Rule(delete_rules.release_both, (State.RELEASING,)),
         ServiceLost: IGNORE,  # the order waits in its queue, and the allocation with it
         MoveRequested: REFUSE,
         ChangeEnded: IGNORE,

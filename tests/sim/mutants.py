@@ -17,7 +17,7 @@ from bus.contracts.cell import Destroy
 from bus.contracts.placement import Claim, ClaimOutcome, Release
 from bus.persistence.memory_database import MemoryDatabase, MemoryDatabaseTransaction, MemoryRows
 from bus.persistence.relay import Relay
-from cell_conductor.domain import rules, table
+from cell_conductor.domain import rules, steps, table
 from cell_conductor.domain.instance import State
 from cell_conductor.engine import Engine
 from compute_sim.domain.attempts import Entry, Phase, SpawnVerdict
@@ -87,7 +87,7 @@ def release_forgotten_after_failure() -> AbstractContextManager[Any]:
     def give_up(instance: Any, at: float, patience: Any, *, code: str, reason: str) -> Any:
         over = replace(instance, code=code, reason=reason)
         stepped = rules._end_failed(over, at, patience)
-        return rules.Step(stepped.instance, (rules.destroy_here(instance, patience), *stepped.commands))
+        return steps.Step(stepped.instance, (steps.destroy_here(instance, patience), *stepped.commands))
 
     return _also(patch.object(rules, "_give_up", give_up), _widened(State.FAILED))
 
@@ -236,7 +236,7 @@ def destroyed_is_only_reported() -> AbstractContextManager[Any]:
 
 def late_success_accepted() -> AbstractContextManager[Any]:
     """A conductor takes any host's word for the success of its instance, whichever attempt it was."""
-    return patch.object(rules, "is_current", lambda instance, attempt, host_uuid: True)
+    return patch.object(steps, "is_current", lambda instance, attempt, host_uuid: True)
 
 
 def old_attempt_not_destroyed() -> AbstractContextManager[Any]:
@@ -247,7 +247,7 @@ def old_attempt_not_destroyed() -> AbstractContextManager[Any]:
         done = stepped(instance, event, patience)
         if done.instance.state is State.DELETING:
             return done
-        return rules.Step(done.instance, tuple(c for c in done.commands if not isinstance(c, Destroy)))
+        return steps.Step(done.instance, tuple(c for c in done.commands if not isinstance(c, Destroy)))
 
     return patch("cell_conductor.engine.step", step)
 

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from cell_conductor.domain import events as e
 from cell_conductor.domain import fence_rules, rules, table
 from cell_conductor.domain.instance import State
-from cell_conductor.domain.rules import Step
+from cell_conductor.domain.steps import Step
 from cell_conductor.domain.table import Rule
 from cell_conductor.fences import FenceKeeper
 from scheduler_worker.domain import fences

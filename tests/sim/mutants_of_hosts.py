@@ -15,7 +15,7 @@ import placement_worker.store.memory as book_store
 from bus.consuming.consumer import Consumer
 from bus.consuming.outcome import Refuse
 from bus.persistence.memory_database import MemoryDatabaseTransaction
-from cell_conductor.domain import rules
+from cell_conductor.domain import rules, steps
 from compute_sim.drivers.hypervisor import Hypervisors
 from compute_sim.drivers.ironic.driver import BareMetal
 from compute_sim.host_changes import HostChanges
@@ -219,17 +219,17 @@ def report_by_our_clock() -> AbstractContextManager[Any]:
             return bool(event.attempt >= instance.attempt)
         return bool(event.seen_at > instance.since + patience.report_grace_s)
 
-    return patch.object(rules, "is_gone", is_gone)
+    return patch.object(steps, "is_gone", is_gone)
 
 
 def report_by_a_clock_that_is_set() -> AbstractContextManager[Any]:
     """Which of a host's reports was first is decided by its clock, and an operator sets that."""
-    real = rules.is_gone
+    real = steps.is_gone
 
     def is_gone(instance: Any, event: Any, patience: Any) -> bool:
         return real(replace(instance, up_scan=None), event, patience)
 
-    return patch.object(rules, "is_gone", is_gone)
+    return patch.object(steps, "is_gone", is_gone)
 
 
 MUTANTS_OF_HOSTS = (

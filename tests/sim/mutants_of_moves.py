@@ -3,20 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 from unittest.mock import patch
 
 from msgspec.structs import replace
 
 import compute_sim.drivers.hypervisor
+from bus.contracts.build import BuildState
 from bus.contracts.cell import Spawn
-from bus.contracts.moves import ChangeKind
+from bus.contracts.moves import ChangeKind, MoveState
 from bus.contracts.placement import Claim, Release
+from cell_conductor.domain import (
+    change_rules,
+    delete_rules,
+    move_events,
+    move_rules,
+    move_steps,
+    proof,
+    rules,
+    steps,
+    table,
+    undo_rules,
+)
 from cell_conductor.domain import events as e
-from cell_conductor.domain import move_rules, move_steps, proof, rules, table
 from cell_conductor.domain.instance import Power, State
-from cell_conductor.domain.rules import Step
+from cell_conductor.domain.steps import Step
 from cell_conductor.domain.table import Rule
 from placement_worker.domain import claims
 
@@ -32,7 +44,11 @@ def _rule(state: State, event: type[e.Event], apply: Callable[..., Step]) -> Abs
 
 def _shared(name: str, apply: Callable[..., Any]) -> AbstractContextManager[Any]:
     """Another function in place of one that the rules of moves share."""
-    return patch.multiple(move_rules, **{name: apply})
+    stack = ExitStack()
+    for module in (move_rules, undo_rules, change_rules, delete_rules):
+        if hasattr(module, name):
+            stack.enter_context(patch.object(module, name, apply))
+    return stack
 
 
 def _requested(change: Callable[[Any, Any], Any]) -> AbstractContextManager[Any]:
@@ -78,7 +94,7 @@ def undone_before_the_destination_is_gone() -> AbstractContextManager[Any]:
     """The book is reverted, and the source started, while the destination may still run."""
 
     def undo(instance: Any, event: Any, timeouts: Any) -> Step:
-        return Step(rules.ask(instance, State.REVERTING, event.at, timeouts))
+        return Step(steps.ask(instance, State.REVERTING, event.at, timeouts))
 
     def end_resized(instance: Any, event: Any, timeouts: Any) -> Step:
         stepped = move_rules.end_resized(instance, event, timeouts)
@@ -99,7 +115,7 @@ def book_never_reverted() -> AbstractContextManager[Any]:
 
     def released(instance: Any, event: Any, timeouts: Any) -> Step:
         back = e.Reverted(at=event.at, attempt=instance.next_attempt)
-        return move_rules.return_to_source(instance, back, timeouts)
+        return undo_rules.return_to_source(instance, back, timeouts)
 
     row: Any = table.TABLE[State.REVERTING]
     both = _requested(wanted)
@@ -155,12 +171,8 @@ def delete_does_not_await_the_claim() -> AbstractContextManager[Any]:
 
     def delete(instance: Any, event: Any, timeouts: Any) -> Step:
         left = move_steps.leave(instance, event.at, timeouts)
-        announced = rules.announce(
-            left.instance, move_rules.BuildState.DELETING, event.at, timeouts, first=left.commands
-        )
-        replied = move_rules.answer(
-            announced.instance, move_rules.MoveEnd(move_rules.MoveState.FAILED), event.at, timeouts
-        )
+        announced = steps.announce(left.instance, BuildState.DELETING, event.at, timeouts, first=left.commands)
+        replied = move_events.answer(announced.instance, move_events.MoveEnd(MoveState.FAILED), event.at, timeouts)
         return Step(replied.instance, (*announced.commands, *replied.commands))
 
     return _rule(State.CLAIMING, e.DeleteRequested, delete)
@@ -196,7 +208,7 @@ def book_keeps_no_source() -> AbstractContextManager[Any]:
 
 def end_announced_twice() -> AbstractContextManager[Any]:
     """A request whose end has been announced has another one."""
-    answer = move_rules.answer
+    answer = move_events.answer
 
     def again(instance: Any, *rest: Any) -> Step:
         return answer(replace(instance, move=replace(instance.move, answered=False)), *rest)
@@ -213,7 +225,7 @@ def source_under_the_destinations_number() -> AbstractContextManager[Any]:
     """An instance that is back on its source keeps the attempt of the destination."""
 
     def back(instance: Any, event: Any, timeouts: Any) -> Step:
-        stepped = move_rules.return_to_source(instance, event, timeouts)
+        stepped = undo_rules.return_to_source(instance, event, timeouts)
         return Step(replace(stepped.instance, attempt=instance.attempt), stepped.commands)
 
     return _rule(State.REVERTING, e.Reverted, back)
@@ -223,7 +235,7 @@ def flavor_of_an_undone_resize_kept() -> AbstractContextManager[Any]:
     """A resize that was undone leaves the new flavor in the record."""
 
     def back(instance: Any, event: Any, timeouts: Any) -> Step:
-        stepped = move_rules.return_to_source(instance, event, timeouts)
+        stepped = undo_rules.return_to_source(instance, event, timeouts)
         return Step(replace(stepped.instance, spec=instance.spec), stepped.commands)
 
     return _rule(State.REVERTING, e.Reverted, back)
@@ -244,10 +256,10 @@ def offloaded_keeps_its_claim() -> AbstractContextManager[Any]:
     """An instance is offloaded when its machine is gone: what it held is never released."""
 
     def vacate(instance: Any, event: Any, timeouts: Any) -> Step:
-        stepped = move_rules.vacate(instance, event, timeouts)
+        stepped = change_rules.vacate(instance, event, timeouts)
         if stepped.instance.state is not State.VACATING:
             return stepped
-        return move_rules.end_offloaded(stepped.instance, e.Released(at=event.at), timeouts)
+        return change_rules.end_offloaded(stepped.instance, e.Released(at=event.at), timeouts)
 
     return _rule(State.OFFLOADING, e.Destroyed, vacate)
 
@@ -260,7 +272,7 @@ def confirmed_in_place_destroys_the_machine() -> AbstractContextManager[Any]:
         stepped = confirm(instance, at, timeouts)
         return Step(stepped.instance, (*stepped.commands, move_steps.destroy_source(instance, timeouts)))
 
-    return patch.multiple(move_rules, confirm=confirmed)
+    return _shared("confirm", confirmed)
 
 
 def undone_in_place_keeps_the_new_size() -> AbstractContextManager[Any]:
@@ -268,7 +280,7 @@ def undone_in_place_keeps_the_new_size() -> AbstractContextManager[Any]:
     return patch.object(
         move_steps,
         "resize_back",
-        lambda instance, at, timeouts: Step(rules.ask(instance, State.REVERTING, at, timeouts)),
+        lambda instance, at, timeouts: Step(steps.ask(instance, State.REVERTING, at, timeouts)),
     )
 
 
@@ -320,7 +332,7 @@ def shelved_machine_taken_for_running() -> AbstractContextManager[Any]:
     """A shelved machine counts as running."""
 
     def changed(instance: Any, event: Any, timeouts: Any) -> Step:
-        stepped = move_rules.changed(instance, event, timeouts)
+        stepped = change_rules.changed(instance, event, timeouts)
         is_shelved = stepped.instance.power is Power.SHELVED and stepped.instance.state is State.ACTIVE
         return Step(replace(stepped.instance, power=Power.RUNNING), stepped.commands) if is_shelved else stepped
 

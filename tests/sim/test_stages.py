@@ -15,7 +15,7 @@ from bus.contracts.build import BuildEvent, BuildState
 from bus.contracts.stages import STAGES, durations
 from cell_conductor.domain import repeat_rules
 from cell_conductor.domain.instance import Instance
-from cell_conductor.domain.rules import Step, Timeouts
+from cell_conductor.domain.steps import Step, Timeouts
 
 
 def ends(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> list[BuildEvent]:

@@ -7,7 +7,7 @@ from bus.contracts.cell import Destroy, InstanceSpec, Selection, Spawn
 from bus.contracts.placement import ClaimOutcome
 from cell_conductor.domain import events as e
 from cell_conductor.domain.instance import Instance
-from cell_conductor.domain.rules import Step, Timeouts
+from cell_conductor.domain.steps import Step, Timeouts
 from cell_conductor.domain.table import step
 
 DEPLOYMENT = "dddddddd-0000-4000-8000-000000000001"

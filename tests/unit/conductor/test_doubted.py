@@ -11,7 +11,8 @@ from cell_conductor.domain.instance import Instance, State
 from cell_conductor.domain.leases import Lease, LeaseState
 from cell_conductor.domain.proof import is_over
 from cell_conductor.domain.report import RENUMBERED, UnexplainedKind, differences
-from cell_conductor.domain.rules import OUTCOME_UNKNOWN, Step
+from cell_conductor.domain.rules import OUTCOME_UNKNOWN
+from cell_conductor.domain.steps import Step
 from cell_conductor.domain.table import step
 from cell_conductor.store.port import Brief
 from tests.unit.conductor.scenario import (

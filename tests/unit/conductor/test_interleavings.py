@@ -18,7 +18,7 @@ from bus.contracts.cell import Destroy, InstanceSpec, Selection, Spawn
 from bus.contracts.placement import Claim, ClaimOutcome, Release
 from cell_conductor.domain import events as e
 from cell_conductor.domain.instance import Instance, State
-from cell_conductor.domain.rules import Timeouts
+from cell_conductor.domain.steps import Timeouts
 from cell_conductor.domain.table import question_of, step
 
 UUID = "00000000-0000-4000-8000-000000000001"

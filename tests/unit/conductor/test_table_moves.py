@@ -28,7 +28,7 @@ from cell_conductor.domain.instance import Instance, Power, ScanId, State
 from cell_conductor.domain.leases import Lease, LeaseState
 from cell_conductor.domain.move_events import condition_of
 from cell_conductor.domain.proof import is_over, rescan_id
-from cell_conductor.domain.rules import Step
+from cell_conductor.domain.steps import Step
 from cell_conductor.domain.table import question_of, step
 from cell_conductor.engine import Transition, _may_be_redone
 from tests.unit.conductor.scenario import PATIENCE, SPEC, UUID, host, queried, run, selection, spawned

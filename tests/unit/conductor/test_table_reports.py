@@ -10,7 +10,7 @@ from bus.contracts.cell import UNKNOWN_ATTEMPT, Destroy
 from cell_conductor.domain import events as e
 from cell_conductor.domain.instance import Instance, ScanId, State
 from cell_conductor.domain.proof import rescan_id
-from cell_conductor.domain.rules import Step
+from cell_conductor.domain.steps import Step
 from cell_conductor.domain.table import step
 from tests.unit.conductor.scenario import (
     DELETE,

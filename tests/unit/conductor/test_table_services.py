@@ -10,7 +10,7 @@ from bus.contracts.placement import Claim
 from cell_conductor.domain import events as e
 from cell_conductor.domain.instance import Instance, State
 from cell_conductor.domain.leases import Lease, LeaseState
-from cell_conductor.domain.rules import Step
+from cell_conductor.domain.steps import Step
 from cell_conductor.domain.table import question_of, step
 from tests.unit.conductor.scenario import (
     DELETE,

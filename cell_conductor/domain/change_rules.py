@@ -1,0 +1,106 @@
+"""Changes of a machine where it is: stop, start, rebuild, rescue, shelve; and how an instance leaves its host."""
+
+from __future__ import annotations
+
+from msgspec.structs import replace
+
+from bus.contracts.moves import (
+    MoveKind,
+    MoveState,
+)
+
+from . import steps
+from .events import (
+    ChangeEnded,
+    Destroyed,
+    HostMissing,
+    Released,
+    TimedOut,
+)
+from .instance import Instance, Power, State
+from .move_events import (
+    DONE,
+    MoveEnd,
+    after,
+    answer,
+    close,
+    move_of,
+)
+from .move_steps import (
+    CHANGES,
+    as_left,
+    ending_of,
+    here_gone,
+    is_awaited,
+    offload,
+    order,
+    over,
+    repeat_at,
+)
+from .steps import Step, Timeouts
+
+
+def changed(instance: Instance, event: ChangeEnded, timeouts: Timeouts) -> Step:
+    """The host has done what was commanded, or reports that it could not; what it does not know is queried again."""
+    if not is_awaited(instance, event, instance.here, instance.attempt):
+        return Step(instance)
+    move = move_of(instance)
+    if not event.done:
+        ending = MoveEnd(MoveState.FAILED, event.code or "change.failed", event.reason)
+        if event.runs is None:
+            return answer(instance, ending, event.at, timeouts)
+        back = as_left(instance, event)
+        return close(over(back, event.at), ending, event.at, timeouts)
+    if move.kind is MoveKind.SHELVE:
+        kept = replace(instance, power=Power.SHELVED, image=event.image)
+        if move.offload:
+            return offload(kept, event.at, timeouts)
+        return close(over(kept, event.at), DONE, event.at, timeouts)
+    if move.kind in (MoveKind.START, MoveKind.UNSHELVE):
+        instance = replace(instance, power=Power.RUNNING, image="")
+    if move.kind in (MoveKind.RESCUE, MoveKind.UNRESCUE):
+        instance = replace(instance, power=Power.RESCUED if move.kind is MoveKind.RESCUE else Power.RUNNING)
+    if move.kind is MoveKind.STOP:
+        instance = replace(instance, power=Power.STOPPED)
+    return close(over(instance, event.at), DONE, event.at, timeouts)
+
+
+def change_again(instance: Instance, event: TimedOut, timeouts: Timeouts) -> Step:
+    """No answer: the command is repeated, in a new order, until the host answers; the request does not wait."""
+    move = move_of(instance)
+    earlier = order(instance, CHANGES[move.kind], event.at, timeouts)
+    step = Step(replace(earlier.instance, deadline=repeat_at(instance, event.at, timeouts)), earlier.commands)
+    if move.answered:
+        return step
+    reason = f"no answer within {move.step_timeout_s:g} s; the command is repeated"
+    return after(step, answer(step.instance, MoveEnd(MoveState.FAILED, "change.timeout", reason), event.at, timeouts))
+
+
+def vacate(instance: Instance, event: Destroyed | HostMissing, timeouts: Timeouts) -> Step:
+    """The shelved machine is gone from its host: its allocation goes."""
+    if not here_gone(instance, event, timeouts):
+        return Step(instance)
+    return Step(steps.ask(instance, State.VACATING, event.at, timeouts))
+
+
+def end_offloaded(instance: Instance, event: Released, timeouts: Timeouts) -> Step:
+    """Nothing is held any more: without a host. A copy of a claim, or of this release, is fenced by its attempt."""
+    if event.consumer not in ("", instance.uuid):
+        return Step(instance)
+    move = move_of(instance)
+    gone = replace(
+        instance,
+        state=State.OFFLOADED,
+        power=Power.SHELVED,
+        newest=instance.next_attempt,
+        consumer_generation=None,
+        selections=(instance.here,),
+        position=0,
+        deadline=None,
+        since=event.at,
+        queried=False,
+    )
+    if move.kind is MoveKind.UNSHELVE:
+        gone = replace(gone, spec=move.spec, image=move.image)
+        return close(gone, ending_of(move), event.at, timeouts)
+    return close(gone, DONE, event.at, timeouts)

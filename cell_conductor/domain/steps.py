@@ -1,0 +1,161 @@
+"""What the rules share: a step, the limits and times that it depends on, and its smallest parts.
+
+`Step` is the instance after an event, and what to send. The functions say what is current, enter a state that waits for
+placement, order a destroy, and announce a state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from msgspec import Struct
+from msgspec.structs import replace
+
+from bus.contracts.base import MAX_REASON, Message
+from bus.contracts.build import BuildEvent, BuildState
+from bus.contracts.cell import Destroy, Selection
+
+from .closed_hosts import ClosedHosts
+from .events import Destroyed, HostMissing, HostRuns, Spawned
+from .fences import Fence
+from .instance import Instance, State
+from .leases import Lease
+from .proof import is_unordered, predates, up_scan_here
+
+# The clock of a build's request, and the one of the database's set-back, may be so far
+# apart. A build of so long after a restore is doubted for nothing: it waits longer for a silent host.
+CLOCKS_APART_S = 30.0
+
+
+class Timeouts(Struct, frozen=True, kw_only=True):
+    """How long the machine waits, and where it is (`cell` is named in every announcement).
+
+    deployment: the identity of the cell's database, which every machine is marked with. down: compute services that
+    take no builds now, so that none is begun there while another host can be tried. fences: hosts on which nothing is
+    begun at all, by uuid. set_back_at: when the database was last found to be set back or replaced (0: never).
+    """
+
+    cell: str
+    deployment: str | None = None
+    down: Mapping[str, Lease] = {}
+    fences: Mapping[str, Fence] = {}
+    set_back_at: float = 0.0
+    claim_retry_s: float = 15.0
+    answer_timeout_s: float = 10.0
+    destroy_retry_s: float = 30.0
+    destroy_retry_max_s: float = 600.0
+    doubt_limit_s: float = 3600.0
+    report_grace_s: float = 30.0
+
+    @property
+    def closed(self) -> ClosedHosts:
+        """The hosts on which nothing is begun now."""
+        return ClosedHosts(self.down, self.fences)
+
+
+class Step(Struct, frozen=True):
+    """The instance after an event, and what to send once that is committed."""
+
+    instance: Instance
+    commands: tuple[Message, ...] = ()
+
+
+def ask(instance: Instance, state: State, at: float, timeouts: Timeouts) -> Instance:
+    """Enter a state that waits for placement; the sweep repeats the request when no answer is ever recorded."""
+    return replace(instance, state=state, deadline=at + timeouts.claim_retry_s, since=at)
+
+
+def announce(
+    instance: Instance,
+    state: BuildState,
+    at: float,
+    timeouts: Timeouts,
+    *,
+    terminal: bool = False,
+    first: tuple[Message, ...] = (),
+    why: tuple[str, str] = ("", ""),
+) -> Step:
+    """Take the next number and publish the state; the history only with a terminal state. why: code and reason."""
+    assert instance.spec is not None
+    code, reason = (instance.code, instance.reason) if state is BuildState.FAILED else why
+    announcement = BuildEvent(
+        instance_uuid=instance.uuid,
+        project_id=instance.spec.project_id,
+        state=state,
+        sequence=instance.sequence,
+        terminal=terminal,
+        cell=timeouts.cell,
+        host=instance.here.host,
+        attempt=instance.attempt,
+        code=code,
+        reason=reason,
+        history=instance.history if state in _ENDS else (),
+        at=at,
+        stamps=instance.stamps if terminal and state is not BuildState.DELETED else None,
+    )
+    stamps = None if terminal else instance.stamps  # published once, and of no use any more
+    return Step(replace(instance, sequence=instance.sequence + 1, stamps=stamps), (*first, announcement))
+
+
+_ENDS = (BuildState.ACTIVE, BuildState.FAILED, BuildState.DELETED)
+
+
+def destroy_here(instance: Instance, timeouts: Timeouts) -> Destroy:
+    """The order to destroy the current attempt."""
+    here: Selection = instance.here
+    return Destroy(
+        instance_uuid=instance.uuid,
+        attempt=instance.attempt,
+        host_uuid=here.host_uuid,
+        service=here.service,
+        deployment=timeouts.deployment,
+    )
+
+
+def at_service(instance: Instance, service: str) -> Instance:
+    """The current host is this service's: a host outlives its service, and an heir takes no orders sent to the dead."""
+    if instance.here.service == service:
+        return instance
+    selections = list(instance.selections)
+    selections[instance.position] = replace(instance.here, service=service)
+    return replace(instance, selections=tuple(selections))
+
+
+def is_current(instance: Instance, attempt: int, host_uuid: str) -> bool:
+    """Whether this attempt on this host is the current one."""
+    return attempt == instance.attempt and host_uuid == instance.host_uuid
+
+
+def is_ours(instance: Instance, event: Spawned | HostRuns) -> bool:
+    """Whether it is the current attempt that runs."""
+    return is_current(instance, event.attempt, event.host_uuid)
+
+
+def is_gone(instance: Instance, event: Destroyed | HostMissing, timeouts: Timeouts) -> bool:
+    """Whether the current host's word means that the current attempt does not run (any more)."""
+    if event.host_uuid != instance.host_uuid:
+        return False
+    if isinstance(event, Destroyed):
+        return event.attempt >= instance.attempt
+    if is_unordered(event, instance.here.service, instance) or predates(
+        event, instance.here.service, up_scan_here(instance)
+    ):
+        return False
+    if instance.state in (State.ACTIVE, State.RESIZED):
+        if event.service != instance.here.service:
+            return True  # its scan began after the record was active
+        if instance.up_scan is not None and event.scan is not None:
+            return True  # no clock: the host's may have been set since
+        if instance.up_at is not None:
+            return event.seen_at > instance.up_at  # both by the host's own clock, which may be minutes from ours
+    return event.seen_at > instance.since + timeouts.report_grace_s
+
+
+def by_its_clock(event: Spawned | HostRuns) -> float | None:
+    """When the host knew that it runs."""
+    return (event.seen_at if isinstance(event, HostRuns) else event.ended_at) or None
+
+
+def cut(reason: str) -> str:
+    """At most as long as a reason may be."""
+    return reason if len(reason) <= MAX_REASON else reason[: MAX_REASON - 1] + "…"

@@ -1,0 +1,121 @@
+"""How a move is undone: the way back to the source, once the destination is given up.
+
+The destination ends what it has, the book is reverted, and the source is started again if it was commanded to stop.
+"""
+
+from __future__ import annotations
+
+from msgspec.structs import replace
+
+from bus.contracts.moves import (
+    MACHINE_ABSENT,
+    ChangeKind,
+)
+
+from . import steps
+from .events import (
+    ChangeEnded,
+    Destroyed,
+    HostMissing,
+    Reverted,
+    TimedOut,
+)
+from .instance import Instance, Power, State
+from .move_events import (
+    after,
+    answer,
+    move_of,
+)
+from .move_steps import (
+    change,
+    end_here,
+    end_undone,
+    ending_of,
+    here_gone,
+    is_awaited,
+    order,
+    repeat_at,
+    resize_back,
+    revert_book,
+)
+from .steps import Step, Timeouts
+
+
+def undo_failed_in_place(instance: Instance, event: ChangeEnded, timeouts: Timeouts) -> Step:
+    """The machine has its old size again, or is gone: the book is reverted. Otherwise the command is repeated at its
+    deadline.
+    """
+    if not instance.is_in_place or not is_awaited(instance, event, instance.here, instance.attempt):
+        return Step(instance)
+    is_back = event.done or event.code == MACHINE_ABSENT
+    return Step(steps.ask(instance, State.REVERTING, event.at, timeouts)) if is_back else Step(instance)
+
+
+def revert_destroyed(instance: Instance, event: Destroyed | HostMissing, timeouts: Timeouts) -> Step:
+    """Nothing of the destination is left: the book is reverted, or an unshelved instance is without a host again."""
+    if instance.is_in_place or not here_gone(instance, event, timeouts):
+        return Step(instance)
+    return Step(revert_book(instance, event.at, timeouts))
+
+
+def undo_again(instance: Instance, event: TimedOut, timeouts: Timeouts) -> Step:
+    """The destination has not confirmed: ask again, for as long as it takes."""
+    later = replace(instance, deadline=repeat_at(instance, event.at, timeouts))
+    if not instance.is_in_place:
+        return end_here(later, timeouts)
+    return resize_back(later, event.at, timeouts)
+
+
+def return_to_source(instance: Instance, event: Reverted, timeouts: Timeouts) -> Step:
+    """The instance holds its source again: it is started there if it was commanded to stop."""
+    if event.attempt != instance.next_attempt:
+        return Step(instance)
+    move = move_of(instance)
+    assert move.source is not None
+    generation = instance.consumer_generation if event.consumer_generation is None else event.consumer_generation
+    back = replace(
+        instance,
+        selections=(move.source,),
+        position=0,
+        attempt=move.source_attempt,
+        newest=event.attempt,
+        consumer_generation=generation,
+        spec=move.spec,
+        power=move.power,
+        image=move.image,
+        queried=False,
+        up_at=move.source_up_at,
+        up_scan=move.source_up_scan,
+    )
+    if not move.handed_over or move.power is not Power.RUNNING:
+        # Stopped before and handed over: the next start, or hand-over, has a higher order and undoes it.
+        return end_undone(back, event.at, timeouts)
+    return change(back, State.RESTARTING, ChangeKind.START, event.at, timeouts)
+
+
+def restarted(instance: Instance, event: ChangeEnded, timeouts: Timeouts) -> Step:
+    """The source runs again, or reports that it cannot: then it is stopped, and a client may start it.
+
+    What its host does not know is queried again at its deadline: a machine that may run is not on record as stopped.
+    """
+    if not is_awaited(instance, event, instance.here, instance.attempt):
+        return Step(instance)
+    if event.done:
+        return end_undone(instance, event.at, timeouts)
+    if event.runs is None:
+        return Step(instance)
+    move = move_of(instance)
+    power = Power.RUNNING if event.runs else Power.STOPPED
+    move_event = f"{move.lost_reason}; and it could not be started again: {event.code} {event.reason}".strip("; ")
+    left = replace(instance, power=power, move=replace(move, lost_reason=steps.cut(move_event)))
+    return end_undone(left, event.at, timeouts)
+
+
+def restart_again(instance: Instance, event: TimedOut, timeouts: Timeouts) -> Step:
+    """The source has not reported that it runs: the command is repeated, and the request does not wait for it."""
+    earlier = order(instance, ChangeKind.START, event.at, timeouts)
+    step = Step(replace(earlier.instance, deadline=repeat_at(instance, event.at, timeouts)), earlier.commands)
+    move = move_of(step.instance)
+    if move.answered:
+        return step
+    return after(step, answer(step.instance, ending_of(move), event.at, timeouts))
