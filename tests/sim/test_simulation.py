@@ -17,7 +17,7 @@ from berth.sim.plan import Action, FaultEvent, FaultType, Order
 from berth.sim.run import run, simulate
 from berth.sim.shrink import Shrinker
 from berth.sim.widening import WIDENED, Widening
-from bus.persistence.outbox import Relay
+from bus.persistence.relay import Relay
 
 # The short form: `.ci/run` runs the same judgement on more seeds, alone and among others, in steps of its own.
 SEEDS = range(1, 4)
