@@ -440,7 +440,7 @@ PLANTS: dict[str, tuple[str, str, str]] = {
         "            if False:\n",
     ),
     "T-7": (
-        "cell_conductor/domain/rules.py",
+        "cell_conductor/domain/steps.py",
         "state=state, deadline=at + timeouts.claim_retry_s, since=at)",
         "state=state, deadline=None, since=at)",
     ),
