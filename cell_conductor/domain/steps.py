@@ -1,7 +1,7 @@
 """What the rules share: a step, the limits and times that it depends on, and its smallest parts.
 
-`Step` is the instance after an event, and what to send. The functions say what is current, enter a state that waits for
-placement, order a destroy, and announce a state.
+`Step` is the instance after an event, and what to send. The functions check what is current, enter a state that waits
+for placement, order a destroy, and announce a state.
 """
 
 from __future__ import annotations
