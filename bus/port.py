@@ -26,8 +26,8 @@ class BusUnavailable(BusError):
 
 
 class QueueLocked(BusUnavailable):
-    """Another connection has this private queue: that of another process, or one of our own that broke and that the
-    broker has not noticed yet, which takes it half a minute."""
+    """Another connection has this private queue: another process's, or a broken one of this process that the broker has
+    not closed yet (half a minute)."""
 
     code = "bus.queue_locked"
 
@@ -80,8 +80,9 @@ CC = "CC"
 class Outgoing(Struct, frozen=True, kw_only=True):
     """One broker message to publish. `exchange` "" is the default exchange: routing_key names a queue.
 
-    also: a second routing key of the same exchange ("": none). A queue that both keys lead to gets one copy; mandatory,
-    it is unroutable when neither leads anywhere. A dead letter goes nowhere by it.
+    also: a second routing key of the same exchange ("": none). A queue that both keys are bound to gets one copy; a
+    mandatory message is unroutable when neither key is bound. Dead letters are not routed by it. expiration_s: seconds
+    in a queue after which the broker drops it (None: never).
     """
 
     exchange: str
@@ -119,7 +120,7 @@ class Delivery(Protocol):
         """Done with it. On a lost connection this does nothing: the broker delivers again."""
 
     def nack(self, *, requeue: bool) -> None:
-        """Give it back (counts towards the delivery limit), or let the broker dead-letter it."""
+        """Requeue it (which counts towards the delivery limit), or let the broker dead-letter it."""
 
 
 # What every delivery carries, for the adapters' slots: there are thousands a second.
@@ -134,7 +135,10 @@ class Subscription(Protocol):
 
 
 class Transport(Protocol):
-    """One connection to one bus. Reconnects by itself and then restores declarations and consumption."""
+    """One connection to one bus. Reconnects by itself and then restores declarations and consumption.
+
+    Without a connection each coroutine but `open` and `close` raises BusUnavailable; without permission, BusForbidden.
+    """
 
     name: str
 
@@ -171,7 +175,7 @@ class Transport(Protocol):
         """The owner of a mark; "" where there is none."""
 
     async def unmark(self, name: str) -> None:
-        """Take a mark away, whose ever it is."""
+        """Remove a mark, whichever deployment left it."""
 
     async def declare_queue(self, row: QueueRow, name: str, bindings: Sequence[tuple[str, str]]) -> None:
         """Declare a queue as its row describes it, bound; placeholders filled in. What the bus shares exists already.
@@ -192,16 +196,19 @@ class Transport(Protocol):
         """Publish and wait for the broker's confirm. Raises BusUnavailable, Unroutable or PublishRefused."""
 
     async def consume(self, queue: str, on_delivery: Callable[[Delivery], None], *, prefetch: int) -> Subscription:
-        """Deliver messages of a queue to a callback that must not block, at most `prefetch` unacknowledged."""
+        """Deliver messages of a queue to a callback that must not block. prefetch: unacknowledged messages at most.
+
+        Raises QueueMissing.
+        """
 
     async def get(self, queue: str) -> Delivery | None:
-        """Take one message, or None when the queue is empty (for looking at dead letters)."""
+        """Take one message, or None when the queue is empty (to inspect dead letters). Raises QueueMissing."""
 
     async def depth(self, queue: str) -> int:
-        """Messages ready in a queue. Raises QueueMissing."""
+        """The number of messages ready in a queue. Raises QueueMissing."""
 
     async def purge(self, queue: str) -> int:
-        """Drop what is ready in a queue; returns how many."""
+        """Drop the messages ready in a queue; returns how many there were. Raises QueueMissing."""
 
     def on_reconnect(self, callback: Callable[[], None]) -> None:
         """Called (in the loop) each time the connection is back and everything is declared and consumed again."""

@@ -26,8 +26,8 @@ from scheduler_worker.store.port import BuildUnit, SchedulerStore
 
 log = structlog.get_logger(__name__)
 
-# So often an announcement is delivered again that waits for an earlier one; then it is applied without. With the
-# queue's delays that is half a minute: by then a scheduler that held the earlier one has ended, or has its database.
+# Deliveries of an announcement that waits for an earlier one; after them it is applied without that one. With the
+# queue's delays that is half a minute: by then the scheduler that held the earlier one has recorded it, or has ended.
 MAX_EARLY = 4
 EARLY = Retry("announcement.early", "the event that ended the request is not on record yet")
 
@@ -44,8 +44,8 @@ class AppliedAnnouncements(Struct, frozen=True):
 
 
 class _Waiting:
-    """A batch of one cell's events on its way to the record. waited: ids of events that wait for no other. applied:
-    once it is there.
+    """A batch of one cell's events that is to be recorded. waited: ids of events that wait for no other any more.
+    applied: what it changed, once it is recorded.
     """
 
     __slots__ = ("applied", "cell", "events", "waited")
@@ -105,8 +105,8 @@ class AnnouncementWriter:
                 self._waiting.remove(one)
 
     async def _write(self, together: Sequence[_Waiting]) -> list[AppliedAnnouncements]:
-        # Clients get it before it is on disk, and the cell's message is acknowledged after: lost in a crash of the
-        # database, the message comes again and the same is published again
+        # An event is published before it is on disk, and the cell's message is acknowledged afterwards: if the database
+        # crashes in between, the message is delivered again and the same event is published again
         # (docs/decisions/0011-what-waits-for-the-disk.md).
         return await run_optimistic(
             lambda optimistic: self._store.unit(durable=False, optimistic=optimistic),

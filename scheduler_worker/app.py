@@ -293,7 +293,7 @@ def _add_link(parts: SchedulerParts, bus: Bus, registry: ObjectRegistry, measure
         bus, parts.selector.table, parts.workers, clock=env.clock, rng=rng, again_s=config.report_interval_s
     )
     bus.transport.on_reconnect(listener.on_reconnected)
-    # Announcements first: a build is dispatched only when the queue for what its cell announces exists.
+    # Announcements first: a build is dispatched only when the queue of its cell's announcements exists.
     consumers = [
         bus.consumer(
             "scheduler.builds",

@@ -14,12 +14,12 @@ from scheduler_worker.objects import ObjectRegistry
 
 log = structlog.get_logger(__name__)
 
-REPUBLISH_S = 5.0  # a cell that has not recorded a fence, or is to lift one, is order again after this
-REPEAT_S = 300.0  # and every cell all of its fences after this: its record may have been set back
+REPUBLISH_S = 5.0  # to a cell that has not recorded a fence, or is to lift one, the order is published again after this
+REPEAT_S = 300.0  # to every cell all of its fences are published again after this: its record may have been set back
 
 
 class FencePublisher:
-    """One scheduler's. cells: the bus of each."""
+    """Publishes the fences of one scheduler's registry. cells: the bus of each."""
 
     def __init__(self, registry: ObjectRegistry, cells: Mapping[str, Bus], *, clock: Clock) -> None:
         self._registry = registry
@@ -36,11 +36,11 @@ class FencePublisher:
                 repeated_s = self._clock.monotonic()
             for uuid, fence in self._registry.fences.items():
                 is_open = fence.acknowledged < fence.version or fence.lifting
-                if everything or (is_open and not fence.forced):  # a cell that may be gone for good: with all others
+                if everything or (is_open and not fence.forced):  # a forced fence's cell may be gone for good
                     await self._publish(uuid, fence.cell)
 
     async def _publish(self, uuid: str, cell: str | None) -> None:
-        """Where the host's cell is not known all of them get it: a fence of a host that is elsewhere ends nothing."""
+        """To the host's cell, or to all where it is not known: a cell ignores the fence of another cell's host."""
         order = command(uuid, self._registry.fences[uuid], self._registry.decision_of(uuid))
         for bus in [one for name, one in self._cells.items() if cell in (None, name)]:
             try:

@@ -1,10 +1,13 @@
 """The consumer: gathers deliveries into batches, calls the handler, and alone acknowledges.
 
-What happens to one message: Done, and it is acknowledged; Retry, and it comes back after the queue's next delay, after
-the last one it is a dead letter; Refuse, and the asker gets a Refusal, or it is a dead letter. A transient fault makes
-the consumer wait and call again with the same batch: an outage uses up no retries. A handler that crashes is called
-again item by item, so that only the item that crashes it is given up. So it is when an invariant breaks, but then the
-consumer settles what it has in hand, takes nothing more and ends (docs/decisions/0010-broken-invariants.md).
+What happens to one message, by its outcome. Done: it is acknowledged. Retry: it is delivered again after the queue's
+next delay, and after the last delay it is a dead letter. Refuse: its requester gets a Refusal; a message without a
+requester is a dead letter.
+
+After a transient fault the consumer waits and calls the handler again with the same batch: an outage uses up no
+retries. A handler that crashes is called again with each message alone, so that only the message that crashes it is a
+dead letter. The same happens when an invariant breaks; then the consumer finishes what it has in hand, takes nothing
+more and ends (docs/decisions/0010-broken-invariants.md).
 """
 
 from __future__ import annotations
@@ -43,20 +46,20 @@ NOT_READY_AFTER_S = 10.0
 
 CRASHED = "handler.crashed"
 
-# In so many deliveries before the broker gives it up a message is `exhausted`: its end can still be announced.
+# A message is `exhausted` in the last deliveries before the broker dead-letters it: its end can still be announced.
 LAST_DELIVERIES = 3
 
-# So many batches of other messages may go before a suspect (what has been delivered too often without an end).
+# Batches of other messages that are taken before a suspect: a message delivered often and never acknowledged.
 MAX_PASSED_OVER = 8
 
-# A batch in hand for so long is slow: another one goes beside it, however small.
+# A batch in hand for longer is slow: another batch is taken beside it, however small.
 SLOW_BATCH_S = 0.05
 
-# A consumer that drains waits so long for what it has handled to be on disk, and gives it back otherwise.
+# How long a drain waits until the effects of handled messages are on disk; the others are requeued.
 FLUSHED_TIMEOUT_S = 2.0
 
-# After a suspect has arrived, those delivered with it are waited for so long: the one to be taken is drawn from
-# all of them. The first to arrive would be the same one each time, and the others would go back with it each time.
+# How long a consumer waits for more suspects after the first: the one to take is drawn from all of them at random. The
+# first to arrive would be the same each time, and the others would be requeued with it each time.
 SUSPECT_WAIT_S = 0.1
 
 

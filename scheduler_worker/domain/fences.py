@@ -1,4 +1,4 @@
-"""A fence at the top: an object of kind `fence`, made by a decision about a host and ended by its cell. Pure."""
+"""A fence as the scheduler records it: an object of kind `fence`, made by a decision about a host. Pure."""
 
 from __future__ import annotations
 
@@ -57,10 +57,10 @@ def followed(
 
 
 def acknowledge(host_uuid: str, known: FenceRecord, report: HostFence) -> ChangedObject | None:
-    """What a cell's word changes of a fence; None: nothing.
+    """What a cell's report changes of a fence; None: nothing.
 
-    The word about an older decision is late, and that of a cell that the host is not in means nothing. A cell that
-    knows a later decision than this record (it was set back) is notified again, above that one.
+    A report about an older decision is late, and a report of a cell that the host is not in is ignored. A cell that
+    knows a later decision than this record (it was set back) is notified again, with a version above that one.
     """
     if known.cell not in (None, report.cell) or report.version < known.version:
         return None
