@@ -68,8 +68,9 @@ class AgentCommand(Struct, frozen=True):
 class Agents:
     """One agent a node that waits.
 
-    silent: nodes whose agent never calls. failing: {node: why}, nothing is written there. first_fails: {node: why}, of
-    these the first that is to write anything is failing from then on, and the others are not.
+    silent: nodes whose agent never calls. failing: {node: why}, nothing is written there. unclean: {node: why}, nothing
+    is erased there. first_fails: {node: why}, of these the first that is to write anything is failing from then on, and
+    the others are not.
     """
 
     def __init__(
@@ -90,6 +91,7 @@ class Agents:
         self.orders: deque[AgentCommand] = deque(maxlen=MAX_ORDERS)
         self.silent: set[str] = set()
         self.failing: dict[str, str] = {}
+        self.unclean: dict[str, str] = {}
         self.first_fails: dict[str, str] = {}
         self.called: set[str] = set()  # nodes whose agent has called back at least once
         self._beat_s = beat_s
@@ -233,8 +235,9 @@ class Agents:
         if short == "execute_deploy_step" and node in self.first_fails:
             self.failing[node] = self.first_fails[node]
             self.first_fails.clear()
-        if node in self.failing and short == "execute_deploy_step":
-            error = {"type": "CommandExecutionError", "code": 500, "message": self.failing[node], "details": ""}
+        broken = {"execute_deploy_step": self.failing, "execute_clean_step": self.unclean}.get(short, {})
+        if node in broken:
+            error = {"type": "CommandExecutionError", "code": 500, "message": broken[node], "details": ""}
             done.update(command_status="FAILED", command_error=error, command_result=None)
         return done
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -67,30 +68,42 @@ class LocalSystem:
         self.in_process = InProcessWorkers()
         self.fleets: dict[str, Fleet] = {}
         self._computes: dict[str, Callable[[], Service]] = {}
+        self._builds: dict[str, Callable[[], Service]] = {}  # of all workers, by name
 
     async def start(self, *, ironic_url: str | None = None) -> None:
         """Start everything, what others lean on first. ironic_url: also ironic-sync and a bare-metal compute a cell."""
-        settings, up = self.site.settings, self.site.settings.up
-        start = self.in_process.start
-        await start(*((name, self._placement(name)) for name in _numbered("placement", up.placements)))
-        await start(*((f"conductor-{cell}", self._conductor(cell)) for cell in self.site.cells))
+        up, start = self.site.settings.up, self._start
+        await start({name: partial(self._placement, name) for name in _numbered("placement", up.placements)})
+        await start({f"conductor-{cell}": partial(self._conductor, cell) for cell in self.site.cells})
         for number, cell in enumerate(self.site.cells):
             for service in _numbered(f"{cell}-c", up.computes_per_cell):
                 self._computes[service] = self._hypervisors(cell, service)
             if ironic_url is not None:
                 share = (number, len(self.site.cells))
                 self._computes[f"{cell}-metal"] = self._metal(cell, f"{cell}-metal", ironic_url, share)
-        await start(*((name, build()) for name, build in self._computes.items()))
+        await start(self._computes)
         if ironic_url is not None:
-            config = msgspec.structs.replace(settings.ironic_sync, url=ironic_url)
-            env = self.site.environment("ironic-sync")
-            await start(("ironic-sync", ironic_sync.app.build(env, config)))
-        await start(*((name, self._scheduler(name)) for name in _numbered("scheduler", up.schedulers)))
+            await start({"ironic-sync": partial(self._ironic_sync, ironic_url)})
+        await start({name: partial(self._scheduler, name) for name in _numbered("scheduler", up.schedulers)})
+
+    async def _start(self, builds: Mapping[str, Callable[[], Service]]) -> None:
+        self._builds.update(builds)
+        await self.in_process.start(*((name, build()) for name, build in builds.items()))
 
     @property
     def computes(self) -> tuple[str, ...]:
         """The compute services' names."""
         return tuple(self._computes)
+
+    @property
+    def workers(self) -> tuple[str, ...]:
+        """All workers' names."""
+        return tuple(self._builds)
+
+    async def replace_worker(self, name: str) -> None:
+        """A worker dies, and a new process of it starts."""
+        await self.in_process.kill(name)
+        await self.in_process.start((name, self._builds[name]()))
 
     async def kill_compute(self, service: str) -> None:
         """The compute service dies; its machines run on."""
@@ -108,6 +121,10 @@ class LocalSystem:
 
     def _scheduler(self, name: str) -> Service:
         return scheduler_worker.app.build(self.site.environment(name), self.site.settings.scheduler, self.site.cells)
+
+    def _ironic_sync(self, url: str) -> Service:
+        config = msgspec.structs.replace(self.site.settings.ironic_sync, url=url)
+        return ironic_sync.app.build(self.site.environment("ironic-sync"), config)
 
     def _conductor(self, cell: str) -> Service:
         environment = self.site.environment(f"conductor-{cell}")

@@ -279,6 +279,7 @@ def _result(message: ComputeResult, at: float) -> Event:
                 attempt=message.attempt,
                 host_uuid=message.host_uuid,
                 service=message.service,
+                remark=message.reason,
                 started_at=message.started_at,
                 ended_at=message.at,
                 scan=ScanId(message.epoch, message.scan) if message.epoch else None,

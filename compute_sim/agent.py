@@ -268,7 +268,7 @@ class Agent:
                 chain.clearing = False
                 self._answers.report_cleared(key, chain)
             async with asyncio.timeout(self._limits.build_s):
-                await self._driver.spawn(
+                remark = await self._driver.spawn(
                     Build(key[0], command.spec, number, command.allocations, command.deployment, command.origin)
                 )
         except BuildFault as fault:
@@ -283,7 +283,7 @@ class Agent:
             log.exception("driver.fault", instance=key[1], cause=key[1], host=key[0])
             code, reason, final = "driver.fault", f"{type(fault).__name__}: {fault}", False
         else:
-            return built(self._records.get(key), number)
+            return built(self._records.get(key), number, (remark or "")[:MAX_REASON])
         return failed(self._records.get(key), number, code, reason[:MAX_REASON], final=final)
 
     async def _destroy_leftovers(self, key: Key, chain: Chain, attempt: int, deployment: str | None) -> None:

@@ -111,6 +111,10 @@ class IronicConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """Seconds that an attempt waits until the node of the attempt before it has released the instance."""
     lock_timeout_s: Annotated[float, Bound(gt=0, le=3_600)] = 30.0
     """Seconds that a build waits for a node that is locked in Ironic, and for an Ironic that is too busy to answer."""
+    outage_timeout_s: Annotated[float, Bound(gt=0, le=3_600)] = 120.0
+    """Seconds that a build which has not taken its node waits while Ironic's API, its conductor for the node, or
+    Keystone is unavailable. 120: a restart takes less, and the request's `build_timeout_s` (300) more.
+    """
     request_timeout_s: Annotated[float, Bound(gt=0, le=600)] = 10.0
     """Seconds that one request to Ironic may take."""
     requests_in_flight: Annotated[int, Bound(ge=1, le=1_000)] = 32

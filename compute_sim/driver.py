@@ -55,6 +55,10 @@ class DriverUnavailable(Exception):
     """What manages the machines cannot be reached just now; the same call may work later."""
 
 
+class DriverOutage(DriverUnavailable):
+    """What manages the machines is away as a whole (a restart): every other host of it is, too."""
+
+
 class DriverBusy(DriverUnavailable):
     """What manages the machines answers, and turns this down for its load. retry_after_s: not before then (0: soon)."""
 
@@ -153,9 +157,10 @@ class Driver(Protocol):
     async def inventory(self, hosts: Sequence[str] | None = None) -> Sequence[Tree]:
         """The provider trees of these hosts (None: of all). Empty when another source reports them."""
 
-    async def spawn(self, build: Build) -> None:
-        """Build and mark the machine; return when it runs. Raises BuildAbort, Reschedule, or DriverUnavailable.
+    async def spawn(self, build: Build) -> str | None:
+        """Build and mark the machine; return when it runs, with a remark for the build's story (None: nothing special).
 
+        Raises BuildAbort, Reschedule, or DriverUnavailable.
         The mark (deployment, instance, attempt) is put on the machine before or with the first change to its host.
         Cancelled when the build is destroyed meanwhile: `destroy` follows and clears up what is there.
         """

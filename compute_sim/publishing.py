@@ -19,6 +19,7 @@ log = structlog.get_logger()
 GATHER_S = 0.1  # changes and questions that come within this are answered together
 JITTER = 0.1  # share of the report interval, so that services started together drift apart
 REPORTS = RetryPolicy(first_s=0.1, longest_s=10.0, least=0.0)  # until they are published
+LOOKS = RetryPolicy(first_s=0.1, longest_s=1.0, least=0.0)  # until the driver answers: hosts are offered soon after
 
 
 class PublishingBus(Protocol):
@@ -40,6 +41,7 @@ class PendingPublisher:
         self._rng = rng
         self._interval_s = interval_s
         self._retrying = Retrying(REPORTS, clock, rng)
+        self._looking = Retrying(LOOKS, clock, rng)
 
     async def run(self, publish: Callable[[list[str] | None], Awaitable[None]]) -> None:
         """Call `publish` with the hosts that are pending (None: all of them), until cancelled."""
@@ -51,11 +53,13 @@ class PendingPublisher:
 
     async def _publish(self, publish: Callable[[list[str] | None], Awaitable[None]], hosts: list[str] | None) -> None:
         """Until it is published: a broker, a consumer or a driver that is unavailable comes back with time."""
-        await self._retrying.call(
-            lambda: publish(hosts),
-            lambda error: passes_with_time(error) or isinstance(error, DriverUnavailable),
-            on_failure=_log_failure,
-        )
+
+        async def look_and_publish() -> None:
+            await self._looking.call(
+                lambda: publish(hosts), lambda error: isinstance(error, DriverUnavailable), on_failure=_log_failure
+            )
+
+        await self._retrying.call(look_and_publish, passes_with_time, on_failure=_log_failure)
 
 
 def _log_failure(error: BaseException, failures: int) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 import structlog
 
 from bus.contracts.cell import UNKNOWN_ATTEMPT, Running
-from compute_sim.domain.attempts import Entry, is_leaving, lost
+from compute_sim.domain.attempts import Entry, Phase, is_leaving, lost
 from compute_sim.driver import Driver, DriverHost, Machine
 from compute_sim.records import Records
 
@@ -73,11 +73,13 @@ def _is_done_with(machine: Machine, known: Entry | None) -> bool:
 def _running(machine: Machine, known: Entry | None, *, reserved: bool) -> Running:
     """A machine as it is reported: by its mark; the attempt of one without a mark is its record's."""
     attempt = machine.attempt if machine.attempt is not None else (known.attempt if known else UNKNOWN_ATTEMPT)
+    # Until its driver has ended the build, the result is still to come, and with it what the driver remarks.
+    is_building = known is not None and known.phase is Phase.BUILDING and made_by(known, machine)
     return Running(
         instance_uuid=machine.instance_uuid,
         attempt=attempt,
         deployment=machine.deployment,
-        built=machine.built,
+        built=machine.built and not is_building,
         destroying=is_leaving(known, attempt) or _is_done_with(machine, known),
         stopped=not machine.runs,
         reserved=reserved,

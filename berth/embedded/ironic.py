@@ -162,6 +162,11 @@ class Ironic(PrivateServer):
         """The API's address."""
         return f"http://127.0.0.1:{self.port}"
 
+    @property
+    def database(self) -> Path:
+        """Its SQLite file."""
+        return self._work.path / "ironic.sqlite"
+
     def kill(self) -> None:
         """End Ironic as a power cut would: it leads a session of its own, which the guard's group does not hold."""
         if pid := self.pid:
@@ -183,7 +188,7 @@ class Ironic(PrivateServer):
         config = home / "ironic.conf"
         config.touch(mode=0o600)  # it holds the broker's password
         config.write_text(self._configuration())
-        fresh = not (home / "ironic.sqlite").exists()
+        fresh = not self.database.exists()
         self._run("ironic-dbsync", "--config-file", str(config), "create_schema" if fresh else "upgrade")
         self._process = GuardedProcess(
             [str(self._programs / "ironic"), "--config-file", str(config)],

@@ -341,11 +341,11 @@ JOB: ContextVar[str] = ContextVar("job", default="")
 class WatchedBareMetal(BareMetal):
     """The driver, whose requests to Ironic name the job that they belong to."""
 
-    async def spawn(self, build: Build) -> None:
+    async def spawn(self, build: Build) -> str:
         """Build."""
         before = JOB.set(f"spawn {build.host_uuid} {build.spec.instance_uuid} {build.attempt}")
         try:
-            await super().spawn(build)
+            return await super().spawn(build)
         finally:
             JOB.reset(before)
 

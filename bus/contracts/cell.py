@@ -142,7 +142,8 @@ class ComputeOutcome(StrEnum):
 class ComputeResult(Message, frozen=True, kw_only=True, tag="compute.result.v1"):
     """How one attempt ended on its host. May come late, twice, or never.
 
-    final: with `failed`, no other host would do better (a broken image): the alternates are not tried.
+    reason: with `active`, a remark of the driver. final: with `failed`, no other host would do better (a broken image):
+    the alternates are not tried.
     started_at: when the service took the command (0: unknown); at: the time of this message. scan: how many scans
     of its hosts the service had begun then, in this epoch (epoch 0: unknown); see ComputeHosts.
     """

@@ -47,12 +47,13 @@ class DeleteRequested(Event, frozen=True, kw_only=True):
 class Spawned(Event, frozen=True, kw_only=True):
     """A host reports that an attempt runs. started_at, ended_at: by its own clock (0: not known).
 
-    scan: the last that its service had begun then (None: unknown).
+    remark: the driver's, for the story. scan: the last that its service had begun then (None: unknown).
     """
 
     attempt: int
     host_uuid: str
     service: str
+    remark: str = ""
     started_at: float = 0.0
     ended_at: float = 0.0
     scan: ScanId | None = None

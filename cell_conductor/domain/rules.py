@@ -92,9 +92,9 @@ def come_up(instance: Instance, event: Spawned | HostRuns, timeouts: Timeouts) -
     if isinstance(event, HostRuns) and not event.built:
         return Step(instance)
     instance = steps.at_service(instance, event.service)
-    here = instance.here
+    here, remark = instance.here, event.remark if isinstance(event, Spawned) else ""
     up = replace(
-        _with_attempt(instance, "active", at=event.at),
+        _with_attempt(instance, "active", at=event.at, reason=remark),
         stamps=_stamped(instance, event),
         state=State.ACTIVE,
         selections=(here,),  # alternates are of no use any more
@@ -107,7 +107,7 @@ def come_up(instance: Instance, event: Spawned | HostRuns, timeouts: Timeouts) -
         queried=False,
         doubted=False,
     )
-    return steps.announce(up, BuildState.ACTIVE, event.at, timeouts, terminal=True)
+    return steps.announce(up, BuildState.ACTIVE, event.at, timeouts, terminal=True, why=("", steps.cut(remark)))
 
 
 def destroy_orphan(instance: Instance, event: Spawned | HostRuns, timeouts: Timeouts) -> Step:

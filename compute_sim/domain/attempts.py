@@ -31,8 +31,9 @@ class Entry(Struct, frozen=True, array_like=True, omit_defaults=True):
     """The newest attempt of one instance on one host.
 
     fence: attempts up to this one never start here. reported: the result of this phase reached the broker.
-    code and reason: why it failed. final: no other host would do better. deployment: whose machine it is (None:
-    unknown, recorded by a release that had none). order: of the last change of this machine that was taken.
+    code and reason: why it failed; of one that runs, the driver's remark. final: no other host would do better.
+    deployment: whose machine it is (None: unknown, recorded by a release that had none). order: of the last change of
+    this machine that was taken.
     """
 
     attempt: int
@@ -143,11 +144,11 @@ def is_leaving(entry: Entry | None, attempt: int) -> bool:
     return entry.phase in (Phase.DESTROYING, Phase.BUILDING)  # building: the older attempt is cleared away first
 
 
-def built(entry: Entry | None, attempt: int) -> Entry | None:
+def built(entry: Entry | None, attempt: int, remark: str = "") -> Entry | None:
     """Record that the attempt runs. None when a newer command for this host has overtaken it."""
     if entry is None or entry.attempt != attempt or entry.phase is not Phase.BUILDING:
         return None
-    return Entry(attempt, Phase.RUNNING, fence=entry.fence, deployment=entry.deployment)
+    return Entry(attempt, Phase.RUNNING, fence=entry.fence, reason=remark, deployment=entry.deployment)
 
 
 def failed(entry: Entry | None, attempt: int, code: str, reason: str, *, final: bool = False) -> Entry | None:

@@ -1,6 +1,6 @@
-"""Deploys and deletes on a real Ironic with failures of each kind; at the end nodes, book and records agree.
+"""Deploys and deletes on a real Ironic with a failure of each kind; at the end nodes, book and records agree.
 
-IRONIC_CYCLES: how many builds (8; `scripts/ironic test --cycles 500` is the long form).
+IRONIC_CYCLES: how many builds (13 rounds of one; `scripts/ironic test --cycles 500` is the long form).
 """
 
 from __future__ import annotations
@@ -8,84 +8,192 @@ from __future__ import annotations
 import asyncio
 import os
 import random
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
 
+import httpx
 import pytest
 
+from bus.clock import new_uuid
 from bus.contracts.build import BuildRequest
-from tests.kit.real_metal import WAIT_S, RealMetal, drive, real_metal, until
+from tests.kit.bmc import DRIVER, POWER_CONFIG, Bmc
+from tests.kit.real_metal import RNG, WAIT_S, RealMetal, drive, real_metal, until
 
-CYCLES = int(os.environ.get("IRONIC_CYCLES", "8"))
-NODES, AT_ONCE = 6, 4
-RESTING = {"available", "active"}
+KINDS = (
+    "failed deploy",
+    "failed clean",
+    "taken by another user",
+    "power failure",
+    "API killed",
+    "conductor restarted",
+    "maintenance",
+    "undeployed by its operator",
+    "compute service killed",
+    "cell conductor killed",
+    "ironic-sync killed",
+    "scheduler killed",
+    "placement killed",
+)
+WORKERS = {
+    "compute service killed": "cell1-metal",
+    "cell conductor killed": "conductor-cell1",
+    "ironic-sync killed": "ironic-sync",
+    "scheduler killed": "scheduler1",
+    "placement killed": "placement1",
+}
+CYCLES = int(os.environ.get("IRONIC_CYCLES", str(len(KINDS))))
+AT_ONCE = max(1, min(20, CYCLES // len(KINDS)))  # every kind has a round at least
+NODES = 4 + AT_ONCE
+OUTAGE_S = (0.0, 5.0)
 ENDS = {"active", "failed"}
 
 
-@pytest.mark.timeout(600 + 60 * CYCLES)  # the default for a test, five minutes, ends one of twenty
-async def test_whatever_fails_nodes_book_and_records_agree_at_the_end() -> None:
-    rng = random.Random(f"soak {CYCLES}")
-    async with real_metal(delays={"deploy_delay": 1}) as metal:
-        nodes = await metal.nodes.enroll(NODES // 2, direct=True) + await metal.nodes.enroll(NODES - NODES // 2)
-        ends: dict[str, int] = {}
-        for begun in range(0, CYCLES, AT_ONCE):
-            await one_round(metal, nodes, rng, min(AT_ONCE, CYCLES - begun), ends)
-        assert ends.get("active", 0) >= CYCLES // 3, ends
+class Soak:
+    """The nodes, what has gone wrong with them, and what is counted."""
+
+    def __init__(self, metal: RealMetal, bmc: Bmc) -> None:
+        self.metal = metal
+        self.bmc = bmc
+        self.rng = random.Random(f"soak {CYCLES}")
+        self.direct: list[str] = []
+        self.fake: list[str] = []
+        self.ends: Counter[str] = Counter()
+        self.codes: Counter[str] = Counter()
+        self.faults: Counter[str] = Counter()
+        self.theirs: dict[str, str] = {}  # another user's instances, by node
+
+    @property
+    def nodes(self) -> list[str]:
+        return [*self.direct, *self.fake]
+
+    async def enroll(self) -> None:
+        half = NODES // 2
+        self.direct = await self.metal.nodes.enroll(half, direct=True, driver=DRIVER)
+        self.fake = await self.metal.nodes.enroll(NODES - half, driver=DRIVER)
+
+    async def one_round(self, kind: str, count: int) -> None:
+        """Some builds at once, and something that goes wrong meanwhile; then all that became active is deleted."""
+        await self.metal.offered(*self.nodes)
+        if kind in {"failed deploy", "failed clean"}:
+            broken = self.metal.lab.agents.failing if kind == "failed deploy" else self.metal.lab.agents.unclean
+            broken.update(dict.fromkeys(self.direct, f"soak: {kind}"))
+        requests = [self.request() for _ in range(count)]
+        tracks = await self.metal.client.boot(requests, patience_s=WAIT_S)
+        await self.fault(kind)
+        assert await self.metal.client.wait(3 * WAIT_S), [track.state for track in tracks]
+        for track in tracks:
+            assert track.terminals == 1 and track.state in ENDS, track
+            self.ends[track.state] += 1
+            record = await self.metal.record(track.instance_uuid)
+            self.codes.update(attempt.code for attempt in record.history if attempt.code)
+        if kind == "undeployed by its operator":
+            await self.undeploy([track.instance_uuid for track in tracks if track.state == "active"])
+        await self.metal.delete(*(track.instance_uuid for track in tracks if track.state == "active"))
+        await self.repair(kind)
+
+    def request(self) -> BuildRequest:
+        """With an image, or (on a direct node: not accepted) without."""
+        image = self.metal.image if self.rng.random() < 0.8 else None
+        return self.metal.request(image_source=image, config_drive=drive() if self.rng.random() < 0.5 else None)
+
+    async def fault(self, kind: str) -> None:
+        """What an operator, another user or a power cut does while nodes are deployed."""
+        self.faults[kind] += 1
+        node, ironic = self.rng.choice(self.nodes), self.metal.lab.ironic
+        match kind:
+            case "taken by another user":
+                await self.take(self.rng.sample(self.fake, len(self.fake)))
+            case "power failure":
+                for one in self.rng.sample(self.nodes, max(1, NODES // 4)):
+                    self.bmc.set_readings(one, broken=True)
+            case "API killed":
+                await asyncio.to_thread(ironic.kill)
+                await asyncio.sleep(self.rng.uniform(*OUTAGE_S))  # an outage lasts for a time
+                await asyncio.to_thread(ironic.restart)
+            case "conductor restarted":
+                await asyncio.to_thread(ironic.shut_down)
+                await asyncio.to_thread(ironic.restart)
+            case "maintenance":
+                await self.metal.nodes.maintenance(node, on=True)
+                await asyncio.sleep(self.rng.uniform(0.2, 1.0))  # as long as it takes, while the builds go on
+                await self.metal.nodes.maintenance(node, on=False)
+            case _ if kind in WORKERS:
+                await asyncio.sleep(self.rng.uniform(0.0, 1.0))  # at any moment of the builds
+                await self.metal.system.replace_worker(WORKERS[kind])
+            case _:
+                return
+
+    async def take(self, nodes: list[str]) -> None:
+        """Another user of this Ironic deploys the first of these that it gets."""
+        client = self.metal.nodes.client
         for node in nodes:
-            metal.lab.agents.failing.pop(node, None)
+            theirs = new_uuid(RNG)
+            wanted = [{"op": "add", "path": "/instance_uuid", "value": theirs}]
+            with_lock = await client.patch(f"/v1/nodes/{node}", json=wanted)
+            if with_lock.is_success and with_lock.json()["provision_state"] == "available":
+                await self.metal.nodes.provision(node, "active")
+                self.theirs[node] = theirs
+                return
+            assert with_lock.status_code in {httpx.codes.CONFLICT, httpx.codes.OK, 503, 500}, with_lock.text
 
-        async def at_rest() -> bool:
-            states = [await metal.nodes.get(node) for node in nodes]
-            for node in states:
-                if (
-                    node["provision_state"] == "clean failed"
-                ):  # Ironic was cut off while it cleaned: not berth's to mend
-                    await metal.nodes.repair(node["uuid"])
-            return all(node["provision_state"] == "available" and node["instance_uuid"] is None for node in states)
+    async def undeploy(self, instances: list[str]) -> None:
+        """The operator undeploys, by Ironic, what berth has deployed."""
+        for node in self.nodes:
+            found = await self.metal.nodes.get(node)
+            if found["instance_uuid"] in instances[:2] and found["provision_state"] == "active":
+                await self.metal.nodes.provision(node, "deleted")
 
-        await until(at_rest)
-        assert all([(await metal.nodes.get(node))["instance_info"] == {} for node in nodes])
-        await metal.offered(*nodes)
+    async def repair(self, kind: str) -> None:
+        """The operator repairs what is broken; the other user's machine is as it was, and goes."""
+        agents = self.metal.lab.agents
+        agents.failing.clear()
+        if kind == "failed clean":
+            await until(self.some_failed_clean)
+        agents.unclean.clear()
+        for node in self.nodes:
+            self.bmc.set_readings(node)
+        for node, theirs in self.theirs.items():
+            found = await self.metal.nodes.until(node, "active")
+            assert (found["instance_uuid"], found["instance_info"]) == (theirs, {}), "another user's was changed"
+            await self.metal.nodes.provision(node, "deleted")
+        self.theirs.clear()
+        await until(self.at_rest)
+
+    async def some_failed_clean(self) -> bool:
+        states = [(await self.metal.nodes.get(node))["provision_state"] for node in self.nodes]
+        return "clean failed" in states or not {"cleaning", "clean wait", "deleting", "active"} & set(states)
+
+    async def at_rest(self) -> bool:
+        """Every node is available and without an instance. The operator repairs what Ironic gave up."""
+        states = [await self.metal.nodes.get(node) for node in self.nodes]
+        for node in states:
+            if node["provision_state"] == "clean failed":
+                await self.metal.nodes.repair(node["uuid"])
+            elif node["provision_state"] == "manageable":
+                await self.metal.nodes.provision(node["uuid"], "provide")
+        return all(
+            (node["provision_state"], node["instance_uuid"], node["maintenance"]) == ("available", None, False)
+            for node in states
+        )
+
+
+@pytest.mark.timeout(900 + 60 * CYCLES)  # the default for a test, five minutes, ends one of twenty
+async def test_whatever_fails_nodes_book_and_records_agree_at_the_end(tmp_path: Path) -> None:
+    bmc, began = Bmc(tmp_path), time.monotonic()
+    lab: dict[str, Any] = {"delays": {"deploy_delay": 1}, "more": POWER_CONFIG, "plugins": bmc.directory}
+    async with real_metal(**lab) as metal:
+        soak = Soak(metal, bmc)
+        await soak.enroll()
+        kinds: list[str] = []
+        for begun in range(0, CYCLES, AT_ONCE):
+            kinds = kinds or soak.rng.sample(KINDS, len(KINDS))
+            await soak.one_round(kinds.pop(), min(AT_ONCE, CYCLES - begun))
+        sys.stdout.write(f"{time.monotonic() - began:.0f} s; {soak.ends}; {soak.faults}; {soak.codes}\n")
+        assert soak.ends["active"] >= CYCLES // 3, soak.ends
+        assert not set(KINDS) - set(soak.faults) or len(KINDS) > CYCLES, soak.faults
+        assert all([(await metal.nodes.get(node))["instance_info"] == {} for node in soak.nodes])
+        await metal.offered(*soak.nodes)
         await metal.all_agree()
-
-
-async def one_round(metal: RealMetal, nodes: list[str], rng: random.Random, count: int, ends: dict[str, int]) -> None:
-    """Some builds at once, with something going wrong; then all that became active is deleted."""
-    for node in nodes:
-        if (await metal.nodes.get(node))["provision_state"] == "clean failed":
-            await metal.nodes.repair(node)
-    await metal.offered(*nodes)
-    requests = [request(metal, rng) for _ in range(count)]
-    broken = rng.choice(nodes)
-    metal.lab.agents.failing[broken] = "soak: the disk is broken"
-    tracks = await metal.client.boot(requests)
-    await fault(metal, nodes, rng)
-    assert await metal.client.wait(2 * WAIT_S), [track.state for track in tracks]
-    metal.lab.agents.failing.pop(broken)
-    for track in tracks:
-        assert track.terminals == 1 and track.state in ENDS, track
-        ends[track.state] = ends.get(track.state, 0) + 1
-    await metal.delete(*(track.instance_uuid for track in tracks if track.state == "active"))
-
-
-def request(metal: RealMetal, rng: random.Random) -> BuildRequest:
-    """With an image, or (on a direct node: not accepted) without."""
-    return metal.request(
-        image_source=metal.image if rng.random() < 0.8 else None, config_drive=drive() if rng.random() < 0.5 else None
-    )
-
-
-async def fault(metal: RealMetal, nodes: list[str], rng: random.Random) -> None:
-    """What an operator or a power cut does while nodes are deployed."""
-    node = rng.choice(nodes)
-    match rng.choice(("maintenance", "undeploy", "restart", "nothing")):
-        case "maintenance":
-            await metal.nodes.maintenance(node, on=True)
-            await asyncio.sleep(rng.uniform(0.2, 1.0))  # as long as it takes, while the builds go on
-            await metal.nodes.maintenance(node, on=False)
-        case "undeploy":
-            found = await metal.nodes.get(node)
-            if found["provision_state"] == "active":
-                await metal.nodes.provision(node, "deleted")
-        case "restart":
-            await asyncio.to_thread(metal.lab.ironic.restart)
-        case _:
-            return

@@ -1,4 +1,4 @@
-"""A hardware type of Ironic's that measures: fake hardware whose sensors and health read what a file holds.
+"""A hardware type of Ironic's whose sensors, health and power are what a file holds; the rest is fake hardware.
 
 Ironic takes hardware types from any installed distribution that names them as entry points; this makes such a one.
 """
@@ -24,11 +24,21 @@ send_sensor_data = true
 enable_for_undeployed_nodes = true
 interval = 1
 """
+# Only its power, which Ironic looks at every few seconds, as it does for a repair of what it has lost.
+POWER_CONFIG = """\
+[DEFAULT]
+enabled_hardware_types = fake-hardware,bmc
+enabled_power_interfaces = fake,bmc
+[conductor]
+sync_power_state_interval = 3
+power_state_sync_max_retries = 1
+power_failure_recovery_interval = 3
+"""
 _MODULE = """\
 import json
 from pathlib import Path
 
-from ironic.common import health_states
+from ironic.common import exception, health_states
 from ironic.drivers import fake_hardware
 from ironic.drivers.modules import fake
 
@@ -46,7 +56,30 @@ class Management(fake.FakeManagement):
         return health_states.HealthState(health) if health else None
 
 
+def check_power(task):
+    if readings(task).get("broken"):
+        raise exception.IronicException("the power supply is broken")
+
+
+class Power(fake.FakePower):
+    def get_power_state(self, task):
+        check_power(task)
+        return super().get_power_state(task)
+
+    def set_power_state(self, task, power_state, timeout=None):
+        check_power(task)
+        return super().set_power_state(task, power_state, timeout)
+
+    def reboot(self, task, timeout=None):
+        check_power(task)
+        return super().reboot(task, timeout)
+
+
 class Hardware(fake_hardware.FakeHardware):
+    @property
+    def supported_power_interfaces(self):
+        return [Power, *super().supported_power_interfaces]
+
     @property
     def supported_management_interfaces(self):
         return [Management, *super().supported_management_interfaces]
@@ -56,6 +89,8 @@ _ENTRY_POINTS = """\
 bmc = berth_bmc:Hardware
 [ironic.hardware.interfaces.management]
 bmc = berth_bmc:Management
+[ironic.hardware.interfaces.power]
+bmc = berth_bmc:Power
 """
 
 
@@ -72,9 +107,11 @@ class Bmc:
         (directory / "berth_bmc.py").write_text(_MODULE)
         self._write()
 
-    def set_readings(self, node: str, *, health: str = "OK", sensors: Mapping[str, Any] | None = None) -> None:
-        """Set one node's readings from now on."""
-        self._readings[node] = {"health": health, "sensors": dict(sensors or {})}
+    def set_readings(
+        self, node: str, *, health: str = "OK", sensors: Mapping[str, Any] | None = None, broken: bool = False
+    ) -> None:
+        """Set one node's readings from now on. broken: its power cannot be read or changed."""
+        self._readings[node] = {"health": health, "sensors": dict(sensors or {}), "broken": broken}
         self._write()
 
     def _write(self) -> None:

@@ -15,7 +15,7 @@ from berth.gather import gather, rest
 from berth.invariants import check_invariants
 from berth.ironic_lab import Lab, Nodes, lab
 from berth.settings import BusSettings, CellSettings, DatabaseSettings, Settings, UpSettings
-from berth.site import Site, process_name
+from berth.site import process_name
 from berth.up import LocalSystem, site
 from bus.clock import new_uuid
 from bus.contracts.build import (
@@ -40,8 +40,10 @@ RNG = random.Random()
 class RealMetal:
     """A running berth and a running Ironic, and what a test does with them."""
 
-    def __init__(self, ironic: Lab, nodes: Nodes, here: Site, client: BuildClient) -> None:
+    def __init__(self, ironic: Lab, nodes: Nodes, system: LocalSystem, client: BuildClient) -> None:
+        here = system.site
         self.lab = ironic
+        self.system = system
         self.nodes = nodes
         self.site = here
         self.client = client
@@ -82,6 +84,14 @@ class RealMetal:
         free = {host.uuid for host in page.hosts if any(most > used for used, most in host.resources.values())}
         return set(nodes) <= free
 
+    async def is_offered(self, node: str) -> bool:
+        """Whether the scheduler can place on the node now."""
+        return await self.is_free(node) and await self.takes_builds(node, True)
+
+    async def is_free(self, node: str) -> bool:
+        """Whether the book offers the node."""
+        return await self._are_offered((node,))
+
     async def takes_builds(self, node: str, wanted: bool) -> bool:
         """Whether the scheduler has the node as enabled, or as disabled."""
         page = await self.client.bus.request(HostsQuery(up=True), HostsPage, timeout_s=WAIT_S)
@@ -102,10 +112,14 @@ async def until(there: Callable[[], Awaitable[bool]]) -> None:
 
 
 @contextlib.asynccontextmanager
-async def real_metal(*, compute: dict[str, Any] | None = None, **ironic: Any) -> AsyncIterator[RealMetal]:
-    """Everything started; Ironic publishes to a broker of its own. compute: fields of IronicConfig."""
+async def real_metal(
+    *, compute: dict[str, Any] | None = None, sync: dict[str, Any] | None = None, **ironic: Any
+) -> AsyncIterator[RealMetal]:
+    """Everything started; Ironic publishes to a broker of its own. compute, sync: fields of IronicConfig and of
+    IronicSyncConfig.
+    """
     async with lab(**ironic) as here:
-        settings = settings_of(here, compute or {})
+        settings = settings_of(here, compute or {}, sync or {})
         async with site(settings, directory=None) as place:
             system = LocalSystem(place)
             nodes = Nodes(here.ironic.url)
@@ -113,14 +127,14 @@ async def real_metal(*, compute: dict[str, Any] | None = None, **ironic: Any) ->
             try:
                 await system.start(ironic_url=here.ironic.url)
                 await client.open()
-                yield RealMetal(here, nodes, place, client)
+                yield RealMetal(here, nodes, system, client)
             finally:
                 await client.close()
                 await nodes.close()
                 await system.in_process.stop()
 
 
-def settings_of(here: Lab, compute: dict[str, Any]) -> Settings:
+def settings_of(here: Lab, compute: dict[str, Any], sync: dict[str, Any]) -> Settings:
     """One cell, one of each worker, impatient."""
     again = ImageSource(
         source=f"{here.agents.image_url}?again",
@@ -136,7 +150,7 @@ def settings_of(here: Lab, compute: dict[str, Any]) -> Settings:
         up=UpSettings(nodes=0, computes_per_cell=0, schedulers=1, rest=False, web=False),
         conductor=ConductorConfig(report_grace_s=0.1, sweep_interval_s=0.2),
         compute=ComputeConfig(ironic=replace(ironic, **compute), heartbeat_interval_s=0.5, report_interval_s=5.0),
-        ironic_sync=IronicSyncConfig(broker=NotificationBroker(url=here.broker_url), bind_retry_s=0.5),
+        ironic_sync=IronicSyncConfig(broker=NotificationBroker(url=here.broker_url), bind_retry_s=0.5, **sync),
     )
 
 

@@ -14,11 +14,11 @@ from msgspec import Struct
 
 from bus.clock import Clock
 from bus.faults import Fault
-from bus.openstack.keystone import KeystoneAuth
+from bus.openstack.keystone import KeystoneAuth, SignInUnavailable
 from bus.openstack.rest import IRONIC_VERSION, api_root, auth_of, error_text, tls_of, version_advice
 from bus.tracing.context import CURRENT
 from compute_sim.config import IronicConfig
-from compute_sim.driver import DriverBusy, DriverUnavailable
+from compute_sim.driver import DriverBusy, DriverOutage, DriverUnavailable
 from compute_sim.drivers.ironic.node import FIELDS, History, IronicNode, Page
 
 T = TypeVar("T")
@@ -226,8 +226,10 @@ class IronicApi:
                 answer = await self._client.request(method, path, json=body, params=params, headers=headers)
             problem = str(answer.status_code) if answer.is_error else ""
         except httpx.HTTPError as error:
-            raise DriverUnavailable(f"Ironic: {type(error).__name__}") from error
-        except Fault as fault:  # Keystone
+            raise DriverOutage(f"Ironic: {type(error).__name__}") from error
+        except SignInUnavailable as fault:
+            raise DriverOutage(fault.reason) from fault
+        except Fault as fault:  # our credentials: waiting does not help
             raise DriverUnavailable(fault.reason) from fault
         finally:
             if span is not None:
@@ -237,7 +239,9 @@ class IronicApi:
         if answer.status_code in BUSY:
             refused = Refused(answer.status_code, error_text(answer.content))
             raise DriverBusy(str(refused), retry_after_s=_retry_after_s(answer))
-        if answer.status_code >= httpx.codes.INTERNAL_SERVER_ERROR or answer.status_code in PASSING:
+        if answer.status_code >= httpx.codes.INTERNAL_SERVER_ERROR:
+            raise DriverOutage(str(Refused(answer.status_code, error_text(answer.content))))
+        if answer.status_code in PASSING:
             raise DriverUnavailable(str(Refused(answer.status_code, error_text(answer.content))))
         return answer
 

@@ -14,7 +14,7 @@ import structlog
 from bus.clock import Clock
 from bus.retrying import doubled_s
 from compute_sim.config import IronicConfig
-from compute_sim.driver import Build, BuildAbort, DriverBusy, DriverUnavailable, Reschedule
+from compute_sim.driver import Build, BuildAbort, DriverBusy, DriverOutage, DriverUnavailable, Reschedule
 from compute_sim.drivers.ironic.api import IronicApi, Refused
 from compute_sim.drivers.ironic.network import Attachments, Network
 from compute_sim.drivers.ironic.node import BUILT, DEPLOYING, IronicNode, Mark
@@ -28,6 +28,9 @@ VALIDATED = ["boot", "deploy", "network", "power", "storage"]
 # second.
 POLL_SHARE = 0.05
 CLOCKS_APART_S = 30.0  # Ironic's clock and ours
+# So many refusals in a row are one lock that lasts. Under load two looks are seconds apart, and two short locks, as of
+# a power sync, would count as one.
+LOCK_TRIES = 8
 
 
 class NodeDeployment:
@@ -47,15 +50,21 @@ class NodeDeployment:
         self._began_at = clock.time()
         self._taken = False  # we have requested the node: it may be ours though no answer confirms it
         self._locked_since: float | None = None
+        self._locked_answers = 0  # in a row
         self._busy_since: float | None = None  # Ironic has turned everything down since
-        self._busy_answers = 0  # in a row
+        self._outage_since: float | None = None  # Ironic has been away since
+        self._outage_s = 0.0  # how long it was away before, all in all
+        self._outage_reason = ""
+        self._busy_answers = 0  # in a row, and failed requests
         self._retry_after_s = 0.0
         self._validated = False
         self._attachments: Attachments | None = None
 
-    async def run(self) -> None:
-        """Deploy. Raises Reschedule, BuildAbort, or DriverUnavailable (only before anything was requested; an Ironic
-        that is busy is waited for, for `lock_timeout_s`).
+    async def run(self) -> str:
+        """Deploy; a remark about outages of Ironic that were waited for ("": none).
+
+        Raises Reschedule, BuildAbort, or DriverUnavailable (only before anything was requested; an Ironic that is
+        busy is waited for, for `lock_timeout_s`, and one that is away for `outage_timeout_s`).
         """
         try:
             async with asyncio.timeout(self._config.deploy_timeout_s):
@@ -64,6 +73,7 @@ class NodeDeployment:
         except TimeoutError:
             seconds = f"{self._config.deploy_timeout_s:g} s"
             raise Reschedule("node.deploy_timeout", f"the node is not active after {seconds}") from None
+        return self._outage()
 
     def _pause(self) -> float:
         """Until the next look; after refusals longer and longer, and not in step with other deployments."""
@@ -84,15 +94,20 @@ class NodeDeployment:
                 raise Reschedule("host.unknown", "Ironic has no such node")
             answers = self._busy_answers
             is_active = await self._next(node)
+            self._end_outage()
             if answers == self._busy_answers:  # nothing was turned down
                 self._busy_answers, self._busy_since = 0, None
             return is_active
         except DriverUnavailable as fault:
             # A deployment takes minutes. While Ironic is unavailable for a moment the node deploys on.
             if isinstance(fault, DriverBusy):
+                self._end_outage()
                 self._turned_down(fault.retry_after_s)
+            elif isinstance(fault, DriverOutage):
+                self._begin_outage(str(fault))
             if not self._taken and not self._waits_for(fault):
-                raise
+                remark = self._outage()
+                raise DriverUnavailable(f"{fault}; {remark}" if remark else str(fault)) from fault
             log.warning(
                 "ironic.unavailable", instance=self._mark.instance, node=self._build.host_uuid, reason=str(fault)
             )
@@ -104,15 +119,37 @@ class NodeDeployment:
         if self._busy_since is None:
             self._busy_since = self._clock.monotonic()
 
+    def _begin_outage(self, reason: str) -> None:
+        self._busy_answers += 1
+        self._retry_after_s = 0.0
+        self._outage_reason = reason
+        if self._outage_since is None:
+            self._outage_since = self._clock.monotonic()
+
+    def _end_outage(self) -> None:
+        if self._outage_since is not None:
+            self._outage_s += self._clock.monotonic() - self._outage_since
+            self._outage_since = None
+
+    def _outage(self) -> str:
+        """How long Ironic was away while this build waited for it, and by which fault; empty: it was not."""
+        since = self._outage_since
+        seconds = self._outage_s + (0.0 if since is None else self._clock.monotonic() - since)
+        return f"waited {seconds:.1f} s for Ironic ({self._outage_reason})" if self._outage_reason else ""
+
     def _waits_for(self, fault: DriverUnavailable) -> bool:
         """Whether this build waits on: any other node is asked of the same Ironic."""
-        since = self._busy_since
-        is_early = since is not None and self._clock.monotonic() - since < self._config.lock_timeout_s
-        return isinstance(fault, DriverBusy) and is_early
+        if isinstance(fault, DriverBusy):
+            since, limit_s = self._busy_since, self._config.lock_timeout_s
+        else:
+            since, limit_s = self._outage_since, self._config.outage_timeout_s
+        is_early = since is not None and self._clock.monotonic() - since < limit_s
+        return isinstance(fault, DriverBusy | DriverOutage) and is_early
 
     async def _next(self, node: IronicNode) -> bool:
         if node.instance is None:
             self._check_free(node)
+            check_served(node)
             await self._take()
             return False
         if not is_of(node, self._mark):
@@ -122,6 +159,7 @@ class NodeDeployment:
             return True
         if node.provision_state == "available":
             self._check_free(node)
+            check_served(node)
             await self._deploy(node)
         elif node.provision_state not in DEPLOYING:
             history = await self._api.failures(node.uuid, self._began_at - CLOCKS_APART_S)
@@ -148,10 +186,11 @@ class NodeDeployment:
         self._taken = True
         refused = await self._api.patch(self._build.host_uuid, take_patch(self._build.spec, self._mark, self._image))
         if refused is None:
-            self._locked_since = None
+            self._locked_since, self._locked_answers = None, 0
         elif refused.is_conflict:
             await self._conflict(refused)
         else:
+            await self._check_served_still()
             raise Reschedule("node.refused", f"{refused} (to taking the node)")
 
     async def _conflict(self, refused: Refused) -> None:
@@ -162,6 +201,7 @@ class NodeDeployment:
         if self._locked_since is None:
             self._locked_since = self._clock.monotonic()
         waited = self._clock.monotonic() - self._locked_since
+        self._locked_answers += 1
         holder = await self._api.holder(self._mark.instance)
         if holder is not None and holder.uuid != self._build.host_uuid:
             mark = holder.mark
@@ -171,7 +211,7 @@ class NodeDeployment:
                 left = f"node {holder.uuid} of attempt {mark.attempt} has not let go of the instance"
                 raise BuildAbort("node.not_released", f"{left}: it is {holder.condition}")
         elif holder is None:
-            if waited > self._config.lock_timeout_s:
+            if waited > self._config.lock_timeout_s and self._locked_answers >= LOCK_TRIES:
                 raise Reschedule("node.locked", f"{refused} (to taking the node)")
             self._turned_down()
 
@@ -188,6 +228,7 @@ class NodeDeployment:
             if refused is not None and refused.is_conflict:
                 return
             if refused is not None:
+                await self._check_served_still()
                 raise Reschedule("node.network", f"{refused} (to attaching port {vif})")
         if self._config.validate and not self._validated:
             if refusals := await self._api.refusals(node.uuid, VALIDATED):
@@ -197,9 +238,22 @@ class NodeDeployment:
         more = {} if drive is None else {"configdrive": drive}
         refused = await self._api.provision(node.uuid, "active", **more)
         if refused is not None and not refused.is_conflict:
+            await self._check_served_still()
             raise Reschedule("node.refused", f"{refused} (to deploying the node)")
         if refused is not None:
             self._turned_down()
+
+    async def _check_served_still(self) -> None:
+        """A refusal is not the node's fault when its conductor has just gone. Raises DriverOutage."""
+        node = await self._api.node(self._build.host_uuid)
+        if node is not None:
+            check_served(node)
+
+
+def check_served(node: IronicNode) -> None:
+    """Raises DriverOutage: Ironic has no conductor for the node now, and would refuse whatever is requested of it."""
+    if node.is_orphaned:
+        raise DriverOutage("no conductor of Ironic serves the node")
 
 
 def is_of(node: IronicNode, mark: Mark) -> bool:

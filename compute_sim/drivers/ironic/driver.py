@@ -42,6 +42,7 @@ from compute_sim.ring import Ring
 
 # Looking for new nodes is to take one part in so many of this service's time, however many nodes there are.
 LOOK_SHARE = 20
+OUTAGE_RETRY_S = 1.0  # after a look that Ironic has not answered: a node is offered soon after an outage
 ATTRIBUTES = {"hypervisor_type": "ironic"}
 PROJECT = "project_id"  # an attribute: builds of this project only
 HEALTH = "health"  # an attribute: `warning`, or there is none
@@ -113,11 +114,12 @@ class BareMetal:
         """None: ironic_sync reports them."""
         return ()
 
-    async def spawn(self, build: Build) -> None:
-        """Take the node, deploy it, wait until it is active."""
-        await self._deployment(build).run()
+    async def spawn(self, build: Build) -> str:
+        """Take the node, deploy it, wait until it is active. The remark names what Ironic was waited for."""
+        remark = await self._deployment(build).run()
         with contextlib.suppress(DriverUnavailable):  # it runs; a node that stays unproven is tried again
             await self._probation.proved(build.host_uuid, build.spec.project_id)
+        return remark
 
     async def destroy(self, host_uuid: str, instance_uuid: str, attempt: int, deployment: str | None) -> None:
         """Undeploy the node when it has our mark; return when it is not deployed any more (cleaning goes on).
@@ -179,7 +181,7 @@ class BareMetal:
         it. A node that went is missing from the next whole announcement: placement has dropped it already.
         """
         while True:
-            began = self._clock.monotonic()
+            began, pause_s = self._clock.monotonic(), min(OUTAGE_RETRY_S, self._config.watch_interval_s)
             with contextlib.suppress(DriverUnavailable):  # the call that needs Ironic logs it
                 nodes, holding = await self._all_nodes(), self._holding()
                 mine = [node for node in nodes if self._is_ours(node, holding)]
@@ -190,7 +192,8 @@ class BareMetal:
                 self._offered = offered
                 if changed_nodes and self._changed is not None:
                     self._changed(changed_nodes)
-            await self._pause(max(self._config.watch_interval_s, LOOK_SHARE * (self._clock.monotonic() - began)))
+                pause_s = max(self._config.watch_interval_s, LOOK_SHARE * (self._clock.monotonic() - began))
+            await self._pause(pause_s)
 
     async def _pause(self, seconds: float) -> None:
         """Until then, or until the ring has moved nodes here."""

@@ -119,7 +119,13 @@ class IronicNode(Struct, frozen=True):
     lessee: str | None = None
     fault: str | None = None
     health: str | None = None
+    conductor: str | msgspec.UnsetType | None = msgspec.UNSET
     extra: msgspec.Raw = msgspec.Raw(b"{}")
+
+    @property
+    def is_orphaned(self) -> bool:
+        """Whether no conductor of Ironic serves it now (a restart): Ironic answers 400 to every change of it."""
+        return self.conductor is None
 
     @property
     def unproven(self) -> Unproven | None:

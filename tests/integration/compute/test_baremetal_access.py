@@ -120,7 +120,7 @@ async def test_a_keystone_that_refuses_or_is_down_costs_no_build() -> None:
             KeystoneLogin(auth_url=auth_url, username="berth", password="wrong"),
             KeystoneLogin(auth_url="http://127.0.0.1:1", username="berth", password="right"),
         ):
-            async with driver(url, keystone=login) as made:
+            async with driver(url, keystone=login, outage_timeout_s=0.05) as made:
                 with pytest.raises(DriverUnavailable, match="Keystone"):
                     await made.spawn(build(next(iter(pool.nodes)), INSTANCE))
         assert all(node["instance_uuid"] is None for node in pool.nodes.values())

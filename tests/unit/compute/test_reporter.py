@@ -12,10 +12,11 @@ from bus.contracts.cell import ComputeHosts, ComputeResult, RescanHosts
 from bus.contracts.placement import InventoryUpdate, ProviderReport
 from compute_sim.answers import Answers
 from compute_sim.domain.attempts import Entry, Phase
-from compute_sim.driver import DriverHost, Tree
-from compute_sim.host_changes import UNDONE_S, HostChanges
+from compute_sim.driver import DriverHost, DriverUnavailable, Tree
+from compute_sim.host_changes import UNDONE_S, HostChanges, PendingReport
 from compute_sim.inventory import InventoryReporter
 from compute_sim.offering import Offering
+from compute_sim.publishing import PendingPublisher
 from compute_sim.records import Records
 from compute_sim.reporter import Reporter
 
@@ -248,3 +249,29 @@ async def test_a_scan_names_the_looks_that_were_requested_before_it_began() -> N
     reports = [one for one in world.published if isinstance(one, ComputeHosts)]
     assert [one.rescans for one in reports] == [(), order.rescans, ()], "each rescan is named once"
     assert [one.uuid for one in reports[1].hosts] == [HOST]
+
+
+async def test_an_unavailable_driver_is_queried_again_within_a_second() -> None:
+    """It was asked at intervals of up to ten seconds, so that a free node was offered long after Ironic's return."""
+    slept: list[float] = []
+    failures = 12
+    done = asyncio.Event()
+
+    class NotingClock(SlowWorld):
+        async def sleep(self, seconds: float) -> None:
+            slept.append(seconds)
+            await asyncio.sleep(0)
+
+    async def publish(_: list[str] | None) -> None:
+        if len(slept) < failures:
+            raise DriverUnavailable("away")
+        done.set()
+
+    clock: Any = NotingClock()
+    publisher = PendingPublisher(PendingReport(), clock=clock, rng=random.Random(1), interval_s=60.0)
+    running = asyncio.create_task(publisher.run(publish))
+    async with asyncio.timeout(60):
+        await done.wait()
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+    assert max(slept[:failures]) <= 1.0

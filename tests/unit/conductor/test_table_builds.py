@@ -49,6 +49,14 @@ def test_success_is_terminal_and_forgets_the_alternates() -> None:
     assert [record.outcome for record in event.history] == ["active"]
 
 
+def test_the_drivers_remark_is_in_the_announcement_and_in_the_attempt() -> None:
+    """A build that waited for an outage of Ironic is active all the same, and its story shows why it took so long."""
+    waited = "waited 12.3 s for Ironic (Ironic: ConnectError)"
+    stepped = run(queried(), replace(spawned(), remark=waited))
+    assert (announced(stepped)[-1].code, announced(stepped)[-1].reason) == ("", waited)
+    assert stepped.instance.history[-1].reason == waited and not stepped.instance.reason
+
+
 def test_failure_destroys_there_and_claims_the_alternates_in_order() -> None:
     stepped = run(queried(), failed())
     assert stepped.instance.state is State.RECLAIMING
