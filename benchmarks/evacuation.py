@@ -15,7 +15,7 @@ import asyncio
 import random
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
 import msgspec
@@ -150,8 +150,15 @@ class Drill:
         await rest(self.site, timeout_s=TIMEOUT_S)
         return check_invariants(await gather(self.site, accepted=list(self.client.tracks), events=self.client.events))
 
-    async def run(self, hosts: int, instances: int, rng: random.Random) -> EvacuationFigures:
-        """The whole of it."""
+    async def run(
+        self,
+        hosts: int,
+        instances: int,
+        rng: random.Random,
+        *,
+        fence: Callable[[HostRecord], Awaitable[None]] | None = None,
+    ) -> EvacuationFigures:
+        """The whole of it. fence: how the dead host comes to be fenced; None: an operator does it at once."""
         await self.start_host()
         host = await self.known(hosts)
         await self.boot(instances, rng)
@@ -159,7 +166,7 @@ class Drill:
         await self.listen()
         await asyncio.to_thread(self.processes.kill, WORKER)
         decided_s = self.site.clock.monotonic()
-        await self.decide(host, AdminState.FENCED)
+        await (fence(host) if fence is not None else self.decide(host, AdminState.FENCED))
         async with asyncio.timeout(TIMEOUT_S):
             while not mine <= self.active_s.keys():  # noqa: ASYNC110  (events come from a consumer)
                 await asyncio.sleep(POLL_S)

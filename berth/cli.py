@@ -41,6 +41,7 @@ COMMANDS = {
     "moves": ("moves", "moves"),
     "hosts": ("hosts", "app"),
     "host-metrics": ("host_metrics", "host_metrics"),
+    "fencer": ("fencer", "fencer"),
     "services": ("hosts", "services"),
     "workers": ("workers", "workers"),
     "drain": ("drain", "drain"),

@@ -10,13 +10,13 @@ from typing import Annotated, Literal
 from msgspec import Meta as Bound
 from msgspec import Struct, field
 
-from bus.contracts.base import Word
+from bus.contracts.base import Label, Word
 from bus.faults import DatabaseForbidden
 from bus.persistence.address import parse_database_url
 from bus.rabbitmq import BadBusUrl, parse_bus_url
 from bus.service.settings import SettingsError, load
 from cell_conductor.config import ConductorConfig
-from compute_sim.config import ComputeConfig
+from compute_sim.config import ComputeConfig, IronicConfig
 from ironic_sync.config import IronicSyncConfig
 from placement_worker.config import PlacementConfig
 from scheduler_worker.config import SchedulerConfig
@@ -110,6 +110,29 @@ class UpSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Whether the web pages are served, at port 8780 of this machine or, if that is taken, at a free one."""
 
 
+class FencingSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How hosts are switched off: by `berth hosts fence --switch-off`, and by `berth fencer` on its own."""
+
+    plugin: Annotated[str, Bound(max_length=255)] = ""
+    """`ironic`, or the name of an entry point in group `berth.fencing`. Empty: none."""
+    after_s: Annotated[float, Bound(ge=5.0, le=86_400.0)] = 60.0
+    """Seconds that `berth fencer` has seen a host's compute service silent before it switches the host off. 60: longer
+    than a restart of the service or of the host's network takes.
+    """
+    max_hosts: Annotated[int, Bound(ge=1, le=1_000)] = 3
+    """Most hosts that may be silent at a time: with more of them the cause is rather the network, and `berth fencer`
+    switches off none until fewer are, or a person has fenced them.
+    """
+    timeout_s: Annotated[float, Bound(gt=0.0, le=3_600.0)] = 120.0
+    """Seconds for switching one host off, with the proof."""
+    nodes: dict[Label, Label] = {}
+    """{host name: name or uuid of its node in Ironic}, where the node has another name than the host."""
+    ironic: IronicConfig = IronicConfig()
+    """The Ironic of the plug-in `ironic`: its address, login and certificates, as in `compute.ironic`."""
+    options: dict[Label, str] = {}
+    """For other plug-ins."""
+
+
 class Settings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """All settings. `berth config` prints those in force."""
 
@@ -139,6 +162,8 @@ class Settings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Of each compute service."""
     ironic_sync: IronicSyncConfig = IronicSyncConfig()
     """Of each ironic_sync process."""
+    fencing: FencingSettings = FencingSettings()
+    """How hosts are switched off."""
 
     @property
     def state(self) -> Path:

@@ -167,6 +167,11 @@ PLANTS: dict[str, tuple[str, str, str]] = {
         'return undo(instance, event.at, timeouts, event.code or "hand-over.failed", event.reason)',
         "return finish(instance, event.at, timeouts)",
     ),
+    "M-8": (
+        "cell_conductor/domain/fence_rules.py",
+        "return move_rules.settle(instance, _destroyed(instance, event), timeouts)",
+        "return Step(instance)",
+    ),
     "M-9": (_MOVES, "    if request.kind is not MoveKind.UNSHELVE:\n", "    if request.kind:\n"),
     "M-10": (_MOVE_STEPS, "MoveKind.REBUILD: ChangeKind.REBUILD", "MoveKind.REBUILD: ChangeKind.STOP"),
     "N-19": ("scheduler_worker/domain/selector.py", "return None if len(view) else NoValidHost(steps)", "return None"),

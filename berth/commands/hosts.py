@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Annotated
 
 import typer
 from rich.text import Text
 
+from berth.client import BuildClient
 from berth.commands.common import (
     EXIT_NO,
     QUERY_TIMEOUT_S,
@@ -23,12 +25,16 @@ from berth.commands.common import (
     settings_of,
 )
 from berth.commands.safety import show_unexplained, unexplained
+from berth.fencing.faults import FencingFailed
+from berth.fencing.fencer import MAX_HOSTS, Fencer
+from berth.fencing.plugin import load
 from berth.render import printable, render_rows
 from berth.site import Site
+from bus.clock import SystemClock
 from bus.contracts.base import MAX_REASON
 from bus.contracts.build import HostRecord
 from bus.contracts.operations import AdminState, HostAdminState, ServiceRecord, SetAdminState
-from bus.faults import RequestRefused
+from bus.faults import Fault, RequestRefused
 from cell_conductor.domain.report import UnexplainedKind
 
 app = typer.Typer(invoke_without_command=True)
@@ -113,6 +119,9 @@ def fence(
     names: Hosts,
     reason: Reason,
     force: Annotated[bool, typer.Option("--force", help="Also though its compute service is up.")] = False,
+    switch_off: Annotated[
+        bool, typer.Option("--switch-off", help="Switch them off first, by the plug-in that `fencing.plugin` names.")
+    ] = False,
     cell: CellOfName = None,
     by: By = None,
     timeout: Timeout = 30.0,
@@ -121,11 +130,20 @@ def fence(
     """State that these hosts are off and stay off: their instances may be evacuated.
 
     A decision made once, by a person. While a fenced host still runs, an evacuated instance runs twice: switch it off
-    first. A host whose compute service is up is refused without --force. Nothing is put onto a fenced host until it is
-    enabled again.
+    first, or let --switch-off do so; a host that is not proved to be off is not fenced then. A host whose compute
+    service is up is refused without --force. Nothing is put onto a fenced host until it is enabled again.
     """
     _decide(
-        context, names, AdminState.FENCED, reason, force=force, cell=cell, by=by, timeout_s=timeout, as_json=as_json
+        context,
+        names,
+        AdminState.FENCED,
+        reason,
+        force=force,
+        cell=cell,
+        by=by,
+        timeout_s=timeout,
+        as_json=as_json,
+        switch_off=switch_off,
     )
 
 
@@ -188,6 +206,7 @@ def _decide(
     by: str | None,
     timeout_s: float,
     as_json: bool,
+    switch_off: bool = False,
 ) -> None:
     if len(reason) > MAX_REASON:
         raise typer.BadParameter(f"at most {MAX_REASON} characters", param_hint="--reason")
@@ -200,13 +219,23 @@ def _decide(
         if cell is not None:
             Site(settings).check_cell(cell)
         decided: list[HostAdminState] = []
-        refused: list[tuple[str, RequestRefused]] = []
-        async with client(settings) as berth:
+        refused: list[tuple[str, Fault]] = []
+        async with contextlib.AsyncExitStack() as stack:
+            clock, fencer = SystemClock(), None
+            plugin = load(settings.fencing, clock=clock) if switch_off else None
+            berth = await stack.enter_async_context(client(settings))
+            if plugin is not None:
+                stack.push_async_callback(plugin.close)
+                fencer = Fencer(berth, plugin, settings.fencing, clock=clock)
             for name in dict.fromkeys(names):
                 command = SetAdminState(host=name, state=state, reason=reason, by=who, cell=cell, force=force)
                 try:
-                    decided.append(await berth.set_admin_state(command, timeout_s=timeout_s))
-                except RequestRefused as fault:
+                    if fencer is not None:
+                        host = await named_host(berth, name, cell)
+                        decided.append(await fencer.fence(host, reason, by=who, force=force))
+                    else:
+                        decided.append(await berth.set_admin_state(command, timeout_s=timeout_s))
+                except (RequestRefused, FencingFailed) as fault:
                     refused.append((name, fault))
         if as_json:
             print_json(
@@ -223,6 +252,17 @@ def _decide(
         return EXIT_NO if refused else 0
 
     run(body)
+
+
+async def named_host(berth: BuildClient, name: str, cell: str | None) -> HostRecord:
+    """The host of this name or UUID. Raises RequestRefused (`host.unknown`, `host.ambiguous`)."""
+    page = await berth.hosts(limit=MAX_HOSTS, cell=cell, timeout_s=QUERY_TIMEOUT_S)
+    found = [host for host in page.hosts if name in (host.uuid, host.name)]
+    if len(found) > 1:
+        raise RequestRefused(f"{len(found)} hosts are called {name}: name a UUID", code="host.ambiguous")
+    if not found:
+        raise RequestRefused(f"there is no host {name}", code="host.unknown")
+    return found[0]
 
 
 def _decided_state(one: HostAdminState) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import uuid
-from collections.abc import Mapping
+from collections.abc import Coroutine, Mapping
 from typing import Any
 
 from msgspec import Struct
@@ -35,6 +35,8 @@ class Behaviour(Struct, frozen=True, kw_only=True):
     clean_s: float = 0.3
     deploy_fails: float = 0.0
     rescue_fails: bool = False
+    power_s: float = 0.0  # 0: at once
+    power_fails: bool = False
     lose: float = 0.0  # share of notifications that are never sent
 
 
@@ -155,8 +157,23 @@ class NodePool:
     async def set_power(self, node: dict[str, Any], target: str, request_id: str) -> None:
         """PUT states/power."""
         self._check_unlocked(node)
+        if self.behaviour.power_s or self.behaviour.power_fails:
+            self._start(node, self._power(node, target, request_id))
+        else:
+            await self._power(node, target, request_id)
+
+    async def _power(self, node: dict[str, Any], target: str, request_id: str) -> None:
         await self._publish(node, "power_set", "start", request_id, to_power=target)
-        self._change(node, power_state=target)
+        if self.behaviour.power_s:
+            await self._clock.sleep(self.behaviour.power_s / 2)  # taken up some time after it was accepted
+            self._change(node, target_power_state=target, last_error=None)
+            await self._clock.sleep(self.behaviour.power_s / 2)
+        if self.behaviour.power_fails:
+            error = f"Failed to set node power state to {target}."
+            self._change(node, target_power_state=None, last_error=error)
+            await self._publish(node, "power_set", "error", request_id, to_power=target)
+            return
+        self._change(node, power_state=target, target_power_state=None)
         await self._publish(node, "power_set", "end", request_id, to_power=target)
 
     async def lose_power(self, node: dict[str, Any]) -> None:
@@ -190,8 +207,12 @@ class NodePool:
             "service": self._service,
             "deleted": self._undeploy,
         }
+        self._start(node, steps[verb](node, request_id))
+
+    def _start(self, node: dict[str, Any], steps: Coroutine[Any, Any, None]) -> None:
+        """What takes time holds the node meanwhile."""
         node["reservation"] = "stand-in"
-        task = asyncio.get_running_loop().create_task(self._hold(node, steps[verb](node, request_id)))
+        task = asyncio.get_running_loop().create_task(self._hold(node, steps))
         self._tasks[node["uuid"]] = task
         task.add_done_callback(lambda _: self._tasks.pop(node["uuid"], None))
 

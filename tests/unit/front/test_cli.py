@@ -7,14 +7,16 @@ import json
 import re
 import shutil
 import subprocess
+import sys
 from contextlib import redirect_stdout
 from importlib import metadata
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 from berth.cli import app
-from berth.commands.common import EXIT_NO, EXIT_UNAVAILABLE, Stop, explain, print_json
+from berth.commands.common import EXIT_NO, EXIT_UNAVAILABLE, EXIT_USAGE, Stop, explain, print_json
 from berth.commands.load import DEFAULT_MIX, _status
 from berth.load.record import LoadRecord, LoadSettings, Totals
 from berth.reference.commands import leaves
@@ -100,3 +102,17 @@ def test_a_shell_completes_commands_options_and_values(words: str, offered: str)
     env = {"_BERTH_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(len(words.split(" ")) - 1)}
     done = CliRunner().invoke(app, [], env=env, prog_name="berth")
     assert offered in done.output.split(), done.output
+
+
+@pytest.mark.parametrize("arguments", [["fencer"], ["hosts", "fence", "h1", "--reason", "dead", "--switch-off"]])
+def test_nothing_is_switched_off_without_a_plug_in(arguments: list[str], tmp_path: Path) -> None:
+    (tmp_path / "berth.toml").write_text("")
+    done = subprocess.run(
+        [sys.executable, "-m", "berth", "--config", tmp_path / "berth.toml", *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60.0,
+    )
+    assert (done.returncode, done.stdout) == (EXIT_USAGE, "")
+    assert "no plug-in is named" in done.stderr

@@ -1,0 +1,110 @@
+"""Switches hosts off and fences them: one that an operator names, or those that the plan finds due."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+
+import structlog
+
+from berth.client import BuildClient
+from berth.fencing.faults import FencingFailed
+from berth.fencing.plan import FencingPlan, plan
+from berth.fencing.plugin import FencingPlugin
+from berth.settings import FencingSettings
+from bus.clock import Clock
+from bus.contracts.base import MAX_REASON
+from bus.contracts.build import HostRecord
+from bus.contracts.operations import AdminState, HostAdminState, SetAdminState
+from bus.faults import Fault
+from bus.port import BusError
+
+log = structlog.get_logger(__name__)
+
+LOOK_S = 2.0
+ANSWER_TIMEOUT_S = 10.0
+MAX_HOSTS = 100_000  # as a query may ask for
+MAX_TRIES = 5  # of one host; then a person has to look, until its service reports again
+RETRY_S = 30.0
+
+
+class Fencer:
+    """One plug-in, and a client of the API bus. Two fencers side by side do the same things twice, and no harm."""
+
+    def __init__(self, client: BuildClient, plugin: FencingPlugin, settings: FencingSettings, *, clock: Clock) -> None:
+        self._client = client
+        self._plugin = plugin
+        self._settings = settings
+        self._clock = clock
+        self._suspects: Mapping[str, float] = {}
+        self._tries: dict[str, tuple[int, float]] = {}  # of a suspect: how often, and not again before (monotonic)
+        self._held: Mapping[str, str] = {}
+
+    async def run(self, *, dry_run: bool = False) -> None:
+        """Look again and again, until cancelled."""
+        while True:
+            try:
+                await self.look(dry_run=dry_run)
+            except (Fault, BusError) as fault:  # what it cannot see it does not judge: suspicion begins anew
+                self._suspects = {}
+                log.warning("fencing.blind", code=getattr(fault, "code", "bus"), reason=str(fault))
+            await self._clock.sleep(LOOK_S)
+
+    async def look(self, *, dry_run: bool = False) -> FencingPlan:
+        """One look, and what is due by it. Raises what asking a scheduler raises."""
+        services = await self._client.services(limit=MAX_HOSTS, timeout_s=ANSWER_TIMEOUT_S)
+        hosts = await self._client.hosts(limit=MAX_HOSTS, up=False, timeout_s=ANSWER_TIMEOUT_S)
+        now_s = self._clock.monotonic()
+        found = plan(hosts.hosts, services.services, self._suspects, self._settings, now_s)
+        for uuid in found.suspects.keys() - self._suspects.keys():
+            log.info("fencing.suspected", host=next(one.name for one in hosts.hosts if one.uuid == uuid))
+        for name, code in found.held.items() - self._held.items():
+            log.error(code, host=name, suspects=len(found.suspects), max_hosts=self._settings.max_hosts)
+        self._suspects, self._held = found.suspects, found.held
+        self._tries = {uuid: tries for uuid, tries in self._tries.items() if uuid in found.suspects}
+        for host in found.due:
+            if dry_run:
+                log.info("fencing.due", host=host.name, silent_s=round(now_s - found.suspects[host.uuid]))
+            else:
+                await self._fence_suspect(host, now_s - found.suspects[host.uuid])
+        return found
+
+    async def _fence_suspect(self, host: HostRecord, silent_s: float) -> None:
+        tries, not_before_s = self._tries.get(host.uuid, (0, 0.0))
+        if tries >= MAX_TRIES or self._clock.monotonic() < not_before_s:
+            return
+        self._tries[host.uuid] = (tries + 1, self._clock.monotonic() + RETRY_S)
+        try:
+            await self.fence(host, f"its compute service was silent for {silent_s:.0f} s", by="fencer")
+        except Fault as fault:
+            left = MAX_TRIES - tries - 1
+            log.error("fencing.not_fenced", host=host.name, code=fault.code, reason=fault.reason, tries_left=left)
+
+    async def fence(self, host: HostRecord, reason: str, *, by: str, force: bool = False) -> HostAdminState:
+        """Switch one host off, then decide that it is fenced.
+
+        force: also though its compute service is up (else FencingFailed, `host.service_up`, before anything is done).
+        Raises FencingFailed (nothing is decided), RequestRefused (`host.service_up`: it has come back; it is off now),
+        or RequestTimeout.
+        """
+        if host.up and not force:
+            raise FencingFailed("its compute service is up", code="host.service_up")
+        try:
+            async with asyncio.timeout(self._settings.timeout_s):
+                proof = await self._plugin.switch_off(host)
+        except FencingFailed:
+            raise
+        except TimeoutError:
+            raise FencingFailed(f"not proved to be off within {self._settings.timeout_s:g} s") from None
+        except Exception as error:  # an operator's own code
+            raise FencingFailed(f"{type(error).__name__}: {error}") from error
+        command = SetAdminState(
+            host=host.uuid,
+            state=AdminState.FENCED,
+            reason=f"{reason}; {proof}"[:MAX_REASON],
+            by=by,
+            force=force,
+        )
+        decided = await self._client.set_admin_state(command, timeout_s=ANSWER_TIMEOUT_S)
+        log.warning("fencing.fenced", host=host.name, reason=command.reason)
+        return decided
