@@ -1,6 +1,10 @@
 """What traces cost: CPU a boot without them and with them, in turns on one running system.
 
-    python -m benchmarks.traces [--ratio 0.05] [--turns 10] [--boots 400] [--hosts 400]
+    python -m benchmarks.traces [--ratio 0.05] [--turns 10] [--boots 400] [--hosts 400] [--watched]
+
+--watched: what the page, the metrics and the traces cost together. In each turn with them a web server runs in this
+process, a viewer of its page Now holds the stream of events and reads the page every 2 s, and the metrics are scraped
+every second (Prometheus: every 15 s).
 
 All workers and the client run in this process (memory buses, a private PostgreSQL), and the processor time of this
 process is counted: making, encoding and exporting spans is in it, the broker's and the database's time are not, so the
@@ -17,14 +21,22 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+
+from prometheus_client import start_http_server
 
 from berth.client import BuildClient
 from berth.settings import DatabaseSettings, Settings, TraceSettings, UpSettings
+from berth.site import Site
 from berth.up import LocalSystem, site
+from berth.web.access import Access
+from berth.web.server import WebServer
 from bus.bus import Bus
 from bus.clock import new_uuid
 from bus.contracts.build import BuildRequest
 from bus.service.environment import Environment
+from bus.service.telemetry import configure_logging
 from bus.tracing.tracer import Tracer
 from compute_sim.config import ComputeConfig, HostSize
 
@@ -41,6 +53,23 @@ class Take(http.server.BaseHTTPRequestHandler):
 server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Take)
 print(server.server_port, flush=True)
 server.serve_forever()
+"""
+
+
+VIEWER = """
+import sys, threading, time, urllib.request
+page, metrics = sys.argv[1:]
+def follow():
+    for _ in urllib.request.urlopen(page + "/now/events"): pass
+def repeat(url, every_s):
+    while True:
+        urllib.request.urlopen(url).read()
+        time.sleep(every_s)
+threading.Thread(target=follow, daemon=True).start()
+threading.Thread(target=repeat, args=(page + "/", 2), daemon=True).start()
+urllib.request.urlopen(metrics).read()
+print("watching", flush=True)
+repeat(metrics, 1)
 """
 
 
@@ -64,8 +93,35 @@ class SwitchedTraces:
             bus.tracer = tracer if on else None
 
 
-async def measure(ratio: float, turns: int, boots: int, hosts: int, endpoint: str) -> list[tuple[float, float]]:
-    """Milliseconds of CPU a boot, without and with traces, of each pair of turns."""
+@asynccontextmanager
+async def being_watched(here: Site, *, wanted: bool) -> AsyncIterator[None]:
+    """A page with a viewer, and metrics that are scraped, for as long as the block runs."""
+    if not wanted:
+        yield
+        return
+    access = Access(None, here.clock)
+    web = WebServer(here.environment("web"), here.settings, host="127.0.0.1", port=0, access=access)
+    await web.open()
+    metrics, _ = start_http_server(0, "127.0.0.1")
+    address = f"http://127.0.0.1:{metrics.server_port}/"
+    viewer = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", VIEWER, web.url, address, stdout=asyncio.subprocess.PIPE
+    )
+    try:
+        assert viewer.stdout is not None
+        assert await viewer.stdout.readline(), "the viewer did not start"
+        yield
+    finally:
+        viewer.kill()
+        await viewer.wait()
+        metrics.shutdown()
+        await web.close()
+
+
+async def measure(
+    ratio: float, turns: int, boots: int, hosts: int, endpoint: str, *, watched: bool = False
+) -> list[tuple[float, float]]:
+    """Milliseconds of CPU a boot, without and with traces (watched: and page and metrics), of each pair of turns."""
     switched = SwitchedTraces()
     settings = Settings(
         database=DatabaseSettings(),
@@ -83,7 +139,10 @@ async def measure(ratio: float, turns: int, boots: int, hosts: int, endpoint: st
         try:
             for number in range(-WARM_UP, turns):
                 order = (True, False) if number % 2 else (False, True)
-                costs = {on: await _turn(client, switched, rng, boots, on=on) for on in order}
+                costs = {}
+                for on in order:
+                    async with being_watched(here, wanted=on and watched):
+                        costs[on] = await _turn(client, switched, rng, boots, on=on)
                 if number >= 0:
                     pairs.append((costs[False], costs[True]))
         finally:
@@ -106,6 +165,17 @@ async def _turn(client: BuildClient, switched: SwitchedTraces, rng: random.Rando
     return (time.process_time() - began) / boots * 1000
 
 
+def summary(pairs: Sequence[tuple[float, float]]) -> str:
+    """The median of what is on over what is off, where the middle half of the pairs lies, and all of them."""
+    ratios = sorted(on / off for off, on in pairs)
+    low, _, high = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else ratios * 3
+    median = statistics.median(ratios)
+    return (
+        f"median {median:.3f} of {len(ratios)} pairs, half of them from {low:.3f} to {high:.3f}, "
+        f"all from {ratios[0]:.3f} to {ratios[-1]:.3f}"
+    )
+
+
 def main() -> None:
     """Print the pairs and their ratio."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -113,17 +183,22 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=10)
     parser.add_argument("--boots", type=int, default=400)
     parser.add_argument("--hosts", type=int, default=400)
+    parser.add_argument("--watched", action="store_true", help="page and metrics beside the traces")
     options = parser.parse_args()
+    configure_logging(process="traces", role="benchmark", level="error", style="pretty")
+    began = time.monotonic()
     with subprocess.Popen([sys.executable, "-c", COLLECTOR], stdout=subprocess.PIPE, text=True) as collector:
         try:
             assert collector.stdout is not None
             endpoint = f"http://127.0.0.1:{collector.stdout.readline().strip()}"
-            pairs = asyncio.run(measure(options.ratio, options.turns, options.boots, options.hosts, endpoint))
+            parameters = (options.ratio, options.turns, options.boots, options.hosts, endpoint)
+            pairs = asyncio.run(measure(*parameters, watched=options.watched))
         finally:
             collector.terminate()
     for off, on in pairs:
         print(f"{off:.3f} ms a boot without, {on:.3f} with: {on / off:.3f}")
-    print(f"median ratio {statistics.median(on / off for off, on in pairs):.3f} at a ratio of {options.ratio:g}")
+    what = "page, metrics and traces" if options.watched else "traces"
+    print(f"{what} at a ratio of {options.ratio:g}: {summary(pairs)}; {time.monotonic() - began:.0f} s in all")
 
 
 if __name__ == "__main__":

@@ -12,8 +12,10 @@ import math
 import random
 import sys
 import time
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import uvloop
@@ -30,6 +32,7 @@ from berth.gather import gather, rest
 from berth.invariants import InvariantVerdict, check_invariants
 from berth.ironic_stand_in import Behaviour, IronicStandIn, replay
 from berth.load import LoadPlan, LoadReport, run_load
+from berth.load.plan import draw_requests, is_metal
 from berth.metal import announcer, simulated_ironic
 from berth.recordings import Deviation, compare, expected_nodes, scenario_names
 from berth.render import render_load, render_verdicts
@@ -56,9 +59,8 @@ MIX = {
     "bm.gold": 4.5, "bm.silver": 1.8,
 }  # fmt: skip
 PLANNED = (
-    f"{REQUESTS:,} builds are requested at once. About 9 of them are meant to fail, and to be explained: more bm.gold "
-    "nodes are requested than there are. Meanwhile some builds fail on their hosts, one host fails always, and a "
-    "compute service dies."
+    "{requests:,} builds are requested at once. {scarce} So {short} of them are meant to fail, and to be explained. "
+    "Meanwhile some builds fail on their hosts, one host fails always, and a compute service dies."
 )
 HOST = HostSize(vcpus=16, memory_mb=65_536, disk_gb=2_000)
 
@@ -132,8 +134,8 @@ async def demonstrate(seed: int, recordings: Path, console: Console) -> Demo:
         await asyncio.gather(client.open(), watch.open())
         try:
             console.print(f"up after {time.monotonic() - began:.1f} s: {_inventory(system, ironic)}")
-            console.print(PLANNED, soft_wrap=True)
             replayed = await _replay(here, ironic, recordings, console)
+            console.print(planned(plan, seed, ironic.pool.nodes.values()), soft_wrap=True)
             report, accident = await _load(client, system, plan, seed, console)
             undisturbed_builds = undisturbed(list(client.tracks.values()), accident.at)
             await rest(here, timeout_s=REST_TIMEOUT_S)
@@ -142,6 +144,23 @@ async def demonstrate(seed: int, recordings: Path, console: Console) -> Demo:
             await asyncio.gather(client.close(), watch.close())
             await system.in_process.stop()
     return _sum_up(report, verdicts, dead=accident.service, replayed=replayed, undisturbed_builds=undisturbed_builds)
+
+
+def planned(plan: LoadPlan, seed: int, nodes: Iterable[Mapping[str, Any]]) -> str:
+    """What is about to happen, and how many builds cannot succeed: more nodes of a flavor are requested than there are.
+
+    nodes: of the simulated Ironic, as its API has them.
+    """
+    requested = Counter(request.flavor for request in draw_requests(plan, random.Random(seed)))
+    free = Counter(f"{BARE_METAL}{str(node['resource_class']).rpartition('-')[2]}" for node in nodes if _is_free(node))
+    scarce = {flavor: count for flavor, count in requested.items() if is_metal(flavor) and count > free[flavor]}
+    words = [f"{count} are of {flavor}, and there are {free[flavor]} such nodes." for flavor, count in scarce.items()]
+    short = sum(count - free[flavor] for flavor, count in scarce.items())
+    return PLANNED.format(requests=plan.boots, scarce=" ".join(sorted(words)), short=short)
+
+
+def _is_free(node: Mapping[str, Any]) -> bool:
+    return node["provision_state"] == "available" and not node["maintenance"] and bool(node["resource_class"])
 
 
 async def _replay(here: Site, ironic: IronicStandIn, recordings: Path, console: Console) -> dict[str, object]:
@@ -203,7 +222,7 @@ async def _load(
 
 def undisturbed(tracks: Sequence[Track], until: float) -> Undisturbed:
     """The part of a load that neither the accident nor bare metal slowed down. until: when it happened."""
-    virtual = [track for track in tracks if not track.flavor.startswith(BARE_METAL)]
+    virtual = [track for track in tracks if not is_metal(track.flavor)]
     published = [track.published_at for track in virtual if track.published_at is not None]
     ended = [t.ended_at for t in virtual if t.state == "active" and t.ended_at is not None and t.ended_at <= until]
     if not published or not ended:
