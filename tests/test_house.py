@@ -493,8 +493,10 @@ def prose(path: Path) -> Iterator[tuple[int, str]]:
 
 
 def test_prose_has_no_conversation() -> None:
-    """In sources, tests and scripts: programs send, answer, report, request, receive."""
-    texts = [
+    """In sources, tests, scripts and pages: programs send, answer, report, request, receive."""
+    pages = [path for path in prose_files() if path.suffix == ".md" and (ROOT / "docs" / "lab") not in path.parents]
+    texts = [(path, number, line) for path in pages for number, line in enumerate(path.read_text().splitlines(), 1)]
+    texts += [
         (path, number, text) for path in sources(*OURS, *TESTING) if path not in RULES for number, text in prose(path)
     ]
     texts += [(path, number, text) for path in scripts() for number, text in comments(path)]

@@ -18,7 +18,7 @@ Mix = Annotated[
     typer.Option(help="Flavors and their weights, `small=8,large=2,metal=1`; metal: all bare-metal flavors."),
 ]
 Rate = Annotated[
-    float, typer.Option(min=0, help="Open loop: so many a second, whatever comes back; latency from their times.")
+    float, typer.Option(min=0, help="Open loop: boots per second, sent whatever the answers; latency from their times.")
 ]
 Ramp = Annotated[str | None, typer.Option(help="Open loop at a changing rate, FROM..TO/SECONDS; finds the knee.")]
 Concurrency = Annotated[int, typer.Option(min=0, help="Closed loop: so many in flight; 0 = all at once.")]

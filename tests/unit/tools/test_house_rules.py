@@ -47,6 +47,12 @@ PLANTED: dict[str, tuple[Callable[[], None], str, str, str]] = {
         'log.info("x", why="the host was told to stop")',
         'log.info("x", why="the host was commanded to stop")',
     ),
+    "page: a conversation": (
+        test_house.test_prose_has_no_conversation,
+        "docs/one.md",
+        "The cell is told to stop.",
+        "The cell is commanded to stop.",
+    ),
     "command: a conversation": (
         test_house.test_prose_has_no_conversation,
         "scripts/one",
