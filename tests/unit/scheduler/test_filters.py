@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from importlib import import_module
+from pkgutil import iter_modules
+from types import ModuleType
 from typing import ClassVar
 
 import pytest
 
 from bus.contracts.cell import ComputeHosts, HostReport, ServiceDown, ServicesDigest
-from scheduler_worker import plugins
-from scheduler_worker.config import DEFAULT_FILTERS, Flavor, SchedulerConfig
+from scheduler_worker import filters, plugins, weighers
+from scheduler_worker.config import DEFAULT_FILTERS, DEFAULT_WEIGHERS, MORE_FILTERS, Flavor, SchedulerConfig
 from scheduler_worker.domain.extra_specs import matches
 from scheduler_worker.domain.hosts import HostTable
 from scheduler_worker.domain.plugins import HostFilter
@@ -180,3 +183,17 @@ def test_an_unknown_filter_fails_the_start(enabled: str) -> None:
         plugins.filters(SchedulerConfig(enabled_filters=(*DEFAULT_FILTERS, enabled)))
     with pytest.raises(plugins.PluginInvalid):
         plugins.filters(SchedulerConfig(available_filters=("no.such.module.Filter",), enabled_filters=("Filter",)))
+
+
+@pytest.mark.parametrize("package", [filters, weighers], ids=["filters", "weighers"])
+def test_every_filter_and_weigher_of_ours_can_be_enabled_by_its_name(package: ModuleType) -> None:
+    listed = {*DEFAULT_FILTERS, *MORE_FILTERS, *DEFAULT_WEIGHERS}
+    modules = [f"{package.__name__}.{one.name}" for one in iter_modules(package.__path__)]
+    made = {
+        f"{name}.{kind.__name__}"
+        for name in modules
+        for kind in vars(import_module(name)).values()
+        if isinstance(kind, type) and kind.__module__ == name and "name" in vars(kind)
+    }
+    assert {path.rpartition(".")[0] for path in made} == set(modules), "a module without a class that has a name"
+    assert sorted(made - listed) == [], "its class path goes to scheduler_worker/config.py"
