@@ -126,6 +126,11 @@ class Nodes:
         found: dict[str, Any] = await self._ask("GET", f"/v1/nodes/{node}")
         return found
 
+    async def volume_targets(self, node: str) -> list[dict[str, Any]]:
+        """The node's volume targets, with all their fields."""
+        found: dict[str, Any] = await self._ask("GET", f"/v1/volume/targets?node={node}&detail=True")
+        return list(found["targets"])
+
     async def repair(self, node: str) -> None:
         """What an operator does about a node whose cleaning failed: make it available again."""
         await self.maintenance(node, on=False)

@@ -95,6 +95,10 @@ class IronicConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """What a request's `image` means, by name."""
     network: Literal["none", "static"] = "none"
     """`static` attaches the ports that a request names to the node's; `none` leaves the network alone."""
+    volumes: Literal["none", "static"] = "none"
+    """`static` makes the volumes that a request names volume targets of the node, whose storage interface has to be
+    Ironic's `external` or `cinder`; `none` refuses them.
+    """
     validate: bool = True
     """Whether Ironic validates that a node can be deployed before it is."""
     poll_interval_s: Annotated[float, Bound(gt=0, le=60)] = 0.5

@@ -54,7 +54,7 @@ default_network_interface = noop
 enabled_power_interfaces = fake
 enabled_raid_interfaces = fake,no-raid
 enabled_rescue_interfaces = fake,no-rescue
-enabled_storage_interfaces = noop,fake
+enabled_storage_interfaces = noop,fake,external
 enabled_vendor_interfaces = fake,no-vendor
 [api]
 host_ip = 127.0.0.1

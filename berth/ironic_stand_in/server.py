@@ -115,6 +115,8 @@ class IronicStandIn:
             Route("/v1/nodes/{ident}/states", self._states, methods=["GET"]),
             Route("/v1/nodes/{ident}/states/provision", self._provision, methods=["PUT"]),
             Route("/v1/nodes/{ident}/states/power", self._power, methods=["PUT"]),
+            Route("/v1/volume/targets", self._volume_targets, methods=["GET", "POST"]),
+            Route("/v1/volume/targets/{target}", self._volume_targets, methods=["DELETE"]),
             Route("/v1/allocations/{ident}", self._allocation, methods=["GET"]),
         ]
         return Starlette(routes=routes, exception_handlers={RequestError: _refuse})
@@ -205,6 +207,27 @@ class IronicStandIn:
         else:
             attached.append(str((await _json(request, dict))["id"]))
         return Response(status_code=204, headers=VERSIONS)
+
+    async def _volume_targets(self, request: Request) -> Response:
+        """As Ironic: a boot index is one target's, and a target goes when its node is switched off."""
+        kept = self.pool.volume_targets
+        if request.method == "GET":
+            node = request.query_params.get("node")
+            return _answer({"targets": [one for one in kept.values() if node in (None, one["node_uuid"])]})
+        if request.method == "DELETE":
+            target = kept.get(request.path_params["target"])
+            if target is None:
+                raise RequestError(404, "Volume target could not be found.")
+            if self.pool.get(target["node_uuid"])["power_state"] != "power off":
+                raise RequestError(400, "The node is not powered off.")
+            del kept[target["uuid"]]
+            return Response(status_code=204, headers=VERSIONS)
+        made = {"uuid": new_uuid(self._rng), "extra": {}, **await _json(request, dict)}
+        key = (made["node_uuid"], made["boot_index"])
+        if any((one["node_uuid"], one["boot_index"]) == key for one in kept.values()):
+            raise RequestError(409, f"A volume target with boot index {key[1]} for the same node already exists.")
+        kept[made["uuid"]] = made
+        return _answer(made, 201)
 
     async def _provision(self, request: Request) -> Response:
         requested = await _json(request, dict)

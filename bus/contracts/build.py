@@ -15,6 +15,7 @@ from msgspec import Struct
 
 from .base import Label, Message, Reason, Uuid, Word
 from .deploy import ConfigDrive, ImageSource, Networks
+from .deploy import Volumes as VolumeRequests
 from .fences import EvacuationPolicy
 from .groups import ServerGroup
 from .operations import HostAdminState
@@ -64,7 +65,7 @@ class BuildRequest(Message, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     instances of the project is, or only where one of them is; those that are nowhere count for nothing.
     image_properties: the image's properties, for filters (hw_architecture, img_hv_type, hw_vm_mode, or any).
     image_source: where the image is; without, `image` is a name that the compute service's settings know.
-    config_drive, networks: what a driver that deploys real machines gives the machine; others ignore them.
+    config_drive, networks, volumes: what a driver that deploys real machines gives the machine; others ignore them.
     on_host_failure: what becomes of the instance when its host is fenced (None: as in its flavor, else the setting).
     count, also: a gang: so many machines of `flavor`, and others of other flavors, at most 100 together, that start
     together or not at all; each is an instance of its own from then on (`member_uuids`). min_count: so many are enough
@@ -91,6 +92,7 @@ class BuildRequest(Message, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     image_source: ImageSource | None = None
     config_drive: ConfigDrive | None = None
     networks: Networks = ()
+    volumes: VolumeRequests = ()
     on_host_failure: EvacuationPolicy | None = None
     count: Members = 1
     also: Annotated[tuple[FlavorCount, ...], Bound(max_length=16)] = ()
@@ -103,6 +105,8 @@ class BuildRequest(Message, frozen=True, kw_only=True, forbid_unknown_fields=Tru
             raise ValueError(f"a request is for at most {MAX_MEMBERS} machines, and this one is for {self.members}")
         if (self.min_count or 1) > self.members:
             raise ValueError(f"min_count is {self.min_count}, and only {self.members} machines are requested")
+        if self.members > 1 and self.volumes:
+            raise ValueError("a volume is one machine's, and several are requested")
         if self.members > 1 and any(network.port for network in self.networks):
             raise ValueError("a port is one machine's, and several are requested")
 

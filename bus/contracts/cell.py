@@ -10,6 +10,7 @@ from msgspec import Struct
 
 from .base import Allocations, ClassName, Count, Generation, Label, Message, Reason, TraitName, Uuid, Word
 from .deploy import ConfigDrive, ImageSource, Networks
+from .deploy import Volumes as VolumeRequests
 from .fences import EvacuationPolicy
 from .groups import ServerGroup
 from .stages import Stamps
@@ -44,6 +45,7 @@ class InstanceSpec(Struct, frozen=True, kw_only=True, omit_defaults=True):
     image_source: ImageSource | None = None
     config_drive: ConfigDrive | None = None
     networks: Networks = ()
+    volumes: VolumeRequests = ()
     root_gb: Count = 0
     traits: Annotated[tuple[TraitName, ...], Bound(max_length=256)] = ()
     capabilities: Annotated[dict[Label, Annotated[str, Bound(max_length=255)]], Bound(max_length=64)] = {}

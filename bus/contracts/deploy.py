@@ -12,6 +12,7 @@ from .base import Uuid
 
 MAX_USER_DATA = 65_535  # characters, as Nova's of what a client sends
 MAX_NETWORK_DATA = 65_535  # bytes of JSON
+MAX_VOLUME_PROPERTIES = 16_384
 
 # An address or an id: printable ASCII without spaces.
 Reference = Annotated[str, Bound(pattern=r"^[!-~]{1,2048}$(?!\n)")]
@@ -74,4 +75,25 @@ class NetworkRequest(Struct, frozen=True, kw_only=True, omit_defaults=True, forb
             raise ValueError("a port or a network is named, and not both")
 
 
+class VolumeRequest(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
+    """A volume to attach to the machine. It may hold secrets: it is never logged.
+
+    volume_id: its id where it is kept. type: as in Ironic's volume targets. boot_index: 0 = the machine boots from it.
+    properties: how it is reached (target_portal, target_iqn, target_lun, ...), at most 16,384 bytes of JSON.
+    """
+
+    volume_id: Annotated[str, Bound(min_length=1, max_length=36)]
+    type: Literal["iscsi", "fibre_channel"] = "iscsi"
+    boot_index: Annotated[int, Bound(ge=0, le=255)] = 0
+    properties: dict[str, Any] = {}
+
+    def __post_init__(self) -> None:
+        if self.properties and len(msgspec.json.encode(self.properties)) > MAX_VOLUME_PROPERTIES:
+            raise ValueError(f"properties are larger than {MAX_VOLUME_PROPERTIES} bytes")
+
+    def __repr__(self) -> str:
+        return f"VolumeRequest({self.volume_id!r}, boot_index={self.boot_index})"
+
+
+Volumes = Annotated[tuple[VolumeRequest, ...], Bound(max_length=16)]
 Networks = Annotated[tuple[NetworkRequest, ...], Bound(max_length=16)]

@@ -181,6 +181,7 @@ def instance_spec(
         image_source=request.image_source,
         config_drive=request.config_drive,
         networks=request.networks,
+        volumes=request.volumes,
         root_gb=flavor.disk_gb,
         traits=tuple(
             key[len(TRAIT) :] for key, value in specs.items() if key.startswith(TRAIT) and value == "required"

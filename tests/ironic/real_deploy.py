@@ -13,6 +13,7 @@ from berth.client_moves import MoveClient
 from berth.site import process_name
 from bus.clock import new_uuid
 from bus.contracts.build import BuildState
+from bus.contracts.deploy import VolumeRequest
 from bus.contracts.moves import MoveKind, MoveRequest, MoveState
 from compute_sim.config import IronicConfig
 from compute_sim.drivers.ironic.driver import BareMetal
@@ -21,7 +22,7 @@ from tests.kit.real_metal import RNG, WAIT_S, RealMetal, drive, real_metal, unti
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def metal() -> AsyncIterator[RealMetal]:
-    async with real_metal() as running:
+    async with real_metal(compute={"volumes": "static"}) as running:
         yield running
 
 
@@ -48,6 +49,28 @@ async def test_a_direct_deployment_waits_for_the_agent_and_ends_active(metal: Re
     await metal.delete(request.instance_uuid)
     free = await metal.nodes.until(node, "available", timeout_s=WAIT_S)
     assert (free["instance_uuid"], free["instance_info"], free["lessee"]) == (None, {}, None)
+    await metal.all_agree()
+
+
+async def test_a_node_boots_from_a_volume_without_an_agent_and_lets_go_of_it(metal: RealMetal) -> None:
+    """Ironic's own `external` storage: the volume has the image, so nothing is written, and no agent calls back."""
+    (node,) = await metal.nodes.enroll(1, direct=True, storage_interface="external")
+    await metal.offered(node)
+    metal.lab.agents.orders.clear()
+    reached = {"target_portal": "127.0.0.1:3260", "target_iqn": "iqn.2026-11.test:v", "target_lun": 1}
+    volume = VolumeRequest(volume_id="7b0c4b1e-root", properties=reached)
+    request = metal.request(name="db", volumes=(volume,), host=node)
+    (track,) = await metal.boot(request)
+    assert track.state == "active", (await metal.record(request.instance_uuid)).history
+    (target,) = await metal.nodes.volume_targets(node)
+    assert (target["volume_id"], target["boot_index"], target["volume_type"]) == ("7b0c4b1e-root", 0, "iscsi")
+    assert target["properties"] == reached and target["extra"]["berth"]["instance"] == request.instance_uuid
+    active = await metal.nodes.get(node)
+    assert active["provision_state"] == "active" and "image_source" not in active["instance_info"]
+    assert not [order for order in metal.lab.agents.orders if order.node == node], "nothing was written"
+    await metal.delete(request.instance_uuid)
+    assert await metal.nodes.volume_targets(node) == []
+    await metal.nodes.until(node, "available", timeout_s=WAIT_S)
     await metal.all_agree()
 
 

@@ -81,7 +81,7 @@ class Soak:
             broken = self.metal.lab.agents.failing if kind == "failed deploy" else self.metal.lab.agents.unclean
             broken.update(dict.fromkeys(self.direct, f"soak: {kind}"))
         requests = [self.request() for _ in range(count)]
-        tracks = await self.metal.client.boot(requests, patience_s=WAIT_S)
+        tracks = await self.metal.client.boot(requests, retry_for_s=WAIT_S)
         await self.fault(kind)
         assert await self.metal.client.wait(3 * WAIT_S), [track.state for track in tracks]
         for track in tracks:

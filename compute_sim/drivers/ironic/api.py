@@ -20,6 +20,7 @@ from bus.tracing.context import CURRENT
 from compute_sim.config import IronicConfig
 from compute_sim.driver import DriverBusy, DriverOutage, DriverUnavailable
 from compute_sim.drivers.ironic.node import FIELDS, History, IronicNode, Page
+from compute_sim.drivers.ironic.volume import Targets, VolumeTarget
 
 T = TypeVar("T")
 
@@ -198,6 +199,20 @@ class IronicApi:
     async def detach_vif(self, ident: str, vif: str) -> Refused | None:
         """Detach a network port."""
         return await self._change("DELETE", f"/v1/nodes/{ident}/vifs/{vif}")
+
+    async def volume_targets(self, ident: str) -> builtins.list[VolumeTarget]:
+        """The volume targets of a node."""
+        answer = await self._call("GET", "/v1/volume/targets", params={"node": ident, "detail": "true"})
+        return _parse(answer, Targets).targets
+
+    async def add_volume_target(self, body: dict[str, Any]) -> Refused | None:
+        """Make a volume a target of its node."""
+        return await self._change("POST", "/v1/volume/targets", body)
+
+    async def remove_volume_target(self, target: str) -> Refused | None:
+        """Remove a target; Ironic refuses while its node is powered on."""
+        refused = await self._change("DELETE", f"/v1/volume/targets/{target}")
+        return None if refused is not None and refused.status == httpx.codes.NOT_FOUND else refused
 
     async def _change(self, method: str, path: str, body: Any = None) -> Refused | None:
         """A request that changes something is never left half-way: cancelled, it could land after its undoing."""

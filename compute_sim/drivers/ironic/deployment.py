@@ -19,6 +19,7 @@ from compute_sim.drivers.ironic.api import IronicApi, Refused
 from compute_sim.drivers.ironic.network import Attachments, Network
 from compute_sim.drivers.ironic.node import BUILT, DEPLOYING, IronicNode, Mark
 from compute_sim.drivers.ironic.request import config_drive, image_of, take_patch
+from compute_sim.drivers.ironic.volume import WITHOUT_VOLUMES, Volumes, target_body
 
 log = structlog.get_logger()
 
@@ -37,12 +38,21 @@ class NodeDeployment:
     """One attempt. `run` returns when the node is active with this instance."""
 
     def __init__(
-        self, build: Build, mark: Mark, *, api: IronicApi, network: Network, config: IronicConfig, clock: Clock
+        self,
+        build: Build,
+        mark: Mark,
+        *,
+        api: IronicApi,
+        network: Network,
+        volumes: Volumes,
+        config: IronicConfig,
+        clock: Clock,
     ):
         self._build = build
         self._mark = mark
         self._api = api
         self._network = network
+        self._volumes = volumes
         self._config = config
         self._clock = clock
         self._image = image_of(build.spec, config.images)
@@ -230,6 +240,8 @@ class NodeDeployment:
             if refused is not None:
                 await self._check_served_still()
                 raise Reschedule("node.network", f"{refused} (to attaching port {vif})")
+        if not await self._attach_volumes(node):
+            return
         if self._config.validate and not self._validated:
             if refusals := await self._api.refusals(node.uuid, VALIDATED):
                 raise Reschedule("node.invalid", "; ".join(refusals))
@@ -242,6 +254,35 @@ class NodeDeployment:
             raise Reschedule("node.refused", f"{refused} (to deploying the node)")
         if refused is not None:
             self._turned_down()
+
+    async def _attach_volumes(self, node: IronicNode) -> bool:
+        """Make the instance's volumes targets of the node; False: look again.
+
+        What another instance of this deployment has left there is removed first: it would be attached to this one.
+        """
+        wanted = await self._volumes.prepare(node.uuid, self._build.spec)
+        if node.storage_interface in WITHOUT_VOLUMES:
+            if wanted:
+                storage = f"the node's storage interface is {node.storage_interface}"
+                raise Reschedule("node.no_volumes", f"{storage}: it attaches no volumes")
+            return True
+        made: set[str] = set()
+        for target in await self._api.volume_targets(node.uuid):
+            if target.mark is None or target.mark.deployment != self._mark.deployment:
+                continue
+            if target.mark.instance == self._mark.instance:
+                made.add(target.volume_id)
+            elif await self._api.remove_volume_target(target.uuid) is not None:
+                self._turned_down()
+                return False
+        for volume in wanted:
+            if volume.volume_id in made:
+                continue
+            refused = await self._api.add_volume_target(target_body(node.uuid, volume, self._mark))
+            if refused is not None:
+                await self._check_served_still()
+                raise Reschedule("node.volume", f"{refused} (to attaching volume {volume.volume_id})")
+        return True
 
     async def _check_served_still(self) -> None:
         """A refusal is not the node's fault when its conductor has just gone. Raises DriverOutage."""

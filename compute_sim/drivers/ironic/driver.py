@@ -38,6 +38,7 @@ from compute_sim.drivers.ironic.network import Network, NoNetwork, StaticNetwork
 from compute_sim.drivers.ironic.node import DELETABLE, IronicNode, Mark, machines_of
 from compute_sim.drivers.ironic.probation import WARNING, Probation
 from compute_sim.drivers.ironic.request import free_patch
+from compute_sim.drivers.ironic.volume import WITHOUT_VOLUMES, NoVolumes, StaticVolumes, Volumes
 from compute_sim.ring import Ring
 
 # Looking for new nodes is to take one part in so many of this service's time, however many nodes there are.
@@ -71,6 +72,7 @@ class BareMetal:
         records: MachineRecords | None = None,
         transport: httpx.AsyncBaseTransport | None = None,
         network: Network | None = None,
+        volumes: Volumes | None = None,
         ring: Ring | None = None,
     ) -> None:
         """records: the service's own; None: there are none.
@@ -86,6 +88,7 @@ class BareMetal:
         self._clock = clock
         self._api = IronicApi(config, clock=clock, transport=transport)
         self._network = network if network is not None else make_network(config)
+        self._volumes = volumes if volumes is not None else make_volumes(config)
         self._probation = Probation(self._api, project=config.canary_project or "", clock=clock)
         # The nodes that are offered: as the first announcement has them, and then as `watch` has reported them.
         self._offered: dict[str, DriverHost] | None = None
@@ -99,6 +102,7 @@ class BareMetal:
         """Close the clients."""
         await self._api.close()
         await self._network.close()
+        await self._volumes.close()
 
     async def hosts(self) -> Sequence[DriverHost]:
         """One host a node, named by its uuid as Nova does; one that is retired or in maintenance is not enabled.
@@ -144,7 +148,32 @@ class BareMetal:
                 raise DriverUnavailable(f"node {host_uuid} still carries the instance and is {node.condition}{reason}")
             refused = await self._let_go(node)
             await self._clock.sleep(max(self._config.poll_interval_s, min(self._config.max_poll_interval_s, took)))
+        if node is not None and node.storage_interface not in WITHOUT_VOLUMES:
+            await self._detach_volumes(host_uuid, instance_uuid, attempt, deployment, began)
         await self._network.release(instance_uuid)
+        await self._volumes.release(instance_uuid)
+
+    async def _detach_volumes(
+        self, node: str, instance: str, attempt: int, deployment: str | None, began: float
+    ) -> None:
+        """Remove the targets that were made for these attempts. Ironic takes that when the node is switched off, so
+        perhaps after its cleaning; until then the node is not offered.
+        """
+        while True:
+            ours = [
+                target
+                for target in await self._api.volume_targets(node)
+                if (mark := target.mark) is not None
+                and (mark.instance, mark.deployment) == (instance, deployment)
+                and mark.attempt <= attempt
+            ]
+            refusals = [refused for one in ours if (refused := await self._api.remove_volume_target(one.uuid))]
+            if not refusals:
+                return
+            took = self._clock.monotonic() - began
+            if took > self._config.clean_timeout_s:
+                raise DriverUnavailable(f"node {node} keeps a volume target: {refusals[0]}")
+            await self._clock.sleep(max(self._config.poll_interval_s, min(self._config.max_poll_interval_s, took)))
 
     async def _let_go(self, node: IronicNode) -> Refused | None:
         """The next thing to undo. A refusal decides nothing (the node may be locked now): the next read shows it."""
@@ -210,7 +239,15 @@ class BareMetal:
             raise Reschedule("spawn.unmarked", "the command names no deployment, so the node could not be given back")
         instance = build.spec.instance_uuid
         mark = Mark(build.deployment, self._cell, self._service, instance, build.attempt)
-        return NodeDeployment(build, mark, api=self._api, network=self._network, config=self._config, clock=self._clock)
+        return NodeDeployment(
+            build,
+            mark,
+            api=self._api,
+            network=self._network,
+            volumes=self._volumes,
+            config=self._config,
+            clock=self._clock,
+        )
 
     async def _nodes(self) -> builtins.list[IronicNode]:
         """The nodes that this service announces, by uuid."""
@@ -285,3 +322,8 @@ def ring_name(config: IronicConfig) -> str:
 def make_network(config: IronicConfig) -> Network:
     """The network that the settings name."""
     return StaticNetwork() if config.network == "static" else NoNetwork()
+
+
+def make_volumes(config: IronicConfig) -> Volumes:
+    """The volumes that the settings name."""
+    return StaticVolumes() if config.volumes == "static" else NoVolumes()

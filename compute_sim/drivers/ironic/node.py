@@ -118,6 +118,7 @@ class IronicNode(Struct, frozen=True):
     owner: str | None = None
     lessee: str | None = None
     fault: str | None = None
+    storage_interface: str | None = None
     health: str | None = None
     conductor: str | msgspec.UnsetType | None = msgspec.UNSET
     extra: msgspec.Raw = msgspec.Raw(b"{}")

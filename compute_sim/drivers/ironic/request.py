@@ -11,6 +11,7 @@ from bus.contracts.cell import InstanceSpec
 from bus.contracts.deploy import ImageSource
 from compute_sim.driver import BuildAbort
 from compute_sim.drivers.ironic.node import MARK, Mark
+from compute_sim.drivers.ironic.volume import boots_from_volume
 
 MAX_HOSTNAME = 63
 # The entries of `instance_info` that name the image on a node: a rebuild from another one replaces all of them.
@@ -23,7 +24,12 @@ IMAGE_ENTRIES = frozenset(
 
 
 def image_of(spec: InstanceSpec, images: Mapping[str, ImageSource]) -> ImageSource | None:
-    """The image: as the request has it, else the settings' of that name. Raises BuildAbort: no such name."""
+    """The image: as the request has it, else the settings' of that name; None: it boots from a volume, or has none.
+
+    Raises BuildAbort: no such name, or an image and a volume to boot from.
+    """
+    if boots_from_volume(spec):
+        return None
     if spec.image_source is not None or not spec.image:
         return spec.image_source
     if spec.image not in images:
