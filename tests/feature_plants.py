@@ -26,7 +26,7 @@ _RANKING = "scheduler_worker/domain/ranking.py"
 _ROUND = "scheduler_worker/domain/decision_round.py"
 _FLAVORS = "scheduler_worker/domain/flavors.py"
 _PARSER = "scheduler_worker/domain/flavor_parser.py"
-_CLAIMS = "placement_worker/domain/claims.py"
+_CLAIMS, _LEDGER = "placement_worker/domain/claims.py", "placement_worker/domain/claim_ledger.py"
 _MOVES, _MOVE_STEPS = "cell_conductor/domain/move_rules.py", "cell_conductor/domain/move_steps.py"
 _IRONIC = "ironic_sync/domain/rules.py"
 _PREFILTERS = "for prefilter in (_tenant_aggregate, _availability_zone, _isolated_aggregates):"
@@ -137,12 +137,12 @@ PLANTS: dict[str, tuple[str, str, str]] = {
         "groups=tuple(_group(suffix, words) for suffix, words in sorted(reading.groups.items()))",
         "groups=()",
     ),
-    "O-6": (_CLAIMS, "if more > 0 and now.get(name, 0) + more > limit:", "if more > limit:"),
+    "O-6": (_LEDGER, "if more > 0 and now.get(name, 0) + more > limit:", "if more > limit:"),
     "O-5": (_CLAIMS, "if uuid in shapes and shapes[uuid] != provider.shape:", "if uuid in shapes:"),
     "G-1": ("scheduler_worker/plugins.py", "*MORE_FILTERS, *config.available_filters", "*MORE_FILTERS"),
     "G-3": ("scheduler_worker/domain/explain.py", "for step in reversed(funnel):", "for step in funnel[:0]:"),
     "G-5": (_ROUND, _ASSUMED, "        pass"),
-    "G-6": (_CLAIMS, "        self.changed_consumers[uuid] = consumer\n", "        pass\n"),
+    "G-6": (_LEDGER, "        self.changed_consumers[uuid] = consumer\n", "        pass\n"),
     "G-9": ("scheduler_worker/domain/spread.py", "round(self.lost * most)", "0"),
     "C-22": (
         _MOVE_STEPS,
@@ -236,7 +236,7 @@ PLANTS: dict[str, tuple[str, str, str]] = {
         'key="build.event.{state}.{project_id}",',
         'key="build.event.{project_id}",',
     ),
-    "N-31": ("placement_worker/domain/claims.py", "if more > 0 and now.get(name, 0) + more > limit:", "if False:"),
+    "N-31": (_LEDGER, "if more > 0 and now.get(name, 0) + more > limit:", "if False:"),
     "N-32": ("bus/service/service.py", "                    await self._drain()\n", "                    pass\n"),
     "N-34": (
         "scheduler_worker/domain/explain.py",
@@ -257,7 +257,7 @@ PLANTS: dict[str, tuple[str, str, str]] = {
     "C-5": ("scheduler_worker/cancellations.py", "        await self.release(unused)\n", ""),
     "C-9": (
         "placement_worker/domain/claims.py",
-        ("    ledger.move(known.holding if known is not None else NOTHING, wanted)\n    if claim.server_group"),
+        ("    ledger.move(holding_of(known), wanted)\n    if claim.server_group"),
         "    ledger.move(NOTHING, wanted)\n    if claim.server_group",
     ),
     "C-11": (
@@ -291,7 +291,7 @@ PLANTS: dict[str, tuple[str, str, str]] = {
             "            after.append(stepped.state)\n"
         ),
     ),
-    "C-17": ("placement_worker/domain/claims.py", "if more > 0 and now.get(name, 0) + more > limit:", "if False:"),
+    "C-17": (_LEDGER, "if more > 0 and now.get(name, 0) + more > limit:", "if False:"),
     "C-19": ("bus/cell_link.py", "    except TimeoutError:\n", "    except ZeroDivisionError:\n"),
     "C-23": ("scheduler_worker/domain/builds.py", "    return (*attempts, itself)", "    return ()"),
     "M-12": ("placement_worker/domain/claims.py", "if entry.consumer_generation != generation:", "if False:"),
@@ -430,7 +430,7 @@ PLANTS: dict[str, tuple[str, str, str]] = {
         'rng = random.Random(id(seed) + hash("a"))',
     ),
     "T-3": (
-        "placement_worker/domain/claims.py",
+        _LEDGER,
         "return group.without([claim.consumer, *",
         "return group.without([*",
     ),

@@ -98,7 +98,7 @@ PLANTS = (
     Plant(
         name="own_member_counted",
         does="a server group's member that requests again counts itself among the others",
-        file="placement_worker/domain/claims.py",
+        file="placement_worker/domain/claim_ledger.py",
         old="group.without([claim.consumer, *([] if",
         new="group.without([*([] if",
         tests="tests/unit/placement tests/contract/test_server_groups.py",

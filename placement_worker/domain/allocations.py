@@ -14,6 +14,7 @@ from msgspec import Struct
 from placement_worker.domain.causes import Caused
 from placement_worker.domain.claim_verdict import Decision
 from placement_worker.domain.refusal import Why, WriteRefusal, no_such_class
+from placement_worker.domain.units import is_allowed_amount
 from placement_worker.domain.values import NOTHING, ClaimedProvider, ConsumerState, Holding
 
 
@@ -267,7 +268,7 @@ def _check_capacity(
                     return WriteRefusal(
                         Why.DOES_NOT_FIT, f"Inventory for '{name}' on resource provider '{uuid}' invalid.", uuid
                     )
-                if amount < inventory.min_unit or amount > inventory.max_unit or amount % inventory.step_size:
+                if not is_allowed_amount(amount, inventory):
                     return _does_not_fit(name, uuid, "violate inventory constraints")
                 extra = more[uuid, name]
                 if extra > 0 and ledger.used_of(uuid, name) + extra > inventory.capacity:

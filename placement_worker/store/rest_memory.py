@@ -33,6 +33,7 @@ from placement_worker.domain.trees import (
     TreeWrite,
     UpdateProvider,
 )
+from placement_worker.domain.units import is_allowed_amount
 from placement_worker.domain.values import ClaimedProvider, ConsumerState, Provider
 from placement_worker.store.memory_table import TREES, ConsumerRow, MemoryBookTable, provider_key, renamed_key
 from placement_worker.store.rest_port import (
@@ -394,6 +395,5 @@ def _has_left(provider: Provider, name: str, amount: int) -> bool:
     return (
         inventory is not None
         and inventory.capacity - provider.used.get(name, 0) >= amount
-        and inventory.min_unit <= amount <= inventory.max_unit
-        and amount % inventory.step_size == 0
+        and is_allowed_amount(amount, inventory)
     )

@@ -27,7 +27,7 @@ def gang_claimed_one_by_one() -> AbstractContextManager[Any]:
 
 def refused_gang_written_all_the_same() -> AbstractContextManager[Any]:
     """What was tried for a gang is taken over though one of its claims did not hold."""
-    trial = claims._Ledger.trial
+    trial = claims.ClaimLedger.trial
 
     def tried(self: Any, gang: Any) -> Any:
         copy = trial(self, gang)
@@ -35,7 +35,7 @@ def refused_gang_written_all_the_same() -> AbstractContextManager[Any]:
         self.generations, self._changes = copy.generations, copy._changes
         return copy
 
-    return patch.object(claims._Ledger, "trial", tried)
+    return patch.object(claims.ClaimLedger, "trial", tried)
 
 
 def too_few_go_on() -> AbstractContextManager[Any]:

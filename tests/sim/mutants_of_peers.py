@@ -28,13 +28,13 @@ def group_rule_left_to_filters() -> AbstractContextManager[Any]:
 
 def group_of_one_transaction_forgotten() -> AbstractContextManager[Any]:
     """A claim sees the members that its server group had before its transaction, and not those of it."""
-    counted = claims._Ledger.others
+    counted = claims.ClaimLedger.others
 
     def others(self: Any, claim: Claim) -> dict[str, int]:
         with patch.object(self, "joined", {}):
             return counted(self, claim)
 
-    return patch.object(claims._Ledger, "others", others)
+    return patch.object(claims.ClaimLedger, "others", others)
 
 
 def group_not_locked() -> AbstractContextManager[Any]:
@@ -86,13 +86,13 @@ def hints_not_looked_up() -> AbstractContextManager[Any]:
 
 def quota_with_one_more() -> AbstractContextManager[Any]:
     """What a project requests may pass its quota by one."""
-    past = claims._Ledger.past_limit
+    past = claims.ClaimLedger.past_limit
 
     def past_limit(self: Any, claim: Claim, option: Any, held: Any) -> str:
         more = {name: most + 1 for name, most in claim.limits.items()}
         return past(self, replace(claim, limits=more), option, held)
 
-    return patch.object(claims._Ledger, "past_limit", past_limit)
+    return patch.object(claims.ClaimLedger, "past_limit", past_limit)
 
 
 def quota_never_given_back() -> AbstractContextManager[Any]:
@@ -115,7 +115,7 @@ def quota_not_locked() -> AbstractContextManager[Any]:
 
 def quota_of_one_transaction_forgotten() -> AbstractContextManager[Any]:
     """Claims of one transaction are each compared with what the project held before all of them."""
-    return patch.object(claims._Ledger, "_count", lambda self, consumer, sign: None)
+    return patch.object(claims.ClaimLedger, "_count", lambda self, consumer, sign: None)
 
 
 def quota_reported_as_no_host() -> AbstractContextManager[Any]:
