@@ -89,11 +89,8 @@ async def gather(
     book, scheduler = environment.database("placement", pool_size=2), environment.database("scheduler", pool_size=2)
     cells = {cell: environment.database(f"cell_{cell}", pool_size=2) for cell in site.cells}
     try:
-        instances, down = await _instances(cells), await _down(cells)
-        there = [one for one in instances if one.state == "active" and (one.cell, one.service) not in down]
-        wanted = {(one.cell, one.host_uuid): one.service for one in there if one.host_uuid is not None}
-        running, unreported = await _reports(site, wanted, {cell: await _deployment(cells[cell]) for cell in cells})
-        down.update(unreported)
+        instances = await _instances(cells)
+        running, down = await _running(site, cells, instances)
         return Facts(
             inventories=[InventoryFact(*row) for row in await _rows(book, _INVENTORIES)],
             allocations=_by_consumer(await _rows(book, _ALLOCATIONS)),
@@ -117,6 +114,18 @@ async def gather(
     finally:
         for database in (book, scheduler, *cells.values()):
             await database.close()
+
+
+async def _running(
+    site: Site, cells: Mapping[str, Database], instances: Sequence[InstanceFact]
+) -> tuple[list[RunningFact], dict[tuple[str, str], ServiceDownFact]]:
+    """(what the services report of hosts that have active instances, the services that are down or do not report)."""
+    down = await _down(cells)
+    there = [one for one in instances if one.state == "active" and (one.cell, one.service) not in down]
+    wanted = {(one.cell, one.host_uuid): one.service for one in there if one.host_uuid is not None}
+    running, unreported = await _reports(site, wanted, {cell: await _deployment(cells[cell]) for cell in cells})
+    down.update(unreported)
+    return running, down
 
 
 async def rest(site: Site, *, timeout_s: float) -> bool:

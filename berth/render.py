@@ -20,6 +20,11 @@ if TYPE_CHECKING:  # what a load needs is imported by who loads
 FAILURES_SHOWN = 12
 
 
+def counted(number: int, what: str) -> str:
+    """A number with its noun (which takes an s): "1 host", "2 hosts"."""
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
+
+
 def printable(text: str) -> str:
     """Text from outside as one line of a terminal may have it.
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from bus.bus import API
+from functools import partial
+
+from bus.bus import API, Bus
 from bus.contracts.base import Message
 from bus.contracts.build import BuildEvent
 from bus.faults import BrokenInvariant
@@ -58,14 +60,9 @@ def build(env: Environment, config: ConductorConfig, cell: str, *, store: Instan
     requests = RequestHandlers(engine, env.clock, fences)
     hosts = HostHandlers(engine, store, env.clock, config, bus, outdated=keeper.note_outdated, fences=fences)
     reporter = ReportRequester(bus, env.clock, config)
-
-    async def declare() -> None:
-        for queue in (ANNOUNCED_TO, REQUESTS, GIVEN_UP_QUEUE, RESULTS, HOSTS, LEASES):
-            await bus.declare(queue)
-
     service.add_resource(store.open, store.close)
     service.add_resource(bus.open, bus.close)
-    service.add_declaration(declare)
+    service.add_declaration(partial(_declare, bus))
     service.add_task("outbox relay", relay.run)
     announce_presence(service, env, bus, "conductor")
     service.add_task("deadlines", lambda: sweep_forever(engine, env.clock, config))
@@ -74,6 +71,26 @@ def build(env: Environment, config: ConductorConfig, cell: str, *, store: Instan
     service.add_preparation(fences.prepare)
     service.add_task("fences", fences.run)
     service.add_task("leases", lambda: keeper.run(engine))
+    _add_consumers(service, bus, config, requests, hosts, keeper)
+    service.add_bus_check("bus", bus)
+    service.add_check("database", lambda: store.ready)
+    service.add_drain(relay.drain)
+    return service
+
+
+async def _declare(bus: Bus) -> None:
+    for queue in (ANNOUNCED_TO, REQUESTS, GIVEN_UP_QUEUE, RESULTS, HOSTS, LEASES):
+        await bus.declare(queue)
+
+
+def _add_consumers(  # noqa: PLR0917  (one caller)
+    service: Service,
+    bus: Bus,
+    config: ConductorConfig,
+    requests: RequestHandlers,
+    hosts: HostHandlers,
+    keeper: LeaseKeeper,
+) -> None:
     for queue, handler in (
         (REQUESTS, requests.requests),
         (GIVEN_UP_QUEUE, requests.given_up),
@@ -88,7 +105,3 @@ def build(env: Environment, config: ConductorConfig, cell: str, *, store: Instan
     service.add_consumer(bus.consumer(HOSTS, hosts.hosts, max_batch=config.max_batch, concurrency=1))
     # A queue of their own: a report waits for the database, and a heartbeat that waits behind it would be missing.
     service.add_consumer(bus.consumer(LEASES, keeper.handle, max_batch=config.max_batch, concurrency=1))
-    service.add_bus_check("bus", bus)
-    service.add_check("database", lambda: store.ready)
-    service.add_drain(relay.drain)
-    return service

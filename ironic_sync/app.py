@@ -6,7 +6,7 @@ from functools import partial
 
 import structlog
 
-from bus.bus import API
+from bus.bus import API, Bus
 from bus.clock import Clock
 from bus.openstack.rest import auth_of, tls_of
 from bus.persistence.identity import watch_identity
@@ -45,19 +45,11 @@ def build(
         known = ", ".join(env.cells)
         raise SettingsError("ironic_sync.cell", f"there is no cell {config.cell!r}; the settings know {known}")
     bus = env.bus(API)
-    own_broker = notifications_transport(config.broker)
     service = Service("ironic-sync", clock=env.clock, log=log)
-    database = env.database(schema_of(config.name)) if store is None else None
-    if database is None:
-        assert store is not None
-        positions: Positions = store
-    else:
-        kept = positions = PostgresPositions(database)
-        service.add_resource(kept.open, kept.close)
-        service.add_task("identity", partial(watch_identity, database, lambda: kept.deployment, env.clock))
-    bus.belongs_to(
-        role_of(config.name), lambda: positions.deployment, lambda: "" if database is None else database.place
-    )
+    positions = _positions(service, env, bus, config) if store is None else store
+    if store is not None:
+        bus.belongs_to(role_of(config.name), lambda: store.deployment, lambda: "")
+    own_broker = notifications_transport(config.broker)
     reading = source if source is not None else rest_source(config, env.clock)
     loop = SyncLoop(
         reading,
@@ -86,6 +78,16 @@ def build(
     service.add_bus_check("bus", bus)
     service.add_check("ironic", lambda: loop.healthy)
     return service
+
+
+def _positions(service: Service, env: Environment, bus: Bus, config: IronicSyncConfig) -> PostgresPositions:
+    """The environment's PostgreSQL, opened and watched with the service; the bus is marked as its own."""
+    database = env.database(schema_of(config.name))
+    positions = PostgresPositions(database)
+    service.add_resource(positions.open, positions.close)
+    service.add_task("identity", partial(watch_identity, database, lambda: positions.deployment, env.clock))
+    bus.belongs_to(role_of(config.name), lambda: positions.deployment, lambda: database.place)
+    return positions
 
 
 def schema_of(name: str) -> str:

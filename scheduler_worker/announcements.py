@@ -241,18 +241,10 @@ class AnnouncementHandler:
             await unit.update_moves([moves[one] for one in changed], now)
             await unit.put_instances([instances[uuid] for uuid in entries])
         for event, why in ignored:
-            metrics.ANNOUNCED.labels(why).inc()
-            if why != "late":
-                log.warning(
-                    "announcement.ignored",
-                    why=why,
-                    cell=self._cell,
-                    instance=event.instance_uuid,
-                    cause=event.request_id,
-                )
+            self._log_ignored(event, why, cause=event.request_id)
         metrics.ANNOUNCED.labels("announced").inc(len(events) - len(ignored))
 
-    def _log_ignored(self, event: BuildEvent, why: str) -> None:
+    def _log_ignored(self, event: BuildEvent | MoveEvent, why: str, **more: str) -> None:
         metrics.ANNOUNCED.labels(why).inc()
         if why != "late":
-            log.warning("announcement.ignored", why=why, cell=self._cell, instance=event.instance_uuid)
+            log.warning("announcement.ignored", why=why, cell=self._cell, instance=event.instance_uuid, **more)

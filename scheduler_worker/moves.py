@@ -72,7 +72,7 @@ from scheduler_worker.domain.placement import PlacementRequest, initial_state, u
 from scheduler_worker.domain.request_spec import RequestSpec, Unsatisfiable
 from scheduler_worker.domain.selector import NoValidHost, Selector
 from scheduler_worker.placing import ReplicaFollower
-from scheduler_worker.store.port import SchedulerStore
+from scheduler_worker.store.port import OperationUnit, SchedulerStore
 
 log = structlog.get_logger(__name__)
 
@@ -90,6 +90,24 @@ class Chosen(Struct, frozen=True, kw_only=True):
     failure: Refusal | None = None
     funnel: tuple[FunnelStep, ...] = ()
     passed: int = 0
+
+
+class WrittenMoves:
+    """What one transaction has written of a batch so far, by request and by instance; labels: for the metrics."""
+
+    def __init__(self, author: Author) -> None:
+        self.author = author
+        self.moves: dict[str, RecordedMove] = {}
+        self.instances: dict[str, InstanceRecord] = {}
+        self.labels: list[str] = []
+
+    def as_left(self, found: MoveContext, request: MoveRequest) -> MoveContext:
+        """What is on record for a request, as the ones before it in the batch leave it."""
+        return replace(
+            found,
+            move=self.moves.get(request.request_id, found.move),
+            instance=self.instances.get(request.instance_uuid, found.instance),
+        )
 
 
 class MoveEngine:
@@ -201,12 +219,7 @@ class MoveEngine:
                 funnel=(funnel_step(spec.step, hosts, {spec.code: hosts}),),
             )
         try:
-            chosen = self._pick(pending, known, spec, source, planned)
-            if isinstance(chosen, NoValidHost) and planned is None:
-                # "No host" is decided on the newest state only, and of nothing that is only held for other moves.
-                self._release(everything=True)
-                await self._follower.refresh(timeout_s=self._selector.config.raced_wait_s)
-                chosen = self._pick(pending, known, spec, source, None)
+            chosen = await self._pick_on_newest(pending, known, spec, source, planned)
         except QueryTooWide as error:
             return Chosen(failure=Refusal(code=error.code, reason=str(error)))
         if isinstance(chosen, Chosen):
@@ -215,6 +228,22 @@ class MoveEngine:
             return HOSTS_UNKNOWN
         reason = sentence(spec, chosen.funnel, self._selector.config.max_funnel_nearest)
         return Chosen(failure=Refusal(code=NO_HOST, reason=reason), funnel=chosen.funnel)
+
+    async def _pick_on_newest(
+        self,
+        pending: PendingMove,
+        known: MoveContext,
+        spec: RequestSpec,
+        source: str | None,
+        planned: Mapping[str, str] | None,
+    ) -> Chosen | NoValidHost:
+        """The hosts to try. "No host" is decided on the newest state only, and of nothing held for other moves."""
+        chosen = self._pick(pending, known, spec, source, planned)
+        if isinstance(chosen, Chosen) or planned is not None:
+            return chosen
+        self._release(everything=True)
+        await self._follower.refresh(timeout_s=self._selector.config.raced_wait_s)
+        return self._pick(pending, known, spec, source, None)
 
     def _spec(
         self, request: MoveRequest, known: MoveContext, page: LocatePage, source: str | None
@@ -330,57 +359,59 @@ class MoveEngine:
         self, moves: Sequence[PendingMove], known: Mapping[str, MoveContext], chosen: Mapping[int, Chosen]
     ) -> dict[int, Outcome]:
         """Check again under the instances' locks, and write what follows."""
-        outcomes: dict[int, Outcome] = {}
         if not moves:
-            return outcomes
-        author = Author(self._who, self._clock.time())
-        labels: list[str] = []
+            return {}
+        outcomes: dict[int, Outcome] = {}
+        batch = WrittenMoves(Author(self._who, self._clock.time()))
         async with self._store.operation() as unit:
             now = await unit.known({one.request.request_id: one.request.instance_uuid for one in moves}, lock=True)
-            instances: dict[str, InstanceRecord] = {}  # as this batch leaves them
-            seen: dict[str, RecordedMove] = {}
             for pending in moves:
-                request = pending.request
-                found = now[request.request_id]
-                if request.request_id in seen:
-                    found = replace(found, move=seen[request.request_id])
-                if request.instance_uuid in instances:
-                    found = replace(found, instance=instances[request.instance_uuid])
-                verdict = self.check(pending, found)
-                if isinstance(verdict, Clash):
-                    unit.emit(OutboxMessage(API, clash_event(pending, verdict.refusal), request.request_id))
-                    outcomes[pending.position] = Done(reply=verdict.refusal)
-                    labels.append("duplicate")
-                    continue
-                if isinstance(verdict, Done | Retry | Refuse):
-                    outcomes[pending.position] = verdict
-                    continue
-                before = known[request.request_id]
-                if verdict is None and (found.build, found.instance) != (before.build, before.instance):
-                    outcomes[pending.position] = CHANGED
-                    continue
-                move, command = self._decided(pending, found, verdict, chosen.get(pending.position), author)
-                if not await unit.insert_moves([move], author.at):
-                    outcomes[pending.position] = CHANGED  # another scheduler has just put it on record
-                    continue
-                seen[request.request_id] = move
-                if found.build is not None and found.build.project_id == request.project_id:
-                    entry = author.entry(f"{request.kind} {move.state}", _detail(move, chosen.get(pending.position)))
-                    await unit.update([BuildUpdate(build=found.build, timeline=(entry,))], author.at)
-                if command is not None:
-                    assert move.cell is not None
-                    instances[request.instance_uuid] = under_way(request, found)
-                    unit.emit(OutboxMessage(move.cell, command, request.request_id))
-                unit.emit(OutboxMessage(API, event_of(move, found, author.at), request.request_id))
-                labels.append(move.code or move.state.value)
-                refused = move.state is MoveState.REFUSED
-                outcomes[pending.position] = (
-                    Done(reply=Refusal(code=move.code, reason=move.reason)) if refused else accepted(request)
+                uuid = pending.request.request_id
+                found = batch.as_left(now[uuid], pending.request)
+                outcomes[pending.position] = await self._write_one(
+                    unit, batch, pending, known[uuid], found, chosen.get(pending.position)
                 )
-            await unit.put_instances(list(instances.values()))
-        for label in labels:
+            await unit.put_instances(list(batch.instances.values()))
+        for label in batch.labels:
             metrics.count_requests("move", label)
         return outcomes
+
+    async def _write_one(  # noqa: PLR0917  (a step of _write)
+        self,
+        unit: OperationUnit,
+        batch: WrittenMoves,
+        pending: PendingMove,
+        before: MoveContext,
+        found: MoveContext,
+        chosen: Chosen | None,
+    ) -> Outcome:
+        """One move of a batch. before, found: what was on record when it was decided, and what is under the lock."""
+        request, author = pending.request, batch.author
+        verdict = self.check(pending, found)
+        if isinstance(verdict, Clash):
+            unit.emit(OutboxMessage(API, clash_event(pending, verdict.refusal), request.request_id))
+            batch.labels.append("duplicate")
+            return Done(reply=verdict.refusal)
+        if isinstance(verdict, Done | Retry | Refuse):
+            return verdict
+        if verdict is None and (found.build, found.instance) != (before.build, before.instance):
+            return CHANGED
+        move, command = self._decided(pending, found, verdict, chosen, author)
+        if not await unit.insert_moves([move], author.at):
+            return CHANGED  # another scheduler has just put it on record
+        batch.moves[request.request_id] = move
+        if found.build is not None and found.build.project_id == request.project_id:
+            entry = author.entry(f"{request.kind} {move.state}", _detail(move, chosen))
+            await unit.update([BuildUpdate(build=found.build, timeline=(entry,))], author.at)
+        if command is not None:
+            assert move.cell is not None
+            batch.instances[request.instance_uuid] = under_way(request, found)
+            unit.emit(OutboxMessage(move.cell, command, request.request_id))
+        unit.emit(OutboxMessage(API, event_of(move, found, author.at), request.request_id))
+        batch.labels.append(move.code or move.state.value)
+        if move.state is MoveState.REFUSED:
+            return Done(reply=Refusal(code=move.code, reason=move.reason))
+        return accepted(request)
 
     def _decided(
         self,

@@ -99,6 +99,23 @@ OUTAGES = ('"code":"bus.unavailable"', '"code":"database.unavailable"')
 
 def render(report: ChaosReport, console: Console) -> None:
     """The whole report."""
+    _render_faults(report, console)
+    _render_requests(report, console)
+    rest = f"{report.recovery_s:.1f} s after the last fault" if report.at_rest else "[red]never[/red]"
+    console.print(f"everything at rest: {rest}")
+    console.rule("what must not be")
+    render_rows(
+        console,
+        list(MUST_BE_NONE),
+        [[str(n) for n in (report.lost, report.doubled, report.leaked, report.overcommitted)]],
+    )
+    for name, uuids in report.examples.items():
+        if uuids:
+            console.print(f"[red]{name}: {', '.join(uuids)}[/red]", soft_wrap=True)
+    render_verdicts(report.verdicts, console)
+
+
+def _render_faults(report: ChaosReport, console: Console) -> None:
     console.rule("faults")
     render_rows(
         console,
@@ -112,6 +129,9 @@ def render(report: ChaosReport, console: Console) -> None:
     )
     for death in report.died[:DEATHS_SHOWN]:
         console.print(f"  {death.worker} ended with {death.status}: {escape(death.last_log_line)}", soft_wrap=True)
+
+
+def _render_requests(report: ChaosReport, console: Console) -> None:
     console.rule("requests")
     render_rows(
         console,
@@ -141,18 +161,6 @@ def render(report: ChaosReport, console: Console) -> None:
         f"longest stall: {report.longest_stall_s:.1f} s ({', '.join(report.longest_stall.faults) or 'no fault'})",
         soft_wrap=True,
     )
-    rest = f"{report.recovery_s:.1f} s after the last fault" if report.at_rest else "[red]never[/red]"
-    console.print(f"everything at rest: {rest}")
-    console.rule("what must not be")
-    render_rows(
-        console,
-        list(MUST_BE_NONE),
-        [[str(n) for n in (report.lost, report.doubled, report.leaked, report.overcommitted)]],
-    )
-    for name, uuids in report.examples.items():
-        if uuids:
-            console.print(f"[red]{name}: {', '.join(uuids)}[/red]", soft_wrap=True)
-    render_verdicts(report.verdicts, console)
 
 
 def _recovery(report: ChaosReport, name: str) -> list[str]:

@@ -255,6 +255,24 @@ def _reasons(events: Sequence[BuildEvent]) -> dict[str, str]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run; print the tables; 0 when everything is as promised."""
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    plan = _plan(options)
+    if not plan.deck:
+        parser.error(f"no such fault: {', '.join(options.only)}")
+    configure_logging(process="chaos", role="chaos", level=options.log, style="json")
+    console = Console(highlight=False)
+    with tempfile.TemporaryDirectory(prefix="berth-chaos-") as temporary:
+        directory = options.logs or Path(temporary)
+        directory.mkdir(parents=True, exist_ok=True)
+        report = uvloop.run(chaos(plan, directory.absolute(), console))
+    render(report, console)
+    if options.json is not None:
+        options.json.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=2))
+    return 0 if report.sound else 1
+
+
+def _parser() -> argparse.ArgumentParser:
     raw = argparse.RawTextHelpFormatter
     parser = argparse.ArgumentParser(prog="scripts/chaos", description=__doc__, formatter_class=raw)
     bare = ChaosPlan()
@@ -271,8 +289,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the report as data, too")
     parser.add_argument("--logs", type=Path, metavar="DIRECTORY", help="keep the workers' logs there")
     parser.add_argument("--log", default="error", choices=("info", "warning", "error"), help="info: every fault")
-    options = parser.parse_args(arguments)
-    plan = ChaosPlan(
+    return parser
+
+
+def _plan(options: argparse.Namespace) -> ChaosPlan:
+    return ChaosPlan(
         boots=options.boots,
         fault_every_s=options.fault_every,
         seed=random.SystemRandom().randrange(10**6) if options.seed is None else options.seed,
@@ -282,20 +303,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         moves=options.moves,
         gangs=options.gangs,
         drains=options.drains,
-        deck=tuple(card for card in bare.deck if chosen(card.kind, card.role, options.only)),
+        deck=tuple(card for card in ChaosPlan().deck if chosen(card.kind, card.role, options.only)),
     )
-    if not plan.deck:
-        parser.error(f"no such fault: {', '.join(options.only)}")
-    configure_logging(process="chaos", role="chaos", level=options.log, style="json")
-    console = Console(highlight=False)
-    with tempfile.TemporaryDirectory(prefix="berth-chaos-") as temporary:
-        directory = options.logs or Path(temporary)
-        directory.mkdir(parents=True, exist_ok=True)
-        report = uvloop.run(chaos(plan, directory.absolute(), console))
-    render(report, console)
-    if options.json is not None:
-        options.json.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=2))
-    return 0 if report.sound else 1
 
 
 def chosen(kind: FaultKind, role: str, only: Sequence[str]) -> bool:

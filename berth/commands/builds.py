@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated
@@ -253,22 +253,20 @@ def list_builds(
     as_json: AsJson = False,
 ) -> None:
     """List builds, newest first."""
-    fields = {
-        "project_id": project,
-        "state": state,
-        "host": host,
-        "cell": cell,
-        "flavor": flavor,
-        "code": code,
-        "gang": gang,
-        "after": None if after is None else after.replace(tzinfo=UTC).timestamp(),
-        "before": None if before is None else before.replace(tzinfo=UTC).timestamp(),
-        "limit": limit,
-    }
-    try:
-        query = msgspec.convert(fields, BuildQuery)
-    except msgspec.ValidationError as error:
-        raise typer.BadParameter(str(error)) from error
+    query = _query(
+        {
+            "project_id": project,
+            "state": state,
+            "host": host,
+            "cell": cell,
+            "flavor": flavor,
+            "code": code,
+            "gang": gang,
+            "after": None if after is None else after.replace(tzinfo=UTC).timestamp(),
+            "before": None if before is None else before.replace(tzinfo=UTC).timestamp(),
+            "limit": limit,
+        }
+    )
 
     async def body() -> None:
         async with client(settings_of(context)) as berth:
@@ -277,15 +275,26 @@ def list_builds(
             err.print(f"searched back to {_when(page.searched_to, day=True)} UTC; older ones: --before")
         if as_json:
             print_json(page.builds)
-            return
-        rows: list[list[str | Text]] = [
-            [one.instance_uuid, one.name, one.flavor, _colour(one.state), one.cell or "", one.host or "",
-             _when(one.updated_at, day=True)]
-            for one in page.builds
-        ]  # fmt: skip
-        render_rows(out, ["instance", "name", "flavor", "state", "cell", "host", "since (UTC)"], rows)
+        else:
+            _show_builds(page.builds)
 
     run(body)
+
+
+def _show_builds(builds: Sequence[BuildRecord]) -> None:
+    rows: list[list[str | Text]] = [
+        [one.instance_uuid, one.name, one.flavor, _colour(one.state), one.cell or "", one.host or "",
+         _when(one.updated_at, day=True)]
+        for one in builds
+    ]  # fmt: skip
+    render_rows(out, ["instance", "name", "flavor", "state", "cell", "host", "since (UTC)"], rows)
+
+
+def _query(fields: Mapping[str, object]) -> BuildQuery:
+    try:
+        return msgspec.convert(fields, BuildQuery)
+    except msgspec.ValidationError as error:
+        raise typer.BadParameter(str(error)) from error
 
 
 async def _record(berth: BuildClient, uuid: str) -> BuildRecord:

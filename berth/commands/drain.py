@@ -28,7 +28,7 @@ from berth.commands.common import (
     run,
     settings_of,
 )
-from berth.render import printable, render_rows
+from berth.render import counted, printable, render_rows
 from bus.clock import new_uuid
 from bus.contracts.base import MAX_REASON
 from bus.contracts.drains import (
@@ -120,7 +120,8 @@ def drain(
                 _show(begun, as_json)
                 return 0
             if not as_json:
-                out.print(Text(f"drain {begun.id}: {begun.planned} instances on {begun.hosts} hosts"), soft_wrap=True)
+                what = f"{counted(begun.planned, 'instance')} on {counted(begun.hosts, 'host')}"
+                out.print(Text(f"drain {begun.id}: {what}"), soft_wrap=True)
             stop = DrainCommand(drain=ident, action=DrainAction.STOP, by=who, reason="Ctrl-C")
             return _ended(await _follow(berth, ident, timeout, stop, as_json), as_json)
 
@@ -324,4 +325,5 @@ def _show_plan(planned: DrainPlan, as_json: bool) -> None:
     render_rows(out, ["instance", "on", "project", "flavor", "to, alternates", "cannot"], rows)
     stuck = sum(not one.hosts for one in planned.moves)
     more = f" and more than these {len(rows)}" if planned.more else ""
-    out.print(Text(f"{planned.hosts} hosts: {len(rows) - stuck} moves, {stuck} cannot be made{more}"), soft_wrap=True)
+    line = f"{counted(planned.hosts, 'host')}: {counted(len(rows) - stuck, 'move')}, {stuck} cannot be made{more}"
+    out.print(Text(line), soft_wrap=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Sequence
 from typing import Annotated
 
 import typer
@@ -29,6 +30,7 @@ from berth.fencing.faults import FencingFailed
 from berth.fencing.fencer import MAX_HOSTS, Fencer
 from berth.fencing.plugin import load
 from berth.render import printable, render_rows
+from berth.settings import Settings
 from berth.site import Site
 from bus.clock import SystemClock
 from bus.contracts.base import MAX_REASON
@@ -218,25 +220,11 @@ def _decide(
         settings = settings_of(context)
         if cell is not None:
             Site(settings).check_cell(cell)
-        decided: list[HostAdminState] = []
-        refused: list[tuple[str, Fault]] = []
-        async with contextlib.AsyncExitStack() as stack:
-            clock, fencer = SystemClock(), None
-            plugin = load(settings.fencing, clock=clock) if switch_off else None
-            berth = await stack.enter_async_context(client(settings))
-            if plugin is not None:
-                stack.push_async_callback(plugin.close)
-                fencer = Fencer(berth, plugin, settings.fencing, clock=clock)
-            for name in dict.fromkeys(names):
-                command = SetAdminState(host=name, state=state, reason=reason, by=who, cell=cell, force=force)
-                try:
-                    if fencer is not None:
-                        host = await named_host(berth, name, cell)
-                        decided.append(await fencer.fence(host, reason, by=who, force=force))
-                    else:
-                        decided.append(await berth.set_admin_state(command, timeout_s=timeout_s))
-                except (RequestRefused, FencingFailed) as fault:
-                    refused.append((name, fault))
+        commands = [
+            SetAdminState(host=name, state=state, reason=reason, by=who, cell=cell, force=force)
+            for name in dict.fromkeys(names)
+        ]
+        decided, refused = await _set_states(settings, commands, timeout_s, switch_off=switch_off)
         if as_json:
             print_json(
                 {
@@ -252,6 +240,31 @@ def _decide(
         return EXIT_NO if refused else 0
 
     run(body)
+
+
+async def _set_states(
+    settings: Settings, commands: Sequence[SetAdminState], timeout_s: float, *, switch_off: bool
+) -> tuple[list[HostAdminState], list[tuple[str, Fault]]]:
+    """(the states that were set, the hosts whose state was refused with the reason), one host after the other."""
+    decided: list[HostAdminState] = []
+    refused: list[tuple[str, Fault]] = []
+    async with contextlib.AsyncExitStack() as stack:
+        clock, fencer = SystemClock(), None
+        plugin = load(settings.fencing, clock=clock) if switch_off else None
+        berth = await stack.enter_async_context(client(settings))
+        if plugin is not None:
+            stack.push_async_callback(plugin.close)
+            fencer = Fencer(berth, plugin, settings.fencing, clock=clock)
+        for command in commands:
+            try:
+                if fencer is not None:
+                    host = await named_host(berth, command.host, command.cell)
+                    decided.append(await fencer.fence(host, command.reason, by=command.by, force=command.force))
+                else:
+                    decided.append(await berth.set_admin_state(command, timeout_s=timeout_s))
+            except (RequestRefused, FencingFailed) as fault:
+                refused.append((command.host, fault))
+    return decided, refused
 
 
 async def named_host(berth: BuildClient, name: str, cell: str | None) -> HostRecord:

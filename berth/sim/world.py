@@ -142,16 +142,7 @@ class World:
         self.listener = Listener()
         self.breach: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.brokers = {name: self._broker(name) for name in (API, *(cell.name for cell in plan.cells))}
-        self.book = MemoryBookTable(self.clock)
-        self.builds = MemoryBuildTable(self.clock)
-        self.cells = {
-            cell.name: MemoryInstanceTable(self.clock, deployment=str(uuid5(NAMESPACE_DNS, f"{plan.seed}.{cell.name}")))
-            for cell in plan.cells
-        }
-        self.schemas: dict[str, MemoryDatabase] = {"placement": self.book, "scheduler": self.builds}
-        self.schemas.update({f"cell_{name}": table for name, table in self.cells.items()})
-        self.positions = MemoryPositionTable(self.clock)
-        self.unavailable: dict[str, int] = {}  # schemas that cannot be reached, and how many faults cause it
+        self._databases()
         self.fleets: dict[str, WatchedFleet] = {}
         self.lives: dict[str, Incarnation] = {}
         self.counts: dict[str, int] = {}
@@ -175,6 +166,20 @@ class World:
         self._watch()
         self._fleets()
         self.ironic = self._ironic()
+
+    def _databases(self) -> None:
+        """Make the schemas of all roles."""
+        plan = self.plan
+        self.book = MemoryBookTable(self.clock)
+        self.builds = MemoryBuildTable(self.clock)
+        self.cells = {
+            cell.name: MemoryInstanceTable(self.clock, deployment=str(uuid5(NAMESPACE_DNS, f"{plan.seed}.{cell.name}")))
+            for cell in plan.cells
+        }
+        self.schemas: dict[str, MemoryDatabase] = {"placement": self.book, "scheduler": self.builds}
+        self.schemas.update({f"cell_{name}": table for name, table in self.cells.items()})
+        self.positions = MemoryPositionTable(self.clock)
+        self.unavailable: dict[str, int] = {}  # schemas that cannot be reached, and how many faults cause it
 
     def _watch(self) -> None:
         """Make what checks the invariants, and have every commit looked at."""

@@ -148,8 +148,22 @@ def application(
         WebDeadLetters(box),
         WebMetal(metal),
     )
-    routes_of_api = [route for part in parts for route in part.routes()]
-    described, of_the_bus = document(routes_of_api), asyncapi_document()
+    routes: list[BaseRoute] = [
+        *_api_routes([route for part in parts for route in part.routes()]),
+        *pages.routes(),
+        *for_operators.routes(),
+        Mount("/static", StaticFiles(directory=str(resources.files("berth.web") / "static"))),
+    ]
+    # What is expected is named: after the handler of Exception alone the fault is raised on, into the log of uvicorn.
+    expected = (HTTPException, Problem, Fault, BusError)
+    handlers: dict[Any, Any] = {Exception: _on_problem} | dict.fromkeys(expected, _on_problem)
+    guard = Middleware(SiteGuard, access=access, hosts=hosts)
+    return Starlette(routes=routes, middleware=[guard], exception_handlers=handlers)
+
+
+def _api_routes(routes: list[Route]) -> list[BaseRoute]:
+    """The HTTP API below its root, with the documents that describe it and the bus; and the check of health."""
+    described, of_the_bus = document(routes), asyncapi_document()
 
     async def openapi(_: Request) -> Response:
         return json_response(described)
@@ -160,15 +174,5 @@ def application(
     async def healthz(_: Request) -> Response:
         return json_response({"alive": True})
 
-    routes: list[BaseRoute] = [
-        Route("/healthz", healthz),
-        Mount(API_ROOT, routes=[*routes_of_api, Route("/openapi.json", openapi), Route("/asyncapi.json", asyncapi)]),
-        *pages.routes(),
-        *for_operators.routes(),
-        Mount("/static", StaticFiles(directory=str(resources.files("berth.web") / "static"))),
-    ]
-    # What is expected is named: after the handler of Exception alone the fault is raised on, into the log of uvicorn.
-    expected = (HTTPException, Problem, Fault, BusError)
-    handlers: dict[Any, Any] = {Exception: _on_problem} | dict.fromkeys(expected, _on_problem)
-    guard = Middleware(SiteGuard, access=access, hosts=hosts)
-    return Starlette(routes=routes, middleware=[guard], exception_handlers=handlers)
+    documents = (Route("/openapi.json", openapi), Route("/asyncapi.json", asyncapi))
+    return [Route("/healthz", healthz), Mount(API_ROOT, routes=[*routes, *documents])]

@@ -94,11 +94,7 @@ class WebServer:
 
     async def open(self) -> None:
         """Connect, listen and serve. Raises WebCannotListen, SettingsError and what the bus raises."""
-        try:
-            family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
-            listening = socket.create_server((self.host, self.port), family=family, backlog=BACKLOG)
-        except OSError as error:
-            raise WebCannotListen(f"cannot listen at {self.host}:{self.port}: {error.strerror or error}") from error
+        listening = self._listen()
         self.port = listening.getsockname()[1]
         try:
             await self._bus.open()
@@ -134,6 +130,13 @@ class WebServer:
         self._serving = asyncio.create_task(self._server.serve(sockets=[listening]), name="web server")
         self._serving.add_done_callback(lambda _: listening.close())
         log.info("web.listening", url=self.url, open=self._access.open)
+
+    def _listen(self) -> socket.socket:
+        try:
+            family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
+            return socket.create_server((self.host, self.port), family=family, backlog=BACKLOG)
+        except OSError as error:
+            raise WebCannotListen(f"cannot listen at {self.host}:{self.port}: {error.strerror or error}") from error
 
     async def close(self) -> None:
         """Stop serving; streams are cut off after STOP_GRACE_S."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, TextIO, cast
 
@@ -59,6 +59,13 @@ def configure_logging(
         logger_factory=structlog.WriteLoggerFactory(file=log_file),
         cache_logger_on_first_use=False,
     )
+    _configure_standard_library(log_file, number, shared, last)
+
+
+def _configure_standard_library(
+    log_file: TextIO, number: int, shared: Sequence[Processor], last: Sequence[Processor]
+) -> None:
+    """Have what libraries log by the standard library's logging written as berth's own lines are."""
     handler = logging.StreamHandler(log_file)
     handler.setFormatter(
         structlog.stdlib.ProcessorFormatter(

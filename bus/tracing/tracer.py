@@ -132,24 +132,7 @@ class Tracer:
 
         Where several are sampled, the work for all of them has a span and a trace of its own, with links to theirs.
         """
-        spans: dict[int, Span] = {}
-        by_cause: dict[str, TraceContext] = {}
-        for position, received in enumerate(batch):
-            parent = self._parent_of(received, queue)
-            if parent is None:
-                continue
-            subject = _subject_of(received)
-            attributes: dict[str, str | int] = {
-                "messaging.destination.name": queue,
-                "messaging.batch.message_count": len(batch),
-                "berth.bus": bus,
-                "berth.message": type(received.message).__name__,
-                "berth.instance": subject,
-            }
-            span = spans[position] = self.start(queue, parent=parent, consumer=True, attributes=attributes)
-            for key in (received.meta.cause, subject, getattr(received.message, "request_id", "")):
-                if key:
-                    by_cause[key] = span.context
+        spans, by_cause = self._spans_of(bus, queue, batch)
         outcomes: list[Outcome] = []
         if not spans:
             yield outcomes
@@ -174,6 +157,30 @@ class Tracer:
                 span.end(error if outcome is None or isinstance(outcome, Done) else outcome.code)
             if several:
                 work.end(error)
+
+    def _spans_of(
+        self, bus: str, queue: str, batch: Sequence[Received]
+    ) -> tuple[dict[int, Span], dict[str, TraceContext]]:
+        """({position: span} of the sampled messages of a batch, {what a message is about or caused by: its span})."""
+        spans: dict[int, Span] = {}
+        by_cause: dict[str, TraceContext] = {}
+        for position, received in enumerate(batch):
+            parent = self._parent_of(received, queue)
+            if parent is None:
+                continue
+            subject = _subject_of(received)
+            attributes: dict[str, str | int] = {
+                "messaging.destination.name": queue,
+                "messaging.batch.message_count": len(batch),
+                "berth.bus": bus,
+                "berth.message": type(received.message).__name__,
+                "berth.instance": subject,
+            }
+            span = spans[position] = self.start(queue, parent=parent, consumer=True, attributes=attributes)
+            for key in (received.meta.cause, subject, getattr(received.message, "request_id", "")):
+                if key:
+                    by_cause[key] = span.context
+        return spans, by_cause
 
     def _parent_of(self, received: Received, queue: str) -> TraceContext | None:
         """Below what a message's span goes; with an empty span id a trace that begins here; None: unsampled."""

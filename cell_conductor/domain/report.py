@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from enum import StrEnum
 from typing import Protocol
 
@@ -102,7 +102,6 @@ def differences(
     events: list[tuple[str, Event]] = []
     harmful: list[tuple[str, Event]] = []
     unexplained: list[Unexplained] = []
-    rescans: list[tuple[str, str]] = []
     for host_uuid, running in running_on.items():
         for one in running:
             record = by_uuid.get(one.instance_uuid)
@@ -119,8 +118,25 @@ def differences(
                 unwanted = record.state not in DELETE_REQUESTED and is_over(record, one.attempt, host_uuid)
                 into = harmful if unwanted else events
                 into.append((one.instance_uuid, _runs(report, one, host_uuid, now, seen_at)))
+    missing, rescans = _not_listed(report, by_uuid.values(), running_on, seen_at, grace_s)
+    for place, record in missing:
+        into = harmful if record.state in HARMED else events
+        into.append((record.uuid, _missing(report, place, now, seen_at)))
+    return Differences(tuple(events), tuple(harmful), tuple(unexplained), tuple(rescans))
+
+
+def _not_listed(
+    report: ComputeHosts,
+    records: Iterable[RecordedInstance],
+    running_on: Mapping[str, Sequence[Running]],
+    seen_at: float,
+    grace_s: float,
+) -> tuple[list[tuple[str, RecordedInstance]], list[tuple[str, str]]]:
+    """([(host, record) of what is expected there and is not listed], [(host, rescan) that has to show it first])."""
+    missing: list[tuple[str, RecordedInstance]] = []
+    rescans: list[tuple[str, str]] = []
     listed = {(host_uuid, one.instance_uuid) for host_uuid, running in running_on.items() for one in running}
-    for record in by_uuid.values():
+    for record in records:
         # Of its own service's times the machine knows which was first; another's clock may be minutes off.
         counts = seen_at > 0 if record.service == report.service else seen_at > record.since + grace_s
         places: tuple[tuple[str | None, bool], ...] = (
@@ -136,9 +152,8 @@ def differences(
                 rescans.append((place, rescan))
                 if place == record.host_uuid:
                     continue  # not ordered (`proof.is_unordered`); the brief names no service of a source
-            gone = _missing(report, place, now, seen_at)
-            (harmful if record.state in HARMED else events).append((record.uuid, gone))
-    return Differences(tuple(events), tuple(harmful), tuple(unexplained), tuple(rescans))
+            missing.append((place, record))
+    return missing, rescans
 
 
 def _is_known_at(record: RecordedInstance | None, host_uuid: str) -> bool:

@@ -70,6 +70,14 @@ GROUP BY held.consumer_type, rc.name, counted.consumers ORDER BY held.consumer_t
 
 async def providers(connection: asyncpg.Connection, listing: Listing, names: NameTable) -> list[asyncpg.Record]:
     """Providers that the listing leaves, oldest first; a name that the book does not know matches nothing."""
+    conditions, arguments = _conditions(listing, names)
+    where = f"WHERE {' AND '.join(conditions)} " if conditions else ""
+    rows: list[asyncpg.Record] = await connection.fetch(f"{_PROVIDERS}{where}ORDER BY p.id", *arguments)
+    return rows
+
+
+def _conditions(listing: Listing, names: NameTable) -> tuple[list[str], list[object]]:
+    """A listing as SQL conditions on providers p, and the arguments that they number from $1 on."""
     arguments: list[object] = []
     conditions: list[str] = []
 
@@ -107,9 +115,7 @@ async def providers(connection: asyncpg.Connection, listing: Listing, names: Nam
             amount,
             amount,
         )
-    where = f"WHERE {' AND '.join(conditions)} " if conditions else ""
-    rows: list[asyncpg.Record] = await connection.fetch(f"{_PROVIDERS}{where}ORDER BY p.id", *arguments)
-    return rows
+    return conditions, arguments
 
 
 async def inventories(connection: asyncpg.Connection, uuid: str) -> tuple[int, list[InventoryRecord]] | None:

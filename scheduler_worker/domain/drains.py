@@ -113,18 +113,22 @@ def step(drain: OpenDrain, known: Mapping[str, MoveContext], hosts: Mapping[str,
             changed.append(_failed(row, hosts[row.source_uuid], f"of host {row.source}", now))
         elif room > 0:
             room -= 1
-            is_back = row.state is State.TO_RETURN
-            request_id = row.next_request_id
-            after = replace(
-                row,
-                state=State.RETURNING if is_back else State.UNDER_WAY,
-                tries=row.tries + 1,
-                request_id=request_id,
-                begun_at=now,
-            )
+            after = _begun(row, now)
             changed.append(after)
-            requests.append(_request(after, request_id))
+            requests.append(_request(after, str(after.request_id)))
     return DrainStep(tuple(changed), tuple(requests))
+
+
+def _begun(row: DrainMove, now: float) -> DrainMove:
+    """The row with its next request, which is to be published."""
+    is_back = row.state is State.TO_RETURN
+    return replace(
+        row,
+        state=State.RETURNING if is_back else State.UNDER_WAY,
+        tries=row.tries + 1,
+        request_id=row.next_request_id,
+        begun_at=now,
+    )
 
 
 def end_of(drain: OpenDrain, now: float) -> str | None:
