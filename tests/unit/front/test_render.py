@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.text import Text
 
 from berth.load import Failure
-from berth.render import printable, render_failures, render_rows, render_scores, render_stages
+from berth.render import counted, printable, render_failures, render_rows, render_scores, render_stages
 from bus.contracts.build import FunnelStep, HostScore
 from bus.contracts.stages import Stamps
 
@@ -77,3 +77,7 @@ def test_stages_are_listed_with_their_milliseconds_and_what_never_happened_is_no
     stamps = Stamps(requested=10.0, queued=10.0015, decided=10.002, announced=10.5)
     text = shown(lambda console: render_stages([stamps], console))
     assert text == "stages: queued 1.5 ms, decided 0.5 ms, announced 498.0 ms\n"
+
+
+def test_one_of_a_thing_is_not_called_several() -> None:
+    assert [counted(number, "host") for number in (0, 1, 2)] == ["0 hosts", "1 host", "2 hosts"]
