@@ -7,7 +7,7 @@ from uuid import UUID, uuid5
 
 from bus.contracts.cell import UNKNOWN_ATTEMPT
 
-from .events import HostMissing
+from .events import HostMissing, HostRuns
 from .instance import Instance, ScanId, State
 
 _RESCANS = UUID("6d1f7b0e-1c57-4f1b-9a57-3f6a1c6f2d11")
@@ -159,3 +159,21 @@ def up_scan_here(instance: Instance) -> ScanId | None:
     is_sources = move is not None and move.source is not None and instance.up_scan == move.source_up_scan
     # Without another host as its source it is where it was: not moved yet, or moved in place.
     return None if is_sources and instance.source_host_uuid is not None else instance.up_scan
+
+
+# A report that is older than what it is compared with has been on its way for less than this (an outage of a bus), or
+# its host's clock is behind: then the machine counts after this time.
+OUTDATED_S = 60.0
+
+
+def is_outdated(instance: Instance, event: HostRuns) -> bool:
+    """Whether the report was made before the record became what it is: what was given up then may be gone by now.
+
+    The next report shows it if it is not. By the scans of one service, whatever its clock reads; else by the clocks.
+    """
+    if instance.state in DELETE_REQUESTED:
+        return False
+    up_scan = up_scan_here(instance)
+    if event.service == instance.here.service and event.scan is not None and up_scan is not None:
+        return event.scan <= up_scan
+    return 0 < event.seen_at <= instance.since and event.at - instance.since < OUTDATED_S

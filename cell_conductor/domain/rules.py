@@ -33,7 +33,7 @@ from .events import (
 from .fences import FENCED
 from .history import summary_of
 from .instance import NOT_TRIED, Instance, State
-from .proof import is_over
+from .proof import is_outdated, is_over
 from .steps import CLOCKS_APART_S, Step, Timeouts
 
 # Of a doubted build whose host stayed silent.
@@ -113,6 +113,8 @@ def come_up(instance: Instance, event: Spawned | HostRuns, timeouts: Timeouts) -
 def destroy_orphan(instance: Instance, event: Spawned | HostRuns, timeouts: Timeouts) -> Step:
     """An attempt runs that the record proves to be over: destroy it where it is. What is not proved is kept."""
     if not is_over(instance, event.attempt, event.host_uuid):
+        return Step(instance)
+    if isinstance(event, HostRuns) and is_outdated(instance, event):
         return Step(instance)
     order = Destroy(
         instance_uuid=instance.uuid,

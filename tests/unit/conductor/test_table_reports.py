@@ -148,7 +148,7 @@ def test_a_report_of_before_the_build_ends_no_delete_though_its_host_is_minutes_
 
 
 def runs(attempt: int, n: int = 1, *, built: bool = True) -> e.HostRuns:
-    return e.HostRuns(at=120.0, attempt=attempt, host_uuid=host(n), service="s1", seen_at=120.0, built=built)
+    return e.HostRuns(at=320.0, attempt=attempt, host_uuid=host(n), service="s1", seen_at=320.0, built=built)
 
 
 def test_without_a_record_nothing_is_destroyed() -> None:

@@ -1,0 +1,79 @@
+"""A report that was on its way while machines were moved: their sources are gone by now, and open no breaker."""
+
+from __future__ import annotations
+
+from typing import cast
+
+import pytest
+
+from bus.bus import Bus
+from bus.clock import SystemClock
+from bus.contracts.cell import ComputeHosts, HostReport, InstanceSpec, Running, Selection
+from cell_conductor.config import ConductorConfig
+from cell_conductor.domain.instance import Instance, ScanId, State
+from cell_conductor.domain.proof import OUTDATED_S
+from cell_conductor.domain.report import differences
+from cell_conductor.engine import Engine, Sender
+from cell_conductor.guard import Guard
+from cell_conductor.store.memory import MemoryInstances, MemoryInstanceTable
+from tests.unit.conductor.test_breaker_on_a_busy_cell import Silent
+
+SOURCE, DESTINATION = "bbbbbbbb-0000-4000-8000-000000000000", "bbbbbbbb-0000-4000-8000-000000000001"
+SERVICE, CELL, EPOCH, UP_SCAN, MOVED_AT = "s", "c", 1, 5, 1000.0
+MANY = 8
+
+
+def moved(number: int, service: str) -> Instance:
+    """Attempt 2, on the destination; attempt 1 was destroyed on the source before MOVED_AT."""
+    uuid = f"aaaaaaaa-0000-4000-8000-{number:012d}"
+    here = Selection(host_uuid=DESTINATION, host="h", service=service, allocations={DESTINATION: {"VCPU": 1}})
+    return Instance(
+        uuid=uuid,
+        state=State.ACTIVE,
+        spec=InstanceSpec(instance_uuid=uuid, project_id="p"),
+        selections=(here,),
+        attempt=2,
+        up_scan=ScanId(EPOCH, UP_SCAN),
+        since=MOVED_AT,
+    )
+
+
+@pytest.mark.parametrize(
+    ("destination", "scan", "seen_at", "now", "counts"),
+    [
+        pytest.param(SERVICE, UP_SCAN, MOVED_AT + 5, MOVED_AT + 6, False, id="scan of before, clock ahead"),
+        pytest.param(SERVICE, UP_SCAN + 1, MOVED_AT - 5, MOVED_AT + 6, True, id="later scan, clock behind"),
+        pytest.param("other", UP_SCAN + 1, MOVED_AT - 5, MOVED_AT + 6, False, id="another service, made before"),
+        pytest.param("other", UP_SCAN, MOVED_AT + 5, MOVED_AT + 6, True, id="another service, made after"),
+        pytest.param("other", UP_SCAN, MOVED_AT - 5, MOVED_AT + OUTDATED_S, True, id="clock of the other behind"),
+    ],
+)
+async def test_sources_that_are_gone_since_the_report_are_not_counted_as_over(
+    destination: str, scan: int, seen_at: float, now: float, counts: bool
+) -> None:
+    """A chaos run with moves opened a breaker: a report of before an outage listed eight sources of moves."""
+    clock, config = SystemClock(), ConductorConfig()
+    store = MemoryInstances(MemoryInstanceTable(clock).session())
+    await store.open()
+    instances = [moved(number, destination) for number in range(MANY)]
+    async with store.transaction() as transaction:
+        await transaction.insert(instances)
+    bus = cast(Bus, Silent())
+    engine = Engine(store=store, bus=bus, relay=cast(Sender, None), clock=clock, config=config, cell=CELL)
+    guard = Guard(store, bus, clock, config, effective=engine.effective)
+    machines = tuple(Running(instance_uuid=one.uuid, attempt=1, deployment=store.deployment) for one in instances)
+    report = ComputeHosts(
+        service=SERVICE,
+        cell=CELL,
+        epoch=EPOCH,
+        sequence=9,
+        hosts=(HostReport(uuid=SOURCE, name="h", running=machines),),
+        seen_at=seen_at,
+        scan=scan,
+        first_sequence=9,
+    )
+    briefs = await store.briefs([SOURCE], [one.uuid for one in instances])
+    found = differences(report, briefs, now=now, seen_at=seen_at, grace_s=30.0, deployment=store.deployment)
+    assert len(found.harmful) == MANY > config.breaker_limit
+    assert not await guard.assess(report, found)
+    assert [breaker.over for breaker in await store.safety.breakers()] == ([MANY] if counts else [])
