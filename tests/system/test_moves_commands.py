@@ -1,4 +1,4 @@
-"""Moves, drains and fences through the command line, before a whole running system."""
+"""Moves, drains, fences and gangs through the command line, before a whole running system."""
 
 from __future__ import annotations
 
@@ -159,3 +159,35 @@ def test_no_wait_answers_at_once_and_time_runs_out(berth: Berth, instance: str) 
     assert (answer.status, answer.data["state"]) == (0, "accepted")
     late = berth("start", instance, "--wait", "--timeout", "0.1")
     assert late.status in (0, NO, TIME)  # done, refused as the stop is under way, or late
+
+
+def test_machines_start_together_or_not_at_all(berth: Berth) -> None:
+    together = berth("boot", "--flavor", "m1.tiny", "--count", "3", "--together", "--wait", "--json")
+    assert (together.status, {one["state"] for one in together.data}) == (0, {"active"}), together.out
+    (gang,) = {shown(berth, one["instance_uuid"])["gang"] for one in together.data}
+    listed = berth("list", "--gang", str(gang), "--json").data
+    assert {one["instance_uuid"] for one in listed} == {one["instance_uuid"] for one in together.data}
+    for one in together.data:
+        assert berth("delete", one["instance_uuid"], "--wait").status == 0
+    # There are nodes for some of them, so all fail without a limit below their number, and only the rest with one.
+    none = berth("boot", "--flavor", "bm.gold", "--count", "40", "--together", "--wait", "--json")
+    assert (none.status, len(none.data), {one["state"] for one in none.data}) == (NO, 40, {"failed"})
+    some = berth("boot", "--flavor", "bm.gold", "--count", "40", "--min-count", "1", "--wait", "--json")
+    started = [one["instance_uuid"] for one in some.data if one["state"] == "active"]
+    assert some.status == NO and 0 < len(started) < 40
+    assert {one["code"] for one in some.data if one["state"] == "failed"} <= {"no_valid_host", "gang.left_out"}
+    for uuid_ in started:
+        assert berth("delete", uuid_, "--wait").status == 0
+    assert berth("check").status == 0
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("--count", "101", "--together"),
+        ("--count", "2", "--min-count", "3"),
+        ("--count", "2", "--uuid", str(uuid.uuid4())),
+    ],
+)
+def test_what_no_gang_can_be_is_a_mistake_of_use(berth: Berth, arguments: tuple[str, ...]) -> None:
+    assert berth("boot", "--flavor", "m1.tiny", *arguments).status == USAGE

@@ -39,6 +39,30 @@ def booted(client: httpx.Client, **fields: Any) -> str:
     return instance
 
 
+# --- machines that start together
+
+
+def test_machines_start_together_or_not_at_all(web: Web) -> None:
+    with web.client("op") as client:
+        gang = booted(client, count=3)
+        listed = client.get("/api/v1/builds", params={"gang": gang}).json()
+        members = [one["instance_uuid"] for one in listed["builds"]]
+        assert len(members) == 3 and gang in members
+        assert {follow(client, one)[-1][1]["state"] for one in members} == {"active"}
+        for one in members:
+            client.delete(f"/api/v1/builds/{one}")
+            assert follow(client, one, "deleted")[-1][1]["state"] == "deleted"
+        host = next(one["name"] for one in client.get("/api/v1/hosts").json() if one["up"])
+        refused = boot(client, flavor="m1.large", count=100, host=host)
+        ends = [
+            follow(client, one["instance_uuid"])[-1][1]
+            for one in client.get("/api/v1/builds", params={"gang": refused}).json()["builds"]
+        ]
+        assert (len(ends), {one["state"] for one in ends}) == (100, {"failed"})
+        too_few = {"flavor": "m1.tiny", "project_id": "p", "count": 2, "min_count": 3}
+        assert code_of(client.post("/api/v1/builds", json=too_few), 400)
+
+
 # --- objects
 
 
