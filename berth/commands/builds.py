@@ -11,6 +11,7 @@ from uuid import UUID
 
 import msgspec
 import typer
+from rich.console import Console
 from rich.text import Text
 
 from berth.client import BuildClient, Track
@@ -337,20 +338,28 @@ async def publish_and_follow(
         raise
 
 
-def _show_tracks(tracks: list[Track], as_json: bool) -> None:
+def _show_tracks(tracks: Sequence[Track], as_json: bool) -> None:
     if as_json:
         print_json([_plain(track) for track in tracks])
         return
+    show_tracks(tracks, out)
+
+
+def show_tracks(tracks: Sequence[Track], out: Console) -> None:
+    """A line for each build, then each explanation once, with how many builds it is of."""
+    explained = [track.last for track in tracks if track.last is not None and track.last.funnel]
     for track in tracks:
         event = track.last
         where = f" on {event.host} in {event.cell}" if event is not None and event.host else ""
         why = f": {event.reason}" if event is not None and event.reason and track.state != "active" else ""
+        if event in explained and event is not None:
+            why = f": {event.code}, explained below"
         took = f" in {1000 * track.latency_s:.0f} ms" if track.latency_s is not None else ""
         line = Text.assemble(track.instance_uuid, " ", _colour(track.state), printable(f"{where}{took}{why}"))
         out.print(line, soft_wrap=True)
-    # Builds requested together fail together: each explanation once.
-    for reason, funnel in {t.last.reason: t.last.funnel for t in tracks if t.last and t.last.funnel}.items():
-        out.print(Text(printable(reason), "bold"), soft_wrap=True)
+    for reason, funnel in {event.reason: event.funnel for event in explained}.items():
+        count = sum(event.reason == reason for event in explained)
+        out.print(Text(printable(f"{count} x {reason}" if count > 1 else reason), "bold"), soft_wrap=True)
         render_funnel(funnel, out)
 
 

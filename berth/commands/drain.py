@@ -64,7 +64,9 @@ def drain(
     target: Annotated[
         DrainTarget | None, typer.Option("--target", help="What it is the name of, where that is not plain.")
     ] = None,
-    plan: Annotated[bool, typer.Option("--plan", help="Only print what would go where, and what cannot.")] = False,
+    plan: Annotated[
+        bool, typer.Option("--plan", "--dry-run", help="Only print what would go where, and what cannot.")
+    ] = False,
     cold: Annotated[bool, typer.Option("--cold", help="Stop each instance for its move, instead of live.")] = False,
     at_once: Annotated[int, typer.Option(min=1, max=MAX_AT_ONCE, help="Instances under way at a time.")] = 4,
     rate: Annotated[

@@ -381,4 +381,5 @@ def zones_that_move(
         return None
     shown = ", ".join(f"{host} ({before.get(host)} to {after.get(host)})" for host in moved[:named])
     more = f" and {len(moved) - named} more" if len(moved) > named else ""
-    return f"{len(moved)} hosts with instances would be in another availability zone: {shown}{more}"
+    hosts = "1 host" if len(moved) == 1 else f"{len(moved)} hosts"
+    return f"{hosts} with instances would be in another availability zone: {shown}{more}"

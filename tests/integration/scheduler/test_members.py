@@ -104,7 +104,7 @@ async def test_hosts_that_an_aggregate_names_join_and_leave_it(world: World) -> 
     await world.eventually(lambda: members("s1") == members("s2") == {named})
     assert (await end(world, availability_zone="east")) == ("", "c1-0")
     why = await refused(world, zone(hosts=["c1-1"]))
-    assert why.reason == "1 hosts with instances would be in another availability zone: c1-0 (east to nova)"
+    assert why.reason == "1 host with instances would be in another availability zone: c1-0 (east to nova)"
     await change(world, zone(hosts=[other]), force=True)
     await world.eventually(lambda: members("s1") == members("s2") == {other})
     assert (await end(world, availability_zone="east")) == ("", "c1-1")

@@ -154,7 +154,7 @@ async def test_a_change_that_strands_instances_is_refused_unless_forced(world: W
     why = await refused(world, zone)
     assert (why.code, why.reason) == (
         "object.in_use",
-        "1 hosts with instances would be in another availability zone: c1-0 (nova to east)",
+        "1 host with instances would be in another availability zone: c1-0 (nova to east)",
     )
     why = await refused(world, ObjectChange(kind=F, name="m1.small"))
     assert (why.code, why.reason) == ("object.in_use", "flavor 'm1.small' is that of 1 instances")

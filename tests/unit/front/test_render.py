@@ -8,9 +8,11 @@ import uuid
 from rich.console import Console
 from rich.text import Text
 
+from berth.client import Track
+from berth.commands.builds import show_tracks
 from berth.load import Failure
 from berth.render import counted, printable, render_failures, render_rows, render_scores, render_stages
-from bus.contracts.build import FunnelStep, HostScore
+from bus.contracts.build import BuildEvent, BuildState, FunnelStep, HostScore
 from bus.contracts.stages import Stamps
 
 
@@ -81,3 +83,23 @@ def test_stages_are_listed_with_their_milliseconds_and_what_never_happened_is_no
 
 def test_one_of_a_thing_is_not_called_several() -> None:
     assert [counted(number, "host") for number in (0, 1, 2)] == ["0 hosts", "1 host", "2 hosts"]
+
+
+def test_an_explanation_of_several_builds_comes_once() -> None:
+    """A gang's refusal had the same sentence on the line of each member."""
+
+    def failed(number: int) -> Track:
+        event = BuildEvent(
+            instance_uuid=str(uuid.UUID(int=number)),
+            project_id="p",
+            state=BuildState.FAILED,
+            sequence=2,
+            code="no_valid_host",
+            reason="None of 7 hosts can take it",
+            funnel=(FunnelStep(step="providers", remaining=0, rejected={"none": 7}),),
+        )
+        return Track(event.instance_uuid, "m1.tiny", 0.0, state="failed", last=event)
+
+    lines = shown(lambda console: show_tracks([failed(1), failed(2)], console), width=200).splitlines()
+    assert [line for line in lines if "None of 7" in line] == ["2 x None of 7 hosts can take it"]
+    assert sum("no_valid_host, explained below" in line for line in lines) == 2
