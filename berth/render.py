@@ -38,6 +38,8 @@ def printable_lines(text: str) -> str:
     """Lines of our own making with text from outside within: as `printable`, but the line ends stay."""
     return "\n".join(map(printable, text.split("\n")))
 
+
+def render_rows(console: Console, headers: Sequence[str], rows: Iterable[Sequence[str | Text]]) -> None:
     """Aligned columns, each as wide as it needs: nothing is ever cut, so that a UUID can be copied or piped."""
     table = [[_cell(cell) for cell in row] for row in rows]
     titles = [Text(header, "bold") for header in headers]
