@@ -14,7 +14,15 @@ from hypothesis import HealthCheck, settings
 
 from tests.kit import forks, lent
 from tests.kit.distribution import ByFile, in_order
-from tests.kit.fixtures import amqp, amqp_server, own_broker, postgres_server, postgres_url
+from tests.kit.fixtures import (
+    amqp,
+    amqp_server,
+    empty_database,
+    lent_databases,
+    own_broker,
+    postgres_server,
+    postgres_url,
+)
 from tests.kit.tasks import unfinished
 
 # A busy machine fails no property: neither an example nor the drawing of one has a limit by the clock.
@@ -72,4 +80,12 @@ def logging_as_it_was() -> Iterator[None]:
     root.handlers, root.level = handlers, level
 
 
-__all__ = ["amqp", "amqp_server", "own_broker", "postgres_server", "postgres_url"]
+__all__ = [
+    "amqp",
+    "amqp_server",
+    "empty_database",
+    "lent_databases",
+    "own_broker",
+    "postgres_server",
+    "postgres_url",
+]

@@ -29,13 +29,13 @@ HOSTILE = "a\tb\\n\n\\.\n'\"\u202e"
 
 
 @pytest.fixture
-async def filled(postgres_url: str) -> AsyncIterator[str]:
+async def filled(empty_database: str) -> AsyncIterator[str]:
     """A database with every schema, and rows that COPY must quote."""
     for name in SCHEMAS:
-        database = Database(postgres_url, name, pool_size=1)
+        database = Database(empty_database, name, pool_size=1)
         await database.open(package_of(name))
         await database.close()
-    connection = await asyncpg.connect(postgres_url)
+    connection = await asyncpg.connect(empty_database)
     await connection.execute(
         "INSERT INTO placement.resource_classes (name) SELECT 'CUSTOM_' || n FROM generate_series(1, 500) n"
     )
@@ -47,7 +47,7 @@ async def filled(postgres_url: str) -> AsyncIterator[str]:
     )
     await connection.execute("SELECT nextval('placement.shapes') FROM generate_series(1, 77)")
     await connection.close()
-    yield postgres_url
+    yield empty_database
 
 
 @pytest.fixture
@@ -261,9 +261,9 @@ async def test_a_backup_is_not_written_over_another(filled: str, backup: Path) -
     assert read_manifest(backup) == before
 
 
-async def test_a_database_without_berth_is_no_backup(postgres_url: str, tmp_path: Path) -> None:
+async def test_a_database_without_berth_is_no_backup(empty_database: str, tmp_path: Path) -> None:
     with pytest.raises(BadBackup) as caught:
-        await save(postgres_url, tmp_path / "backup")
+        await save(empty_database, tmp_path / "backup")
     assert caught.value.code == "backup.nothing"
 
 

@@ -46,8 +46,8 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return name
 
 
-async def test_several_processes_open_at_once_and_migrate_once(postgres_url: str, package: str) -> None:
-    databases = [Database(postgres_url, "cell_C-1") for _ in range(4)]
+async def test_several_processes_open_at_once_and_migrate_once(empty_database: str, package: str) -> None:
+    databases = [Database(empty_database, "cell_C-1") for _ in range(4)]
     await asyncio.gather(*(database.open(package) for database in databases))
     async with databases[0].raw() as connection:
         await connection.execute("INSERT INTO thing VALUES ($1, 1)", UUID)
@@ -56,8 +56,8 @@ async def test_several_processes_open_at_once_and_migrate_once(postgres_url: str
     await asyncio.gather(*(database.close() for database in databases))
 
 
-async def test_uuids_are_text_alone_and_in_arrays_through_both_doors(postgres_url: str) -> None:
-    database = Database(postgres_url, "types")
+async def test_uuids_are_text_alone_and_in_arrays_through_both_doors(empty_database: str) -> None:
+    database = Database(empty_database, "types")
     await database.open()
     async with database.raw() as connection:
         row = await connection.fetchrow("SELECT $1::uuid AS one, $2::uuid[] AS many", UUID.upper(), [UUID, UUID])
@@ -69,8 +69,8 @@ async def test_uuids_are_text_alone_and_in_arrays_through_both_doors(postgres_ur
     await database.close()
 
 
-async def test_an_exception_rolls_back_and_stays_what_it_is(postgres_url: str) -> None:
-    database = Database(postgres_url, "rollback")
+async def test_an_exception_rolls_back_and_stays_what_it_is(empty_database: str) -> None:
+    database = Database(empty_database, "rollback")
     await database.open()
     async with database.raw() as connection:
         await connection.execute("CREATE TABLE t (n integer UNIQUE)")
@@ -86,8 +86,8 @@ async def test_an_exception_rolls_back_and_stays_what_it_is(postgres_url: str) -
     await database.close()
 
 
-async def test_a_deadlock_is_transient_with_its_own_code(postgres_url: str) -> None:
-    database = Database(postgres_url, "deadlock", pool_size=2)
+async def test_a_deadlock_is_transient_with_its_own_code(empty_database: str) -> None:
+    database = Database(empty_database, "deadlock", pool_size=2)
     await database.open()
     async with database.raw() as connection:
         await connection.execute("CREATE TABLE t (n integer); INSERT INTO t VALUES (1), (2)")
@@ -107,8 +107,8 @@ async def test_a_deadlock_is_transient_with_its_own_code(postgres_url: str) -> N
     await database.close()
 
 
-async def test_a_serialization_failure_is_transient_with_its_own_code(postgres_url: str) -> None:
-    database = Database(postgres_url, "serialization")
+async def test_a_serialization_failure_is_transient_with_its_own_code(empty_database: str) -> None:
+    database = Database(empty_database, "serialization")
     await database.open()
     async with database.raw() as connection:
         await connection.execute("CREATE TABLE t (n integer); INSERT INTO t VALUES (1)")
@@ -123,8 +123,8 @@ async def test_a_serialization_failure_is_transient_with_its_own_code(postgres_u
     await database.close()
 
 
-async def test_a_lost_connection_is_unavailable_and_the_pool_recovers(postgres_url: str) -> None:
-    database = Database(postgres_url, "lost", pool_size=2)
+async def test_a_lost_connection_is_unavailable_and_the_pool_recovers(empty_database: str) -> None:
+    database = Database(empty_database, "lost", pool_size=2)
     await database.open()
     with pytest.raises(DatabaseUnavailable):
         async with database.raw() as victim, database.raw() as killer:
@@ -140,9 +140,9 @@ async def test_a_lost_connection_is_unavailable_and_the_pool_recovers(postgres_u
     await database.close()
 
 
-async def test_a_full_pool_is_transient(postgres_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_full_pool_is_transient(empty_database: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "POOL_TIMEOUT_S", 0.05)
-    database = Database(postgres_url, "busy", pool_size=1)
+    database = Database(empty_database, "busy", pool_size=1)
     await database.open()
     async with database.raw():
         with pytest.raises(Transient) as caught:
@@ -196,8 +196,8 @@ async def test_readiness_follows_the_server_without_any_query() -> None:
         await database.close()
 
 
-async def test_one_lost_connection_does_not_make_the_process_unready(postgres_url: str) -> None:
-    database = Database(postgres_url, "flap", pool_size=2)
+async def test_one_lost_connection_does_not_make_the_process_unready(empty_database: str) -> None:
+    database = Database(empty_database, "flap", pool_size=2)
     await database.open()
     with pytest.raises(DatabaseUnavailable):
         async with database.raw() as victim, database.raw() as killer:
@@ -211,14 +211,14 @@ async def test_one_lost_connection_does_not_make_the_process_unready(postgres_ur
 
 
 async def test_a_session_that_ends_while_a_connection_is_prepared_is_an_unavailable_server(
-    postgres_url: str, monkeypatch: pytest.MonkeyPatch
+    empty_database: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """asyncpg.InternalClientError ended the scheduler: it is neither a PostgresError nor an InterfaceError."""
 
     async def ended(*_: object, **__: object) -> None:
         raise asyncpg.InternalClientError("got result for unknown protocol state 3")
 
-    database = Database(postgres_url, "ended")
+    database = Database(empty_database, "ended")
     await database.open()
     async with database.raw():
         pass
@@ -232,21 +232,21 @@ async def test_a_session_that_ends_while_a_connection_is_prepared_is_an_unavaila
     await database.close()
 
 
-async def test_a_schema_of_a_newer_version_is_refused_in_a_sentence(postgres_url: str, package: str) -> None:
-    database = Database(postgres_url, "newer")
+async def test_a_schema_of_a_newer_version_is_refused_in_a_sentence(empty_database: str, package: str) -> None:
+    database = Database(empty_database, "newer")
     await database.open(package)
     async with database.raw() as connection:
         await connection.execute("UPDATE alembic_version SET version_num = '9999_later'")
     await database.close()
-    again = Database(postgres_url, "newer")
+    again = Database(empty_database, "newer")
     with pytest.raises(DatabaseForbidden, match="newer berth") as caught:
         await again.open(package)
     assert caught.value.code == "database.newer_schema"
     await again.close()
 
 
-async def test_a_wrong_database_is_refused_at_once(postgres_url: str) -> None:
-    database = Database(postgres_url.replace("berth_test_", "berth_gone_"), "x")
+async def test_a_wrong_database_is_refused_at_once(empty_database: str) -> None:
+    database = Database(empty_database.replace("berth_test_", "berth_gone_"), "x")
     with pytest.raises(DatabaseForbidden):
         await database.open()
 
@@ -263,8 +263,8 @@ def test_a_schema_name_is_checked(schema: str) -> None:
         Database("postgresql://u@h/d", schema)
 
 
-async def test_connections_are_kept_between_transactions_and_clean(postgres_url: str) -> None:
-    database = Database(postgres_url, "kept", pool_size=1)
+async def test_connections_are_kept_between_transactions_and_clean(empty_database: str) -> None:
+    database = Database(empty_database, "kept", pool_size=1)
     await database.open()
     async with database.raw() as connection:
         first = await connection.fetchval("SELECT pg_backend_pid()")
@@ -299,9 +299,9 @@ async def planned(database: Database, *, single: bool) -> tuple[str, str]:
 
 @pytest.mark.parametrize("pool_size", [1, 4])
 async def test_single_statements_are_planned_once_by_key_and_transactions_by_what_they_find(
-    postgres_url: str, pool_size: int
+    empty_database: str, pool_size: int
 ) -> None:
-    database = Database(postgres_url, "plans", pool_size=pool_size)
+    database = Database(empty_database, "plans", pool_size=pool_size)
     await database.open()
     for _ in range(2):
         assert await planned(database, single=True) == ("force_generic_plan", "off")
@@ -309,8 +309,8 @@ async def test_single_statements_are_planned_once_by_key_and_transactions_by_wha
     await database.close()
 
 
-async def test_both_kinds_at_once_never_wait_for_more_connections_than_the_pool_has(postgres_url: str) -> None:
-    database = Database(postgres_url, "plans", pool_size=2)
+async def test_both_kinds_at_once_never_wait_for_more_connections_than_the_pool_has(empty_database: str) -> None:
+    database = Database(empty_database, "plans", pool_size=2)
     await database.open()
     assert await planned(database, single=False) == ("force_custom_plan", "on")  # one of the two is there, of this kind
     async with asyncio.timeout(PATIENCE_S):
@@ -325,12 +325,12 @@ async def test_both_kinds_at_once_never_wait_for_more_connections_than_the_pool_
     await database.close()
 
 
-async def test_a_lost_connection_is_noticed_whatever_kind_is_wanted_next(postgres_url: str) -> None:
-    database = Database(postgres_url, "plans")
+async def test_a_lost_connection_is_noticed_whatever_kind_is_wanted_next(empty_database: str) -> None:
+    database = Database(empty_database, "plans")
     await database.open()
     async with database.raw() as connection:
         pid = await connection.fetchval("SELECT pg_backend_pid()")
-    killer = await asyncpg.connect(postgres_url)
+    killer = await asyncpg.connect(empty_database)
     await killer.execute("SELECT pg_terminate_backend($1)", pid)
     await killer.close()
     async with asyncio.timeout(PATIENCE_S):

@@ -77,8 +77,8 @@ def event(project: str = "p", sequence: int = 1) -> BuildEvent:
 
 
 @pytest.fixture
-async def database(postgres_url: str) -> AsyncIterator[Database]:
-    database = Database(postgres_url, "owner")
+async def database(empty_database: str) -> AsyncIterator[Database]:
+    database = Database(empty_database, "owner")
     await database.open()
     async with database.raw() as connection:
         await connection.execute(files("bus.persistence").joinpath("outbox.sql").read_text())

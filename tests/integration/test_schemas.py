@@ -30,9 +30,9 @@ async def description(database: Database) -> list[str]:
 
 
 @pytest.mark.parametrize("worker", WORKERS)
-async def test_a_migrated_database_is_exactly_the_schema(postgres_url: str, worker: str) -> None:
-    migrated = await opened(postgres_url, "migrated", f"{worker}.store.migrations")
-    written = await opened(postgres_url, "written-out")
+async def test_a_migrated_database_is_exactly_the_schema(empty_database: str, worker: str) -> None:
+    migrated = await opened(empty_database, "migrated", f"{worker}.store.migrations")
+    written = await opened(empty_database, "written-out")
     async with written.raw() as connection:
         await connection.execute(files(f"{worker}.store").joinpath("schema.sql").read_text())
     assert await description(migrated) == await description(written)
@@ -41,9 +41,9 @@ async def test_a_migrated_database_is_exactly_the_schema(postgres_url: str, work
 
 
 @pytest.mark.parametrize("worker", WORKERS)
-async def test_a_schema_at_head_is_known_without_alembic(postgres_url: str, worker: str) -> None:
+async def test_a_schema_at_head_is_known_without_alembic(empty_database: str, worker: str) -> None:
     package = f"{worker}.store.migrations"
-    database = await opened(postgres_url, "migrated")
+    database = await opened(empty_database, "migrated")
     async with database.transaction() as connection:
         assert not await is_at_head(connection, package, "migrated"), "it is empty"
     await database.open(package)
@@ -77,8 +77,8 @@ async def test_a_schema_at_head_is_known_without_alembic(postgres_url: str, work
         "DELETE FROM feed_head",
     ],
 )
-async def test_the_comparison_sees_each_kind_of_change(postgres_url: str, change: str) -> None:
-    database = await opened(postgres_url, "placement", "placement_worker.store.migrations")
+async def test_the_comparison_sees_each_kind_of_change(empty_database: str, change: str) -> None:
+    database = await opened(empty_database, "placement", "placement_worker.store.migrations")
     before = await description(database)
     async with database.raw() as connection:
         await connection.execute(change)
@@ -96,14 +96,14 @@ async def test_the_comparison_sees_each_kind_of_change(postgres_url: str, change
     ],
 )
 async def test_a_database_from_before_the_first_release_is_refused_in_a_sentence_and_left_as_it_was(
-    postgres_url: str, worker: str, revision: str
+    empty_database: str, worker: str, revision: str
 ) -> None:
-    database = await opened(postgres_url, "old", f"{worker}.store.migrations")
+    database = await opened(empty_database, "old", f"{worker}.store.migrations")
     async with database.raw() as connection:
         await connection.execute("UPDATE alembic_version SET version_num = $1", revision)
         await connection.execute("CREATE TABLE of_yesterday (n integer)")
     before = await description(database)
-    again = Database(postgres_url, "old")
+    again = Database(empty_database, "old")
     with pytest.raises(DatabaseForbidden, match=f"schema old is at revision {revision}, from before berth") as caught:
         await again.open(f"{worker}.store.migrations")
     assert caught.value.code == "database.old_schema"
@@ -113,12 +113,12 @@ async def test_a_database_from_before_the_first_release_is_refused_in_a_sentence
 
 
 @pytest.mark.parametrize("worker", WORKERS)
-async def test_a_schema_that_berth_did_not_make_is_refused_and_left_as_it_was(postgres_url: str, worker: str) -> None:
-    database = await opened(postgres_url, "foreign")
+async def test_a_schema_that_berth_did_not_make_is_refused_and_left_as_it_was(empty_database: str, worker: str) -> None:
+    database = await opened(empty_database, "foreign")
     async with database.raw() as connection:
         await connection.execute("CREATE TABLE customers (n integer)")
     before = await description(database)
-    again = Database(postgres_url, "foreign")
+    again = Database(empty_database, "foreign")
     with pytest.raises(DatabaseForbidden, match="berth did not make them") as caught:
         await again.open(f"{worker}.store.migrations")
     assert caught.value.code == "database.foreign_schema"

@@ -60,8 +60,8 @@ class Restored:
 
 
 @pytest.fixture
-async def restored(postgres_url: str) -> AsyncIterator[Restored]:
-    made = Restored(postgres_url)
+async def restored(empty_database: str) -> AsyncIterator[Restored]:
+    made = Restored(empty_database)
     await made.book.open()
     await made.cell.open(MIGRATIONS)
     made.hosts = await made.book.hosts(2, made.rng, VCPU=4)

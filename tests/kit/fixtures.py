@@ -9,6 +9,7 @@ import pytest
 
 from berth.embedded.rabbitmq import RabbitMQ
 from tests.kit import lent, servers
+from tests.kit.databases import LentDatabases
 
 
 @pytest.fixture(scope="session")
@@ -18,9 +19,24 @@ def postgres_server() -> Iterator[str]:
         yield url
 
 
+@pytest.fixture(scope="session")
+def lent_databases(postgres_server: str) -> Iterator[LentDatabases]:
+    """The databases that the tests of this process have one after the other."""
+    made = LentDatabases(postgres_server)
+    yield made
+    made.close()
+
+
 @pytest.fixture
-def postgres_url(postgres_server: str) -> Iterator[str]:
-    """URL of a fresh empty database of this test's own."""
+def postgres_url(lent_databases: LentDatabases) -> Iterator[str]:
+    """URL of a database that is this test's own. The workers' schemas are migrated, and as a new one's."""
+    with lent_databases.lend() as url:
+        yield url
+
+
+@pytest.fixture
+def empty_database(postgres_server: str) -> Iterator[str]:
+    """URL of a database of this test's own without any schema."""
     with servers.fresh_database(postgres_server) as url:
         yield url
 

@@ -45,26 +45,37 @@ def amqp_server() -> Iterator[str]:
 def fresh_database(admin_url: str) -> Iterator[str]:
     """The URL of a new, empty database, dropped afterwards with every connection that is still there."""
     name = f"berth_test_{uuid.uuid4().hex[:16]}"
-    _administer(admin_url, f'CREATE DATABASE "{name}" TEMPLATE template0 STRATEGY FILE_COPY')
+    administer(admin_url, f'CREATE DATABASE "{name}" TEMPLATE template0 STRATEGY FILE_COPY')
     try:
-        yield make_url(admin_url).set(database=name).render_as_string(hide_password=False)
+        yield named(admin_url, name)
     finally:
-        _administer(admin_url, f'DROP DATABASE IF EXISTS "{name}" WITH (FORCE)')
+        administer(admin_url, f'DROP DATABASE IF EXISTS "{name}" WITH (FORCE)')
 
 
-def _administer(url: str, statement: str) -> None:
+def named(url: str, database: str) -> str:
+    """The URL of another database of the same server."""
+    return make_url(url).set(database=database).render_as_string(hide_password=False)
+
+
+def plain(url: str) -> str:
+    """As asyncpg takes it."""
+    return make_url(url).set(drivername="postgresql").render_as_string(hide_password=False)
+
+
+def administer(url: str, statement: str) -> None:
+    """Execute one statement on a connection of its own."""
+
     async def run() -> None:
-        plain = make_url(url).set(drivername="postgresql").render_as_string(hide_password=False)
-        connection = await asyncpg.connect(plain, timeout=ADMIN_TIMEOUT_S, command_timeout=ADMIN_TIMEOUT_S)
+        connection = await asyncpg.connect(plain(url), timeout=ADMIN_TIMEOUT_S, command_timeout=ADMIN_TIMEOUT_S)
         try:
             await connection.execute(statement)
         finally:
             await connection.close()
 
-    _in_thread(run())
+    in_thread(run())
 
 
-def _in_thread(work: Coroutine[Any, Any, None]) -> None:
+def in_thread(work: Coroutine[Any, Any, None]) -> None:
     """Run to the end on a loop of its own, away from the loop that the test may have in this thread."""
     failures: list[BaseException] = []
 

@@ -61,10 +61,10 @@ def driver_of(hosts: list[str]) -> Driver:
 
 
 @pytest_asyncio.fixture
-async def racks(postgres_url: str, tmp_path: Path) -> AsyncIterator[Racks]:
+async def racks(empty_database: str, tmp_path: Path) -> AsyncIterator[Racks]:
     settings = Settings(
         cells={CELL: CellSettings()},
-        database=DatabaseSettings(url=postgres_url),
+        database=DatabaseSettings(url=empty_database),
         up=UpSettings(nodes=0, computes_per_cell=0, schedulers=1, rest=False, web=False),
     )
     names = [f"rack-{new_uuid(RNG)}" for _ in range(2)]  # no other test's, and no other run's

@@ -41,7 +41,7 @@ async def made_anew(url: str, schema: str, migrations: str) -> None:
 
 @pytest.mark.parametrize("role", ROLES)
 async def test_a_worker_does_not_go_on_in_a_schema_that_was_made_anew(
-    role: str, postgres_url: str, monkeypatch: pytest.MonkeyPatch
+    role: str, empty_database: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It wrote there, with what it knew of the old one, until it was started again."""
     monkeypatch.setattr(identity, "WATCH_S", 0.05)
@@ -50,12 +50,12 @@ async def test_a_worker_does_not_go_on_in_a_schema_that_was_made_anew(
     def connect(bus: str) -> MemoryTransport:
         return MemoryTransport(brokers[bus], bus)
 
-    service = ROLES[role](Environment(role, transports=connect, database_url=postgres_url, cells=CELLS))
+    service = ROLES[role](Environment(role, transports=connect, database_url=empty_database, cells=CELLS))
     running = asyncio.create_task(service.run(asyncio.Event()))
     async with asyncio.timeout(PATIENCE_S):
         while not running.done() and service.phase not in ("preparing", "ready"):  # noqa: ASYNC110  (a text, no event)
             await asyncio.sleep(0.005)
-        await made_anew(postgres_url, *SCHEMAS[role])
+        await made_anew(empty_database, *SCHEMAS[role])
         with pytest.raises(BaseException) as ended:
             await running
     fault = first_fault(ended.value)
