@@ -32,7 +32,7 @@ from msgspec import Struct
 from benchmarks import probe, rest_books, rest_report
 from benchmarks.rest_books import Host
 from benchmarks.rest_client import Bound, load
-from benchmarks.rest_phases import FLAT, NESTED, Ground, Phase, holds, like
+from benchmarks.rest_phases import FLAT, NESTED, Phase, TestBed, holds, like
 from benchmarks.rest_report import Figures, Row
 from benchmarks.rest_servers import Real, System, berth, install, new_postgres, statements
 from berth.embedded.postgres import Postgres
@@ -72,15 +72,15 @@ class Run(Struct, kw_only=True):
         return not self.phases or phase.key.startswith(self.phases)
 
 
-async def measure(run: Run, phase: Phase, system: System, ground: Ground) -> Figures:
+async def measure(run: Run, phase: Phase, system: System, bed: TestBed) -> Figures:
     """One phase on one system."""
-    work = phase.make(ground)
+    work = phase.make(bed)
     connections = system.connections(phase.clients)
     if phase.warm:
         warmed = await load(connections, work, Bound(WARM_S, phase.warm, least=0), phase.fine)
-        ground.unsure |= warmed.unsure
+        bed.unsure |= warmed.unsure
     if run.profiles is not None and system.name == "berth":
-        profile(system.pids["server"], run.profiles / f"{phase.key}-{len(ground.hosts)}.raw", run.seconds)
+        profile(system.pids["server"], run.profiles / f"{phase.key}-{len(bed.hosts)}.raw", run.seconds)
         await asyncio.sleep(PROFILE_BEGINS_S)
     counted = await statements(system.database) if run.statements else None
     before, own = system.cpu_s(), time.process_time()
@@ -89,7 +89,7 @@ async def measure(run: Run, phase: Phase, system: System, ground: Ground) -> Fig
     used = {part: after - before[part] for part, after in system.cpu_s().items()}
     for connection in connections:
         connection.close()
-    ground.unsure |= outcome.unsure
+    bed.unsure |= outcome.unsure
     count = max(1, outcome.done)
     if counted is not None:
         rest_report.statements(counted, await statements(system.database), count)
@@ -132,20 +132,20 @@ def profile(pid: int, output: Path, seconds: float) -> None:
 
 async def in_turn(run: Run, phases: Sequence[Phase], systems: Sequence[System], hosts: Sequence[Host]) -> None:
     """Every phase, on one system after the other."""
-    grounds = {system.name: Ground(hosts=hosts, rng=random.Random(SEED)) for system in systems}
+    beds = {system.name: TestBed(hosts=hosts, rng=random.Random(SEED)) for system in systems}
     for phase in phases:
         if not run.wants(phase):
             continue
         found: dict[str, Figures] = {}
         for system in systems:
             if system.name != "frozen" or phase.frozen:
-                found[system.name] = await measure(run, phase, system, grounds[system.name])
+                found[system.name] = await measure(run, phase, system, beds[system.name])
         rest_report.add(run.rows, phase, len(hosts), found)
         for name, figures in found.items():
             if not figures.outcome.done:
                 _wrong(run, f"{name} did nothing of {phase.key}")
     for system in systems:
-        if system.name != "frozen" and (wrong := await holds(system.connections(1)[0], grounds[system.name])):
+        if system.name != "frozen" and (wrong := await holds(system.connections(1)[0], beds[system.name])):
             _wrong(run, f"{system.name}: {wrong}")
 
 
@@ -175,16 +175,16 @@ async def like_children(run: Run) -> None:
     hosts = rest_books.like_children()
     phases = [phase for phase in map(like, LIKE) if run.wants(phase)]
     found: dict[str, dict[str, Figures]] = {phase.key: {} for phase in phases}
-    ground = Ground(hosts=hosts, rng=random.Random(SEED))
+    bed = TestBed(hosts=hosts, rng=random.Random(SEED))
     if run.real is not None and run.programs is not None and phases:
         real = await Real.make(run.programs, run.directory / "real-like", run.real, "like", hosts)
         for phase, most in zip(phases, LIKE, strict=False):
             async with real.serve(most=most) as system:
-                found[phase.key]["real"] = await measure(run, phase, system, ground)
+                found[phase.key]["real"] = await measure(run, phase, system, bed)
     if run.berth is not None and run.broker is not None and phases:
         async with berth(run.directory / "berth-like", run.berth, run.broker, "like", hosts) as system:
             for phase in phases:
-                found[phase.key]["berth"] = await measure(run, phase, system, ground)
+                found[phase.key]["berth"] = await measure(run, phase, system, bed)
     for phase in phases:
         rest_report.add(run.rows, phase, len(hosts), found[phase.key])
 

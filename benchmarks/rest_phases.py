@@ -26,7 +26,7 @@ CLAIM = b'{"allocations":%b,"consumer_generation":%b,"project_id":"bench","user_
 ONE = b'{"%b":{"resources":{"VCPU":1,"MEMORY_MB":128,"DISK_GB":1}}}'
 
 
-class Ground(Struct, kw_only=True):
+class TestBed(Struct, kw_only=True):
     """What one system's phases work on, and what they have left there."""
 
     hosts: Sequence[Host]
@@ -50,7 +50,7 @@ class Phase(Struct, frozen=True, kw_only=True):
 
     key: str
     title: str
-    make: Callable[[Ground], Work]
+    make: Callable[[TestBed], Work]
     better: Literal["rate", "median"] = "rate"
     clients: int = 8
     goals: dict[int, float] = {}
@@ -71,14 +71,14 @@ class Phase(Struct, frozen=True, kw_only=True):
         return self.goals.get(size, self.goals.get(0))
 
 
-async def holds(connection: Connection, ground: Ground) -> str | None:
+async def holds(connection: Connection, bed: TestBed) -> str | None:
     """What is wrong with the book: it must show every consumer that was answered it has something, and no other."""
-    if ground.unsure:
+    if bed.unsure:
         return None
     ask = request("GET", "/usages?project_id=bench").replace(b"placement 1.39", OLDER)
     status, body = await connection.ask(ask)
     used = msgspec.json.decode(body)["usages"].get("VCPU", 0) if status == OK else None
-    return None if used == ground.held else f"{ground.held} consumers hold something, {body[:500]!r}"
+    return None if used == bed.held else f"{bed.held} consumers hold something, {body[:500]!r}"
 
 
 def value(phase: Phase, outcome: Outcome) -> float:
@@ -89,7 +89,7 @@ def value(phase: Phase, outcome: Outcome) -> float:
 # --- searches
 
 
-def search(query: str) -> Callable[[Ground], Work]:
+def search(query: str) -> Callable[[TestBed], Work]:
     """GET /allocation_candidates, each with another amount where the query has `{amount}`."""
     amounts = cycle(AMOUNTS)
 
@@ -119,27 +119,27 @@ def candidates(key: str, title: str, query: str, goals: dict[int, float]) -> Pha
 # --- writes
 
 
-def claim(ground: Ground) -> Work:
+def claim(bed: TestBed) -> Work:
     """PUT of a new consumer on any host."""
-    return _claim(ground, ground.hosts)
+    return _claim(bed, bed.hosts)
 
 
-def crowded(ground: Ground) -> Work:
+def crowded(bed: TestBed) -> Work:
     """The same, all on few hosts."""
-    return _claim(ground, ground.hosts[:TARGETS])
+    return _claim(bed, bed.hosts[:TARGETS])
 
 
-def _claim(ground: Ground, hosts: Sequence[Host]) -> Work:
+def _claim(bed: TestBed, hosts: Sequence[Host]) -> Work:
     holdings = [holding(host.uuid) for host in hosts]
 
     async def work(connection: Connection, number: int) -> int:
-        consumer = ground.new()
+        consumer = bed.new()
         body = CLAIM % (holdings[number % len(holdings)], b"null")
         status, _answer = await connection.ask(request("PUT", f"/allocations/{consumer}", body))
         if status == NO_CONTENT:
-            ground.held += 1
-            if len(ground.consumers) < SWAPPED:
-                ground.consumers.append(consumer)
+            bed.held += 1
+            if len(bed.consumers) < SWAPPED:
+                bed.consumers.append(consumer)
         return status
 
     return work
@@ -150,32 +150,30 @@ def holding(host: str) -> bytes:
     return ONE % host.encode()
 
 
-def swap(ground: Ground) -> Work:
+def swap(bed: TestBed) -> Work:
     """POST that hands over what one consumer holds to a new one, as a migration begins."""
-    hosts = [holding(host.uuid) for host in ground.hosts]
+    hosts = [holding(host.uuid) for host in bed.hosts]
 
     async def work(connection: Connection, number: int) -> int:
-        old, new = ground.consumers.popleft(), ground.new()
+        old, new = bed.consumers.popleft(), bed.new()
         there = CLAIM % (hosts[number % len(hosts)], b"null")
         body = b'{"%b":%b,"%b":%b}' % (new.encode(), there, old.encode(), CLAIM % (b"{}", b"1"))
         status, _answer = await connection.ask(request("POST", "/allocations", body))
-        ground.consumers.append(new if status == NO_CONTENT else old)
+        bed.consumers.append(new if status == NO_CONTENT else old)
         return status
 
     return work
 
 
-def many(place: Callable[[Ground], bytes]) -> Callable[[Ground], Work]:
+def many(place: Callable[[TestBed], bytes]) -> Callable[[TestBed], Work]:
     """POST of many new consumers at once, each somewhere."""
 
-    def make(ground: Ground) -> Work:
+    def make(bed: TestBed) -> Work:
         async def work(connection: Connection, _: int) -> int:
-            rows = [
-                b'"%b":%b' % (ground.new().encode(), CLAIM % (place(ground), b"null")) for _ in range(CONSUMERS_A_POST)
-            ]
+            rows = [b'"%b":%b' % (bed.new().encode(), CLAIM % (place(bed), b"null")) for _ in range(CONSUMERS_A_POST)]
             status, _answer = await connection.ask(request("POST", "/allocations", b"{%b}" % b",".join(rows)))
             if status == NO_CONTENT:
-                ground.held += CONSUMERS_A_POST
+                bed.held += CONSUMERS_A_POST
             return status
 
         return work
@@ -183,16 +181,16 @@ def many(place: Callable[[Ground], bytes]) -> Callable[[Ground], Work]:
     return make
 
 
-def anywhere(ground: Ground) -> bytes:
+def anywhere(bed: TestBed) -> bytes:
     """A flat host by chance."""
-    return holding(ground.rng.choice(ground.hosts).uuid)
+    return holding(bed.rng.choice(bed.hosts).uuid)
 
 
-def in_a_tree(ground: Ground) -> bytes:
+def in_a_tree(bed: TestBed) -> bytes:
     """Disk of a root, processors of one of its cells and a function of one of that cell's devices, by chance."""
-    root = 7 * ground.rng.randrange(len(ground.hosts) // 7)
-    cell, device = ground.rng.randrange(2), ground.rng.randrange(2)
-    disk, cpu, net = (ground.hosts[root + place] for place in (0, 1 + cell, 3 + 2 * cell + device))
+    root = 7 * bed.rng.randrange(len(bed.hosts) // 7)
+    cell, device = bed.rng.randrange(2), bed.rng.randrange(2)
+    disk, cpu, net = (bed.hosts[root + place] for place in (0, 1 + cell, 3 + 2 * cell + device))
     return msgspec.json.encode(
         {
             disk.uuid: {"resources": {"DISK_GB": 1}},
@@ -202,13 +200,13 @@ def in_a_tree(ground: Ground) -> bytes:
     )
 
 
-def claim_in_tree(ground: Ground) -> Work:
+def claim_in_tree(bed: TestBed) -> Work:
     """PUT of a new consumer in one tree."""
 
     async def work(connection: Connection, _: int) -> int:
-        body = CLAIM % (in_a_tree(ground), b"null")
-        status, _answer = await connection.ask(request("PUT", f"/allocations/{ground.new()}", body))
-        ground.held += status == NO_CONTENT
+        body = CLAIM % (in_a_tree(bed), b"null")
+        status, _answer = await connection.ask(request("PUT", f"/allocations/{bed.new()}", body))
+        bed.held += status == NO_CONTENT
         return status
 
     return work
@@ -224,7 +222,7 @@ class _Answer(Struct):
     allocation_requests: list[msgspec.Raw]
 
 
-def boot(ground: Ground) -> Work:
+def boot(bed: TestBed) -> Work:
     """A search and the claim of one candidate by chance."""
     amounts = cycle(AMOUNTS)
     answers, requests = msgspec.json.Decoder(_Answer), msgspec.json.Decoder(_Request)
@@ -234,20 +232,20 @@ def boot(ground: Ground) -> Work:
         status, body = await connection.ask(request("GET", f"/allocation_candidates?{query}"))
         if status != OK:
             return status
-        chosen = requests.decode(ground.rng.choice(answers.decode(body).allocation_requests)).allocations
+        chosen = requests.decode(bed.rng.choice(answers.decode(body).allocation_requests)).allocations
         claimed = CLAIM % (bytes(chosen), b"null")
-        status, _answer = await connection.ask(request("PUT", f"/allocations/{ground.new()}", claimed))
-        ground.held += status == NO_CONTENT
+        status, _answer = await connection.ask(request("PUT", f"/allocations/{bed.new()}", claimed))
+        bed.held += status == NO_CONTENT
         return status
 
     return work
 
 
-def set_up(ground: Ground) -> Work:
+def set_up(bed: TestBed) -> Work:
     """A new flat provider: four calls."""
 
     async def work(connection: Connection, number: int) -> int:
-        uuid = ground.new()
+        uuid = bed.new()
         host = flat_host(uuid, number)
         path = f"/resource_providers/{uuid}"
         for method, where, body in (

@@ -8,10 +8,10 @@ from bus.bus import Bus
 from bus.clock import Clock
 from bus.contracts.drains import (
     DrainCommand,
-    DrainOnRecord,
     DrainPlan,
     DrainProgress,
     DrainQuery,
+    DrainResult,
     DrainsPage,
     DrainsQuery,
     DrainStart,
@@ -31,12 +31,12 @@ async def plan(bus: Bus, query: DrainQuery) -> DrainPlan:
 
 async def start(bus: Bus, command: DrainStart) -> DrainProgress:
     """Begin it. Raises RequestTimeout (it may have begun: ask for its id), or RequestRefused (`drain.stuck`, ...)."""
-    return (await bus.request(command, DrainOnRecord, timeout_s=PLAN_TIMEOUT_S, cause=command.drain)).drain
+    return (await bus.request(command, DrainResult, timeout_s=PLAN_TIMEOUT_S, cause=command.drain)).drain
 
 
 async def command(bus: Bus, requested: DrainCommand) -> DrainProgress:
     """Pause, resume, stop or undo it. Raises RequestTimeout, or RequestRefused (`drain.unknown`, ...)."""
-    return (await bus.request(requested, DrainOnRecord, timeout_s=ASK_TIMEOUT_S, cause=requested.drain)).drain
+    return (await bus.request(requested, DrainResult, timeout_s=ASK_TIMEOUT_S, cause=requested.drain)).drain
 
 
 async def drains(bus: Bus, query: DrainsQuery) -> tuple[DrainProgress, ...]:

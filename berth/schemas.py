@@ -26,7 +26,7 @@ ORDER BY relname
 """
 
 
-class SchemaStanding(enum.StrEnum):
+class SchemaState(enum.StrEnum):
     """How a schema stands to this version of berth.
 
     absent: there is none, or it is empty. behind: `berth db upgrade` (or the start of a worker) brings it to head.
@@ -46,7 +46,7 @@ class SchemaRevision(Struct, frozen=True, kw_only=True):
     schema: str
     revision: str
     head: str
-    standing: SchemaStanding
+    state: SchemaState
 
 
 def package_of(schema: str) -> str | None:
@@ -86,16 +86,16 @@ def assess(schema: str, revision: str, *, is_empty: bool) -> SchemaRevision:
     head = known[0] if known else ""
     numbered = REVISION.fullmatch(revision)
     if not revision:
-        standing = SchemaStanding.ABSENT if is_empty else SchemaStanding.UNKNOWN
+        state = SchemaState.ABSENT if is_empty else SchemaState.UNKNOWN
     elif revision == head:
-        standing = SchemaStanding.CURRENT
+        state = SchemaState.CURRENT
     elif revision in known:
-        standing = SchemaStanding.BEHIND
+        state = SchemaState.BEHIND
     elif numbered is not None and numbered[1] > head[:4]:
-        standing = SchemaStanding.NEWER
+        state = SchemaState.NEWER
     else:
-        standing = SchemaStanding.UNKNOWN
-    return SchemaRevision(schema=schema, revision=revision, head=head, standing=standing)
+        state = SchemaState.UNKNOWN
+    return SchemaRevision(schema=schema, revision=revision, head=head, state=state)
 
 
 async def find_schemas(connection: asyncpg.Connection) -> list[SchemaRevision]:

@@ -52,7 +52,7 @@ class ConductorConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     services_retention_s: Annotated[float, Bound(ge=86_400)] = 7 * 86_400.0
     """Seconds that a service which is down stays on record."""
     breaker_limit: Annotated[int, Bound(ge=0, le=1_000_000)] = 5
-    """Machines of one compute service that one report may show as lost, newly quarantined or surplus. More open its
+    """Machines of one compute service that one report may show as lost, newly quarantined or over. More open its
     breaker: nothing of the service is destroyed or taken for lost until an operator resets it.
     """
     deleted_retention_s: Seconds = 86_400.0

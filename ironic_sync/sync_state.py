@@ -183,7 +183,7 @@ class SyncState:
         self.positions[uuid] = replace(self.positions[uuid], due_at=None)
         return uuid
 
-    def forget(self, reported_before: float) -> None:
+    def purge(self, reported_before: float) -> None:
         """Drop removed nodes last reported to the book before this time."""
         limit = int(reported_before * 1_000_000)
         for uuid, position in list(self.positions.items()):

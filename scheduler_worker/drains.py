@@ -27,11 +27,11 @@ from bus.contracts.drains import (
     DrainCommand,
     DrainFailure,
     DrainMoveState,
-    DrainOnRecord,
     DrainPlan,
     DrainProgress,
     DrainQuery,
     DrainRecord,
+    DrainResult,
     DrainsPage,
     DrainsQuery,
     DrainStart,
@@ -56,7 +56,7 @@ from scheduler_worker.domain.drains import (
     retried,
     step,
 )
-from scheduler_worker.domain.objects import ChangeAuthor, ObjectsOnRecord, drains_of
+from scheduler_worker.domain.objects import ChangeAuthor, RecordedObjects, drains_of
 from scheduler_worker.domain.selector import Selector
 from scheduler_worker.drain_plan import DrainPlanner, MadePlan
 from scheduler_worker.objects import Made, ObjectRegistry
@@ -102,7 +102,7 @@ class DrainKeeper:
         made = await self._planner.plan(query)
         return made if isinstance(made, Refusal) else made.plan
 
-    async def start(self, command: DrainStart) -> DrainOnRecord | Refusal:
+    async def start(self, command: DrainStart) -> DrainResult | Refusal:
         """Put a drain on record and disable its hosts, unless something cannot move. Raises Transient."""
         known = self._registry.drains.get(command.drain)
         if known is None:
@@ -121,14 +121,14 @@ class DrainKeeper:
             log.warning("drain.begun", drain=command.drain, target=command.name, hosts=known.hosts, by=command.by)
         if known.name != command.name and known.name != begun_name(self._selector, command.name):
             return Refusal(code="request.duplicate", reason=f"drain {command.drain} is of {known.name}")
-        return DrainOnRecord(drain=await self._progress(command.drain, known))
+        return DrainResult(drain=await self._progress(command.drain, known))
 
-    async def command(self, command: DrainCommand, message_id: str) -> DrainOnRecord | Refusal:
+    async def command(self, command: DrainCommand, message_id: str) -> DrainResult | Refusal:
         """Pause, resume, stop or undo a drain. Raises Transient."""
         now = self._clock.time()
         author = ChangeAuthor(command.by, command.reason or f"drain {command.action}", now)
 
-        async def make(unit: OperationUnit, present: ObjectsOnRecord) -> Made | Refusal:
+        async def make(unit: OperationUnit, present: RecordedObjects) -> Made | Refusal:
             stored = present.objects.get((ObjectKind.DRAIN, command.drain))
             if stored is None:
                 return Refusal(code="drain.unknown", reason=f"no drain {command.drain} is on record")
@@ -153,7 +153,7 @@ class DrainKeeper:
         known = self._registry.drains.get(command.drain)
         if known is None:
             return Refusal(code="drain.unknown", reason=f"no drain {command.drain} is on record")
-        return DrainOnRecord(drain=await self._progress(command.drain, known))
+        return DrainResult(drain=await self._progress(command.drain, known))
 
     async def page(self, query: DrainsQuery) -> DrainsPage:
         """One drain with its instances, or all of them, newest first. Raises Transient."""
@@ -273,7 +273,7 @@ class DrainKeeper:
     async def _end(self, drain: str, code: str) -> None:
         now = self._clock.time()
 
-        async def make(unit: OperationUnit, present: ObjectsOnRecord) -> Made | Refusal:
+        async def make(unit: OperationUnit, present: RecordedObjects) -> Made | Refusal:
             author = ChangeAuthor(self._who, code, now)
             found = await unit.lock_drain(drain, now, 0)
             stored = present.objects.get((ObjectKind.DRAIN, drain))
@@ -294,7 +294,7 @@ class _Begun:
         self._made = made
         self._now = now
 
-    async def make(self, unit: OperationUnit, present: ObjectsOnRecord) -> Made | Refusal:
+    async def make(self, unit: OperationUnit, present: RecordedObjects) -> Made | Refusal:
         """Refused where another drain that has not ended has one of the hosts."""
         command, plan = self._command, self._made.plan
         author = ChangeAuthor(command.by, command.reason, self._now)
@@ -366,7 +366,7 @@ def _stuck(made: MadePlan) -> Refusal:
     return Refusal(code="drain.stuck", reason=reason[:MAX_REASON])
 
 
-def _hosts_given_back(present: ObjectsOnRecord, drain: str) -> list[ChangedObject]:
+def _hosts_given_back(present: RecordedObjects, drain: str) -> list[ChangedObject]:
     """The hosts of a drain that is undone are what they were before."""
     changed = []
     for (kind, uuid), stored in sorted(present.objects.items()):

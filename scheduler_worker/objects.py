@@ -50,7 +50,7 @@ from scheduler_worker.domain.objects import (
     ChangeAuthor,
     ChangePlan,
     Key,
-    ObjectsOnRecord,
+    RecordedObjects,
     applied,
     configuration_bodies,
     disabled_cells,
@@ -80,7 +80,7 @@ SEEDED_BY = "settings"
 
 # What a change by rules of its own makes of the objects that it holds, by whom and why; or why it is refused.
 Made = tuple[Sequence[ChangedObject], ChangeAuthor]
-MakeChange = Callable[[OperationUnit, ObjectsOnRecord], Awaitable[Made | Refusal]]
+MakeChange = Callable[[OperationUnit, RecordedObjects], Awaitable[Made | Refusal]]
 
 
 class Configured(Struct, frozen=True):
@@ -227,7 +227,7 @@ class ObjectRegistry:
             await unit.write_objects((*planned.changed, *followed), author)
             unit.emit(OutboxMessage(API, ObjectsRevision(revision=after.revision)))
             decisions = host_decisions(after.objects)
-            for uuid, fence in fences_of(applied(ObjectsOnRecord(0, {}), followed, author).objects).items():
+            for uuid, fence in fences_of(applied(RecordedObjects(0, {}), followed, author).objects).items():
                 if fence.cell is not None:  # else `FencePublisher` notifies every cell
                     unit.emit(OutboxMessage(fence.cell, fences.command(uuid, fence, decisions.get(uuid)), uuid))
         log.info("objects.changed", revision=after.revision, who=author.who, objects=_named(planned.changed))
@@ -285,14 +285,14 @@ class ObjectRegistry:
         """What is in force about a host."""
         return self._selector.table.decision_of(host_uuid)
 
-    async def _seed(self, first: Sequence[ChangedObject]) -> ObjectsOnRecord | None:
+    async def _seed(self, first: Sequence[ChangedObject]) -> RecordedObjects | None:
         async with self._store.operation() as unit:
             if (await unit.lock_objects()).revision == 0:
                 author = ChangeAuthor(SEEDED_BY, "the settings of the first scheduler", self._clock.time())
                 await unit.write_objects(first, author)
         return await self._store.objects()
 
-    def _load(self, found: ObjectsOnRecord) -> None:
+    def _load(self, found: RecordedObjects) -> None:
         try:
             made = self._configured(configuration_bodies(found.objects))
             self._adopt(made, found)
@@ -310,7 +310,7 @@ class ObjectRegistry:
             return self._in_force[1]
         return configured(effective_config(self._settings, bodies))
 
-    def _adopt(self, made: Configured, found: ObjectsOnRecord) -> None:
+    def _adopt(self, made: Configured, found: RecordedObjects) -> None:
         """Raises ValueError for a decision about a host that is not valid, and then nothing is adopted."""
         decisions, disabled = host_decisions(found.objects), disabled_cells(found.objects)
         if self._in_force is None or self._in_force[1] is not made:
@@ -335,7 +335,7 @@ class ObjectRegistry:
         self.revision = found.revision
         metrics.OBJECTS_REVISION.set(found.revision)
 
-    def _checked(self, present: ObjectsOnRecord, planned: ChangePlan) -> Configured | Refusal:
+    def _checked(self, present: RecordedObjects, planned: ChangePlan) -> Configured | Refusal:
         """The configuration after a change: one that no scheduler could use is refused before it is written."""
         try:
             return self._configured(configuration_bodies(present.objects, planned.changed))
@@ -354,7 +354,7 @@ class ObjectRegistry:
                 return Refusal(code=UNKNOWN, reason=f"there is no cell {name!r}; there are: {known}"[:MAX_REASON])
         return None
 
-    async def _harm(self, present: ObjectsOnRecord, planned: ChangePlan, after: SchedulerConfig) -> Refusal | None:
+    async def _harm(self, present: RecordedObjects, planned: ChangePlan, after: SchedulerConfig) -> Refusal | None:
         """What stands in the way of a change that is not forced."""
         return (
             self._fenced_alive(planned)
@@ -363,7 +363,7 @@ class ObjectRegistry:
             or await self._stranded(planned, after)
         )
 
-    def _without_cells(self, present: ObjectsOnRecord, planned: ChangePlan) -> Refusal | None:
+    def _without_cells(self, present: RecordedObjects, planned: ChangePlan) -> Refusal | None:
         """With its last cell disabled a system takes no build at all."""
         if not planned.cells_decided:
             return None

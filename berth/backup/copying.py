@@ -30,7 +30,7 @@ from berth.backup.manifest import (
     file_of,
     write_manifest,
 )
-from berth.schemas import SchemaRevision, SchemaStanding, find_schemas, quoted
+from berth.schemas import SchemaRevision, SchemaState, find_schemas, quoted
 from bus.persistence.address import CONNECTION_LOST, parse_database_url
 from bus.persistence.database import CONNECT_TIMEOUT_S, raise_fault
 from bus.persistence.revision import VERSION_TABLE
@@ -112,7 +112,7 @@ async def _copy_all(url: str, directory: Path) -> Manifest:
             )
             found = await find_schemas(connection)
             _require_known(found)
-            kept = [schema for schema in found if schema.standing is not SchemaStanding.ABSENT]
+            kept = [schema for schema in found if schema.state is not SchemaState.ABSENT]
             tables = {schema.schema: await _copy_tables(connection, schema.schema, directory) for schema in kept}
             schemas = [
                 SchemaCopy(
@@ -133,14 +133,14 @@ async def _copy_all(url: str, directory: Path) -> Manifest:
 
 
 def _require_known(found: list[SchemaRevision]) -> None:
-    known = {SchemaStanding.CURRENT, SchemaStanding.BEHIND, SchemaStanding.ABSENT}
-    strange = [schema for schema in found if schema.standing not in known]
+    known = {SchemaState.CURRENT, SchemaState.BEHIND, SchemaState.ABSENT}
+    strange = [schema for schema in found if schema.state not in known]
     if strange:
         names = ", ".join(f"{each.schema} (revision {each.revision or 'none'})" for each in strange)
         raise BadBackup(
             f"this berth does not know the schemas {names}: use the one that made them", code="backup.newer_schema"
         )
-    if all(schema.standing is SchemaStanding.ABSENT for schema in found):
+    if all(schema.state is SchemaState.ABSENT for schema in found):
         raise BadBackup("this database holds no schema of berth", code="backup.nothing")
 
 

@@ -25,7 +25,7 @@ from berth.backup.manifest import (
     file_of,
     read_manifest,
 )
-from berth.schemas import SchemaStanding, assess, find_schemas, package_of, quoted
+from berth.schemas import SchemaState, assess, find_schemas, package_of, quoted
 from bus.persistence import migrations
 from bus.persistence.address import CONNECTION_LOST
 from bus.persistence.database import lock_key, raise_fault
@@ -79,14 +79,14 @@ async def _transaction(url: str) -> AsyncIterator[tuple[AsyncConnection, asyncpg
 def _require_known(schema: SchemaCopy) -> None:
     if package_of(schema.schema) is None:
         raise BadBackup(f"the backup holds a schema {schema.schema} that berth has none of", code="backup.invalid")
-    standing = assess(schema.schema, schema.revision, is_empty=False)
-    if standing.standing is SchemaStanding.NEWER:
+    assessed = assess(schema.schema, schema.revision, is_empty=False)
+    if assessed.state is SchemaState.NEWER:
         raise BadBackup(
             f"schema {schema.schema} is from a newer berth (revision {schema.revision}; this one knows "
-            f"{standing.head}): restore with that version",
+            f"{assessed.head}): restore with that version",
             code="backup.newer_schema",
         )
-    if standing.standing not in (SchemaStanding.CURRENT, SchemaStanding.BEHIND):
+    if assessed.state not in (SchemaState.CURRENT, SchemaState.BEHIND):
         raise BadBackup(
             f"schema {schema.schema} is at revision {schema.revision!r}, which this berth does not know",
             code="backup.unknown_schema",
@@ -94,7 +94,7 @@ def _require_known(schema: SchemaCopy) -> None:
 
 
 async def _require_empty(driver: asyncpg.Connection) -> None:
-    there = [each.schema for each in await find_schemas(driver) if each.standing is not SchemaStanding.ABSENT]
+    there = [each.schema for each in await find_schemas(driver) if each.state is not SchemaState.ABSENT]
     if there:
         raise BadBackup(
             f"the database already holds {', '.join(there)}: stop the workers, and name an empty database or "

@@ -68,7 +68,7 @@ class Churn:
         sent = 0
         while (sent < len(requests) or self._early) and not self._must_stop():
             await self._delete(self._early)
-            await self._delete(self._surplus())
+            await self._delete(self._excess())
             room = self._free_slots()
             if room <= 0 and not self._last:
                 await self._wait_for_slots()
@@ -118,7 +118,7 @@ class Churn:
     def _last_end(self) -> float:
         return self.ended[-1].ended_at if self.ended else 0.0
 
-    def _surplus(self) -> list[str]:
+    def _excess(self) -> list[str]:
         """Some machines at random, once there are more than the population."""
         alive = self._alive
         count = min(max(len(alive) - self._plan.population, 0), MAX_AT_ONCE)

@@ -16,7 +16,7 @@ from berth.schemas import (
     IRONIC_SYNC,
     SCHEDULER,
     SchemaRevision,
-    SchemaStanding,
+    SchemaState,
     assess,
     find_schemas,
     in_order,
@@ -28,10 +28,10 @@ app = typer.Typer(no_args_is_help=True, help="The schemas of the database: revis
 
 # The sentence for a user about a schema that this version cannot use as it is.
 SENTENCES = {
-    SchemaStanding.BEHIND: "is at revision {revision} and this berth needs {head}: berth db upgrade",
-    SchemaStanding.NEWER: "was made by a newer berth (revision {revision}; this one knows {head}): run that version",
-    SchemaStanding.UNKNOWN: "has tables that this berth did not make (revision {revision}): name another database",
-    SchemaStanding.ABSENT: "is not there: berth db upgrade, or the start of its worker, makes it",
+    SchemaState.BEHIND: "is at revision {revision} and this berth needs {head}: berth db upgrade",
+    SchemaState.NEWER: "was made by a newer berth (revision {revision}; this one knows {head}): run that version",
+    SchemaState.UNKNOWN: "has tables that this berth did not make (revision {revision}): name another database",
+    SchemaState.ABSENT: "is not there: berth db upgrade, or the start of its worker, makes it",
 }
 
 
@@ -51,10 +51,10 @@ def check(context: typer.Context, as_json: AsJson = False) -> None:
 
     async def body() -> int:
         found = await _read(database_of(settings_of(context)))
-        wrong = [each for each in found if each.standing is not SchemaStanding.CURRENT]
+        wrong = [each for each in found if each.state is not SchemaState.CURRENT]
         _print(found, as_json)
         for each in wrong:
-            why = SENTENCES[each.standing].format(revision=each.revision or "none", head=each.head)
+            why = SENTENCES[each.state].format(revision=each.revision or "none", head=each.head)
             err.print(f"schema {each.schema} {why}", markup=False, soft_wrap=True)
         return EXIT_NO if wrong else 0
 
@@ -112,5 +112,5 @@ def _print(found: list[SchemaRevision], as_json: bool) -> None:
     if as_json:
         print_json(found)
         return
-    rows = [[each.schema, each.revision, each.head, each.standing] for each in found]
+    rows = [[each.schema, each.revision, each.head, each.state] for each in found]
     render_rows(out, ["schema", "revision", "newest", "is"], rows)

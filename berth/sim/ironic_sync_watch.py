@@ -127,8 +127,8 @@ class _WatchedTerm:
     async def mark_published(self, versions: Mapping[str, int]) -> None:
         await self._inner.mark_published(versions)
 
-    async def forget(self, reported_before: float) -> int:
-        return await self._inner.forget(reported_before)
+    async def purge(self, reported_before: float) -> int:
+        return await self._inner.purge(reported_before)
 
     async def check(self) -> None:
         await self._inner.check()

@@ -203,7 +203,7 @@ class DrainProgress(Struct, frozen=True, kw_only=True):
     more: bool = False
 
 
-class DrainOnRecord(Message, frozen=True, kw_only=True, tag="drain.result.v1"):
+class DrainResult(Message, frozen=True, kw_only=True, tag="drain.result.v1"):
     """Reply to a DrainStart or a DrainCommand that is on record."""
 
     drain: DrainProgress

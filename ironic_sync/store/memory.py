@@ -93,7 +93,7 @@ class MemoryTerm:
         async with self._fenced() as transaction:
             transaction.will(partial(self._note, dict(versions)))
 
-    async def forget(self, reported_before: float) -> int:
+    async def purge(self, reported_before: float) -> int:
         """Drop positions of removed nodes."""
         async with self._fenced() as transaction:
             limit = int(reported_before * 1_000_000)

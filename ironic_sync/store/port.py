@@ -28,7 +28,7 @@ class Term(Protocol):
     async def mark_published(self, versions: Mapping[str, int]) -> None:
         """These were published and confirmed; a newer one may have been saved since."""
 
-    async def forget(self, reported_before: float) -> int:
+    async def purge(self, reported_before: float) -> int:
         """Drop positions of removed nodes last reported before this time; returns how many."""
 
     async def check(self) -> None:

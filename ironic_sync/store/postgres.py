@@ -45,7 +45,7 @@ _PUBLISHED = """
 UPDATE positions p SET published = greatest(p.published, d.version)
 FROM unnest($1::uuid[], $2::bigint[]) AS d(node, version) WHERE p.node = d.node
 """
-_FORGET = "DELETE FROM positions WHERE report IS NULL AND published = version AND version < $1"
+_PURGE = "DELETE FROM positions WHERE report IS NULL AND published = version AND version < $1"
 
 
 class PostgresPositions:
@@ -104,10 +104,10 @@ class PostgresTerm:
         async with self._fenced() as connection:
             await connection.execute(_PUBLISHED, list(versions), list(versions.values()))
 
-    async def forget(self, reported_before: float) -> int:
+    async def purge(self, reported_before: float) -> int:
         """Drop positions of removed nodes."""
         async with self._fenced() as connection:
-            status: str = await connection.execute(_FORGET, int(reported_before * 1_000_000))
+            status: str = await connection.execute(_PURGE, int(reported_before * 1_000_000))
         return int(status.rpartition(" ")[2])
 
     async def check(self) -> None:

@@ -90,7 +90,7 @@ class ChangeAuthor(Struct, frozen=True):
     forced: bool = False
 
 
-class ObjectsOnRecord(Struct, frozen=True):
+class RecordedObjects(Struct, frozen=True):
     """All objects, and the revision that they are of. Revision 0: none was ever written."""
 
     revision: int
@@ -241,7 +241,7 @@ def plan(requested: ObjectsChange, present: Objects) -> ChangePlan | Refusal:
     return ChangePlan(changed)
 
 
-def applied(present: ObjectsOnRecord, changed: Iterable[ChangedObject], author: ChangeAuthor) -> ObjectsOnRecord:
+def applied(present: RecordedObjects, changed: Iterable[ChangedObject], author: ChangeAuthor) -> RecordedObjects:
     """The objects once these changes are made, under the next revision."""
     revision = present.revision + 1
     objects = dict(present.objects)
@@ -257,7 +257,7 @@ def applied(present: ObjectsOnRecord, changed: Iterable[ChangedObject], author: 
                 changed_at=author.at,
                 changed_by=author.who,
             )
-    return ObjectsOnRecord(revision, objects)
+    return RecordedObjects(revision, objects)
 
 
 def configuration_bodies(present: Objects, changed: Iterable[ChangedObject] = ()) -> dict[Key, dict[str, Any]]:

@@ -33,7 +33,7 @@ from scheduler_worker.domain.builds import (
 )
 from scheduler_worker.domain.drains import DrainMove, OpenDrain, drain_of
 from scheduler_worker.domain.moves import InstanceRecord, MoveContext, RecordedMove, known_of, record_of
-from scheduler_worker.domain.objects import ChangeAuthor, ObjectsOnRecord
+from scheduler_worker.domain.objects import ChangeAuthor, RecordedObjects
 from scheduler_worker.store import drains as drain_rows
 from scheduler_worker.store import rows
 from scheduler_worker.store.objects import BUILDS_WITH_A_MACHINE, MemoryObjects
@@ -196,7 +196,7 @@ class MemoryOperationUnit(MemoryBuildUnit):
         after = {one.instance_uuid: one for one in instances}
         self._transaction.will(lambda: self._table.instances.update(after))
 
-    async def lock_objects(self) -> ObjectsOnRecord:
+    async def lock_objects(self) -> RecordedObjects:
         """All of them have one lock."""
         await self._transaction.statement()
         await self._transaction.lock([OBJECTS])
@@ -339,7 +339,7 @@ class MemoryBuilds:
             yield unit
             unit.row = await transaction.send_later(unit.outbox)
 
-    async def objects(self, unless: int = -1) -> ObjectsOnRecord | None:
+    async def objects(self, unless: int = -1) -> RecordedObjects | None:
         """Without a lock."""
         async with self._session.transaction():
             present = self._table.objects.present

@@ -11,7 +11,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from bus.contracts.objects import ChangedObject, ObjectKind, ObjectLogEntry, ObjectLogQuery, StoredObject
-from scheduler_worker.domain.objects import ChangeAuthor, Key, ObjectsOnRecord, applied
+from scheduler_worker.domain.objects import ChangeAuthor, Key, RecordedObjects, applied
 from scheduler_worker.store.rows import clean
 
 # Entries of the log of changes that are kept; the oldest go.
@@ -58,17 +58,17 @@ SELECT count(*) FROM (SELECT FROM build_requests WHERE flavor = $1
 """
 
 
-async def lock(connection: asyncpg.Connection) -> ObjectsOnRecord:
+async def lock(connection: asyncpg.Connection) -> RecordedObjects:
     """All objects, held until the end of the transaction. The row of the revision is the lock."""
     revision = await connection.fetchval(f"{REVISION} FOR UPDATE")
-    return ObjectsOnRecord(revision, await _objects(connection))
+    return RecordedObjects(revision, await _objects(connection))
 
 
-async def read(connection: asyncpg.Connection, unless: int) -> ObjectsOnRecord | None:
+async def read(connection: asyncpg.Connection, unless: int) -> RecordedObjects | None:
     """All objects; None when the revision is `unless`."""
     # The revision first: what a later one has added is newer, and is read again.
     revision = await connection.fetchval(REVISION)
-    return None if revision == unless else ObjectsOnRecord(revision, await _objects(connection))
+    return None if revision == unless else RecordedObjects(revision, await _objects(connection))
 
 
 async def write(connection: asyncpg.Connection, changed: Sequence[ChangedObject], author: ChangeAuthor) -> int:
@@ -136,7 +136,7 @@ def _body(text: str | None) -> dict[str, Any] | None:
 class MemoryObjects(Struct, frozen=True):
     """Objects on record with their log, newest first, as one value: a transaction replaces the whole."""
 
-    present: ObjectsOnRecord = ObjectsOnRecord(0, {})
+    present: RecordedObjects = RecordedObjects(0, {})
     entries: tuple[ObjectLogEntry, ...] = ()
 
     def changed(self, changed: Sequence[ChangedObject], author: ChangeAuthor) -> MemoryObjects:

@@ -18,7 +18,7 @@ from bus.persistence.relay import Relay
 from scheduler_worker.domain.builds import BuildDecision, BuildStatus, BuildUpdate, NewBuild, RecordedBuild
 from scheduler_worker.domain.drains import DrainMove, OpenDrain
 from scheduler_worker.domain.moves import InstanceRecord, MoveContext, RecordedMove
-from scheduler_worker.domain.objects import ChangeAuthor, ObjectsOnRecord
+from scheduler_worker.domain.objects import ChangeAuthor, RecordedObjects
 
 FIRST_UUID = "00000000-0000-0000-0000-000000000000"  # before every instance's
 
@@ -76,7 +76,7 @@ class OperationUnit(BuildUnit, Protocol):
     async def put_instances(self, instances: Sequence[InstanceRecord]) -> None:
         """Write what instances have become; they were locked."""
 
-    async def lock_objects(self) -> ObjectsOnRecord:
+    async def lock_objects(self) -> RecordedObjects:
         """Hold all objects until the end of the unit, and read them."""
 
     async def write_objects(self, changed: Sequence[ChangedObject], author: ChangeAuthor) -> int:
@@ -136,7 +136,7 @@ class SchedulerStore(Protocol):
     def operation(self) -> AbstractAsyncContextManager[OperationUnit]:
         """A durable transaction for operations."""
 
-    async def objects(self, unless: int = -1) -> ObjectsOnRecord | None:
+    async def objects(self, unless: int = -1) -> RecordedObjects | None:
         """All objects of operators; None when the revision is `unless`."""
 
     async def object_log(self, query: ObjectLogQuery) -> list[ObjectLogEntry]:

@@ -33,7 +33,7 @@ from scheduler_worker.domain.builds import (
 )
 from scheduler_worker.domain.drains import DrainMove, OpenDrain
 from scheduler_worker.domain.moves import InstanceRecord, MoveContext, RecordedMove, known_of
-from scheduler_worker.domain.objects import ChangeAuthor, ObjectsOnRecord
+from scheduler_worker.domain.objects import ChangeAuthor, RecordedObjects
 from scheduler_worker.store import drains as drain_rows
 from scheduler_worker.store import objects, rows
 from scheduler_worker.store.port import FIRST_UUID, BuildUnit, OperationUnit, Purged
@@ -287,7 +287,7 @@ class PostgresOperationUnit(PostgresBuildUnit):
         for one in instances:
             await self._connection.execute(PUT_INSTANCE, *rows.instance_row(one))
 
-    async def lock_objects(self) -> ObjectsOnRecord:
+    async def lock_objects(self) -> RecordedObjects:
         """By the row of their revision."""
         return await objects.lock(self._connection)
 
@@ -377,7 +377,7 @@ class PostgresBuilds:
             yield unit
             unit.row = await outbox.add(connection, unit.outbox)
 
-    async def objects(self, unless: int = -1) -> ObjectsOnRecord | None:
+    async def objects(self, unless: int = -1) -> RecordedObjects | None:
         """One row when the revision is `unless`."""
         async with self._database.raw() as connection:
             return await objects.read(connection, unless)

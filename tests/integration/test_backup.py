@@ -17,7 +17,7 @@ from sqlalchemy import text
 from berth.backup.copying import parents_first, save
 from berth.backup.manifest import MANIFEST, MANIFEST_SUM, BadBackup, read_manifest
 from berth.backup.restoring import restore
-from berth.schemas import SchemaStanding, assess, find_schemas, in_order, package_of
+from berth.schemas import SchemaState, assess, find_schemas, in_order, package_of
 from bus.persistence.database import Database
 from tests.kit import servers
 from tests.kit.catalog import described
@@ -294,15 +294,15 @@ def test_the_book_is_copied_last() -> None:
 
 
 @pytest.mark.parametrize(
-    ("schema", "revision", "is_empty", "standing"),
+    ("schema", "revision", "is_empty", "state"),
     [
-        ("placement", "0001_initial", False, SchemaStanding.CURRENT),
-        ("placement", "9999_later", False, SchemaStanding.NEWER),
-        ("placement", "p0014", False, SchemaStanding.UNKNOWN),
-        ("placement", "", False, SchemaStanding.UNKNOWN),
-        ("placement", "", True, SchemaStanding.ABSENT),
-        ("cell_cell1", "0001_initial", False, SchemaStanding.CURRENT),
+        ("placement", "0001_initial", False, SchemaState.CURRENT),
+        ("placement", "9999_later", False, SchemaState.NEWER),
+        ("placement", "p0014", False, SchemaState.UNKNOWN),
+        ("placement", "", False, SchemaState.UNKNOWN),
+        ("placement", "", True, SchemaState.ABSENT),
+        ("cell_cell1", "0001_initial", False, SchemaState.CURRENT),
     ],
 )
-def test_how_a_schema_stands(schema: str, revision: str, is_empty: bool, standing: SchemaStanding) -> None:
-    assert assess(schema, revision, is_empty=is_empty).standing is standing
+def test_how_a_schema_stands(schema: str, revision: str, is_empty: bool, state: SchemaState) -> None:
+    assert assess(schema, revision, is_empty=is_empty).state is state

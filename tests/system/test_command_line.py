@@ -493,7 +493,7 @@ def test_a_running_system_is_backed_up_and_is_no_target_for_a_restore(berth: Ber
 
 def test_the_schemas_are_shown_and_judged(berth: Berth) -> None:
     shown = berth("db", "current", "--json")
-    assert {one["schema"]: one["standing"] for one in shown.data} == dict.fromkeys(
+    assert {one["schema"]: one["state"] for one in shown.data} == dict.fromkeys(
         ("cell_cell1", "cell_cell2", "ironic_sync", "scheduler", "placement"), "current"
     )
     assert berth("db", "check").status == 0

@@ -68,10 +68,10 @@ async def test_only_removed_and_published_nodes_are_forgotten(positions: Positio
     async with positions.become_leader() as term:
         gone = replace(POSITION, report=None)
         await term.save([gone, replace(POSITION, uuid=OTHER)])
-        assert await term.forget(1.0) == 0
+        assert await term.purge(1.0) == 0
         await term.mark_published({NODE: 7, OTHER: 7})
-        assert await term.forget(0.0) == 0
-        assert await term.forget(1.0) == 1
+        assert await term.purge(0.0) == 0
+        assert await term.purge(1.0) == 1
         assert list((await term.load())[0]) == [OTHER]
 
 

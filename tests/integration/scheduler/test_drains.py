@@ -15,10 +15,10 @@ from bus.contracts.cell import ServiceDown, ServicesDigest
 from bus.contracts.drains import (
     DrainAction,
     DrainCommand,
-    DrainOnRecord,
     DrainPlan,
     DrainProgress,
     DrainQuery,
+    DrainResult,
     DrainsPage,
     DrainsQuery,
     DrainStart,
@@ -66,12 +66,12 @@ async def plan_of(world: World, name: str, **more: Any) -> DrainPlan:
 
 async def begin(world: World, name: str, **more: Any) -> DrainProgress:
     start = DrainStart(drain=more.pop("drain", None) or new_uuid(world.rng), name=name, by="ann", **more)
-    return (await world.buses[API].request(start, DrainOnRecord, timeout_s=PATIENCE_S)).drain
+    return (await world.buses[API].request(start, DrainResult, timeout_s=PATIENCE_S)).drain
 
 
 async def command(world: World, drain: DrainProgress, action: DrainAction, **more: Any) -> DrainProgress:
     message = DrainCommand(drain=drain.id, action=action, by="bob", **more)
-    return (await world.buses[API].request(message, DrainOnRecord, timeout_s=PATIENCE_S)).drain
+    return (await world.buses[API].request(message, DrainResult, timeout_s=PATIENCE_S)).drain
 
 
 async def shown(world: World, drain: DrainProgress) -> DrainProgress:

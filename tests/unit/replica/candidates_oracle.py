@@ -43,10 +43,10 @@ def _on(world: dict[str, ProviderState], root: ProviderState, request: Candidate
             yield _merged(request, choice)
 
 
-Way = dict[str, str | None]  # class -> provider; a group without resources: {"": provider}
+Assignment = dict[str, str | None]  # class -> provider; a group without resources: {"": provider}
 
 
-def _ways(world: dict[str, ProviderState], root: ProviderState, group: Group) -> Iterator[Way]:
+def _ways(world: dict[str, ProviderState], root: ProviderState, group: Group) -> Iterator[Assignment]:
     """How one group could be satisfied by the tree of this root and who shares with it."""
     own = [state for state in world.values() if state.root_uuid == root.uuid]
     in_aggregates = {aggregate for state in own for aggregate in state.aggregates}
@@ -95,7 +95,7 @@ def _excluded(one: ProviderState, group: Group) -> bool:
     return bool(set(group.forbidden_aggregates) & set(one.aggregates))
 
 
-def _holds(world: dict[str, ProviderState], request: CandidatesRequest, choice: tuple[Way, ...]) -> bool:
+def _holds(world: dict[str, ProviderState], request: CandidatesRequest, choice: tuple[Assignment, ...]) -> bool:
     """What holds between groups: policy, subtrees, and that all of it together fits."""
     by_suffix = {group.suffix: set(way.values()) for group, way in zip(request.groups, choice, strict=True)}
     numbered = [uuids for suffix, uuids in by_suffix.items() if suffix]
@@ -123,7 +123,7 @@ def _line(world: dict[str, ProviderState], uuid: str) -> set[str]:
     return line
 
 
-def _total(request: CandidatesRequest, choice: tuple[Way, ...]) -> dict[tuple[str, str], int]:
+def _total(request: CandidatesRequest, choice: tuple[Assignment, ...]) -> dict[tuple[str, str], int]:
     total: dict[tuple[str, str], int] = {}
     for group, way in zip(request.groups, choice, strict=True):
         for name, amount in group.resources.items():
@@ -132,7 +132,7 @@ def _total(request: CandidatesRequest, choice: tuple[Way, ...]) -> dict[tuple[st
     return total
 
 
-def _merged(request: CandidatesRequest, choice: tuple[Way, ...]) -> Found:
+def _merged(request: CandidatesRequest, choice: tuple[Assignment, ...]) -> Found:
     gives = frozenset((uuid, name, amount) for (uuid, name), amount in _total(request, choice).items())
     mapped = (
         (group.suffix, frozenset(map(str, way.values()))) for group, way in zip(request.groups, choice, strict=True)

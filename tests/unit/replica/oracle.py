@@ -7,10 +7,12 @@ from itertools import product
 from bus.contracts.placement import ProviderState
 from placement_worker.replica.query import Query
 
-Way = tuple[tuple[str, str], ...]  # ((class, provider), ...), by class
+Assignment = tuple[tuple[str, str], ...]  # ((class, provider), ...), by class
 
 
-def ways(providers: dict[str, ProviderState], assumed: dict[str, dict[str, int]], query: Query) -> dict[str, set[Way]]:
+def ways(
+    providers: dict[str, ProviderState], assumed: dict[str, dict[str, int]], query: Query
+) -> dict[str, set[Assignment]]:
     """{root: every way to satisfy the query on its tree}; roots with none are absent."""
     found = {}
     roots = [uuid for uuid, state in providers.items() if state.root_uuid == uuid]
@@ -27,7 +29,7 @@ def ways(providers: dict[str, ProviderState], assumed: dict[str, dict[str, int]]
 
 def _ways_of_tree(
     providers: dict[str, ProviderState], assumed: dict[str, dict[str, int]], query: Query, root: ProviderState
-) -> set[Way]:
+) -> set[Assignment]:
     if any(trait in root.traits for trait in query.root_forbidden):
         return set()
     if not all(set(group) & set(root.traits) for group in query.root_required):
@@ -37,7 +39,7 @@ def _ways_of_tree(
     givers = [
         [one for one in members if _gives(one, root, assumed, query, (name, amount))] for name, amount in requested
     ]
-    found: set[Way] = set()
+    found: set[Assignment] = set()
     for chosen in product(*givers) if requested else ():
         together = {trait for one in chosen for trait in one.traits}
         if all(together & set(group) for group in query.required):

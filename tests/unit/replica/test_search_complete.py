@@ -15,7 +15,7 @@ from placement_worker.replica import book as book_module
 from placement_worker.replica.book import Book
 from placement_worker.replica.search import Query, options, search
 from tests.unit.replica.books import changed, inventory, removed, used, uuid
-from tests.unit.replica.oracle import Way, ways
+from tests.unit.replica.oracle import Assignment, ways
 
 CLASSES = ("VCPU", "MEMORY_MB", "VGPU")
 TRAITS = ("T1", "T2", "T3", "T4")
@@ -164,7 +164,7 @@ def compare(world: World, query: Query) -> None:
         check_options(world, query, root, all_ways)
 
 
-def check_options(world: World, query: Query, root: str, all_ways: set[Way]) -> None:
+def check_options(world: World, query: Query, root: str, all_ways: set[Assignment]) -> None:
     row = world.book.row_of(root)
     assert row is not None
     offered = options(world.book, query, row, limit=64)
