@@ -54,7 +54,8 @@ async def test_a_direct_deployment_waits_for_the_agent_and_ends_active(metal: Re
 
 async def test_a_node_boots_from_a_volume_without_an_agent_and_lets_go_of_it(metal: RealMetal) -> None:
     """Ironic's own `external` storage: the volume has the image, so nothing is written, and no agent calls back."""
-    (node,) = await metal.nodes.enroll(1, direct=True, storage_interface="external")
+    able = {"cpu_arch": "x86_64", "capabilities": "iscsi_boot:true"}
+    (node,) = await metal.nodes.enroll(1, direct=True, storage_interface="external", properties=able)
     await metal.offered(node)
     metal.lab.agents.orders.clear()
     reached = {"target_portal": "127.0.0.1:3260", "target_iqn": "iqn.2026-11.test:v", "target_lun": 1}
