@@ -21,19 +21,31 @@ from tests.kit.certificates import Authority
 
 ROOT = Path(__file__).parents[3]
 README = (ROOT / "README.md").read_text()
-PAGES = [path.read_text() for kind in ("tutorial", "howto") for path in sorted((ROOT / "docs" / kind).glob("*.md"))]
+KINDS = ("tutorial", "howto", "explanation")
+PAGES = [path.read_text() for kind in KINDS for path in sorted((ROOT / "docs" / kind).glob("*.md"))]
 
 
 def blocks(language: str, *pages: str) -> list[str]:
     """The fenced blocks of a language, also those inside a list; their indentation is taken off."""
-    found = [re.findall(rf"^ *```{language}\n(.*?)^ *```$", page, re.MULTILINE | re.DOTALL) for page in pages]
-    return [textwrap.dedent(block) for page in found for block in page]
+    found = [re.findall(r"^ *```(\w*)\n(.*?)^ *```$", page, re.MULTILINE | re.DOTALL) for page in pages]
+    return [textwrap.dedent(block) for page in found for kind, block in page if kind == language]
+
+
+def indented(*pages: str) -> list[str]:
+    """The code blocks that are marked by their indentation."""
+    return [line[4:] for page in pages for line in page.splitlines() if line.startswith("    ")]
 
 
 def command_lines() -> list[str]:
-    lines = [line.split("#")[0].strip() for block in blocks("sh", README, *PAGES) for line in block.splitlines()]
-    lines = [line.removeprefix("PYTHONPATH=. ") for line in lines]
-    return [line for line in lines if line.removeprefix(".venv/bin/").startswith("berth ")]
+    """The lines of the pages that run `berth`, without prompt, comment and redirection."""
+    typed = [block for kind in ("sh", "") for block in blocks(kind, README, *PAGES)] + indented(*PAGES)
+    lines = [line for text in typed for line in text.replace("\\\n", " ").splitlines()]
+    shown = [line for block in blocks("console", README, *PAGES) for line in block.replace("\\\n", " ").splitlines()]
+    lines += [line[2:] for line in shown if line.startswith("$ ")]
+    parts = [re.split(r"\s#|\s>|\s\|\s|\s&&\s", line)[0] for line in lines if "`" not in line]
+    parts = [one for part in parts for one in re.split(r"; (?=berth )", part)]
+    commands = [part.strip().removeprefix("PYTHONPATH=. ") for part in parts]
+    return list(dict.fromkeys(line for line in commands if line.removeprefix(".venv/bin/").startswith("berth ")))
 
 
 @pytest.mark.parametrize("line", command_lines())
