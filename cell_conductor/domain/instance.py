@@ -166,10 +166,11 @@ class Instance(Struct, frozen=True, kw_only=True, omit_defaults=True):
     stamps: when each stage of the build ended, until it is answered. server_group: whose rule alternates are held to;
     limits: what its project may hold, which they are held to as well.
     newest: the highest attempt number that was ever given out, where that is not `attempt`: a move that was undone has
-    used numbers that nothing runs under. power: whether it is meant to run. image: of a shelved one, its snapshot.
-    order: the highest number given to a change of its machine. move: what is being done with it. ended: requests that
-    have ended, the newest last. traceparent: the trace of the last request about it ("": not sampled), for what a
-    deadline makes of it.
+    used numbers that nothing runs under. reused_from: of a record that is older than a set-back of the database, the
+    first number that it gave out since (0: none): the forgotten records may have given out the same. power: whether it
+    is meant to run. image: of a shelved one, its snapshot. order: the highest number given to a change of its machine.
+    move: what is being done with it. ended: requests that have ended, the newest last. traceparent: the trace of the
+    last request about it ("": not sampled), for what a deadline makes of it.
     """
 
     uuid: str
@@ -197,6 +198,7 @@ class Instance(Struct, frozen=True, kw_only=True, omit_defaults=True):
     server_group: ServerGroup | None = None
     limits: dict[str, int] = {}
     newest: int = 0
+    reused_from: int = 0
     power: Power = Power.RUNNING
     image: str = ""
     order: int = 0

@@ -159,6 +159,7 @@ def adopt(
 
 def claim(instance: Instance, at: float, timeouts: Timeouts) -> Step:
     """Ask placement for the first destination that is left, or go back when none is."""
+    instance = _marked_reused(instance, timeouts)
     move = move_of(instance)
     if notes := timeouts.closed.passed_over(instance.alternates, instance.next_attempt, at):
         move = replace(move, history=move.history + notes)
@@ -174,6 +175,14 @@ def claim(instance: Instance, at: float, timeouts: Timeouts) -> Step:
     if not kept:
         return undo(left, at, timeouts, NO_HOST, summary_of_hosts(left))
     return report_progress(steps.ask(left, State.CLAIMING, at, timeouts), MoveState.CLAIMING, at, timeouts)
+
+
+def _marked_reused(instance: Instance, timeouts: Timeouts) -> Instance:
+    """Note the first number that a record gives out after it was set back: it may have given it out before."""
+    is_older = instance.requested_at < timeouts.set_back_at + rules.CLOCKS_APART_S
+    if instance.reused_from or not timeouts.set_back_at or not is_older:
+        return instance
+    return replace(instance, reused_from=instance.next_attempt)
 
 
 def try_next(instance: Instance, at: float, timeouts: Timeouts) -> Step:

@@ -81,6 +81,10 @@ class InstanceFacts(Protocol):
     def doubted(self) -> bool:
         """Whether the database was set back while this was being built or moved."""
 
+    @property
+    def reused_from(self) -> int:
+        """Attempts from this one on may have been given out before the database was set back, too (0: none)."""
+
 
 def is_over(record: InstanceFacts, attempt: int, host_uuid: str) -> bool:
     """Whether the record proves that this attempt, run by this host, is not wanted any more.
@@ -88,7 +92,8 @@ def is_over(record: InstanceFacts, attempt: int, host_uuid: str) -> bool:
     An attempt above all that were given out, or a machine's own attempt on another host, was commanded by a record that
     this database does not have (it was restored from a backup): that proves nothing, and the machine is kept. So was
     attempt 1 of a record that has passed over its first host, and the attempt that a set-back record does not know.
-    A record that was set back in the middle of a move numbers its attempts anew: an earlier number proves nothing.
+    A record that was set back in the middle of a move numbers its attempts anew: an earlier number proves nothing. Nor
+    does a number given out after a set-back, of an attempt that is neither the current one nor the source.
     """
     if record.state is State.ABSENT or attempt == UNKNOWN_ATTEMPT:
         return False
@@ -101,11 +106,13 @@ def is_over(record: InstanceFacts, attempt: int, host_uuid: str) -> bool:
     if attempt == record.attempt:
         is_kept = is_wanted_here(record) or record.state in NOT_COMMANDED
         return host_uuid == record.host_uuid and not is_kept
-    return attempt <= record.last_attempt and not is_renumbered(record)
+    return attempt <= record.last_attempt and not is_renumbered(record, attempt)
 
 
-def is_renumbered(record: InstanceFacts) -> bool:
-    """Whether attempts of this record may have been given out twice: it was set back while it was moved."""
+def is_renumbered(record: InstanceFacts, attempt: int) -> bool:
+    """Whether this attempt may have been given out twice: the record was set back while it was moved, or before."""
+    if 0 < record.reused_from <= attempt:
+        return True
     return record.doubted and record.state not in BUILD_GOES_ON
 
 

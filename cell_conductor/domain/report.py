@@ -59,7 +59,7 @@ NEWER = "newer than its record"
 ELSEWHERE = "its record has this attempt on another host"
 UNTRIED = "its record has not tried this host"
 UNSURE = "its build was given up in doubt, after the database was set back"
-RENUMBERED = "the database was set back while it was moved"
+RENUMBERED = "the database was set back, and its record may have numbered it anew"
 
 
 class Differences(Struct, frozen=True):
@@ -184,7 +184,7 @@ def _unexplained(record: RecordedInstance | None, one: Running, host_uuid: str) 
         return ""
     if is_over(record, one.attempt, host_uuid):
         return ""
-    if is_renumbered(record):
+    if is_renumbered(record, one.attempt):
         return RENUMBERED
     return ELSEWHERE if one.attempt in (record.attempt, record.source_attempt) else NEWER
 

@@ -284,6 +284,7 @@ class MemoryInstances:
                     i.source_attempt,
                     i.first_not_tried,
                     i.doubted,
+                    i.reused_from,
                 )
                 for i in self._table.instances.values()
                 if i.uuid in named

@@ -23,7 +23,7 @@ class Brief(Struct, frozen=True):
 
     newest: its highest attempt number. source_host_uuid, source_attempt: of a move, as Instance has them.
     first_not_tried: attempt 1 was never commanded by this record, because its service was down. doubted: the database
-    was set back while it was being built or moved.
+    was set back while it was being built or moved. reused_from: as Instance has it.
     """
 
     uuid: str
@@ -37,6 +37,7 @@ class Brief(Struct, frozen=True):
     source_attempt: int = 0
     first_not_tried: bool = False
     doubted: bool = False
+    reused_from: int = 0
 
     @property
     def last_attempt(self) -> int:

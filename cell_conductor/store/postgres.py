@@ -65,7 +65,8 @@ SELECT uuid, state, host_uuid,
     attempt, since, newest, source_host_uuid, source_attempt,
     coalesce(record #>> '{{history,0,outcome}}' = '{NOT_TRIED}' AND record #>> '{{history,0,attempt}}' = '1', false)
         AS first_not_tried,
-    coalesce((record ->> 'doubted')::boolean, false) AS doubted
+    coalesce((record ->> 'doubted')::boolean, false) AS doubted,
+    coalesce((record ->> 'reused_from')::integer, 0) AS reused_from
 FROM instances
 """
 BRIEFS_OF_HOSTS = f"""

@@ -283,6 +283,12 @@ async def test_a_brief_has_whether_the_first_host_was_passed_over(store: Instanc
     assert found == {A: True, B: False, C: False}
 
 
+async def test_a_brief_has_the_numbers_that_were_given_out_twice(store: InstanceStore) -> None:
+    await insert(store, replace(instance(A, State.ACTIVE), reused_from=3), instance(B, State.ACTIVE))
+    found = {brief.uuid: brief.reused_from for brief in await store.briefs([HOST], [])}
+    assert found == {A: 3, B: 0}
+
+
 async def step(store: InstanceStore, message_id: str, uuids: list[str], *, new: set[str], state: State) -> set[str]:
     """What the engine does: optimistic first, with locks after a conflict. Returns which ids were new."""
     for attempt in range(2):

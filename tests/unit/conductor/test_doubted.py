@@ -64,6 +64,7 @@ def brief(record: Instance) -> Brief:
         record.since,
         newest=record.newest,
         doubted=record.doubted,
+        reused_from=record.reused_from,
     )
 
 

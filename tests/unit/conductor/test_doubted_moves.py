@@ -12,9 +12,21 @@ from bus.contracts.placement import Claim, Revert
 from cell_conductor.domain import events as e
 from cell_conductor.domain.instance import State
 from cell_conductor.domain.move_doubts import IN_DOUBT
+from cell_conductor.domain.proof import is_over
+from cell_conductor.domain.report import RENUMBERED, UnexplainedKind, differences
 from cell_conductor.domain.table import question_of
-from tests.unit.conductor.scenario import PATIENCE, host, spawned
-from tests.unit.conductor.test_table_moves import OTHER, Scenario, begun, claimed, request, to_resized
+from tests.unit.conductor.scenario import DEPLOYMENT, PATIENCE, RELEASED, host, spawned
+from tests.unit.conductor.test_doubted import brief, report_of
+from tests.unit.conductor.test_table_moves import (
+    OTHER,
+    Scenario,
+    active,
+    begun,
+    claimed,
+    refused,
+    request,
+    to_resized,
+)
 
 SET_BACK_AT = 1_000.0
 AFTER = replace(PATIENCE, set_back_at=SET_BACK_AT)
@@ -183,3 +195,36 @@ def test_a_move_that_began_after_the_set_back_is_like_any_other() -> None:
     made.instance, made.timeouts = replace(made.instance, doubted=True, move=later), AFTER
     made.apply(e.TimedOut(at=1_500.0))
     assert made.instance.state is State.CONFIRMING and made.destroys[-1] == (1, host(1))
+
+
+def undone_after_the_set_back() -> Scenario:
+    """A record set back to before a move to host 2, which is moved once more and finds no host."""
+    made = Scenario(active(), AFTER)
+    made.apply(request(MoveKind.RESIZE, 3), refused(), e.Reverted(at=SET_BACK_AT + 60.0, attempt=2))
+    assert (made.instance.state, made.instance.attempt, made.instance.last_attempt) == (State.ACTIVE, 1, 2)
+    return made
+
+
+def test_what_a_forgotten_move_left_is_kept_though_a_later_move_had_its_number() -> None:
+    """Seed 81082: the record was then found lost on its old host, and the only machine taken for over and destroyed."""
+    made = undone_after_the_set_back()
+    undone = made.instance
+    lost = made.apply(e.HostMissing(at=9e3, host_uuid=host(1), seen_at=9e3, service="s1"), RELEASED).instance
+    assert lost.state is State.FAILED
+    for record in (undone, lost):
+        assert not is_over(record, 2, host(2))
+        assert is_over(replace(record, reused_from=0), 2, host(2))
+        found = differences(
+            report_of(2, on=2), [brief(record)], now=9e3, seen_at=9e3, grace_s=30.0, deployment=DEPLOYMENT
+        )
+        assert [(one.kind, one.why) for one in found.unexplained] == [(UnexplainedKind.QUARANTINED, RENUMBERED)]
+        made.instance = record
+        assert not made.apply(spawned(attempt=2)).commands, "nor by the host's own late word"
+
+
+def test_numbers_of_before_the_set_back_prove_as_ever_and_so_do_those_of_a_younger_build() -> None:
+    moved = replace(undone_after_the_set_back().instance, attempt=4)
+    assert is_over(moved, 1, host(1)) and not is_over(moved, 2, host(2))
+    younger = Scenario(active(), replace(AFTER, set_back_at=-SET_BACK_AT))
+    younger.apply(request(MoveKind.RESIZE, 3), refused(), e.Reverted(at=60.0, attempt=2))
+    assert is_over(younger.instance, 2, host(2))
