@@ -47,6 +47,8 @@ class HarmWatch:
         # (process, node): by the job that looked, those of the last RACE_S and the newest
         self._seen: dict[tuple[str, str], dict[str, Seen]] = {}
         self._changed_hands: dict[str, float] = {}
+        # {node: {instance that it was taken from: when the taker gave it back; None: not yet}}
+        self._taken_away: dict[str, dict[str, float | None]] = {}
         self.given_up: Collection[tuple[str, str, int]] = ()  # machines that a move gave up (`MoveWatch`)
         self.holdings: dict[str, Mapping[str, Mapping[str, int]]] = {}  # of consumers that are not ours
         self.may_let_go: set[str] = set()  # of these, those whose owner has requested it
@@ -113,9 +115,19 @@ class HarmWatch:
         newest = list(seen.values())[-1:]
         return newest if job not in seen else [*newest, seen[job]]
 
-    def changed_hands(self, node: str) -> None:
+    def changed_hands(self, node: str, before: str | None, after: str | None) -> None:
         """A node has another instance now, or none."""
         self._changed_hands[node] = self._now()
+        away = self._taken_away.setdefault(node, {})
+        for instance in away:  # our mark still names it where the taker leaves the node with none
+            away[instance] = self._now() if after in (instance, None) else None
+        if before is not None:
+            away.setdefault(before, None)
+
+    def was_taken_away(self, node: str, instance: str) -> bool:
+        """Whether a node that has an instance now had another one a moment ago: a scan may have seen that."""
+        given_back = self._taken_away.get(node, {}).get(instance)
+        return given_back is not None and self._now() - given_back <= RACE_S
 
     def acted(
         self, process: str, method: str, node: Mapping[str, Any], attempt: int | None, body: bytes, *, job: str = ""

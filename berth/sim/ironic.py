@@ -93,7 +93,7 @@ class WatchedNodePool(NodePool):
     """A node pool that reports when a machine is deployed on a node, and when a node changes its instance."""
 
     deployed: Callable[[str, str], None]
-    changed_hands: Callable[[str], None] = staticmethod(lambda _node: None)
+    changed_hands: Callable[[str, str | None, str | None], None] = staticmethod(lambda _node, _before, _after: None)
 
     def occupy(self, instances: Sequence[str], classes: tuple[str, ...]) -> None:
         """Nodes that others have had for long."""
@@ -123,7 +123,8 @@ class WatchedNodePool(NodePool):
         before = node["instance_uuid"]
         super()._change(node, **changes)
         if node["instance_uuid"] != before or changes.get("provision_state") == "cleaning":
-            self.changed_hands(node["uuid"])  # undeploying takes the instance away without a notification here
+            # Undeploying takes the instance away without a notification here.
+            self.changed_hands(node["uuid"], before, node["instance_uuid"])
         if changes.get("provision_state") == "active" and node["instance_uuid"]:
             self.deployed(node["uuid"], node["instance_uuid"])
 

@@ -362,7 +362,9 @@ class World:
                 return guest.attempt
         node = self.ironic.pool.nodes.get(host) if self.ironic is not None else None
         is_there = node is not None and instance in (node["instance_uuid"], marked(node))
-        return self.attempt_on(host, instance) if is_there else None
+        if not is_there or self.harm.was_taken_away(host, instance):
+            return None  # seed 80661: the scan saw the node of another, and its report was read when it was ours again
+        return self.attempt_on(host, instance)
 
     def attempt_on(self, node: str, instance: str) -> int:
         """The attempt that is on a node, by the services' own records: Ironic knows none."""

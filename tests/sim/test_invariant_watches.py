@@ -237,6 +237,40 @@ def test_what_a_build_acts_upon_is_what_it_has_seen_itself(job: str, *, breaks: 
         harm.acted("compute-m0", "PATCH", node, None, take, job=job)
 
 
+@pytest.mark.parametrize(
+    ("owners", "late_s", "breaks"),
+    [
+        pytest.param((LEFT, None), 2.4, False, id="the scan saw the node of another, who then left it"),  # seed 80661
+        pytest.param((LEFT, INSTANCE), 2.4, False, id="the scan saw the node of another, who gave it back"),
+        pytest.param((LEFT, None), RACE_S + 0.1, True, id="it has been left for long"),
+        pytest.param((LEFT, INSTANCE), RACE_S + 0.1, True, id="it has been given back for long"),
+        pytest.param((None,), 0.0, True, id="its owner is cleared and its mark is there"),
+        pytest.param((), 0.0, True, id="it was never taken away"),
+    ],
+)
+def test_what_was_lost_when_its_host_looked_may_be_there_again(
+    owners: tuple[str | None, ...], late_s: float, *, breaks: bool
+) -> None:
+    async def main() -> None:
+        world = World(next(plan for seed in range(1, 40) if (plan := plan_of(seed)).metal), EventLog())
+        assert world.ironic is not None
+        pool = world.ironic.pool
+        node = next(one for one in pool.nodes.values() if one["instance_uuid"] is None)
+        mark = {"berth": {"instance": INSTANCE}}
+        pool._change(node, instance_uuid=INSTANCE, provision_state="active", instance_info=mark)
+        for owner in owners:
+            pool._change(node, instance_uuid=owner)
+        chosen = Selection(host_uuid=node["uuid"], host="h", service="m0", allocations={})
+        active = Instance(uuid=INSTANCE, state=State.ACTIVE, attempt=0, selections=(chosen,))
+        world.machines.instances({INSTANCE: active})
+        await asyncio.sleep(late_s)
+        lost = replace(active, state=State.FAILED, code="instance.lost")
+        with pytest.raises(Breach, match="lost_was_lost") if breaks else nullcontext():
+            world.machines.instances({INSTANCE: lost})
+
+    virtual.run(main, on_unseen=pytest.fail)
+
+
 @pytest.mark.parametrize(("first_died", "machines"), [(True, 1), (False, 2)])
 def test_what_a_dead_process_of_a_name_built_unreported_may_be_destroyed_in_vain(
     *, first_died: bool, machines: int
