@@ -179,7 +179,7 @@ def claim(instance: Instance, at: float, timeouts: Timeouts) -> Step:
 
 def _marked_reused(instance: Instance, timeouts: Timeouts) -> Instance:
     """Note the first number that a record gives out after it was set back: it may have given it out before."""
-    is_older = instance.requested_at < timeouts.set_back_at + rules.CLOCKS_APART_S
+    is_older = instance.requested_at < timeouts.set_back_at + steps.CLOCKS_APART_S
     if instance.reused_from or not timeouts.set_back_at or not is_older:
         return instance
     return replace(instance, reused_from=instance.next_attempt)

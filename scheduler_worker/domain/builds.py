@@ -123,9 +123,14 @@ class BuildUpdate(Struct, frozen=True, kw_only=True):
 def apply_announcement(build: RecordedBuild, event: BuildEvent, cell: str) -> tuple[RecordedBuild, BuildEvent | None]:
     """Apply what a cell announces; returns the build and the event to publish.
 
-    The event is None when it is outdated, or of a build that is not this cell's.
+    The event is None when it is outdated, or of a build that is not this cell's. `deleted` is the last event of an
+    instance whatever its number: a cell's database that died forgets what it has announced, and numbers anew.
     """
-    if event.sequence <= build.sequence or build.state is BuildState.DELETED or build.cell != cell:
+    if build.state is BuildState.DELETED or build.cell != cell:
+        return build, None
+    if event.state is BuildState.DELETED and event.sequence <= build.sequence:
+        event = replace(event, sequence=build.sequence + 1)
+    if event.sequence <= build.sequence:
         return build, None
     # Judged by its state too: the event that the cell called the terminal one may have been overtaken, and is outdated.
     ends = event.terminal or event.state in TERMINAL_STATES

@@ -64,6 +64,19 @@ def test_a_build_ends_once_and_its_delete_ends_once() -> None:
     assert build.state is BuildState.DELETED
 
 
+def test_a_deleted_instance_is_deleted_though_the_cell_forgot_a_number_that_it_had_announced() -> None:
+    """Seed 81141: "deleting", not yet on disk when the cell's database died, had the number that "deleted" then had."""
+    for number in (11, 12):
+        build, published = play(
+            event(BuildState.DELETING, 11),
+            event(BuildState.DELETING, 12),
+            event(BuildState.DELETED, number, terminal=True),
+            event(BuildState.DELETED, number, terminal=True),
+        )
+        assert published == [("deleting", False), ("deleting", False), ("deleted", True)]
+        assert (build.state, build.sequence) == (BuildState.DELETED, 13)
+
+
 def test_a_delete_under_way_stays_so_on_record() -> None:
     deleting = RecordedBuild(
         instance_uuid=UUID, project_id="demo", state=BuildState.DELETING, sequence=10, terminal=False, cell="c1"
