@@ -11,6 +11,7 @@ from typing import Any
 
 from msgspec import Struct
 
+from berth.sim.plan import MAX_FAULT_S
 from berth.sim.watch import Breach
 from cell_conductor.domain.instance import Instance, State
 from compute_sim.fleet import Guest
@@ -20,6 +21,8 @@ from placement_worker.store.memory_table import ConsumerRow
 # Between a look at a node and what is done on it others may get in: Ironic has no condition "only if it is still
 # so" for all fields at once. A look that is older than this is no excuse.
 RACE_S = 5.0
+# A report that a conductor cannot take yet (its database is away, it is paused) acts so long after its scan at most.
+LATE_REPORT_S = MAX_FAULT_S + 5.0
 # While a record stands so, its attempt is wanted.
 WANTED = frozenset({State.BUILDING, State.ACTIVE})
 
@@ -125,9 +128,9 @@ class HarmWatch:
             away.setdefault(before, None)
 
     def was_taken_away(self, node: str, instance: str) -> bool:
-        """Whether a node that has an instance now had another one a moment ago: a scan may have seen that."""
+        """Whether a node that has an instance now had another one lately: a scan that saw that may be judged now."""
         given_back = self._taken_away.get(node, {}).get(instance)
-        return given_back is not None and self._now() - given_back <= RACE_S
+        return given_back is not None and self._now() - given_back <= LATE_REPORT_S
 
     def acted(
         self, process: str, method: str, node: Mapping[str, Any], attempt: int | None, body: bytes, *, job: str = ""

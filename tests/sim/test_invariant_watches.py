@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from berth.sim import loop as virtual
 from berth.sim.draw import plan_of
 from berth.sim.event_log import EventLog
-from berth.sim.harm_watch import RACE_S, HarmWatch
+from berth.sim.harm_watch import LATE_REPORT_S, RACE_S, HarmWatch
 from berth.sim.load import Client
 from berth.sim.loop import Process
 from berth.sim.network import SimTransport
@@ -240,10 +240,10 @@ def test_what_a_build_acts_upon_is_what_it_has_seen_itself(job: str, *, breaks: 
 @pytest.mark.parametrize(
     ("owners", "late_s", "breaks"),
     [
-        pytest.param((LEFT, None), 2.4, False, id="the scan saw the node of another, who then left it"),  # seed 80661
+        pytest.param((LEFT, None), 8.7, False, id="the scan saw the node of another, who then left it"),  # seed 80661
         pytest.param((LEFT, INSTANCE), 2.4, False, id="the scan saw the node of another, who gave it back"),
-        pytest.param((LEFT, None), RACE_S + 0.1, True, id="it has been left for long"),
-        pytest.param((LEFT, INSTANCE), RACE_S + 0.1, True, id="it has been given back for long"),
+        pytest.param((LEFT, None), LATE_REPORT_S + 0.1, True, id="it has been left for long"),
+        pytest.param((LEFT, INSTANCE), LATE_REPORT_S + 0.1, True, id="it has been given back for long"),
         pytest.param((None,), 0.0, True, id="its owner is cleared and its mark is there"),
         pytest.param((), 0.0, True, id="it was never taken away"),
     ],
