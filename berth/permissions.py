@@ -33,7 +33,7 @@ from bus.contracts.catalogue import (
     QueueRow,
     Where,
 )
-from bus.owner import ABOVE_CELLS, DEPLOYMENT, OWNERS
+from bus.owner import DEPLOYMENT, OWNERS
 from bus.rabbitmq import parse_bus_url
 from bus.topology import MARK, MARK_OF, QueueNames, delay_exchange, shared_exchanges, shared_queues
 from bus.wire import REPLY_PREFIX
@@ -264,8 +264,7 @@ def _marks(role: PermissionRole) -> tuple[str, ...]:
     """The marks that a role's user leaves on a bus."""
     if role is PermissionRole.OPERATOR:
         return (DEPLOYMENT, *OWNERS)
-    own = (str(role),) if role in OWNERS else ()
-    return (DEPLOYMENT, *own) if role in ABOVE_CELLS else own
+    return (DEPLOYMENT, str(role)) if role in OWNERS else ()
 
 
 def _allow_making(allowed: _Allowed, names: QueueNames) -> None:

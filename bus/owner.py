@@ -4,8 +4,8 @@ Two deployments on one bus would take each other's messages. A mark is left by t
 enters the bus, for good; an operator takes it away (`berth bus release`).
 
 Two deployments may start at once on an empty bus. So a role that enters a bus for the first time claims the bus first,
-for the database that all roles above cells share: one deployment has it, and no role of the other enters. A conductor
-may have a database of its own and claims its role alone.
+for the database that its roles share: one deployment has it, and no role of the other enters. A conductor with a
+database of its own (`conductor.own_database`) claims its role alone.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from bus.port import BusForbidden, BusMarked, Transport
 OWNERS = ("placement", "scheduler", "conductor", "ironic-sync")
 # The mark that roles of one database claim before their own.
 DEPLOYMENT = "deployment"
-ABOVE_CELLS = ("placement", "scheduler", "ironic-sync")
+OWN_DATABASE = "; where the conductors of one deployment have a database of their own, set conductor.own_database first"
 
 
 class BusOwnedByAnother(BusForbidden):
@@ -40,8 +40,9 @@ async def _mark(transport: Transport, bus: str, role: str, deployment: str) -> N
     try:
         await transport.mark(role, deployment)
     except BusMarked as error:
+        hint = OWN_DATABASE if role == DEPLOYMENT else ""
         raise BusOwnedByAnother(
             f"bus {bus!r} belongs to another deployment: the database of its {role} is {error.owner}, and that of this "
             f"one is {deployment}; give this deployment another virtual host or prefix, restore its database, or, once "
-            f"no worker of the other runs, take the bus over with `berth bus release {bus}`"
+            f"no worker of the other runs, take the bus over with `berth bus release {bus}`{hint}"
         ) from error

@@ -45,9 +45,12 @@ def build(env: Environment, config: ConductorConfig, cell: str, *, store: Instan
     if cell == API:
         raise BrokenInvariant("a conductor uses its own cell's bus only", code="conductor.up_call")
     service = Service(f"conductor {cell}", clock=env.clock)
-    store = store if store is not None else PostgresInstances(env.database(f"cell_{cell}"))
+    database = env.database(f"cell_{cell}") if store is None else None
+    store = store if database is None else PostgresInstances(database)
+    assert store is not None
     bus = env.bus(cell)
-    bus.belongs_to("conductor", lambda: store.deployment)
+    shared = database if not config.own_database else None
+    bus.belongs_to("conductor", lambda: store.deployment, lambda: "" if shared is None else shared.place)
     lingering = Lingering(linger_s=config.progress_linger_s, lingers=is_progress)
     relay = Relay(store.outbox, {cell: bus}, clock=env.clock, lingering=lingering)
     fences = FenceKeeper(store, bus, clock=env.clock, config=config, cell=cell)

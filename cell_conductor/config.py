@@ -13,6 +13,11 @@ Seconds = Annotated[float, Bound(gt=0, le=86_400)]
 class ConductorConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Bounds and waits of one conductor process."""
 
+    own_database: bool = False
+    """Whether the cells' conductors have another database than placement and the schedulers. With the same one (the
+    default) a conductor claims an empty bus for it, as they do: of two deployments that start at once on empty buses
+    one gets all of a bus.
+    """
     claim_timeout_s: Seconds = 10.0
     """Seconds that one answer of placement is waited for."""
     claim_retry_s: Seconds = 15.0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 import pytest
 
@@ -12,6 +12,7 @@ from bus.clock import SystemClock
 from bus.contracts.build import BuildState
 from bus.memory import MemoryBroker, MemoryTransport
 from bus.owner import BusOwnedByAnother
+from bus.port import Transport
 from bus.rabbitmq import RabbitTransport
 from bus.service.environment import Environment
 from bus.service.service import Service
@@ -37,12 +38,21 @@ ROLES: dict[str, Build] = {
 }
 
 
-async def entered_once(service: Service) -> None:
-    """Start it, and stop it when it has entered its bus; raises what it ended of before that."""
+async def never() -> bool:
+    return False
+
+
+async def entered_once(service: Service, *, has_entered: Callable[[], Awaitable[bool]] = never) -> None:
+    """Start it, and stop it when it has entered its bus; raises what it ended of before that.
+
+    has_entered: whether it has entered the bus of a cell, too: a scheduler does that on the side.
+    """
     stop = asyncio.Event()
     running = asyncio.create_task(service.run(stop))
     async with asyncio.timeout(PATIENCE_S):
         while not running.done() and service.phase not in ("preparing", "ready"):  # noqa: ASYNC110  (a text, no event)
+            await asyncio.sleep(0.005)
+        while not running.done() and has_entered is not never and not await has_entered():  # noqa: ASYNC110
             await asyncio.sleep(0.005)
     stop.set()
     await running
@@ -89,6 +99,40 @@ async def test_each_role_names_the_owner_of_the_bus(role: str, postgres_server: 
         for broker in brokers.values():
             broker.marks.clear()
         await entered_once(worker(second))
+
+
+@pytest.mark.rabbitmq
+@pytest.mark.parametrize("adapter", ["memory", "rabbitmq"])
+@pytest.mark.parametrize("first_role", ["conductor", "scheduler"])
+async def test_a_conductor_and_the_schedulers_of_an_empty_cell_bus_are_of_one_deployment(
+    first_role: str, adapter: str, amqp: tuple[str, str], postgres_server: str
+) -> None:
+    """A conductor claimed its role alone: the scheduler of another deployment entered too, and sent it its builds."""
+    brokers = {name: MemoryBroker(SystemClock()) for name in (API, *CELLS)}
+
+    def connect(bus: str) -> Transport:
+        if adapter == "memory":
+            return MemoryTransport(brokers[bus], bus)
+        return RabbitTransport(amqp[0], name=bus, prefix=f"{amqp[1]}{bus}.")
+
+    async def enter(role: str, url: str, *, config: ConductorConfig | None = None) -> None:
+        env = Environment(role, transports=connect, database_url=url, cells=CELLS)
+        service = ROLES[role](env) if config is None else build_conductor(env, config, CELLS[0])
+        await entered_once(service, has_entered=lambda: is_marked(role))
+
+    async def is_marked(role: str) -> bool:
+        return bool(await looking.owner_of(role))
+
+    looking = connect(CELLS[0])
+    await looking.open()
+    second_role = "scheduler" if first_role == "conductor" else "conductor"
+    with servers.fresh_database(postgres_server) as first, servers.fresh_database(postgres_server) as second:
+        await enter(first_role, first)
+        with pytest.raises(BusOwnedByAnother, match=r"(?s)of its deployment is.*berth bus release.*own_database"):
+            await enter(second_role, second)
+        if second_role == "conductor":  # the same deployment, with a database of its own for its conductors
+            await enter(second_role, second, config=ConductorConfig(own_database=True))
+    await looking.close()
 
 
 @pytest.mark.rabbitmq
