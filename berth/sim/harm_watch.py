@@ -51,7 +51,7 @@ class HarmWatch:
         self._seen: dict[tuple[str, str], dict[str, Seen]] = {}
         self._changed_hands: dict[str, float] = {}
         # {node: {instance that it was taken from: when the taker gave it back; None: not yet}}
-        self._taken_away: dict[str, dict[str, float | None]] = {}
+        self._returned: dict[str, dict[str, float | None]] = {}
         self.given_up: Collection[tuple[str, str, int]] = ()  # machines that a move gave up (`MoveWatch`)
         self.holdings: dict[str, Mapping[str, Mapping[str, int]]] = {}  # of consumers that are not ours
         self.may_let_go: set[str] = set()  # of these, those whose owner has requested it
@@ -121,15 +121,15 @@ class HarmWatch:
     def changed_hands(self, node: str, before: str | None, after: str | None) -> None:
         """A node has another instance now, or none."""
         self._changed_hands[node] = self._now()
-        away = self._taken_away.setdefault(node, {})
-        for instance in away:  # our mark still names it where the taker leaves the node with none
-            away[instance] = self._now() if after in (instance, None) else None
+        former = self._returned.setdefault(node, {})
+        for instance in former:  # our mark still names it where the taker leaves the node with none
+            former[instance] = self._now() if after in (instance, None) else None
         if before is not None:
-            away.setdefault(before, None)
+            former.setdefault(before, None)
 
-    def was_taken_away(self, node: str, instance: str) -> bool:
+    def was_of_another(self, node: str, instance: str) -> bool:
         """Whether a node that has an instance now had another one lately: a scan that saw that may be judged now."""
-        given_back = self._taken_away.get(node, {}).get(instance)
+        given_back = self._returned.get(node, {}).get(instance)
         return given_back is not None and self._now() - given_back <= LATE_REPORT_S
 
     def acted(

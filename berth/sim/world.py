@@ -362,7 +362,7 @@ class World:
                 return guest.attempt
         node = self.ironic.pool.nodes.get(host) if self.ironic is not None else None
         is_there = node is not None and instance in (node["instance_uuid"], marked(node))
-        if not is_there or self.harm.was_taken_away(host, instance):
+        if not is_there or self.harm.was_of_another(host, instance):
             return None  # seed 80661: the scan saw the node of another, and its report was read when it was ours again
         return self.attempt_on(host, instance)
 
