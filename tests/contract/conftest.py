@@ -6,6 +6,11 @@ from collections.abc import AsyncIterator
 
 import pytest
 
+from bus.clock import SystemClock
+from bus.persistence.database import Database
+from cell_conductor.store.memory import MemoryInstances, MemoryInstanceTable
+from cell_conductor.store.port import InstanceStore
+from cell_conductor.store.postgres import PostgresInstances
 from placement_worker.store.port import PlacementStore
 from tests.contract.books import HOSTS, KINDS, Books, books, roomy_host
 from tests.contract.house import House
@@ -41,3 +46,16 @@ async def store(make: Books) -> PlacementStore:
     await made.open()
     await made.report([roomy_host(uuid) for uuid in HOSTS])
     return made
+
+
+@pytest.fixture(params=KINDS)
+async def instances(request: pytest.FixtureRequest) -> AsyncIterator[InstanceStore]:
+    """A cell's store, open and without rows: its instances, leases, fences and what is unexplained."""
+    made: InstanceStore
+    if request.param == "memory":
+        made = MemoryInstances(MemoryInstanceTable(SystemClock()).session())
+    else:
+        made = PostgresInstances(Database(request.getfixturevalue("postgres_url"), "cell_c1"))
+    await made.open()
+    yield made
+    await made.close()

@@ -2,18 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-
-import pytest
 from msgspec.structs import replace
 
-from bus.clock import SystemClock
-from bus.persistence.database import Database
 from cell_conductor.domain.instance import Instance, State
 from cell_conductor.domain.leases import Lease, LeaseState
-from cell_conductor.store.memory import MemoryInstances, MemoryInstanceTable
 from cell_conductor.store.port import InstanceStore
-from cell_conductor.store.postgres import PostgresInstances
 from tests.unit.conductor.scenario import SPEC, selection
 
 UP = Lease(service="a", epoch=7, interval_s=1.0, since=5.0)
@@ -22,20 +15,8 @@ LEFT = Lease(service="c", epoch=1, interval_s=1.0, state=LeaseState.STOPPED, sin
 LONG_S, OVER_S = 60.0, -1.0
 
 
-@pytest.fixture(params=["memory", pytest.param("postgres", marks=pytest.mark.postgres)])
-async def store(request: pytest.FixtureRequest) -> AsyncIterator[InstanceStore]:
-    made: InstanceStore
-    if request.param == "memory":
-        made = MemoryInstances(MemoryInstanceTable(SystemClock()).session())
-    else:
-        made = PostgresInstances(Database(request.getfixturevalue("postgres_url"), "cell_leases"))
-    await made.open()
-    yield made
-    await made.close()
-
-
-async def test_one_conductor_keeps_the_leases_until_it_stops_announcing_it(store: InstanceStore) -> None:
-    leases = store.leases
+async def test_one_conductor_keeps_the_leases_until_it_stops_announcing_it(instances: InstanceStore) -> None:
+    leases = instances.leases
     term = await leases.keep("one", LONG_S)
     assert term is not None and await leases.keep("two", LONG_S) is None
     assert await leases.keep("one", OVER_S) == term, "the same keeper, the same term"
@@ -44,8 +25,8 @@ async def test_one_conductor_keeps_the_leases_until_it_stops_announcing_it(store
     assert await leases.keep("one", LONG_S) is None
 
 
-async def test_what_a_former_keeper_records_is_refused(store: InstanceStore) -> None:
-    leases = store.leases
+async def test_what_a_former_keeper_records_is_refused(instances: InstanceStore) -> None:
+    leases = instances.leases
     term = await leases.keep("one", OVER_S)
     assert term is not None and await leases.record(term, [SILENT, UP])
     assert await leases.leases() == [UP, SILENT]
@@ -57,14 +38,14 @@ async def test_what_a_former_keeper_records_is_refused(store: InstanceStore) -> 
     assert await leases.leases() == [UP, back, LEFT]
 
 
-async def test_only_services_that_are_down_for_long_are_purged(store: InstanceStore) -> None:
-    term = await store.leases.keep("one", LONG_S)
+async def test_only_services_that_are_down_for_long_are_purged(instances: InstanceStore) -> None:
+    term = await instances.leases.keep("one", LONG_S)
     assert term is not None
-    await store.leases.record(term, [UP, SILENT, LEFT])
-    assert await store.leases.forget(term, 4.0, 10) == []
-    assert await store.leases.forget(term, 100.0, 1) == ["c"]
-    assert await store.leases.forget(term, 100.0, 10) == ["b"]
-    assert await store.leases.leases() == [UP]
+    await instances.leases.record(term, [UP, SILENT, LEFT])
+    assert await instances.leases.forget(term, 4.0, 10) == []
+    assert await instances.leases.forget(term, 100.0, 1) == ["c"]
+    assert await instances.leases.forget(term, 100.0, 10) == ["b"]
+    assert await instances.leases.leases() == [UP]
 
 
 def instance(number: int, service: str, state: State, *, position: int = 0) -> Instance:
@@ -76,7 +57,7 @@ def instance(number: int, service: str, state: State, *, position: int = 0) -> I
     )
 
 
-async def test_what_a_service_was_commanded_to_build_is_found_by_its_current_host(store: InstanceStore) -> None:
+async def test_what_a_service_was_commanded_to_build_is_found_by_its_current_host(instances: InstanceStore) -> None:
     kept = [
         instance(1, "a", State.BUILDING),
         instance(2, "a", State.BUILDING, position=2),
@@ -85,11 +66,11 @@ async def test_what_a_service_was_commanded_to_build_is_found_by_its_current_hos
         instance(5, "a", State.DELETING),
         instance(6, "c", State.BUILDING),
     ]
-    async with store.transaction() as transaction:
+    async with instances.transaction() as transaction:
         await transaction.insert(kept)
-    assert await store.building_at(["b", "a", "nobody"]) == [
+    assert await instances.building_at(["b", "a", "nobody"]) == [
         (kept[0].uuid, "a"),
         (kept[1].uuid, "a"),
         (kept[2].uuid, "b"),
     ]
-    assert await store.building_at([]) == []
+    assert await instances.building_at([]) == []

@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-
 import pytest
 from msgspec.structs import replace
 
-from bus.clock import SystemClock
-from bus.persistence.database import Database
 from cell_conductor.domain.breaker import Breaker
 from cell_conductor.domain.report import Unexplained, UnexplainedKind
-from cell_conductor.store.memory import MemoryInstances, MemoryInstanceTable
 from cell_conductor.store.port import InstanceStore
-from cell_conductor.store.postgres import PostgresInstances
 from cell_conductor.store.safety import DESTROY, KEEP, Safety
 
 A, B, HOST = (f"{n}0000000-0000-4000-8000-000000000000" for n in "ab1")
@@ -21,27 +15,15 @@ OURS = Unexplained(A, 3, HOST, UnexplainedKind.QUARANTINED, "no record")
 FOREIGN = Unexplained(B, 0, HOST, UnexplainedKind.FOREIGN, "no mark of this deployment")
 
 
-@pytest.fixture(params=["memory", pytest.param("postgres", marks=pytest.mark.postgres)])
-async def store(request: pytest.FixtureRequest) -> AsyncIterator[InstanceStore]:
-    made: InstanceStore
-    if request.param == "memory":
-        made = MemoryInstances(MemoryInstanceTable(SystemClock()).session())
-    else:
-        made = PostgresInstances(Database(request.getfixturevalue("postgres_url"), "cell_safety"))
-    await made.open()
-    yield made
-    await made.close()
-
-
 @pytest.fixture
-def safety(store: InstanceStore) -> Safety:
-    return store.safety
+def safety(instances: InstanceStore) -> Safety:
+    return instances.safety
 
 
-async def test_the_identity_is_the_schemas_own(store: InstanceStore) -> None:
-    first = store.deployment
-    await store.open()
-    assert store.deployment == first and len(first) == 36
+async def test_the_identity_is_the_schemas_own(instances: InstanceStore) -> None:
+    first = instances.deployment
+    await instances.open()
+    assert instances.deployment == first and len(first) == 36
 
 
 async def test_what_is_recorded_again_keeps_when_it_was_first_seen(safety: Safety) -> None:
