@@ -481,6 +481,17 @@ PLANTS: dict[str, tuple[str, str, str]] = {
         "    if all(verdict.outcome is _CLAIMED for verdict in verdicts):",
         "    if any(verdict.outcome is _CLAIMED for verdict in verdicts):",
     ),
+    "M-1": ("placement_worker/domain/moves.py", "for uuid, resources in source.items():", "for uuid, resources in ():"),
+    "M-13": (
+        "placement_worker/domain/moves.py",
+        "{name: amount - amount_of(taken, uuid, name) for name, amount in resources.items()}",
+        "dict(resources)",
+    ),
+    "C-10": (
+        "cell_conductor/domain/rules.py",
+        'code="max_retries_exceeded", reason=summary_of(instance))',
+        'code="max_retries_exceeded", reason="")',
+    ),
     "C-8": (
         "cell_conductor/domain/table.py",
         "        release_first=move is None or instance.position > 0,\n",
@@ -491,9 +502,6 @@ PLANTS: dict[str, tuple[str, str, str]] = {
 # {row: why no plant takes its feature away}
 JUDGED: dict[str, str] = {
     "N-20": "room is guarded in the domain, in claim_new and by the database: no one edit takes it away",
-    "C-10": "its code has moved today (moves); the test was seen to fail without it before that",
-    "M-1": "new, and matched by name and description only",
-    "M-13": "new, and matched by name and description only",
 }
 
 
