@@ -30,6 +30,8 @@ COMMAND_TIMEOUT_S = 60.0
 STARTED_TIMEOUT_S = 60.0
 # %s: the path of a file with definitions. Fails in a node whose broker has not started.
 IMPORT = "true = rabbit:is_running(), {ok, Raw} = file:read_file(%s), ok = rabbit_definitions:import_raw(Raw)."
+# %s: a node of the cluster to join, which then has all that this broker has. 4.0 and later have another module.
+JOIN = "rabbit:stop(), ok = rabbit_mnesia:join_cluster('%s', disc), ok = rabbit:start()."
 NOT_STARTED = "requires the 'rabbit' app to be running"
 REGISTER_TIMEOUT_S = 60.0
 # A broker that is killed because it takes long to stop, as on a busy machine, forgets its youngest queues.
@@ -95,8 +97,11 @@ class RabbitMQ(PrivateServer):
     def join(self) -> None:
         """Become a node of the cluster of the broker beside which this one runs; what it held is gone."""
         assert self._beside is not None, "made with beside="
-        for command in (("stop_app",), ("join_cluster", self._beside.node), ("start_app",)):
-            self.control(*command)
+        try:
+            self.evaluate(JOIN % self._beside.node)
+        except ServerFailed:  # another version
+            for command in (("stop_app",), ("join_cluster", self._beside.node), ("start_app",)):
+                self.control(*command)
 
     def _clear(self) -> None:
         if self._epmd is not None:

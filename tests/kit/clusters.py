@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
+import re
 import shutil
 import time
 from collections import Counter
@@ -22,6 +22,8 @@ NODES = 3
 STAND_BY = "standby"
 PATIENCE_S = 60.0
 POLL_S = 0.1
+RUNNING = "[Node || Node <- [node() | nodes()], rabbit:is_running(Node)]."
+NODE = re.compile(r"berth-[0-9a-f]{10}@localhost")
 
 
 class BrokerCluster:
@@ -43,19 +45,23 @@ class BrokerCluster:
                 node.start()
         for node in self.nodes:
             until = time.monotonic() + PATIENCE_S
-            while len(json.loads(node.control("cluster_status", "--formatter", "json"))["running_nodes"]) < NODES:
+            while len(named_nodes(node.evaluate(RUNNING))) < NODES:
                 assert time.monotonic() < until, "a node of the cluster did not come back"
                 time.sleep(POLL_S)
 
     def connections(self) -> Counter[str]:
         """How many clients each node serves, by the node's name."""
-        pids = self.nodes[0].control("list_connections", "pid", "--no-table-headers").split()
-        return Counter(pid.strip("<>").rsplit(".", 3)[0] for pid in pids)
+        return Counter(named_nodes(self.nodes[0].evaluate("[node(Pid) || Pid <- rabbit_networking:connections()].")))
 
     def busiest(self) -> RabbitMQ:
         """The node that serves the most clients."""
         name = self.connections().most_common(1)[0][0]
         return next(node for node in self.nodes if node.node == name)
+
+
+def named_nodes(term: str) -> list[str]:
+    """The nodes in an Erlang term, as often as they are there."""
+    return NODE.findall(term)
 
 
 @contextlib.contextmanager
