@@ -26,12 +26,11 @@ from bus.contracts.build import (
 from bus.contracts.operations import AdminStateSet, HostAdminState, ServicesPage, ServicesQuery, SetAdminState
 from bus.faults import Fault, Transient
 from bus.port import BusError, BusUnavailable, PublishRefused
+from bus.retrying import CLIENT_PUBLISH, Retrying
 from bus.tracing.context import CURRENT, NOT_SAMPLED, Scope, Span, TraceContext
 
 # Requests handed to the bus in one go; between two goes the loop gets to deliver events.
 PUBLISH_SLICE = 1000
-# Waits between repeated publications during an outage of the broker, where the caller allows one.
-PUBLISH_AGAIN_S = 0.25
 # A client that receives nothing for this long queries its builds; so many at a time, so many at most.
 SILENCE_S = 1.0
 ASK_SLICE = 200
@@ -325,21 +324,24 @@ class BuildClient:
             CURRENT.reset(token)
 
     async def _publish_confirmed(self, requests: Sequence[BuildRequest | DeleteRequest], give_up_at: float) -> None:
-        while True:
-            errors = await self.bus.publish_each([(request, request.instance_uuid) for request in requests])
+        left = requests
+
+        async def publish_left() -> bool:
+            nonlocal left
+            errors = await self.bus.publish_each([(request, request.instance_uuid) for request in left])
             now = self._clock.monotonic()
-            for request, error in zip(requests, errors, strict=True):
+            for request, error in zip(left, errors, strict=True):
                 if error is None:
                     for uuid in instances_of(request):
                         self.tracks[uuid].published_at = now
-            failed = [(request, error) for request, error in zip(requests, errors, strict=True) if error is not None]
-            if not failed:
-                return
+            failed = [(request, error) for request, error in zip(left, errors, strict=True) if error is not None]
             for _, error in failed:
-                if not isinstance(error, BusUnavailable | PublishRefused) or self._clock.monotonic() >= give_up_at:
+                if not isinstance(error, BusUnavailable | PublishRefused) or now >= give_up_at:
                     raise error
-            requests = [request for request, _ in failed]
-            await self._clock.sleep(PUBLISH_AGAIN_S)
+            left = [request for request, _ in failed]
+            return not left
+
+        await Retrying(CLIENT_PUBLISH, self._clock).until(publish_left)
 
     async def _event_within(self, timeout_s: float) -> bool:
         self._changed.clear()

@@ -63,6 +63,10 @@ QUEUE_LOCKED = RetryPolicy(first_s=1.0, longest_s=1.0, least=1.0, lasts_s=60.0)
 CELL_UNAVAILABLE = RetryPolicy(first_s=0.5, longest_s=0.5, least=1.0)
 # The database at the start of a process, or after its connections were lost: until it answers.
 DATABASE = RetryPolicy(first_s=0.1, longest_s=3.0)
+# What a client publishes and the broker does not take: until the request's own deadline.
+CLIENT_PUBLISH = RetryPolicy(first_s=0.25, longest_s=0.25, least=1.0)
+# A conductor's request for reports: until it is published.
+REPORT_REQUEST = RetryPolicy(first_s=2.0, longest_s=2.0, least=1.0)
 # Operators' objects at the start of a scheduler: until the database answers.
 OBJECTS = RetryPolicy(first_s=0.1, longest_s=3.0, least=1.0)
 

@@ -11,6 +11,7 @@ from bus.clock import Clock
 from bus.contracts.cell import ReportHosts
 from bus.faults import Transient
 from bus.port import BusError
+from bus.retrying import REPORT_REQUEST, Retrying
 
 from .config import ConductorConfig
 from .engine import Engine
@@ -82,9 +83,10 @@ class ReportRequester:
         while True:
             await self._due.wait()
             self._due.clear()
-            try:
-                await self._bus.publish(ReportHosts(why=self._why))
-            except BusError as error:
-                log.warning("report.not_requested", code=error.code, reason=str(error))
-                await self._clock.sleep(UNAVAILABLE_PAUSE_S)
-                self._due.set()
+            await Retrying(REPORT_REQUEST, self._clock).call(
+                lambda: self._bus.publish(ReportHosts(why=self._why)),
+                lambda error: isinstance(error, BusError),
+                on_failure=lambda error, _: log.warning(
+                    "report.not_requested", code=getattr(error, "code", ""), reason=str(error)
+                ),
+            )

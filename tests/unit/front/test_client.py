@@ -14,6 +14,7 @@ from berth.commands.builds import publish_and_follow
 from berth.load import LoadPlan, draw_requests
 from bus.contracts.build import BuildEvent, BuildRecord, BuildRequest, BuildState
 from bus.port import BusUnavailable, PublishRefused
+from bus.retrying import CLIENT_PUBLISH
 from tests.unit.front.world import ClientWorld
 
 
@@ -65,7 +66,7 @@ async def test_of_many_builds_it_is_known_which_were_accepted_before_the_queue_w
     client_world.full = {2, 3, 4}
     with pytest.raises(PublishRefused):
         await publish_and_follow(
-            client_world.client, requests(1200), timeout_s=2 * client_module.PUBLISH_AGAIN_S, as_json=True
+            client_world.client, requests(1200), timeout_s=2 * CLIENT_PUBLISH.first_s, as_json=True
         )
     accepted = [track for track in client_world.client.tracks.values() if track.published_at is not None]
     assert len(accepted) == 1000
