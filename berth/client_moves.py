@@ -81,15 +81,8 @@ class MoveClient:
 
     async def wait(self, timeout_s: float) -> bool:
         """Wait until everything followed has ended; False when the time ran out first."""
-        return await self._wait(timeout_s, lambda: not self._open)
-
-    async def wait_for_one(self, timeout_s: float) -> bool:
-        """Wait until something followed has ended that is in `ended`; False when the time ran out first."""
-        return await self._wait(timeout_s, lambda: bool(self.ended) or not self._open)
-
-    async def _wait(self, timeout_s: float, is_over: Callable[[], bool]) -> bool:
         deadline = self._clock.monotonic() + timeout_s
-        while not is_over():
+        while self._open:
             left = deadline - self._clock.monotonic()
             if left <= 0:
                 return False

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import random
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -186,13 +186,3 @@ def write_runtime(state: Path, runtime: Runtime) -> Callable[[], None]:
     path.touch(mode=0o600)
     path.write_bytes(msgspec.json.encode(runtime))
     return lambda: path.unlink(missing_ok=True)
-
-
-def with_variables(settings: Settings, env: Mapping[str, str]) -> Settings:
-    """The settings with AMQP_URL and DATABASE_URL, the names that tests and many platforms use, when they are set."""
-    bus, database = settings.bus, settings.database
-    if env.get("AMQP_URL"):
-        bus = msgspec.structs.replace(bus, url=env["AMQP_URL"])
-    if env.get("DATABASE_URL"):
-        database = msgspec.structs.replace(database, url=env["DATABASE_URL"])
-    return msgspec.structs.replace(settings, bus=bus, database=database)

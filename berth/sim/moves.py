@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections import Counter
 
 from msgspec.structs import replace
 
@@ -278,9 +277,3 @@ class Mover:
                 return
             except BusError:
                 await asyncio.sleep(RETRY_S)
-
-
-def held_by_flavor(instance: Instance) -> Counter[str]:
-    """What an instance that has moved is to hold."""
-    assert instance.spec is not None
-    return Counter(resources_of_flavor(instance.spec.flavor))

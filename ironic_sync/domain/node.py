@@ -37,13 +37,6 @@ class Allocation(Struct, frozen=True, kw_only=True):
     node_uuid: Uuid | None = None
 
 
-class NodePage(Struct, frozen=True, kw_only=True):
-    """A page of the node list as Ironic answers it. `next` is the address of the page after it."""
-
-    nodes: Annotated[tuple[Node, ...], Bound(max_length=1000)] = ()
-    next: str | None = None
-
-
 class Unreadable(Struct, frozen=True, kw_only=True):
     """A representation of a node that is not one: its uuid where it is readable, and what is wrong."""
 

@@ -72,8 +72,6 @@ UNION ALL
 SELECT max(last), (SELECT number + 1 FROM feed_head) FROM changes HAVING max(last) <> (SELECT number FROM feed_head)
 """
 
-SPAN = "SELECT coalesce(min(first), 0), coalesce(max(last), 0), coalesce(sum(last - first + 1), 0)::bigint FROM changes"
-
 # Consumers that hold nothing and are no fence, and allocations whose consumer is unknown or only a fence.
 STRAYS = """
 SELECT 'consumer ' || c.uuid || ' holds nothing' FROM consumers c
@@ -131,12 +129,6 @@ async def strays(connection: asyncpg.Connection) -> list[str]:
 async def feed_holes(connection: asyncpg.Connection) -> list[FeedHole]:
     """Holes in the kept part of the change feed."""
     return [FeedHole(*row) for row in await connection.fetch(HOLES)]
-
-
-async def feed_span(connection: asyncpg.Connection) -> tuple[int, int, int]:
-    """(lowest number kept, highest, how many are kept)."""
-    row = await connection.fetchrow(SPAN)
-    return (row[0], row[1], row[2])
 
 
 async def doubled(connection: asyncpg.Connection) -> list[str]:

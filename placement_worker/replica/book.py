@@ -38,9 +38,6 @@ SWEEP_FROM = 4096
 CLASS_WEIGHS = 128
 
 
-_AnyDistinct = Distinct[tuple[str, ...]] | Distinct[tuple[int, ...]] | Distinct[InventoryNumbers]
-
-
 # What is a book's own whatever snapshot it adopts.
 _OWN = frozenset({"_caches", "_stamps", "assumptions", "epoch", "history", "moves", "sequence", "shape_moves", "texts"})
 

@@ -19,7 +19,6 @@ GROUP_ITEMS = Histogram(
     ["kind"],
     buckets=(1, 2, 5, 10, 20, 50, 100),
 )
-REPLICA = Gauge("berth_placement_rest_replica_sequence", "The feed number that this process's replica is at.")
 
 OFFLOADED = Counter("berth_placement_rest_offloaded", "Work too long for the event loop, done in a thread.", ["kind"])
 LET_GO = Counter(

@@ -21,7 +21,6 @@ from bus.contracts.build import (
 
 # The scheduler's own sequence numbers; a conductor starts at 10, so the stream of one instance always rises.
 MALFORMED, ACCEPTED, SCHEDULED, DECIDED, DELETED = 0, 1, 2, 3, 4
-FIRST_OF_CONDUCTOR = 10
 
 # A build in one of these states has no machine and never will.
 ENDED_WITHOUT_MACHINE = (BuildState.FAILED, BuildState.REFUSED, BuildState.DELETED)
