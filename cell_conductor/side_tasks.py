@@ -82,11 +82,14 @@ class ReportRequester:
     async def _ask(self) -> None:
         while True:
             await self._due.wait()
-            self._due.clear()
             await Retrying(REPORT_REQUEST, self._clock).call(
-                lambda: self._bus.publish(ReportHosts(why=self._why)),
+                self._publish,
                 lambda error: isinstance(error, BusError),
                 on_failure=lambda error, _: log.warning(
                     "report.not_requested", code=getattr(error, "code", ""), reason=str(error)
                 ),
             )
+
+    async def _publish(self) -> None:
+        self._due.clear()  # whatever else was due is requested with this one
+        await self._bus.publish(ReportHosts(why=self._why))

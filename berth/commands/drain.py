@@ -29,6 +29,7 @@ from berth.commands.common import (
     settings_of,
 )
 from berth.render import counted, printable, render_rows
+from berth.settings import Settings
 from bus.clock import new_uuid
 from bus.contracts.base import MAX_REASON
 from bus.contracts.drains import (
@@ -97,37 +98,45 @@ def drain(
     who, ident = decided_by(by), _new_id() if drain_id is None else parse_uuid(drain_id)
     _check(reason)
 
-    async def body() -> int:
-        async with client(settings_of(context)) as berth:
-            if plan:
-                query = DrainQuery(host=name, target=target, cell=cell, kind=kind)
-                planned = await client_drains.plan(berth.bus, query)
-                _show_plan(planned, as_json)
-                return EXIT_NO if any(not one.hosts for one in planned.moves) else 0
-            command = DrainStart(
-                drain=ident,
-                name=name,
-                target=target,
-                cell=cell,
-                kind=kind,
-                at_once=at_once,
-                per_minute=rate,
-                deadline_s=deadline,
-                force=force,
-                reason=reason,
-                by=who,
-            )
-            begun = await client_drains.start(berth.bus, command)
-            if detach:
-                _show(begun, as_json)
-                return 0
-            if not as_json:
-                what = f"{counted(begun.planned, 'instance')} on {counted(begun.hosts, 'host')}"
-                out.print(Text(f"drain {begun.id}: {what}"), soft_wrap=True)
-            stop = DrainCommand(drain=ident, action=DrainAction.STOP, by=who, reason="Ctrl-C")
-            return _ended(await _follow(berth, ident, timeout, stop, as_json), as_json)
+    if plan:
+        query = DrainQuery(host=name, target=target, cell=cell, kind=kind)
+        run(lambda: _plan(settings_of(context), query, as_json=as_json))
+    command = DrainStart(
+        drain=ident,
+        name=name,
+        target=target,
+        cell=cell,
+        kind=kind,
+        at_once=at_once,
+        per_minute=rate,
+        deadline_s=deadline,
+        force=force,
+        reason=reason,
+        by=who,
+    )
+    run(lambda: _drain(settings_of(context), command, detach=detach, timeout_s=timeout, as_json=as_json))
 
-    run(body)
+
+async def _plan(settings: Settings, query: DrainQuery, *, as_json: bool) -> int:
+    """Print what a drain would do, and begin nothing; the exit status."""
+    async with client(settings) as berth:
+        planned = await client_drains.plan(berth.bus, query)
+    _show_plan(planned, as_json)
+    return EXIT_NO if any(not one.hosts for one in planned.moves) else 0
+
+
+async def _drain(settings: Settings, command: DrainStart, *, detach: bool, timeout_s: float, as_json: bool) -> int:
+    """Begin a drain, which schedulers plan once, and follow it; the exit status."""
+    async with client(settings) as berth:
+        begun = await client_drains.start(berth.bus, command)
+        if detach:
+            _show(begun, as_json)
+            return 0
+        if not as_json:
+            what = f"{counted(begun.planned, 'instance')} on {counted(begun.hosts, 'host')}"
+            out.print(Text(f"drain {begun.id}: {what}"), soft_wrap=True)
+        stop = DrainCommand(drain=command.drain, action=DrainAction.STOP, by=command.by, reason="Ctrl-C")
+        return _ended(await _follow(berth, command.drain, timeout_s, stop, as_json), as_json)
 
 
 @drains.callback()

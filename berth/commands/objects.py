@@ -83,36 +83,11 @@ def _app(
     @app.command("list")
     def list_(context: typer.Context, as_json: AsJson = False) -> None:
         """List them."""
-
-        async def body() -> None:
-            async with client(settings_of(context)) as berth:
-                found = [stored async for stored in _stored(berth.bus, kind)]
-            known = {one.name for one in found}
-            found += [
-                StoredObject(kind=kind, name=name, body=body, version=0)
-                for name, body in others(settings_of(context)).items()
-                if name not in known
-            ]
-            if as_json:
-                print_json(found)
-                return
-            rows = [[printable(one.name), _compact(one.body), str(one.version), _when(one)] for one in found]
-            render_rows(out, ["name", "body", "version", "changed"], rows)
-
-        run(body)
+        run(lambda: _list(settings_of(context), kind, others(settings_of(context)), as_json=as_json))
 
     def show(context: typer.Context, name: Name, as_json: AsJson = False) -> None:
         """Show one as TOML, as `berth apply` reads it."""
-
-        async def body() -> None:
-            async with client(settings_of(context)) as berth:
-                found = await read_object(berth.bus, kind, name)
-            if as_json:
-                print_json(found)
-                return
-            out.print(Text(as_toml(_file([found]))), end="", soft_wrap=True)
-
-        run(body)
+        run(lambda: _show(settings_of(context), kind, name, as_json=as_json))
 
     if shows:
         app.command("show")(show)
@@ -132,6 +107,30 @@ def _app(
         change_objects(context, changes, why=why, by=by, force=force, dry_run=dry_run, as_json=as_json)
 
     return app
+
+
+async def _list(settings: Settings, kind: ObjectKind, others: Mapping[str, dict[str, Any]], *, as_json: bool) -> None:
+    """Print what is on record of a kind, and those of the others that are not."""
+    async with client(settings) as berth:
+        found = [stored async for stored in _stored(berth.bus, kind)]
+    known = {one.name for one in found}
+    found += [
+        StoredObject(kind=kind, name=name, body=body, version=0) for name, body in others.items() if name not in known
+    ]
+    if as_json:
+        print_json(found)
+        return
+    rows = [[printable(one.name), _compact(one.body), str(one.version), _when(one)] for one in found]
+    render_rows(out, ["name", "body", "version", "changed"], rows)
+
+
+async def _show(settings: Settings, kind: ObjectKind, name: str, *, as_json: bool) -> None:
+    async with client(settings) as berth:
+        found = await read_object(berth.bus, kind, name)
+    if as_json:
+        print_json(found)
+        return
+    out.print(Text(as_toml(_file([found]))), end="", soft_wrap=True)
 
 
 flavors = _app(ObjectKind.FLAVOR, "Flavors: what a client may request.")
