@@ -16,6 +16,7 @@ from berth.sim.world import World
 from bus.bus import API, Bus
 from bus.contracts.base import Message
 from bus.contracts.cell import InstanceSpec, Selection
+from bus.contracts.drains import DrainAction, DrainCommand, DrainOnRecord, DrainStart, DrainTarget
 from bus.contracts.moves import CellMove, MoveKind, MoveRequest
 from bus.contracts.operations import AdminState, AdminStateSet, SetAdminState
 from bus.faults import RequestRefused, Transient
@@ -27,6 +28,7 @@ MAX_HOSTS_PER_RUN = 3
 FENCE = "fence"  # the verb of an order that fences a service's hosts
 DRAIN = "drain"  # ... and of one that empties a host; every other verb is a MoveKind
 DRAIN_STEP_S = 0.5
+DRAIN_DEADLINE_S = 25.0
 SEEN_S = 20.0  # after this a silent service is suspected, and its instances are evacuated
 DECISION_S = 3.0  # an answer to a decision is waited for so long
 MAX_DECISION_TRIES = 20  # of a decision about a host that schedulers may not know
@@ -61,8 +63,10 @@ class Mover:
 
     def order(self, order: Order) -> asyncio.Task[None]:
         """Carry one order out."""
-        fence = self._fence_by_decision if self._world.plan.through_schedulers else self._fence
-        work = {FENCE: fence, DRAIN: self._drain}.get(order.verb, self._move)(order)
+        plan = self._world.plan
+        fence = self._fence_by_decision if plan.through_schedulers else self._fence
+        drain = self._drain_by_schedulers if plan.drains_by_schedulers else self._drain
+        work = {FENCE: fence, DRAIN: drain}.get(order.verb, self._move)(order)
         return self._process.spawn(work, f"order {order.verb} {order.uuid or order.service}")
 
     async def _move(self, order: Order) -> None:
@@ -199,6 +203,31 @@ class Mover:
         if order.service not in world.dead and fleet.host(host) is not None:
             fleet.enable(host)
 
+    async def _drain_by_schedulers(self, order: Order) -> None:
+        """An operator has the schedulers empty a host, and takes it back once that has ended, or after a while."""
+        world, fleet = self._world, self._world.fleets[order.service]
+        hosts = [host.plan.uuid for host in fleet.hosts]
+        if order.service in world.dead or order.host >= len(hosts):
+            return
+        host = hosts[order.host]
+        world.event_log.record("order", f"drain {host}")
+        start = DrainStart(
+            drain=order.uuid,
+            name=host,
+            target=DrainTarget.HOST,
+            by="operator",
+            deadline_s=DRAIN_DEADLINE_S,
+            force=True,
+        )
+        if not await self._answered(start, DrainOnRecord, MAX_DECISION_TRIES):
+            return
+        await asyncio.sleep(order.seconds)
+        if order.host % 2:
+            stop = DrainCommand(drain=order.uuid, action=DrainAction.STOP, by="operator")
+            await self._answered(stop, DrainOnRecord, None)
+        undo = DrainCommand(drain=order.uuid, action=DrainAction.UNDO, by="operator")
+        await self._answered(undo, DrainOnRecord, None)
+
     async def _fence(self, order: Order) -> None:
         """The hosts of a service die and are fenced; what they had is evacuated; they come back later, off."""
         world, name = self._world, f"compute-{order.service}"
@@ -254,11 +283,15 @@ class Mover:
     async def _decide(self, host: str, state: AdminState, tries: int | None) -> bool:
         """An operator decides, who knows that the host is off. tries: at most; None: until it is decided."""
         command = SetAdminState(host=host, state=state, reason="dead", by="operator", force=True)
+        return await self._answered(command, AdminStateSet, tries)
+
+    async def _answered(self, command: Message, reply: type[Message], tries: int | None) -> bool:
+        """Request until a scheduler has done it; a refusal may be too early. tries: at most; None: until it is done."""
         bus, tried = self._buses[API], 0
         while tries is None or tried < tries:
             tried += 1
             try:
-                await bus.request(command, AdminStateSet, timeout_s=DECISION_S)
+                await bus.request(command, reply, timeout_s=DECISION_S)
             except (BusError, Transient, RequestRefused):
                 await asyncio.sleep(RETRY_S)
             else:

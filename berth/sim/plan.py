@@ -166,6 +166,7 @@ class Plan(Struct, frozen=True, kw_only=True):
     quotas: dict[str, dict[str, int]] = {}
     breaker_limit: int = 0  # of what a report may end without an operator's word; 0: as good as none
     widenings: tuple[str, ...] = ()  # the kinds of what others do that were drawn
+    drains_by_schedulers: bool = False  # else the simulation chooses the moves of a drain itself
 
     def quota_of(self, project: str) -> dict[str, int]:
         """What a project may hold together: {class: amount}; what is not named has no bound."""
@@ -174,7 +175,7 @@ class Plan(Struct, frozen=True, kw_only=True):
     @property
     def through_schedulers(self) -> bool:
         """Whether what is done with instances is asked of schedulers, and fences are an operator's decisions there."""
-        return "fences" in self.widenings
+        return "fences" in self.widenings or self.drains_by_schedulers
 
     @property
     def with_peers(self) -> bool:

@@ -13,6 +13,7 @@ from berth.sim.peer_watch import OVER_QUOTA, resources_of_flavor
 from berth.sim.peers import NONE_ALLOWED
 from berth.sim.world import World, marked
 from bus.contracts.build import TERMINAL_STATES, BuildState
+from bus.contracts.drains import DrainState
 from bus.contracts.placement import ProviderReport
 from cell_conductor.domain.instance import State
 from cell_conductor.domain.report import UnexplainedKind
@@ -21,6 +22,8 @@ from compute_sim.domain.reserved import with_reserved
 from placement_worker.domain.values import Provider
 from placement_worker.replica.book import Book
 from placement_worker.store.memory import MemoryBookTable
+from scheduler_worker.domain.drains import UNDER_WAY
+from scheduler_worker.domain.objects import drains_of
 
 # The processes of a cell, by the first word of their name.
 FROM_CELLS = ("conductor", "compute")
@@ -52,6 +55,7 @@ def unsettled(world: World, client: Client) -> list[str]:
     found += list(world.gang_watch.unsettled(world.builds.records))
     found += list(world.move_watch.unsettled(lost))
     found += list(_requests_have_ends(world))
+    found += list(_drains_have_ended(world))
     if world.ironic is not None:
         found += disagreements(world.ironic, world.book.providers, world.positions.positions)
     found += [f"no_upcall: {words}" for words in world.listener.upward]
@@ -70,6 +74,17 @@ def _requests_have_ends(world: World) -> Iterator[str]:
     for instance in world.builds.instances.values():
         if instance.under_way is not None:
             yield f"one_terminal_event: {instance.under_way} of {instance.instance_uuid} is still under way"
+
+
+def _drains_have_ended(world: World) -> Iterator[str]:
+    """No drain is under way for ever, and what a drain that has ended has of instances is their ends."""
+    states = {name: drain.state for name, drain in drains_of(world.builds.objects.present.objects).items()}
+    for drain, state in states.items():
+        if state is not DrainState.ENDED:
+            yield f"drains_end: {drain} is {state}"
+    for move in world.builds.drain_moves.values():
+        if states.get(move.drain) is DrainState.ENDED and move.state in UNDER_WAY:
+            yield f"drains_end: {move.drain} has ended, and {move.instance_uuid} is {move.state}"
 
 
 def _others(world: World) -> Iterator[str]:

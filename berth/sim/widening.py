@@ -276,13 +276,15 @@ def _moves(rng: random.Random, plan: Plan) -> Plan:
 
 
 def _drains(rng: random.Random, plan: Plan) -> Plan:
+    """Schedulers empty hosts; where a database is set back, which may forget a drain, the simulation does."""
     orders = []
     for _ in range(rng.randint(1, 3)):
         service, hosts = rng.choice([one for cell in plan.cells for one in cell.services])
         at, host, seconds = rng.uniform(10.0, 45.0), rng.randrange(hosts), rng.uniform(5.0, 20.0)
         drain = Order(at=at, action=Action.MOVE, verb="drain", service=service, host=host, seconds=seconds)
         orders.append(replace(drain, uuid=new_uuid(rng)))
-    return _also(plan, *orders)
+    is_kept = not FORGETFUL & {Widening(one) for one in plan.widenings}
+    return _also(replace(plan, drains_by_schedulers=is_kept), *orders)
 
 
 # A database that is set back may not know a fence, or an evacuation; then a person has to decide again.
