@@ -1,4 +1,4 @@
-"""Boots a second and latency where rules bind: server groups, quotas, flavors of several numbered groups.
+"""Boots a second and latency where rules bind: server groups, quotas, gangs, flavors of several numbered groups.
 
     python -m benchmarks.rules [--boots 1000] [--hosts 5000] [--cells 4] [--json FILE]
 
@@ -20,6 +20,7 @@ from pathlib import Path
 import msgspec
 import uvloop
 from msgspec import Struct
+from msgspec.structs import replace
 
 from benchmarks.street import positive
 from benchmarks.street_measure import all_hosts_known, connected, invariants_hold, progress
@@ -34,6 +35,7 @@ from compute_sim.config import ComputeConfig
 
 TIMEOUT_S = 240.0
 TEN = 10
+FIVE = 5
 LIMITED = "limited"  # the project that has a quota
 NUMBERED = "numbered"  # the flavor of three numbered groups, one of them on a child provider (a GPU)
 NUMBERED_SPECS = {
@@ -75,6 +77,7 @@ RULES: dict[str, Callable[[random.Random, int], list[BuildRequest]]] = {
     "quota": lambda rng, boots: [request(rng, project=LIMITED) for _ in range(boots)],
     "anti-affinity, groups of 10": lambda rng, boots: in_groups(rng, boots, TEN),
     "anti-affinity, one group": lambda rng, boots: in_groups(rng, boots, boots),
+    "gangs of 5": lambda rng, boots: [replace(request(rng), count=FIVE) for _ in range(math.ceil(boots / FIVE))],
     "three numbered groups": lambda rng, boots: [request(rng, flavor=NUMBERED) for _ in range(boots)],
 }
 
@@ -89,7 +92,8 @@ async def fire(client: BuildClient, rule: str, requests: list[BuildRequest]) -> 
     failed = [track.last for track in tracks if track.state != "active"]
     if failed:
         raise SystemExit(f"{rule}: {len(failed)} of {len(tracks)} boots failed: {failed[0]}")
-    pairs = zip(requests, tracks, strict=True)
+    by_uuid = {track.instance_uuid: track for track in tracks}
+    pairs = [(one, by_uuid[one.instance_uuid]) for one in requests]
     hosts = [(one.server_group.uuid, track.last and track.last.host) for one, track in pairs if one.server_group]
     if len(hosts) != len(set(hosts)):
         raise SystemExit(f"{rule}: {len(hosts) - len(set(hosts))} members share the host of another")
