@@ -16,7 +16,7 @@ from berth.sim.world import World
 from bus.bus import API, Bus
 from bus.contracts.base import Message
 from bus.contracts.cell import InstanceSpec, Selection
-from bus.contracts.drains import DrainAction, DrainCommand, DrainOnRecord, DrainStart, DrainTarget
+from bus.contracts.drains import DrainAction, DrainCommand, DrainResult, DrainStart, DrainTarget
 from bus.contracts.moves import CellMove, MoveKind, MoveRequest
 from bus.contracts.operations import AdminState, AdminStateSet, SetAdminState
 from bus.faults import RequestRefused, Transient
@@ -219,14 +219,14 @@ class Mover:
             deadline_s=DRAIN_DEADLINE_S,
             force=True,
         )
-        if not await self._answered(start, DrainOnRecord, MAX_DECISION_TRIES):
+        if not await self._answered(start, DrainResult, MAX_DECISION_TRIES):
             return
         await asyncio.sleep(order.seconds)
         if order.host % 2:
             stop = DrainCommand(drain=order.uuid, action=DrainAction.STOP, by="operator")
-            await self._answered(stop, DrainOnRecord, None)
+            await self._answered(stop, DrainResult, None)
         undo = DrainCommand(drain=order.uuid, action=DrainAction.UNDO, by="operator")
-        await self._answered(undo, DrainOnRecord, None)
+        await self._answered(undo, DrainResult, None)
 
     async def _fence(self, order: Order) -> None:
         """The hosts of a service die and are fenced; what they had is evacuated; they come back later, off."""
