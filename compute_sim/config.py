@@ -66,6 +66,23 @@ SHARD_VERSION = 82  # Ironic's API has shards since 1.82
 HEALTH_VERSION = 109  # and the health of a node since 1.109
 
 
+class NeutronConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The Neutron in which ports of bare-metal nodes are made."""
+
+    url: str = "http://127.0.0.1:9696"
+    """Neutron's API, with or without /v2.0."""
+    keystone: KeystoneLogin = KeystoneLogin()
+    """As `ironic_sync.keystone`; the user may make ports in the projects of the requests."""
+    username: str = ""
+    """For HTTP basic, without Keystone."""
+    password: Secret = ""
+    """For HTTP basic, without Keystone."""
+    verify_tls: bool = True
+    """Whether Neutron's and Keystone's certificates are verified."""
+    ca_file: str = ""
+    """A file with the authorities of Neutron's certificate. Empty: the system's."""
+
+
 class IronicConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The bare-metal nodes of this service.
 
@@ -93,8 +110,12 @@ class IronicConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """
     images: dict[Label, ImageSource] = {}
     """What a request's `image` means, by name."""
-    network: Literal["none", "static"] = "none"
-    """`static` attaches the ports that a request names to the node's; `none` leaves the network alone."""
+    network: Literal["none", "static", "neutron"] = "none"
+    """`static` attaches the ports that a request names to the node's; `neutron` also makes ports on the networks that
+    it names, and removes them with the machine; `none` leaves the network alone.
+    """
+    neutron: NeutronConfig = NeutronConfig()
+    """For `network` = `neutron`."""
     volumes: Literal["none", "static"] = "none"
     """`static` makes the volumes that a request names volume targets of the node, whose storage interface has to be
     Ironic's `external` or `cinder`; `none` refuses them.

@@ -28,6 +28,7 @@ class KeystoneStandIn:
         self.last_sign_in: dict[str, Any] = {}  # the last sign-in's body
         self.lasts = timedelta(hours=1)
         self.password = "right"
+        self.issues = "service"  # how its tokens begin
         self.answer: Response | None = None
         self.sign_in_answer: Response | None = None
         routes = [Route("/v3/auth/tokens", self.show), Route("/v3/auth/tokens", self.sign_in, methods=["POST"])]
@@ -64,8 +65,8 @@ class KeystoneStandIn:
         # An application credential brings its own scope, and Keystone refuses another one.
         if given != self.password or ("scope" in auth) != (method == "password"):
             return Response(status_code=401)
-        token = f"service-{self.signed_in}"
-        self.services = {token}
+        token = f"{self.issues}-{self.signed_in}"
+        self.services.add(token)
         expires = (datetime.now(UTC) + self.lasts).strftime("%Y-%m-%dT%H:%M:%S.000000Z")
         return JSONResponse({"token": {"expires_at": expires}}, 201, headers={"X-Subject-Token": token})
 

@@ -35,6 +35,7 @@ from compute_sim.drivers.ironic.api import IronicApi, Refused
 from compute_sim.drivers.ironic.deployment import NodeDeployment
 from compute_sim.drivers.ironic.machine_change import NodeChange
 from compute_sim.drivers.ironic.network import Network, NoNetwork, StaticNetwork
+from compute_sim.drivers.ironic.neutron import NeutronNetwork
 from compute_sim.drivers.ironic.node import DELETABLE, IronicNode, Mark, machines_of
 from compute_sim.drivers.ironic.probation import WARNING, Probation
 from compute_sim.drivers.ironic.request import free_patch
@@ -87,7 +88,7 @@ class BareMetal:
         self._records = records
         self._clock = clock
         self._api = IronicApi(config, clock=clock, transport=transport)
-        self._network = network if network is not None else make_network(config)
+        self._network = network if network is not None else make_network(config, clock)
         self._volumes = volumes if volumes is not None else make_volumes(config)
         self._probation = Probation(self._api, project=config.canary_project or "", clock=clock)
         # The nodes that are offered: as the first announcement has them, and then as `watch` has reported them.
@@ -150,8 +151,8 @@ class BareMetal:
             await self._clock.sleep(max(self._config.poll_interval_s, min(self._config.max_poll_interval_s, took)))
         if node is not None and node.storage_interface not in WITHOUT_VOLUMES:
             await self._detach_volumes(host_uuid, instance_uuid, attempt, deployment, began)
-        await self._network.release(instance_uuid)
-        await self._volumes.release(instance_uuid)
+        await self._network.release(host_uuid, instance_uuid)
+        await self._volumes.release(host_uuid, instance_uuid)
 
     async def _detach_volumes(
         self, node: str, instance: str, attempt: int, deployment: str | None, began: float
@@ -319,8 +320,10 @@ def ring_name(config: IronicConfig) -> str:
     return f"ironic-{hashlib.sha256(nodes.encode()).hexdigest()[:16]}"
 
 
-def make_network(config: IronicConfig) -> Network:
-    """The network that the settings name."""
+def make_network(config: IronicConfig, clock: Clock) -> Network:
+    """The network that the settings name. Raises SettingsError: Neutron's login cannot be used."""
+    if config.network == "neutron":
+        return NeutronNetwork(config, clock=clock)
     return StaticNetwork() if config.network == "static" else NoNetwork()
 
 

@@ -24,8 +24,8 @@ class Network(Protocol):
     async def prepare(self, node: str, spec: InstanceSpec) -> Attachments:
         """The ports for this instance on this node. Raises BuildAbort, or DriverUnavailable."""
 
-    async def release(self, instance: str) -> None:
-        """Remove what `prepare` made for this instance, and nothing else. Raises DriverUnavailable."""
+    async def release(self, node: str, instance: str) -> None:
+        """Remove what `prepare` made for this instance on this node, and nothing else. Raises DriverUnavailable."""
 
     async def close(self) -> None:
         """Let go of connections."""
@@ -40,7 +40,7 @@ class NoNetwork:
             raise BuildAbort("network.none", 'networks are requested, and compute.ironic.network is "none"')
         return Attachments()
 
-    async def release(self, instance: str) -> None:
+    async def release(self, node: str, instance: str) -> None:
         """Nothing was made."""
 
     async def close(self) -> None:
@@ -56,7 +56,7 @@ class StaticNetwork:
             raise BuildAbort("network.static", 'a network is requested, and with "static" only ports can be')
         return Attachments(tuple(attachment.port for attachment in spec.networks if attachment.port is not None))
 
-    async def release(self, instance: str) -> None:
+    async def release(self, node: str, instance: str) -> None:
         """They are not ours to remove."""
 
     async def close(self) -> None:

@@ -25,8 +25,8 @@ class Volumes(Protocol):
     async def prepare(self, node: str, spec: InstanceSpec) -> tuple[VolumeRequest, ...]:
         """The volumes for this instance on this node. Raises BuildAbort, or DriverUnavailable."""
 
-    async def release(self, instance: str) -> None:
-        """Undo what `prepare` made for this instance, and nothing else. Raises DriverUnavailable."""
+    async def release(self, node: str, instance: str) -> None:
+        """Undo what `prepare` made for this instance on this node, and nothing else. Raises DriverUnavailable."""
 
     async def close(self) -> None:
         """Let go of connections."""
@@ -41,7 +41,7 @@ class NoVolumes:
             raise BuildAbort("volume.none", 'volumes are requested, and compute.ironic.volumes is "none"')
         return ()
 
-    async def release(self, instance: str) -> None:
+    async def release(self, node: str, instance: str) -> None:
         """Nothing was made."""
 
     async def close(self) -> None:
@@ -55,7 +55,7 @@ class StaticVolumes:
         """The volumes as they are named."""
         return spec.volumes
 
-    async def release(self, instance: str) -> None:
+    async def release(self, node: str, instance: str) -> None:
         """They are not ours to remove."""
 
     async def close(self) -> None:

@@ -32,7 +32,7 @@ INSTANCE = "20000000-0000-4000-8000-000000000000"
 SLOW = Behaviour(deploy_s=0.3, undeploy_s=0.005, clean_s=0.01)
 
 
-class _Server(uvicorn.Server):
+class Server(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None, None, None]:
         yield
@@ -53,7 +53,7 @@ async def served(
 
     tls = {} if certificate is None else {"ssl_certfile": certificate.file, "ssl_keyfile": certificate.key}
     listening = socket.create_server(("127.0.0.1", 0))
-    server = _Server(uvicorn.Config(guard, log_config=None, lifespan="off", loop="none", **tls))  # type: ignore[arg-type]
+    server = Server(uvicorn.Config(guard, log_config=None, lifespan="off", loop="none", **tls))  # type: ignore[arg-type]
     serving = asyncio.create_task(server.serve(sockets=[listening]))
     while not server.started:  # noqa: ASYNC110  # uvicorn has a flag, not an event
         await asyncio.sleep(0.01)  # until it listens
