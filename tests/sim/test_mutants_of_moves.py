@@ -15,6 +15,7 @@ from berth.sim.run import simulate
 from berth.sim.widening import Widening
 from cell_conductor.domain.instance import State
 from tests.sim.mutants_of_moves import FOUND_BY, FOUND_BY_THE_TABLE, MUTANTS_OF_MOVES
+from tests.unit.conductor import test_table_changes as changes
 from tests.unit.conductor import test_table_moves as table
 
 MOVES = frozenset({Widening.MOVES})
@@ -32,11 +33,11 @@ TESTS: dict[str, Callable[[], None]] = {
         table.test_a_delete_in_every_state_destroys_both_and_releases_both, "finishing"
     ),
     "machine_under_change_not_wanted": partial(
-        table.test_a_machine_that_is_being_changed_is_wanted_where_it_is, State.RESTARTING
+        changes.test_a_machine_that_is_being_changed_is_wanted_where_it_is, State.RESTARTING
     ),
     "late_answers_accepted": table.test_a_source_that_does_not_hand_over_is_started_again,
     "undone_in_place_keeps_the_new_size": partial(
-        table.test_a_resize_that_failed_in_place_is_taken_back_before_the_next_host_is_commanded, answered=False
+        changes.test_a_resize_that_failed_in_place_is_taken_back_before_the_next_host_is_commanded, answered=False
     ),
     "stopped_machine_started_by_its_move": table.test_a_stopped_machine_is_stopped_where_it_has_been_moved_to,
 }

@@ -15,9 +15,7 @@ from cell_conductor.domain.move_doubts import IN_DOUBT
 from cell_conductor.domain.proof import is_over
 from cell_conductor.domain.report import RENUMBERED, UnexplainedKind, differences
 from cell_conductor.domain.table import question_of
-from tests.unit.conductor.scenario import DEPLOYMENT, PATIENCE, RELEASED, host, spawned
-from tests.unit.conductor.test_doubted import brief, report_of
-from tests.unit.conductor.test_table_moves import (
+from tests.unit.conductor.move_scenario import (
     OTHER,
     Scenario,
     active,
@@ -27,6 +25,8 @@ from tests.unit.conductor.test_table_moves import (
     request,
     to_resized,
 )
+from tests.unit.conductor.scenario import DEPLOYMENT, PATIENCE, RELEASED, host, spawned
+from tests.unit.conductor.test_doubted import brief, report_of
 
 SET_BACK_AT = 1_000.0
 AFTER = replace(PATIENCE, set_back_at=SET_BACK_AT)

@@ -10,8 +10,8 @@ from cell_conductor.domain import events as e
 from cell_conductor.domain.instance import Instance, State
 from cell_conductor.domain.rules import Step
 from cell_conductor.domain.table import step
+from tests.unit.conductor.move_scenario import MOVE, OTHER, Scenario, active, claimed, request
 from tests.unit.conductor.scenario import PATIENCE, UUID
-from tests.unit.conductor.test_table_moves import MOVE, OTHER, Scenario, active, claimed, request
 
 
 def queries(kind: MoveKind = MoveKind.MIGRATE, request_id: str = MOVE) -> e.MoveRequested:

@@ -14,8 +14,8 @@ from cell_conductor.domain import events as e
 from cell_conductor.domain.fences import FENCED, Fence, losses_of
 from cell_conductor.domain.instance import Instance, State
 from cell_conductor.domain.table import question_of, step
+from tests.unit.conductor.move_scenario import Scenario, active, begun, claimed, request, selection, to_resized
 from tests.unit.conductor.scenario import DELETE, PATIENCE, UUID, announced, destroys, host, queried, run, spawned
-from tests.unit.conductor.test_table_moves import Scenario, active, begun, claimed, request, selection, to_resized
 
 
 def fenced(*numbers: int) -> dict[str, Fence]:

@@ -1,0 +1,121 @@
+"""Parts of the scenarios of moves: requests, answers, and an instance with all that was commanded since."""
+
+from __future__ import annotations
+
+from msgspec.structs import replace
+
+from bus.contracts.base import Message
+from bus.contracts.cell import Destroy, Spawn
+from bus.contracts.moves import (
+    CellMove,
+    ChangeMachine,
+    MoveEvent,
+    MoveKind,
+    MoveState,
+)
+from bus.contracts.placement import ClaimOutcome
+from cell_conductor.domain import events as e
+from cell_conductor.domain.instance import Instance
+from cell_conductor.domain.leases import Lease, LeaseState
+from cell_conductor.domain.steps import Step
+from cell_conductor.domain.table import step
+from tests.unit.conductor.scenario import PATIENCE, UUID, host, queried, run, selection, spawned
+
+MOVE = "d0000000-0000-4000-8000-000000000001"
+OTHER = "d0000000-0000-4000-8000-000000000002"
+SERVICE_DOWN = replace(PATIENCE, down={"s1": Lease(service="s1", epoch=1, state=LeaseState.SILENT)})
+
+
+def request(
+    kind: MoveKind = MoveKind.MIGRATE, *hosts: int, request_id: str = MOVE, **fields: object
+) -> e.MoveRequested:
+    message = CellMove(
+        request_id=request_id,
+        instance_uuid=UUID,
+        project_id="p",
+        kind=kind,
+        selections=tuple(selection(n) for n in hosts),
+        **fields,  # type: ignore[arg-type]
+    )
+    return e.MoveRequested(at=200.0, request=message, cause=request_id)
+
+
+def active() -> Instance:
+    """On host 1, attempt 1."""
+    return run(queried(hosts=1), spawned()).instance
+
+
+def claimed(attempt: int = 2, option: int = 0) -> e.Claimed:
+    return e.Claimed(at=201.0, attempt=attempt, option=option, consumer_generation=9)
+
+
+def refused(attempt: int = 2) -> e.ClaimRefused:
+    return e.ClaimRefused(at=201.0, attempt=attempt, outcomes=(ClaimOutcome.FULL,))
+
+
+def changes(stepped: Step) -> list[ChangeMachine]:
+    return [one for one in stepped.commands if isinstance(one, ChangeMachine)]
+
+
+def ended(instance: Instance, n: int, attempt: int, *, done: bool = True, **fields: object) -> e.ChangeEnded:
+    assert instance.move is not None
+    return e.ChangeEnded(
+        at=202.0,
+        attempt=attempt,
+        order=instance.move.order,
+        host_uuid=host(n),
+        service="s1",
+        done=done,
+        **fields,  # type: ignore[arg-type]
+    )
+
+
+def announced(*commands: Message) -> list[tuple[MoveKind, MoveState, bool, str]]:
+    return [(m.kind, m.state, m.terminal, m.code) for m in commands if isinstance(m, MoveEvent)]
+
+
+class Scenario:
+    """An instance, and everything that was commanded and announced since."""
+
+    def __init__(self, instance: Instance, timeouts: object = PATIENCE) -> None:
+        self.instance = instance
+        self.commands: list[Message] = []
+        self.timeouts = timeouts
+
+    def apply(self, *happened: e.Event) -> Step:
+        stepped = Step(self.instance)
+        for event in happened:
+            stepped = step(self.instance, event, self.timeouts)  # type: ignore[arg-type]
+            self.instance = stepped.instance
+            self.commands += stepped.commands
+        return stepped
+
+    def end(self, n: int, attempt: int, *, done: bool = True, **fields: object) -> Step:
+        return self.apply(ended(self.instance, n, attempt, done=done, **fields))
+
+    @property
+    def terminals(self) -> list[tuple[MoveKind, MoveState, str]]:
+        return [(m.kind, m.state, m.code) for m in self.commands if isinstance(m, MoveEvent) and m.terminal]
+
+    @property
+    def destroys(self) -> list[tuple[int, str]]:
+        return [(m.attempt, m.host_uuid) for m in self.commands if isinstance(m, Destroy)]
+
+    @property
+    def spawns(self) -> list[Spawn]:
+        return [m for m in self.commands if isinstance(m, Spawn)]
+
+
+def begun(kind: MoveKind = MoveKind.MIGRATE, *hosts: int, **fields: object) -> Scenario:
+    made = Scenario(active())
+    made.apply(request(kind, *hosts, **fields))
+    return made
+
+
+def to_resized(kind: MoveKind = MoveKind.MIGRATE, **fields: object) -> Scenario:
+    made = begun(kind, 2, 3, **fields)
+    made.apply(claimed())
+    made.end(2, 2)
+    made.end(1, 1)
+    made.apply(spawned(attempt=2, at=210.0))
+    return made

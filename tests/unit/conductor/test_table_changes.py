@@ -1,0 +1,243 @@
+"""What is done to a machine where it is, as scenarios of the table: resized, stopped, rescued, shelved, rebuilt."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import msgspec
+import pytest
+from msgspec.structs import replace
+
+from bus.contracts.moves import (
+    RESCUE_FAILED,
+    ChangeKind,
+    ChangeMachine,
+    Condition,
+    MoveKind,
+    MoveState,
+)
+from bus.contracts.placement import Claim, Release
+from cell_conductor.domain import events as e
+from cell_conductor.domain.instance import Power, State
+from cell_conductor.domain.move_events import condition_of
+from cell_conductor.domain.proof import is_over
+from cell_conductor.domain.table import question_of
+from tests.unit.conductor.move_scenario import (
+    MOVE,
+    OTHER,
+    Scenario,
+    active,
+    announced,
+    begun,
+    changes,
+    claimed,
+    refused,
+    request,
+)
+from tests.unit.conductor.scenario import SPEC, UUID, host, selection, spawned
+
+
+def test_a_resize_in_place_has_one_machine() -> None:
+    made = begun(MoveKind.RESIZE, 1, spec=replace(SPEC, flavor="larger"))
+    (resize,) = changes(made.apply(claimed()))
+    assert (resize.change, resize.attempt, resize.host_uuid, resize.spec.flavor) == (
+        ChangeKind.RESIZE,
+        1,
+        host(1),
+        "larger",
+    )
+    made.end(1, 1, runs=True)
+    assert (made.instance.state, made.instance.attempt, made.spawns) == (State.RESIZED, 1, [])
+    assert not is_over(made.instance, 1, host(1))
+    made.apply(request(MoveKind.CONFIRM, request_id=OTHER))
+    assert made.instance.state is State.SETTLING
+    made.apply(e.Released(at=230.0, consumer=MOVE))
+    assert made.instance.spec is not None
+    assert (made.instance.state, made.instance.spec.flavor, made.destroys) == (State.ACTIVE, "larger", [])
+
+
+def test_a_reverted_resize_in_place_is_given_its_old_size_before_the_book_is() -> None:
+    made = begun(MoveKind.RESIZE, 1, spec=replace(SPEC, flavor="larger"))
+    made.apply(claimed())
+    made.end(1, 1, runs=True)
+    (back,) = changes(made.apply(request(MoveKind.REVERT, request_id=OTHER)))
+    assert (back.change, back.spec.flavor, made.instance.state) == (ChangeKind.RESIZE, "", State.UNDOING)
+    made.end(1, 1, done=False)
+    assert made.instance.state is State.UNDOING  # until it has its old size the larger claim is kept
+    made.apply(e.TimedOut(at=400.0))
+    made.end(1, 1, runs=True)
+    made.apply(e.Reverted(at=401.0, attempt=3))
+    assert (made.instance.state, made.instance.attempt, made.destroys) == (State.ACTIVE, 1, [])
+
+
+def test_a_machine_that_is_gone_is_not_waited_for_to_take_its_old_size() -> None:
+    made = begun(MoveKind.RESIZE, 1, 2, spec=replace(SPEC, flavor="larger"))
+    made.apply(claimed())
+    made.end(1, 1, done=False, code="machine.absent", runs=False)
+    made.apply(refused(3))
+    made.end(1, 1, done=False, code="machine.absent", runs=False)
+    assert made.instance.state is State.REVERTING
+
+
+@pytest.mark.parametrize(
+    ("kind", "change", "power"),
+    [
+        (MoveKind.STOP, ChangeKind.STOP, Power.STOPPED),
+        (MoveKind.REBUILD, ChangeKind.REBUILD, Power.RUNNING),
+        (MoveKind.SHELVE, ChangeKind.SNAPSHOT, Power.SHELVED),
+        (MoveKind.RESCUE, ChangeKind.RESCUE, Power.RESCUED),
+        (MoveKind.UNRESCUE, ChangeKind.UNRESCUE, Power.RUNNING),
+    ],
+)
+def test_what_is_done_in_place(kind: MoveKind, change: ChangeKind, power: Power) -> None:
+    made = begun(kind, spec=replace(SPEC, image="new") if kind is MoveKind.REBUILD else None)
+    (order,) = [one for one in made.commands if isinstance(one, ChangeMachine)]
+    assert (order.change, order.attempt) == (change, 1)
+    made.apply(e.TimedOut(at=600.0))
+    assert made.terminals == [(kind, MoveState.FAILED, "change.timeout")]
+    made.end(1, 1, runs=power in (Power.RUNNING, Power.RESCUED), image="kept")
+    assert (made.instance.state, made.instance.power) == (State.ACTIVE, power)
+    assert len(made.terminals) == 1
+
+
+def rescued() -> Scenario:
+    made = begun(MoveKind.RESCUE, rescue_password="sesame")
+    made.end(1, 1, runs=True)
+    return made
+
+
+def test_a_rescued_instance_is_unrescued_first_and_its_password_is_forgotten() -> None:
+    made = begun(MoveKind.RESCUE, rescue_password="sesame")
+    (order,) = [one for one in made.commands if isinstance(one, ChangeMachine)]
+    assert (order.change, order.rescue_password) == (ChangeKind.RESCUE, "sesame")
+    made.end(1, 1, runs=True)
+    assert b"sesame" not in msgspec.json.encode(made.instance)
+    assert condition_of(made.instance) is Condition.RESCUED
+    refusal = made.apply(request(MoveKind.STOP, request_id=OTHER))
+    assert announced(*refusal.commands) == [(MoveKind.STOP, MoveState.REFUSED, True, "instance.rescued")]
+    (order,) = changes(made.apply(request(MoveKind.UNRESCUE, request_id=UUID)))
+    assert (order.change, order.rescue_password) == (ChangeKind.UNRESCUE, "")
+
+
+@pytest.mark.parametrize(
+    ("made", "kind", "code", "runs", "power"),
+    [
+        (None, MoveKind.RESCUE, RESCUE_FAILED, False, Power.RESCUED),
+        (None, MoveKind.RESCUE, "node.refused", True, Power.RUNNING),
+        (rescued, MoveKind.UNRESCUE, RESCUE_FAILED, True, Power.RESCUED),
+        (rescued, MoveKind.UNRESCUE, "node.refused", True, Power.RESCUED),
+    ],
+)
+def test_what_is_left_of_a_rescue_that_failed(
+    made: Callable[[], Scenario] | None, kind: MoveKind, code: str, runs: bool, power: Power
+) -> None:
+    """From a rescue that was begun, unrescuing is the way back; one that was refused has changed nothing."""
+    there = Scenario(active()) if made is None else made()
+    there.apply(request(kind, request_id=OTHER, rescue_password="sesame"))
+    there.end(1, 1, done=False, code=code, runs=runs)
+    assert (there.instance.state, there.instance.power) == (State.ACTIVE, power)
+
+
+def test_what_is_so_already_is_done_at_once() -> None:
+    made = begun(MoveKind.START)
+    assert (made.terminals, made.instance.state) == ([(MoveKind.START, MoveState.DONE, "")], State.ACTIVE)
+
+
+def offloaded() -> Scenario:
+    made = begun(MoveKind.SHELVE, offload=True)
+    made.end(1, 1, runs=False, image="kept")
+    assert (made.instance.state, made.destroys) == (State.OFFLOADING, [(1, host(1))])
+    made.apply(e.Destroyed(at=210.0, attempt=1, host_uuid=host(1)))
+    assert isinstance(question_of(made.instance), Release)
+    made.apply(e.Released(at=211.0, consumer=UUID))
+    return made
+
+
+def test_an_offloaded_instance_holds_nothing_and_is_unshelved_from_its_image() -> None:
+    made = offloaded()
+    assert (made.instance.state, question_of(made.instance)) == (State.OFFLOADED, None)
+    assert made.terminals == [(MoveKind.SHELVE, MoveState.DONE, "")]
+    assert is_over(made.instance, 1, host(1))
+    made.apply(request(MoveKind.UNSHELVE, 2, 3, request_id=OTHER))
+    question = question_of(made.instance)
+    assert isinstance(question, Claim)
+    assert (question.consumer_generation, question.migration, question.release_first) == (None, None, False)
+    made.apply(claimed(question.attempt))
+    made.end(2, question.attempt)
+    (spawn,) = made.spawns
+    assert spawn.origin is not None
+    assert (spawn.origin.image, spawn.host_uuid) == ("kept", host(2))
+    made.apply(spawned(attempt=question.attempt, n=2, at=230.0))
+    assert (made.instance.state, made.instance.power, made.instance.host_uuid) == (
+        State.ACTIVE,
+        Power.RUNNING,
+        host(2),
+    )
+
+
+def test_an_unshelving_that_finds_no_host_leaves_it_offloaded() -> None:
+    made = offloaded()
+    made.apply(request(MoveKind.UNSHELVE, 2, request_id=OTHER))
+    made.apply(refused(made.instance.next_attempt))
+    assert isinstance(question_of(made.instance), Release)
+    made.apply(e.Released(at=231.0, consumer=UUID))
+    assert (made.instance.state, made.instance.image) == (State.OFFLOADED, "kept")
+    assert made.terminals[1:] == [(MoveKind.UNSHELVE, MoveState.FAILED, "max_retries_exceeded")]
+
+
+def test_a_change_of_which_its_host_does_not_know_whether_it_happened_is_commanded_again() -> None:
+    made = begun(MoveKind.STOP)
+    made.end(1, 1, done=False, code="change.timeout")
+    assert made.terminals == [(MoveKind.STOP, MoveState.FAILED, "change.timeout")]
+    assert made.instance.state is State.CHANGING
+    (again,) = changes(made.apply(e.TimedOut(at=600.0)))
+    assert again.change is ChangeKind.STOP
+    made.end(1, 1, runs=False)
+    assert (made.instance.state, made.instance.power) == (State.ACTIVE, Power.STOPPED)
+    assert len(made.terminals) == 1
+
+
+def test_a_shelved_machine_that_runs_though_its_start_failed_is_not_on_record_as_shelved() -> None:
+    made = begun(MoveKind.SHELVE)
+    made.end(1, 1, runs=False, image="snapshot")
+    made.apply(request(MoveKind.UNSHELVE, request_id=OTHER))
+    made.end(1, 1, done=False, code="broken", runs=True)
+    assert (made.instance.state, made.instance.power, made.instance.image) == (State.ACTIVE, Power.RUNNING, "")
+    assert made.terminals[-1] == (MoveKind.UNSHELVE, MoveState.FAILED, "broken")
+
+
+@pytest.mark.parametrize("answered", [True, False], ids=["answered", "not answered"])
+def test_a_resize_that_failed_in_place_is_taken_back_before_the_next_host_is_commanded(answered: bool) -> None:
+    """The machine kept the new size, and with the move undone its record and the book had the old one."""
+    made = begun(MoveKind.RESIZE, 1, 2, spec=replace(SPEC, flavor="larger"))
+    made.apply(claimed())
+    (back,) = changes(made.end(1, 1, done=False, code="broken", runs=True))
+    assert (back.change, back.spec.flavor, back.allocations) == (ChangeKind.RESIZE, "", selection(1).allocations)
+    assert made.instance.state is State.RESIZING
+    if not answered:
+        made.end(1, 1, done=False, code="broken", runs=True)
+        made.apply(e.TimedOut(at=600.0))
+        assert made.instance.state is State.UNDOING
+        return
+    made.end(1, 1, runs=True)
+    assert made.instance.state is State.CLAIMING
+    made.apply(claimed(3))
+    made.end(2, 3, done=False, code="full")
+    made.apply(e.Reverted(at=401.0, attempt=4))
+    assert (made.instance.state, made.instance.here) == (State.ACTIVE, selection(1))
+    assert made.instance.spec == SPEC
+
+
+@pytest.mark.parametrize("state", [State.CHANGING, State.RESTARTING])
+def test_a_machine_that_is_being_changed_is_wanted_where_it_is(state: State) -> None:
+    """A report that lists it comes while it is being stopped, or started again after a move that was undone."""
+    made = begun(MoveKind.STOP) if state is State.CHANGING else begun(MoveKind.MIGRATE, 2)
+    if state is State.RESTARTING:
+        made.apply(claimed())
+        made.end(2, 2)
+        made.end(1, 1, done=False, code="broken", runs=True)
+        made.apply(e.Reverted(at=205.0, attempt=3))
+    assert made.instance.state is state
+    assert not is_over(made.instance, 1, host(1))
+    made.apply(e.HostRuns(at=206.0, attempt=1, host_uuid=host(1), service="s1", seen_at=206.0))
+    assert (made.instance.state, made.destroys) == (state, [])
