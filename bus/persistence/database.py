@@ -28,7 +28,7 @@ from bus.clock import SystemClock
 from bus.faults import DatabaseForbidden, DatabaseUnavailable, DatabaseUnprepared, Transient
 from bus.persistence.address import CONNECTION_LOST, ServerUntrusted, parse_database_url
 from bus.persistence.group_flush import FlushingCommit, GroupFlush
-from bus.persistence.revision import UnsupportedSchema, is_at_head
+from bus.persistence.revision import UnsupportedSchema, check_columns, is_at_head
 from bus.retrying import DATABASE, Retrying
 from bus.tracing.context import CURRENT
 
@@ -354,6 +354,8 @@ class Database:
                         from bus.persistence import migrations  # noqa: PLC0415  (why: in bus.persistence.revision)
 
                         await connection.run_sync(migrations.upgrade, package, self.schema)
+                if package is not None:
+                    await check_columns(connection, package, self.schema)
                 self._place = await _place_of(connection)
         except (DBAPIError, *CONNECTION_LOST) as error:
             raise_fault(error, closed=isinstance(error, asyncpg.InterfaceError | asyncpg.InternalClientError))

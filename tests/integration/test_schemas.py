@@ -10,7 +10,7 @@ from sqlalchemy import text
 
 from bus.persistence.database import Database, DatabaseForbidden
 from bus.persistence.migrations import config
-from bus.persistence.revision import VERSION_TABLE, head, is_at_head
+from bus.persistence.revision import VERSION_TABLE, columns_of, head, is_at_head
 from tests.kit.catalog import described
 
 pytestmark = pytest.mark.postgres
@@ -107,6 +107,51 @@ async def test_a_database_from_before_the_first_release_is_refused_in_a_sentence
     with pytest.raises(DatabaseForbidden, match=f"schema old is at revision {revision}, from before berth") as caught:
         await again.open(f"{worker}.store.migrations")
     assert caught.value.code == "database.old_schema"
+    assert await description(database) == before
+    await again.close()
+    await database.close()
+
+
+@pytest.mark.parametrize("worker", WORKERS)
+async def test_the_columns_that_are_read_from_the_file_are_those_of_a_migrated_database(
+    empty_database: str, worker: str
+) -> None:
+    database = await opened(empty_database, "migrated", f"{worker}.store.migrations")
+    async with database.raw() as connection:
+        rows = await connection.fetch(
+            "SELECT table_name::text, column_name::text FROM information_schema.columns WHERE table_schema = $1",
+            "migrated",
+        )
+    expected = columns_of(files(f"{worker}.store").joinpath("schema.sql").read_text())
+    assert {(table, column) for table, columns in expected.items() for column in columns} == {
+        (table, column) for table, column in rows if table != VERSION_TABLE
+    }
+    await database.close()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        "ALTER TABLE identity ADD COLUMN of_yesterday text NOT NULL DEFAULT ''",
+        "ALTER TABLE identity RENAME COLUMN deployment TO of_yesterday",
+        "DROP TABLE outbox",
+    ],
+)
+@pytest.mark.parametrize("worker", WORKERS)
+async def test_a_schema_of_an_earlier_state_of_one_revision_is_refused_in_a_sentence_and_left_as_it_was(
+    empty_database: str, worker: str, change: str
+) -> None:
+    """A worker started, and ended with an error of PostgreSQL at its first statement."""
+    if "outbox" in change and worker in ("placement_worker", "ironic_sync"):
+        change = "DROP TABLE identity"
+    database = await opened(empty_database, "old", f"{worker}.store.migrations")
+    async with database.raw() as connection:
+        await connection.execute(change)
+    before = await description(database)
+    again = Database(empty_database, "old")
+    with pytest.raises(DatabaseForbidden, match=r"schema old is at revision .* does not have its tables") as caught:
+        await again.open(f"{worker}.store.migrations")
+    assert caught.value.code == "database.other_schema"
     assert await description(database) == before
     await again.close()
     await database.close()
