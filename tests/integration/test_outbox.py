@@ -21,6 +21,7 @@ from bus.persistence.guarded_statement import GuardedStatement
 from bus.persistence.outbox import OutboxMessage
 from bus.persistence.outbox_rows import FORGET, PostgresRows
 from bus.persistence.relay import SWEEP_BATCH, Relay
+from bus.persistence.relay_lane import LANE_BATCH
 from bus.port import BusUnavailable, Unroutable
 from bus.tracing.context import CURRENT, Scope, TraceContext
 from bus.tracing.tracer import Tracer
@@ -352,7 +353,7 @@ async def test_a_row_for_two_buses_leaves_where_it_can_and_is_not_repeated(datab
         sweep_age_s=0.0,
     )
     task = asyncio.create_task(relay.run())
-    filler = [OutboxMessage("cell1", CellDelete(instance_uuid=UUID, project_id="p"))] * (5 * outbox.LANE_BATCH)
+    filler = [OutboxMessage("cell1", CellDelete(instance_uuid=UUID, project_id="p"))] * (5 * LANE_BATCH)
     relay.send(await commit(database, filler), filler)
     while not cell.calls:  # noqa: ASYNC110  (a counter has no event)
         await asyncio.sleep(0)
