@@ -1,0 +1,175 @@
+"""The drill with moves, a drain, a gang and objects under way: what a restore sets back, and what runs on."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+from pathlib import Path
+
+import asyncpg
+import pytest
+
+from berth.backup.copying import save
+from berth.backup.restoring import restore
+from berth.client_drains import start as start_drain
+from berth.client_moves import MoveClient
+from berth.gather import gather, rest
+from bus.clock import new_uuid
+from bus.contracts.build import BuildRequest, member_uuids
+from bus.contracts.drains import DrainStart
+from bus.contracts.moves import MoveKind, MoveRequest
+from bus.contracts.objects import ObjectChange, ObjectKind, ObjectsChange, ObjectsChanged, ObjectsPage, ObjectsQuery
+from tests.system.test_backup_drill import (
+    PATIENCE_S,
+    PLAN,
+    REST_S,
+    WITH_DATABASE,
+    active,
+    age,
+    boot,
+    breaches,
+    decide,
+    delete,
+    lose,
+    repaired,
+    request_again,
+    running,
+)
+from tests.system.worker_processes import Rig, rig
+
+pytestmark = [pytest.mark.system, pytest.mark.postgres, pytest.mark.rabbitmq, pytest.mark.timeout(600)]
+
+OPEN_MOVES = "SELECT count(*) FROM scheduler.moves WHERE NOT terminal"
+GROUP = ObjectChange(kind=ObjectKind.GROUP, name="demo/web", body={"policy": "soft-affinity"})
+
+
+async def define(it: Rig, change: ObjectChange) -> None:
+    requested = ObjectsChange(changes=(change,), who="drill")
+    await it.client.bus.request(requested, ObjectsChanged, timeout_s=PATIENCE_S)
+
+
+def moves_of(uuids: list[str], kind: MoveKind = MoveKind.LIVE_MIGRATE, **more: object) -> list[MoveRequest]:
+    rng = random.Random()
+    return [
+        MoveRequest(request_id=new_uuid(rng), instance_uuid=uuid, project_id="demo", kind=kind, **more)  # type: ignore[arg-type]
+        for uuid in uuids
+    ]
+
+
+async def until_ended(moves: MoveClient, count: int) -> None:
+    """Wait until so many more moves have ended."""
+    least = len(moves.ended) + count
+    async with asyncio.timeout(PATIENCE_S):
+        while len(moves.ended) < least and moves.unfinished:  # noqa: ASYNC110  (its event is for all of them)
+            await asyncio.sleep(0.01)
+
+
+async def until_under_way(url: str, count: int) -> None:
+    """Wait until so many moves are on record without a terminal event."""
+    connection = await asyncpg.connect(url)
+    async with asyncio.timeout(PATIENCE_S):
+        while await connection.fetchval(OPEN_MOVES) < count:
+            pass  # nothing announces it, and a question is a wait of its own
+    await connection.close()
+
+
+async def open_moves(url: str) -> int:
+    """How many moves have no terminal event on record."""
+    connection = await asyncpg.connect(url)
+    count = await connection.fetchval(OPEN_MOVES)
+    await connection.close()
+    return int(count)
+
+
+async def begin(it: Rig, moves: MoveClient, rng: random.Random, old: list[str]) -> BuildRequest:
+    """Moves, a drain and a gang, all under way; the gang's request."""
+    await define(it, GROUP)
+    emptied = it.client.tracks[old[20]].last
+    assert emptied is not None and emptied.host is not None
+    drain = DrainStart(drain=new_uuid(rng), name=emptied.host, by="drill", force=True)
+    await start_drain(it.client.bus, drain)
+    gang = BuildRequest(
+        instance_uuid=new_uuid(rng), flavor="m1.tiny", project_id="demo", count=4, min_count=4, group="web"
+    )
+    await it.client.boot([gang])
+    resizes = moves_of(old[8:12], MoveKind.RESIZE, flavor="m1.small", auto_confirm_s=0)
+    await moves.offer([*moves_of(old[:8]), *resizes])
+    await until_under_way(it.servers.database_url, 1 + rng.randrange(8))
+    return gang
+
+
+async def go_on(it: Rig, moves: MoveClient, rng: random.Random, old: list[str]) -> tuple[list[str], list[str]]:
+    """What the restored databases know nothing of: (deleted, booted) since the backup; then the workers are killed."""
+    await define(it, ObjectChange(kind=ObjectKind.QUOTA, name="late", body={"limits": {"VCPU": 1}}))
+    gone = rng.sample(old[12:20], 2)
+    await delete(it.client, gone)
+    await moves.offer(moves_of([uuid for uuid in (*old[4:10], *old[14:16]) if uuid not in gone]))
+    after = await boot(it.client, 10)
+    await until_ended(moves, rng.randrange(6))
+    await active(it.client, after, rng.randrange(10))
+    for name in rng.sample(WITH_DATABASE, len(WITH_DATABASE)):
+        it.processes.kill(name)
+    return gone, after
+
+
+async def test_after_a_restore_in_the_middle_of_moves_each_machine_runs_once(tmp_path: Path) -> None:
+    seed = 2
+    rng = random.Random(seed)
+    async with rig(PLAN, seed=seed) as it:
+        url, client = it.servers.database_url, it.client
+        moves = MoveClient(client.bus, clock=it.site.clock, process="drill")
+        await moves.open()
+        old = await boot(client, 24)
+        assert await client.wait(PATIENCE_S)
+        gang = await begin(it, moves, rng, old)
+        await save(url, tmp_path / "backup")
+        assert await moves.wait(PATIENCE_S) and await client.wait(PATIENCE_S)
+        gone, after = await go_on(it, moves, rng, old)
+        promised = {uuid for uuid in (*old, *after) if client.tracks[uuid].state == "active"} - set(gone)
+
+        await lose(url)
+        await restore(url, tmp_path / "backup")
+        assert await open_moves(url), "the backup is of a moment with moves under way"
+        for name in WITH_DATABASE:
+            it.processes.restart(name)
+        await it.processes.ready(WITH_DATABASE)
+        await rest(it.site, timeout_s=REST_S)
+
+        facts = await gather(it.site)
+        assert promised <= running(facts).keys(), promised - running(facts).keys()
+        assert max(running(facts).values()) == 1, {u: n for u, n in running(facts).items() if n > 1}
+        assert not running(facts).keys() & set(gone)
+        page = await client.bus.request(ObjectsQuery(), ObjectsPage, timeout_s=PATIENCE_S)
+        assert {"demo/web"} == {one.name for one in page.objects} & {"demo/web", "late"}, "objects are as of the backup"
+
+        await age(url)
+        done = await repaired(it.site)
+        assert not (done["orphaned"] or done["doubled"] or done["unsound"] or done["over_capacity"]), done
+        facts = await gather(it.site)
+        recorded = {one.instance_uuid: one.host_uuid for one in facts.instances if one.state == "active"}
+        elsewhere = {
+            one.instance_uuid for one in facts.running or () if recorded.get(one.instance_uuid) != one.host_uuid
+        }
+        quarantined = {one.instance_uuid for one in facts.quarantine or ()}
+        assert elsewhere <= quarantined, "what runs on another host than recorded is kept, and an operator decides"
+
+        await decide(it.site, facts)
+        known = {one.instance_uuid for one in facts.instances} - set(gone)
+        await request_again(client, sorted(known - set(facts.requests) - set(member_uuids(gang))))
+        await delete(client, sorted(known))
+        await at_rest(it, url)
+        await moves.close()
+
+
+async def at_rest(it: Rig, url: str) -> None:
+    """Every invariant holds, and nothing runs, once what is doubted has been decided about."""
+    await age(url)
+    broken = ["not judged yet"]
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(PATIENCE_S):
+            while broken := await breaches(it.site):
+                await decide(it.site, await gather(it.site))
+                await repaired(it.site)
+    assert broken == []
+    assert not running(await gather(it.site))
