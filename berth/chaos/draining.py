@@ -33,17 +33,24 @@ class Draining:
         self.ended = 0
         self.moved = 0
         self.codes: Counter[str] = Counter()
+        self._is_over = False
         self._client = client
         self._plan = plan
         self._clock = clock
         self._rng = rng
 
     async def run(self) -> None:
-        """The plan's number of drains, one after the other."""
-        for _ in range(self._plan.drains):
+        """The plan's number of drains, one after the other, until it is stopped; the first in any case."""
+        for number in range(self._plan.drains):
+            if number and self._is_over:
+                return
             page = await self._until_answered(lambda: self._client.hosts(limit=1000, timeout_s=HOSTS_S))
             if page is not None and page.hosts:
                 await self._drain(self._rng.choice(sorted(host.name for host in page.hosts)))
+
+    def stop(self) -> None:
+        """Begin no further drain."""
+        self._is_over = True
 
     async def _drain(self, host: str) -> None:
         drain, bus = new_uuid(self._rng), self._client.bus

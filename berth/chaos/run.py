@@ -129,8 +129,10 @@ class Run:
                 group.create_task(self.injector.watch()),
                 group.create_task(self._print_load()),
             ]
-            load = [group.create_task(one.run()) for one in (self.churn, self.moving, self.draining)]
-            await asyncio.wait(load)
+            drains = group.create_task(self.draining.run())
+            await asyncio.wait([group.create_task(self.churn.run()), group.create_task(self.moving.run())])
+            self.draining.stop()
+            await drains
             for task in others:
                 task.cancel()
 
