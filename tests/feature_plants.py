@@ -176,6 +176,8 @@ PLANTS: dict[str, tuple[str, str, str]] = {
     "M-10": (_MOVE_STEPS, "MoveKind.REBUILD: ChangeKind.REBUILD", "MoveKind.REBUILD: ChangeKind.STOP"),
     "N-19": ("scheduler_worker/domain/selector.py", "return None if len(view) else NoValidHost(steps)", "return None"),
     "M-11": (_MOVE_STEPS, "return undo(left, at, timeouts, NO_HOST, summary_of_hosts(left))", "return Step(left)"),
+    "K-1": ("cell_conductor/domain/room.py", "is UnexplainedKind.QUARANTINED", "is UnexplainedKind.FOREIGN"),
+    "K-2": ("berth/supervisor.py", "                self._check_loop(name, now)\n", ""),
     "T-13": (
         _MOVE_STEPS,
         "    if instance.is_in_place:\n        return Step(steps.ask",

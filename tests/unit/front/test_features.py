@@ -17,13 +17,13 @@ def numbered(letter: str, first: int, last: int) -> list[str]:
     return [f"{letter}-{number}" for number in range(first, last + 1)]
 
 
-# The feature map's ids; O, G, T and V number its opportunities, gaps, traps and figures.
+# The feature map's ids; O, G, T and V number its opportunities, gaps, traps and figures. K: what it has no row for.
 EXPECTED = [
     *numbered("F", 1, 22), "F-op", "F-once", "F-order", "F-plug", "F-log", "F-gone",
     *numbered("W", 0, 13), *numbered("R", 1, 15),
     *numbered("N", 1, 34), "N-rt", "N-upt", "N-33a", "N-33b",
     *numbered("C", 1, 24), *numbered("M", 1, 14), *numbered("I", 1, 19), *numbered("D", 1, 15), *numbered("B", 1, 11),
-    *numbered("O", 1, 11), *numbered("G", 1, 11), *numbered("T", 1, 20), *numbered("V", 1, 8),
+    *numbered("O", 1, 11), *numbered("G", 1, 11), *numbered("T", 1, 20), *numbered("V", 1, 8), *numbered("K", 1, 2),
 ]  # fmt: skip
 
 
