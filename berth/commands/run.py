@@ -122,11 +122,11 @@ def _build(role: Role, here: Site, cell: str | None, service: str | None, *, hea
         raise Stop(EXIT_USAGE, "service.name", f"not a service name: {service}") from fault
     import compute_sim.app  # noqa: PLC0415
 
-    return lambda env: compute_sim.app.build(env, _remembering(settings), cell, name)
+    return lambda env: compute_sim.app.build(env, durable_compute(settings), cell, name)
 
 
-def _remembering(settings: Settings) -> ComputeConfig:
-    """What is on real machines outlives this process, so what the service knows of them must, too."""
+def durable_compute(settings: Settings) -> ComputeConfig:
+    """The settings of the compute service. What is on real machines outlives the process, and so does its record."""
     if settings.compute.driver != "ironic" or settings.compute.state_dir is not None:
         return settings.compute
     return msgspec.structs.replace(settings.compute, state_dir=str(settings.state / "machines"))
