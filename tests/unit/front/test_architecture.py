@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import shlex
 import tomllib
+from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import pytest
+import yaml
 
 from berth.commands.objects import read_file
 from berth.settings import read_settings
@@ -19,6 +23,7 @@ ROOT = Path(__file__).parents[3]
 TABLE = (ROOT / "docs" / "explanation" / "architecture.md").read_text().partition("## Where to put the next")[2]
 NAMED = re.findall(r"`([\w./]+/[\w./]*?)(?:::(\w+))?`", TABLE)
 GUIDES = sorted(path for kind in ("tutorial", "howto") for path in (ROOT / "docs" / kind).glob("*.md"))
+PAGES = sorted([*(ROOT / "docs").rglob("*.md"), ROOT / "README.md", *ROOT.glob("*/README.md")])
 
 # What a reader runs beside berth's own commands.
 PROGRAMS = {
@@ -69,3 +74,17 @@ def test_a_shell_line_on_a_page_starts_a_program_that_the_guides_know(page: Path
             words = [word for word in shlex.split(line, comments=True) if not re.fullmatch(r"[A-Z_]+=.*", word)]
             known = words and (words[0] in PROGRAMS or (words[0].startswith("scripts/") and (ROOT / words[0]).exists()))
             assert not words or known, line
+
+
+PARSERS: dict[str, Callable[[str], object]] = {
+    "json": msgspec.json.decode,
+    "python": ast.parse,
+    "yaml": yaml.safe_load,
+}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: f"{page.parent.name}-{page.stem}")
+def test_a_snippet_on_a_page_is_in_its_language(page: Path) -> None:
+    for language, parse in PARSERS.items():
+        for block in blocks(language, page.read_text()):
+            parse(block)
