@@ -87,4 +87,4 @@ PARSERS: dict[str, Callable[[str], object]] = {
 def test_a_snippet_on_a_page_is_in_its_language(page: Path) -> None:
     for language, parse in PARSERS.items():
         for block in blocks(language, page.read_text()):
-            parse(block)
+            assert parse(block) is not None
