@@ -330,7 +330,12 @@ def _terminal(facts: Facts) -> Iterator[str]:
         if event.terminal and event.state is not BuildState.DELETED:
             terminals[event.instance_uuid].add(event.sequence)
     for uuid in facts.accepted:
-        if len(terminals[uuid]) != 1 and facts.requests.get(uuid) != BuildState.DELETED and uuid not in down:
+        # What ends with 0 beside another end was another request under this uuid: a delete that was given up, a clash.
+        if (
+            len(terminals[uuid] - {0} or terminals[uuid]) != 1
+            and facts.requests.get(uuid) != BuildState.DELETED
+            and uuid not in down
+        ):
             yield f"{uuid}: terminal events {sorted(terminals[uuid])}"
 
 

@@ -74,7 +74,7 @@ def _doubled(facts: Facts) -> set[str]:
             ends[event.instance_uuid].add(event.sequence)
     twice = {uuid for uuid, count in machines.items() if count > 1}
     twice |= {uuid for uuid, places in cells.items() if len(places) > 1}
-    return twice | {uuid for uuid, different in ends.items() if len(different) > 1}
+    return twice | {uuid for uuid, different in ends.items() if len(different - {0}) > 1}
 
 
 def _leaked(facts: Facts) -> set[str]:

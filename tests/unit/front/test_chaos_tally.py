@@ -56,6 +56,8 @@ def test_doubled() -> None:
     assert but(instances=twice).doubled == (A,)
     ends = [*(SOUND.events or ()), announced(A, BuildState.FAILED, 6)]
     assert but(events=ends).doubled == (A,), "two different ends"
+    given_up = [*(SOUND.events or ()), announced(A, BuildState.REFUSED, 0)]
+    assert but(events=given_up).doubled == (), "of a delete that was given up"
     deleted = [*(SOUND.events or ()), announced(A, BuildState.DELETED, 7)]
     assert but(events=deleted).doubled == (), "a delete is a request of its own"
 

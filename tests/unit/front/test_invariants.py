@@ -209,3 +209,10 @@ def test_a_request_about_an_instance_that_has_not_ended_is_a_breach_unless_its_s
 def test_a_gang_of_which_a_part_was_started_is_a_breach(sent: int, withdrawn: int, whole: bool) -> None:
     gang = GangFact(uuid=ONE, members=3, min_count=2, sent=sent, withdrawn=withdrawn)
     assert broken(replace(SOUND, gangs=[gang])) == (set() if whole else {"gangs_whole"})
+
+
+def test_a_delete_that_was_given_up_is_no_second_end_of_its_build() -> None:
+    """A chaos run in which 380 deletes were given up was judged as 380 builds that had ended twice."""
+    assert SOUND.events is not None
+    assert broken(replace(SOUND, events=[*SOUND.events, ended(ONE, 0, BuildState.REFUSED)])) == set()
+    assert broken(replace(SOUND, events=[*SOUND.events, ended(ONE, 13, BuildState.FAILED)])) == {"one_terminal_state"}
