@@ -5,7 +5,7 @@ Judged from what conductors commit and from what the operator reset; not from wh
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 
 from berth.sim.plan import FaultType, Plan
 from berth.sim.watch import Breach
@@ -30,6 +30,7 @@ class BreakerWatch:
         self._seen: dict[str, Instance] = {}
         self._losses: dict[str, list[float]] = {}  # of each service, when they were committed
         self._opened: dict[str, float] = {}
+        self._cell_of: dict[str, MemoryInstanceTable] = {}  # the database in which a breaker opened
         self._passed: set[tuple[str, str]] = set()  # (service, machine) that an operator has allowed
 
     def go(self, breaker: Breaker) -> None:
@@ -40,7 +41,7 @@ class BreakerWatch:
         """After a commit of a cell's conductor. Raises Breach."""
         if not self._limit:
             return
-        self._note_open(table.breakers)
+        self._note_open(table)
         for uuid, instance in table.instances.items():
             before = self._seen.get(uuid)
             if before is instance:
@@ -50,12 +51,15 @@ class BreakerWatch:
             if is_new_loss and uuid not in exempt and instance.host_uuid is not None:
                 self._lost(instance, f"{uuid}@{instance.host_uuid}")
 
-    def _note_open(self, breakers: Mapping[str, Breaker]) -> None:
-        for service, breaker in breakers.items():
+    def _note_open(self, table: MemoryInstanceTable) -> None:
+        for service, breaker in table.breakers.items():
             if breaker.is_open:
                 self._opened.setdefault(service, self._now())
+                self._cell_of[service] = table
             else:
                 self._opened.pop(service, None)
+        for service in [one for one in self._opened if self._cell_of[one] is table and one not in table.breakers]:
+            del self._opened[service]  # the cell's database was set back to before it opened: seed 81373
 
     def _lost(self, instance: Instance, machine: str) -> None:
         service, now = instance.here.service, self._now()

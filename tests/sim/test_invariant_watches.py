@@ -10,6 +10,7 @@ import pytest
 from msgspec.structs import replace
 
 from berth.sim import loop as virtual
+from berth.sim.breaker_watch import BreakerWatch
 from berth.sim.draw import plan_of
 from berth.sim.event_log import EventLog
 from berth.sim.harm_watch import LATE_REPORT_S, RACE_S, HarmWatch
@@ -32,6 +33,7 @@ from bus.contracts.placement import Claim, ClaimOption, Inventory
 from bus.memory import MemoryTransport
 from bus.topology import QueuePlan
 from bus.wire import pack, single
+from cell_conductor.domain.breaker import Breaker
 from cell_conductor.domain.instance import Instance, State
 from cell_conductor.side_tasks import purge_forever
 from cell_conductor.store.memory import MemoryInstances, MemoryInstanceTable
@@ -235,6 +237,32 @@ def test_what_a_build_acts_upon_is_what_it_has_seen_itself(job: str, *, breaks: 
     take = json.dumps(take_patch(InstanceSpec(instance_uuid=INSTANCE, project_id="red"), MARK, None)).encode()
     with pytest.raises(Breach, match="of no owner") if breaks else nullcontext():
         harm.acted("compute-m0", "PATCH", node, None, take, job=job)
+
+
+@pytest.mark.parametrize("set_back", [True, False])
+def test_a_breaker_that_its_cell_has_forgotten_holds_nothing(*, set_back: bool) -> None:
+    """Seed 81373: the cell's database was set back to before the breaker opened."""
+    now = 100.0
+
+    async def main() -> None:
+        nonlocal now
+        watch = BreakerWatch(replace(plan_of(1), breaker_limit=2, fault_events=()), lambda: now)
+        table, other = MemoryInstanceTable(SimClock()), MemoryInstanceTable(SimClock())
+        chosen = Selection(host_uuid=HERE, host="h", service="s", allocations={})
+        active = Instance(uuid=INSTANCE, state=State.ACTIVE, attempt=1, selections=(chosen,))
+        table.instances[INSTANCE] = active
+        table.breakers["s"] = Breaker(service="s", tripped_at=now)
+        watch.committed(table, ())
+        watch.committed(other, ())  # of another cell
+        if set_back:
+            del table.breakers["s"]
+            watch.committed(table, ())
+        now += RACE_S + 1.0
+        table.instances[INSTANCE] = replace(active, state=State.FAILED, code="instance.lost")
+        with nullcontext() if set_back else pytest.raises(Breach, match="breaker_holds"):
+            watch.committed(table, ())
+
+    virtual.run(main, on_unseen=pytest.fail)
 
 
 @pytest.mark.parametrize(
