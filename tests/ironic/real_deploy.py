@@ -17,7 +17,7 @@ from bus.contracts.deploy import VolumeRequest
 from bus.contracts.moves import MoveKind, MoveRequest, MoveState
 from compute_sim.config import IronicConfig
 from compute_sim.drivers.ironic.driver import BareMetal
-from tests.kit.real_metal import RNG, WAIT_S, RealMetal, drive, real_metal, until
+from tests.kit.real_metal import RNG, WAIT_S, RealMetal, another_berth, drive, real_metal, until
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -134,6 +134,28 @@ async def test_a_foreign_node_is_left_as_it_is_and_a_rescued_one_stays_ours(meta
     await metal.delete(request.instance_uuid)
     await metal.nodes.until(ours, "available", timeout_s=WAIT_S)
     assert await metal.nodes.get(foreign) == before
+
+
+async def test_a_second_berth_of_the_same_names_leaves_our_machine(metal: RealMetal) -> None:
+    """Its cell, services and Ironic are called the same, and its database is empty, as after a wrong restore."""
+    ours, free = await metal.nodes.enroll(2)
+    await metal.offered(ours, free)
+    request = metal.request(host=ours)
+    assert (await metal.boot(request))[0].state == "active"
+    before = await metal.nodes.get(ours)
+    async with another_berth(metal.lab, metal.nodes) as other:
+        await other.offered(free)
+        theirs = other.request(host=free)  # several scans of all nodes go by
+        assert (await other.boot(theirs))[0].state == "active"
+        (refused,) = await other.boot(other.request(host=ours))
+        assert refused.state == "failed"
+        await other.delete(theirs.instance_uuid)
+        await metal.nodes.until(free, "available", timeout_s=WAIT_S)
+    after = await metal.nodes.get(ours)
+    assert {**after, "updated_at": before["updated_at"]} == before
+    assert (await metal.record(request.instance_uuid)).state is BuildState.ACTIVE
+    await metal.delete(request.instance_uuid)
+    await metal.nodes.until(ours, "available", timeout_s=WAIT_S)
 
 
 async def test_a_protected_node_is_kept_until_its_operator_unsets_it(metal: RealMetal) -> None:

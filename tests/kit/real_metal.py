@@ -134,6 +134,21 @@ async def real_metal(
                 await system.in_process.stop()
 
 
+@contextlib.asynccontextmanager
+async def another_berth(ironic: Lab, nodes: Nodes) -> AsyncIterator[RealMetal]:
+    """A second deployment on the same Ironic: the same names, and a database that knows nothing of the first."""
+    async with site(settings_of(ironic, {}, {"name": "another"}), directory=None) as place:
+        system = LocalSystem(place)
+        client = BuildClient(place.bus(process_name("test")), clock=place.clock, process=process_name("test"))
+        try:
+            await system.start(ironic_url=ironic.ironic.url)
+            await client.open()
+            yield RealMetal(ironic, nodes, system, client)
+        finally:
+            await client.close()
+            await system.in_process.stop()
+
+
 def settings_of(here: Lab, compute: dict[str, Any], sync: dict[str, Any]) -> Settings:
     """One cell, one of each worker, impatient."""
     again = ImageSource(
