@@ -20,7 +20,7 @@ QUERIES_SOON = SchedulerConfig(hosts_warmup_s=0.001, move_query_s=0.2)
 async def test_a_cell_is_queried_and_its_answer_ends_the_request(world: World) -> None:
     built = await one_active(world, config=QUERIES_SOON)
     move = world.move(built, MoveKind.MIGRATE)
-    await world.query(move)
+    await world.ask(move)
     await world.dispatched(move)
     # A cell that was set back counts from lower numbers again than those that it has announced before.
     await world.move_announced("c1", move, MoveState.CLAIMING, 40, condition=Condition.MOVING)
@@ -39,7 +39,7 @@ async def test_a_cell_is_queried_and_its_answer_ends_the_request(world: World) -
 async def test_of_a_cell_that_does_not_answer_the_record_states_it(world: World) -> None:
     built = await one_active(world, config=QUERIES_SOON)
     move = world.move(built, MoveKind.STOP)
-    await world.query(move)
+    await world.ask(move)
     await world.dispatched(move)
 
     async def state() -> tuple[bool, str]:
