@@ -48,6 +48,14 @@ def test_what_every_step_did_is_printed_in_one_line(folder: Path) -> None:
     )
 
 
+def test_a_step_that_a_shallow_checkout_leaves_out_is_named(folder: Path) -> None:
+    (folder / "side-by-side.json").write_text('{"left_out": true}')
+    assert "NOT two versions side by side builds: this checkout has not the commits" in executed(folder)
+    (folder / "demo.json").write_text('{"left_out": true}')
+    with pytest.raises(Untold, match=r"demo\.json"):
+        executed(folder)
+
+
 @pytest.mark.parametrize("step", STEPS, ids=lambda step: step.file)
 @pytest.mark.parametrize("text", [None, "", "{}", "[]", "null", "<a/>", "<testsuite/>", '{"passed": true}'])
 def test_a_file_that_is_missing_or_holds_nothing_is_no_pass(folder: Path, step: Any, text: str | None) -> None:
