@@ -116,10 +116,10 @@ STEPS = (
 
 def executed(folder: Path) -> str:
     """The line; raises Untold."""
-    return "all passed: " + ", ".join(_told(folder / step.file, step) for step in STEPS)
+    return "all passed: " + ", ".join(_in_words(folder / step.file, step) for step in STEPS)
 
 
-def _told(path: Path, step: Step) -> str:
+def _in_words(path: Path, step: Step) -> str:
     if step.needs and path.exists() and path.read_bytes() == json.dumps(LEFT_OUT).encode():
         return f"NOT {step.words.replace('{} ', '')}: this checkout has not {step.needs}"
     return step.words.format(_counted(path, step))
