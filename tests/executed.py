@@ -26,7 +26,7 @@ class Step(NamedTuple):
     count: Callable[[Any], int]
     passed: Callable[[Any], bool]
     words: str
-    needs: str = ""  # what a checkout may lack; without it the step is left out, and the line says so
+    needs: str = ""  # what a checkout may lack; without it the step is left out, and the last line names it
 
 
 LEFT_OUT = {"left_out": True}
