@@ -289,6 +289,7 @@ def _result(message: ComputeResult, at: float) -> Event:
                 at=at,
                 attempt=message.attempt,
                 host_uuid=message.host_uuid,
+                service=message.service,
                 code=message.code or "spawn.failed",
                 reason=message.reason,
                 final=message.final,

@@ -38,13 +38,11 @@ from .move_steps import (
 )
 from .steps import Step, Timeouts
 
-DESTROY_CODES = "destroy."  # how the codes begin with which a host refuses to destroy
-
 
 def report_undestroyed(instance: Instance, event: SpawnFailed, timeouts: Timeouts) -> Step:
     """The host cannot destroy it now: announce why, once for each reason. The delete goes on."""
     why = (event.code, steps.cut(event.reason))
-    is_refusal = event.code.startswith(DESTROY_CODES) and event.attempt == instance.attempt
+    is_refusal = event.code.startswith(rules.DESTROY_CODES) and event.attempt == instance.attempt
     if not is_refusal or event.host_uuid != instance.here.host_uuid or why == (instance.code, instance.reason):
         return Step(instance)
     code, reason = why

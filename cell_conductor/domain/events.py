@@ -64,6 +64,7 @@ class SpawnFailed(Event, frozen=True, kw_only=True):
 
     attempt: int
     host_uuid: str
+    service: str = ""
     code: str = ""
     reason: str = ""
     final: bool = False

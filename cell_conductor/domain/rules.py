@@ -40,6 +40,7 @@ from .steps import CLOCKS_APART_S, Step, Timeouts
 OUTCOME_UNKNOWN = "build.outcome_unknown"
 # Of an active instance that its host does not run any more.
 LOST = "instance.lost"
+DESTROY_CODES = "destroy."  # how the codes begin with which a host refuses to destroy
 
 
 def ignore(instance: Instance, event: object, timeouts: Timeouts) -> Step:
@@ -110,7 +111,16 @@ def come_up(instance: Instance, event: Spawned | HostRuns, timeouts: Timeouts) -
     return steps.announce(up, BuildState.ACTIVE, event.at, timeouts, terminal=True, why=("", steps.cut(remark)))
 
 
-def destroy_orphan(instance: Instance, event: Spawned | HostRuns, timeouts: Timeouts) -> Step:
+def destroy_leftover(instance: Instance, event: SpawnFailed, timeouts: Timeouts) -> Step:
+    """A failed attempt of a build that is over has failed once more, and may have left something again.
+
+    Its order was delivered again after the answer that nothing is left. A host that refuses to destroy is not ordered
+    again by its refusal.
+    """
+    return Step(instance) if event.code.startswith(DESTROY_CODES) else destroy_orphan(instance, event, timeouts)
+
+
+def destroy_orphan(instance: Instance, event: Spawned | SpawnFailed | HostRuns, timeouts: Timeouts) -> Step:
     """An attempt runs that the record proves to be over: destroy it where it is. What is not proved is kept."""
     if not is_over(instance, event.attempt, event.host_uuid):
         return Step(instance)

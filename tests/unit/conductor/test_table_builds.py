@@ -220,3 +220,17 @@ def test_a_second_build_of_what_has_ended_is_answered_with_its_end_once_more() -
         assert (second.terminal, second.code, second.history) == (terminal, first.code, first.history)
     tombstone = run(DELETE).instance
     assert announced(run(queried(), start=tombstone)) == [], "that one is refused, and released"
+
+
+@pytest.mark.parametrize("ended", [False, True])
+def test_an_attempt_that_fails_once_more_after_its_build_is_destroyed_once_more(ended: bool) -> None:
+    """Another service of its name had answered that nothing is there; its order was delivered again (seed 81393)."""
+    over = run(queried(), failed(final=True), *([RELEASED] if ended else []))
+    assert over.instance.state is (State.FAILED if ended else State.GIVING_UP)
+    again = step(over.instance, replace(failed(), service="compute-1"), PATIENCE)
+    assert again.instance.state is over.instance.state
+    (order,) = again.commands
+    assert isinstance(order, Destroy)
+    assert (order.attempt, order.host_uuid, order.service) == (1, host(1), "compute-1")
+    refused_to = replace(failed(), code="destroy.protected")
+    assert step(over.instance, refused_to, PATIENCE).commands == ()  # or each refusal would be the next order
