@@ -134,6 +134,19 @@ def running(facts: Facts) -> Counter[str]:
     return Counter(fact.instance_uuid for fact in facts.running or ())
 
 
+def running_twice(facts: Facts) -> dict[str, int]:
+    """Instances with several machines that are not in quarantine.
+
+    A request that the broker hands in again, after the database has forgotten its build, may be decided for another
+    host: then the first machine is in quarantine.
+    """
+    kept = {(fact.host_uuid, fact.instance_uuid) for fact in facts.quarantine or ()}
+    machines = Counter(
+        fact.instance_uuid for fact in facts.running or () if (fact.host_uuid, fact.instance_uuid) not in kept
+    )
+    return {uuid: count for uuid, count in machines.items() if count > 1}
+
+
 @pytest.mark.parametrize(("seed", "top_forgets"), [(1, False), (2, False), (3, True)])
 async def test_after_a_restore_each_machine_runs_on_and_what_differs_is_found_and_put_right(
     tmp_path: Path, *, seed: int, top_forgets: bool
@@ -166,10 +179,11 @@ async def test_after_a_restore_each_machine_runs_on_and_what_differs_is_found_an
         if top_forgets:
             await forget_requests(url, after)
 
-        # Nothing that a client was answered with is touched, nothing runs twice, nothing that was deleted comes back.
+        # Nothing that a client was answered with is touched, nothing runs twice outside of quarantine, nothing that was
+        # deleted comes back.
         facts = await gather(it.site)
         assert promised <= running(facts).keys()
-        assert max(running(facts).values()) == 1
+        assert running_twice(facts) == {}
         assert not running(facts).keys() & set(gone)
 
         # The book is made to equal the cells: nothing runs unclaimed, and nothing is held for what is not there.
