@@ -273,10 +273,12 @@ class BuildClient:
         if track is None or track.project_id != event.project_id:
             self.foreign_events += 1
             return False
-        if event.sequence <= track.sequence:  # published twice (its publisher crashed before it knew), or late
+        # A delete that is given up ends without a number: the record that has them is its build's, which goes on.
+        given_up = track.deleting and event.state is BuildState.REFUSED and track.ended_at is None
+        if event.sequence <= track.sequence and not given_up:  # published twice (its publisher crashed), or late
             track.repeats += 1
             return True
-        track.sequence = event.sequence
+        track.sequence = max(event.sequence, track.sequence)
         track.stages.setdefault(event.state.value, self._clock.monotonic())
         if event.terminal and (not track.deleting or event.state in ENDS_A_DELETE):
             self._end(track, event.state, event)

@@ -58,6 +58,22 @@ async def test_item_7_an_event_of_another_project_ends_no_build_of_ours(client_w
     assert (track.state, client_world.client.unfinished) == ("requested", 1)
 
 
+async def test_a_delete_that_was_given_up_ends_though_its_event_has_no_number(client_world: ClientWorld) -> None:
+    """Its build's events have numbers already; a chaos run waited for the delete's end for ever."""
+    (track,) = await client_world.client.boot(requests(1))
+    assert await client_world.client.wait(20)
+    client_world.answer_at_once = False
+    (deleting,) = await client_world.client.delete([record(requests(1)[0], BuildState.ACTIVE)])
+    assert deleting.instance_uuid == track.instance_uuid
+    progress = BuildEvent(
+        instance_uuid=track.instance_uuid, project_id=track.project_id, state=BuildState.DELETING, sequence=20
+    )
+    given_up = msgspec.structs.replace(progress, state=BuildState.REFUSED, sequence=0, terminal=True)
+    await client_world.scheduler.publish_all([(event, "") for event in (progress, given_up, given_up)])
+    await until(lambda: deleting.repeats == 1)
+    assert (deleting.state, deleting.terminals, client_world.client.unfinished) == ("refused", 1, 0)
+
+
 async def test_of_many_builds_it_is_known_which_were_accepted_before_the_queue_was_full(
     client_world: ClientWorld, capsys: pytest.CaptureFixture[str]
 ) -> None:
