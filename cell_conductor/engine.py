@@ -51,7 +51,7 @@ from .domain.events import (
 from .domain.fences import Fence, Loss, fenced_hosts, losses_of
 from .domain.instance import Instance, State
 from .domain.leases import Lease
-from .domain.steps import Step, Timeouts
+from .domain.steps import Step, StepContext
 from .domain.table import IllegalStep, question_of, step
 from .store.port import DatabaseChange, InstanceStore, Transaction
 
@@ -157,7 +157,7 @@ class Engine:
         self._fences = fences or NoFences()
         self._requesting: set[str] = set()
         self._unflushed = 0  # commits that did not wait for the disk
-        self._timeouts = Timeouts(
+        self._context = StepContext(
             cell=cell,
             claim_retry_s=config.claim_retry_s,
             answer_timeout_s=config.answer_timeout_s,
@@ -186,12 +186,12 @@ class Engine:
         """
         async with self._store.transaction() as transaction:
             known = await transaction.lock(sorted({one.uuid for one in incoming}))
-        timeouts = replace(self._timeouts, deployment=self._store.deployment)
+        context = replace(self._context, deployment=self._store.deployment)
         found: list[InstanceEvent] = []
         for one in incoming:
             instance = known.get(one.uuid)
             if instance is not None:
-                stepped = step(instance, one.event, timeouts)
+                stepped = step(instance, one.event, context)
                 if stepped.instance is not instance or stepped.commands:
                     found.append(one)
         return found
@@ -213,7 +213,7 @@ class Engine:
                 incoming = [InstanceEvent(uuid, TimedOut(at=now)) for uuid in due]
                 recorded = await self._record(transaction, due, incoming)
         if change is not None:
-            _log_change(change, self._timeouts.cell)
+            _log_change(change, self._context.cell)
             return 0
         self._committed(transaction, recorded)
         for instance in due.values():
@@ -236,7 +236,7 @@ class Engine:
                 known = await transaction.lock(sorted({one.uuid for one in incoming}))
                 recorded = await self._record(transaction, known, [one for one in incoming if one.uuid in known])
         if change is not None:
-            _log_change(change, self._timeouts.cell)
+            _log_change(change, self._context.cell)
             return
         self._committed(transaction, recorded)
         with metrics.BATCH_SECONDS.labels("leases").time():
@@ -281,12 +281,12 @@ class Engine:
         Only a database that was set back or replaced in between does that. What was claimed or released stands in
         placement; what runs and has no record is quarantined with its host's next report.
         """
-        timeouts = replace(self._timeouts, deployment=self._store.deployment)
+        context = replace(self._context, deployment=self._store.deployment)
         now, possible = dict(known), []
         for one in incoming:
             before = now.get(one.uuid) or Instance(uuid=one.uuid)
             try:
-                now[one.uuid] = step(before, one.event, timeouts).instance
+                now[one.uuid] = step(before, one.event, context).instance
             except IllegalStep as fault:
                 if not isinstance(one.event, Claimed | ClaimRefused | Released | Reverted):
                     raise
@@ -313,8 +313,8 @@ class Engine:
         outgoing: list[OutboxMessage] = []
         steps: Counter[tuple[State, str]] = Counter()
         ended: list[Instance] = []
-        timeouts = replace(
-            self._timeouts,
+        context = replace(
+            self._context,
             deployment=self._store.deployment,
             set_back_at=self._store.set_back_at,
             down=self._down(),
@@ -323,9 +323,9 @@ class Engine:
         ended_by = _FenceSteps()
         for instance_event in incoming:
             before = now.get(instance_event.uuid) or Instance(uuid=instance_event.uuid)
-            stepped = step(before, instance_event.event, timeouts)
-            if timeouts.fences:
-                stepped = ended_by.follow(before, stepped, instance_event.event, timeouts)
+            stepped = step(before, instance_event.event, context)
+            if context.fences:
+                stepped = ended_by.follow(before, stepped, instance_event.event, context)
             after = now[instance_event.uuid] = _in_its_trace(before, stepped.instance, instance_event)
             cause = after.cause or instance_event.cause
             trace = traceparent_of(cause) or after.traceparent
@@ -459,17 +459,17 @@ class _FenceSteps:
         self.hosts: dict[str, None] = {}
         self.losses: list[Loss] = []
 
-    def follow(self, before: Instance, stepped: Step, event: Event, timeouts: Timeouts) -> Step:
+    def follow(self, before: Instance, stepped: Step, event: Event, context: StepContext) -> Step:
         """The step, and those that the fences of the instance's hosts lead to."""
         at, commands = event.at, stepped.commands
-        fenced = {*fenced_hosts(before, timeouts.fences), *fenced_hosts(stepped.instance, timeouts.fences)}
+        fenced = {*fenced_hosts(before, context.fences), *fenced_hosts(stepped.instance, context.fences)}
         after = stepped.instance
         if isinstance(event, HostFenced) and after is not before:
             self.hosts[event.host_uuid] = None
         for _ in range(MAX_FENCE_STEPS):
             was = after
-            for host in fenced_hosts(after, timeouts.fences):
-                then = step(after, HostFenced(at=at, host_uuid=host), timeouts)
+            for host in fenced_hosts(after, context.fences):
+                then = step(after, HostFenced(at=at, host_uuid=host), context)
                 if then.instance is not after:
                     self.hosts[host] = None
                     after, commands = then.instance, (*commands, *then.commands)

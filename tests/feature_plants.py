@@ -151,8 +151,8 @@ PLANTS: dict[str, tuple[str, str, str]] = {
     ),
     "M-2": (
         _MOVES,
-        "return change(earlier, State.HANDING_OVER, kind, event.at, timeouts)",
-        "return finish(earlier, event.at, timeouts)",
+        "return change(earlier, State.HANDING_OVER, kind, event.at, context)",
+        "return finish(earlier, event.at, context)",
     ),
     "M-3": (_MOVES, "    if event.final:\n", "    if event.attempt:\n"),
     "M-4": (_MOVES, "attempt=move.source_attempt if taken.is_in_place else event.attempt", "attempt=event.attempt"),
@@ -164,18 +164,18 @@ PLANTS: dict[str, tuple[str, str, str]] = {
     "M-6": (_MOVE_STEPS, "    if not lost.finishing and not queries_first:", "    if lost.finishing:"),
     "M-7": (
         _MOVES,
-        'return undo(instance, event.at, timeouts, event.code or "hand-over.failed", event.reason)',
-        "return finish(instance, event.at, timeouts)",
+        'return undo(instance, event.at, context, event.code or "hand-over.failed", event.reason)',
+        "return finish(instance, event.at, context)",
     ),
     "M-8": (
         "cell_conductor/domain/fence_rules.py",
-        "return move_rules.settle(instance, _destroyed(instance, event), timeouts)",
+        "return move_rules.settle(instance, _destroyed(instance, event), context)",
         "return Step(instance)",
     ),
     "M-9": (_MOVES, "    if request.kind is not MoveKind.UNSHELVE:\n", "    if request.kind:\n"),
     "M-10": (_MOVE_STEPS, "MoveKind.REBUILD: ChangeKind.REBUILD", "MoveKind.REBUILD: ChangeKind.STOP"),
     "N-19": ("scheduler_worker/domain/selector.py", "return None if len(view) else NoValidHost(steps)", "return None"),
-    "M-11": (_MOVE_STEPS, "return undo(left, at, timeouts, NO_HOST, summary_of_hosts(left))", "return Step(left)"),
+    "M-11": (_MOVE_STEPS, "return undo(left, at, context, NO_HOST, summary_of_hosts(left))", "return Step(left)"),
     "K-1": ("cell_conductor/domain/room.py", "is UnexplainedKind.QUARANTINED", "is UnexplainedKind.FOREIGN"),
     "K-2": ("berth/supervisor.py", "                self._check_loop(name, now)\n", ""),
     "T-13": (
@@ -448,7 +448,7 @@ PLANTS: dict[str, tuple[str, str, str]] = {
     ),
     "T-7": (
         "cell_conductor/domain/steps.py",
-        "state=state, deadline=at + timeouts.claim_retry_s, since=at)",
+        "state=state, deadline=at + context.claim_retry_s, since=at)",
         "state=state, deadline=None, since=at)",
     ),
     "T-8": ("scheduler_worker/cancellations.py", "        await self.release(unused)\n", ""),

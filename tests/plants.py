@@ -233,8 +233,8 @@ PLANTS = (
         name="destroy_waits_no_longer",
         does="a destroy that is not confirmed is asked again without ever waiting longer",
         file="cell_conductor/domain/rules.py",
-        old="max(timeouts.destroy_retry_s, event.at - instance.since)",
-        new="timeouts.destroy_retry_s",
+        old="max(context.destroy_retry_s, event.at - instance.since)",
+        new="context.destroy_retry_s",
         tests="tests/unit/conductor",
     ),
     Plant(

@@ -37,10 +37,10 @@ from .move_steps import (
     over,
     repeat_at,
 )
-from .steps import Step, Timeouts
+from .steps import Step, StepContext
 
 
-def changed(instance: Instance, event: ChangeEnded, timeouts: Timeouts) -> Step:
+def changed(instance: Instance, event: ChangeEnded, context: StepContext) -> Step:
     """The host has done what was commanded, or reports that it could not; what it does not know is queried again."""
     if not is_awaited(instance, event, instance.here, instance.attempt):
         return Step(instance)
@@ -48,42 +48,42 @@ def changed(instance: Instance, event: ChangeEnded, timeouts: Timeouts) -> Step:
     if not event.done:
         ending = MoveEnd(MoveState.FAILED, event.code or "change.failed", event.reason)
         if event.runs is None:
-            return answer(instance, ending, event.at, timeouts)
+            return answer(instance, ending, event.at, context)
         back = as_left(instance, event)
-        return close(over(back, event.at), ending, event.at, timeouts)
+        return close(over(back, event.at), ending, event.at, context)
     if move.kind is MoveKind.SHELVE:
         kept = replace(instance, power=Power.SHELVED, image=event.image)
         if move.offload:
-            return offload(kept, event.at, timeouts)
-        return close(over(kept, event.at), DONE, event.at, timeouts)
+            return offload(kept, event.at, context)
+        return close(over(kept, event.at), DONE, event.at, context)
     if move.kind in (MoveKind.START, MoveKind.UNSHELVE):
         instance = replace(instance, power=Power.RUNNING, image="")
     if move.kind in (MoveKind.RESCUE, MoveKind.UNRESCUE):
         instance = replace(instance, power=Power.RESCUED if move.kind is MoveKind.RESCUE else Power.RUNNING)
     if move.kind is MoveKind.STOP:
         instance = replace(instance, power=Power.STOPPED)
-    return close(over(instance, event.at), DONE, event.at, timeouts)
+    return close(over(instance, event.at), DONE, event.at, context)
 
 
-def change_again(instance: Instance, event: TimedOut, timeouts: Timeouts) -> Step:
+def change_again(instance: Instance, event: TimedOut, context: StepContext) -> Step:
     """No answer: the command is repeated, in a new order, until the host answers; the request does not wait."""
     move = move_of(instance)
-    earlier = order(instance, CHANGES[move.kind], event.at, timeouts)
-    step = Step(replace(earlier.instance, deadline=repeat_at(instance, event.at, timeouts)), earlier.commands)
+    earlier = order(instance, CHANGES[move.kind], event.at, context)
+    step = Step(replace(earlier.instance, deadline=repeat_at(instance, event.at, context)), earlier.commands)
     if move.answered:
         return step
     reason = f"no answer within {move.step_timeout_s:g} s; the command is repeated"
-    return after(step, answer(step.instance, MoveEnd(MoveState.FAILED, "change.timeout", reason), event.at, timeouts))
+    return after(step, answer(step.instance, MoveEnd(MoveState.FAILED, "change.timeout", reason), event.at, context))
 
 
-def vacate(instance: Instance, event: Destroyed | HostMissing, timeouts: Timeouts) -> Step:
+def vacate(instance: Instance, event: Destroyed | HostMissing, context: StepContext) -> Step:
     """The shelved machine is gone from its host: its allocation goes."""
-    if not here_gone(instance, event, timeouts):
+    if not here_gone(instance, event, context):
         return Step(instance)
-    return Step(steps.ask(instance, State.VACATING, event.at, timeouts))
+    return Step(steps.ask(instance, State.VACATING, event.at, context))
 
 
-def end_offloaded(instance: Instance, event: Released, timeouts: Timeouts) -> Step:
+def end_offloaded(instance: Instance, event: Released, context: StepContext) -> Step:
     """Nothing is held any more: without a host. A copy of a claim, or of this release, is fenced by its attempt."""
     if event.consumer not in ("", instance.uuid):
         return Step(instance)
@@ -102,5 +102,5 @@ def end_offloaded(instance: Instance, event: Released, timeouts: Timeouts) -> St
     )
     if move.kind is MoveKind.UNSHELVE:
         gone = replace(gone, spec=move.spec, image=move.image)
-        return close(gone, ending_of(move), event.at, timeouts)
-    return close(gone, DONE, event.at, timeouts)
+        return close(gone, ending_of(move), event.at, context)
+    return close(gone, DONE, event.at, context)

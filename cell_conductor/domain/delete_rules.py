@@ -36,10 +36,10 @@ from .move_steps import (
     repeat_at,
     source_gone,
 )
-from .steps import Step, Timeouts
+from .steps import Step, StepContext
 
 
-def report_undestroyed(instance: Instance, event: SpawnFailed, timeouts: Timeouts) -> Step:
+def report_undestroyed(instance: Instance, event: SpawnFailed, context: StepContext) -> Step:
     """The host cannot destroy it now: announce why, once for each reason. The delete goes on."""
     why = (event.code, steps.cut(event.reason))
     is_refusal = event.code.startswith(rules.DESTROY_CODES) and event.attempt == instance.attempt
@@ -47,10 +47,10 @@ def report_undestroyed(instance: Instance, event: SpawnFailed, timeouts: Timeout
         return Step(instance)
     code, reason = why
     held = replace(instance, code=code, reason=reason)
-    return steps.announce(held, BuildState.DELETING, event.at, timeouts, why=why)
+    return steps.announce(held, BuildState.DELETING, event.at, context, why=why)
 
 
-def delete(instance: Instance, event: DeleteRequested, timeouts: Timeouts) -> Step:
+def delete(instance: Instance, event: DeleteRequested, context: StepContext) -> Step:
     """Every machine of it is destroyed, and then both consumers are released.
 
     While a destination is requested of placement, the answer is awaited: it shows whether the migration holds anything.
@@ -59,45 +59,45 @@ def delete(instance: Instance, event: DeleteRequested, timeouts: Timeouts) -> St
     if move.delete:
         return Step(instance)
     deleted = MoveEnd(MoveState.FAILED, DELETED, "the instance was deleted")
-    earlier = answer(instance, deleted, event.at, timeouts)
-    earlier = after(earlier, answer_other(earlier.instance, deleted, event.at, timeouts))
+    earlier = answer(instance, deleted, event.at, context)
+    earlier = after(earlier, answer_other(earlier.instance, deleted, event.at, context))
     named = replace(earlier.instance, cause=event.cause or instance.cause)
     if named.state is State.CLAIMING:
         waiting = replace(named, move=replace(move_of(named), delete=True))
-        return after(earlier, steps.announce(waiting, BuildState.DELETING, event.at, timeouts))
-    left = leave(named, event.at, timeouts)
-    move_event = steps.announce(left.instance, BuildState.DELETING, event.at, timeouts, first=left.commands)
+        return after(earlier, steps.announce(waiting, BuildState.DELETING, event.at, context))
+    left = leave(named, event.at, context)
+    move_event = steps.announce(left.instance, BuildState.DELETING, event.at, context, first=left.commands)
     return after(earlier, move_event)
 
 
-def delete_offloaded(instance: Instance, event: DeleteRequested, timeouts: Timeouts) -> Step:
+def delete_offloaded(instance: Instance, event: DeleteRequested, context: StepContext) -> Step:
     """No host has it: release, which fences what may be under way, and end deleted."""
     leaving = replace(instance, cause=event.cause or instance.cause)
-    queried = steps.ask(leaving, State.RELEASING, event.at, timeouts)
-    return steps.announce(queried, BuildState.DELETING, event.at, timeouts)
+    queried = steps.ask(leaving, State.RELEASING, event.at, context)
+    return steps.announce(queried, BuildState.DELETING, event.at, context)
 
 
-def destroy_both_again(instance: Instance, event: TimedOut, timeouts: Timeouts) -> Step:
+def destroy_both_again(instance: Instance, event: TimedOut, context: StepContext) -> Step:
     """The command is repeated to hosts that have not confirmed."""
     if instance.move is None:
-        return rules.destroy_again(instance, event, timeouts)
-    return Step(replace(instance, deadline=repeat_at(instance, event.at, timeouts)), destroy_left(instance, timeouts))
+        return rules.destroy_again(instance, event, context)
+    return Step(replace(instance, deadline=repeat_at(instance, event.at, context)), destroy_left(instance, context))
 
 
-def release_both(instance: Instance, event: Destroyed | HostMissing, timeouts: Timeouts) -> Step:
+def release_both(instance: Instance, event: Destroyed | HostMissing, context: StepContext) -> Step:
     """A host reports that nothing of it is left there; when both have, the allocations go."""
     move = instance.move
     if move is None:
-        return rules.release_destroyed(instance, event, timeouts)
-    here = move.here_gone or here_gone(instance, event, timeouts)
-    source = move.source_gone or source_gone(instance, event, timeouts)
+        return rules.release_destroyed(instance, event, context)
+    here = move.here_gone or here_gone(instance, event, context)
+    source = move.source_gone or source_gone(instance, event, context)
     if (here, source) == (move.here_gone, move.source_gone):
         return Step(instance)
     updated = replace(instance, move=replace(move, here_gone=here, source_gone=source))
-    return Step(steps.ask(updated, State.RELEASING, event.at, timeouts) if here and source else updated)
+    return Step(steps.ask(updated, State.RELEASING, event.at, context) if here and source else updated)
 
 
-def repeat_destroy_both(instance: Instance, event: Spawned | HostRuns, timeouts: Timeouts) -> Step:
+def repeat_destroy_both(instance: Instance, event: Spawned | HostRuns, context: StepContext) -> Step:
     """It is listed still, perhaps under another service: that one is commanded."""
     move = instance.move
     is_source = move is not None and (event.host_uuid, event.attempt) == (
@@ -108,5 +108,5 @@ def repeat_destroy_both(instance: Instance, event: Spawned | HostRuns, timeouts:
         if event.service == move.source.service:
             return Step(instance)
         found = replace(instance, move=replace(move, source=replace(move.source, service=event.service)))
-        return Step(found, (destroy_source(found, timeouts),))
-    return rules.repeat_destroy(instance, event, timeouts)
+        return Step(found, (destroy_source(found, context),))
+    return rules.repeat_destroy(instance, event, context)

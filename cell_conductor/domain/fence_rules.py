@@ -1,4 +1,4 @@
-"""What a fence does to an instance: `rule(instance, event, timeouts) -> Step`. The table selects the one that applies.
+"""What a fence does to an instance: `rule(instance, event, context) -> Step`. The table selects the one that applies.
 
 A fence proves what a host's own word proves: nothing of the instance runs there, and nothing will before the host was
 notified of what it has lost. So what waits for its answer goes on without it. An instance that is active there stays
@@ -19,27 +19,27 @@ from .fences import FENCED
 from .instance import Instance, State
 from .move_events import MoveEnd, close, move_of
 from .move_steps import end_undone, note, over, try_next, undo
-from .steps import Step, Timeouts
+from .steps import Step, StepContext
 
 
-def leave_host(instance: Instance, event: HostFenced, timeouts: Timeouts) -> Step:
+def leave_host(instance: Instance, event: HostFenced, context: StepContext) -> Step:
     """A build there: its attempt is over, and the next alternate is claimed, or the build has failed."""
     if event.host_uuid != instance.host_uuid:
         return Step(instance)
-    return rules.next_after(instance, event, timeouts, code=FENCED, reason=_reason(instance.here.host))
+    return rules.next_after(instance, event, context, code=FENCED, reason=_reason(instance.here.host))
 
 
-def fail_by_policy(instance: Instance, event: HostFenced, timeouts: Timeouts) -> Step:
+def fail_by_policy(instance: Instance, event: HostFenced, context: StepContext) -> Step:
     """Active there: it stays on record, unless its policy is that it fails with its host."""
     assert instance.spec is not None
     if event.host_uuid != instance.host_uuid or instance.spec.on_host_failure is not EvacuationPolicy.FAIL:
         return Step(instance)
-    return rules.give_up_lost(instance, event.at, timeouts, code=FENCED, reason=_reason(instance.here.host))
+    return rules.give_up_lost(instance, event.at, context, code=FENCED, reason=_reason(instance.here.host))
 
 
-def end_delete(instance: Instance, event: HostFenced, timeouts: Timeouts) -> Step:
+def end_delete(instance: Instance, event: HostFenced, context: StepContext) -> Step:
     """A delete: the host's confirmation is not waited for; the history records that."""
-    ended = delete_rules.release_both(instance, _destroyed(instance, event), timeouts)
+    ended = delete_rules.release_both(instance, _destroyed(instance, event), context)
     if ended.instance is instance:
         return ended
     host = instance.here.host
@@ -52,63 +52,63 @@ def end_delete(instance: Instance, event: HostFenced, timeouts: Timeouts) -> Ste
     return Step(replace(ended.instance, history=(*ended.instance.history, record)), ended.commands)
 
 
-def leave_checked_destination(instance: Instance, event: HostFenced, timeouts: Timeouts) -> Step:
+def leave_checked_destination(instance: Instance, event: HostFenced, context: StepContext) -> Step:
     """A destination that was only checked: the next one."""
     if event.host_uuid != instance.host_uuid:
         return Step(instance)
     failed = note(instance, "failed", event.at, FENCED, _reason(instance.here.host))
-    return try_next(failed, event.at, timeouts)
+    return try_next(failed, event.at, context)
 
 
-def stay_at_source(instance: Instance, event: HostFenced, timeouts: Timeouts) -> Step:
+def stay_at_source(instance: Instance, event: HostFenced, context: StepContext) -> Step:
     """The source was to hand over, and cannot: the move is undone."""
     if event.host_uuid != instance.source_host_uuid:
         return Step(instance)
-    return undo(instance, event.at, timeouts, FENCED, "the source was fenced before it had handed over")
+    return undo(instance, event.at, context, FENCED, "the source was fenced before it had handed over")
 
 
-def give_up_destination(instance: Instance, event: HostFenced, timeouts: Timeouts) -> Step:
+def give_up_destination(instance: Instance, event: HostFenced, context: StepContext) -> Step:
     """The destination is off, arrived or not: the source, which is stopped and whole, goes on, or the next is tried."""
     if event.host_uuid != instance.host_uuid or (instance.is_in_place and instance.state is State.RESIZED):
         return Step(instance)
     if instance.state is State.FINISHING:
-        return leave_checked_destination(instance, event, timeouts)
-    return undo(instance, event.at, timeouts, FENCED, _reason(instance.here.host))
+        return leave_checked_destination(instance, event, context)
+    return undo(instance, event.at, context, FENCED, _reason(instance.here.host))
 
 
-def settle(instance: Instance, event: HostFenced, timeouts: Timeouts) -> Step:
+def settle(instance: Instance, event: HostFenced, context: StepContext) -> Step:
     """The source of a move that has arrived: its allocation goes."""
-    return move_rules.settle(instance, _destroyed(instance, event), timeouts)
+    return move_rules.settle(instance, _destroyed(instance, event), context)
 
 
-def revert(instance: Instance, event: HostFenced, timeouts: Timeouts) -> Step:
+def revert(instance: Instance, event: HostFenced, context: StepContext) -> Step:
     """What an undone move left there is not waited for."""
     if event.host_uuid == instance.host_uuid and instance.is_in_place:
-        return Step(steps.ask(instance, State.REVERTING, event.at, timeouts))
-    return undo_rules.revert_destroyed(instance, _destroyed(instance, event), timeouts)
+        return Step(steps.ask(instance, State.REVERTING, event.at, context))
+    return undo_rules.revert_destroyed(instance, _destroyed(instance, event), context)
 
 
-def end_unstarted(instance: Instance, event: HostFenced, timeouts: Timeouts) -> Step:
+def end_unstarted(instance: Instance, event: HostFenced, context: StepContext) -> Step:
     """The source of an undone move cannot be started: on record it is where it was, as any instance of a dead host."""
     if event.host_uuid != instance.host_uuid:
         return Step(instance)
     move = move_of(instance)
     why = steps.cut(f"{move.lost_reason}; its host was fenced before it was started again".strip("; "))
-    return end_undone(replace(instance, move=replace(move, lost_reason=why)), event.at, timeouts)
+    return end_undone(replace(instance, move=replace(move, lost_reason=why)), event.at, context)
 
 
-def end_change(instance: Instance, event: HostFenced, timeouts: Timeouts) -> Step:
+def end_change(instance: Instance, event: HostFenced, context: StepContext) -> Step:
     """A change of a machine that is off: it has failed, and the machine is on record as it was."""
     if event.host_uuid != instance.host_uuid:
         return Step(instance)
     back = replace(instance, spec=move_of(instance).spec)
     ending = MoveEnd(MoveState.FAILED, FENCED, _reason(instance.here.host))
-    return close(over(back, event.at), ending, event.at, timeouts)
+    return close(over(back, event.at), ending, event.at, context)
 
 
-def vacate(instance: Instance, event: HostFenced, timeouts: Timeouts) -> Step:
+def vacate(instance: Instance, event: HostFenced, context: StepContext) -> Step:
     """A shelved machine: its allocation goes."""
-    return change_rules.vacate(instance, _destroyed(instance, event), timeouts)
+    return change_rules.vacate(instance, _destroyed(instance, event), context)
 
 
 def _destroyed(instance: Instance, event: HostFenced) -> Destroyed:

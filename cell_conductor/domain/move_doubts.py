@@ -18,18 +18,18 @@ from .events import Destroyed, HostRuns, MoveRequested, Spawned, TimedOut
 from .instance import Instance, Move, State
 from .move_events import MoveEnd, after, answer_other, move_of, refuse_request
 from .move_steps import arrived, confirm, destroy_source, is_doubted, note, repeat_at, source_gone, undo
-from .steps import Step, Timeouts
+from .steps import Step, StepContext
 
 IN_DOUBT = "move.in_doubt"
 WHY = "the cell's database was set back in the middle of the move: its hosts are queried first"
 
 
-def undo_doubted(instance: Instance, at: float, timeouts: Timeouts) -> Step:
+def undo_doubted(instance: Instance, at: float, context: StepContext) -> Step:
     """Go on no further: the destination is queried, and the move is undone unless that is complete."""
-    return undo(instance, at, timeouts, IN_DOUBT, WHY)
+    return undo(instance, at, context, IN_DOUBT, WHY)
 
 
-def adopt_arrived(instance: Instance, event: Spawned | HostRuns, timeouts: Timeouts) -> Step:
+def adopt_arrived(instance: Instance, event: Spawned | HostRuns, context: StepContext) -> Step:
     """The destination has it complete: the move had arrived, and is not undone.
 
     Where a confirm is waited for, the source is queried as well: the move may have been confirmed since.
@@ -40,79 +40,79 @@ def adopt_arrived(instance: Instance, event: Spawned | HostRuns, timeouts: Timeo
     move = replace(move_of(here), lost_code="", lost_reason="", finishing=True)
     here = replace(here, move=move, up_at=steps.by_its_clock(event), up_scan=event.scan, queried=False)
     # A revert or an abort that was requested before has not come true.
-    earlier = answer_other(here, MoveEnd(MoveState.FAILED, IN_DOUBT, WHY), event.at, timeouts)
-    step = after(earlier, arrived(note(earlier.instance, "active", event.at), event.at, timeouts))
+    earlier = answer_other(here, MoveEnd(MoveState.FAILED, IN_DOUBT, WHY), event.at, context)
+    step = after(earlier, arrived(note(earlier.instance, "active", event.at), event.at, context))
     if step.instance.state is not State.RESIZED:
         return step
     unsure = replace(step.instance, doubted=True, move=replace(move_of(step.instance), here_seen=True))
-    return after(Step(unsure, step.commands), ask_both(unsure, event.at, timeouts))
+    return after(Step(unsure, step.commands), ask_both(unsure, event.at, context))
 
 
-def ask_both(instance: Instance, at: float, timeouts: Timeouts) -> Step:
+def ask_both(instance: Instance, at: float, context: StepContext) -> Step:
     """A move that has arrived, by a record that was set back: it may have been confirmed or reverted since."""
-    queried = replace(instance, queried=True, deadline=repeat_at(instance, at, timeouts))
-    here = replace(steps.destroy_here(queried, timeouts), unless_built=True)
-    source: Destroy = replace(destroy_source(queried, timeouts), unless_built=True)
+    queried = replace(instance, queried=True, deadline=repeat_at(instance, at, context))
+    here = replace(steps.destroy_here(queried, context), unless_built=True)
+    source: Destroy = replace(destroy_source(queried, context), unless_built=True)
     return Step(queried, (here, source))
 
 
-def ask_before_confirmed(instance: Instance, event: TimedOut, timeouts: Timeouts) -> Step:
+def ask_before_confirmed(instance: Instance, event: TimedOut, context: StepContext) -> Step:
     """Its time to be confirmed has come: not before both hosts have answered."""
-    return ask_both(instance, event.at, timeouts)
+    return ask_both(instance, event.at, context)
 
 
-def refuse_doubted(instance: Instance, event: MoveRequested, timeouts: Timeouts) -> Step:
+def refuse_doubted(instance: Instance, event: MoveRequested, context: StepContext) -> Step:
     """A client confirms or reverts what may have ended: it repeats that when the hosts have answered."""
-    queried = ask_both(instance, event.at, timeouts)
-    return after(queried, refuse_request(queried.instance, event, timeouts, IN_DOUBT, WHY))
+    queried = ask_both(instance, event.at, context)
+    return after(queried, refuse_request(queried.instance, event, context, IN_DOUBT, WHY))
 
 
-def note_there(instance: Instance, event: Spawned | HostRuns, timeouts: Timeouts) -> Step:
+def note_there(instance: Instance, event: Spawned | HostRuns, context: StepContext) -> Step:
     """A host of a move in doubt has its machine complete."""
     move = move_of(instance)
     of_source = is_source(instance, event)
     if not of_source and not steps.is_ours(instance, event):
-        return rules.destroy_orphan(instance, event, timeouts)
+        return rules.destroy_orphan(instance, event, context)
     if isinstance(event, HostRuns) and not event.built:
         return Step(instance)
     here_seen, source_seen = move.here_seen or not of_source, move.source_seen or of_source
     updated = replace(instance, move=replace(move, here_seen=here_seen, source_seen=source_seen))
-    return _decide(updated, event.at, timeouts)
+    return _decide(updated, event.at, context)
 
 
-def note_gone(instance: Instance, event: Destroyed, timeouts: Timeouts) -> Step:
+def note_gone(instance: Instance, event: Destroyed, context: StepContext) -> Step:
     """A host of a move in doubt has nothing of it: it was reverted, or confirmed."""
-    if not is_doubted(instance, timeouts):
+    if not is_doubted(instance, context):
         return Step(instance)
     if event.host_uuid == instance.host_uuid and event.attempt >= instance.attempt:
-        return undo_doubted(instance, event.at, timeouts)
-    if not source_gone(instance, event, timeouts):
+        return undo_doubted(instance, event.at, context)
+    if not source_gone(instance, event, context):
         return Step(instance)
-    return _decide(replace(instance, move=replace(move_of(instance), source_gone=True)), event.at, timeouts)
+    return _decide(replace(instance, move=replace(move_of(instance), source_gone=True)), event.at, context)
 
 
-def follow_undone(instance: Instance, event: Spawned | HostRuns, timeouts: Timeouts) -> Step:
+def follow_undone(instance: Instance, event: Spawned | HostRuns, context: StepContext) -> Step:
     """The destination of a move that is undone has it still. In doubt: complete there, the move had arrived."""
-    if is_doubted(instance, timeouts) and not instance.is_in_place and steps.is_ours(instance, event):
-        return adopt_arrived(instance, event, timeouts)
+    if is_doubted(instance, context) and not instance.is_in_place and steps.is_ours(instance, event):
+        return adopt_arrived(instance, event, context)
     if is_source(instance, event):
         return Step(instance)
-    return follow_destination(instance, event, timeouts)
+    return follow_destination(instance, event, context)
 
 
-def follow_resized(instance: Instance, event: Spawned | HostRuns, timeouts: Timeouts) -> Step:
+def follow_resized(instance: Instance, event: Spawned | HostRuns, context: StepContext) -> Step:
     """Both hosts of a move that has arrived keep what they have. In doubt their answers decide."""
-    if is_doubted(instance, timeouts) and not instance.is_in_place:
-        return note_there(instance, event, timeouts)
-    return Step(instance) if is_source(instance, event) else rules.confirm_running(instance, event, timeouts)
+    if is_doubted(instance, context) and not instance.is_in_place:
+        return note_there(instance, event, context)
+    return Step(instance) if is_source(instance, event) else rules.confirm_running(instance, event, context)
 
 
-def follow_destination(instance: Instance, event: Spawned | HostRuns, timeouts: Timeouts) -> Step:
+def follow_destination(instance: Instance, event: Spawned | HostRuns, context: StepContext) -> Step:
     """The destination is listed still; under another service now, that one is commanded as well."""
     if instance.is_in_place or not steps.is_ours(instance, event) or event.service == instance.here.service:
-        return Step(instance) if steps.is_ours(instance, event) else rules.destroy_orphan(instance, event, timeouts)
+        return Step(instance) if steps.is_ours(instance, event) else rules.destroy_orphan(instance, event, context)
     found = steps.at_service(instance, event.service)
-    return Step(found, (steps.destroy_here(found, timeouts),))
+    return Step(found, (steps.destroy_here(found, context),))
 
 
 def is_source(instance: Instance, event: Spawned | HostRuns) -> bool:
@@ -120,10 +120,10 @@ def is_source(instance: Instance, event: Spawned | HostRuns) -> bool:
     return (event.attempt, event.host_uuid) == (instance.source_attempt, instance.source_host_uuid)
 
 
-def _decide(instance: Instance, at: float, timeouts: Timeouts) -> Step:
+def _decide(instance: Instance, at: float, context: StepContext) -> Step:
     move: Move = move_of(instance)
     if move.here_seen and move.source_gone:
-        return confirm(_certain(instance), at, timeouts)
+        return confirm(_certain(instance), at, context)
     if move.here_seen and move.source_seen:
         deadline = None if move.auto_confirm_s is None else at + move.auto_confirm_s
         return Step(replace(_certain(instance), deadline=deadline))

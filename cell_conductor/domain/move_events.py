@@ -11,7 +11,7 @@ from bus.contracts.moves import ENDS_OF_MOVES, CellMove, Condition, MoveEvent, M
 
 from .events import MoveRequested
 from .instance import MAX_ENDED, EndedMove, Instance, Move, Power, State
-from .steps import Step, Timeouts, cut
+from .steps import Step, StepContext, cut
 
 _AT_REST = {
     Power.RUNNING: Condition.ACTIVE,
@@ -72,52 +72,52 @@ def move_of(instance: Instance) -> Move:
     return instance.move
 
 
-def report_progress(instance: Instance, state: MoveState, at: float, timeouts: Timeouts) -> Step:
+def report_progress(instance: Instance, state: MoveState, at: float, context: StepContext) -> Step:
     """Progress of the request that is under way, not its end."""
     move = move_of(instance)
     is_late = state in (MoveState.CONFIRMED, MoveState.SOURCE_GONE)
     condition = condition_of(instance) if is_late else Condition.MOVING
-    return _event(instance, EndedMove(move.request_id, move.kind, state), at, timeouts, condition=condition)
+    return _event(instance, EndedMove(move.request_id, move.kind, state), at, context, condition=condition)
 
 
-def answer(instance: Instance, ending: MoveEnd, at: float, timeouts: Timeouts) -> Step:
+def answer(instance: Instance, ending: MoveEnd, at: float, context: StepContext) -> Step:
     """The end of the request that is under way, published once."""
     move = move_of(instance)
     if move.answered:
         return Step(instance)
     kept = replace(instance, move=replace(move, answered=True))
     ended = EndedMove(move.request_id, move.kind, ending.state, ending.code, cut(ending.reason))
-    return _end(kept, ended, at, timeouts, move.history)
+    return _end(kept, ended, at, context, move.history)
 
 
-def answer_other(instance: Instance, ending: MoveEnd, at: float, timeouts: Timeouts) -> Step:
+def answer_other(instance: Instance, ending: MoveEnd, at: float, context: StepContext) -> Step:
     """The end of the request that has ended the move (confirm, revert, abort), if there is one."""
     move = move_of(instance)
     if not move.by or move.by_kind is None:
         return Step(instance)
     kept = replace(instance, move=replace(move, by="", by_kind=None))
     ended = EndedMove(move.by, move.by_kind, ending.state, ending.code, cut(ending.reason))
-    return _end(kept, ended, at, timeouts, move.history)
+    return _end(kept, ended, at, context, move.history)
 
 
-def close(instance: Instance, ending: MoveEnd, at: float, timeouts: Timeouts) -> Step:
+def close(instance: Instance, ending: MoveEnd, at: float, context: StepContext) -> Step:
     """The move is over: whatever request has not had its end gets it, and nothing is under way any more."""
     move = move_of(instance)
-    earlier = answer(instance, ending, at, timeouts)
+    earlier = answer(instance, ending, at, context)
     # An abort or a revert has come true; a confirm whose move was undone all the same has not.
     is_done = move.by_kind is not MoveKind.CONFIRM or ending.state is MoveState.DONE
-    other = answer_other(earlier.instance, DONE if is_done else ending, at, timeouts)
+    other = answer_other(earlier.instance, DONE if is_done else ending, at, context)
     return after(earlier, Step(replace(other.instance, move=None), other.commands))
 
 
-def refuse_request(instance: Instance, event: MoveRequested, timeouts: Timeouts, code: str, reason: str = "") -> Step:
+def refuse_request(instance: Instance, event: MoveRequested, context: StepContext, code: str, reason: str = "") -> Step:
     """Nothing is begun."""
     request: CellMove = event.request
     ended = EndedMove(request.request_id, request.kind, MoveState.REFUSED, code, reason)
-    return _end(instance, ended, event.at, timeouts)
+    return _end(instance, ended, event.at, context)
 
 
-def refuse_unknown(instance: Instance, event: MoveRequested, timeouts: Timeouts) -> Step:
+def refuse_unknown(instance: Instance, event: MoveRequested, context: StepContext) -> Step:
     """This cell has no such instance: publish that, and make no record."""
     request = event.request
     move_event = MoveEvent(
@@ -128,42 +128,42 @@ def refuse_unknown(instance: Instance, event: MoveRequested, timeouts: Timeouts)
         state=MoveState.REFUSED,
         terminal=True,
         condition=Condition.UNKNOWN,
-        cell=timeouts.cell,
+        cell=context.cell,
         code="instance.unknown",
         at=event.at,
     )
     return Step(instance, (move_event,))
 
 
-def refuse_given_up(instance: Instance, event: MoveRequested, timeouts: Timeouts) -> Step:
+def refuse_given_up(instance: Instance, event: MoveRequested, context: StepContext) -> Step:
     """Its message was given up, so it is not begun; unless it has been: then that is how it goes on, or has ended."""
     why, move = event.given_up, instance.move
     assert why is not None
     if instance.spec is None:
-        return refuse_unknown(instance, event, timeouts)
+        return refuse_unknown(instance, event, context)
     if move is not None and event.request.request_id in (move.request_id, move.by):
         return Step(instance)
-    return repeat_end(instance, event, timeouts) or refuse_request(instance, event, timeouts, why.code, why.reason)
+    return repeat_end(instance, event, context) or refuse_request(instance, event, context, why.code, why.reason)
 
 
-def answer_query(instance: Instance, event: MoveRequested, timeouts: Timeouts) -> Step:
+def answer_query(instance: Instance, event: MoveRequested, context: StepContext) -> Step:
     """What has become of a request: how far it has come, or its end once more. Without a record of it, it ends here.
 
     It is `failed` and not `refused`: a record that was set back may have had it. A delete under way ends it by itself.
     """
     request, move = event.request, instance.move
     if instance.spec is None:
-        lost = refuse_unknown(instance, event, timeouts)
+        lost = refuse_unknown(instance, event, context)
         return Step(instance, tuple(_as_failed(command) for command in lost.commands))
-    if again := repeat_end(instance, event, timeouts):
+    if again := repeat_end(instance, event, context):
         return again
     if move is not None and request.request_id in (move.request_id, move.by):
         state = _PROGRESS.get(instance.state, MoveState.CHANGING)
         progress = EndedMove(request.request_id, request.kind, state)
-        return _event(instance, progress, event.at, timeouts, condition=Condition.MOVING)
+        return _event(instance, progress, event.at, context, condition=Condition.MOVING)
     reason = "its cell has no record of it: it never came there, or the cell's database was set back"
     return _end(
-        instance, EndedMove(request.request_id, request.kind, MoveState.FAILED, MOVE_LOST, reason), event.at, timeouts
+        instance, EndedMove(request.request_id, request.kind, MoveState.FAILED, MOVE_LOST, reason), event.at, context
     )
 
 
@@ -171,24 +171,24 @@ def _as_failed(command: Message) -> Message:
     return replace(command, state=MoveState.FAILED) if isinstance(command, MoveEvent) else command
 
 
-def refuse(instance: Instance, event: MoveRequested, timeouts: Timeouts) -> Step:
+def refuse(instance: Instance, event: MoveRequested, context: StepContext) -> Step:
     """Not in this state; a copy of a request that has ended is answered as it was."""
     if instance.spec is None:
-        return refuse_unknown(instance, event, timeouts)
-    return repeat_end(instance, event, timeouts) or refuse_request(instance, event, timeouts, "instance.not_active")
+        return refuse_unknown(instance, event, context)
+    return repeat_end(instance, event, context) or refuse_request(instance, event, context, "instance.not_active")
 
 
-def refuse_busy(instance: Instance, event: MoveRequested, timeouts: Timeouts) -> Step:
+def refuse_busy(instance: Instance, event: MoveRequested, context: StepContext) -> Step:
     """Another request is under way; a copy of that very one changes nothing."""
     move = instance.move
     if move is not None and event.request.request_id in (move.request_id, move.by):
         return Step(instance)
-    again = repeat_end(instance, event, timeouts)
+    again = repeat_end(instance, event, context)
     if again is not None:
         return again
     if event.request.kind in ENDS_ANOTHER:
-        return refuse_request(instance, event, timeouts, "move.too_late", f"the move is {instance.state.value} already")
-    return refuse_request(instance, event, timeouts, "instance.busy", "another request is under way")
+        return refuse_request(instance, event, context, "move.too_late", f"the move is {instance.state.value} already")
+    return refuse_request(instance, event, context, "instance.busy", "another request is under way")
 
 
 def has_ended(instance: Instance, request_id: str) -> bool:
@@ -196,10 +196,10 @@ def has_ended(instance: Instance, request_id: str) -> bool:
     return any(one.request_id == request_id for one in instance.ended)
 
 
-def repeat_end(instance: Instance, event: MoveRequested, timeouts: Timeouts) -> Step | None:
+def repeat_end(instance: Instance, event: MoveRequested, context: StepContext) -> Step | None:
     """The end of a request that has ended, once more; None: it is a new one."""
     known = next((one for one in instance.ended if one.request_id == event.request.request_id), None)
-    return None if known is None else _event(instance, known, event.at, timeouts, condition=condition_of(instance))
+    return None if known is None else _event(instance, known, event.at, context, condition=condition_of(instance))
 
 
 def after(first: Step, then: Step) -> Step:
@@ -208,17 +208,17 @@ def after(first: Step, then: Step) -> Step:
 
 
 def _end(
-    instance: Instance, ended: EndedMove, at: float, timeouts: Timeouts, history: tuple[AttemptRecord, ...] = ()
+    instance: Instance, ended: EndedMove, at: float, context: StepContext, history: tuple[AttemptRecord, ...] = ()
 ) -> Step:
     kept = replace(instance, ended=(*instance.ended, ended)[-MAX_ENDED:])
-    return _event(kept, ended, at, timeouts, condition=condition_of(instance), history=history)
+    return _event(kept, ended, at, context, condition=condition_of(instance), history=history)
 
 
 def _event(
     instance: Instance,
     outcome: EndedMove,
     at: float,
-    timeouts: Timeouts,
+    context: StepContext,
     *,
     condition: Condition,
     history: tuple[AttemptRecord, ...] = (),
@@ -234,7 +234,7 @@ def _event(
         sequence=instance.sequence,
         terminal=outcome.state in ENDS_OF_MOVES,
         condition=condition,
-        cell=timeouts.cell,
+        cell=context.cell,
         host=None if instance.state is State.OFFLOADED else instance.here.host,
         flavor=instance.spec.flavor,
         image=instance.spec.image,

@@ -1,4 +1,4 @@
-"""What each transition of a move does: `rule(instance, event, timeouts) -> Step`. The table selects the one that
+"""What each transition of a move does: `rule(instance, event, context) -> Step`. The table selects the one that
 applies.
 
 An instance that moves has two machines, of which one runs at most. `here` is the source until a destination has been
@@ -72,7 +72,7 @@ from .move_steps import (
     try_next,
     undo,
 )
-from .steps import Step, Timeouts
+from .steps import Step, StepContext
 
 ABORTED = "move.aborted"
 REVERTED = "move.reverted"
@@ -82,79 +82,79 @@ TIMED_OUT = "move.timeout"
 # --- requests
 
 
-def begin(instance: Instance, event: MoveRequested, timeouts: Timeouts) -> Step:
+def begin(instance: Instance, event: MoveRequested, context: StepContext) -> Step:
     """A request for an instance that has a machine and nothing under way."""
-    again = repeat_end(instance, event, timeouts)
+    again = repeat_end(instance, event, context)
     if again is not None:
         return again
     kind = event.request.kind
     if kind in ENDS_ANOTHER or (kind is MoveKind.OFFLOAD and instance.power is not Power.SHELVED):
         if kind is MoveKind.OFFLOAD:
-            return refuse_request(instance, event, timeouts, "instance.not_shelved", "shelve it first")
-        return refuse_request(instance, event, timeouts, "move.none", f"no move is there to {kind.value}")
+            return refuse_request(instance, event, context, "instance.not_shelved", "shelve it first")
+        return refuse_request(instance, event, context, "move.none", f"no move is there to {kind.value}")
     if instance.power is Power.SHELVED and kind not in (MoveKind.UNSHELVE, MoveKind.OFFLOAD, MoveKind.SHELVE):
-        return refuse_request(instance, event, timeouts, "instance.shelved", "unshelve or offload it first")
+        return refuse_request(instance, event, context, "instance.shelved", "unshelve or offload it first")
     if instance.power is Power.RESCUED and kind not in (MoveKind.RESCUE, MoveKind.UNRESCUE, MoveKind.EVACUATE):
-        return refuse_request(instance, event, timeouts, "instance.rescued", "unrescue it first")
+        return refuse_request(instance, event, context, "instance.rescued", "unrescue it first")
     if kind in CLAIMS:
-        return begin_claimed(instance, event, timeouts)
-    return begin_in_place(instance, event, timeouts)
+        return begin_claimed(instance, event, context)
+    return begin_in_place(instance, event, context)
 
 
-def begin_offloaded(instance: Instance, event: MoveRequested, timeouts: Timeouts) -> Step:
+def begin_offloaded(instance: Instance, event: MoveRequested, context: StepContext) -> Step:
     """An instance without a host: it can be unshelved, on a host that is claimed anew."""
-    again = repeat_end(instance, event, timeouts)
+    again = repeat_end(instance, event, context)
     if again is not None:
         return again
     request = event.request
     if request.kind is not MoveKind.UNSHELVE:
-        return refuse_request(instance, event, timeouts, "instance.offloaded", "unshelve it first")
+        return refuse_request(instance, event, context, "instance.offloaded", "unshelve it first")
     if not request.selections:
-        return refuse_request(instance, event, timeouts, "move.no_host")
+        return refuse_request(instance, event, context, "move.no_host")
     # `here` is the host that it had; nothing is there.
     begun = adopt(instance, event, source=None, selections=(instance.here, *request.selections))
-    return claim(begun, event.at, timeouts)
+    return claim(begun, event.at, context)
 
 
-def end_resized(instance: Instance, event: MoveRequested, timeouts: Timeouts) -> Step:
+def end_resized(instance: Instance, event: MoveRequested, context: StepContext) -> Step:
     """Confirm or revert. The second of two finds the state changed and is refused."""
     move = move_of(instance)
     request = event.request
-    again = repeat_end(instance, event, timeouts)
+    again = repeat_end(instance, event, context)
     if again is not None:
         return again
     if request.kind not in (MoveKind.CONFIRM, MoveKind.REVERT):
-        return refuse_request(instance, event, timeouts, "instance.resized", "confirm or revert it first")
+        return refuse_request(instance, event, context, "instance.resized", "confirm or revert it first")
     if request.migration not in (None, move.request_id):
-        return refuse_request(instance, event, timeouts, "move.none", "another move is to be confirmed or reverted")
-    if is_doubted(instance, timeouts) and not instance.is_in_place:
-        return refuse_doubted(instance, event, timeouts)
+        return refuse_request(instance, event, context, "move.none", "another move is to be confirmed or reverted")
+    if is_doubted(instance, context) and not instance.is_in_place:
+        return refuse_doubted(instance, event, context)
     named = replace(instance, move=replace(move, by=request.request_id, by_kind=request.kind), cause=event.cause)
     if request.kind is MoveKind.CONFIRM:
-        return confirm(named, event.at, timeouts)
-    return undo(named, event.at, timeouts, REVERTED, "")
+        return confirm(named, event.at, context)
+    return undo(named, event.at, context, REVERTED, "")
 
 
-def abort(instance: Instance, event: MoveRequested, timeouts: Timeouts) -> Step:
+def abort(instance: Instance, event: MoveRequested, context: StepContext) -> Step:
     """No destination has been commanded: the move is undone. While a request to placement is under way, once it has
     answered. An abort that ended before this move, and is delivered again, was not meant for it.
     """
     move, request = move_of(instance), event.request
     is_meant = request.migration in (None, move.request_id) and not has_ended(instance, request.request_id)
     if request.kind is not MoveKind.ABORT or not is_meant or move.by or move.source is None:
-        return refuse_busy(instance, event, timeouts)
+        return refuse_busy(instance, event, context)
     if move.delete:
-        return refuse_request(instance, event, timeouts, DELETED)
+        return refuse_request(instance, event, context, DELETED)
     named = replace(instance, move=replace(move, by=request.request_id, by_kind=request.kind), cause=event.cause)
     if instance.state is State.CLAIMING:
         return Step(named)
-    return undo(named, event.at, timeouts, ABORTED, "")
+    return undo(named, event.at, context, ABORTED, "")
 
 
 # --- a destination
 
 
-def take_destination(instance: Instance, event: Claimed, timeouts: Timeouts) -> Step:
+def take_destination(instance: Instance, event: Claimed, context: StepContext) -> Step:
     """A destination is claimed: ask it whether it can, or change the size in place."""
     if event.attempt != instance.next_attempt:
         return Step(instance)
@@ -170,47 +170,47 @@ def take_destination(instance: Instance, event: Claimed, timeouts: Timeouts) -> 
     )
     taken = replace(taken, attempt=move.source_attempt if taken.is_in_place else event.attempt)
     if move.delete:
-        return leave(taken, event.at, timeouts)
+        return leave(taken, event.at, context)
     if move.by_kind is MoveKind.ABORT:
-        return undo(taken, event.at, timeouts, ABORTED, "")
+        return undo(taken, event.at, context, ABORTED, "")
     if taken.is_in_place:
-        return change(taken, State.RESIZING, ChangeKind.RESIZE, event.at, timeouts)
-    return change(taken, State.PREPARING, ChangeKind.CHECK, event.at, timeouts)
+        return change(taken, State.RESIZING, ChangeKind.RESIZE, event.at, context)
+    return change(taken, State.PREPARING, ChangeKind.CHECK, event.at, context)
 
 
-def run_out_of_hosts(instance: Instance, event: ClaimRefused, timeouts: Timeouts) -> Step:
+def run_out_of_hosts(instance: Instance, event: ClaimRefused, context: StepContext) -> Step:
     """No destination could be claimed: back to the source. The revert fences a late copy of the claim."""
     if event.attempt != instance.next_attempt:
         return Step(instance)
     tried = note_not_claimed(instance, event.outcomes, event.at)
     if move_of(instance).delete:
-        return leave(tried, event.at, timeouts)
+        return leave(tried, event.at, context)
     if event.consumer_changed:
         reason = event.reason or "another client holds this instance's allocation"
-        return undo(tried, event.at, timeouts, "placement.consumer_changed", reason)
+        return undo(tried, event.at, context, "placement.consumer_changed", reason)
     if move_of(instance).by_kind is MoveKind.ABORT:
-        return undo(tried, event.at, timeouts, ABORTED, "")
-    return undo(tried, event.at, timeouts, NO_HOST, event.reason or summary_of_hosts(tried))
+        return undo(tried, event.at, context, ABORTED, "")
+    return undo(tried, event.at, context, NO_HOST, event.reason or summary_of_hosts(tried))
 
 
-def go_on(instance: Instance, event: ChangeEnded, timeouts: Timeouts) -> Step:
+def go_on(instance: Instance, event: ChangeEnded, context: StepContext) -> Step:
     """The destination can, or not: have the source hand over, or try the next destination."""
     if not is_awaited(instance, event, instance.here, instance.attempt):
         return Step(instance)
-    if is_doubted(instance, timeouts):
-        return undo_doubted(instance, event.at, timeouts)
+    if is_doubted(instance, context):
+        return undo_doubted(instance, event.at, context)
     if not event.done:
-        return try_next(note(instance, "failed", event.at, event.code, event.reason), event.at, timeouts)
+        return try_next(note(instance, "failed", event.at, event.code, event.reason), event.at, context)
     move = move_of(instance)
     if move.source is None or move.kind is MoveKind.EVACUATE or move.handed_over:
-        return finish(instance, event.at, timeouts)
+        return finish(instance, event.at, context)
     live = move.kind is MoveKind.LIVE_MIGRATE
     kind = ChangeKind.HAND_OVER_LIVE if live else ChangeKind.HAND_OVER
     earlier = replace(instance, move=replace(move, handed_over=True))
-    return change(earlier, State.HANDING_OVER, kind, event.at, timeouts)
+    return change(earlier, State.HANDING_OVER, kind, event.at, context)
 
 
-def skip_destination(instance: Instance, event: TimedOut | ServiceLost, timeouts: Timeouts) -> Step:
+def skip_destination(instance: Instance, event: TimedOut | ServiceLost, context: StepContext) -> Step:
     """The destination does not answer, and was commanded nothing yet: the next one."""
     if isinstance(event, ServiceLost):
         if event.service != instance.here.service:
@@ -218,44 +218,44 @@ def skip_destination(instance: Instance, event: TimedOut | ServiceLost, timeouts
         code, reason = event.code, event.reason
     else:
         code, reason = "prepare.timeout", "no answer in time"
-    if is_doubted(instance, timeouts):
-        return undo_doubted(instance, event.at, timeouts)
-    return try_next(note(instance, "failed", event.at, code, reason), event.at, timeouts)
+    if is_doubted(instance, context):
+        return undo_doubted(instance, event.at, context)
+    return try_next(note(instance, "failed", event.at, code, reason), event.at, context)
 
 
-def take_over(instance: Instance, event: ChangeEnded, timeouts: Timeouts) -> Step:
+def take_over(instance: Instance, event: ChangeEnded, context: StepContext) -> Step:
     """The source has stopped and handed over: the destination starts it. It could not: it goes on where it is."""
     move = move_of(instance)
     assert move.source is not None
     if not is_awaited(instance, event, move.source, move.source_attempt):
         return Step(instance)
-    if is_doubted(instance, timeouts):
-        return undo_doubted(instance, event.at, timeouts)
+    if is_doubted(instance, context):
+        return undo_doubted(instance, event.at, context)
     if event.done:
-        return finish(instance, event.at, timeouts)
-    return undo(instance, event.at, timeouts, event.code or "hand-over.failed", event.reason)
+        return finish(instance, event.at, context)
+    return undo(instance, event.at, context, event.code or "hand-over.failed", event.reason)
 
 
-def give_up_hand_over(instance: Instance, event: TimedOut, timeouts: Timeouts) -> Step:
+def give_up_hand_over(instance: Instance, event: TimedOut, context: StepContext) -> Step:
     """The source does not answer: the move is undone. It is started again, which cancels what it may have begun."""
     reason = f"the source did not hand over within {move_of(instance).step_timeout_s:g} s"
-    return undo(instance, event.at, timeouts, TIMED_OUT, reason)
+    return undo(instance, event.at, context, TIMED_OUT, reason)
 
 
-def arrive(instance: Instance, event: Spawned | HostRuns, timeouts: Timeouts) -> Step:
+def arrive(instance: Instance, event: Spawned | HostRuns, context: StepContext) -> Step:
     """The destination has it. Only now the source may go: at once, or when the move is confirmed."""
     if not steps.is_ours(instance, event):
-        return rules.destroy_orphan(instance, event, timeouts)
-    if is_doubted(instance, timeouts):
-        return adopt_arrived(instance, event, timeouts)
+        return rules.destroy_orphan(instance, event, context)
+    if is_doubted(instance, context):
+        return adopt_arrived(instance, event, context)
     if isinstance(event, HostRuns) and not event.built:
         return Step(instance)
     here = steps.at_service(instance, event.service)
     here = replace(here, up_at=steps.by_its_clock(event), up_scan=event.scan, queried=False)
-    return arrived(note(here, "active", event.at), event.at, timeouts)
+    return arrived(note(here, "active", event.at), event.at, context)
 
 
-def arrive_in_place(instance: Instance, event: ChangeEnded, timeouts: Timeouts) -> Step:
+def arrive_in_place(instance: Instance, event: ChangeEnded, context: StepContext) -> Step:
     """The machine has its new size. It could not: it gets its old one, for it may have both; then the next destination.
 
     Until it has, the larger of the two stays claimed here.
@@ -266,101 +266,101 @@ def arrive_in_place(instance: Instance, event: ChangeEnded, timeouts: Timeouts) 
     if move.resizing_back:
         if not event.done and not is_absent:
             return Step(instance)  # its deadline undoes the move, and then the command is repeated until it confirms
-        return try_next(replace(instance, move=replace(move, resizing_back=False)), event.at, timeouts)
+        return try_next(replace(instance, move=replace(move, resizing_back=False)), event.at, context)
     if not event.done:
         failed = note(instance, "failed", event.at, event.code, event.reason)
         if is_absent:
-            return try_next(failed, event.at, timeouts)
-        earlier = order(failed, ChangeKind.RESIZE, event.at, timeouts, is_back=True)
+            return try_next(failed, event.at, context)
+        earlier = order(failed, ChangeKind.RESIZE, event.at, context, is_back=True)
         back = replace(move_of(earlier.instance), resizing_back=True)
         return Step(replace(earlier.instance, move=back, deadline=event.at + move.step_timeout_s), earlier.commands)
-    return arrived(note(instance, "active", event.at), event.at, timeouts)
+    return arrived(note(instance, "active", event.at), event.at, context)
 
 
-def give_up_in_place(instance: Instance, event: TimedOut, timeouts: Timeouts) -> Step:
+def give_up_in_place(instance: Instance, event: TimedOut, context: StepContext) -> Step:
     """The host does not answer whether the machine has its new size: it is given its old one."""
-    return undo(instance, event.at, timeouts, TIMED_OUT, "the host did not confirm that the machine has its new size")
+    return undo(instance, event.at, context, TIMED_OUT, "the host did not confirm that the machine has its new size")
 
 
-def fail_destination(instance: Instance, event: SpawnFailed, timeouts: Timeouts) -> Step:
+def fail_destination(instance: Instance, event: SpawnFailed, context: StepContext) -> Step:
     """The destination could not: what is left there goes, and the next one is tried, or the move is undone."""
     if not steps.is_current(instance, event.attempt, event.host_uuid):
         return Step(instance)
     failed = note(instance, "failed", event.at, event.code, event.reason)
     if event.final:
-        return undo(failed, event.at, timeouts, event.code, event.reason)
-    return try_next(failed, event.at, timeouts)
+        return undo(failed, event.at, context, event.code, event.reason)
+    return try_next(failed, event.at, context)
 
 
-def query_destination(instance: Instance, event: TimedOut, timeouts: Timeouts) -> Step:
+def query_destination(instance: Instance, event: TimedOut, context: StepContext) -> Step:
     """No answer in time: it is to end the attempt unless it is complete, and the command is repeated until it answers.
 
     Until it has answered nothing is started anywhere else: it may run.
     """
-    order = replace(steps.destroy_here(instance, timeouts), unless_built=True)
-    return Step(replace(instance, queried=True, deadline=repeat_at(instance, event.at, timeouts)), (order,))
+    order = replace(steps.destroy_here(instance, context), unless_built=True)
+    return Step(replace(instance, queried=True, deadline=repeat_at(instance, event.at, context)), (order,))
 
 
-def lose_destination(instance: Instance, event: Destroyed, timeouts: Timeouts) -> Step:
+def lose_destination(instance: Instance, event: Destroyed, context: StepContext) -> Step:
     """The destination has ended the attempt: the next one, or back."""
     if event.host_uuid != instance.host_uuid or event.attempt < instance.attempt:
         return Step(instance)
     gone = note(instance, "timed_out" if instance.queried else "failed", event.at, "spawn.timeout", "no answer in time")
-    return try_next(replace(gone, move=replace(move_of(gone), finishing=False)), event.at, timeouts)
+    return try_next(replace(gone, move=replace(move_of(gone), finishing=False)), event.at, context)
 
 
-def revert_lost(instance: Instance, event: HostMissing, timeouts: Timeouts) -> Step:
+def revert_lost(instance: Instance, event: HostMissing, context: StepContext) -> Step:
     """The destination is gone before it was confirmed: the source is still there, and is started again."""
-    if not steps.is_gone(instance, event, timeouts):
+    if not steps.is_gone(instance, event, context):
         return Step(instance)
     if instance.is_in_place:
-        return rules.lose(instance, event, timeouts)
+        return rules.lose(instance, event, context)
     reason = f"host {instance.here.host} does not run it any more"
-    return undo(instance, event.at, timeouts, "instance.lost", reason)
+    return undo(instance, event.at, context, "instance.lost", reason)
 
 
 # --- the end of a move
 
 
-def confirm_in_time(instance: Instance, event: TimedOut, timeouts: Timeouts) -> Step:
+def confirm_in_time(instance: Instance, event: TimedOut, context: StepContext) -> Step:
     """No client has confirmed or reverted in the time that the request allowed: confirmed."""
-    if is_doubted(instance, timeouts) and not instance.is_in_place:
-        return ask_before_confirmed(instance, event, timeouts)
-    earlier = report_progress(instance, MoveState.CONFIRMED, event.at, timeouts)
-    return after(earlier, confirm(earlier.instance, event.at, timeouts))
+    if is_doubted(instance, context) and not instance.is_in_place:
+        return ask_before_confirmed(instance, event, context)
+    earlier = report_progress(instance, MoveState.CONFIRMED, event.at, context)
+    return after(earlier, confirm(earlier.instance, event.at, context))
 
 
-def destroy_source_again(instance: Instance, event: TimedOut, timeouts: Timeouts) -> Step:
+def destroy_source_again(instance: Instance, event: TimedOut, context: StepContext) -> Step:
     """The source has not confirmed: ask again, for as long as it takes. The migration holds its allocation."""
     return Step(
-        replace(instance, deadline=repeat_at(instance, event.at, timeouts)), (destroy_source(instance, timeouts),)
+        replace(instance, deadline=repeat_at(instance, event.at, context)), (destroy_source(instance, context),)
     )
 
 
-def settle(instance: Instance, event: Destroyed | HostMissing, timeouts: Timeouts) -> Step:
+def settle(instance: Instance, event: Destroyed | HostMissing, context: StepContext) -> Step:
     """The source is gone from its host: its allocation goes."""
-    if not source_gone(instance, event, timeouts):
+    if not source_gone(instance, event, context):
         return Step(instance)
-    return Step(steps.ask(instance, State.SETTLING, event.at, timeouts))
+    return Step(steps.ask(instance, State.SETTLING, event.at, context))
 
 
-def follow_source(instance: Instance, event: Spawned | HostRuns, timeouts: Timeouts) -> Step:
+def follow_source(instance: Instance, event: Spawned | HostRuns, context: StepContext) -> Step:
     """The source is listed still; under another service now, that one is commanded as well."""
     move = move_of(instance)
     is_source = (event.host_uuid, event.attempt) == (instance.source_host_uuid, move.source_attempt)
     if not is_source or move.source is None:
-        return rules.confirm_running(instance, event, timeouts)
+        return rules.confirm_running(instance, event, context)
     if event.service == move.source.service:
         return Step(instance)
     found = replace(instance, move=replace(move, source=replace(move.source, service=event.service)))
-    return Step(found, (destroy_source(found, timeouts),))
+    return Step(found, (destroy_source(found, context),))
 
 
-def end_settled(instance: Instance, event: Released, timeouts: Timeouts) -> Step:
+def end_settled(instance: Instance, event: Released, context: StepContext) -> Step:
     """The migration holds nothing any more: the move is over."""
     move = move_of(instance)
     if event.consumer != move.request_id:
         return Step(instance)
-    earlier = answer_other(over(instance, event.at), DONE, event.at, timeouts)
-    gone = report_progress(earlier.instance, MoveState.SOURCE_GONE, event.at, timeouts)
+    earlier = answer_other(over(instance, event.at), DONE, event.at, context)
+    gone = report_progress(earlier.instance, MoveState.SOURCE_GONE, event.at, context)
     return after(earlier, Step(replace(gone.instance, move=None), gone.commands))

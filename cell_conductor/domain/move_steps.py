@@ -28,7 +28,7 @@ from .events import (
 from .instance import Instance, Move, Power, State
 from .move_events import DONE, MoveEnd, after, answer, close, move_of, refuse_request, report_progress
 from .proof import is_unordered, predates, up_scan_here
-from .steps import Step, Timeouts
+from .steps import Step, StepContext
 
 NO_HOST = "max_retries_exceeded"
 LEAVES = frozenset({MoveKind.MIGRATE, MoveKind.LIVE_MIGRATE, MoveKind.EVACUATE})
@@ -50,7 +50,7 @@ COMMANDED = frozenset(
 )
 
 
-def leave(instance: Instance, at: float, timeouts: Timeouts) -> Step:
+def leave(instance: Instance, at: float, context: StepContext) -> Step:
     """Have both hosts destroy what they may have of it; the claims are held until they have."""
     here_gone = instance.state not in COMMANDED and not is_at_source(instance)
     source_gone = instance.source_host_uuid is None or instance.state is State.SETTLING
@@ -59,13 +59,13 @@ def leave(instance: Instance, at: float, timeouts: Timeouts) -> Step:
         state=State.DELETING,
         # A revert that is under way has used the next number: the release comes after it.
         newest=instance.next_attempt if instance.state is State.REVERTING else instance.newest,
-        deadline=at + timeouts.destroy_retry_s,
+        deadline=at + context.destroy_retry_s,
         since=at,
         move=replace(move_of(instance), here_gone=here_gone, source_gone=source_gone),
     )
     if here_gone and source_gone:
-        return Step(steps.ask(left, State.RELEASING, at, timeouts))
-    return Step(left, destroy_left(left, timeouts))
+        return Step(steps.ask(left, State.RELEASING, at, context))
+    return Step(left, destroy_left(left, context))
 
 
 def is_at_source(instance: Instance) -> bool:
@@ -73,27 +73,27 @@ def is_at_source(instance: Instance) -> bool:
     return instance.source_host_uuid is None and move_of(instance).source is not None
 
 
-def begin_claimed(instance: Instance, event: MoveRequested, timeouts: Timeouts) -> Step:
+def begin_claimed(instance: Instance, event: MoveRequested, context: StepContext) -> Step:
     """A request that needs a host to go to: the first that fits is requested of placement."""
     request, here = event.request, instance.here
     if request.kind is MoveKind.LIVE_MIGRATE and instance.power is not Power.RUNNING:
-        return refuse_request(instance, event, timeouts, "instance.not_running", "a live migration is of what runs")
+        return refuse_request(instance, event, context, "instance.not_running", "a live migration is of what runs")
     if request.kind is MoveKind.EVACUATE:
         # A fence on this cell's own record is the proof; without one the request's word and a silent service are.
-        is_fenced = here.host_uuid in timeouts.fences
+        is_fenced = here.host_uuid in context.fences
         if not is_fenced and not request.fenced:
-            return refuse_request(instance, event, timeouts, "evacuate.not_fenced", "its host may run it")
-        if not is_fenced and here.service not in timeouts.down:
-            return refuse_request(instance, event, timeouts, "evacuate.service_up", "the service of its host is up")
+            return refuse_request(instance, event, context, "evacuate.not_fenced", "its host may run it")
+        if not is_fenced and here.service not in context.down:
+            return refuse_request(instance, event, context, "evacuate.service_up", "the service of its host is up")
     hosts = request.selections
     if request.kind in LEAVES:
         hosts = tuple(one for one in hosts if one.host_uuid != here.host_uuid)
     if not hosts:
-        return refuse_request(instance, event, timeouts, "move.no_host", "no host was named that it can go to")
-    return claim(adopt(instance, event, source=here, selections=(here, *hosts)), event.at, timeouts)
+        return refuse_request(instance, event, context, "move.no_host", "no host was named that it can go to")
+    return claim(adopt(instance, event, source=here, selections=(here, *hosts)), event.at, context)
 
 
-def begin_in_place(instance: Instance, event: MoveRequested, timeouts: Timeouts) -> Step:
+def begin_in_place(instance: Instance, event: MoveRequested, context: StepContext) -> Step:
     """A request for the machine where it is."""
     kind = event.request.kind
     begun = adopt(instance, event, source=None, selections=(instance.here,))
@@ -105,14 +105,14 @@ def begin_in_place(instance: Instance, event: MoveRequested, timeouts: Timeouts)
         MoveKind.RESCUE: instance.power is Power.RESCUED,
     }
     if kind is MoveKind.UNRESCUE and instance.power is Power.STOPPED:
-        return refuse_request(instance, event, timeouts, "instance.not_rescued")
+        return refuse_request(instance, event, context, "instance.not_rescued")
     if is_there.get(kind):
         if kind is MoveKind.UNSHELVE:
-            return refuse_request(instance, event, timeouts, "instance.not_shelved")
-        return close(replace(begun, spec=instance.spec), DONE, event.at, timeouts)
+            return refuse_request(instance, event, context, "instance.not_shelved")
+        return close(replace(begun, spec=instance.spec), DONE, event.at, context)
     if kind is MoveKind.OFFLOAD or (instance.power is Power.SHELVED and kind is MoveKind.SHELVE):
-        return offload(begun, event.at, timeouts)
-    return change(begun, State.CHANGING, CHANGES[kind], event.at, timeouts)
+        return offload(begun, event.at, context)
+    return change(begun, State.CHANGING, CHANGES[kind], event.at, context)
 
 
 def adopt(
@@ -157,46 +157,46 @@ def adopt(
     )
 
 
-def claim(instance: Instance, at: float, timeouts: Timeouts) -> Step:
+def claim(instance: Instance, at: float, context: StepContext) -> Step:
     """Ask placement for the first destination that is left, or go back when none is."""
-    instance = _marked_reused(instance, timeouts)
+    instance = _marked_reused(instance, context)
     move = move_of(instance)
-    if notes := timeouts.closed.passed_over(instance.alternates, instance.next_attempt, at):
+    if notes := context.closed.passed_over(instance.alternates, instance.next_attempt, at):
         move = replace(move, history=move.history + notes)
     # A machine that was commanded to stop is handed over, not changed where it is.
     kept = tuple(
         one
         for one in instance.alternates
-        if timeouts.closed.why(one) is None
+        if context.closed.why(one) is None
         and not (move.handed_over and move.source is not None and one.host_uuid == move.source.host_uuid)
     )
     tried = instance.selections[: instance.position + 1]
     left = replace(instance, selections=(*tried, *kept), move=move)
     if not kept:
-        return undo(left, at, timeouts, NO_HOST, summary_of_hosts(left))
-    return report_progress(steps.ask(left, State.CLAIMING, at, timeouts), MoveState.CLAIMING, at, timeouts)
+        return undo(left, at, context, NO_HOST, summary_of_hosts(left))
+    return report_progress(steps.ask(left, State.CLAIMING, at, context), MoveState.CLAIMING, at, context)
 
 
-def _marked_reused(instance: Instance, timeouts: Timeouts) -> Instance:
+def _marked_reused(instance: Instance, context: StepContext) -> Instance:
     """Note the first number that a record gives out after it was set back: it may have given it out before."""
-    is_older = instance.requested_at < timeouts.set_back_at + steps.CLOCKS_APART_S
-    if instance.reused_from or not timeouts.set_back_at or not is_older:
+    is_older = instance.requested_at < context.set_back_at + steps.CLOCKS_APART_S
+    if instance.reused_from or not context.set_back_at or not is_older:
         return instance
     return replace(instance, reused_from=instance.next_attempt)
 
 
-def try_next(instance: Instance, at: float, timeouts: Timeouts) -> Step:
+def try_next(instance: Instance, at: float, context: StepContext) -> Step:
     """After a destination that failed: what is left of it goes, and the next is claimed, if there is one."""
     move = move_of(instance)
-    clean: tuple[Message, ...] = (steps.destroy_here(instance, timeouts),) if move.finishing else ()
-    claimed = claim(replace(instance, queried=False), at, timeouts)
+    clean: tuple[Message, ...] = (steps.destroy_here(instance, context),) if move.finishing else ()
+    claimed = claim(replace(instance, queried=False), at, context)
     if claimed.instance.state is State.CLAIMING:
         left = replace(claimed.instance, move=replace(move_of(claimed.instance), finishing=False))
         return Step(left, (*clean, *claimed.commands))
     return claimed
 
 
-def finish(instance: Instance, at: float, timeouts: Timeouts) -> Step:
+def finish(instance: Instance, at: float, context: StepContext) -> Step:
     """Command the destination to build and start it."""
     assert instance.spec is not None
     move, here = move_of(instance), instance.here
@@ -207,7 +207,7 @@ def finish(instance: Instance, at: float, timeouts: Timeouts) -> Step:
         host_uuid=here.host_uuid,
         allocations=here.allocations,
         service=here.service,
-        deployment=timeouts.deployment,
+        deployment=context.deployment,
         origin=Origin(
             migration=move.request_id,
             host_uuid=None if handed is None else handed.host_uuid,
@@ -223,10 +223,10 @@ def finish(instance: Instance, at: float, timeouts: Timeouts) -> Step:
         queried=False,
         move=replace(move, finishing=True),
     )
-    return after(Step(earlier, (order,)), report_progress(earlier, MoveState.FINISHING, at, timeouts))
+    return after(Step(earlier, (order,)), report_progress(earlier, MoveState.FINISHING, at, context))
 
 
-def arrived(instance: Instance, at: float, timeouts: Timeouts) -> Step:
+def arrived(instance: Instance, at: float, context: StepContext) -> Step:
     """The destination is on record as active. The request has its end; the source waits, or goes."""
     move = move_of(instance)
     up = replace(
@@ -241,28 +241,28 @@ def arrived(instance: Instance, at: float, timeouts: Timeouts) -> Step:
     if move.kind in AWAITS_CONFIRM and move.auto_confirm_s != 0:
         deadline = None if move.auto_confirm_s is None else at + move.auto_confirm_s
         waiting = replace(up, state=State.RESIZED, deadline=deadline)
-        return answer(waiting, DONE, at, timeouts)
+        return answer(waiting, DONE, at, context)
     if move.source is None:
-        return close(over(up, at), DONE, at, timeouts)
-    earlier = answer(replace(up, state=State.CONFIRMING), DONE, at, timeouts)
-    return after(earlier, confirm(earlier.instance, at, timeouts))
+        return close(over(up, at), DONE, at, context)
+    earlier = answer(replace(up, state=State.CONFIRMING), DONE, at, context)
+    return after(earlier, confirm(earlier.instance, at, context))
 
 
-def confirm(instance: Instance, at: float, timeouts: Timeouts) -> Step:
+def confirm(instance: Instance, at: float, context: StepContext) -> Step:
     """The source is given up: destroyed on its host, then released. In place there is no other machine."""
     here = instance.here
     if instance.is_in_place:
-        return Step(steps.ask(instance, State.SETTLING, at, timeouts))
+        return Step(steps.ask(instance, State.SETTLING, at, context))
     # Alternates are of no use any more; the source stays named by the move.
     gone = replace(
         instance,
         state=State.CONFIRMING,
         selections=(move_of(instance).source or here, here),
         position=1,
-        deadline=at + timeouts.destroy_retry_s,
+        deadline=at + context.destroy_retry_s,
         since=at,
     )
-    return Step(gone, (destroy_source(gone, timeouts),))
+    return Step(gone, (destroy_source(gone, context),))
 
 
 def over(instance: Instance, at: float) -> Instance:
@@ -278,48 +278,48 @@ def over(instance: Instance, at: float) -> Instance:
     )
 
 
-def undo(instance: Instance, at: float, timeouts: Timeouts, code: str, reason: str) -> Step:
+def undo(instance: Instance, at: float, context: StepContext, code: str, reason: str) -> Step:
     """Give the destination up: its machine, then its allocation; then the source goes on."""
     lost = replace(move_of(instance), lost_code=code, lost_reason=steps.cut(reason))
     undone = replace(instance, move=lost, queried=False)
     if undone.is_in_place:
-        earlier = resize_back(replace(undone, state=State.UNDOING, since=at), at, timeouts)
-        return after(earlier, report_progress(earlier.instance, MoveState.UNDOING, at, timeouts))
-    queries_first = is_doubted(undone, timeouts) and undone.position > 0
+        earlier = resize_back(replace(undone, state=State.UNDOING, since=at), at, context)
+        return after(earlier, report_progress(earlier.instance, MoveState.UNDOING, at, context))
+    queries_first = is_doubted(undone, context) and undone.position > 0
     if not lost.finishing and not queries_first:  # no destination has been commanded: nothing is there
-        return report_progress(revert_book(undone, at, timeouts), MoveState.UNDOING, at, timeouts)
-    leaving = replace(undone, state=State.UNDOING, deadline=at + timeouts.destroy_retry_s, since=at)
-    return after(end_here(leaving, timeouts), report_progress(leaving, MoveState.UNDOING, at, timeouts))
+        return report_progress(revert_book(undone, at, context), MoveState.UNDOING, at, context)
+    leaving = replace(undone, state=State.UNDOING, deadline=at + context.destroy_retry_s, since=at)
+    return after(end_here(leaving, context), report_progress(leaving, MoveState.UNDOING, at, context))
 
 
-def end_here(instance: Instance, timeouts: Timeouts) -> Step:
+def end_here(instance: Instance, context: StepContext) -> Step:
     """Have the destination of a move that is undone end its attempt; in doubt unless it is complete there."""
-    order = steps.destroy_here(instance, timeouts)
-    return Step(instance, (replace(order, unless_built=is_doubted(instance, timeouts)),))
+    order = steps.destroy_here(instance, context)
+    return Step(instance, (replace(order, unless_built=is_doubted(instance, context)),))
 
 
-def is_doubted(instance: Instance, timeouts: Timeouts) -> bool:
+def is_doubted(instance: Instance, context: StepContext) -> bool:
     """Whether the database was set back in the middle of this move: it may have come further than is on record."""
     began = instance.move.began if instance.move is not None else math.inf
-    return instance.doubted and began <= timeouts.set_back_at + steps.CLOCKS_APART_S
+    return instance.doubted and began <= context.set_back_at + steps.CLOCKS_APART_S
 
 
-def revert_book(instance: Instance, at: float, timeouts: Timeouts) -> Instance:
+def revert_book(instance: Instance, at: float, context: StepContext) -> Instance:
     """Ask placement to give the instance its source again; without one, to release what was claimed."""
     if move_of(instance).source is None:
-        return steps.ask(instance, State.VACATING, at, timeouts)  # nothing to go back to: what was claimed is released
-    return steps.ask(instance, State.REVERTING, at, timeouts)
+        return steps.ask(instance, State.VACATING, at, context)  # nothing to go back to: what was claimed is released
+    return steps.ask(instance, State.REVERTING, at, context)
 
 
-def resize_back(instance: Instance, at: float, timeouts: Timeouts) -> Step:
+def resize_back(instance: Instance, at: float, context: StepContext) -> Step:
     """Command the machine's old size, where it is."""
-    earlier = order(instance, ChangeKind.RESIZE, at, timeouts, is_back=True)
-    return Step(replace(earlier.instance, deadline=at + timeouts.destroy_retry_s), earlier.commands)
+    earlier = order(instance, ChangeKind.RESIZE, at, context, is_back=True)
+    return Step(replace(earlier.instance, deadline=at + context.destroy_retry_s), earlier.commands)
 
 
-def end_undone(instance: Instance, at: float, timeouts: Timeouts) -> Step:
+def end_undone(instance: Instance, at: float, context: StepContext) -> Step:
     """The instance is where it was before, and the request has failed, or was reverted."""
-    return close(over(instance, at), ending_of(move_of(instance)), at, timeouts)
+    return close(over(instance, at), ending_of(move_of(instance)), at, context)
 
 
 def ending_of(move: Move) -> MoveEnd:
@@ -327,11 +327,11 @@ def ending_of(move: Move) -> MoveEnd:
     return MoveEnd(MoveState.FAILED, move.lost_code, move.lost_reason)
 
 
-def offload(instance: Instance, at: float, timeouts: Timeouts) -> Step:
+def offload(instance: Instance, at: float, context: StepContext) -> Step:
     """Have the host destroy what has been shelved."""
-    leaving = replace(instance, state=State.OFFLOADING, deadline=at + timeouts.destroy_retry_s, since=at)
-    earlier = Step(leaving, (steps.destroy_here(leaving, timeouts),))
-    return after(earlier, report_progress(leaving, MoveState.CHANGING, at, timeouts))
+    leaving = replace(instance, state=State.OFFLOADING, deadline=at + context.destroy_retry_s, since=at)
+    earlier = Step(leaving, (steps.destroy_here(leaving, context),))
+    return after(earlier, report_progress(leaving, MoveState.CHANGING, at, context))
 
 
 CHANGES = {
@@ -355,15 +355,15 @@ PROGRESS = {
 _OF_SOURCE = frozenset({ChangeKind.HAND_OVER, ChangeKind.HAND_OVER_LIVE})
 
 
-def change(instance: Instance, state: State, kind: ChangeKind, at: float, timeouts: Timeouts) -> Step:
+def change(instance: Instance, state: State, kind: ChangeKind, at: float, context: StepContext) -> Step:
     """Enter a state that waits for one change of one machine."""
     deadline = at + move_of(instance).step_timeout_s
     entered = replace(instance, state=state, deadline=deadline, since=at, queried=False)
-    earlier = order(entered, kind, at, timeouts)
-    return after(earlier, report_progress(earlier.instance, PROGRESS[state], at, timeouts))
+    earlier = order(entered, kind, at, context)
+    return after(earlier, report_progress(earlier.instance, PROGRESS[state], at, context))
 
 
-def order(instance: Instance, kind: ChangeKind, at: float, timeouts: Timeouts, *, is_back: bool = False) -> Step:
+def order(instance: Instance, kind: ChangeKind, at: float, context: StepContext, *, is_back: bool = False) -> Step:
     """Command one change, under a number above all before: also above those that a restored database has forgotten.
 
     is_back: the machine is to be what it was before the move.
@@ -383,7 +383,7 @@ def order(instance: Instance, kind: ChangeKind, at: float, timeouts: Timeouts, *
         host_uuid=where.host_uuid,
         service=where.service,
         allocations=where.allocations,
-        deployment=timeouts.deployment,
+        deployment=context.deployment,
         to_host=instance.here.host_uuid if kind in _OF_SOURCE else None,
         rescue_password=move.rescue_password if kind is ChangeKind.RESCUE else "",
         timeout_s=move.step_timeout_s,
@@ -409,7 +409,7 @@ def as_left(instance: Instance, event: ChangeEnded) -> Instance:
     return left if instance.power is Power.SHELVED else replace(left, power=Power.STOPPED)
 
 
-def destroy_source(instance: Instance, timeouts: Timeouts) -> Destroy:
+def destroy_source(instance: Instance, context: StepContext) -> Destroy:
     """The order to destroy what the source of the move has."""
     move = move_of(instance)
     assert move.source is not None
@@ -418,18 +418,18 @@ def destroy_source(instance: Instance, timeouts: Timeouts) -> Destroy:
         attempt=move.source_attempt,
         host_uuid=move.source.host_uuid,
         service=move.source.service,
-        deployment=timeouts.deployment,
+        deployment=context.deployment,
     )
 
 
-def destroy_left(instance: Instance, timeouts: Timeouts) -> tuple[Message, ...]:
+def destroy_left(instance: Instance, context: StepContext) -> tuple[Message, ...]:
     """The orders for those hosts that have not confirmed yet."""
     move = move_of(instance)
-    here = () if move.here_gone else (steps.destroy_here(instance, timeouts),)
-    return here if move.source_gone else (*here, destroy_source(instance, timeouts))
+    here = () if move.here_gone else (steps.destroy_here(instance, context),)
+    return here if move.source_gone else (*here, destroy_source(instance, context))
 
 
-def here_gone(instance: Instance, event: Destroyed | HostMissing, timeouts: Timeouts) -> bool:
+def here_gone(instance: Instance, event: Destroyed | HostMissing, context: StepContext) -> bool:
     """Whether the current host has reported that nothing of it is left there."""
     if event.host_uuid != instance.host_uuid:
         return False
@@ -439,10 +439,10 @@ def here_gone(instance: Instance, event: Destroyed | HostMissing, timeouts: Time
         event, instance.here.service, up_scan_here(instance)
     ):
         return False
-    return event.seen_at > instance.since + timeouts.report_grace_s
+    return event.seen_at > instance.since + context.report_grace_s
 
 
-def source_gone(instance: Instance, event: Destroyed | HostMissing, timeouts: Timeouts) -> bool:
+def source_gone(instance: Instance, event: Destroyed | HostMissing, context: StepContext) -> bool:
     """Whether the source's host has reported that nothing of it is left there: its answer, or a report made long enough
     after.
 
@@ -455,12 +455,12 @@ def source_gone(instance: Instance, event: Destroyed | HostMissing, timeouts: Ti
         return event.attempt >= move.source_attempt
     if is_unordered(event, move.source.service, instance) or predates(event, move.source.service, move.source_up_scan):
         return False
-    return event.seen_at > instance.since + timeouts.report_grace_s
+    return event.seen_at > instance.since + context.report_grace_s
 
 
-def repeat_at(instance: Instance, at: float, timeouts: Timeouts) -> float:
+def repeat_at(instance: Instance, at: float, context: StepContext) -> float:
     """When to ask again a host that does not answer: less and less often."""
-    return at + min(max(timeouts.destroy_retry_s, at - instance.since), timeouts.destroy_retry_max_s)
+    return at + min(max(context.destroy_retry_s, at - instance.since), context.destroy_retry_max_s)
 
 
 def note(instance: Instance, outcome: str, at: float, code: str = "", reason: str = "") -> Instance:

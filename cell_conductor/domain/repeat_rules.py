@@ -9,28 +9,28 @@ from bus.contracts.build import BuildState
 from .events import BuildRequested
 from .instance import Instance
 from .rules import start_build
-from .steps import Step, Timeouts, announce
+from .steps import Step, StepContext, announce
 
 
-def restart_build(instance: Instance, event: BuildRequested, timeouts: Timeouts) -> Step:
+def restart_build(instance: Instance, event: BuildRequested, context: StepContext) -> Step:
     """It has failed, and was forgotten above before it was here: a newer request of it is built, a copy is not."""
     if event.requested_at <= instance.requested_at:
         was_active = any(record.outcome == "active" for record in instance.history)
-        return _announce_again(instance, BuildState.FAILED, timeouts, terminal=not was_active)
-    return start_build(Instance(uuid=instance.uuid, sequence=instance.sequence), event, timeouts)
+        return _announce_again(instance, BuildState.FAILED, context, terminal=not was_active)
+    return start_build(Instance(uuid=instance.uuid, sequence=instance.sequence), event, context)
 
 
-def announce_active_again(instance: Instance, event: BuildRequested, timeouts: Timeouts) -> Step:
+def announce_active_again(instance: Instance, event: BuildRequested, context: StepContext) -> Step:
     """A second build of what is active: its schedulers may have forgotten the first (a restore), and wait."""
-    return _announce_again(instance, BuildState.ACTIVE, timeouts)
+    return _announce_again(instance, BuildState.ACTIVE, context)
 
 
-def announce_deleted_again(instance: Instance, event: BuildRequested, timeouts: Timeouts) -> Step:
+def announce_deleted_again(instance: Instance, event: BuildRequested, context: StepContext) -> Step:
     """A build of what is deleted, as `announce_active_again`. What it has claimed is the audit's."""
-    return _announce_again(instance, BuildState.DELETED, timeouts) if instance.spec is not None else Step(instance)
+    return _announce_again(instance, BuildState.DELETED, context) if instance.spec is not None else Step(instance)
 
 
-def _announce_again(instance: Instance, state: BuildState, timeouts: Timeouts, *, terminal: bool = True) -> Step:
+def _announce_again(instance: Instance, state: BuildState, context: StepContext, *, terminal: bool = True) -> Step:
     """Publish the last announcement once more, under its number: it changes nothing where it is on record."""
     last = replace(instance, sequence=instance.sequence - 1, stamps=None)
-    return Step(instance, announce(last, state, instance.since, timeouts, terminal=terminal).commands)
+    return Step(instance, announce(last, state, instance.since, context, terminal=terminal).commands)

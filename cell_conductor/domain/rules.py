@@ -1,4 +1,4 @@
-"""What each transition does: `rule(instance, event, timeouts) -> Step`. Which one applies is the table's business.
+"""What each transition does: `rule(instance, event, context) -> Step`. Which one applies is the table's business.
 
 A rule may be called late or twice; where an attempt or a host does not match, it leaves things alone or
 destroys what should not run. Commands are the contract's own messages, ready to be sent.
@@ -34,7 +34,7 @@ from .fences import FENCED
 from .history import summary_of
 from .instance import NOT_TRIED, Instance, State
 from .proof import is_outdated, is_over
-from .steps import CLOCKS_APART_S, Step, Timeouts
+from .steps import CLOCKS_APART_S, Step, StepContext
 
 # Of a doubted build whose host stayed silent.
 OUTCOME_UNKNOWN = "build.outcome_unknown"
@@ -43,53 +43,53 @@ LOST = "instance.lost"
 DESTROY_CODES = "destroy."  # how the codes begin with which a host refuses to destroy
 
 
-def ignore(instance: Instance, event: object, timeouts: Timeouts) -> Step:
+def ignore(instance: Instance, event: object, context: StepContext) -> Step:
     """Nothing changes: it is late, doubled, or already taken care of."""
     return Step(instance)
 
 
-def start_build(instance: Instance, event: BuildRequested, timeouts: Timeouts) -> Step:
+def start_build(instance: Instance, event: BuildRequested, context: StepContext) -> Step:
     """The first selection is commanded; unless its service is down and another's is not, or it is fenced."""
     adopted = _adopt(instance, event)
     if event.given_up is not None:
-        return _end_unbuilt(adopted, event.given_up, event.at, timeouts)
-    if timeouts.set_back_at and event.requested_at < timeouts.set_back_at + CLOCKS_APART_S:
+        return _end_unbuilt(adopted, event.given_up, event.at, context)
+    if context.set_back_at and event.requested_at < context.set_back_at + CLOCKS_APART_S:
         # It may have been handed in before, to what the database has forgotten: its host is queried, and waited for.
-        return _spawn(replace(adopted, doubted=True), event.at, timeouts)
-    closed = timeouts.closed.why(adopted.here)
-    if closed is None or (closed.code != FENCED and not _has_somewhere_to_go(adopted, timeouts)):
-        return _spawn(adopted, event.at, timeouts)
+        return _spawn(replace(adopted, doubted=True), event.at, context)
+    closed = context.closed.why(adopted.here)
+    if closed is None or (closed.code != FENCED and not _has_somewhere_to_go(adopted, context)):
+        return _spawn(adopted, event.at, context)
     # Nothing was commanded there by this record, so nothing has to be destroyed. Should a machine of attempt 1 be there
     # nevertheless (the database was set back to before this build), it is kept: see `proof.is_over`.
     passed = _with_attempt(adopted, NOT_TRIED, at=event.at, code=closed.code, reason=closed.reason)
-    left = _without_closed(passed, event.at, timeouts)
+    left = _without_closed(passed, event.at, context)
     if left.alternates:
-        return Step(steps.ask(left, State.RECLAIMING, event.at, timeouts))
+        return Step(steps.ask(left, State.RECLAIMING, event.at, context))
     over = replace(left, code="max_retries_exceeded", reason=steps.cut(summary_of(left)))
-    return Step(steps.ask(over, State.GIVING_UP, event.at, timeouts))
+    return Step(steps.ask(over, State.GIVING_UP, event.at, context))
 
 
-def _end_unbuilt(instance: Instance, why: Refusal, at: float, timeouts: Timeouts) -> Step:
+def _end_unbuilt(instance: Instance, why: Refusal, at: float, context: StepContext) -> Step:
     """Its message was given up: nothing is commanded, its claim is released, and it ends failed."""
     passed = _with_attempt(instance, NOT_TRIED, at=at, code=why.code, reason=why.reason)
-    return Step(steps.ask(replace(passed, code=why.code, reason=steps.cut(why.reason)), State.GIVING_UP, at, timeouts))
+    return Step(steps.ask(replace(passed, code=why.code, reason=steps.cut(why.reason)), State.GIVING_UP, at, context))
 
 
-def tombstone(instance: Instance, event: DeleteRequested, timeouts: Timeouts) -> Step:
+def tombstone(instance: Instance, event: DeleteRequested, context: StepContext) -> Step:
     """The delete came first: remember it, so that the build never starts."""
     return Step(replace(instance, state=State.TOMBSTONE, since=event.at, cause=event.cause))
 
 
-def refuse_build(instance: Instance, event: BuildRequested, timeouts: Timeouts) -> Step:
+def refuse_build(instance: Instance, event: BuildRequested, context: StepContext) -> Step:
     """The build of a deleted instance: give its claim back, start nothing."""
     adopted = replace(_adopt(instance, event), cause=instance.cause)
-    return Step(steps.ask(adopted, State.RELEASING, event.at, timeouts))
+    return Step(steps.ask(adopted, State.RELEASING, event.at, context))
 
 
-def come_up(instance: Instance, event: Spawned | HostRuns, timeouts: Timeouts) -> Step:
+def come_up(instance: Instance, event: Spawned | HostRuns, context: StepContext) -> Step:
     """The current attempt runs: active, once it is certainly built. An older attempt is destroyed, never doubled."""
     if not steps.is_ours(instance, event):
-        return destroy_orphan(instance, event, timeouts)
+        return destroy_orphan(instance, event, context)
     if isinstance(event, HostRuns) and not event.built:
         return Step(instance)
     instance = steps.at_service(instance, event.service)
@@ -108,19 +108,19 @@ def come_up(instance: Instance, event: Spawned | HostRuns, timeouts: Timeouts) -
         queried=False,
         doubted=False,
     )
-    return steps.announce(up, BuildState.ACTIVE, event.at, timeouts, terminal=True, why=("", steps.cut(remark)))
+    return steps.announce(up, BuildState.ACTIVE, event.at, context, terminal=True, why=("", steps.cut(remark)))
 
 
-def destroy_leftover(instance: Instance, event: SpawnFailed, timeouts: Timeouts) -> Step:
+def destroy_leftover(instance: Instance, event: SpawnFailed, context: StepContext) -> Step:
     """A failed attempt of a build that is over has failed once more, and may have left something again.
 
     Its order was delivered again after the answer that nothing is left. A host that refuses to destroy is not ordered
     again by its refusal.
     """
-    return Step(instance) if event.code.startswith(DESTROY_CODES) else destroy_orphan(instance, event, timeouts)
+    return Step(instance) if event.code.startswith(DESTROY_CODES) else destroy_orphan(instance, event, context)
 
 
-def destroy_orphan(instance: Instance, event: Spawned | SpawnFailed | HostRuns, timeouts: Timeouts) -> Step:
+def destroy_orphan(instance: Instance, event: Spawned | SpawnFailed | HostRuns, context: StepContext) -> Step:
     """An attempt runs that the record proves to be over: destroy it where it is. What is not proved is kept."""
     if not is_over(instance, event.attempt, event.host_uuid):
         return Step(instance)
@@ -131,41 +131,41 @@ def destroy_orphan(instance: Instance, event: Spawned | SpawnFailed | HostRuns, 
         attempt=event.attempt,
         host_uuid=event.host_uuid,
         service=event.service,
-        deployment=timeouts.deployment,
+        deployment=context.deployment,
     )
     return Step(instance, (order,))
 
 
-def confirm_running(instance: Instance, event: Spawned | HostRuns, timeouts: Timeouts) -> Step:
+def confirm_running(instance: Instance, event: Spawned | HostRuns, context: StepContext) -> Step:
     """The current attempt runs, as known, perhaps under another service now. An older one is destroyed."""
     if steps.is_ours(instance, event):
         moved = steps.at_service(instance, event.service)
         return Step(
             instance if moved is instance else replace(moved, up_at=steps.by_its_clock(event), up_scan=event.scan)
         )
-    return destroy_orphan(instance, event, timeouts)
+    return destroy_orphan(instance, event, context)
 
 
-def repeat_destroy(instance: Instance, event: Spawned | HostRuns, timeouts: Timeouts) -> Step:
+def repeat_destroy(instance: Instance, event: Spawned | HostRuns, context: StepContext) -> Step:
     """It still runs, and its destroy is on its way; unless the host has another service now: that one gets it, too."""
     if not steps.is_ours(instance, event):
-        return destroy_orphan(instance, event, timeouts)
+        return destroy_orphan(instance, event, context)
     moved = steps.at_service(instance, event.service)
-    return Step(moved, (steps.destroy_here(moved, timeouts),)) if moved is not instance else Step(instance)
+    return Step(moved, (steps.destroy_here(moved, context),)) if moved is not instance else Step(instance)
 
 
-def fail_over(instance: Instance, event: SpawnFailed, timeouts: Timeouts) -> Step:
+def fail_over(instance: Instance, event: SpawnFailed, context: StepContext) -> Step:
     """The current attempt failed: clean up there, then claim the next alternate, or give up."""
     if not steps.is_current(instance, event.attempt, event.host_uuid):
         return Step(instance)
     failed = _with_attempt(instance, "failed", at=event.at, code=event.code, reason=event.reason)
     failed = replace(failed, stamps=_stamped(instance, event))
     if event.final:
-        return _give_up(failed, event.at, timeouts, code=event.code, reason=event.reason)
-    return _next(failed, event.at, timeouts)
+        return _give_up(failed, event.at, context, code=event.code, reason=event.reason)
+    return _next(failed, event.at, context)
 
 
-def time_out(instance: Instance, event: TimedOut, timeouts: Timeouts) -> Step:
+def time_out(instance: Instance, event: TimedOut, context: StepContext) -> Step:
     """No answer in time: command the host to end the attempt unless it is complete. Then claim the next, or give up.
 
     A deadline alone proves nothing: the answer may be on its way, or in what a restored database has forgotten. A
@@ -173,64 +173,64 @@ def time_out(instance: Instance, event: TimedOut, timeouts: Timeouts) -> Step:
     alone knows whether it runs, and is queried until the doubt's own limit. After that the client is informed that the
     build has failed, and what the host may run is kept for an operator (`proof.is_unsure`).
     """
-    doubted_for_s = event.at - max(instance.since, timeouts.set_back_at)
-    if instance.queried and instance.doubted and doubted_for_s >= timeouts.doubt_limit_s:
+    doubted_for_s = event.at - max(instance.since, context.set_back_at)
+    if instance.queried and instance.doubted and doubted_for_s >= context.doubt_limit_s:
         reason = f"the cell's database was set back, and host {instance.here.host} was silent since"
         unsure = _with_attempt(instance, "unknown", at=event.at, code=OUTCOME_UNKNOWN, reason=reason)
         unsure = replace(unsure, code=OUTCOME_UNKNOWN, reason=steps.cut(reason), stamps=_stamped(unsure, event))
-        return Step(steps.ask(unsure, State.GIVING_UP, event.at, timeouts))  # without an order to destroy
+        return Step(steps.ask(unsure, State.GIVING_UP, event.at, context))  # without an order to destroy
     if not instance.queried or instance.doubted:
-        wait_s = timeouts.answer_timeout_s
+        wait_s = context.answer_timeout_s
         if instance.queried:
-            wait_s = min(max(wait_s, event.at - instance.since), timeouts.destroy_retry_max_s)
-        order = replace(steps.destroy_here(instance, timeouts), unless_built=True)
+            wait_s = min(max(wait_s, event.at - instance.since), context.destroy_retry_max_s)
+        order = replace(steps.destroy_here(instance, context), unless_built=True)
         return Step(replace(instance, queried=True, deadline=event.at + wait_s), (order,))
-    return _over_time(instance, event, timeouts)
+    return _over_time(instance, event, context)
 
 
-def leave_service(instance: Instance, event: ServiceLost, timeouts: Timeouts) -> Step:
+def leave_service(instance: Instance, event: ServiceLost, context: StepContext) -> Step:
     """Its service is not waited for: fence the attempt there, then claim the next alternate that is elsewhere.
 
     Without one it waits for its deadline, in case the service comes back. What the lost service may have built, or
     still builds, is an attempt that is over: when a report names it again, the record proves that, and it is destroyed.
     A record that is doubted proves nothing, so that build waits for its host.
     """
-    if instance.doubted or instance.here.service != event.service or not _has_somewhere_to_go(instance, timeouts):
+    if instance.doubted or instance.here.service != event.service or not _has_somewhere_to_go(instance, context):
         return Step(instance)
-    return next_after(instance, event, timeouts, code=event.code, reason=event.reason)
+    return next_after(instance, event, context, code=event.code, reason=event.reason)
 
 
-def next_after(instance: Instance, event: Event, timeouts: Timeouts, *, code: str, reason: str) -> Step:
+def next_after(instance: Instance, event: Event, context: StepContext, *, code: str, reason: str) -> Step:
     """The attempt has failed: the next alternate, or the end."""
     failed = _with_attempt(instance, "failed", at=event.at, code=code, reason=reason)
-    return _next(replace(failed, stamps=_stamped(failed, event)), event.at, timeouts)
+    return _next(replace(failed, stamps=_stamped(failed, event)), event.at, context)
 
 
-def fail_over_destroyed(instance: Instance, event: Destroyed, timeouts: Timeouts) -> Step:
+def fail_over_destroyed(instance: Instance, event: Destroyed, context: StepContext) -> Step:
     """The host has ended the attempt that was being built: it was out of time, or else it has failed unasked."""
     if not steps.is_current(instance, event.attempt, event.host_uuid):
         return Step(instance)
     if instance.queried:
-        return _over_time(instance, event, timeouts)
+        return _over_time(instance, event, context)
     gone = _with_attempt(instance, "failed", at=event.at, code="spawn.destroyed")
-    return _next(replace(gone, stamps=_stamped(instance, event)), event.at, timeouts)
+    return _next(replace(gone, stamps=_stamped(instance, event)), event.at, context)
 
 
-def move_on(instance: Instance, event: Claimed, timeouts: Timeouts) -> Step:
+def move_on(instance: Instance, event: Claimed, context: StepContext) -> Step:
     """An alternate is claimed: command it under the next attempt. An answer to an older question is ignored."""
     if event.attempt != instance.next_attempt:
         return Step(instance)
-    return _spawn(_taken(instance, event), event.at, timeouts)
+    return _spawn(_taken(instance, event), event.at, context)
 
 
-def release_alternate(instance: Instance, event: Claimed, timeouts: Timeouts) -> Step:
+def release_alternate(instance: Instance, event: Claimed, context: StepContext) -> Step:
     """An alternate was claimed for an instance that is to be deleted: release it, nothing was built there."""
     if event.attempt != instance.next_attempt:
         return Step(instance)
-    return Step(steps.ask(_taken(instance, event), State.RELEASING, event.at, timeouts))
+    return Step(steps.ask(_taken(instance, event), State.RELEASING, event.at, context))
 
 
-def run_out(instance: Instance, event: ClaimRefused, timeouts: Timeouts) -> Step:
+def run_out(instance: Instance, event: ClaimRefused, context: StepContext) -> Step:
     """No alternate could be claimed: release, so that a late copy of the claim is fenced, and end failed.
 
     Unless another client holds the consumer: then nothing is ours to release.
@@ -241,100 +241,100 @@ def run_out(instance: Instance, event: ClaimRefused, timeouts: Timeouts) -> Step
     if event.consumer_changed:
         reason = event.reason or "another client holds this instance's allocation"
         changed = replace(tried, code="placement.consumer_changed", reason=steps.cut(reason))
-        return _end_failed(changed, event.at, timeouts)
+        return _end_failed(changed, event.at, context)
     over = replace(tried, code="max_retries_exceeded", reason=steps.cut(summary_of(tried)))
-    return Step(steps.ask(over, State.GIVING_UP, event.at, timeouts))
+    return Step(steps.ask(over, State.GIVING_UP, event.at, context))
 
 
-def drop(instance: Instance, event: ClaimRefused, timeouts: Timeouts) -> Step:
+def drop(instance: Instance, event: ClaimRefused, context: StepContext) -> Step:
     """No alternate was claimed for an instance that is to be deleted: release as in `run_out`, and end deleted."""
     if event.attempt != instance.next_attempt:
         return Step(instance)
     if event.consumer_changed:
-        return _end_deleted(instance, event.at, timeouts)
-    return Step(steps.ask(instance, State.RELEASING, event.at, timeouts))
+        return _end_deleted(instance, event.at, context)
+    return Step(steps.ask(instance, State.RELEASING, event.at, context))
 
 
-def abandon(instance: Instance, event: DeleteRequested, timeouts: Timeouts) -> Step:
+def abandon(instance: Instance, event: DeleteRequested, context: StepContext) -> Step:
     """A claim may be under way: wait for its answer, then release instead of building."""
     leaving = replace(instance, state=State.ABANDONING, cause=event.cause or instance.cause)
-    return steps.announce(leaving, BuildState.DELETING, event.at, timeouts)
+    return steps.announce(leaving, BuildState.DELETING, event.at, context)
 
 
-def destroy(instance: Instance, event: DeleteRequested, timeouts: Timeouts) -> Step:
+def destroy(instance: Instance, event: DeleteRequested, context: StepContext) -> Step:
     """Command the host to destroy; the allocation is held until it confirms."""
     leaving = replace(
         instance,
         state=State.DELETING,
-        deadline=event.at + timeouts.destroy_retry_s,
+        deadline=event.at + context.destroy_retry_s,
         since=event.at,
         cause=event.cause or instance.cause,
     )
     return steps.announce(
-        leaving, BuildState.DELETING, event.at, timeouts, first=(steps.destroy_here(leaving, timeouts),)
+        leaving, BuildState.DELETING, event.at, context, first=(steps.destroy_here(leaving, context),)
     )
 
 
-def destroy_again(instance: Instance, event: TimedOut, timeouts: Timeouts) -> Step:
+def destroy_again(instance: Instance, event: TimedOut, context: StepContext) -> Step:
     """The host has not confirmed: ask again, for as long as it takes. The allocation stays claimed.
 
     Less and less often: the orders wait in the service's queue while it is down, so their number has to stay small.
     """
-    wait_s = min(max(timeouts.destroy_retry_s, event.at - instance.since), timeouts.destroy_retry_max_s)
-    return Step(replace(instance, deadline=event.at + wait_s), (steps.destroy_here(instance, timeouts),))
+    wait_s = min(max(context.destroy_retry_s, event.at - instance.since), context.destroy_retry_max_s)
+    return Step(replace(instance, deadline=event.at + wait_s), (steps.destroy_here(instance, context),))
 
 
-def release_destroyed(instance: Instance, event: Destroyed | HostMissing, timeouts: Timeouts) -> Step:
+def release_destroyed(instance: Instance, event: Destroyed | HostMissing, context: StepContext) -> Step:
     """The host has destroyed it (or reports, long enough after, that it does not run it): release."""
-    gone = steps.is_gone(instance, event, timeouts)
-    return Step(steps.ask(instance, State.RELEASING, event.at, timeouts)) if gone else Step(instance)
+    gone = steps.is_gone(instance, event, context)
+    return Step(steps.ask(instance, State.RELEASING, event.at, context)) if gone else Step(instance)
 
 
-def lose(instance: Instance, event: HostMissing, timeouts: Timeouts) -> Step:
+def lose(instance: Instance, event: HostMissing, context: StepContext) -> Step:
     """An active instance is gone from its host: fence what may be left, release, and end failed."""
-    gone = steps.is_gone(instance, event, timeouts)
+    gone = steps.is_gone(instance, event, context)
     if not gone:
         return Step(instance)
     reason = f"host {instance.here.host} does not run it any more"
-    return give_up_lost(instance, event.at, timeouts, code=LOST, reason=reason)
+    return give_up_lost(instance, event.at, context, code=LOST, reason=reason)
 
 
-def give_up_lost(instance: Instance, at: float, timeouts: Timeouts, *, code: str, reason: str) -> Step:
+def give_up_lost(instance: Instance, at: float, context: StepContext, *, code: str, reason: str) -> Step:
     """An active instance is lost: what may be left is destroyed, its allocation released, and it ends failed."""
     lost = _with_attempt(instance, "lost", at=at, code=code, reason=reason)
-    return _give_up(lost, at, timeouts, code=code, reason=reason)
+    return _give_up(lost, at, context, code=code, reason=reason)
 
 
-def delete_instead(instance: Instance, event: DeleteRequested, timeouts: Timeouts) -> Step:
+def delete_instead(instance: Instance, event: DeleteRequested, context: StepContext) -> Step:
     """A release is already under way: it ends deleted instead of failed."""
     leaving = replace(instance, state=State.RELEASING, cause=event.cause or instance.cause)
-    return steps.announce(leaving, BuildState.DELETING, event.at, timeouts)
+    return steps.announce(leaving, BuildState.DELETING, event.at, context)
 
 
-def repeat_question(instance: Instance, event: TimedOut, timeouts: Timeouts) -> Step:
+def repeat_question(instance: Instance, event: TimedOut, context: StepContext) -> Step:
     """Placement's answer never arrived: the same question again (it is idempotent by attempt)."""
-    return Step(replace(instance, deadline=event.at + timeouts.claim_retry_s))
+    return Step(replace(instance, deadline=event.at + context.claim_retry_s))
 
 
-def end_failed(instance: Instance, event: Released, timeouts: Timeouts) -> Step:
+def end_failed(instance: Instance, event: Released, context: StepContext) -> Step:
     """Nothing is held any more: failed. While it moved there are two consumers, released one after the other."""
-    if (left := _half_released(instance, event, timeouts)) is not None:
+    if (left := _half_released(instance, event, context)) is not None:
         return left
-    return _end_failed(instance, event.at, timeouts)
+    return _end_failed(instance, event.at, context)
 
 
-def end_deleted(instance: Instance, event: Released | DeleteRequested, timeouts: Timeouts) -> Step:
+def end_deleted(instance: Instance, event: Released | DeleteRequested, context: StepContext) -> Step:
     """Nothing is held any more: deleted. While it moved there are two consumers, released one after the other."""
-    if isinstance(event, Released) and (left := _half_released(instance, event, timeouts)) is not None:
+    if isinstance(event, Released) and (left := _half_released(instance, event, context)) is not None:
         return left
     cause = event.cause if isinstance(event, DeleteRequested) and event.cause else instance.cause
-    return _end_deleted(replace(instance, cause=cause), event.at, timeouts)
+    return _end_deleted(replace(instance, cause=cause), event.at, context)
 
 
 # --- what several rules share
 
 
-def _half_released(instance: Instance, event: Released, timeouts: Timeouts) -> Step | None:
+def _half_released(instance: Instance, event: Released, context: StepContext) -> Step | None:
     """What follows when that was not the last consumer, or not the one that was requested; None: nothing is held.
 
     The instance first: once it holds nothing, a late copy of the move's claim can move nothing to the migration.
@@ -343,7 +343,7 @@ def _half_released(instance: Instance, event: Released, timeouts: Timeouts) -> S
     consumer = event.consumer or instance.uuid
     if consumer == instance.uuid and move is not None and move.claimed and not move.instance_released:
         updated = replace(instance, move=replace(move, instance_released=True))
-        return Step(replace(updated, deadline=event.at + timeouts.claim_retry_s))
+        return Step(replace(updated, deadline=event.at + context.claim_retry_s))
     expected = move.request_id if move is not None and move.instance_released else instance.uuid
     return None if consumer == expected else Step(instance)
 
@@ -364,7 +364,7 @@ def _adopt(instance: Instance, event: BuildRequested) -> Instance:
     )
 
 
-def _spawn(instance: Instance, at: float, timeouts: Timeouts) -> Step:
+def _spawn(instance: Instance, at: float, context: StepContext) -> Step:
     assert instance.spec is not None
     here = instance.here
     deadline = at + instance.build_timeout_s
@@ -375,42 +375,42 @@ def _spawn(instance: Instance, at: float, timeouts: Timeouts) -> Step:
         host_uuid=here.host_uuid,
         allocations=here.allocations,
         service=here.service,
-        deployment=timeouts.deployment,
+        deployment=context.deployment,
     )
-    return steps.announce(building, BuildState.BUILDING, at, timeouts, first=(order,))
+    return steps.announce(building, BuildState.BUILDING, at, context, first=(order,))
 
 
-def _over_time(instance: Instance, event: TimedOut | Destroyed, timeouts: Timeouts) -> Step:
+def _over_time(instance: Instance, event: TimedOut | Destroyed, context: StepContext) -> Step:
     reason = f"no answer within {instance.build_timeout_s:g} s"
     over = _with_attempt(instance, "timed_out", at=event.at, code="spawn.timeout", reason=reason)
-    return _next(replace(over, stamps=_stamped(instance, event)), event.at, timeouts)
+    return _next(replace(over, stamps=_stamped(instance, event)), event.at, context)
 
 
-def _next(instance: Instance, at: float, timeouts: Timeouts) -> Step:
+def _next(instance: Instance, at: float, context: StepContext) -> Step:
     """After a failed attempt: what is left of it goes, and the next alternate is claimed, if there is one."""
-    instance = _without_closed(instance, at, timeouts)
+    instance = _without_closed(instance, at, context)
     if not instance.alternates:
-        return _give_up(instance, at, timeouts, code="max_retries_exceeded", reason=summary_of(instance))
-    return Step(steps.ask(instance, State.RECLAIMING, at, timeouts), (steps.destroy_here(instance, timeouts),))
+        return _give_up(instance, at, context, code="max_retries_exceeded", reason=summary_of(instance))
+    return Step(steps.ask(instance, State.RECLAIMING, at, context), (steps.destroy_here(instance, context),))
 
 
-def _has_somewhere_to_go(instance: Instance, timeouts: Timeouts) -> bool:
-    return any(timeouts.closed.why(selection) is None for selection in instance.alternates)
+def _has_somewhere_to_go(instance: Instance, context: StepContext) -> bool:
+    return any(context.closed.why(selection) is None for selection in instance.alternates)
 
 
-def _without_closed(instance: Instance, at: float, timeouts: Timeouts) -> Instance:
+def _without_closed(instance: Instance, at: float, context: StepContext) -> Instance:
     """Hosts that are closed now are passed over, and written down: a question to placement is never changed."""
-    notes = timeouts.closed.passed_over(instance.alternates, instance.next_attempt, at)
+    notes = context.closed.passed_over(instance.alternates, instance.next_attempt, at)
     if not notes:
         return instance
-    kept = tuple(selection for selection in instance.alternates if timeouts.closed.why(selection) is None)
+    kept = tuple(selection for selection in instance.alternates if context.closed.why(selection) is None)
     tried = instance.selections[: instance.position + 1]
     return replace(instance, selections=(*tried, *kept), history=instance.history + notes)
 
 
-def _give_up(instance: Instance, at: float, timeouts: Timeouts, *, code: str, reason: str) -> Step:
+def _give_up(instance: Instance, at: float, context: StepContext, *, code: str, reason: str) -> Step:
     over = replace(instance, code=code, reason=steps.cut(reason))
-    return Step(steps.ask(over, State.GIVING_UP, at, timeouts), (steps.destroy_here(instance, timeouts),))
+    return Step(steps.ask(over, State.GIVING_UP, at, context), (steps.destroy_here(instance, context),))
 
 
 def _taken(instance: Instance, event: Claimed) -> Instance:
@@ -434,18 +434,18 @@ def _not_claimed(instance: Instance, outcomes: tuple[ClaimOutcome, ...], at: flo
     return replace(instance, history=instance.history + tried) if tried else instance
 
 
-def _end_failed(instance: Instance, at: float, timeouts: Timeouts) -> Step:
+def _end_failed(instance: Instance, at: float, context: StepContext) -> Step:
     # What is lost in doubt was set back while it was moved: its destination may be what the client has.
     unsure = instance.doubted and instance.code in (OUTCOME_UNKNOWN, LOST)
     over = replace(
         instance, state=State.FAILED, deadline=None, since=at, answered=True, queried=False, doubted=unsure, move=None
     )
-    return steps.announce(over, BuildState.FAILED, at, timeouts, terminal=not instance.answered)
+    return steps.announce(over, BuildState.FAILED, at, context, terminal=not instance.answered)
 
 
-def _end_deleted(instance: Instance, at: float, timeouts: Timeouts) -> Step:
+def _end_deleted(instance: Instance, at: float, context: StepContext) -> Step:
     gone = replace(instance, state=State.DELETED, deadline=None, since=at, answered=True, move=None)
-    return steps.announce(gone, BuildState.DELETED, at, timeouts, terminal=True)
+    return steps.announce(gone, BuildState.DELETED, at, context, terminal=True)
 
 
 def _with_attempt(instance: Instance, outcome: str, *, at: float, code: str = "", reason: str = "") -> Instance:

@@ -27,12 +27,13 @@ from .proof import is_unordered, predates, up_scan_here
 CLOCKS_APART_S = 30.0
 
 
-class Timeouts(Struct, frozen=True, kw_only=True):
-    """How long the machine waits, and where it is (`cell` is named in every announcement).
+class StepContext(Struct, frozen=True, kw_only=True):
+    """What a step knows beside its instance and its event: how long to wait, and what the cell knows of its hosts.
 
-    deployment: the identity of the cell's database, which every machine is marked with. down: compute services that
-    take no builds now, so that none is begun there while another host can be tried. fences: hosts on which nothing is
-    begun at all, by uuid. set_back_at: when the database was last found to be set back or replaced (0: never).
+    cell: its name, for announcements. deployment: the identity of the cell's database, which every machine is
+    marked with. down: compute services that take no builds now, so that none is begun there while another host can
+    be tried. fences: hosts on which nothing is begun at all, by uuid. set_back_at: when the database was last found
+    to be set back or replaced (0: never).
     """
 
     cell: str
@@ -60,16 +61,16 @@ class Step(Struct, frozen=True):
     commands: tuple[Message, ...] = ()
 
 
-def ask(instance: Instance, state: State, at: float, timeouts: Timeouts) -> Instance:
+def ask(instance: Instance, state: State, at: float, context: StepContext) -> Instance:
     """Enter a state that waits for placement; the sweep repeats the request when no answer is ever recorded."""
-    return replace(instance, state=state, deadline=at + timeouts.claim_retry_s, since=at)
+    return replace(instance, state=state, deadline=at + context.claim_retry_s, since=at)
 
 
 def announce(
     instance: Instance,
     state: BuildState,
     at: float,
-    timeouts: Timeouts,
+    context: StepContext,
     *,
     terminal: bool = False,
     first: tuple[Message, ...] = (),
@@ -84,7 +85,7 @@ def announce(
         state=state,
         sequence=instance.sequence,
         terminal=terminal,
-        cell=timeouts.cell,
+        cell=context.cell,
         host=instance.here.host,
         attempt=instance.attempt,
         code=code,
@@ -100,7 +101,7 @@ def announce(
 _ENDS = (BuildState.ACTIVE, BuildState.FAILED, BuildState.DELETED)
 
 
-def destroy_here(instance: Instance, timeouts: Timeouts) -> Destroy:
+def destroy_here(instance: Instance, context: StepContext) -> Destroy:
     """The order to destroy the current attempt."""
     here: Selection = instance.here
     return Destroy(
@@ -108,7 +109,7 @@ def destroy_here(instance: Instance, timeouts: Timeouts) -> Destroy:
         attempt=instance.attempt,
         host_uuid=here.host_uuid,
         service=here.service,
-        deployment=timeouts.deployment,
+        deployment=context.deployment,
     )
 
 
@@ -131,7 +132,7 @@ def is_ours(instance: Instance, event: Spawned | HostRuns) -> bool:
     return is_current(instance, event.attempt, event.host_uuid)
 
 
-def is_gone(instance: Instance, event: Destroyed | HostMissing, timeouts: Timeouts) -> bool:
+def is_gone(instance: Instance, event: Destroyed | HostMissing, context: StepContext) -> bool:
     """Whether the current host's word means that the current attempt does not run (any more)."""
     if event.host_uuid != instance.host_uuid:
         return False
@@ -148,7 +149,7 @@ def is_gone(instance: Instance, event: Destroyed | HostMissing, timeouts: Timeou
             return True  # no clock: the host's may have been set since
         if instance.up_at is not None:
             return event.seen_at > instance.up_at  # both by the host's own clock, which may be minutes from ours
-    return event.seen_at > instance.since + timeouts.report_grace_s
+    return event.seen_at > instance.since + context.report_grace_s
 
 
 def by_its_clock(event: Spawned | HostRuns) -> float | None:

@@ -41,7 +41,7 @@ from .events import (
     TimedOut,
 )
 from .instance import Instance, Move, State
-from .steps import Step, Timeouts
+from .steps import Step, StepContext
 
 
 class IllegalStep(BrokenInvariant):
@@ -53,7 +53,7 @@ class IllegalStep(BrokenInvariant):
 class Rule(Struct, frozen=True):
     """What an event does in a state: the function, and every state it may lead to besides staying."""
 
-    apply: Callable[[Instance, Any, Timeouts], Step]
+    apply: Callable[[Instance, Any, StepContext], Step]
     to: tuple[State, ...] = ()
 
     @property
@@ -426,7 +426,7 @@ TABLE: Mapping[State, Mapping[type[Event], Rule | None]] = {
 }
 
 
-def step(instance: Instance, event: Event, timeouts: Timeouts) -> Step:
+def step(instance: Instance, event: Event, context: StepContext) -> Step:
     """The instance after an event, and the commands that follow. Raises IllegalStep with the history."""
     rule = TABLE[instance.state][type(event)]
     if rule is None:
@@ -435,10 +435,10 @@ def step(instance: Instance, event: Event, timeouts: Timeouts) -> Step:
         # A claim that no record of ours has requested would leak: no worker would ever release it.
         raise IllegalStep(f"claim of attempt {event.attempt} while {instance.state}: {instance!r}")
     if isinstance(event, MoveRequested) and event.is_query:
-        return move_events.answer_query(instance, event, timeouts)
+        return move_events.answer_query(instance, event, context)
     if isinstance(event, MoveRequested) and event.given_up is not None:
-        return move_events.refuse_given_up(instance, event, timeouts)
-    stepped = rule.apply(instance, event, timeouts)
+        return move_events.refuse_given_up(instance, event, context)
+    stepped = rule.apply(instance, event, context)
     after = stepped.instance.state
     assert after is instance.state or after in rule.to, (rule.name, instance.state, after)
     return stepped

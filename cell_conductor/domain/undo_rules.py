@@ -38,35 +38,35 @@ from .move_steps import (
     resize_back,
     revert_book,
 )
-from .steps import Step, Timeouts
+from .steps import Step, StepContext
 
 
-def undo_failed_in_place(instance: Instance, event: ChangeEnded, timeouts: Timeouts) -> Step:
+def undo_failed_in_place(instance: Instance, event: ChangeEnded, context: StepContext) -> Step:
     """The machine has its old size again, or is gone: the book is reverted. Otherwise the command is repeated at its
     deadline.
     """
     if not instance.is_in_place or not is_awaited(instance, event, instance.here, instance.attempt):
         return Step(instance)
     is_back = event.done or event.code == MACHINE_ABSENT
-    return Step(steps.ask(instance, State.REVERTING, event.at, timeouts)) if is_back else Step(instance)
+    return Step(steps.ask(instance, State.REVERTING, event.at, context)) if is_back else Step(instance)
 
 
-def revert_destroyed(instance: Instance, event: Destroyed | HostMissing, timeouts: Timeouts) -> Step:
+def revert_destroyed(instance: Instance, event: Destroyed | HostMissing, context: StepContext) -> Step:
     """Nothing of the destination is left: the book is reverted, or an unshelved instance is without a host again."""
-    if instance.is_in_place or not here_gone(instance, event, timeouts):
+    if instance.is_in_place or not here_gone(instance, event, context):
         return Step(instance)
-    return Step(revert_book(instance, event.at, timeouts))
+    return Step(revert_book(instance, event.at, context))
 
 
-def undo_again(instance: Instance, event: TimedOut, timeouts: Timeouts) -> Step:
+def undo_again(instance: Instance, event: TimedOut, context: StepContext) -> Step:
     """The destination has not confirmed: ask again, for as long as it takes."""
-    later = replace(instance, deadline=repeat_at(instance, event.at, timeouts))
+    later = replace(instance, deadline=repeat_at(instance, event.at, context))
     if not instance.is_in_place:
-        return end_here(later, timeouts)
-    return resize_back(later, event.at, timeouts)
+        return end_here(later, context)
+    return resize_back(later, event.at, context)
 
 
-def return_to_source(instance: Instance, event: Reverted, timeouts: Timeouts) -> Step:
+def return_to_source(instance: Instance, event: Reverted, context: StepContext) -> Step:
     """The instance holds its source again: it is started there if it was commanded to stop."""
     if event.attempt != instance.next_attempt:
         return Step(instance)
@@ -89,11 +89,11 @@ def return_to_source(instance: Instance, event: Reverted, timeouts: Timeouts) ->
     )
     if not move.handed_over or move.power is not Power.RUNNING:
         # Stopped before and handed over: the next start, or hand-over, has a higher order and undoes it.
-        return end_undone(back, event.at, timeouts)
-    return change(back, State.RESTARTING, ChangeKind.START, event.at, timeouts)
+        return end_undone(back, event.at, context)
+    return change(back, State.RESTARTING, ChangeKind.START, event.at, context)
 
 
-def restarted(instance: Instance, event: ChangeEnded, timeouts: Timeouts) -> Step:
+def restarted(instance: Instance, event: ChangeEnded, context: StepContext) -> Step:
     """The source runs again, or reports that it cannot: then it is stopped, and a client may start it.
 
     What its host does not know is queried again at its deadline: a machine that may run is not on record as stopped.
@@ -101,21 +101,21 @@ def restarted(instance: Instance, event: ChangeEnded, timeouts: Timeouts) -> Ste
     if not is_awaited(instance, event, instance.here, instance.attempt):
         return Step(instance)
     if event.done:
-        return end_undone(instance, event.at, timeouts)
+        return end_undone(instance, event.at, context)
     if event.runs is None:
         return Step(instance)
     move = move_of(instance)
     power = Power.RUNNING if event.runs else Power.STOPPED
     move_event = f"{move.lost_reason}; and it could not be started again: {event.code} {event.reason}".strip("; ")
     left = replace(instance, power=power, move=replace(move, lost_reason=steps.cut(move_event)))
-    return end_undone(left, event.at, timeouts)
+    return end_undone(left, event.at, context)
 
 
-def restart_again(instance: Instance, event: TimedOut, timeouts: Timeouts) -> Step:
+def restart_again(instance: Instance, event: TimedOut, context: StepContext) -> Step:
     """The source has not reported that it runs: the command is repeated, and the request does not wait for it."""
-    earlier = order(instance, ChangeKind.START, event.at, timeouts)
-    step = Step(replace(earlier.instance, deadline=repeat_at(instance, event.at, timeouts)), earlier.commands)
+    earlier = order(instance, ChangeKind.START, event.at, context)
+    step = Step(replace(earlier.instance, deadline=repeat_at(instance, event.at, context)), earlier.commands)
     move = move_of(step.instance)
     if move.answered:
         return step
-    return after(step, answer(step.instance, ending_of(move), event.at, timeouts))
+    return after(step, answer(step.instance, ending_of(move), event.at, context))

@@ -84,10 +84,10 @@ def forgotten_before_confirmed() -> AbstractContextManager[Any]:
 def release_forgotten_after_failure() -> AbstractContextManager[Any]:
     """A build that is given up is failed at once; what it holds is not released."""
 
-    def give_up(instance: Any, at: float, timeouts: Any, *, code: str, reason: str) -> Any:
+    def give_up(instance: Any, at: float, context: Any, *, code: str, reason: str) -> Any:
         over = replace(instance, code=code, reason=reason)
-        stepped = rules._end_failed(over, at, timeouts)
-        return steps.Step(stepped.instance, (steps.destroy_here(instance, timeouts), *stepped.commands))
+        stepped = rules._end_failed(over, at, context)
+        return steps.Step(stepped.instance, (steps.destroy_here(instance, context), *stepped.commands))
 
     return _also(patch.object(rules, "_give_up", give_up), _widened(State.FAILED))
 
@@ -243,8 +243,8 @@ def old_attempt_not_destroyed() -> AbstractContextManager[Any]:
     """What a failed or late attempt left on its host stays there."""
     stepped = table.step
 
-    def step(instance: Any, event: Any, timeouts: Any) -> Any:
-        done = stepped(instance, event, timeouts)
+    def step(instance: Any, event: Any, context: Any) -> Any:
+        done = stepped(instance, event, context)
         if done.instance.state is State.DELETING:
             return done
         return steps.Step(done.instance, tuple(c for c in done.commands if not isinstance(c, Destroy)))

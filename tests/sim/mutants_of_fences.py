@@ -37,11 +37,11 @@ def losses_never_forgotten() -> AbstractContextManager[Any]:
 def delete_on_a_fenced_host_keeps_its_claim() -> AbstractContextManager[Any]:
     """A delete that a fence ends is over at once, and nothing is released."""
 
-    def end(instance: Any, event: Any, timeouts: Any) -> Step:
-        ended = fence_rules.end_delete(instance, event, timeouts)
+    def end(instance: Any, event: Any, context: Any) -> Step:
+        ended = fence_rules.end_delete(instance, event, context)
         if ended.instance.state is not State.RELEASING:
             return ended
-        return rules.end_deleted(ended.instance, e.Released(at=event.at, consumer=instance.uuid), timeouts)
+        return rules.end_deleted(ended.instance, e.Released(at=event.at, consumer=instance.uuid), context)
 
     row: Any = table.TABLE[State.DELETING]
     return patch.dict(row, {e.HostFenced: Rule(end, tuple(State))})

@@ -212,12 +212,12 @@ def patience_by_two_clocks() -> AbstractContextManager[Any]:
 def report_by_our_clock() -> AbstractContextManager[Any]:
     """A host's report is as old as it looks by the conductor's clock."""
 
-    def is_gone(instance: Any, event: Any, timeouts: Any) -> bool:
+    def is_gone(instance: Any, event: Any, context: Any) -> bool:
         if event.host_uuid != instance.host_uuid:
             return False
         if isinstance(event, rules.Destroyed):
             return bool(event.attempt >= instance.attempt)
-        return bool(event.seen_at > instance.since + timeouts.report_grace_s)
+        return bool(event.seen_at > instance.since + context.report_grace_s)
 
     return patch.object(steps, "is_gone", is_gone)
 
@@ -226,8 +226,8 @@ def report_by_a_clock_that_is_set() -> AbstractContextManager[Any]:
     """Which of a host's reports was first is decided by its clock, and an operator sets that."""
     real = steps.is_gone
 
-    def is_gone(instance: Any, event: Any, timeouts: Any) -> bool:
-        return real(replace(instance, up_scan=None), event, timeouts)
+    def is_gone(instance: Any, event: Any, context: Any) -> bool:
+        return real(replace(instance, up_scan=None), event, context)
 
     return patch.object(steps, "is_gone", is_gone)
 

@@ -60,10 +60,10 @@ def _requested(change: Callable[[Any, Any], Any]) -> AbstractContextManager[Any]
 def source_never_commanded_to_stop() -> AbstractContextManager[Any]:
     """A destination that can take it is started at once: the source runs on."""
 
-    def go_on(instance: Any, event: Any, timeouts: Any) -> Step:
+    def go_on(instance: Any, event: Any, context: Any) -> Step:
         if not move_steps.is_awaited(instance, event, instance.here, instance.attempt) or not event.done:
-            return move_rules.go_on(instance, event, timeouts)
-        return move_steps.finish(instance, event.at, timeouts)
+            return move_rules.go_on(instance, event, context)
+        return move_steps.finish(instance, event.at, context)
 
     return _rule(State.PREPARING, e.ChangeEnded, go_on)
 
@@ -82,10 +82,10 @@ def hand_over_leaves_it_running() -> AbstractContextManager[Any]:
 def silent_destination_left_behind() -> AbstractContextManager[Any]:
     """A destination that does not answer is taken for failed: the next one is tried, or the source is started."""
 
-    def pass_on(instance: Any, event: Any, timeouts: Any) -> Step:
+    def pass_on(instance: Any, event: Any, context: Any) -> Step:
         recorded = move_steps.note(instance, "timed_out", event.at)
         recorded = replace(recorded, move=replace(recorded.move, finishing=False))
-        return move_steps.try_next(recorded, event.at, timeouts)
+        return move_steps.try_next(recorded, event.at, context)
 
     return _rule(State.FINISHING, e.TimedOut, pass_on)
 
@@ -93,14 +93,14 @@ def silent_destination_left_behind() -> AbstractContextManager[Any]:
 def undone_before_the_destination_is_gone() -> AbstractContextManager[Any]:
     """The book is reverted, and the source started, while the destination may still run."""
 
-    def undo(instance: Any, event: Any, timeouts: Any) -> Step:
-        return Step(steps.ask(instance, State.REVERTING, event.at, timeouts))
+    def undo(instance: Any, event: Any, context: Any) -> Step:
+        return Step(steps.ask(instance, State.REVERTING, event.at, context))
 
-    def end_resized(instance: Any, event: Any, timeouts: Any) -> Step:
-        stepped = move_rules.end_resized(instance, event, timeouts)
+    def end_resized(instance: Any, event: Any, context: Any) -> Step:
+        stepped = move_rules.end_resized(instance, event, context)
         if stepped.instance.state is not State.UNDOING:
             return stepped
-        return undo(stepped.instance, event, timeouts)
+        return undo(stepped.instance, event, context)
 
     return _rule(State.RESIZED, e.MoveRequested, end_resized)
 
@@ -113,9 +113,9 @@ def book_never_reverted() -> AbstractContextManager[Any]:
             return question
         return Release(consumer=instance.move.request_id, project_id=instance.spec.project_id)
 
-    def released(instance: Any, event: Any, timeouts: Any) -> Step:
+    def released(instance: Any, event: Any, context: Any) -> Step:
         back = e.Reverted(at=event.at, attempt=instance.next_attempt)
-        return undo_rules.return_to_source(instance, back, timeouts)
+        return undo_rules.return_to_source(instance, back, context)
 
     row: Any = table.TABLE[State.REVERTING]
     both = _requested(wanted)
@@ -141,8 +141,8 @@ def instance_released_for_its_migration() -> AbstractContextManager[Any]:
     def wanted(instance: Any, question: Any) -> Any:
         return replace(question, consumer=instance.uuid) if instance.state is State.SETTLING else question
 
-    def settled(instance: Any, event: Any, timeouts: Any) -> Step:
-        return move_rules.end_settled(instance, replace(event, consumer=instance.move.request_id), timeouts)
+    def settled(instance: Any, event: Any, context: Any) -> Step:
+        return move_rules.end_settled(instance, replace(event, consumer=instance.move.request_id), context)
 
     row: Any = table.TABLE[State.SETTLING]
     return _Both(_requested(wanted), patch.dict(row, {e.Released: Rule(settled, ANYWHERE)}))
@@ -151,28 +151,28 @@ def instance_released_for_its_migration() -> AbstractContextManager[Any]:
 def migration_never_released() -> AbstractContextManager[Any]:
     """A confirmed move ends when its source is gone: the migration holds the source for ever."""
 
-    def settle(instance: Any, event: Any, timeouts: Any) -> Step:
-        stepped = move_rules.settle(instance, event, timeouts)
+    def settle(instance: Any, event: Any, context: Any) -> Step:
+        stepped = move_rules.settle(instance, event, context)
         if stepped.instance.state is not State.SETTLING:
             return stepped
         released = e.Released(at=event.at, consumer=instance.move.request_id)
-        return move_rules.end_settled(stepped.instance, released, timeouts)
+        return move_rules.end_settled(stepped.instance, released, context)
 
     return _rule(State.CONFIRMING, e.Destroyed, settle)
 
 
 def migration_of_a_deleted_instance_forgotten() -> AbstractContextManager[Any]:
     """Of an instance that is deleted while it moves only its own claim is released."""
-    return patch.object(rules, "_half_released", lambda instance, event, timeouts: None)
+    return patch.object(rules, "_half_released", lambda instance, event, context: None)
 
 
 def delete_does_not_await_the_claim() -> AbstractContextManager[Any]:
     """An instance that is deleted while placement is asked for a destination goes at once."""
 
-    def delete(instance: Any, event: Any, timeouts: Any) -> Step:
-        left = move_steps.leave(instance, event.at, timeouts)
-        announced = steps.announce(left.instance, BuildState.DELETING, event.at, timeouts, first=left.commands)
-        replied = move_events.answer(announced.instance, move_events.MoveEnd(MoveState.FAILED), event.at, timeouts)
+    def delete(instance: Any, event: Any, context: Any) -> Step:
+        left = move_steps.leave(instance, event.at, context)
+        announced = steps.announce(left.instance, BuildState.DELETING, event.at, context, first=left.commands)
+        replied = move_events.answer(announced.instance, move_events.MoveEnd(MoveState.FAILED), event.at, context)
         return Step(replied.instance, (*announced.commands, *replied.commands))
 
     return _rule(State.CLAIMING, e.DeleteRequested, delete)
@@ -182,8 +182,8 @@ def delete_does_not_await_the_destination() -> AbstractContextManager[Any]:
     """The claims of a deleted instance go when its source is gone, whatever its destination runs."""
     leave = move_steps.leave
 
-    def left(instance: Any, at: float, timeouts: Any) -> Step:
-        stepped = leave(instance, at, timeouts)
+    def left(instance: Any, at: float, context: Any) -> Step:
+        stepped = leave(instance, at, context)
         move = stepped.instance.move
         if stepped.instance.state is not State.DELETING or move.source_gone:
             return stepped
@@ -218,14 +218,14 @@ def end_announced_twice() -> AbstractContextManager[Any]:
 
 def end_of_an_undone_move_not_announced() -> AbstractContextManager[Any]:
     """A move that was undone has no end."""
-    return _shared("end_undone", lambda instance, at, timeouts: Step(replace(move_steps.over(instance, at), move=None)))
+    return _shared("end_undone", lambda instance, at, context: Step(replace(move_steps.over(instance, at), move=None)))
 
 
 def source_under_the_destinations_number() -> AbstractContextManager[Any]:
     """An instance that is back on its source keeps the attempt of the destination."""
 
-    def back(instance: Any, event: Any, timeouts: Any) -> Step:
-        stepped = undo_rules.return_to_source(instance, event, timeouts)
+    def back(instance: Any, event: Any, context: Any) -> Step:
+        stepped = undo_rules.return_to_source(instance, event, context)
         return Step(replace(stepped.instance, attempt=instance.attempt), stepped.commands)
 
     return _rule(State.REVERTING, e.Reverted, back)
@@ -234,8 +234,8 @@ def source_under_the_destinations_number() -> AbstractContextManager[Any]:
 def flavor_of_an_undone_resize_kept() -> AbstractContextManager[Any]:
     """A resize that was undone leaves the new flavor in the record."""
 
-    def back(instance: Any, event: Any, timeouts: Any) -> Step:
-        stepped = undo_rules.return_to_source(instance, event, timeouts)
+    def back(instance: Any, event: Any, context: Any) -> Step:
+        stepped = undo_rules.return_to_source(instance, event, context)
         return Step(replace(stepped.instance, spec=instance.spec), stepped.commands)
 
     return _rule(State.REVERTING, e.Reverted, back)
@@ -255,11 +255,11 @@ def machine_under_change_not_wanted() -> AbstractContextManager[Any]:
 def offloaded_keeps_its_claim() -> AbstractContextManager[Any]:
     """An instance is offloaded when its machine is gone: what it held is never released."""
 
-    def vacate(instance: Any, event: Any, timeouts: Any) -> Step:
-        stepped = change_rules.vacate(instance, event, timeouts)
+    def vacate(instance: Any, event: Any, context: Any) -> Step:
+        stepped = change_rules.vacate(instance, event, context)
         if stepped.instance.state is not State.VACATING:
             return stepped
-        return change_rules.end_offloaded(stepped.instance, e.Released(at=event.at), timeouts)
+        return change_rules.end_offloaded(stepped.instance, e.Released(at=event.at), context)
 
     return _rule(State.OFFLOADING, e.Destroyed, vacate)
 
@@ -268,9 +268,9 @@ def confirmed_in_place_destroys_the_machine() -> AbstractContextManager[Any]:
     """A confirmed resize in place destroys its source, which is the only machine."""
     confirm = move_steps.confirm
 
-    def confirmed(instance: Any, at: float, timeouts: Any) -> Step:
-        stepped = confirm(instance, at, timeouts)
-        return Step(stepped.instance, (*stepped.commands, move_steps.destroy_source(instance, timeouts)))
+    def confirmed(instance: Any, at: float, context: Any) -> Step:
+        stepped = confirm(instance, at, context)
+        return Step(stepped.instance, (*stepped.commands, move_steps.destroy_source(instance, context)))
 
     return _shared("confirm", confirmed)
 
@@ -280,7 +280,7 @@ def undone_in_place_keeps_the_new_size() -> AbstractContextManager[Any]:
     return patch.object(
         move_steps,
         "resize_back",
-        lambda instance, at, timeouts: Step(steps.ask(instance, State.REVERTING, at, timeouts)),
+        lambda instance, at, context: Step(steps.ask(instance, State.REVERTING, at, context)),
     )
 
 
@@ -288,9 +288,9 @@ def evacuated_while_its_service_is_up() -> AbstractContextManager[Any]:
     """An instance is built elsewhere though the service of its host is up."""
     begin = move_steps.begin_claimed
 
-    def begun(instance: Any, event: Any, timeouts: Any) -> Step:
+    def begun(instance: Any, event: Any, context: Any) -> Step:
         everything: Any = _Everything()
-        return begin(instance, event, timeouts if timeouts.down else replace(timeouts, down=everything))
+        return begin(instance, event, context if context.down else replace(context, down=everything))
 
     class _Everything(dict[str, Any]):
         def __contains__(self, service: object) -> bool:
@@ -298,8 +298,8 @@ def evacuated_while_its_service_is_up() -> AbstractContextManager[Any]:
 
     step = move_steps.claim
 
-    def claimed(instance: Any, at: float, timeouts: Any) -> Step:
-        return step(instance, at, replace(timeouts, down={}) if isinstance(timeouts.down, _Everything) else timeouts)
+    def claimed(instance: Any, at: float, context: Any) -> Step:
+        return step(instance, at, replace(context, down={}) if isinstance(context.down, _Everything) else context)
 
     return _Both(_shared("begin_claimed", begun), patch.object(move_steps, "claim", claimed))
 
@@ -317,8 +317,8 @@ def stopped_machine_started_by_its_move() -> AbstractContextManager[Any]:
     """A machine that its client has stopped runs when it has been moved."""
     finish = move_steps.finish
 
-    def finished(instance: Any, at: float, timeouts: Any) -> Step:
-        stepped = finish(instance, at, timeouts)
+    def finished(instance: Any, at: float, context: Any) -> Step:
+        stepped = finish(instance, at, context)
         commands = tuple(
             replace(one, origin=replace(one.origin, runs=True)) if isinstance(one, Spawn) and one.origin else one
             for one in stepped.commands
@@ -331,8 +331,8 @@ def stopped_machine_started_by_its_move() -> AbstractContextManager[Any]:
 def shelved_machine_taken_for_running() -> AbstractContextManager[Any]:
     """A shelved machine counts as running."""
 
-    def changed(instance: Any, event: Any, timeouts: Any) -> Step:
-        stepped = change_rules.changed(instance, event, timeouts)
+    def changed(instance: Any, event: Any, context: Any) -> Step:
+        stepped = change_rules.changed(instance, event, context)
         is_shelved = stepped.instance.power is Power.SHELVED and stepped.instance.state is State.ACTIVE
         return Step(replace(stepped.instance, power=Power.RUNNING), stepped.commands) if is_shelved else stepped
 

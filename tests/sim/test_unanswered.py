@@ -63,8 +63,8 @@ def lost_requests_are_not_ended() -> AbstractContextManager[Any]:
     """A cell that has no record of a request does not answer."""
     right = move_events.answer_query
 
-    def answer(instance: Any, event: Any, timeouts: Any) -> Step:
-        answered = right(instance, event, timeouts)
+    def answer(instance: Any, event: Any, context: Any) -> Step:
+        answered = right(instance, event, context)
         is_lost = any(getattr(one, "code", "") == move_events.MOVE_LOST for one in answered.commands)
         return Step(instance) if is_lost else answered
 

@@ -77,15 +77,15 @@ def announced(*commands: Message) -> list[tuple[MoveKind, MoveState, bool, str]]
 class Scenario:
     """An instance, and everything that was commanded and announced since."""
 
-    def __init__(self, instance: Instance, timeouts: object = PATIENCE) -> None:
+    def __init__(self, instance: Instance, context: object = PATIENCE) -> None:
         self.instance = instance
         self.commands: list[Message] = []
-        self.timeouts = timeouts
+        self.context = context
 
     def apply(self, *happened: e.Event) -> Step:
         stepped = Step(self.instance)
         for event in happened:
-            stepped = step(self.instance, event, self.timeouts)  # type: ignore[arg-type]
+            stepped = step(self.instance, event, self.context)  # type: ignore[arg-type]
             self.instance = stepped.instance
             self.commands += stepped.commands
         return stepped

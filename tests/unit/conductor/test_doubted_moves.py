@@ -48,7 +48,7 @@ def at_state(state: State) -> Scenario:
         made.apply(request(MoveKind.REVERT, request_id=OTHER))
     assert made.instance.state is state
     made.instance = replace(made.instance, doubted=True)
-    made.timeouts = AFTER
+    made.context = AFTER
     made.commands.clear()
     return made
 
@@ -192,7 +192,7 @@ def test_a_move_that_began_after_the_set_back_is_like_any_other() -> None:
     made = to_resized(auto_confirm_s=5.0)
     assert made.instance.move is not None
     later = replace(made.instance.move, began=SET_BACK_AT + 60.0)
-    made.instance, made.timeouts = replace(made.instance, doubted=True, move=later), AFTER
+    made.instance, made.context = replace(made.instance, doubted=True, move=later), AFTER
     made.apply(e.TimedOut(at=1_500.0))
     assert made.instance.state is State.CONFIRMING and made.destroys[-1] == (1, host(1))
 

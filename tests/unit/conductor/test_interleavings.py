@@ -18,13 +18,13 @@ from bus.contracts.cell import Destroy, InstanceSpec, Selection, Spawn
 from bus.contracts.placement import Claim, ClaimOutcome, Release
 from cell_conductor.domain import events as e
 from cell_conductor.domain.instance import Instance, State
-from cell_conductor.domain.steps import Timeouts
+from cell_conductor.domain.steps import StepContext
 from cell_conductor.domain.table import question_of, step
 
 UUID = "00000000-0000-4000-8000-000000000001"
 HOSTS = tuple(f"10000000-0000-4000-8000-{n:012d}" for n in range(1, 4))
 GRACE = 30.0
-PATIENCE = Timeouts(cell="c1", report_grace_s=GRACE)
+PATIENCE = StepContext(cell="c1", report_grace_s=GRACE)
 SETTLED = (State.ABSENT, State.ACTIVE, State.FAILED, State.DELETED)
 SETTLE_ROUNDS = 60
 

@@ -63,13 +63,13 @@ def test_a_build_without_another_host_fails() -> None:
 
 
 def test_nothing_is_commanded_on_a_fenced_host() -> None:
-    timeouts = replace(PATIENCE, fences=fenced(1, 2))
-    stepped = step(Instance(uuid=UUID), queried(), timeouts)
+    context = replace(PATIENCE, fences=fenced(1, 2))
+    stepped = step(Instance(uuid=UUID), queried(), context)
     claim = question_of(stepped.instance)
     assert not [one for one in stepped.commands if isinstance(one, Spawn)]
     assert isinstance(claim, Claim)
     assert [list(option.allocations) for option in claim.options] == [[host(3)]]
-    alone = step(Instance(uuid=UUID), queried(hosts=2), timeouts)
+    alone = step(Instance(uuid=UUID), queried(hosts=2), context)
     assert (alone.instance.state, alone.instance.code) == (State.GIVING_UP, "max_retries_exceeded")
     assert not alone.commands
 
