@@ -77,6 +77,17 @@ class Track(Struct):
         return None if self.ended_at is None else self.ended_at - self.intended_at
 
 
+def _ends_whatever_its_number(track: Track, event: BuildEvent) -> bool:
+    """Whether an event ends what is followed although the instance has had events of higher numbers.
+
+    `deleted` is the last event of an instance: a database that crashed forgets what it has announced, and numbers anew.
+    A delete that is given up has no number: the record that has them is its build's, which goes on.
+    """
+    if track.ended_at is not None:
+        return False
+    return event.state is BuildState.DELETED or (track.deleting and event.state is BuildState.REFUSED)
+
+
 class BuildClient:
     """Publishes builds on the API bus and follows them to their terminal events.
 
@@ -194,6 +205,10 @@ class BuildClient:
         """Followed builds without a terminal event yet."""
         return len(self._open)
 
+    def open_tracks(self) -> list[Track]:
+        """What is followed and has not ended, by instance."""
+        return [self.tracks[uuid] for uuid in sorted(self._open)]
+
     async def wait(self, timeout_s: float) -> bool:
         """Wait until everything followed has ended; False when the time ran out first.
 
@@ -273,9 +288,8 @@ class BuildClient:
         if track is None or track.project_id != event.project_id:
             self.foreign_events += 1
             return False
-        # A delete that is given up ends without a number: the record that has them is its build's, which goes on.
-        given_up = track.deleting and event.state is BuildState.REFUSED and track.ended_at is None
-        if event.sequence <= track.sequence and not given_up:  # published twice (its publisher crashed), or late
+        if event.sequence <= track.sequence and not _ends_whatever_its_number(track, event):
+            # published twice (its publisher crashed), or late
             track.repeats += 1
             return True
         track.sequence = max(event.sequence, track.sequence)

@@ -50,6 +50,7 @@ class Churn:
         self._clock = clock
         self._rng = rng
         self._alive: list[str] = []
+        self._once_alive: set[str] = set()  # an instance may be announced as active again: it is deleted once
         self._early: list[str] = []
         self._last = False
         self._young: deque[tuple[float, str]] = deque()  # (when it was accepted, instance): not yet called stuck
@@ -152,5 +153,6 @@ class Churn:
                 self._early.append(event.instance_uuid)
             return
         self.ended.append(Ended(track.published_at or track.ended_at, track.ended_at))
-        if event.state is BuildState.ACTIVE and not track.deleting:
+        if event.state is BuildState.ACTIVE and not track.deleting and event.instance_uuid not in self._once_alive:
+            self._once_alive.add(event.instance_uuid)
             self._alive.append(event.instance_uuid)

@@ -56,6 +56,7 @@ class ChaosResult(Struct, frozen=True, kw_only=True):
     recovery_s: float
     facts: Facts
     dead_letters: dict[str, int]
+    unended: tuple[str, ...] = ()  # builds and deletes whose end the client has no event of
 
 
 async def chaos(plan: ChaosPlan, directory: Path, console: Console) -> ChaosReport:
@@ -144,6 +145,10 @@ class Run:
         self._console.print(f"nothing is broken any more: waiting for rest, {plan.rest_s:g} s at most")
         over = max((fault.over_at or 0.0 for fault in self.injector.injected), default=self._clock.monotonic())
         all_ended = await client.until(lambda: not client.unfinished, plan.rest_s)
+        unended = tuple(
+            f"{'delete' if track.deleting else 'build'} of {track.instance_uuid}, {track.state} ({track.sequence})"
+            for track in client.open_tracks()
+        )
         all_ended = await self.moving.settle(max(1.0, plan.rest_s - (self._clock.monotonic() - over))) and all_ended
         left = max(1.0, plan.rest_s - (self._clock.monotonic() - over))
         quiet = await rest(site, timeout_s=left)
@@ -161,6 +166,7 @@ class Run:
             recovery_s=recovery_s,
             facts=facts,
             dead_letters=await left_in_queues(self.stage),
+            unended=unended,
         )
 
     async def _print_load(self) -> None:
@@ -189,6 +195,7 @@ class Run:
             "lost": found.lost,
             "doubled": found.doubled,
             "leaked": found.leaked,
+            "without an end for its client": ending.unended,
             "moves lost": moves_lost,
             "moves doubled": moves_doubled,
         }

@@ -162,9 +162,10 @@ class BuildEvent(Message, frozen=True, kw_only=True, tag="build.event.v1"):
     """A build changed state. Published by a conductor on its cell's bus, and by the scheduler on the API bus.
 
     sequence: rises with every state of one instance, so a late event is recognised; a state that the next one overtook
-    is not published, so any but the terminal may be missing. `terminal`: no other terminal event follows for the
-    request that caused it. code and reason explain failed and refused; funnel explains a request that no host could
-    take; history lists the attempts. stamps: with the end of a build, when each of its stages ended, [requested,
+    is not published, so any but the terminal may be missing. `deleted` is the last state of an instance whatever its
+    number: a cell whose database has crashed may number its events anew. `terminal`: no other terminal event follows
+    for the request that caused it. code and reason explain failed and refused; funnel explains a request that no host
+    could take; history lists the attempts. stamps: with the end of a build, when each of its stages ended, [requested,
     queued, decided, claimed, dispatched, built, announced] in seconds since the epoch, 0 where it never came to that;
     and then how many claims were lost to others.
     """

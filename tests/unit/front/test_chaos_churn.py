@@ -9,7 +9,7 @@ from berth.chaos.churn import STUCK_S, Churn
 from berth.chaos.plan import ChaosPlan
 from berth.client import BuildClient, Track
 from bus.clock import SystemClock
-from bus.contracts.build import BuildEvent, BuildRequest, BuildState
+from bus.contracts.build import BuildEvent, BuildRecord, BuildRequest, BuildState
 
 
 class HandClock(SystemClock):
@@ -25,8 +25,10 @@ class HandClock(SystemClock):
 class StubClient:
     """Takes every build; `answers`: whether builds ever end. Each wait lasts as long as it may."""
 
-    def __init__(self, clock: HandClock, *, answers: bool) -> None:
+    def __init__(self, clock: HandClock, *, answers: bool, events: int = 1) -> None:
         self.tracks: dict[str, Track] = {}
+        self.deletes: list[str] = []
+        self._events = events
         self._clock = clock
         self._answers = answers
         self._notify: Callable[[BuildEvent], None]
@@ -53,8 +55,15 @@ class StubClient:
         if self._answers and waiting:
             track = self.tracks[waiting[0]]
             track.ended_at = self._clock.now
-            self._notify(BuildEvent(instance_uuid=waiting[0], project_id="p", state=BuildState.ACTIVE, sequence=9))
+            for sequence in range(9, 9 + self._events):
+                self._notify(
+                    BuildEvent(instance_uuid=waiting[0], project_id="p", state=BuildState.ACTIVE, sequence=sequence)
+                )
         return True
+
+    async def delete(self, builds: Sequence[BuildRecord], *, retry_for_s: float) -> list[Track]:
+        self.deletes += [build.instance_uuid for build in builds]
+        return [self.tracks[build.instance_uuid] for build in builds]
 
 
 async def stormed(plan: ChaosPlan, *, answers: bool) -> tuple[Churn, HandClock]:
@@ -84,3 +93,14 @@ async def test_a_load_that_gets_nothing_through_ends_and_reports_it() -> None:
 async def test_a_load_that_gets_through_is_whole() -> None:
     churn, _ = await stormed(ChaosPlan(boots=50, in_flight=10, in_flight_most=10, early_deletes=0.0), answers=True)
     assert (churn.stopped, len(churn.accepted)) == ("", 50)
+
+
+async def test_an_instance_that_is_announced_as_active_twice_is_deleted_once() -> None:
+    """A cell that forgot its announcement repeats it under a new number; nothing comes of a second delete."""
+    clock = HandClock()
+    stub = StubClient(clock, answers=True, events=2)
+    client: BuildClient = stub  # type: ignore[assignment]
+    plan = ChaosPlan(boots=60, in_flight=10, in_flight_most=10, early_deletes=0.0, population=5)
+    await Churn(client, plan, clock=clock, rng=random.Random(1)).run()
+    assert len(stub.deletes) > 20
+    assert len(set(stub.deletes)) == len(stub.deletes)

@@ -74,6 +74,18 @@ async def test_a_delete_that_was_given_up_ends_though_its_event_has_no_number(cl
     assert (deleting.state, deleting.terminals, client_world.client.unfinished) == ("refused", 1, 0)
 
 
+async def test_a_delete_ends_with_deleted_though_a_crashed_database_numbers_anew(client_world: ClientWorld) -> None:
+    """The client had events that the cell's database forgot in a crash: the last event has a lower number then."""
+    (request,) = requests(1)
+    client_world.answer_at_once = False
+    (track,) = await client_world.client.delete([record(request, BuildState.ACTIVE)])
+    await client_world.notify(request, BuildState.ACTIVE, 15)
+    await client_world.notify(request, BuildState.DELETED, 13)
+    await client_world.notify(request, BuildState.DELETED, 13)
+    await until(lambda: track.repeats == 1)
+    assert (track.state, track.terminals, track.sequence, client_world.client.unfinished) == ("deleted", 1, 15, 0)
+
+
 async def test_of_many_builds_it_is_known_which_were_accepted_before_the_queue_was_full(
     client_world: ClientWorld, capsys: pytest.CaptureFixture[str]
 ) -> None:
