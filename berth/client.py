@@ -177,10 +177,10 @@ class BuildClient:
             if error is None:
                 self.tracks[request.instance_uuid].published_at = now
             elif not isinstance(error, BusUnavailable):
-                self.forget(request.instance_uuid)
+                self.unfollow(request.instance_uuid)
         return errors
 
-    def forget(self, uuid: str) -> None:
+    def unfollow(self, uuid: str) -> None:
         """Follow one no longer."""
         self.tracks.pop(uuid, None)
         self._open.discard(uuid)

@@ -134,7 +134,7 @@ class Agents:
         answer = await self._client.get("/v1/nodes", params={"fields": "uuid,provision_state"})
         states = {node["uuid"]: node["provision_state"] for node in answer.raise_for_status().json()["nodes"]}
         for gone in [node for node in self.tokens if states.get(node) not in BOOTED]:
-            self._forget(gone)  # the ramdisk was shut down; the next boot looks itself up again
+            self._drop(gone)  # the ramdisk was shut down; the next boot looks itself up again
         for node, state in states.items():
             with contextlib.suppress(httpx.HTTPError, LookupError, ValueError):  # one node's trouble is no other's
                 if node in self._aborted:
@@ -154,7 +154,7 @@ class Agents:
         if answer.status_code == httpx.codes.BAD_REQUEST:
             if REFUSED_TOKEN in answer.text:
                 # Ironic restarted the node between two beats: its ramdisk booted again and looks itself up again.
-                self._forget(node)
+                self._drop(node)
             elif OTHER_ADDRESS in answer.text:
                 await self._restart(node, state)
 
@@ -172,7 +172,7 @@ class Agents:
 
     async def _restart(self, node: str, state: str) -> None:
         """What an operator does about a ramdisk that cannot sign in; Ironic then gives the next boot a token."""
-        self._forget(node)
+        self._drop(node)
         if state == "clean wait":  # Ironic refuses power actions while it cleans
             self._aborted.add(node)
             path, target = "provision", "abort"
@@ -190,7 +190,7 @@ class Agents:
         if answer.is_success and verb == "provide":
             self._aborted.discard(node)
 
-    def _forget(self, node: str) -> None:
+    def _drop(self, node: str) -> None:
         self.tokens.pop(node, None)
         self._commands.pop(node, None)
 

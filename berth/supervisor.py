@@ -78,7 +78,7 @@ class Supervisor:
         worker = self._processes.workers[name]
         self._killed_at.pop(name, None)
         if self._processes.pings is not None:
-            self._processes.pings.forget(worker.process.pid)
+            self._processes.pings.remove(worker.process.pid)
         deaths = self._deaths.setdefault(name, deque(maxlen=MAX_DEATHS))
         while deaths and deaths[0] < now - WITHIN_S:
             deaths.popleft()

@@ -154,19 +154,19 @@ async def serve(site: Site, ironic_url: str | None) -> AsyncIterator[None]:
     state = site.settings.state
     runtime = Runtime(pid=os.getpid(), database_url=site.database_url or "", ironic_url=ironic_url or "")
     if site.settings.bus.url != MEMORY:
-        forget = write_runtime(state, runtime)
+        remove_runtime = write_runtime(state, runtime)
         try:
             yield
         finally:
-            forget()
+            remove_runtime()
         return
     server = LocalServer(site.settings.socket, site.brokers.transport)
     await server.open()
-    forget = write_runtime(state, runtime)
+    remove_runtime = write_runtime(state, runtime)
     try:
         yield
     finally:
-        forget()
+        remove_runtime()
         await server.close()
 
 

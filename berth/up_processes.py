@@ -104,11 +104,11 @@ async def running(settings: Settings, count: ProcessCounts, *, notify: Notify) -
                 await processes.ready()
                 await _hosts_known(here)
                 runtime = Runtime(pid=os.getpid(), database_url=database_url, ironic_url=ironic_url, buses=buses)
-                forget = write_runtime(settings.state, runtime)
+                remove_runtime = write_runtime(settings.state, runtime)
                 try:
                     yield RunningProcesses(processes=processes, site=here, logs=logs, ironic_url=ironic_url)
                 finally:
-                    forget()
+                    remove_runtime()
             finally:
                 await asyncio.to_thread(processes.stop)
                 pings.close()

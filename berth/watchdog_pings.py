@@ -58,7 +58,7 @@ class WatchdogPings:
         """How long ago the last ping of a process is; of one never received, since it was first asked for."""
         return now - self._last.setdefault(pid, now)
 
-    def forget(self, pid: int) -> None:
+    def remove(self, pid: int) -> None:
         """A process has ended."""
         self._last.pop(pid, None)
 

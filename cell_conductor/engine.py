@@ -130,7 +130,7 @@ class Sender(Protocol):
         """Wait while too much is in flight."""
 
     def send(self, row_id: int | None, outgoing: Sequence[OutboxMessage]) -> None:
-        """Publish soon; forget the row after the confirm."""
+        """Publish soon; delete the row after the confirm."""
 
 
 class Engine:

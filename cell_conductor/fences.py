@@ -210,7 +210,7 @@ class FenceKeeper:
             and (loss := self._losses.get((one.host_uuid, one.instance_uuid))) is not None
             and one.attempt >= loss.attempt
         ]
-        await self._forget(gone)
+        await self._delete_losses(gone)
 
     async def without_losses(self, report: ComputeHosts, seen_at: float, deployment: str) -> ComputeHosts:
         """A report without the machines that their hosts have lost: these are ordered to be destroyed.
@@ -240,7 +240,7 @@ class FenceKeeper:
                 if uuid not in listed and seen_at > loss.at + self._config.report_grace_s
             ]
             hosts.append(replace(host, running=tuple(kept)))
-        await self._forget(gone)
+        await self._delete_losses(gone)
         return replace(report, hosts=tuple(hosts))
 
     async def _destroy(self, loss: Loss, service: str, deployment: str) -> None:
@@ -253,9 +253,9 @@ class FenceKeeper:
         )
         await self._bus.publish(order, cause=loss.instance_uuid)
 
-    async def _forget(self, losses: Sequence[Loss]) -> None:
+    async def _delete_losses(self, losses: Sequence[Loss]) -> None:
         if not losses:
             return
-        await self._store.fences.forget(losses)
+        await self._store.fences.delete_losses(losses)
         gone = {loss.place for loss in losses}
         self._losses = {place: loss for place, loss in self._losses.items() if place not in gone}

@@ -128,7 +128,7 @@ class Guard:
         seen = {host.uuid for host in report.hosts if host.running is not None}
         gone = [place for place in self._recorded if place[0] in seen and place not in here] if self._recorded else []
         if gone:
-            await self._store.safety.forget(gone)
+            await self._store.safety.delete(gone)
             for place in gone:
                 del self._recorded[place]
         room = MAX_FOREIGN - sum(service == report.service for service in self._recorded.values())

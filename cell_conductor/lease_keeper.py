@@ -42,7 +42,7 @@ KEEP_AGAIN_S = 2.0
 FAIL_OVER_AGAIN_S = 5.0  # builds that came to a service that is down all the same are looked for so often
 PER_PAGE = 1000
 MAX_PAGES = 100
-FORGET_BATCH = 1000
+PURGE_BATCH = 1000
 LOGGED_RINGS = 10
 
 
@@ -87,7 +87,7 @@ class LeaseKeeper:
         self._keeping: _Term | None = None
         self._recorded: Mapping[str, Lease] = {}
         self._published: Mapping[str, Lease] | None = None
-        self._keep_at = self._digest_at = self._fail_over_at = self._forget_at = 0.0
+        self._keep_at = self._digest_at = self._fail_over_at = self._purge_at = 0.0
         self._failed_over: frozenset[str] = frozenset()
 
     def down(self) -> Mapping[str, Lease]:
@@ -187,11 +187,11 @@ class LeaseKeeper:
             self._keeping = None
             return
         self._recorded = leases
-        if now_s >= self._forget_at:
-            self._forget_at = now_s + self._config.purge_interval_s
+        if now_s >= self._purge_at:
+            self._purge_at = now_s + self._config.purge_interval_s
             before = self._clock.time() - self._config.services_retention_s
-            gone = await self._store.leases.forget(keeping.term, before, FORGET_BATCH)
-            self._table.forget(gone)
+            gone = await self._store.leases.purge(keeping.term, before, PURGE_BATCH)
+            self._table.remove(gone)
             self._recorded = self._table.leases
 
     async def _publish_digest(self) -> None:

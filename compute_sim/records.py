@@ -34,7 +34,7 @@ class EntryRow(Struct, frozen=True, array_like=True, tag="e"):
     spawn: Spawn | None = None
 
 
-class ForgetRow(Struct, frozen=True, array_like=True, tag="f"):
+class PurgeRow(Struct, frozen=True, array_like=True, tag="f"):
     """An old ended attempt is no longer remembered."""
 
     host: str
@@ -63,7 +63,7 @@ class NumbersRow(Struct, frozen=True, array_like=True, tag="n"):
     starts: int
 
 
-Row = EntryRow | ForgetRow | FailuresRow | ReservedRow | NumbersRow
+Row = EntryRow | PurgeRow | FailuresRow | ReservedRow | NumbersRow
 
 
 class Records:
@@ -120,7 +120,7 @@ class Records:
         """Make these rows, and the forgetting that they lead to, outlive the process."""
         forgotten: list[Row] = []
         while len(self._ended) > MAX_ENDED:
-            row = ForgetRow(*next(iter(self._ended)))
+            row = PurgeRow(*next(iter(self._ended)))
             self._apply(row)
             forgotten.append(row)
         if self._journal is not None:
@@ -238,7 +238,7 @@ class Records:
                         table[key] = None
                     else:
                         table.pop(key, None)
-            case ForgetRow(host, instance):
+            case PurgeRow(host, instance):
                 for forgetful in (self._entries, self._spawns, self._ended, self._lost):
                     forgetful.pop((host, instance), None)
             case FailuresRow(host, failed_builds):

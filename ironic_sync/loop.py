@@ -186,7 +186,7 @@ class SyncLoop:
             raise first_fault(faults) from faults
 
     async def _check(self, term: _Term, kept: Term) -> None:
-        """Notice soon when another process has become the writer, and forget what was removed long ago."""
+        """Notice soon when another process has become the writer, and purge what was removed long ago."""
         purge_at = self._clock.time()
         while True:
             await self._clock.sleep(self._config.leader_poll_interval_s)

@@ -278,8 +278,8 @@ PLANTS = (
         tests="tests/contract/test_consumer.py",
     ),
     Plant(
-        name="outbox_row_forgotten_at_the_first",
-        does="an outbox row is forgotten when the first of its messages is confirmed",
+        name="outbox_row_deleted_at_the_first",
+        does="an outbox row is deleted when the first of its messages is confirmed",
         file="bus/persistence/relay.py",
         old="Ticket(row_id, len(leaving), left)",
         new="Ticket(row_id, 1, left)",

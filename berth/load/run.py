@@ -247,7 +247,7 @@ class LoadRun:
                 if now < offer.intended + self.plan.timeout_s and not self.interrupted:
                     again.append(offer)
                 else:  # it may have arrived: its end may still come
-                    self._client.forget(offer.request.instance_uuid)
+                    self._client.unfollow(offer.request.instance_uuid)
                     self._given_up += ledger is self.boots
             else:
                 raise error

@@ -140,10 +140,10 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         """As ever; and it is remembered until it ends."""
         task = super().create_task(*arguments, **named)
         self._alive[task] = None
-        task.add_done_callback(self._forget, context=NO_CONTEXT)
+        task.add_done_callback(self._discard_task, context=NO_CONTEXT)
         return task
 
-    def _forget(self, task: asyncio.Task[Any]) -> None:
+    def _discard_task(self, task: asyncio.Task[Any]) -> None:
         self._alive.pop(task, None)
 
     def advance(self, timeout: float | None) -> None:

@@ -67,7 +67,7 @@ class _LocalSubscription:
 
     async def cancel(self) -> None:
         """No new deliveries after this returns."""
-        self._transport.forget(self._number)
+        self._transport.unsubscribe(self._number)
         if self._transport.connected:
             await self._transport.call("cancel", self._number)
 
@@ -172,7 +172,7 @@ class LocalTransport:
     def on_locked(self, callback: Callable[[], None]) -> None:
         """Never called: this transport does not reconnect."""
 
-    def forget(self, subscription: int) -> None:
+    def unsubscribe(self, subscription: int) -> None:
         """Take no deliveries of a subscription from now on; what is on its way goes back."""
         self._callbacks.pop(subscription, None)
 

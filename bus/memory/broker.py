@@ -145,7 +145,7 @@ class MemoryBroker:
             if queue.owner is transport:
                 self._delete(name)
             else:
-                queue.forget(transport)
+                queue.disconnect(transport)
 
     def set_alarm(self, queue: Queue, due: float) -> None:
         """Expire the messages of a queue at this time. due: by the broker's monotonic clock, in seconds."""

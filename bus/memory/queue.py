@@ -260,7 +260,7 @@ class Queue:
         consumer.unacked[stored.number] = stored
         consumer.on_delivery(MemoryDelivery(stored, consumer))
 
-    def forget(self, transport: Connection) -> None:
+    def disconnect(self, transport: Connection) -> None:
         """A connection is gone: its consumers leave, and what they held goes back in line."""
         mine = [one for one in (*self.consumers, *self.holders) if one.transport is transport]
         self.consumers = [one for one in self.consumers if one.transport is not transport]

@@ -312,7 +312,7 @@ class MemoryRows:
     def __init__(self, session: MemorySession) -> None:
         self._session = session
 
-    async def forget(self, row_ids: Sequence[int]) -> None:
+    async def delete(self, row_ids: Sequence[int]) -> None:
         """Delete rows whose messages are confirmed."""
         outbox, gone = self._session.database.outbox, list(row_ids)
         with self._session.flush_by_commit() as commit:

@@ -103,7 +103,7 @@ async def first_time(conn: asyncpg.Connection, handler: str, message_ids: Sequen
 class Rows(Protocol):
     """What a relay needs of an outbox. Adapters: `outbox_rows`, `memory_database`. All raise Transient."""
 
-    async def forget(self, row_ids: Sequence[int]) -> None:
+    async def delete(self, row_ids: Sequence[int]) -> None:
         """Delete rows whose messages are confirmed."""
 
     async def replace(self, row_id: int, outgoing: Sequence[OutboxMessage]) -> None:

@@ -9,7 +9,7 @@ from bus.persistence.outbox import OutboxMessage, buses_of, encode_row
 
 # Each is a transaction of its own. Losing a deletion in a crash of the database means that a sweep repeats the row: not
 # worth a disk flush, unless something else waits for one ($2).
-FORGET = """
+DELETE_CONFIRMED = """
 WITH gone AS (DELETE FROM outbox WHERE id = ANY($1::bigint[]) RETURNING 1)
 SELECT count(*), CASE WHEN NOT $2 THEN set_config('synchronous_commit', 'off', true) END FROM gone
 """
@@ -26,8 +26,8 @@ taken AS (
         ) AS ranked WHERE place <= $2
     ) AND taken_at < now() - make_interval(secs => $1) ORDER BY id FOR UPDATE SKIP LOCKED) RETURNING id, body
 )
-SELECT forgotten.rows, taken.id, taken.body
-FROM (SELECT count(*) AS rows FROM gone) AS forgotten LEFT JOIN taken ON true
+SELECT deleted.rows, taken.id, taken.body
+FROM (SELECT count(*) AS rows FROM gone) AS deleted LEFT JOIN taken ON true
 """
 REPLACE = "UPDATE outbox SET buses = $2, body = $3 WHERE id = $1"
 
@@ -38,11 +38,11 @@ class PostgresRows:
     def __init__(self, database: Database) -> None:
         self._database = database
 
-    async def forget(self, row_ids: Sequence[int]) -> None:
+    async def delete(self, row_ids: Sequence[int]) -> None:
         """Delete rows whose messages are confirmed; where a flush is waited for, the commit is that flush."""
         with self._database.flush_by_commit() as commit:
             async with self._database.single() as connection:
-                deleted = await connection.fetchval(FORGET, row_ids, commit.wanted)
+                deleted = await connection.fetchval(DELETE_CONFIRMED, row_ids, commit.wanted)
             if commit.wanted and deleted:
                 commit.done()
 

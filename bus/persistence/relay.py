@@ -31,7 +31,7 @@ MAX_ROWS = 10_000  # rows a relay holds in memory; one more stays in the table f
 # Confirmed rows gather about this long before they are deleted together, at the times at which commits are flushed
 # (bus.persistence.group_flush): one statement does both. Rows that a process had not deleted when it died are published
 # again; and they must be far too young for another's sweep meanwhile.
-FORGET_PAUSE_S = GATHER_S
+DELETE_PAUSE_S = GATHER_S
 SWEEP_EVERY_S = 2.0
 AFTER_SWEEP_S = 0.005  # a sweep at the same moment comes first, and takes the rows to delete along
 # A row this old belongs to a process that died, or to one whose broker is unavailable: publish it again.
@@ -47,7 +47,7 @@ _held = Gauge("berth_outbox_pending_rows", "Outbox rows that wait for the broker
 
 
 class Relay:
-    """Publishes after the commit, forgets the row after the confirm, and sweeps what a dead process left.
+    """Publishes after the commit, deletes the row after the confirm, and sweeps what a dead process left.
 
     Each bus has its own lane: a cell that is unavailable does not hold up the others.
     """
@@ -82,7 +82,7 @@ class Relay:
 
     @property
     def held(self) -> int:
-        """Rows that wait for the broker's confirm or for being forgotten."""
+        """Rows that wait for the broker's confirm or for being deleted."""
         return len(self._tickets) + len(self._confirmed)
 
     def send(self, row_id: int | None, outgoing: Sequence[OutboxMessage]) -> None:
@@ -122,7 +122,7 @@ class Relay:
             await self._change()
 
     async def run(self) -> None:
-        """Publish, forget and sweep until cancelled."""
+        """Publish, delete and sweep until cancelled."""
         self._running = True
         try:
             async with asyncio.TaskGroup() as group:
@@ -139,7 +139,7 @@ class Relay:
             self._running = False
 
     async def drain(self, grace_s: float) -> None:
-        """Return when all that was sent is confirmed and forgotten; after the grace time the rest is the sweep's."""
+        """Return when all that was sent is confirmed and deleted; after the grace time the rest is the sweep's."""
         self._at_once = True
         self._end_gathering()
         try:
@@ -196,7 +196,7 @@ class Relay:
             self._gathering.cancel()
 
     async def _gather(self) -> None:
-        pause_s = shared_delay_s(self._clock.monotonic(), FORGET_PAUSE_S) + AFTER_SWEEP_S
+        pause_s = shared_delay_s(self._clock.monotonic(), DELETE_PAUSE_S) + AFTER_SWEEP_S
         self._gathering = asyncio.create_task(self._clock.sleep(pause_s))
         try:
             await asyncio.wait([self._gathering])
@@ -214,7 +214,7 @@ class Relay:
                 continue
             try:
                 with self._deleting() as ids:
-                    await self._rows.forget(ids)
+                    await self._rows.delete(ids)
             except Transient as fault:
                 log.warning("outbox.database_unavailable", code=fault.code, rows=self._confirmed.to_delete)
                 await backoff.wait()

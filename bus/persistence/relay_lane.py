@@ -36,7 +36,7 @@ StreamPosition = tuple[Hashable, int]  # what a message reports on, and its numb
 
 
 class Ticket:
-    """One outbox row under way: it is forgotten when all its messages are confirmed."""
+    """One outbox row under way: it is deleted when all its messages are confirmed."""
 
     __slots__ = ("failed", "left", "row_id", "waiting")
 

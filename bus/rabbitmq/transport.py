@@ -87,7 +87,7 @@ class RabbitSubscription:
 
     async def cancel(self) -> None:
         """No new deliveries; those handed over may still be acknowledged, so the channel stays."""
-        self._transport.forget(self)
+        self._transport.unsubscribe(self)
         channel = self._channel
         try:
             if channel is not None and not channel.is_closed:
@@ -262,7 +262,7 @@ class RabbitTransport:
         """Called each time the connection does not come back, as another has a private queue of this one's."""
         self._on_locked.append(callback)
 
-    def forget(self, subscription: RabbitSubscription) -> None:
+    def unsubscribe(self, subscription: RabbitSubscription) -> None:
         """A subscription was cancelled."""
         self._subscriptions = [one for one in self._subscriptions if one is not subscription]
         self._cancelled.append(subscription)

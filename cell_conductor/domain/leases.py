@@ -195,7 +195,7 @@ class LeaseTable:
                 silent.append(held.lease)
         return silent
 
-    def forget(self, services: Iterable[str]) -> None:
+    def remove(self, services: Iterable[str]) -> None:
         """These are not on record any more. One that is up is kept: it will be recorded again."""
         for service in services:
             held = self._held.get(service)

@@ -23,7 +23,7 @@ class FenceStore(Protocol):
     async def put(self, fence: Fence) -> bool:
         """Record a fence, or a newer decision about it. False: one at least as new is on record."""
 
-    async def forget(self, losses: Sequence[Loss]) -> None:
+    async def delete_losses(self, losses: Sequence[Loss]) -> None:
         """The hosts have destroyed these, and all attempts below them."""
 
     async def lift(self, host_uuid: str, version: int) -> bool:
@@ -52,7 +52,7 @@ SELECT * FROM unnest($1::uuid[], $2::uuid[], $3::int[], $4::text[], $5::float8[]
 ON CONFLICT (host_uuid, instance_uuid) DO UPDATE SET
     attempt = greatest(l.attempt, excluded.attempt), service = excluded.service, at = excluded.at
 """
-FORGET = """
+DELETE_LOSSES = """
 DELETE FROM fence_losses l USING unnest($1::uuid[], $2::uuid[], $3::int[]) AS n (h, i, a)
 WHERE (l.host_uuid, l.instance_uuid) = (n.h, n.i) AND l.attempt <= n.a
 """
@@ -114,11 +114,11 @@ class PostgresFences:
         async with self._database.raw() as connection:
             return await connection.fetchval(PUT, *values) is not None
 
-    async def forget(self, losses: Sequence[Loss]) -> None:
+    async def delete_losses(self, losses: Sequence[Loss]) -> None:
         """One statement."""
         hosts, instances, attempts, _, _ = loss_columns(losses)
         async with self._database.raw() as connection:
-            await connection.execute(FORGET, hosts, instances, attempts)
+            await connection.execute(DELETE_LOSSES, hosts, instances, attempts)
 
     async def lift(self, host_uuid: str, version: int) -> bool:
         """One transaction: the row is locked before its losses are read, and who records a loss locks it, too."""

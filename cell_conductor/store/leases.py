@@ -26,7 +26,7 @@ class LeaseStore(Protocol):
     async def record(self, term: int, leases: Sequence[Lease]) -> bool:
         """Record these. False: there is a newer term, and nothing was recorded."""
 
-    async def forget(self, term: int, before: float, limit: int) -> list[str]:
+    async def purge(self, term: int, before: float, limit: int) -> list[str]:
         """Drop at most so many services that are down since before, oldest first; returns which."""
 
 
@@ -48,7 +48,7 @@ SELECT * FROM unnest($1::text[], $2::bigint[], $3::float8[], $4::text[], $5::flo
 ON CONFLICT (service) DO UPDATE SET epoch = excluded.epoch, interval_s = excluded.interval_s, state = excluded.state,
     since = excluded.since, reason = excluded.reason
 """
-FORGET = """
+PURGE = """
 DELETE FROM leases WHERE service IN (
     SELECT service FROM leases WHERE state <> 'up' AND since < $1 ORDER BY since LIMIT $2) RETURNING service
 """
@@ -94,9 +94,9 @@ class PostgresLeases:
             )
         return True
 
-    async def forget(self, term: int, before: float, limit: int) -> list[str]:
+    async def purge(self, term: int, before: float, limit: int) -> list[str]:
         """One transaction."""
         async with self._database.raw() as connection:
             if await connection.fetchval(_MINE, term) is None:
                 return []
-            return sorted(row[0] for row in await connection.fetch(FORGET, before, limit))
+            return sorted(row[0] for row in await connection.fetch(PURGE, before, limit))

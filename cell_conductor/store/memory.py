@@ -305,13 +305,13 @@ class MemoryInstances:
 
     async def purge_deleted(self, before: float, limit: int) -> int:
         """Drop instances that were deleted before, at most so many."""
-        return await self._forget((State.DELETED, State.TOMBSTONE), before, limit)
+        return await self._purge((State.DELETED, State.TOMBSTONE), before, limit)
 
     async def purge_failed(self, before: float, limit: int) -> int:
         """Drop instances that failed before, at most so many."""
-        return await self._forget((State.FAILED,), before, limit)
+        return await self._purge((State.FAILED,), before, limit)
 
-    async def _forget(self, states: Collection[State], before: float, limit: int) -> int:
+    async def _purge(self, states: Collection[State], before: float, limit: int) -> int:
         async with self._session.transaction() as transaction:
             await transaction.statement()
             instances = self._table.instances

@@ -54,7 +54,7 @@ class MemoryFences:
             transaction.will(partial(self._table.fences.update, {fence.host_uuid: fence}))
             return True
 
-    async def forget(self, losses: Sequence[Loss]) -> None:
+    async def delete_losses(self, losses: Sequence[Loss]) -> None:
         """One transaction."""
         async with self._session.transaction() as transaction:
             await transaction.statement()

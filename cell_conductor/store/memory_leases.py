@@ -72,7 +72,7 @@ class MemoryLeases:
             transaction.will(partial(self._table.leases.update, {lease.service: lease for lease in leases}))
             return True
 
-    async def forget(self, term: int, before: float, limit: int) -> list[str]:
+    async def purge(self, term: int, before: float, limit: int) -> list[str]:
         """One transaction."""
         async with self._session.transaction() as transaction:
             await transaction.statement()

@@ -52,7 +52,7 @@ class MemorySafety:
             await transaction.statement()
             return [record for _, record in sorted(self._table.unexplained.items())]
 
-    async def forget(self, places: Sequence[MachineKey]) -> None:
+    async def delete(self, places: Sequence[MachineKey]) -> None:
         """One transaction."""
         async with self._session.transaction() as transaction:
             await transaction.statement()

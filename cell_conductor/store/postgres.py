@@ -85,12 +85,12 @@ BRIEFS_BY_UUID = f"{_BRIEF} WHERE uuid = ANY($1::uuid[])"
 
 
 # What a consumer holds is not over. The states are the partial indexes' conditions.
-FORGET = """
+PURGE = """
 DELETE FROM instances WHERE uuid IN (
     SELECT uuid FROM instances WHERE {over} AND since < $1 ORDER BY since LIMIT $2 FOR UPDATE SKIP LOCKED)
 """
-PURGE_DELETED = FORGET.format(over="state IN ('deleted', 'tombstone')")
-PURGE_FAILED = FORGET.format(over="state = 'failed'")
+PURGE_DELETED = PURGE.format(over="state IN ('deleted', 'tombstone')")
+PURGE_FAILED = PURGE.format(over="state = 'failed'")
 
 
 class PostgresInstanceRows:
@@ -282,13 +282,13 @@ class PostgresInstances:
 
     async def purge_deleted(self, before: float, limit: int) -> int:
         """Drop instances that were deleted before, at most so many."""
-        return await self._forget(PURGE_DELETED, before, limit)
+        return await self._purge(PURGE_DELETED, before, limit)
 
     async def purge_failed(self, before: float, limit: int) -> int:
         """Drop instances that failed before, at most so many."""
-        return await self._forget(PURGE_FAILED, before, limit)
+        return await self._purge(PURGE_FAILED, before, limit)
 
-    async def _forget(self, statement: str, before: float, limit: int) -> int:
+    async def _purge(self, statement: str, before: float, limit: int) -> int:
         async with self._database.raw() as connection:
             status: str = await connection.execute(statement, before, limit)
         return int(status.rpartition(" ")[2])

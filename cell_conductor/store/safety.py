@@ -1,6 +1,6 @@
 """What is kept of machines that no record explains, and of the breakers: a port, PostgreSQL and memory.
 
-Machines are recorded with each report that has them, and forgotten when their host is seen without them. An operator's
+Machines are recorded with each report that has them, and deleted when their host is seen without them. An operator's
 word on a quarantined machine (`destroy` or `keep`, by whom and when) stands beside it.
 """
 
@@ -50,7 +50,7 @@ class Safety(Protocol):
     async def records(self) -> list[UnexplainedRecord]:
         """All on record, by host and instance."""
 
-    async def forget(self, places: Sequence[MachineKey]) -> None:
+    async def delete(self, places: Sequence[MachineKey]) -> None:
         """These are not there any more."""
 
     async def decide(self, uuid: str, verdict: str, by: str, now: float) -> int:
@@ -83,7 +83,7 @@ ON CONFLICT (host_uuid, instance_uuid) DO UPDATE SET
 RETURNING {_ROW}, {_WORD}, xmax = 0 AS is_new
 """
 RECORDS = f"SELECT {_ROW}, {_WORD}, false FROM unexplained ORDER BY host_uuid, instance_uuid"
-FORGET = """
+DELETE_UNEXPLAINED = """
 DELETE FROM unexplained u USING unnest($1::uuid[], $2::uuid[]) AS n (h, i)
 WHERE (u.host_uuid, u.instance_uuid) = (n.h, n.i)
 """
@@ -124,10 +124,12 @@ class PostgresSafety:
         async with self._database.raw() as connection:
             return [_record_of(row) for row in await connection.fetch(RECORDS)]
 
-    async def forget(self, places: Sequence[MachineKey]) -> None:
+    async def delete(self, places: Sequence[MachineKey]) -> None:
         """One statement."""
         async with self._database.raw() as connection:
-            await connection.execute(FORGET, [host for host, _ in places], [instance for _, instance in places])
+            await connection.execute(
+                DELETE_UNEXPLAINED, [host for host, _ in places], [instance for _, instance in places]
+            )
 
     async def decide(self, uuid: str, verdict: str, by: str, now: float) -> int:
         """One statement."""

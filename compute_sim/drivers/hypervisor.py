@@ -39,15 +39,15 @@ class Hypervisors:
         self._seed = seed
         self._clock = clock
         self._nested = nested
-        self._forget: list[Callable[[], None]] = []
+        self._unsubscribe: list[Callable[[], None]] = []
 
     async def open(self) -> None:
         """The fleet is opened by its creator."""
 
     async def close(self) -> None:
         """No more callbacks: another service may take this fleet over."""
-        while self._forget:
-            self._forget.pop()()
+        while self._unsubscribe:
+            self._unsubscribe.pop()()
 
     async def hosts(self) -> Sequence[DriverHost]:
         """All hosts, by name."""
@@ -189,7 +189,7 @@ class Hypervisors:
 
     def on_change(self, callback: Callable[[Sequence[str]], None]) -> None:
         """Hosts of the fleet were enabled, disabled or resized."""
-        self._forget.append(self._fleet.on_change(callback))
+        self._unsubscribe.append(self._fleet.on_change(callback))
 
     def _check_free(self, build: Build) -> None:
         """A uuid that another deployment's machine here has already: building would write over that machine."""

@@ -16,7 +16,7 @@ ORDER BY p.id FOR NO KEY UPDATE OF p
 HOLDERS = "SELECT count(DISTINCT consumer) FROM allocations WHERE provider_id = ANY($1::bigint[])"
 MOVE = "UPDATE providers SET cell = $2, updated_at = now() WHERE id = $1"
 # The next cell's reports begin anew: their versions are not to be compared with another cell's.
-FORGET_SOURCES = "DELETE FROM sources WHERE root = $1"
+DELETE_SOURCES = "DELETE FROM sources WHERE root = $1"
 
 
 class Moved(Struct, frozen=True, kw_only=True):
@@ -45,5 +45,5 @@ async def move_host(connection: asyncpg.Connection, host: str, cell: str) -> Mov
     if holders:
         return Moved(outcome="in_use", root=root, before=before, holders=holders)
     await connection.execute(MOVE, root_id, cell)
-    await connection.execute(FORGET_SOURCES, root)
+    await connection.execute(DELETE_SOURCES, root)
     return Moved(outcome="moved", root=root, before=before)

@@ -94,8 +94,8 @@ class Book(Trees):
         self._by_number: list[ClassColumns] = []
         self._sweep_at = SWEEP_FROM
         self.epoch += 1
-        self.moves.forget()
-        self.shape_moves.forget()
+        self.moves.clear()
+        self.shape_moves.clear()
 
     # --- changes of the feed, and claims
 
@@ -129,8 +129,8 @@ class Book(Trees):
         is_other, self.history = history != self.history, history
         self.sequence = sequence
         self._settle_all(nothing_comes=is_other)
-        self.moves.forget()
-        self.shape_moves.forget()
+        self.moves.clear()
+        self.shape_moves.clear()
 
     def apply(self, changes: Sequence[Change]) -> Gap | None:
         """Fold in changes, in order. Known ones are ignored; at a hole it stops and returns it."""

@@ -191,7 +191,7 @@ class Moves:
         self._ring[self.end % MOVES_KEPT] = row
         self.end += 1
 
-    def forget(self) -> None:
+    def clear(self) -> None:
         """Make all positions too old: every row may have moved."""
         self.end += 1
         self.start = self.end

@@ -24,7 +24,7 @@ INSTANCES_ID = -1  # instead of a class's number: how many consumers hold someth
 
 LOCK = "SELECT lock_projects($1::text[], true)"
 # Rows of projects that hold nothing any more. One that is being written is left alone.
-FORGET_EMPTY = """
+PURGE_EMPTY = """
 DELETE FROM project_usage u USING (
     SELECT project_id, class_id FROM project_usage WHERE amount = 0 AND $1::float8 >= 0
     LIMIT $2 FOR UPDATE SKIP LOCKED

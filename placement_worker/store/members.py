@@ -74,7 +74,7 @@ LOCK_LEFT = """
 SELECT m.project_id, m.group_uuid, m.consumer FROM group_members m
 WHERE NOT EXISTS (SELECT FROM allocations a WHERE a.consumer = m.consumer) LIMIT $1 FOR UPDATE OF m SKIP LOCKED
 """
-FORGET_LEFT = """
+DELETE_LEFT = """
 DELETE FROM group_members m USING unnest($1::text[], $2::uuid[], $3::uuid[]) AS n (project_id, group_uuid, consumer)
 WHERE m.project_id = n.project_id AND m.group_uuid = n.group_uuid AND m.consumer = n.consumer
     AND NOT EXISTS (SELECT FROM allocations a WHERE a.consumer = m.consumer)
@@ -167,11 +167,11 @@ async def write(connection: asyncpg.Connection, joined: Mapping[GroupKey, Iterab
         await connection.execute(WRITE, *map(list, zip(*rows, strict=True)))
 
 
-async def forget(connection: asyncpg.Connection, limit: int) -> int:
+async def purge(connection: asyncpg.Connection, limit: int) -> int:
     """Trim rows of those who hold nothing, inside the caller's transaction; returns how many were looked at."""
     left = await connection.fetch(LOCK_LEFT, limit)
     if left:
-        await connection.execute(FORGET_LEFT, *map(list, zip(*left, strict=True)))
+        await connection.execute(DELETE_LEFT, *map(list, zip(*left, strict=True)))
     return len(left)
 
 

@@ -419,8 +419,8 @@ class MemoryBook:
             until = changes[-1] if changes else 0
             await transaction.lock([("consumer", uuid) for uuid in sorted(old)])
             gone = [(key, uuid) for key in table.members for uuid in table.members[key] if uuid not in table.alive(key)]
-            transaction.will(lambda: table.forget(until, before, old, sources))
-            transaction.will(lambda: _forget_members(table, gone[:limit]))
+            transaction.will(lambda: table.purge(until, before, old, sources))
+            transaction.will(lambda: _purge_members(table, gone[:limit]))
         return max(len(old), len(sources), len(changes), len(gone)) >= limit
 
     def _after(self, after: int, limit: int) -> list[Change]:
@@ -428,7 +428,7 @@ class MemoryBook:
         return self.table.changes[start : start + limit]
 
 
-def _forget_members(table: MemoryBookTable, gone: Sequence[tuple[GroupKey, str]]) -> None:
+def _purge_members(table: MemoryBookTable, gone: Sequence[tuple[GroupKey, str]]) -> None:
     for key, uuid in gone:
         if uuid not in table.alive(key):
             table.members[key].pop(uuid, None)

@@ -222,7 +222,7 @@ class MemoryBookTable(MemoryDatabase):
         """The classes or the traits, oldest first."""
         return self.classes if kind is NameKind.CLASS else self.traits
 
-    def forget_name(self, kind: NameKind, name: str) -> None:
+    def remove_name(self, kind: NameKind, name: str) -> None:
         """A class or trait that no provider has goes."""
         (self.classes if kind is NameKind.CLASS else self.traits).pop(name)
         del self.made[kind, name]
@@ -239,7 +239,7 @@ class MemoryBookTable(MemoryDatabase):
                 renamed = {uuid: renamed_key(resources, old, new) for uuid, resources in held.items()}
                 row.consumer = replace(row.consumer, holding=renamed)
         self.project_usage = {project: renamed_key(held, old, new) for project, held in self.project_usage.items()}
-        self.forget_name(NameKind.CLASS, old)
+        self.remove_name(NameKind.CLASS, old)
 
     def silent(self, before: float) -> list[Key]:
         """Sources that reported last before a time, of roots that are gone or that another source reports since."""
@@ -269,7 +269,7 @@ class MemoryBookTable(MemoryDatabase):
         """A root's providers."""
         return [provider for provider in self.providers.values() if provider.root == root]
 
-    def forget(self, until: int, before: float, fences: Sequence[str], sources: Sequence[Key]) -> None:
+    def purge(self, until: int, before: float, fences: Sequence[str], sources: Sequence[Key]) -> None:
         """What is no longer kept: changes up to a number, fences, and sources."""
         for key in sources:
             self.sources.pop(key, None)

@@ -39,13 +39,13 @@ from placement_worker.store.rest_postgres import PostgresRest
 
 MIGRATIONS = "placement_worker.store.migrations"
 REPEATABLE = "SET TRANSACTION ISOLATION LEVEL REPEATABLE READ, READ ONLY"
-FORGET_FENCES = """
+PURGE_FENCES = """
 DELETE FROM consumers WHERE uuid IN (
     SELECT uuid FROM consumers WHERE released_at < now() - make_interval(secs => $1)
     ORDER BY released_at LIMIT $2 FOR UPDATE SKIP LOCKED)
 """
 # What is left of a source: the version that an older report of it loses against, and what it has to take back.
-FORGET_SOURCES = """
+PURGE_SOURCES = """
 DELETE FROM sources WHERE ctid = ANY(ARRAY(
     SELECT s.ctid FROM sources s WHERE s.updated_at < now() - make_interval(secs => $1) AND (
         NOT EXISTS (SELECT FROM providers p WHERE p.uuid = s.root)
@@ -186,15 +186,15 @@ class PostgresStore:
         more = False
         for statement, keep in (
             (feed.TRIM, keep_changes),
-            (FORGET_FENCES, keep_fences_s),
-            (FORGET_SOURCES, keep_sources_s),
-            (limits.FORGET_EMPTY, 0.0),
+            (PURGE_FENCES, keep_fences_s),
+            (PURGE_SOURCES, keep_sources_s),
+            (limits.PURGE_EMPTY, 0.0),
         ):
             async with self._database.raw() as connection:
                 tag: str = await connection.execute(statement, keep, limit)
             more |= int(tag.rpartition(" ")[2]) >= limit
         async with self._database.raw() as connection:
-            more |= await members.forget(connection, limit) >= limit
+            more |= await members.purge(connection, limit) >= limit
         return more
 
     async def remove_retired_trees(self, limit: int) -> list[str]:

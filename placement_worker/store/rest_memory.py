@@ -182,7 +182,7 @@ class MemoryRest:
                 return False
             if any(name in (p.inventories if kind is NameKind.CLASS else p.traits) for p in table.providers.values()):
                 raise NameInUse(name)
-            transaction.will(lambda: table.forget_name(kind, name))
+            transaction.will(lambda: table.remove_name(kind, name))
         return True
 
     async def rename_class(self, old: str, new: str) -> bool | None:

@@ -34,7 +34,7 @@ MAX_SERVICES = 100_000  # compute services kept; announcements of further names 
 INITIAL_CAPACITY = 1024
 # A host stays with its cell for so long after its service was there last: another cell cannot take its builds over.
 CELL_HOLD_S = 60.0
-# The hosts of a service that is down for so long have no service, until they are announced again. Conductors forget
+# The hosts of a service that is down for so long have no service, until they are announced again. Conductors purge
 # such a service much later, and do not list it then.
 DOWN_HOLD_S = 3600.0
 # So many questions in a row (`HostTable.count_request`) are left unanswered by a service that is there, at most.

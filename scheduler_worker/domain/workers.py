@@ -8,7 +8,7 @@ from bus.contracts.workers import WorkerHeartbeat, WorkerRecord, WorkersPage, Wo
 
 MAX_WORKERS = 100_000  # workers kept; a bus that makes up more is not listened to
 SILENT_AFTER = 3  # heartbeats missed
-FORGET_S = 3600.0  # a worker that was silent for so long is forgotten
+RETENTION_S = 3600.0  # a worker that was silent for so long is dropped
 
 
 class KnownWorker(Struct, frozen=True):
@@ -34,22 +34,22 @@ class WorkerTable:
             self.began_s = now_s
         key = heartbeat.role, bus, heartbeat.worker
         if key not in self._known and len(self._known) >= MAX_WORKERS:
-            self._forget(now_s)
+            self._purge(now_s)
             if len(self._known) >= MAX_WORKERS:
                 return
         self._known[key] = KnownWorker(heartbeat, now_s)
 
     def page(self, query: WorkersQuery, now_s: float) -> WorkersPage:
         """The workers that a query selects, by role, bus and name."""
-        self._forget(now_s)
+        self._purge(now_s)
         found = [key for key in sorted(self._known) if query.role in (None, key[0])][: query.limit]
         return WorkersPage(
             workers=tuple(_record(self._known[key], key[1], now_s) for key in found),
             since_s=0.0 if self.began_s is None else now_s - self.began_s,
         )
 
-    def _forget(self, now_s: float) -> None:
-        gone = [key for key, one in self._known.items() if now_s - one.last_seen_s > FORGET_S]
+    def _purge(self, now_s: float) -> None:
+        gone = [key for key, one in self._known.items() if now_s - one.last_seen_s > RETENTION_S]
         for key in gone:
             del self._known[key]
 

@@ -51,9 +51,9 @@ async def test_a_loss_is_forgotten_up_to_the_attempt_that_was_destroyed(instance
     await instances.fences.put(FENCE)
     await lose(instances, loss(A, 3))
     await lose(instances, loss(A, 2))
-    await instances.fences.forget([loss(A, 2), loss(B)])
+    await instances.fences.delete_losses([loss(A, 2), loss(B)])
     assert [one.attempt for one in await instances.fences.losses()] == [3]
-    await instances.fences.forget([loss(A, 3)])
+    await instances.fences.delete_losses([loss(A, 3)])
     assert await instances.fences.losses() == []
 
 
@@ -63,7 +63,7 @@ async def test_a_fence_is_lifted_by_its_newest_decision_once_nothing_is_lost(ins
     await lose(instances, loss(A))
     await instances.fences.put(replace(FENCE, version=4, lifting=True))
     assert not await instances.fences.lift(HOST, 4)
-    await instances.fences.forget([loss(A)])
+    await instances.fences.delete_losses([loss(A)])
     assert not await instances.fences.lift(HOST, 3)
     assert await instances.fences.lift(HOST, 4)
     assert await instances.fences.fences() == []

@@ -235,7 +235,7 @@ async def test_outbox_rows_are_there_until_they_are_forgotten(store: InstanceSto
     ((found, body),) = await store.outbox.claim_stale(-1.0, 10, [])
     assert found == row
     assert b"cell.delete.v1" in body
-    await store.outbox.forget([row])
+    await store.outbox.delete([row])
     assert await store.outbox.claim_stale(-1.0, 10, []) == []
 
 

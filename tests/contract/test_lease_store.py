@@ -32,7 +32,7 @@ async def test_what_a_former_keeper_records_is_refused(instances: InstanceStore)
     assert await leases.leases() == [UP, SILENT]
     newer = await leases.keep("two", LONG_S)
     assert newer is not None and await leases.leases() == [UP, SILENT], "the next keeper starts from these"
-    assert not await leases.record(term, [LEFT]) and await leases.forget(term, 100.0, 10) == []
+    assert not await leases.record(term, [LEFT]) and await leases.purge(term, 100.0, 10) == []
     back = replace(UP, service="b")
     assert await leases.record(newer, [back, LEFT])
     assert await leases.leases() == [UP, back, LEFT]
@@ -42,9 +42,9 @@ async def test_only_services_that_are_down_for_long_are_purged(instances: Instan
     term = await instances.leases.keep("one", LONG_S)
     assert term is not None
     await instances.leases.record(term, [UP, SILENT, LEFT])
-    assert await instances.leases.forget(term, 4.0, 10) == []
-    assert await instances.leases.forget(term, 100.0, 1) == ["c"]
-    assert await instances.leases.forget(term, 100.0, 10) == ["b"]
+    assert await instances.leases.purge(term, 4.0, 10) == []
+    assert await instances.leases.purge(term, 100.0, 1) == ["c"]
+    assert await instances.leases.purge(term, 100.0, 10) == ["b"]
     assert await instances.leases.leases() == [UP]
 
 

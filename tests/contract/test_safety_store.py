@@ -32,7 +32,7 @@ async def test_what_is_recorded_again_keeps_when_it_was_first_seen(safety: Safet
     (again,) = await safety.record("t", [OURS], 2.0)
     assert (again.is_new, again.service, again.first_seen, again.last_seen) == (False, "t", 1.0, 2.0)
     assert [(one.machine.uuid, one.is_new) for one in await safety.records()] == [(A, False), (B, False)]
-    await safety.forget([(HOST, A), (HOST, HOST)])
+    await safety.delete([(HOST, A), (HOST, HOST)])
     assert [one.machine for one in await safety.records()] == [FOREIGN]
 
 

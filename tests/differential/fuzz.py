@@ -53,7 +53,7 @@ class Pair:
         real, ours = self.real.send(call, body), self.ours.send(call, body)
         self.statuses[real.status_code] += 1
         if call.method in {"PUT", "POST"}:
-            self.real.forget_empty_consumers()
+            self.real.delete_empty_consumers()
         limit = _limit(call)
         if limit is not None and real.status_code == ours.status_code == 200:
             found = self._limited(call, limit, data_of(ours))

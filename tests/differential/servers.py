@@ -30,7 +30,7 @@ ROLES = "admin,service"  # /reshaper is for the role service alone
 
 # The real Placement keeps the consumer that a refused or an empty write has created, with a generation that no request
 # shows, so that no later request can name it. berth does not; both are to start alike again.
-FORGET_EMPTY_CONSUMERS = "DELETE FROM consumers WHERE uuid NOT IN (SELECT consumer_id FROM allocations)"
+DELETE_EMPTY_CONSUMERS = "DELETE FROM consumers WHERE uuid NOT IN (SELECT consumer_id FROM allocations)"
 
 
 class Server:
@@ -40,11 +40,11 @@ class Server:
         self._client = client
         self._book = book
 
-    def forget_empty_consumers(self) -> None:
+    def delete_empty_consumers(self) -> None:
         """Repair what the real Placement leaves behind."""
         assert self._book is not None
         with contextlib.closing(sqlite3.connect(self._book)) as connection, connection:
-            connection.execute(FORGET_EMPTY_CONSUMERS)
+            connection.execute(DELETE_EMPTY_CONSUMERS)
 
     def send(self, call: Call, body: Any = None) -> httpx.Response:
         """The answer. body: the call's with its marks resolved."""

@@ -361,7 +361,7 @@ class Journals:
     """A compute service's files with damage in them: it starts, or ends with a reason, and logs what it loses."""
 
     def __init__(self) -> None:
-        self._kinds = hostile.kinds([fleet.GuestRow, fleet.GoneRow, records.EntryRow, records.ForgetRow])
+        self._kinds = hostile.kinds([fleet.GuestRow, fleet.GoneRow, records.EntryRow, records.PurgeRow])
         self._folder = _folder()
         self._config = ComputeConfig(hosts=2, state_dir=str(self._folder))
         self._hosts = [plan.uuid for plan in plan_hosts(self._config, "c1", "s")]

@@ -19,7 +19,7 @@ from bus.persistence import outbox
 from bus.persistence.database import Database
 from bus.persistence.guarded_statement import GuardedStatement
 from bus.persistence.outbox import OutboxMessage
-from bus.persistence.outbox_rows import FORGET, PostgresRows
+from bus.persistence.outbox_rows import DELETE_CONFIRMED, PostgresRows
 from bus.persistence.relay import SWEEP_BATCH, Relay
 from bus.persistence.relay_lane import LANE_BATCH
 from bus.port import BusUnavailable, Unroutable
@@ -121,7 +121,7 @@ async def until_equal(look: Callable[[], Awaitable[T]], wanted: T) -> None:
             pass
 
 
-async def test_a_committed_row_is_published_with_its_causes_and_forgotten(database: Database) -> None:
+async def test_a_committed_row_is_published_with_its_causes_and_deleted(database: Database) -> None:
     api, cell = StubBus("api"), StubBus("cell1")
     outgoing = [
         OutboxMessage("api", event(), "cause-1"),
@@ -136,7 +136,7 @@ async def test_a_committed_row_is_published_with_its_causes_and_forgotten(databa
     assert await rows(database) == 0
 
 
-async def test_forgetting_waits_for_no_disk_and_leaves_the_session_as_it_was(database: Database) -> None:
+async def test_deleting_waits_for_no_disk_and_leaves_the_session_as_it_was(database: Database) -> None:
     """A deferred trigger runs in the commit itself, and sees what the commit goes by."""
     async with database.raw() as connection:
         await connection.execute(
@@ -148,7 +148,7 @@ async def test_forgetting_waits_for_no_disk_and_leaves_the_session_as_it_was(dat
         )
     row = await commit(database, [OutboxMessage("api", event())])
     assert row is not None
-    await PostgresRows(database).forget([row])
+    await PostgresRows(database).delete([row])
     async with database.single() as connection:
         assert await connection.fetchval("SELECT current_setting('synchronous_commit')") == "on"
         assert await connection.fetchval("SELECT array_agg(way) FROM seen") == ["off"]
@@ -156,7 +156,7 @@ async def test_forgetting_waits_for_no_disk_and_leaves_the_session_as_it_was(dat
 
 
 @pytest.mark.parametrize("kept", [0, 50_000])
-async def test_forgetting_finds_one_row_or_two_thousand_by_key(database: Database, kept: int) -> None:
+async def test_deleting_finds_one_row_or_two_thousand_by_key(database: Database, kept: int) -> None:
     async with database.raw() as connection:
         await connection.execute(
             "INSERT INTO outbox (id, buses, body) OVERRIDING SYSTEM VALUE "
@@ -165,14 +165,14 @@ async def test_forgetting_finds_one_row_or_two_thousand_by_key(database: Databas
         )
     async with database.single() as connection:
         await connection.execute("ANALYZE outbox")
-        await connection.execute(f"PREPARE forget(bigint[], boolean) AS {FORGET}")
+        await connection.execute(f"PREPARE confirmed(bigint[], boolean) AS {DELETE_CONFIRMED}")
         for count in (1, 2_000):
             ids = ",".join(str(n * 7) for n in range(1, count + 1))
-            found = await connection.fetch(f"EXPLAIN EXECUTE forget('{{{ids}}}', false)")
+            found = await connection.fetch(f"EXPLAIN EXECUTE confirmed('{{{ids}}}', false)")
             plan = "\n".join(row[0] for row in found)
             assert "outbox_pkey" in plan, plan
             assert "Seq Scan" not in plan, plan
-        await connection.execute("DEALLOCATE forget")
+        await connection.execute("DEALLOCATE confirmed")
 
 
 async def test_nothing_to_publish_is_no_row(database: Database) -> None:
@@ -332,7 +332,7 @@ async def test_the_sweep_is_fair_to_a_bus_beside_one_with_many_rows(database: Da
     found = [row for row, _ in await store.claim_stale(-1.0, 10, [])]
     assert len(found) == 11
     assert last in found
-    await store.forget([last] if last else [])
+    await store.delete([last] if last else [])
     again = [row for row, _ in await store.claim_stale(-1.0, 10, [])]
     assert not set(again) & set(found)  # the longest untaken first
     assert await store.claim_stale(-1.0, 10, ["cell1", "cell2"]) == []

@@ -63,7 +63,7 @@ def outbox_never_swept() -> AbstractContextManager[Any]:
     async def claim_stale(
         self: MemoryRows, age_s: float, limit: int, closed: Sequence[str], confirmed: Sequence[int] = ()
     ) -> list[tuple[int, bytes]]:
-        await self.forget(confirmed)
+        await self.delete(confirmed)
         return []
 
     return patch.object(MemoryRows, "claim_stale", claim_stale)

@@ -28,10 +28,10 @@ def fence_never_lifted() -> AbstractContextManager[Any]:
 def losses_never_forgotten() -> AbstractContextManager[Any]:
     """What a host has destroyed stays on record as its loss."""
 
-    async def forget(self: FenceKeeper, losses: Sequence[Any]) -> None:
+    async def keep(self: FenceKeeper, losses: Sequence[Any]) -> None:
         return None
 
-    return patch.object(FenceKeeper, "_forget", forget)
+    return patch.object(FenceKeeper, "_delete_losses", keep)
 
 
 def delete_on_a_fenced_host_keeps_its_claim() -> AbstractContextManager[Any]:

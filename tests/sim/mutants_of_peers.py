@@ -67,10 +67,10 @@ def alternates_without_limits() -> AbstractContextManager[Any]:
 def living_members_forgotten() -> AbstractContextManager[Any]:
     """What trims the book forgets members of server groups that hold something."""
 
-    def forget(table_: MemoryBookTable, gone: Sequence[Any]) -> None:
+    def purge(table_: MemoryBookTable, gone: Sequence[Any]) -> None:
         table_.members.clear()
 
-    return patch.object(book_store, "_forget_members", forget)
+    return patch.object(book_store, "_purge_members", purge)
 
 
 def hints_not_looked_up() -> AbstractContextManager[Any]:

@@ -62,7 +62,7 @@ async def active(client: BuildClient, uuids: list[str], count: int) -> None:
 async def request_again(client: BuildClient, uuids: list[str]) -> None:
     """Publish these requests again, as a client does that has no answer; wait until each has its end."""
     for uuid in uuids:
-        client.forget(uuid)
+        client.unfollow(uuid)
     await client.boot([BuildRequest(instance_uuid=uuid, flavor="m1.tiny", project_id="demo") for uuid in uuids])
     assert await client.wait(PATIENCE_S), [uuid for uuid in uuids if not client.tracks[uuid].state]
 

@@ -54,7 +54,7 @@ class Gate(SystemClock):
 
 
 class NoRows:
-    async def forget(self, row_ids: Sequence[int]) -> None: ...
+    async def delete(self, row_ids: Sequence[int]) -> None: ...
 
     async def replace(self, row_id: int, outgoing: Sequence[OutboxMessage]) -> None: ...
 
@@ -140,7 +140,7 @@ async def test_a_state_that_the_next_one_overtook_is_not_published() -> None:
         clock.over.set()
         await turns()
         assert receiver.batches == [[ACTIVE], [OTHER]]
-        assert relay.held == 4 and not relay._tickets, "all four rows are done with, and wait to be forgotten"
+        assert relay.held == 4 and not relay._tickets, "all four rows are done with, and wait to be deleted"
 
 
 async def test_the_newest_state_leaves_after_the_linger_though_it_came_in_the_wrong_order() -> None:

@@ -1,4 +1,4 @@
-"""When an outbox row is forgotten."""
+"""When an outbox row is deleted."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ UUID = "0b2d1c9e-6f7a-4d53-9a40-2f1a3b4c5d6e"
 
 
 class Forgotten:
-    """The table of rows: which are forgotten, in order."""
+    """The table of rows: which are deleted, in order."""
 
     def __init__(self) -> None:
         self.rows: asyncio.Queue[int] = asyncio.Queue()
 
-    async def forget(self, row_ids: Sequence[int]) -> None:
+    async def delete(self, row_ids: Sequence[int]) -> None:
         for row in row_ids:
             self.rows.put_nowait(row)
 
@@ -50,8 +50,8 @@ class HeldBus:
         await self.confirms.wait()
 
 
-async def test_a_row_is_forgotten_when_the_last_of_its_messages_is_confirmed() -> None:
-    """Found by nothing before: forgotten at the first, a crash in between loses the others."""
+async def test_a_row_is_deleted_when_the_last_of_its_messages_is_confirmed() -> None:
+    """Found by nothing before: deleted at the first, a crash in between loses the others."""
     table, fast, slow = Forgotten(), HeldBus("c1"), HeldBus("c2")
     buses: dict[str, Bus] = {"c1": fast, "c2": slow}  # type: ignore[dict-item]
     relay = Relay(table, buses, clock=SystemClock())

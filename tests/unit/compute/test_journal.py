@@ -19,15 +19,15 @@ from compute_sim.domain.attempts import Entry, Phase, destroyed, failed, on_dest
 from compute_sim.drivers.hypervisor import Hypervisors
 from compute_sim.fleet import Fleet, Guest
 from compute_sim.journal import MAX_KEPT, MAX_LINE, Journal, JournalInUse, JournalUnusable
-from compute_sim.records import ForgetRow, Records
+from compute_sim.records import PurgeRow, Records
 from tests.unit.compute.test_agent import Service
 
 A = "host-a"
 DEPLOYMENT = "d"
 
 
-def rows(path: Path) -> list[ForgetRow]:
-    journal = Journal(path, ForgetRow)
+def rows(path: Path) -> list[PurgeRow]:
+    journal = Journal(path, PurgeRow)
     found = journal.open()
     journal.close()
     return found
@@ -35,24 +35,24 @@ def rows(path: Path) -> list[ForgetRow]:
 
 def test_a_torn_end_is_cut_off_and_written_over(tmp_path: Path) -> None:
     path = tmp_path / "x.records"
-    journal = Journal(path, ForgetRow)
+    journal = Journal(path, PurgeRow)
     journal.open()
-    journal.append([ForgetRow("a", "1"), ForgetRow("b", "2")])
+    journal.append([PurgeRow("a", "1"), PurgeRow("b", "2")])
     journal.close()
     path.write_bytes(path.read_bytes()[:-5])
-    journal = Journal(path, ForgetRow)
-    assert journal.open() == [ForgetRow("a", "1")]
-    journal.append([ForgetRow("c", "3")])
+    journal = Journal(path, PurgeRow)
+    assert journal.open() == [PurgeRow("a", "1")]
+    journal.append([PurgeRow("c", "3")])
     journal.close()
-    assert rows(path) == [ForgetRow("a", "1"), ForgetRow("c", "3")]
+    assert rows(path) == [PurgeRow("a", "1"), PurgeRow("c", "3")]
 
 
-ROWS = [ForgetRow(f"host-{number}", str(number)) for number in range(3)]
+ROWS = [PurgeRow(f"host-{number}", str(number)) for number in range(3)]
 
 
-def written(path: Path, many: list[ForgetRow]) -> bytes:
+def written(path: Path, many: list[PurgeRow]) -> bytes:
     path.unlink(missing_ok=True)
-    journal = Journal(path, ForgetRow)
+    journal = Journal(path, PurgeRow)
     journal.open()
     journal.append(many)
     journal.close()
@@ -68,7 +68,7 @@ def test_each_damaged_byte_is_noticed_and_costs_no_other_row(tmp_path: Path) -> 
             if wrong == whole[offset]:
                 continue
             path.write_bytes(whole[:offset] + bytes((wrong,)) + whole[offset + 1 :])
-            journal = Journal(path, ForgetRow)
+            journal = Journal(path, PurgeRow)
             found = journal.open()
             journal.close()
             damage = journal.damage
@@ -86,12 +86,12 @@ def test_each_damaged_byte_is_noticed_and_costs_no_other_row(tmp_path: Path) -> 
 def test_a_journal_of_a_release_without_checksums_is_read(tmp_path: Path) -> None:
     path = tmp_path / "x.records"
     path.write_bytes(b'["f","a","1"]\n["f","b","2"]\n')
-    journal = Journal(path, ForgetRow)
-    assert journal.open() == [ForgetRow("a", "1"), ForgetRow("b", "2")]
+    journal = Journal(path, PurgeRow)
+    assert journal.open() == [PurgeRow("a", "1"), PurgeRow("b", "2")]
     assert journal.damage is None
-    journal.append([ForgetRow("c", "3")])
+    journal.append([PurgeRow("c", "3")])
     journal.close()
-    assert rows(path) == [ForgetRow("a", "1"), ForgetRow("b", "2"), ForgetRow("c", "3")]
+    assert rows(path) == [PurgeRow("a", "1"), PurgeRow("b", "2"), PurgeRow("c", "3")]
 
 
 @pytest.mark.parametrize(
@@ -114,7 +114,7 @@ def test_a_damaged_line_is_kept_in_a_file_of_its_own_and_logged_with_file_and_of
     first = written(path, ROWS[:1])
     rest = written(path, ROWS[1:]) if damaged.endswith(b"\n") else b""
     path.write_bytes(first + damaged + rest)
-    journal = Journal(path, ForgetRow)
+    journal = Journal(path, PurgeRow)
     with capture_logs() as logs:
         found = journal.open()
     journal.close()
@@ -136,7 +136,7 @@ def test_a_disk_that_damages_again_and_again_stops_the_service_with_a_sentence(t
         path.write_bytes(b"nonsense\n")
         rows(path)
     path.write_bytes(b"nonsense\n")
-    journal = Journal(path, ForgetRow)
+    journal = Journal(path, PurgeRow)
     with pytest.raises(JournalUnusable, match=rf"{path} is damaged at byte 0 .* {MAX_KEPT} damaged ones are kept"):
         journal.open()
     journal.close()
@@ -181,7 +181,7 @@ def _fleet_with_a_rebuilt_machine(config: ComputeConfig) -> tuple[str, list[str]
 
 
 def test_only_one_process_has_it(tmp_path: Path) -> None:
-    first, second = Journal(tmp_path / "x.records", ForgetRow), Journal(tmp_path / "x.records", ForgetRow)
+    first, second = Journal(tmp_path / "x.records", PurgeRow), Journal(tmp_path / "x.records", PurgeRow)
     first.open()
     with pytest.raises(JournalInUse):
         second.open()
@@ -192,14 +192,14 @@ def test_only_one_process_has_it(tmp_path: Path) -> None:
 
 def test_a_rewrite_replaces_and_goes_on(tmp_path: Path) -> None:
     path = tmp_path / "x.records"
-    journal = Journal(path, ForgetRow)
+    journal = Journal(path, PurgeRow)
     journal.open()
-    journal.append([ForgetRow("a", str(n)) for n in range(2500)])
-    journal.rewrite(ForgetRow("b", str(n)) for n in range(1500))
-    journal.append([ForgetRow("c", "1")])
+    journal.append([PurgeRow("a", str(n)) for n in range(2500)])
+    journal.rewrite(PurgeRow("b", str(n)) for n in range(1500))
+    journal.append([PurgeRow("c", "1")])
     assert journal.rows == 1501
     journal.close()
-    assert rows(path) == [*(ForgetRow("b", str(n)) for n in range(1500)), ForgetRow("c", "1")]
+    assert rows(path) == [*(PurgeRow("b", str(n)) for n in range(1500)), PurgeRow("c", "1")]
 
 
 STEPS = ["spawn", "destroy", "fail", "clear", "reported"]

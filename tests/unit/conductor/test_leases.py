@@ -137,7 +137,7 @@ def test_a_restarted_conductor_gives_a_whole_lease_to_who_was_up_and_keeps_who_w
 def test_purged_services_are_not_published_and_living_ones_are_not_purged() -> None:
     scenario = LeaseScenario("a", "b")
     scenario.run(MISSED + 1, without="a")
-    scenario.table.forget(["a", "b", "c"])
+    scenario.table.remove(["a", "b", "c"])
     assert list(scenario.table.leases) == ["b"]
 
 

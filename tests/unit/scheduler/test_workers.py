@@ -29,8 +29,8 @@ def test_each_worker_is_listed_once_by_its_newest_heartbeat_until_it_is_long_sil
     assert [one.silent for one in table.page(WorkersQuery(), 17.0).workers] == [True, False]
     assert [one.bus for one in table.page(WorkersQuery(role="scheduler"), 17.0).workers] == ["api"]
     assert table.page(WorkersQuery(limit=1), 17.0).since_s == 17.0
-    assert len(table.page(WorkersQuery(), 5.0 + workers.FORGET_S).workers) == 1
-    assert table.page(WorkersQuery(), 5.1 + workers.FORGET_S).workers == ()
+    assert len(table.page(WorkersQuery(), 5.0 + workers.RETENTION_S).workers) == 1
+    assert table.page(WorkersQuery(), 5.1 + workers.RETENTION_S).workers == ()
 
 
 def test_workers_that_a_bus_makes_up_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -41,5 +41,5 @@ def test_workers_that_a_bus_makes_up_are_bounded(monkeypatch: pytest.MonkeyPatch
     assert len(table) == 3
     table.apply(heartbeat("w1", phase="draining"), "api", 1.0)
     assert "draining" in {one.heartbeat.phase for one in table.page(WorkersQuery(), 1.0).workers}
-    table.apply(heartbeat("w9"), "api", 2.0 + workers.FORGET_S)  # the silent ones make room
-    assert [one.heartbeat.worker for one in table.page(WorkersQuery(), 2.0 + workers.FORGET_S).workers] == ["w9"]
+    table.apply(heartbeat("w9"), "api", 2.0 + workers.RETENTION_S)  # the silent ones make room
+    assert [one.heartbeat.worker for one in table.page(WorkersQuery(), 2.0 + workers.RETENTION_S).workers] == ["w9"]

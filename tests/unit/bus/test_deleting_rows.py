@@ -1,4 +1,4 @@
-"""Rows that are confirmed are forgotten together: after a pause, or at once where there is nothing to wait for."""
+"""Rows that are confirmed are deleted together: after a pause, or at once where there is nothing to wait for."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from bus.contracts.cell import CellDelete
 from bus.faults import DatabaseUnavailable
 from bus.persistence.confirmed_rows import DELETE_BATCH
 from bus.persistence.outbox import OutboxMessage
-from bus.persistence.relay import FORGET_PAUSE_S, SWEEP_EVERY_S, Relay
+from bus.persistence.relay import DELETE_PAUSE_S, SWEEP_EVERY_S, Relay
 from bus.retrying import RELAY
 
 UUID = "0b2d1c9e-6f7a-4d53-9a40-2f1a3b4c5d6e"
@@ -25,7 +25,7 @@ OUTGOING = [OutboxMessage(CELL, CellDelete(instance_uuid=UUID, project_id="p"))]
 
 
 class Gate(SystemClock):
-    """The pause before forgetting ends when the test ends it, or never, and so does a sweep's; no other sleep ends."""
+    """The pause before deleting ends when the test ends it, or never, and so does a sweep's; no other sleep ends."""
 
     def __init__(self) -> None:
         self.waiting = asyncio.Event()
@@ -35,7 +35,7 @@ class Gate(SystemClock):
     async def sleep(self, seconds: float) -> None:
         if seconds == RELAY.first_s:
             await asyncio.sleep(0)
-        elif seconds < 2 * FORGET_PAUSE_S <= SWEEP_EVERY_S / 2:  # at a shared time: between a half and one and a half
+        elif seconds < 2 * DELETE_PAUSE_S <= SWEEP_EVERY_S / 2:  # at a shared time: between a half and one and a half
             self.waiting.set()
             await self.over.wait()
         elif seconds < 2 * SWEEP_EVERY_S:
@@ -56,7 +56,7 @@ class Rows:
         self.swept_on = asyncio.Event()  # and gets its answer when this is set
         self.swept_on.set()
 
-    async def forget(self, row_ids: Sequence[int]) -> None:
+    async def delete(self, row_ids: Sequence[int]) -> None:
         if self.failures:
             self.failures -= 1
             raise DatabaseUnavailable("unavailable")
@@ -127,7 +127,7 @@ async def test_draining_does_not_wait_for_the_pause() -> None:
         assert rows.statements == [[1]]
 
 
-async def test_draining_forgets_what_is_confirmed_only_then_and_tries_again() -> None:
+async def test_draining_deletes_what_is_confirmed_only_then_and_tries_again() -> None:
     clock, rows = Gate(), Rows()
     rows.failures = 1
     async with relaying(clock, rows) as relay:
