@@ -175,7 +175,7 @@ class Engine:
         """
         losses, flushes = self._store.losses, self._unflushed
         with metrics.BATCH_SECONDS.labels(source).time():
-            await self._settle(await self._apply(incoming))
+            await self._ask_placement(await self._apply(incoming))
         return None if flushes == self._unflushed else self._store.flushed(losses)
 
     async def effective(self, incoming: Sequence[InstanceEvent]) -> list[InstanceEvent]:
@@ -220,7 +220,7 @@ class Engine:
             metrics.SWEPT.labels(instance.state).inc()
             log.info("instance.deadline", instance=instance.uuid, state=instance.state, cause=instance.cause)
         with metrics.BATCH_SECONDS.labels("sweep").time():
-            await self._settle(_questions(due, recorded.instances, again=due.keys()))
+            await self._ask_placement(_questions(due, recorded.instances, again=due.keys()))
         return len(due)
 
     async def leave_services(self, incoming: Sequence[InstanceEvent]) -> None:
@@ -240,7 +240,7 @@ class Engine:
             return
         self._committed(transaction, recorded)
         with metrics.BATCH_SECONDS.labels("leases").time():
-            await self._settle(_questions(known, recorded.instances, again=()))
+            await self._ask_placement(_questions(known, recorded.instances, again=()))
 
     async def _apply(self, incoming: Sequence[InstanceEvent]) -> list[PendingQuestion]:
         """One transaction: what is new of these events, on the locked instances. Returns the requests that follow."""
@@ -350,7 +350,7 @@ class Engine:
             self._fences.note_losses(recorded.losses)
         _observe_steps(recorded.steps, recorded.ended, recorded.outgoing)
 
-    async def _settle(self, questions: Sequence[PendingQuestion]) -> None:
+    async def _ask_placement(self, questions: Sequence[PendingQuestion]) -> None:
         """Ask placement, until nothing of this batch waits for it; what gets no answer is left to the sweep.
 
         A missing answer is no reason to hold the messages back: the request is on record, and repeated until answered.

@@ -131,12 +131,12 @@ class Guard:
             await self._store.safety.delete(gone)
             for place in gone:
                 del self._recorded[place]
-        room = MAX_FOREIGN - sum(service == report.service for service in self._recorded.values())
+        free_slots = MAX_FOREIGN - sum(service == report.service for service in self._recorded.values())
         kept: list[Unexplained] = []
         for one in machines:
             if one.kind is UnexplainedKind.FOREIGN and (one.host_uuid, one.uuid) not in self._recorded:
-                room -= 1
-                if room < 0:
+                free_slots -= 1
+                if free_slots < 0:
                     continue
             kept.append(one)
         if not kept:

@@ -41,7 +41,7 @@ from .domain.report import Differences, Newest, differences
 from .engine import Engine, InstanceEvent
 from .fences import FenceKeeper
 from .guard import Guard
-from .room import QuarantinedRoom
+from .quarantine_reservations import QuarantineReservations
 from .store.port import InstanceStore
 
 log = structlog.get_logger(__name__)
@@ -130,7 +130,7 @@ class HostHandlers:
         self._outdated = outdated
         self._fences = fences
         self._guard = Guard(store, bus, clock, config, effective=engine.effective)
-        self._room = QuarantinedRoom(store, bus)
+        self._reservations = QuarantineReservations(store, bus)
         self._bus = bus
 
     async def hosts(self, batch: Sequence[Received]) -> Sequence[Outcome]:
@@ -165,7 +165,7 @@ class HostHandlers:
         else:
             found = Differences()
         await self._take(report.service, found.events)
-        await self._room.reserve(report, found.unexplained)
+        await self._reservations.reserve(report, found.unexplained)
         harmful = await self._guard.assess(report, found)
         await self._take(report.service, harmful)
         await self._request_rescan(report, found.rescans)

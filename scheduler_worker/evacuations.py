@@ -168,12 +168,12 @@ class EvacuationTask:
         emit = log.info if tried < MAX_TRIES else log.error
         emit("evacuation.failed", instance=move.instance_uuid, host=host.name, tried=tried, code=move.code)
 
-    async def _publish(self, ready: Sequence[MoveRequest], room: int) -> None:
-        """As many as there is room for: those that were published and are not on record yet take theirs."""
+    async def _publish(self, ready: Sequence[MoveRequest], free_slots: int) -> None:
+        """As many as there are free slots for: those that were published and are not on record yet take theirs."""
         now_s = self._clock.monotonic()
         self._published_s = {one: at for one, at in self._published_s.items() if now_s - at < AGAIN_S}
         waiting = [one for one in ready if one.request_id not in self._published_s]
-        chosen = waiting[: max(0, room - len(self._published_s))]
+        chosen = waiting[: max(0, free_slots - len(self._published_s))]
         if not chosen:
             return
         log.warning("evacuations.requested", count=len(chosen), waiting=len(waiting) - len(chosen))

@@ -169,14 +169,18 @@ PLANTS: dict[str, tuple[str, str, str]] = {
     ),
     "M-8": (
         "cell_conductor/domain/fence_rules.py",
-        "return move_rules.settle(instance, _destroyed(instance, event), context)",
+        "return move_rules.release_source(instance, _destroyed(instance, event), context)",
         "return Step(instance)",
     ),
     "M-9": (_MOVES, "    if request.kind is not MoveKind.UNSHELVE:\n", "    if request.kind:\n"),
     "M-10": (_MOVE_STEPS, "MoveKind.REBUILD: ChangeKind.REBUILD", "MoveKind.REBUILD: ChangeKind.STOP"),
     "N-19": ("scheduler_worker/domain/selector.py", "return None if len(view) else NoValidHost(steps)", "return None"),
     "M-11": (_MOVE_STEPS, "return undo(left, at, context, NO_HOST, summary_of_hosts(left))", "return Step(left)"),
-    "K-1": ("cell_conductor/domain/room.py", "is UnexplainedKind.QUARANTINED", "is UnexplainedKind.FOREIGN"),
+    "K-1": (
+        "cell_conductor/domain/quarantine_reservations.py",
+        "is UnexplainedKind.QUARANTINED",
+        "is UnexplainedKind.FOREIGN",
+    ),
     "K-2": ("berth/supervisor.py", "                self._check_loop(name, now)\n", ""),
     "T-13": (
         _MOVE_STEPS,

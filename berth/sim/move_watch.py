@@ -18,10 +18,10 @@ from placement_worker.domain.moves import MIGRATION_TYPE
 from placement_worker.store.memory import MemoryBookTable
 
 # In these the source of a move is given up: the destination is on record as active.
-GIVES_UP_SOURCE = frozenset({State.CONFIRMING, State.SETTLING})
+GIVES_UP_SOURCE = frozenset({State.CONFIRMING, State.RELEASING_SOURCE})
 GIVES_UP_HERE = frozenset({State.OFFLOADING, State.UNDOING})
 # An evacuated instance is being built elsewhere, or is there.
-EVACUATED = frozenset({State.FINISHING, State.RESIZED, State.CONFIRMING, State.SETTLING})
+EVACUATED = frozenset({State.FINISHING, State.RESIZED, State.CONFIRMING, State.RELEASING_SOURCE})
 AT_REST = frozenset({State.ACTIVE, State.OFFLOADED})
 
 

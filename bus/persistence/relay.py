@@ -19,7 +19,7 @@ from bus.faults import Transient
 from bus.persistence.confirmed_rows import ConfirmedRows
 from bus.persistence.group_flush import GATHER_S
 from bus.persistence.outbox import UNREADABLE, OutboxMessage, Rows, buses_of, decode_row, traced
-from bus.persistence.relay_lane import LANE_PUBLISHES, NO_LINGERING, Item, Lane, Lingering, Ticket
+from bus.persistence.relay_lane import LANE_PUBLISHES, NO_LINGERING, Lane, Lingering, QueuedMessage, Ticket
 from bus.retrying import RELAY, Backoff
 
 if TYPE_CHECKING:
@@ -155,7 +155,7 @@ class Relay:
         self._changed.clear()
         await self._changed.wait()
 
-    def _settle(self, items: Iterable[Item], *, failed: bool = False) -> None:
+    def _settle(self, items: Iterable[QueuedMessage], *, failed: bool = False) -> None:
         for ticket, _message in items:
             ticket.waiting -= 1
             ticket.failed |= failed

@@ -47,13 +47,13 @@ class Ticket:
         self.failed = False
 
 
-Item = tuple[Ticket, OutboxMessage]
+QueuedMessage = tuple[Ticket, OutboxMessage]
 
 
 class SettleDeliveries(Protocol):
     """What the relay does with messages that have left; failed: or that stay behind for the sweep."""
 
-    def __call__(self, items: Iterable[Item], *, failed: bool = False) -> None:
+    def __call__(self, items: Iterable[QueuedMessage], *, failed: bool = False) -> None:
         """Once for each batch, in any order."""
 
 
@@ -85,11 +85,11 @@ class Lane:
         self._place = lingering.place
         self._linger_s = lingering.linger_s
         # By what they report on, the newest of each; the others each under a number of its own.
-        self._lingering: dict[Hashable, tuple[int, Item]] = {}
+        self._lingering: dict[Hashable, tuple[int, QueuedMessage]] = {}
         self._numbers = itertools.count()
         self._some_linger = asyncio.Event()
         self._is_due = False  # what lingers has lingered long enough
-        self._waiting: deque[Item] = deque()
+        self._waiting: deque[QueuedMessage] = deque()
         self._some = asyncio.Event()
         self._publishing = 0
         self._slow = False  # the youngest publish has been under way for LANE_SLOW_S
@@ -100,7 +100,7 @@ class Lane:
         """Whether its bus is unavailable and so much waits for it that more is better left to the sweep."""
         return self.is_unavailable and len(self._waiting) + len(self._lingering) >= most
 
-    def put(self, item: Item) -> None:
+    def put(self, item: QueuedMessage) -> None:
         """Publish a message soon."""
         message = item[1].message
         place = None if self._place is None else self._place(message)
@@ -118,7 +118,7 @@ class Lane:
         self._waiting.append(item)
         self._wake()
 
-    def _overtake(self, place: StreamPosition, item: Item, *, is_lingering: bool) -> bool:
+    def _overtake(self, place: StreamPosition, item: QueuedMessage, *, is_lingering: bool) -> bool:
         """Drop the older one of a lingering report and this one on the same subject; False: that is this one."""
         subject, number = place
         found = self._lingering.get(subject)
@@ -151,7 +151,7 @@ class Lane:
             return count > 0
         return not self.is_unavailable and (self._slow or count >= LANE_BATCH)
 
-    def _take(self) -> list[Item]:
+    def _take(self) -> list[QueuedMessage]:
         """The next batch. What lingers is younger than what waits, or has nothing to do with it."""
         items = [self._waiting.popleft() for _ in range(min(LANE_BATCH, len(self._waiting)))]
         while self._is_due and self._lingering and len(items) < LANE_BATCH:
@@ -181,7 +181,7 @@ class Lane:
                 slow.cancel()
                 self._publishing -= 1
 
-    async def _publish(self, items: list[Item]) -> None:
+    async def _publish(self, items: list[QueuedMessage]) -> None:
         batch = [(item.message, item.cause) for _ticket, item in items]
         traces = [item.traceparent for _ticket, item in items]
         try:  # while it is unavailable it is not known which of them arrived: all of them again, when it is back
@@ -212,7 +212,7 @@ class Lane:
             log.info("outbox.bus_back", bus=self._bus.name)
         self.is_unavailable = False
 
-    async def _one_by_one(self, items: list[Item]) -> None:
+    async def _one_by_one(self, items: list[QueuedMessage]) -> None:
         """Something of the batch has no queue, or a full one: it alone stays behind for the sweep."""
         for item in items:
             try:

@@ -32,9 +32,12 @@ def publish(
     method = _METHOD.pack(_BASIC, _PUBLISH, 0) + _name(exchange) + _name(key) + (b"\1" if message.mandatory else b"\0")
     header = _header(message, reply_to, also)
     parts = [_frame(_METHOD_FRAME, channel, method), _frame(_HEADER_FRAME, channel, header)]
-    room = frame_max - FRAME_OVERHEAD
+    payload_bytes = frame_max - FRAME_OVERHEAD
     body = message.body
-    parts += [_frame(_BODY_FRAME, channel, body[start : start + room]) for start in range(0, len(body), room)]
+    parts += [
+        _frame(_BODY_FRAME, channel, body[start : start + payload_bytes])
+        for start in range(0, len(body), payload_bytes)
+    ]
     return b"".join(parts)
 
 

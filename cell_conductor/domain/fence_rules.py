@@ -76,9 +76,9 @@ def give_up_destination(instance: Instance, event: HostFenced, context: StepCont
     return undo(instance, event.at, context, FENCED, _reason(instance.here.host))
 
 
-def settle(instance: Instance, event: HostFenced, context: StepContext) -> Step:
+def release_source(instance: Instance, event: HostFenced, context: StepContext) -> Step:
     """The source of a move that has arrived: its allocation goes."""
-    return move_rules.settle(instance, _destroyed(instance, event), context)
+    return move_rules.release_source(instance, _destroyed(instance, event), context)
 
 
 def revert(instance: Instance, event: HostFenced, context: StepContext) -> Step:

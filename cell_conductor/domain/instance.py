@@ -35,7 +35,7 @@ class State(StrEnum):
     RESIZING = "resizing"  # its host was commanded to change the machine's size in place
     RESIZED = "resized"  # the destination runs; confirm or revert is awaited, and the migration holds the source
     CONFIRMING = "confirming"  # the destination runs; the source was commanded to destroy what it has
-    SETTLING = "settling"  # the source is gone; the migration's allocation is being released
+    RELEASING_SOURCE = "releasing_source"  # the source is gone; the migration's allocation is being released
     UNDOING = "undoing"  # the destination was commanded to destroy, or to restore the old size
     REVERTING = "reverting"  # the destination is gone; the revert is requested of placement
     RESTARTING = "restarting"  # reverted; the source was commanded to start
@@ -66,7 +66,7 @@ MOVING = frozenset(
         State.FINISHING,
         State.RESIZED,
         State.CONFIRMING,
-        State.SETTLING,
+        State.RELEASING_SOURCE,
         State.UNDOING,
         State.REVERTING,
         State.RESTARTING,

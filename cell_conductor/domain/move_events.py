@@ -61,7 +61,7 @@ DELETED = "instance.deleted"  # the code of a move that ended because its instan
 
 def condition_of(instance: Instance) -> Condition:
     """What the instance is, as its client sees it."""
-    if instance.state in (State.ACTIVE, State.CONFIRMING, State.SETTLING):
+    if instance.state in (State.ACTIVE, State.CONFIRMING, State.RELEASING_SOURCE):
         return _AT_REST[instance.power]
     return _CONDITIONS.get(instance.state, Condition.MOVING)
 

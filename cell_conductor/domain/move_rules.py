@@ -337,11 +337,11 @@ def destroy_source_again(instance: Instance, event: TimedOut, context: StepConte
     )
 
 
-def settle(instance: Instance, event: Destroyed | HostMissing, context: StepContext) -> Step:
+def release_source(instance: Instance, event: Destroyed | HostMissing, context: StepContext) -> Step:
     """The source is gone from its host: its allocation goes."""
     if not source_gone(instance, event, context):
         return Step(instance)
-    return Step(steps.ask(instance, State.SETTLING, event.at, context))
+    return Step(steps.ask(instance, State.RELEASING_SOURCE, event.at, context))
 
 
 def follow_source(instance: Instance, event: Spawned | HostRuns, context: StepContext) -> Step:
@@ -356,7 +356,7 @@ def follow_source(instance: Instance, event: Spawned | HostRuns, context: StepCo
     return Step(found, (destroy_source(found, context),))
 
 
-def end_settled(instance: Instance, event: Released, context: StepContext) -> Step:
+def end_source_released(instance: Instance, event: Released, context: StepContext) -> Step:
     """The migration holds nothing any more: the move is over."""
     move = move_of(instance)
     if event.consumer != move.request_id:

@@ -41,7 +41,7 @@ COMMANDED = frozenset(
         State.RESIZING,
         State.RESIZED,
         State.CONFIRMING,
-        State.SETTLING,
+        State.RELEASING_SOURCE,
         State.UNDOING,
         State.RESTARTING,
         State.CHANGING,
@@ -53,7 +53,7 @@ COMMANDED = frozenset(
 def leave(instance: Instance, at: float, context: StepContext) -> Step:
     """Have both hosts destroy what they may have of it; the claims are held until they have."""
     here_gone = instance.state not in COMMANDED and not is_at_source(instance)
-    source_gone = instance.source_host_uuid is None or instance.state is State.SETTLING
+    source_gone = instance.source_host_uuid is None or instance.state is State.RELEASING_SOURCE
     left = replace(
         instance,
         state=State.DELETING,
@@ -252,7 +252,7 @@ def confirm(instance: Instance, at: float, context: StepContext) -> Step:
     """The source is given up: destroyed on its host, then released. In place there is no other machine."""
     here = instance.here
     if instance.is_in_place:
-        return Step(steps.ask(instance, State.SETTLING, at, context))
+        return Step(steps.ask(instance, State.RELEASING_SOURCE, at, context))
     # Alternates are of no use any more; the source stays named by the move.
     gone = replace(
         instance,

@@ -23,13 +23,13 @@ WANTED = frozenset(
         State.RESIZING,
         State.RESIZED,
         State.CONFIRMING,
-        State.SETTLING,
+        State.RELEASING_SOURCE,
         State.RESTARTING,
         State.CHANGING,
     }
 )
 # The destination runs for good: what the source of the move has is not wanted any more.
-SOURCE_OVER = frozenset({State.CONFIRMING, State.SETTLING})
+SOURCE_OVER = frozenset({State.CONFIRMING, State.RELEASING_SOURCE})
 # A destination was claimed and never commanded: what runs there under its attempt has no explanation.
 NOT_COMMANDED = frozenset({State.PREPARING, State.HANDING_OVER})
 # A build that was doubted goes on: what it has commanded itself it may end.

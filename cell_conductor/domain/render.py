@@ -16,7 +16,8 @@ Derived from `cell_conductor/domain/table.py`; a test compares. Write it anew wi
 What is allocated follows from the state: one attempt's allocation is held in `building`, `active` and `deleting`;
 `reclaiming` and `abandoning` ask placement to release and claim in one go, `giving_up` and `releasing` ask it to
 release. In a move the migration holds the source and the instance its destination: `claiming` requests one, `reverting`
-gives the instance its source again, `settling` releases the migration; `vacating` releases what a shelved one held.
+gives the instance its source again, `releasing_source` releases the migration; `vacating` releases what a shelved one
+held.
 In every other state nothing is held. A host that never confirms a destroy keeps its allocation: what may
 still run there must not be promised to another consumer.
 """
@@ -76,7 +77,7 @@ def _placement_requests() -> list[str]:
         "  when it was deleted or lost, of its migration.",
         "- `claiming`: the same with a `migration`, and with `release_first` from the second destination on.",
         "- `reverting`: `placement.revert.v1`, under the next attempt's number.",
-        "- `settling`: `placement.release.v1` of the migration.",
+        "- `releasing_source`: `placement.release.v1` of the migration.",
     ]
 
 

@@ -72,7 +72,7 @@ REFUSE_BUSY = Rule(move_events.refuse_busy)
 DELETE_MOVING = Rule(delete_rules.delete, (State.DELETING, State.RELEASING))
 UNDONE = (State.UNDOING, State.REVERTING, State.VACATING)
 NEXT = (State.CLAIMING, *UNDONE)
-ARRIVED = (State.RESIZED, State.CONFIRMING, State.SETTLING, State.ACTIVE)
+ARRIVED = (State.RESIZED, State.CONFIRMING, State.RELEASING_SOURCE, State.ACTIVE)
 
 
 # What happens in every state of a move, unless its row overrides it: nothing, or the machine's own fence.
@@ -146,27 +146,27 @@ MOVES: Mapping[State, Mapping[type[Event], Rule | None]] = {
     State.RESIZED: {
         **MOVING,
         Spawned: FOLLOW_RESIZED,
-        TimedOut: Rule(move_rules.confirm_in_time, (State.CONFIRMING, State.SETTLING)),
+        TimedOut: Rule(move_rules.confirm_in_time, (State.CONFIRMING, State.RELEASING_SOURCE)),
         Destroyed: Rule(move_doubts.note_gone, (State.CONFIRMING, *UNDONE)),
         HostRuns: FOLLOW_RESIZED,
         HostMissing: Rule(move_rules.revert_lost, (*UNDONE, State.GIVING_UP)),
-        MoveRequested: Rule(move_rules.end_resized, (State.CONFIRMING, State.SETTLING, *UNDONE)),
+        MoveRequested: Rule(move_rules.end_resized, (State.CONFIRMING, State.RELEASING_SOURCE, *UNDONE)),
         HostFenced: Rule(fence_rules.give_up_destination, UNDONE),
     },
     State.CONFIRMING: {
         **MOVING,
         Spawned: FOLLOW_SOURCE,
         TimedOut: Rule(move_rules.destroy_source_again),
-        Destroyed: Rule(move_rules.settle, (State.SETTLING,)),
+        Destroyed: Rule(move_rules.release_source, (State.RELEASING_SOURCE,)),
         HostRuns: FOLLOW_SOURCE,
-        HostMissing: Rule(move_rules.settle, (State.SETTLING,)),
-        HostFenced: Rule(fence_rules.settle, (State.SETTLING,)),
+        HostMissing: Rule(move_rules.release_source, (State.RELEASING_SOURCE,)),
+        HostFenced: Rule(fence_rules.release_source, (State.RELEASING_SOURCE,)),
     },
-    State.SETTLING: {
+    State.RELEASING_SOURCE: {
         **MOVING,
         Spawned: CONFIRM_RUNNING,
         TimedOut: AGAIN,
-        Released: Rule(move_rules.end_settled, (State.ACTIVE,)),
+        Released: Rule(move_rules.end_source_released, (State.ACTIVE,)),
         HostRuns: CONFIRM_RUNNING,
     },
     State.UNDOING: {
@@ -472,7 +472,7 @@ def question_of(instance: Instance) -> Claim | Release | Revert | None:
             attempt=instance.next_attempt,
         )
     is_instance_over = move is not None and move.instance_released
-    if instance.state is State.SETTLING or (instance.state in AWAITS_RELEASE and is_instance_over):
+    if instance.state is State.RELEASING_SOURCE or (instance.state in AWAITS_RELEASE and is_instance_over):
         assert move is not None
         assert instance.spec is not None
         return Release(consumer=move.request_id, project_id=instance.spec.project_id)

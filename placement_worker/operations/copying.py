@@ -42,7 +42,7 @@ class CopySource:
         except httpx.InvalidURL as error:
             raise InvalidExport(f"not a URL: {url!r}: {error}") from error
         self._clock = clock if clock is not None else SystemClock()
-        self._room = asyncio.Semaphore(AT_ONCE)
+        self._free_slots = asyncio.Semaphore(AT_ONCE)
         self._version = 0
         self._providers: dict[str, Provider] = {}
         self._consumers: dict[str, ConsumerState] = {}
@@ -149,7 +149,7 @@ class CopySource:
 
         async def ask() -> Any:
             try:
-                async with self._room:
+                async with self._free_slots:
                     answer = await self._client.get(path, headers=headers)
             except httpx.TransportError as error:
                 raise Transient(f"{type(error).__name__} {error}") from error

@@ -100,7 +100,7 @@ def step(drain: OpenDrain, known: Mapping[str, MoveContext], hosts: Mapping[str,
         under_way += after.state in UNDER_WAY
         if after != row:
             changed.append(after)
-    room = _room(drain, under_way, now)
+    free_slots = _free_slots(drain, under_way, now)
     for row in drain.open:
         if row.state is not _begins(drain.record) or row.due_at > now:
             continue
@@ -111,8 +111,8 @@ def step(drain: OpenDrain, known: Mapping[str, MoveContext], hosts: Mapping[str,
             changed.append(_failed(row, BUSY, "another request about it is under way", now))
         elif row.state is State.WAITING and hosts[row.source_uuid]:
             changed.append(_failed(row, hosts[row.source_uuid], f"of host {row.source}", now))
-        elif room > 0:
-            room -= 1
+        elif free_slots > 0:
+            free_slots -= 1
             after = _begun(row, now)
             changed.append(after)
             requests.append(_request(after, str(after.request_id)))
@@ -225,16 +225,16 @@ def _begins(record: DrainRecord) -> DrainMoveState | None:
     return {DrainState.RUNNING: State.WAITING, DrainState.UNDOING: State.TO_RETURN}.get(record.state)
 
 
-def _room(drain: OpenDrain, under_way: int, now: float) -> int:
+def _free_slots(drain: OpenDrain, under_way: int, now: float) -> int:
     """How many moves may begin now."""
     record = drain.record
     if record.state is DrainState.RUNNING and _is_late(record, now):
         return 0
-    room = record.at_once - under_way
+    free_slots = record.at_once - under_way
     if record.per_minute is not None:
         due = int((now - drain.last_begun_at) * record.per_minute / 60.0)
-        room = min(room, due if drain.last_begun_at else 1)
-    return max(0, room)
+        free_slots = min(free_slots, due if drain.last_begun_at else 1)
+    return max(0, free_slots)
 
 
 def _followed(row: DrainMove, known: MoveContext, record: DrainRecord, now: float) -> DrainMove | None:

@@ -242,15 +242,15 @@ async def test_what_cannot_be_settled_is_parked_and_its_neighbours_are_settled(
 ) -> None:
     """Whatever else may go wrong while a message is settled, it goes wrong for that message."""
     watched.answer = Retry("not.yet")
-    settling = type(watched.bus.consumer(REQUESTS, watched.handler)._outcome_handler)
-    retry = settling._retry
+    handling = type(watched.bus.consumer(REQUESTS, watched.handler)._outcome_handler)
+    retry = handling._retry
 
     def breaks(self: object, received: Received, waiter: object) -> None:
         if received.message == boot(1):
             raise ValueError("cannot be written")
         retry(self, received, waiter)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(settling, "_retry", breaks)
+    monkeypatch.setattr(handling, "_retry", breaks)
     await watched.bus.publish_all([(boot(number), "") for number in (3, 1, 4)])
     await until(lambda: sum(one.meta.attempt == 1 for one in watched.handler.got) >= 2)
     watched.answer = Done()
@@ -263,13 +263,13 @@ async def test_what_cannot_be_settled_is_parked_and_its_neighbours_are_settled(
 async def test_what_cannot_even_be_parked_is_dead_lettered_by_the_broker(
     watched: Watched, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    settling = type(watched.bus.consumer(REQUESTS, watched.handler)._outcome_handler)
+    handling = type(watched.bus.consumer(REQUESTS, watched.handler)._outcome_handler)
 
     async def breaks(*_: object) -> None:
         raise ValueError("cannot be written")
 
-    monkeypatch.setattr(settling, "refuse_malformed", breaks)
-    monkeypatch.setattr(settling, "park", breaks)
+    monkeypatch.setattr(handling, "refuse_malformed", breaks)
+    monkeypatch.setattr(handling, "park", breaks)
     await watched.publish(b"{")
     await settled_with(watched, dead=1)
     (letter,) = await dead_letters.list_dead(watched.bus.transport, REQUESTS)

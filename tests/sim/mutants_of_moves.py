@@ -139,12 +139,12 @@ def instance_released_for_its_migration() -> AbstractContextManager[Any]:
     """A confirmed move releases what the instance holds, and not what its migration does."""
 
     def wanted(instance: Any, question: Any) -> Any:
-        return replace(question, consumer=instance.uuid) if instance.state is State.SETTLING else question
+        return replace(question, consumer=instance.uuid) if instance.state is State.RELEASING_SOURCE else question
 
     def settled(instance: Any, event: Any, context: Any) -> Step:
-        return move_rules.end_settled(instance, replace(event, consumer=instance.move.request_id), context)
+        return move_rules.end_source_released(instance, replace(event, consumer=instance.move.request_id), context)
 
-    row: Any = table.TABLE[State.SETTLING]
+    row: Any = table.TABLE[State.RELEASING_SOURCE]
     return _Both(_requested(wanted), patch.dict(row, {e.Released: Rule(settled, ANYWHERE)}))
 
 
@@ -152,11 +152,11 @@ def migration_never_released() -> AbstractContextManager[Any]:
     """A confirmed move ends when its source is gone: the migration holds the source for ever."""
 
     def settle(instance: Any, event: Any, context: Any) -> Step:
-        stepped = move_rules.settle(instance, event, context)
-        if stepped.instance.state is not State.SETTLING:
+        stepped = move_rules.release_source(instance, event, context)
+        if stepped.instance.state is not State.RELEASING_SOURCE:
             return stepped
         released = e.Released(at=event.at, consumer=instance.move.request_id)
-        return move_rules.end_settled(stepped.instance, released, context)
+        return move_rules.end_source_released(stepped.instance, released, context)
 
     return _rule(State.CONFIRMING, e.Destroyed, settle)
 

@@ -158,6 +158,6 @@ def test_a_host_that_is_drained_hands_over_what_it_runs() -> None:
 
 
 async def test_a_migration_whose_move_is_over_owns_nothing(deployment: Deployment) -> None:
-    deployment.watch.instances({UUID: deployment.moving(State.SETTLING)})
+    deployment.watch.instances({UUID: deployment.moving(State.RELEASING_SOURCE)})
     deployment.hold(REQUEST, 0, MIGRATION_TYPE)
     assert any("claims_have_owners" in words for words in deployment.watch.unsettled(set()))

@@ -50,7 +50,7 @@ def test_a_resize_in_place_has_one_machine() -> None:
     assert (made.instance.state, made.instance.attempt, made.spawns) == (State.RESIZED, 1, [])
     assert not is_over(made.instance, 1, host(1))
     made.apply(request(MoveKind.CONFIRM, request_id=OTHER))
-    assert made.instance.state is State.SETTLING
+    assert made.instance.state is State.RELEASING_SOURCE
     made.apply(e.Released(at=230.0, consumer=MOVE))
     assert made.instance.spec is not None
     assert (made.instance.state, made.instance.spec.flavor, made.destroys) == (State.ACTIVE, "larger", [])

@@ -108,7 +108,7 @@ def test_the_source_of_an_evacuation_is_released_with_the_fence() -> None:
     made.end(2, 2)
     before = made.instance
     made.apply(spawned(attempt=2, at=210.0), fence(1))
-    assert made.instance.state is State.SETTLING
+    assert made.instance.state is State.RELEASING_SOURCE
     assert made.destroys == [(1, host(1))]  # for when it comes back
     assert lost(before, made.instance, 1) == [(host(1), 1)]
 

@@ -61,7 +61,7 @@ def test_an_evacuated_source_keeps_its_claim_until_its_host_has_nothing_of_it() 
     missing = e.HostMissing(at=990.0, host_uuid=host(1), seen_at=990.0, service="s1")
     assert made.apply(missing).instance.state is State.CONFIRMING, "its former service may have looked before that"
     made.apply(replace(missing, rescans=(rescan_id(made.instance),)))
-    assert made.instance.state is State.SETTLING
+    assert made.instance.state is State.RELEASING_SOURCE
 
 
 def test_a_machine_that_was_resized_in_place_is_not_lost_by_a_report_of_before_it_was_built() -> None:

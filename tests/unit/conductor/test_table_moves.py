@@ -250,7 +250,7 @@ def test_an_abort_that_was_refused_before_a_move_does_not_abort_it_when_it_comes
     assert made.terminals == [(MoveKind.ABORT, MoveState.REFUSED, "move.none")] * 3
 
 
-STAGES = ["claiming", "preparing", "handing over", "finishing", "resized", "confirming", "settling", "undoing"]
+STAGES = ["claiming", "preparing", "handing over", "finishing", "resized", "confirming", "releasing source", "undoing"]
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -274,7 +274,7 @@ def test_a_delete_in_every_state_destroys_both_and_releases_both(stage: str) -> 
         made.apply(claimed())
     made.apply(e.Destroyed(at=301.0, attempt=1, host_uuid=host(1)))
     if number >= STAGES.index("finishing"):
-        if stage != "settling":
+        if stage != "releasing source":
             assert made.instance.state is State.DELETING  # the destination has not answered
         made.apply(e.Destroyed(at=301.0, attempt=2, host_uuid=host(2)))
     assert made.instance.state is State.RELEASING

@@ -14,14 +14,14 @@ from bus.bus import Bus
 from bus.contracts.cell import ComputeHosts, ReserveMachines
 
 from . import metrics
+from .domain.quarantine_reservations import misreserved, reserved_on
 from .domain.report import Unexplained
-from .domain.room import misreserved, reserved_on
 from .store.port import InstanceStore
 
 log = structlog.get_logger(__name__)
 
 
-class QuarantinedRoom:
+class QuarantineReservations:
     """One conductor's."""
 
     def __init__(self, store: InstanceStore, bus: Bus) -> None:

@@ -7,8 +7,8 @@ from msgspec.structs import replace
 
 from bus.contracts.cell import MAX_RESERVED_MACHINES, ComputeHosts, HostReport, InstanceSpec, Running, Selection
 from cell_conductor.domain.instance import Instance, State
+from cell_conductor.domain.quarantine_reservations import misreserved, reserved_on
 from cell_conductor.domain.report import NO_MARK, NO_RECORD, Unexplained, UnexplainedKind
-from cell_conductor.domain.room import misreserved, reserved_on
 
 HOST = "10000000-0000-4000-8000-000000000001"
 OTHER = "10000000-0000-4000-8000-000000000002"
