@@ -22,7 +22,7 @@ from msgspec import Struct
 
 from berth.embedded.ironic import Ironic
 from berth.embedded.rabbitmq import RabbitMQ
-from berth.ironic_agent import IMAGE_SHA256, Agents
+from berth.ironic_agent import BEAT_S, IMAGE_SHA256, Agents
 
 PROGRAMS = "IRONIC_PROGRAMS"
 VHOST = "ironic"
@@ -73,10 +73,14 @@ def programs() -> Path:
 
 @contextlib.asynccontextmanager
 async def lab(
-    directory: Path | None = None, *, agents_way: httpx.AsyncBaseTransport | None = None, **more: Any
+    directory: Path | None = None,
+    *,
+    agents_way: httpx.AsyncBaseTransport | None = None,
+    beat_s: float = BEAT_S,
+    **more: Any,
 ) -> AsyncIterator[Lab]:
-    """Broker, Ironic and agents, for as long as this context. agents_way: the agents' HTTP transport. more: as for
-    `Ironic`.
+    """Broker, Ironic and agents, for as long as this context. agents_way: the agents' HTTP transport. beat_s: seconds
+    between an agent's calls. more: as for `Ironic`.
     """
     with contextlib.ExitStack() as servers:
         broker = await asyncio.to_thread(
@@ -85,7 +89,7 @@ async def lab(
         url = await asyncio.to_thread(broker.add_vhost, VHOST)
         place = None if directory is None else directory / "ironic"
         ironic = await asyncio.to_thread(servers.enter_context, Ironic(programs(), place, broker_url=url, **more))
-        agents = Agents(ironic.url, transport=agents_way)
+        agents = Agents(ironic.url, beat_s=beat_s, transport=agents_way)
         await agents.start()
         try:
             yield Lab(ironic=ironic, broker_url=url, agents=agents)
@@ -125,6 +129,11 @@ class Nodes:
         """All fields."""
         found: dict[str, Any] = await self._ask("GET", f"/v1/nodes/{node}")
         return found
+
+    async def list_all(self, fields: str) -> list[dict[str, Any]]:
+        """These fields (comma-separated) of every node, by one request; for at most a thousand nodes."""
+        found: dict[str, Any] = await self._ask("GET", f"/v1/nodes?fields={fields}&limit=1000")
+        return list(found["nodes"])
 
     async def volume_targets(self, node: str) -> list[dict[str, Any]]:
         """The node's volume targets, with all their fields."""

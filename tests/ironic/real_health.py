@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from tests.kit.real_metal import WAIT_S, RealMetal, real_metal, until
 pytestmark = pytest.mark.timeout(900)
 
 CANARY = "canary"
+ONE_RESYNC_S = 120.0  # a minute and its tenth, and a busy machine
 
 
 @pytest_asyncio.fixture
@@ -108,4 +110,26 @@ async def test_a_critical_node_is_disabled_and_proves_itself(metal: RealMetal, b
         return True
 
     await until(serves)
+    await metal.all_agree()
+
+
+async def test_a_node_whose_power_failed_is_offered_again(metal: RealMetal, bmc: Bmc) -> None:
+    """Ironic drops the power state that it had noted, so it is unknown unless the machine itself is asked again."""
+    (node,) = await metal.nodes.enroll(1, driver=DRIVER, management_interface=DRIVER)
+    await metal.offered(node)
+    bmc.set_readings(node, broken=True)
+
+    async def is_withdrawn() -> bool:
+        found = await metal.nodes.get(node)
+        return found["fault"] == "power failure" and not await metal.is_free(node)
+
+    await until(is_withdrawn)
+    bmc.set_readings(node)
+
+    async def is_repaired() -> bool:
+        return not (await metal.nodes.get(node))["maintenance"]
+
+    await until(is_repaired)
+    async with asyncio.timeout(ONE_RESYNC_S):
+        await metal.offered(node)
     await metal.all_agree()

@@ -17,8 +17,11 @@ CONFIG = """\
 [DEFAULT]
 enabled_hardware_types = fake-hardware,bmc
 enabled_management_interfaces = fake,noop,bmc
+enabled_power_interfaces = fake,bmc
 [conductor]
 sync_power_state_interval = 1
+power_state_sync_max_retries = 1
+power_failure_recovery_interval = 1
 [sensor_data]
 send_sensor_data = true
 enable_for_undeployed_nodes = true
@@ -36,9 +39,10 @@ power_failure_recovery_interval = 3
 """
 _MODULE = """\
 import json
+import os
 from pathlib import Path
 
-from ironic.common import exception, health_states
+from ironic.common import exception, health_states, states
 from ironic.drivers import fake_hardware
 from ironic.drivers.modules import fake
 
@@ -61,18 +65,33 @@ def check_power(task):
         raise exception.IronicException("the power supply is broken")
 
 
+def switched(task):
+    return Path(__file__).parent / ("power-" + task.node.uuid)
+
+
 class Power(fake.FakePower):
+    # Whether a machine is on, the machine knows. The fake one answers what Ironic has noted, so that a power state
+    # that Ironic dropped during a failure would be unknown for ever.
     def get_power_state(self, task):
         check_power(task)
-        return super().get_power_state(task)
+        kept = switched(task)
+        return kept.read_text() if kept.exists() else states.POWER_OFF
 
     def set_power_state(self, task, power_state, timeout=None):
         check_power(task)
-        return super().set_power_state(task, power_state, timeout)
+        off = {states.POWER_OFF, states.SOFT_POWER_OFF}
+        self.keep(task, states.POWER_OFF if power_state in off else states.POWER_ON)
 
     def reboot(self, task, timeout=None):
         check_power(task)
-        return super().reboot(task, timeout)
+        self.keep(task, states.POWER_ON)
+
+    def keep(self, task, power_state):
+        kept = switched(task)
+        fresh = kept.with_suffix(".new")
+        fresh.write_text(power_state)
+        os.replace(fresh, kept)
+        task.node.power_state = power_state
 
 
 class Hardware(fake_hardware.FakeHardware):

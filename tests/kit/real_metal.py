@@ -104,11 +104,11 @@ class RealMetal:
         assert not wrong, wrong
 
 
-async def until(there: Callable[[], Awaitable[bool]]) -> None:
+async def until(there: Callable[[], Awaitable[bool]], poll_s: float = POLL_S) -> None:
     """Wait for a condition that has to be asked for."""
     async with asyncio.timeout(WAIT_S):
         while not await there():  # noqa: ASYNC110  (what is asked is another process)
-            await asyncio.sleep(POLL_S)
+            await asyncio.sleep(poll_s)
 
 
 @contextlib.asynccontextmanager
