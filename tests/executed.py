@@ -50,6 +50,12 @@ STEPS = (
         "{} tests of deliberate defects",
     ),
     Step(
+        "drills.xml",
+        lambda content: _suites(content, "tests") - _suites(content, "skipped"),
+        lambda content: _suites(content, "failures") == _suites(content, "errors") == 0,
+        "{} drills",
+    ),
+    Step(
         "demo.json",
         lambda content: content["requests"],
         lambda content: bool(content["verdicts"]) and all(verdict["holds"] is True for verdict in content["verdicts"]),

@@ -12,22 +12,14 @@ import pytest
 from xdist.scheduler import LoadScopeScheduling
 
 # The files that take longest. One that begins last would have the machine to itself, most of it idle.
-LONGEST = tuple(
-    f"tests/system/test_{name}.py"
-    for name in (
-        "chaos",
-        "up_servers",
-        "failover",
-        "fresh_clone",
-        "real_processes",
-        "dead_service",
-        "up_processes",
-        "command_line",
-        "permissions",
-        "nested",
-    )
+LONGEST = (
+    *(f"tests/drills/test_{name}.py" for name in ("chaos", "up_servers", "failover", "fresh_clone", "dead_service")),
+    *(
+        f"tests/system/test_{name}.py"
+        for name in ("real_processes", "up_processes", "command_line", "permissions", "nested")
+    ),
 )
-FOLDERS = ("tests/system", "tests/sim", "tests/integration", "tests/contract", "tests/unit")
+FOLDERS = ("tests/drills", "tests/system", "tests/sim", "tests/integration", "tests/contract", "tests/unit")
 ONE_BY_ONE = "tests/sim/"
 
 

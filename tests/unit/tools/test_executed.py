@@ -32,6 +32,7 @@ FIGURES: dict[str, Any] = {
 def folder(tmp_path: Path) -> Path:
     (tmp_path / "pytest.xml").write_text(PYTEST.format(0, 0, 0, 2858))
     (tmp_path / "mutants.xml").write_text(PYTEST.format(0, 0, 0, 71))
+    (tmp_path / "drills.xml").write_text(PYTEST.format(0, 0, 0, 20))
     (tmp_path / "ironic.xml").write_text(PYTEST.format(0, 0, 0, 7))
     for name, content in FIGURES.items():
         (tmp_path / name).write_text(json.dumps(content))
@@ -40,8 +41,9 @@ def folder(tmp_path: Path) -> Path:
 
 def test_what_every_step_did_is_printed_in_one_line(folder: Path) -> None:
     assert executed(folder) == (
-        "all passed: 2858 tests (pytest), 71 tests of deliberate defects, demo 1000 boots, conformance 1315, "
-        "differential 3000 requests, simulation 4466 requests, simulation alone 540 requests, clients 57 calls, "
+        "all passed: 2858 tests (pytest), 71 tests of deliberate defects, 20 drills, demo 1000 boots, "
+        "conformance 1315, differential 3000 requests, "
+        "simulation 4466 requests, simulation alone 540 requests, clients 57 calls, "
         "bad input 1524 requests, "
         "bad input to the HTTP API 2262 requests, "
         "pages 10 steps, Ironic 7 tests, two versions side by side 304 builds, fuzz 15000 inputs"

@@ -25,10 +25,10 @@ from bus.contracts.catalogue import COMMANDS, QueueKind, QueueRow, Where
 from bus.port import Outgoing, PublishRefused
 from bus.rabbitmq import RabbitTransport
 from tests.contract.rig import until
+from tests.drills.test_servers_unavailable import hosts_known
 from tests.kit.clusters import BrokerCluster, broker_cluster, database_pair
 from tests.kit.forks import ForkedProcess
 from tests.system.small import PLAN
-from tests.system.test_servers_unavailable import hosts_known
 
 PATIENCE_S = 90.0
 BOOTS = 200

@@ -20,7 +20,7 @@ from bus.contracts.build import BuildRequest, member_uuids
 from bus.contracts.drains import DrainStart
 from bus.contracts.moves import MoveKind, MoveRequest
 from bus.contracts.objects import ObjectChange, ObjectKind, ObjectsChange, ObjectsChanged, ObjectsPage, ObjectsQuery
-from tests.system.test_backup_drill import (
+from tests.drills.test_backup_drill import (
     PATIENCE_S,
     PLAN,
     REST_S,
