@@ -7,29 +7,15 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Protocol, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
 
 import structlog
-from msgspec import Struct
 from msgspec.structs import replace
 
 from bus.bus import Bus
 from bus.clock import Clock
-from bus.contracts.base import Message
-from bus.contracts.build import BuildEvent
-from bus.contracts.cell import Spawn
-from bus.contracts.moves import MoveEvent
-from bus.contracts.placement import (
-    Claim,
-    ClaimOutcome,
-    ClaimResult,
-    Release,
-    ReleaseResult,
-    Revert,
-    RevertResult,
-)
-from bus.faults import Fault, RequestRefused, Transient
+from bus.faults import Transient
 from bus.persistence.conflict import Conflict
 from bus.persistence.outbox import OutboxMessage
 from bus.tracing.context import traceparent_of
@@ -41,21 +27,21 @@ from .domain.events import (
     Claimed,
     ClaimRefused,
     DeleteRequested,
-    Event,
-    HostFenced,
+    InstanceEvent,
     MoveRequested,
     Released,
     Reverted,
     TimedOut,
 )
-from .domain.fences import Fence, Loss, fenced_hosts, losses_of
+from .domain.fence_steps import FenceSteps
+from .domain.fences import Fence, Loss
 from .domain.instance import Instance, State
 from .domain.leases import Lease
-from .domain.steps import Step, StepContext
-from .domain.table import IllegalStep, question_of, step
+from .domain.steps import StepContext
+from .domain.table import IllegalStep, step
+from .placement_requests import PendingQuestion, PlacementRequests, due_questions
 from .store.port import DatabaseChange, InstanceStore, Transaction
-
-R = TypeVar("R", bound=Message)
+from .transition import ENDS, Transition, may_be_redone, observe_steps
 
 log = structlog.get_logger(__name__)
 
@@ -64,37 +50,6 @@ log = structlog.get_logger(__name__)
 MAX_ROUNDS = 4
 # How often a batch is decided anew when another conductor recorded one of its new instances first.
 MAX_STALE = 5
-# How many steps in a row one fence makes an instance take: one for each of its hosts, and what follows from undoing.
-MAX_FENCE_STEPS = 4
-
-ENDS = frozenset({State.ACTIVE, State.FAILED, State.DELETED, State.OFFLOADED})
-
-
-class InstanceEvent(Struct, frozen=True):
-    """One event for one instance. message_id: what it came in, "" when it came in none."""
-
-    uuid: str
-    event: Event
-    message_id: str = ""
-    cause: str = ""
-
-
-class PendingQuestion(Struct, frozen=True):
-    """A request to placement for one instance. repeated: placement may have had this very request before."""
-
-    instance: Instance
-    message: Claim | Release | Revert
-    repeated: bool = False
-
-
-class Transition(Struct, frozen=True):
-    """What one transaction has made of its instances, what it sends, and what is logged after the commit."""
-
-    instances: Mapping[str, Instance]
-    outgoing: list[OutboxMessage]
-    steps: Counter[tuple[State, str]]
-    ended: list[Instance]
-    losses: Sequence[Loss] = ()
 
 
 class FenceView(Protocol):
@@ -155,7 +110,7 @@ class Engine:
         self._config = config
         self._down = down
         self._fences = fences or NoFences()
-        self._requesting: set[str] = set()
+        self._placement = PlacementRequests(bus, clock, config.claim_timeout_s)
         self._unflushed = 0  # commits that did not wait for the disk
         self._context = StepContext(
             cell=cell,
@@ -220,7 +175,7 @@ class Engine:
             metrics.SWEPT.labels(instance.state).inc()
             log.info("instance.deadline", instance=instance.uuid, state=instance.state, cause=instance.cause)
         with metrics.BATCH_SECONDS.labels("sweep").time():
-            await self._ask_placement(_questions(due, recorded.instances, again=due.keys()))
+            await self._ask_placement(due_questions(due, recorded.instances, again=due.keys()))
         return len(due)
 
     async def leave_services(self, incoming: Sequence[InstanceEvent]) -> None:
@@ -240,7 +195,7 @@ class Engine:
             return
         self._committed(transaction, recorded)
         with metrics.BATCH_SECONDS.labels("leases").time():
-            await self._ask_placement(_questions(known, recorded.instances, again=()))
+            await self._ask_placement(due_questions(known, recorded.instances, again=()))
 
     async def _apply(self, incoming: Sequence[InstanceEvent]) -> list[PendingQuestion]:
         """One transaction: what is new of these events, on the locked instances. Returns the requests that follow."""
@@ -257,14 +212,14 @@ class Engine:
                     known = await transaction.lock(uuids)
                     possible = self._possible(known, fresh) if is_locked else fresh
                     recorded = await self._record(transaction, known, possible)
-                    transaction.durable = not _may_be_redone(recorded)
+                    transaction.durable = not may_be_redone(recorded)
             except Conflict:
                 continue
             self._committed(transaction, recorded)
             self._unflushed += not transaction.durable
             # A message seen before: the conductor that took it then may have died before it could ask.
             again = set() if len(fresh) == len(incoming) else {a.uuid for a in incoming} - {a.uuid for a in fresh}
-            return _questions(known, recorded.instances, again=again)
+            return due_questions(known, recorded.instances, again=again)
         raise Transient("other conductors keep recording these instances first", code="instance.contended")
 
     @staticmethod
@@ -320,7 +275,7 @@ class Engine:
             down=self._down(),
             fences=self._fences.known,
         )
-        ended_by = _FenceSteps()
+        ended_by = FenceSteps()
         for instance_event in incoming:
             before = now.get(instance_event.uuid) or Instance(uuid=instance_event.uuid)
             stepped = step(before, instance_event.event, context)
@@ -348,7 +303,7 @@ class Engine:
         self._relay.send(transaction.row, recorded.outgoing)
         if recorded.losses:
             self._fences.note_losses(recorded.losses)
-        _observe_steps(recorded.steps, recorded.ended, recorded.outgoing)
+        observe_steps(recorded.steps, recorded.ended, recorded.outgoing)
 
     async def _ask_placement(self, questions: Sequence[PendingQuestion]) -> None:
         """Ask placement, until nothing of this batch waits for it; what gets no answer is left to the sweep.
@@ -356,145 +311,11 @@ class Engine:
         A missing answer is no reason to hold the messages back: the request is on record, and repeated until answered.
         """
         for _ in range(MAX_ROUNDS):
-            mine = [question for question in questions if question.instance.uuid not in self._requesting]
-            if not mine:
-                return
-            self._requesting.update(question.instance.uuid for question in mine)
-            try:
-                answers = await self._ask(mine)
-            finally:
-                self._requesting.difference_update(question.instance.uuid for question in mine)
+            answers = await self._placement.ask(questions)
             if not answers:
                 return
             questions = await self._apply(answers)
         log.error("instance.unsettled", instances=[question.instance.uuid for question in questions][:10])
-
-    async def _ask(self, questions: Sequence[PendingQuestion]) -> list[InstanceEvent]:
-        """One round of questions, many at once; the answers as events."""
-        claims = [(question, question.message) for question in questions if isinstance(question.message, Claim)]
-        releases = [(question, question.message) for question in questions if isinstance(question.message, Release)]
-        incoming: list[InstanceEvent] = []
-        if claims:
-            answers = await self._request([c for _, c in claims], ClaimResult, [q.instance.cause for q, _ in claims])
-            for (question, claim), answer in zip(claims, answers, strict=True):
-                event = self._claim_event(question, claim, answer)
-                incoming += [InstanceEvent(question.instance.uuid, event)] if event else []
-        if releases:
-            queried = [release for _, release in releases]
-            replies = await self._request(queried, ReleaseResult, [q.instance.cause for q, _ in releases])
-            for (question, release), reply in zip(releases, replies, strict=True):
-                if self._is_released(question.instance, reply):
-                    released = Released(at=self._clock.time(), consumer=release.consumer)
-                    incoming.append(InstanceEvent(question.instance.uuid, released))
-        if reverts := [(q, q.message) for q in questions if isinstance(q.message, Revert)]:
-            backs = await self._request([r for _, r in reverts], RevertResult, [q.instance.cause for q, _ in reverts])
-            for (question, revert), back in zip(reverts, backs, strict=True):
-                reverted = self._revert_event(question.instance, revert, back)
-                incoming += [InstanceEvent(question.instance.uuid, reverted)] if reverted else []
-        return incoming
-
-    async def _request(self, questions: Sequence[Message], reply: type[R], causes: Sequence[str]) -> list[R | Fault]:
-        return await self._bus.request_all(questions, reply, timeout_s=self._config.claim_timeout_s, causes=causes)
-
-    def _claim_event(self, question: PendingQuestion, claim: Claim, answer: ClaimResult | Fault) -> Event | None:
-        """What placement's answer means to the instance; None: no answer yet."""
-        now, instance = self._clock.time(), question.instance
-        if isinstance(answer, RequestRefused):
-            metrics.ANSWERS.labels("claim", answer.code).inc()
-            return ClaimRefused(at=now, attempt=claim.attempt, reason=f"{answer.code}: {answer.reason}")
-        if isinstance(answer, Fault):
-            self._unanswered(instance, "claim", answer)
-            return None
-        metrics.ANSWERS.labels("claim", answer.outcome.value).inc()
-        log.info(
-            "instance.claim",
-            instance=instance.uuid,
-            attempt=claim.attempt,
-            outcome=answer.outcome,
-            outcomes=[outcome.value for outcome in answer.outcomes],
-            cause=instance.cause,
-        )
-        if answer.outcome is ClaimOutcome.CLAIMED and answer.option is not None:
-            return Claimed(
-                at=now,
-                attempt=claim.attempt,
-                option=answer.option,
-                consumer_generation=answer.consumer_generation,
-                outcomes=answer.outcomes,
-            )
-        return _refused(claim, answer, now, question.repeated)
-
-    def _is_released(self, instance: Instance, reply: ReleaseResult | Fault) -> bool:
-        if isinstance(reply, Fault):
-            self._unanswered(instance, "release", reply)
-            return False
-        metrics.ANSWERS.labels("release", reply.outcome).inc()
-        if reply.outcome == "consumer_changed":
-            # A newer attempt than any of ours holds it: not ours to release.
-            log.warning("instance.release_foreign", instance=instance.uuid, cause=instance.cause)
-        return True
-
-    def _revert_event(self, instance: Instance, revert: Revert, reply: RevertResult | Fault) -> Event | None:
-        """What placement's answer means to the instance; None: the request is repeated."""
-        if isinstance(reply, Fault):
-            self._unanswered(instance, "revert", reply)
-            return None
-        metrics.ANSWERS.labels("revert", reply.outcome).inc()
-        if reply.outcome in ("full", "gone"):
-            log.error("instance.revert_refused", instance=instance.uuid, outcome=reply.outcome, reason=reply.reason)
-            return None
-        if reply.outcome == "consumer_changed":
-            log.warning("instance.revert_foreign", instance=instance.uuid, cause=instance.cause, reason=reply.reason)
-        return Reverted(at=self._clock.time(), attempt=revert.attempt, consumer_generation=reply.consumer_generation)
-
-    def _unanswered(self, instance: Instance, kind: str, fault: Fault) -> None:
-        metrics.ANSWERS.labels(kind, fault.code).inc()
-        log.warning("instance.unanswered", instance=instance.uuid, ask=kind, code=fault.code, cause=instance.cause)
-
-
-class _FenceSteps:
-    """What fences end in one transaction: on which hosts, and what these have lost by it."""
-
-    def __init__(self) -> None:
-        self.hosts: dict[str, None] = {}
-        self.losses: list[Loss] = []
-
-    def follow(self, before: Instance, stepped: Step, event: Event, context: StepContext) -> Step:
-        """The step, and those that the fences of the instance's hosts lead to."""
-        at, commands = event.at, stepped.commands
-        fenced = {*fenced_hosts(before, context.fences), *fenced_hosts(stepped.instance, context.fences)}
-        after = stepped.instance
-        if isinstance(event, HostFenced) and after is not before:
-            self.hosts[event.host_uuid] = None
-        for _ in range(MAX_FENCE_STEPS):
-            was = after
-            for host in fenced_hosts(after, context.fences):
-                then = step(after, HostFenced(at=at, host_uuid=host), context)
-                if then.instance is not after:
-                    self.hosts[host] = None
-                    after, commands = then.instance, (*commands, *then.commands)
-            if after is was:
-                break
-        if after is not before:
-            for host in sorted(fenced):
-                self.losses += losses_of(before, after, host, at)
-        self.hosts.update(dict.fromkeys(loss.host_uuid for loss in self.losses))
-        return Step(after, commands)
-
-
-def _may_be_redone(recorded: Transition) -> bool:
-    """Whether it may leave before it is on disk: the message that caused it is acknowledged after that.
-
-    A database that forgets it in a crash is given the message again, and announces the same again; see
-    docs/decisions/0011-what-waits-for-the-disk.md. What commands a host or goes to placement is on disk first; so is
-    the end of a request: forgotten, a refusal could be carried out after all, and what was done could fail (seed 116).
-    """
-    if any(question_of(instance) is not None for instance in recorded.instances.values()):
-        return False
-    outgoing = [addressed.message for addressed in recorded.outgoing]
-    if any(isinstance(message, MoveEvent) and message.terminal for message in outgoing):
-        return False
-    return all(isinstance(message, BuildEvent | MoveEvent) for message in outgoing)
 
 
 def _in_its_trace(before: Instance, after: Instance, incoming: InstanceEvent) -> Instance:
@@ -503,41 +324,6 @@ def _in_its_trace(before: Instance, after: Instance, incoming: InstanceEvent) ->
         return after
     trace = traceparent_of(after.cause or incoming.cause)
     return after if trace == after.traceparent else replace(after, traceparent=trace)
-
-
-def _questions(
-    before: Mapping[str, Instance], after: Mapping[str, Instance], *, again: Collection[str]
-) -> list[PendingQuestion]:
-    """The requests to placement that are due: those that have just come up, and those of `again` once more.
-
-    An instance that was waiting all along is another task's: two requests at the same time would be answered twice.
-    """
-    found: list[PendingQuestion] = []
-    for uuid, instance in after.items():
-        message = question_of(instance)
-        if message is None:
-            continue
-        known = before.get(uuid)
-        is_new = known is None or question_of(known) != message
-        if is_new or uuid in again:
-            found.append(PendingQuestion(instance, message, repeated=not is_new))
-    return found
-
-
-def _refused(claim: Claim, answer: ClaimResult, now: float, repeated: bool) -> ClaimRefused:
-    """A claim that took nothing.
-
-    When the same request was sent before (a crash, a lost answer), a consumer that is gone is our own doing: the
-    first request released it and found no room. It differs from a consumer that another client holds.
-    """
-    ours = repeated and answer.consumer_generation is None
-    return ClaimRefused(
-        at=now,
-        attempt=claim.attempt,
-        consumer_changed=answer.outcome is ClaimOutcome.CONSUMER_CHANGED and not ours,
-        outcomes=answer.outcomes,
-        reason=answer.reason,
-    )
 
 
 def _log_change(change: DatabaseChange, cell: str) -> None:
@@ -549,25 +335,3 @@ def _log_change(change: DatabaseChange, cell: str) -> None:
         doubted=change.doubted,
         hint="no build that was under way is timed out before its host has reported what became of it",
     )
-
-
-def _observe_steps(
-    steps: Counter[tuple[State, str]], ended: Sequence[Instance], outgoing: Sequence[OutboxMessage]
-) -> None:
-    """Count a batch, and log each instance that came to an end."""
-    for (state, event), times in steps.items():
-        metrics.STEPS.labels(state, event).inc(times)
-    for instance in ended:
-        metrics.ENDED.labels(instance.state).inc()
-        write = log.info if instance.state is State.FAILED else log.debug
-        write(
-            "instance.ended",
-            instance=instance.uuid,
-            state=instance.state,
-            attempt=instance.attempt,
-            code=instance.code,
-            reason=instance.reason,
-            cause=instance.cause,
-        )
-    metrics.ALTERNATES.inc(sum(isinstance(a.message, Spawn) and a.message.attempt > 1 for a in outgoing))
-    metrics.stages([a.message for a in outgoing])

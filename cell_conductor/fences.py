@@ -23,9 +23,9 @@ from bus.faults import Transient
 from bus.port import BusError
 
 from .config import ConductorConfig
-from .domain.events import HostFenced
+from .domain.events import HostFenced, InstanceEvent
 from .domain.fences import Fence, Loss
-from .engine import Engine, InstanceEvent
+from .engine import Engine
 from .store.port import InstanceStore
 
 log = structlog.get_logger(__name__)

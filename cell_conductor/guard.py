@@ -23,9 +23,8 @@ from bus.contracts.cell import (
 from . import metrics
 from .config import ConductorConfig
 from .domain.breaker import Finding, ScanFindings, assess
-from .domain.events import Event
+from .domain.events import Event, InstanceEvent
 from .domain.report import MAX_SERVICES, Differences, Unexplained, UnexplainedKind
-from .engine import InstanceEvent
 from .store.port import InstanceStore
 from .store.safety import DESTROY, MachineKey, UnexplainedRecord
 

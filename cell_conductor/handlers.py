@@ -32,13 +32,14 @@ from .domain.events import (
     Destroyed,
     Event,
     HostRuns,
+    InstanceEvent,
     MoveRequested,
     Spawned,
     SpawnFailed,
 )
 from .domain.instance import ScanId
 from .domain.report import Differences, Newest, differences
-from .engine import Engine, InstanceEvent
+from .engine import Engine
 from .fences import FenceKeeper
 from .guard import Guard
 from .quarantine_reservations import QuarantineReservations

@@ -28,9 +28,9 @@ from bus.port import BusError
 
 from . import metrics
 from .config import ConductorConfig
-from .domain.events import ServiceLost
+from .domain.events import InstanceEvent, ServiceLost
 from .domain.leases import STEP_S, STOPPED, Lease, LeaseState, LeaseTable
-from .engine import Engine, InstanceEvent
+from .engine import Engine
 from .store.port import InstanceStore
 
 log = structlog.get_logger(__name__)

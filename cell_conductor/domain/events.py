@@ -205,3 +205,12 @@ EVENTS: tuple[type[Event], ...] = (
     Reverted,
     HostFenced,
 )
+
+
+class InstanceEvent(Struct, frozen=True):
+    """One event for one instance. message_id: what it came in, "" when it came in none."""
+
+    uuid: str
+    event: Event
+    message_id: str = ""
+    cause: str = ""

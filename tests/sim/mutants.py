@@ -20,6 +20,7 @@ from bus.persistence.relay import Relay
 from cell_conductor.domain import rules, steps, table
 from cell_conductor.domain.instance import State
 from cell_conductor.engine import Engine
+from cell_conductor.placement_requests import PlacementRequests
 from compute_sim.domain.attempts import Entry, Phase, SpawnVerdict
 from compute_sim.drivers.hypervisor import Hypervisors
 from placement_worker.domain import claims
@@ -134,7 +135,7 @@ def alternates_claimed_twice() -> AbstractContextManager[Any]:
             return replace(message, attempt=message.attempt + int(instance.deadline or 0) % 2)
         return message
 
-    return patch("cell_conductor.engine.question_of", wanted)
+    return patch("cell_conductor.placement_requests.question_of", wanted)
 
 
 def duplicate_event_applied() -> AbstractContextManager[Any]:
@@ -296,15 +297,15 @@ def no_answer_is_no() -> AbstractContextManager[Any]:
     """A conductor takes placement's silence for a refusal."""
     from cell_conductor.domain.events import ClaimRefused  # noqa: PLC0415  (only this one needs it)
 
-    original = Engine._claim_event
+    original = PlacementRequests._claim_event
 
-    def claim_event(self: Engine, question: Any, claim: Claim, answer: Any) -> Any:
+    def claim_event(self: PlacementRequests, question: Any, claim: Claim, answer: Any) -> Any:
         event = original(self, question, claim, answer)
         return event or ClaimRefused(
             at=self._clock.time(), attempt=claim.attempt, consumer_changed=True, outcomes=(ClaimOutcome.GONE,)
         )
 
-    return patch.object(Engine, "_claim_event", claim_event)
+    return patch.object(PlacementRequests, "_claim_event", claim_event)
 
 
 @contextmanager

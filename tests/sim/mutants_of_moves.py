@@ -54,7 +54,7 @@ def _shared(name: str, apply: Callable[..., Any]) -> AbstractContextManager[Any]
 def _requested(change: Callable[[Any, Any], Any]) -> AbstractContextManager[Any]:
     """Another question to placement."""
     wanted = table.question_of
-    return patch("cell_conductor.engine.question_of", lambda instance: change(instance, wanted(instance)))
+    return patch("cell_conductor.placement_requests.question_of", lambda instance: change(instance, wanted(instance)))
 
 
 def source_never_commanded_to_stop() -> AbstractContextManager[Any]:

@@ -8,10 +8,11 @@ from collections.abc import AsyncIterator, Sequence
 import pytest
 
 from bus.contracts.placement import Claim, ClaimOutcome, ClaimResult
-from cell_conductor.domain.events import SpawnFailed
+from cell_conductor.domain.events import InstanceEvent, SpawnFailed
 from cell_conductor.domain.instance import State
-from cell_conductor.engine import Engine, InstanceEvent, PendingQuestion
+from cell_conductor.engine import Engine
 from cell_conductor.handlers import build_requested
+from cell_conductor.placement_requests import PendingQuestion, PlacementRequests
 from tests.integration.conductor.neighbours import WAIT_S, Cell, opened
 
 
@@ -21,10 +22,11 @@ async def cell(postgres_url: str) -> AsyncIterator[Cell]:
         yield made
 
 
-class Held(Engine):
-    """A conductor whose every question to placement waits until it is let go."""
+class Held(PlacementRequests):
+    """Every question to placement waits until it is let go."""
 
-    def hold(self) -> None:
+    def __init__(self, cell: Cell) -> None:
+        super().__init__(cell.bus, cell.clock, cell.config.claim_timeout_s)
         self.asking, self.go = asyncio.Event(), asyncio.Semaphore(0)
 
     async def _ask(self, questions: Sequence[PendingQuestion]) -> list[InstanceEvent]:
@@ -41,33 +43,33 @@ class Held(Engine):
 async def test_a_question_that_came_twice_may_be_answered_full_and_then_claimed(cell: Cell) -> None:
     """The first asking releases and finds no room; then there is room for the second one (a redelivered message)."""
     uuid = await _building(cell)
-    one, two = _held(cell), _held(cell)
+    (one, first_asked), (two, second_asked) = _held(cell), _held(cell)
     failed = InstanceEvent(uuid, SpawnFailed(at=cell.clock.time(), attempt=1, host_uuid=cell.host(1)), "a message")
     cell.around.full = {cell.host(2)}
     cell.around._claim = _placement(cell)  # type: ignore[method-assign]
     first = asyncio.create_task(one.take([failed], source="test"))
-    await one.requested()
+    await first_asked.requested()
     second = asyncio.create_task(two.take([failed], source="test"))
-    await two.requested()
-    one.go.release()  # full: the claim of the first host is released, none is taken
-    await one.requested()  # it requests a release, of the attempt that may have been claimed too
+    await second_asked.requested()
+    first_asked.go.release()  # full: the claim of the first host is released, none is taken
+    await first_asked.requested()  # it requests a release, of the attempt that may have been claimed too
     assert await cell.state(uuid) is State.GIVING_UP
     cell.around.full = set()
-    two.go.release()
+    second_asked.go.release()
     await second
     assert uuid in cell.around.held
-    one.go.release()
+    first_asked.go.release()
     await first
     assert await cell.state(uuid) is State.FAILED
     await cell.check_at_rest()
 
 
-def _held(cell: Cell) -> Held:
-    made = Held(
+def _held(cell: Cell) -> tuple[Engine, Held]:
+    made = Engine(
         store=cell.store, bus=cell.bus, relay=cell.relay, clock=cell.clock, config=cell.config, cell=cell.bus.name
     )
-    made.hold()
-    return made
+    held = made._placement = Held(cell)
+    return made, held
 
 
 async def _building(cell: Cell) -> str:

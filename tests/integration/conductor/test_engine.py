@@ -22,9 +22,8 @@ from bus.contracts.cell import (
     Running,
 )
 from bus.faults import Transient
-from cell_conductor.domain.events import DeleteRequested
+from cell_conductor.domain.events import DeleteRequested, InstanceEvent
 from cell_conductor.domain.instance import State
-from cell_conductor.engine import InstanceEvent
 from cell_conductor.handlers import RequestHandlers, build_requested
 from tests.integration.conductor.neighbours import CELL, WAIT_S, Cell, opened
 

@@ -14,8 +14,9 @@ from bus.contracts.cell import CellDelete
 from bus.contracts.moves import CellMove, MoveKind, MoveState
 from bus.port import Outgoing
 from bus.wire import CODE
+from cell_conductor.domain.events import InstanceEvent
 from cell_conductor.domain.instance import State
-from cell_conductor.engine import Engine, InstanceEvent
+from cell_conductor.engine import Engine
 from tests.integration.conductor.neighbours import Cell, opened
 
 REQUEST = "90000000-0000-4000-8000-000000000001"

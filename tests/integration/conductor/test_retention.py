@@ -12,9 +12,8 @@ from bus.consuming.outcome import Received
 from bus.contracts.base import Meta
 from bus.contracts.build import BuildState
 from bus.contracts.cell import CellDelete, ComputeHosts, ComputeOutcome, ComputeResult, HostReport
-from cell_conductor.domain.events import DeleteRequested
+from cell_conductor.domain.events import DeleteRequested, InstanceEvent
 from cell_conductor.domain.instance import State
-from cell_conductor.engine import InstanceEvent
 from tests.integration.conductor.neighbours import CELL, Cell, opened
 
 

@@ -20,7 +20,7 @@ from cell_conductor.domain import events as e
 from cell_conductor.domain.instance import Instance, Power, State
 from cell_conductor.domain.proof import is_over
 from cell_conductor.domain.table import question_of, step
-from cell_conductor.engine import Transition, _may_be_redone
+from cell_conductor.transition import Transition, may_be_redone
 from tests.unit.conductor.move_scenario import (
     MOVE,
     OTHER,
@@ -326,7 +326,7 @@ def test_a_refusal_is_on_disk_before_its_request_is_acknowledged() -> None:
     refusal = made.apply(request(MoveKind.STOP, request_id=OTHER))
     assert announced(*refusal.commands) == [(MoveKind.STOP, MoveState.REFUSED, True, "instance.resized")]
     outgoing = [OutboxMessage("c", message, UUID) for message in refusal.commands]
-    assert not _may_be_redone(Transition({UUID: refusal.instance}, outgoing, Counter(), []))
+    assert not may_be_redone(Transition({UUID: refusal.instance}, outgoing, Counter(), []))
 
 
 def test_a_stopped_machine_is_stopped_where_it_has_been_moved_to() -> None:

@@ -1,0 +1,178 @@
+"""Requests to placement that instances wait for: which are due, and what the answers mean to their instances."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import TypeVar
+
+import structlog
+from msgspec import Struct
+
+from bus.bus import Bus
+from bus.clock import Clock
+from bus.contracts.base import Message
+from bus.contracts.placement import (
+    Claim,
+    ClaimOutcome,
+    ClaimResult,
+    Release,
+    ReleaseResult,
+    Revert,
+    RevertResult,
+)
+from bus.faults import Fault, RequestRefused
+
+from . import metrics
+from .domain.events import Claimed, ClaimRefused, Event, InstanceEvent, Released, Reverted
+from .domain.instance import Instance
+from .domain.table import question_of
+
+R = TypeVar("R", bound=Message)
+
+log = structlog.get_logger(__name__)
+
+
+class PendingQuestion(Struct, frozen=True):
+    """A request to placement for one instance. repeated: placement may have had this very request before."""
+
+    instance: Instance
+    message: Claim | Release | Revert
+    repeated: bool = False
+
+
+def due_questions(
+    before: Mapping[str, Instance], after: Mapping[str, Instance], *, again: Collection[str]
+) -> list[PendingQuestion]:
+    """The requests to placement that are due: those that have just come up, and those of `again` once more.
+
+    An instance that was waiting all along is another task's: two requests at the same time would be answered twice.
+    """
+    found: list[PendingQuestion] = []
+    for uuid, instance in after.items():
+        message = question_of(instance)
+        if message is None:
+            continue
+        known = before.get(uuid)
+        is_new = known is None or question_of(known) != message
+        if is_new or uuid in again:
+            found.append(PendingQuestion(instance, message, repeated=not is_new))
+    return found
+
+
+class PlacementRequests:
+    """One conductor's requests. For each instance at most one is under way: two at once would be answered twice."""
+
+    def __init__(self, bus: Bus, clock: Clock, timeout_s: float) -> None:
+        self._bus = bus
+        self._clock = clock
+        self._timeout_s = timeout_s
+        self._under_way: set[str] = set()  # instances
+
+    async def ask(self, questions: Sequence[PendingQuestion]) -> list[InstanceEvent]:
+        """One round of questions, but those of instances that wait for an answer already; the answers as events."""
+        mine = [question for question in questions if question.instance.uuid not in self._under_way]
+        if not mine:
+            return []
+        self._under_way.update(question.instance.uuid for question in mine)
+        try:
+            return await self._ask(mine)
+        finally:
+            self._under_way.difference_update(question.instance.uuid for question in mine)
+
+    async def _ask(self, questions: Sequence[PendingQuestion]) -> list[InstanceEvent]:
+        """Many of a kind at once."""
+        claims = [(question, question.message) for question in questions if isinstance(question.message, Claim)]
+        releases = [(question, question.message) for question in questions if isinstance(question.message, Release)]
+        incoming: list[InstanceEvent] = []
+        if claims:
+            answers = await self._request([c for _, c in claims], ClaimResult, [q.instance.cause for q, _ in claims])
+            for (question, claim), answer in zip(claims, answers, strict=True):
+                event = self._claim_event(question, claim, answer)
+                incoming += [InstanceEvent(question.instance.uuid, event)] if event else []
+        if releases:
+            queried = [release for _, release in releases]
+            replies = await self._request(queried, ReleaseResult, [q.instance.cause for q, _ in releases])
+            for (question, release), reply in zip(releases, replies, strict=True):
+                if self._is_released(question.instance, reply):
+                    released = Released(at=self._clock.time(), consumer=release.consumer)
+                    incoming.append(InstanceEvent(question.instance.uuid, released))
+        if reverts := [(q, q.message) for q in questions if isinstance(q.message, Revert)]:
+            backs = await self._request([r for _, r in reverts], RevertResult, [q.instance.cause for q, _ in reverts])
+            for (question, revert), back in zip(reverts, backs, strict=True):
+                reverted = self._revert_event(question.instance, revert, back)
+                incoming += [InstanceEvent(question.instance.uuid, reverted)] if reverted else []
+        return incoming
+
+    async def _request(self, questions: Sequence[Message], reply: type[R], causes: Sequence[str]) -> list[R | Fault]:
+        return await self._bus.request_all(questions, reply, timeout_s=self._timeout_s, causes=causes)
+
+    def _claim_event(self, question: PendingQuestion, claim: Claim, answer: ClaimResult | Fault) -> Event | None:
+        """What placement's answer means to the instance; None: no answer yet."""
+        now, instance = self._clock.time(), question.instance
+        if isinstance(answer, RequestRefused):
+            metrics.ANSWERS.labels("claim", answer.code).inc()
+            return ClaimRefused(at=now, attempt=claim.attempt, reason=f"{answer.code}: {answer.reason}")
+        if isinstance(answer, Fault):
+            self._unanswered(instance, "claim", answer)
+            return None
+        metrics.ANSWERS.labels("claim", answer.outcome.value).inc()
+        log.info(
+            "instance.claim",
+            instance=instance.uuid,
+            attempt=claim.attempt,
+            outcome=answer.outcome,
+            outcomes=[outcome.value for outcome in answer.outcomes],
+            cause=instance.cause,
+        )
+        if answer.outcome is ClaimOutcome.CLAIMED and answer.option is not None:
+            return Claimed(
+                at=now,
+                attempt=claim.attempt,
+                option=answer.option,
+                consumer_generation=answer.consumer_generation,
+                outcomes=answer.outcomes,
+            )
+        return _refused(claim, answer, now, question.repeated)
+
+    def _is_released(self, instance: Instance, reply: ReleaseResult | Fault) -> bool:
+        if isinstance(reply, Fault):
+            self._unanswered(instance, "release", reply)
+            return False
+        metrics.ANSWERS.labels("release", reply.outcome).inc()
+        if reply.outcome == "consumer_changed":
+            # A newer attempt than any of ours holds it: not ours to release.
+            log.warning("instance.release_foreign", instance=instance.uuid, cause=instance.cause)
+        return True
+
+    def _revert_event(self, instance: Instance, revert: Revert, reply: RevertResult | Fault) -> Event | None:
+        """What placement's answer means to the instance; None: the request is repeated."""
+        if isinstance(reply, Fault):
+            self._unanswered(instance, "revert", reply)
+            return None
+        metrics.ANSWERS.labels("revert", reply.outcome).inc()
+        if reply.outcome in ("full", "gone"):
+            log.error("instance.revert_refused", instance=instance.uuid, outcome=reply.outcome, reason=reply.reason)
+            return None
+        if reply.outcome == "consumer_changed":
+            log.warning("instance.revert_foreign", instance=instance.uuid, cause=instance.cause, reason=reply.reason)
+        return Reverted(at=self._clock.time(), attempt=revert.attempt, consumer_generation=reply.consumer_generation)
+
+    def _unanswered(self, instance: Instance, kind: str, fault: Fault) -> None:
+        metrics.ANSWERS.labels(kind, fault.code).inc()
+        log.warning("instance.unanswered", instance=instance.uuid, ask=kind, code=fault.code, cause=instance.cause)
+
+
+def _refused(claim: Claim, answer: ClaimResult, now: float, repeated: bool) -> ClaimRefused:
+    """A claim that took nothing.
+
+    When the same request was sent before (a crash, a lost answer), a consumer that is gone is our own doing: the
+    first request released it and found no room. It differs from a consumer that another client holds.
+    """
+    ours = repeated and answer.consumer_generation is None
+    return ClaimRefused(
+        at=now,
+        attempt=claim.attempt,
+        consumer_changed=answer.outcome is ClaimOutcome.CONSUMER_CHANGED and not ours,
+        outcomes=answer.outcomes,
+        reason=answer.reason,
+    )

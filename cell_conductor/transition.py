@@ -1,0 +1,70 @@
+"""What one transaction makes of its instances: whether it may leave before it is on disk, and what is counted of it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+import structlog
+from msgspec import Struct
+
+from bus.contracts.build import BuildEvent
+from bus.contracts.cell import Spawn
+from bus.contracts.moves import MoveEvent
+from bus.persistence.outbox import OutboxMessage
+
+from . import metrics
+from .domain.fences import Loss
+from .domain.instance import Instance, State
+from .domain.table import question_of
+
+log = structlog.get_logger(__name__)
+
+ENDS = frozenset({State.ACTIVE, State.FAILED, State.DELETED, State.OFFLOADED})
+
+
+class Transition(Struct, frozen=True):
+    """What one transaction has made of its instances, what it sends, and what is logged after the commit."""
+
+    instances: Mapping[str, Instance]
+    outgoing: list[OutboxMessage]
+    steps: Counter[tuple[State, str]]
+    ended: list[Instance]
+    losses: Sequence[Loss] = ()
+
+
+def may_be_redone(recorded: Transition) -> bool:
+    """Whether it may leave before it is on disk: the message that caused it is acknowledged after that.
+
+    A database that forgets it in a crash is given the message again, and announces the same again; see
+    docs/decisions/0011-what-waits-for-the-disk.md. What commands a host or goes to placement is on disk first; so is
+    the end of a request: forgotten, a refusal could be carried out after all, and what was done could fail (seed 116).
+    """
+    if any(question_of(instance) is not None for instance in recorded.instances.values()):
+        return False
+    outgoing = [addressed.message for addressed in recorded.outgoing]
+    if any(isinstance(message, MoveEvent) and message.terminal for message in outgoing):
+        return False
+    return all(isinstance(message, BuildEvent | MoveEvent) for message in outgoing)
+
+
+def observe_steps(
+    steps: Counter[tuple[State, str]], ended: Sequence[Instance], outgoing: Sequence[OutboxMessage]
+) -> None:
+    """Count a batch, and log each instance that came to an end."""
+    for (state, event), times in steps.items():
+        metrics.STEPS.labels(state, event).inc(times)
+    for instance in ended:
+        metrics.ENDED.labels(instance.state).inc()
+        write = log.info if instance.state is State.FAILED else log.debug
+        write(
+            "instance.ended",
+            instance=instance.uuid,
+            state=instance.state,
+            attempt=instance.attempt,
+            code=instance.code,
+            reason=instance.reason,
+            cause=instance.cause,
+        )
+    metrics.ALTERNATES.inc(sum(isinstance(a.message, Spawn) and a.message.attempt > 1 for a in outgoing))
+    metrics.stages([a.message for a in outgoing])
