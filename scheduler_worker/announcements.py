@@ -21,7 +21,7 @@ from bus.persistence.outbox import OutboxMessage
 from bus.persistence.unit_of_work import run_optimistic
 from scheduler_worker import metrics
 from scheduler_worker.domain.builds import BuildUpdate, RecordedBuild, apply_announcement, is_early, timeline_entries
-from scheduler_worker.domain.moves import apply_announcement as apply_move
+from scheduler_worker.domain.move_events import apply_announcement as apply_move
 from scheduler_worker.store.port import BuildUnit, SchedulerStore
 
 log = structlog.get_logger(__name__)

@@ -30,7 +30,7 @@ from scheduler_worker.claims import BusClaims
 from scheduler_worker.config import SchedulerConfig
 from scheduler_worker.domain.decisions import refused_event
 from scheduler_worker.domain.hosts import HostTable
-from scheduler_worker.domain.moves import refused_move
+from scheduler_worker.domain.move_events import refused_move
 from scheduler_worker.domain.selector import Selector
 from scheduler_worker.domain.workers import WorkerTable
 from scheduler_worker.drain_plan import DrainPlanner

@@ -24,7 +24,7 @@ from placement_worker.replica.query import total_resources
 from scheduler_worker.domain.conclusions import RETRIES
 from scheduler_worker.domain.drain_targets import DrainedHost, hosts_of
 from scheduler_worker.domain.drains import DRAIN_KINDS
-from scheduler_worker.domain.moves import MoveContext, PendingMove, flavor_of
+from scheduler_worker.domain.recorded_moves import MoveContext, PendingMove, flavor_of
 from scheduler_worker.domain.selector import Selector
 from scheduler_worker.moves import Chosen, MoveEngine
 from scheduler_worker.store.port import FIRST_UUID, SchedulerStore

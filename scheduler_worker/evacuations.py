@@ -32,7 +32,7 @@ from scheduler_worker.domain.evacuations import (
     is_restarted,
     pause_s,
 )
-from scheduler_worker.domain.moves import RecordedMove
+from scheduler_worker.domain.recorded_moves import RecordedMove
 from scheduler_worker.domain.selector import Selector
 from scheduler_worker.objects import ObjectRegistry
 from scheduler_worker.store.port import FIRST_UUID, SchedulerStore

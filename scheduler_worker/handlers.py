@@ -13,8 +13,9 @@ from bus.contracts.build import BuildAccepted, BuildRequest, DeleteRequest
 from bus.contracts.moves import MoveRequest
 from scheduler_worker.config import SchedulerConfig
 from scheduler_worker.domain.deletes import PendingDelete, pending_delete
-from scheduler_worker.domain.moves import PendingMove, pending_move
+from scheduler_worker.domain.moves import pending_move
 from scheduler_worker.domain.pending import FlavorAccess, PendingBuild, members_of, pending_build
+from scheduler_worker.domain.recorded_moves import PendingMove
 from scheduler_worker.engine import SchedulingEngine
 from scheduler_worker.moves import MoveEngine
 from scheduler_worker.retention import max_request_age_s

@@ -47,28 +47,28 @@ from scheduler_worker.domain.conclusions import HOSTS_UNKNOWN, RETRIES
 from scheduler_worker.domain.decisions import NO_HOST
 from scheduler_worker.domain.evacuation_policy import for_cell, policy_of
 from scheduler_worker.domain.explain import funnel_step, sentence
+from scheduler_worker.domain.move_events import clash_event, event_of, recorded
 from scheduler_worker.domain.moves import (
     CHANGED,
     Clash,
-    InstanceRecord,
-    MoveContext,
-    PendingMove,
-    RecordedMove,
     accepted,
     changes_image,
     check_move,
-    clash_event,
-    event_of,
-    flavor_of,
-    image_of,
     leaves_source,
     looks_at_hosts,
     placed_as,
-    recorded,
     under_way,
 )
 from scheduler_worker.domain.peers import peers_of
 from scheduler_worker.domain.placement import PlacementRequest, initial_state, unavailable_after
+from scheduler_worker.domain.recorded_moves import (
+    InstanceRecord,
+    MoveContext,
+    PendingMove,
+    RecordedMove,
+    flavor_of,
+    image_of,
+)
 from scheduler_worker.domain.request_spec import RequestSpec, Unsatisfiable
 from scheduler_worker.domain.selector import NoValidHost, Selector
 from scheduler_worker.placing import ReplicaFollower

@@ -20,7 +20,7 @@ from bus.faults import Transient
 from bus.port import BusError
 from scheduler_worker import metrics
 from scheduler_worker.domain.builds import Author, BuildUpdate
-from scheduler_worker.domain.moves import RecordedMove
+from scheduler_worker.domain.recorded_moves import RecordedMove
 from scheduler_worker.domain.unanswered import Watched, Watching, look, marked
 from scheduler_worker.store.port import FIRST_UUID, SchedulerStore
 

@@ -41,7 +41,7 @@ PLANTS = (
     Plant(
         name="overtaken_end_of_a_move_dropped",
         does="the end of a move is outdated when what follows it came first",
-        file="scheduler_worker/domain/moves.py",
+        file="scheduler_worker/domain/move_events.py",
         old="(event.sequence <= move.sequence and not ends)",
         new="event.sequence <= move.sequence",
         tests="tests/unit/scheduler/test_announced_moves.py",

@@ -20,7 +20,8 @@ from bus.contracts.drains import DrainAction, DrainCommand, DrainMoveState, Drai
 from bus.contracts.moves import MoveKind, MoveRequest, MoveState
 from bus.contracts.objects import HostDecision, StoredObject
 from bus.contracts.operations import AdminState
-from scheduler_worker.domain.moves import BUSY, MoveContext, RecordedMove
+from scheduler_worker.domain.moves import BUSY
+from scheduler_worker.domain.recorded_moves import MoveContext, RecordedMove
 
 DRAIN_KINDS = frozenset({MoveKind.LIVE_MIGRATE, MoveKind.MIGRATE})
 USER = "drain"  # the user_id of these requests

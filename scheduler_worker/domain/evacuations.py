@@ -18,7 +18,7 @@ from bus.contracts.objects import FenceRecord
 from scheduler_worker.config import SchedulerConfig
 from scheduler_worker.domain.builds import RecordedBuild
 from scheduler_worker.domain.evacuation_policy import policy_of
-from scheduler_worker.domain.moves import MoveContext, flavor_of
+from scheduler_worker.domain.recorded_moves import MoveContext, flavor_of
 
 USER = "evacuation"  # the user_id of these requests
 MAX_TRIES = 24  # of one instance under one fence; after that it waits for a person

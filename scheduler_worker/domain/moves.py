@@ -1,12 +1,11 @@
-"""Requests about an instance after its build: their record, the rules they are judged by, and a cell's events. Pure.
+"""Requests about an instance after its build: which may be carried out, and what hosts are chosen for. Pure.
 
 A request has exactly one terminal event. While one is under way another is refused; only an abort may follow it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from contextlib import suppress
+from collections.abc import Mapping
 from hashlib import blake2b
 
 import msgspec
@@ -15,27 +14,27 @@ from msgspec.structs import replace
 
 from bus.consuming.given_up import given_up_of
 from bus.consuming.outcome import Done, Outcome, Received, Retry
-from bus.contracts.base import MAX_REASON, Refusal, Uuid
-from bus.contracts.build import AttemptRecord, BuildRequest, BuildState, FunnelStep, TimelineEntry
-from bus.contracts.catalogue import project_of
+from bus.contracts.base import MAX_REASON, Refusal
+from bus.contracts.build import BuildRequest, BuildState
 from bus.contracts.moves import (
     CHOOSES_HOSTS,
     Condition,
     MoveAccepted,
-    MoveEvent,
     MoveKind,
-    MoveRecord,
     MoveRequest,
     MoveState,
     ResizePolicy,
 )
-from bus.wire import Malformed
 from scheduler_worker.domain.admission import DUPLICATE
-from scheduler_worker.domain.builds import Author, RecordedBuild
 from scheduler_worker.domain.pending import TOO_OLD, FlavorAccess
-
-# The scheduler's own sequence numbers of a request's events; a conductor's begin above them.
-MALFORMED, SCHEDULED, DECIDED = 0, 2, 3
+from scheduler_worker.domain.recorded_moves import (
+    InstanceRecord,
+    MoveContext,
+    PendingMove,
+    flavor_of,
+    image_of,
+    image_properties_of,
+)
 
 INCOMPLETE = "request.incomplete"
 UNKNOWN = "instance.unknown"
@@ -49,127 +48,6 @@ UNKNOWN_RETRIES = 2
 _ENDED = frozenset({Condition.DELETED, Condition.FAILED})
 
 _encode = msgspec.json.Encoder(order="deterministic").encode
-
-
-class RecordedMove(Struct, frozen=True, kw_only=True):
-    """What is on record of one request. digest: of its whole content. sequence: of the newest event that it had.
-
-    cell: where it was dispatched to. created_at: seconds since the epoch.
-    """
-
-    request_id: str
-    instance_uuid: str
-    project_id: str
-    kind: MoveKind
-    digest: bytes
-    state: MoveState
-    sequence: int
-    terminal: bool = False
-    cell: str | None = None
-    host: str | None = None
-    code: str = ""
-    reason: str = ""
-    funnel: tuple[FunnelStep, ...] = ()
-    history: tuple[AttemptRecord, ...] = ()
-    created_at: float = 0.0
-
-
-def record_of(move: RecordedMove, updated_at: float) -> MoveRecord:
-    """A request as it is answered to queries."""
-    return MoveRecord(
-        request_id=move.request_id,
-        instance_uuid=move.instance_uuid,
-        project_id=move.project_id,
-        kind=move.kind,
-        state=move.state,
-        terminal=move.terminal,
-        cell=move.cell,
-        host=move.host,
-        code=move.code,
-        reason=move.reason,
-        funnel=move.funnel,
-        history=move.history,
-        created_at=move.created_at,
-        updated_at=updated_at,
-    )
-
-
-class InstanceRecord(Struct, frozen=True, kw_only=True):
-    """What an instance has become since its build. Without a record it is as it was built.
-
-    flavor, image: what it has now; "": as it was built. image_properties: {image: its properties}, of the image that
-    a rebuild gave it, and of the one that the rebuild under way names. under_way: the request that has no terminal
-    event yet.
-    sequence: of the newest event of its cell that changed this.
-    """
-
-    instance_uuid: str
-    condition: Condition = Condition.ACTIVE
-    flavor: str = ""
-    image: str = ""
-    image_properties: Mapping[str, Mapping[str, str]] = {}
-    under_way: str | None = None
-    sequence: int = 0
-
-
-class PendingMove(Struct, frozen=True, kw_only=True):
-    """A request that has no outcome yet. position: in its batch. delivery: how often its queue has retried it.
-
-    too_old: it was sent so long ago that its record may have been purged. given_up: why its queue has given it up, or
-    is about to; None: it has not.
-    """
-
-    position: int
-    request: MoveRequest
-    digest: bytes
-    taken_at: float
-    delivery: int = 0
-    given_up: Refusal | None = None
-    too_old: bool = False
-
-
-class MoveContext(Struct, frozen=True, kw_only=True):
-    """What is on record of what a request names. build_request: as it was built.
-
-    names_instance: the request_id is the uuid of an instance.
-    """
-
-    move: RecordedMove | None = None
-    build: RecordedBuild | None = None
-    build_request: BuildRequest | None = None
-    instance: InstanceRecord | None = None
-    names_instance: bool = False
-
-    @property
-    def now(self) -> InstanceRecord:
-        """What the instance is now."""
-        assert self.build is not None
-        return self.instance or InstanceRecord(instance_uuid=self.build.instance_uuid)
-
-
-def known_of(
-    requests: Mapping[str, str],
-    *,
-    moves: Mapping[str, RecordedMove],
-    builds: Mapping[str, RecordedBuild],
-    requested: Mapping[str, BuildRequest],
-    instances: Mapping[str, InstanceRecord],
-    named: Collection[str],
-) -> dict[str, MoveContext]:
-    """What is on record of requests ({request_id: instance}), from what is on record by id and by instance.
-
-    named: the request_ids that are uuids of instances.
-    """
-    return {
-        request_id: MoveContext(
-            move=moves.get(request_id),
-            build=builds.get(uuid),
-            build_request=requested.get(uuid),
-            instance=instances.get(uuid),
-            names_instance=request_id in named,
-        )
-        for request_id, uuid in requests.items()
-    }
 
 
 def pending_move(received: Received, position: int, *, now: float, max_age_s: float) -> PendingMove:
@@ -245,24 +123,6 @@ def _misfit(request: MoveRequest, known: MoveContext, flavors: FlavorAccess, *, 
     return None
 
 
-def flavor_of(known: MoveContext) -> str:
-    """The flavor that the instance has now."""
-    assert known.build_request is not None
-    return known.now.flavor or known.build_request.flavor
-
-
-def image_of(known: MoveContext) -> str:
-    """The image that the instance has now."""
-    assert known.build_request is not None
-    return known.now.image or known.build_request.image
-
-
-def image_properties_of(known: MoveContext) -> Mapping[str, str]:
-    """The properties of the image that the instance has now."""
-    assert known.build_request is not None
-    return known.now.image_properties.get(image_of(known), known.build_request.image_properties)
-
-
 def rebuilt_from(request: MoveRequest, known: MoveContext) -> Mapping[str, str]:
     """The properties of the image that a rebuild names."""
     if request.image_properties is not None:
@@ -328,179 +188,3 @@ def placed_as(request: MoveRequest, known: MoveContext) -> BuildRequest:
 def accepted(request: MoveRequest) -> Done:
     """The outcome of a request that is on record."""
     return Done(reply=MoveAccepted(request_id=request.request_id, instance_uuid=request.instance_uuid))
-
-
-# --- what goes on record, and its events
-
-
-def recorded(pending: PendingMove, state: MoveState, author: Author, **more: object) -> RecordedMove:
-    """The record of a request that was dispatched, refused, or failed for want of a host."""
-    request = pending.request
-    ended = state is not MoveState.SCHEDULED
-    return RecordedMove(
-        request_id=request.request_id,
-        instance_uuid=request.instance_uuid,
-        project_id=request.project_id,
-        kind=request.kind,
-        digest=pending.digest,
-        state=state,
-        sequence=DECIDED if ended else SCHEDULED,
-        terminal=ended,
-        created_at=author.at,
-        **more,  # type: ignore[arg-type]
-    )
-
-
-def event_of(move: RecordedMove, known: MoveContext, at: float) -> MoveEvent:
-    """The scheduler's event of a request that it has decided about."""
-    is_theirs = known.build is not None and known.build.project_id == move.project_id
-    return MoveEvent(
-        request_id=move.request_id,
-        instance_uuid=move.instance_uuid,
-        project_id=move.project_id,
-        kind=move.kind,
-        state=move.state,
-        sequence=move.sequence,
-        terminal=move.terminal,
-        condition=(known.now.condition if move.terminal else Condition.MOVING) if is_theirs else Condition.UNKNOWN,
-        cell=move.cell,
-        host=move.host,
-        flavor=flavor_of(known) if is_theirs and known.build_request is not None else "",
-        code=move.code,
-        reason=move.reason,
-        funnel=move.funnel,
-        at=at,
-    )
-
-
-def clash_event(pending: PendingMove, refusal: Refusal) -> MoveEvent:
-    """The event has the lowest sequence: outdated for a client that follows the request on record."""
-    request = pending.request
-    return MoveEvent(
-        request_id=request.request_id,
-        instance_uuid=request.instance_uuid,
-        project_id=request.project_id,
-        kind=request.kind,
-        state=MoveState.REFUSED,
-        sequence=MALFORMED,
-        terminal=True,
-        condition=Condition.UNKNOWN,
-        code=refusal.code,
-        reason=refusal.reason,
-        at=pending.taken_at,
-    )
-
-
-# --- what its cell announces
-
-
-class Announced(Struct, frozen=True, kw_only=True):
-    """What an announcement changes. event: to publish; None: outdated."""
-
-    move: RecordedMove
-    instance: InstanceRecord
-    host: str | None
-    event: MoveEvent | None = None
-    timeline: tuple[TimelineEntry, ...] = ()
-
-
-def apply_announcement(
-    event: MoveEvent, move: RecordedMove, instance: InstanceRecord, *, host: str | None, cell: str, now: float
-) -> Announced:
-    """Apply a cell's event of a request. host: on record of the instance."""
-    ends = event.terminal and not move.terminal
-    # What follows the end (source gone, confirmed by itself) may overtake it on the way here; the end is still the end.
-    if (event.sequence <= move.sequence and not ends) or (event.terminal and move.terminal):
-        return Announced(move=move, instance=instance, host=host)
-    event = replace(event, cell=cell, project_id=move.project_id, instance_uuid=move.instance_uuid)
-    if not move.terminal or event.terminal:
-        # What follows a terminal event (confirmed by itself, source gone) does not reopen the request.
-        after = replace(
-            move,
-            state=event.state,
-            sequence=max(event.sequence, move.sequence),
-            terminal=event.terminal,
-            host=event.host or move.host,
-            code=event.code,
-            reason=event.reason,
-            history=event.history or move.history,
-        )
-    else:
-        after = replace(move, sequence=event.sequence)
-    is_newest, is_awaited = event.sequence > instance.sequence, instance.under_way == move.request_id
-    if is_newest or (event.terminal and is_awaited and instance.condition is Condition.MOVING):
-        # A cell whose database was set back counts from lower numbers again; its word ends what was under way.
-        instance = replace(instance, condition=event.condition, sequence=max(event.sequence, instance.sequence))
-    if event.terminal and (is_newest or is_awaited):  # before that they are where it goes to
-        host = None if event.condition is Condition.OFFLOADED else event.host or host
-        instance = replace(instance, flavor=event.flavor or instance.flavor, image=event.image or instance.image)
-    if event.terminal and is_awaited:
-        instance = replace(instance, under_way=None)
-    timeline = timeline_of(event, len(move.history), now)
-    return Announced(move=after, instance=instance, host=host, event=event, timeline=timeline)
-
-
-def timeline_of(event: MoveEvent, known: int, now: float) -> tuple[TimelineEntry, ...]:
-    """One event as entries of the instance's timeline: first the hosts tried that it names, then itself."""
-    who = f"conductor {event.cell}" if event.cell else "conductor"
-    tried = tuple(
-        TimelineEntry(at=one.at or now, who=who, what=f"{event.kind} {one.outcome}", detail=_detail(one.host, one))
-        for one in event.history[known:]
-        if one.outcome != "active"
-    )
-    return (
-        *tried,
-        TimelineEntry(
-            at=event.at or now, who=who, what=f"{event.kind} {event.state}", detail=_detail(event.host, event)
-        ),
-    )
-
-
-def _detail(host: str | None, entry: MoveEvent | AttemptRecord) -> str:
-    where = f"{host} (attempt {entry.attempt})" if host and entry.attempt else host or ""
-    why = f"{entry.code}: {entry.reason}" if entry.code and entry.reason else entry.code or entry.reason
-    return "; ".join(part for part in (where, why) if part)
-
-
-class _Named(Struct):
-    """The fields of an unreadable request that an answer on the event stream needs."""
-
-    request_id: Uuid
-    instance_uuid: Uuid
-
-
-class _Kind(Struct):
-    """What else may be readable of it."""
-
-    kind: MoveKind | None = None
-
-
-def refused_move(malformed: Malformed) -> tuple[MoveEvent, ...]:
-    """An unreadable request, answered on the event stream of the project whose routing key it came under.
-
-    Nothing where its ids are unreadable, too.
-    """
-    project_id = project_of(malformed.key)
-    if not project_id:
-        return ()
-    kind = None
-    try:
-        named = msgspec.json.decode(malformed.body, type=_Named)
-        with suppress(msgspec.ValidationError):
-            kind = msgspec.json.decode(malformed.body, type=_Kind).kind
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        return ()
-    return (
-        MoveEvent(
-            request_id=named.request_id,
-            instance_uuid=named.instance_uuid,
-            project_id=project_id,
-            kind=kind,
-            state=MoveState.REFUSED,
-            sequence=MALFORMED,
-            terminal=True,
-            condition=Condition.UNKNOWN,
-            code=malformed.code,
-            reason=malformed.reason[:MAX_REASON],
-        ),
-    )

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from msgspec import Struct
 from msgspec.structs import replace
 
-from scheduler_worker.domain.moves import RecordedMove
+from scheduler_worker.domain.recorded_moves import RecordedMove
 
 # So many questions remain without an answer before the record of the request states that its cell is silent.
 SILENT_AFTER = 2

@@ -32,8 +32,8 @@ from scheduler_worker.domain.builds import (
     is_search,
 )
 from scheduler_worker.domain.drains import DrainMove, OpenDrain, drain_of
-from scheduler_worker.domain.moves import InstanceRecord, MoveContext, RecordedMove, known_of, record_of
 from scheduler_worker.domain.objects import ChangeAuthor, RecordedObjects
+from scheduler_worker.domain.recorded_moves import InstanceRecord, MoveContext, RecordedMove, known_of, record_of
 from scheduler_worker.store import drains as drain_rows
 from scheduler_worker.store import rows
 from scheduler_worker.store.objects import BUILDS_WITH_A_MACHINE, MemoryObjects

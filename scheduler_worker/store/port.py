@@ -17,8 +17,8 @@ from bus.persistence.outbox import OutboxMessage, Rows
 from bus.persistence.relay import Relay
 from scheduler_worker.domain.builds import BuildDecision, BuildStatus, BuildUpdate, NewBuild, RecordedBuild
 from scheduler_worker.domain.drains import DrainMove, OpenDrain
-from scheduler_worker.domain.moves import InstanceRecord, MoveContext, RecordedMove
 from scheduler_worker.domain.objects import ChangeAuthor, RecordedObjects
+from scheduler_worker.domain.recorded_moves import InstanceRecord, MoveContext, RecordedMove
 
 FIRST_UUID = "00000000-0000-0000-0000-000000000000"  # before every instance's
 

@@ -11,7 +11,7 @@ import msgspec
 from bus.contracts.build import AttemptRecord, BuildRecord, BuildRequest, BuildState, FunnelStep, TimelineEntry
 from bus.contracts.moves import Condition, MoveKind, MoveRecord, MoveState
 from scheduler_worker.domain.builds import BuildDecision, BuildUpdate, NewBuild, RecordedBuild
-from scheduler_worker.domain.moves import InstanceRecord, RecordedMove, record_of
+from scheduler_worker.domain.recorded_moves import InstanceRecord, RecordedMove, record_of
 
 _encode = msgspec.json.Encoder().encode
 _histories = msgspec.json.Decoder(tuple[AttemptRecord, ...])

@@ -7,7 +7,8 @@ from itertools import permutations
 import pytest
 
 from bus.contracts.moves import Condition, MoveEvent, MoveKind, MoveState
-from scheduler_worker.domain.moves import InstanceRecord, RecordedMove, apply_announcement
+from scheduler_worker.domain.move_events import apply_announcement
+from scheduler_worker.domain.recorded_moves import InstanceRecord, RecordedMove
 
 MOVE, VM = "40000000-0000-4000-8000-000000000000", "a0000000-0000-4000-8000-000000000000"
 CELL, SOURCE, TARGET = "c1", "host-1", "host-2"

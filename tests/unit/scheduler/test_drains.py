@@ -26,7 +26,7 @@ from scheduler_worker.domain.drains import (
     retried,
     step,
 )
-from scheduler_worker.domain.moves import InstanceRecord, MoveContext, RecordedMove
+from scheduler_worker.domain.recorded_moves import InstanceRecord, MoveContext, RecordedMove
 
 A, DRAIN, HOST = (f"{n}0000000-0000-4000-8000-000000000000" for n in "ad1")
 S = DrainMoveState

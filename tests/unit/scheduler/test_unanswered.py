@@ -7,7 +7,7 @@ from itertools import pairwise
 from msgspec.structs import replace
 
 from bus.contracts.moves import MoveKind, MoveState
-from scheduler_worker.domain.moves import RecordedMove
+from scheduler_worker.domain.recorded_moves import RecordedMove
 from scheduler_worker.domain.unanswered import CELL_SILENT, CELL_UNKNOWN, MAX_PAUSE_S, Watching, look, marked
 
 MOVE = RecordedMove(

@@ -1,0 +1,151 @@
+"""What is on record of requests about instances: the requests, and what the instances have become since."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+from msgspec import Struct
+
+from bus.contracts.base import Refusal
+from bus.contracts.build import AttemptRecord, BuildRequest, FunnelStep
+from bus.contracts.moves import Condition, MoveKind, MoveRecord, MoveRequest, MoveState
+from scheduler_worker.domain.builds import RecordedBuild
+
+
+class RecordedMove(Struct, frozen=True, kw_only=True):
+    """What is on record of one request. digest: of its whole content. sequence: of the newest event that it had.
+
+    cell: where it was dispatched to. created_at: seconds since the epoch.
+    """
+
+    request_id: str
+    instance_uuid: str
+    project_id: str
+    kind: MoveKind
+    digest: bytes
+    state: MoveState
+    sequence: int
+    terminal: bool = False
+    cell: str | None = None
+    host: str | None = None
+    code: str = ""
+    reason: str = ""
+    funnel: tuple[FunnelStep, ...] = ()
+    history: tuple[AttemptRecord, ...] = ()
+    created_at: float = 0.0
+
+
+def record_of(move: RecordedMove, updated_at: float) -> MoveRecord:
+    """A request as it is answered to queries."""
+    return MoveRecord(
+        request_id=move.request_id,
+        instance_uuid=move.instance_uuid,
+        project_id=move.project_id,
+        kind=move.kind,
+        state=move.state,
+        terminal=move.terminal,
+        cell=move.cell,
+        host=move.host,
+        code=move.code,
+        reason=move.reason,
+        funnel=move.funnel,
+        history=move.history,
+        created_at=move.created_at,
+        updated_at=updated_at,
+    )
+
+
+class InstanceRecord(Struct, frozen=True, kw_only=True):
+    """What an instance has become since its build. Without a record it is as it was built.
+
+    flavor, image: what it has now; "": as it was built. image_properties: {image: its properties}, of the image that
+    a rebuild gave it, and of the one that the rebuild under way names. under_way: the request that has no terminal
+    event yet.
+    sequence: of the newest event of its cell that changed this.
+    """
+
+    instance_uuid: str
+    condition: Condition = Condition.ACTIVE
+    flavor: str = ""
+    image: str = ""
+    image_properties: Mapping[str, Mapping[str, str]] = {}
+    under_way: str | None = None
+    sequence: int = 0
+
+
+class PendingMove(Struct, frozen=True, kw_only=True):
+    """A request that has no outcome yet. position: in its batch. delivery: how often its queue has retried it.
+
+    too_old: it was sent so long ago that its record may have been purged. given_up: why its queue has given it up, or
+    is about to; None: it has not.
+    """
+
+    position: int
+    request: MoveRequest
+    digest: bytes
+    taken_at: float
+    delivery: int = 0
+    given_up: Refusal | None = None
+    too_old: bool = False
+
+
+class MoveContext(Struct, frozen=True, kw_only=True):
+    """What is on record of what a request names. build_request: as it was built.
+
+    names_instance: the request_id is the uuid of an instance.
+    """
+
+    move: RecordedMove | None = None
+    build: RecordedBuild | None = None
+    build_request: BuildRequest | None = None
+    instance: InstanceRecord | None = None
+    names_instance: bool = False
+
+    @property
+    def now(self) -> InstanceRecord:
+        """What the instance is now."""
+        assert self.build is not None
+        return self.instance or InstanceRecord(instance_uuid=self.build.instance_uuid)
+
+
+def known_of(
+    requests: Mapping[str, str],
+    *,
+    moves: Mapping[str, RecordedMove],
+    builds: Mapping[str, RecordedBuild],
+    requested: Mapping[str, BuildRequest],
+    instances: Mapping[str, InstanceRecord],
+    named: Collection[str],
+) -> dict[str, MoveContext]:
+    """What is on record of requests ({request_id: instance}), from what is on record by id and by instance.
+
+    named: the request_ids that are uuids of instances.
+    """
+    return {
+        request_id: MoveContext(
+            move=moves.get(request_id),
+            build=builds.get(uuid),
+            build_request=requested.get(uuid),
+            instance=instances.get(uuid),
+            names_instance=request_id in named,
+        )
+        for request_id, uuid in requests.items()
+    }
+
+
+def flavor_of(known: MoveContext) -> str:
+    """The flavor that the instance has now."""
+    assert known.build_request is not None
+    return known.now.flavor or known.build_request.flavor
+
+
+def image_of(known: MoveContext) -> str:
+    """The image that the instance has now."""
+    assert known.build_request is not None
+    return known.now.image or known.build_request.image
+
+
+def image_properties_of(known: MoveContext) -> Mapping[str, str]:
+    """The properties of the image that the instance has now."""
+    assert known.build_request is not None
+    return known.now.image_properties.get(image_of(known), known.build_request.image_properties)
