@@ -46,7 +46,7 @@ from ironic_sync.store.memory import MemoryPositionTable
 from placement_worker.replica.book import Book
 from placement_worker.store.memory import MemoryBookTable
 from scheduler_worker.domain.hosts import HostTable
-from scheduler_worker.store.memory import MemoryBuildTable
+from scheduler_worker.store.memory_table import MemoryBuildTable
 
 log = structlog.get_logger("sim")
 

@@ -16,7 +16,8 @@ from bus.contracts.objects import ChangedObject, ObjectKind
 from bus.persistence.database import Database
 from scheduler_worker.domain.drains import DrainMove
 from scheduler_worker.domain.objects import ChangeAuthor
-from scheduler_worker.store.memory import MemoryBuilds, MemoryBuildTable
+from scheduler_worker.store.memory import MemoryBuilds
+from scheduler_worker.store.memory_table import MemoryBuildTable
 from scheduler_worker.store.port import SchedulerStore
 from scheduler_worker.store.postgres import PostgresBuilds
 from tests.kit.sent import Sent

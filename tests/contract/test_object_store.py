@@ -17,7 +17,8 @@ from scheduler_worker.domain.builds import Author
 from scheduler_worker.domain.objects import ChangeAuthor
 from scheduler_worker.domain.pending import PendingBuild, new_build
 from scheduler_worker.store import objects as store_module
-from scheduler_worker.store.memory import MemoryBuilds, MemoryBuildTable
+from scheduler_worker.store.memory import MemoryBuilds
+from scheduler_worker.store.memory_table import MemoryBuildTable
 from scheduler_worker.store.port import SchedulerStore
 from scheduler_worker.store.postgres import PostgresBuilds
 from tests.kit.sent import Sent

@@ -11,7 +11,8 @@ from bus.persistence.memory_database import MemoryDatabase
 from bus.persistence.version_cache import VersionCache
 from cell_conductor import engine
 from cell_conductor.store.memory import MemoryInstanceRows, MemoryInstances
-from scheduler_worker.store.memory import MemoryBuildRows, MemoryBuilds
+from scheduler_worker.store.memory import MemoryBuilds
+from scheduler_worker.store.memory_units import MemoryBuildRows
 
 
 async def _at_once(self: Any) -> None:

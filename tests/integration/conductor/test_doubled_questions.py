@@ -43,22 +43,22 @@ class Held(PlacementRequests):
 async def test_a_question_that_came_twice_may_be_answered_full_and_then_claimed(cell: Cell) -> None:
     """The first asking releases and finds no room; then there is room for the second one (a redelivered message)."""
     uuid = await _building(cell)
-    (one, first_asked), (two, second_asked) = _held(cell), _held(cell)
+    (one, first_held), (two, second_held) = _held(cell), _held(cell)
     failed = InstanceEvent(uuid, SpawnFailed(at=cell.clock.time(), attempt=1, host_uuid=cell.host(1)), "a message")
     cell.around.full = {cell.host(2)}
     cell.around._claim = _placement(cell)  # type: ignore[method-assign]
     first = asyncio.create_task(one.take([failed], source="test"))
-    await first_asked.requested()
+    await first_held.requested()
     second = asyncio.create_task(two.take([failed], source="test"))
-    await second_asked.requested()
-    first_asked.go.release()  # full: the claim of the first host is released, none is taken
-    await first_asked.requested()  # it requests a release, of the attempt that may have been claimed too
+    await second_held.requested()
+    first_held.go.release()  # full: the claim of the first host is released, none is taken
+    await first_held.requested()  # it requests a release, of the attempt that may have been claimed too
     assert await cell.state(uuid) is State.GIVING_UP
     cell.around.full = set()
-    second_asked.go.release()
+    second_held.go.release()
     await second
     assert uuid in cell.around.held
-    first_asked.go.release()
+    first_held.go.release()
     await first
     assert await cell.state(uuid) is State.FAILED
     await cell.check_at_rest()

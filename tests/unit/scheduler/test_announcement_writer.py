@@ -14,7 +14,8 @@ from bus.contracts.build import BuildEvent, BuildRequest, BuildState
 from bus.faults import BrokenInvariant, DatabaseUnavailable
 from scheduler_worker.announcements import AnnouncementWriter, AppliedAnnouncements
 from scheduler_worker.domain.builds import NewBuild, RecordedBuild
-from scheduler_worker.store.memory import MemoryBuilds, MemoryBuildTable
+from scheduler_worker.store.memory import MemoryBuilds
+from scheduler_worker.store.memory_table import MemoryBuildTable
 from tests.kit.sent import Sent
 
 CELLS = ["c1", "c2", "c3", "c4"]

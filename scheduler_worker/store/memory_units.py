@@ -1,0 +1,248 @@
+"""Transactions on build requests in memory: those that lock what they read, and the rows of optimistic ones."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from functools import partial
+
+from bus.contracts.drains import DrainMoveState
+from bus.contracts.objects import ChangedObject, ObjectKind
+from bus.persistence.conflict import PreconditionFailed
+from bus.persistence.memory_database import MemoryDatabaseTransaction, MemorySession
+from bus.persistence.outbox import OutboxMessage
+from bus.persistence.unit_of_work import Committed
+from scheduler_worker.domain.builds import (
+    BuildDecision,
+    BuildStatus,
+    BuildUpdate,
+    NewBuild,
+    RecordedBuild,
+)
+from scheduler_worker.domain.drains import DrainMove, OpenDrain, drain_of
+from scheduler_worker.domain.objects import ChangeAuthor, RecordedObjects
+from scheduler_worker.domain.recorded_moves import InstanceRecord, MoveContext, RecordedMove, known_of
+from scheduler_worker.store import drains as drain_rows
+from scheduler_worker.store.memory_table import (
+    OBJECTS,
+    MemoryBuildTable,
+    decide_build,
+    drop_drain_moves,
+    insert_build,
+    key_of,
+    update_build,
+)
+from scheduler_worker.store.unit_of_work import BuildWrites
+
+
+class MemoryBuildUnit:
+    """One transaction, which locks what it reads."""
+
+    def __init__(self, table: MemoryBuildTable, transaction: MemoryDatabaseTransaction) -> None:
+        self._table = table
+        self._transaction = transaction
+        self.outbox: list[OutboxMessage] = []
+        self.row: int | None = None
+
+    async def insert(self, builds: Sequence[NewBuild], now: float) -> set[str]:
+        """In uuid order; an insert of a row that another transaction is inserting waits for its end."""
+        if not builds:
+            return set()
+        await self._transaction.statement()
+        new = {build.build.instance_uuid: build for build in builds}
+        # Only rows that are absent: an insert that meets a committed row does not wait.
+        await self._lock([uuid for uuid in new if uuid not in self._table.recorded])
+        fresh = {uuid: build for uuid, build in new.items() if uuid not in self._table.recorded}
+        for uuid, build in fresh.items():
+            self._transaction.will(partial(insert_build, self._table, build, now), key_of(uuid))
+        return set(fresh)
+
+    async def read(self, instances: Sequence[str]) -> dict[str, BuildStatus]:
+        """Without locks."""
+        if not instances:
+            return {}
+        await self._transaction.statement()
+        table = self._table
+        return {
+            uuid: BuildStatus(
+                state=build.state,
+                digest=table.digests[uuid],
+                delete_requested=build.delete_requested,
+                project_id=build.project_id,
+                cell=build.cell,
+                code=build.code,
+            )
+            for uuid in instances
+            if (build := table.recorded.get(uuid)) is not None
+        }
+
+    async def decide(self, decisions: Sequence[BuildDecision], now: float) -> set[str]:
+        """The guard is what makes two schedulers with the same request dispatch it once."""
+        if not decisions:
+            return set()
+        await self._transaction.statement()
+        recorded = self._table.recorded
+        by_uuid = {one.build.instance_uuid: one for one in decisions}
+        await self._lock([uuid for uuid in by_uuid if uuid in recorded])
+        written = {
+            uuid: one for uuid, one in sorted(by_uuid.items()) if uuid in recorded and recorded[uuid].awaits_decision
+        }
+        for uuid, one in written.items():
+            self._transaction.will(partial(decide_build, self._table, one, now), key_of(uuid))
+        return set(written)
+
+    async def lock(self, instances: Sequence[str]) -> dict[str, RecordedBuild]:
+        """In uuid order."""
+        await self._transaction.statement()
+        found = sorted(uuid for uuid in set(instances) if uuid in self._table.recorded)
+        await self._lock(found)
+        return {uuid: self._table.recorded[uuid] for uuid in found}
+
+    async def update(self, updates: Sequence[BuildUpdate], now: float) -> None:
+        """Rows that this unit has locked."""
+        if updates:
+            await self._transaction.statement()
+            for update in updates:
+                key = key_of(update.build.instance_uuid)
+                self._transaction.will(partial(update_build, self._table, update.build, update.timeline, now), key)
+
+    def emit(self, message: OutboxMessage) -> None:
+        """Kept for the end, in the outbox."""
+        self.outbox.append(message)
+
+    async def _lock(self, uuids: Collection[str]) -> None:
+        await self._transaction.lock([key_of(uuid) for uuid in sorted(uuids)])
+
+
+class MemoryOperationUnit(MemoryBuildUnit):
+    """A build unit that also writes what is rarer than builds."""
+
+    async def first_time(self, handler: str, message_id: str) -> bool:
+        """Among the handled messages."""
+        return bool(await self._transaction.first_time(handler, [message_id]))
+
+    async def known(self, requests: Mapping[str, str], *, lock: bool = False) -> dict[str, MoveContext]:
+        """By the instances' builds, locked in uuid order before anything else is read."""
+        await self._transaction.statement()
+        table = self._table
+        uuids = sorted(uuid for uuid in set(requests.values()) if uuid in table.recorded)
+        if lock:
+            await self._lock(uuids)
+        return known_of(
+            requests,
+            moves={one: table.moves[one][0] for one in requests if one in table.moves},
+            builds={uuid: table.recorded[uuid] for uuid in uuids},
+            requested={uuid: table.requests[uuid] for uuid in uuids},
+            instances={uuid: table.instances[uuid] for uuid in uuids if uuid in table.instances},
+            named=requests.keys() & table.recorded.keys(),
+        )
+
+    async def insert_moves(self, moves: Sequence[RecordedMove], now: float) -> set[str]:
+        """In order of the ids; an insert of a row that another transaction is inserting waits for its end."""
+        await self._transaction.statement()
+        await self._transaction.lock([("move", one) for one in sorted(move.request_id for move in moves)])
+        new = {one.request_id: (one, now) for one in moves if one.request_id not in self._table.moves}
+        self._transaction.will(lambda: self._table.moves.update(new))
+        return set(new)
+
+    async def update_moves(self, moves: Sequence[RecordedMove], now: float) -> None:
+        """Those of instances that this unit has locked."""
+        await self._transaction.statement()
+        after = {one.request_id: (one, now) for one in moves}
+        self._transaction.will(lambda: self._table.moves.update(after))
+
+    async def put_instances(self, instances: Sequence[InstanceRecord]) -> None:
+        """Those that this unit has locked."""
+        await self._transaction.statement()
+        after = {one.instance_uuid: one for one in instances}
+        self._transaction.will(lambda: self._table.instances.update(after))
+
+    async def lock_objects(self) -> RecordedObjects:
+        """All of them have one lock."""
+        await self._transaction.statement()
+        await self._transaction.lock([OBJECTS])
+        return self._table.objects.present
+
+    async def write_objects(self, changed: Sequence[ChangedObject], author: ChangeAuthor) -> int:
+        """Those that this unit has locked."""
+        await self._transaction.statement()
+        after = self._table.objects.changed(changed, author)
+        self._transaction.will(partial(setattr, self._table, "objects", after), OBJECTS)
+        return after.present.revision
+
+    async def lock_drain(self, drain: str, now: float, limit: int) -> OpenDrain | None:
+        """By the drain's name."""
+        await self._transaction.statement()
+        await self._transaction.lock([("drain", drain)])
+        stored = self._table.objects.present.objects.get((ObjectKind.DRAIN, drain))
+        if stored is None:
+            return None
+        return drain_rows.opened(drain_of(stored), self._of_drain(drain), now, limit)
+
+    async def put_drain_moves(self, moves: Sequence[DrainMove]) -> None:
+        """Those of drains that this unit has locked."""
+        await self._transaction.statement()
+        after = {(one.drain, one.instance_uuid): one for one in moves}
+        self._transaction.will(lambda: self._table.drain_moves.update(after))
+
+    async def drain_moves(self, drain: str, limit: int) -> list[DrainMove]:
+        """A scan."""
+        await self._transaction.statement()
+        return drain_rows.in_order(self._of_drain(drain))[:limit]
+
+    async def drain_counts(self, drains: Sequence[str]) -> dict[str, dict[DrainMoveState, int]]:
+        """A scan."""
+        await self._transaction.statement()
+        found = {drain: Counter(one.state for one in self._of_drain(drain)) for drain in drains}
+        return {drain: dict(counts) for drain, counts in found.items() if counts}
+
+    async def drop_drain_moves(self, drains: Sequence[str]) -> None:
+        """A scan."""
+        await self._transaction.statement()
+        self._transaction.will(partial(drop_drain_moves, self._table, frozenset(drains)))
+
+    def _of_drain(self, drain: str) -> list[DrainMove]:
+        return [one for key, one in self._table.drain_moves.items() if key[0] == drain]
+
+
+class MemoryBuildRows:
+    """The rows below an optimistic unit: a transaction that reads, and one that locks, compares and writes."""
+
+    def __init__(self, table: MemoryBuildTable, session: MemorySession) -> None:
+        self._table = table
+        self._session = session
+
+    async def read(self, keys: Collection[str]) -> Mapping[str, tuple[int, RecordedBuild]]:
+        """Records with the versions of their rows, without locks."""
+        async with self._session.transaction():
+            table = self._table
+            return {
+                uuid: (table.row_versions[key_of(uuid)], table.recorded[uuid])
+                for uuid in sorted(keys)
+                if uuid in table.recorded
+            }
+
+    async def write(self, writes: BuildWrites) -> Committed:
+        """Write all of it or nothing."""
+        with self._session.flush_by_commit() as commit:
+            written = await self._write(writes)
+            if writes.durable:
+                commit.done()
+        return written
+
+    async def _write(self, writes: BuildWrites) -> Committed:
+        versions = self._table.row_versions
+        async with self._session.transaction() as transaction:
+            transaction.durable = writes.durable
+            unit = MemoryBuildUnit(self._table, transaction)
+            if len(await unit.insert(writes.inserts, writes.at)) != len(writes.inserts):
+                raise PreconditionFailed
+            if len(await unit.decide(writes.decisions, writes.at)) != len(writes.decisions):
+                raise PreconditionFailed
+            if writes.versions and len(await unit.lock(list(writes.versions))) != len(writes.versions):
+                raise PreconditionFailed
+            if any(versions[key_of(uuid)] != version for uuid, version in writes.versions.items()):
+                raise PreconditionFailed
+            await unit.update(writes.updates, writes.at)
+            row = await transaction.send_later(writes.outbox)
+        return Committed(transaction.number, row)
