@@ -133,8 +133,8 @@ class Engine:
             await self._ask_placement(await self._apply(incoming))
         return None if flushes == self._unflushed else self._store.flushed(losses)
 
-    async def effective(self, incoming: Sequence[InstanceEvent]) -> list[InstanceEvent]:
-        """Those of these events that the table would act on now; the others are late, doubled or taken care of.
+    async def effective(self, incoming: Sequence[InstanceEvent]) -> list[tuple[InstanceEvent, Instance]]:
+        """Those of these events that the table would act on now, each with its record. The others are late or doubled.
 
         The rows are locked only to read them: a change that another task is committing is waited for. Read without
         locks it would still look open, and the breaker would count what has been taken care of.
@@ -142,13 +142,13 @@ class Engine:
         async with self._store.transaction() as transaction:
             known = await transaction.lock(sorted({one.uuid for one in incoming}))
         context = replace(self._context, deployment=self._store.deployment)
-        found: list[InstanceEvent] = []
+        found: list[tuple[InstanceEvent, Instance]] = []
         for one in incoming:
             instance = known.get(one.uuid)
             if instance is not None:
                 stepped = step(instance, one.event, context)
                 if stepped.instance is not instance or stepped.commands:
-                    found.append(one)
+                    found.append((one, instance))
         return found
 
     async def sweep(self) -> int:

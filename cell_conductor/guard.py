@@ -24,6 +24,8 @@ from . import metrics
 from .config import ConductorConfig
 from .domain.breaker import Finding, ScanFindings, assess
 from .domain.events import Event, InstanceEvent
+from .domain.instance import Instance
+from .domain.proof import is_ordered
 from .domain.report import MAX_SERVICES, Differences, Unexplained, UnexplainedKind
 from .store.port import InstanceStore
 from .store.safety import DESTROY, MachineKey, UnexplainedRecord
@@ -35,8 +37,8 @@ MAX_FOREIGN = 1_000
 MAX_KNOWN = 200_000  # unexplained machines remembered here, so that each is logged and counted once
 LOGGED_PER_PAGE = 20  # new ones logged of one page; the others are counted in one line
 
-# Of these events those that the table of states would act on now (`Engine.effective`).
-Effective = Callable[[Sequence[InstanceEvent]], Awaitable[list[InstanceEvent]]]
+# Of these events those that the table of states would act on now, with their records (`Engine.effective`).
+Effective = Callable[[Sequence[InstanceEvent]], Awaitable[list[tuple[InstanceEvent, Instance]]]]
 
 
 class Guard:
@@ -84,10 +86,10 @@ class Guard:
         # The comparison read without locks, and a busy cell's records are ahead of its reports: what the table would
         # ignore (a machine that came up after the scan) is no loss, and must not open a breaker.
         if scan.findings:
-            effective = {
-                one.uuid for one in await self._effective([InstanceEvent(f.uuid, f.event) for f in scan.findings])
-            }
-            scan.findings = [finding for finding in scan.findings if finding.uuid in effective]
+            effective = await self._effective([InstanceEvent(f.uuid, f.event) for f in scan.findings])
+            scan.findings = [
+                Finding(one.uuid, one.event, ordered=is_ordered(instance, one.event)) for one, instance in effective
+            ]
         if not scan.findings and not scan.quarantined:
             return ()
         service, safety, now = report.service, self._store.safety, self._clock.time()

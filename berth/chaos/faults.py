@@ -26,6 +26,8 @@ RESTART_AFTER_S = 0.5
 WATCH_EVERY_S = 0.1
 # Undoing the last faults: a server that takes longer to come back is broken, not slow.
 UNDO_TIMEOUT_S = 90.0
+# A server that was not ready in its time (a busy machine) is ended and started again on its data, so often at most.
+SERVER_STARTS = 3
 
 
 class Injected(Struct):
@@ -58,11 +60,16 @@ class FaultInjector:
         self._busy: dict[str, PlannedFault] = {}
         self._rests_until = dict.fromkeys(SERVERS, 0.0)
         self._under_way: set[asyncio.Task[None]] = set()
+        self._not_undone: BaseException | None = None
 
     async def disturb(self, deck: FaultSchedule, every_s: float, most: int) -> None:
-        """A fault every so many seconds, until cancelled or there were enough. What has begun goes on: see `settle`."""
+        """A fault every so many seconds, until cancelled or there were enough. What has begun goes on: see `settle`.
+
+        Raises ServerFailed when a server did not come back.
+        """
         while len(self.injected) < most:
             await self._clock.sleep(every_s)
+            self._raise_if_not_undone()
             paused = sum(fault.kind is FaultKind.PAUSE for fault in self._busy.values())
             fault = deck.deal(self._free(), paused=paused, broken=len(self._busy))
             if fault is not None:
@@ -76,8 +83,14 @@ class FaultInjector:
         log.info("chaos.fault", fault=fault.label, target=fault.target, lasts_s=fault.lasts_s)
         task = asyncio.create_task(self._inject(entry), name=f"{fault.label} {fault.target}")
         self._under_way.add(task)
-        task.add_done_callback(self._under_way.discard)
+        task.add_done_callback(self._ended)
         return task
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        """A fault that cannot be undone ends the run: see `disturb` and `settle`."""
+        self._under_way.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._not_undone = self._not_undone or error
 
     async def watch(self) -> None:
         """Start workers again that ended by themselves; until cancelled."""
@@ -97,6 +110,7 @@ class FaultInjector:
         """Wait until every fault is undone and every worker is ready (`watch` runs). Raises ServerFailed."""
         async with asyncio.timeout(UNDO_TIMEOUT_S):
             await asyncio.gather(*self._under_way)
+        self._raise_if_not_undone()
         until = self._clock.monotonic() + UNDO_TIMEOUT_S
         while True:
             try:
@@ -106,6 +120,10 @@ class FaultInjector:
                 if self._clock.monotonic() > until:
                     raise
             await self._clock.sleep(2 * RESTART_AFTER_S)
+
+    def _raise_if_not_undone(self) -> None:
+        if self._not_undone is not None:
+            raise self._not_undone
 
     def _free(self) -> dict[str, list[str]]:
         roles = {role: self._deployment.workers(role) for role in WORKER_ROLES} | {name: [name] for name in SERVERS}
@@ -155,7 +173,13 @@ class FaultInjector:
             return
         await asyncio.to_thread(server.kill if fault.kind is FaultKind.KILL else server.shut_down)
         await self._clock.sleep(fault.lasts_s)
-        await asyncio.to_thread(server.start)
+        for start in range(1, SERVER_STARTS + 1):
+            try:
+                return await asyncio.to_thread(server.restart)
+            except ServerFailed as failed:
+                log.warning("chaos.server_not_ready", server=fault.target, start=start, reason=str(failed)[:200])
+                if start == SERVER_STARTS:
+                    raise
 
     async def _disturb_links(self, fault: PlannedFault) -> None:
         links = self._deployment.proxies[fault.target].some(fault.share, self._rng)

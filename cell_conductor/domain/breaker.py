@@ -14,10 +14,14 @@ MAX_NAMED = 10_000
 
 
 class Finding(Struct, frozen=True):
-    """One event that ends or destroys a machine because of a report and not of a client's request."""
+    """One event that ends or destroys a machine because of a report and not of a client's request.
+
+    ordered: the record has commanded that itself (`proof.is_ordered`): the report only repeats it, and is not counted.
+    """
 
     uuid: str
     event: Event
+    ordered: bool = False
 
     @property
     def key(self) -> str:
@@ -70,13 +74,13 @@ def assess(
     if breaker is not None and breaker.is_open:
         return BreakerVerdict(held=len(findings))
     passed: Collection[str] = frozenset(breaker.machines) if breaker is not None else ()
-    new = [finding for finding in findings if finding.key not in passed]
+    new = [finding for finding in findings if not finding.ordered and finding.key not in passed]
     unknown = [f"{one.uuid}@{one.host_uuid}" for one in quarantined]
     if len(new) + len(unknown) <= limit:
         return BreakerVerdict(go=tuple(findings))
     lost = sum(isinstance(finding.event, HostMissing) for finding in new)
     # Those that were passed before, too: one reset is for a whole report, or the next report would need another.
-    machines = sorted({*(finding.key for finding in findings), *unknown})[:MAX_NAMED]
+    machines = sorted({*(finding.key for finding in findings if not finding.ordered), *unknown})[:MAX_NAMED]
     tripped = Breaker(
         service=service,
         tripped_at=now,

@@ -7,7 +7,7 @@ from uuid import UUID, uuid5
 
 from bus.contracts.cell import UNKNOWN_ATTEMPT
 
-from .events import HostMissing, HostRuns
+from .events import Event, HostMissing, HostRuns
 from .instance import Instance, ScanId, State
 
 _RESCANS = UUID("6d1f7b0e-1c57-4f1b-9a57-3f6a1c6f2d11")
@@ -166,6 +166,21 @@ def up_scan_here(instance: Instance) -> ScanId | None:
     is_sources = move is not None and move.source is not None and instance.up_scan == move.source_up_scan
     # Without another host as its source it is where it was: not moved yet, or moved in place.
     return None if is_sources and instance.source_host_uuid is not None else instance.up_scan
+
+
+# How an attempt ended that its record has left with an order to destroy it there.
+LEFT_WITH_ORDER = frozenset({"failed", "timed_out"})
+
+
+def is_ordered(instance: Instance, event: Event) -> bool:
+    """Whether the record has commanded that destruction itself, when the attempt failed or was out of time.
+
+    The order waits in the queue of a service that is silent. When the service is back its first report may list the
+    machines before it has taken the orders; what is destroyed then is no finding of the report.
+    """
+    if not isinstance(event, HostRuns) or not is_over(instance, event.attempt, event.host_uuid):
+        return False
+    return any(one.attempt == event.attempt and one.outcome in LEFT_WITH_ORDER for one in instance.history)
 
 
 # A report that is older than what it is compared with has been on its way for less than this (an outage of a bus), or

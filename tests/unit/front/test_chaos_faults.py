@@ -1,0 +1,58 @@
+"""A server of a chaos run that does not come back: started again on its data, and the run ends when it never does."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from types import SimpleNamespace
+from typing import cast
+
+import pytest
+
+from berth.chaos.deployment import Deployment
+from berth.chaos.faults import SERVER_STARTS, FaultInjector
+from berth.chaos.plan import BROKER, FaultKind, FaultSchedule, PlannedFault
+from berth.embedded.process import ServerFailed
+from bus.clock import SystemClock
+
+KILLED = PlannedFault(kind=FaultKind.KILL, role=BROKER, target=BROKER, lasts_s=0.0)
+
+
+class SlowServer:
+    """A server that is not ready in time so often."""
+
+    def __init__(self, failures: int) -> None:
+        self.failures = failures
+        self.is_up = True
+
+    def kill(self) -> None:
+        self.is_up = False
+
+    def restart(self) -> None:
+        self.failures -= 1
+        if self.failures >= 0:
+            raise ServerFailed("the server was not ready after 60 s")
+        self.is_up = True
+
+
+def injector(server: SlowServer) -> FaultInjector:
+    servers = SimpleNamespace(broker=server)
+    stage = SimpleNamespace(servers=servers, site=SimpleNamespace(clock=SystemClock()))
+    return FaultInjector(cast(Deployment, stage), random.Random(1))
+
+
+async def test_a_server_that_was_not_ready_in_time_is_started_again() -> None:
+    server = SlowServer(SERVER_STARTS - 1)
+    await injector(server).begin(KILLED)
+    assert server.is_up
+
+
+async def test_a_run_ends_when_a_server_does_not_come_back() -> None:
+    """A broker that took more than a minute to start under load lost its directory, and the run went on without it."""
+    server = SlowServer(SERVER_STARTS)
+    faults = injector(server)
+    await asyncio.wait([faults.begin(KILLED)])
+    with pytest.raises(ServerFailed):
+        await faults.disturb(FaultSchedule((), random.Random(1)), every_s=0.0, most=2)
+    with pytest.raises(ServerFailed):
+        await faults.settle()
