@@ -1,4 +1,4 @@
-"""A service that was silent lists, when it is back, what its records have ordered it to destroy: that opens no breaker."""
+"""A silent service lists, when it is back, what its records have ordered it to destroy: that opens no breaker."""
 
 from __future__ import annotations
 
@@ -62,7 +62,9 @@ async def test_a_machine_that_its_record_ordered_destroyed_is_not_counted_as_ove
         first_sequence=9,
     )
     briefs = await store.briefs([SOURCE], [one.uuid for one in instances])
-    found = differences(report, briefs, now=MOVED_AT + 6, seen_at=MOVED_AT + 5, grace_s=30.0, deployment=store.deployment)
+    found = differences(
+        report, briefs, now=MOVED_AT + 6, seen_at=MOVED_AT + 5, grace_s=30.0, deployment=store.deployment
+    )
     assert len(found.harmful) == MANY > config.breaker_limit
 
     assert len(await guard.assess(report, found)) == acted_on
