@@ -351,6 +351,7 @@ def show_tracks(tracks: Sequence[Track], out: Console) -> None:
     for track in tracks:
         event = track.last
         where = f" on {event.host} in {event.cell}" if event is not None and event.host else ""
+        where += f", zone {event.zone}" if where and event is not None and event.zone else ""
         why = f": {event.reason}" if event is not None and event.reason and track.state != "active" else ""
         if event in explained and event is not None:
             why = f": {event.code}, explained below"
@@ -370,6 +371,7 @@ def _plain(track: Track) -> dict[str, object]:
         "state": track.state,
         "host": event.host if event else None,
         "cell": event.cell if event else None,
+        "zone": event.zone if event else "",
         "code": event.code if event else "",
         "reason": event.reason if event else "",
         "latency_ms": None if track.latency_s is None else round(1000 * track.latency_s, 3),

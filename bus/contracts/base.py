@@ -22,6 +22,8 @@ FieldName = Annotated[str, Bound(pattern=r"^[a-z][a-z0-9_]{0,63}" + _END)]
 
 # A name a person reads; never part of a routing key.
 Label = Annotated[str, Bound(min_length=1, max_length=255)]
+# The name of an availability zone; "": of no zone.
+Zone = Annotated[str, Bound(max_length=255)]
 
 # A resource class or a trait, as Placement spells them.
 ClassName = Annotated[str, Bound(pattern=r"^[A-Z0-9_]{1,255}" + _END)]

@@ -13,7 +13,7 @@ from uuid import UUID, uuid5
 from msgspec import Meta as Bound
 from msgspec import Struct
 
-from .base import Label, Message, Reason, Uuid, Word
+from .base import Label, Message, Reason, Uuid, Word, Zone
 from .deploy import ConfigDrive, ImageSource, Networks
 from .deploy import Volumes as VolumeRequests
 from .fences import EvacuationPolicy
@@ -167,7 +167,8 @@ class BuildEvent(Message, frozen=True, kw_only=True, tag="build.event.v1"):
     for the request that caused it. code and reason explain failed and refused; funnel explains a request that no host
     could take; history lists the attempts. stamps: with the end of a build, when each of its stages ended, [requested,
     queued, decided, claimed, dispatched, built, announced] in seconds since the epoch, 0 where it never came to that;
-    and then how many claims were lost to others.
+    and then how many claims were lost to others. zone: the availability zone of its host ("": there are none, or it is
+    not known).
     """
 
     instance_uuid: Uuid
@@ -184,6 +185,7 @@ class BuildEvent(Message, frozen=True, kw_only=True, tag="build.event.v1"):
     history: tuple[AttemptRecord, ...] = ()
     at: float = 0.0
     stamps: Stamps | None = None
+    zone: Zone = ""
 
 
 class BuildQuery(Message, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="build.query.v1"):

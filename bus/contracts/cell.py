@@ -8,7 +8,7 @@ from typing import Annotated
 from msgspec import Meta as Bound
 from msgspec import Struct
 
-from .base import Allocations, ClassName, Count, Generation, Label, Message, Reason, TraitName, Uuid, Word
+from .base import Allocations, ClassName, Count, Generation, Label, Message, Reason, TraitName, Uuid, Word, Zone
 from .deploy import ConfigDrive, ImageSource, Networks
 from .deploy import Volumes as VolumeRequests
 from .fences import EvacuationPolicy
@@ -19,7 +19,8 @@ from .stages import Stamps
 class Selection(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One host that was chosen for a build, with the allocation that is (or would be) claimed there.
 
-    host_uuid: the root provider. service: the compute service that manages it. shapes: as in a claim option.
+    host_uuid: the root provider. service: the compute service that manages it. shapes: as in a claim option. zone: its
+    availability zone when it was chosen, which the cell announces of the host that it builds on ("": there are none).
     """
 
     host_uuid: Uuid
@@ -27,6 +28,7 @@ class Selection(Struct, frozen=True, kw_only=True, omit_defaults=True):
     service: Word
     allocations: Allocations
     shapes: dict[Uuid, Generation] = {}
+    zone: Zone = ""
 
 
 class InstanceSpec(Struct, frozen=True, kw_only=True, omit_defaults=True):

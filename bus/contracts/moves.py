@@ -14,7 +14,7 @@ from typing import Annotated
 from msgspec import Meta as Bound
 from msgspec import Struct
 
-from .base import Allocations, ClassName, Count, Label, Message, Reason, Uuid, Word
+from .base import Allocations, ClassName, Count, Label, Message, Reason, Uuid, Word, Zone
 from .build import AttemptRecord, FunnelStep, ImageProperties
 from .cell import InstanceSpec, Selection
 from .groups import ServerGroup
@@ -144,7 +144,8 @@ class MoveEvent(Message, frozen=True, kw_only=True, tag="instance.event.v1"):
     every event of one instance, those of its build included; so a late event is recognised.
     `terminal`: no other terminal event follows for this request. condition: what the instance is now. host, flavor,
     image: what it has now, or goes to. code and reason explain failed and refused; funnel explains a request that no
-    host could take; history lists the hosts tried for this request.
+    host could take; history lists the hosts tried for this request. zone: the availability zone of that host ("": there
+    are none, or it is not known).
     """
 
     request_id: Uuid
@@ -165,6 +166,7 @@ class MoveEvent(Message, frozen=True, kw_only=True, tag="instance.event.v1"):
     funnel: tuple[FunnelStep, ...] = ()
     history: tuple[AttemptRecord, ...] = ()
     at: float = 0.0
+    zone: Zone = ""
 
 
 class MoveQuery(Message, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="instance.query.v1"):

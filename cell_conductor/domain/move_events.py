@@ -243,5 +243,6 @@ def _event(
         reason=outcome.reason,
         history=history,
         at=at,
+        zone="" if instance.state is State.OFFLOADED else instance.here.zone,
     )
     return Step(replace(instance, sequence=instance.sequence + 1), (move_event,))

@@ -93,6 +93,7 @@ def announce(
         history=instance.history if state in _ENDS else (),
         at=at,
         stamps=instance.stamps if terminal and state is not BuildState.DELETED else None,
+        zone=instance.here.zone,
     )
     stamps = None if terminal else instance.stamps  # published once, and of no use any more
     return Step(replace(instance, sequence=instance.sequence + 1, stamps=stamps), (*first, announcement))

@@ -18,7 +18,7 @@ from placement_worker.replica.book import Book
 from placement_worker.replica.search import search
 from scheduler_worker.config import Aggregate, SchedulerConfig
 from scheduler_worker.domain.explain import funnel_step
-from scheduler_worker.domain.flavors import ParsedFlavor, request_spec
+from scheduler_worker.domain.flavors import ZONE_KEY, ParsedFlavor, request_spec
 from scheduler_worker.domain.host_metrics import HostMetricsTable
 from scheduler_worker.domain.hosts import NO_SERVICE, HostTable, Rows
 from scheduler_worker.domain.plugins import Filter, Weighing, applies_to, is_own, runs_on_rebuild
@@ -86,6 +86,7 @@ class Selector:
         self.filters = tuple(filters)
         self.weighings = tuple(weighings)
         self.membership = Membership(config.aggregates)
+        self._zoned = self.membership.with_key(ZONE_KEY)
         self.revision = revision
         # A plug-in of an operator's may read the peers of any request.
         self._own_plugins_alone = all(map(is_own, filters)) and all(is_own(one.weigher) for one in weighings)
@@ -198,7 +199,20 @@ class Selector:
             service=service.name,
             allocations={provider: dict(amounts) for provider, amounts in allocations.items()},
             shapes=dict(shapes),
+            zone=self.zone_of(host_uuid) if self._zoned else "",
         )
+
+    def zone_of(self, host_uuid: str) -> str:
+        """The zone of a host: that of its first aggregate that names one, else the default. "": no aggregate does."""
+        if not self._zoned:
+            return ""
+        row, named = self.book.row_of(host_uuid), self.membership.named
+        mine = () if row is None else self.book.aggregates_of(row)
+        for aggregate in self._zoned:
+            is_member = host_uuid in named[aggregate.uuid] if aggregate.uuid in named else aggregate.uuid in mine
+            if is_member:
+                return aggregate.metadata[ZONE_KEY]
+        return self.config.default_availability_zone
 
     def cell_of(self, host_uuid: str) -> str | None:
         """The cell of a host; None when no service manages it."""

@@ -78,6 +78,17 @@ def test_a_claimed_alternate_is_built_under_the_next_attempt() -> None:
     ]
 
 
+def test_the_zone_of_an_alternate_is_announced_as_its_selection_has_it() -> None:
+    """Nova's cell looks it up above for a build that has gone on to an alternate (its bug 1781286)."""
+    zones = {1: "east", 3: "west"}
+    request = queried()
+    request = replace(
+        request, selections=tuple(replace(one, zone=zones.get(n, "")) for n, one in enumerate(request.selections, 1))
+    )
+    stepped = run(request, failed(), claimed(option=1), spawned(attempt=2, n=3))
+    assert [(event.state, event.host, event.zone) for event in announced(stepped)] == [("active", "host-3", "west")]
+
+
 def test_exhausted_before_any_claim_releases_first_then_fails_with_the_whole_history() -> None:
     over = run(queried(hosts=1), failed())
     assert over.instance.state is State.GIVING_UP and not announced(over)

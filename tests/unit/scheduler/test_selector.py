@@ -135,6 +135,19 @@ def test_alternates_are_of_the_same_cell_and_none_is_the_selected_host() -> None
         assert len(set(names)) == 3 and len({int(name[1:]) % 2 for name in names}) == 1
 
 
+def test_the_zone_of_a_host_travels_in_its_selection() -> None:
+    """Of the first aggregate that names one, by the book or by its own list of hosts; else the default zone."""
+    east, west = aggregate("east", availability_zone="east"), aggregate("west", availability_zone="west")
+    west = msgspec.structs.replace(west, hosts=("h2",))
+    config = SchedulerConfig(aggregates=(aggregate("ssd", ssd="true"), east, west))
+    hosts = Hosts([PLENTY] * 4, config=config, members={east.uuid: [0, 1], west.uuid: [1, 3]})
+    hosts.selector.membership.named = {west.uuid: frozenset({hosts.uuids[2]})}
+    zones = [hosts.selector.selection_on(uuid, {}, {}).zone for uuid in hosts.uuids]
+    assert zones == ["east", "east", "west", config.default_availability_zone]
+    unzoned = Hosts([PLENTY])
+    assert unzoned.selector.selection_on(unzoned.uuids[0], {}, {}).zone == ""
+
+
 def test_a_disabled_cell_takes_no_build_and_what_moves_within_it_goes_on() -> None:
     hosts = Hosts([PLENTY] * 4, cells=["c1", "c2", "c1", "c2"])
     hosts.table.disabled_cells = frozenset({"c1", "elsewhere"})
