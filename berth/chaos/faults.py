@@ -26,6 +26,11 @@ RESTART_AFTER_S = 0.5
 WATCH_EVERY_S = 0.1
 # Undoing the last faults: a server that takes longer to come back is broken, not slow.
 UNDO_TIMEOUT_S = 90.0
+# A worker that was started again counts as broken until it is ready, so long at most: on a busy machine a start takes
+# many times what it takes on a quiet one, and all workers would be starting all the time. One in four does not count, so
+# that workers are also hit while they start.
+STARTING_S = 30.0
+HIT_WHILE_STARTING = 0.25
 # A server that was not ready in its time (a busy machine) is ended and started again on its data, so often at most.
 SERVER_STARTS = 3
 
@@ -142,15 +147,15 @@ class FaultInjector:
             elif fault.target == DATABASE:
                 await self._server(self._deployment.servers.postgres, fault)
             else:
-                await self._worker(fault)
+                await self._worker(fault, entry)
         finally:
-            entry.over_at = self._clock.monotonic()
+            entry.over_at = entry.over_at or self._clock.monotonic()
             self._busy.pop(fault.target, None)
             if fault.target in SERVERS and fault.kind in (FaultKind.KILL, FaultKind.STOP, FaultKind.PAUSE):
                 self._rests_until[fault.target] = entry.over_at + SERVER_RESTS_S
             log.info("chaos.undone", fault=fault.label, target=fault.target, after_s=entry.over_at - entry.began_at)
 
-    async def _worker(self, fault: PlannedFault) -> None:
+    async def _worker(self, fault: PlannedFault, entry: Injected) -> None:
         processes, name = self._deployment.processes, fault.target
         process = processes.workers[name].process
         if fault.kind is FaultKind.PAUSE:
@@ -163,6 +168,10 @@ class FaultInjector:
         await asyncio.to_thread(process.kill if fault.kind is FaultKind.KILL else process.stop)
         await self._clock.sleep(fault.lasts_s)
         await asyncio.to_thread(processes.restart, name)
+        entry.over_at = self._clock.monotonic()
+        if self._rng.random() >= HIT_WHILE_STARTING:
+            with contextlib.suppress(ServerFailed):  # it ended by itself, or a server that it needs is unavailable
+                await processes.ready([name], timeout_s=STARTING_S)
 
     async def _server(self, server: RabbitMQ | Postgres, fault: PlannedFault) -> None:
         if fault.kind is FaultKind.PAUSE:

@@ -11,7 +11,7 @@ import pytest
 
 from berth.chaos.deployment import Deployment
 from berth.chaos.faults import SERVER_STARTS, FaultInjector
-from berth.chaos.plan import BROKER, FaultKind, FaultSchedule, PlannedFault
+from berth.chaos.plan import BROKER, FaultKind, FaultSchedule, FaultSpec, PlannedFault
 from berth.embedded.process import ServerFailed
 from bus.clock import SystemClock
 
@@ -56,3 +56,40 @@ async def test_a_run_ends_when_a_server_does_not_come_back() -> None:
         await faults.disturb(FaultSchedule((), random.Random(1)), every_s=0.0, most=2)
     with pytest.raises(ServerFailed):
         await faults.settle()
+
+
+class StartingWorkers:
+    """One worker, which is ready when the test lets it be."""
+
+    def __init__(self) -> None:
+        self.workers = {"w": SimpleNamespace(process=SimpleNamespace(kill=lambda: None), arguments=("scheduler",))}
+        self.is_ready = asyncio.Event()
+        self.asked = asyncio.Event()
+
+    def restart(self, name: str) -> None:
+        assert name in self.workers
+
+    async def ready(self, names: list[str], *, timeout_s: float) -> None:
+        assert names == ["w"] and timeout_s > 0
+        self.asked.set()
+        await self.is_ready.wait()
+
+
+async def test_a_worker_counts_as_broken_until_it_is_ready() -> None:
+    """At load 20 a start took ten seconds: with a fault every two no scheduler was ever ready, and nothing was shown."""
+    processes = StartingWorkers()
+    stage = SimpleNamespace(
+        servers=None,
+        processes=processes,
+        site=SimpleNamespace(clock=SystemClock()),
+        workers=lambda role: ["w"] if role == "scheduler" else [],
+    )
+    faults = FaultInjector(cast(Deployment, stage), random.Random(2))  # its first draw is not HIT_WHILE_STARTING
+    cards = (FaultSpec(FaultKind.KILL, "scheduler", 1),)
+    killed = faults.begin(PlannedFault(kind=FaultKind.KILL, role="scheduler", target="w", lasts_s=0.0))
+    await processes.asked.wait()
+    await faults.disturb(FaultSchedule(cards, random.Random(1)), every_s=0.0, most=1)
+    assert not killed.done() and len(faults.injected) == 1 and faults._free()["scheduler"] == []
+    processes.is_ready.set()
+    await killed
+    assert faults._free()["scheduler"] == ["w"]
