@@ -27,8 +27,8 @@ WATCH_EVERY_S = 0.1
 # Undoing the last faults: a server that takes longer to come back is broken, not slow.
 UNDO_TIMEOUT_S = 90.0
 # A worker that was started again counts as broken until it is ready, so long at most: on a busy machine a start takes
-# many times what it takes on a quiet one, and all workers would be starting all the time. One in four does not count, so
-# that workers are also hit while they start.
+# many times what it takes on a quiet one, and all workers would be starting all the time. One in four does not count:
+# workers are also hit while they start.
 STARTING_S = 30.0
 HIT_WHILE_STARTING = 0.25
 # A server that was not ready in its time (a busy machine) is ended and started again on its data, so often at most.

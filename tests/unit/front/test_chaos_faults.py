@@ -76,7 +76,7 @@ class StartingWorkers:
 
 
 async def test_a_worker_counts_as_broken_until_it_is_ready() -> None:
-    """At load 20 a start took ten seconds: with a fault every two no scheduler was ever ready, and nothing was shown."""
+    """At load 20 a start took ten seconds: with a fault every two no scheduler was ever ready."""
     processes = StartingWorkers()
     stage = SimpleNamespace(
         servers=None,
