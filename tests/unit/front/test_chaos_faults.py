@@ -64,14 +64,14 @@ class StartingWorkers:
     def __init__(self) -> None:
         self.workers = {"w": SimpleNamespace(process=SimpleNamespace(kill=lambda: None), arguments=("scheduler",))}
         self.is_ready = asyncio.Event()
-        self.asked = asyncio.Event()
+        self.probed = asyncio.Event()
 
     def restart(self, name: str) -> None:
         assert name in self.workers
 
     async def ready(self, names: list[str], *, timeout_s: float) -> None:
         assert names == ["w"] and timeout_s > 0
-        self.asked.set()
+        self.probed.set()
         await self.is_ready.wait()
 
 
@@ -87,7 +87,7 @@ async def test_a_worker_counts_as_broken_until_it_is_ready() -> None:
     faults = FaultInjector(cast(Deployment, stage), random.Random(2))  # its first draw is not HIT_WHILE_STARTING
     cards = (FaultSpec(FaultKind.KILL, "scheduler", 1),)
     killed = faults.begin(PlannedFault(kind=FaultKind.KILL, role="scheduler", target="w", lasts_s=0.0))
-    await processes.asked.wait()
+    await processes.probed.wait()
     await faults.disturb(FaultSchedule(cards, random.Random(1)), every_s=0.0, most=1)
     assert not killed.done() and len(faults.injected) == 1 and faults._free()["scheduler"] == []
     processes.is_ready.set()
