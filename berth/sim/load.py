@@ -207,7 +207,7 @@ class Chaos:
             broker.start()
 
     async def _database(self, name: str, seconds: float) -> None:
-        up = self._world.fall(name)
+        up = self._world.databases.fall(name)
         await asyncio.sleep(seconds)
         up()
 

@@ -303,16 +303,16 @@ class OtherTenants:
     # --- databases
 
     async def _backup(self, order: Order) -> None:
-        self._backups[order.uuid] = backup_of(self._world.schemas[order.service])
+        self._backups[order.uuid] = backup_of(self._world.databases.tables[order.service])
 
     async def _restore(self, order: Order) -> None:
         """A server is unavailable and comes back as it once was."""
         world, rows = self._world, self._backups.get(order.uuid)
         if rows is None:
             return
-        up = world.fall(order.service)
+        up = world.databases.fall(order.service)
         await asyncio.sleep(order.seconds)
-        world.set_back(order.service, partial(restore, world.schemas[order.service], rows))
+        world.set_back(order.service, partial(restore, world.databases.tables[order.service], rows))
         up()
         if order.size:  # its workers are started anew, too
             for name in world.readers_of(order.service):

@@ -33,7 +33,7 @@ def unsettled(world: World, client: Client) -> list[str]:
     """One line each, empty when the world is at rest as it should be: the first word names the invariant."""
     lost = unclearable(world)
     found = list(_requests(world, client, lost))
-    for schema, table in world.schemas.items():
+    for schema, table in world.databases.tables.items():
         if table.outbox:
             found.append(f"liveness: {len(table.outbox)} rows in the outbox of {schema}")
         if table.deadlocks:

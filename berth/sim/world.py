@@ -14,11 +14,14 @@ import structlog
 from msgspec import Struct
 
 from berth.sim.breaker_watch import BreakerWatch
+from berth.sim.clock import SimClock
+from berth.sim.databases import SimDatabases
 from berth.sim.event_log import EventLog
 from berth.sim.gang_watch import GangWatch
 from berth.sim.harm_watch import HarmWatch
-from berth.sim.ironic import CLASSES, EXCHANGE, SimIronic
-from berth.sim.loop import NO_CONTEXT, PROCESS, Process
+from berth.sim.ironic import CLASSES, SimIronic
+from berth.sim.loop import NO_CONTEXT, Process
+from berth.sim.message_watch import MessageWatch
 from berth.sim.move_watch import MoveWatch
 from berth.sim.network import Broker, NetworkFaults, SimTransport
 from berth.sim.peer_watch import PeerWatch
@@ -26,18 +29,13 @@ from berth.sim.plan import Cell, Plan
 from berth.sim.watch import BookWatch, Breach, Listener, MachineWatch, WatchedFleet
 from berth.sim.wiring import ProcessContext, Wiring, clock_error_s
 from bus.bus import API
-from bus.contracts.base import MAX_AMOUNT, Message, tag_of
-from bus.contracts.build import BuildEvent
-from bus.contracts.cell import CellBuild, ComputeResult
-from bus.contracts.moves import MoveEvent
-from bus.contracts.placement import Claim, ClaimAll
-from bus.faults import DatabaseUnavailable, Transient
+from bus.contracts.base import Message, tag_of
+from bus.faults import Transient
 from bus.memory import MemoryTransport
 from bus.persistence.memory_database import MemoryDatabase, MemorySession
-from bus.port import BusUnavailable, Outgoing, QueueMissing
+from bus.port import BusUnavailable, QueueMissing
 from bus.service.environment import Environment
 from bus.service.service import Service
-from bus.wire import BATCH
 from cell_conductor.store.memory import MemoryInstanceTable
 from compute_sim.drivers.ironic.node import DEPLOYED
 from compute_sim.fleet import Host
@@ -50,53 +48,9 @@ from scheduler_worker.store.memory_table import MemoryBuildTable
 
 log = structlog.get_logger("sim")
 
-EPOCH = 1_800_000_000.0  # virtual time 0 on the wall
-STATEMENT_S = 0.0005
 # Each redelivery after a crash counts: more crashes than this over one message, and RabbitMQ gives it up (20).
 MAX_CRASHES = 5
-MAX_DOWNTIME_S = 2.0  # a server that died by itself is back by then
 RESTART_S = 0.5  # a supervisor starts what died by itself after this
-
-MOVE_TAG = tag_of(MoveEvent)
-EVENT_TAG, RESULT_TAG = tag_of(BuildEvent), tag_of(ComputeResult)
-CLAIM_TAG, GANG_TAG, BUILD_TAG = tag_of(Claim), tag_of(ClaimAll), tag_of(CellBuild)
-
-
-class _Item(Struct):
-    body: msgspec.Raw
-
-
-class _Tagged(Struct):
-    type: str = ""
-
-
-_event = msgspec.json.Decoder(BuildEvent)
-_claim = msgspec.json.Decoder(Claim)
-_claim_all = msgspec.json.Decoder(ClaimAll)
-_build = msgspec.json.Decoder(CellBuild)
-_moved = msgspec.json.Decoder(MoveEvent)
-_result = msgspec.json.Decoder(ComputeResult)
-_items = msgspec.json.Decoder(list[_Item])
-_tagged = msgspec.json.Decoder(_Tagged)
-
-
-class SimClock:
-    """A process's clock: virtual time, with its own error on the wall."""
-
-    def __init__(self, skew_s: float = 0.0) -> None:
-        self.skew_s = skew_s
-
-    def time(self) -> float:
-        """Seconds since the epoch, by this process's clock."""
-        return EPOCH + asyncio.get_running_loop().time() + self.skew_s
-
-    def monotonic(self) -> float:
-        """Virtual seconds."""
-        return asyncio.get_running_loop().time()
-
-    async def sleep(self, seconds: float) -> None:
-        """Wait in virtual time."""
-        await asyncio.sleep(seconds)
 
 
 class Incarnation(Struct):
@@ -176,10 +130,10 @@ class World:
             cell.name: MemoryInstanceTable(self.clock, deployment=str(uuid5(NAMESPACE_DNS, f"{plan.seed}.{cell.name}")))
             for cell in plan.cells
         }
-        self.schemas: dict[str, MemoryDatabase] = {"placement": self.book, "scheduler": self.builds}
-        self.schemas.update({f"cell_{name}": table for name, table in self.cells.items()})
+        tables: dict[str, MemoryDatabase] = {"placement": self.book, "scheduler": self.builds}
+        tables.update({f"cell_{name}": table for name, table in self.cells.items()})
+        self.databases = SimDatabases(tables, self.network_faults, self.event_log, self._sessions)
         self.positions = MemoryPositionTable(self.clock)
-        self.unavailable: dict[str, int] = {}  # schemas that cannot be reached, and how many faults cause it
 
     def _watch(self) -> None:
         """Make what checks the invariants, and have every commit looked at."""
@@ -230,8 +184,8 @@ class World:
         )
 
         def session(schema: str) -> MemorySession:
-            pause = partial(self._pause, schema, random.Random(f"{seed} {schema}"), transports)
-            sessions.append(self.schemas[schema].session(pause))
+            pause = partial(self.databases.pause, schema, random.Random(f"{seed} {schema}"), transports)
+            sessions.append(self.databases.tables[schema].session(pause))
             return sessions[-1]
 
         stop = asyncio.Event()
@@ -410,7 +364,7 @@ class World:
             self.harm.begin_anew(self.book.consumers)
             # What an operator took out since is in the book again, until an operator takes it out once more.
             self.left = {host: how for host, how in self.left.items() if how != "drained"}
-        if isinstance(table := self.schemas[schema], MemoryBookTable | MemoryInstanceTable):
+        if isinstance(table := self.databases.tables[schema], MemoryBookTable | MemoryInstanceTable):
             table.place += 1
 
     def publish_foreign(self, messages: Sequence[Message]) -> None:
@@ -424,7 +378,7 @@ class World:
         metal = self.plan.metal
         if metal is None:
             return None
-        table = self.schemas["ironic_sync"] = self.positions
+        table = self.databases.tables["ironic_sync"] = self.positions
         table.on_commit.append(partial(self._committed, "ironic_sync", lambda: None))
         ironic = SimIronic(
             self.brokers[API],
@@ -445,63 +399,14 @@ class World:
         broker = Broker(self.clock)
         broker.bus = name
         broker.event_log = self.event_log
-        broker.on_message = self._published
+        broker.on_message = MessageWatch(self).published
         broker.add_foreign_tenant()
         return broker
 
     # --- what every process meets
 
-    async def _pause(self, schema: str, rng: random.Random, transports: list[SimTransport], point: str) -> None:
-        """One statement of one process: its latency, and what may go wrong with it."""
-        slow_s = max((transport.slow_s for transport in transports), default=0.0)
-        await asyncio.sleep(STATEMENT_S * (0.5 + rng.random()) + slow_s)
-        process = PROCESS.get()
-        if process is not None:
-            await self.network_faults.maybe_crash(process.name)
-        if self.unavailable.get(schema):
-            raise DatabaseUnavailable(f"{schema} is away")
-        rates, strikes = self.network_faults.rates, self.network_faults.strikes
-        if strikes(rates.store_crash):
-            seconds = self.network_faults.between(0.05, MAX_DOWNTIME_S)
-            asyncio.get_running_loop().call_soon(self._fall_briefly, schema, seconds, context=NO_CONTEXT)
-            await asyncio.sleep(0)  # by then its sessions are cut
-            raise DatabaseUnavailable(f"{schema} has died")
-        if point == "statement":
-            if strikes(rates.conflict):
-                self._hit(schema, "conflict")
-                raise Transient("could not serialize access", code="database.serialization")
-            if strikes(rates.store_lost):
-                self._hit(schema, "lost")
-                raise DatabaseUnavailable("the connection was lost")
-        elif strikes(rates.commit_lost_before if point == "commit" else rates.commit_lost_after):
-            self._hit(schema, f"lost {'before' if point == 'commit' else 'after'} commit")
-            raise DatabaseUnavailable(f"the connection was lost at the {point}")
-
-    def fall(self, schema: str) -> Callable[[], None]:
-        """A server dies: sessions are cut, what is not on its disk is forgotten. Back when the result is called."""
-        table = self.schemas[schema]
-        for life in self.lives.values():
-            for session in life.sessions:
-                if session.database is table:
-                    session.cut()
-        before = table.taken_back
-        table.crash()
-        if table.taken_back != before:
-            self.event_log.record("forgot", f"{schema} {table.taken_back - before} commits")
-        self.unavailable[schema] = self.unavailable.get(schema, 0) + 1
-
-        def up() -> None:
-            self.unavailable[schema] -= 1
-
-        return up
-
-    def _fall_briefly(self, schema: str, seconds: float) -> None:
-        self._hit(schema, "died")
-        asyncio.get_running_loop().call_later(seconds, self.fall(schema), context=NO_CONTEXT)
-
-    def _hit(self, schema: str, what: str) -> None:
-        process = PROCESS.get()
-        self.event_log.record("store", f"{schema} {process.name if process else ''} {what}")
+    def _sessions(self) -> Iterable[MemorySession]:
+        return (session for life in self.lives.values() for session in life.sessions)
 
     def _committed(self, schema: str, look: Callable[[], None]) -> None:
         self.event_log.record("commit", schema)
@@ -509,58 +414,6 @@ class World:
             look()
         except Breach as breach:
             self.fail(breach)
-
-    def _published(self, bus: str, message: Outgoing) -> None:
-        """Every message on every bus."""
-        if message.exchange == EXCHANGE or message.body in self.strange:
-            return
-        batch = message.content_type == BATCH
-        for body in [bytes(item.body) for item in _items.decode(message.body)] if batch else [message.body]:
-            if body in self.strange:
-                continue
-            tag = _tagged.decode(body).type
-            if tag == MOVE_TAG and (bus != API or self.plan.through_schedulers):
-                self._moved(_moved.decode(body))
-            self.listener.message(bus, message.exchange, message.routing_key, tag)
-            if tag == RESULT_TAG:
-                self.machines.result(_result.decode(body))
-            if tag == CLAIM_TAG and self.probing:
-                self._claimed(_claim.decode(body))
-            if tag == GANG_TAG and self.probing:
-                for claim in _claim_all.decode(body).claims:
-                    self._claimed(claim)
-            try:
-                if tag == BUILD_TAG:
-                    self._sent(_build.decode(body))
-                if bus == API and tag == EVENT_TAG:
-                    event = _event.decode(body)
-                    self.listener.event(event)
-                    self.peer_watch.event(event)
-            except Breach as breach:
-                self.fail(breach)
-
-    def _moved(self, event: MoveEvent) -> None:
-        try:
-            self.move_watch.on_event(event)
-        except Breach as breach:
-            self.fail(breach)
-
-    def _sent(self, build: CellBuild) -> None:
-        if self.probing:
-            self._led(build.spec.instance_uuid, [selection.host_uuid for selection in build.selections])
-        self.peer_watch.sent(build)
-
-    def _claimed(self, claim: Claim) -> None:
-        for option in claim.options:
-            # A request that comes again checks with a claim that fits nowhere whether it holds something already: that
-            # claim names any host of the book and leads no build there.
-            if all(amount < MAX_AMOUNT for amounts in option.allocations.values() for amount in amounts.values()):
-                self._led(claim.consumer, option.allocations)
-
-    def _led(self, instance: str, providers: Iterable[str]) -> None:
-        for uuid in providers:
-            if uuid in self.left:
-                self.fail(Breach("left_for_good", f"{instance} is to go to {uuid}, which has left ({self.left[uuid]})"))
 
     def cell_of(self, service: str) -> Cell:
         """The cell of a compute service."""

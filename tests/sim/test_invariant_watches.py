@@ -11,6 +11,7 @@ from msgspec.structs import replace
 
 from berth.sim import loop as virtual
 from berth.sim.breaker_watch import BreakerWatch
+from berth.sim.clock import SimClock
 from berth.sim.draw import plan_of
 from berth.sim.event_log import EventLog
 from berth.sim.harm_watch import LATE_REPORT_S, RACE_S, HarmWatch
@@ -24,7 +25,7 @@ from berth.sim.run import run
 from berth.sim.shrink import _without_metal
 from berth.sim.watch import Breach
 from berth.sim.wiring import conductor
-from berth.sim.world import SimClock, World
+from berth.sim.world import World
 from bus.bus import API
 from bus.contracts.base import MAX_AMOUNT, Message, Meta
 from bus.contracts.catalogue import BY_QUEUE

@@ -6,11 +6,11 @@ import pytest
 from msgspec.structs import replace
 from prometheus_client import REGISTRY
 
+from berth.sim.clock import EPOCH
 from berth.sim.draw import plan_of
 from berth.sim.plan import Plan
 from berth.sim.run import run
 from berth.sim.watch import Listener
-from berth.sim.world import EPOCH
 from bus.contracts.build import BuildEvent, BuildState
 from bus.contracts.stages import STAGES, durations
 from cell_conductor.domain import repeat_rules
