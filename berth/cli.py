@@ -20,7 +20,7 @@ COMMANDS = {
     "up": ("processes", "up"),
     "run": ("run", "run_role"),
     "config": ("processes", "config"),
-    "boot": ("builds", "boot"),
+    "boot": ("boot", "boot"),
     "delete": ("builds", "delete"),
     "show": ("builds", "show"),
     "list": ("builds", "list_builds"),

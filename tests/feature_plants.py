@@ -426,8 +426,8 @@ PLANTS: dict[str, tuple[str, str, str]] = {
         "            self.exhausted = self.exhausted",
     ),
     "O-11": (
-        "berth/commands/builds.py",
-        "        for number in range(1, 2 if of_gang else count + 1)\n",
+        "berth/commands/boot.py",
+        "        for number in range(1, options.count + 1)\n",
         "        for number in range(1, 2)\n",
     ),
     "G-7": ("scheduler_worker/domain/ranking.py", "self._weights_of((selected, *same_cell)))", "())"),

@@ -1,13 +1,10 @@
-"""`berth boot`, `delete`, `show` and `list`: a client's requests."""
+"""`berth delete`, `show` and `list`: what a client requests of its builds."""
 
 from __future__ import annotations
 
-import random
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Annotated
-from uuid import UUID
 
 import msgspec
 import typer
@@ -31,167 +28,10 @@ from berth.commands.common import (
     settings_of,
 )
 from berth.render import printable, render_funnel, render_rows, render_scores, render_stages
-from berth.settings import Settings
-from bus.clock import new_uuid
 from bus.contracts.build import BuildQuery, BuildRecord, BuildRequest, BuildState
-from bus.contracts.deploy import MAX_USER_DATA, ConfigDrive, ImageSource, NetworkRequest
-from bus.contracts.fences import EvacuationPolicy
-from bus.contracts.groups import GroupPolicy, ServerGroup
-from bus.contracts.placement import MAX_MEMBERS
 from bus.port import BusUnavailable, PublishRefused
 
-MAX_COUNT = 100_000
-
 Instance = Annotated[str, typer.Argument(help="The instance's UUID.", parser=parse_uuid, metavar="UUID")]
-
-
-def boot(
-    context: typer.Context,
-    flavor: Annotated[str, typer.Option(help="What to build; `berth config` lists the flavors.")],
-    count: Annotated[int, typer.Option(min=1, max=MAX_COUNT, help="How many.")] = 1,
-    together: Annotated[
-        bool, typer.Option("--together", help="One request for all of them: they start together or not at all.")
-    ] = False,
-    min_count: Annotated[
-        int | None,
-        typer.Option(min=1, max=MAX_MEMBERS, help="As --together, but so many are enough."),
-    ] = None,
-    name: Annotated[str, typer.Option(help="A name; with --count, a number is added.")] = "",
-    project: Annotated[str, typer.Option(help="Whose they are.")] = "default",
-    image: Annotated[str, typer.Option(help="The image's name.")] = "",
-    image_source: Annotated[str | None, typer.Option(help="Where the image is, for bare metal (a URL).")] = None,
-    image_sha256: Annotated[str | None, typer.Option(help="Its SHA-256.")] = None,
-    user_data: Annotated[Path | None, typer.Option(help="A file for cloud-init, for bare metal.")] = None,
-    key: Annotated[list[Path] | None, typer.Option(help="A file with a public SSH key; repeatable.")] = None,
-    port: Annotated[
-        list[str] | None,
-        typer.Option(parser=parse_uuid, metavar="UUID", help="A network port to attach to a node; repeatable."),
-    ] = None,
-    host: Annotated[str | None, typer.Option(help="Only this host (through the filters).")] = None,
-    uuid: Annotated[
-        str | None,
-        typer.Option(parser=parse_uuid, metavar="UUID", help="The instance's UUID, for a request that is repeated."),
-    ] = None,
-    group: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME",
-            help="Their server group: one of the project's on record, or a UUID, which exists by being named.",
-        ),
-    ] = None,
-    policy: Annotated[
-        GroupPolicy, typer.Option(help="What a group named by a UUID wants.")
-    ] = GroupPolicy.ANTI_AFFINITY,
-    max_per_host: Annotated[int, typer.Option(min=1, max=1000, help="With anti-affinity: so many share a host.")] = 1,
-    different_host: Annotated[
-        list[str] | None,
-        typer.Option(parser=parse_uuid, metavar="UUID", help="Not where this instance is; repeatable."),
-    ] = None,
-    same_host: Annotated[
-        list[str] | None, typer.Option(parser=parse_uuid, metavar="UUID", help="Where this instance is; repeatable.")
-    ] = None,
-    on_host_failure: Annotated[
-        EvacuationPolicy | None,
-        typer.Option(help="What becomes of them when their host is fenced; else as in the flavor or the settings."),
-    ] = None,
-    wait: Annotated[bool, typer.Option("--wait", help="Wait for each build's end.")] = False,
-    timeout: Timeout = 300.0,
-    as_json: AsJson = False,
-) -> None:
-    """Ask for machines. With --wait, exit status 1 when one of them failed."""
-    in_group = None if group is None else _group_by_uuid(group, policy, max_per_host)
-    of_gang = _is_gang(count, min_count, together=together, uuid=uuid, port=port)
-    image_of_its_own, drive = _image_source(image_source, image_sha256), _config_drive(user_data, key or ())
-    requests = [
-        BuildRequest(
-            instance_uuid=uuid or new_uuid(random.SystemRandom()),
-            flavor=flavor,
-            project_id=project,
-            name=(f"{name}-{number}" if name and count > 1 and not of_gang else name),
-            image=image,
-            host=host,
-            server_group=in_group,
-            group=group if in_group is None else None,
-            different_host=tuple(different_host or ()),
-            same_host=tuple(same_host or ()),
-            image_source=image_of_its_own,
-            config_drive=drive,
-            networks=tuple(NetworkRequest(port=one) for one in port or ()),
-            on_host_failure=on_host_failure,
-            count=count if of_gang else 1,
-            min_count=min_count,
-        )
-        for number in range(1, 2 if of_gang else count + 1)
-    ]
-    _check(requests[-1])
-
-    run(lambda: _boot(settings_of(context), requests, wait=wait, timeout_s=timeout, as_json=as_json))
-
-
-async def _boot(
-    settings: Settings, requests: Sequence[BuildRequest], *, wait: bool, timeout_s: float, as_json: bool
-) -> int:
-    """Publish the requests, show what became of them; the exit status."""
-    async with client(settings) as berth:
-        tracks = await publish_and_follow(berth, requests, timeout_s=timeout_s, as_json=as_json)
-        ended = not wait or await berth.wait(timeout_s)
-        _show_tracks(tracks, as_json)
-    if not ended:
-        raise Stop(EXIT_TIME, "timeout", f"{sum(t.ended_at is None for t in tracks)} builds had not ended in time")
-    return EXIT_NO if wait and any(t.state != "active" for t in tracks) else 0
-
-
-def _group_by_uuid(group: str, policy: GroupPolicy, max_per_host: int) -> ServerGroup | None:
-    """The server group that a UUID names; None: it is the name of one on record."""
-    try:
-        uuid = str(UUID(group))
-    except ValueError:
-        return None
-    return ServerGroup(uuid=uuid, policy=policy, max_per_host=max_per_host)
-
-
-def _is_gang(count: int, min_count: int | None, *, together: bool, uuid: str | None, port: list[str] | None) -> bool:
-    """Whether it is one request for all of them. Raises BadParameter for what no gang can be."""
-    of_gang = together or min_count is not None
-    if uuid is not None and count > 1 and not of_gang:
-        raise typer.BadParameter("--uuid names one instance; leave --count away, or add --together")
-    if of_gang and count > MAX_MEMBERS:
-        raise typer.BadParameter(f"at most {MAX_MEMBERS} start together", param_hint="--count")
-    if (min_count or 1) > count:
-        raise typer.BadParameter("it is more than --count", param_hint="--min-count")
-    if of_gang and count > 1 and port:
-        raise typer.BadParameter("a port is one machine's", param_hint="--port")
-    return of_gang
-
-
-def _image_source(source: str | None, sha256: str | None) -> ImageSource | None:
-    if source is None:
-        if sha256 is not None:
-            raise typer.BadParameter("--image-sha256 is of --image-source")
-        return None
-    if sha256 is None:
-        return ImageSource(source=source)
-    return ImageSource(source=source, hash_algorithm="sha256", hash_value=sha256)
-
-
-def _config_drive(user_data: Path | None, keys: Sequence[Path]) -> ConfigDrive | None:
-    if user_data is None and not keys:
-        return None
-    return ConfigDrive(
-        user_data="" if user_data is None else _read(user_data), public_keys=tuple(_read(key).strip() for key in keys)
-    )
-
-
-def _read(path: Path) -> str:
-    """A small text file. Raises BadParameter."""
-    try:
-        with path.open(encoding="utf-8") as file:
-            text = file.read(MAX_USER_DATA + 1)
-    except (OSError, UnicodeDecodeError) as error:
-        raise typer.BadParameter(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from None
-    if len(text) > MAX_USER_DATA:
-        raise typer.BadParameter(f"{path} has more than {MAX_USER_DATA} characters")
-    return text
 
 
 def delete(
@@ -209,7 +49,7 @@ def delete(
             records = [await _record(berth, uuid) for uuid in requested]
             tracks = await berth.delete(records, retry_for_s=timeout)
             ended = not wait or await berth.wait(timeout)
-            _show_tracks(tracks, as_json)
+            report_tracks(tracks, as_json=as_json)
         if not ended:
             raise Stop(EXIT_TIME, "timeout", f"{sum(t.ended_at is None for t in tracks)} were not gone in time")
         return EXIT_NO if wait and any(t.state != "deleted" for t in tracks) else 0
@@ -305,26 +145,6 @@ async def _record(berth: BuildClient, uuid: str) -> BuildRecord:
     return page.builds[0]
 
 
-# What a user may get wrong, in the words of the command line; the contract's own words are patterns.
-_RULES = {
-    "project_id": ("--project", "letters, digits, _ and -, at most 64"),
-    "flavor": ("--flavor", "1 to 255 characters"),
-    "name": ("--name", "at most 255 characters"),
-    "image": ("--image", "at most 255 characters"),
-    "host": ("--host", "at most 255 characters"),
-}
-
-
-def _check(request: BuildRequest) -> None:
-    """Refuse here what the scheduler would refuse as malformed. Raises typer.BadParameter."""
-    try:
-        msgspec.convert(msgspec.to_builtins(request), BuildRequest)
-    except msgspec.ValidationError as error:
-        name = str(error).rpartition("$.")[2].rstrip("`")
-        option, rule = _RULES.get(name, ("", str(error)))
-        raise typer.BadParameter(rule, param_hint=option or None) from error
-
-
 async def publish_and_follow(
     berth: BuildClient, requests: Sequence[BuildRequest], *, timeout_s: float, as_json: bool
 ) -> list[Track]:
@@ -334,11 +154,12 @@ async def publish_and_follow(
     except (PublishRefused, BusUnavailable):
         accepted = [track for track in berth.tracks.values() if track.published_at is not None]
         if accepted:
-            _show_tracks(accepted, as_json)
+            report_tracks(accepted, as_json=as_json)
         raise
 
 
-def _show_tracks(tracks: Sequence[Track], as_json: bool) -> None:
+def report_tracks(tracks: Sequence[Track], *, as_json: bool) -> None:
+    """As JSON, or a line for each."""
     if as_json:
         print_json([_plain(track) for track in tracks])
         return
