@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import ast
-import io
 import re
-import tokenize
 import tomllib
 from collections.abc import Iterator
 from functools import cache
@@ -20,6 +18,18 @@ from bus import contracts
 from bus.contracts import base, catalogue
 from bus.contracts.base import Message
 from bus.contracts.catalogue import BY_TYPE, COMMANDS, MESSAGES, QUEUES, REPLIES, QueueKind, Where
+from tests.kit.syntax import (
+    is_broad,
+    is_own,
+    is_stored,
+    names_in,
+    numbers_without_unit,
+    public_definitions,
+    silent_raises,
+    slots_of,
+    waits_longer,
+)
+from tests.kit.words import CONVERSATION, PRIVATE_NAMES, PRIVATE_PROSE, comments, prose, words_of
 
 ROOT = Path(__file__).parent.parent
 WORKERS = ("placement_worker", "scheduler_worker", "cell_conductor", "compute_sim", "ironic_sync")
@@ -391,31 +401,12 @@ def test_a_runtime_dependency_is_imported_by_what_runs_at_a_site() -> None:
 BY_NAME = {"httptools"}
 
 
-# Words of our own for things that the field has a name for, and the name. A part of an identifier is compared.
-PRIVATE_NAMES = {
-    "aside": "offload, strand", "asked": "requested", "askers": "requesters", "away": "unavailable, down",
-    "believe": "adopt, trust", "blow": "fault event", "burial": "dead letter", "bury": "dead-letter",
-    "company": "peers", "crew": "processes", "doom": "crash plan", "ensemble": "in-process", "farewell": "departure",
-    "farm": "node pool", "fate": "plan", "grove": "provider trees", "guilty": "responsible", "hasten": "flush",
-    "hear": "receive, listen", "heard": "received, last seen", "hurry": "at once", "hush": "redirect logs",
-    "insist": "retry", "insistence": "retry", "judge": "filter, check, assess", "knock": "offer", "mend": "repair",
-    "news": "events, changes", "nobody": "none", "noted": "recorded", "obeyed": "accepted", "outcast": "excluded",
-    "ripen": "flush", "saboteur": "fault injector", "said": "sent, event, reason", "say": "send, publish, print",
-    "scene": "deployment", "somebody": "a role", "stock": "inventory", "stories": "timelines", "story": "timeline",
-    "stranger": "foreign, malformed", "street": "cluster, pipeline", "tell": "publish, log, print",
-    "told": "sent, requested", "twin": "duplicate", "undead": "survived its destruction", "unheard": "unreported",
-    "unspoken": "missing", "voice": "announcer", "weather": "faults",
-}  # fmt: skip
-# A role can be named instead of each of these: the client, the scheduler, another process, the operator.
-PRIVATE_PROSE = re.compile(r"\b(nobody|somebody|everybody|anybody|whoever|whomever)\b", re.IGNORECASE)
-# Programs report, publish, answer, request, receive, trust.
-CONVERSATION = re.compile(
-    r"\b(said|says?|told|tells?|asks|hears?|heard|speaks?|spoken|believes?|believed)\b", re.IGNORECASE
-)
 # The benchmark's name, which its figures are published under.
 NAMES_ALLOWED = {"street"}
 # They hold the words themselves.
-RULES = (ROOT / "tests" / "test_house.py", ROOT / "tests" / "unit" / "tools" / "test_house_rules.py")
+RULES = tuple(
+    ROOT / name for name in ("tests/test_house.py", "tests/kit/words.py", "tests/unit/tools/test_house_rules.py")
+)
 PROSE_ALLOWED = {
     "README.md": "`nobody` is a user of the operating system",
     "berth/embedded/postgres.py": "`nobody` is a user of the operating system",
@@ -431,11 +422,6 @@ def defined_names(path: Path) -> Iterator[tuple[str, int]]:
                 yield name, node.lineno
             case ast.arg(arg=name) | ast.Name(id=name, ctx=ast.Store()) | ast.Attribute(attr=name, ctx=ast.Store()):
                 yield name, node.lineno
-
-
-def words_of(name: str) -> list[str]:
-    """The words of an identifier, in lower case: of `camelCase`, `snake_case` and `CONSTANTS`."""
-    return re.findall(r"[a-z]+", re.sub(r"([a-z0-9])([A-Z])", r"\1_\2", name).lower())
 
 
 def test_no_private_word_for_what_the_field_has_a_name_for() -> None:
@@ -475,28 +461,6 @@ def scripts() -> list[Path]:
     return sorted(path for path in (ROOT / "scripts").iterdir() if path.is_file())
 
 
-def comments(path: Path) -> Iterator[tuple[int, str]]:
-    """The comments of a shell script, and what it prints."""
-    for number, line in enumerate(path.read_text().splitlines(), 1):
-        if line.lstrip().startswith("#") or "report " in line:
-            yield number, line
-
-
-def prose(path: Path) -> Iterator[tuple[int, str]]:
-    """The lines of a source that have a comment or a text, those parts alone."""
-    lines = path.read_text().splitlines()
-    for token in tokenize.generate_tokens(io.StringIO(path.read_text()).readline):
-        if token.type == tokenize.COMMENT:
-            yield token.start[0], token.string
-        elif token.type == tokenize.STRING and not token.string.strip("\"'").isidentifier():
-            first, last = token.start[0], token.end[0]
-            yield from (
-                ((first, token.string),)
-                if first == last
-                else ((number, lines[number - 1]) for number in range(first, last + 1))
-            )
-
-
 def test_prose_has_no_conversation() -> None:
     """In sources, tests, scripts and pages: programs send, answer, report, request, receive."""
     pages = [path for path in prose_files() if path.suffix == ".md" and (ROOT / "docs" / "lab") not in path.parents]
@@ -515,7 +479,6 @@ def test_prose_has_no_conversation() -> None:
 
 # Where waits that grow are at home.
 RETRYING = "bus/retrying.py"
-WAITS = re.compile("sleep|wait|within")
 
 
 def test_only_one_module_defines_how_something_is_retried() -> None:
@@ -546,44 +509,7 @@ def test_a_wait_that_is_made_to_grow_by_hand_is_found(growing: str, waiting: str
     assert waits_longer(function)
 
 
-def waits_longer(function: ast.AST) -> bool:
-    """Whether one of its loops waits, and doubles something."""
-    return any(
-        doubles(loop) and any(isinstance(call, ast.Attribute) and WAITS.search(call.attr) for call in ast.walk(loop))
-        for loop in ast.walk(function)
-        if isinstance(loop, ast.While | ast.For | ast.AsyncFor)
-    )
-
-
-def doubles(loop: ast.AST) -> bool:
-    """Whether it multiplies a variable by two, or raises two to a power. Twice a constant is a wait like any other."""
-    for node in ast.walk(loop):
-        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
-            sides = (node.left, node.right)
-            if any(map(is_two, sides)) and not any(isinstance(one, ast.Name) and one.id.isupper() for one in sides):
-                return True
-        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Pow) and is_two(node.left):
-            return True
-        if isinstance(node, ast.AugAssign) and isinstance(node.op, ast.Mult | ast.Pow) and is_two(node.value):
-            return True
-    return False
-
-
-def is_two(node: ast.AST) -> bool:
-    return isinstance(node, ast.Constant) and node.value == 2
-
-
 # --- names that are strings
-
-
-def slots_of(node: ast.ClassDef) -> list[str]:
-    """The names of a class's `__slots__`; none when some of them do not stand there as texts."""
-    for one in node.body:
-        match one:
-            case ast.Assign(targets=[ast.Name(id="__slots__")], value=ast.Tuple(elts=elts)):
-                names = [elt.value for elt in elts if isinstance(elt, ast.Constant) and isinstance(elt.value, str)]
-                return names if len(names) == len(elts) else []
-    return []
 
 
 def test_a_slot_is_an_attribute_that_is_set_and_the_other_way_round() -> None:
@@ -599,14 +525,6 @@ def test_a_slot_is_an_attribute_that_is_set_and_the_other_way_round() -> None:
             wrong += [f"{place}: {name} is never set" for name in slots if name not in stored]
             wrong += [f"{place}: no slot for {name}" for name in sorted(own.difference(slots))]
     assert wrong == []
-
-
-def is_stored(node: ast.Attribute) -> bool:
-    return isinstance(node.ctx, ast.Store)
-
-
-def is_own(node: ast.Attribute) -> bool:
-    return is_stored(node) and isinstance(node.value, ast.Name) and node.value.id == "self"
 
 
 # --- exceptions
@@ -635,10 +553,6 @@ def test_a_body_of_pass_has_its_reason_beside_it() -> None:
     assert wrong == []
 
 
-def is_broad(kind: ast.expr | None) -> bool:
-    return kind is None or (isinstance(kind, ast.Name) and kind.id in {"Exception", "BaseException"})
-
-
 # --- docstrings
 
 
@@ -664,36 +578,6 @@ RAISES_ALLOWED = {
     "berth/commands/": "the docstring is the command's help, and the exit status the error",
     "berth/sim/": "what a broken invariant of the simulation raises ends the run",
 }
-# A broken contract of the caller's, or of Python's own.
-CALLERS_FAULTS = {"AssertionError", "NotImplementedError", "StopAsyncIteration"}
-
-
-def silent_raises(tree: ast.Module) -> Iterator[tuple[str, int, str]]:
-    """Public functions and methods that raise an exception which their docstring does not name: (name, line, which)."""
-    for name, node in public_definitions(tree):
-        if isinstance(node, ast.ClassDef):
-            continue
-        text = ast.get_docstring(node) or ""
-        raised = {kind for one in own_statements(node) if (kind := raised_by(one)) and kind not in CALLERS_FAULTS}
-        if raised and "aise" not in text and not any(kind in text for kind in raised):
-            yield name, node.lineno, ", ".join(sorted(raised))
-
-
-def own_statements(function: ast.AST) -> Iterator[ast.AST]:
-    """The nodes of a function's body, without those of functions and classes inside it."""
-    for node in ast.iter_child_nodes(function):
-        if not isinstance(node, Definition | ast.Lambda):
-            yield node
-            yield from own_statements(node)
-
-
-def raised_by(node: ast.AST) -> str:
-    """The class that a statement raises; "": none, or the exception that is handled."""
-    if not isinstance(node, ast.Raise) or node.exc is None:
-        return ""
-    kind = node.exc.func if isinstance(node.exc, ast.Call) else node.exc
-    name = kind.id if isinstance(kind, ast.Name) else kind.attr if isinstance(kind, ast.Attribute) else ""
-    return name if name[:1].isupper() else ""
 
 
 def test_a_docstring_names_what_is_raised() -> None:
@@ -704,24 +588,6 @@ def test_a_docstring_names_what_is_raised() -> None:
         for name, line, kinds in silent_raises(parsed(path))
     ]
     assert wrong == []
-
-
-# CONTRIBUTING.md: a duration or a monotonic time ends in `_s`, a time of the calendar in `_at`, `_before` or `_since`.
-UNIT = re.compile(r".*_(s|ms|at|before|since|mb|gb|bytes|share|ratio)|now|at|before|seconds")
-
-
-def numbers_without_unit(tree: ast.Module) -> Iterator[tuple[str, int, str]]:
-    """Parameters of public functions that are floats, with no unit in the name and none in a docstring."""
-    classes = {name: ast.get_docstring(node) or "" for name, node in public_definitions(tree)}
-    for name, node in public_definitions(tree):
-        if isinstance(node, ast.ClassDef):
-            continue
-        text = classes[name] + classes.get(name.partition(".")[0], "")
-        for argument in (*node.args.args, *node.args.kwonlyargs):
-            kind = ast.unparse(argument.annotation) if argument.annotation else ""
-            is_bare = kind in {"float", "float | None"} and not UNIT.fullmatch(argument.arg)
-            if is_bare and not re.search(rf"\b{argument.arg}\b", text):
-                yield name, node.lineno, argument.arg
 
 
 def test_a_number_has_its_unit_in_its_name_or_docstring() -> None:
@@ -750,25 +616,3 @@ def test_a_docstring_of_a_class_names_fields_that_it_has() -> None:
             names = (name for group in named for name in re.split(r", | and ", group))
             wrong += [f"{where(path, node.lineno)} {node.name}: no {name}" for name in names if name not in known]
     assert wrong == []
-
-
-def names_in(definition: ast.AST) -> Iterator[str]:
-    """Every name that a class uses, as a field, an argument, an attribute or a text."""
-    for node in ast.walk(definition):
-        match node:
-            case ast.Name(id=name) | ast.Attribute(attr=name) | ast.arg(arg=name) | ast.FunctionDef(name=name):
-                yield name
-            case ast.keyword(arg=str(name)) | ast.Constant(value=str(name)) | ast.AsyncFunctionDef(name=name):
-                yield name
-
-
-Definition = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
-
-
-def public_definitions(tree: ast.Module) -> Iterator[tuple[str, Definition]]:
-    for node in tree.body:
-        if isinstance(node, Definition) and not node.name.startswith("_"):
-            yield node.name, node
-            if isinstance(node, ast.ClassDef):
-                inner = (one for one in node.body if isinstance(one, Definition) and not one.name.startswith("_"))
-                yield from ((f"{node.name}.{one.name}", one) for one in inner)
