@@ -285,6 +285,15 @@ PLANTS = (
         new="Ticket(row_id, 1, left)",
         tests="tests/unit/bus tests/integration/test_outbox.py",
     ),
+    Plant(
+        name="token_of_another_ironic",
+        does="every service of OpenStack is shown the token that the first one's Keystone gave",
+        file="bus/openstack/rest.py",
+        old="        return KeystoneAuth(keystone, clock=clock, timeout_s=timeout_s, verify=verify, setting=setting)",
+        new="        made = KeystoneAuth(keystone, clock=clock, timeout_s=timeout_s, verify=verify, setting=setting)\n"
+        "        return auth_of.__dict__.setdefault('one', made)",
+        tests="tests/integration/ironic/test_keystone.py",
+    ),
 )
 
 

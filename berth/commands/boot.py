@@ -19,7 +19,8 @@ from berth.commands.options import with_options
 from berth.settings import Settings
 from bus.clock import new_uuid
 from bus.contracts.build import BuildRequest
-from bus.contracts.deploy import MAX_USER_DATA, ConfigDrive, ImageSource, NetworkRequest
+from bus.contracts.deploy import MAX_USER_DATA, ConfigDrive, ImageSource, NetworkRequest, VolumeRequest
+from bus.contracts.deploy import Volumes as VolumeRequests
 from bus.contracts.fences import EvacuationPolicy
 from bus.contracts.groups import GroupPolicy, ServerGroup
 from bus.contracts.placement import MAX_MEMBERS
@@ -49,6 +50,10 @@ class BootOptions(Struct, frozen=True, kw_only=True):
     port: Annotated[
         list[str] | None,
         typer.Option(parser=parse_uuid, metavar="UUID", help="A network port to attach to a node; repeatable."),
+    ] = None
+    volumes: Annotated[
+        Path | None,
+        typer.Option(help="A file with the volumes to attach to a node or to boot it from: a JSON list."),
     ] = None
     host: Annotated[str | None, typer.Option(help="Only this host (through the filters).")] = None
     uuid: Annotated[
@@ -106,6 +111,7 @@ def requests_of(options: BootOptions) -> list[BuildRequest]:
         image_source=_image_source(options.image_source, options.image_sha256),
         config_drive=_config_drive(options.user_data, options.key or ()),
         networks=tuple(NetworkRequest(port=one) for one in options.port or ()),
+        volumes=_volumes(options),
         on_host_failure=options.on_host_failure,
         count=options.count if of_gang else 1,
         min_count=options.min_count,
@@ -168,6 +174,21 @@ def _config_drive(user_data: Path | None, keys: Sequence[Path]) -> ConfigDrive |
     return ConfigDrive(
         user_data="" if user_data is None else _read(user_data), public_keys=tuple(_read(key).strip() for key in keys)
     )
+
+
+def _volumes(options: BootOptions) -> tuple[VolumeRequest, ...]:
+    """The volumes that a file lists; their properties may hold secrets, and are not shown. Raises BadParameter."""
+    path = options.volumes
+    if path is None:
+        return ()
+    if options.count > 1:
+        raise typer.BadParameter("a volume is one machine's; leave --count away", param_hint="--volumes")
+    try:
+        return msgspec.json.decode(_read(path), type=VolumeRequests)
+    except msgspec.ValidationError as error:
+        raise typer.BadParameter(f"{path}: {error}", param_hint="--volumes") from None
+    except msgspec.DecodeError:
+        raise typer.BadParameter(f"{path} is not a JSON list of volumes", param_hint="--volumes") from None
 
 
 def _read(path: Path) -> str:

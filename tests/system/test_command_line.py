@@ -214,6 +214,25 @@ def test_metrics_of_a_host(berth: Berth) -> None:
         assert berth("host-metrics", "cell1-c1-00001", "--set", wrong).status == USAGE
 
 
+def test_volumes_of_a_file_are_requested_and_shown_nowhere(berth: Berth) -> None:
+    """Where bare metal takes none, the driver answers so: they have reached it."""
+    file = berth.directory / "volumes.json"
+    file.write_text('[{"volume_id": "root", "properties": {"auth_password": "s3cret"}}]')
+    ask = ("boot", "--flavor", "bm.gold", "--volumes", str(file))
+    done = berth(*ask, "--wait", "--json")
+    assert (done.status, done.data[0]["code"]) == (NO, "volume.none"), done
+    assert "s3cret" not in berth("show", done.data[0]["instance_uuid"], "--history", "--json").out
+    for wrong in (
+        '{"volume_id": "s3cret"}',
+        '[{"volume": "s3cret"}]',
+        '["s3cret',
+        '[{"volume_id": "", "properties": {"auth_password": "s3cret"}}]',
+    ):
+        file.write_text(wrong)
+        refused = berth(*ask)
+        assert (refused.status, "--volumes" in refused.err, "s3cret" in refused.err) == (USAGE, True, False), refused
+
+
 def test_a_build_that_no_host_takes_is_explained(berth: Berth) -> None:
     done = berth("boot", "--flavor", "bm.gold", "--count", "3", "--wait", "--json")
     assert done.status == NO
@@ -428,6 +447,8 @@ WRONG: list[tuple[int, str, tuple[str, ...], dict[str, str]]] = [
     (USAGE, "--flavor", ("boot",), {}),
     (USAGE, "--project", ("boot", "--flavor", "m1.small", "--project", "a b"), {}),
     (USAGE, "leave --count away", ("boot", "--flavor", "x", "--count", "2", "--uuid", UNKNOWN), {}),
+    (USAGE, "cannot read", ("boot", "--flavor", "x", "--volumes", "nowhere.json"), {}),
+    (USAGE, "leave --count away", ("boot", "--flavor", "x", "--count", "2", "--volumes", "nowhere.json"), {}),
     (USAGE, "weights above 0", ("load", "--mix", "m1.small=inf"), {}),
     (USAGE, "not a weight", ("load", "--mix", "m1.small=lots"), {}),
     (USAGE, "a ramp is", ("load", "--ramp", "1..2"), {}),

@@ -103,6 +103,7 @@ def test_builds_are_searched_by_host_flavor_code_and_time(web: Web) -> None:
         (b'{"flavor": "m1.tiny", "project_id": "../p"}', JSON, 400, "request.invalid"),
         (b'{"flavor": "m1.tiny"}', JSON, 400, "request.invalid"),
         (b'{"flavor": "m1.tiny", "project_id": "p", "instance_uuid": "x"}', JSON, 400, "request.invalid"),
+        (b'{"flavor": "m1.tiny", "project_id": "p", "volumes": [{"volume": "x"}]}', JSON, 400, "request.invalid"),
         (b'{"flavor": "nope", "project_id": "p"}', JSON, 422, "flavor.unknown"),
         (b"{}", {"content-type": "text/plain"}, 415, "request.media_type"),
         (b" " * (MAX_BODY_BYTES + 1), JSON, 413, "request.too_large"),

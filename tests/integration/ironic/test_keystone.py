@@ -141,6 +141,24 @@ async def test_ironic_may_turn_down_a_good_token(ironic: IronicStandIn, keystone
     await reading.close()
 
 
+async def test_a_token_of_one_ironic_is_shown_to_no_other(
+    ironic: IronicStandIn, keystone: tuple[KeystoneStandIn, str]
+) -> None:
+    """Two Ironics behind a Keystone each, read by one process."""
+    async with keystone_stand_in() as (there, url):
+        there.issues = "another"
+        other = Guarded(Silent(), clock=SystemClock(), rng=random.Random(2))
+        other.keystone = there
+        other.pool.plan(5)
+        await other.start()
+        readings = (source(ironic, keystone[1]), source(other, url))
+        assert await asyncio.gather(*map(count, readings)) == [3, 5]
+        assert (keystone[0].signed_in, there.signed_in) == (1, 1)
+        for reading in readings:
+            await reading.close()
+        await other.stop()
+
+
 @pytest.mark.parametrize("login", [{"username": ""}, {"username": "", "application_credential_name": "n"}])
 def test_settings_without_a_user_are_refused(login: dict[str, str]) -> None:
     config = IronicSyncConfig(keystone=KeystoneLogin(auth_url="http://keystone", **login))  # type: ignore[arg-type]
