@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 from msgspec import Struct
 
+from berth.request_spans import RequestSpans, TracedRequest
 from bus.bus import Bus
 from bus.clock import Clock
 from bus.consuming.outcome import Done, Outcome, Received
@@ -27,7 +28,6 @@ from bus.contracts.operations import AdminStateSet, HostAdminState, ServicesPage
 from bus.faults import Fault, Transient
 from bus.port import BusError, BusUnavailable, PublishRefused
 from bus.retrying import CLIENT_PUBLISH, Retrying
-from bus.tracing.context import CURRENT, NOT_SAMPLED, Scope, Span, TraceContext
 
 # Requests handed to the bus in one go; between two goes the loop gets to deliver events.
 PUBLISH_SLICE = 1000
@@ -48,6 +48,11 @@ ENDS_A_DELETE = frozenset({BuildState.DELETED, BuildState.REFUSED})
 def instances_of(request: BuildRequest | DeleteRequest) -> tuple[str, ...]:
     """The instances that a request is about: all of a gang's members."""
     return member_uuids(request) if isinstance(request, BuildRequest) else (request.instance_uuid,)
+
+
+def _traced(request: BuildRequest | DeleteRequest) -> TracedRequest:
+    name = "build" if isinstance(request, BuildRequest) else "delete"
+    return TracedRequest(name, request.instance_uuid, {"berth.instance": request.instance_uuid})
 
 
 class Track(Struct):
@@ -108,7 +113,7 @@ class BuildClient:
         self._keep = keep_events
         self._queue = "client.record.{process}" if durable else "client.feed.{process}"
         self._open: set[str] = set()
-        self._spans: dict[str, Span] = {}  # of followed requests whose trace is sampled, until they have ended
+        self._spans = RequestSpans(bus.tracer)
         self._changed = asyncio.Event()
         self._listeners: list[Callable[[BuildEvent], None]] = []
         self._end_listeners: list[Callable[[Track], None]] = []
@@ -124,6 +129,7 @@ class BuildClient:
     async def close(self) -> None:
         """Stop listening and disconnect."""
         await self._consumer.drain(1.0)
+        self._spans.close()
         await self.bus.close()
 
     def on_event(self, listener: Callable[[BuildEvent], None]) -> None:
@@ -317,27 +323,8 @@ class BuildClient:
 
     async def _publish(self, requests: Sequence[BuildRequest | DeleteRequest], give_up_at: float) -> None:
         """Publish until all are confirmed; what already is does not go again."""
-        with self._traced(requests):
+        with self._spans.publishing(_traced(request) for request in requests):
             await self._publish_confirmed(requests, give_up_at)
-
-    @contextlib.contextmanager
-    def _traced(self, requests: Sequence[BuildRequest | DeleteRequest]) -> Iterator[None]:
-        """A span for each sampled request, from its publication to the last event of it."""
-        tracer = self.bus.tracer
-        if tracer is None:
-            yield
-            return
-        contexts: dict[str, TraceContext] = {}
-        for request in requests:
-            name = "build" if isinstance(request, BuildRequest) else "delete"
-            if (span := tracer.root(name, {"berth.instance": request.instance_uuid})) is not None:
-                self._spans[request.instance_uuid] = span
-                contexts[request.instance_uuid] = span.context
-        token = CURRENT.set(Scope(tracer.start, contexts, None, NOT_SAMPLED))
-        try:
-            yield
-        finally:
-            CURRENT.reset(token)
 
     async def _publish_confirmed(self, requests: Sequence[BuildRequest | DeleteRequest], give_up_at: float) -> None:
         left = requests
@@ -383,7 +370,6 @@ class BuildClient:
         if track.ended_at is None:
             track.ended_at = self._clock.monotonic()
         self._open.discard(track.instance_uuid)
-        if (span := self._spans.pop(track.instance_uuid, None)) is not None:
-            span.end(track.last.code if track.last is not None else "")
+        self._spans.end(track.instance_uuid, track.last.code if track.last is not None else "")
         for listener in self._end_listeners:
             listener(track)

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 from collections.abc import Callable, Sequence
 
+from berth.request_spans import RequestSpans, TracedRequest
 from bus.bus import Bus
 from bus.clock import Clock
 from bus.consuming.outcome import Done, Outcome, Received
@@ -33,6 +34,7 @@ class MoveClient:
         self._clock = clock
         self._process = process
         self._open: dict[str, MoveRequest] = {}
+        self._spans = RequestSpans(bus.tracer)
         self._changed = asyncio.Event()
         self._listeners: list[Callable[[MoveEvent], None]] = []
 
@@ -51,6 +53,7 @@ class MoveClient:
     async def close(self) -> None:
         """Stop listening."""
         await self._consumer.drain(1.0)
+        self._spans.close()
 
     def on_event(self, listener: Callable[[MoveEvent], None]) -> None:
         """Call `listener` for every event of this client's requests."""
@@ -60,18 +63,22 @@ class MoveClient:
         """Ask, and follow it. Raises RequestTimeout (it may be carried out), or RequestRefused with the code."""
         self._open[request.request_id] = request
         try:
-            await self._bus.request(request, MoveAccepted, timeout_s=timeout_s, cause=request.request_id)
-        except BaseException:
+            with self._spans.publishing([_traced(request)]):
+                await self._bus.request(request, MoveAccepted, timeout_s=timeout_s, cause=request.request_id)
+        except BaseException as error:
             self._open.pop(request.request_id, None)
+            self._spans.end(request.request_id, str(getattr(error, "code", "")) or type(error).__name__)
             raise
 
     async def offer(self, requests: Sequence[MoveRequest]) -> list[BaseException | None]:
         """Publish many without a reply, follow them, and return an outcome for each: None when it was confirmed."""
         self._open.update((one.request_id, one) for one in requests)
-        errors = await self._bus.publish_each([(one, one.request_id) for one in requests])
+        with self._spans.publishing(_traced(one) for one in requests):
+            errors = await self._bus.publish_each([(one, one.request_id) for one in requests])
         for request, error in zip(requests, errors, strict=True):
             if error is not None:
                 self._open.pop(request.request_id, None)
+                self._spans.end(request.request_id, str(getattr(error, "code", "")) or type(error).__name__)
         return errors
 
     @property
@@ -125,4 +132,10 @@ class MoveClient:
     def _end(self, request_id: str, end: MoveEvent | MoveRecord) -> None:
         if self._open.pop(request_id, None) is not None:
             self.ended[request_id] = end
+            self._spans.end(request_id, end.code)
             self._changed.set()
+
+
+def _traced(request: MoveRequest) -> TracedRequest:
+    about: dict[str, str | int] = {"berth.instance": request.instance_uuid, "berth.move": request.kind.value}
+    return TracedRequest("move", request.request_id, about)

@@ -124,7 +124,7 @@ class LocalSystem:
 
     def _ironic_sync(self, url: str) -> Service:
         config = msgspec.structs.replace(self.site.settings.ironic_sync, url=url)
-        return ironic_sync.app.build(self.site.environment("ironic-sync"), config)
+        return ironic_sync.app.build(self.site.environment("ironic-sync", "ironic-sync"), config)
 
     def _conductor(self, cell: str) -> Service:
         environment = self.site.environment(f"conductor-{cell}")

@@ -17,7 +17,7 @@ from bus.faults import DatabaseUnavailable, Fault, RequestRefused, RequestTimeou
 from bus.port import Delivery, Transport
 from bus.publishing import Mode, Publisher, Waiter
 from bus.retrying import WITHIN_A_REQUEST, Retrying
-from bus.tracing.context import CURRENT, Span
+from bus.tracing.context import CURRENT, Span, SpanKind, traceparent_of
 from bus.wire import REPLY_PREFIX, Codec, Malformed, pack, tag
 
 log = structlog.get_logger("bus.requests")
@@ -149,7 +149,7 @@ class Requester:
             reply_to=self._queue,
             correlation_id=correlation_id,
             deadline=deadline,
-            traceparent=None if span is None else span.context.header,
+            traceparent=(traceparent_of(cause) or None) if span is None else span.context.header,
         )
         mode = Mode(True, row.persistent, row.mandatory)
         packed = pack(message, meta)
@@ -175,9 +175,9 @@ def _spans(messages: Sequence[Message], causes: Sequence[str]) -> dict[int, Span
         return {}
     spans: dict[int, Span] = {}
     for index, (message, cause) in enumerate(zip(messages, causes, strict=True)):
-        parent = scope.by_cause.get(cause)
+        parent = scope.of(cause)
         if parent is not None:
-            spans[index] = scope.start(f"request {tag(type(message))}", parent=parent, client=True)
+            spans[index] = scope.start(f"request {tag(type(message))}", parent=parent, kind=SpanKind.CLIENT)
     return spans
 
 

@@ -59,6 +59,7 @@ def build(
         clock=env.clock,
         rng=env.rng,
         config=config,
+        tracer=env.tracer,
     )
 
     async def open_nothing() -> None:

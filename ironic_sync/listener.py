@@ -164,7 +164,8 @@ class NotificationListener:
         if means.allocation is not None:
             self._look_at_allocation(means.allocation)
             return False
-        return self._sync_state.apply_notification(means, notification.request_id or notification.message_id)
+        cause = notification.request_id or notification.message_id
+        return self._sync_state.apply_notification(means, cause, notification.event)
 
     def _event(self, notification: Notification | Sensors) -> str:
         """A label from outside, so the number of different ones is bounded."""

@@ -13,11 +13,13 @@ from bus.consuming.outcome import Done, Outcome, Received
 from bus.contracts.placement import InventoryOutdated
 from bus.faults import Transient, first_fault
 from bus.port import Transport
+from bus.tracing.tracer import Tracer
 from ironic_sync import metrics
 from ironic_sync.config import IronicSyncConfig
 from ironic_sync.domain.position import Timing, source_of
 from ironic_sync.listener import NotificationListener
 from ironic_sync.measuring import Measurements
+from ironic_sync.notification_traces import NotificationTraces
 from ironic_sync.reader import Reader
 from ironic_sync.source.port import IronicSource
 from ironic_sync.store.port import NotLeader, Positions, Term
@@ -42,7 +44,9 @@ class SyncLoop:
         clock: Clock,
         rng: random.Random,
         config: IronicSyncConfig,
+        tracer: Tracer | None = None,
     ) -> None:
+        self._tracer = tracer
         self._source = source
         self._positions = positions
         self._transport = transport
@@ -145,7 +149,13 @@ class SyncLoop:
             failed_retry_max_s=config.failed_retry_max_s,
             announced_retry_s=config.announced_retry_s,
         )
-        sync_state = SyncState(*await kept.load(), clock=self._clock, timing=timing, max_nodes=config.max_nodes)
+        sync_state = SyncState(
+            *await kept.load(),
+            clock=self._clock,
+            timing=timing,
+            max_nodes=config.max_nodes,
+            traces=NotificationTraces(self._tracer),
+        )
         reader = Reader(self._source, sync_state, clock=self._clock, rng=self._rng, config=config)
         writer = Writer(
             kept, sync_state, self._publish_all, clock=self._clock, cell=config.cell, source=self._source_name
@@ -170,6 +180,7 @@ class SyncLoop:
             self._term = None
             metrics.LEADER.set(0)
             sync_state.requeue_unacknowledged()
+            sync_state.traces.close("ironic.term_ended")
 
     async def _run_together(self, term: _Term, kept: Term) -> None:
         """All side tasks live and die together; the first fault is the term's end."""

@@ -156,7 +156,8 @@ class Reader:
     async def _read(self, uuid: str) -> None:
         seq = self._sync_state.next_seq()
         try:
-            node = await self._source.get_node(uuid)
+            with self._sync_state.traces.reading(uuid):
+                node = await self._source.get_node(uuid)
         except Fault as fault:
             if self.reachable:
                 self.read_all()  # fails, too, if Ironic is away; then its first answer is waited for

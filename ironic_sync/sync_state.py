@@ -16,6 +16,7 @@ from ironic_sync.domain import position as step
 from ironic_sync.domain.effect import Effect
 from ironic_sync.domain.node import Node, Unreadable
 from ironic_sync.domain.position import Position, Timing
+from ironic_sync.notification_traces import NotificationTraces
 
 log = structlog.get_logger(__name__)
 
@@ -37,7 +38,9 @@ class SyncState:
         clock: Clock,
         timing: Timing,
         max_nodes: int,
+        traces: NotificationTraces | None = None,
     ) -> None:
+        self.traces = NotificationTraces(None) if traces is None else traces
         self.positions = dict(positions)
         self.published = dict(published)
         self.unsaved: dict[str, None] = {}
@@ -61,8 +64,11 @@ class SyncState:
         self._seq += 1
         return self._seq
 
-    def apply_notification(self, effect: Effect, cause: str) -> bool:
-        """Apply a notification: a node is to be read. True: something must be reported to the book first."""
+    def apply_notification(self, effect: Effect, cause: str, what: str = "") -> bool:
+        """Apply a notification: a node is to be read. True: something must be reported to the book first.
+
+        what: its event, for its trace.
+        """
         assert effect.read is not None
         before = self._of(effect.read)
         if before is None:
@@ -70,8 +76,14 @@ class SyncState:
         if effect.announced:
             return self._move(before, step.announced(before, now=self._clock.time(), timing=self._timing))
         self.notified_at[before.uuid] = (self._clock.monotonic(), cause)
+        self.traces.begin(before.uuid, what, cause)
         after = step.notified(before, taken=effect.reserve_all, seq=self.next_seq(), now=self._clock.time())
         return self._move(before, after)
+
+    def settle(self, uuid: str) -> None:
+        """What was announced of a node has been read, and the book has it."""
+        self.notified_at.pop(uuid, None)
+        self.traces.end(uuid)
 
     def requeue_unacknowledged(self) -> None:
         """Return what is not acknowledged to the queue, for the next writer."""
@@ -214,7 +226,7 @@ class SyncState:
             self.planned.set()
         self._log_problem(before, after)
         if after.read_seq > after.notified_seq and after.version <= self.published.get(after.uuid, 0):
-            self.notified_at.pop(after.uuid, None)  # read as requested, and the book knows it all
+            self.settle(after.uuid)  # read as requested, and the book knows it all
         if (after.version, after.problem, after.state) == (before.version, before.problem, before.state):
             return False
         self.unsaved[after.uuid] = None

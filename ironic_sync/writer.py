@@ -7,7 +7,8 @@ one update a node, and a process that starts publishes every position that was s
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
+from typing import Protocol
 
 import structlog
 
@@ -23,7 +24,13 @@ from ironic_sync.sync_state import SyncState
 
 log = structlog.get_logger(__name__)
 
-PublishAll = Callable[[Sequence[tuple[Message, str]]], Awaitable[None]]
+
+class PublishAll(Protocol):
+    """Publishes many messages, each with its cause and, where it is known, its trace (`bus.bus.Bus.publish_all`)."""
+
+    async def __call__(self, messages: Sequence[tuple[Message, str]], traceparents: Sequence[str] = ()) -> None:
+        """Returns when all are confirmed."""
+
 
 SAVE_BATCH = 1000  # positions a transaction
 PUBLISH_BATCH = 500  # updates under way at once
@@ -117,7 +124,8 @@ class Writer:
         causes = {uuid: self._sync_state.notified_at.get(uuid, (0.0, NO_CAUSE))[1] for uuid in batch}
         try:
             await self._publish_all(
-                [(update_of(position, self._cell, self._source), causes[uuid]) for uuid, position in batch.items()]
+                [(update_of(position, self._cell, self._source), causes[uuid]) for uuid, position in batch.items()],
+                [self._sync_state.traces.traceparent(uuid) for uuid in batch],
             )
             await self._term.mark_published({uuid: position.version for uuid, position in batch.items()})
         except (BusError, Transient) as fault:
@@ -142,7 +150,7 @@ class Writer:
             metrics.LATENCY_S.labels(kind).observe(self._clock.monotonic() - arrived[0])
             now = sync_state.positions.get(uuid, position)
             if now.read_seq > now.notified_seq and now.version == position.version:  # the read it requested is in this
-                del sync_state.notified_at[uuid]
+                sync_state.settle(uuid)
         log.info("ironic.reported", node=uuid, kind=kind, version=position.version, state=position.state, cause=cause)
 
 

@@ -294,6 +294,38 @@ PLANTS = (
         "        return auth_of.__dict__.setdefault('one', made)",
         tests="tests/integration/ironic/test_keystone.py",
     ),
+    Plant(
+        name="move_without_a_trace",
+        does="a move from the command line begins no trace",
+        file="berth/client_moves.py",
+        old="            with self._spans.publishing([_traced(request)]):",
+        new="            with self._spans.publishing([]):",
+        tests="tests/system/test_traces.py -k over_http",
+    ),
+    Plant(
+        name="http_request_without_a_trace",
+        does="a request over HTTP begins no trace, and drops that of its caller",
+        file="berth/web/application.py",
+        old="tracer=env.tracer)",
+        new="tracer=None)",
+        tests="tests/system/test_traces.py -k over_http",
+    ),
+    Plant(
+        name="notification_without_a_trace",
+        does="a notification of Ironic's begins no trace",
+        file="ironic_sync/sync_state.py",
+        old="        self.traces.begin(before.uuid, what, cause)\n",
+        new="",
+        tests="tests/system/test_traces.py -k ironic",
+    ),
+    Plant(
+        name="update_outside_of_its_trace",
+        does="the update of a node leaves the trace of the notification that caused it",
+        file="ironic_sync/writer.py",
+        old="[self._sync_state.traces.traceparent(uuid) for uuid in batch]",
+        new="[]",
+        tests="tests/system/test_traces.py -k ironic",
+    ),
 )
 
 

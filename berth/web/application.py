@@ -34,6 +34,7 @@ from berth.web.operator_pages import OperatorPages
 from berth.web.pages import Pages
 from berth.web.problems import Problem, problem_of, problem_response
 from berth.web.rendering import problem_page
+from berth.web.tracing import TracedRequests
 from bus.bus import Bus
 from bus.faults import Fault
 from bus.port import BusError
@@ -158,7 +159,8 @@ def application(
     expected = (HTTPException, Problem, Fault, BusError)
     handlers: dict[Any, Any] = {Exception: _on_problem} | dict.fromkeys(expected, _on_problem)
     guard = Middleware(SiteGuard, access=access, hosts=hosts)
-    return Starlette(routes=routes, middleware=[guard], exception_handlers=handlers)
+    traced = Middleware(TracedRequests, tracer=env.tracer)
+    return Starlette(routes=routes, middleware=[guard, traced], exception_handlers=handlers)
 
 
 def _api_routes(routes: list[Route]) -> list[BaseRoute]:

@@ -11,6 +11,7 @@ import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
+from enum import IntEnum
 from typing import Protocol
 
 from msgspec import Struct
@@ -47,11 +48,20 @@ def parse_traceparent(text: str | None) -> tuple[TraceContext, bool] | None:
     return TraceContext(trace_id, span_id), bool(int(flags, 16) & _SAMPLED)
 
 
+class SpanKind(IntEnum):
+    """What a span is to the other side, by OTLP's numbers."""
+
+    INTERNAL = 1
+    SERVER = 2
+    CLIENT = 3
+    CONSUMER = 5
+
+
 class Span:
     """One piece of work in one trace. kind and times as OpenTelemetry has them: nanoseconds since the epoch."""
 
-    __slots__ = ("_on_end", "attributes", "client", "consumer", "context", "ended_ns", "error", "links", "name",
-                 "parent_id", "started_ns")  # fmt: skip
+    __slots__ = ("_on_end", "attributes", "context", "ended_ns", "error", "kind", "links", "name", "parent_id",
+                 "started_ns")  # fmt: skip
 
     def __init__(
         self,
@@ -59,8 +69,7 @@ class Span:
         context: TraceContext,
         parent_id: str,
         *,
-        client: bool,
-        consumer: bool,
+        kind: SpanKind,
         links: Sequence[TraceContext],
         attributes: Mapping[str, str | int],
         on_end: Callable[[Span], None],
@@ -69,8 +78,7 @@ class Span:
         self.name = name
         self.context = context
         self.parent_id = parent_id
-        self.client = client
-        self.consumer = consumer
+        self.kind = kind
         self.links = links
         self.attributes = attributes
         self.error = ""
@@ -93,7 +101,7 @@ class StartSpan(Protocol):
         name: str,
         *,
         parent: TraceContext | None,
-        client: bool = False,
+        kind: SpanKind = SpanKind.INTERNAL,
         attributes: Mapping[str, str | int] = {},
     ) -> Span:
         """A span below the parent; without one, the first of its trace."""
@@ -104,24 +112,39 @@ class Scope:
     """What is being handled now. by_cause: the contexts of its sampled messages, by their causes and subjects.
 
     parent: the span that work for all of them belongs to, until it has ended; tasks that were begun meanwhile keep the
-    scope, and find by cause what is theirs. otherwise: the header of messages of other causes; empty: they have none.
+    scope, and find by cause what is theirs. whole: all of it is one request's work, so that other causes belong to
+    `parent`, until it has ended. otherwise: the header of messages of other causes; empty: they have none.
     """
 
-    __slots__ = ("by_cause", "otherwise", "parent", "start")
+    __slots__ = ("by_cause", "otherwise", "parent", "start", "whole")
 
     def __init__(
-        self, start: StartSpan, by_cause: Mapping[str, TraceContext], parent: Span | None, otherwise: str = ""
+        self,
+        start: StartSpan,
+        by_cause: Mapping[str, TraceContext],
+        parent: Span | None,
+        otherwise: str = "",
+        *,
+        whole: bool = False,
     ) -> None:
         self.start = start
         self.by_cause = by_cause
         self.parent = parent
         self.otherwise = otherwise
+        self.whole = whole
+
+    def of(self, cause: str) -> TraceContext | None:
+        """The context of what this is the cause of, if it is sampled."""
+        found = self.by_cause.get(cause)
+        if found is None and self.whole and self.parent is not None and not self.parent.ended_ns:
+            return self.parent.context
+        return found
 
     def begin(self, name: str, **attributes: str | int) -> Span | None:
         """A span of work that is done for all of it; end it with `Span.end`. None: that is over."""
         if self.parent is None or self.parent.ended_ns:
             return None
-        return self.start(name, parent=self.parent.context, client=True, attributes=attributes)
+        return self.start(name, parent=self.parent.context, kind=SpanKind.CLIENT, attributes=attributes)
 
 
 # Of a request that its client has not sampled, so that nothing further on begins a trace of it.
@@ -133,7 +156,7 @@ CURRENT: ContextVar[Scope | None] = ContextVar("trace", default=None)
 def context_of(cause: str) -> TraceContext | None:
     """The context of what this is the cause of, if it is handled here and sampled."""
     scope = CURRENT.get()
-    return None if scope is None else scope.by_cause.get(cause)
+    return None if scope is None else scope.of(cause)
 
 
 def traceparent_of(cause: str) -> str:
@@ -141,5 +164,5 @@ def traceparent_of(cause: str) -> str:
     scope = CURRENT.get()
     if scope is None:
         return ""
-    context = scope.by_cause.get(cause)
+    context = scope.of(cause)
     return scope.otherwise if context is None else context.header

@@ -17,9 +17,7 @@ if TYPE_CHECKING:
     import httpx
 
 EXPORT_TIMEOUT_S = 5.0
-# OTLP's numbers.
-_INTERNAL, _CLIENT, _CONSUMER = 1, 3, 5
-_STATUS_ERROR = 2
+_STATUS_ERROR = 2  # OTLP's number
 
 _encode = msgspec.json.Encoder().encode
 
@@ -66,7 +64,7 @@ def _span(span: Span) -> dict[str, Any]:
         "spanId": span.context.span_id,
         "parentSpanId": span.parent_id,
         "name": span.name,
-        "kind": _CONSUMER if span.consumer else _CLIENT if span.client else _INTERNAL,
+        "kind": int(span.kind),
         "startTimeUnixNano": str(span.started_ns),
         "endTimeUnixNano": str(span.ended_ns),
         "attributes": _attributes(span.attributes),

@@ -8,11 +8,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping, Sequence
 
+from opentelemetry import trace
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import SpanExportResult
-from opentelemetry.trace import Link, SpanContext, SpanKind, Status, StatusCode, TraceFlags
+from opentelemetry.trace import Link, SpanContext, Status, StatusCode, TraceFlags
 
 from bus.tracing.context import Span, TraceContext
 from bus.tracing.tracer import ExportFailed
@@ -51,7 +52,7 @@ class SdkExporter:
             resource=self._resource,
             attributes=span.attributes,
             links=[Link(_context(one)) for one in span.links],
-            kind=SpanKind.CONSUMER if span.consumer else SpanKind.CLIENT if span.client else SpanKind.INTERNAL,
+            kind=trace.SpanKind[span.kind.name],
             status=Status(StatusCode.ERROR, span.error) if span.error else Status(StatusCode.UNSET),
             start_time=span.started_ns,
             end_time=span.ended_ns,

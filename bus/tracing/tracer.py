@@ -20,7 +20,7 @@ from msgspec import Struct
 from prometheus_client import Counter
 
 from bus.consuming.outcome import Done, Outcome, Received
-from bus.tracing.context import CURRENT, Scope, Span, TraceContext, parse_traceparent
+from bus.tracing.context import CURRENT, NOT_SAMPLED, Scope, Span, SpanKind, TraceContext, parse_traceparent
 
 log = structlog.get_logger(__name__)
 
@@ -100,8 +100,7 @@ class Tracer:
         name: str,
         *,
         parent: TraceContext | None,
-        client: bool = False,
-        consumer: bool = False,
+        kind: SpanKind = SpanKind.INTERNAL,
         links: Sequence[TraceContext] = (),
         attributes: Mapping[str, str | int] = {},
     ) -> Span:
@@ -113,18 +112,39 @@ class Tracer:
             name,
             context,
             parent_id,
-            client=client,
-            consumer=consumer,
+            kind=kind,
             links=links,
             attributes=attributes,
             on_end=self._ended,
         )
 
-    def root(self, name: str, attributes: Mapping[str, str | int]) -> Span | None:
+    def root(self, name: str, attributes: Mapping[str, str | int], *, kind: SpanKind = SpanKind.CLIENT) -> Span | None:
         """The first span of a new trace, if the trace is sampled."""
         if (context := self._new_root()) is None:
             return None
-        return Span(name, context, "", client=True, consumer=False, links=(), attributes=attributes, on_end=self._ended)
+        return Span(name, context, "", kind=kind, links=(), attributes=attributes, on_end=self._ended)
+
+    @contextlib.contextmanager
+    def serving(self, name: str, traceparent: str | None, attributes: Mapping[str, str | int]) -> Iterator[Span | None]:
+        """A request from outside, whose whole work is one span; None: its trace is not sampled.
+
+        traceparent: its header, which decides about sampling within the limit; without one a trace begins here, or not.
+        """
+        parsed = parse_traceparent(traceparent)
+        span = None
+        if parsed is None:
+            span = self.root(name, attributes, kind=SpanKind.SERVER)
+        elif parsed[1] and self._may_begin():
+            span = self.start(name, parent=parsed[0], kind=SpanKind.SERVER, attributes=attributes)
+        token = CURRENT.set(Scope(self.start, {}, span, NOT_SAMPLED, whole=True))
+        error = "request.raised"
+        try:
+            yield span
+            error = ""
+        finally:
+            CURRENT.reset(token)
+            if span is not None:
+                span.end(error)
 
     @contextlib.contextmanager
     def consuming(self, bus: str, queue: str, batch: Sequence[Received]) -> Iterator[list[Outcome]]:
@@ -176,7 +196,7 @@ class Tracer:
                 "berth.message": type(received.message).__name__,
                 "berth.instance": subject,
             }
-            span = spans[position] = self.start(queue, parent=parent, consumer=True, attributes=attributes)
+            span = spans[position] = self.start(queue, parent=parent, kind=SpanKind.CONSUMER, attributes=attributes)
             for key in (received.meta.cause, subject, getattr(received.message, "request_id", "")):
                 if key:
                     by_cause[key] = span.context
@@ -259,13 +279,14 @@ class Tracer:
 def work_for(name: str, cause: str, *, host: str = "", attempt: int = 0) -> Iterator[None]:
     """Work of its own task for one of the messages of a batch: a span below that message's, if it is sampled."""
     scope = CURRENT.get()
-    context = None if scope is None else scope.by_cause.get(cause)
+    context = None if scope is None else scope.of(cause)
     if scope is None or context is None:
         yield
         return
     attributes: dict[str, str | int] = {"berth.instance": cause, "berth.host": host, "berth.attempt": attempt}
     span = scope.start(name, parent=context, attributes=attributes)
-    token = CURRENT.set(Scope(scope.start, {**scope.by_cause, cause: span.context}, span))
+    causes = {**scope.by_cause, cause: span.context}
+    token = CURRENT.set(Scope(scope.start, causes, span, scope.otherwise, whole=scope.whole))
     try:
         yield
     except BaseException as error:

@@ -13,6 +13,7 @@ import msgspec
 
 from bus.openstack.keystone import KeystoneAuth, SignInRefused, SignInUnavailable
 from bus.openstack.rest import IRONIC_VERSION, api_root, error_text, version_advice
+from bus.tracing.context import CURRENT
 from ironic_sync.domain.node import Allocation, Node, Unreadable, parse_node
 from ironic_sync.source.port import SourceRefused, SourceUnavailable
 
@@ -112,15 +113,26 @@ class RestSource:
 
     async def _get(self, path: str, params: dict[str, str], timeout_s: float, max_bytes: int) -> Any:
         """Decoded JSON of a 200; None for a 404 that Ironic itself gave."""
+        scope = CURRENT.get()
+        span = None if scope is None else scope.begin("ironic GET", **{"url.path": path})
+        headers = None if span is None else {"traceparent": span.context.header}
+        problem = SourceUnavailable.code
         try:
-            async with asyncio.timeout(timeout_s), self._client.stream("GET", path, params=params) as answer:
+            async with (
+                asyncio.timeout(timeout_s),
+                self._client.stream("GET", path, params=params, headers=headers) as answer,
+            ):
                 body = await _body(answer, max_bytes)
+            problem = str(answer.status_code) if answer.is_error else ""
         except SignInUnavailable as error:
             raise SourceUnavailable(error.reason, code=error.code) from error
         except SignInRefused as error:
             raise SourceRefused(error.reason, code=error.code) from error
         except (httpx.HTTPError, httpx.InvalidURL, TimeoutError) as error:
             raise SourceUnavailable(f"{path}: {type(error).__name__}: {error}") from error
+        finally:
+            if span is not None:
+                span.end(problem)
         if answer.status_code == 200:
             return _decode(path, body)
         if answer.status_code == 404 and _is_ironics(answer, body):

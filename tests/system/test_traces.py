@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import random
+import sys
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from pathlib import Path
 
+import httpx
 import pytest
 from msgspec import Struct
 
@@ -16,6 +20,8 @@ from berth.metal import simulated_ironic
 from berth.settings import BusSettings, CellSettings, DatabaseSettings, Settings, TraceSettings, UpSettings
 from berth.site import Site
 from berth.up import LocalSystem
+from berth.web.access import Access
+from berth.web.server import WebServer
 from bus.clock import SystemClock, new_uuid
 from bus.consuming.outcome import Done, Outcome, Received
 from bus.contracts.build import BuildEvent, BuildRequest
@@ -44,6 +50,18 @@ HOPS = {
     ("conductor", "conductor.results"),
     ("scheduler", "scheduler.builds"),
     ("client", "client.feed.{process}"),
+}
+# The same of a live migration, from the command that asks for it.
+MOVE_HOPS = {
+    ("cli", "move"),
+    ("cli", "request instance.move.v1"),
+    ("scheduler", "scheduler.requests"),
+    ("placement", "placement.requests"),
+    ("conductor", "conductor.requests"),
+    ("compute", "compute.{service}"),
+    ("conductor", "conductor.results"),
+    ("scheduler", "scheduler.builds"),
+    ("cli", "client.moves.{process}"),
 }
 
 
@@ -75,6 +93,28 @@ class TracedSystem(Struct):
         ]
         (root,) = roots
         return [span for span in self.receiver.spans if span.trace == root.trace]
+
+    def below(self, service: str, name: str) -> list[ReceivedSpan]:
+        """The largest trace that begins with such a span, which comes first."""
+        spans = self.receiver.spans
+        roots = [one for one in spans if not one.parent and (one.service, one.name) == (service, name)]
+        traces = [[root, *(one for one in spans if one.trace == root.trace and one is not root)] for root in roots]
+        return max(traces, key=len, default=[])
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """What a command needs to reach this system, and to have its traces received."""
+        settings = self.site.settings
+        inherited = {name: value for name, value in os.environ.items() if not name.startswith("BERTH_")}
+        return inherited | {
+            "PYTHONPATH": str(Path(__file__).parents[2]),
+            "BERTH_BUS__URL": settings.bus.url,
+            "BERTH_BUS__PREFIX": settings.bus.prefix,
+            "BERTH_DATABASE__URL": settings.database.url,
+            "BERTH_CELLS": f'{{"{CELL}": {{}}}}',
+            "BERTH_TRACES__ENDPOINT": self.receiver.url,
+            "BERTH_TRACES__RATIO": "1.0",
+        }
 
 
 @asynccontextmanager
@@ -157,13 +197,58 @@ async def test_what_a_deadline_makes_of_a_build_is_in_its_trace(amqp: tuple[str,
     assert_one_tree(spans)
 
 
-async def test_the_calls_of_ironic_are_in_the_trace(amqp: tuple[str, str], postgres_url: str) -> None:
+async def test_the_calls_of_ironic_are_in_the_trace_and_its_notifications_begin_some(
+    amqp: tuple[str, str], postgres_url: str
+) -> None:
     async with traced_system(amqp, postgres_url, compute=ComputeConfig(hosts=0), nodes=8) as running:
         uuid = await running.build("bm.gold")
         spans = await running.trace_of(uuid)
     names = {(span.service, span.name) for span in spans}
     assert {("compute", "ironic PUT"), ("compute", "ironic PATCH")} <= names
     assert_one_tree(spans)
+    announced = running.below("ironic-sync", "ironic notification")
+    assert {"berth.node", "berth.event", "berth.cause"} <= announced[0].attributes.keys()
+    names = {(span.service, span.name) for span in announced}
+    assert {("ironic-sync", "ironic GET"), ("placement", "placement.inventory"), ("placement", "transaction")} <= names
+    assert_one_tree(announced)
+
+
+async def test_a_move_from_the_command_line_and_a_request_over_http_begin_a_trace(
+    amqp: tuple[str, str], postgres_url: str, tmp_path: Path
+) -> None:
+    """The command is a process of its own; the web server answers before anything has happened."""
+    async with traced_system(amqp, postgres_url, compute=ComputeConfig(hosts=3)) as running:
+        moved = await running.build("m1.small")
+        migrate = [sys.executable, "-m", "berth", "migrate", moved, "--live", "--wait"]
+        process = await asyncio.create_subprocess_exec(*migrate, env=running.environment, cwd=tmp_path)
+        assert await process.wait() == 0
+        env = running.site.environment("web-test")
+        web = WebServer(env, running.site.settings, host="127.0.0.1", port=0, access=Access(None, env.clock))
+        await web.open()
+        trace = TraceContext("4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7")
+        async with httpx.AsyncClient(base_url=web.url, timeout=WAIT_S) as caller:
+            body = {"flavor": "m1.small", "project_id": "p"}
+            built = await caller.post("/api/v1/builds", json=body)
+            stopped = await caller.post(
+                f"/api/v1/builds/{moved}/moves", json={"kind": "stop"}, headers={"traceparent": trace.header}
+            )
+            assert (built.status_code, stopped.status_code) == (202, 202)
+            async with asyncio.timeout(WAIT_S):
+                while not (await caller.get(stopped.headers["location"])).json().get("terminal"):
+                    pass
+        await web.close()
+        await running.spans_of("")
+    spans = running.below("cli", "move")
+    assert {(span.service, span.name) for span in spans} >= MOVE_HOPS
+    assert spans[0].attributes["berth.move"] == "live-migrate"
+    assert_one_tree(spans)
+    spans = running.below("web", "POST /api/v1/builds")
+    assert {(span.service, span.name) for span in spans} >= HOPS - {("client", "build")}
+    assert spans[0].attributes["http.response.status_code"] == 202
+    assert_one_tree(spans)
+    spans = [span for span in running.receiver.spans if span.trace == trace.trace_id]
+    names = {(span.service, span.name) for span in spans}
+    assert {("web", "POST /api/v1/builds/{uuid}/moves"), ("compute", "compute.{service}")} <= names
 
 
 async def test_the_last_event_carries_the_trace_that_a_foreign_client_began(

@@ -15,7 +15,7 @@ from opentelemetry.proto.collector.trace.v1 import trace_service_pb2
 from bus.consuming.outcome import Done, Received, Refuse
 from bus.contracts.base import Meta
 from bus.contracts.build import BuildRequest
-from bus.tracing.context import CURRENT, Span, TraceContext, context_of, parse_traceparent, traceparent_of
+from bus.tracing.context import CURRENT, Span, SpanKind, TraceContext, context_of, parse_traceparent, traceparent_of
 from bus.tracing.otlp_json import OtlpJsonExporter
 from bus.tracing.tracer import MAX_SPANS, ExportFailed, TraceLimit, Tracer, work_for
 
@@ -194,7 +194,9 @@ async def test_a_handler_that_raises_leaves_a_failed_span() -> None:
 def test_the_export_is_what_opentelemetry_reads() -> None:
     tracer = made(KeptSpans())
     parent = TraceContext(TRACE, SPAN)
-    span = tracer.start("a", parent=parent, consumer=True, links=[parent], attributes={"text": "\x00é", "number": 7})
+    span = tracer.start(
+        "a", parent=parent, kind=SpanKind.CONSUMER, links=[parent], attributes={"text": "\x00é", "number": 7}
+    )
     span.ended_ns, span.error = span.started_ns + 5, "code"
     body = OtlpJsonExporter("http://127.0.0.1:1", {"service.name": "scheduler"}).encode([span]).decode()
     # OTLP's JSON has ids as hexadecimal digits, where protobuf's own has base64.

@@ -136,7 +136,7 @@ def test_nothing_in_it_raises_or_is_no_number(sensors: Any) -> None:
 async def test_readings_are_published_together_and_lost_ones_are_not_kept() -> None:
     clock, published, down = VirtualClock(), [], [True]
 
-    async def publish_all(messages: Sequence[tuple[Message, str]]) -> None:
+    async def publish_all(messages: Sequence[tuple[Message, str]], traceparents: Sequence[str] = ()) -> None:
         if down[0]:
             raise BusUnavailable("away")
         published.extend(message for message, _ in messages)

@@ -74,7 +74,7 @@ class Book:
         self.providers: dict[str, ProviderReport | None] = {}
         self.fault: Exception | None = None
 
-    async def publish_all(self, messages: Sequence[tuple[Message, str]]) -> None:
+    async def publish_all(self, messages: Sequence[tuple[Message, str]], traceparents: Sequence[str] = ()) -> None:
         await asyncio.sleep(0)
         if self.fault is not None:
             raise self.fault

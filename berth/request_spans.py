@@ -1,0 +1,56 @@
+"""The traces that a client begins: a span for each sampled request, from its publication to its end."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator
+
+from msgspec import Struct
+
+from bus.tracing.context import CURRENT, NOT_SAMPLED, Scope, Span, TraceContext
+from bus.tracing.tracer import Tracer
+
+
+class TracedRequest(Struct, frozen=True):
+    """What a span is called and about. cause: of its messages; also what its end is known by."""
+
+    name: str
+    cause: str
+    attributes: dict[str, str | int]
+
+
+class RequestSpans:
+    """The spans of one client's requests that have not ended."""
+
+    def __init__(self, tracer: Tracer | None) -> None:
+        self._tracer = tracer
+        self._spans: dict[str, Span] = {}
+
+    @contextlib.contextmanager
+    def publishing(self, requests: Iterable[TracedRequest]) -> Iterator[None]:
+        """What the block publishes for them carries their traces; what is not sampled says so, for all further on."""
+        tracer = self._tracer
+        if tracer is None:
+            yield
+            return
+        contexts: dict[str, TraceContext] = {}
+        for one in requests:
+            if (span := tracer.root(one.name, one.attributes)) is not None:
+                self.end(one.cause)  # of the same request before
+                self._spans[one.cause] = span
+                contexts[one.cause] = span.context
+        token = CURRENT.set(Scope(tracer.start, contexts, None, NOT_SAMPLED))
+        try:
+            yield
+        finally:
+            CURRENT.reset(token)
+
+    def end(self, cause: str, code: str = "") -> None:
+        """One has ended. code: why it failed."""
+        if (span := self._spans.pop(cause, None)) is not None:
+            span.end(code)
+
+    def close(self) -> None:
+        """The client goes: what it no longer follows ends here, so that its trace has a beginning."""
+        for cause in list(self._spans):
+            self.end(cause)
