@@ -47,3 +47,19 @@ def test_a_release_takes_the_fragments_into_the_file_above_what_was_there(tmp_pa
         "## 1.0.0 (day)\n\n### Added\n\n- One thing,\n  in two lines.\n\n"
     )
     assert [path.name for path in (tmp_path / "changelog.d").iterdir()] == ["README.md"]
+
+
+def test_a_section_that_is_not_released_yet_gets_its_day_and_the_fragments(tmp_path: Path) -> None:
+    (tmp_path / "scripts").mkdir()
+    shutil.copy(ROOT / "scripts" / "changelog", tmp_path / "scripts")
+    first = "## 1.0.0 (not released yet)\n\nThe first.\n\n### Said\n\n- Words.\n"
+    page = f"# Changelog\n\nIntroduction.\n\n{first}\n## 0.9.0 (day)\n\nOld.\n"
+    (tmp_path / "CHANGELOG.md").write_text(page)
+    (tmp_path / "changelog.d").mkdir()
+    (tmp_path / "changelog.d" / "one.added.md").write_text("One thing,\nin two lines.\n")
+    changelog(tmp_path, "1.0.0")
+    written = re.sub(r"\(\d{4}-\d\d-\d\d\)", "(today)", (tmp_path / "CHANGELOG.md").read_text())
+    assert written == page.replace("(not released yet)", "(today)").replace(
+        "- Words.\n", "- Words.\n\n### Added\n\n- One thing,\n  in two lines.\n"
+    )
+    assert list((tmp_path / "changelog.d").iterdir()) == []

@@ -1,0 +1,201 @@
+"""What a release would be, and whether everything agrees on it: `python -m tests.release [VERSION]` (scripts/release).
+
+Nothing is changed but the directory that the wheel goes into, and nothing is tagged or pushed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import tomllib
+import zipfile
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+from msgspec import Struct
+
+from tests.feature_plants import STATES, read
+
+ROOT = Path(__file__).parents[1]
+VERSION = re.compile(r"(0|[1-9]\d*)\.(0|[1-9]\d*)\.(0|[1-9]\d*)")
+SECTION = re.compile(r"^## (\S+) \((.*)\)$", re.MULTILINE)
+DAY = re.compile(r"\d{4}-\d\d-\d\d")
+ANCHOR = "tests/upgrade/earlier"
+SCHEMAS = "*/store/schema.sql"
+MIGRATIONS = "*/store/migrations/versions/*"
+# What the pages say is derived or checked by these; the suite runs them, too.
+PAGES = ("tests/unit/front/test_features.py", "tests/unit/front/test_docs.py")
+PAGES_ONLY = "derived or row or plant or planted"
+LIMIT_S = 600.0
+
+
+class Finding(Struct, frozen=True):
+    """One thing that a release needs. detail: what is there; or, where it does not hold, what to do."""
+
+    what: str
+    holds: bool
+    detail: str = ""
+
+
+def git(root: Path, *arguments: str) -> str:
+    """What git answers. Raises CalledProcessError."""
+    command = ["git", "-C", str(root), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=LIMIT_S)
+    return done.stdout.strip()
+
+
+def is_in(root: Path, commit: str) -> bool:
+    """Whether HEAD's history has it."""
+    command = ["git", "-C", str(root), "merge-base", "--is-ancestor", commit, "HEAD"]
+    return subprocess.run(command, capture_output=True, check=False, timeout=LIMIT_S).returncode == 0
+
+
+def newest_tag(root: Path) -> str:
+    """The last release's tag; empty: there is none."""
+    return next(iter(git(root, "tag", "--list", "v*", "--merged", "HEAD", "--sort=-v:refname").splitlines()), "")
+
+
+def version_of(root: Path) -> str:
+    """That of pyproject.toml."""
+    return str(tomllib.loads((root / "pyproject.toml").read_text())["project"]["version"])
+
+
+def findings(root: Path, version: str) -> Iterator[Finding]:
+    """All that git and the files of the tree show."""
+    changed = git(root, "status", "--porcelain").splitlines()
+    yield Finding("the tree is the commit", not changed, f"{len(changed)} files differ: commit them" if changed else "")
+    yield from _versions(root, version)
+    yield from _changelog(root, version)
+    rows = read((root / "docs/reference/features.md").read_text())
+    counted = Counter(row.state for row in rows)
+    known = bool(rows) and set(counted) <= set(STATES)
+    yield Finding(
+        "each feature has a state", known, ", ".join(f"{state} {counted[state]}" for state in sorted(counted))
+    )
+    yield from _upgrade(root)
+
+
+def _versions(root: Path, version: str) -> Iterator[Finding]:
+    there = version_of(root)
+    match = VERSION.fullmatch(version)
+    yield Finding("the version is three numbers", match is not None, version)
+    yield Finding("pyproject.toml has it", there == version, there if there == version else f"it has {there}: set it")
+    last = newest_tag(root)
+    tags = git(root, "tag", "--list", f"v{version}")
+    yield Finding("no tag has it", not tags, f"v{version} is tagged already: take the next version" if tags else "")
+    before = VERSION.fullmatch(last.removeprefix("v"))
+    rises = before is None or match is None or [int(n) for n in match.groups()] > [int(n) for n in before.groups()]
+    yield Finding("it is above the last release", rises, last or "there is none yet")
+
+
+def _changelog(root: Path, version: str) -> Iterator[Finding]:
+    left = [path.name for path in sorted((root / "changelog.d").glob("*.*.md"))]
+    to_do = f"{len(left)} fragments: scripts/changelog {version} takes them into CHANGELOG.md; commit that"
+    yield Finding("no fragment of the changelog is left", not left, to_do if left else "")
+    newest = SECTION.search((root / "CHANGELOG.md").read_text())
+    name, day = (newest[1], newest[2]) if newest else ("nothing", "")
+    is_it = name == version and DAY.fullmatch(day) is not None
+    yield Finding("CHANGELOG.md begins with it and its day", is_it, f"it begins with {name} ({day})")
+
+
+def _upgrade(root: Path) -> Iterator[Finding]:
+    last, what = newest_tag(root), "upgrades are tested from a commit of this history"
+    if not last:
+        earlier = (root / ANCHOR).read_text().strip()
+        found = is_in(root, earlier)
+        detail = f"{earlier}, as {ANCHOR} has it" if found else f"{ANCHOR} names {earlier}, which is not in it"
+        yield Finding(what, found, detail)
+        return
+    yield Finding(what, True, f"{last}, the last release")
+    changes = git(root, "diff", "--name-status", "--no-renames", last, "HEAD", "--", MIGRATIONS).splitlines()
+    edited = [line.split("\t")[1] for line in changes if not line.startswith("A")]
+    yield Finding("no released migration is another", not edited, ", ".join(edited))
+    added = {line.split("/")[0].split("\t")[1] for line in changes if line.startswith("A")}
+    changed = {
+        path.split("/")[0] for path in git(root, "diff", "--name-only", last, "HEAD", "--", SCHEMAS).splitlines()
+    }
+    without = ", ".join(sorted(changed - added))
+    yield Finding("each changed schema has a migration", not without, f"not {without}" if without else "")
+
+
+def pages(root: Path) -> Finding:
+    """Whether the feature table and the derived pages are up to date, by their tests."""
+    command = [sys.executable, "-m", "pytest", "-q", "-n0", "-p", "no:cacheprovider", "-k", PAGES_ONLY, *PAGES]
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False, timeout=LIMIT_S)
+    last = done.stdout.strip().splitlines()[-1:] or [done.stderr[-200:]]
+    return Finding("the feature table and the derived pages are up to date", done.returncode == 0, last[0])
+
+
+def build_wheel(root: Path, directory: Path) -> Path:
+    """The wheel of the commit, with the commit's time in it. Raises CalledProcessError."""
+    directory.mkdir(parents=True, exist_ok=True)
+    moment = git(root, "log", "-1", "--format=%ct")
+    with tempfile.TemporaryDirectory(prefix="berth-release-") as place:
+        archive = Path(place) / "tree.tar"
+        git(root, "archive", "--output", str(archive), "HEAD")
+        tree = Path(place) / "tree"
+        tree.mkdir()
+        subprocess.run(["tar", "-xf", str(archive), "-C", str(tree)], check=True, timeout=LIMIT_S)
+        command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--wheel-dir", str(directory), str(tree)]
+        env = {**os.environ, "SOURCE_DATE_EPOCH": moment}
+        subprocess.run(command, check=True, timeout=LIMIT_S, stdin=subprocess.DEVNULL, env=env)
+    return max(directory.glob("berth-*.whl"), key=lambda path: path.stat().st_mtime)
+
+
+def wheel_findings(root: Path, version: str, wheel: Path) -> Iterator[Finding]:
+    """What the wheel is called, and what of berth's packages is not in it."""
+    yield Finding("the wheel has the version", wheel.name.startswith(f"berth-{version}-"), wheel.name)
+    packages = tomllib.loads((root / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]["find"]["include"]
+    places = [f"{name.removesuffix('*')}/" for name in packages]
+    wanted = {path for path in git(root, "ls-files", *places).splitlines() if not path.endswith(".md")}
+    with zipfile.ZipFile(wheel) as opened:
+        missing = sorted(wanted - set(opened.namelist()))
+    detail = f"{len(missing)} are not: {', '.join(missing[:3])}" if missing else f"{len(wanted)} files"
+    yield Finding("every file of berth's packages is in the wheel", not missing, detail)
+
+
+def main() -> int:
+    """Look, build, and say what to type. 1: something does not hold."""
+    parser = argparse.ArgumentParser(description="What a release would be.")
+    parser.add_argument("version", nargs="?", help="default: that of pyproject.toml")
+    parser.add_argument("--wheel", type=Path, default=ROOT / "dist", metavar="DIRECTORY")
+    arguments = parser.parse_args()
+    version = arguments.version or version_of(ROOT)
+    found = []
+
+    def note(one: Finding) -> None:
+        found.append(one)
+        detail = f": {one.detail}" if one.detail else ""
+        sys.stdout.write(f"{'holds ' if one.holds else 'broken'}  {one.what}{detail}\n")
+        sys.stdout.flush()
+
+    for one in findings(ROOT, version):
+        note(one)
+    note(pages(ROOT))
+    try:
+        wheel = build_wheel(ROOT, arguments.wheel)
+    except subprocess.CalledProcessError as error:
+        note(Finding("the wheel is built", False, f"pip ended with {error.returncode}"))
+    else:
+        for one in wheel_findings(ROOT, version, wheel):
+            note(one)
+        digest = hashlib.sha256(wheel.read_bytes()).hexdigest()
+        sys.stdout.write(f"{wheel}, {wheel.stat().st_size:,} bytes, sha256 {digest}\n")
+    broken = sum(not one.holds for one in found)
+    commit = git(ROOT, "rev-parse", "HEAD")
+    if broken:
+        sys.stdout.write(f"{broken} of {len(found)} do not hold: {commit[:8]} is no release {version}\n")
+        return 1
+    sys.stdout.write(f"would tag: git tag --annotate v{version} --message 'berth {version}' {commit}\n")
+    sys.stdout.write("nothing was tagged or pushed\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
