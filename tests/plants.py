@@ -300,7 +300,7 @@ PLANTS = (
         file="berth/client_moves.py",
         old="            with self._spans.publishing([_traced(request)]):",
         new="            with self._spans.publishing([]):",
-        tests="tests/system/test_traces.py -k over_http",
+        tests="tests/system/test_traces.py::test_a_move_from_the_command_line_and_a_request_over_http_begin_a_trace",
     ),
     Plant(
         name="http_request_without_a_trace",
@@ -308,7 +308,7 @@ PLANTS = (
         file="berth/web/application.py",
         old="tracer=env.tracer)",
         new="tracer=None)",
-        tests="tests/system/test_traces.py -k over_http",
+        tests="tests/system/test_traces.py::test_a_move_from_the_command_line_and_a_request_over_http_begin_a_trace",
     ),
     Plant(
         name="notification_without_a_trace",
@@ -316,7 +316,7 @@ PLANTS = (
         file="ironic_sync/sync_state.py",
         old="        self.traces.begin(before.uuid, what, cause)\n",
         new="",
-        tests="tests/system/test_traces.py -k ironic",
+        tests="tests/system/test_traces.py::test_the_calls_of_ironic_are_in_the_trace_and_its_notifications_begin_some",
     ),
     Plant(
         name="update_outside_of_its_trace",
@@ -324,7 +324,7 @@ PLANTS = (
         file="ironic_sync/writer.py",
         old="[self._sync_state.traces.traceparent(uuid) for uuid in batch]",
         new="[]",
-        tests="tests/system/test_traces.py -k ironic",
+        tests="tests/system/test_traces.py::test_the_calls_of_ironic_are_in_the_trace_and_its_notifications_begin_some",
     ),
 )
 
