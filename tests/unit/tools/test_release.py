@@ -14,7 +14,7 @@ from tests.release import ANCHOR, ROOT, Finding, findings, git, newest_tag, whee
 VERSION = "0.2.0"
 SCHEMA = "placement_worker/store/schema.sql"
 MIGRATIONS = "placement_worker/store/migrations/versions"
-FEATURES = "docs/reference/features.md"
+TABLE = "docs/reference/features.md"
 
 
 def write(root: Path, path: str, text: str) -> None:
@@ -46,7 +46,7 @@ def clone(tmp_path: Path) -> Path:
     root.mkdir()
     git(root, "init", "-q")
     (root / "docs/reference").mkdir(parents=True)
-    shutil.copy(ROOT / FEATURES, root / FEATURES)
+    shutil.copy(ROOT / TABLE, root / TABLE)
     packages = '[tool.setuptools.packages.find]\ninclude = ["placement_worker*"]\n'
     write(root, "pyproject.toml", f'[project]\nname = "berth"\nversion = "0.1.0"\n{packages}')
     write(root, "CHANGELOG.md", "# Changelog\n\n## 0.1.0 (2026-01-01)\n\nOld.\n")
@@ -100,9 +100,9 @@ def _other_version(root: Path) -> None:
 
 
 def _state_that_is_none(root: Path) -> None:
-    text = (ROOT / FEATURES).read_text()
+    text = (ROOT / TABLE).read_text()
     assert text.count("| ComputeFilter | yes |") == 1
-    write(root, FEATURES, text.replace("| ComputeFilter | yes |", "| ComputeFilter | perhaps |"))
+    write(root, TABLE, text.replace("| ComputeFilter | yes |", "| ComputeFilter | perhaps |"))
     commit(root)
 
 
