@@ -28,7 +28,7 @@ class RequestSpans:
 
     @contextlib.contextmanager
     def publishing(self, requests: Iterable[TracedRequest]) -> Iterator[None]:
-        """What the block publishes for them carries their traces; what is not sampled says so, for all further on."""
+        """What the block publishes for them carries their traces, or that they are not sampled."""
         tracer = self._tracer
         if tracer is None:
             yield

@@ -46,7 +46,7 @@ class NotificationTraces:
 
     @contextlib.contextmanager
     def reading(self, node: str) -> Iterator[None]:
-        """What the block asks Ironic about the node is in the trace."""
+        """What the block requests of Ironic about the node is in the trace."""
         span = self._spans.get(node)
         if span is None or self._tracer is None:
             yield

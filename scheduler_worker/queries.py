@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -19,6 +20,7 @@ from bus.contracts.operations import ServiceRecord, ServicesPage, ServicesQuery
 from bus.contracts.workers import WorkersQuery
 from bus.faults import DatabaseUnavailable, Transient
 from scheduler_worker.domain.builds import is_search
+from scheduler_worker.domain.flavors import ZONE_KEY
 from scheduler_worker.domain.hosts import NO_SERVICE, Mask
 from scheduler_worker.domain.selector import Selector
 from scheduler_worker.domain.workers import WorkerTable
@@ -138,10 +140,18 @@ class QueryHandler:
             name: (book.usage(name, requested).tolist(), book.totals(name, requested).tolist())
             for name in sorted(book.resource_classes())
         }
+        indexes = [table.index_of(book.uuid_of(row)) for row in rows]
+        known = self._selector.metrics.known_of(
+            np.array([-1 if one is None else one for one in indexes], dtype=np.intp)
+        )
+        numbers = {name: values.tolist() for name, values in known.items()}
+        members = [
+            (one, book.in_aggregate(one.uuid, requested).tolist()) for one in self._selector.membership.aggregates
+        ]
         hosts = []
         for at, row in enumerate(rows):
-            uuid = book.uuid_of(row)
-            index = table.index_of(uuid)
+            uuid, index = book.uuid_of(row), indexes[at]
+            aggregates = [one for one, has in members if has[at]]
             service = NO_SERVICE if index is None else int(table.service[index])
             hosts.append(
                 HostRecord(
@@ -158,6 +168,9 @@ class QueryHandler:
                         if used[at] or total[at]
                     },
                     failed_builds=0 if index is None else int(table.failed_builds[index]),
+                    zone=next((one.metadata[ZONE_KEY] for one in aggregates if ZONE_KEY in one.metadata), None),
+                    aggregates=tuple(one.name for one in aggregates),
+                    metrics={name: values[at] for name, values in numbers.items() if not math.isnan(values[at])},
                 )
             )
         return HostsPage(hosts=tuple(hosts), feed_sequence=book.sequence)

@@ -29,7 +29,7 @@ DAY = re.compile(r"\d{4}-\d\d-\d\d")
 ANCHOR = "tests/upgrade/earlier"
 SCHEMAS = "*/store/schema.sql"
 MIGRATIONS = "*/store/migrations/versions/*"
-# What the pages say is derived or checked by these; the suite runs them, too.
+# The tests of what the pages state; the suite runs them, too.
 PAGES = ("tests/unit/front/test_features.py", "tests/unit/front/test_docs.py")
 PAGES_ONLY = "derived or row or plant or planted"
 LIMIT_S = 600.0
@@ -161,7 +161,7 @@ def wheel_findings(root: Path, version: str, wheel: Path) -> Iterator[Finding]:
 
 
 def main() -> int:
-    """Look, build, and say what to type. 1: something does not hold."""
+    """Look, build, and print what to type. 1: something does not hold."""
     parser = argparse.ArgumentParser(description="What a release would be.")
     parser.add_argument("version", nargs="?", help="default: that of pyproject.toml")
     parser.add_argument("--wheel", type=Path, default=ROOT / "dist", metavar="DIRECTORY")

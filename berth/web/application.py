@@ -33,6 +33,7 @@ from berth.web.operations import WebOperations
 from berth.web.operator_pages import OperatorPages
 from berth.web.pages import Pages
 from berth.web.problems import Problem, problem_of, problem_response
+from berth.web.queues import QueueReader
 from berth.web.rendering import problem_page
 from berth.web.tracing import TracedRequests
 from bus.bus import Bus
@@ -124,13 +125,14 @@ def application(
     live: Live,
     drains: Drains,
     access: Access,
+    queues: QueueReader,
     hosts: frozenset[str] | None,
 ) -> Starlette:
     """The application. hosts: the names that the Host header may have (None: any, as tokens are needed anyway)."""
     api, objects = WebApi(bus, live, env.rng), ObjectApi(bus)
     fleet, box = FleetReader(bus, env.clock, env.cells), LetterBox(env, settings)
     moves, metal = WebMoves(bus, api, env.rng), MetalReader(settings, objects, env.clock)
-    pages = Pages(api, moves, live, access, fleet, clock=env.clock)
+    pages = Pages(api, moves, live, access, fleet, queues=queues, clock=env.clock)
     for_operators = OperatorPages(
         fleet=fleet,
         moves=moves,

@@ -15,13 +15,17 @@ from bus.contracts.book import HostTree, HostTreeQuery, TreeHolder
 from bus.contracts.build import HostRecord, HostsPage, HostsQuery
 from bus.contracts.objects import CellState, ObjectKind, ObjectsPage, ObjectsQuery, StoredObject
 from bus.contracts.operations import ServiceRecord, ServicesPage, ServicesQuery
-from bus.contracts.placement import ProviderState
+from bus.contracts.placement import Change, ChangesPage, ChangesRequest, ProviderState
 from bus.contracts.workers import WorkerRecord, WorkersPage, WorkersQuery
 
 # Hosts are read anew at most so often, however many pages show them.
 HOSTS_AGE_S = 2.0
 WORKERS_AGE_S = 5.0
 MAX_SERVICES = 100_000
+# A host's page looks through so many of the newest changes of the book for those of its tree, and shows so many.
+CHANGES_LOOKED_AT = 2_000
+CHANGES_SHOWN = 50
+MAX_SEQUENCE = 2**62
 
 
 class InventoryView(Struct, frozen=True, kw_only=True):
@@ -80,6 +84,15 @@ class CellView(Struct, frozen=True, kw_only=True):
     hosts_enabled: int = 0
 
 
+class HostChange(Struct, frozen=True):
+    """One change of a provider of a host's tree, by the number of the book's feed. causes: of REST requests."""
+
+    sequence: int
+    provider: str
+    what: str
+    causes: tuple[str, ...] = ()
+
+
 class FleetReader:
     """Queries schedulers and the book about the fleet."""
 
@@ -116,6 +129,22 @@ class FleetReader:
         host = await self.host(ident, fresh=fresh)
         tree = await self._bus.request(HostTreeQuery(provider=host.uuid), HostTree, timeout_s=ASK_TIMEOUT_S)
         return HostDetail(host=host, providers=tree_of(tree.providers), holders=tree.holders, more=tree.more)
+
+    async def changes(self, providers: Sequence[ProviderView]) -> list[HostChange]:
+        """The newest changes of these providers, newest first, among the last CHANGES_LOOKED_AT of the whole book."""
+        names = {one.uuid: one.name for one in providers}
+        probe = await self._changes(MAX_SEQUENCE, 1)
+        page = await self._changes(max(0, probe.head - CHANGES_LOOKED_AT), CHANGES_LOOKED_AT)
+        found = [
+            HostChange(change.sequence, names[change.provider], _what_of(change), change.causes)
+            for change in page.changes
+            if change.provider in names
+        ]
+        return found[::-1][:CHANGES_SHOWN]
+
+    async def _changes(self, after: int, limit: int) -> ChangesPage:
+        query = ChangesRequest(after=after, limit=limit)
+        return await self._bus.request(query, ChangesPage, timeout_s=ASK_TIMEOUT_S)
 
     async def services(self, query: ServicesQuery) -> tuple[ServiceRecord, ...]:
         """Compute services by cell and name."""
@@ -182,6 +211,14 @@ def tree_of(providers: Sequence[ProviderState]) -> tuple[ProviderView, ...]:
         found.append(_view(one, depth))
         waiting += [(child, depth + 1) for child in reversed(children.get(one.uuid, []))]
     return tuple(found)
+
+
+def _what_of(change: Change) -> str:
+    if change.removed:
+        return "removed"
+    if change.used is not None:
+        return "used now: " + ", ".join(f"{name} {amount}" for name, amount in sorted(change.used.items()))
+    return "its inventory, traits, aggregates or parent"
 
 
 def _view(one: ProviderState, depth: int) -> ProviderView:

@@ -36,12 +36,17 @@ class TooManyEventFollowers(Exception):
 
 
 class Second(Struct):
-    """What one second came to. at: seconds since the epoch."""
+    """What one second came to. at: seconds since the epoch.
+
+    lost_claims: claims that others were faster with. retries: hosts tried after the first. Both of builds that ended.
+    """
 
     at: int
     active: int = 0
     failed: int = 0
     accepted: int = 0
+    lost_claims: int = 0
+    retries: int = 0
 
 
 class EventFollower:
@@ -156,6 +161,9 @@ class Live:
             if began is None and event.stamps is not None and event.stamps.requested and uuid not in self._ended:
                 began = event.stamps.requested
                 second.accepted += 1
+            if uuid not in self._ended:
+                second.lost_claims += event.stamps.lost_claims if event.stamps is not None else 0
+                second.retries += max(0, event.attempt - 1)
             self._ended[uuid] = None
             if len(self._ended) > MAX_ENDED:
                 del self._ended[next(iter(self._ended))]

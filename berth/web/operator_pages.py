@@ -82,7 +82,8 @@ class OperatorPages:
         """One host: its tree, what is used, and who holds what of it."""
         need(caller_of(request), WebRole.READER)
         detail = await self._fleet.detail(request.path_params["host"], fresh=True)
-        return self._page(request, "host.html", detail=detail, host=detail.host)
+        changes = await self._fleet.changes(detail.providers)
+        return self._page(request, "host.html", detail=detail, host=detail.host, changes=changes)
 
     async def drain_plan(self, request: Request) -> Response:
         """How a host could be drained now, before it is done."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 from urllib.parse import parse_qs
 
@@ -32,16 +32,22 @@ from berth.web.api import (
 from berth.web.fleet import FleetReader
 from berth.web.live import Live, Second
 from berth.web.moves import OPERATORS_KINDS, WebMoves
+from berth.web.queues import QueueDepth, QueueReader
 from berth.web.rendering import rendered
 from bus.clock import Clock
 from bus.contracts.build import TERMINAL_STATES, BuildQuery, BuildRecord, BuildState, HostRecord
 from bus.contracts.moves import MoveKind, MoveQuery
 from bus.contracts.stages import durations
+from bus.contracts.workers import WorkerRecord
 from bus.faults import Fault
 from bus.port import BusError
 
 NOW_EVERY_S = 1.0
 PAGE = 50
+QUEUES_SHOWN = 10
+LOST_SHOWN = 10  # lost claims of a build, and builds that may have been faster with each
+AROUND_S = 10.0  # a build that was faster was requested within this of the lost claim
+MAX_HOST = 255
 MAX_LOGIN_BYTES = 16 * 1024  # a token of Keystone may have 8 KiB
 DELETABLE = frozenset(set(BuildState) - {BuildState.REFUSED, BuildState.DELETED, BuildState.DELETING})
 
@@ -55,7 +61,11 @@ class Trouble(Struct, frozen=True):
 
 
 class Now(Struct, frozen=True):
-    """The first page's figures. Rates are a second's; latencies seconds from accepted to active."""
+    """The first page's figures. Rates are a second's; latencies seconds from accepted to active.
+
+    lost_per_s: claims that others were faster with; retries_per_s: hosts tried after the first; of builds that ended.
+    workers: {role: (up and ready, all)}.
+    """
 
     in_flight: int
     active_per_s: float
@@ -65,12 +75,27 @@ class Now(Struct, frozen=True):
     up: int
     disabled: int
     cells: dict[str, tuple[int, int]]
+    lost_per_s: float
+    retries_per_s: float
+    waiting: int
+    dead_letters: int
+    queues: tuple[QueueDepth, ...]
+    workers: dict[str, tuple[int, int]]
     troubles: tuple[Trouble, ...]
     seconds: tuple[Second, ...] = ()
 
 
+class LostClaim(Struct, frozen=True):
+    """A claim on a host that others were faster with. taken: builds requested about then that are on that host."""
+
+    at: float
+    host: str
+    outcome: str
+    taken: tuple[str, ...]
+
+
 class HostMap(Struct, frozen=True):
-    """All hosts as columns. resources: {class: [used, total] of each host, null where it has none}."""
+    """Hosts as columns. resources: {class: [used, total] of each host, null where it has none}; metrics alike."""
 
     uuid: list[str]
     name: list[str]
@@ -78,14 +103,24 @@ class HostMap(Struct, frozen=True):
     state: list[str]
     failed_builds: list[int]
     resources: dict[str, list[tuple[float, float] | None]]
+    metrics: dict[str, list[float | None]]
 
 
 class Pages:
     """The handlers of the pages."""
 
     def __init__(
-        self, api: WebApi, moves: WebMoves, live: Live, access: Access, fleet: FleetReader, *, clock: Clock
+        self,
+        api: WebApi,
+        moves: WebMoves,
+        live: Live,
+        access: Access,
+        fleet: FleetReader,
+        *,
+        queues: QueueReader,
+        clock: Clock,
     ) -> None:
+        self._queues = queues
         self._api = api
         self._moves = moves
         self._fleet = fleet
@@ -146,7 +181,14 @@ class Pages:
             if up < every:
                 detail = f"{every - up:,} of {every:,} hosts are down: their compute services are silent"
                 troubles.append(Trouble(f"Cell {cell}", detail, f"/fleet?cell={cell}"))
-        troubles += await self._silent_workers()
+        workers = await self._workers()
+        troubles += _troubles_of(workers)
+        depths = await self._queues.depths(
+            sorted({(host.cell, host.service) for host in hosts if host.cell and host.service})
+        )
+        if depths.dead_letters:
+            troubles.append(Trouble(f"{depths.dead_letters:,} dead letters", "messages that were given up", "/system"))
+        troubles += [Trouble(f"Bus {bus}", "its broker does not answer how much waits there") for bus in depths.silent]
         if not hosts and not troubles:
             troubles.append(Trouble("No hosts", "no compute service has announced a host yet"))
         history = self._live.history()
@@ -160,23 +202,21 @@ class Pages:
             up=sum(host.up for host in hosts),
             disabled=sum(not host.enabled for host in hosts),
             cells=cells,
+            lost_per_s=sum(second.lost_claims for second in recent) / len(recent),
+            retries_per_s=sum(second.retries for second in recent) / len(recent),
+            waiting=sum(one.waiting for one in depths.queues),
+            dead_letters=depths.dead_letters,
+            queues=depths.queues[:QUEUES_SHOWN],
+            workers=_by_role(workers),
             troubles=tuple(troubles),
             seconds=tuple(history),
         )
 
-    async def _silent_workers(self) -> list[Trouble]:
+    async def _workers(self) -> tuple[WorkerRecord, ...]:
         try:
-            workers = await self._fleet.known_workers()
+            return await self._fleet.known_workers()
         except (Fault, BusError):  # reported already: no scheduler answers
-            return []
-        silent = [one for one in workers if one.silent]
-        waiting = [one for one in workers if one.heartbeat.not_ready and not one.silent]
-        shown = []
-        for what, found in (("silent", silent), ("not ready", waiting)):
-            if found:
-                names = ", ".join(one.heartbeat.worker for one in found[:3]) + (", ..." if len(found) > 3 else "")
-                shown.append(Trouble(f"{len(found)} workers are {what}", names, "/system"))
-        return shown
+            return ()
 
     # --- fleet
 
@@ -184,23 +224,25 @@ class Pages:
         """Every host as a cell of a heat map, and the same as a table."""
         need(caller_of(request), WebRole.READER)
         hosts = await self._fleet.hosts()
-        cell, wanted = request.query_params.get("cell", ""), request.query_params.get("q", "").strip()
-        shown = [host for host in hosts if cell in ("", host.cell) and wanted.lower() in host.name.lower()]
+        shown = _wanted(hosts, request.query_params)
         return self._page(
             request,
             "fleet.html",
             hosts=shown[: 2 * PAGE],
             count=len(shown),
             cells=sorted({host.cell or "?" for host in hosts}),
+            zones=sorted({host.zone for host in hosts if host.zone is not None}),
+            aggregates=sorted({name for host in hosts for name in host.aggregates}),
             classes=_by_frequency(hosts),
-            cell=cell,
-            q=wanted,
+            metrics=sorted({name for host in hosts for name in host.metrics}),
+            query=request.query_params,
         )
 
     async def fleet_map(self, request: Request) -> Response:
-        """The heat map's data."""
+        """The heat map's data, of the hosts that the page shows."""
         need(caller_of(request), WebRole.READER)
-        hosts = await self._fleet.hosts()
+        hosts = _wanted(await self._fleet.hosts(), request.query_params)
+        metrics = sorted({name for host in hosts for name in host.metrics})
         classes = sorted({name for host in hosts for name in host.resources})
         return json_response(
             HostMap(
@@ -210,6 +252,7 @@ class Pages:
                 state=[state_of(host) for host in hosts],
                 failed_builds=[host.failed_builds for host in hosts],
                 resources={name: [host.resources.get(name) for host in hosts] for name in classes},
+                metrics={name: [host.metrics.get(name) for host in hosts] for name in metrics},
             )
         )
 
@@ -257,11 +300,27 @@ class Pages:
             build=found,
             stages=stages_of(found),
             scores=next((line.scores for line in reversed(found.timeline) if line.scores), ()),
+            lost=await self._lost_claims(found, caller),
             moves=(await self._moves.moves(MoveQuery(instance_uuid=found.instance_uuid))).moves,
             kinds=_kinds_for(found, caller),
             ended=found.state in TERMINAL_STATES,
             deletable=found.state in DELETABLE and caller.role is not WebRole.READER,
         )
+
+    async def _lost_claims(self, build: BuildRecord, caller: WebCaller) -> list[LostClaim]:
+        """Each claim that the build lost, and the builds of about that time that are on the host instead."""
+        lost = []
+        for line in [line for line in build.timeline if line.what == "not_claimed"][:LOST_SHOWN]:
+            host, _, outcome = line.detail.rpartition(": ")
+            others: tuple[BuildRecord, ...] = ()
+            if caller.sees is None and host:  # other projects' builds
+                query = BuildQuery(
+                    host=host[:MAX_HOST], after=line.at - AROUND_S, before=line.at + AROUND_S, limit=LOST_SHOWN
+                )
+                others = (await self._api.builds(query)).builds
+            taken = tuple(one.instance_uuid for one in others if one.instance_uuid != build.instance_uuid)
+            lost.append(LostClaim(line.at, host, outcome, taken))
+        return lost
 
     # --- sessions
 
@@ -301,6 +360,39 @@ class Pages:
 def state_of(host: HostRecord) -> str:
     """One word for the map: down, disabled or up."""
     return "down" if not host.up else "up" if host.enabled else "disabled"
+
+
+def _wanted(hosts: Sequence[HostRecord], query: Mapping[str, str]) -> list[HostRecord]:
+    """The hosts of the cell, zone and aggregate that the page's form names, whose names have what it names."""
+    cell, zone, aggregate = (query.get(name, "") for name in ("cell", "zone", "aggregate"))
+    part = query.get("q", "").strip().lower()
+    return [
+        host
+        for host in hosts
+        if cell in ("", host.cell)
+        and zone in ("", host.zone)
+        and (not aggregate or aggregate in host.aggregates)
+        and part in host.name.lower()
+    ]
+
+
+def _troubles_of(workers: Sequence[WorkerRecord]) -> list[Trouble]:
+    silent = [one for one in workers if one.silent]
+    waiting = [one for one in workers if one.heartbeat.not_ready and not one.silent]
+    shown = []
+    for what, found in (("silent", silent), ("not ready", waiting)):
+        if found:
+            names = ", ".join(one.heartbeat.worker for one in found[:3]) + (", ..." if len(found) > 3 else "")
+            shown.append(Trouble(f"{len(found)} workers are {what}", names, "/system"))
+    return shown
+
+
+def _by_role(workers: Sequence[WorkerRecord]) -> dict[str, tuple[int, int]]:
+    found: dict[str, tuple[int, int]] = {}
+    for one in workers:
+        up, every = found.get(one.heartbeat.role, (0, 0))
+        found[one.heartbeat.role] = (up + (not one.silent and not one.heartbeat.not_ready), every + 1)
+    return found
 
 
 def _kinds_for(build: BuildRecord, caller: WebCaller) -> list[MoveKind]:

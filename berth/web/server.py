@@ -17,6 +17,7 @@ from berth.web.access import LOCAL, Access, check_listen, digest_of
 from berth.web.application import application
 from berth.web.drains import Drains
 from berth.web.live import Live
+from berth.web.queues import QueueReader
 from bus.bus import API
 from bus.faults import Fault
 from bus.service.environment import Environment
@@ -82,6 +83,7 @@ class WebServer:
         self._bus = env.bus(API)
         self._live = Live(self._bus, clock=env.clock, process=env.process)
         self._drains = Drains(self._bus, env.rng)
+        self._queues = QueueReader(env)
         check_listen(host, access)
         self._server: _Server | None = None
         self._serving: asyncio.Task[None] | None = None
@@ -111,6 +113,7 @@ class WebServer:
             live=self._live,
             drains=self._drains,
             access=self._access,
+            queues=self._queues,
             hosts=names,
         )
         config = uvicorn.Config(
@@ -144,4 +147,5 @@ class WebServer:
             self._server.should_exit = True
             await asyncio.wait({self._serving})
         await self._live.close()
+        await self._queues.close()
         await self._bus.close()

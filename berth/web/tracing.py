@@ -8,7 +8,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from berth.web.api import API_ROOT
 from bus.tracing.tracer import Tracer
 
-# A stream of events ends when its reader goes: no piece of work whose time says anything.
+# A stream of events ends when its reader goes; its time is nothing that is to be measured.
 STREAMS = "/events"
 FAULTS_FROM = 500
 

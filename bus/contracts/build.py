@@ -285,7 +285,8 @@ class HostRecord(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One host as a scheduler sees it; amounts are {class: [used, capacity]} summed over its tree.
 
     enabled: whether berth may use it: both its compute service and the operator allow it. admin: the operator's newest
-    decision about it, if there ever was one.
+    decision about it, if there ever was one. aggregates: names of the host aggregates that it is in; zone: the
+    availability zone that one of them makes. metrics: the numbers known of it that are not too old.
     """
 
     uuid: Uuid
@@ -297,6 +298,9 @@ class HostRecord(Struct, frozen=True, kw_only=True, omit_defaults=True):
     resources: dict[str, tuple[float, float]] = {}
     failed_builds: int = 0
     admin: HostAdminState | None = None
+    zone: str | None = None
+    aggregates: tuple[str, ...] = ()
+    metrics: dict[str, float] = {}
 
 
 class HostsPage(Message, frozen=True, kw_only=True, tag="hosts.page.v1"):

@@ -100,6 +100,10 @@ class HostMetricsTable:
         """Numbers count by their age at this time from now on (monotonic, seconds)."""
         self._now_s = now_s
 
+    def known_of(self, index: Rows) -> dict[str, Floats]:
+        """{metric: the numbers of these hosts, as `values` has them} of all metrics that there are."""
+        return {name: self.values(name, index) for name in sorted(self._columns)}
+
     def values(self, name: str, index: Rows) -> Floats:
         """One metric of these hosts, by index of the host table (negative: not announced); NaN: not known."""
         found = np.full(len(index), np.nan)

@@ -51,7 +51,7 @@ HOPS = {
     ("scheduler", "scheduler.builds"),
     ("client", "client.feed.{process}"),
 }
-# The same of a live migration, from the command that asks for it.
+# The same of a live migration, from the command that requests it.
 MOVE_HOPS = {
     ("cli", "move"),
     ("cli", "request instance.move.v1"),

@@ -55,6 +55,11 @@ function startNow() {
       put("in_flight", now.in_flight);
       put("failed_per_s", now.failed_per_s.toFixed(1));
       put("p50", now.latency.p50 === undefined ? "none yet" : duration(now.latency.p50));
+      put("p95", now.latency.p95 === undefined ? "none yet" : duration(now.latency.p95));
+      put("lost_per_s", now.lost_per_s.toFixed(1));
+      put("retries_per_s", now.retries_per_s.toFixed(1));
+      put("waiting", now.waiting);
+      put("dead_letters", now.dead_letters);
       put("p99", now.latency.p99 === undefined ? "none yet" : duration(now.latency.p99));
       put("hosts", `${now.up} of ${now.hosts}`);
       plot.setData([now.seconds.map((s) => s.at), now.seconds.map((s) => s.active), now.seconds.map((s) => s.failed)]);
@@ -68,6 +73,8 @@ function startNow() {
         return made;
       }));
       byId("cells").replaceChildren(...Object.entries(now.cells).sort().map(([cell, [up, every]]) => row([link("/fleet?cell=" + encodeURIComponent(cell), cell), up, every])));
+      byId("workers").replaceChildren(...Object.entries(now.workers).sort().map(([role, [up, every]]) => row([link("/system", role), up, every])));
+      byId("queues").replaceChildren(...(now.queues.length ? now.queues.map((one) => row([one.bus, one.queue, one.waiting])) : [row(["None.", "", ""])]));
     },
     failure(event) {
       const rows = byId("failures");
@@ -82,16 +89,37 @@ function startNow() {
 
 async function startFleet() {
   const canvas = byId("map"), picked = byId("picked"), colour = byId("colour");
-  const cell = new URLSearchParams(location.search).get("cell");
   const side = (count, width) => Math.max(4, Math.min(22, Math.floor(Math.sqrt((width * 360) / Math.max(1, count)))));
   let map = null, shown = [], columns = 1, size = 10, at = -1;
 
+  const split = (value) => { const at = value.indexOf(":"); return [value.slice(0, at), value.slice(at + 1)]; };
+  // What the scale of the colours goes from and to: of what is free and of metrics by the hosts that are shown.
+  let range = [0, 1];
+  const scale = () => {
+    const [kind, name] = split(colour.value);
+    let [least, most] = kind === "metric" ? [Infinity, -Infinity] : [0, 0];
+    for (const host of shown) {
+      const number = kind === "metric" ? (map.metrics[name] ?? [])[host] : 0, amount = (map.resources[name] ?? [])[host];
+      if (kind === "metric" && number !== null && number !== undefined) { least = Math.min(least, number); most = Math.max(most, number); }
+      if (kind === "free" && amount) most = Math.max(most, amount[1] - amount[0]);
+    }
+    range = [least, most];
+    const texts = kind === "failed" ? ["0", "5 and more"] : kind === "used" ? ["0 %", "100 %"] : most < least ? ["none", "none"] : [least, most].map((n) => n.toLocaleString("en"));
+    byId("scale-from").textContent = texts[0];
+    byId("scale-to").textContent = texts[1];
+  };
   const SHADES = 32;
   const shades = Array.from({ length: SHADES + 1 }, (_, n) => `hsl(215 ${55 + (25 * n) / SHADES}% ${88 - (68 * n) / SHADES}%)`);
   const share = (host) => {
-    if (colour.value === "*failed") return Math.min(1, map.failed_builds[host] / 5);
-    const amount = (map.resources[colour.value] ?? [])[host];
-    return amount && amount[1] ? Math.min(1, amount[0] / amount[1]) : null;
+    const [kind, name] = split(colour.value);
+    if (kind === "failed") return Math.min(1, map.failed_builds[host] / 5);
+    if (kind === "metric") {
+      const number = (map.metrics[name] ?? [])[host];
+      return number === null || number === undefined ? null : range[1] > range[0] ? (number - range[0]) / (range[1] - range[0]) : 0.5;
+    }
+    const amount = (map.resources[name] ?? [])[host];
+    if (!amount || !amount[1]) return null;
+    return kind === "free" ? Math.max(0, amount[1] - amount[0]) / (range[1] || 1) : Math.min(1, amount[0] / amount[1]);
   };
   const fill = (host) => {
     if (map.state[host] === "down") return "#b42318";
@@ -112,6 +140,7 @@ async function startFleet() {
     if (style) { pen.fillStyle = style; pen.fillRect(x + 2, y + 2, size - 5, size - 5); }
   };
   const draw = () => {
+    scale();
     const ratio = window.devicePixelRatio || 1, width = canvas.clientWidth;
     size = side(shown.length, width);
     columns = Math.max(1, Math.floor(width / size));
@@ -134,7 +163,8 @@ async function startFleet() {
     at = n;
     const host = shown[n];
     const used = Object.entries(map.resources).filter(([, all]) => all[host]).map(([name, all]) => `${name} ${all[host][0]}/${all[host][1]}`).join(", ");
-    picked.textContent = printable(`${map.name[host]} (${map.cell[host] ?? "no cell"}), ${map.state[host]}: ${used}; failed builds: ${map.failed_builds[host]}`);
+    const numbers = Object.entries(map.metrics).filter(([, all]) => all[host] !== null).map(([name, all]) => `; ${name}: ${all[host]}`).join("");
+    picked.textContent = printable(`${map.name[host]} (${map.cell[host] ?? "no cell"}), ${map.state[host]}: ${used}; failed builds: ${map.failed_builds[host]}${numbers}`);
     mark();
   };
   const open = () => { if (at >= 0) location.href = "/fleet/" + map.uuid[shown[at]]; };
@@ -149,10 +179,10 @@ async function startFleet() {
   colour.addEventListener("change", draw);
   new ResizeObserver(() => { if (map) draw(); }).observe(canvas.parentElement);
   const load = async () => {
-    const answer = await fetch("/fleet/map");
+    const answer = await fetch("/fleet/map" + location.search);
     if (!answer.ok) { picked.textContent = `The map cannot be read: ${answer.status}`; return; }
     map = await answer.json();
-    shown = map.uuid.map((_, n) => n).filter((n) => !cell || map.cell[n] === cell);
+    shown = map.uuid.map((_, n) => n);
     draw();
     canvas.dataset.hosts = shown.length;
   };

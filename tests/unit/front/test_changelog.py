@@ -52,7 +52,7 @@ def test_a_release_takes_the_fragments_into_the_file_above_what_was_there(tmp_pa
 def test_a_section_that_is_not_released_yet_gets_its_day_and_the_fragments(tmp_path: Path) -> None:
     (tmp_path / "scripts").mkdir()
     shutil.copy(ROOT / "scripts" / "changelog", tmp_path / "scripts")
-    first = "## 1.0.0 (not released yet)\n\nThe first.\n\n### Said\n\n- Words.\n"
+    first = "## 1.0.0 (not released yet)\n\nThe first.\n\n### Bus\n\n- Words.\n"
     page = f"# Changelog\n\nIntroduction.\n\n{first}\n## 0.9.0 (day)\n\nOld.\n"
     (tmp_path / "CHANGELOG.md").write_text(page)
     (tmp_path / "changelog.d").mkdir()

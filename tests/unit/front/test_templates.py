@@ -19,10 +19,10 @@ from jinja2 import nodes
 
 from berth.web.access import WebCaller
 from berth.web.dead_letters import LetterCount, LetterView
-from berth.web.fleet import CellView, HostDetail
+from berth.web.fleet import CellView, HostChange, HostDetail
 from berth.web.metal import MetalView
 from berth.web.objects import GroupView, QuotaUse, Zone
-from berth.web.pages import Now
+from berth.web.pages import LostClaim, Now
 from berth.web.problems import Problem
 from berth.web.rendering import TEMPLATES
 from bus.contracts.build import BuildEvent, BuildRecord, BuildState, HostRecord, HostScore
@@ -41,9 +41,11 @@ PAGES: dict[str, dict[str, Any]] = {
         "hosts": list[HostRecord],
         "count": int,
         "cells": list[str],
+        "zones": list[str],
+        "aggregates": list[str],
         "classes": list[str],
-        "cell": str,
-        "q": str,
+        "metrics": list[str],
+        "query": dict[str, str],
     },
     "builds.html": {
         "builds": tuple[BuildRecord, ...],
@@ -57,13 +59,14 @@ PAGES: dict[str, dict[str, Any]] = {
         "build": BuildRecord,
         "stages": list[tuple[str, float, float]],
         "scores": tuple[HostScore, ...],
+        "lost": list[LostClaim],
         "moves": tuple[MoveRecord, ...],
         "kinds": list[MoveKind],
         "ended": bool,
         "deletable": bool,
     },
     "login.html": {"wrong": bool},
-    "host.html": {"detail": HostDetail, "host": HostRecord},
+    "host.html": {"detail": HostDetail, "host": HostRecord, "changes": list[HostChange]},
     "drain_plan.html": {"host": HostRecord, "plan": DrainPlan, "kind": str, "stuck": int},
     "drain.html": {"drain": DrainProgress},
     "moves.html": {"moves": tuple[MoveRecord, ...], "drains": list[DrainProgress], "query": dict[str, str]},

@@ -53,6 +53,16 @@ async def test_a_build_is_accepted_once_whichever_of_its_events_are_published() 
     assert stream.percentiles() == {"p50": 3.0, "p95": 3.0, "p99": 3.0}
 
 
+async def test_lost_claims_and_retries_are_counted_once_a_build() -> None:
+    stream = Live(None, clock=SystemClock(), process="p")  # type: ignore[arg-type]
+    ended = structs.replace(event(1, BuildState.ACTIVE), attempt=3, stamps=Stamps(requested=1.0, lost_claims=4))
+    for _ in range(2):  # published twice, as its publisher crashed in between
+        stream.note(ended)
+    stream.note(event(2, BuildState.ACTIVE))
+    assert sum(second.lost_claims for second in stream._seconds) == 4
+    assert sum(second.retries for second in stream._seconds) == 2
+
+
 async def test_the_history_has_each_second_once() -> None:
     stream = Live(None, clock=SystemClock(), process="p")  # type: ignore[arg-type]
     stream.note(event(1, BuildState.FAILED))

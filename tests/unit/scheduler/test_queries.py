@@ -11,13 +11,14 @@ from bus.consuming.outcome import Received, Refuse
 from bus.contracts.base import Meta
 from bus.contracts.build import BuildQuery, BuildRecord, HostsQuery
 from bus.contracts.cell import ServiceDown, ServicesDigest
+from bus.contracts.host_metrics import HostMetrics, HostReading
 from bus.contracts.objects import ObjectLogQuery, ObjectsQuery
 from bus.faults import DatabaseUnavailable
 from scheduler_worker.config import SchedulerConfig
 from scheduler_worker.domain.workers import WorkerTable
 from scheduler_worker.objects import ObjectRegistry
 from scheduler_worker.queries import QueryHandler
-from tests.unit.scheduler.hosts import PLENTY, Hosts
+from tests.unit.scheduler.hosts import PLENTY, Hosts, aggregate
 
 
 @pytest.mark.parametrize(
@@ -47,6 +48,26 @@ def test_hosts_are_those_requested_by_name(query: HostsQuery, names: list[str]) 
         objects=cast("Any", None),
     )
     assert [host.name for host in handler.hosts(query).hosts] == names
+
+
+def test_hosts_have_their_zone_aggregates_and_numbers_that_are_not_too_old() -> None:
+    fast, rack = aggregate("fast", ssd="true"), aggregate("rack", availability_zone="east")
+    members = {fast.uuid: [0, 1], rack.uuid: [0]}
+    hosts = Hosts([PLENTY] * 3, members=members, config=SchedulerConfig(aggregates=(fast, rack)))
+    for at, watts in ((0, 300.0), (2, 100.0)):
+        reading = HostReading(host_uuid=hosts.uuids[at], at=1_000.0 - 2 * at, values={"power.watts": watts})
+        hosts.selector.metrics.apply(HostMetrics(source="test", readings=(reading,)), None, now=1_000.0, now_s=0.0)
+    hosts.selector.metrics.advance(hosts.config.metrics.max_age_s - 1.0)  # that of h2 is too old by then
+    handler = QueryHandler(
+        cast("Any", None),
+        hosts.selector,
+        cast("Any", None),
+        WorkerTable(),
+        clock=SystemClock(),
+        objects=cast("Any", None),
+    )
+    found = [(host.zone, host.aggregates, host.metrics) for host in handler.hosts(HostsQuery()).hosts]
+    assert found == [("east", ("fast", "rack"), {"power.watts": 300.0}), (None, ("fast",), {}), (None, (), {})]
 
 
 class UnavailableDatabase:

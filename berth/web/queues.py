@@ -1,0 +1,96 @@
+"""How many messages wait in which queue of each bus, and how many were given up: asked of the broker, now and then."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+import structlog
+from msgspec import Struct
+
+from bus.bus import API
+from bus.contracts.catalogue import DEAD_LETTERS, QUEUES
+from bus.contracts.catalogue.rows import Where
+from bus.faults import Fault
+from bus.port import BusError, QueueMissing, Transport
+from bus.service.environment import Environment
+
+log = structlog.get_logger("web")
+
+# Depths are read anew at most so often, however many pages show them; a broker that does not answer holds up no page.
+AGE_S = 3.0
+READ_TIMEOUT_S = 5.0
+
+
+class QueueDepth(Struct, frozen=True):
+    """How many messages wait in a queue of a bus, those that a worker has in hand not counted."""
+
+    bus: str
+    queue: str
+    waiting: int
+
+
+class Depths(Struct, frozen=True):
+    """Queues in which something waits, longest first; dead letters of all buses. silent: buses without an answer."""
+
+    queues: tuple[QueueDepth, ...] = ()
+    dead_letters: int = 0
+    silent: tuple[str, ...] = ()
+
+
+class QueueReader:
+    """Keeps a connection to each bus, from the first page that shows them."""
+
+    def __init__(self, env: Environment) -> None:
+        self._env = env
+        self._transports: dict[str, Transport] = {}
+        self._known = Depths()
+        self._read_at = float("-inf")
+        self._reading = asyncio.Lock()
+
+    async def depths(self, services: Sequence[tuple[str, str]] = ()) -> Depths:
+        """At most AGE_S old. services: (cell, compute service), for the queues that are theirs."""
+        async with self._reading:
+            if self._env.clock.monotonic() - self._read_at > AGE_S:
+                self._known = await self._read(services)
+                self._read_at = self._env.clock.monotonic()
+        return self._known
+
+    async def close(self) -> None:
+        """Close the connections."""
+        transports, self._transports = self._transports, {}
+        for transport in transports.values():
+            await transport.close()
+
+    async def _read(self, services: Sequence[tuple[str, str]]) -> Depths:
+        found: list[QueueDepth] = []
+        dead, silent = 0, []
+        for bus in (API, *self._env.cells):
+            here = Where.API if bus == API else Where.CELL
+            names = [row.name for row in QUEUES if row.where in (here, Where.BOTH) and "{" not in row.name]
+            names += [f"compute.{service}" for cell, service in services if cell == bus]
+            try:
+                async with asyncio.timeout(READ_TIMEOUT_S):
+                    transport = await self._transport(bus)
+                    found += [QueueDepth(bus, name, await _depth(transport, name)) for name in names]
+                    dead += await _depth(transport, DEAD_LETTERS)
+            except (TimeoutError, BusError, Fault) as error:
+                log.info("web.depths_unread", bus=bus, error=type(error).__name__)
+                silent.append(bus)
+        waiting = sorted((one for one in found if one.waiting), key=lambda one: (-one.waiting, one.bus, one.queue))
+        return Depths(tuple(waiting), dead, tuple(silent))
+
+    async def _transport(self, bus: str) -> Transport:
+        transport = self._transports.get(bus)
+        if transport is None:
+            transport = self._env.transport(bus)
+            await transport.open()
+            self._transports[bus] = transport
+        return transport
+
+
+async def _depth(transport: Transport, queue: str) -> int:
+    try:
+        return await transport.depth(queue)
+    except QueueMissing:  # no worker of its role has been there yet
+        return 0
