@@ -58,7 +58,7 @@ COMMANDS = {
     "quotas": ("objects", "quotas"),
     "groups": ("members", "groups"),
     "rules": ("objects", "rules"),
-    "cells": ("objects", "cells"),
+    "cells": ("cells", "cells"),
     "apply": ("objects", "apply"),
     "objects": ("objects", "objects"),
     "audit-log": ("objects", "audit_log"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import random
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import msgspec
@@ -16,15 +16,17 @@ from berth.tracing import make_tracer
 from bus.bus import API, Bus
 from bus.clock import Clock, SystemClock
 from bus.contracts.base import Word
+from bus.contracts.objects import CellBus
 from bus.local import LocalTransport
 from bus.memory import MemoryBroker, MemoryTransport
 from bus.port import Transport
-from bus.rabbitmq import RabbitTransport
-from bus.service.environment import Environment
+from bus.rabbitmq import BadBusUrl, RabbitTransport, parse_bus_url
+from bus.service.environment import CellAddressInvalid, Environment
 from bus.service.settings import SettingsError
 from bus.tracing.tracer import Tracer
 
 RUNTIME_FILE = "runtime.json"
+MAX_URL_BYTES = 4096  # of a file with the URL of a cell's bus
 HEARTBEAT_S = 5.0  # how often a worker publishes its heartbeat (`berth workers`)
 
 
@@ -99,7 +101,19 @@ class Site:
 
     def transport(self, name: str, *, process: str) -> Transport:
         """A fresh connection to "api" or a cell's bus."""
-        url, prefix = self._place(name)
+        return self._transport(name, *self._place(name), process)
+
+    def added_cell(self, name: str, where: CellBus, *, process: str) -> Transport:
+        """A fresh connection to the bus of an added cell. Raises CellAddressInvalid.
+
+        A cell that the settings name is as they have it.
+        """
+        if name in self.settings.cells:
+            return self.transport(name, process=process)
+        url = url_of(where, self.settings.cells_dir, os.environ)
+        return self._transport(name, *self._place_of_cell(name, url, where.prefix), process)
+
+    def _transport(self, name: str, url: str, prefix: str, process: str) -> Transport:
         self.connections.append((process, name))
         if url == MEMORY:
             if self.brokers is not None:
@@ -126,6 +140,7 @@ class Site:
         return Environment(
             process,
             transports=lambda name: self.transport(name, process=process),
+            cell_transports=lambda name, where: self.added_cell(name, where, process=process),
             database_url=self.database_url,
             cells=self.cells,
             clock=self.clock,
@@ -155,11 +170,40 @@ class Site:
         if name == API:
             return bus.url, bus.prefix
         cell = self.settings.cells[name]
-        if cell.url:
-            return cell.url, cell.prefix
+        return self._place_of_cell(name, cell.url, cell.prefix)
+
+    def _place_of_cell(self, name: str, url: str, prefix: str) -> tuple[str, str]:
+        bus = self.settings.bus
+        if url:
+            return url, prefix
         if bus.url == MEMORY:
-            return bus.url, cell.prefix  # a memory broker of its own
-        return bus.url, cell.prefix or f"{bus.prefix}{name}."
+            return bus.url, prefix  # a memory broker of its own
+        return bus.url, prefix or f"{bus.prefix}{name}."
+
+
+def url_of(where: CellBus, directory: str, variables: Mapping[str, str]) -> str:
+    """The URL of an added cell's bus; "": that of the API bus. Raises CellAddressInvalid, which shows no part of it."""
+    if where.url_variable:
+        what, text = f"variable {where.url_variable}", variables.get(where.url_variable, "")
+    elif where.url_file:
+        what = f"file {where.url_file} in cells_dir"
+        if not directory:
+            raise CellAddressInvalid(f"{what}: the setting cells_dir is empty")
+        try:
+            with (Path(directory) / where.url_file).open("rb") as file:
+                text = file.read(MAX_URL_BYTES + 1).decode()
+        except (OSError, UnicodeDecodeError) as error:
+            reason = getattr(error, "strerror", None) or "it is not UTF-8"
+            raise CellAddressInvalid(f"{what}: {reason}") from None
+    else:
+        return ""
+    text = text.strip()
+    try:
+        if text != MEMORY:
+            parse_bus_url(text)
+    except BadBusUrl as error:
+        raise CellAddressInvalid(f"{what}: {error}") from None
+    return text
 
 
 def process_name(role: str, extra: str = "") -> str:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any
 
 import structlog
 
@@ -16,12 +17,21 @@ log = structlog.get_logger(__name__)
 
 
 class CellLink:
-    """Opens one cell's bus and consumes there, as a side task of the service."""
+    """Opens one cell's bus and consumes there, as a side task of the service.
 
-    def __init__(self, bus: Bus, consumers: Sequence[Consumer]) -> None:
+    beside: side tasks of the link, which run while it is up.
+    """
+
+    def __init__(
+        self,
+        bus: Bus,
+        consumers: Sequence[Consumer],
+        beside: Sequence[Callable[[], Coroutine[Any, Any, None]]] = (),
+    ) -> None:
         self.name = bus.name
         self._bus = bus
         self._consumers = consumers
+        self._beside = beside
         self.up = asyncio.Event()
 
     @property
@@ -39,6 +49,8 @@ class CellLink:
         )
         self.up.set()
         async with asyncio.TaskGroup() as running:
+            for body in self._beside:
+                running.create_task(body())
             for consumer in self._consumers:
                 running.create_task(consumer.run())
 

@@ -22,3 +22,8 @@ WORKER = Gauge("berth_worker", "1 for each running worker.", ["role", "process",
 DEAD_LETTERS = Gauge(
     "berth_bus_dead_letters", "Dead letters parked on a bus, read from the broker when scraped.", ["bus"]
 )
+CELLS_NOT_ENTERED = Counter(
+    "berth_bus_cells_not_entered",
+    "Times that the bus of a cell that was added at run time could not be entered.",
+    ["cell"],
+)

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import structlog
 
 from bus.bus import API, Bus
 from bus.cell_link import CellLink, wait_for
+from bus.cell_links import CellLinks
 from bus.consuming.consumer import Consumer
 from bus.contracts.base import Message
+from bus.contracts.objects import CellBus
 from bus.persistence.database import Database
 from bus.persistence.identity import watch_identity
 from bus.port import BusError
@@ -19,6 +21,7 @@ from bus.service.environment import Environment
 from bus.service.health import Health
 from bus.service.presence import announce_presence
 from bus.service.service import Service
+from placement_worker.cells import CellFollower
 from placement_worker.config import PlacementConfig
 from placement_worker.handlers import PlacementHandlers
 from placement_worker.publisher import FeedPublisher
@@ -39,16 +42,19 @@ def build(
     store: PlacementStore | None = None,
     health_with_rest: bool = False,
 ) -> Service:
-    """A placement worker that serves the API bus and these cells, ready to run.
+    """A placement worker that serves the API bus, these cells, and those that operators add, ready to run.
 
     store: instead of the schema `placement` in the environment's database. health_with_rest: the REST API's port
     answers /healthz, /readyz and /metrics too, and from the very start.
     """
     service = Service(NAME, clock=env.clock, grace_s=config.grace_s)
     buses = {name: env.bus(name) for name in (API, *cells)}
-    store = _store(service, env, config, buses, store)
+    store, claim = _store(service, env, config, store)
+    for bus in buses.values():
+        claim(bus)
     publisher = FeedPublisher(store, buses[API], clock=env.clock, config=config)
-    handlers = _handlers(env, store, publisher, buses)
+    in_use = {API: buses[API]}  # with the cells in use, as they are now
+    handlers = _handlers(env, store, publisher, in_use)
     rest = _rest(env, config, store, publisher)
     if rest is not None and health_with_rest:
         rest.add_health(Health(service.not_ready))
@@ -57,10 +63,13 @@ def build(
     _add_consumers(service, buses[API], handlers, config)
     _add_feed(service, publisher)
     announce_presence(service, env, buses[API], "placement")
-    links = [_add_link(service, buses[cell], handlers, config) for cell in cells]
+    links = _links(env, handlers, config, claim, in_use)
+    configured = [_add_link(service, buses[cell], links) for cell in cells]
+    in_use |= {cell: buses[cell] for cell in cells}
+    _add_cells(service, buses[API], links)
     if rest is not None:
         _add_rest(service, rest)
-    service.add_preparation(lambda: wait_for(links, config.cell_wait_s))
+    service.add_preparation(lambda: wait_for(configured, config.cell_wait_s))
     service.add_drain(publisher.drain)
     return service
 
@@ -69,24 +78,27 @@ def _store(
     service: Service,
     env: Environment,
     config: PlacementConfig,
-    buses: Mapping[str, Bus],
     store: PlacementStore | None,
-) -> PlacementStore:
-    """The book; with PostgreSQL also what notices that the schema is another one. Every bus is claimed for it."""
+) -> tuple[PlacementStore, Callable[[Bus], None]]:
+    """The book, and what has a bus claimed for it; with PostgreSQL also what notices that the schema is another one."""
     database: Database | None = None
     if store is None:
         database = env.database(NAME, pool_size=config.pool_size)
         store = PostgresStore(database)
         service.add_task("identity", partial(watch_identity, database, lambda: store.deployment, env.clock))
-    for bus in buses.values():
+
+    def claim(bus: Bus) -> None:
         bus.belongs_to("placement", lambda: store.deployment, lambda: "" if database is None else database.place)
-    return store
+
+    return store, claim
 
 
 def _handlers(
     env: Environment, store: PlacementStore, publisher: FeedPublisher, buses: Mapping[str, Bus]
 ) -> PlacementHandlers:
     async def publish(bus: str, messages: Sequence[Message]) -> None:
+        if bus not in buses:  # the cell was left meanwhile
+            return
         with contextlib.suppress(BusError):
             await buses[bus].publish_all([(message, "") for message in messages])
 
@@ -120,13 +132,52 @@ def _add_feed(service: Service, publisher: FeedPublisher) -> None:
     service.add_task("feed trim", publisher.trim)
 
 
-def _add_link(service: Service, bus: Bus, handlers: PlacementHandlers, config: PlacementConfig) -> CellLink:
-    link = CellLink(bus, _writers(bus, handlers, config))
-    service.add_resource(open_nothing, link.close)
-    service.add_task(f"cell {link.name}", link.run)
-    service.add_drain(link.drain)
-    service.add_check(f"cell {link.name}", lambda: link.ready)
+def _links(
+    env: Environment,
+    handlers: PlacementHandlers,
+    config: PlacementConfig,
+    claim: Callable[[Bus], None],
+    in_use: dict[str, Bus],
+) -> CellLinks:
+    """The links to the cells in use. in_use: kept up to date."""
+
+    def reach(name: str, where: CellBus | None) -> Bus:
+        bus = env.cell_bus(name, where)
+        claim(bus)
+        return bus
+
+    return CellLinks(
+        lambda bus: CellLink(bus, _writers(bus, handlers, config)),
+        clock=env.clock,
+        reach=reach if env.takes_cells else None,
+        opened=lambda bus: in_use.update({bus.name: bus}),
+        closed=lambda bus: in_use.pop(bus.name, None),
+    )
+
+
+def _add_link(service: Service, bus: Bus, links: CellLinks) -> CellLink:
+    """The link to a cell of the settings."""
+    name = bus.name
+    link = links.configure(bus)
+    service.add_resource(open_nothing, partial(links.close_cell, name))
+    service.add_task(f"cell {name}", partial(links.hold, name))
+    service.add_check(f"cell {name}", lambda: links.is_ready(name))
     return link
+
+
+def _add_cells(service: Service, api: Bus, links: CellLinks) -> None:
+    """What takes cells into use and out of use, where this process can."""
+    service.add_drain(links.drain)
+    if not links.may_change:
+        return
+    follower = CellFollower(api, links)
+    api.transport.on_reconnect(follower.on_reconnected)
+    service.add_resource(open_nothing, links.close)
+    service.add_task("added cells", links.run)
+    service.add_task("cells", follower.run)
+    service.add_consumer(
+        api.consumer("placement.control.{process}", follower, max_batch=64, concurrency=1, prefetch=64)
+    )
 
 
 def _add_rest(service: Service, rest: RestServer) -> None:

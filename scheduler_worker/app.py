@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 from bus.bus import API, Bus
 from bus.cell_link import CellLink, wait_for
+from bus.cell_links import CellLinks
 from bus.consuming.consumer import Consumer
 from bus.consuming.dead_letters import count_dead_letters
 from bus.contracts.base import Message
 from bus.contracts.build import BuildEvent
+from bus.contracts.objects import CellBus
 from bus.persistence.database import Database
 from bus.persistence.identity import watch_identity
 from bus.persistence.relay import Relay
@@ -25,6 +27,7 @@ from placement_worker.replica.book import Book
 from placement_worker.replica.follower import Follower
 from scheduler_worker.aggregates import AggregateKeeper
 from scheduler_worker.announcements import AnnouncementHandler, AnnouncementWriter
+from scheduler_worker.cells import CellKeeper
 from scheduler_worker.changes import ChangeHandler, ControlListener
 from scheduler_worker.claims import BusClaims
 from scheduler_worker.config import SchedulerConfig
@@ -74,7 +77,7 @@ def build(
     book: Book | None = None,
     table: HostTable | None = None,
 ) -> Service:
-    """One scheduler over these cells. Any number may run side by side.
+    """One scheduler over these cells, and those that operators add. Any number may run side by side.
 
     store: instead of the schema `scheduler` in the environment's database. book, table: the replica and the host
     table to fill, for callers that read them (simulation, tests).
@@ -90,17 +93,25 @@ def build(
     drains = _add_drains(parts, registry, moves)
     _add_objects(parts, registry, drains)
     measured = _add_host_metrics(parts)
-    _add_fences(parts, registry)
-    links = [_add_link(parts, bus, registry, measured) for bus in parts.cell_buses.values()]
-    service.add_preparation(lambda: wait_for(links, config.cell_wait_s))
-    queries = QueryHandler(parts.store, parts.selector, drains, parts.workers, clock=env.clock, objects=registry)
+    links = _links(parts, relay, registry, measured)
+    _add_fences(parts, registry, links)
+    configured = [_add_link(parts, bus, links) for bus in parts.cell_buses.values()]
+    service.add_preparation(lambda: wait_for(configured, config.cell_wait_s))
+    keeper = _add_cells(parts, registry, links)
+    queries = QueryHandler(
+        parts.store, parts.selector, drains, parts.workers, clock=env.clock, objects=registry, cells=keeper
+    )
     _add_requests(parts, queries, engine, moves)
     return service
 
 
 @dataclass(frozen=True, kw_only=True)
 class SchedulerParts:
-    """What every part of one scheduler needs. buses: by name, the API bus and one of each cell."""
+    """What every part of one scheduler needs.
+
+    buses: by name, the API bus and one of each cell of the settings. claim: has a bus claimed for the database when it
+    is entered.
+    """
 
     service: Service
     env: Environment
@@ -110,6 +121,7 @@ class SchedulerParts:
     writer: AnnouncementWriter
     selector: Selector
     workers: WorkerTable
+    claim: Callable[[Bus], None]
 
     @property
     def api(self) -> Bus:
@@ -118,7 +130,7 @@ class SchedulerParts:
 
     @property
     def cell_buses(self) -> dict[str, Bus]:
-        """Those of the cells, by the cell's name."""
+        """Those of the settings' cells, by the cell's name."""
         return {name: bus for name, bus in self.buses.items() if name != API}
 
     @property
@@ -153,8 +165,12 @@ def _parts(
         database = env.database("scheduler")
         store = PostgresBuilds(database)
         service.add_task("identity", partial(watch_identity, database, lambda: store.deployment, env.clock))
-    for bus in buses.values():
+
+    def claim(bus: Bus) -> None:
         bus.belongs_to("scheduler", lambda: store.deployment, lambda: "" if database is None else database.place)
+
+    for bus in buses.values():
+        claim(bus)
     return SchedulerParts(
         service=service,
         env=env,
@@ -164,6 +180,7 @@ def _parts(
         writer=AnnouncementWriter(store, clock=env.clock),
         selector=selector,
         workers=WorkerTable(),
+        claim=claim,
     )
 
 
@@ -261,10 +278,10 @@ def _add_host_metrics(parts: SchedulerParts) -> asyncio.Event:
     return measured
 
 
-def _add_fences(parts: SchedulerParts, registry: ObjectRegistry) -> None:
+def _add_fences(parts: SchedulerParts, registry: ObjectRegistry, links: CellLinks) -> None:
     """What publishes fences to the cells, and what evacuates the instances of fenced hosts."""
     clock = parts.env.clock
-    parts.service.add_task("fences", FencePublisher(registry, parts.cell_buses, clock=clock).run)
+    parts.service.add_task("fences", FencePublisher(registry, links.buses, clock=clock).run)
     evacuations = EvacuationTask(
         parts.store,
         registry,
@@ -276,7 +293,7 @@ def _add_fences(parts: SchedulerParts, registry: ObjectRegistry) -> None:
     parts.service.add_task("evacuations", evacuations.run)
     unanswered = UnansweredMoves(
         parts.store,
-        parts.cell_buses,
+        links.buses,
         clock=clock,
         rng=random.Random(f"unanswered {parts.env.process}"),
         after_s=parts.config.move_query_s,
@@ -285,9 +302,27 @@ def _add_fences(parts: SchedulerParts, registry: ObjectRegistry) -> None:
     parts.service.add_task("unanswered", unanswered.run)
 
 
-def _add_link(parts: SchedulerParts, bus: Bus, registry: ObjectRegistry, measured: asyncio.Event) -> CellLink:
+def _links(parts: SchedulerParts, relay: Relay, registry: ObjectRegistry, measured: asyncio.Event) -> CellLinks:
+    """The links to the cells in use, as they are now."""
+    env = parts.env
+
+    def reach(name: str, where: CellBus | None) -> Bus:
+        bus = env.cell_bus(name, where)
+        parts.claim(bus)
+        return bus
+
+    return CellLinks(
+        lambda bus: _link(parts, bus, registry, measured),
+        clock=env.clock,
+        reach=reach if env.takes_cells else None,
+        opened=relay.add_bus,
+        closed=lambda bus: relay.remove_bus(bus.name),
+    )
+
+
+def _link(parts: SchedulerParts, bus: Bus, registry: ObjectRegistry, measured: asyncio.Event) -> CellLink:
     """The link to one cell: announcements of its hosts, of its builds, and measurements."""
-    service, env, config = parts.service, parts.env, parts.config
+    env, config = parts.env, parts.config
     rng = random.Random(env.rng.getrandbits(64))
     listener = HostsListener(
         bus, parts.selector.table, parts.workers, clock=env.clock, rng=rng, again_s=config.report_interval_s
@@ -307,18 +342,36 @@ def _add_link(parts: SchedulerParts, bus: Bus, registry: ObjectRegistry, measure
         ),
         _metrics_consumer(bus, parts.selector, measured),
     ]
-    link = CellLink(bus, consumers)
+    return CellLink(bus, consumers, beside=[listener.run])
 
-    async def listen() -> None:
-        await link.up.wait()
-        await listener.run()
 
-    service.add_resource(open_nothing, link.close)
-    service.add_task(f"cell {bus.name}", link.run)
-    service.add_task(f"ask hosts of {bus.name}", listen)
-    service.add_drain(link.drain)
-    service.add_bus_check(f"bus {bus.name}", bus)
+def _add_link(parts: SchedulerParts, bus: Bus, links: CellLinks) -> CellLink:
+    """The link to a cell of the settings."""
+    service, name = parts.service, bus.name
+    link = links.configure(bus)
+    service.add_resource(open_nothing, partial(links.close_cell, name))
+    service.add_task(f"cell {name}", partial(links.hold, name))
+    service.add_bus_check(f"bus {name}", links.reached(name))
     return link
+
+
+def _add_cells(parts: SchedulerParts, registry: ObjectRegistry, links: CellLinks) -> CellKeeper:
+    """What takes cells into use and out of use, where this process can."""
+    service = parts.service
+    keeper = CellKeeper(registry, parts.store, links, tuple(parts.cell_buses), clock=parts.env.clock)
+    service.add_drain(links.drain)
+    if links.may_change:
+        service.add_resource(open_nothing, links.close)
+        service.add_task("added cells", links.run)
+        service.add_task("cells", keeper.run)
+        service.add_refresh(partial(_count_letters_of_added, links, parts.cell_buses))
+    return keeper
+
+
+async def _count_letters_of_added(links: CellLinks, configured: Collection[str]) -> None:
+    for name, bus in list(links.buses.items()):
+        if name not in configured:
+            await count_dead_letters(name, bus.transport)
 
 
 def _add_requests(parts: SchedulerParts, queries: QueryHandler, engine: SchedulingEngine, moves: MoveEngine) -> None:

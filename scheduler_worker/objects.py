@@ -39,6 +39,7 @@ from bus.retrying import OBJECTS, Retrying, passes_with_time
 from bus.service.settings import SettingsError
 from scheduler_worker import metrics, plugins
 from scheduler_worker.config import SchedulerConfig
+from scheduler_worker.domain import cells as cell_rules
 from scheduler_worker.domain import fences
 from scheduler_worker.domain.flavors import FlavorInvalid, ParsedFlavor, parse
 from scheduler_worker.domain.fleet import zones_of
@@ -52,6 +53,7 @@ from scheduler_worker.domain.objects import (
     Key,
     RecordedObjects,
     applied,
+    cells_of,
     configuration_bodies,
     disabled_cells,
     drains_of,
@@ -129,6 +131,8 @@ class ObjectRegistry:
         self.fences_changed = asyncio.Event()  # set when they are others; `EvacuationTask` clears it
         self.drains: Mapping[str, DrainRecord] = {}  # by id
         self.drains_changed = asyncio.Event()  # set when they are others; `DrainKeeper` clears it
+        self.cells: cell_rules.Decisions = {}  # by name
+        self.cells_changed = asyncio.Event()  # set when they are others; `CellKeeper` clears it
         self.aggregates_changed = asyncio.Event()  # set when they are others; `AggregateKeeper` clears it
         self.revision = NOT_LOADED  # of the objects in force here
 
@@ -210,7 +214,7 @@ class ObjectRegistry:
             planned = plan(change, present.objects)
             if isinstance(planned, Refusal):
                 return planned
-            made = self._unknown_cell(planned) or self._checked(present, planned)
+            made = cell_rules.unknown_cell(self._cells, planned.cells_decided) or self._checked(present, planned)
             if isinstance(made, Refusal):
                 return made
             harm = None if change.force else await self._harm(present, planned, made.config)
@@ -313,6 +317,7 @@ class ObjectRegistry:
     def _adopt(self, made: Configured, found: RecordedObjects) -> None:
         """Raises ValueError for a decision about a host that is not valid, and then nothing is adopted."""
         decisions, disabled = host_decisions(found.objects), disabled_cells(found.objects)
+        cells = cells_of(found.objects)
         if self._in_force is None or self._in_force[1] is not made:
             if any(one.hosts is not None for one in made.config.aggregates):
                 self.aggregates_changed.set()
@@ -325,7 +330,14 @@ class ObjectRegistry:
             )
             self._in_force = configuration_bodies(found.objects), made
         self._selector.table.adopt_decisions(decisions)
-        self._selector.table.disabled_cells = disabled
+        # The hosts of a cell that there was stay in the table.
+        gone = (
+            set(self._selector.table.cells) - set(cell_rules.known_cells(self._cells, cells)) if self._cells else set()
+        )
+        self._selector.table.disabled_cells = disabled | gone
+        if cells != self.cells:
+            self.cells = cells
+            self.cells_changed.set()
         if (known := fences_of(found.objects)) != self.fences:
             self.fences = known
             self.fences_changed.set()
@@ -346,19 +358,12 @@ class ObjectRegistry:
         except ValueError as error:
             return Refusal(code=INVALID, reason=str(error)[:MAX_REASON])
 
-    def _unknown_cell(self, planned: ChangePlan) -> Refusal | None:
-        """A decision about a cell that there is not: a name may be mistyped, and the cell would go on taking builds."""
-        for name in planned.cells_decided:
-            if name not in self._cells:
-                known = ", ".join(self._cells)
-                return Refusal(code=UNKNOWN, reason=f"there is no cell {name!r}; there are: {known}"[:MAX_REASON])
-        return None
-
     async def _harm(self, present: RecordedObjects, planned: ChangePlan, after: SchedulerConfig) -> Refusal | None:
         """What stands in the way of a change that is not forced."""
         return (
             self._fenced_alive(planned)
             or self._without_cells(present, planned)
+            or await self._occupied_cells(planned)
             or self._unknown_hosts(planned)
             or await self._stranded(planned, after)
         )
@@ -367,8 +372,18 @@ class ObjectRegistry:
         """With its last cell disabled a system takes no build at all."""
         if not planned.cells_decided:
             return None
-        left = set(self._cells) - disabled_cells(applied(present, planned.changed, ChangeAuthor("", "", 0.0)).objects)
+        after = applied(present, planned.changed, ChangeAuthor("", "", 0.0)).objects
+        left = set(cell_rules.known_cells(self._cells, cells_of(after))) - disabled_cells(after)
         return None if left else Refusal(code=IN_USE, reason="no cell would be left that takes builds")
+
+    async def _occupied_cells(self, planned: ChangePlan) -> Refusal | None:
+        """What a cell that is not connected to any more has would be out of reach."""
+        for name in cell_rules.cells_left(self._cells, planned.cells_decided):
+            count = await self._store.builds_in_cell(name, MAX_BUILDS_COUNTED)
+            if count:
+                reason = f"cell {name!r} has {_some(count)} instances, which would be out of reach: delete them first"
+                return Refusal(code=cell_rules.IN_USE, reason=reason)
+        return None
 
     def _unknown_hosts(self, planned: ChangePlan) -> Refusal | None:
         """Hosts that an aggregate is to have and that there are not, or several of: a name may be mistyped."""

@@ -12,6 +12,7 @@ from bus.clock import Clock
 from bus.consuming.outcome import Done, Outcome, Received, Refuse
 from bus.contracts.base import Refusal
 from bus.contracts.build import BuildPage, BuildQuery, BuildRecord, HostRecord, HostsPage, HostsQuery, TimelineEntry
+from bus.contracts.cells import CellsQuery
 from bus.contracts.drains import DrainQuery, DrainsQuery
 from bus.contracts.host_metrics import HostMetricsQuery
 from bus.contracts.moves import MovePage, MoveQuery
@@ -19,6 +20,7 @@ from bus.contracts.objects import ObjectLogQuery, ObjectsQuery
 from bus.contracts.operations import ServiceRecord, ServicesPage, ServicesQuery
 from bus.contracts.workers import WorkersQuery
 from bus.faults import DatabaseUnavailable, Transient
+from scheduler_worker.cells import CellKeeper
 from scheduler_worker.domain.builds import is_search
 from scheduler_worker.domain.flavors import ZONE_KEY
 from scheduler_worker.domain.hosts import NO_SERVICE, Mask
@@ -42,9 +44,11 @@ class QueryHandler:
         *,
         clock: Clock,
         objects: ObjectRegistry,
+        cells: CellKeeper,
     ) -> None:
         self._store = store
         self._objects = objects
+        self._cells = cells
         self._selector = selector
         self._drains = drains
         self._workers = workers
@@ -85,9 +89,11 @@ class QueryHandler:
         try:
             if isinstance(message, ObjectsQuery):
                 return Done(reply=await self._objects.page(message))
+            if isinstance(message, CellsQuery):
+                return Done(reply=await self._cells.page(message))
             assert isinstance(message, ObjectLogQuery), message
             return Done(reply=await self._objects.log(message))
-        except DatabaseUnavailable as fault:
+        except Transient as fault:
             return Refuse(fault.code, fault.reason)
 
     async def _drain(self, query: DrainQuery | DrainsQuery) -> Outcome:

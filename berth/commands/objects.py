@@ -1,4 +1,4 @@
-"""`berth flavors`, `quotas`, `rules`, `cells`, `apply`, `objects`, `audit-log`: operators' objects."""
+"""`berth flavors`, `quotas`, `rules`, `apply`, `objects`, `audit-log`: operators' objects."""
 
 from __future__ import annotations
 
@@ -35,7 +35,6 @@ from bus.contracts.objects import (
     DEFAULT_QUOTA,
     MAX_CHANGES,
     SCHEDULING,
-    CellState,
     ChangedObject,
     ObjectChange,
     ObjectKind,
@@ -67,23 +66,16 @@ Force = Annotated[bool, typer.Option("--force", help="Also where instances would
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Print what would change, and change nothing.")]
 
 
-def _app(
-    kind: ObjectKind,
-    what: str,
-    others: Callable[[Settings], Mapping[str, dict[str, Any]]] = lambda _: {},
-    *,
-    shows: bool = True,
-) -> typer.Typer:
-    """The commands that every kind has: list, show, delete. others: what is listed though it is not on record.
-
-    shows: False for a kind with a command `show` of its own.
-    """
+def object_commands(kind: ObjectKind, what: str, *, lists: bool = True, shows: bool = True) -> typer.Typer:
+    """The commands that every kind has: list, show, delete. lists, shows: False for a kind with its own."""
     app = typer.Typer(no_args_is_help=True, help=f"{what} An operator changes them while everything runs.")
 
-    @app.command("list")
     def list_(context: typer.Context, as_json: AsJson = False) -> None:
         """List them."""
-        run(lambda: _list(settings_of(context), kind, others(settings_of(context)), as_json=as_json))
+        run(lambda: _list(settings_of(context), kind, as_json=as_json))
+
+    if lists:
+        app.command("list")(list_)
 
     def show(context: typer.Context, name: Name, as_json: AsJson = False) -> None:
         """Show one as TOML, as `berth apply` reads it."""
@@ -109,14 +101,10 @@ def _app(
     return app
 
 
-async def _list(settings: Settings, kind: ObjectKind, others: Mapping[str, dict[str, Any]], *, as_json: bool) -> None:
-    """Print what is on record of a kind, and those of the others that are not."""
+async def _list(settings: Settings, kind: ObjectKind, *, as_json: bool) -> None:
+    """Print what is on record of a kind."""
     async with client(settings) as berth:
         found = [stored async for stored in _stored(berth.bus, kind)]
-    known = {one.name for one in found}
-    found += [
-        StoredObject(kind=kind, name=name, body=body, version=0) for name, body in others.items() if name not in known
-    ]
     if as_json:
         print_json(found)
         return
@@ -133,16 +121,11 @@ async def _show(settings: Settings, kind: ObjectKind, name: str, *, as_json: boo
     out.print(Text(as_toml(_file([found]))), end="", soft_wrap=True)
 
 
-flavors = _app(ObjectKind.FLAVOR, "Flavors: what a client may request.")
-aggregates = _app(ObjectKind.AGGREGATE, "Host aggregates and availability zones.")
-quotas = _app(ObjectKind.QUOTA, "Quotas of projects.")
-groups = _app(ObjectKind.GROUP, "Server groups, which requests name.", shows=False)
-rules = _app(ObjectKind.SCHEDULING, "Scheduling rules: filters, weighers and their multipliers.")
-cells = _app(
-    ObjectKind.CELL,
-    "Cells: whether they take builds.",
-    lambda settings: {name: {"state": CellState.ENABLED.value} for name in settings.cells},
-)
+flavors = object_commands(ObjectKind.FLAVOR, "Flavors: what a client may request.")
+aggregates = object_commands(ObjectKind.AGGREGATE, "Host aggregates and availability zones.")
+quotas = object_commands(ObjectKind.QUOTA, "Quotas of projects.")
+groups = object_commands(ObjectKind.GROUP, "Server groups, which requests name.", shows=False)
+rules = object_commands(ObjectKind.SCHEDULING, "Scheduling rules: filters, weighers and their multipliers.")
 
 
 @flavors.command("set")
@@ -189,56 +172,6 @@ def set_quota(
     body = {"limits": {key: _number(value, key) for key, value in pairs_of(limits, "CLASS=AMOUNT").items()}}
     changes = [ObjectChange(kind=ObjectKind.QUOTA, name=project, body=body)]
     change_objects(context, changes, why=why, by=by, force=False, dry_run=dry_run, as_json=as_json)
-
-
-@cells.command("set")
-def set_cell(
-    context: typer.Context,
-    name: Name,
-    state: Annotated[CellState, typer.Argument(help="Whether builds are placed there.")],
-    why: Why = "",
-    by: By = None,
-    force: Annotated[bool, typer.Option("--force", help="Also the last cell that takes builds.")] = False,
-    dry_run: DryRun = False,
-    as_json: AsJson = False,
-) -> None:
-    """Disable a cell, or enable it again. What runs in a disabled cell runs on, and moves within it go on."""
-    _set_cell(context, name, state, why=why, by=by, force=force, dry_run=dry_run, as_json=as_json)
-
-
-@cells.command("disable")
-def disable_cell(
-    context: typer.Context,
-    name: Name,
-    why: Why,
-    by: By = None,
-    force: Annotated[bool, typer.Option("--force", help="Also the last cell that takes builds.")] = False,
-    as_json: AsJson = False,
-) -> None:
-    """Place no builds in a cell. What runs there runs on, and moves within it go on."""
-    _set_cell(context, name, CellState.DISABLED, why=why, by=by, force=force, dry_run=False, as_json=as_json)
-
-
-@cells.command("enable")
-def enable_cell(context: typer.Context, name: Name, why: Why = "", by: By = None, as_json: AsJson = False) -> None:
-    """Place builds in a cell again."""
-    _set_cell(context, name, CellState.ENABLED, why=why, by=by, force=False, dry_run=False, as_json=as_json)
-
-
-def _set_cell(
-    context: typer.Context,
-    name: str,
-    state: CellState,
-    *,
-    why: str,
-    by: str | None,
-    force: bool,
-    dry_run: bool,
-    as_json: bool,
-) -> None:
-    body = {"state": state.value, **({"reason": why} if why else {})}
-    changes = [ObjectChange(kind=ObjectKind.CELL, name=name, body=body)]
-    change_objects(context, changes, why=why, by=by, force=force, dry_run=dry_run, as_json=as_json)
 
 
 @rules.command("set")

@@ -13,7 +13,8 @@ from bus.bus import Bus
 from bus.clock import Clock
 from bus.contracts.book import HostTree, HostTreeQuery, TreeHolder
 from bus.contracts.build import HostRecord, HostsPage, HostsQuery
-from bus.contracts.objects import CellState, ObjectKind, ObjectsPage, ObjectsQuery, StoredObject
+from bus.contracts.cells import CellRecord, CellsPage, CellsQuery, LinkState
+from bus.contracts.objects import CellBus, CellState
 from bus.contracts.operations import ServiceRecord, ServicesPage, ServicesQuery
 from bus.contracts.placement import Change, ChangesPage, ChangesRequest, ProviderState
 from bus.contracts.workers import WorkerRecord, WorkersPage, WorkersQuery
@@ -69,7 +70,8 @@ class HostDetail(Struct, frozen=True, kw_only=True):
 class CellView(Struct, frozen=True, kw_only=True):
     """One cell as schedulers see it. configured: the settings of this server name it.
 
-    state, reason: what operators have decided, in revision `version` (0: nothing).
+    state, reason: what operators have decided, in revision `version` (0: nothing). bus: where that of an added cell is;
+    in_use: workers connect to it; link, problem: of the scheduler that answered.
     """
 
     name: str
@@ -77,6 +79,10 @@ class CellView(Struct, frozen=True, kw_only=True):
     reason: str = ""
     version: int = 0
     configured: bool
+    in_use: bool = True
+    bus: CellBus | None = None
+    link: LinkState = LinkState.UP
+    problem: str = ""
     services: int = 0
     services_up: int = 0
     hosts: int = 0
@@ -162,32 +168,36 @@ class FleetReader:
         return self._workers
 
     async def cells(self) -> tuple[CellView, ...]:
-        """The cells that the settings name or that services are in, by name."""
+        """The cells that settings name, that operators have added or that services are in, by name."""
         services = await self.services(ServicesQuery(limit=MAX_SERVICES))
-        page = await self._bus.request(ObjectsQuery(kind=ObjectKind.CELL), ObjectsPage, timeout_s=ASK_TIMEOUT_S)
-        return cells_of(self._cells, services, await self.hosts(), {one.name: one for one in page.objects})
+        page = await self._bus.request(CellsQuery(), CellsPage, timeout_s=ASK_TIMEOUT_S)
+        return cells_of(self._cells, services, await self.hosts(), {one.name: one for one in page.cells})
 
 
 def cells_of(
     configured: Sequence[str],
     services: Sequence[ServiceRecord],
     hosts: Sequence[HostRecord],
-    decided: Mapping[str, StoredObject],
+    known: Mapping[str, CellRecord],
 ) -> tuple[CellView, ...]:
     """Each cell with its counts and what is decided about it, by name."""
-    names = {*configured, *(one.cell for one in services), *(host.cell for host in hosts if host.cell)}
+    names = {*configured, *known, *(one.cell for one in services), *(host.cell for host in hosts if host.cell)}
     found = []
     for name in sorted(names):
         of_cell = [one for one in services if one.cell == name]
         here = [host for host in hosts if host.cell == name]
-        decision = decided.get(name)
+        record = known.get(name, CellRecord(name=name, configured=False, in_use=False))
         found.append(
             CellView(
                 name=name,
                 configured=name in configured,
-                state=CellState.ENABLED if decision is None else CellState(decision.body["state"]),
-                reason="" if decision is None else str(decision.body.get("reason", "")),
-                version=0 if decision is None else decision.version,
+                state=record.state,
+                reason=record.reason,
+                version=record.version,
+                in_use=record.in_use,
+                bus=record.bus,
+                link=record.link,
+                problem=record.problem,
                 services=len(of_cell),
                 services_up=sum(one.up for one in of_cell),
                 hosts=len(here),

@@ -17,6 +17,7 @@ _STATUS = {
     "request.duplicate": 409,
     "object.conflict": 409,
     "object.in_use": 409,
+    "cell.in_use": 409,
     "host.service_up": 409,
     "drain.stuck": 409,
     "drain.overlap": 409,

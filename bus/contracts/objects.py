@@ -156,17 +156,42 @@ class FenceRecord(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_
 
 
 class CellState(StrEnum):
-    """Whether builds are placed in a cell. What runs in a disabled one runs on, and moves within it go on."""
+    """Whether builds are placed in a cell. What runs in a disabled one runs on, and moves within it go on.
+
+    A removed one is not connected to: schedulers and placement close their connections to its bus.
+    """
 
     ENABLED = "enabled"
     DISABLED = "disabled"
+    REMOVED = "removed"
+
+
+class CellBus(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
+    """Where the bus of a cell is that the settings of running workers do not name.
+
+    Its URL has a password, so it is not here: each worker reads it from a file or a variable of its own. Neither: the
+    broker of the API bus, with the prefix or the cell's name before every exchange and queue name.
+    """
+
+    url_file: Annotated[str, Bound(pattern=r"^([A-Za-z0-9_\-][A-Za-z0-9_.\-]{0,63})?$(?!\n)")] = ""
+    """The name of a file in each worker's `cells_dir` that holds the URL alone, as `bus.url` has it."""
+    url_variable: Annotated[str, Bound(pattern=r"^(CELL_[A-Z0-9_]{1,58})?$(?!\n)")] = ""
+    """The name of an environment variable of each worker that holds the URL. It begins with `CELL_`."""
+    prefix: Annotated[str, Bound(max_length=64)] = ""
+    """As `bus.prefix`, on this cell's bus."""
 
 
 class CellDecision(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
-    """What an operator has decided about a cell. The object's name is the cell's; without one it is enabled."""
+    """What an operator has decided about a cell. The object's name is the cell's; without one it is enabled.
+
+    bus: where it is, for workers whose settings do not name the cell; None: the settings name it. abandoned: a removed
+    cell is not connected to although instances are on record there.
+    """
 
     state: CellState
     reason: Reason = ""
+    bus: CellBus | None = None
+    abandoned: bool = False
 
 
 class ObjectChange(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):

@@ -65,10 +65,12 @@ class Relay:
     ) -> None:
         self._rows = rows
         self._lanes = {name: Lane(bus, clock, self._settle, lingering) for name, bus in buses.items()}
+        self._lane_share = _lane_share(max_rows, len(self._lanes))
+        self._lane_tasks: dict[str, list[asyncio.Task[None]]] = {}
+        self._group: asyncio.TaskGroup | None = None
+        self._lingering = lingering
         self._clock = clock
         self._max_rows = max_rows
-        # So much waits in memory for a bus that is unavailable: it must not take the room of all the others.
-        self._lane_share = max_rows // (2 * max(1, len(self._lanes)))
         self._sweep_every_s = sweep_interval_s
         self._sweep_age_s = sweep_age_s
         self._unknown: set[str] = set()
@@ -84,6 +86,30 @@ class Relay:
     def held(self) -> int:
         """Rows that wait for the broker's confirm or for being deleted."""
         return len(self._tickets) + len(self._confirmed)
+
+    def add_bus(self, bus: Bus) -> None:
+        """Publish on one more bus from now on; what waits for it in the table is swept."""
+        assert bus.name not in self._lanes, bus.name
+        self._lanes[bus.name] = Lane(bus, self._clock, self._settle, self._lingering)
+        self._lane_share = _lane_share(self._max_rows, len(self._lanes))
+        self._unknown.discard(bus.name)
+        self._run_lane(bus.name)
+
+    def remove_bus(self, name: str) -> None:
+        """Publish on this bus no more; what waits for it stays in the table."""
+        for task in self._lane_tasks.pop(name, ()):
+            task.cancel()
+        self._lanes.pop(name).close()
+        self._lane_share = _lane_share(self._max_rows, len(self._lanes))
+
+    def _run_lane(self, name: str) -> None:
+        if self._group is None:
+            return
+        lane = self._lanes[name]
+        bodies = [lane.run() for _ in range(LANE_PUBLISHES)]
+        if lane.lingers is not None:
+            bodies.append(lane.end_lingering())
+        self._lane_tasks[name] = [self._group.create_task(body) for body in bodies]
 
     def send(self, row_id: int | None, outgoing: Sequence[OutboxMessage]) -> None:
         """Publish the messages of a committed row soon. Never blocks: past the bound the row waits for the sweep."""
@@ -111,7 +137,7 @@ class Relay:
         lane = self._lanes.get(bus)
         if lane is not None:
             return lane.is_behind(self._lane_share)
-        if bus not in self._unknown:  # a process's buses stay as they are: once is enough
+        if bus not in self._unknown:  # once is enough, until the bus is added
             self._unknown.add(bus)
             log.error("outbox.unknown_bus", row=row_id, bus=bus)
         return True
@@ -126,17 +152,16 @@ class Relay:
         self._running = True
         try:
             async with asyncio.TaskGroup() as group:
-                for lane in self._lanes.values():
-                    for _ in range(LANE_PUBLISHES):
-                        group.create_task(lane.run())
-                    if lane.lingers is not None:
-                        group.create_task(lane.end_lingering())
+                self._group = group
+                for name in self._lanes:
+                    self._run_lane(name)
                 group.create_task(self._delete_confirmed())
                 group.create_task(self._shorten())
                 group.create_task(self._sweep())
                 group.create_task(self._purge_handled())
         finally:
             self._running = False
+            self._group = None
 
     async def drain(self, grace_s: float) -> None:
         """Return when all that was sent is confirmed and deleted; after the grace time the rest is the sweep's."""
@@ -263,3 +288,8 @@ class Relay:
                 await self._rows.purge_handled(HANDLED_KEEP_S, HANDLED_BATCH)
             except Transient as fault:
                 log.warning("outbox.database_unavailable", code=fault.code)
+
+
+def _lane_share(max_rows: int, lanes: int) -> int:
+    """So much waits in memory for a bus that is unavailable: it must not take the room of all the others."""
+    return max_rows // (2 * max(1, lanes))

@@ -95,6 +95,7 @@ class Lane:
         self._slow = False  # the youngest publish has been under way for LANE_SLOW_S
         self.is_unavailable = False  # while True one of its publishers tries again and again
         self._logged_at = -math.inf
+        self._closed = False
 
     def is_behind(self, most: int) -> bool:
         """Whether its bus is unavailable and so much waits for it that more is better left to the sweep."""
@@ -177,9 +178,21 @@ class Lane:
             slow = asyncio.get_running_loop().call_later(LANE_SLOW_S, self._is_slow)
             try:
                 await self._publish(items)
+            except asyncio.CancelledError:
+                if self._closed:
+                    self._settle(items, failed=True)
+                raise
             finally:
                 slow.cancel()
                 self._publishing -= 1
+
+    def close(self) -> None:
+        """Leave all that waits here in the table. What is being published is left by its cancellation."""
+        self._closed = True
+        left = [*self._waiting, *(item for _, item in self._lingering.values())]
+        self._waiting.clear()
+        self._lingering.clear()
+        self._settle(left, failed=True)
 
     async def _publish(self, items: list[QueuedMessage]) -> None:
         batch = [(item.message, item.cause) for _ticket, item in items]
@@ -214,7 +227,8 @@ class Lane:
 
     async def _one_by_one(self, items: list[QueuedMessage]) -> None:
         """Something of the batch has no queue, or a full one: it alone stays behind for the sweep."""
-        for item in items:
+        while items:  # what is left of them when this is cancelled was not settled
+            item = items[0]
             try:
                 await self._bus.publish_all([(item[1].message, item[1].cause)], [item[1].traceparent])
             except BusError as error:
@@ -225,7 +239,7 @@ class Lane:
                     code=error.code,
                     reason=str(error),
                 )
-                self._settle([item], failed=True)
+                self._settle([items.pop(0)], failed=True)
             else:
                 _published.labels(self._bus.name).inc()
-                self._settle([item])
+                self._settle([items.pop(0)])

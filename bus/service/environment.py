@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from bus.bus import API, Bus, BusLimits
 from bus.clock import Clock, SystemClock
+from bus.contracts.objects import CellBus
 from bus.faults import Fault
 from bus.port import Transport
 from bus.tracing.tracer import Tracer
@@ -24,10 +25,17 @@ class NotConfigured(Fault):
     code = "environment.not_configured"
 
 
+class CellAddressInvalid(Fault):
+    """This process finds no URL of a bus where an added cell's is to be."""
+
+    code = "cell.address"
+
+
 class Environment:
     """The surroundings of one process (or of one worker among several in a process).
 
     transports: makes a fresh transport for a bus by name ("api" or a cell's), so every bus has its own connection.
+    cell_transports: the same for a cell that is added at run time; None: none is.
     database_url: one PostgreSQL for all roles, a schema each; None where the worker needs none. heartbeat_s: how often
     the worker publishes a heartbeat; None: never. tracer: of this process; None: it makes no traces.
     """
@@ -37,6 +45,7 @@ class Environment:
         process: str,
         *,
         transports: Callable[[str], Transport],
+        cell_transports: Callable[[str, CellBus], Transport] | None = None,
         database_url: str | None = None,
         cells: tuple[str, ...] = (),
         clock: Clock | None = None,
@@ -53,13 +62,31 @@ class Environment:
         self.heartbeat_s = heartbeat_s
         self.tracer = tracer
         self._transports = transports
+        self._cell_transports = cell_transports
         self._database_url = database_url
         self._limits = limits if limits is not None else BusLimits()
         self._pool_size = pool_size
 
     def bus(self, name: str = API) -> Bus:
         """A fresh bus with its own connection: "api", or a cell's name."""
-        transport = self.transport(name)
+        return self._bus(name, self.transport(name))
+
+    @property
+    def takes_cells(self) -> bool:
+        """Whether cells can be added while this process runs."""
+        return self._cell_transports is not None
+
+    def cell_bus(self, name: str, where: CellBus | None) -> Bus:
+        """A fresh bus of a cell that is taken into use at run time; where None: as in the settings.
+
+        Raises CellAddressInvalid.
+        """
+        if where is None:
+            return self.bus(name)
+        assert self._cell_transports is not None, name
+        return self._bus(name, self._cell_transports(name, where))
+
+    def _bus(self, name: str, transport: Transport) -> Bus:
         rng = random.Random(self.rng.getrandbits(64))  # its own stream: one bus's traffic does not move another's ids
         return Bus(
             name,

@@ -10,6 +10,7 @@ import msgspec
 from msgspec import Struct
 from msgspec.structs import replace
 
+from bus.bus import API
 from bus.contracts.base import MAX_REASON, Refusal, Word
 from bus.contracts.drains import DrainRecord
 from bus.contracts.groups import ServerGroup
@@ -133,9 +134,9 @@ class ChangePlan(Struct, frozen=True):
         )
 
     @property
-    def cells_decided(self) -> tuple[str, ...]:
-        """The names of cells that something is decided about."""
-        return tuple(one.name for one in self.changed if one.kind is ObjectKind.CELL and one.after is not None)
+    def cells_decided(self) -> tuple[ChangedObject, ...]:
+        """The decisions about cells that are made, changed or taken back."""
+        return tuple(one for one in self.changed if one.kind is ObjectKind.CELL)
 
     @property
     def hosts_fenced(self) -> tuple[str, ...]:
@@ -176,13 +177,21 @@ def body_of(kind: ObjectKind, name: str, body: Mapping[str, Any]) -> Body:
     if isinstance(parsed, HostDecision) and _uuid(where, name) != name:
         raise ValueError(f"{where}: a host's uuid is written in lower case with hyphens")
     if isinstance(parsed, CellDecision):
-        _word(where, name, "a cell's name has")
+        _check_cell(where, name, parsed)
     if isinstance(parsed, GroupDefinition):
         project, slash, own = name.partition("/")
         if not slash or not own:
             raise ValueError(f"{where}: a server group is named PROJECT/NAME")
         _word(where, project, "the project of a server group's name has")
     return parsed
+
+
+def _check_cell(where: str, name: str, decision: CellDecision) -> None:
+    _word(where, name, "a cell's name has")
+    if name == API:
+        raise ValueError(f"{where}: {API!r} is the bus of clients")
+    if decision.bus is not None and decision.bus.url_file and decision.bus.url_variable:
+        raise ValueError(f"{where}: the URL of its bus is in a file or in a variable, not in both")
 
 
 def _word(where: str, name: str, what: str) -> None:
@@ -329,16 +338,26 @@ def host_decisions(present: Objects) -> dict[str, HostAdminState]:
     return decisions
 
 
+def cells_of(present: Objects) -> dict[str, StoredObject]:
+    """The decisions about cells, by name. Raises ValueError when a body is not valid."""
+    found = {name: stored for (kind, name), stored in sorted(present.items()) if kind is ObjectKind.CELL}
+    for stored in found.values():
+        cell_decision(stored)
+    return found
+
+
+def cell_decision(stored: StoredObject) -> CellDecision:
+    """The decision that an object of kind `cell` holds. Raises ValueError when its body is not valid."""
+    body = body_of(stored.kind, stored.name, stored.body)
+    assert isinstance(body, CellDecision), stored
+    return body
+
+
 def disabled_cells(present: Objects) -> frozenset[str]:
     """The cells that take no builds. Raises ValueError when a body is not valid."""
-    found = set()
-    for (kind, name), stored in sorted(present.items()):
-        if kind is ObjectKind.CELL:
-            body = body_of(kind, name, stored.body)
-            assert isinstance(body, CellDecision), stored
-            if body.state is CellState.DISABLED:
-                found.add(name)
-    return frozenset(found)
+    return frozenset(
+        name for name, stored in cells_of(present).items() if cell_decision(stored).state is not CellState.ENABLED
+    )
 
 
 def fences_of(present: Objects) -> dict[str, FenceRecord]:

@@ -119,6 +119,13 @@ class MemoryBuilds:
             )
             return sum(1 for _ in islice(found, limit))
 
+    async def builds_in_cell(self, cell: str, limit: int) -> int:
+        """A scan that ends at the limit."""
+        async with self._session.transaction():
+            builds = self._table.recorded.values()
+            found = (one for one in builds if one.cell == cell and one.state in BUILDS_WITH_A_MACHINE)
+            return sum(1 for _ in islice(found, limit))
+
     async def purge(self, before: float, limit: int, start_at: float = 0.0) -> Purged:
         """Those that no transaction holds."""
         table = self._table

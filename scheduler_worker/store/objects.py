@@ -52,6 +52,10 @@ BUILDS_OF_GROUP = """
 SELECT count(*) FROM (SELECT FROM build_requests WHERE project_id = $1 AND state = ANY($4::text[])
                       AND request::json #>> '{server_group,uuid}' = $2 LIMIT $3) found
 """
+BUILDS_IN_CELL = """
+SELECT count(*) FROM (SELECT FROM build_requests WHERE cell = $1
+                      AND state = ANY($3::text[]) LIMIT $2) found
+"""
 BUILDS_OF = """
 SELECT count(*) FROM (SELECT FROM build_requests WHERE flavor = $1
                       AND state = ANY($3::text[]) LIMIT $2) found

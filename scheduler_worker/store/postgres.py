@@ -399,6 +399,12 @@ class PostgresBuilds:
             states = objects.BUILDS_WITH_A_MACHINE
             return int(await connection.fetchval(objects.BUILDS_OF_GROUP, project, group, limit, states))
 
+    async def builds_in_cell(self, cell: str, limit: int) -> int:
+        """A scan that ends at the limit."""
+        async with self._database.raw() as connection:
+            states = objects.BUILDS_WITH_A_MACHINE
+            return int(await connection.fetchval(objects.BUILDS_IN_CELL, cell, limit, states))
+
     async def purge(self, before: float, limit: int, start_at: float = 0.0) -> Purged:
         """One bounded statement."""
         states = [state.value for state in ENDED_WITHOUT_MACHINE]

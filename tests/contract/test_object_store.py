@@ -6,14 +6,15 @@ import asyncio
 from collections.abc import AsyncIterator
 
 import pytest
+from msgspec.structs import replace
 
 from bus.clock import SystemClock
-from bus.contracts.build import BuildRequest
+from bus.contracts.build import BuildRequest, BuildState
 from bus.contracts.groups import GroupPolicy, ServerGroup
 from bus.contracts.objects import ChangedObject, ObjectKind, ObjectLogQuery, ObjectsRevision, StoredObject
 from bus.persistence.database import Database
 from bus.persistence.outbox import OutboxMessage
-from scheduler_worker.domain.builds import Author
+from scheduler_worker.domain.builds import Author, BuildUpdate
 from scheduler_worker.domain.objects import ChangeAuthor
 from scheduler_worker.domain.pending import PendingBuild, new_build
 from scheduler_worker.store import objects as store_module
@@ -144,6 +145,22 @@ async def test_builds_of_a_flavor_are_counted_up_to_a_limit(store: SchedulerStor
     assert await store.builds_of("small", 10) == 1
     assert await store.builds_of("small", 0) == 0
     assert await store.builds_of("large", 10) == 0
+
+
+async def test_builds_in_a_cell_are_counted_up_to_a_limit(store: SchedulerStore) -> None:
+    async def move_to(state: BuildState) -> None:
+        async with store.operation() as unit:
+            build = (await unit.known({BUILD: BUILD}, lock=True))[BUILD].build
+            assert build is not None
+            await unit.update([BuildUpdate(build=replace(build, state=state, cell="c1"))], 1.0)
+
+    assert await store.builds_in_cell("c1", 10) == 0
+    await move_to(BuildState.SCHEDULED)
+    assert await store.builds_in_cell("c1", 10) == 1
+    assert await store.builds_in_cell("c1", 0) == 0
+    assert await store.builds_in_cell("c2", 10) == 0
+    await move_to(BuildState.DELETED)
+    assert await store.builds_in_cell("c1", 10) == 0
 
 
 async def test_builds_of_a_projects_group_are_counted_up_to_a_limit(store: SchedulerStore) -> None:

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from importlib.resources import files
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import msgspec
 import pytest
@@ -463,3 +463,23 @@ async def test_two_processes_with_the_same_messages_agree_on_who_was_first(datab
     first, second = await asyncio.gather(handle(ids), handle(ids[::-1]))  # opposite orders: a deadlock, unless sorted
     assert first | second == set(ids)
     assert not first & second
+
+
+async def test_a_bus_that_is_removed_leaves_its_messages_in_the_table_and_gets_them_when_it_is_added(
+    database: Database,
+) -> None:
+    first = StubBus("c3")
+    first.open.clear()  # what it publishes is under way
+    async with running(database, first, sweep_age_s=0.0) as relay:
+        for project in ("a", "b"):
+            outgoing = [OutboxMessage("c3", event(project))]
+            relay.send(await commit(database, outgoing), outgoing)
+        relay.remove_bus("c3")
+        await until_equal(lambda: held(relay), 0)
+        assert await rows(database) == 2
+        again = StubBus("c3")
+        relay.add_bus(again)  # type: ignore[arg-type]
+        await again.until(2)
+        await until_equal(lambda: rows(database), 0)
+    assert {cast("BuildEvent", message).project_id for message, _ in again.got} == {"a", "b"}
+    assert first.got == []

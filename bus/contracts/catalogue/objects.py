@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bus.contracts import objects
+from bus.contracts import cells, objects
 from bus.contracts.catalogue.rows import COMMANDS, EVENTS, MessageRow, Where
 
 OBJECT_MESSAGES: tuple[MessageRow, ...] = (
@@ -38,6 +38,18 @@ OBJECT_MESSAGES: tuple[MessageRow, ...] = (
         exchange=COMMANDS,
         key="objects.log",
         reply=objects.ObjectLogPage,
+        persistent=False,
+        public=True,
+        idempotency="reads only",
+    ),
+    MessageRow(
+        message=cells.CellsQuery,
+        owner="scheduler_worker",
+        publishers=("operator", "placement_worker"),
+        where=Where.API,
+        exchange=COMMANDS,
+        key="cells.query",
+        reply=cells.CellsPage,
         persistent=False,
         public=True,
         idempotency="reads only",

@@ -46,6 +46,7 @@ QUEUES: tuple[QueueRow, ...] = (
             (COMMANDS, "hosts.metrics.query"),
             (COMMANDS, "services.query"),
             (COMMANDS, "objects.query"),
+            (COMMANDS, "cells.query"),
             (COMMANDS, "objects.log"),
             (COMMANDS, "instance.query"),
             (COMMANDS, "hosts.drain.query"),
@@ -115,6 +116,14 @@ QUEUES: tuple[QueueRow, ...] = (
         ),
         max_length=10_000,
         ttl_s=30.0,
+    ),
+    QueueRow(
+        name="placement.control.{process}",
+        where=Where.API,
+        kind=QueueKind.PRIVATE,
+        consumer="placement_worker",
+        bindings=((EVENTS, "objects.revision"),),
+        max_length=10_000,
     ),
     QueueRow(
         name="placement.inventory",

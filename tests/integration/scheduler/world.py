@@ -16,6 +16,7 @@ from bus.contracts.build import BuildEvent, BuildPage, BuildQuery, BuildRecord, 
 from bus.contracts.cell import CellBuild, CellDelete, ComputeHosts, HostReport, ReportHosts
 from bus.contracts.fences import CellFence
 from bus.contracts.moves import CellMove, CellMoveQuery, MoveEvent, MoveKind, MoveRequest, MoveState
+from bus.contracts.objects import CellBus
 from bus.contracts.placement import (
     Inventory,
     InventoryResult,
@@ -26,7 +27,7 @@ from bus.contracts.placement import (
 )
 from bus.memory import MemoryBroker, MemoryTransport
 from bus.port import Transport
-from bus.service.environment import Environment
+from bus.service.environment import CellAddressInvalid, Environment
 from bus.service.service import Service
 from placement_worker.app import build as build_placement
 from placement_worker.config import PlacementConfig
@@ -75,8 +76,18 @@ class World:
             self.buses[name] = bus
         await self._consume(API, "client.builds.{process}", self._receive)
         for cell in CELLS:
-            await self._consume(cell, "conductor.requests", self._command)
-            await self._consume(cell, "compute.control.{service}", self._answer, service=f"compute-{cell}", source="s")
+            await self._script(cell)
+
+    async def open_cell(self, name: str) -> None:
+        """One more cell, which no worker's settings name."""
+        self.brokers[name], self.hosts[name] = MemoryBroker(self.clock), {}
+        bus = self.buses[name] = Bus(name, self.transport(name), process="world", clock=self.clock, rng=self.rng)
+        await bus.open()
+        await self._script(name)
+
+    async def _script(self, cell: str) -> None:
+        await self._consume(cell, "conductor.requests", self._command)
+        await self._consume(cell, "compute.control.{service}", self._answer, service=f"compute-{cell}", source="s")
 
     async def close(self) -> None:
         for name in list(self.services):
@@ -87,6 +98,13 @@ class World:
         for bus in self.buses.values():
             await bus.close()
 
+    def added_cell(self, name: str, where: CellBus) -> Transport:
+        """As a worker reaches a cell that is added: by a file's name there must be a broker of that name."""
+        found = self.brokers.get(where.url_file or name)
+        if found is None:
+            raise CellAddressInvalid(f"file {where.url_file} in cells_dir: No such file or directory")
+        return MemoryTransport(found, name)
+
     def transport(self, bus: str) -> Transport:
         """A connection of its own to one of the buses."""
         return MemoryTransport(self.brokers[bus], bus)
@@ -95,6 +113,7 @@ class World:
         return Environment(
             process,
             transports=transports or self.transport,
+            cell_transports=self.added_cell,
             database_url=self.url,
             cells=CELLS,
             rng=random.Random(self.rng.getrandbits(32)),

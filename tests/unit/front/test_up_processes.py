@@ -128,7 +128,9 @@ async def test_every_cell_has_hosts_however_many_another_one_has() -> None:
     last = 999  # h999 is the last name of 1,002
     hosts = Hosts([{"VCPU": 1}] * 1002, cells=["cell2" if at == last else "cell1" for at in range(1002)])
     unused = cast("Any", None)
-    handler = QueryHandler(unused, hosts.selector, unused, WorkerTable(), clock=SystemClock(), objects=unused)
+    handler = QueryHandler(
+        unused, hosts.selector, unused, WorkerTable(), clock=SystemClock(), objects=unused, cells=unused
+    )
     bus = here.bus("scheduler1")
     await bus.open()
     consumer = bus.consumer("scheduler.queries", handler)

@@ -46,6 +46,7 @@ def test_hosts_are_those_requested_by_name(query: HostsQuery, names: list[str]) 
         WorkerTable(),
         clock=SystemClock(),
         objects=cast("Any", None),
+        cells=cast("Any", None),
     )
     assert [host.name for host in handler.hosts(query).hosts] == names
 
@@ -88,7 +89,8 @@ async def test_a_question_while_the_database_is_unavailable_is_refused_at_once()
     hosts = Hosts([PLENTY])
     store, clock = cast("Any", UnavailableDatabase()), SystemClock()
     registry = ObjectRegistry(store, hosts.selector, SchedulerConfig(), clock=clock)
-    handler = QueryHandler(store, hosts.selector, cast("Any", None), WorkerTable(), clock=clock, objects=registry)
+    unused = cast("Any", None)
+    handler = QueryHandler(store, hosts.selector, unused, WorkerTable(), clock=clock, objects=registry, cells=unused)
     for query in (BuildQuery(), ObjectsQuery(), ObjectLogQuery()):
         requested = Received(message=query, meta=Meta(id="q", cause="q", sent_at=1.0), bus="api", queue="q")
         assert await handler([requested]) == [Refuse("database.unavailable", "connection refused")]

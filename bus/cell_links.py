@@ -1,0 +1,244 @@
+"""A worker's links to the cells below it. Cells are taken into use and out of use while it runs."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+
+import structlog
+
+from bus.bus import Bus
+from bus.cell_link import CellLink
+from bus.clock import Clock
+from bus.contracts.cells import LinkState
+from bus.contracts.objects import CellBus
+from bus.faults import first_fault
+from bus.metrics import CELLS_NOT_ENTERED
+from bus.port import BusError
+from bus.service.environment import CellAddressInvalid
+from bus.service.service import Reached
+
+log = structlog.get_logger(__name__)
+
+REOPEN_S = 5.0  # the bus of an added cell that a worker may not enter, or does not find, is tried again after this
+DRAIN_S = 5.0  # so long what is in hand may take when a cell is taken out of use
+MAX_ADDED = 200  # cells beyond those of the settings; each is a connection
+
+# How a worker reaches a cell: by its settings (None), or as an operator has decided.
+Reach = Callable[[str, CellBus | None], Bus]
+
+
+class _CellSlot:
+    """One cell. configured: the settings name it, so that what ends its link ends the worker."""
+
+    def __init__(self, name: str, where: CellBus | None, link: CellLink | None) -> None:
+        self.name = name
+        self.where = where
+        self.configured = link is not None
+        self.link = link
+        self.wanted = True
+        self.problem = ""
+        self.changed = asyncio.Event()
+
+
+class _ReachedCell:
+    def __init__(self, slot: _CellSlot, buses: Mapping[str, Bus]) -> None:
+        self._slot = slot
+        self._buses = buses
+
+    @property
+    def unavailable_reason(self) -> str:
+        """Why nothing can be published to it; "": it can, or it is not in use."""
+        if not self._slot.wanted:
+            return ""
+        bus = self._buses.get(self._slot.name)
+        return "not connected" if bus is None else bus.unavailable_reason
+
+
+class CellLinks:
+    """The links of one worker.
+
+    make: the link of a bus, with its consumers. reach: opens buses while the worker runs; None: the cells are those of
+    the settings. opened, closed: called with a bus that is connected to from now on, or not any more. buses: of the
+    cells in use, by name, as they are now.
+    """
+
+    def __init__(
+        self,
+        make: Callable[[Bus], CellLink],
+        *,
+        clock: Clock,
+        reach: Reach | None = None,
+        opened: Callable[[Bus], None] = lambda _: None,
+        closed: Callable[[Bus], object] = lambda _: None,
+    ) -> None:
+        self.buses: dict[str, Bus] = {}
+        self._make = make
+        self._clock = clock
+        self._reach = reach
+        self._opened = opened
+        self._closed = closed
+        self._slots: dict[str, _CellSlot] = {}
+        self._held: set[str] = set()
+        self._added = asyncio.Event()
+        self._stopping = False
+
+    @property
+    def may_change(self) -> bool:
+        """Whether this worker can take cells into use while it runs."""
+        return self._reach is not None
+
+    @property
+    def configured(self) -> frozenset[str]:
+        """The cells of the settings."""
+        return frozenset(name for name, slot in self._slots.items() if slot.configured)
+
+    def configure(self, bus: Bus) -> CellLink:
+        """A cell of the settings, before the start; `hold` is its side task."""
+        link = self._make(bus)
+        self._slots[bus.name] = _CellSlot(bus.name, None, link)
+        self.buses[bus.name] = bus
+        self._held.add(bus.name)
+        return link
+
+    def state_of(self, name: str) -> tuple[LinkState, str]:
+        """Of the link to one cell, and why it is not up."""
+        slot = self._slots.get(name)
+        if slot is None or not slot.wanted:
+            return LinkState.CLOSED, ""
+        if slot.link is not None and slot.link.up.is_set():
+            return LinkState.UP, ""
+        return LinkState.CONNECTING, slot.problem
+
+    def is_ready(self, name: str) -> bool:
+        """Whether a cell of the settings is served now, or is not to be."""
+        slot = self._slots[name]
+        return not slot.wanted or (slot.link is not None and slot.link.ready)
+
+    def reached(self, name: str) -> Reached:
+        """What /readyz needs of a cell of the settings."""
+        return _ReachedCell(self._slots[name], self.buses)
+
+    def want(self, cells: Mapping[str, CellBus | None]) -> None:
+        """The cells to be in use, and where they are; None: as in the settings."""
+        if self._reach is None or self._stopping:
+            return
+        for name, slot in self._slots.items():
+            wanted = name in cells
+            where = None if slot.configured else cells.get(name, slot.where)
+            if (wanted, where) != (slot.wanted, slot.where):
+                slot.wanted, slot.where = wanted, where
+                slot.changed.set()
+        added = sorted(name for name, where in cells.items() if where is not None and name not in self._slots)
+        room = max(0, MAX_ADDED - sum(not slot.configured for slot in self._slots.values()))
+        for name in added[:room]:
+            self._slots[name] = _CellSlot(name, cells[name], None)
+            self._added.set()
+        if added[room:]:
+            log.error("cells.too_many", most=MAX_ADDED, left_out=added[room : room + 10])
+
+    async def run(self) -> None:
+        """Hold the links to added cells, until cancelled."""
+        async with asyncio.TaskGroup() as group:
+            while True:
+                for name in sorted(self._slots.keys() - self._held):
+                    self._held.add(name)
+                    group.create_task(self.hold(name), name=f"cell {name}")
+                self._added.clear()
+                await self._added.wait()
+
+    async def hold(self, name: str) -> None:
+        """Serve one cell while it is in use; raises what ended the link to a cell of the settings."""
+        slot = self._slots[name]
+        if self._reach is None:
+            assert slot.link is not None, name
+            await slot.link.run()
+            return
+        while not self._stopping:
+            if slot.wanted:
+                await self._serve(slot)
+            elif slot.configured:
+                await slot.changed.wait()
+                slot.changed.clear()
+            else:
+                del self._slots[name]
+                self._held.discard(name)
+                return
+
+    async def _serve(self, slot: _CellSlot) -> None:
+        """Until the cell is out of use, elsewhere, or, if it was added, cannot be entered for now."""
+        slot.changed.clear()
+        try:
+            link = slot.link or self._open(slot)
+            await self._until_changed(slot, link)
+            slot.problem = ""
+        except Exception as error:
+            first = first_fault(error)
+            if slot.configured or not isinstance(first, BusError | CellAddressInvalid):
+                raise
+            slot.problem = str(first)
+            CELLS_NOT_ENTERED.labels(slot.name).inc()
+            log.error("cell.not_entered", cell=slot.name, code=first.code, reason=slot.problem)
+        if self._stopping:
+            return
+        await self._close(slot)
+        if slot.problem:
+            await self._pause(slot)
+
+    async def _until_changed(self, slot: _CellSlot, link: CellLink) -> None:
+        running = asyncio.create_task(link.run(), name=f"link of {slot.name}")
+        changed = asyncio.create_task(slot.changed.wait())
+        try:
+            await asyncio.wait((running, changed), return_when=asyncio.FIRST_COMPLETED)
+            if running.done():
+                await running
+            else:
+                log.info("cell.left", cell=slot.name)
+                await link.drain(DRAIN_S)
+        finally:
+            for task in (running, changed):
+                task.cancel()
+            await asyncio.wait((running, changed))
+
+    async def _pause(self, slot: _CellSlot) -> None:
+        sleep = asyncio.create_task(self._clock.sleep(REOPEN_S))
+        changed = asyncio.create_task(slot.changed.wait())
+        try:
+            await asyncio.wait((sleep, changed), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in (sleep, changed):
+                task.cancel()
+
+    def _open(self, slot: _CellSlot) -> CellLink:
+        assert self._reach is not None, slot.name
+        bus = self._reach(slot.name, slot.where)
+        slot.link = self._make(bus)
+        self.buses[slot.name] = bus
+        self._opened(bus)
+        return slot.link
+
+    async def _close(self, slot: _CellSlot) -> None:
+        link, slot.link = slot.link, None
+        bus = self.buses.pop(slot.name, None)
+        if bus is not None:
+            self._closed(bus)
+        if link is not None:
+            await link.close()
+
+    async def drain(self, grace_s: float) -> None:
+        """Take nothing more from any cell, finish what is in hand."""
+        self._stopping = True
+        links = [slot.link for slot in self._slots.values() if slot.link is not None]
+        await asyncio.gather(*(link.drain(grace_s) for link in links))
+
+    async def close_cell(self, name: str) -> None:
+        """Close the connection to a cell of the settings."""
+        slot = self._slots[name]
+        if slot.link is not None:
+            await slot.link.close()
+
+    async def close(self) -> None:
+        """Close the connections to added cells."""
+        self._stopping = True
+        added = [slot for slot in self._slots.values() if not slot.configured and slot.link is not None]
+        await asyncio.gather(*(slot.link.close() for slot in added if slot.link is not None))

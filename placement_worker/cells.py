@@ -1,0 +1,74 @@
+"""Takes cells into use and out of use in a placement worker, as the schedulers have them on record."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+import structlog
+
+from bus.bus import Bus
+from bus.cell_links import CellLinks
+from bus.consuming.outcome import Done, Outcome, Received
+from bus.contracts.cells import CellsPage, CellsQuery
+from bus.contracts.objects import ObjectsRevision
+from bus.faults import RequestRefused, Transient
+from bus.port import BusError
+
+log = structlog.get_logger("placement")
+
+ASK_TIMEOUT_S = 5.0
+ASK_AGAIN_S = 2.0  # after a query that was not answered; until then the cells are those known before
+LOOK_S = 10.0  # an announcement of a change that was lost is made up for after this
+
+
+class CellFollower:
+    """One placement worker's."""
+
+    def __init__(self, api: Bus, links: CellLinks) -> None:
+        self._api = api
+        self._links = links
+        self._revision = 0  # the newest that was announced
+        self._announced = asyncio.Event()
+
+    async def __call__(self, batch: Sequence[Received]) -> Sequence[Outcome]:
+        """Queue `placement.control.{process}`: objects have changed, cells perhaps."""
+        for received in batch:
+            if isinstance(received.message, ObjectsRevision):
+                self._revision = received.message.revision
+                self._announced.set()
+        return [Done()] * len(batch)
+
+    def on_reconnected(self) -> None:
+        """The private queue was deleted with the connection, and so were the announcements in it."""
+        self._announced.set()
+
+    async def run(self) -> None:
+        """Query at start, at each change of objects, and every LOOK_S, until cancelled."""
+        while True:
+            self._announced.clear()
+            answered = await self._look()
+            await self._wait(LOOK_S if answered else ASK_AGAIN_S)
+
+    async def _look(self) -> bool:
+        """Whether a scheduler has answered."""
+        try:
+            page = await self._api.request(CellsQuery(revision=self._revision), CellsPage, timeout_s=ASK_TIMEOUT_S)
+        except (Transient, RequestRefused, BusError) as fault:
+            log.info("cells.not_known", code=fault.code, reason=str(fault))
+            return False
+        # A cell that only the settings of this worker name is in use.
+        unknown = self._links.configured - {one.name for one in page.cells}
+        self._links.want({**dict.fromkeys(unknown), **{one.name: one.bus for one in page.cells if one.in_use}})
+        return True
+
+    async def _wait(self, longest_s: float) -> None:
+        waiting = [
+            asyncio.create_task(self._api.clock.sleep(longest_s)),
+            asyncio.create_task(self._announced.wait()),
+        ]
+        try:
+            await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in waiting:
+                task.cancel()

@@ -1,0 +1,131 @@
+"""A cell is added to a running system, used, and removed, by `berth cells`; in memory and on a real RabbitMQ."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator
+
+import msgspec
+import pytest
+import pytest_asyncio
+
+import cell_conductor.app
+import compute_sim.app
+from berth.client import BuildClient
+from berth.settings import MEMORY, BusSettings, CellSettings, DatabaseSettings, Settings, UpSettings
+from berth.site import Site, process_name
+from berth.up import LocalSystem
+from berth.up import site as local_site
+from bus.clock import new_uuid
+from bus.contracts.build import BuildPage, BuildQuery, BuildRecord, BuildRequest, HostsPage, HostsQuery
+from bus.contracts.cells import CellsPage, CellsQuery, LinkState
+from bus.contracts.objects import ObjectChange, ObjectKind, ObjectsChange, ObjectsChanged
+from bus.faults import RequestRefused
+from compute_sim.config import ComputeConfig
+
+pytestmark = [pytest.mark.system, pytest.mark.postgres]
+
+WAIT_S = 120.0
+RNG = random.Random(7)
+SECRET = "CELL_NEW_URL"
+
+
+class Whole:
+    """A system of one process, whose settings have cell1 alone. url: of its buses."""
+
+    def __init__(self, place: Site, system: LocalSystem, client: BuildClient, url: str) -> None:
+        self.place = place
+        self.system = system
+        self.client = client
+        self.url = url
+
+    async def start_cell2(self) -> None:
+        """Its conductor and a compute service."""
+        settings = msgspec.structs.replace(self.place.settings, cells={"cell2": CellSettings(prefix="new.")})
+        other = Site(settings, brokers=self.place.brokers, database_url=self.place.database_url, clock=self.place.clock)
+        conductor = cell_conductor.app.build(other.environment("conductor-cell2"), settings.conductor, "cell2")
+        await self.system.in_process.start(("conductor-cell2", conductor))
+        compute = compute_sim.app.build(other.environment("c2", "compute"), settings.compute, "cell2", "c2")
+        await self.system.in_process.start(("c2", compute))
+
+    async def decide(self, name: str, *, force: bool = False, **body: object) -> ObjectsChanged:
+        change = ObjectChange(kind=ObjectKind.CELL, name=name, body=body)
+        requested = ObjectsChange(who="ann", why="a test", changes=(change,), force=force)
+        return await self.client.bus.request(requested, ObjectsChanged, timeout_s=WAIT_S)
+
+    async def linked(self, state: LinkState) -> CellsPage:
+        async with asyncio.timeout(WAIT_S):
+            while True:
+                page = await self.client.bus.request(CellsQuery(), CellsPage, timeout_s=WAIT_S)
+                if [one.link for one in page.cells if one.name == "cell2"] == [state]:
+                    return page
+
+    async def hosts_known(self) -> None:
+        async with asyncio.timeout(WAIT_S):
+            while not (
+                await self.client.bus.request(HostsQuery(cell="cell2", up=True), HostsPage, timeout_s=WAIT_S)
+            ).hosts:
+                pass
+
+    async def built(self) -> BuildRecord:
+        request = BuildRequest(instance_uuid=new_uuid(RNG), flavor="m1.tiny", project_id="p")
+        await self.client.boot([request])
+        assert await self.client.wait(WAIT_S)
+        return await self.record(request.instance_uuid)
+
+    async def record(self, uuid: str) -> BuildRecord:
+        return (await self.client.bus.request(BuildQuery(instance_uuid=uuid), BuildPage, timeout_s=WAIT_S)).builds[0]
+
+
+@pytest_asyncio.fixture(params=["memory", pytest.param("rabbitmq", marks=pytest.mark.rabbitmq)])
+async def whole(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Whole]:
+    url, prefix = MEMORY, ""
+    if request.param == "rabbitmq":
+        url, prefix = request.getfixturevalue("amqp")
+    monkeypatch.setenv(SECRET, url)
+    settings = Settings(
+        bus=BusSettings(url=url, prefix=prefix),
+        cells={"cell1": CellSettings()},
+        database=DatabaseSettings(url=request.getfixturevalue("postgres_url")),
+        up=UpSettings(nodes=0, computes_per_cell=1, schedulers=1, rest=False, web=False),
+        compute=ComputeConfig(hosts=3, heartbeat_interval_s=0.5),
+    )
+    async with local_site(settings, directory=None) as place:
+        system = LocalSystem(place)
+        client = BuildClient(place.bus(process_name("test")), clock=place.clock, process=process_name("test"))
+        try:
+            await system.start()
+            await client.open()
+            yield Whole(place, system, client, url)
+        finally:
+            await client.close()
+            await system.in_process.stop()
+
+
+async def test_a_cell_is_added_used_emptied_and_removed(whole: Whole) -> None:
+    bus = {"url_variable": SECRET, "prefix": "new."}
+    await whole.decide("cell2", state="enabled", bus=bus)
+    page = await whole.linked(LinkState.UP)
+    assert whole.url == MEMORY or whole.url not in str(page), "the URL is shown nowhere"
+    await whole.start_cell2()
+    await whole.hosts_known()
+    await whole.decide("cell1", state="disabled")
+    build = await whole.built()
+    assert (build.state, build.cell) == ("active", "cell2")
+    await whole.decide("cell1", state="enabled")
+    with pytest.raises(RequestRefused, match="1 instances"):
+        await whole.decide("cell2", state="removed", bus=bus)
+    await whole.client.delete([build])
+    async with asyncio.timeout(WAIT_S):
+        while (await whole.record(build.instance_uuid)).state != "deleted":
+            pass
+    await whole.decide("cell2", state="removed", bus=bus)
+    await whole.linked(LinkState.CLOSED)
+    assert (await whole.built()).cell == "cell1"
+    await whole.decide("cell2", state="enabled", bus=bus)
+    await whole.decide("cell1", state="disabled")
+    await whole.linked(LinkState.UP)
+    await whole.hosts_known()
+    build = await whole.built()
+    assert (build.state, build.cell) == ("active", "cell2")
