@@ -172,7 +172,7 @@ class CellLinks:
             link = slot.link or self._open(slot)
             await self._until_changed(slot, link)
             slot.problem = ""
-        except Exception as error:
+        except Exception as error:  # of a group the worst decides
             first = first_fault(error)
             if slot.configured or not isinstance(first, BusError | CellAddressInvalid):
                 raise
