@@ -7,12 +7,12 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.system import test_command_line
-from tests.system.test_command_line import NO, TIME, USAGE, Berth, boot
+from tests.system import command_line
+from tests.system.command_line import NO, TIME, USAGE, Berth, boot
 
 pytestmark = [pytest.mark.system, pytest.mark.postgres, pytest.mark.timeout(600)]
 
-berth = test_command_line.berth  # the fixture
+berth = command_line.berth  # the fixture
 TARGET = "cell2-c1-00002"
 
 
