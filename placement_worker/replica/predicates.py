@@ -9,6 +9,7 @@ import msgspec
 import numpy as np
 from msgspec import Struct, structs
 
+from placement_worker.domain.units import is_in_units
 from placement_worker.replica.book import Book
 from placement_worker.replica.columns import (
     CAPACITY,
@@ -67,7 +68,7 @@ class ResourceFit:
     def _levels_of(self, kinds: Amounts) -> Amounts:
         """Per kind of inventory, its fit level if it were empty."""
         capacity, amount = kinds[CAPACITY], self.amount
-        able = (kinds[MIN_UNIT] <= amount) & (amount <= kinds[MAX_UNIT]) & (amount % kinds[STEP_SIZE] == 0)
+        able = is_in_units(amount, kinds[MIN_UNIT], kinds[MAX_UNIT], kinds[STEP_SIZE])
         # A bare-metal node in use, in maintenance or being cleaned is not small: its unit is held back.
         small = np.where(kinds[UNRESERVED] >= amount, RESERVED, TOO_SMALL)
         levels = np.where(capacity < amount, small, np.where(able, GIVES, WRONG_UNIT))

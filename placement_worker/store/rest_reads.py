@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import asyncpg
 
+from placement_worker.domain.units import in_units_sql
 from placement_worker.store.names import NameTable
 from placement_worker.store.rest_port import AllocationRow, InventoryRecord, Listing, UsageRow
 
@@ -107,8 +108,7 @@ def _conditions(listing: Listing, names: NameTable) -> tuple[list[str], list[obj
     for name, amount in listing.resources:
         add(
             "EXISTS (SELECT FROM inventories i WHERE i.provider_id = p.id AND i.class_id = ?::int AND "
-            "i.capacity - i.used >= ?::bigint AND i.min_unit <= ?::bigint AND i.max_unit >= ?::bigint "
-            "AND ?::bigint % i.step_size = 0)",
+            f"i.capacity - i.used >= ?::bigint AND {in_units_sql('?::bigint')})",
             names.class_ids.get(name, NO_NUMBER),
             amount,
             amount,

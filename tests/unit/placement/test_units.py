@@ -1,0 +1,37 @@
+"""The rule of units is one rule: for numbers, for columns and as SQL."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import placement_worker
+from placement_worker.domain.units import in_units_sql, is_in_units
+from tests.kit.unit_rules import amounts_and_units
+
+ROWS = amounts_and_units(4_000)
+STORE = Path(placement_worker.__file__).parent / "store"
+
+
+@pytest.mark.parametrize(
+    ("amount", "allowed"), [(1, False), (2, True), (3, False), (6, True), (8, True), (10, False), (9, False)]
+)
+def test_from_the_least_to_the_most_in_steps(amount: int, allowed: bool) -> None:
+    assert is_in_units(amount, 2, 8, 2) is allowed
+
+
+def test_columns_are_judged_as_each_of_their_rows() -> None:
+    amounts, low, high, step = np.array(ROWS, dtype=np.int64).T
+    single = [is_in_units(*row) for row in ROWS]
+    assert is_in_units(amounts, low, high, step).tolist() == single
+    assert 500 < sum(single) < 3_500, "both answers are met often"
+
+
+def test_the_schema_has_the_rule_as_it_is_here_and_no_other() -> None:
+    schema = (STORE / "schema.sql").read_text()
+    assert schema.count(in_units_sql("n.more")) == schema.count(in_units_sql("n.amount")) == 1
+    assert len(re.findall(r"%\s*\w+\.step_size", schema)) == 2
+    assert "% i.step_size" not in "".join(path.read_text() for path in STORE.rglob("*.py"))
