@@ -25,6 +25,7 @@ from placement_worker.replica.request import QueryTooWide
 from scheduler_worker import metrics
 from scheduler_worker.claims import ClaimPort, claim_gangs
 from scheduler_worker.config import SchedulerConfig
+from scheduler_worker.domain.cell_runs import CellRuns
 from scheduler_worker.domain.decision_round import DecisionRound
 from scheduler_worker.domain.gangs import by_gang, claimable, merged, with_gang_results
 from scheduler_worker.domain.peers import has_peers, locate_request, peers_of
@@ -87,6 +88,7 @@ class Placer:
             lasts_s=config.claim_deadline_s,
         )
         self._spread = Spread()
+        self._runs = CellRuns()
 
     @property
     def _config(self) -> SchedulerConfig:
@@ -174,7 +176,7 @@ class Placer:
     def _decision_round(self) -> DecisionRound:
         subset = self._spread.subset(self._config.host_subset_size, self._config.max_subset_size)
         metrics.SUBSET.set(subset)
-        return DecisionRound(self._selector, self._rng, subset=subset)
+        return DecisionRound(self._selector, self._rng, subset=subset, runs=self._runs)
 
     def drop(self, states: Iterable[PlacementState]) -> None:
         """Forget the assumptions of choices that were not claimed."""

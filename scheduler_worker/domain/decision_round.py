@@ -10,6 +10,7 @@ from bus.contracts.groups import GroupPolicy
 from placement_worker.replica.book import Book
 from placement_worker.replica.request import QueryTooWide
 from placement_worker.replica.search import options
+from scheduler_worker.domain.cell_runs import CellRuns
 from scheduler_worker.domain.gangs import largest_first, with_shared_findings
 from scheduler_worker.domain.placement import PlacementState
 from scheduler_worker.domain.ranking import Choice, RandomSource, Ranking
@@ -60,14 +61,17 @@ class DecisionRound:
     """A synchronous pass at one moment: an assumed choice counts as used for every later one.
 
     subset: how many of the best hosts a choice is drawn from. rankings: those that were made, by the key of
-    their requests.
+    their requests. runs: of the scheduler; equal hosts are chosen from one cell at a time.
     """
 
-    def __init__(self, selector: Selector, rng: RandomSource, *, subset: int) -> None:
+    def __init__(self, selector: Selector, rng: RandomSource, *, subset: int, runs: CellRuns | None = None) -> None:
         self._selector = selector
         self._book = selector.book
         self._rng = rng
         self._subset = subset
+        self._runs = runs
+        if runs is not None:
+            runs.begin_round()
         self.rankings: dict[tuple[str, ...], Ranking] = {}
         self._placed: dict[tuple[str, str], dict[str, int]] = {}  # by project and group: members by host
 
@@ -132,7 +136,7 @@ class DecisionRound:
         spec = self._seen_by(state) if exclusions is None else state.spec.without_peers()
         ranking = self.rankings.get(spec.key)
         if ranking is None:
-            ranking = self._selector.rank(spec, self._rng)
+            ranking = self._selector.rank(spec, self._rng, self._runs)
             self.rankings[spec.key] = ranking
         excluded = self._selector.rows_of(state.rejected) if exclusions is None else exclusions
         choice = ranking.pick(excluded, subset=self._subset, alternates=state.max_alternates)

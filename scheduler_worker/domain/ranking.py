@@ -19,6 +19,7 @@ from msgspec import Struct
 from bus.contracts.build import FunnelStep
 from bus.contracts.placement import ClaimOption
 from placement_worker.replica.search import options
+from scheduler_worker.domain.cell_runs import CellRuns
 from scheduler_worker.domain.hosts import Floats, Rows
 from scheduler_worker.domain.plugins import Weighing
 from scheduler_worker.domain.request_spec import RequestSpec
@@ -77,7 +78,10 @@ class Choice(Struct, frozen=True):
 
 
 class Ranking:
-    """Hosts in order of weight; equal ones in random order with `shuffle`, else in the order of the replica."""
+    """Hosts in order of weight; equal ones in random order with `shuffle`, else in the order of the replica.
+
+    runs: with `shuffle`, equal hosts of several cells come from one cell at a time.
+    """
 
     def __init__(
         self,
@@ -89,12 +93,14 @@ class Ranking:
         shuffle: bool,
         rng: RandomSource,
         max_options: int,
+        runs: CellRuns | None = None,
     ) -> None:
         self.view = view
         self.spec = spec
         self.funnel = funnel
         self._rng = rng
         self._max_options = max_options
+        self._runs = runs if shuffle else None
         self._cells = view.cell
         self._services = view.service
         self._scores, self._scales = score(view, spec, weighings)
@@ -134,6 +140,8 @@ class Ranking:
 
     def consumed(self, candidate: RankedHost) -> None:
         """Weigh this host again: a claim on it was assumed in the replica."""
+        if self._runs is not None:
+            self._runs.chose(int(self._cells[candidate.position]))
         one = self.view.subset(np.array([candidate.position], dtype=np.intp))
         new = 0.0
         for scale, weights in zip(self._scales, reweigh(one, self.spec, self._scales), strict=True):
@@ -215,13 +223,17 @@ class Ranking:
         return None
 
     def _best_heap(self) -> HostHeap | None:
-        """The heap of the cell whose best host is the best of all."""
+        """The heap of the cell whose best host is the best of all; of equal ones that of the cell whose turn it is."""
         best: HostHeap | None = None
-        first: Entry | None = None
-        for heap in self._heaps.values():
+        first: tuple[float, int, float, int] | None = None
+        for cell, heap in self._heaps.items():
             top = heap.top()
-            if top is not None and (first is None or top < first):
-                best, first = heap, top
+            if top is None:
+                continue
+            score_, tie, position = top
+            order = (score_, 0 if self._runs is None else self._runs.place(cell), tie, position)
+            if first is None or order < first:
+                best, first = heap, order
         return best
 
     def _put_back(self, drawn: list[Entry]) -> None:

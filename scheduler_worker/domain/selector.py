@@ -17,6 +17,7 @@ from bus.contracts.operations import AdminState
 from placement_worker.replica.book import Book
 from placement_worker.replica.search import search
 from scheduler_worker.config import Aggregate, SchedulerConfig
+from scheduler_worker.domain.cell_runs import CellRuns
 from scheduler_worker.domain.explain import funnel_step
 from scheduler_worker.domain.flavors import ZONE_KEY, ParsedFlavor, request_spec
 from scheduler_worker.domain.host_metrics import HostMetricsTable
@@ -158,8 +159,8 @@ class Selector:
         """The present rows of rejected hosts, and why; hosts that have left have no row."""
         return {row: why for uuid, why in tried.items() if (row := self.book.row_of(uuid)) is not None}
 
-    def rank(self, spec: RequestSpec, rng: RandomSource) -> Ranking:
-        """All hosts that can take the request now, best first; there may be none."""
+    def rank(self, spec: RequestSpec, rng: RandomSource, runs: CellRuns | None = None) -> Ranking:
+        """All hosts that can take the request now, best first; there may be none. runs: of the round it is made for."""
         view, funnel = self._passing(spec, explain=False)
         return Ranking(
             view,
@@ -169,6 +170,7 @@ class Selector:
             shuffle=self.config.shuffle_best_same_weighed_hosts,
             rng=rng,
             max_options=self.config.max_options,
+            runs=runs,
         )
 
     def explain(self, spec: RequestSpec, tried: Mapping[str, str]) -> NoValidHost:

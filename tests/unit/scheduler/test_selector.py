@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from bus.contracts.cell import ComputeHosts, HostReport
 from scheduler_worker.config import Aggregate, Flavor, SchedulerConfig
+from scheduler_worker.domain.cell_runs import CellRuns
 from scheduler_worker.domain.explain import sentence
 from scheduler_worker.domain.flavors import FlavorInvalid, parse
 from scheduler_worker.domain.ranking import Choice, Ranking
@@ -280,10 +281,11 @@ def test_a_pick_is_the_best_that_fits(memory: list[int], picks: int, excluded: s
         flavors={"f": Flavor(memory_mb=2)},
         enabled_filters=(),
     )
-    hosts = Hosts([{"MEMORY_MB": max(1, amount)} for amount in memory], config=config)
+    cells = [f"c{at % 3}" for at in range(len(memory))]
+    hosts = Hosts([{"MEMORY_MB": max(1, amount)} for amount in memory], config=config, cells=cells)
     free = {hosts.book.row_of(uuid): max(1, amount) for uuid, amount in zip(hosts.uuids, memory, strict=True)}
     out = {row: "x" for at, row in enumerate(list(free)) if at in excluded}
-    ranking = hosts.selector.rank(hosts.spec("f"), hosts.rng)
+    ranking = hosts.selector.rank(hosts.spec("f"), hosts.rng, CellRuns())
     for number in range(picks):
         best = max((amount for row, amount in free.items() if row not in out and amount >= 2), default=None)
         choice = ranking.pick(out, subset=1, alternates=2)
