@@ -378,7 +378,7 @@ def _add_requests(parts: SchedulerParts, queries: QueryHandler, engine: Scheduli
     """Requests of clients, questions, and the requests that the broker gave up."""
     service, bus, config = parts.service, parts.api, parts.config
     requests = RequestHandler(engine, moves, parts.selector, clock=parts.env.clock, config=config)
-    service.add_consumer(bus.consumer("scheduler.queries", queries, max_batch=16, concurrency=2, prefetch=32))
+    service.add_consumer(bus.consumer("scheduler.queries", queries, max_batch=64, concurrency=2, prefetch=128))
     service.add_consumer(
         bus.consumer(
             "scheduler.requests",

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from bus.clock import Clock
 from bus.consuming.outcome import Done, Outcome, Received, Refuse
-from bus.contracts.base import Refusal
+from bus.contracts.base import Message, Refusal
 from bus.contracts.build import BuildPage, BuildQuery, BuildRecord, HostRecord, HostsPage, HostsQuery, TimelineEntry
 from bus.contracts.cells import CellsQuery
 from bus.contracts.drains import DrainQuery, DrainsQuery
@@ -55,8 +55,21 @@ class QueryHandler:
         self._clock = clock
 
     async def __call__(self, batch: Sequence[Received]) -> Sequence[Outcome]:
-        """One after another: queries are rare."""
-        return [await self._answer(received) for received in batch]
+        """Builds that are asked for by name in one statement, the others one after another: those are rare.
+
+        A client that has waited for long asks for each of its builds, so these come many at once, and when all wait.
+        """
+        named = {uuid for received in batch if (uuid := _named_by(received.message)) is not None}
+        by_name: dict[str, BuildRecord] | Refuse = {}
+        if named:
+            try:
+                by_name = await self._store.builds_named(sorted(named))
+            except DatabaseUnavailable as fault:
+                by_name = Refuse(fault.code, fault.reason)
+        return [
+            await self._answer(received) if (uuid := _named_by(received.message)) is None else _one_of(by_name, uuid)
+            for received in batch
+        ]
 
     async def _builds(self, query: BuildQuery) -> BuildPage:
         found, searched_to = await self._store.builds(query), None
@@ -189,6 +202,21 @@ class QueryHandler:
         cell = None if index is None else table.cells[int(table.cell[index])]
         up = not bool(down[NO_SERVICE if index is None else int(table.service[index])])
         return query.cell in (None, cell) and query.up in (None, up)
+
+
+def _named_by(message: Message) -> str | None:
+    """The instance whose build is asked for by nothing but its name."""
+    if not isinstance(message, BuildQuery) or message.instance_uuid is None:
+        return None
+    uuid = message.instance_uuid
+    return uuid if message == BuildQuery(instance_uuid=uuid, limit=message.limit) else None
+
+
+def _one_of(found: dict[str, BuildRecord] | Refuse, uuid: str) -> Outcome:
+    """The answer about one build; a page without any, where it is not on record."""
+    if isinstance(found, Refuse):
+        return found
+    return Done(reply=BuildPage(builds=(_with_sorted_timeline(found[uuid]),) if uuid in found else ()))
 
 
 def _with_sorted_timeline(build: BuildRecord) -> BuildRecord:

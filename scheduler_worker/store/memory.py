@@ -215,6 +215,12 @@ class MemoryBuilds:
             and query.code in (None, record.code)
         ][: query.limit]
 
+    async def builds_named(self, instances: Sequence[str]) -> dict[str, BuildRecord]:
+        """Those that are on record."""
+        async with self._session.transaction():
+            records, now = self._table.records, self._table.instances
+            return {uuid: _as_it_is(records[uuid], now.get(uuid)) for uuid in instances if uuid in records}
+
     async def searched_to(self, query: BuildQuery) -> float | None:
         """When the last build was requested that such a search looks at; None: it looks at all."""
         async with self._session.transaction():

@@ -190,3 +190,6 @@ class SchedulerStore(Protocol):
 
     async def builds(self, query: BuildQuery) -> list[BuildRecord]:
         """One build, or a page of them, newest first."""
+
+    async def builds_named(self, instances: Sequence[str]) -> dict[str, BuildRecord]:
+        """Builds by the uuids of their instances, all in one statement."""

@@ -76,6 +76,10 @@ WHERE ($9::text IS NULL OR cell = $9) AND ($10::text IS NULL OR host = $10)
   AND ($11::text IS NULL OR coalesce(nullif(i.flavor, ''), b.flavor) = $11) AND ($12::text IS NULL OR code = $12)
 ORDER BY created_at DESC LIMIT $8
 """
+BUILDS_NAMED = f"""
+SELECT {rows.RECORD} FROM (SELECT * FROM build_requests WHERE instance_uuid = ANY($1::uuid[])) b
+LEFT JOIN instances i ON i.instance_uuid = b.instance_uuid
+"""
 SEARCHED_TO = f"SELECT created_at FROM ({OF_QUERY} OFFSET $7 - 1 LIMIT 1) b"
 
 
@@ -458,6 +462,12 @@ class PostgresBuilds:
         async with self._database.raw() as connection:
             found = await connection.fetch(BUILDS, *_of_query(query), most, query.limit, *named)
         return [rows.record(row) for row in found]
+
+    async def builds_named(self, instances: Sequence[str]) -> dict[str, BuildRecord]:
+        """By the primary keys, without a transaction around it."""
+        async with self._database.single() as connection:
+            found = await connection.fetch(BUILDS_NAMED, instances)
+        return {row["instance_uuid"]: rows.record(row) for row in found}
 
     async def searched_to(self, query: BuildQuery) -> float | None:
         """When the last build was requested that such a search looks at; None: it looks at all."""

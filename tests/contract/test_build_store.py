@@ -158,6 +158,15 @@ async def test_a_record_has_its_timeline(store: SchedulerStore) -> None:
     assert (record.created_at, record.updated_at) == (1.0, 3.0)
 
 
+async def test_builds_are_read_by_name_as_one_by_one(store: SchedulerStore) -> None:
+    for at, uuid in enumerate((A, B, C)):
+        await insert(store, new(uuid), now=float(at))
+    await decide(store, replace(placed(B), timeline=(TimelineEntry(at=2.0, who="w", what="chosen"),)))
+    found = await store.builds_named([A, B, "00000000-0000-4000-8000-000000000000"])
+    assert found == {uuid: (await store.builds(BuildQuery(instance_uuid=uuid)))[0] for uuid in (A, B)}
+    assert await store.builds_named([]) == {}
+
+
 async def test_a_page_is_newest_first_and_filtered(store: SchedulerStore) -> None:
     for at, uuid in enumerate((A, B, C)):
         await insert(store, new(uuid), now=float(at))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, cast
 
 import pytest
@@ -9,7 +10,7 @@ import pytest
 from bus.clock import SystemClock
 from bus.consuming.outcome import Received, Refuse
 from bus.contracts.base import Meta
-from bus.contracts.build import BuildQuery, BuildRecord, HostsQuery
+from bus.contracts.build import BuildQuery, BuildRecord, BuildState, HostsQuery
 from bus.contracts.cell import ServiceDown, ServicesDigest
 from bus.contracts.host_metrics import HostMetrics, HostReading
 from bus.contracts.objects import ObjectLogQuery, ObjectsQuery
@@ -71,10 +72,46 @@ def test_hosts_have_their_zone_aggregates_and_numbers_that_are_not_too_old() -> 
     assert found == [("east", ("fast", "rack"), {"power.watts": 300.0}), (None, ("fast",), {}), (None, (), {})]
 
 
+KNOWN, UNKNOWN, PAGE = (f"{number:08x}-0000-4000-8000-000000000000" for number in (1, 2, 3))
+
+
+class CountingDatabase:
+    """A store that has one build, and counts what it is asked."""
+
+    def __init__(self) -> None:
+        self.asked: list[object] = []
+
+    async def builds(self, query: BuildQuery) -> list[BuildRecord]:
+        self.asked.append(query)
+        return []
+
+    async def builds_named(self, instances: Sequence[str]) -> dict[str, BuildRecord]:
+        self.asked.append(instances)
+        return {KNOWN: BuildRecord(instance_uuid=KNOWN, project_id="p", flavor="f", state=BuildState.ACTIVE)}
+
+
+async def test_builds_asked_for_by_name_in_one_batch_are_one_statement() -> None:
+    hosts, database = Hosts([PLENTY]), CountingDatabase()
+    store, nothing = cast("Any", database), cast("Any", None)
+    handler = QueryHandler(
+        store, hosts.selector, nothing, WorkerTable(), clock=SystemClock(), objects=nothing, cells=nothing
+    )
+    other = BuildQuery(instance_uuid=PAGE, state=BuildState.FAILED)
+    queries = [BuildQuery(instance_uuid=UNKNOWN, limit=1), BuildQuery(instance_uuid=KNOWN), other] * 20
+    meta = Meta(id="q", cause="q", sent_at=1.0)
+    outcomes = await handler([Received(message=query, meta=meta, bus="api", queue="q") for query in queries])
+    assert database.asked == [[KNOWN, UNKNOWN], *[other] * 20]
+    found = [[one.instance_uuid for one in outcome.reply.builds] for outcome in outcomes]  # type: ignore[union-attr]
+    assert found == [[], [KNOWN], []] * 20
+
+
 class UnavailableDatabase:
     """A store whose database does not answer."""
 
     async def builds(self, query: BuildQuery) -> list[BuildRecord]:
+        raise DatabaseUnavailable("connection refused")
+
+    async def builds_named(self, instances: Sequence[str]) -> dict[str, BuildRecord]:
         raise DatabaseUnavailable("connection refused")
 
     async def objects(self, unless: int = -1) -> None:
@@ -91,6 +128,6 @@ async def test_a_question_while_the_database_is_unavailable_is_refused_at_once()
     registry = ObjectRegistry(store, hosts.selector, SchedulerConfig(), clock=clock)
     unused = cast("Any", None)
     handler = QueryHandler(store, hosts.selector, unused, WorkerTable(), clock=clock, objects=registry, cells=unused)
-    for query in (BuildQuery(), ObjectsQuery(), ObjectLogQuery()):
+    for query in (BuildQuery(), BuildQuery(instance_uuid=KNOWN), ObjectsQuery(), ObjectLogQuery()):
         requested = Received(message=query, meta=Meta(id="q", cause="q", sent_at=1.0), bus="api", queue="q")
         assert await handler([requested]) == [Refuse("database.unavailable", "connection refused")]
