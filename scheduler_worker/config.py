@@ -115,7 +115,7 @@ class SchedulerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """The host is drawn at random from so many of the best, as Nova's setting of this name."""
     shuffle_best_same_weighed_hosts: bool = True
     """Whether hosts of equal weight are shuffled, as Nova's setting of this name (false there): schedulers that run
-    side by side then choose different hosts.
+    side by side then choose different hosts. Equal hosts of several cells are then taken from one cell at a time.
     """
     max_subset_size: Positive = 64
     """Contention widens the subset up to this many hosts."""
