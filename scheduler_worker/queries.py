@@ -55,9 +55,9 @@ class QueryHandler:
         self._clock = clock
 
     async def __call__(self, batch: Sequence[Received]) -> Sequence[Outcome]:
-        """Builds that are asked for by name in one statement, the others one after another: those are rare.
+        """Builds that are queried by name in one statement, the others one after another: those are rare.
 
-        A client that has waited for long asks for each of its builds, so these come many at once, and when all wait.
+        After a long silence a client queries each of its builds: many at once, and when the scheduler is late anyway.
         """
         named = {uuid for received in batch if (uuid := _named_by(received.message)) is not None}
         by_name: dict[str, BuildRecord] | Refuse = {}
@@ -205,7 +205,7 @@ class QueryHandler:
 
 
 def _named_by(message: Message) -> str | None:
-    """The instance whose build is asked for by nothing but its name."""
+    """The instance whose build is queried by nothing but its name."""
     if not isinstance(message, BuildQuery) or message.instance_uuid is None:
         return None
     uuid = message.instance_uuid

@@ -36,7 +36,7 @@ from tests.unit.scheduler.hosts import PLENTY, Hosts, aggregate
     ],
 )
 def test_hosts_are_those_requested_by_name(query: HostsQuery, names: list[str]) -> None:
-    """The bound counts what was asked for, not what comes before it: c1 is silent, c2 is not."""
+    """The bound counts what was requested for, not what comes before it: c1 is silent, c2 is not."""
     hosts = Hosts([PLENTY] * 5, cells=["c1", "c1", "c1", "c2", "c2"])
     down = (ServiceDown(service="compute-c1", epoch=1, code="service.silent"),)
     hosts.table.apply(ServicesDigest(cell="c1", term=1, number=1, down=down), 1.0)
@@ -76,21 +76,21 @@ KNOWN, UNKNOWN, PAGE = (f"{number:08x}-0000-4000-8000-000000000000" for number i
 
 
 class CountingDatabase:
-    """A store that has one build, and counts what it is asked."""
+    """A store that has one build, and keeps what was requested of it."""
 
     def __init__(self) -> None:
-        self.asked: list[object] = []
+        self.requested: list[object] = []
 
     async def builds(self, query: BuildQuery) -> list[BuildRecord]:
-        self.asked.append(query)
+        self.requested.append(query)
         return []
 
     async def builds_named(self, instances: Sequence[str]) -> dict[str, BuildRecord]:
-        self.asked.append(instances)
+        self.requested.append(instances)
         return {KNOWN: BuildRecord(instance_uuid=KNOWN, project_id="p", flavor="f", state=BuildState.ACTIVE)}
 
 
-async def test_builds_asked_for_by_name_in_one_batch_are_one_statement() -> None:
+async def test_builds_queried_by_name_in_one_batch_are_one_statement() -> None:
     hosts, database = Hosts([PLENTY]), CountingDatabase()
     store, nothing = cast("Any", database), cast("Any", None)
     handler = QueryHandler(
@@ -100,7 +100,7 @@ async def test_builds_asked_for_by_name_in_one_batch_are_one_statement() -> None
     queries = [BuildQuery(instance_uuid=UNKNOWN, limit=1), BuildQuery(instance_uuid=KNOWN), other] * 20
     meta = Meta(id="q", cause="q", sent_at=1.0)
     outcomes = await handler([Received(message=query, meta=meta, bus="api", queue="q") for query in queries])
-    assert database.asked == [[KNOWN, UNKNOWN], *[other] * 20]
+    assert database.requested == [[KNOWN, UNKNOWN], *[other] * 20]
     found = [[one.instance_uuid for one in outcome.reply.builds] for outcome in outcomes]  # type: ignore[union-attr]
     assert found == [[], [KNOWN], []] * 20
 
