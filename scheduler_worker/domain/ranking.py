@@ -224,17 +224,19 @@ class Ranking:
 
     def _best_heap(self) -> HostHeap | None:
         """The heap of the cell whose best host is the best of all; of equal ones that of the cell whose turn it is."""
-        best: HostHeap | None = None
-        first: tuple[float, int, float, int] | None = None
+        best: list[HostHeap] = []
+        first: tuple[float, int] | None = None
         for cell, heap in self._heaps.items():
-            top = heap.top()
-            if top is None:
+            if heap.is_empty:
                 continue
-            score_, tie, position = top
-            order = (score_, 0 if self._runs is None else self._runs.place(cell), tie, position)
+            order = (-heap.best_score, 0 if self._runs is None else self._runs.place(cell))
             if first is None or order < first:
-                best, first = heap, order
-        return best
+                best, first = [heap], order
+            elif order == first:
+                best.append(heap)
+        if len(best) > 1:
+            return min(best, key=HostHeap.top)
+        return best[0] if best else None
 
     def _put_back(self, drawn: list[Entry]) -> None:
         for entry in drawn:
@@ -247,21 +249,25 @@ class Ranking:
         if (len(self.view.table.cells) + 1) * services <= RADIX_KEYS:
             keys = keys.astype(np.uint16)
         order = np.argsort(keys, kind="stable")
-        parts = _runs(order, self._cells)
-        chunk = max(LEAST_CHUNK, CHUNK // max(len(parts), 1))
+        by_cell: dict[int, list[Rows]] = {}  # a cell's hosts, by service
+        for part in _runs(order, keys):
+            by_cell.setdefault(int(self._cells[part[0]]), []).append(part)
+        chunk = max(LEAST_CHUNK, CHUNK // max(len(by_cell), 1))
         shuffle_rng = rng if shuffle else None
-        for part in parts:
-            self._rotations[int(self._cells[part[0]])] = deque(
-                ServiceRotation(int(self._services[one[0]]), one, self._scores, shuffle_rng)
-                for one in _runs(part, self._services)
+        heaps = {}
+        for cell, parts in by_cell.items():
+            self._rotations[cell] = deque(
+                ServiceRotation(int(self._services[one[0]]), one, self._scores, shuffle_rng) for one in parts
             )
-        return {int(self._cells[part[0]]): HostHeap(part, self._scores, chunk, shuffle_rng) for part in parts}
+            hosts = parts[0] if len(parts) == 1 else np.concatenate(parts)
+            heaps[cell] = HostHeap(hosts, self._scores, chunk, shuffle_rng)
+        return heaps
 
 
 def _runs(order: Rows, column: Rows) -> list[Rows]:
     """A sorted order in pieces of one value each."""
     values = column[order]
-    cuts = [0, *(np.flatnonzero(np.diff(values)) + 1).tolist(), len(order)]
+    cuts = [0, *(np.flatnonzero(values[1:] != values[:-1]) + 1).tolist(), len(order)]
     return [order[start:end] for start, end in pairwise(cuts) if end > start]
 
 
@@ -284,7 +290,7 @@ class ServiceRotation:
         if self._heap is None:
             self._heap = HostHeap(self._positions, self._scores, LEAST_CHUNK, self._rng)
         for _ in range(min(count, len(self._positions))):
-            if self._heap.top() is None:
+            if self._heap.is_empty:
                 for named in self._named:
                     self._heap.push(named)
                 self._named.clear()
@@ -295,31 +301,42 @@ class ServiceRotation:
 
 
 class HostHeap:
-    """The hosts of one cell, best first: a heap of the best ones, refilled from the rest chunk by chunk."""
+    """The hosts of one cell, best first: a heap of the best ones, refilled from the rest chunk by chunk.
+
+    Nothing is sorted before a host is drawn: of most cells' heaps only the best score is asked.
+    """
 
     def __init__(self, positions: Rows, scores: Floats, chunk: int, rng: RandomSource | None) -> None:
-        if rng is not None and len(positions) > chunk:
-            # Equal hosts beyond a chunk: the cut must differ between schedulers, or all of them claim the same
-            # chunk.
-            positions = np.roll(positions, rng.randrange(len(positions)))
         self.entries: list[Entry] = []
         self._rest = positions
         self._scores = scores
         self._chunk = chunk
         self._rng = rng
-        self._threshold = np.inf if positions.size else -np.inf  # best score among the rest
+        self._is_rolled = rng is None or len(positions) <= chunk
+        self._threshold = float(scores[positions].max()) if positions.size else -np.inf  # best score among the rest
 
-    def top(self) -> Entry | None:
-        """The best host, without taking it."""
+    @property
+    def is_empty(self) -> bool:
+        """Whether no host is left."""
+        return not self.entries and not self._rest.size
+
+    @property
+    def best_score(self) -> float:
+        """The score of the best host, of one that has any."""
+        return max(-self.entries[0][0], self._threshold) if self.entries else self._threshold
+
+    def top(self) -> Entry:
+        """The best host of one that has any, without taking it."""
         while not self.entries or -self.entries[0][0] < self._threshold:
-            if not self._rest.size:
-                break
             self._refill()
-        return self.entries[0] if self.entries else None
+        return self.entries[0]
 
     def draw(self) -> Entry | None:
         """Take the best host."""
-        return None if self.top() is None else heapq.heappop(self.entries)
+        if self.is_empty:
+            return None
+        self.top()
+        return heapq.heappop(self.entries)
 
     def push(self, entry: Entry) -> None:
         """Put a host back."""
@@ -328,9 +345,13 @@ class HostHeap:
     def _refill(self) -> None:
         """Refill the heap with the best chunk of the rest."""
         rest = self._rest
-        scores = self._scores[rest]
+        if not self._is_rolled:
+            # Equal hosts beyond a chunk: the cut must differ between schedulers, or all of them claim the same chunk.
+            assert self._rng is not None
+            start, self._is_rolled = self._rng.randrange(len(rest)), True
+            rest = np.concatenate((rest[start:], rest[:start]))
         if rest.size > self._chunk:
-            cut = np.argpartition(scores, rest.size - self._chunk)
+            cut = self._scores[rest].argpartition(rest.size - self._chunk)
             best, self._rest = rest[cut[rest.size - self._chunk :]], rest[cut[: rest.size - self._chunk]]
             self._threshold = float(self._scores[self._rest].max())
         else:
