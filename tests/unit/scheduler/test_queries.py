@@ -67,6 +67,7 @@ def test_hosts_have_their_zone_aggregates_and_numbers_that_are_not_too_old() -> 
         WorkerTable(),
         clock=SystemClock(),
         objects=cast("Any", None),
+        cells=cast("Any", None),
     )
     found = [(host.zone, host.aggregates, host.metrics) for host in handler.hosts(HostsQuery()).hosts]
     assert found == [("east", ("fast", "rack"), {"power.watts": 300.0}), (None, ("fast",), {}), (None, (), {})]
