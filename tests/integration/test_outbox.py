@@ -440,6 +440,8 @@ async def test_a_row_that_cannot_be_read_is_kept_and_the_rest_goes(database: Dat
     async with running(database, api, sweep_age_s=0.0):
         await api.until(1)
         await until_equal(lambda: rows(database), 1)
+    async with database.raw() as connection:
+        assert await connection.fetchval("SELECT body FROM outbox") == unreadable, "as it was"
 
 
 async def test_a_message_handled_twice_is_new_once(database: Database) -> None:

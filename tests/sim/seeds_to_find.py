@@ -1,6 +1,6 @@
 """Which seed finds each deliberate defect soonest.
 
-`python -m tests.sim.seeds_to_find` prints the table of docs/explanation/reliability.md. With `--write` the seeds go to
+`python -m tests.sim.seeds_to_find` prints a table of them. With `--write` the seeds go to
 found_by.json, from which the tests take the one that they try first: to be run again when a change of the workers has
 moved what the seeds do and the tests have become slow. A seed on record that still finds its defect quickly is kept.
 """

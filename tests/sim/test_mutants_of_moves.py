@@ -47,11 +47,13 @@ TESTS: dict[str, Callable[[], None]] = {
 @pytest.mark.parametrize("name", sorted(MUTANTS))
 def test_a_defect_of_moves_is_found(name: str) -> None:
     with_moves = [seed for seed in range(1, 4 * MAX_SEEDS) if Widening.MOVES in plan_of(seed, MOVES).widenings]
+    breach = ""
     for seed in (FOUND_BY[name], *with_moves[:MAX_SEEDS]):
         with MUTANTS[name]():
-            if simulate(seed, MOVES).breach:
-                return
-    pytest.fail(f"{name} was not found in {MAX_SEEDS} seeds")
+            breach = simulate(seed, MOVES).breach
+        if breach:
+            break
+    assert breach, f"{name} was not found in {MAX_SEEDS} seeds"
 
 
 @pytest.mark.parametrize("seed", sorted(set(FOUND_BY.values())))

@@ -187,6 +187,8 @@ async def test_a_decision_whose_announcement_is_lost_is_read_with_the_next_readi
             changed = ChangedObject(kind=ObjectKind.HOST, name=host, after=after)
             await unit.write_objects([changed], ChangeAuthor("by hand", "", 1.0))
         await world.eventually(partial(is_decided, table, host, decided))
+        found = table.decision_of(host)
+        assert (None if found is None else found.state) == (AdminState.DISABLED if decided else None)
     await store.close()
 
 

@@ -124,3 +124,4 @@ async def test_members_that_are_set_otherwise_are_set_again(world: World, monkey
     was = book.shape_of(book.row_of(host) or 0)
     await world.report(host, "c1-0", {"VCPU": 16, "MEMORY_MB": 32768, "DISK_GB": 500}, aggregates=())
     await world.eventually(lambda: is_member() and book.shape_of(book.row_of(host) or 0) > was)
+    assert set(book.aggregates_of(book.row_of(host) or 0)) == {ZONE}, "and in no other"

@@ -326,3 +326,4 @@ async def test_what_was_chosen_for_the_last_move_is_offered_again_soon(world: Wo
     await world.buses[API].request(move, MoveAccepted, timeout_s=PATIENCE_S)
     await world.dispatched(move)
     await world.eventually(lambda: move.request_id not in list(world.replicas["s1"].assumed_keys()))
+    assert [one.request_id for _, one in world.moves] == [move.request_id], "given back, and not sent once more"

@@ -103,6 +103,7 @@ async def test_a_scheduler_that_missed_the_announcement_looks_by_itself(
     async with asyncio.timeout(PATIENCE_S):
         while await taken(world, world.request("new")) != "":
             pass
+    assert await taken(world, world.request("new")) == "", "and from then on"
 
 
 async def test_objects_outlive_the_schedulers_and_the_settings_are_only_the_beginning(world: World) -> None:
