@@ -35,6 +35,7 @@ class Behaviour(Struct, frozen=True, kw_only=True):
     clean_s: float = 0.3
     deploy_fails: float = 0.0
     rescue_fails: bool = False
+    undeploy_fails: bool = False
     power_s: float = 0.0  # 0: at once
     power_fails: bool = False
     lose: float = 0.0  # share of notifications that are never sent
@@ -290,6 +291,10 @@ class NodePool:
         node["instance_uuid"] = None
         node["instance_info"] = {}
         self.vifs.pop(node["uuid"], None)
+        if self.behaviour.undeploy_fails:
+            node["last_error"] = "Failed to tear down: the power supply is broken"
+            await self._move(node, "error", "error", "fail", request_id, target="available")
+            return
         node["power_state"] = "power off"
         node["last_error"] = None
         await self._move(node, "cleaning", "success", "clean", request_id, target="available")

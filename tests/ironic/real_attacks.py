@@ -16,6 +16,7 @@ from berth.ironic_lab import Nodes, lab
 from bus.clock import new_uuid
 from bus.contracts.build import BuildState
 from bus.contracts.cell import BreakerTripped
+from bus.openstack.rest import IRONIC_VERSION
 from bus.owner import BusOwnedByAnother
 from cell_conductor.domain.instance import State
 from cell_conductor.domain.report import UnexplainedKind
@@ -34,6 +35,7 @@ STEP = {"interface": "vendor", "step": "log_passthrough", "args": {}}
 async def nodes() -> AsyncIterator[Nodes]:
     async with lab(delays={"deploy_delay": 1}) as here:
         operator = Nodes(here.ironic.url)
+        operator.client.headers[IRONIC_VERSION] = "1.108"  # a service step without a ramdisk
         yield operator
         await operator.close()
 

@@ -133,3 +133,24 @@ async def test_a_node_whose_power_failed_is_offered_again(metal: RealMetal, bmc:
     async with asyncio.timeout(ONE_RESYNC_S):
         await metal.offered(node)
     await metal.all_agree()
+
+
+async def test_a_machine_whose_power_fails_while_it_is_deleted_is_deleted_later(metal: RealMetal, bmc: Bmc) -> None:
+    """Ironic drops its instance, and the delete had ended while the machine ran on."""
+    (node,) = await metal.nodes.enroll(1, direct=True, driver=DRIVER)
+    await metal.offered(node)
+    (track,) = await metal.boot(metal.request(image_source=metal.image, host=node))
+    assert track.state == BuildState.ACTIVE
+    bmc.set_readings(node, broken=True)
+    deleting = asyncio.create_task(metal.delete(track.instance_uuid))
+
+    async def is_tried_again() -> bool:
+        answer = await metal.nodes.client.get(f"/v1/nodes/{node}/history", params={"detail": "True"})
+        return sum("Failed to tear down" in one["event"] for one in answer.json()["history"]) > 1
+
+    await until(is_tried_again)
+    assert not deleting.done()
+    bmc.set_readings(node)
+    await deleting
+    await metal.offered(node)
+    await metal.all_agree()

@@ -49,7 +49,7 @@ WORKERS = {
 KINDS = tuple(kind for kind in os.environ.get("IRONIC_KINDS", "").split(",") if kind) or ALL_KINDS
 CYCLES = int(os.environ.get("IRONIC_CYCLES", str(len(KINDS))))
 MINUTES = float(os.environ.get("IRONIC_MINUTES", "inf"))
-AT_ONCE = max(1, min(25, CYCLES // len(KINDS)))  # every kind has a round at least
+AT_ONCE = max(1, min(40, CYCLES // len(KINDS)))  # every kind has a round at least
 NODES = 4 + AT_ONCE
 FIELDS = "uuid,provision_state,instance_uuid,instance_info,maintenance,power_state"
 # One Ironic on SQLite answers some thirty requests a second. What only looks leaves them to what changes something.
@@ -100,6 +100,7 @@ class Soak:
             self.codes.update(attempt.code for attempt in record.history if attempt.code)
         if kind == "undeployed by its operator":
             await self.undeploy([track.instance_uuid for track in tracks if track.state == "active"])
+        self.restore_power()
         await self.metal.delete(*(track.instance_uuid for track in tracks if track.state == "active"))
         await self.repair(kind)
 
@@ -161,14 +162,17 @@ class Soak:
         if kind == "failed clean":
             await until(self.some_failed_clean, LOOK_S)
         agents.unclean.clear()
-        for node in self.nodes:
-            self.bmc.set_readings(node)
         for node, theirs in self.theirs.items():
             found = await self.metal.nodes.until(node, "active")
             assert (found["instance_uuid"], found["instance_info"]) == (theirs, {}), "another user's was changed"
             await self.metal.nodes.provision(node, "deleted")
         self.theirs.clear()
         await until(self.at_rest, LOOK_S)
+
+    def restore_power(self) -> None:
+        """Before anything is deleted: no machine is undeployed without power."""
+        for node in self.nodes:
+            self.bmc.set_readings(node)
 
     async def some_failed_clean(self) -> bool:
         states = [node["provision_state"] for node in await self.metal.nodes.list_all(FIELDS)]

@@ -87,6 +87,8 @@ class BareMetal:
         self._services = frozenset((service, *config.takes_over))
         self._records = records
         self._clock = clock
+        # By node and instance, the mark that was seen before it was undeployed: one a node at most.
+        self._undeploying: dict[tuple[str, str], Mark] = {}
         self._api = IronicApi(config, clock=clock, transport=transport)
         self._network = network if network is not None else make_network(config, clock)
         self._volumes = volumes if volumes is not None else make_volumes(config)
@@ -129,26 +131,29 @@ class BareMetal:
     async def destroy(self, host_uuid: str, instance_uuid: str, attempt: int, deployment: str | None) -> None:
         """Undeploy the node when it has our mark; return when it is not deployed any more (cleaning goes on).
 
+        When undeploying fails (as its power does), Ironic drops instance and mark, and the machine may run on: it is
+        undeployed again then, as long as this process runs, which has seen the mark.
         Raises NotOurs (another mark), MachineProtected, or DriverUnavailable: try again later.
         """
         began = self._clock.monotonic()
         refused: Refused | None = None
-        while (node := await self._api.node(host_uuid)) is not None and node.instance == instance_uuid:
-            mark = node.mark
-            if mark is None or mark.deployment != deployment:
-                named = "no mark of ours" if mark is None else f"the mark of deployment {mark.deployment}"
-                raise NotOurs(f"node {host_uuid} carries instance {instance_uuid} with {named}")
-            if mark.attempt > attempt:
-                return
-            if node.protected:
-                why = f" ({node.protected_reason})" if node.protected_reason else ""
-                raise MachineProtected(f"node {host_uuid} is protected in Ironic{why}: it is kept until that is unset")
+        undeployed = (host_uuid, instance_uuid)
+        while (node := await self._api.node(host_uuid)) is not None:
+            if node.instance == instance_uuid:
+                if not _may_undeploy(node, attempt, deployment):
+                    return
+            elif undeployed not in self._undeploying or not node.is_half_undeployed:
+                break
             took = self._clock.monotonic() - began
             if took > self._config.clean_timeout_s:
                 reason = f"; {refused}" if refused is not None else ""
-                raise DriverUnavailable(f"node {host_uuid} still carries the instance and is {node.condition}{reason}")
+                left = "still carries the instance" if node.instance else "is not undeployed"
+                raise DriverUnavailable(f"node {host_uuid} {left} and is {node.condition}{reason}")
+            if node.mark is not None:
+                self._undeploying[undeployed] = node.mark
             refused = await self._let_go(node)
             await self._clock.sleep(max(self._config.poll_interval_s, min(self._config.max_poll_interval_s, took)))
+        self._undeploying.pop(undeployed, None)
         if node is not None and node.storage_interface not in WITHOUT_VOLUMES:
             await self._detach_volumes(host_uuid, instance_uuid, attempt, deployment, began)
         await self._network.release(host_uuid, instance_uuid)
@@ -198,7 +203,16 @@ class BareMetal:
         """What every node carries, whatever its provision state; the mark names its deployment and its attempt."""
         wanted = None if hosts is None else frozenset(hosts)
         nodes = await self._nodes()
-        return {node.uuid: machines_of(node) for node in nodes if wanted is None or node.uuid in wanted}
+        return {
+            node.uuid: (*machines_of(node), *self._half_undeployed(node))
+            for node in nodes
+            if wanted is None or node.uuid in wanted
+        }
+
+    def _half_undeployed(self, node: IronicNode) -> Sequence[Machine]:
+        """The machine that may run on a node on which Ironic names none any more, because undeploying it failed."""
+        marks = [mark for (uuid, _), mark in self._undeploying.items() if uuid == node.uuid and node.is_half_undeployed]
+        return [Machine(node.uuid, m.instance, m.attempt, m.deployment, False, runs=node.runs) for m in marks]
 
     def on_change(self, callback: Callable[[Sequence[str]], None]) -> None:
         """Nodes that came, or whose maintenance changed, as `watch` finds them."""
@@ -309,6 +323,20 @@ class BareMetal:
             return True
         records, instance = self._records, node.instance
         return records is not None and instance is not None and records.is_live(node.uuid, instance)
+
+
+def _may_undeploy(node: IronicNode, attempt: int, deployment: str | None) -> bool:
+    """Whether the node's instance was put there by this attempt or an earlier one. Raises NotOurs, MachineProtected."""
+    mark = node.mark
+    if mark is None or mark.deployment != deployment:
+        named = "no mark of ours" if mark is None else f"the mark of deployment {mark.deployment}"
+        raise NotOurs(f"node {node.uuid} carries instance {node.instance} with {named}")
+    if mark.attempt > attempt:
+        return False
+    if node.protected:
+        why = f" ({node.protected_reason})" if node.protected_reason else ""
+        raise MachineProtected(f"node {node.uuid} is protected in Ironic{why}: it is kept until that is unset")
+    return True
 
 
 def ring_name(config: IronicConfig) -> str:

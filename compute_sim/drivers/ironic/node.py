@@ -162,6 +162,11 @@ class IronicNode(Struct, frozen=True):
         return self.power_state != "power off"
 
     @property
+    def is_half_undeployed(self) -> bool:
+        """Whether Ironic has failed to undeploy it, or is trying again: it carries no instance then, and may run."""
+        return self.machine is None and self.provision_state in {"error", "deleting"}
+
+    @property
     def info_entries(self) -> tuple[str, ...]:
         """The names in its `instance_info`; none when that is not understood."""
         try:

@@ -130,6 +130,49 @@ async def test_a_failed_deployment_is_for_another_host_and_can_be_cleared(
     await driver.destroy(node, instance, 1, DEPLOYMENT)  # nothing there: fine
 
 
+async def half_undeployed(ironic: IronicStandIn, node: str) -> None:
+    while ironic.pool.nodes[node]["provision_state"] != "error":  # noqa: ASYNC110  (the stand-in takes its time)
+        await asyncio.sleep(0.001)
+
+
+async def test_a_node_whose_undeploying_failed_is_undeployed_again(ironic: IronicStandIn, driver: BareMetal) -> None:
+    """Ironic drops instance and mark then. The delete ended, and the machine ran on in a node that none undeployed."""
+    node, instance = next(iter(ironic.pool.nodes)), "20000000-0000-4000-8000-000000000000"
+    await driver.spawn(build(node, instance))
+    ironic.pool.behaviour = replace(QUICK, undeploy_fails=True)
+    async with asyncio.timeout(PATIENCE_S):
+        destroying = asyncio.create_task(driver.destroy(node, instance, 1, DEPLOYMENT))
+        await half_undeployed(ironic, node)
+        assert [(one.instance_uuid, one.attempt) for one in (await driver.list())[node]] == [(instance, 1)]
+        orders = len(ironic.requested)
+        while len(ironic.requested) == orders:
+            assert not destroying.done()
+            await asyncio.sleep(0.001)
+        ironic.pool.behaviour = QUICK
+        await destroying
+    assert ironic.pool.nodes[node]["provision_state"] in {"cleaning", "available"}
+
+
+async def test_a_node_that_is_never_undeployed_is_named(ironic: IronicStandIn) -> None:
+    driver = bare_metal(settings(ironic, clean_timeout_s=0.2).ironic)
+    await driver.open()
+    node, instance = next(iter(ironic.pool.nodes)), "20000000-0000-4000-8000-000000000000"
+    await driver.spawn(build(node, instance))
+    ironic.pool.behaviour = replace(QUICK, undeploy_fails=True)
+    with pytest.raises(DriverUnavailable, match="is not undeployed and is in error: Failed to tear down"):
+        await driver.destroy(node, instance, 1, DEPLOYMENT)
+    with pytest.raises(DriverUnavailable, match="is not undeployed"):
+        await driver.destroy(node, instance, 1, DEPLOYMENT)  # as the agent repeats it
+    await driver.close()
+    await half_undeployed(ironic, node)
+    orders = len(ironic.requested)
+    restarted = bare_metal(settings(ironic).ironic)
+    await restarted.open()
+    await restarted.destroy(node, instance, 1, DEPLOYMENT)
+    assert len(ironic.requested) == orders, "nothing proves any more that it was ours: it is left to its operator"
+    await restarted.close()
+
+
 async def test_two_instances_race_for_one_node_and_one_wins(ironic: IronicStandIn, driver: BareMetal) -> None:
     node = next(iter(ironic.pool.nodes))
     first, second = "20000000-0000-4000-8000-000000000000", "30000000-0000-4000-8000-000000000000"
