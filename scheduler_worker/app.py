@@ -31,7 +31,7 @@ from scheduler_worker.cells import CellKeeper
 from scheduler_worker.changes import ChangeHandler, ControlListener
 from scheduler_worker.claims import BusClaims
 from scheduler_worker.config import SchedulerConfig
-from scheduler_worker.domain.decisions import refused_event
+from scheduler_worker.domain.decision_messages import refused_event
 from scheduler_worker.domain.hosts import HostTable
 from scheduler_worker.domain.move_events import refused_move
 from scheduler_worker.domain.selector import Selector

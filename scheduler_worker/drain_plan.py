@@ -21,7 +21,7 @@ from bus.contracts.moves import MoveKind, MoveRequest
 from bus.contracts.operations import AdminState
 from bus.contracts.placement import LocatePage
 from placement_worker.replica.query import total_resources
-from scheduler_worker.domain.conclusions import RETRIES
+from scheduler_worker.domain.decisions import RETRIES
 from scheduler_worker.domain.drain_targets import DrainedHost, hosts_of
 from scheduler_worker.domain.drains import DRAIN_KINDS
 from scheduler_worker.domain.recorded_moves import MoveContext, PendingMove, flavor_of

@@ -43,8 +43,7 @@ from placement_worker.replica.request import QueryTooWide
 from scheduler_worker import metrics
 from scheduler_worker.claims import ClaimPort
 from scheduler_worker.domain.builds import Author, BuildUpdate
-from scheduler_worker.domain.conclusions import HOSTS_UNKNOWN, RETRIES
-from scheduler_worker.domain.decisions import NO_HOST
+from scheduler_worker.domain.decisions import HOSTS_UNKNOWN, NO_HOST, RETRIES
 from scheduler_worker.domain.evacuation_policy import for_cell, policy_of
 from scheduler_worker.domain.explain import funnel_step, sentence
 from scheduler_worker.domain.move_events import clash_event, event_of, recorded

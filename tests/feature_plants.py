@@ -251,7 +251,7 @@ PLANTS: dict[str, tuple[str, str, str]] = {
         '    return "No valid host was found."',
     ),
     "C-1": (
-        "scheduler_worker/domain/decisions.py",
+        "scheduler_worker/domain/decision_messages.py",
         "    return [OutboxMessage(claimed.cell, command, request.instance_uuid), event]",
         "    return [event]",
     ),

@@ -1,50 +1,142 @@
-"""The end of scheduling as it goes on record, to the cell and to clients: decision, command, event. Pure."""
+"""What follows for a build from its placement: the retry of its request, or a decision: the record afterwards. Pure."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
-import msgspec
 from msgspec import Struct
 from msgspec.structs import replace
 
-from bus.bus import API
-from bus.consuming.outcome import Retry
+from bus.consuming.outcome import Outcome, Retry
 from bus.contracts.base import MAX_REASON, Refusal
-from bus.contracts.build import BuildEvent, BuildRequest, BuildState, FunnelStep
-from bus.contracts.catalogue import project_of
-from bus.contracts.cell import CellBuild, InstanceSpec
-from bus.contracts.fences import EvacuationPolicy
+from bus.contracts.build import BuildRequest, BuildState, FunnelStep
+from bus.contracts.catalogue import BY_QUEUE
 from bus.contracts.stages import Stamps
-from bus.persistence.outbox import OutboxMessage
-from bus.wire import Malformed
-from scheduler_worker.config import Flavor, SchedulerConfig
-from scheduler_worker.domain.builds import DECIDED, MALFORMED, SCHEDULED, Author, BuildDecision, RecordedBuild
-from scheduler_worker.domain.evacuation_policy import for_cell, policy_of
+from scheduler_worker.domain.builds import DECIDED, SCHEDULED, Author, BuildDecision, RecordedBuild
 from scheduler_worker.domain.explain import funnel_step, sentence
+from scheduler_worker.domain.flavors import HOST_UNKNOWN
+from scheduler_worker.domain.pending import PendingBuild
+from scheduler_worker.domain.placed import PlacedBuild, ScheduledBuild
 from scheduler_worker.domain.placement import (
-    FIRST_ATTEMPT,
     ClaimsContended,
     ClaimStranded,
     GangIncomplete,
     HostClaimed,
     PlacementRefused,
+    PlacementRequest,
     PlacementResult,
+    PlacementState,
     PlacementUnavailable,
 )
 from scheduler_worker.domain.request_spec import RequestSpec, Unsatisfiable
-from scheduler_worker.domain.selector import NoValidHost
+from scheduler_worker.domain.selector import NoValidHost, Selector
 
+RETRIES = len(BY_QUEUE["scheduler.requests"].retry_s)
+HOSTS_UNKNOWN = Retry("hosts.unknown", "not every host has been announced yet")
+
+Conclusion = ScheduledBuild | Outcome
 NO_HOST = "no_valid_host"
 CONTENDED = "claims.contended"
 STRANDED = "claim.stranded"
 INCOMPLETE = "gang.incomplete"
 
-# Of a flavor's extra specs: traits of the whole host (of numbered groups they are not the node's own), and what Ironic
-# gets as the instance's capabilities.
-TRAIT = "trait:"
-CAPABILITY = "capabilities:"
-NO_FLAVOR = Flavor()
+
+class Circumstances(Struct, frozen=True, kw_only=True):
+    """What a conclusion depends on besides the placement. author: who concludes, and when.
+
+    warming_up: the process has just started; hosts that were not announced yet may still be, and "no host" would be a
+    guess. nearest: how many of the nearest misses an explanation names.
+    """
+
+    author: Author
+    warming_up: bool
+    nearest: int
+
+    def await_hosts(self, pending: PendingBuild) -> bool:
+        """Whether a request that no known host can take is tried again, because more hosts may be announced."""
+        return self.warming_up and pending.delivery < RETRIES
+
+
+def prepare(
+    pending: PendingBuild,
+    ahead: PlacementState | None,
+    selector: Selector,
+    circumstances: Circumstances,
+    *,
+    first_run: bool,
+) -> PlacementRequest | Conclusion:
+    """What to place for a build; or the conclusion of one that cannot be placed.
+
+    ahead: a choice made while it was recorded. first_run: nothing can be claimed for it yet.
+    """
+    author = circumstances.author
+    if pending.given_up is not None:  # an earlier delivery may have claimed for it, and ended its process
+        failed = given_up(pending.request, pending.given_up, author)
+        return ScheduledBuild(pending=pending, decision=failed, may_hold_claim=True)
+    spec = selector.request_spec(pending.request) if ahead is None else ahead.spec
+    if isinstance(spec, RequestSpec):
+        return PlacementRequest(request=pending.request, spec=spec, first_run=first_run, gang=pending.gang)
+    if spec.code == HOST_UNKNOWN and circumstances.await_hosts(pending):
+        return HOSTS_UNKNOWN
+    hosts = int(selector.book.rows_of_roots().size)
+    failed = unsatisfiable(pending.request, spec, hosts, author)
+    return ScheduledBuild(pending=pending, decision=failed, may_hold_claim=not first_run)
+
+
+def conclude_all(
+    placed: Sequence[PlacedBuild], circumstances: Circumstances
+) -> tuple[list[tuple[PendingBuild, Conclusion]], PlacementUnavailable | None]:
+    """The conclusion of each build; and the fault of those that placement has not answered, which have none.
+
+    The members of a gang stand side by side, and one that has no answer leaves the whole gang without a conclusion.
+    """
+    concluded: list[tuple[PendingBuild, Conclusion]] = []
+    unavailable: PlacementUnavailable | None = None
+    for _, grouped in itertools.groupby(placed, key=lambda one: one.pending.gang or one.pending.instance_uuid):
+        members = list(grouped)
+        missing = next((one.result for one in members if isinstance(one.result, PlacementUnavailable)), None)
+        if missing is not None:
+            unavailable = missing
+        else:
+            concluded += conclude(members, circumstances)
+    return concluded, unavailable
+
+
+def conclude(members: Sequence[PlacedBuild], circumstances: Circumstances) -> list[tuple[PendingBuild, Conclusion]]:
+    """What follows for a build, or for all members of a gang: decisions to write, or the outcome of a retry."""
+    gang = members[0].pending.gang
+    started = sum(isinstance(one.result, HostClaimed) for one in members)
+    is_short = started < (1 if gang is None else gang.min_count)
+    retry = next((retry for one in members if (retry := _retry_of(one, circumstances)) is not None), None)
+    if is_short and retry is not None:
+        return [(one.pending, retry) for one in members]
+    concluded: list[tuple[PendingBuild, Conclusion]] = []
+    for one in members:
+        result = one.result
+        if gang is not None and is_short and isinstance(result, HostClaimed):
+            result = GangIncomplete(gang, started, result.claims)
+        concluded.append((one.pending, _decided(one, result, circumstances)))
+    return concluded
+
+
+def _retry_of(placed: PlacedBuild, circumstances: Circumstances) -> Retry | None:
+    """How a placement is tried again with its request; None: its result is final."""
+    result, pending = placed.result, placed.pending
+    if isinstance(result, NoValidHost) and result.may_be_early and circumstances.await_hosts(pending):
+        return HOSTS_UNKNOWN
+    return retry_of(result) if pending.delivery < RETRIES else None
+
+
+def _decided(placed: PlacedBuild, result: PlacementResult, circumstances: Circumstances) -> ScheduledBuild:
+    """The decision to write of a placement's result."""
+    request = placed.request
+    return ScheduledBuild(
+        pending=placed.pending,
+        decision=decision(request.request, request.spec, result, circumstances.author, nearest=circumstances.nearest),
+        claimed=result if isinstance(result, HostClaimed) else None,
+        may_hold_claim=not request.first_run or may_hold_claim(result),
+    )
 
 
 def decision(
@@ -144,117 +236,3 @@ def with_stages(one: BuildDecision, stamps: Stamps) -> BuildDecision:
     """A failure that the scheduler decides: how long the stages took goes with the last line of the timeline."""
     *before, last = one.timeline
     return replace(one, timeline=(*before, replace(last, stamps=stamps)))
-
-
-def decided_event(one: BuildDecision, at: float, stamps: Stamps | None = None) -> BuildEvent:
-    """The event of a decision; with how long the stages took when it is terminal."""
-    build = one.build
-    return BuildEvent(
-        instance_uuid=build.instance_uuid,
-        project_id=build.project_id,
-        state=build.state,
-        sequence=build.sequence,
-        terminal=build.terminal,
-        cell=build.cell,
-        host=build.host,
-        attempt=FIRST_ATTEMPT if build.host is not None else 0,
-        code=build.code,
-        reason=build.reason,
-        funnel=one.funnel,
-        at=at,
-        stamps=stamps if build.terminal else None,
-    )
-
-
-def instance_spec(
-    request: BuildRequest, flavor: Flavor, on_host_failure: EvacuationPolicy = EvacuationPolicy.WAIT
-) -> InstanceSpec:
-    """What the cell needs to know of the request and its flavor. on_host_failure: where neither of them sets it."""
-    specs = flavor.extra_specs
-    return InstanceSpec(
-        instance_uuid=request.instance_uuid,
-        project_id=request.project_id,
-        user_id=request.user_id,
-        name=request.name,
-        image=request.image,
-        flavor=request.flavor,
-        image_source=request.image_source,
-        config_drive=request.config_drive,
-        networks=request.networks,
-        volumes=request.volumes,
-        root_gb=flavor.disk_gb,
-        traits=tuple(
-            key[len(TRAIT) :] for key, value in specs.items() if key.startswith(TRAIT) and value == "required"
-        ),
-        capabilities={key[len(CAPABILITY) :]: value for key, value in specs.items() if key.startswith(CAPABILITY)},
-        on_host_failure=for_cell(policy_of(request.on_host_failure, flavor, on_host_failure)),
-    )
-
-
-def cell_build(
-    request: BuildRequest, claimed: HostClaimed, at: float, stamps: Stamps, config: SchedulerConfig
-) -> CellBuild:
-    """The command to the cell."""
-    return CellBuild(
-        spec=instance_spec(request, config.flavors.get(request.flavor, NO_FLAVOR), config.on_host_failure),
-        selections=claimed.selections,
-        consumer_generation=claimed.consumer_generation,
-        build_timeout_s=request.build_timeout_s or config.build_timeout_s,
-        requested_at=at,
-        server_group=request.server_group,
-        limits=config.quota_of(request.project_id),
-        stamps=replace(stamps, lost_claims=len(claimed.lost)) if claimed.lost else stamps,
-    )
-
-
-def messages_of(  # noqa: PLR0917  (hot, so no keywords)
-    decided: BuildDecision,
-    request: BuildRequest,
-    claimed: HostClaimed | None,
-    at: float,
-    stamps: Stamps,
-    config: SchedulerConfig,
-) -> list[OutboxMessage]:
-    """What follows from a decision once it is written: the command to the cell, and the event to clients."""
-    event = to_clients(decided_event(decided, at, stamps))
-    if claimed is None:
-        return [event]
-    command = cell_build(request, claimed, at, stamps, config)
-    return [OutboxMessage(claimed.cell, command, request.instance_uuid), event]
-
-
-def to_clients(event: BuildEvent) -> OutboxMessage:
-    """An event on the API bus."""
-    return OutboxMessage(API, event, event.instance_uuid)
-
-
-class _Named(Struct):
-    """The field of an unreadable request that an answer on the event stream needs."""
-
-    instance_uuid: str
-
-
-def refused_event(malformed: Malformed) -> Sequence[BuildEvent]:
-    """An unreadable request, answered on the event stream of the project whose routing key it came under.
-
-    The broker has let its publisher use that key; the body's project may be forged, so no other project
-    gets an event of it. Sequence 0 is below everything that a build on record ever announced, so the event of a clash
-    with a good request is outdated for a client that follows that one.
-    """
-    project_id = project_of(malformed.key)
-    if not project_id:
-        return ()
-    try:
-        event = BuildEvent(
-            instance_uuid=msgspec.json.decode(malformed.body, type=_Named).instance_uuid,
-            project_id=project_id,
-            state=BuildState.REFUSED,
-            sequence=MALFORMED,
-            terminal=True,
-            code=malformed.code,
-            reason=malformed.reason[:MAX_REASON],
-        )
-        # Only what the contract allows.
-        return (msgspec.convert(msgspec.to_builtins(event), BuildEvent),)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        return ()

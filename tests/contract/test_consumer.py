@@ -23,7 +23,7 @@ from bus.contracts.cell import CellDelete
 from bus.faults import BrokenInvariant, DatabaseForbidden, DatabaseUnavailable
 from bus.port import BusForbidden, Outgoing
 from bus.wire import BATCH
-from scheduler_worker.domain.decisions import refused_event
+from scheduler_worker.domain.decision_messages import refused_event
 from tests.contract.house import KINDS, REQUESTS, Answering, House, boot, depth_is, settled
 from tests.contract.rig import PATIENCE_S, Collector, until
 

@@ -22,10 +22,10 @@ from cell_conductor.domain.report import Newest
 from cell_conductor.engine import Engine
 from compute_sim.agent import Agent
 from placement_worker.domain import claims
-from scheduler_worker.domain import admission, conclusions, step
+from scheduler_worker.domain import admission, decisions, step
 from scheduler_worker.domain.placed import ScheduledBuild
+from scheduler_worker.engine import RequestRecorder
 from scheduler_worker.hosts_listener import HostsListener
-from scheduler_worker.recording import RequestRecorder
 
 
 def retry_not_confirmed() -> AbstractContextManager[Any]:
@@ -82,7 +82,7 @@ def failed_build_keeps_its_claim() -> AbstractContextManager[Any]:
 
     stack = ExitStack()
     stack.enter_context(patch.object(admission, "admit_known", admit_known))
-    stack.enter_context(patch.object(conclusions, "ScheduledBuild", _without_claim))
+    stack.enter_context(patch.object(decisions, "ScheduledBuild", _without_claim))
     return stack
 
 

@@ -8,8 +8,8 @@ import pytest
 
 from bus.contracts.build import BuildState
 from bus.faults import DatabaseUnavailable
+from scheduler_worker.engine import RequestRecorder
 from scheduler_worker.placing import Placer
-from scheduler_worker.recording import RequestRecorder
 from tests.integration.scheduler.world import World
 
 pytestmark = pytest.mark.postgres

@@ -8,7 +8,7 @@ import pytest
 from bus.contracts.build import BuildRequest
 from bus.contracts.deploy import MAX_NETWORK_DATA, MAX_USER_DATA, ConfigDrive
 from scheduler_worker.config import Flavor
-from scheduler_worker.domain.decisions import instance_spec
+from scheduler_worker.domain.decision_messages import instance_spec
 
 UUID = "20000000-0000-4000-8000-000000000000"
 

@@ -9,7 +9,7 @@ from bus.contracts.base import Meta
 from bus.contracts.build import AttemptRecord, BuildEvent, BuildState
 from bus.wire import Malformed
 from scheduler_worker.domain.builds import RecordedBuild, apply_announcement, timeline_entries
-from scheduler_worker.domain.decisions import refused_event
+from scheduler_worker.domain.decision_messages import refused_event
 
 UUID = "00000000-0000-4000-8000-000000000001"
 AT = RecordedBuild(

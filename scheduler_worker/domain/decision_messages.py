@@ -1,0 +1,146 @@
+"""What is sent of a decision: the command to its cell, and the event to its client. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+from msgspec import Struct
+from msgspec.structs import replace
+
+from bus.bus import API
+from bus.contracts.base import MAX_REASON
+from bus.contracts.build import BuildEvent, BuildRequest, BuildState
+from bus.contracts.catalogue import project_of
+from bus.contracts.cell import CellBuild, InstanceSpec
+from bus.contracts.fences import EvacuationPolicy
+from bus.contracts.stages import Stamps
+from bus.persistence.outbox import OutboxMessage
+from bus.wire import Malformed
+from scheduler_worker.config import Flavor, SchedulerConfig
+from scheduler_worker.domain.builds import MALFORMED, BuildDecision
+from scheduler_worker.domain.evacuation_policy import for_cell, policy_of
+from scheduler_worker.domain.placement import (
+    FIRST_ATTEMPT,
+    HostClaimed,
+)
+
+# Of a flavor's extra specs: traits of the whole host (of numbered groups they are not the node's own), and what Ironic
+# gets as the instance's capabilities.
+TRAIT = "trait:"
+CAPABILITY = "capabilities:"
+NO_FLAVOR = Flavor()
+
+
+def decided_event(one: BuildDecision, at: float, stamps: Stamps | None = None) -> BuildEvent:
+    """The event of a decision; with how long the stages took when it is terminal."""
+    build = one.build
+    return BuildEvent(
+        instance_uuid=build.instance_uuid,
+        project_id=build.project_id,
+        state=build.state,
+        sequence=build.sequence,
+        terminal=build.terminal,
+        cell=build.cell,
+        host=build.host,
+        attempt=FIRST_ATTEMPT if build.host is not None else 0,
+        code=build.code,
+        reason=build.reason,
+        funnel=one.funnel,
+        at=at,
+        stamps=stamps if build.terminal else None,
+    )
+
+
+def instance_spec(
+    request: BuildRequest, flavor: Flavor, on_host_failure: EvacuationPolicy = EvacuationPolicy.WAIT
+) -> InstanceSpec:
+    """What the cell needs to know of the request and its flavor. on_host_failure: where neither of them sets it."""
+    specs = flavor.extra_specs
+    return InstanceSpec(
+        instance_uuid=request.instance_uuid,
+        project_id=request.project_id,
+        user_id=request.user_id,
+        name=request.name,
+        image=request.image,
+        flavor=request.flavor,
+        image_source=request.image_source,
+        config_drive=request.config_drive,
+        networks=request.networks,
+        volumes=request.volumes,
+        root_gb=flavor.disk_gb,
+        traits=tuple(
+            key[len(TRAIT) :] for key, value in specs.items() if key.startswith(TRAIT) and value == "required"
+        ),
+        capabilities={key[len(CAPABILITY) :]: value for key, value in specs.items() if key.startswith(CAPABILITY)},
+        on_host_failure=for_cell(policy_of(request.on_host_failure, flavor, on_host_failure)),
+    )
+
+
+def cell_build(
+    request: BuildRequest, claimed: HostClaimed, at: float, stamps: Stamps, config: SchedulerConfig
+) -> CellBuild:
+    """The command to the cell."""
+    return CellBuild(
+        spec=instance_spec(request, config.flavors.get(request.flavor, NO_FLAVOR), config.on_host_failure),
+        selections=claimed.selections,
+        consumer_generation=claimed.consumer_generation,
+        build_timeout_s=request.build_timeout_s or config.build_timeout_s,
+        requested_at=at,
+        server_group=request.server_group,
+        limits=config.quota_of(request.project_id),
+        stamps=replace(stamps, lost_claims=len(claimed.lost)) if claimed.lost else stamps,
+    )
+
+
+def messages_of(  # noqa: PLR0917  (hot, so no keywords)
+    decided: BuildDecision,
+    request: BuildRequest,
+    claimed: HostClaimed | None,
+    at: float,
+    stamps: Stamps,
+    config: SchedulerConfig,
+) -> list[OutboxMessage]:
+    """What follows from a decision once it is written: the command to the cell, and the event to clients."""
+    event = to_clients(decided_event(decided, at, stamps))
+    if claimed is None:
+        return [event]
+    command = cell_build(request, claimed, at, stamps, config)
+    return [OutboxMessage(claimed.cell, command, request.instance_uuid), event]
+
+
+def to_clients(event: BuildEvent) -> OutboxMessage:
+    """An event on the API bus."""
+    return OutboxMessage(API, event, event.instance_uuid)
+
+
+class _Named(Struct):
+    """The field of an unreadable request that an answer on the event stream needs."""
+
+    instance_uuid: str
+
+
+def refused_event(malformed: Malformed) -> Sequence[BuildEvent]:
+    """An unreadable request, answered on the event stream of the project whose routing key it came under.
+
+    The broker has let its publisher use that key; the body's project may be forged, so no other project
+    gets an event of it. Sequence 0 is below everything that a build on record ever announced, so the event of a clash
+    with a good request is outdated for a client that follows that one.
+    """
+    project_id = project_of(malformed.key)
+    if not project_id:
+        return ()
+    try:
+        event = BuildEvent(
+            instance_uuid=msgspec.json.decode(malformed.body, type=_Named).instance_uuid,
+            project_id=project_id,
+            state=BuildState.REFUSED,
+            sequence=MALFORMED,
+            terminal=True,
+            code=malformed.code,
+            reason=malformed.reason[:MAX_REASON],
+        )
+        # Only what the contract allows.
+        return (msgspec.convert(msgspec.to_builtins(event), BuildEvent),)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return ()
