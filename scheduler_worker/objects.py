@@ -104,6 +104,21 @@ def configured(config: SchedulerConfig) -> Configured:
     )
 
 
+def check_objects(settings: SchedulerConfig, changes: ObjectsChange | None = None) -> Configured:
+    """The configuration that the settings' own objects make, with these changes to them, as a scheduler would use it.
+
+    Raises SettingsError: no scheduler could use it; its reason names the object.
+    """
+    try:
+        first = applied(RecordedObjects(0, {}), seeds(settings), ChangeAuthor(SEEDED_BY, "", 0.0)).objects
+        planned = ChangePlan(()) if changes is None else plan(changes, first)
+        if isinstance(planned, Refusal):
+            raise SettingsError(planned.code, planned.reason)
+        return configured(effective_config(settings, configuration_bodies(first, planned.changed)))
+    except ValueError as error:
+        raise SettingsError(getattr(error, "code", INVALID), str(error)) from error
+
+
 class ObjectRegistry:
     """Keeps a scheduler's configuration and its host table up to date with the objects on record.
 
@@ -170,8 +185,12 @@ class ObjectRegistry:
         """
         async with self._loading:
             found = await self._store.objects(unless=self.revision)
-            if found is not None and found.revision == 0 and (first := seeds(self._settings)):
-                found = await self._seed(first)
+            if found is not None and found.revision == 0:
+                check_objects(
+                    self._settings
+                )  # what is written is there for good: a change of the settings would not help
+                if first := seeds(self._settings):
+                    found = await self._seed(first)
             if found is not None:
                 self._load(found)
 
@@ -421,6 +440,14 @@ class ObjectRegistry:
             count = await self._store.builds_of(name, MAX_BUILDS_COUNTED)
             if count:
                 return Refusal(code=IN_USE, reason=f"flavor {name!r} is that of {_some(count)} instances"[:MAX_REASON])
+        for name in planned.flavors_remade:
+            count = await self._store.builds_of(name, MAX_BUILDS_COUNTED)
+            if count:
+                reason = (
+                    f"flavor {name!r} is that of {_some(count)} instances: their next moves would claim another size; "
+                    "make a flavor of another name, and resize them"
+                )
+                return Refusal(code=IN_USE, reason=reason[:MAX_REASON])
         for name, was in planned.groups_changed:
             count = await self._store.builds_of_group(name.partition("/")[0], was.uuid, MAX_BUILDS_COUNTED)
             if count:

@@ -7,6 +7,7 @@ import contextlib
 import os
 import signal
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
@@ -24,6 +25,7 @@ from berth.commands.common import (
     run,
     settings_of,
 )
+from berth.commands.objects import read_file
 from berth.commands.up_messages import as_processes, block, one_process
 from berth.in_process import WorkerEnded
 from berth.metal import ironic_of
@@ -34,10 +36,11 @@ from berth.supervisor import Supervisor, supervised
 from berth.up import LocalSystem, serve, site
 from berth.up_processes import numbers, running
 from berth.web.server import pages_of_up
+from bus.contracts.objects import ObjectsChange
 from bus.service.main import STOP_SIGNALS
 from bus.service.settings import describe, redact
 from bus.service.telemetry import configure_logging
-from scheduler_worker.plugins import filters, weighings
+from scheduler_worker.objects import check_objects
 
 MAX_SOCKET_PATH = 107  # the kernel's limit
 
@@ -156,15 +159,22 @@ async def _given_up(stop: asyncio.Event, starting: asyncio.Task[Any] | None) -> 
 def config(
     context: typer.Context,
     explain: Annotated[bool, typer.Option("--explain", help="Print each setting's description above it.")] = False,
+    objects: Annotated[
+        Path | None, typer.Option("--objects", metavar="FILE", help="Check a file for `berth apply` as well.")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Print the settings in force, secrets hidden. Exit status 2 when a worker could not start with them."""
+    """Print the settings in force, secrets hidden.
+
+    Exit status 2 when a worker could not start with them, their flavors, aggregates, quotas and groups included.
+    """
 
     async def body() -> None:
         settings = settings_of(context)
-        # What names a class is only known to be wrong once it is looked for.
-        filters(settings.scheduler)
-        weighings(settings.scheduler)
+        # What names a class is only known to be wrong once it is looked for; objects, once they are put together.
+        check_objects(settings.scheduler)
+        if objects is not None:
+            check_objects(settings.scheduler, ObjectsChange(changes=tuple(read_file(objects)[0]), who="berth config"))
         plain = redact(settings)
         if as_json:
             print_json(plain)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 from uuid import UUID
@@ -112,6 +113,21 @@ class ChangePlan(Struct, frozen=True):
         return tuple(one.name for one in self.changed if one.kind is ObjectKind.FLAVOR and one.after is None)
 
     @property
+    def flavors_remade(self) -> tuple[str, ...]:
+        """The names of flavors that are to make other machines than before: another size, or other extra specs.
+
+        A move of an instance claims what its flavor is then, not what it was at the build.
+        """
+        return tuple(
+            one.name
+            for one in self.changed
+            if one.kind is ObjectKind.FLAVOR
+            and one.before is not None
+            and one.after is not None
+            and _without_projects(one.before) != _without_projects(one.after)
+        )
+
+    @property
     def groups_changed(self) -> tuple[tuple[str, ServerGroup], ...]:
         """(name, group as it was) of the server groups that have another rule now, another uuid, or are no more."""
         found = []
@@ -146,6 +162,10 @@ class ChangePlan(Struct, frozen=True):
             for one in self.changed
             if one.kind is ObjectKind.HOST and _is_fence(one.after) and not _is_fence(one.before)
         )
+
+
+def _without_projects(flavor: Mapping[str, Any]) -> Flavor:
+    return replace(msgspec.convert(flavor, Flavor), projects=())
 
 
 def _group(name: str, body: Mapping[str, Any]) -> ServerGroup:
@@ -316,7 +336,13 @@ def effective_config(settings: SchedulerConfig, bodies: Mapping[Key, Mapping[str
 
 
 def seeds(settings: SchedulerConfig) -> tuple[ChangedObject, ...]:
-    """What an empty system begins with: the objects of the settings. Scheduling rules stay settings until changed."""
+    """What an empty system begins with: the objects of the settings. Scheduling rules stay settings until changed.
+
+    Raises ValueError: two aggregates have one name.
+    """
+    doubled = [name for name, count in Counter(one.name for one in settings.aggregates).items() if count > 1]
+    if doubled:
+        raise ValueError(f"aggregate {doubled[0]!r} is named twice")
     bodies: dict[Key, Struct] = {(ObjectKind.FLAVOR, name): flavor for name, flavor in settings.flavors.items()}
     bodies |= {(ObjectKind.AGGREGATE, one.name): one for one in settings.aggregates}
     quotas = {**({DEFAULT_QUOTA: settings.default_quota} if settings.default_quota else {}), **settings.quotas}

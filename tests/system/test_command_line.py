@@ -347,6 +347,12 @@ WRONG: list[tuple[int, str, tuple[str, ...], dict[str, str]]] = [
     (USAGE, "Expected `int`", ("config",), {"BERTH_UP__NODES": "many"}),
     (USAGE, "at least one cell is needed under [cells]", ("config",), {"BERTH_CELLS": "{}"}),
     (USAGE, "'NoSuchFilter' is not available", ("config",), {"BERTH_SCHEDULER__ENABLED_FILTERS": '["NoSuchFilter"]'}),
+    (
+        USAGE,
+        "flavor bad: resources:VCPU: 'many' is no amount (flavor.invalid)",
+        ("config",),
+        {"BERTH_SCHEDULER__FLAVORS": '{"bad": {"extra_specs": {"resources:VCPU": "many"}}}'},
+    ),
     (USAGE, "amqp://user:password@host", ("list",), {"BERTH_BUS__URL": "http://x"}),
     (USAGE, "a database is at", ("check",), {"BERTH_DATABASE__URL": "mysql://x"}),
     (UNREACHABLE, "no berth is up", ("list",), {"BERTH_STATE_DIR": "/nonexistent"}),

@@ -6,6 +6,7 @@ import asyncio
 from typing import Any
 
 import asyncpg
+import msgspec
 import pytest
 
 from bus.contracts.build import BuildRequest
@@ -159,6 +160,11 @@ async def test_a_change_that_strands_instances_is_refused_unless_forced(world: W
     )
     why = await refused(world, ObjectChange(kind=F, name="m1.small"))
     assert (why.code, why.reason) == ("object.in_use", "flavor 'm1.small' is that of 1 instances")
+    small = msgspec.to_builtins(SchedulerConfig().flavors["m1.small"])
+    for other in ({"vcpus": 9}, {"extra_specs": {"trait:HW_CPU_X86_AVX2": "required"}}):
+        why = await refused(world, flavor("m1.small", **{**small, **other}))
+        assert why.code == "object.in_use" and "their next moves would claim another size" in why.reason
+    assert (await change(world, flavor("m1.small", **{**small, "projects": ["demo"]}), dry_run=True)).changed
     assert (await change(world, zone, ObjectChange(kind=F, name="m1.small"), force=True)).revision == 2
     assert await taken(world, world.request("m1.tiny", availability_zone="east")) == ""
     (entry, _) = (await log(world)).entries[:2]

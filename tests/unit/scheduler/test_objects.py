@@ -6,16 +6,20 @@ from typing import Any
 
 import pytest
 
+from bus.clock import SystemClock
 from bus.contracts.base import Refusal
+from bus.contracts.groups import GroupPolicy
 from bus.contracts.objects import (
     Aggregate,
     ChangedObject,
     Flavor,
+    GroupDefinition,
     ObjectChange,
     ObjectKind,
     ObjectsChange,
     StoredObject,
 )
+from bus.service.settings import SettingsError
 from scheduler_worker.config import SchedulerConfig
 from scheduler_worker.domain.objects import (
     MAX_BODY_BYTES,
@@ -26,6 +30,10 @@ from scheduler_worker.domain.objects import (
     seeds,
     zones_that_move,
 )
+from scheduler_worker.objects import ObjectRegistry, check_objects
+from scheduler_worker.store.memory import MemoryBuilds
+from scheduler_worker.store.memory_table import MemoryBuildTable
+from tests.unit.scheduler.hosts import Hosts
 
 RACK = "10000000-0000-4000-8000-000000000000"
 F, A, Q, S, C = ObjectKind.FLAVOR, ObjectKind.AGGREGATE, ObjectKind.QUOTA, ObjectKind.SCHEDULING, ObjectKind.CELL
@@ -136,3 +144,45 @@ def test_hosts_with_instances_that_change_zone_are_named() -> None:
     assert why is not None
     assert why.startswith("7 hosts with instances")
     assert "h0 (nova to east)" in why and "and 2 more" in why
+
+
+@pytest.mark.parametrize(
+    ("settings", "code", "reason"),
+    [
+        ({"flavors": {"bad": Flavor(extra_specs={"trait:HW_X": "perhaps"})}}, "flavor.invalid", "flavor bad"),
+        ({"flavors": {"a\x07b": Flavor()}}, "object.invalid", "control characters"),
+        ({"aggregates": (Aggregate(uuid="x", name="rack"),)}, "object.invalid", "'x' is no uuid"),
+        ({"aggregates": (Aggregate(uuid=RACK, name="a"), Aggregate(uuid=RACK, name="a"))}, "object.invalid", "twice"),
+        ({"groups": {"web": GroupDefinition(policy=GroupPolicy.AFFINITY)}}, "object.invalid", "PROJECT/NAME"),
+        ({"enabled_filters": ("NoSuchFilter",)}, "plugin.invalid", "NoSuchFilter"),
+    ],
+)
+def test_objects_of_settings_that_no_scheduler_could_use_are_named(
+    settings: dict[str, Any], code: str, reason: str
+) -> None:
+    with pytest.raises(SettingsError) as raised:
+        check_objects(SchedulerConfig(**settings))
+    assert raised.value.code == code and reason in str(raised.value)
+
+
+def test_a_file_of_objects_is_checked_against_those_of_the_settings() -> None:
+    def check(*changes: ObjectChange) -> None:
+        check_objects(SchedulerConfig(), ObjectsChange(changes=changes, who="t"))
+
+    check(ObjectChange(kind=ObjectKind.FLAVOR, name="m1.tiny", body={"vcpus": 2}))
+    with pytest.raises(SettingsError, match="is no amount"):
+        check(ObjectChange(kind=ObjectKind.FLAVOR, name="x", body={"extra_specs": {"resources:VCPU": "many"}}))
+    with pytest.raises(SettingsError, match="not available"):
+        check(ObjectChange(kind=ObjectKind.SCHEDULING, name="default", body={"enabled_filters": ["Nope"]}))
+
+
+async def test_objects_of_settings_that_cannot_be_used_are_not_written() -> None:
+    """Written, they would be there for good: the corrected settings are not read any more."""
+    store = MemoryBuilds(MemoryBuildTable(SystemClock()).session())
+    await store.open()
+    bad = SchedulerConfig(groups={"web": GroupDefinition(policy=GroupPolicy.AFFINITY)})
+    with pytest.raises(SettingsError, match="PROJECT/NAME"):
+        await ObjectRegistry(store, Hosts([]).selector, bad, clock=SystemClock()).reload()
+    found = await store.objects()
+    assert found is not None and found.revision == 0
+    await store.close()
