@@ -22,7 +22,7 @@ from placement_worker.domain.values import Provider
 FACTS = frozenset({"provision_set", "power_state_corrected"})
 
 
-class Known:
+class NodeKnowledge:
     """What one process knows of one node: when it was last named, and whether it may be reported as free."""
 
     __slots__ = ("may_offer", "may_remove", "notified_at", "seen")
@@ -40,7 +40,7 @@ class IronicSyncWatch:
     def __init__(self, now: Callable[[], float], fail: Callable[[Breach], None]) -> None:
         self._now = now
         self._fail = fail
-        self._nodes: dict[str, Known] = {}
+        self._nodes: dict[str, NodeKnowledge] = {}
 
     def notified(self, body: bytes) -> None:
         """A notification arrives at the process."""
@@ -52,7 +52,7 @@ class IronicSyncWatch:
         node = inner["payload"]["ironic_object.data"]
         if kind != "node" or (status == "start" and action not in FACTS):
             return
-        known = self._nodes.setdefault(node["uuid"], Known())
+        known = self._nodes.setdefault(node["uuid"], NodeKnowledge())
         known.notified_at = self._now()
         fact = action in FACTS or status in ("end", "success")
         late = str(node.get("updated_at") or known.seen)[:19] < known.seen[:19]
@@ -64,7 +64,7 @@ class IronicSyncWatch:
         answer = json.loads(body)
         shown = answer.get("nodes", [answer])
         for node in [one for one in shown if "provision_state" in one]:  # a ping requests a uuid alone
-            known = self._nodes.setdefault(node["uuid"], Known())
+            known = self._nodes.setdefault(node["uuid"], NodeKnowledge())
             known.seen = node.get("updated_at") or known.seen
             known.may_remove = False
             if not free(node):
@@ -74,7 +74,7 @@ class IronicSyncWatch:
 
     def missing(self, at: float, uuid: str) -> None:
         """An answer that Ironic made at this time, that it has no such node, arrives at the process."""
-        known = self._nodes.setdefault(uuid, Known())
+        known = self._nodes.setdefault(uuid, NodeKnowledge())
         known.may_remove = known.may_remove or known.notified_at <= at
 
     def saving(self, positions: Sequence[Position], loaded: Mapping[str, Position]) -> None:
