@@ -19,7 +19,7 @@ from placement_worker.store.memory import MemoryBookTable
 
 # In these the source of a move is given up: the destination is on record as active.
 GIVES_UP_SOURCE = frozenset({State.CONFIRMING, State.RELEASING_SOURCE})
-GIVES_UP_HERE = frozenset({State.OFFLOADING, State.UNDOING})
+GIVES_UP_HERE = frozenset({State.OFFLOADING, State.UNDOING, State.VACATING})
 # An evacuated instance is being built elsewhere, or is there.
 EVACUATED = frozenset({State.FINISHING, State.RESIZED, State.CONFIRMING, State.RELEASING_SOURCE})
 AT_REST = frozenset({State.ACTIVE, State.OFFLOADED})
@@ -84,7 +84,9 @@ class MoveWatch:
         assert move is not None
         if instance.state in GIVES_UP_SOURCE and move.source is not None:
             self.given_up.add((move.source.host_uuid, instance.uuid, move.source_attempt))
-        if instance.state in GIVES_UP_HERE and instance.host_uuid:
+        # A fence of the destination leads past `undoing` in one commit; without a source, here is the source.
+        is_undone = instance.state is State.REVERTING and instance.source_host_uuid is not None
+        if (is_undone or instance.state in GIVES_UP_HERE) and instance.host_uuid:
             self.given_up.add((instance.host_uuid, instance.uuid, instance.attempt))
 
     def _refusals(self, before: Instance | None, instance: Instance) -> None:

@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from msgspec.structs import replace
+
+from bus.contracts.base import Message
+from bus.contracts.cell import Spawn
+from bus.contracts.moves import ChangeKind, ChangeMachine
+
 from .events import Event, HostFenced
 from .fences import Loss, fenced_hosts, losses_of
-from .instance import Instance
+from .instance import Instance, State
+from .move_steps import order
 from .steps import Step, StepContext
 from .table import step
 
 # How many steps in a row one fence makes an instance take: one for each of its hosts, and what follows from undoing.
 MAX_FENCE_STEPS = 4
+# A machine runs after these, and so do those whose answer is awaited in these states.
+STARTING = frozenset({ChangeKind.START, ChangeKind.REBUILD, ChangeKind.RESCUE, ChangeKind.UNRESCUE})
+AWAITS_START = frozenset({State.CHANGING, State.RESTARTING})
 
 
 class FenceSteps:
@@ -21,6 +33,7 @@ class FenceSteps:
 
     def follow(self, before: Instance, stepped: Step, event: Event, context: StepContext) -> Step:
         """The step, and those that the fences of the instance's hosts lead to."""
+        stepped = _with_stop(before, stepped, event, context)
         at, commands = event.at, stepped.commands
         fenced = {*fenced_hosts(before, context.fences), *fenced_hosts(stepped.instance, context.fences)}
         after = stepped.instance
@@ -39,4 +52,29 @@ class FenceSteps:
             for host in sorted(fenced):
                 self.losses += losses_of(before, after, host, at)
         self.hosts.update(dict.fromkeys(loss.host_uuid for loss in self.losses))
-        return Step(after, commands)
+        return Step(after, _without_starts(commands, context))
+
+
+def _with_stop(before: Instance, stepped: Step, event: Event, context: StepContext) -> Step:
+    """Where the fence ends a change that starts a machine, its order may wait in the queue: a later one stops it."""
+    is_here = isinstance(event, HostFenced) and event.host_uuid == before.host_uuid
+    if not is_here or before.state not in AWAITS_START or stepped.instance.state in AWAITS_START:
+        return stepped
+    stop = order(before, ChangeKind.STOP, event.at, context)
+    after = replace(stepped.instance, order=max(stepped.instance.order, stop.instance.order))
+    return Step(after, (*stepped.commands, *stop.commands))
+
+
+def _without_starts(commands: Sequence[Message], context: StepContext) -> tuple[Message, ...]:
+    """Nothing is started on a fenced host: it may be back before the fence is lifted, and its instances be elsewhere.
+
+    The machine is stopped under the same order, so that what was ordered before the fence is not carried out either.
+    """
+    kept: list[Message] = []
+    for command in commands:
+        is_fenced = isinstance(command, Spawn | ChangeMachine) and command.host_uuid in context.fences
+        if isinstance(command, ChangeMachine) and is_fenced and command.change in STARTING:
+            kept.append(replace(command, change=ChangeKind.STOP, rescue_password=""))
+        elif not (isinstance(command, Spawn) and is_fenced):
+            kept.append(command)
+    return tuple(kept)

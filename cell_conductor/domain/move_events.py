@@ -101,12 +101,20 @@ def answer_other(instance: Instance, ending: MoveEnd, at: float, context: StepCo
 
 
 def close(instance: Instance, ending: MoveEnd, at: float, context: StepContext) -> Step:
-    """The move is over: whatever request has not had its end gets it, and nothing is under way any more."""
+    """The move is over: whatever request has not had its end gets it, and nothing is under way any more.
+
+    Where each has had its end (a finished resize whose destination was lost; a change that came late), what the
+    instance is now is announced all the same: schedulers have the destination and its flavor on record.
+    """
     move = move_of(instance)
     earlier = answer(instance, ending, at, context)
     # An abort or a revert has come true; a confirm whose move was undone all the same has not.
     is_done = move.by_kind is not MoveKind.CONFIRM or ending.state is MoveState.DONE
     other = answer_other(earlier.instance, DONE if is_done else ending, at, context)
+    if not (earlier.commands or other.commands):
+        state = MoveState.CHANGING if ending.state is MoveState.DONE else MoveState.UNDOING
+        late = EndedMove(move.request_id, move.kind, state, ending.code, cut(ending.reason))
+        other = _event(instance, late, at, context, condition=condition_of(instance))
     return after(earlier, Step(replace(other.instance, move=None), other.commands))
 
 

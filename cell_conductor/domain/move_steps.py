@@ -141,7 +141,9 @@ def adopt(
     # Who the instance belongs to never changes with what is done to it.
     spec = instance.spec
     if request.spec is not None:
-        spec = replace(spec, image=request.spec.image, flavor=request.spec.flavor)
+        spec = replace(spec, image=request.spec.image)
+    if request.spec is not None and request.kind is not MoveKind.REBUILD:
+        spec = replace(spec, flavor=request.spec.flavor)
     if request.spec is not None and request.kind is MoveKind.RESIZE:
         spec = replace(spec, on_host_failure=request.spec.on_host_failure)
     return replace(

@@ -118,7 +118,9 @@ def apply_announcement(
     if is_newest or (event.terminal and is_awaited and instance.condition is Condition.MOVING):
         # A cell whose database was set back counts from lower numbers again; its word ends what was under way.
         instance = replace(instance, condition=event.condition, sequence=max(event.sequence, instance.sequence))
-    if event.terminal and (is_newest or is_awaited):  # before that they are where it goes to
+    # Before the end they are where it goes to. What follows the end (source gone, undone by itself) names what it is.
+    names_what_it_is = event.terminal or (move.terminal and event.condition is not Condition.MOVING)
+    if names_what_it_is and (is_newest or (event.terminal and is_awaited)):
         host = None if event.condition is Condition.OFFLOADED else event.host or host
         instance = replace(instance, flavor=event.flavor or instance.flavor, image=event.image or instance.image)
     if event.terminal and is_awaited:

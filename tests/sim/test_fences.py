@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 from msgspec.structs import replace
 
 from berth.sim.draw import plan_of
-from berth.sim.moves import FENCE
+from berth.sim.moves import DRAIN, FENCE
 from berth.sim.plan import Action, Order, Plan
 from berth.sim.run import run
 from berth.sim.widening import Widening
+from bus.clock import new_uuid
+from bus.contracts.moves import MoveKind
 from tests.sim.mutants import Mutant
 from tests.sim.mutants_of_fences import (
     choice_never_released,
@@ -17,6 +21,9 @@ from tests.sim.mutants_of_fences import (
     fence_never_lifted,
     losses_never_forgotten,
 )
+
+VERBS = tuple(kind.value for kind in MoveKind)
+DIED_AGAIN = (1, 2)
 
 
 def hosts_are_fenced(seed: int) -> Plan:
@@ -33,6 +40,40 @@ def hosts_are_fenced(seed: int) -> Plan:
 @pytest.mark.parametrize("seed", [1, 4])
 def test_it_holds(seed: int) -> None:
     held = run(hosts_are_fenced(seed))
+    assert held.breach == "", held.detail
+
+
+def hosts_die_again(seed: int) -> Plan:
+    """Moves of every kind while hosts die, are fenced, are back at once, die again, and are drained."""
+    rng = random.Random(f"hosts die again {seed}")
+    plan = plan_of(seed).without_faults()
+    builds = [order for order in plan.orders if order.action is Action.BUILD and order.at < 14.0]
+    (first, second), at = (rng.choices([name for _, name in plan.services], k=2)), rng.uniform(16.0, 20.0)
+    gap = rng.choice((0.2, 1.0, 4.0, 12.0))
+
+    def order(at: float, verb: str, service: str = "", host: int = 0, seconds: float = 0.0) -> Order:
+        uuid = new_uuid(rng)
+        return Order(at=at, action=Action.MOVE, verb=verb, service=service, host=host, seconds=seconds, uuid=uuid)
+
+    fences = (
+        order(at, FENCE, first, seconds=gap),
+        order(at + gap + rng.uniform(0.3, 6.0), FENCE, first, seconds=rng.choice((0.5, 8.0))),
+        order(at + rng.uniform(0.0, 5.0), FENCE, second, seconds=rng.choice((0.2, 3.0, 10.0))),
+    )
+    moves = [order(at + rng.uniform(-3.0, 8.0), rng.choice(VERBS), host=rng.randrange(1000)) for _ in range(50)]
+    drains = [order(at + rng.uniform(-4.0, 4.0), DRAIN, name, seconds=5.0) for _, name in plan.services]
+    return replace(
+        plan,
+        orders=(*builds, *fences, *moves, *drains),
+        widenings=(Widening.FENCES,),
+        drains_by_schedulers=True,
+        load_s=50.0,
+    )
+
+
+@pytest.mark.parametrize("seed", DIED_AGAIN)
+def test_it_holds_when_hosts_are_back_at_once_and_die_again(seed: int) -> None:
+    held = run(hosts_die_again(seed))
     assert held.breach == "", held.detail
 
 

@@ -5,16 +5,18 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
+from bus.contracts.base import Message
 from bus.contracts.build import BuildState
 from bus.contracts.cell import Destroy, Spawn
 from bus.contracts.fences import EvacuationPolicy
-from bus.contracts.moves import ChangeMachine, MoveKind, MoveState
+from bus.contracts.moves import ChangeKind, ChangeMachine, MoveKind, MoveState
 from bus.contracts.placement import Claim, Release, Revert
 from cell_conductor.domain import events as e
+from cell_conductor.domain.fence_steps import FenceSteps
 from cell_conductor.domain.fences import FENCED, Fence, losses_of
 from cell_conductor.domain.instance import Instance, State
 from cell_conductor.domain.table import question_of, step
-from tests.unit.conductor.move_scenario import Scenario, active, begun, claimed, request, selection, to_resized
+from tests.unit.conductor.move_scenario import OTHER, Scenario, active, begun, claimed, request, selection, to_resized
 from tests.unit.conductor.scenario import DELETE, PATIENCE, UUID, announced, destroys, host, queried, run, spawned
 
 
@@ -185,3 +187,54 @@ def test_what_is_still_wanted_there_is_no_loss() -> None:
     assert lost(before, before, 1) == []
     assert [one for one in destroys(run(fence(1), start=before)) if isinstance(one, Destroy)] == []
     assert selection(1).service == "s1"
+
+
+def follow(made: Scenario, *happened: e.Event, fences: dict[str, Fence]) -> tuple[Message, ...]:
+    """What is sent after these, as an engine takes them while the hosts are fenced."""
+    context, sent = replace(PATIENCE, fences=fences), ()
+    for event in happened:
+        before = made.instance
+        followed = FenceSteps().follow(before, step(before, event, context), event, context)
+        made.instance, sent = followed.instance, (*sent, *followed.commands)
+    return sent
+
+
+def changes_on(sent: tuple[Message, ...], n: int) -> list[ChangeKind]:
+    return [one.change for one in sent if isinstance(one, ChangeMachine) and one.host_uuid == host(n)]
+
+
+def test_a_move_that_is_undone_starts_nothing_on_its_fenced_source() -> None:
+    """The host was back before its fence was lifted, started the machine, and the evacuation started a second one."""
+    made = Scenario(active())
+    sent = follow(
+        made,
+        request(MoveKind.LIVE_MIGRATE, 2),
+        claimed(),
+        e.ChangeEnded(at=202.0, attempt=2, order=0, host_uuid=host(2), service="s1", done=True),
+        fences=fenced(1),
+    )
+    assert made.instance.move is not None
+    order = made.instance.move.order
+    checked = e.ChangeEnded(at=203.0, attempt=2, order=order, host_uuid=host(2), service="s1", done=True)
+    sent += follow(made, checked, e.Reverted(at=204.0, attempt=3), fences=fenced(1))
+    assert (made.instance.state, made.instance.host_uuid) == (State.ACTIVE, host(1))
+    assert changes_on(sent, 1) == [ChangeKind.HAND_OVER_LIVE, ChangeKind.STOP]
+
+
+def test_a_start_that_waits_in_the_queue_of_a_fenced_host_is_followed_by_a_stop() -> None:
+    made = begun(MoveKind.STOP)
+    made.end(1, 1, runs=False)
+    made.apply(request(MoveKind.START, request_id=OTHER))
+    waiting = made.instance.order
+    sent = follow(made, fence(1), fences=fenced(1))
+    assert made.instance.state is State.ACTIVE
+    (stop,) = [one for one in sent if isinstance(one, ChangeMachine)]
+    assert (stop.change, stop.host_uuid, stop.attempt) == (ChangeKind.STOP, host(1), 1)
+    assert stop.order == made.instance.order > waiting
+
+
+def test_a_change_that_is_requested_on_a_fenced_host_starts_nothing() -> None:
+    for kind in (MoveKind.REBUILD, MoveKind.RESCUE):
+        made = Scenario(active())
+        sent = follow(made, request(kind), fences=fenced(1))
+        assert (made.instance.state, changes_on(sent, 1)) == (State.ACTIVE, [ChangeKind.STOP])

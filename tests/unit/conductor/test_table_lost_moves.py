@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
+from bus.contracts.cell import InstanceSpec
 from bus.contracts.moves import (
+    Condition,
+    MoveEvent,
     MoveKind,
     MoveState,
 )
@@ -23,7 +26,7 @@ from tests.unit.conductor.move_scenario import (
     request,
     to_resized,
 )
-from tests.unit.conductor.scenario import host, selection, spawned
+from tests.unit.conductor.scenario import UUID, host, selection, spawned
 
 
 def test_a_lost_destination_is_reverted_and_not_failed() -> None:
@@ -33,6 +36,29 @@ def test_a_lost_destination_is_reverted_and_not_failed() -> None:
     made.apply(e.Destroyed(at=301.0, attempt=2, host_uuid=host(2)), e.Reverted(at=302.0, attempt=3))
     made.end(1, 1, runs=True)
     assert (made.instance.state, made.instance.host_uuid) == (State.ACTIVE, host(1))
+
+
+def test_what_a_finished_resize_is_after_it_was_undone_by_itself_is_announced() -> None:
+    """Its request has had its end, and no other gets one: schedulers had the destination and its flavor on record."""
+    small = active().spec
+    made = to_resized(MoveKind.RESIZE, spec=InstanceSpec(instance_uuid=UUID, project_id="p", flavor="large"))
+    (done,) = made.terminals
+    assert done[1] is MoveState.DONE and small is not None
+    made.apply(e.HostMissing(at=300.0, host_uuid=host(2), seen_at=299.0, service="s1"))
+    made.apply(e.Destroyed(at=301.0, attempt=2, host_uuid=host(2)), e.Reverted(at=302.0, attempt=3))
+    made.end(1, 1, runs=True)
+    last = [one for one in made.commands if isinstance(one, MoveEvent)][-1]
+    assert (last.state, last.terminal, last.condition) == (MoveState.UNDOING, False, Condition.ACTIVE)
+    assert (last.host, last.flavor, last.code) == ("host-1", small.flavor, "instance.lost")
+
+
+def test_a_rebuild_leaves_the_flavor_as_it_is() -> None:
+    """It claims nothing: a flavor that its scheduler has late would not be what the instance holds."""
+    before = active()
+    assert before.spec is not None
+    late = InstanceSpec(instance_uuid=UUID, project_id="p", flavor="large", image="new")
+    made = begun(MoveKind.REBUILD, spec=late)
+    assert made.instance.spec == replace(before.spec, image="new")
 
 
 def test_an_evacuation_needs_a_fence_and_a_service_that_is_down() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from itertools import permutations
 
 import pytest
+from msgspec.structs import replace
 
 from bus.contracts.moves import Condition, MoveEvent, MoveKind, MoveState
 from scheduler_worker.domain.move_events import apply_announcement
@@ -68,3 +69,19 @@ def test_the_end_from_a_cell_whose_numbers_were_set_back_ends_the_move_and_its_c
     applied = apply_announcement(DONE, move, moving, host=SOURCE, cell=CELL, now=1.0)
     assert (applied.move.terminal, applied.instance.under_way) == (True, None)
     assert (applied.instance.condition, applied.instance.sequence) == (Condition.ACTIVE, 40)
+
+
+def test_what_becomes_of_a_finished_move_by_itself_is_what_the_instance_is() -> None:
+    """A resized instance whose destination was fenced stayed `moving` there, under a flavor that it had no more."""
+    move = RecordedMove(
+        request_id=MOVE, instance_uuid=VM, project_id="p", kind=MoveKind.RESIZE, digest=b"",
+        cell=CELL, state=MoveState.DONE, sequence=12, terminal=True,
+    )  # fmt: skip
+    resized = InstanceRecord(instance_uuid=VM, condition=Condition.RESIZED, sequence=12, flavor="large")
+    under_way = replace(announced(MoveState.UNDOING, 11), sequence=13, flavor="large")
+    applied = apply_announcement(under_way, move, resized, host=TARGET, cell=CELL, now=1.0)
+    assert (applied.instance.condition, applied.instance.flavor, applied.host) == (Condition.MOVING, "large", TARGET)
+    undone = replace(announced(MoveState.UNDOING, 14), host=SOURCE, flavor="small")
+    applied = apply_announcement(undone, applied.move, applied.instance, host=TARGET, cell=CELL, now=1.0)
+    assert (applied.instance.condition, applied.instance.flavor, applied.host) == (Condition.ACTIVE, "small", SOURCE)
+    assert (applied.move.state, applied.move.terminal) == (MoveState.DONE, True)
