@@ -16,8 +16,10 @@ from bus.bus import API, Bus
 from bus.contracts.base import Message
 from bus.contracts.build import BuildRequest, DeleteRequest, member_uuids
 from bus.contracts.fences import EvacuationPolicy
+from bus.faults import RequestRefused, Transient
 from bus.port import BusError
 
+ANSWER_S = 3.0  # an answer to a decision is waited for so long
 RETRY_S = 0.3  # a client whose publish failed publishes again after this
 ACCEPTED_POLL_S = 0.1
 ACCEPTED_WAIT_S = 30.0  # a client deletes what it knows to be accepted, or after this long without a word
@@ -83,6 +85,19 @@ class Client:
     def busy(self) -> list[asyncio.Task[None]]:
         """Deletes that are still to be requested."""
         return [task for task in self._deleting.values() if not task.done()]
+
+    async def until_answered(self, message: Message, reply: type[Message]) -> None:
+        """Request this until a scheduler has done it; a refusal may be too early."""
+        await self._process.spawn(self._until_answered(message, reply), "a decision")
+
+    async def _until_answered(self, message: Message, reply: type[Message]) -> None:
+        while True:
+            try:
+                await self._bus.request(message, reply, timeout_s=ANSWER_S)
+            except (BusError, Transient, RequestRefused):
+                await asyncio.sleep(ANSWER_S / 3)
+            else:
+                return
 
     async def publish(self, message: Message) -> None:
         """An operator publishes on the API bus."""

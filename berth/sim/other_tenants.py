@@ -15,6 +15,7 @@ from berth.sim.world import World
 from bus.bus import API
 from bus.contracts.base import Message, Resources
 from bus.contracts.catalogue import COMMANDS, EVENTS
+from bus.contracts.objects import ObjectChange, ObjectKind, ObjectsChange, ObjectsChanged
 from bus.contracts.placement import Claim, ClaimOption, Inventory, InventoryUpdate, ProviderReport, Release
 from bus.persistence.memory_database import MemoryDatabase
 from bus.port import Outgoing, PublishRefused, QueueMissing, Unroutable
@@ -196,6 +197,7 @@ class OtherTenants:
 
     def __init__(self, world: World, client: Client) -> None:
         self._world = world
+        self._client = client
         self._trees = ForeignTrees(world, client)
         self._backups: dict[str, dict[str, Any]] = {}
         self._copies: dict[str, tuple[list[tuple[str, Guest]], list[tuple[Key, Entry]]]] = {}
@@ -239,8 +241,14 @@ class OtherTenants:
     # --- settings
 
     async def _cell(self, order: Order) -> None:
-        """A cell joins, or is taken out of the settings for a while: what is above cells starts again, one by one."""
+        """A cell joins, or is taken out of the settings for a while: what is above cells starts again, one by one.
+
+        Or an operator adds it, or removes it and adds it again, and nothing starts again.
+        """
         world, cell = self._world, order.service
+        if order.verb in ("add", "remove"):
+            await self._decided_cell(order)
+            return
         if order.verb == "join":
             world.cells_out.discard(cell)
             for name in world.plan.processes_of(cell):
@@ -255,6 +263,26 @@ class OtherTenants:
         await asyncio.sleep(order.seconds)
         world.cells_out.discard(cell)
         await self._above(cell)
+
+    async def _decided_cell(self, order: Order) -> None:
+        world, cell = self._world, order.service
+        if order.verb == "add":
+            for name in world.plan.processes_of(cell):
+                self._start(name)
+            before = self._shares_now()
+            world.metal_out.difference_update(world.cell(cell).metal)
+            await self._decide(cell, {"state": "enabled", "bus": {}})
+            await self._metal_again(before)
+            return
+        await self._decide(cell, {"state": "removed", "abandoned": True})
+        await asyncio.sleep(order.seconds)
+        await self._decide(cell, {"state": "enabled"})
+
+    async def _decide(self, cell: str, body: dict[str, Any]) -> None:
+        change = ObjectChange(kind=ObjectKind.CELL, name=cell, body=body)
+        decision = ObjectsChange(changes=(change,), who="operator", why="simulated", force=True)
+        await self._client.until_answered(decision, ObjectsChanged)
+        self._world.event_log.record("decided", f"{cell} {body['state']}")
 
     async def _above(self, cell: str) -> None:
         for name in self._world.plan.processes:

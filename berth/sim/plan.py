@@ -44,7 +44,8 @@ class Action(StrEnum):
     IRONIC = "ironic"  # an operator of bare metal, or another tenant of it, does something to a node
     # What others do (berth/sim/widening.py).
     FOREIGN = "foreign"  # a machine that berth never built begins or ends on one of its hosts
-    CELL = "cell"  # a cell is added to the settings, or is taken out of them for a while
+    # A cell is added to the settings, or is taken out of them for a while; or by an operator's decision at run time.
+    CELL = "cell"
     SHARES = "shares"  # a service of bare metal joins, or is unavailable for a while: the others' shares change
     BACKUP = "backup"  # a schema's rows are copied
     RESTORE = "restore"  # ... and come back, with nothing that was written since
@@ -219,7 +220,13 @@ class Plan(Struct, frozen=True, kw_only=True):
     @property
     def late_cells(self) -> list[str]:
         """Cells that no worker knows before they join."""
-        return [order.service for order in self.orders if order.action is Action.CELL and order.verb == "join"]
+        verbs = ("join", "add")
+        return [order.service for order in self.orders if order.action is Action.CELL and order.verb in verbs]
+
+    @property
+    def changes_cells(self) -> bool:
+        """Whether operators add or remove cells while everything runs."""
+        return any(order.action is Action.CELL and order.verb in ("add", "remove") for order in self.orders)
 
     @property
     def late_metal(self) -> list[str]:

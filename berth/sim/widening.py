@@ -44,9 +44,11 @@ class Widening(StrEnum):
     FENCES = "fences"  # hosts die, an operator fences them, their instances are evacuated by policy, they come back
     GANGS = "gangs"  # requests for several machines that start together, on hosts that are full or nearly so
     TREES = "trees"  # another source's hosts: devices that move within one batch, roots removed and made again
+    DECIDED_CELLS = "decided-cells"  # operators add and remove cells while everything runs
 
 
-WIDENED = frozenset(Widening)
+# What is drawn unless it is named: every kind but those that come by their name alone.
+WIDENED = frozenset(Widening) - {Widening.DECIDED_CELLS}
 NONE: frozenset[Widening] = frozenset()
 
 # How often a kind is in a run that could have it: few at a time, so that each is also seen alone.
@@ -135,6 +137,17 @@ def _cells(rng: random.Random, plan: Plan) -> Plan:
         return _also(plan, Order(at=rng.uniform(5.0, 30.0), action=Action.CELL, verb="join", service=cell))
     at = rng.uniform(5.0, 40.0)
     return _also(plan, Order(at=at, action=Action.CELL, verb="away", service=cell, seconds=rng.uniform(2.0, 15.0)))
+
+
+def _decided_cells(rng: random.Random, plan: Plan) -> Plan:
+    """A cell that no settings name is added; or one is removed, with all that it has, and added again."""
+    if len(plan.cells) == 1 or {Widening.CELLS, Widening.REQUESTS_RESTORED} & {Widening(one) for one in plan.widenings}:
+        return plan
+    cell = rng.choice(plan.cells).name
+    if rng.random() < 0.5:
+        return _also(plan, Order(at=rng.uniform(2.0, 30.0), action=Action.CELL, verb="add", service=cell))
+    at = rng.uniform(2.0, 40.0)
+    return _also(plan, Order(at=at, action=Action.CELL, verb="remove", service=cell, seconds=rng.uniform(0.1, 20.0)))
 
 
 def _shares(rng: random.Random, plan: Plan) -> Plan:
@@ -381,4 +394,5 @@ DRAWS: Mapping[Widening, Callable[[random.Random, Plan], Plan]] = {
     Widening.FENCES: _fences,
     Widening.GANGS: _gangs,
     Widening.TREES: _trees,
+    Widening.DECIDED_CELLS: _decided_cells,
 }

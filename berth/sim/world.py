@@ -178,6 +178,7 @@ class World:
         environment = Environment(
             f"{name}-{count}",
             transports=transport,
+            cell_transports=(lambda cell, _: transport(cell)) if self.plan.changes_cells else None,
             cells=self.known_cells,
             clock=clock,
             rng=random.Random(seed),
