@@ -1,4 +1,4 @@
-"""Deliberate defects of cells that operators add and remove. FOUND_BY: the seed, with the kind alone, that finds each."""
+"""Deliberate defects of cells added and removed. FOUND_BY: the seed, with `decided-cells` alone, that finds each."""
 
 from __future__ import annotations
 
