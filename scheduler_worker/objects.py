@@ -186,9 +186,8 @@ class ObjectRegistry:
         async with self._loading:
             found = await self._store.objects(unless=self.revision)
             if found is not None and found.revision == 0:
-                check_objects(
-                    self._settings
-                )  # what is written is there for good: a change of the settings would not help
+                # What is written is there for good: corrected settings would not help.
+                check_objects(self._settings)
                 if first := seeds(self._settings):
                     found = await self._seed(first)
             if found is not None:
