@@ -19,6 +19,7 @@ from .engine import Engine
 from .fences import FenceKeeper
 from .handlers import GIVEN_UP_QUEUE, HostHandlers, RequestHandlers
 from .lease_keeper import LeaseKeeper
+from .search import MachineSearch
 from .side_tasks import ReportRequester, purge_forever, sweep_forever
 from .store.port import InstanceStore
 from .store.postgres import PostgresInstances
@@ -57,11 +58,24 @@ def build(env: Environment, config: ConductorConfig, cell: str, *, store: Instan
     keeper = LeaseKeeper(
         store, bus, clock=env.clock, config=config, cell=cell, process=env.process, on_fence=fences.on_announced
     )
-    engine = Engine(
-        store=store, bus=bus, relay=relay, clock=env.clock, config=config, cell=cell, down=keeper.down, fences=fences
+    search = MachineSearch(
+        store, bus, timeout_s=config.answer_timeout_s, up=keeper.up, unexplained=lambda: hosts.unexplained
     )
-    requests = RequestHandlers(engine, env.clock, fences)
-    hosts = HostHandlers(engine, store, env.clock, config, bus, outdated=keeper.note_outdated, fences=fences)
+    engine = Engine(
+        store=store,
+        bus=bus,
+        relay=relay,
+        clock=env.clock,
+        config=config,
+        cell=cell,
+        down=keeper.down,
+        fences=fences,
+        search=search,
+    )
+    requests = RequestHandlers(engine, env.clock, fences, search)
+    hosts = HostHandlers(
+        engine, store, env.clock, config, bus, outdated=keeper.note_outdated, fences=fences, up=keeper.up
+    )
     reporter = ReportRequester(bus, env.clock, config)
     service.add_resource(store.open, store.close)
     service.add_resource(bus.open, bus.close)

@@ -22,12 +22,14 @@ from bus.tracing.context import traceparent_of
 
 from . import metrics
 from .config import ConductorConfig
+from .domain.adopt_rules import is_searched
 from .domain.events import (
     BuildRequested,
     Claimed,
     ClaimRefused,
     DeleteRequested,
     InstanceEvent,
+    MachineFound,
     MoveRequested,
     Released,
     Reverted,
@@ -40,6 +42,7 @@ from .domain.leases import Lease
 from .domain.steps import StepContext
 from .domain.table import IllegalStep, step
 from .placement_requests import PendingQuestion, PlacementRequests, due_questions
+from .search import MachineSearch
 from .store.port import DatabaseChange, InstanceStore, Transaction
 from .transition import ENDS, Transition, may_be_redone, observe_steps
 
@@ -102,6 +105,7 @@ class Engine:
         cell: str,
         down: Callable[[], Mapping[str, Lease]] = dict,
         fences: FenceView | None = None,
+        search: MachineSearch | None = None,
     ) -> None:
         self._store = store
         self._bus = bus
@@ -111,6 +115,7 @@ class Engine:
         self._down = down
         self._fences = fences or NoFences()
         self._placement = PlacementRequests(bus, clock, config.claim_timeout_s)
+        self._search = search
         self._unflushed = 0  # commits that did not wait for the disk
         self._context = StepContext(
             cell=cell,
@@ -311,11 +316,22 @@ class Engine:
         A missing answer is no reason to hold the messages back: the request is on record, and repeated until answered.
         """
         for _ in range(MAX_ROUNDS):
-            answers = await self._placement.ask(questions)
+            found, unsure = await self._find_forgotten(questions)
+            ready = [question for question in questions if question.instance.uuid not in unsure]
+            answers = found + await self._placement.ask(ready)
             if not answers:
                 return
             questions = await self._apply(answers)
         log.error("instance.unsettled", instances=[question.instance.uuid for question in questions][:10])
+
+    async def _find_forgotten(self, questions: Sequence[PendingQuestion]) -> tuple[list[InstanceEvent], set[str]]:
+        """Machines of doubted builds that fail over; and the instances for which nothing is to be claimed now."""
+        doubted = {one.instance.uuid: one.instance for one in questions if is_searched(one.instance)}
+        if self._search is None or not doubted:
+            return [], set()
+        now = self._clock.time()
+        forgotten, unsure = await self._search.find_forgotten(doubted, now, self._config.doubt_limit_s)
+        return [InstanceEvent(uuid, MachineFound(at=now, machines=one)) for uuid, one in forgotten.items()], unsure
 
 
 def _in_its_trace(before: Instance, after: Instance, incoming: InstanceEvent) -> Instance:

@@ -55,6 +55,12 @@ class Guard:
         self._scans: dict[str, ScanFindings] = {}
         self._known: dict[Unexplained, None] = {}
         self._recorded: dict[MachineKey, str] | None = None  # {machine: service} as on record; None: not read yet
+        self._instances: frozenset[str] = frozenset()  # of these
+
+    @property
+    def unexplained(self) -> frozenset[str]:
+        """Instances of which a host has a machine that no record explains."""
+        return self._instances
 
     async def assess(self, report: ComputeHosts, found: Differences) -> Sequence[tuple[str, Event]]:
         """What may be done of what this page, with those of the same scan before it, found to be harmful."""
@@ -125,6 +131,7 @@ class Guard:
         """Keep what is unexplained on record, and carry out an operator's word; returns what is new in quarantine."""
         if self._recorded is None:
             self._recorded = {record.place: record.service for record in await self._store.safety.records()}
+            self._instances = frozenset(uuid for _, uuid in self._recorded)
         here = {(one.host_uuid, one.uuid) for one in machines}
         seen = {host.uuid for host in report.hosts if host.running is not None}
         gone = [place for place in self._recorded if place[0] in seen and place not in here] if self._recorded else []
@@ -132,6 +139,7 @@ class Guard:
             await self._store.safety.delete(gone)
             for place in gone:
                 del self._recorded[place]
+            self._instances = frozenset(uuid for _, uuid in self._recorded)
         free_slots = MAX_FOREIGN - sum(service == report.service for service in self._recorded.values())
         kept: list[Unexplained] = []
         for one in machines:
@@ -144,6 +152,7 @@ class Guard:
             return []
         records = await self._store.safety.record(report.service, kept, self._clock.time())
         self._recorded.update({row.place: report.service for row in records})
+        self._instances |= {row.machine.uuid for row in records}
         quarantined = [row for row in records if row.machine.kind is UnexplainedKind.QUARANTINED]
         for row in quarantined:
             if row.verdict == DESTROY:

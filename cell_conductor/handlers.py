@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import structlog
+from msgspec.structs import replace
 
 from bus.bus import Bus
 from bus.clock import Clock
 from bus.consuming.given_up import GIVEN_UP_BY_BROKER, given_up_of
-from bus.consuming.outcome import Done, Outcome, Received, Refuse
+from bus.consuming.outcome import Done, Outcome, Received, Refuse, Retry
 from bus.contracts.base import Message, Refusal
+from bus.contracts.catalogue import BY_QUEUE
 from bus.contracts.cell import (
     MAX_RESCANS,
     CellBuild,
@@ -38,26 +40,36 @@ from .domain.events import (
     SpawnFailed,
 )
 from .domain.instance import ScanId
+from .domain.listings import Listings
 from .domain.report import Differences, Newest, differences
+from .domain.rules import is_doubted_request
 from .engine import Engine
 from .fences import FenceKeeper
 from .guard import Guard
 from .quarantine_reservations import QuarantineReservations
+from .search import MachineSearch
 from .store.port import InstanceStore
 
 log = structlog.get_logger(__name__)
 
 DONE = Done()
+UNSURE = Retry("build.search_unanswered", "it may have a machine, and not all compute services that are up answered")
 GIVEN_UP_QUEUE = "conductor.given_up"
+LOGGED_HOSTS = 10  # of one page
+RETRIES = len(BY_QUEUE["conductor.requests"].retry_s)
 
 
 class RequestHandlers:
     """Queues conductor.requests, .given_up and .results: requests for instances, and results of attempts."""
 
-    def __init__(self, engine: Engine, clock: Clock, fences: FenceKeeper | None = None) -> None:
+    def __init__(
+        self, engine: Engine, clock: Clock, fences: FenceKeeper | None = None, search: MachineSearch | None = None
+    ) -> None:
+        """`search`: how the cell's services are queried about doubted builds (None: they are not)."""
         self._engine = engine
         self._clock = clock
         self._fences = fences
+        self._search = search
 
     async def requests(self, batch: Sequence[Received]) -> Sequence[Outcome]:
         """CellBuild, CellMove, CellMoveQuery, CellDelete; and CellFence, which comes first: others rely on it."""
@@ -102,10 +114,49 @@ class RequestHandlers:
             )
             if instance_event is not None:
                 incoming.append(instance_event)
+        last = {received.meta.id for received in batch if received.meta.attempt >= RETRIES}
+        incoming, unsure = await self._searched(incoming, last)
+        outcomes = [
+            UNSURE if outcome is DONE and received.meta.id in unsure else outcome
+            for received, outcome in zip(batch, outcomes, strict=True)
+        ]
         flushed = await self._engine.take(incoming, source=source) if incoming else None
         if flushed is None:
             return outcomes
         return [Done(after=flushed) if outcome is DONE else outcome for outcome in outcomes]
+
+    async def _searched(
+        self, incoming: list[InstanceEvent], last: Collection[str]
+    ) -> tuple[list[InstanceEvent], set[str]]:
+        """The events, those of doubted builds with the machines that the cell has of them; and the messages to retry.
+
+        Nothing is begun while a service that is up has not answered, until the queue's retries are used up: those of
+        `last` are begun then.
+        """
+        search = self._search
+        if search is None:
+            return incoming, set()
+        doubted = {one.uuid for one in incoming if _is_doubted(one, search)}
+        if not doubted:
+            return incoming, set()
+        searched = await search.find(doubted)
+        unsure = {uuid for uuid in doubted if searched.of(uuid) is None}
+        known: list[InstanceEvent] = []
+        for one in incoming:
+            if one.uuid in doubted and isinstance(one.event, BuildRequested) and one.event.given_up is None:
+                if one.uuid in unsure and one.message_id not in last:
+                    continue
+                known.append(replace(one, event=replace(one.event, found=searched.of(one.uuid) or ())))
+            else:
+                known.append(one)
+        return known, {one.message_id for one in incoming} - {one.message_id for one in known}
+
+
+def _is_doubted(incoming: InstanceEvent, search: MachineSearch) -> bool:
+    event = incoming.event
+    if not isinstance(event, BuildRequested) or event.given_up is not None:
+        return False
+    return is_doubted_request(event, search.set_back_at) or search.is_unexplained(incoming.uuid)
 
 
 class HostHandlers:
@@ -121,18 +172,30 @@ class HostHandlers:
         *,
         outdated: Callable[[str, int], None],
         fences: FenceKeeper | None = None,
+        up: Callable[[], Collection[str] | None] = tuple,
     ) -> None:
-        """`outdated(service, epoch)`: a report came whose epoch is below this one of the same service."""
+        """`outdated(service, epoch)`: a report came whose epoch is below this one of the same service.
+
+        up: the services that are up (None: not known yet).
+        """
         self._engine = engine
         self._store = store
         self._clock = clock
         self._config = config
         self._newest = Newest()
+        self._listings = Listings()
+        self._contested: dict[str, frozenset[str]] = {}
+        self._up = up
         self._outdated = outdated
         self._fences = fences
         self._guard = Guard(store, bus, clock, config, effective=engine.effective)
         self._reservations = QuarantineReservations(store, bus)
         self._bus = bus
+
+    @property
+    def unexplained(self) -> frozenset[str]:
+        """Instances of which a host has a machine that no record explains."""
+        return self._guard.unexplained
 
     async def hosts(self, batch: Sequence[Received]) -> Sequence[Outcome]:
         """ComputeHosts."""
@@ -148,6 +211,7 @@ class HostHandlers:
         return [Done()] * len(batch)
 
     async def _compare(self, report: ComputeHosts, seen_at: float) -> None:
+        self._note_listed(report)
         if self._fences is not None:
             report = await self._fences.without_losses(report, seen_at, self._store.deployment)
         listed = [host for host in report.hosts if host.running is not None]
@@ -162,6 +226,7 @@ class HostHandlers:
                 seen_at=seen_at,
                 grace_s=self._config.report_grace_s,
                 deployment=self._store.deployment,
+                may_have=self._may_have,
             )
         else:
             found = Differences()
@@ -170,6 +235,33 @@ class HostHandlers:
         harmful = await self._guard.assess(report, found)
         await self._take(report.service, harmful)
         await self._request_rescan(report, found.rescans)
+
+    def _may_have(self, service: str, host: str) -> bool:
+        up = self._up()
+        return (up is None or service in up) and self._listings.may_have(service, host)
+
+    def _note_listed(self, report: ComputeHosts) -> None:
+        """Log and count the hosts of this report that another service which is up lists, too, when that changes."""
+        self._listings.note(report)
+        found = self._listings.contested(report, self._up() or ())
+        listed = {host.uuid for host in report.hosts}
+        before = self._contested.get(report.service, frozenset())
+        now = {uuid for uuid in before - listed if self._listings.may_have(report.service, uuid)} | found.keys()
+        if now == before:
+            return
+        self._contested[report.service] = frozenset(now)
+        metrics.CONTESTED.labels(report.service).set(len(now))
+        for host in sorted(found.keys() - before)[:LOGGED_HOSTS]:
+            log.error(
+                "host.reported_twice",
+                host=host,
+                service=report.service,
+                other=found[host],
+                hosts=len(found),
+                cause=host,
+                hint="two compute services that are up report a host of this uuid: stop one of them. Until then no"
+                " report of one of them shows that a machine of the other one is lost",
+            )
 
     async def _request_rescan(self, report: ComputeHosts, rescans: Sequence[tuple[str, str]]) -> None:
         """Request a later scan of hosts that another service reported, where only that shows what is lost."""

@@ -6,7 +6,7 @@ no harm). One of them, the keeper (`store.leases`), records the state of service
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import structlog
 from msgspec import Struct
@@ -93,6 +93,10 @@ class LeaseKeeper:
     def down(self) -> Mapping[str, Lease]:
         """Compute services that take no builds now."""
         return self._table.down
+
+    def up(self) -> Collection[str] | None:
+        """Compute services that are up; None: this has not listened for long enough to know."""
+        return self._table.up
 
     def note_outdated(self, service: str, epoch: int) -> None:
         """A report came whose epoch is below this one of the same service."""

@@ -34,8 +34,19 @@ RESCANS = Counter(
     "Instances whose host a service not on record for it was requested to scan again, by service.",
     ["service"],
 )
+CONTESTED = Gauge(
+    "berth_conductor_hosts_reported_twice",
+    "Hosts of a compute service that another service which is up reports as well, by service.",
+    ["service"],
+)
 DATABASE_CHANGES = Counter(
     "berth_conductor_database_changes", "How often the cell's database was found restored or promoted."
+)
+SEARCHED = Counter(
+    "berth_conductor_builds_searched",
+    "Doubted builds about which all compute services that are up were queried, by what came of it (found, nothing,"
+    " unanswered).",
+    ["outcome"],
 )
 UNEXPECTED_ANSWERS = Counter(
     "berth_conductor_unexpected_answers",

@@ -143,7 +143,7 @@ class Agent:
 
     def _on_spawn(self, command: Spawn) -> EntryRow | None:
         key = (command.host_uuid, command.spec.instance_uuid)
-        verdict, entry = on_spawn(self._records.get(key), command.attempt, command.deployment)
+        verdict, entry = on_spawn(self._records.get(key), command.attempt, command.deployment, command.spec.project_id)
         self._verdicts[verdict].inc()
         if verdict is SpawnVerdict.UNDERWAY:
             return None
@@ -360,6 +360,7 @@ class Agent:
         """
         await self._survey.load_hosts()
         listed = await self._driver.list()
+        self._survey.note_listed(listed)
         found = {(m.host_uuid, m.instance_uuid): m for machines in listed.values() for m in machines}
         for key, entry in self._records.entries():
             self._resume(key, entry, found.pop(key, None), seen=key[0] in listed)

@@ -7,7 +7,9 @@ from collections.abc import Awaitable, Callable, Sequence
 from bus.consuming.outcome import Done, Outcome, Received, Refuse
 from bus.contracts.cell import (
     Destroy,
+    FindMachines,
     Heartbeat,
+    MachinesFound,
     QueueMarker,
     ReportHosts,
     RescanHosts,
@@ -19,6 +21,7 @@ from bus.contracts.cell import (
 from bus.contracts.moves import ChangeMachine
 from bus.contracts.placement import InventoryOutdated
 from compute_sim.agent import Agent
+from compute_sim.driver import DriverUnavailable
 from compute_sim.name import source_of
 from compute_sim.records import Key
 from compute_sim.ring import Ring
@@ -41,6 +44,7 @@ class ComputeHandlers:
         on_marker: Callable[[QueueMarker, Sequence[Key]], None],
         reserve: Callable[[ReserveMachines], Awaitable[None]],
         on_rescan: Callable[[RescanHosts], None],
+        find: Callable[[FindMachines], Awaitable[MachinesFound]],
         ring: Ring | None = None,
     ) -> None:
         self._agent = agent
@@ -52,33 +56,45 @@ class ComputeHandlers:
         self._on_marker = on_marker
         self._reserve = reserve
         self._on_rescan = on_rescan
+        self._find = find
         self._ring = ring
 
     async def commands(self, batch: Sequence[Received]) -> Sequence[Outcome]:
         """Spawn, Destroy and ChangeMachine: Done means remembered and started, not ended; the end is published.
 
-        QueueMarker: everything before it has been taken.
+        QueueMarker: everything before it has been taken. FindMachines: answered when that is so.
         """
         await self._wait_for_capacity()
         taken: list[Spawn | Destroy | ChangeMachine] = []
         markers: list[QueueMarker] = []
+        questions: list[tuple[int, FindMachines]] = []
         outcomes: list[Outcome] = []
         for received in batch:
             message = received.message
-            if not isinstance(message, Spawn | Destroy | ChangeMachine | QueueMarker):
+            if not isinstance(message, Spawn | Destroy | ChangeMachine | QueueMarker | FindMachines):
                 outcomes.append(Refuse("compute.not_a_command", type(message).__name__))
             elif message.service != self._service:
                 outcomes.append(Refuse("compute.misrouted", f"for {message.service}, came to {self._service}"))
             else:
                 if isinstance(message, QueueMarker):
                     markers.append(message)
+                elif isinstance(message, FindMachines):
+                    questions.append((len(outcomes), message))
                 else:
                     taken.append(message)
                 outcomes.append(DONE)
         self._agent.take(taken)
+        for place, question in questions:
+            outcomes[place] = await self._answer(question)
         for marker in markers:
             self._on_marker(marker, self._agent.owed())
         return outcomes
+
+    async def _answer(self, question: FindMachines) -> Outcome:
+        try:
+            return Done(await self._find(question))
+        except DriverUnavailable as fault:  # no answer: the conductor repeats it
+            return Refuse("driver.unavailable", str(fault))
 
     async def control(self, batch: Sequence[Received]) -> Sequence[Outcome]:
         """ReportHosts: one announcement answers all requests. Heartbeats under this service's name: are they ours?

@@ -20,6 +20,7 @@ from compute_sim.crash_plan import CrashPlan
 from compute_sim.driver import Driver, DriverUnavailable, MeasuringDriver
 from compute_sim.drivers.hypervisor import Hypervisors
 from compute_sim.drivers.ironic.driver import BareMetal, ring_name
+from compute_sim.finding import Finder
 from compute_sim.fleet import Fleet
 from compute_sim.handlers import ComputeHandlers
 from compute_sim.host_changes import HostChanges
@@ -79,6 +80,7 @@ class Parts:
             service=service, driver=self.driver, records=self.records, on_changed=self.changes.on_host_changed
         )
         self.survey = Survey(self.driver, self.records, on_listed=self.quarantine.drop_gone)
+        self.finder = Finder(service=service, driver=self.driver, records=self.records, survey=self.survey)
         self.agent = self._agent()
         self.reporter = self._reporter()
         self.inventory = self._inventory()
@@ -177,6 +179,7 @@ class Parts:
             on_marker=self.offering.on_marker,
             reserve=self.quarantine.reserve,
             on_rescan=self.changes.on_rescan,
+            find=self.finder.find,
             ring=self.ring,
         )
 

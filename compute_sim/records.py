@@ -6,7 +6,7 @@ journal again in order gives the same memory.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from msgspec import Struct
@@ -148,6 +148,10 @@ class Records:
         """Whether a machine of this instance may be on this host, as far as is known."""
         entry = self._entries.get((host, instance))
         return entry is not None and entry.phase not in ENDED
+
+    def live(self, instances: Collection[str]) -> dict[Key, Entry]:
+        """Of these instances what runs or is being built, as far as is known."""
+        return {key: self._entries[key] for key in (*self._running, *self._spawns) if key[1] in instances}
 
     def running(self) -> dict[Key, Entry]:
         """What runs, as far as is known."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import structlog
 
@@ -30,18 +30,48 @@ class Survey:
         self._driver = driver
         self._records = records
         self._on_listed = on_listed
+        self._names: dict[str, str] = {}
+        self._unrecorded: dict[str, list[Machine]] = {}  # by host: machines with a mark that are not on record
 
     async def load_hosts(self) -> Sequence[DriverHost]:
         """Read from the driver which hosts there are; from now on builds are taken for these, and only these."""
         hosts = await self._driver.hosts()
         self.hosts = frozenset(host.uuid for host in hosts)
+        self._names = {host.uuid: host.name for host in hosts}
         return hosts
+
+    def name_of(self, host: str) -> str:
+        """The name of a host; its uuid where that is all that is known."""
+        return self._names.get(host) or host
+
+    def unrecorded(self, instances: Collection[str]) -> list[Machine]:
+        """Machines of these instances that carry a mark and are not on record here, as their hosts last listed them."""
+        return [
+            one
+            for machines in self._unrecorded.values()
+            for one in machines
+            if one.instance_uuid in instances and self._records.get((one.host_uuid, one.instance_uuid)) is None
+        ]
+
+    def note_listed(self, listed: Mapping[str, Sequence[Machine]]) -> None:
+        """Remember of what these hosts carry the part that is not on record."""
+        for host, machines in listed.items():
+            unrecorded = [
+                one
+                for one in machines
+                if one.deployment is not None and self._records.get((host, one.instance_uuid)) is None
+            ]
+            if unrecorded:
+                self._unrecorded[host] = unrecorded
+            else:
+                self._unrecorded.pop(host, None)
 
     async def running(self, hosts: Sequence[str] | None = None) -> dict[str, list[Running]]:
         """What each host that was seen carries; machines on record that their hosts do not carry are noted as lost."""
         before = self._records.running()
         listed = await self._driver.list(hosts)
         self._on_listed(listed)
+        self.note_listed(listed)
         result: dict[str, list[Running]] = {host: [] for host in listed}
         for host, machines in listed.items():
             reserved = {one.instance_uuid for one in self._records.reserved(host)}

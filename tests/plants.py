@@ -34,7 +34,8 @@ class Plant(Struct, frozen=True, kw_only=True):
 # What stands between the report of a running machine and the next state, in the table of instances.
 _LAST_OF_FAILED = (
     "        HostMissing: IGNORE,\n        ServiceLost: IGNORE,\n        MoveRequested: REFUSE,\n"
-    "        ChangeEnded: IGNORE,\n        Reverted: IGNORE,\n        HostFenced: IGNORE,\n    },\n    State.DELETING"
+    "        ChangeEnded: IGNORE,\n        Reverted: IGNORE,\n        HostFenced: IGNORE,\n"
+    "        MachineFound: IGNORE,\n    },\n    State.DELETING"
 )
 
 PLANTS = (

@@ -24,7 +24,7 @@ RACE_S = 5.0
 # A report that a conductor cannot take yet (its database is away, it is paused) acts so long after its scan at most.
 LATE_REPORT_S = MAX_FAULT_S + 5.0
 # While a record stands so, its attempt is wanted.
-WANTED = frozenset({State.BUILDING, State.ACTIVE})
+WANTED = frozenset({State.BUILDING, State.ADOPTING, State.ACTIVE})
 
 
 class Seen(Struct, frozen=True):

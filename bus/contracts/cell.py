@@ -125,6 +125,43 @@ class Destroy(Message, frozen=True, kw_only=True, tag="compute.destroy.v1"):
     unless_built: bool = False
 
 
+MAX_FOUND = 1000
+
+
+class FindMachines(Message, frozen=True, kw_only=True, tag="compute.find.v1"):
+    """Queries a compute service: which of its hosts have a machine of these instances, complete or being built.
+
+    It waits in the service's queue behind the commands that were published before, so those count. deployment: as in
+    Spawn; machines with the mark of another one are left out.
+    """
+
+    service: Word
+    deployment: Uuid
+    instance_uuids: Annotated[tuple[Uuid, ...], Bound(min_length=1, max_length=MAX_FOUND)]
+
+
+class FoundMachine(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A machine that no order has ended. project_id: that it was built for; allocations: what it takes, by provider
+    (None: the service does not know). built: it is complete.
+    """
+
+    instance_uuid: Uuid
+    host_uuid: Uuid
+    host: Label
+    service: Word
+    attempt: int
+    built: bool = True
+    project_id: Word | None = None
+    allocations: Allocations | None = None
+
+
+class MachinesFound(Message, frozen=True, kw_only=True, tag="compute.found.v1"):
+    """All that one compute service has of the instances that it was queried about."""
+
+    service: Word
+    machines: Annotated[tuple[FoundMachine, ...], Bound(max_length=10 * MAX_FOUND)] = ()
+
+
 class QueueMarker(Message, frozen=True, kw_only=True, tag="compute.marker.v1"):
     """A compute service to itself, through its own queue: what was waiting there at its start comes before this.
 

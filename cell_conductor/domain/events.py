@@ -5,7 +5,7 @@ from __future__ import annotations
 from msgspec import Struct
 
 from bus.contracts.base import Refusal
-from bus.contracts.cell import InstanceSpec, Selection
+from bus.contracts.cell import FoundMachine, InstanceSpec, Selection
 from bus.contracts.groups import ServerGroup
 from bus.contracts.moves import CellMove
 from bus.contracts.placement import ClaimOutcome
@@ -23,7 +23,8 @@ class Event(Struct, frozen=True, kw_only=True):
 class BuildRequested(Event, frozen=True, kw_only=True):
     """The scheduler hands over a build whose first selection is claimed under attempt 1.
 
-    given_up: why its queue has given the message up, or is about to; None: it does not.
+    given_up: why its queue has given the message up, or is about to; None: it does not. found: machines that the
+    cell's services have of it, where it is doubted.
     """
 
     spec: InstanceSpec
@@ -36,6 +37,7 @@ class BuildRequested(Event, frozen=True, kw_only=True):
     server_group: ServerGroup | None = None
     limits: dict[str, int] = {}
     given_up: Refusal | None = None
+    found: tuple[FoundMachine, ...] = ()
 
 
 class DeleteRequested(Event, frozen=True, kw_only=True):
@@ -181,6 +183,12 @@ class ServiceLost(Event, frozen=True, kw_only=True):
     reason: str = ""
 
 
+class MachineFound(Event, frozen=True, kw_only=True):
+    """The cell's services were queried about a doubted instance, and have these machines of it."""
+
+    machines: tuple[FoundMachine, ...]
+
+
 class HostFenced(Event, frozen=True, kw_only=True):
     """A host is fenced: it is off, and is notified of what it has lost before it is used again (see `fences`)."""
 
@@ -204,6 +212,7 @@ EVENTS: tuple[type[Event], ...] = (
     ChangeEnded,
     Reverted,
     HostFenced,
+    MachineFound,
 )
 
 

@@ -19,6 +19,7 @@ class State(StrEnum):
     ABSENT = "absent"  # no record
     TOMBSTONE = "tombstone"  # deleted before its build arrived
     BUILDING = "building"  # a host was commanded to build the current attempt
+    ADOPTING = "adopting"  # its machine was found on another host, which is requested of placement
     RECLAIMING = "reclaiming"  # the attempt is over; placement is to release it and claim an alternate
     ABANDONING = "abandoning"  # as reclaiming, and a delete was requested meanwhile
     ACTIVE = "active"
@@ -75,6 +76,8 @@ MOVING = frozenset(
 
 # The announcements of one instance are numbered from here; the numbers below belong to the scheduler.
 FIRST_SEQUENCE = 10
+# A record that was set back goes on this much higher: above every number that its forgotten announcements have had.
+SET_BACK_GAP = 1_000_000
 
 
 # Of an alternate, or a first host, whose service was down when its turn came.
@@ -170,7 +173,8 @@ class Instance(Struct, frozen=True, kw_only=True, omit_defaults=True):
     first number that it gave out since (0: none): the forgotten records may have given out the same. power: whether it
     is meant to run. image: of a shelved one, its snapshot. order: the highest number given to a change of its machine.
     move: what is being done with it. ended: requests that have ended, the newest last. traceparent: the trace of the
-    last request about it ("": not sampled), for what a deadline makes of it.
+    last request about it ("": not sampled), for what a deadline makes of it. found_built: the machine that is being
+    adopted is complete.
     """
 
     uuid: str
@@ -205,6 +209,7 @@ class Instance(Struct, frozen=True, kw_only=True, omit_defaults=True):
     move: Move | None = None
     ended: tuple[EndedMove, ...] = ()
     traceparent: str = ""
+    found_built: bool = False
 
     @property
     def last_attempt(self) -> int:
@@ -247,6 +252,11 @@ class Instance(Struct, frozen=True, kw_only=True, omit_defaults=True):
     def first_not_tried(self) -> bool:
         """Whether attempt 1 was never commanded by this record, because its service was down."""
         return bool(self.history) and (self.history[0].attempt, self.history[0].outcome) == (1, NOT_TRIED)
+
+    @property
+    def alternates_and_here(self) -> tuple[Selection, ...]:
+        """The selection of the current attempt, and those not tried yet."""
+        return self.selections[self.position :]
 
     @property
     def alternates(self) -> tuple[Selection, ...]:

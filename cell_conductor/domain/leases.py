@@ -23,6 +23,8 @@ FARTHEST_EPOCH = 2**62  # of a message that names one
 # So many heartbeats in a row that are missing put a service out of its ring: its free nodes go to the others. That does
 # no harm when it lives, so it is sooner than silence.
 RING_MISSED = 3
+# So many heartbeats of the slowest have to have been due before it is known who is up.
+LISTEN_BEATS = 1.5
 # So many services are kept at most; further ones are not suspected of anything.
 MAX_SERVICES = 100_000
 
@@ -93,6 +95,17 @@ class LeaseTable:
     def down(self) -> dict[str, Lease]:
         """Services that take no builds now."""
         return {service: held.lease for service, held in self._held.items() if held.lease.state is not LeaseState.UP}
+
+    @property
+    def up(self) -> tuple[str, ...] | None:
+        """Services that are up; None: this has not listened long enough to have received a heartbeat of each.
+
+        A service is taken to send its heartbeats about as often as those that are known.
+        """
+        intervals = [held.lease.interval_s for held in self._held.values() if held.sequence >= 0]
+        if self._clock < LISTEN_BEATS * max(intervals, default=DEFAULT_BEAT_S):
+            return None
+        return tuple(service for service, held in self._held.items() if held.lease.state is LeaseState.UP)
 
     @property
     def abandoned(self) -> dict[str, Lease]:

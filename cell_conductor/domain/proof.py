@@ -18,6 +18,7 @@ DELETE_REQUESTED = frozenset({State.TOMBSTONE, State.ABANDONING, State.DELETING,
 WANTED = frozenset(
     {
         State.BUILDING,
+        State.ADOPTING,
         State.ACTIVE,
         State.FINISHING,
         State.RESIZING,

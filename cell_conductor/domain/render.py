@@ -14,10 +14,10 @@ Derived from `cell_conductor/domain/table.py`; a test compares. Write it anew wi
 `python -m cell_conductor.domain.render > docs/reference/states.md`.
 
 What is allocated follows from the state: one attempt's allocation is held in `building`, `active` and `deleting`;
-`reclaiming` and `abandoning` ask placement to release and claim in one go, `giving_up` and `releasing` ask it to
-release. In a move the migration holds the source and the instance its destination: `claiming` requests one, `reverting`
-gives the instance its source again, `releasing_source` releases the migration; `vacating` releases what a shelved one
-held.
+`reclaiming`, `adopting` and `abandoning` ask placement to release and claim in one go, `giving_up` and `releasing` ask
+it to release. In a move the migration holds the source and the instance its destination: `claiming` requests one,
+`reverting` gives the instance its source again, `releasing_source` releases the migration; `vacating` releases what a
+shelved one held.
 In every other state nothing is held. A host that never confirms a destroy keeps its allocation: what may
 still run there must not be promised to another consumer.
 """

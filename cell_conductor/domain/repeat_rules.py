@@ -6,9 +6,9 @@ from msgspec.structs import replace
 
 from bus.contracts.build import BuildState
 
+from .adopt_rules import start_or_adopt
 from .events import BuildRequested
 from .instance import Instance
-from .rules import start_build
 from .steps import Step, StepContext, announce
 
 
@@ -17,7 +17,7 @@ def restart_build(instance: Instance, event: BuildRequested, context: StepContex
     if event.requested_at <= instance.requested_at:
         was_active = any(record.outcome == "active" for record in instance.history)
         return _announce_again(instance, BuildState.FAILED, context, terminal=not was_active)
-    return start_build(Instance(uuid=instance.uuid, sequence=instance.sequence), event, context)
+    return start_or_adopt(Instance(uuid=instance.uuid, sequence=instance.sequence), event, context)
 
 
 def announce_active_again(instance: Instance, event: BuildRequested, context: StepContext) -> Step:

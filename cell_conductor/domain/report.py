@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from enum import StrEnum
 from typing import Protocol
 
@@ -92,9 +92,12 @@ def differences(
     now: float,
     seen_at: float,
     grace_s: float,
+    may_have: Callable[[str, str], bool] = lambda _service, _host: False,
 ) -> Differences:
     """What a report and the record disagree about. The state machine decides what to do; most reports agree.
 
+    may_have(service, host): whether that service is up, and lists the host or has not listed all its hosts. Then the
+    report of another service does not show what is missing there: they may have two hosts of one uuid.
     Unlocked reading: the record may move on meanwhile, so every event is judged again by the machine.
     """
     by_uuid = {record.uuid: record for record in recorded}
@@ -118,11 +121,17 @@ def differences(
                 unwanted = record.state not in DELETE_REQUESTED and is_over(record, one.attempt, host_uuid)
                 into = harmful if unwanted else events
                 into.append((one.instance_uuid, _runs(report, one, host_uuid, now, seen_at)))
-    missing, rescans = _not_listed(report, by_uuid.values(), running_on, seen_at, grace_s)
+    anothers = {one.uuid for one in by_uuid.values() if _is_anothers(one, report.service, may_have)}
+    missing, rescans = _not_listed(report, by_uuid.values(), running_on, seen_at, grace_s, anothers=anothers)
     for place, record in missing:
         into = harmful if record.state in HARMED else events
         into.append((record.uuid, _missing(report, place, now, seen_at)))
     return Differences(tuple(events), tuple(harmful), tuple(unexplained), tuple(rescans))
+
+
+def _is_anothers(record: RecordedInstance, service: str, may_have: Callable[[str, str], bool]) -> bool:
+    is_elsewhere = record.service != service and record.host_uuid is not None
+    return is_elsewhere and may_have(record.service, record.host_uuid or "")
 
 
 def _not_listed(
@@ -131,6 +140,8 @@ def _not_listed(
     running_on: Mapping[str, Sequence[Running]],
     seen_at: float,
     grace_s: float,
+    *,
+    anothers: Collection[str],
 ) -> tuple[list[tuple[str, RecordedInstance]], list[tuple[str, str]]]:
     """([(host, record) of what is expected there and is not listed], [(host, rescan) that has to show it first])."""
     missing: list[tuple[str, RecordedInstance]] = []
@@ -146,7 +157,7 @@ def _not_listed(
         for place, is_expected in places:
             if place is None or not is_expected or not counts or place not in running_on:
                 continue
-            if (place, record.uuid) in listed:
+            if (place, record.uuid) in listed or (place == record.host_uuid and record.uuid in anothers):
                 continue
             if record.service != report.service and (rescan := rescan_id(record)) not in report.rescans:
                 rescans.append((place, rescan))

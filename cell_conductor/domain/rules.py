@@ -32,7 +32,7 @@ from .events import (
 )
 from .fences import FENCED
 from .history import summary_of
-from .instance import NOT_TRIED, Instance, State
+from .instance import NOT_TRIED, SET_BACK_GAP, Instance, State
 from .proof import is_outdated, is_over
 from .steps import CLOCKS_APART_S, Step, StepContext
 
@@ -48,14 +48,24 @@ def ignore(instance: Instance, event: object, context: StepContext) -> Step:
     return Step(instance)
 
 
+def is_doubted_request(event: BuildRequested, set_back_at: float) -> bool:
+    """Whether it may have been handed in before, to what the database has forgotten: it was sent before the set-back.
+
+    `stamps.requested` is when its client sent it; `requested_at` when a scheduler decided it, perhaps once more.
+    """
+    sent_at = min(event.requested_at, event.stamps.requested if event.stamps is not None else event.requested_at)
+    return bool(set_back_at) and sent_at < set_back_at + CLOCKS_APART_S
+
+
 def start_build(instance: Instance, event: BuildRequested, context: StepContext) -> Step:
     """The first selection is commanded; unless its service is down and another's is not, or it is fenced."""
-    adopted = _adopt(instance, event)
+    adopted = with_request(instance, event)
     if event.given_up is not None:
         return _end_unbuilt(adopted, event.given_up, event.at, context)
-    if context.set_back_at and event.requested_at < context.set_back_at + CLOCKS_APART_S:
+    if is_doubted_request(event, context.set_back_at):
         # It may have been handed in before, to what the database has forgotten: its host is queried, and waited for.
-        return _spawn(replace(adopted, doubted=True), event.at, context)
+        # What a service that is down may have of it is not proved over by what this record does.
+        return _spawn(replace(numbered_on(adopted), doubted=True, reused_from=1), event.at, context)
     closed = context.closed.why(adopted.here)
     if closed is None or (closed.code != FENCED and not _has_somewhere_to_go(adopted, context)):
         return _spawn(adopted, event.at, context)
@@ -67,6 +77,11 @@ def start_build(instance: Instance, event: BuildRequested, context: StepContext)
         return Step(steps.ask(left, State.RECLAIMING, event.at, context))
     over = replace(left, code="max_retries_exceeded", reason=steps.cut(summary_of(left)))
     return Step(steps.ask(over, State.GIVING_UP, event.at, context))
+
+
+def numbered_on(instance: Instance) -> Instance:
+    """The record of an instance whose announcements may be forgotten: schedulers ignore numbers that they have had."""
+    return replace(instance, sequence=instance.sequence + SET_BACK_GAP)
 
 
 def _end_unbuilt(instance: Instance, why: Refusal, at: float, context: StepContext) -> Step:
@@ -82,7 +97,7 @@ def tombstone(instance: Instance, event: DeleteRequested, context: StepContext) 
 
 def refuse_build(instance: Instance, event: BuildRequested, context: StepContext) -> Step:
     """The build of a deleted instance: give its claim back, start nothing."""
-    adopted = replace(_adopt(instance, event), cause=instance.cause)
+    adopted = replace(with_request(instance, event), cause=instance.cause)
     return Step(steps.ask(adopted, State.RELEASING, event.at, context))
 
 
@@ -348,7 +363,8 @@ def _half_released(instance: Instance, event: Released, context: StepContext) ->
     return None if consumer == expected else Step(instance)
 
 
-def _adopt(instance: Instance, event: BuildRequested) -> Instance:
+def with_request(instance: Instance, event: BuildRequested) -> Instance:
+    """The record of what this request specifies; its first selection is claimed under attempt 1."""
     return replace(
         instance,
         spec=event.spec,

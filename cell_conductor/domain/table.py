@@ -11,6 +11,7 @@ from bus.contracts.placement import Claim, ClaimOption, Migration, Release, Reve
 from bus.faults import BrokenInvariant
 
 from . import (
+    adopt_rules,
     change_rules,
     delete_rules,
     fence_rules,
@@ -32,6 +33,7 @@ from .events import (
     HostFenced,
     HostMissing,
     HostRuns,
+    MachineFound,
     MoveRequested,
     Released,
     Reverted,
@@ -93,6 +95,7 @@ MOVING: Mapping[type[Event], Rule | None] = {
     ChangeEnded: IGNORE,
     Reverted: IGNORE,
     HostFenced: IGNORE,
+    MachineFound: IGNORE,
 }
 ABORT = Rule(move_rules.abort, UNDONE)
 ARRIVE = Rule(move_rules.arrive, ARRIVED)
@@ -225,7 +228,9 @@ MOVES: Mapping[State, Mapping[type[Event], Rule | None]] = {
 # has a deadline, and Claimed, ClaimRefused and Released only after the state that requests them was once entered.
 TABLE: Mapping[State, Mapping[type[Event], Rule | None]] = {
     State.ABSENT: {
-        BuildRequested: Rule(rules.start_build, (State.BUILDING, State.RECLAIMING, State.GIVING_UP)),
+        BuildRequested: Rule(
+            adopt_rules.start_or_adopt, (State.BUILDING, State.ADOPTING, State.RECLAIMING, State.GIVING_UP)
+        ),
         DeleteRequested: Rule(rules.tombstone, (State.TOMBSTONE,)),
         Spawned: IGNORE,  # no record proves nothing: the database may be new, another's, or older than the machine
         SpawnFailed: IGNORE,
@@ -241,6 +246,7 @@ TABLE: Mapping[State, Mapping[type[Event], Rule | None]] = {
         ChangeEnded: IGNORE,
         Reverted: IGNORE,
         HostFenced: IGNORE,
+        MachineFound: IGNORE,
     },
     State.TOMBSTONE: {
         BuildRequested: Rule(rules.refuse_build, (State.RELEASING,)),
@@ -259,6 +265,7 @@ TABLE: Mapping[State, Mapping[type[Event], Rule | None]] = {
         ChangeEnded: IGNORE,
         Reverted: IGNORE,
         HostFenced: IGNORE,
+        MachineFound: IGNORE,
     },
     State.BUILDING: {
         BuildRequested: IGNORE,
@@ -277,6 +284,26 @@ TABLE: Mapping[State, Mapping[type[Event], Rule | None]] = {
         ChangeEnded: IGNORE,
         Reverted: IGNORE,
         HostFenced: Rule(fence_rules.leave_host, (State.RECLAIMING, State.GIVING_UP)),
+        MachineFound: IGNORE,
+    },
+    State.ADOPTING: {
+        BuildRequested: IGNORE,
+        DeleteRequested: Rule(rules.destroy, (State.DELETING,)),
+        Spawned: Rule(adopt_rules.note_built),
+        SpawnFailed: IGNORE,  # not built, it goes on as `building`, and its host is queried
+        TimedOut: AGAIN,
+        Claimed: Rule(adopt_rules.end_adopted, (State.ACTIVE, State.BUILDING)),
+        ClaimRefused: Rule(adopt_rules.end_adopted, (State.ACTIVE, State.BUILDING)),
+        Destroyed: IGNORE,
+        Released: None,
+        HostRuns: Rule(adopt_rules.note_built),
+        HostMissing: IGNORE,  # lost as an active one, if it is
+        ServiceLost: IGNORE,
+        MoveRequested: REFUSE,
+        ChangeEnded: IGNORE,
+        Reverted: IGNORE,
+        HostFenced: IGNORE,  # what follows is judged again once it is active
+        MachineFound: IGNORE,
     },
     State.RECLAIMING: {
         BuildRequested: IGNORE,
@@ -295,6 +322,7 @@ TABLE: Mapping[State, Mapping[type[Event], Rule | None]] = {
         ChangeEnded: IGNORE,
         Reverted: IGNORE,
         HostFenced: IGNORE,
+        MachineFound: Rule(adopt_rules.adopt_machine, (State.ADOPTING, State.GIVING_UP)),
     },
     State.ABANDONING: {
         BuildRequested: IGNORE,
@@ -313,6 +341,7 @@ TABLE: Mapping[State, Mapping[type[Event], Rule | None]] = {
         ChangeEnded: IGNORE,
         Reverted: IGNORE,
         HostFenced: IGNORE,
+        MachineFound: IGNORE,
     },
     State.ACTIVE: {
         BuildRequested: ACTIVE_AGAIN,
@@ -331,6 +360,7 @@ TABLE: Mapping[State, Mapping[type[Event], Rule | None]] = {
         ChangeEnded: IGNORE,
         Reverted: IGNORE,
         HostFenced: Rule(fence_rules.fail_by_policy, (State.GIVING_UP,)),
+        MachineFound: IGNORE,
     },
     State.GIVING_UP: {
         BuildRequested: IGNORE,
@@ -349,9 +379,12 @@ TABLE: Mapping[State, Mapping[type[Event], Rule | None]] = {
         ChangeEnded: IGNORE,
         Reverted: IGNORE,
         HostFenced: IGNORE,
+        MachineFound: IGNORE,
     },
     State.FAILED: {
-        BuildRequested: Rule(repeat_rules.restart_build, (State.BUILDING, State.RECLAIMING, State.GIVING_UP)),
+        BuildRequested: Rule(
+            repeat_rules.restart_build, (State.BUILDING, State.ADOPTING, State.RECLAIMING, State.GIVING_UP)
+        ),
         DeleteRequested: Rule(rules.end_deleted, (State.DELETED,)),
         Spawned: DESTROY_ORPHAN,
         SpawnFailed: Rule(rules.destroy_leftover),
@@ -367,6 +400,7 @@ TABLE: Mapping[State, Mapping[type[Event], Rule | None]] = {
         ChangeEnded: IGNORE,
         Reverted: IGNORE,
         HostFenced: IGNORE,
+        MachineFound: IGNORE,
     },
     State.DELETING: {
         BuildRequested: IGNORE,
@@ -385,6 +419,7 @@ TABLE: Mapping[State, Mapping[type[Event], Rule | None]] = {
         ChangeEnded: IGNORE,
         Reverted: IGNORE,
         HostFenced: Rule(fence_rules.end_delete, (State.RELEASING,)),
+        MachineFound: IGNORE,
     },
     State.RELEASING: {
         BuildRequested: IGNORE,
@@ -403,6 +438,7 @@ TABLE: Mapping[State, Mapping[type[Event], Rule | None]] = {
         ChangeEnded: IGNORE,
         Reverted: IGNORE,
         HostFenced: IGNORE,
+        MachineFound: IGNORE,
     },
     State.DELETED: {
         BuildRequested: Rule(repeat_rules.announce_deleted_again),
@@ -421,6 +457,7 @@ TABLE: Mapping[State, Mapping[type[Event], Rule | None]] = {
         ChangeEnded: IGNORE,
         Reverted: IGNORE,
         HostFenced: IGNORE,
+        MachineFound: IGNORE,
     },
     **MOVES,
 }
@@ -444,7 +481,7 @@ def step(instance: Instance, event: Event, context: StepContext) -> Step:
     return stepped
 
 
-AWAITS_CLAIM = frozenset({State.RECLAIMING, State.ABANDONING, State.CLAIMING})
+AWAITS_CLAIM = frozenset({State.ADOPTING, State.RECLAIMING, State.ABANDONING, State.CLAIMING})
 AWAITS_RELEASE = frozenset({State.GIVING_UP, State.RELEASING, State.VACATING})
 # A claim may be sent twice at once (a redelivered message, the sweep), answered "full", and then "claimed" because
 # there is room meanwhile. What follows from the first answer requests the release, or the revert, of that very attempt:
@@ -493,7 +530,7 @@ def _claim(instance: Instance) -> Claim:
         release_first=move is None or instance.position > 0,
         options=tuple(
             ClaimOption(allocations=s.allocations, shapes=s.shapes, host=s.host_uuid if instance.server_group else None)
-            for s in instance.alternates
+            for s in (instance.alternates if instance.state is not State.ADOPTING else (instance.here,))
         ),
         server_group=instance.server_group,
         limits=instance.limits,

@@ -20,6 +20,7 @@ from cell_conductor.domain.fences import Fence, Loss
 from cell_conductor.domain.instance import MOVING, UNDER_WAY, Instance, State
 from cell_conductor.domain.leases import Lease
 from cell_conductor.domain.report import EXPECTED
+from cell_conductor.domain.rules import numbered_on
 
 from . import memory_fences
 from .memory_fences import MemoryFences
@@ -84,7 +85,7 @@ class MemoryTransaction:
         self._transaction.will(partial(setattr, table, "set_back_at", self._seen.set_back_at))
         under_way = sorted(uuid for uuid, one in table.instances.items() if one.state in UNDER_WAY | MOVING)
         await self._transaction.lock([_key(uuid) for uuid in under_way])
-        doubted = [replace(table.instances[uuid], doubted=True) for uuid in under_way]
+        doubted = [replace(numbered_on(table.instances[uuid]), doubted=True) for uuid in under_way]
         self._transaction.will(partial(setattr, table, "origin", table.place))
         self._write(doubted)
         return DatabaseChange(table.deployment, len(doubted))

@@ -21,7 +21,7 @@ from bus.persistence.outbox_rows import PostgresRows
 from bus.persistence.unit_of_work import Committed
 from bus.persistence.version_cache import VersionCache
 from cell_conductor.domain.fences import Loss
-from cell_conductor.domain.instance import MOVING, NOT_TRIED, UNDER_WAY, Instance, State
+from cell_conductor.domain.instance import FIRST_SEQUENCE, MOVING, NOT_TRIED, SET_BACK_GAP, UNDER_WAY, Instance, State
 
 from . import rows
 from .fences import HOLD, LOSE, PostgresFences, loss_columns
@@ -48,8 +48,10 @@ FROM identity
 """
 NOTE_ORIGIN = "UPDATE identity SET origin = cell_origin()"
 NOTE_SET_BACK = f"{NOTE_ORIGIN}, set_back_at = extract(epoch FROM clock_timestamp()) RETURNING set_back_at"
-DOUBT = """
-UPDATE instances SET record = (record::jsonb || '{"doubted": true}')::json WHERE state = ANY($1)
+DOUBT = f"""
+UPDATE instances SET record = (record::jsonb || jsonb_build_object('doubted', true,
+    'sequence', coalesce((record ->> 'sequence')::bigint, {FIRST_SEQUENCE}) + {SET_BACK_GAP}))::json
+WHERE state = ANY($1)
 """
 
 INSERT = rows.numbered(rows.INSERT)

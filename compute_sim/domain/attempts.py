@@ -33,7 +33,7 @@ class Entry(Struct, frozen=True, array_like=True, omit_defaults=True):
     fence: attempts up to this one never start here. reported: the result of this phase reached the broker.
     code and reason: why it failed; of one that runs, the driver's remark. final: no other host would do better.
     deployment: whose machine it is (None: unknown, recorded by a release that had none). order: of the last change of
-    this machine that was taken.
+    this machine that was taken. project: whose instance it is ("": unknown, recorded by a release that kept none).
     """
 
     attempt: int
@@ -45,6 +45,7 @@ class Entry(Struct, frozen=True, array_like=True, omit_defaults=True):
     final: bool = False
     deployment: str | None = None
     order: int = 0
+    project: str = ""
 
 
 class SpawnVerdict(StrEnum):
@@ -80,10 +81,12 @@ ENDED = frozenset({Phase.FAILED, Phase.GONE})
 LOST = "instance.lost"
 
 
-def on_spawn(entry: Entry | None, attempt: int, deployment: str | None = None) -> tuple[SpawnVerdict, Entry]:
+def on_spawn(
+    entry: Entry | None, attempt: int, deployment: str | None = None, project: str = ""
+) -> tuple[SpawnVerdict, Entry]:
     """Decide a Spawn. The entry returned is what the host knows from now on."""
     if entry is None:
-        return SpawnVerdict.START, Entry(attempt, Phase.BUILDING, deployment=deployment)
+        return SpawnVerdict.START, Entry(attempt, Phase.BUILDING, deployment=deployment, project=project)
     if _is_anothers(entry, deployment):
         return SpawnVerdict.NOT_OURS, entry
     if attempt <= entry.fence:
@@ -94,6 +97,7 @@ def on_spawn(entry: Entry | None, attempt: int, deployment: str | None = None) -
         # The conductor has given up the older attempt, or it would not have commanded a newer one. Its own Destroy
         # may still be on the way; the fence makes sure that no late copy of the older Spawn undoes this.
         fresh = Entry(attempt, Phase.BUILDING, fence=max(entry.fence, entry.attempt), deployment=deployment)
+        fresh = replace(fresh, project=project)
         return (SpawnVerdict.START if entry.phase is Phase.GONE else SpawnVerdict.REPLACE), fresh
     if entry.phase is Phase.BUILDING:
         return SpawnVerdict.UNDERWAY, entry
@@ -144,11 +148,24 @@ def is_leaving(entry: Entry | None, attempt: int) -> bool:
     return entry.phase in (Phase.DESTROYING, Phase.BUILDING)  # building: the older attempt is cleared away first
 
 
+def is_there(entry: Entry, deployment: str) -> bool:
+    """Whether a machine of this deployment is there, or is being built, and no order has ended it."""
+    is_kept = entry.phase in (Phase.BUILDING, Phase.RUNNING) and entry.attempt > entry.fence
+    return is_kept and not _is_anothers(entry, deployment)
+
+
 def built(entry: Entry | None, attempt: int, remark: str = "") -> Entry | None:
     """Record that the attempt runs. None when a newer command for this host has overtaken it."""
     if entry is None or entry.attempt != attempt or entry.phase is not Phase.BUILDING:
         return None
-    return Entry(attempt, Phase.RUNNING, fence=entry.fence, reason=remark, deployment=entry.deployment)
+    return Entry(
+        attempt,
+        Phase.RUNNING,
+        fence=entry.fence,
+        reason=remark,
+        deployment=entry.deployment,
+        project=entry.project,
+    )
 
 
 def failed(entry: Entry | None, attempt: int, code: str, reason: str, *, final: bool = False) -> Entry | None:

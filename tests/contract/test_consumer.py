@@ -19,7 +19,7 @@ from bus.consuming.outcome import Done, Outcome, Received, Refuse, Retry
 from bus.contracts.base import Message
 from bus.contracts.build import BuildAccepted, BuildEvent, BuildState
 from bus.contracts.catalogue import BY_QUEUE, COMMANDS
-from bus.contracts.cell import CellDelete
+from bus.contracts.cell import CellDelete, Destroy
 from bus.faults import BrokenInvariant, DatabaseForbidden, DatabaseUnavailable
 from bus.port import BusForbidden, Outgoing
 from bus.wire import BATCH
@@ -580,3 +580,15 @@ async def test_a_drain_gives_back_what_is_not_flushed(house: House, monkeypatch:
     await house.consume(bus, REQUESTS, again)
     await again.wait(1)
     assert again.uuids == [boot(1).instance_uuid]
+
+
+async def test_a_command_that_a_compute_service_gave_up_is_counted_under_its_queue(house: House) -> None:
+    """`berth dead-letters list` left the queues of compute services out."""
+    bus = await house.bus("c1")
+    await house.consume(bus, "compute.{service}", Answering(lambda _: Refuse("compute.misrouted", "why")), service="s1")
+    command = Destroy(instance_uuid=boot(1).instance_uuid, attempt=1, host_uuid=boot(2).instance_uuid, service="s1")
+    await bus.publish(command, cause="why")
+    await settled(bus, queue="compute.s1", dead=1)
+    assert (await dead_letters.count(bus.transport)).by_queue == {"compute.s1": 1}
+    (letter,) = await dead_letters.list_dead(bus.transport, "compute.s1")
+    assert (letter.code, letter.routing_key) == ("compute.misrouted", "compute.destroy.s1")

@@ -17,7 +17,7 @@ from bus.faults import DatabaseReplaced, DatabaseUnavailable
 from bus.persistence.conflict import Conflict
 from bus.persistence.database import Database
 from bus.persistence.outbox import OutboxMessage
-from cell_conductor.domain.instance import MOVING, Instance, Move, State
+from cell_conductor.domain.instance import MOVING, SET_BACK_GAP, Instance, Move, State
 from cell_conductor.store.memory import MemoryInstances, MemoryInstanceTable
 from cell_conductor.store.port import InstanceStore
 from cell_conductor.store.postgres import PostgresInstances, PostgresTransaction
@@ -105,7 +105,9 @@ async def test_a_database_that_was_set_back_is_recognised_once_and_its_builds_ar
     assert {brief.uuid: brief.doubted for brief in briefs} == {A: True, B: False, C: True}
     doubted = await recorded(other)
     assert {uuid: found.doubted for uuid, found in doubted.items()} == {A: True, B: False, C: True}
-    assert replace(doubted[A], doubted=False) == instance(A)
+    assert replace(doubted[A], doubted=False, sequence=instance(A).sequence) == instance(A)
+    numbers = {uuid: found.sequence - instance(uuid).sequence for uuid, found in doubted.items()}
+    assert numbers == {A: SET_BACK_GAP, B: 0, C: SET_BACK_GAP}, "schedulers have had the next ones already"
 
 
 @pytest.mark.parametrize("state", sorted(MOVING))

@@ -388,6 +388,17 @@ MESSAGES: tuple[MessageRow, ...] = (
         idempotency="instance_uuid and attempt",
     ),
     MessageRow(
+        message=cell.FindMachines,
+        owner="compute_sim",
+        publishers=("cell_conductor",),
+        where=Where.CELL,
+        exchange=COMMANDS,
+        key="compute.find.{service}",
+        reply=cell.MachinesFound,
+        persistent=False,
+        idempotency="a question",
+    ),
+    MessageRow(
         message=cell.QueueMarker,
         owner="compute_sim",
         publishers=("compute_sim",),

@@ -196,6 +196,7 @@ QUEUES: tuple[QueueRow, ...] = (
             (COMMANDS, "compute.spawn.{service}"),
             (COMMANDS, "compute.destroy.{service}"),
             (COMMANDS, "compute.change.{service}"),
+            (COMMANDS, "compute.find.{service}"),
             (COMMANDS, "compute.marker.{service}"),
         ),
         retry_s=RETRY_S,

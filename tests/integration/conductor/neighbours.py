@@ -19,7 +19,10 @@ from bus.contracts.cell import (
     ComputeOutcome,
     ComputeResult,
     Destroy,
+    FindMachines,
+    FoundMachine,
     InstanceSpec,
+    MachinesFound,
     Selection,
     Spawn,
 )
@@ -33,6 +36,7 @@ from cell_conductor.config import ConductorConfig
 from cell_conductor.domain.instance import State
 from cell_conductor.engine import Engine
 from cell_conductor.handlers import HostHandlers, RequestHandlers
+from cell_conductor.search import MachineSearch
 from cell_conductor.store.postgres import PostgresInstances
 
 CELL = "c1"
@@ -119,13 +123,27 @@ class Neighbours:
         return ClaimResult(outcome=ClaimOutcome.FULL, outcomes=tuple(outcomes))
 
     async def compute(self, batch: Sequence[Received]) -> Sequence[Outcome]:
-        for received in batch if not self.silent else ():
-            result = self._command(received.message)
+        outcomes: list[Outcome] = []
+        for received in batch:
+            message = received.message
+            if isinstance(message, FindMachines):
+                outcomes.append(Done(None if self.silent else self._find(message)))
+                continue
+            outcomes.append(Done())
+            result = self._command(message) if not self.silent else None
             if result is not None:
                 await self.bus.publish(result, cause=received.meta.cause)
         async with self.changed:
             self.changed.notify_all()
-        return [Done()] * len(batch)
+        return outcomes
+
+    def _find(self, question: FindMachines) -> MachinesFound:
+        machines = tuple(
+            FoundMachine(instance_uuid=uuid, host_uuid=host, host=host, service="s1", attempt=attempt, project_id="p")
+            for (host, uuid), attempt in self.running.items()
+            if uuid in question.instance_uuids
+        )
+        return MachinesFound(service="s1", machines=machines)
 
     def _command(self, message: Message) -> ComputeResult | None:
         if isinstance(message, Spawn | Destroy) and message.host_uuid in self.dead:
@@ -200,8 +218,9 @@ class Cell:
             await bus.open()
             stack.push_async_callback(bus.close)
         self.relay = Relay(self.store.outbox, {CELL: self.bus}, clock=self.clock)
+        self.search = MachineSearch(self.store, self.bus, timeout_s=ASK_S, up=lambda: ("s1",))
         self.engine = self.new_engine()
-        requests = RequestHandlers(self.engine, self.clock)
+        requests = RequestHandlers(self.engine, self.clock, search=self.search)
         self.hosts = HostHandlers(
             self.engine, self.store, self.clock, self.config, self.bus, outdated=lambda _service, _epoch: None
         )
@@ -226,7 +245,15 @@ class Cell:
             await consumer.drain(WAIT_S)
 
     def new_engine(self) -> Engine:
-        return Engine(store=self.store, bus=self.bus, relay=self.relay, clock=self.clock, config=self.config, cell=CELL)
+        return Engine(
+            store=self.store,
+            bus=self.bus,
+            relay=self.relay,
+            clock=self.clock,
+            config=self.config,
+            cell=CELL,
+            search=self.search,
+        )
 
     def host(self, n: int) -> str:
         return f"10000000-0000-4000-8000-{n:012d}"

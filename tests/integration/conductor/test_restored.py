@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator
 
 import pytest
+from msgspec.structs import replace
 from structlog.testing import capture_logs
 
 from bus.contracts.build import BuildState
@@ -78,6 +79,27 @@ async def test_of_a_doubted_build_nothing_is_destroyed_while_its_host_is_silent(
     await cell.around.until(lambda: len(cell.around.ends(uuid)) == 2)  # a second client would receive it, too
     assert await cell.state(uuid) is State.ACTIVE
     await cell.check_at_rest()
+
+
+async def test_a_forgotten_build_that_comes_again_for_another_host_is_adopted_where_its_machine_runs(
+    cell: Cell,
+) -> None:
+    """One drill in four: the second machine was built, and the first one ran on in quarantine."""
+    uuid, _ = await _active(cell)
+    async with cell.database.raw() as connection:
+        await connection.execute("DELETE FROM instances")
+        await connection.execute("UPDATE identity SET origin = 'another cluster'")
+    await cell.engine.sweep()
+    again = cell.build(3, 4)
+    again = replace(again, spec=replace(again.spec, instance_uuid=uuid), requested_at=cell.clock.time() - 1.0)
+    cell.around.held = {uuid: (1, cell.host(3), 1)}  # the book was restored as well, and has the new claim
+    spawns = len(cell.around.spawns)
+    await cell.around.bus.publish(again)
+    await cell.around.until(lambda: cell.around.ends(uuid) == [BuildState.ACTIVE, BuildState.ACTIVE])
+    assert len(cell.around.spawns) == spawns
+    assert cell.around.running == {(cell.host(1), uuid): 1}
+    assert cell.around.held == {uuid: (2, cell.host(1), 2)}
+    assert await cell.state(uuid) is State.ACTIVE
 
 
 async def test_a_conductor_survives_an_answer_to_a_question_that_its_emptied_database_does_not_know(cell: Cell) -> None:

@@ -330,3 +330,43 @@ async def test_small_groups_of_two_stores_at_once_lose_nothing(
     assert len(set(numbers)) == 60
     assert await book.over_capacity() == [] and await book.findings() == []
     await second.close()
+
+
+async def test_a_lost_claim_costs_one_statement_that_does_not_fail_and_writes_nothing(
+    book: Book, rng: random.Random, make_claim: MakeClaim, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It cost a transaction that undid itself, which is an error in PostgreSQL's log, and a second one with locks."""
+    (host,) = await book.hosts(1, rng, VCPU=1)
+    first = make_claim(new_uuid(rng), {host: {"VCPU": 1}})
+    assert (await one(book.store, first)).outcome is ClaimOutcome.CLAIMED
+    apply, sent = fast_path.apply, []
+
+    async def watched(connection: Any, *rest: Any) -> object:
+        raw = connection._con if hasattr(connection, "_con") else connection  # of a pool
+        raw.add_query_logger(sent.append)
+        return await apply(connection, *rest)
+
+    async def rows() -> list[asyncpg.Record]:
+        async with book.database.raw() as connection:
+            return [
+                row
+                for table in (
+                    "providers",
+                    "inventories",
+                    "consumers",
+                    "allocations",
+                    "project_usage",
+                    "changes",
+                    "feed_head",
+                )
+                for row in await connection.fetch(f"SELECT ctid::text, xmin::text FROM {table}")
+            ]
+
+    before = await rows()
+    monkeypatch.setattr(fast_path, "apply", watched)
+    lost = await one(book.store, make_claim(new_uuid(rng), {host: {"VCPU": 1}}))
+    monkeypatch.undo()
+    await asyncio.sleep(0)  # what was sent is noted by the loop
+    assert lost.outcome is ClaimOutcome.FULL
+    assert [(one.query.split("(")[0].split()[-1], one.exception) for one in sent] == [("claim_new", None)]
+    assert await rows() == before

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from msgspec.structs import replace
 
 from bus.contracts.build import BuildState
@@ -11,10 +12,11 @@ from cell_conductor.domain.instance import Instance, State
 from cell_conductor.domain.leases import Lease, LeaseState
 from cell_conductor.domain.proof import is_over
 from cell_conductor.domain.report import RENUMBERED, UnexplainedKind, differences
-from cell_conductor.domain.rules import OUTCOME_UNKNOWN
+from cell_conductor.domain.rules import OUTCOME_UNKNOWN, numbered_on
 from cell_conductor.domain.steps import Step
 from cell_conductor.domain.table import step
 from cell_conductor.store.port import Brief
+from scheduler_worker.domain.builds import RecordedBuild, apply_announcement
 from tests.unit.conductor.scenario import (
     DEPLOYMENT,
     PATIENCE,
@@ -135,6 +137,31 @@ def test_what_its_host_runs_when_it_is_back_is_kept_in_quarantine() -> None:
         assert [one.kind for one in found.unexplained] == [UnexplainedKind.QUARANTINED]
         assert not found.events and not found.harmful
         assert not destroys(run(spawned(), start=record)), "nor by the host's own late word"
+
+
+def announced_to(build: RecordedBuild, *stepped: Step) -> RecordedBuild:
+    for one in stepped:
+        for event in announced(one):
+            build = apply_announcement(build, event, "c1")[0]
+    return build
+
+
+@pytest.mark.parametrize("forgotten", ["the whole build", "its end"])
+def test_the_end_of_a_build_reaches_schedulers_though_they_have_had_one_of_that_number(forgotten: str) -> None:
+    """It was numbered as the `active` that the cell had forgotten: the schedulers had it active for ever."""
+    building = run(requested(SET_BACK_AT + 100.0))
+    up = run(spawned(), start=building.instance)
+    top = RecordedBuild(instance_uuid=UUID, project_id="p", state=BuildState.SCHEDULED, sequence=2, cell="c1")
+    top = announced_to(top, building, up)
+    assert (top.state, top.terminal) == (BuildState.ACTIVE, True)
+    again = (
+        run(requested(SET_BACK_AT - 10.0)).instance
+        if forgotten == "the whole build"
+        else replace(numbered_on(building.instance), doubted=True)
+    )
+    over = run(past(again, 61.0), past(again, LIMIT_S + 1e6), start=again)
+    top = announced_to(top, run(RELEASED, start=over.instance))
+    assert (top.state, top.code) == (BuildState.FAILED, OUTCOME_UNKNOWN)
 
 
 def test_its_client_may_still_delete_it_and_then_the_machine_goes() -> None:

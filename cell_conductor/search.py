@@ -1,0 +1,125 @@
+"""Queries the cell's compute services about the instances of doubted builds, before anything is built for them.
+
+A build is doubted when it may have been begun before by what the database has forgotten: see
+docs/explanation/destruction.md. Each service that is up is queried, with one deadline for all of them.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Collection, Mapping, Sequence
+
+import structlog
+from msgspec import Struct
+
+from bus.bus import Bus
+from bus.contracts.cell import MAX_FOUND, FindMachines, FoundMachine, MachinesFound
+from bus.faults import Fault
+
+from . import metrics
+from .domain.adopt_rules import forgotten_machines
+from .domain.instance import Instance
+from .store.port import InstanceStore
+
+log = structlog.get_logger(__name__)
+
+LOGGED_SERVICES = 10
+
+
+class Searched(Struct, frozen=True):
+    """machines: by instance. missing: services that are up and have not answered; "": who is up is not known yet."""
+
+    machines: Mapping[str, Sequence[FoundMachine]] = {}
+    missing: tuple[str, ...] = ()
+
+    def of(self, uuid: str) -> tuple[FoundMachine, ...] | None:
+        """The machines of this instance; None: it is not known whether there is one."""
+        found = tuple(self.machines.get(uuid, ()))
+        return found if found or not self.missing else None
+
+
+class MachineSearch:
+    """One conductor's. up: the services that are up (None: it has not listened for long enough to know)."""
+
+    def __init__(
+        self,
+        store: InstanceStore,
+        bus: Bus,
+        *,
+        timeout_s: float,
+        up: Callable[[], Collection[str] | None],
+        unexplained: Callable[[], Collection[str]] = frozenset,
+    ) -> None:
+        """`unexplained()`: instances of which a host has a machine that no record explains."""
+        self._store = store
+        self._bus = bus
+        self._timeout_s = timeout_s
+        self._up = up
+        self._unexplained = unexplained
+
+    @property
+    def set_back_at(self) -> float:
+        """When the database was last set back (0: never)."""
+        return self._store.set_back_at
+
+    def is_unexplained(self, uuid: str) -> bool:
+        """Whether a host has a machine of this instance that no record explains."""
+        return uuid in self._unexplained()
+
+    async def find(self, uuids: Collection[str]) -> Searched:
+        """Query every service that is up about these instances."""
+        up = self._up()
+        if not uuids:
+            return Searched()
+        if up is None:
+            return Searched(missing=("",))
+        wanted = sorted(uuids)
+        pages = [tuple(wanted[start : start + MAX_FOUND]) for start in range(0, len(wanted), MAX_FOUND)]
+        questions = [
+            FindMachines(service=service, deployment=self._store.deployment, instance_uuids=page)
+            for service in sorted(up)
+            for page in pages
+        ]
+        causes = [question.instance_uuids[0] for question in questions]
+        answers = await self._bus.request_all(questions, MachinesFound, timeout_s=self._timeout_s, causes=causes)
+        machines: dict[str, list[FoundMachine]] = defaultdict(list)
+        missing: dict[str, str] = {}
+        for question, answer in zip(questions, answers, strict=True):
+            if isinstance(answer, Fault):
+                missing[question.service] = answer.code
+                continue
+            for one in answer.machines:
+                if one.instance_uuid in uuids:
+                    machines[one.instance_uuid].append(one)
+        metrics.SEARCHED.labels("found").inc(len(machines))
+        metrics.SEARCHED.labels("unanswered" if missing else "nothing").inc(len(wanted) - len(machines))
+        if missing or machines:
+            log.warning(
+                "build.searched",
+                instances=len(wanted),
+                found={uuid: [one.host for one in found] for uuid, found in list(machines.items())[:LOGGED_SERVICES]},
+                unanswered=dict(list(missing.items())[:LOGGED_SERVICES]),
+                cause=wanted[0],
+            )
+        return Searched(machines, tuple(missing))
+
+    async def find_forgotten(
+        self, doubted: Mapping[str, Instance], now: float, limit_s: float
+    ) -> tuple[dict[str, tuple[FoundMachine, ...]], set[str]]:
+        """Of records that fail over: machines that they do not know; and those for which nothing may be claimed now.
+
+        Those are the ones with such a machine, and the ones of which a service that is up has not answered: they wait
+        for the next sweep, until the doubt's own limit (`limit_s`).
+        """
+        searched = await self.find(doubted)
+        found: dict[str, tuple[FoundMachine, ...]] = {}
+        unsure: set[str] = set()
+        for uuid, instance in doubted.items():
+            machines = searched.of(uuid)
+            doubted_for_s = now - max(instance.since, self.set_back_at)
+            if machines is None and doubted_for_s < limit_s:
+                unsure.add(uuid)
+            elif forgotten := forgotten_machines(instance, machines or ()):
+                unsure.add(uuid)
+                found[uuid] = forgotten
+        return found, unsure

@@ -1,0 +1,70 @@
+"""What the hosts of one service have of certain instances, for a conductor whose record may have forgotten some."""
+
+from __future__ import annotations
+
+from bus.contracts.cell import FindMachines, FoundMachine, MachinesFound
+from compute_sim.domain.attempts import Entry, Phase, is_there
+from compute_sim.driver import Driver, Machine
+from compute_sim.records import Key, Records
+from compute_sim.survey import Survey
+
+
+class Finder:
+    """One service's. It reads; nothing is changed."""
+
+    def __init__(self, *, service: str, driver: Driver, records: Records, survey: Survey) -> None:
+        self._service = service
+        self._driver = driver
+        self._records = records
+        self._survey = survey
+
+    async def find(self, question: FindMachines) -> MachinesFound:
+        """Every machine of these instances with this deployment's mark that no order has ended.
+
+        Also those that are still being built, and those that are not on record here but were listed by their hosts
+        when these were last looked at. Raises DriverUnavailable.
+        """
+        wanted = frozenset(question.instance_uuids)
+        recorded = {
+            key: entry for key, entry in self._records.live(wanted).items() if is_there(entry, question.deployment)
+        }
+        unrecorded = {
+            (one.host_uuid, one.instance_uuid): one
+            for one in self._survey.unrecorded(wanted)
+            if one.deployment == question.deployment and not one.left
+        }
+        places = sorted({host for host, _ in recorded})
+        listed = await self._driver.list(places) if places else {}
+        seen = {(one.host_uuid, one.instance_uuid): one for machines in listed.values() for one in machines}
+        found = [self._recorded(key, entry, seen.get(key)) for key, entry in recorded.items()]
+        found += [self._unrecorded(one) for key, one in unrecorded.items() if key not in recorded]
+        return MachinesFound(service=self._service, machines=tuple(found))
+
+    def _recorded(self, key: Key, entry: Entry, machine: Machine | None) -> FoundMachine:
+        return FoundMachine(
+            instance_uuid=key[1],
+            host_uuid=key[0],
+            host=self._survey.name_of(key[0]),
+            service=self._service,
+            attempt=entry.attempt,
+            built=entry.phase is Phase.RUNNING,
+            project_id=entry.project or None,
+            allocations=_taken(machine),
+        )
+
+    def _unrecorded(self, machine: Machine) -> FoundMachine:
+        return FoundMachine(
+            instance_uuid=machine.instance_uuid,
+            host_uuid=machine.host_uuid,
+            host=self._survey.name_of(machine.host_uuid),
+            service=self._service,
+            attempt=machine.attempt or 0,
+            built=machine.built,
+            allocations=_taken(machine),
+        )
+
+
+def _taken(machine: Machine | None) -> dict[str, dict[str, int]] | None:
+    if machine is None or machine.allocations is None:
+        return None
+    return {provider: dict(amounts) for provider, amounts in machine.allocations.items()}

@@ -1,0 +1,117 @@
+"""What a compute service answers when it is queried which of its hosts have a machine of an instance."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+
+import pytest
+from msgspec.structs import replace
+
+from bus.contracts.cell import FindMachines, FoundMachine
+from compute_sim.domain.attempts import Entry, Phase
+from compute_sim.driver import DriverUnavailable, Machine
+from compute_sim.finding import Finder
+from tests.unit.compute.test_agent import HOSTS, INSTANCES, Scripted, Service, destroy, spawn
+
+OURS = "dddddddd-0000-4000-8000-000000000001"
+THEIRS = "dddddddd-0000-4000-8000-000000000002"
+TAKEN = {HOSTS[0]: {"VCPU": 2}}
+
+
+class Marking(Scripted):
+    """Its machines carry marks, and it knows what they take."""
+
+    mark = OURS
+
+    async def list(self, hosts: Sequence[str] | None = None) -> Mapping[str, Sequence[Machine]]:
+        listed = await super().list(hosts)
+        return {
+            host: [replace(one, deployment=self.mark, allocations=TAKEN) for one in machines]
+            for host, machines in listed.items()
+            if hosts is None or host in hosts
+        }
+
+
+def finder_of(service: Service) -> Finder:
+    return Finder(service="s", driver=service.driver, records=service.records, survey=service.survey)
+
+
+async def ask(service: Service, instance: int = 0) -> tuple[FoundMachine, ...]:
+    question = FindMachines(service="s", deployment=OURS, instance_uuids=(INSTANCES[instance],))
+    return (await finder_of(service).find(question)).machines
+
+
+async def built() -> Service:
+    service = Service(Marking())
+    await service.agent.resume()
+    service.agent.take([replace(spawn(0), deployment=OURS)])
+    await service.rest()
+    return service
+
+
+async def test_a_machine_on_record_is_found_with_its_project_and_what_it_takes() -> None:
+    service = await built()
+    (one,) = await ask(service)
+    assert one == FoundMachine(
+        instance_uuid=INSTANCES[0],
+        host_uuid=HOSTS[0],
+        host=HOSTS[0][-4:],
+        service="s",
+        attempt=1,
+        built=True,
+        project_id=spawn(0).spec.project_id,
+        allocations=TAKEN,
+    )
+    assert await ask(service, instance=1) == ()
+
+
+async def test_one_that_is_being_built_is_found_and_one_that_is_ended_is_not() -> None:
+    driver = Marking()
+    driver.gate = asyncio.Event()
+    service = Service(driver)
+    await service.agent.resume()
+    service.agent.take([replace(spawn(0), deployment=OURS)])
+    (one,) = await ask(service)
+    assert not one.built and one.attempt == 1
+    service.agent.take([replace(destroy(0), deployment=OURS)])
+    assert await ask(service) == ()
+    driver.gate.set()
+    await service.rest()
+    assert await ask(service) == ()
+
+
+async def test_one_that_is_not_on_record_is_found_by_its_mark() -> None:
+    """Its journal is lost: then it is not known whose it is."""
+    driver = Marking()
+    driver.machines[HOSTS[1], INSTANCES[0]] = 3
+    service = Service(driver)
+    await service.agent.resume()
+    (one,) = await ask(service)
+    assert (one.host_uuid, one.attempt, one.project_id) == (HOSTS[1], 3, None)
+    del driver.machines[HOSTS[1], INSTANCES[0]]
+    await service.survey.running()
+    assert await ask(service) == ()
+
+
+@pytest.mark.parametrize("recorded", [True, False])
+async def test_another_deployments_machine_is_left_out(recorded: bool) -> None:
+    driver = Marking()
+    driver.mark = THEIRS
+    driver.machines[HOSTS[0], INSTANCES[0]] = 1
+    service = Service(driver)
+    if recorded:
+        service.records.put((HOSTS[0], INSTANCES[0]), Entry(1, Phase.RUNNING, deployment=THEIRS))
+    await service.agent.resume()
+    assert await ask(service) == ()
+
+
+async def test_without_its_driver_a_service_gives_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    service = await built()
+
+    async def unavailable(hosts: object = None) -> None:
+        raise DriverUnavailable("unavailable")
+
+    monkeypatch.setattr(service.driver, "list", unavailable)
+    with pytest.raises(DriverUnavailable):
+        await ask(service)

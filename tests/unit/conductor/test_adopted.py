@@ -1,0 +1,157 @@
+"""Builds that were redelivered to a database which has forgotten them: their machine runs, and is not built again."""
+
+from __future__ import annotations
+
+import pytest
+from msgspec.structs import replace
+
+from bus.contracts.build import BuildState
+from bus.contracts.cell import FoundMachine
+from bus.contracts.placement import Claim
+from bus.contracts.stages import Stamps
+from cell_conductor.domain import events as e
+from cell_conductor.domain.adopt_rules import MACHINE_EXISTS
+from cell_conductor.domain.instance import Instance, State
+from cell_conductor.domain.proof import is_over
+from cell_conductor.domain.rules import is_doubted_request
+from cell_conductor.domain.steps import Step
+from cell_conductor.domain.table import question_of
+from tests.unit.conductor.scenario import (
+    DELETE,
+    RELEASED,
+    UUID,
+    announced,
+    destroys,
+    failed,
+    host,
+    queried,
+    refused,
+    reported,
+    spawned,
+    spawns,
+)
+from tests.unit.conductor.scenario import claimed as taken
+from tests.unit.conductor.test_doubted import SET_BACK_AT, in_doubt, requested, run
+
+CLAIMED = taken(attempt=2)
+
+
+def machine(n: int = 3, attempt: int = 1, **other: object) -> FoundMachine:
+    known = FoundMachine(
+        instance_uuid=UUID, host_uuid=host(n), host=f"host-{n}", service="s2", attempt=attempt, project_id="p"
+    )
+    return replace(known, **other)
+
+
+def found(*machines: FoundMachine) -> Step:
+    """A request for the hosts 1 and 2, decided once more; its cell has these machines of it."""
+    return run(replace(requested(SET_BACK_AT - 10.0), found=machines))
+
+
+def claim_of(instance: Instance) -> Claim:
+    question = question_of(instance)
+    assert isinstance(question, Claim)
+    return question
+
+
+def test_a_machine_on_another_host_is_claimed_there_and_becomes_active() -> None:
+    """It was built a second time, and the first machine stayed in quarantine."""
+    adopting = found(machine())
+    assert adopting.instance.state is State.ADOPTING and adopting.commands == ()
+    claim = claim_of(adopting.instance)
+    assert (claim.attempt, claim.release_first, claim.consumer_generation) == (2, True, 7)
+    assert [option.allocations for option in claim.options] == [{host(3): {"VCPU": 1}}]
+    up = run(CLAIMED, start=adopting.instance)
+    (event,) = announced(up)
+    assert (event.state, event.host, event.attempt, event.terminal) == (BuildState.ACTIVE, "host-3", 1, True)
+    assert up.instance.state is State.ACTIVE and up.instance.host_uuid == host(3) and not spawns(up)
+    assert up.instance.next_attempt == 3, "the book has attempt 2"
+
+
+def test_it_is_active_also_where_the_book_has_no_room() -> None:
+    up = run(refused(attempt=2), start=found(machine()).instance)
+    assert up.instance.state is State.ACTIVE and not destroys(up) and not spawns(up)
+    assert up.instance.consumer_generation is None
+
+
+def test_what_the_machine_takes_is_claimed_as_its_host_reports_it() -> None:
+    nested = {host(3): {"VCPU": 2}, host(4): {"VGPU": 1}}
+    assert claim_of(found(machine(allocations=nested)).instance).options[0].allocations == nested
+
+
+def test_one_that_is_not_complete_yet_is_waited_for() -> None:
+    building = run(CLAIMED, start=found(machine(built=False)).instance)
+    assert building.instance.state is State.BUILDING and not spawns(building)
+    assert building.instance.deadline is not None
+    up = run(spawned(attempt=1, n=3), start=building.instance)
+    assert up.instance.state is State.ACTIVE
+
+
+def test_one_that_is_complete_before_placement_answers_is_active_then() -> None:
+    adopting = found(machine(built=False)).instance
+    assert run(spawned(attempt=1, n=3), CLAIMED, start=adopting).instance.state is State.ACTIVE
+    assert run(reported("s2", n=3), CLAIMED, start=adopting).instance.state is State.ACTIVE
+
+
+@pytest.mark.parametrize("other", [{"project_id": "theirs"}, {"project_id": None}, {"attempt": 0}])
+def test_a_machine_not_proved_to_be_its_projects_is_neither_adopted_nor_doubled(
+    other: dict[str, object],
+) -> None:
+    """A client could take another's machine over by naming its uuid, while the schedulers have forgotten it."""
+    over = found(machine(**other))
+    assert over.instance.state is State.GIVING_UP and over.commands == ()
+    ended = run(RELEASED, start=over.instance)
+    (event,) = announced(ended)
+    assert (event.state, event.code, event.terminal) == (BuildState.FAILED, MACHINE_EXISTS, True)
+    assert not is_over(ended.instance, 1, host(3)) and not is_over(ended.instance, 2, host(3))
+
+
+def test_its_first_hosts_first_attempt_is_the_command_repeated() -> None:
+    assert spawns(found(machine(n=1))) == [(1, host(1))]
+
+
+def test_the_first_host_may_have_a_later_attempt() -> None:
+    up = run(taken(attempt=4), start=found(machine(n=1, attempt=3)).instance)
+    assert (up.instance.state, up.instance.attempt, spawns(up)) == (State.ACTIVE, 3, [])
+
+
+def test_of_several_the_complete_one_is_adopted_and_no_other_is_destroyed() -> None:
+    adopting = found(machine(n=2, attempt=2, built=False), machine(n=3, attempt=1)).instance
+    up = run(taken(attempt=2), start=adopting).instance
+    assert (up.host_uuid, up.attempt) == (host(3), 1)
+    later = run(taken(attempt=3), start=found(machine(n=3, attempt=1), machine(n=2, attempt=2)).instance).instance
+    assert (later.host_uuid, later.attempt) == (host(2), 2)
+    assert not is_over(later, 1, host(3))
+
+
+def test_a_delete_meanwhile_destroys_the_machine_that_was_found() -> None:
+    leaving = run(DELETE, start=found(machine()).instance)
+    assert leaving.instance.state is State.DELETING and destroys(leaving) == [(1, host(3))]
+    late = run(CLAIMED, start=leaving.instance)
+    assert late.instance.state is State.DELETING and late.commands == ()
+
+
+def test_a_record_that_was_set_back_adopts_what_its_fail_over_would_build_again() -> None:
+    waiting = in_doubt()
+    over = run(failed(), start=waiting).instance
+    assert over.state is State.RECLAIMING and over.doubted
+    adopting = run(e.MachineFound(at=9e3, machines=(machine(attempt=2),)), start=over)
+    assert adopting.instance.state is State.ADOPTING
+    up = run(taken(attempt=3), start=adopting.instance).instance
+    assert (up.state, up.host_uuid, up.attempt) == (State.ACTIVE, host(3), 2)
+    own = run(e.MachineFound(at=9e3, machines=(machine(n=1, attempt=1),)), start=over)
+    assert own.instance is over, "that is what has just failed"
+
+
+def test_a_machine_on_a_silent_service_is_kept_when_the_doubted_build_has_failed_over() -> None:
+    """Attempt 1 of the forgotten record was over for the new one as soon as that had come to attempt 2: destroyed."""
+    second = run(failed(), taken(), spawned(attempt=2), start=in_doubt()).instance
+    assert second.state is State.ACTIVE and second.attempt == 2
+    assert not is_over(second, 1, host(3))
+
+
+def test_when_its_client_sent_it_counts_and_not_when_it_was_decided_again() -> None:
+    again = queried(at=SET_BACK_AT + 200.0)
+    late = replace(again, requested_at=SET_BACK_AT + 200.0, stamps=Stamps(requested=SET_BACK_AT - 5.0, queued=0.0))
+    assert is_doubted_request(late, SET_BACK_AT) and not is_doubted_request(late, 0.0)
+    assert not is_doubted_request(replace(late, stamps=None), SET_BACK_AT)
