@@ -24,7 +24,7 @@ class CellsQuery(Message, frozen=True, kw_only=True, forbid_unknown_fields=True,
     revision: Version = 0
 
 
-class CellRecord(Struct, frozen=True, kw_only=True, omit_defaults=True):
+class CellRecord(Struct, frozen=True, kw_only=True):
     """One cell. in_use: workers connect to its bus.
 
     configured: the settings of this scheduler name it. by, at: who decided it, seconds since the epoch

@@ -590,7 +590,7 @@ def test_builds_are_listed_by_host_code_and_time(berth: Berth) -> None:
 
 def test_a_cell_is_disabled_and_enabled(berth: Berth) -> None:
     listed = {one["name"]: one for one in berth("cells", "list", "--json").data}
-    assert {name: (one["body"]["state"], one["version"]) for name, one in listed.items()} == {
+    assert {name: (one["state"], one["version"]) for name, one in listed.items()} == {
         "cell1": ("enabled", 0),
         "cell2": ("enabled", 0),
     }
