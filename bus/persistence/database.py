@@ -26,7 +26,6 @@ from sqlalchemy.pool import NullPool
 
 from bus.clock import SystemClock
 from bus.faults import DatabaseForbidden, DatabaseUnavailable, DatabaseUnprepared, Transient
-from bus.persistence import array_parameters
 from bus.persistence.address import CONNECTION_LOST, ServerUntrusted, parse_database_url
 from bus.persistence.group_flush import FlushingCommit, GroupFlush
 from bus.persistence.revision import UnsupportedSchema, check_columns, is_at_head
@@ -34,8 +33,6 @@ from bus.retrying import DATABASE, Retrying
 from bus.tracing.context import CURRENT
 
 log = structlog.get_logger(__name__)
-
-array_parameters.install()
 
 CONNECT_TIMEOUT_S = 10.0  # one attempt to connect to one server, the handshake included
 STATEMENT_TIMEOUT_S = 25.0  # the server gives a statement up after this ...
