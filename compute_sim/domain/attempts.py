@@ -65,7 +65,6 @@ class DestroyVerdict(StrEnum):
 
     DESTROY = "destroy"  # clear it away, then answer
     JOIN = "join"  # it is being cleared away: answer with the others
-    NOTHING = "nothing"  # nothing is left of it: answer now
     STALE = "stale"  # a newer attempt is here and stays: only the fence rises
     NOT_OURS = "not_ours"  # another deployment's machine is here and stays
     BUILT = "built"  # it was to go unless it is complete, and it is: it stays, and is reported again
@@ -128,7 +127,11 @@ def on_destroy(entry: Entry | None, attempt: int, deployment: str | None = None)
     if entry.phase is Phase.DESTROYING:
         return DestroyVerdict.JOIN, fenced
     if entry.phase is Phase.GONE:
-        return DestroyVerdict.NOTHING, fenced
+        # Ordered again, as a report has named it: what was requested of a driver, and whose answer was given up, can
+        # come true after its undoing.
+        return DestroyVerdict.DESTROY, replace(
+            fenced, phase=Phase.DESTROYING, deployment=deployment or entry.deployment
+        )
     if attempt < entry.attempt:
         return DestroyVerdict.STALE, fenced
     owner = deployment or entry.deployment

@@ -54,8 +54,8 @@ def test_spawn(entry: Entry | None, attempt: int, verdict: SpawnVerdict, after: 
         (Entry(1, F, code="x"), 1, DestroyVerdict.DESTROY, Entry(1, D, fence=1)),
         (Entry(1, D, fence=1), 1, DestroyVerdict.JOIN, Entry(1, D, fence=1)),
         (Entry(1, D, fence=1), 2, DestroyVerdict.JOIN, Entry(1, D, fence=2)),
-        (Entry(1, G, fence=1, reported=True), 1, DestroyVerdict.NOTHING, Entry(1, G, fence=1, reported=True)),
-        (Entry(1, G, fence=1, reported=True), 2, DestroyVerdict.NOTHING, Entry(1, G, fence=2)),
+        (Entry(1, G, fence=1, reported=True), 1, DestroyVerdict.DESTROY, Entry(1, D, fence=1, reported=True)),
+        (Entry(1, G, fence=1, reported=True), 2, DestroyVerdict.DESTROY, Entry(1, D, fence=2)),
         (Entry(3, R, reported=True), 2, DestroyVerdict.STALE, Entry(3, R, fence=2, reported=True)),
         (Entry(3, B, fence=2), 1, DestroyVerdict.STALE, Entry(3, B, fence=2)),
     ],
@@ -100,8 +100,8 @@ class OneHost(RuleBasedStateMachine):
         if verdict is DestroyVerdict.STALE:
             assert before is not None and before.attempt > attempt
             assert (self.entry.attempt, self.entry.phase) == (before.attempt, before.phase)
-        if verdict is DestroyVerdict.NOTHING:
-            assert before is not None and before.phase is G
+        if before is not None and before.phase is G:
+            assert verdict is DestroyVerdict.DESTROY, "what is ordered again is looked for again"
 
     @rule(works=st.booleans(), attempt=st.integers(1, 5))
     def end(self, works: bool, attempt: int) -> None:

@@ -89,3 +89,19 @@ async def test_a_machine_that_is_left_as_it_is_counts_as_leaving_once_its_attemp
     await again.agent.resume()
     await again.rest()
     assert driver.destroys == destroys_before, "nor is it destroyed with each start"
+
+
+async def test_what_appears_after_its_destruction_is_destroyed_when_that_is_ordered_again() -> None:
+    """Ironic carried out the request that takes a node seconds after its answer was given up."""
+    driver = Scripted()
+    service = Service(driver)
+    await service.agent.resume()
+    service.agent.take([spawn(0)])
+    await service.rest()
+    service.agent.take([destroy(0)])
+    await service.rest()
+    driver.machines[KEY] = 1
+    service.agent.take([destroy(0)])
+    await service.rest()
+    assert not driver.machines
+    assert [result.outcome for result in service.results[1:]] == [ComputeOutcome.DESTROYED] * 2
