@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 from unittest.mock import patch
 
@@ -42,6 +42,21 @@ def survived_machine_kept() -> AbstractContextManager[Any]:
         resume(self, key, forgiven, machine, **more)
 
     return patch.object(agent.Agent, "_resume", kept)
+
+
+def survived_machine_kept_for_good() -> AbstractContextManager[Any]:
+    """As `survived_machine_kept`, and nothing is looked for that is ordered destroyed again: each alone ends it."""
+    decide = agent.on_destroy
+
+    def on_destroy(entry: Any, attempt: int, deployment: str | None = None) -> Any:
+        if entry is not None and entry.phase is agent.Phase.GONE:
+            return agent.DestroyVerdict.STALE, entry
+        return decide(entry, attempt, deployment)
+
+    both = ExitStack()
+    both.enter_context(survived_machine_kept())
+    both.enter_context(patch.object(agent, "on_destroy", on_destroy))
+    return both
 
 
 def breaker_never_trips() -> AbstractContextManager[Any]:

@@ -17,6 +17,7 @@ from berth.sim.event_log import EventLog
 from berth.sim.harm_watch import LATE_REPORT_S, RACE_S, HarmWatch
 from berth.sim.load import Client
 from berth.sim.loop import Process
+from berth.sim.message_watch import MessageWatch
 from berth.sim.network import SimTransport
 from berth.sim.other_tenants import OtherTenants
 from berth.sim.plan import Action, Order
@@ -75,7 +76,7 @@ async def test_no_build_goes_to_a_host_that_has_left_for_good(message: Message, 
     world = World(replace(plan_of(1), metal=None), EventLog())
     world.left[LEFT] = "dead"
     world.probing = True
-    world._published(API, single(pack(message, Meta(id="1")), "berth", "key"))
+    MessageWatch(world).published(API, single(pack(message, Meta(id="1")), "berth", "key"))
     assert world.breach.done() is breaks
 
 

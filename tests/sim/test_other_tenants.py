@@ -14,7 +14,7 @@ from tests.sim.mutants_of_other_tenants import (
     breaker_never_trips,
     failed_machine_left_running,
     overtaken_404_accepted,
-    survived_machine_kept,
+    survived_machine_kept_for_good,
 )
 
 
@@ -61,7 +61,10 @@ def machines_are_lost_at_once() -> Plan:
             hosts_come_back(lost=True), failed_machine_left_running, "hosts_instances_allocations_agree", id="failed"
         ),
         pytest.param(
-            hosts_come_back(lost=False), survived_machine_kept, "hosts_instances_allocations_agree", id="undead"
+            hosts_come_back(lost=False),
+            survived_machine_kept_for_good,
+            "hosts_instances_allocations_agree",
+            id="undead",
         ),
         pytest.param(machines_are_lost_at_once(), breaker_never_trips, "breaker_holds", id="breaker"),
         pytest.param(nodes_come_again(), overtaken_404_accepted, "removed_on_fresh_word", id="overtaken 404"),
