@@ -49,7 +49,12 @@ SELECT uuid::text FROM consumers
 WHERE released_at IS NULL AND attempt > 0 AND updated_at < now() - make_interval(secs => $1) ORDER BY uuid
 """
 OVER = {"deleted", "tombstone", "failed"}
-INSTANCES = "SELECT uuid::text, state, host_uuid::text FROM instances WHERE uuid = ANY($1::uuid[])"
+# What became active a moment ago, by an adoption after a restore for example, may still get its claim.
+INSTANCES = """
+SELECT uuid::text, state, host_uuid::text,
+       state = 'active' AND source_host_uuid IS NULL AND since < extract(epoch FROM now()) - $2 AS settled
+FROM instances WHERE uuid = ANY($1::uuid[])
+"""
 UNDER_WAY = "SELECT instance_uuid::text FROM build_requests WHERE instance_uuid = ANY($1::uuid[]) AND NOT terminal"
 
 
@@ -282,10 +287,10 @@ async def _lost(here: Site, database: Database, grace_s: float) -> tuple[list[st
     alive: set[str] = set(await _column(here, "scheduler", UNDER_WAY, holders))
     doubled: list[str | Doubled] = []
     for cell in here.cells:
-        for uuid, state, host in await _rows(here, f"cell_{cell}", INSTANCES, holders):
+        for uuid, state, host, settled in await _rows(here, f"cell_{cell}", INSTANCES, holders, grace_s):
             if state not in OVER:
                 alive.add(uuid)
-            if state == "active" and host is not None:
+            if settled and host is not None:
                 known = generations.get(uuid, 0)
                 doubled += overcommit.doubled(uuid, host, held.get(uuid, {}), roots, sharing, known)
     return [uuid for uuid in holders if uuid not in alive], doubled

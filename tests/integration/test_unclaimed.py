@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 import msgspec
 import pytest
 
+from berth.commands.book import audited
 from berth.settings import DatabaseSettings, Settings
 from berth.site import Site
 from berth.unclaimed import claim_again, find_unclaimed
@@ -18,6 +19,7 @@ from bus.persistence.database import Database
 from cell_conductor.domain.instance import Instance, State
 from cell_conductor.store.postgres import MIGRATIONS
 from cell_conductor.store.rows import INSERT, columns, numbered
+from scheduler_worker.store.postgres import MIGRATIONS as SCHEDULER_MIGRATIONS
 from tests.integration.placement.conftest import Book, claim
 
 pytestmark = pytest.mark.postgres
@@ -30,6 +32,7 @@ class Restored:
     """A book with two hosts of four VCPUs, and the record of a cell."""
 
     def __init__(self, url: str) -> None:
+        self.url = url
         self.rng = random.Random(7)
         self.book = Book(url)
         self.cell = Database(url, "cell_cell1", pool_size=1)
@@ -125,3 +128,23 @@ async def test_what_holds_something_of_its_host_is_left_as_it_is(restored: Resto
     uuid = await restored.instance()
     await restored.book.store.apply([claim(uuid, {restored.hosts[0]: {"VCPU": 1}})])
     assert await restored.found() == set()
+
+
+async def test_what_became_active_a_moment_ago_is_not_called_doubled(restored: Restored) -> None:
+    """A restored cell adopts a machine long after the book has the claim of its request, decided for another host."""
+    for schema, migrations in (("scheduler", SCHEDULER_MIGRATIONS), ("cell_cell2", MIGRATIONS)):
+        database = Database(restored.url, schema, pool_size=1)
+        await database.open(migrations)
+        await database.close()
+    young, old = await restored.instance(host=1, age_s=60.0), await restored.instance(host=1)
+    for uuid in (young, old):
+        await restored.book.store.apply([claim(uuid, {restored.hosts[0]: {"VCPU": 2}})])
+    async with restored.book.database.raw() as connection:
+        await connection.execute("UPDATE consumers SET updated_at = updated_at - interval '1 hour'")
+    found = await audited(restored.site, repair=False)
+    assert [line.split(":")[0] for line in found["doubled"]] == [old]
+    assert (await audited(restored.site, repair=True))["doubled"] == []
+    assert await restored.book.allocations() == {
+        young: {restored.hosts[0]: {"VCPU": 2}},
+        old: {restored.hosts[1]: {"VCPU": 2}},
+    }
