@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from msgspec import Struct
 
 from berth.site import Site
-from bus.contracts.placement import Claim, ClaimOption, ClaimResult, ConsumerAllocations, Swap, SwapResult
+from bus.contracts.placement import ConsumerAllocations, Swap, SwapResult
 from bus.faults import DatabaseUnprepared
 from bus.persistence.database import Database
 from cell_conductor.domain.instance import Instance
@@ -67,35 +67,23 @@ async def find_unclaimed(site: Site, book: Database, grace_s: float) -> list[Unc
 async def claim_again(store: PlacementStore, found: Sequence[Unclaimed]) -> list[str]:
     """Give each what is on its cell's record, where there is room. A line for each.
 
-    A claim of one that was deleted meanwhile is refused by its attempt, a change of one that holds something by its
-    generation.
+    What was deleted or moved meanwhile is left alone: the book has a newer attempt of it, or another generation.
     """
     lines = []
     for each in found:
-        [reply] = await store.apply([_claim(each) if each.generation is None else _swap(each)])
-        outcome = str(reply.outcome) if isinstance(reply, ClaimResult | SwapResult) else "refused"
+        [reply] = await store.apply([_swap(each)])
+        outcome = str(reply.outcome) if isinstance(reply, SwapResult) else "refused"
         lines.append(f"{each.instance.uuid}: {'claimed again' if outcome == 'claimed' else f'left alone, {outcome}'}")
     return lines
 
 
-def _claim(each: Unclaimed) -> Claim:
-    instance = each.instance
-    assert instance.spec is not None
-    chosen = instance.selections[instance.position]
-    return Claim(
-        consumer=instance.uuid,
-        attempt=max(instance.attempt, 1),
-        options=(ClaimOption(allocations=chosen.allocations, host=chosen.host_uuid),),
-        project_id=instance.spec.project_id,
-        user_id=instance.spec.user_id,
-    )
-
-
 def _swap(each: Unclaimed) -> Swap:
+    """What the machine takes, for the last attempt that its cell knows: a later one is a deletion or a move."""
     instance = each.instance
     assert instance.spec is not None
     entry = ConsumerAllocations(
         consumer=instance.uuid,
+        attempt=max(instance.last_attempt, 1),
         consumer_generation=each.generation,
         allocations={
             provider: dict(resources)

@@ -301,7 +301,11 @@ PLANTS: dict[str, tuple[str, str, str]] = {
     "C-17": (_LEDGER, "if more > 0 and now.get(name, 0) + more > limit:", "if False:"),
     "C-19": ("bus/cell_link.py", "    except TimeoutError:\n", "    except ZeroDivisionError:\n"),
     "C-23": ("scheduler_worker/domain/builds.py", "    return (*attempts, itself)", "    return ()"),
-    "M-12": ("placement_worker/domain/claims.py", "if entry.consumer_generation != generation:", "if False:"),
+    "M-12": (
+        "placement_worker/domain/claims.py",
+        "if entry.consumer_generation != generation or is_late:",
+        "if is_late:",
+    ),
     "I-1": ("ironic_sync/domain/rules.py", "reserved=int(reserved(node))", "reserved=0"),
     "I-7": (
         "ironic_sync/domain/notification.py",

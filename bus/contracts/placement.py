@@ -295,9 +295,14 @@ class RevertResult(Message, frozen=True, kw_only=True, tag="placement.revert.res
 
 
 class ConsumerAllocations(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What one consumer is to hold after a Swap; empty allocations remove the consumer (microversion 1.28)."""
+    """What one consumer is to hold after a Swap; empty allocations remove the consumer (microversion 1.28).
+
+    attempt: of the build that holds it. When given, a consumer that a newer attempt has claimed or released since is
+    left as it is (`consumer_changed`).
+    """
 
     consumer: Uuid
+    attempt: Annotated[int, Bound(ge=1, le=1_000_000)] | None = None
     consumer_generation: Generation | None = None
     allocations: dict[Uuid, dict[str, Amount]] = {}
     project_id: Word

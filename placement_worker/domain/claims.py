@@ -381,7 +381,8 @@ def _swap(ledger: ClaimLedger, swap: Swap) -> ClaimVerdict:
         generation = consumer.generation if consumer is not None and consumer.holding else None
         if ledger.is_others(holding_of(consumer)):
             return ClaimVerdict(outcome=ClaimOutcome.CONSUMER_CHANGED, consumer=entry.consumer, reason=OF_ANOTHER_CELL)
-        if entry.consumer_generation != generation:
+        is_late = entry.attempt is not None and consumer is not None and consumer.attempt > entry.attempt
+        if entry.consumer_generation != generation or is_late:
             return ClaimVerdict(outcome=ClaimOutcome.CONSUMER_CHANGED, consumer=entry.consumer)
     after = total_of(entry.allocations for entry in entries)
     for entry in entries:
@@ -419,7 +420,7 @@ def _replace(ledger: ClaimLedger, entry: ConsumerAllocations, known: ConsumerSta
     ledger.move(before, wanted)
     if wanted:
         generation = 1 if known is None else known.generation + 1
-        attempt = 0 if known is None else known.attempt
+        attempt = max(entry.attempt or 0, 0 if known is None else known.attempt)
         after = ConsumerState(generation, attempt, entry.project_id, entry.user_id, entry.consumer_type, wanted)
         ledger.write(entry.consumer, after)
     elif before and known is not None:

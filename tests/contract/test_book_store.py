@@ -303,7 +303,11 @@ def _any_item(rng: random.Random) -> ClaimItem:
         holding = {rng.choice(HOSTS): {"VCPU": rng.randint(1, 2)}} if rng.random() < 0.7 else {}
         generation = rng.choice((None, 1, 2))
         entry = ConsumerAllocations(
-            consumer=consumer, consumer_generation=generation, allocations=holding, project_id="p"
+            consumer=consumer,
+            attempt=rng.choice((None, 1, 3)),
+            consumer_generation=generation,
+            allocations=holding,
+            project_id="p",
         )
         return Swap(consumers=(entry,))
     hosts = rng.sample(HOSTS, rng.randint(1, 2))

@@ -19,6 +19,7 @@ from bus.persistence.database import Database
 from cell_conductor.domain.instance import Instance, State
 from cell_conductor.store.postgres import MIGRATIONS
 from cell_conductor.store.rows import INSERT, columns, numbered
+from placement_worker.operations.overcommit import generations
 from scheduler_worker.store.postgres import MIGRATIONS as SCHEDULER_MIGRATIONS
 from tests.integration.placement.conftest import Book, claim
 
@@ -39,7 +40,9 @@ class Restored:
         self.site = Site(Settings(database=DatabaseSettings(url=url)))
         self.hosts: list[str] = []
 
-    async def instance(self, *, host: int = 0, age_s: float = HOUR_S, state: State = State.ACTIVE) -> str:
+    async def instance(
+        self, *, host: int = 0, age_s: float = HOUR_S, state: State = State.ACTIVE, newest: int = 1
+    ) -> str:
         """An instance of two VCPUs by its cell's record."""
         uuid, place = new_uuid(self.rng), self.hosts[host]
         selection = Selection(host_uuid=place, host="h", service="s", allocations={place: {"VCPU": 2}})
@@ -49,6 +52,7 @@ class Restored:
             spec=InstanceSpec(instance_uuid=uuid, project_id="p"),
             selections=(selection,),
             attempt=1,
+            newest=newest,
             since=SystemClock().time() - age_s,
         )
         async with self.cell.raw() as connection:
@@ -103,9 +107,25 @@ async def test_what_was_deleted_while_the_audit_read_is_not_claimed(restored: Re
     uuid = await restored.instance()
     seen = await find_unclaimed(restored.site, restored.book.database, GRACE_S)
     await restored.book.store.apply([claim(uuid, {restored.hosts[0]: {"VCPU": 2}})])
-    await restored.book.store.apply([Release(consumer=uuid, attempt=1)])
+    await restored.book.store.apply([Release(consumer=uuid, attempt=2)])  # a deletion fences the last attempt
     assert await claim_again(restored.book.store, seen) == [f"{uuid}: left alone, consumer_changed"]
     assert await restored.book.allocations() == {}
+
+
+async def test_what_was_refused_a_claim_by_a_later_attempt_is_claimed_once_there_is_room(restored: Restored) -> None:
+    """A machine that is adopted after a restore claims under its next number, which a refusal uses up."""
+    uuid, other = await restored.instance(newest=2), new_uuid(restored.rng)
+    full = claim(other, {restored.hosts[0]: {"VCPU": 4}})
+    refused = claim(uuid, {restored.hosts[0]: {"VCPU": 2}}, attempt=2, release_first=True)
+    await restored.book.store.apply([claim(uuid, {restored.hosts[1]: {"VCPU": 2}}), full])
+    async with restored.book.database.raw() as connection:
+        known = await generations(connection)
+    await restored.book.store.apply([msgspec.structs.replace(refused, consumer_generation=known[uuid])])
+    assert await restored.repair() == [f"{uuid}: left alone, full"]
+    await restored.book.store.apply([Release(consumer=other)])
+    assert await restored.repair() == [f"{uuid}: claimed again"]
+    assert await restored.book.allocations() == {uuid: {restored.hosts[0]: {"VCPU": 2}}}
+    assert await restored.book.findings() == []
 
 
 async def test_what_changed_its_holding_while_the_audit_read_is_left_alone(restored: Restored) -> None:

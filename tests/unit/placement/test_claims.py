@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from bus.contracts.placement import (
     Claim,
@@ -249,6 +250,28 @@ def test_a_swap_is_all_or_none(entries: list[tuple[str, int | None, Hold]], expe
     assert (decision.verdicts[0].outcome, decision.verdicts[0].consumer) == (expected, named)
     assert not decision.generations
     assert not decision.consumers
+
+
+@pytest.mark.parametrize(
+    ("attempt", "known", "expected"),
+    [
+        (2, holder({}, attempt=2), ("claimed", 2)),
+        (2, holder({}, attempt=3), ("consumer_changed", None)),
+        (3, holder({}, attempt=2), ("claimed", 3)),
+        (3, None, ("claimed", 3)),
+        (None, holder({}, attempt=3), ("claimed", 3)),
+    ],
+)
+def test_a_swap_of_an_attempt_yields_to_a_newer_one(
+    attempt: int | None, known: ConsumerState | None, expected: tuple[str, int | None]
+) -> None:
+    [entry] = swap((VM, None, {A: {"VCPU": 1}})).consumers
+    consumers = {} if known is None else {VM: known}
+    decision = run(
+        Swap(consumers=(replace(entry, attempt=attempt),)), providers={A: provider(VCPU=room(2))}, consumers=consumers
+    )
+    after = decision.consumers.get(VM)
+    assert (decision.verdicts[0].outcome, after.attempt if after else None) == expected
 
 
 def test_a_swap_already_done_is_done() -> None:
