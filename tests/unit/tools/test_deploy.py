@@ -26,6 +26,7 @@ MOST_EXPOSED = 20
 COMMAND_TIMEOUT_S = 120
 
 needs_systemd = pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd-analyze is not here")
+needs_compose = pytest.mark.skipif(shutil.which("docker-compose") is None, reason="docker-compose is not here")
 
 
 @pytest.fixture
@@ -107,3 +108,11 @@ def test_each_service_of_the_compose_file_is_a_command_and_has_settings_that_are
         assert settings.bus.url == "amqp://berth:berth@rabbitmq:5672/"
         assert settings.database.url == "postgresql://berth:berth@postgres:5432/berth"
         assert list(settings.cells) == ["cell1"]
+
+
+@needs_compose
+def test_compose_accepts_the_file() -> None:
+    command = ["docker-compose", "-f", str(ROOT / "deploy" / "compose.yaml"), "config", "--services"]
+    ran = subprocess.run(command, capture_output=True, text=True, check=False, timeout=COMMAND_TIMEOUT_S)
+    assert (ran.returncode, ran.stderr) == (0, "")
+    assert set(ran.stdout.split()) == {"rabbitmq", "postgres", "placement", "conductor", "compute", "scheduler"}
