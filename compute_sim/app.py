@@ -69,6 +69,8 @@ def _add_tasks(result: Service, env: Environment, parts: Parts) -> None:
     result.add_task("crash plan", parts.crash_plan.wait)
     if (measuring := parts.measuring()) is not None:
         result.add_task("measuring", measuring.run)
+    if (waiting := parts.waiting()) is not None:
+        result.add_task("waiting", waiting.run)
     if isinstance(parts.driver, BareMetal):
         result.add_task("nodes", parts.driver.watch)
 

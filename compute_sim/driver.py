@@ -12,7 +12,7 @@ from typing import Protocol, runtime_checkable
 from msgspec import Struct
 
 from bus.contracts.base import Resources
-from bus.contracts.cell import InstanceSpec, Origin
+from bus.contracts.cell import InstanceSpec, Origin, WaitingBuild
 from bus.contracts.host_metrics import HostReading
 from bus.contracts.moves import ChangeKind
 from bus.contracts.placement import ProviderReport
@@ -199,3 +199,11 @@ class MeasuringDriver(Protocol):
 
     async def measure(self, now: float) -> Sequence[HostReading]:
         """The readings of its hosts' sensors now (`now`: seconds since the epoch). May raise DriverUnavailable."""
+
+
+@runtime_checkable
+class WaitingDriver(Protocol):
+    """A driver whose builds may wait for what manages its hosts."""
+
+    def waiting(self) -> Sequence[WaitingBuild]:
+        """The builds that wait now, the longest first."""

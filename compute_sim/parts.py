@@ -17,7 +17,7 @@ from compute_sim.agent import Agent, Limits
 from compute_sim.announcer import ResultSender
 from compute_sim.config import ComputeConfig
 from compute_sim.crash_plan import CrashPlan
-from compute_sim.driver import Driver, DriverUnavailable, MeasuringDriver
+from compute_sim.driver import Driver, DriverUnavailable, MeasuringDriver, WaitingDriver
 from compute_sim.drivers.hypervisor import Hypervisors
 from compute_sim.drivers.ironic.driver import BareMetal, ring_name
 from compute_sim.finding import Finder
@@ -33,6 +33,7 @@ from compute_sim.reporter import Reporter
 from compute_sim.ring import Ring
 from compute_sim.survey import Survey
 from compute_sim.unreliable import FaultyResultSender
+from compute_sim.waiting import WaitingReporter
 
 if TYPE_CHECKING:
     from bus.service.environment import Environment
@@ -194,6 +195,19 @@ class Parts:
             clock=self.clock,
             rng=random.Random(f"measuring {self._service}"),
             interval_s=self._config.metrics_interval_s,
+        )
+
+    def waiting(self) -> WaitingReporter | None:
+        """What publishes which builds wait; None where the driver's builds wait for nothing."""
+        if not isinstance(self.driver, WaitingDriver):
+            return None
+        return WaitingReporter(
+            self.bus,
+            self.driver,
+            service=self._service,
+            cell=self._cell,
+            clock=self.clock,
+            interval_s=self._config.heartbeat_interval_s,
         )
 
     # --- life

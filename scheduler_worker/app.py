@@ -35,6 +35,7 @@ from scheduler_worker.domain.decision_messages import refused_event
 from scheduler_worker.domain.hosts import HostTable
 from scheduler_worker.domain.move_events import refused_move
 from scheduler_worker.domain.selector import Selector
+from scheduler_worker.domain.waiting import WaitingTable
 from scheduler_worker.domain.workers import WorkerTable
 from scheduler_worker.drain_plan import DrainPlanner
 from scheduler_worker.drains import DrainKeeper
@@ -99,7 +100,14 @@ def build(
     service.add_preparation(lambda: wait_for(configured, config.cell_wait_s))
     keeper = _add_cells(parts, registry, links)
     queries = QueryHandler(
-        parts.store, parts.selector, drains, parts.workers, clock=env.clock, objects=registry, cells=keeper
+        parts.store,
+        parts.selector,
+        drains,
+        parts.workers,
+        parts.waiting,
+        clock=env.clock,
+        objects=registry,
+        cells=keeper,
     )
     _add_requests(parts, queries, engine, moves)
     return service
@@ -121,6 +129,7 @@ class SchedulerParts:
     writer: AnnouncementWriter
     selector: Selector
     workers: WorkerTable
+    waiting: WaitingTable
     claim: Callable[[Bus], None]
 
     @property
@@ -180,6 +189,7 @@ def _parts(
         writer=AnnouncementWriter(store, clock=env.clock),
         selector=selector,
         workers=WorkerTable(),
+        waiting=WaitingTable(),
         claim=claim,
     )
 
@@ -325,7 +335,13 @@ def _link(parts: SchedulerParts, bus: Bus, registry: ObjectRegistry, measured: a
     env, config = parts.env, parts.config
     rng = random.Random(env.rng.getrandbits(64))
     listener = HostsListener(
-        bus, parts.selector.table, parts.workers, clock=env.clock, rng=rng, again_s=config.report_interval_s
+        bus,
+        parts.selector.table,
+        parts.workers,
+        parts.waiting,
+        clock=env.clock,
+        rng=rng,
+        again_s=config.report_interval_s,
     )
     bus.transport.on_reconnect(listener.on_reconnected)
     # Announcements first: a build is dispatched only when the queue of its cell's announcements exists.

@@ -8,11 +8,12 @@ from collections.abc import Sequence
 from bus.bus import Bus
 from bus.clock import Clock
 from bus.consuming.outcome import Done, Outcome, Received
-from bus.contracts.cell import ComputeHosts, ReportHosts, ServicesDigest
+from bus.contracts.cell import BuildsWaiting, ComputeHosts, ReportHosts, ServicesDigest
 from bus.contracts.workers import WorkerHeartbeat
 from bus.port import BusError
 from scheduler_worker import metrics
 from scheduler_worker.domain.hosts import HostTable
+from scheduler_worker.domain.waiting import WaitingTable
 from scheduler_worker.domain.workers import WorkerTable
 
 RECONNECT_CHECK_S = 0.5  # how soon after a reconnect announcements are requested
@@ -27,6 +28,7 @@ class HostsListener:
         bus: Bus,
         table: HostTable,
         workers: WorkerTable,
+        waiting: WaitingTable,
         *,
         clock: Clock,
         rng: random.Random,
@@ -35,6 +37,7 @@ class HostsListener:
         self._bus = bus
         self._table = table
         self._workers = workers
+        self._waiting = waiting
         self._clock = clock
         self._rng = rng
         self._again_s = again_s
@@ -47,6 +50,8 @@ class HostsListener:
             message = received.message
             if isinstance(message, ComputeHosts | ServicesDigest) and message.cell == self._bus.name:
                 self._table.apply(message, now_s)
+            elif isinstance(message, BuildsWaiting) and message.cell == self._bus.name:
+                self._waiting.apply(message, now_s)
             elif isinstance(message, WorkerHeartbeat):
                 self._workers.apply(message, self._bus.name, now_s)
         metrics.KNOWN_HOSTS.set(len(self._table))

@@ -25,6 +25,7 @@ from scheduler_worker.domain.builds import is_search
 from scheduler_worker.domain.flavors import ZONE_KEY
 from scheduler_worker.domain.hosts import NO_SERVICE, Mask
 from scheduler_worker.domain.selector import Selector
+from scheduler_worker.domain.waiting import WaitingTable
 from scheduler_worker.domain.workers import WorkerTable
 from scheduler_worker.drains import DrainKeeper
 from scheduler_worker.host_metrics import host_metrics_page
@@ -41,6 +42,7 @@ class QueryHandler:
         selector: Selector,
         drains: DrainKeeper,
         workers: WorkerTable,
+        waiting: WaitingTable,
         *,
         clock: Clock,
         objects: ObjectRegistry,
@@ -52,6 +54,7 @@ class QueryHandler:
         self._selector = selector
         self._drains = drains
         self._workers = workers
+        self._waiting = waiting
         self._clock = clock
 
     async def __call__(self, batch: Sequence[Received]) -> Sequence[Outcome]:
@@ -67,7 +70,9 @@ class QueryHandler:
             except DatabaseUnavailable as fault:
                 by_name = Refuse(fault.code, fault.reason)
         return [
-            await self._answer(received) if (uuid := _named_by(received.message)) is None else _one_of(by_name, uuid)
+            await self._answer(received)
+            if (uuid := _named_by(received.message)) is None
+            else self._one_of(by_name, uuid)
             for received in batch
         ]
 
@@ -75,7 +80,19 @@ class QueryHandler:
         found, searched_to = await self._store.builds(query), None
         if is_search(query) and len(found) < query.limit:
             searched_to = await self._store.searched_to(query)
-        return BuildPage(builds=tuple(map(_with_sorted_timeline, found)), searched_to=searched_to)
+        return BuildPage(builds=tuple(map(self._with_timeline, found)), searched_to=searched_to)
+
+    def _one_of(self, found: dict[str, BuildRecord] | Refuse, uuid: str) -> Outcome:
+        """The answer about one build; a page without any, where it is not on record."""
+        if isinstance(found, Refuse):
+            return found
+        return Done(reply=BuildPage(builds=(self._with_timeline(found[uuid]),) if uuid in found else ()))
+
+    def _with_timeline(self, build: BuildRecord) -> BuildRecord:
+        """The build with its timeline in order, and what it waits for now as the last line."""
+        line = self._waiting.line_of(build, self._clock.monotonic())
+        build = _with_sorted_timeline(build)
+        return build if line is None else replace(build, timeline=(*build.timeline, line))
 
     async def _answer(self, received: Received) -> Outcome:
         message = received.message
@@ -210,13 +227,6 @@ def _named_by(message: Message) -> str | None:
         return None
     uuid = message.instance_uuid
     return uuid if message == BuildQuery(instance_uuid=uuid, limit=message.limit) else None
-
-
-def _one_of(found: dict[str, BuildRecord] | Refuse, uuid: str) -> Outcome:
-    """The answer about one build; a page without any, where it is not on record."""
-    if isinstance(found, Refuse):
-        return found
-    return Done(reply=BuildPage(builds=(_with_sorted_timeline(found[uuid]),) if uuid in found else ()))
 
 
 def _with_sorted_timeline(build: BuildRecord) -> BuildRecord:

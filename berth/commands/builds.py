@@ -71,7 +71,7 @@ def show(
         if as_json:
             print_json(record)
             return
-        _show_record(record, history=history)
+        show_record(record, history=history)
 
     run(body)
 
@@ -199,10 +199,13 @@ def _plain(track: Track) -> dict[str, object]:
     }
 
 
-def _show_record(record: BuildRecord, *, history: bool) -> None:
+def show_record(record: BuildRecord, *, history: bool) -> None:
+    """Print one build; history: with its timeline."""
     out.print(Text.assemble(record.instance_uuid, f" {printable(record.name)} ", _colour(record.state)), soft_wrap=True)
     now = record.condition if record.condition != record.state else ""
-    facts = {"now": now, "request": f"{record.under_way} is under way" if record.under_way else None}
+    waits = next((line for line in record.timeline[-1:] if line.what == "waiting"), None)
+    facts = {"now": now, "waiting": f"since {_when(waits.at)}: {waits.detail}" if waits is not None else None}
+    facts |= {"request": f"{record.under_way} is under way" if record.under_way else None}
     facts |= {"flavor": record.flavor, "project": record.project_id, "cell": record.cell, "host": record.host}
     facts |= {"gang": f"{record.gang}, {record.gang_min} or more of it start together" if record.gang else None}
     facts |= {"code": record.code, "reason": record.reason, "requested": _when(record.created_at, day=True)}

@@ -248,7 +248,7 @@ class TimelineEntry(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One thing that happened to a build, in order: `what` is a stable word, `detail` for a person.
 
     stamps: with the end of the build, when each of its stages ended. scores: with the choice, of the chosen host and
-    then of its alternates.
+    then of its alternates. `waiting` is the last line, and there only while the build waits for what manages its host.
     """
 
     at: float

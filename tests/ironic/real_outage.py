@@ -41,10 +41,16 @@ async def test_a_build_that_is_requested_while_ironic_restarts_ends_on_its_first
     async def is_building() -> bool:
         return track.state == BuildState.BUILDING
 
+    async def is_shown_waiting() -> bool:
+        last = (await metal.record(request.instance_uuid)).timeline[-1]
+        return last.what == "waiting" and last.detail.startswith("waits for Ironic: ")
+
     await until(is_building)
+    await until(is_shown_waiting)
     await asyncio.to_thread(metal.lab.ironic.restart)
     assert await metal.client.wait(WAIT_S)
     record = await metal.record(request.instance_uuid)
+    assert not [line for line in record.timeline if line.what == "waiting"]
     assert (track.state, [attempt.outcome for attempt in record.history]) == ("active", ["active"]), record.history
     (active,) = [line for line in record.timeline if line.what == "active"]
     assert "; waited " in active.detail and " s for Ironic (" in active.detail, active

@@ -457,6 +457,16 @@ MESSAGES: tuple[MessageRow, ...] = (
         idempotency="service, epoch and sequence",
     ),
     MessageRow(
+        message=cell.BuildsWaiting,
+        owner="compute_sim",
+        publishers=("compute_sim",),
+        where=Where.CELL,
+        exchange=EVENTS,
+        key="compute.waiting.{service}",
+        persistent=False,
+        idempotency="replaces the one before",
+    ),
+    MessageRow(
         message=cell.ServicesDigest,
         owner="cell_conductor",
         publishers=("cell_conductor",),

@@ -243,7 +243,12 @@ QUEUES: tuple[QueueRow, ...] = (
         where=Where.CELL,
         kind=QueueKind.PRIVATE,
         consumer="scheduler_worker",
-        bindings=((EVENTS, "compute.hosts.#"), (EVENTS, "services.digest"), (EVENTS, "worker.heartbeat.#")),
+        bindings=(
+            (EVENTS, "compute.hosts.#"),
+            (EVENTS, "compute.waiting.#"),
+            (EVENTS, "services.digest"),
+            (EVENTS, "worker.heartbeat.#"),
+        ),
         max_length=100_000,
     ),
     QueueRow(

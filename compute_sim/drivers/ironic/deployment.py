@@ -12,6 +12,8 @@ import zlib
 import structlog
 
 from bus.clock import Clock
+from bus.contracts.base import MAX_REASON
+from bus.contracts.cell import WaitingBuild
 from bus.retrying import doubled_s
 from compute_sim.config import IronicConfig
 from compute_sim.driver import Build, BuildAbort, DriverBusy, DriverOutage, DriverUnavailable, Reschedule
@@ -62,6 +64,7 @@ class NodeDeployment:
         self._locked_since: float | None = None
         self._locked_answers = 0  # in a row
         self._busy_since: float | None = None  # Ironic has turned everything down since
+        self._fault = ""  # why it was last turned down, or not answered
         self._outage_since: float | None = None  # Ironic has been away since
         self._outage_s = 0.0  # how long it was away before, all in all
         self._outage_reason = ""
@@ -85,6 +88,19 @@ class NodeDeployment:
             raise Reschedule("node.deploy_timeout", f"the node is not active after {seconds}") from None
         return self._outage()
 
+    def waiting(self) -> WaitingBuild | None:
+        """That it waits for Ironic now, and why; None: the last look was answered."""
+        since = self._busy_since if self._outage_since is None else self._outage_since
+        if since is None or not self._fault:
+            return None
+        ago = self._clock.monotonic() - since
+        return WaitingBuild(
+            instance_uuid=self._mark.instance,
+            attempt=self._mark.attempt,
+            since=self._clock.time() - ago,
+            reason=f"waits for Ironic: {self._fault}"[:MAX_REASON],
+        )
+
     def _pause(self) -> float:
         """Until the next look; after refusals longer and longer, and not in step with other deployments."""
         config = self._config
@@ -106,9 +122,10 @@ class NodeDeployment:
             is_active = await self._next(node)
             self._end_outage()
             if answers == self._busy_answers:  # nothing was turned down
-                self._busy_answers, self._busy_since = 0, None
+                self._busy_answers, self._busy_since, self._fault = 0, None, ""
             return is_active
         except DriverUnavailable as fault:
+            self._fault = str(fault)
             # A deployment takes minutes. While Ironic is unavailable for a moment the node deploys on.
             if isinstance(fault, DriverBusy):
                 self._end_outage()

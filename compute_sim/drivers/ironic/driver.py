@@ -17,6 +17,7 @@ from typing import Protocol
 import httpx
 
 from bus.clock import Clock
+from bus.contracts.cell import WaitingBuild
 from bus.openstack.rest import api_root
 from compute_sim.config import IronicConfig
 from compute_sim.driver import (
@@ -89,6 +90,7 @@ class BareMetal:
         self._clock = clock
         # By node and instance, the mark that was seen before it was undeployed: one a node at most.
         self._undeploying: dict[tuple[str, str], Mark] = {}
+        self._deployments: set[NodeDeployment] = set()  # under way
         self._api = IronicApi(config, clock=clock, transport=transport)
         self._network = network if network is not None else make_network(config, clock)
         self._volumes = volumes if volumes is not None else make_volumes(config)
@@ -123,10 +125,20 @@ class BareMetal:
 
     async def spawn(self, build: Build) -> str:
         """Take the node, deploy it, wait until it is active. The remark names what Ironic was waited for."""
-        remark = await self._deployment(build).run()
+        deployment = self._deployment(build)
+        self._deployments.add(deployment)
+        try:
+            remark = await deployment.run()
+        finally:
+            self._deployments.discard(deployment)
         with contextlib.suppress(DriverUnavailable):  # it runs; a node that stays unproven is tried again
             await self._probation.proved(build.host_uuid, build.spec.project_id)
         return remark
+
+    def waiting(self) -> Sequence[WaitingBuild]:
+        """The builds that wait for Ironic now, the longest first."""
+        found = [waiting for deployment in self._deployments if (waiting := deployment.waiting()) is not None]
+        return sorted(found, key=lambda one: (one.since, one.instance_uuid))
 
     async def destroy(self, host_uuid: str, instance_uuid: str, attempt: int, deployment: str | None) -> None:
         """Undeploy the node when it has our mark; return when it is not deployed any more (cleaning goes on).

@@ -117,8 +117,11 @@ async def test_a_build_waits_for_an_ironic_that_restarts_and_its_result_names_th
     await cell.spawn(node, instance)
     await way.until_unanswered(5)
     assert not cell.results(instance)
+    (waits,) = driver.waiting()
+    assert (waits.instance_uuid, waits.attempt) == (instance, 1) and "ConnectError" in waits.reason
     await ironic.start()
     result = await cell.outcome(instance, 1)
+    assert driver.waiting() == []
     assert result.outcome is ComputeOutcome.ACTIVE, result
     assert result.reason.startswith("waited ") and "ConnectError" in result.reason, result
     assert len(cell.results(instance)) == 1

@@ -18,6 +18,7 @@ from berth.supervisor import MAX_DEATHS, WITHIN_S, Supervisor, supervised
 from berth.up_processes import HOSTS_WAIT_S, ProcessCounts, _hosts_known, numbers
 from berth.worker_processes import Worker, WorkerProcesses
 from bus.clock import SystemClock
+from scheduler_worker.domain.waiting import WaitingTable
 from scheduler_worker.domain.workers import WorkerTable
 from scheduler_worker.queries import QueryHandler
 from tests.unit.front.world import HandClock
@@ -129,7 +130,7 @@ async def test_every_cell_has_hosts_however_many_another_one_has() -> None:
     hosts = Hosts([{"VCPU": 1}] * 1002, cells=["cell2" if at == last else "cell1" for at in range(1002)])
     unused = cast("Any", None)
     handler = QueryHandler(
-        unused, hosts.selector, unused, WorkerTable(), clock=SystemClock(), objects=unused, cells=unused
+        unused, hosts.selector, unused, WorkerTable(), WaitingTable(), clock=SystemClock(), objects=unused, cells=unused
     )
     bus = here.bus("scheduler1")
     await bus.open()

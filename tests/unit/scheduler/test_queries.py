@@ -16,6 +16,7 @@ from bus.contracts.host_metrics import HostMetrics, HostReading
 from bus.contracts.objects import ObjectLogQuery, ObjectsQuery
 from bus.faults import DatabaseUnavailable
 from scheduler_worker.config import SchedulerConfig
+from scheduler_worker.domain.waiting import WaitingTable
 from scheduler_worker.domain.workers import WorkerTable
 from scheduler_worker.objects import ObjectRegistry
 from scheduler_worker.queries import QueryHandler
@@ -45,6 +46,7 @@ def test_hosts_are_those_requested_by_name(query: HostsQuery, names: list[str]) 
         hosts.selector,
         cast("Any", None),
         WorkerTable(),
+        WaitingTable(),
         clock=SystemClock(),
         objects=cast("Any", None),
         cells=cast("Any", None),
@@ -65,6 +67,7 @@ def test_hosts_have_their_zone_aggregates_and_numbers_that_are_not_too_old() -> 
         hosts.selector,
         cast("Any", None),
         WorkerTable(),
+        WaitingTable(),
         clock=SystemClock(),
         objects=cast("Any", None),
         cells=cast("Any", None),
@@ -95,7 +98,14 @@ async def test_builds_queried_by_name_in_one_batch_are_one_statement() -> None:
     hosts, database = Hosts([PLENTY]), CountingDatabase()
     store, nothing = cast("Any", database), cast("Any", None)
     handler = QueryHandler(
-        store, hosts.selector, nothing, WorkerTable(), clock=SystemClock(), objects=nothing, cells=nothing
+        store,
+        hosts.selector,
+        nothing,
+        WorkerTable(),
+        WaitingTable(),
+        clock=SystemClock(),
+        objects=nothing,
+        cells=nothing,
     )
     other = BuildQuery(instance_uuid=PAGE, state=BuildState.FAILED)
     queries = [BuildQuery(instance_uuid=UNKNOWN, limit=1), BuildQuery(instance_uuid=KNOWN), other] * 20
@@ -128,7 +138,9 @@ async def test_a_question_while_the_database_is_unavailable_is_refused_at_once()
     store, clock = cast("Any", UnavailableDatabase()), SystemClock()
     registry = ObjectRegistry(store, hosts.selector, SchedulerConfig(), clock=clock)
     unused = cast("Any", None)
-    handler = QueryHandler(store, hosts.selector, unused, WorkerTable(), clock=clock, objects=registry, cells=unused)
+    handler = QueryHandler(
+        store, hosts.selector, unused, WorkerTable(), WaitingTable(), clock=clock, objects=registry, cells=unused
+    )
     for query in (BuildQuery(), BuildQuery(instance_uuid=KNOWN), ObjectsQuery(), ObjectLogQuery()):
         requested = Received(message=query, meta=Meta(id="q", cause="q", sent_at=1.0), bus="api", queue="q")
         assert await handler([requested]) == [Refuse("database.unavailable", "connection refused")]

@@ -1,0 +1,51 @@
+"""Which builds wait for what manages their hosts, as the compute services last announced it. Pure: times come in."""
+
+from __future__ import annotations
+
+from msgspec import Struct
+
+from bus.contracts.build import BuildRecord, BuildState, TimelineEntry
+from bus.contracts.cell import BuildsWaiting, WaitingBuild
+
+MAX_SERVICES = 10_000  # services with waiting builds; a bus that makes up more is not listened to
+WAITING = "waiting"  # in a timeline
+
+
+class AnnouncedWaits(Struct, frozen=True):
+    """What one service announced, by instance, and until when it holds (monotonic, seconds)."""
+
+    waiting: dict[str, WaitingBuild]
+    until_s: float
+
+
+class WaitingTable:
+    """The waiting builds by cell and service."""
+
+    def __init__(self) -> None:
+        self._announced: dict[tuple[str, str], AnnouncedWaits] = {}
+
+    def apply(self, message: BuildsWaiting, now_s: float) -> None:
+        """Take one announcement in: it replaces the service's last one."""
+        key = message.cell, message.service
+        self._announced.pop(key, None)
+        for old in [one for one, kept in self._announced.items() if kept.until_s <= now_s]:
+            del self._announced[old]
+        if message.waiting and len(self._announced) < MAX_SERVICES:
+            waiting = {one.instance_uuid: one for one in message.waiting}
+            self._announced[key] = AnnouncedWaits(waiting, now_s + message.lasts_s)
+
+    def line_of(self, build: BuildRecord, now_s: float) -> TimelineEntry | None:
+        """What a build that is under way waits for, as the last line of its timeline; None: for nothing that is known.
+
+        A cell announces its own builds only, and an attempt that has ended waits no more.
+        """
+        if build.state != BuildState.BUILDING:
+            return None
+        for (cell, service), announced in self._announced.items():
+            found = announced.waiting.get(build.instance_uuid)
+            if cell != build.cell or found is None or announced.until_s <= now_s:
+                continue
+            if any(one.attempt >= found.attempt and one.outcome for one in build.history):
+                continue
+            return TimelineEntry(at=found.since, who=f"compute {service}", what=WAITING, detail=found.reason)
+        return None
