@@ -38,6 +38,7 @@ from tests.drills.test_backup_drill import (
     repaired,
     request_again,
     running,
+    unclaimed,
 )
 from tests.system.worker_processes import Rig, rig
 
@@ -160,6 +161,7 @@ async def test_after_a_restore_in_the_middle_of_moves_each_machine_runs_once(tmp
         assert not (done["orphaned"] or done["doubled"] or done["unsound"] or done["over_capacity"]), done
         # A build that came again may be adopted only now: the audit takes it up in its next run.
         facts = await claimed_in_time(it.site, url)
+        assert unclaimed(facts) == {}
         recorded = {one.instance_uuid: one.host_uuid for one in facts.instances if one.state == "active"}
         elsewhere = {
             one.instance_uuid for one in facts.running or () if recorded.get(one.instance_uuid) != one.host_uuid
