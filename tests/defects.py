@@ -24,8 +24,8 @@ Derived by `python -m tests.defects` (`scripts/docs`); a test compares. What the
 
 Each replaces a function or a class while a seed runs. The seed named is tried first, then the first sixty (of moves and
 gangs: the first that have some). `scripts/mutants` runs all of them; `python -m tests.sim.seeds_to_find` prints which
-invariant each breaks. More stand in the tests of what they break: `tests/sim/test_fences.py`, `test_drains.py`,
-`test_other_tenants.py`.
+invariant each breaks. More stand in `tests/sim/mutants_of_*.py`, or in the tests of what they break
+(`tests/sim/test_mutants_of_*.py`).
 
 | defect | what it does | seed |
 | --- | --- | --- |

@@ -92,7 +92,7 @@ def main(
 
 
 def _compare(others: list[str], first: int, count: int) -> None:
-    found = compare(others, first, count)
+    found = compare(others, first, digests(first, count))
     for python, seeds in found.items():
         typer.echo(f"{python}: {count - len(seeds)} of {count} seeds run just so{f'; not {seeds}' if seeds else ''}")
     if any(found.values()):

@@ -35,7 +35,6 @@ def differing(here: Mapping[int, str], there: Mapping[int, str]) -> list[int]:
     return sorted(seed for seed in here.keys() | there.keys() if here.get(seed) != there.get(seed))
 
 
-def compare(pythons: Sequence[str], first: int, count: int) -> dict[str, list[int]]:
-    """{interpreter: seeds that run otherwise there than here}."""
-    here = digests(first, count)
-    return {python: differing(here, digests_of(python, first, count)) for python in pythons}
+def compare(pythons: Sequence[str], first: int, here: Mapping[int, str]) -> dict[str, list[int]]:
+    """{interpreter: seeds that run otherwise there than here}. here: the digests of the seeds from `first` on."""
+    return {python: differing(here, digests_of(python, first, len(here))) for python in pythons}

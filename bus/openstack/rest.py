@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import ssl
 from collections.abc import Mapping
+from functools import cache
 from typing import Any
 
 import httpx
@@ -43,12 +44,20 @@ def auth_of(
 
 def tls_of(*, verify: bool, ca_file: str, setting: str) -> ssl.SSLContext | bool:
     """How a server's certificate is checked. Raises SettingsError when the file cannot be used."""
-    if not verify or not ca_file:
-        return verify
+    if not verify:
+        return False
+    if not ca_file:
+        return _public_authorities()
     try:
         return ssl.create_default_context(cafile=ca_file)
     except (OSError, ssl.SSLError) as error:
         raise SettingsError(setting, f"{ca_file} is no file of certificates: {error}") from error
+
+
+@cache
+def _public_authorities() -> ssl.SSLContext:
+    """One for all clients of a process: httpx would read the certificates anew for each, in 20 ms."""
+    return httpx.create_ssl_context(trust_env=False)
 
 
 def error_text(body: bytes) -> str:

@@ -7,7 +7,7 @@ import gzip
 import hashlib
 import json
 import shutil
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from pathlib import Path
 
 import asyncpg
@@ -24,18 +24,14 @@ from tests.kit.catalog import described
 
 pytestmark = pytest.mark.postgres
 
-SCHEMAS = ("cell_cell1", "ironic_sync", "scheduler", "placement")
+SCHEMAS = ("cell_c1", "ironic_sync", "scheduler", "placement")
 HOSTILE = "a\tb\\n\n\\.\n'\"\u202e"
 
 
 @pytest.fixture
-async def filled(empty_database: str) -> AsyncIterator[str]:
+async def filled(postgres_url: str) -> str:
     """A database with every schema, and rows that COPY must quote."""
-    for name in SCHEMAS:
-        database = Database(empty_database, name, pool_size=1)
-        await database.open(package_of(name))
-        await database.close()
-    connection = await asyncpg.connect(empty_database)
+    connection = await asyncpg.connect(postgres_url)
     await connection.execute(
         "INSERT INTO placement.resource_classes (name) SELECT 'CUSTOM_' || n FROM generate_series(1, 500) n"
     )
@@ -47,7 +43,7 @@ async def filled(empty_database: str) -> AsyncIterator[str]:
     )
     await connection.execute("SELECT nextval('placement.shapes') FROM generate_series(1, 77)")
     await connection.close()
-    yield empty_database
+    return postgres_url
 
 
 @pytest.fixture
@@ -96,7 +92,7 @@ async def test_a_restored_database_is_seen_to_be_set_back(backup: Path, postgres
     with servers.fresh_database(postgres_server) as target:
         await restore(target, backup)
         connection = await asyncpg.connect(target)
-        await connection.execute("SET search_path = cell_cell1")
+        await connection.execute("SET search_path = cell_c1")
         assert await connection.fetchval("SELECT origin <> cell_origin() FROM identity")
         await connection.execute("SET search_path = placement")
         assert await connection.fetchval("SELECT origin <> feed_origin() FROM feed_head")
@@ -226,7 +222,7 @@ async def test_a_target_that_holds_something_is_refused_and_left_as_it_was(
 ) -> None:
     before = await content(filled)
     for dry_run in (True, False):
-        with pytest.raises(BadBackup, match="already holds cell_cell1, ironic_sync, scheduler, placement") as caught:
+        with pytest.raises(BadBackup, match="already holds cell_c1, ironic_sync, scheduler, placement") as caught:
             await restore(filled, backup, dry_run=dry_run)
         assert caught.value.code == "backup.target_not_empty"
     assert await content(filled) == before
@@ -267,13 +263,14 @@ async def test_a_database_without_berth_is_no_backup(empty_database: str, tmp_pa
     assert caught.value.code == "backup.nothing"
 
 
-async def test_a_schema_of_a_newer_version_is_not_copied(filled: str, tmp_path: Path) -> None:
-    database = Database(filled, "scheduler", pool_size=1)
+async def test_a_schema_of_a_newer_version_is_not_copied(empty_database: str, tmp_path: Path) -> None:
+    database = Database(empty_database, "scheduler", pool_size=1)
+    await database.open(package_of("scheduler"))
     async with database.transaction() as connection:
         await connection.execute(text("UPDATE alembic_version SET version_num = '9999_later'"))
     await database.close()
     with pytest.raises(BadBackup, match="scheduler \\(revision 9999_later\\)"):
-        await save(filled, tmp_path / "backup")
+        await save(empty_database, tmp_path / "backup")
     assert not (tmp_path / "backup").exists()
 
 

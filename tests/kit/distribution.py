@@ -1,7 +1,7 @@
 """How tests are handed to pytest's processes: what is long first, and a file's tests to one process.
 
-A file's tests share what its fixtures start; two processes with some of them each would start all of it twice. Tests of
-the simulation share nothing and each takes seconds, so they go one by one.
+A file's tests share what its fixtures start, or the runs of the simulation that they look at; two processes with some
+of them each would do all of it twice.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from xdist.scheduler import LoadScopeScheduling
 
 # The files that take longest. One that begins last would have the machine to itself, most of it idle.
 LONGEST = (
-    *(f"tests/drills/test_{name}.py" for name in ("chaos", "up_servers", "failover", "fresh_clone", "dead_service")),
     *(
-        f"tests/system/test_{name}.py"
-        for name in ("real_processes", "up_processes", "command_line", "permissions", "nested")
+        f"tests/drills/test_{name}.py"
+        for name in ("chaos", "real_processes", "up_servers", "failover", "fresh_clone", "up_processes", "dead_service")
     ),
+    *(f"tests/system/test_{name}.py" for name in ("command_line", "moves_commands", "permissions", "nested")),
+    "tests/sim/test_simulation.py",
 )
 FOLDERS = ("tests/drills", "tests/system", "tests/sim", "tests/integration", "tests/contract", "tests/unit")
-ONE_BY_ONE = "tests/sim/"
 
 
 def rank(path: str) -> tuple[int, int]:
@@ -36,7 +36,7 @@ def in_order(items: Sequence[pytest.Item]) -> list[pytest.Item]:
 
 
 class ByFile(LoadScopeScheduling):
-    """A unit of work is a file, or a test of the simulation."""
+    """A unit of work is a file."""
 
     def _split_scope(self, nodeid: str) -> str:
-        return nodeid if nodeid.startswith(ONE_BY_ONE) else nodeid.partition("::")[0]
+        return nodeid.partition("::")[0]

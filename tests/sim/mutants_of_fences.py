@@ -1,4 +1,4 @@
-"""Deliberate defects of fences and evacuations (tests/sim/test_fences.py)."""
+"""Deliberate defects of fences and evacuations (tests/sim/test_mutants_of_fences.py)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Deliberate defects that only a world of others meets (tests/sim/test_other_tenants.py)."""
+"""Deliberate defects that only a world of others meets (tests/sim/test_mutants_of_other_tenants.py)."""
 
 from __future__ import annotations
 

@@ -1,46 +1,16 @@
-"""Schedulers empty hosts in the simulation: it holds, and finds the defects of what carries drains out."""
+"""Schedulers empty hosts in the simulation: it holds. Its defects: `test_mutants_of_drains.py`."""
 
 from __future__ import annotations
-
-from contextlib import AbstractContextManager
-from typing import Any
-from unittest.mock import patch
-
-import pytest
-from msgspec.structs import replace
 
 from berth.sim.draw import plan_of
 from berth.sim.run import simulate
 from berth.sim.widening import Widening
-from scheduler_worker import drains
-from tests.sim.mutants import Mutant
 
 DRAINS = frozenset({Widening.DRAINS})
 SEED = 25
-
-
-def moves_of_drains_are_not_followed() -> AbstractContextManager[Any]:
-    """What has become of a move that a drain has begun is never read."""
-    step = drains.step
-
-    def unfollowed(found: Any, known: Any, *more: Any) -> Any:
-        return step(found, {uuid: replace(context, move=None) for uuid, context in known.items()}, *more)
-
-    return patch.object(drains, "step", unfollowed)
-
-
-def drains_never_end() -> AbstractContextManager[Any]:
-    """A drain of which nothing is left stays as it is."""
-    return patch.object(drains, "end_of", lambda found, now: None)
 
 
 def test_the_plan_has_schedulers_empty_hosts() -> None:
     assert plan_of(SEED, DRAINS).drains_by_schedulers
     held = simulate(SEED, DRAINS)
     assert held.breach == "", held.detail
-
-
-@pytest.mark.parametrize("mutant", [drains_never_end, moves_of_drains_are_not_followed])
-def test_a_defect_of_drains_is_found(mutant: Mutant) -> None:
-    with mutant():
-        assert simulate(SEED, DRAINS).breach == "drains_end"

@@ -1,4 +1,7 @@
-"""A service's hosts die, an operator fences them, and they come back: it holds, and finds its defects."""
+"""A service's hosts die, an operator fences them, and they come back: it holds.
+
+Its defects: `test_mutants_of_fences.py`.
+"""
 
 from __future__ import annotations
 
@@ -14,13 +17,6 @@ from berth.sim.run import run
 from berth.sim.widening import Widening
 from bus.clock import new_uuid
 from bus.contracts.moves import MoveKind
-from tests.sim.mutants import Mutant
-from tests.sim.mutants_of_fences import (
-    choice_never_released,
-    delete_on_a_fenced_host_keeps_its_claim,
-    fence_never_lifted,
-    losses_never_forgotten,
-)
 
 VERBS = tuple(kind.value for kind in MoveKind)
 DIED_AGAIN = (7, 15)
@@ -75,17 +71,3 @@ def hosts_die_again(seed: int) -> Plan:
 def test_it_holds_when_hosts_are_back_at_once_and_die_again(seed: int) -> None:
     held = run(hosts_die_again(seed))
     assert held.breach == "", held.detail
-
-
-@pytest.mark.parametrize(
-    ("seed", "mutant", "breach"),
-    [
-        pytest.param(1, fence_never_lifted, "fences_are_lifted", id="never lifted"),
-        pytest.param(1, losses_never_forgotten, "fences_are_lifted", id="losses kept"),
-        pytest.param(1, delete_on_a_fenced_host_keeps_its_claim, "hosts_instances_allocations_agree", id="claim kept"),
-        pytest.param(1, choice_never_released, "replica_agrees", id="choice held"),
-    ],
-)
-def test_a_defect_of_fences_is_found(seed: int, mutant: Mutant, breach: str) -> None:
-    with mutant():
-        assert run(hosts_are_fenced(seed)).breach == breach

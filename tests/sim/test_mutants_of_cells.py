@@ -1,14 +1,13 @@
-"""Deliberate defects of cells added and removed are found, and the same seeds find nothing without them."""
+"""Deliberate defects of cells added and removed are found; `test_cells.py`: without them the seeds find nothing."""
 
 from __future__ import annotations
 
 import pytest
 
 from berth.sim.run import simulate
-from berth.sim.widening import Widening
 from tests.sim.mutants_of_cells import FOUND_BY, MUTANTS_OF_CELLS
+from tests.sim.test_cells import KINDS
 
-KINDS = frozenset({Widening.DECIDED_CELLS})
 MUTANTS = {mutant.__name__: mutant for mutant in MUTANTS_OF_CELLS}
 
 
@@ -16,9 +15,3 @@ MUTANTS = {mutant.__name__: mutant for mutant in MUTANTS_OF_CELLS}
 def test_a_defect_of_cells_is_found(name: str) -> None:
     with MUTANTS[name]():
         assert simulate(FOUND_BY[name], KINDS).breach
-
-
-@pytest.mark.parametrize("seed", sorted(set(FOUND_BY.values())))
-def test_without_a_defect_of_cells_the_same_seeds_find_nothing(seed: int) -> None:
-    result = simulate(seed, KINDS)
-    assert result.breach == "", result.detail

@@ -1,10 +1,9 @@
-"""A cell's database is set back while its instances are moved: every request has its end, and its defects are found."""
+"""A cell's database is set back while its instances are moved: every request has its end.
+
+Its defects: `test_mutants_of_unanswered.py`.
+"""
 
 from __future__ import annotations
-
-from contextlib import AbstractContextManager
-from typing import Any
-from unittest.mock import patch
 
 import pytest
 from msgspec.structs import replace
@@ -14,11 +13,7 @@ from berth.sim.plan import Action, Order, Plan
 from berth.sim.run import run
 from berth.sim.widening import Widening
 from bus.contracts.moves import MoveKind
-from cell_conductor.domain import move_events
-from cell_conductor.domain.rules import Step
 from compute_sim.domain.faults import Faults
-from scheduler_worker.unanswered import UnansweredMoves
-from tests.sim.mutants import Mutant
 
 MOVES = (MoveKind.STOP, MoveKind.MIGRATE, MoveKind.LIVE_MIGRATE, MoveKind.REBUILD)
 
@@ -50,35 +45,8 @@ def a_cell_forgets(seed: int) -> Plan:
     )
 
 
-def cells_are_not_queried() -> AbstractContextManager[Any]:
-    """A scheduler waits for the end of a request however long."""
-
-    async def look(self: UnansweredMoves) -> None:
-        return None
-
-    return patch.object(UnansweredMoves, "look", look)
-
-
-def lost_requests_are_not_ended() -> AbstractContextManager[Any]:
-    """A cell that has no record of a request does not answer."""
-    right = move_events.answer_query
-
-    def answer(instance: Any, event: Any, context: Any) -> Step:
-        answered = right(instance, event, context)
-        is_lost = any(getattr(one, "code", "") == move_events.MOVE_LOST for one in answered.commands)
-        return Step(instance) if is_lost else answered
-
-    return patch.object(move_events, "answer_query", answer)
-
-
 @pytest.mark.parametrize("seed", [1, 3])
 def test_every_request_has_its_end(seed: int) -> None:
     held = run(a_cell_forgets(seed))
     assert held.breach == "", held.detail
     assert held.counts
-
-
-@pytest.mark.parametrize("mutant", [cells_are_not_queried, lost_requests_are_not_ended])
-def test_a_request_that_waits_for_ever_is_found(mutant: Mutant) -> None:
-    with mutant():
-        assert run(a_cell_forgets(1)).breach == "one_terminal_event"

@@ -56,6 +56,7 @@ def _key_of(kind: type[Message]) -> tuple[str, Callable[[Message], Any]]:
     return form, attrgetter(*names) if names else lambda _: ()
 
 
+@cache
 def taken_by(queue: str) -> tuple[MessageRow, ...]:
     """The message rows that a queue's bindings admit, in catalogue order."""
     row = BY_QUEUE[queue]

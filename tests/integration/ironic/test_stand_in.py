@@ -12,6 +12,7 @@ import httpx
 import pytest
 
 from berth.ironic_stand_in import Behaviour, IronicStandIn
+from berth.worker_processes import NO_TLS
 from bus.clock import SystemClock
 from tests.unit.ironic.world import SCENARIOS, Recording
 
@@ -51,7 +52,7 @@ async def ironic(listener: Listener) -> AsyncIterator[IronicStandIn]:
 
 @pytest.fixture
 async def client(ironic: IronicStandIn) -> AsyncIterator[httpx.AsyncClient]:
-    async with httpx.AsyncClient(base_url=ironic.url, trust_env=False) as client:
+    async with httpx.AsyncClient(base_url=ironic.url, trust_env=False, verify=NO_TLS) as client:
         yield client
 
 

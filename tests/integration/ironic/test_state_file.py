@@ -16,6 +16,7 @@ from berth.ironic_stand_in.state_file import load, save, settled
 from berth.metal import simulated_ironic
 from berth.settings import Settings, UpSettings
 from berth.site import Brokers, Site
+from berth.worker_processes import NO_TLS
 from bus.clock import SystemClock
 
 PATIENCE_S = 60.0
@@ -33,7 +34,7 @@ async def test_nodes_are_as_they_were_left(tmp_path: Path) -> None:
     async with simulated_ironic(site(), SLOW, kept=kept) as ironic:
         assert ironic is not None
         first, second, *_ = ironic.pool.nodes
-        async with httpx.AsyncClient(base_url=ironic.url) as client:
+        async with httpx.AsyncClient(base_url=ironic.url, verify=NO_TLS) as client:
             taken = [{"op": "add", "path": "/instance_uuid", "value": INSTANCE}]
             (await client.patch(f"/v1/nodes/{first}", json=taken)).raise_for_status()
             (await client.put(f"/v1/nodes/{second}/maintenance", json={"reason": "r"})).raise_for_status()

@@ -15,6 +15,7 @@ import pytest
 
 from berth.embedded.rabbitmq import RabbitMQ
 from berth.ironic_stand_in import AmqpAnnouncer, Behaviour, IronicStandIn, MemoryAnnouncer, NotificationAnnouncer
+from berth.worker_processes import NO_TLS
 from bus.clock import SystemClock
 from bus.consuming.outcome import Done, Outcome, Received
 from bus.contracts.placement import InventoryUpdate
@@ -144,7 +145,7 @@ async def running(site: Site, url: str, process: str = "sync", **settings: Any) 
 @asynccontextmanager
 async def asking(base: str) -> AsyncIterator[Callable[..., Awaitable[None]]]:
     """A client that calls below one address and expects success."""
-    async with httpx.AsyncClient(trust_env=False) as client:
+    async with httpx.AsyncClient(trust_env=False, verify=NO_TLS) as client:
 
         async def ask(method: str, path: str, content: Any = None) -> None:
             (await client.request(method, base + path, json=content)).raise_for_status()

@@ -11,6 +11,7 @@ import httpx
 import pytest
 
 from berth.embedded.process import free_port
+from berth.worker_processes import NO_TLS
 from bus.clock import SystemClock, new_uuid
 from bus.memory import MemoryBroker, MemoryTransport
 from bus.service.environment import Environment
@@ -58,7 +59,7 @@ class Placement:
 
     async def start(self) -> None:
         self._running = asyncio.create_task(self.service.run(self._stop))
-        self.client = httpx.AsyncClient(base_url=self.base_url, timeout=START_TIMEOUT_S)
+        self.client = httpx.AsyncClient(base_url=self.base_url, timeout=START_TIMEOUT_S, verify=NO_TLS)
         async with asyncio.timeout(START_TIMEOUT_S):
             while True:
                 if self._running.done():

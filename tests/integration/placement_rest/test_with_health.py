@@ -10,6 +10,7 @@ import httpx
 import pytest
 
 from berth.embedded.process import free_port
+from berth.worker_processes import NO_TLS
 from placement_worker.rest.config import RestConfig
 from tests.integration.placement_rest.conftest import START_TIMEOUT_S, Placement
 
@@ -54,7 +55,7 @@ async def test_before_the_book_is_there_health_answers_and_the_api_answers_503()
         assert answer.json()["errors"][0]["status"] == 503 and answer.headers["retry-after"] == "1"
     await waiting.stop()
     with pytest.raises(httpx.ConnectError):
-        async with httpx.AsyncClient() as client:
+        async with httpx.AsyncClient(verify=NO_TLS) as client:
             await client.get(waiting.base_url)
 
 

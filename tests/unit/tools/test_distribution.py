@@ -32,9 +32,9 @@ def test_the_longest_come_first_and_a_files_tests_stay_together_and_in_order() -
     assert [item.nodeid for item in in_order(items)] == [ids[at] for at in (5, 6, 4, 3, 2, 0, 1, 7)]
 
 
-def test_a_file_is_one_unit_of_work_and_so_is_a_test_of_the_simulation() -> None:
+def test_a_file_is_one_unit_of_work() -> None:
     def scope(nodeid: str) -> str:
         return ByFile._split_scope(cast(Any, None), nodeid)
 
     assert scope("tests/system/test_web.py::test_a[x::y]") == "tests/system/test_web.py"
-    assert scope("tests/sim/test_mutants.py::test_a[b]") == "tests/sim/test_mutants.py::test_a[b]"
+    assert scope("tests/sim/test_simulation.py::test_a[b]") == "tests/sim/test_simulation.py"

@@ -1,0 +1,36 @@
+"""Deliberate defects of what carries drains out are found."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+from msgspec.structs import replace
+
+from berth.sim.run import simulate
+from scheduler_worker import drains
+from tests.sim.mutants import Mutant
+from tests.sim.test_drains import DRAINS, SEED
+
+
+def moves_of_drains_are_not_followed() -> AbstractContextManager[Any]:
+    """What has become of a move that a drain has begun is never read."""
+    step = drains.step
+
+    def unfollowed(found: Any, known: Any, *more: Any) -> Any:
+        return step(found, {uuid: replace(context, move=None) for uuid, context in known.items()}, *more)
+
+    return patch.object(drains, "step", unfollowed)
+
+
+def drains_never_end() -> AbstractContextManager[Any]:
+    """A drain of which nothing is left stays as it is."""
+    return patch.object(drains, "end_of", lambda found, now: None)
+
+
+@pytest.mark.parametrize("mutant", [drains_never_end, moves_of_drains_are_not_followed])
+def test_a_defect_of_drains_is_found(mutant: Mutant) -> None:
+    with mutant():
+        assert simulate(SEED, DRAINS).breach == "drains_end"

@@ -1,0 +1,43 @@
+"""Deliberate defects of what ends a request that its cell has forgotten are found."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+
+from berth.sim.run import run
+from cell_conductor.domain import move_events
+from cell_conductor.domain.rules import Step
+from scheduler_worker.unanswered import UnansweredMoves
+from tests.sim.mutants import Mutant
+from tests.sim.test_unanswered import a_cell_forgets
+
+
+def cells_are_not_queried() -> AbstractContextManager[Any]:
+    """A scheduler waits for the end of a request however long."""
+
+    async def look(self: UnansweredMoves) -> None:
+        return None
+
+    return patch.object(UnansweredMoves, "look", look)
+
+
+def lost_requests_are_not_ended() -> AbstractContextManager[Any]:
+    """A cell that has no record of a request does not answer."""
+    right = move_events.answer_query
+
+    def answer(instance: Any, event: Any, context: Any) -> Step:
+        answered = right(instance, event, context)
+        is_lost = any(getattr(one, "code", "") == move_events.MOVE_LOST for one in answered.commands)
+        return Step(instance) if is_lost else answered
+
+    return patch.object(move_events, "answer_query", answer)
+
+
+@pytest.mark.parametrize("mutant", [cells_are_not_queried, lost_requests_are_not_ended])
+def test_a_request_that_waits_for_ever_is_found(mutant: Mutant) -> None:
+    with mutant():
+        assert run(a_cell_forgets(1)).breach == "one_terminal_event"
