@@ -445,11 +445,20 @@ def _upward(connections: Sequence[tuple[str, str, bool]]) -> Iterator[str]:
 
 def _generations(changes: Sequence[Change]) -> Iterator[str]:
     last: dict[str, int] = {}
+    used: dict[str, dict[str, int]] = {}  # by provider, of the classes that a change has named
     for change in changes:
-        known = last.get(change.provider, -1)
+        provider, known = change.provider, last.get(change.provider, -1)
         if change.removed:
-            last.pop(change.provider, None)
+            last.pop(provider, None)
+            used.pop(provider, None)
             continue
-        if change.generation <= known:
-            yield f"{change.provider}: generation {change.generation} after {known} (number {change.sequence})"
-        last[change.provider] = change.generation
+        stays = change.generation == known and _is_freed(change, used.get(provider, {}))
+        if change.generation <= known and not stays:
+            yield f"{provider}: generation {change.generation} after {known} (number {change.sequence})"
+        last[provider] = change.generation
+        used.setdefault(provider, {}).update(change.used or {})
+
+
+def _is_freed(change: Change, before: Mapping[str, int]) -> bool:
+    """Whether usage falls and nothing else: DELETE /allocations leaves the generation, as the real Placement's does."""
+    return change.used is not None and all(amount <= before.get(name, amount) for name, amount in change.used.items())

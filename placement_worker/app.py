@@ -25,6 +25,8 @@ from placement_worker.cells import CellFollower
 from placement_worker.config import PlacementConfig
 from placement_worker.handlers import PlacementHandlers
 from placement_worker.publisher import FeedPublisher
+from placement_worker.rest.application import Application
+from placement_worker.rest.in_process import InProcessRest
 from placement_worker.rest.server import RestServer
 from placement_worker.store.port import PlacementStore
 from placement_worker.store.postgres import PostgresStore
@@ -41,11 +43,13 @@ def build(
     *,
     store: PlacementStore | None = None,
     health_with_rest: bool = False,
+    answer: Callable[[Application], None] | None = None,
 ) -> Service:
     """A placement worker that serves the API bus, these cells, and those that operators add, ready to run.
 
     store: instead of the schema `placement` in the environment's database. health_with_rest: the REST API's port
-    answers /healthz, /readyz and /metrics too, and from the very start.
+    answers /healthz, /readyz and /metrics too, and from the very start. answer: takes the REST API's application, for
+    callers in this process, as the simulation has them.
     """
     service = Service(NAME, clock=env.clock, grace_s=config.grace_s)
     buses = {name: env.bus(name) for name in (API, *cells)}
@@ -69,6 +73,11 @@ def build(
     _add_cells(service, buses[API], links)
     if rest is not None:
         _add_rest(service, rest)
+    if answer is not None:
+        in_process = InProcessRest(store, config.rest, clock=env.clock, rng=env.rng, committed=publisher.wake)
+        service.add_task("rest in process", in_process.run)
+        service.add_drain(in_process.drain)
+        answer(in_process.application)
     service.add_preparation(lambda: wait_for(configured, config.cell_wait_s))
     service.add_drain(publisher.drain)
     return service

@@ -11,6 +11,7 @@ from typing import Any
 
 from berth.sim.load import Client
 from berth.sim.plan import Action, Order
+from berth.sim.rest_client import RestClient
 from berth.sim.world import World
 from bus.bus import API
 from bus.contracts.base import Message, Resources
@@ -27,7 +28,7 @@ from compute_sim.records import Key
 OTHERS = frozenset(
     {
         *(Action.FOREIGN, Action.CELL, Action.SHARES, Action.BACKUP, Action.RESTORE),
-        *(Action.COPY, Action.BRING_BACK, Action.DUPLICATE_NAME, Action.MALFORMED, Action.TREE),
+        *(Action.COPY, Action.BRING_BACK, Action.DUPLICATE_NAME, Action.MALFORMED, Action.TREE, Action.REST),
     }
 )
 THEIRS = "theirs"  # another project, another source
@@ -199,6 +200,7 @@ class OtherTenants:
         self._world = world
         self._client = client
         self._trees = ForeignTrees(world, client)
+        self._rest = RestClient(world)
         self._backups: dict[str, dict[str, Any]] = {}
         self._copies: dict[str, tuple[list[tuple[str, Guest]], list[tuple[Key, Entry]]]] = {}
         self._acts: dict[Action, Callable[[Order], Awaitable[None]]] = {
@@ -212,6 +214,7 @@ class OtherTenants:
             Action.DUPLICATE_NAME: self._start_duplicate_service,
             Action.MALFORMED: self._send_malformed,
             Action.TREE: self._trees.action,
+            Action.REST: self._rest.action,
         }
 
     def order(self, order: Order) -> asyncio.Task[None]:

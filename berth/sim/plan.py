@@ -55,6 +55,7 @@ class Action(StrEnum):
     MALFORMED = "malformed"  # another client publishes malformed messages
     MOVE = "move"  # something is done with an instance (berth/sim/moves.py)
     TREE = "tree"  # another source reports its hosts, or another consumer holds a part of them
+    REST = "rest"  # another client calls Placement's REST API (berth/sim/rest_client.py)
 
 
 class Order(Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -177,6 +178,11 @@ class Plan(Struct, frozen=True, kw_only=True):
     def through_schedulers(self) -> bool:
         """Whether what is done with instances is asked of schedulers, and fences are an operator's decisions there."""
         return "fences" in self.widenings or self.drains_by_schedulers
+
+    @property
+    def has_rest_clients(self) -> bool:
+        """Whether other clients call Placement's REST API."""
+        return any(order.action is Action.REST for order in self.orders)
 
     @property
     def with_peers(self) -> bool:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
+from msgspec.structs import replace
+
 from berth.sim.loop import PROCESS, Process
 from bus.contracts.base import tag_of
 from bus.contracts.build import BuildEvent, BuildState
@@ -32,6 +34,7 @@ class BookWatch:
 
     def __init__(self, table: MemoryBookTable) -> None:
         self._table = table
+        self.rest_frees = False  # another client's DELETE /allocations leaves the generation, as Placement's does
         self._seen: dict[str, Provider] = {}
         self._versions: dict[tuple[str, str], int] = {}
         self._head = 0
@@ -51,7 +54,8 @@ class BookWatch:
             if provider is before:
                 continue
             self._usage(provider, before)
-            if before is not None and provider.generation <= before.generation:
+            is_freed = self.rest_frees and before is not None and _is_freed(provider, before)
+            if before is not None and provider.generation <= before.generation and not is_freed:
                 raise Breach("generations_rise", f"{uuid}: {provider.generation} after {before.generation}")
             self._seen[uuid] = provider
         for uuid in [uuid for uuid in self._seen if uuid not in table.providers]:
@@ -75,6 +79,12 @@ class BookWatch:
             risen = before is None or used > before.used.get(name, 0)
             if used < 0 or (used > capacity and risen):
                 raise Breach("capacity", f"{provider.name} {name}: {used} of {capacity}")
+
+
+def _is_freed(provider: Provider, before: Provider) -> bool:
+    """Whether nothing but usage has changed, and none has risen."""
+    has_risen = any(amount > before.used.get(name, 0) for name, amount in provider.used.items())
+    return not has_risen and replace(provider, used=before.used) == before
 
 
 class MachineWatch:

@@ -44,6 +44,7 @@ class Widening(StrEnum):
     FENCES = "fences"  # hosts die, an operator fences them, their instances are evacuated by policy, they come back
     GANGS = "gangs"  # requests for several machines that start together, on hosts that are full or nearly so
     TREES = "trees"  # another source's hosts: devices that move within one batch, roots removed and made again
+    REST = "rest"  # another client of Placement's REST API: providers of its own, reservations, also on berth's hosts
     DECIDED_CELLS = "decided-cells"  # operators add and remove cells while everything runs
 
 
@@ -243,6 +244,31 @@ def _trees(rng: random.Random, plan: Plan) -> Plan:
     )
 
 
+REST_VERBS = (
+    *("reserve", "reserve-host") * 3,
+    *("change", "swap", "release", "release") * 2,
+    *("traits", "aggregates", "inventories", "host-aggregates"),
+)
+MAX_REST = 20
+
+
+def _rest(rng: random.Random, plan: Plan) -> Plan:
+    return _also(
+        plan,
+        *(Order(at=1.0 + number, action=Action.REST, verb="provider", host=number) for number in range(2)),
+        *(
+            Order(
+                at=_some(rng),
+                action=Action.REST,
+                verb=rng.choice(REST_VERBS),
+                host=rng.randrange(1000),
+                uuid=new_uuid(rng),
+            )
+            for _ in range(rng.randint(6, MAX_REST))
+        ),
+    )
+
+
 def _cell_schemas(plan: Plan) -> list[str]:
     return [f"cell_{cell.name}" for cell in plan.cells]
 
@@ -394,5 +420,6 @@ DRAWS: Mapping[Widening, Callable[[random.Random, Plan], Plan]] = {
     Widening.FENCES: _fences,
     Widening.GANGS: _gangs,
     Widening.TREES: _trees,
+    Widening.REST: _rest,
     Widening.DECIDED_CELLS: _decided_cells,
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Protocol
 
 from msgspec import Struct
@@ -34,6 +35,7 @@ from ironic_sync.source.rest import RestSource
 from ironic_sync.store.memory import MemoryPositions
 from placement_worker.config import PlacementConfig
 from placement_worker.replica.book import Book
+from placement_worker.rest.application import Application
 from placement_worker.store.memory import MemoryBook
 from scheduler_worker.config import SchedulerConfig
 from scheduler_worker.domain.hosts import HostTable
@@ -145,6 +147,7 @@ class Wiring:
 
     def __init__(self, world: WiredWorld) -> None:
         self._world = world
+        self.applications: dict[str, Application] = {}  # the REST API of each placement worker's newest life
 
     def build(self, name: str, env: Environment, context: ProcessContext) -> Service:
         """The service of one life of the process of this name."""
@@ -165,8 +168,9 @@ class Wiring:
             )
         if kind.startswith("ironic"):
             return self._ironic(env, context)
+        answer = partial(self.applications.__setitem__, name) if world.plan.has_rest_clients else None
         return placement_worker.app.build(
-            env, placement(world.plan), cells, store=MemoryBook(context.session("placement"))
+            env, placement(world.plan), cells, store=MemoryBook(context.session("placement")), answer=answer
         )
 
     def config(self, service: str) -> ComputeConfig:

@@ -145,6 +145,7 @@ class World:
         self.peer_watch.exempt = self.move_watch.exempt = self.taken_back
         self.harm.given_up = self.move_watch.given_up
         self._book_watch = BookWatch(self.book)
+        self._book_watch.rest_frees = plan.has_rest_clients
         self.breaker_watch = BreakerWatch(plan, self.now)
         looks = _all_of(self._book_watch, self.peer_watch, self.gang_watch, self._others_hold, self.move_watch.book)
         self.book.on_commit.append(partial(self._committed, "placement", looks))

@@ -15,16 +15,13 @@ from bus.clock import Clock
 from bus.faults import BrokenInvariant, Forbidden
 from bus.service.health import Health
 from bus.service.settings import SettingsError
-from placement_worker.replica.local import LocalReplica
-from placement_worker.rest.api import Api
-from placement_worker.rest.application import App, Application
+from placement_worker.rest.application import App
 from placement_worker.rest.auth import Auth, local_auth
 from placement_worker.rest.config import RestConfig
-from placement_worker.rest.cors import Cors
 from placement_worker.rest.health import with_health
+from placement_worker.rest.in_process import application_over
 from placement_worker.rest.keystone import Keystone
 from placement_worker.rest.oslo_conf import with_oslo_conf
-from placement_worker.rest.policy import Policy
 from placement_worker.rest.protocol import protocol
 from placement_worker.store.port import PlacementStore
 
@@ -65,19 +62,10 @@ class RestServer:
         self.config = with_oslo_conf(config)
         self.host, self.port = address_of(self.config.listen)
         self._auth = _auth_of(self.config, self.host, clock)
-        self.api = Api(
-            store.rest,
-            LocalReplica(store),
-            self.config,
-            clock=clock,
-            rng=rng,
-            committed=committed,
-        )
         self._failed: BrokenInvariant | None = None
-        self.application = Application(
-            self.api, self._auth, Policy(self.config.policy, clock), Cors(self.config.cors), broken=self._fail
+        self.api, self.application = application_over(
+            store, self.config, self._auth, clock=clock, rng=rng, committed=committed, broken=self._fail
         )
-        self.application.opened = False
         self._served: App = self.application
         self._server: _Server | None = None
         self._serving: asyncio.Task[None] | None = None

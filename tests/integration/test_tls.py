@@ -23,8 +23,10 @@ from bus.rabbitmq import RabbitTransport, parse_bus_url
 from bus.rabbitmq.session import Session
 from bus.topology import QueueNames
 from tests.kit.certificates import Authority
+from tests.kit.documents import ROOT, blocks
 
 WAIT_S = 60.0
+HOWTO = ROOT / "docs" / "howto" / "tls.md"
 USAGE = 2
 
 
@@ -44,20 +46,22 @@ def foreign_authority(directory: Path) -> Authority:
 
 
 class TlsBroker:
-    """A broker that takes clients at `localhost`, and only those whose certificate is of our authority."""
+    """A broker as docs/howto/tls.md configures it: at `localhost`, for clients with a certificate of our authority."""
 
     def __init__(self, authority: Authority) -> None:
         self.port = free_port()
         made = authority.issue("broker", "DNS:localhost")
-        lines = {
-            "listeners.ssl.1": f"127.0.0.1:{self.port}",
-            "ssl_options.cacertfile": authority.file,
-            "ssl_options.certfile": made.file,
-            "ssl_options.keyfile": made.key,
-            "ssl_options.verify": "verify_peer",
-            "ssl_options.fail_if_no_peer_cert": "true",
-        }
-        self.server = RabbitMQ(config="".join(f"{name} = {value}\n" for name, value in lines.items()))
+        (documented,) = blocks("ini", HOWTO.read_text())
+        config = documented
+        for shown, real in (
+            ("listeners.ssl.default = 5671", f"listeners.ssl.default = 127.0.0.1:{self.port}"),
+            ("/etc/rabbitmq/ca.pem", str(authority.file)),
+            ("/etc/rabbitmq/broker.pem", str(made.file)),
+            ("/etc/rabbitmq/broker.key", str(made.key)),
+        ):
+            assert shown in config
+            config = config.replace(shown, real)
+        self.server = RabbitMQ(config=config)
         client = authority.issue("client")
         self.own = f"certfile={client.file}&keyfile={client.key}"
 

@@ -186,6 +186,17 @@ def test_a_provider_that_was_removed_may_begin_again() -> None:
     assert broken(replace(SOUND, changes=changes)) == set()
 
 
+@pytest.mark.parametrize(("used", "holds"), [({"VCPU": 1}, True), ({"VCPU": 3}, False), (None, False)])
+def test_a_generation_stays_when_an_http_client_deletes_allocations_and_only_then(
+    used: dict[str, int] | None, holds: bool
+) -> None:
+    changes = [
+        Change(sequence=3, provider=HOST, generation=5, used={"VCPU": 2}),
+        Change(sequence=4, provider=HOST, generation=5, used=used),
+    ]
+    assert broken(replace(SOUND, changes=changes)) == (set() if holds else {"generations_rise"})
+
+
 NOT_ALWAYS = ("events", "changes", "connections", "breakers", "quarantine")
 
 

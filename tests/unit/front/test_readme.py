@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import shlex
-import textwrap
 import uuid
 from pathlib import Path
 
@@ -18,17 +17,11 @@ from bus.contracts.build import BuildRequest
 from bus.persistence.address import parse_database_url
 from bus.rabbitmq import parse_bus_url
 from tests.kit.certificates import Authority
+from tests.kit.documents import ROOT, blocks
 
-ROOT = Path(__file__).parents[3]
 README = (ROOT / "README.md").read_text()
 KINDS = ("tutorial", "howto", "explanation")
 PAGES = [path.read_text() for kind in KINDS for path in sorted((ROOT / "docs" / kind).glob("*.md"))]
-
-
-def blocks(language: str, *pages: str) -> list[str]:
-    """The fenced blocks of a language, also those inside a list; their indentation is taken off."""
-    found = [re.findall(r"^ *```(\w*)\n(.*?)^ *```$", page, re.MULTILINE | re.DOTALL) for page in pages]
-    return [textwrap.dedent(block) for page in found for kind, block in page if kind == language]
 
 
 def indented(*pages: str) -> list[str]:
