@@ -11,6 +11,7 @@ from msgspec import Meta as Bound
 from msgspec import Struct, field
 
 from bus.contracts.base import Label, Word
+from bus.contracts.patterns import matching
 from bus.faults import DatabaseForbidden
 from bus.persistence.address import parse_database_url
 from bus.rabbitmq import BadBusUrl, parse_bus_url
@@ -75,7 +76,9 @@ class TelemetrySettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields
 class TraceSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """OpenTelemetry traces: one a build, from its request to its last event."""
 
-    endpoint: Annotated[str, Bound(max_length=1_000, pattern=r"^(https?://[!-~]+)?$(?!\n)")] = ""
+    endpoint: Annotated[
+        str, matching(r"^(https?://[!-~]+)?$(?!\n)", "a URL of http:// or https://", max_length=1_000)
+    ] = ""
     """The address of a collector that takes OTLP over HTTP, such as `http://127.0.0.1:4318`. Empty: no traces."""
     protocol: Literal["http/json", "http/protobuf"] = "http/json"
     """How OTLP is encoded. `http/json`: built in, and the cheaper one in Python; `http/protobuf`: by OpenTelemetry's

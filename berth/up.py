@@ -21,6 +21,7 @@ from berth.keeper import Notify, kept_alive, to_log
 from berth.settings import EMBEDDED, MEMORY, Settings
 from berth.site import Brokers, Runtime, Site, write_runtime
 from bus.clock import SystemClock
+from bus.faults import DatabaseForbidden
 from bus.local import LocalServer
 from bus.service.service import Service
 from compute_sim.fleet import Fleet
@@ -28,6 +29,7 @@ from placement_worker.rest.config import RestConfig
 
 DATABASE_NAME = "postgres"
 FIRST_PLACEMENT = "placement1"
+OTHER_SCHEMAS = frozenset(f"database.{one}_schema" for one in ("other", "old", "newer", "foreign"))
 
 
 @contextlib.asynccontextmanager
@@ -40,7 +42,29 @@ async def database(
         return
     server = Postgres(directory, durable=durable)
     async with kept_alive("PostgreSQL", server, notify=notify):
-        yield server.url(DATABASE_NAME)
+        try:
+            yield server.url(DATABASE_NAME)
+        except Exception as error:
+            if directory is not None and (found := other_schema(error)) is not None:
+                raise _in_state_dir(found, directory) from error
+            raise
+
+
+def other_schema(error: BaseException | None) -> DatabaseForbidden | None:
+    """The fault of a schema that this berth does not use, if that has ended a worker."""
+    while error is not None:
+        if isinstance(error, DatabaseForbidden) and error.code in OTHER_SCHEMAS:
+            return error
+        error = error.exceptions[0] if isinstance(error, BaseExceptionGroup) else error.__cause__
+    return None
+
+
+def _in_state_dir(found: DatabaseForbidden, directory: Path) -> DatabaseForbidden:
+    sentence = (
+        f"the embedded database in {directory} is of another version: {found}. To begin with an empty one set "
+        f"state_dir (BERTH_STATE_DIR) to another directory than {directory.parent}"
+    )
+    return DatabaseForbidden(sentence, code=found.code)
 
 
 @contextlib.asynccontextmanager

@@ -30,6 +30,7 @@ from bus.contracts.catalogue import (
     may_come_under,
     routing_key,
 )
+from bus.contracts.patterns import reason_of
 from bus.port import Delivery, Outgoing
 from bus.topology import FOREIGN, delayed_it
 
@@ -252,7 +253,7 @@ class Codec:
         try:
             items = _decode_raw(delivery.body)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            return [self._malformed_batch(delivery, MALFORMED, str(error), new_id, key)]
+            return [self._malformed_batch(delivery, MALFORMED, reason_of(error), new_id, key)]
         if len(items) > MAX_BATCH_ITEMS:
             reason = f"the batch has {len(items)} items, {MAX_BATCH_ITEMS} are allowed"
             return [self._malformed_batch(delivery, TOO_LARGE, reason, new_id, key)]
@@ -270,7 +271,7 @@ class Codec:
         try:
             meta = _decode_meta(item.meta)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            return self._malformed(body, INVALID, f"meta: {error}", Meta(id=new_id), key)
+            return self._malformed(body, INVALID, f"meta: {reason_of(error)}", Meta(id=new_id), key)
         if not _may_travel(meta):
             return self._malformed(body, INVALID, "meta: a name or number is beyond its bound", Meta(id=new_id), key)
         if not _may_be_answered(meta):
@@ -289,9 +290,9 @@ class Codec:
                 return self._malformed(body, WRONG_KEY, reason, meta, key)
             return Read(message, meta)
         except msgspec.ValidationError as error:
-            return self._malformed(body, INVALID, _with_suggestion(str(error), self._fields), meta, key)
+            return self._malformed(body, INVALID, _with_suggestion(reason_of(error), self._fields), meta, key)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            return self._malformed(body, MALFORMED, str(error), meta, key)
+            return self._malformed(body, MALFORMED, reason_of(error), meta, key)
         except RecursionError:
             return self._malformed(body, MALFORMED, "nested too deeply", meta, key)
 
@@ -300,7 +301,7 @@ class Codec:
         try:
             return decoder.decode(body)
         except msgspec.ValidationError as error:
-            if _UNKNOWN_FIELD.search(str(error)) is None or MAY_IGNORE not in self._fields:
+            if _UNKNOWN_FIELD.search(reason_of(error)) is None or MAY_IGNORE not in self._fields:
                 raise
             ignored = {*_decode_ignored(body).may_ignore} - {*self._fields}
             if not ignored:

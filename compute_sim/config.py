@@ -10,6 +10,7 @@ from msgspec import Struct
 
 from bus.contracts.base import Amount, ClassName, Label, TraitName, Uuid, Word
 from bus.contracts.deploy import ImageSource
+from bus.contracts.patterns import matching
 from bus.openstack.keystone import KeystoneLogin
 from bus.service.settings import Secret
 from compute_sim.domain.faults import Faults, Rate, Seconds
@@ -104,7 +105,7 @@ class IronicConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """Whether Ironic's and Keystone's certificates are verified."""
     ca_file: str = ""
     """As `ironic_sync.ca_file`."""
-    microversion: Annotated[str, Bound(pattern=r"^1\.[0-9]{1,3}$")] = "1.81"
+    microversion: Annotated[str, matching(r"^1\.[0-9]{1,3}$", "an API version such as 1.81")] = "1.81"
     """Of Ironic's API. 1.81: the newest that the driver reads; `shards` needs 1.82. From 1.109 on the health that
     Ironic knows of a node counts: Critical disables it, Warning puts it below others.
     """
@@ -144,7 +145,7 @@ class IronicConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """Seconds that one request to Ironic may take."""
     requests_in_flight: Annotated[int, Bound(ge=1, le=1_000)] = 32
     """Requests to Ironic under way at once; others wait for their turn. 32: a few API workers are kept busy."""
-    ring: Annotated[str, Bound(pattern=r"^[A-Za-z0-9_\-]{0,64}$")] = ""
+    ring: Annotated[str, matching(r"^[A-Za-z0-9_\-]{0,64}$", "at most 64 letters, digits, _ and -")] = ""
     """The name of the hash ring, for services that spell `url` differently. Empty: derived from the other settings."""
     conductor_group: str | None = None
     """Serve only nodes of this conductor group of Ironic. Not set: of every group."""

@@ -7,6 +7,7 @@ from typing import Annotated
 from msgspec import Meta as Bound
 from msgspec import Struct
 
+from bus.contracts.patterns import matching
 from bus.openstack.keystone import KeystoneLogin
 from bus.service.settings import Secret
 
@@ -25,13 +26,13 @@ class NotificationBroker(Struct, frozen=True, kw_only=True, forbid_unknown_field
 class IronicSyncConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Settings of one ironic_sync process."""
 
-    name: Annotated[str, Bound(pattern=r"^[a-z0-9_]{0,32}\Z")] = ""
+    name: Annotated[str, matching(r"^[a-z0-9_]{0,32}\Z", "at most 32 of a to z, 0 to 9 and _")] = ""
     """Which Ironic this is, where several are followed side by side (docs/howto/bare-metal.md): each has `ironic-sync`
     processes of its own under a name of its own. Empty: the only one.
     """
     url: str = "http://127.0.0.1:6385"
     """Ironic's API, with or without /v1."""
-    microversion: Annotated[str, Bound(pattern=r"^1\.[0-9]{1,3}$")] = "1.52"
+    microversion: Annotated[str, matching(r"^1\.[0-9]{1,3}$", "an API version such as 1.81")] = "1.52"
     """Of Ironic's API. 1.52: the newest field that is read is `allocation_uuid`."""
     keystone: KeystoneLogin = KeystoneLogin()
     """Credentials for Keystone. The token is renewed when it expires."""
@@ -45,7 +46,7 @@ class IronicSyncConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Whether Ironic's and Keystone's certificates are verified."""
     ca_file: str = ""
     """Certificates (PEM) of the authorities that sign Ironic's and Keystone's. Empty: those that the system trusts."""
-    cell: Annotated[str, Bound(pattern=r"^[A-Za-z0-9_\-]{0,64}\Z")] = ""
+    cell: Annotated[str, matching(r"^[A-Za-z0-9_\-]{0,64}\Z", "at most 64 letters, digits, _ and -")] = ""
     """The cell whose compute services serve these nodes; no other may claim them. Empty: any cell may, because
     several share them.
     """

@@ -13,6 +13,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta, Struct
 
+from bus.contracts.patterns import matching, reason_of
 from bus.faults import Fault
 
 FORMAT = 1  # a reader refuses a higher one
@@ -24,8 +25,8 @@ MAX_TABLES = 200  # of one schema
 MAX_COLUMNS = 200  # of one table
 READ_BYTES = 1024 * 1024
 
-Name = Annotated[str, Meta(pattern=r"^[A-Za-z_][A-Za-z0-9_\-]{0,62}$")]
-Sha256 = Annotated[str, Meta(pattern=r"^[0-9a-f]{64}$")]
+Name = Annotated[str, matching(r"^[A-Za-z_][A-Za-z0-9_\-]{0,62}$", "a name of 1 to 63 letters, digits, _ and -")]
+Sha256 = Annotated[str, matching(r"^[0-9a-f]{64}$", "64 hexadecimal digits in lower case")]
 Count = Annotated[int, Meta(ge=0)]
 
 
@@ -129,7 +130,7 @@ def _decode(encoded: bytes, directory: Path) -> Manifest:
             )
         return msgspec.json.decode(encoded, type=Manifest)
     except msgspec.MsgspecError as error:
-        raise BadBackup(f"{directory / MANIFEST} is no manifest: {error}", code="backup.invalid") from None
+        raise BadBackup(f"{directory / MANIFEST} is no manifest: {reason_of(error)}", code="backup.invalid") from None
 
 
 def _check_file(path: Path, table: TableCopy) -> None:

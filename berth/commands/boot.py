@@ -23,6 +23,7 @@ from bus.contracts.deploy import MAX_USER_DATA, ConfigDrive, ImageSource, Networ
 from bus.contracts.deploy import Volumes as VolumeRequests
 from bus.contracts.fences import EvacuationPolicy
 from bus.contracts.groups import GroupPolicy, ServerGroup
+from bus.contracts.patterns import reason_of
 from bus.contracts.placement import MAX_MEMBERS
 
 MAX_COUNT = 100_000
@@ -186,7 +187,7 @@ def _volumes(options: BootOptions) -> tuple[VolumeRequest, ...]:
     try:
         return msgspec.json.decode(_read(path), type=VolumeRequests)
     except msgspec.ValidationError as error:
-        raise typer.BadParameter(f"{path}: {error}", param_hint="--volumes") from None
+        raise typer.BadParameter(f"{path}: {reason_of(error)}", param_hint="--volumes") from None
     except msgspec.DecodeError:
         raise typer.BadParameter(f"{path} is not a JSON list of volumes", param_hint="--volumes") from None
 
@@ -203,7 +204,7 @@ def _read(path: Path) -> str:
     return text
 
 
-# What a user may get wrong, in the words of the command line; the contract's own words are patterns.
+# What a user may get wrong, in the words of the command line.
 _RULES = {
     "project_id": ("--project", "letters, digits, _ and -, at most 64"),
     "flavor": ("--flavor", "1 to 255 characters"),
@@ -218,6 +219,6 @@ def _check(request: BuildRequest) -> None:
     try:
         msgspec.convert(msgspec.to_builtins(request), BuildRequest)
     except msgspec.ValidationError as error:
-        name = str(error).rpartition("$.")[2].rstrip("`")
-        option, rule = _RULES.get(name, ("", str(error)))
+        name = reason_of(error).rpartition("$.")[2].rstrip("`")
+        option, rule = _RULES.get(name, ("", reason_of(error)))
         raise typer.BadParameter(rule, param_hint=option or None) from error

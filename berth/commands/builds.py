@@ -29,6 +29,7 @@ from berth.commands.common import (
 )
 from berth.render import printable, render_funnel, render_rows, render_scores, render_stages
 from bus.contracts.build import BuildQuery, BuildRecord, BuildRequest, BuildState
+from bus.contracts.patterns import reason_of
 from bus.port import BusUnavailable, PublishRefused
 
 Instance = Annotated[str, typer.Argument(help="The instance's UUID.", parser=parse_uuid, metavar="UUID")]
@@ -135,7 +136,7 @@ def _query(fields: Mapping[str, object]) -> BuildQuery:
     try:
         return msgspec.convert(fields, BuildQuery)
     except msgspec.ValidationError as error:
-        raise typer.BadParameter(str(error)) from error
+        raise typer.BadParameter(reason_of(error)) from error
 
 
 async def _record(berth: BuildClient, uuid: str) -> BuildRecord:

@@ -47,6 +47,7 @@ from bus.contracts.moves import (
     MoveState,
     ResizePolicy,
 )
+from bus.contracts.patterns import reason_of
 
 Instance = Annotated[str, typer.Argument(help="The instance's UUID.", parser=parse_uuid, metavar="UUID")]
 Wait = Annotated[bool, typer.Option("--wait", help="Wait for the end; exit status 1 when it failed.")]
@@ -329,7 +330,7 @@ def _request(uuid: str, project: str, kind: MoveKind, fields: dict[str, Any], re
     try:
         return msgspec.convert({**of_whom, "kind": kind.value, **named}, MoveRequest)
     except msgspec.ValidationError as error:
-        raise Stop(EXIT_USAGE, "request.invalid", str(error)) from error
+        raise Stop(EXIT_USAGE, "request.invalid", reason_of(error)) from error
 
 
 def _show(request: MoveRequest, end: MoveEvent | MoveRecord | None, as_json: bool) -> None:

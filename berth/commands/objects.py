@@ -46,6 +46,7 @@ from bus.contracts.objects import (
     ObjectsQuery,
     StoredObject,
 )
+from bus.contracts.patterns import reason_of
 
 MAX_FILE_BYTES = 8 * 2**20
 
@@ -315,7 +316,7 @@ def _valid(changes: Sequence[ObjectChange]) -> Sequence[ObjectChange]:
     try:
         return msgspec.convert(msgspec.to_builtins([*changes]), list[ObjectChange])
     except msgspec.ValidationError as error:
-        raise typer.BadParameter(str(error)) from error
+        raise typer.BadParameter(reason_of(error)) from error
 
 
 async def find_object(bus: Bus, kind: ObjectKind, name: str) -> StoredObject | None:

@@ -12,6 +12,7 @@ from berth.fencing.faults import FencingFailed
 from berth.settings import FencingSettings
 from bus.clock import Clock
 from bus.contracts.build import HostRecord
+from bus.contracts.patterns import reason_of
 from compute_sim.driver import DriverUnavailable
 from compute_sim.drivers.ironic.api import IronicApi
 
@@ -78,4 +79,4 @@ class IronicPower:
         try:
             return msgspec.convert(found, NodePower)
         except msgspec.ValidationError as error:
-            raise FencingFailed(f"Ironic's answer about node {ident}: {error}") from error
+            raise FencingFailed(f"Ironic's answer about node {ident}: {reason_of(error)}") from error

@@ -14,6 +14,7 @@ import structlog
 from berth.ironic_stand_in import shapes
 from berth.ironic_stand_in.node_pool import NodePool
 from bus.clock import Clock
+from bus.contracts.patterns import reason_of
 
 log = structlog.get_logger(__name__)
 
@@ -40,7 +41,7 @@ def load(pool: NodePool, path: Path) -> bool:
     except FileNotFoundError:
         return False
     except (msgspec.DecodeError, KeyError, TypeError) as error:
-        log.warning("ironic.nodes_unreadable", path=str(path), reason=str(error))
+        log.warning("ironic.nodes_unreadable", path=str(path), reason=reason_of(error))
         pool.nodes.clear()
         return False
     return True

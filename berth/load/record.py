@@ -19,6 +19,7 @@ from msgspec import Meta as Bound
 from msgspec import Struct, field
 
 from bus.contracts import stages
+from bus.contracts.patterns import reason_of
 
 FORMAT = "berth.load.v1"
 
@@ -251,7 +252,7 @@ def decode(body: bytes) -> LoadRecord:
     try:
         record = msgspec.json.decode(body, type=LoadRecord)
     except (msgspec.DecodeError, RecursionError) as fault:
-        raise RecordError("record.unreadable", f"not a record of a load: {fault}") from fault
+        raise RecordError("record.unreadable", f"not a record of a load: {reason_of(fault)}") from fault
     if record.format != FORMAT:
         raise RecordError("record.format", f"a record of format {record.format!r}; this berth reads {FORMAT}")
     for name, rows in (("boots", record.boots), ("deletes", record.deletes)):

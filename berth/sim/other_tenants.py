@@ -130,6 +130,7 @@ class ForeignTrees:
         self._world = world
         self._client = client
         self._version = 0
+        self._claimed: set[str] = set()
         self._at = {device: self.ROOTS[number % 2] for number, device in enumerate(self.DEVICES)}
         world.harm.providers.update(dict.fromkeys((*self.ROOTS, *self.DEVICES)))
 
@@ -154,11 +155,13 @@ class ForeignTrees:
                 if rng.random() < 0.5:
                     wanted = {rng.choice(self.ROOTS): {"VCPU": rng.randint(1, 4)}}
                 self._world.harm.holdings[order.uuid] = {}
+                self._claimed.add(order.uuid)
                 await self._publish(
                     Claim(consumer=order.uuid, options=(ClaimOption(allocations=wanted),), project_id=THEIRS)
                 )
             case _:
-                held = [uuid for uuid, holding in self._world.harm.holdings.items() if holding]
+                holdings = self._world.harm.holdings
+                held = [uuid for uuid, holding in holdings.items() if holding and uuid in self._claimed]
                 if held:
                     consumer = rng.choice(held)
                     self._world.harm.may_let_go.add(consumer)

@@ -21,6 +21,7 @@ from msgspec import Struct
 from berth.web.problems import Problem
 from bus.clock import Clock
 from bus.contracts.base import Word
+from bus.contracts.patterns import reason_of
 from bus.faults import Fault
 from bus.service.settings import SettingsError, read_toml
 from placement_worker.rest.auth import TOKEN, Auth, Caller
@@ -169,7 +170,7 @@ def read_tokens(path: Path) -> dict[str, WebCaller]:
     try:
         rows = msgspec.convert(read_toml(path).get("tokens", []), list[_TokenRow])
     except msgspec.ValidationError as error:
-        raise SettingsError("web.tokens", f"{path}: {error}") from error
+        raise SettingsError("web.tokens", f"{path}: {reason_of(error)}") from error
     if not rows:
         raise SettingsError("web.tokens", f"{path} has no [[tokens]]")
     callers: dict[str, WebCaller] = {}

@@ -34,6 +34,7 @@ from bus.contracts.build import (
     HostsPage,
     HostsQuery,
 )
+from bus.contracts.patterns import reason_of
 
 JSON = "application/json"
 EVENT_STREAM = "text/event-stream"
@@ -295,7 +296,7 @@ async def object_of(request: Request) -> dict[str, object]:
     try:
         return msgspec.json.decode(body, type=dict[str, object])
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise Problem(400, "request.malformed", str(error)) from None
+        raise Problem(400, "request.malformed", reason_of(error)) from None
 
 
 def converted(fields: dict[str, object], kind: type[Body]) -> Body:
@@ -305,7 +306,7 @@ def converted(fields: dict[str, object], kind: type[Body]) -> Body:
     try:
         return msgspec.convert(fields, kind)
     except msgspec.ValidationError as error:
-        reason = str(error)
+        reason = reason_of(error)
         unknown = _UNKNOWN_FIELD.search(reason)
         known = [field.name for field in msgspec.structs.fields(kind)]
         near = difflib.get_close_matches(unknown[1], known, n=1) if unknown else []
@@ -318,7 +319,7 @@ def parsed(make: Callable[[], T]) -> T:
     try:
         return make()
     except (msgspec.ValidationError, ValueError) as error:
-        raise Problem(400, "request.invalid", str(error)) from None
+        raise Problem(400, "request.invalid", reason_of(error)) from None
 
 
 def moment_of(text: str | None) -> float | None:

@@ -8,17 +8,20 @@ import msgspec
 from msgspec import Meta as Bound
 from msgspec import Struct
 
+from bus.contracts.patterns import matching
+
 # A `$` alone lets a newline follow in Python, and a uuid with one is another dictionary key but the same database row.
 _END = r"$(?!\n)"
 
 # A UUID is its canonical text: lower case, with dashes. One spelling means one dictionary key and one row.
-Uuid = Annotated[str, Bound(pattern=r"^[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}" + _END)]
+_UUID = r"^[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}"
+Uuid = Annotated[str, matching(_UUID + _END, "a UUID in lower case with hyphens")]
 
 # A word that is safe as one segment of a routing key and as part of a queue name.
-Word = Annotated[str, Bound(pattern=r"^[A-Za-z0-9_\-]{1,64}" + _END)]
+Word = Annotated[str, matching(r"^[A-Za-z0-9_\-]{1,64}" + _END, "1 to 64 letters, digits, _ and -")]
 
 # A field of a message.
-FieldName = Annotated[str, Bound(pattern=r"^[a-z][a-z0-9_]{0,63}" + _END)]
+FieldName = Annotated[str, matching(r"^[a-z][a-z0-9_]{0,63}" + _END, "1 to 64 of a to z, 0 to 9 and _, a letter first")]
 
 # A name a person reads; never part of a routing key.
 Label = Annotated[str, Bound(min_length=1, max_length=255)]
@@ -26,8 +29,8 @@ Label = Annotated[str, Bound(min_length=1, max_length=255)]
 Zone = Annotated[str, Bound(max_length=255)]
 
 # A resource class or a trait, as Placement spells them.
-ClassName = Annotated[str, Bound(pattern=r"^[A-Z0-9_]{1,255}" + _END)]
-TraitName = Annotated[str, Bound(pattern=r"^[A-Z0-9_]{1,255}" + _END)]
+ClassName = Annotated[str, matching(r"^[A-Z0-9_]{1,255}" + _END, "1 to 255 capital letters, digits and _")]
+TraitName = ClassName
 
 # Amounts are bounded as Placement bounds them (a signed 32-bit integer in its database).
 MAX_AMOUNT = 2**31 - 1

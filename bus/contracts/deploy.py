@@ -8,6 +8,8 @@ import msgspec
 from msgspec import Meta as Bound
 from msgspec import Struct
 
+from bus.contracts.patterns import matching
+
 from .base import Uuid
 
 MAX_USER_DATA = 65_535  # characters, as Nova's of what a client sends
@@ -15,7 +17,7 @@ MAX_NETWORK_DATA = 65_535  # bytes of JSON
 MAX_VOLUME_PROPERTIES = 16_384
 
 # An address or an id: printable ASCII without spaces.
-Reference = Annotated[str, Bound(pattern=r"^[!-~]{1,2048}$(?!\n)")]
+Reference = Annotated[str, matching(r"^[!-~]{1,2048}$(?!\n)", "1 to 2048 printable ASCII characters without spaces")]
 PublicKey = Annotated[str, Bound(min_length=1, max_length=16_384)]
 
 
@@ -28,7 +30,7 @@ class ImageSource(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_
     """Of the image, or the URL of a file with it."""
     hash_algorithm: Literal["md5", "sha256", "sha512"] | None = None
     """As Glance's `os_hash_algo`; given together with `hash_value`."""
-    hash_value: Annotated[str, Bound(pattern=r"^[0-9a-fA-F]{32,128}$(?!\n)")] | None = None
+    hash_value: Annotated[str, matching(r"^[0-9a-fA-F]{32,128}$(?!\n)", "32 to 128 hexadecimal digits")] | None = None
     """As Glance's `os_hash_value`, in hexadecimal."""
     kernel: Reference | None = None
     """Of a partition image: its kernel, as `source`."""
@@ -54,7 +56,7 @@ class ConfigDrive(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_
     user_data: Annotated[str, Bound(max_length=MAX_USER_DATA)] = ""
     public_keys: Annotated[tuple[PublicKey, ...], Bound(max_length=16)] = ()
     network_data: dict[str, Any] = {}
-    hostname: Annotated[str, Bound(pattern=r"^[A-Za-z0-9.\-]{0,255}$(?!\n)")] = ""
+    hostname: Annotated[str, matching(r"^[A-Za-z0-9.\-]{0,255}$(?!\n)", "at most 255 letters, digits, . and -")] = ""
 
     def __post_init__(self) -> None:
         if self.network_data and len(msgspec.json.encode(self.network_data)) > MAX_NETWORK_DATA:

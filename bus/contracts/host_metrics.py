@@ -11,15 +11,24 @@ from typing import Annotated
 from msgspec import Meta as Bound
 from msgspec import Struct
 
+from bus.contracts.patterns import matching
+
 from .base import Label, Message, Uuid, Word
 
 MAX_READINGS = 1000  # hosts in one message
 MAX_NAMES = 32  # metrics of one host in one message
 
 # Dotted, the unit last.
-MetricName = Annotated[str, Bound(pattern=r"^[a-z][a-z0-9_]*(\.[a-z0-9_]+)*$(?!\n)", max_length=64)]
+MetricName = Annotated[
+    str,
+    matching(
+        r"^[a-z][a-z0-9_]*(\.[a-z0-9_]+)*$(?!\n)",
+        "a name of a to z, 0 to 9 and _, in parts with dots between",
+        max_length=64,
+    ),
+]
 # As a Word; a compute service's is `compute-<its name>`.
-MetricSource = Annotated[str, Bound(pattern=r"^[A-Za-z0-9_\-]{1,80}$(?!\n)")]
+MetricSource = Annotated[str, matching(r"^[A-Za-z0-9_\-]{1,80}$(?!\n)", "1 to 80 letters, digits, _ and -")]
 MetricValue = Annotated[float, Bound(ge=-1e15, le=1e15)]
 Time = Annotated[float, Bound(ge=0, le=1e11)]  # seconds since the epoch
 

@@ -14,6 +14,8 @@ from typing import Annotated
 from msgspec import Meta as Bound
 from msgspec import Struct
 
+from bus.contracts.patterns import matching
+
 from .base import Allocations, ClassName, Count, Label, Message, Reason, Uuid, Word, Zone
 from .build import AttemptRecord, FunnelStep, ImageProperties
 from .cell import InstanceSpec, Selection
@@ -47,7 +49,7 @@ CHOOSES_HOSTS = frozenset(
 
 
 # Ironic takes no control characters there.
-RescuePassword = Annotated[str, Bound(max_length=128, pattern=r"^[^\x00-\x1f\x7f]*\Z")]
+RescuePassword = Annotated[str, matching(r"^[^\x00-\x1f\x7f]*\Z", "a text without control characters", max_length=128)]
 
 
 class ResizePolicy(StrEnum):

@@ -13,6 +13,8 @@ from uuid import UUID, uuid5
 from msgspec import Meta as Bound
 from msgspec import Struct
 
+from bus.contracts.patterns import matching
+
 from .base import ClassName, Count, Label, Message, Reason, Uuid, Version
 from .groups import GroupPolicy, ServerGroup
 from .operations import AdminState
@@ -166,6 +168,12 @@ class CellState(StrEnum):
     REMOVED = "removed"
 
 
+URL_FILE = (
+    "the name of a file alone, without a directory: 1 to 64 letters, digits, _, - and ., not beginning with a dot"
+)
+URL_VARIABLE = "a name of at most 63 capital letters, digits and _ that begins with CELL_"
+
+
 class CellBus(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
     """Where the bus of a cell is that the settings of running workers do not name.
 
@@ -173,9 +181,9 @@ class CellBus(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unkn
     broker of the API bus, with the prefix or the cell's name before every exchange and queue name.
     """
 
-    url_file: Annotated[str, Bound(pattern=r"^([A-Za-z0-9_\-][A-Za-z0-9_.\-]{0,63})?$(?!\n)")] = ""
+    url_file: Annotated[str, matching(r"^([A-Za-z0-9_\-][A-Za-z0-9_.\-]{0,63})?$(?!\n)", URL_FILE)] = ""
     """The name of a file in each worker's `cells_dir` that holds the URL alone, as `bus.url` has it."""
-    url_variable: Annotated[str, Bound(pattern=r"^(CELL_[A-Z0-9_]{1,58})?$(?!\n)")] = ""
+    url_variable: Annotated[str, matching(r"^(CELL_[A-Z0-9_]{1,58})?$(?!\n)", URL_VARIABLE)] = ""
     """The name of an environment variable of each worker that holds the URL. It begins with `CELL_`."""
     prefix: Annotated[str, Bound(max_length=64)] = ""
     """As `bus.prefix`, on this cell's bus."""

@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 
 from bus.contracts.catalogue import QueueRow
+from bus.contracts.patterns import reason_of
 from bus.local.frames import DeliveryFrame, frame, read
 from bus.port import BusError, Delivery, Outgoing, Subscription, Transport
 
@@ -130,7 +131,7 @@ class _Session:
         except BusError as fault:
             self._writer.write(frame(number, "fault", fault.code, str(fault)))
         except (TypeError, ValueError, msgspec.ValidationError, IndexError) as fault:
-            self._writer.write(frame(number, "fault", "bus.error", str(fault)))
+            self._writer.write(frame(number, "fault", "bus.error", reason_of(fault)))
         else:
             self._writer.write(frame(number, "result", result))
 

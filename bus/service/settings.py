@@ -21,6 +21,8 @@ from typing import Annotated, Any, TypeVar, Union, get_args, get_origin, get_typ
 import msgspec
 from msgspec import Struct
 
+from bus.contracts.patterns import reason_of
+
 T = TypeVar("T", bound=Struct)
 
 PREFIX = "BERTH_"
@@ -55,7 +57,7 @@ def load(kind: type[T], *, toml: Path | None, env: Mapping[str, str], prefix: st
     try:
         return msgspec.convert(tree, kind)
     except msgspec.ValidationError as error:
-        raise SettingsError("settings.invalid", str(error)) from error
+        raise SettingsError("settings.invalid", reason_of(error)) from error
 
 
 def read_toml(path: Path) -> dict[str, Any]:
@@ -178,11 +180,11 @@ def _parse(kind: Any, text: str, variable: str) -> Any:
         try:
             value = msgspec.json.decode(text)
         except (msgspec.DecodeError, RecursionError) as error:
-            raise SettingsError("settings.invalid", f"{variable}: not JSON: {error}") from error
+            raise SettingsError("settings.invalid", f"{variable}: not JSON: {reason_of(error)}") from error
     try:
         return msgspec.to_builtins(msgspec.convert(value, kind, strict=False))
     except msgspec.ValidationError as error:
-        raise SettingsError("settings.invalid", f"{variable}: {error}") from error
+        raise SettingsError("settings.invalid", f"{variable}: {reason_of(error)}") from error
 
 
 def _unknown(shown: str, name: str, fields: Mapping[str, Any], where: str) -> SettingsError:

@@ -9,6 +9,7 @@ from msgspec import Meta as Bound
 from msgspec import Struct
 
 from bus.contracts.base import TraitName, Uuid
+from bus.contracts.patterns import reason_of
 
 ShortText = Annotated[str, Bound(max_length=255)]
 
@@ -49,7 +50,7 @@ def parse_node(raw: object) -> Node | Unreadable:
     try:
         return msgspec.convert(raw, Node)
     except msgspec.ValidationError as error:
-        return Unreadable(uuid=_uuid_of(raw), reason=str(error))
+        return Unreadable(uuid=_uuid_of(raw), reason=reason_of(error))
 
 
 def _uuid_of(raw: Any) -> str | None:

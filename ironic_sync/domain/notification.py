@@ -15,6 +15,7 @@ from msgspec import Meta as Bound
 
 from bus.contracts.base import Uuid
 from bus.contracts.host_metrics import HostReading
+from bus.contracts.patterns import reason_of
 from ironic_sync.domain.sensors import SENSOR_EVENT, parse_sensors
 
 MAX_BODY_BYTES: Final = 1024 * 1024  # the largest recorded one has 5 kB; driver_info and instance_info are free-form
@@ -128,7 +129,7 @@ def parse(body: bytes) -> Notification | Sensors | Rejected:
     try:
         envelope = _envelope.decode(body)
     except msgspec.ValidationError as error:
-        return Rejected(code="notification.not_oslo", reason=str(error))
+        return Rejected(code="notification.not_oslo", reason=reason_of(error))
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return Rejected(code="notification.malformed", reason="the body is not JSON")
     if envelope.version.partition(".")[0] != "2":
@@ -142,7 +143,7 @@ def _parse_inner(text: str) -> Notification | Sensors | Rejected:
     except msgspec.ValidationError as error:  # sensor data has no versioned objects
         if (event := _sensor_event(text)) is not None:
             return Sensors(event=event, reading=parse_sensors(text))
-        return Rejected(code="notification.invalid", reason=str(error), request_id=_request_id_of(text))
+        return Rejected(code="notification.invalid", reason=reason_of(error), request_id=_request_id_of(text))
     except (msgspec.DecodeError, UnicodeError, RecursionError):
         return Rejected(code="notification.malformed", reason="the enveloped message is not JSON")
     return _of(inner)

@@ -11,6 +11,7 @@ from urllib.parse import parse_qs, urlsplit
 import httpx
 import msgspec
 
+from bus.contracts.patterns import reason_of
 from bus.openstack.keystone import KeystoneAuth, SignInRefused, SignInUnavailable
 from bus.openstack.rest import IRONIC_VERSION, api_root, error_text, version_advice
 from bus.tracing.context import CURRENT
@@ -99,7 +100,7 @@ class RestSource:
         try:
             return msgspec.convert(raw, Allocation)
         except msgspec.ValidationError as error:
-            raise SourceRefused(str(error), code="ironic.not_an_allocation") from error
+            raise SourceRefused(reason_of(error), code="ironic.not_an_allocation") from error
 
     async def ping(self) -> None:
         """Ask for one node's uuid."""

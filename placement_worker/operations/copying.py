@@ -15,6 +15,7 @@ import httpx
 import msgspec
 
 from bus.clock import Clock, SystemClock
+from bus.contracts.patterns import reason_of
 from bus.faults import Transient
 from bus.retrying import Retrying, RetryPolicy
 from placement_worker.domain.names import is_custom
@@ -60,7 +61,9 @@ class CopySource:
         try:
             return await self._pass()
         except (KeyError, TypeError, AttributeError, msgspec.ValidationError) as error:
-            raise InvalidExport(f"that does not answer as Placement does: {type(error).__name__} {error}") from error
+            raise InvalidExport(
+                f"that does not answer as Placement does: {type(error).__name__} {reason_of(error)}"
+            ) from error
 
     async def _newest(self) -> int:
         """The newest version that both support."""
@@ -173,7 +176,7 @@ class CopySource:
         try:
             return msgspec.json.decode(answer.content)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            raise InvalidExport(f"{answer.url}: {error}") from error
+            raise InvalidExport(f"{answer.url}: {reason_of(error)}") from error
 
 
 def _stored(fields: Mapping[str, Any]) -> StoredInventory:

@@ -12,6 +12,7 @@ import msgspec
 from msgspec import Struct
 from msgspec.structs import replace
 
+from bus.contracts.patterns import reason_of
 from placement_worker.domain.server_groups import GroupMember
 from placement_worker.domain.values import ConsumerState, Provider, StoredInventory, capacity
 from placement_worker.operations.export_flaws import flaw_of_consumer, flaw_of_member, flaw_of_names, flaw_of_provider
@@ -163,4 +164,4 @@ def _decoded(decoder: msgspec.json.Decoder[T], row: bytes, number: int) -> T:
     try:
         return decoder.decode(row)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise InvalidExport(f"line {number + 1}: {error}") from error
+        raise InvalidExport(f"line {number + 1}: {reason_of(error)}") from error

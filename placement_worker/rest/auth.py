@@ -12,6 +12,7 @@ from typing import Protocol
 import msgspec
 from msgspec import Struct
 
+from bus.contracts.patterns import reason_of
 from bus.service.settings import SettingsError, read_toml
 from placement_worker.rest.config import RestConfig
 
@@ -81,7 +82,7 @@ class TokenFile:
         try:
             rows = msgspec.convert(read_toml(path).get("tokens", []), list[TokenRow])
         except msgspec.ValidationError as error:
-            raise SettingsError("rest.token_file", f"{path}: {error}") from error
+            raise SettingsError("rest.token_file", f"{path}: {reason_of(error)}") from error
         if not rows:
             raise SettingsError("rest.token_file", f"{path} has no [[tokens]]")
         self._callers = [

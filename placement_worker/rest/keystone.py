@@ -15,6 +15,7 @@ import msgspec
 from msgspec import Struct
 
 from bus.clock import Clock
+from bus.contracts.patterns import reason_of
 from bus.faults import Fault, Transient
 from bus.service.settings import SettingsError
 from placement_worker.rest.auth import TOKEN, Caller, Headers
@@ -123,7 +124,7 @@ class Keystone:
             token = msgspec.json.decode(answer.content, type=_Answer).token
             expires = datetime.fromisoformat(token.expires_at).timestamp()
         except (msgspec.DecodeError, ValueError) as error:
-            raise KeystoneUnavailable(f"Keystone's answer cannot be read: {error}") from error
+            raise KeystoneUnavailable(f"Keystone's answer cannot be read: {reason_of(error)}") from error
         if expires <= now:
             return CachedToken(None, now + BAD_FOR_S)
         caller = Caller(

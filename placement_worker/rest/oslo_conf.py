@@ -10,6 +10,7 @@ from typing import TypeVar
 import msgspec
 from msgspec.structs import replace
 
+from bus.contracts.patterns import reason_of
 from bus.service.settings import SettingsError
 from placement_worker.rest.config import RestConfig
 
@@ -37,7 +38,7 @@ def with_oslo_conf(config: RestConfig) -> RestConfig:
     try:
         return _laid_over(config, sections, folder)
     except (msgspec.ValidationError, ValueError) as error:
-        raise SettingsError("rest.conf_dir", f"{folder / FILE}: {error}") from error
+        raise SettingsError("rest.conf_dir", f"{folder / FILE}: {reason_of(error)}") from error
 
 
 def _laid_over(config: RestConfig, sections: Mapping[str, Mapping[str, str]], folder: Path) -> RestConfig:

@@ -34,6 +34,7 @@ from bus.contracts.objects import (
     group_named,
 )
 from bus.contracts.operations import AdminState, HostAdminState
+from bus.contracts.patterns import reason_of
 from scheduler_worker.config import SchedulerConfig
 from scheduler_worker.domain import fences
 from scheduler_worker.domain.drains import drain_of
@@ -186,7 +187,7 @@ def body_of(kind: ObjectKind, name: str, body: Mapping[str, Any]) -> Body:
     try:
         parsed = msgspec.convert(body, BODIES[kind])
     except msgspec.ValidationError as error:
-        raise ValueError(f"{where}: {error}") from error
+        raise ValueError(f"{where}: {reason_of(error)}") from error
     if kind is ObjectKind.SCHEDULING and name != SCHEDULING:
         raise ValueError(f"{where}: the scheduling rules are one object, of the name {SCHEDULING!r}")
     if isinstance(parsed, Aggregate):

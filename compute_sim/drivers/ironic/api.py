@@ -13,6 +13,7 @@ import msgspec
 from msgspec import Struct
 
 from bus.clock import Clock
+from bus.contracts.patterns import reason_of
 from bus.faults import Fault
 from bus.openstack.keystone import KeystoneAuth, SignInUnavailable
 from bus.openstack.rest import IRONIC_VERSION, api_root, auth_of, error_text, tls_of, version_advice
@@ -275,4 +276,4 @@ def _parse(answer: httpx.Response, kind: type[T]) -> T:
     try:
         return msgspec.json.decode(answer.content, type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise DriverUnavailable(f"Ironic's answer is not understood: {error}") from error
+        raise DriverUnavailable(f"Ironic's answer is not understood: {reason_of(error)}") from error

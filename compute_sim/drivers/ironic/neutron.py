@@ -16,6 +16,7 @@ from msgspec import Struct
 
 from bus.clock import Clock
 from bus.contracts.cell import InstanceSpec
+from bus.contracts.patterns import reason_of
 from bus.faults import Fault
 from bus.openstack.keystone import KeystoneAuth, SignInUnavailable
 from bus.openstack.rest import api_root, auth_of, error_text, tls_of
@@ -165,4 +166,4 @@ def _parse(answer: httpx.Response, kind: type[T]) -> T:
     try:
         return msgspec.json.decode(answer.content, type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise DriverUnavailable(f"Neutron's answer is not understood: {error}") from error
+        raise DriverUnavailable(f"Neutron's answer is not understood: {reason_of(error)}") from error

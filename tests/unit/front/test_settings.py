@@ -50,7 +50,7 @@ def test_the_file_is_the_one_named_or_the_one_lying_here(tmp_path: Path, monkeyp
         ("", {"BERTH_IRONIC_SYNC__TOKN": "x"}, "did you mean token"),
         ("[up]\nnodes = -1\n", {}, "up.nodes"),
         ("bus = 3\n", {}, "$.bus"),
-        ("[cells.'a b']\n", {}, "regex"),
+        ("[cells.'a b']\n", {}, "1 to 64 letters, digits, _ and -"),
         ("not toml", {}, "is not TOML"),
         ("", {"BERTH_CELLS": "{}"}, "at least one cell"),
         ('[scheduler]\ndefault_flavors = ["m1.smal"]\n', {}, "there is no 'm1.smal'; berth has m1.tiny"),
