@@ -23,7 +23,7 @@ from cell_conductor.domain.report import UnexplainedKind
 from cell_conductor.store.memory import MemoryInstances, MemoryInstanceTable
 from cell_conductor.store.safety import DESTROY, KEEP
 from compute_sim.config import IronicConfig
-from tests.kit.lone_cell import CONDUCTOR, LoneCell
+from tests.kit.lone_cell import CONDUCTOR, LoneCell, a_third_cell_joins
 from tests.kit.real_metal import RNG
 
 FIELDS = "uuid,provision_state,instance_uuid"
@@ -92,26 +92,8 @@ async def test_a_foreign_machine_is_never_changed(nodes: Nodes, cells: list[Lone
 
 async def test_a_third_cell_changes_nothing_for_nodes_with_an_instance(nodes: Nodes, cells: list[LoneCell]) -> None:
     """Of 10 active nodes 8 were cleaned when a third cell came."""
-    all_nodes = await nodes.enroll(12)
-    for share, cell in enumerate(cells[:2]):
-        await cell.start(share=share, shares=2)
-    built: dict[str, str] = {}
-    for node in sorted(all_nodes)[:7]:
-        (cell,) = (cell for cell in cells[:2] if node in cell.hosts())
-        assert (await cell.build(node))[1] is BuildState.ACTIVE
-        built[node] = cell.name
-    before = await carried(nodes)
-    for cell in cells[:2]:
-        await cell.stop()
-    for share, cell in enumerate(cells):
-        await cell.start(share=share, shares=3)
-    for cell in cells:
-        await cell.look()
-    assert await carried(nodes) == before and len(before) == len(built)
-    assert all(state is State.ACTIVE for cell in cells for state in map(cell.state, cell.table.instances))
-    owners = {node: [cell.name for cell in cells if node in cell.hosts()] for node in all_nodes}
-    assert all(len(names) == 1 for names in owners.values()), owners
-    assert {node: owners[node][0] for node in built} == built
+    owners = await a_third_cell_joins(cells, await nodes.enroll(12), 7, lambda: carried(nodes))
+    assert all(len(names) == 1 for names in owners), owners
 
 
 async def test_what_an_operator_does_to_our_machine_does_not_destroy_it(nodes: Nodes, cells: list[LoneCell]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
 from typing import Any
 
@@ -203,3 +203,34 @@ class LoneCell:
 async def _cancel(task: asyncio.Task[None]) -> None:
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
+
+
+async def a_third_cell_joins(
+    cells: Sequence[LoneCell],
+    nodes: Sequence[str],
+    count: int,
+    carried: Callable[[], Awaitable[dict[str, tuple[str, str]]]],
+) -> list[list[str]]:
+    """Two cells share the nodes and have instances on so many; then three share them, and nothing may change.
+
+    carried: the nodes with an instance, now. Returns the cells of each node.
+    """
+    for share, cell in enumerate(cells[:2]):
+        await cell.start(share=share, shares=2)
+    built: dict[str, str] = {}
+    for node in sorted(nodes)[:count]:
+        (cell,) = (cell for cell in cells[:2] if node in cell.hosts())
+        assert (await cell.build(node))[1] is BuildState.ACTIVE
+        built[node] = cell.name
+    before = await carried()
+    for cell in cells[:2]:
+        await cell.stop()
+    for share, cell in enumerate(cells):
+        await cell.start(share=share, shares=3)
+    for cell in cells:
+        await cell.look()
+    assert await carried() == before and len(before) == count
+    assert all(state is State.ACTIVE for cell in cells for state in map(cell.state, cell.table.instances))
+    owners = {node: [cell.name for cell in cells if node in cell.hosts()] for node in nodes}
+    assert {node: owners[node][0] for node in built} == built
+    return list(owners.values())

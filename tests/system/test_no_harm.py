@@ -18,7 +18,7 @@ from cell_conductor.domain.report import UnexplainedKind
 from cell_conductor.store.memory import MemoryInstances, MemoryInstanceTable
 from cell_conductor.store.safety import DESTROY, KEEP
 from compute_sim.config import IronicConfig
-from tests.kit.lone_cell import CONDUCTOR, LoneCell
+from tests.kit.lone_cell import CONDUCTOR, LoneCell, a_third_cell_joins
 
 QUICK = Behaviour(verify_s=0.001, deploy_s=0.02, undeploy_s=0.005, clean_s=0.005)
 
@@ -79,26 +79,13 @@ async def test_a_third_cell_changes_nothing_for_nodes_with_an_instance(
 ) -> None:
     """Item 3: of 10 active nodes 8 were cleaned when a third cell came."""
     ironic.pool.plan(16)
-    for share, cell in enumerate(cells[:2]):
-        await cell.start(share=share, shares=2)
-    built: dict[str, str] = {}
-    for node in sorted(ironic.pool.nodes)[:10]:
-        (cell,) = (cell for cell in cells[:2] if node in cell.hosts())
-        assert (await cell.build(node))[1] is BuildState.ACTIVE
-        built[node] = cell.name
-    before = carried(ironic)
-    for cell in cells[:2]:
-        await cell.stop()
-    for share, cell in enumerate(cells):
-        await cell.start(share=share, shares=3)
-    for cell in cells:
-        await cell.look()
-    assert carried(ironic) == before and len(before) == 10
-    assert all(state is State.ACTIVE for cell in cells for state in map(cell.state, cell.table.instances))
-    owners = {node: [cell.name for cell in cells if node in cell.hosts()] for node in ironic.pool.nodes}
-    assert all(len(names) == 1 for names in owners.values()), owners
-    assert {node: owners[node][0] for node in built} == built
-    assert any(names == ["c2"] for names in owners.values()), "free ones have moved"
+
+    async def now() -> dict[str, tuple[str, str]]:
+        return carried(ironic)
+
+    owners = await a_third_cell_joins(cells, list(ironic.pool.nodes), 10, now)
+    assert all(len(names) == 1 for names in owners), owners
+    assert ["c2"] in owners, "free ones have moved"
 
 
 async def test_what_an_operator_does_to_our_machine_does_not_destroy_it(

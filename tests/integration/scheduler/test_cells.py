@@ -9,7 +9,7 @@ from typing import Any
 import asyncpg
 import pytest
 
-from bus.contracts.build import BuildState
+from bus.contracts.build import BuildRequest, BuildState
 from bus.contracts.cells import CellRecord, CellsPage, CellsQuery, LinkState
 from bus.contracts.objects import (
     CellState,
@@ -91,6 +91,17 @@ async def only(world: World, name: str) -> None:
     await world.eventually(lambda: all(others & {"c1", "c2"} <= t.disabled_cells for t in world.tables.values()))
 
 
+async def active_in_added_cell(world: World, name: str) -> BuildRequest:
+    """A cell is added, alone with a host, and has an instance."""
+    await decide(world, name, "enabled", bus={})
+    await linked(world, name, count=3)
+    await world.add_hosts(name, 1)
+    await only(world, name)
+    request = world.request()
+    await world.active(request)
+    return request
+
+
 async def test_an_added_cell_is_served_by_every_worker_without_a_restart(running: World) -> None:
     before = dict(running.services)
     await decide(running, "c3", "enabled", bus={})
@@ -112,12 +123,7 @@ async def test_an_added_cell_is_served_by_every_worker_without_a_restart(running
 
 
 async def test_a_cell_with_instances_is_removed_by_force_only_and_left_by_every_worker(running: World) -> None:
-    await decide(running, "c3", "enabled", bus={})
-    await linked(running, "c3", count=3)
-    await running.add_hosts("c3", 1)
-    await only(running, "c3")
-    request = running.request()
-    await running.active(request)
+    request = await active_in_added_cell(running, "c3")
     await decide(running, "c1", "enabled")
     fault = await refused(running, "c3", "removed", bus={})
     assert (fault.code, "1 instances" in fault.reason) == ("cell.in_use", True)
@@ -136,12 +142,7 @@ async def test_a_cell_with_instances_is_removed_by_force_only_and_left_by_every_
 
 async def test_a_request_for_a_cell_that_was_left_reaches_it_when_it_is_added_again(running: World) -> None:
     """What is to be sent there stays in the table meanwhile."""
-    await decide(running, "c3", "enabled", bus={})
-    await linked(running, "c3", count=3)
-    await running.add_hosts("c3", 1)
-    await only(running, "c3")
-    request = running.request()
-    await running.active(request)
+    request = await active_in_added_cell(running, "c3")
     await decide(running, "c3", "removed", bus={}, abandoned=True, force=True)
     await linked(running, "c3", count=0)
     await running.delete(request)

@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-from typing import cast
-
 import pytest
 from msgspec.structs import replace
 
-from bus.bus import Bus
-from bus.clock import SystemClock
 from bus.contracts.build import AttemptRecord
-from bus.contracts.cell import ComputeHosts, HostReport, Running
-from cell_conductor.config import ConductorConfig
 from cell_conductor.domain.breaker import Breaker
 from cell_conductor.domain.report import differences
-from cell_conductor.engine import Engine, Sender
-from cell_conductor.guard import Guard
-from cell_conductor.store.memory import MemoryInstances, MemoryInstanceTable
-from tests.unit.conductor.test_breaker_on_a_busy_cell import Silent
-from tests.unit.conductor.test_outdated_reports import CELL, EPOCH, MANY, MOVED_AT, SERVICE, SOURCE, moved
+from tests.unit.conductor.test_outdated_reports import (
+    CONFIG,
+    MANY,
+    MOVED_AT,
+    SERVICE,
+    SOURCE,
+    guarded,
+    moved,
+    report_of_source,
+)
 
 ELSEWHERE = "other"
 
@@ -38,36 +37,19 @@ async def test_a_machine_that_its_record_ordered_destroyed_is_not_counted_as_ove
 ) -> None:
     """A chaos run with moves: services that had been paused came back with 7, 10 and 19 attempts that had gone on
     elsewhere meanwhile, reported them before they took the waiting orders, and three breakers opened."""
-    clock, config = SystemClock(), ConductorConfig()
-    store = MemoryInstances(MemoryInstanceTable(clock).session())
-    await store.open()
     ended = AttemptRecord(attempt=1, host="source", outcome=outcome, at=MOVED_AT)
     instances = [replace(moved(number, ELSEWHERE), history=(ended,)) for number in range(MANY)]
-    async with store.transaction() as transaction:
-        await transaction.insert(instances)
-    if is_open:
-        await store.safety.trip(Breaker(service=SERVICE, tripped_at=1.0))
-    bus = cast(Bus, Silent())
-    engine = Engine(store=store, bus=bus, relay=cast(Sender, None), clock=clock, config=config, cell=CELL)
-    guard = Guard(store, bus, clock, config, effective=engine.effective)
-    machines = tuple(Running(instance_uuid=one.uuid, attempt=1, deployment=store.deployment) for one in instances)
-    report = ComputeHosts(
-        service=SERVICE,
-        cell=CELL,
-        epoch=EPOCH,
-        sequence=9,
-        hosts=(HostReport(uuid=SOURCE, name="h", running=machines),),
-        seen_at=MOVED_AT + 5,
-        scan=9,
-        first_sequence=9,
-    )
-    briefs = await store.briefs([SOURCE], [one.uuid for one in instances])
-    found = differences(
-        report, briefs, now=MOVED_AT + 6, seen_at=MOVED_AT + 5, grace_s=30.0, deployment=store.deployment
-    )
-    assert len(found.harmful) == MANY > config.breaker_limit
+    async with guarded(instances) as (store, guard):
+        if is_open:
+            await store.safety.trip(Breaker(service=SERVICE, tripped_at=1.0))
+        report = report_of_source(instances, store.deployment)
+        briefs = await store.briefs([SOURCE], [one.uuid for one in instances])
+        found = differences(
+            report, briefs, now=MOVED_AT + 6, seen_at=MOVED_AT + 5, grace_s=30.0, deployment=store.deployment
+        )
+        assert len(found.harmful) == MANY > CONFIG.breaker_limit
 
-    assert len(await guard.assess(report, found)) == acted_on
+        assert len(await guard.assess(report, found)) == acted_on
 
-    breakers = [one for one in await store.safety.breakers() if one.tripped_at > 1.0]
-    assert [breaker.over for breaker in breakers] == ([over] if over else [])
+        breakers = [one for one in await store.safety.breakers() if one.tripped_at > 1.0]
+        assert [breaker.over for breaker in breakers] == ([over] if over else [])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from typing import cast
 
 import pytest
@@ -21,6 +23,7 @@ from tests.unit.conductor.test_breaker_on_a_busy_cell import Silent
 SOURCE, DESTINATION = "bbbbbbbb-0000-4000-8000-000000000000", "bbbbbbbb-0000-4000-8000-000000000001"
 SERVICE, CELL, EPOCH, UP_SCAN, MOVED_AT = "s", "c", 1, 5, 1000.0
 MANY = 8
+CONFIG = ConductorConfig()
 
 
 def moved(number: int, service: str) -> Instance:
@@ -38,6 +41,37 @@ def moved(number: int, service: str) -> Instance:
     )
 
 
+@asynccontextmanager
+async def guarded(instances: Sequence[Instance]) -> AsyncIterator[tuple[MemoryInstances, Guard]]:
+    """A conductor's store that has these instances, and its guard."""
+    clock = SystemClock()
+    store = MemoryInstances(MemoryInstanceTable(clock).session())
+    await store.open()
+    async with store.transaction() as transaction:
+        await transaction.insert(instances)
+    bus = cast(Bus, Silent())
+    engine = Engine(store=store, bus=bus, relay=cast(Sender, None), clock=clock, config=CONFIG, cell=CELL)
+    yield store, Guard(store, bus, clock, CONFIG, effective=engine.effective)
+    await store.close()
+
+
+def report_of_source(
+    instances: Sequence[Instance], deployment: str, *, seen_at: float = MOVED_AT + 5, scan: int = 9
+) -> ComputeHosts:
+    """Attempt 1 of each still runs on the source, by this report."""
+    machines = tuple(Running(instance_uuid=one.uuid, attempt=1, deployment=deployment) for one in instances)
+    return ComputeHosts(
+        service=SERVICE,
+        cell=CELL,
+        epoch=EPOCH,
+        sequence=9,
+        hosts=(HostReport(uuid=SOURCE, name="h", running=machines),),
+        seen_at=seen_at,
+        scan=scan,
+        first_sequence=9,
+    )
+
+
 @pytest.mark.parametrize(
     ("destination", "scan", "seen_at", "now", "counts"),
     [
@@ -52,28 +86,11 @@ async def test_sources_that_are_gone_since_the_report_are_not_counted_as_over(
     destination: str, scan: int, seen_at: float, now: float, counts: bool
 ) -> None:
     """A chaos run with moves opened a breaker: a report of before an outage listed eight sources of moves."""
-    clock, config = SystemClock(), ConductorConfig()
-    store = MemoryInstances(MemoryInstanceTable(clock).session())
-    await store.open()
     instances = [moved(number, destination) for number in range(MANY)]
-    async with store.transaction() as transaction:
-        await transaction.insert(instances)
-    bus = cast(Bus, Silent())
-    engine = Engine(store=store, bus=bus, relay=cast(Sender, None), clock=clock, config=config, cell=CELL)
-    guard = Guard(store, bus, clock, config, effective=engine.effective)
-    machines = tuple(Running(instance_uuid=one.uuid, attempt=1, deployment=store.deployment) for one in instances)
-    report = ComputeHosts(
-        service=SERVICE,
-        cell=CELL,
-        epoch=EPOCH,
-        sequence=9,
-        hosts=(HostReport(uuid=SOURCE, name="h", running=machines),),
-        seen_at=seen_at,
-        scan=scan,
-        first_sequence=9,
-    )
-    briefs = await store.briefs([SOURCE], [one.uuid for one in instances])
-    found = differences(report, briefs, now=now, seen_at=seen_at, grace_s=30.0, deployment=store.deployment)
-    assert len(found.harmful) == MANY > config.breaker_limit
-    assert not await guard.assess(report, found)
-    assert [breaker.over for breaker in await store.safety.breakers()] == ([MANY] if counts else [])
+    async with guarded(instances) as (store, guard):
+        report = report_of_source(instances, store.deployment, seen_at=seen_at, scan=scan)
+        briefs = await store.briefs([SOURCE], [one.uuid for one in instances])
+        found = differences(report, briefs, now=now, seen_at=seen_at, grace_s=30.0, deployment=store.deployment)
+        assert len(found.harmful) == MANY > CONFIG.breaker_limit
+        assert not await guard.assess(report, found)
+        assert [breaker.over for breaker in await store.safety.breakers()] == ([MANY] if counts else [])
