@@ -23,7 +23,8 @@ async def test_a_statement_of_the_documents_is_carried_out(text: str, postgres_u
         undone = connection.transaction()
         await undone.start()
         await connection.execute(ROLE)
-        await connection.execute(text)
+        status = await connection.execute(text)
+        assert status.split() == text.strip().splitlines()[-1].split()[:2], "the status names the last statement"
         await undone.rollback()
     finally:
         await connection.close()
