@@ -404,7 +404,7 @@ async def test_drain_finishes_what_is_in_hand_and_gives_back_the_rest(house: Hou
         await bus.publish(CellDelete(instance_uuid=boot(number).instance_uuid, project_id="p"))
     await entered.wait()
     running = asyncio.create_task(consumer.run())
-    draining = asyncio.create_task(consumer.drain(10))
+    draining = asyncio.create_task(consumer.drain(PATIENCE_S))
     await asyncio.sleep(0)
     go.set()
     async with asyncio.timeout(PATIENCE_S):

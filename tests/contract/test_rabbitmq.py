@@ -49,6 +49,12 @@ Close = fun Again([]) -> timer:sleep(20), Again(rabbit_networking:connections())
 Close([]).
 """
 
+# What `rabbitmqctl delete_queue scheduler.requests` does.
+DELETE_REQUESTS = """
+{ok, Queue} = rabbit_amqqueue:lookup(rabbit_misc:r(<<"/">>, queue, <<"scheduler.requests">>)),
+{ok, _} = rabbit_amqqueue:delete(Queue, false, false, <<"tests">>).
+"""
+
 
 def bus_on(url: str, name: str = "api", process: str = "p") -> Bus:
     transport = RabbitTransport(url, name=name)
@@ -242,7 +248,7 @@ async def test_a_deleted_queue_is_declared_and_consumed_again(own_broker: Rabbit
 
     consumer = bus.consumer("scheduler.requests", handler)
     await consumer.start()
-    await asyncio.to_thread(own_broker.control, "delete_queue", "scheduler.requests")
+    await asyncio.to_thread(own_broker.evaluate, DELETE_REQUESTS)
     async with asyncio.timeout(PATIENCE_S):
         while not got:
             try:

@@ -263,6 +263,16 @@ def test_a_schema_name_is_checked(schema: str) -> None:
         Database("postgresql://u@h/d", schema)
 
 
+async def until_it_sleeps(url: str, pid: int) -> None:
+    """A statement that is cancelled before the server has begun it runs on, up to the statements' time limit."""
+    connection = await asyncpg.connect(url)
+    sleeping = "SELECT wait_event = 'PgSleep' FROM pg_stat_activity WHERE pid = $1"
+    async with asyncio.timeout(60):
+        while not await connection.fetchval(sleeping, pid):  # noqa: ASYNC110  (PostgreSQL announces no such thing)
+            await asyncio.sleep(0.005)
+    await connection.close()
+
+
 async def test_connections_are_kept_between_transactions_and_clean(empty_database: str) -> None:
     database = Database(empty_database, "kept", pool_size=1)
     await database.open()
@@ -278,6 +288,7 @@ async def test_connections_are_kept_between_transactions_and_clean(empty_databas
 
     task = asyncio.create_task(interrupted())
     await started.wait()
+    await until_it_sleeps(empty_database, first)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task

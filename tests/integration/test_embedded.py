@@ -248,15 +248,14 @@ async def test_a_killed_broker_comes_back_with_its_vhosts_users_and_messages() -
 
 
 @pytest.mark.rabbitmq
-async def test_what_the_broker_confirms_is_on_disk_when_it_is_written() -> None:
-    with await asyncio.to_thread(RabbitMQ().start) as broker:
-        connection = await aio_pika.connect(broker.url())
-        async with connection, connection.channel() as channel:
-            await channel.declare_queue("q", durable=True, arguments={"x-queue-type": "quorum"})
-        logs = [(fd, Path(os.readlink(fd))) for fd in open_files() if Path(os.readlink(fd)).suffix == ".wal"]
-        logs = [(fd, log) for fd, log in logs if log.is_relative_to(broker._work.path)]
-        flags = [int((fd.parents[1] / "fdinfo" / fd.name).read_text().split()[3], 8) for fd, _ in logs]
-        assert flags and all(flag & os.O_SYNC == os.O_SYNC for flag in flags)
+async def test_what_the_broker_confirms_is_on_disk_when_it_is_written(own_broker: RabbitMQ) -> None:
+    connection = await aio_pika.connect(own_broker.url())
+    async with connection, connection.channel() as channel:
+        await channel.declare_queue("q", durable=True, arguments={"x-queue-type": "quorum"})
+    logs = [(fd, Path(os.readlink(fd))) for fd in open_files() if Path(os.readlink(fd)).suffix == ".wal"]
+    logs = [(fd, log) for fd, log in logs if log.is_relative_to(own_broker._work.path)]
+    flags = [int((fd.parents[1] / "fdinfo" / fd.name).read_text().split()[3], 8) for fd, _ in logs]
+    assert flags and all(flag & os.O_SYNC == os.O_SYNC for flag in flags)
 
 
 def open_files() -> Iterator[Path]:

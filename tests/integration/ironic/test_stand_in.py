@@ -57,7 +57,7 @@ async def client(ironic: IronicStandIn) -> AsyncIterator[httpx.AsyncClient]:
 
 
 async def idle(ironic: IronicStandIn) -> None:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while not ironic.pool.idle:  # noqa: ASYNC110 (the node pool has no event for it)
             await asyncio.sleep(0)
 

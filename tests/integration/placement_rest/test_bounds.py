@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import socket
 import threading
 import time
@@ -134,9 +135,9 @@ async def test_too_many_long_searches_are_answered_503(postgres_url: str, gate: 
     ids=["groups", "slots", "required", "member_of", "parameters", "digits", "bytes"],
 )
 async def test_queries_beyond_a_bound_are_400_with_a_reason(placement: Placement, query: str) -> None:
-    for number in range(70):
-        await placement.call("PUT", f"/traits/CUSTOM_{number}")
-        await placement.call("PUT", f"/resource_classes/CUSTOM_{number}")
+    kind = "traits" if "required" in query else "resource_classes"
+    for name in re.findall(r"CUSTOM_\d+", query):
+        await placement.call("PUT", f"/{kind}/{name}")
     answer = await placement.call("GET", f"/allocation_candidates?{query}", status=400)
     assert answer.json()["errors"][0]["detail"]
 

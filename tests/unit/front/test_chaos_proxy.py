@@ -73,7 +73,7 @@ async def left(writer: asyncio.StreamWriter) -> None:
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(10.0):
+    async with asyncio.timeout(60.0):
         while not condition():  # noqa: ASYNC110 - the proxy has no events to wait for
             await asyncio.sleep(0)
 
@@ -89,7 +89,7 @@ async def there_and_back(
 
 async def hung_up(reader: asyncio.StreamReader) -> bool:
     """Whether the other side ends the connection."""
-    async with asyncio.timeout(10.0):
+    async with asyncio.timeout(60.0):
         try:
             return await reader.read(1) == b""
         except ConnectionError:
