@@ -14,7 +14,16 @@ from math import floor
 
 from msgspec import Struct
 
-from berth.invariants import AT_REST, TOMBSTONE, Facts, InstanceFact, RunningFact
+from berth.invariants import (
+    ALIVE,
+    AT_REST,
+    TOMBSTONE,
+    Facts,
+    InstanceFact,
+    RunningFact,
+    holders,
+    settled_machines,
+)
 
 
 class FindingKind(StrEnum):
@@ -105,7 +114,7 @@ def findings(audited: AuditFacts) -> list[AuditFinding]:
 def _all(audited: AuditFacts) -> Iterator[AuditFinding]:
     facts = audited.facts
     unsettled = {one.instance_uuid for one in facts.instances if one.state not in AT_REST} | audited.busy
-    alive = {one.instance_uuid: one for one in facts.instances if one.state == "active"}
+    alive = {one.instance_uuid: one for one in facts.instances if one.state in ALIVE}
     settled = {uuid: one for uuid, one in alive.items() if uuid not in unsettled}
     yield from _of_the_book(facts)
     yield from _holdings(audited, alive, settled, unsettled)
@@ -144,9 +153,10 @@ def _holdings(
         elif len(roots) > 1:
             others = ", ".join(sorted(map(str, roots - {instance.host_uuid})))
             yield _finding(Kind.DOUBLED, uuid, f"active on {instance.host_uuid}, and holds something of {others}")
+    allowed = holders(facts)
     for consumer in facts.allocations:
         owner = audited.migrations.get(consumer, consumer)
-        if owner in alive and owner == consumer:
+        if consumer in allowed:
             continue
         if owner in unsettled or consumer not in audited.held_by_bus:
             continue
@@ -163,8 +173,9 @@ def _records(facts: Facts, unsettled: AbstractSet[str]) -> Iterator[AuditFinding
         other = homes.setdefault(one.instance_uuid, one.cell)
         if other != one.cell:
             yield _finding(Kind.DOUBLED, one.instance_uuid, f"on record in {other} and in {one.cell}")
-        if one.state == "active" and one.instance_uuid not in facts.requests:
-            yield _finding(Kind.UNREQUESTED, one.instance_uuid, f"active in {one.cell}, and no request is on record")
+        if one.state in ALIVE and one.instance_uuid not in facts.requests:
+            reason = f"{one.state} in {one.cell}, and no request is on record"
+            yield _finding(Kind.UNREQUESTED, one.instance_uuid, reason)
 
 
 def _machines(
@@ -177,7 +188,7 @@ def _machines(
     quarantined = {(one.instance_uuid, one.host_uuid): one for one in facts.quarantine or ()}
     places: dict[str, list[RunningFact]] = defaultdict(list)
     assert facts.running is not None
-    for machine in facts.running:
+    for machine in settled_machines(facts):
         places[machine.instance_uuid].append(machine)
     for uuid, instance in settled.items():
         if (instance.cell, instance.service) in silent:

@@ -9,7 +9,9 @@ from datetime import UTC, datetime
 from typing import Any
 
 from berth.invariants import (
+    ALIVE,
     AT_REST,
+    RESIZED,
     BreakerFact,
     Facts,
     GangFact,
@@ -19,6 +21,7 @@ from berth.invariants import (
     QuarantineFact,
     RunningFact,
     ServiceDownFact,
+    SourceFact,
 )
 from berth.site import Site
 from bus.clock import Clock
@@ -65,7 +68,14 @@ WHERE coalesce(i.used, 0) <> coalesce(a.amount, 0)
 _REQUESTS = "SELECT instance_uuid::text, state FROM build_requests"
 _CELLS = "SELECT instance_uuid::text, cell FROM instance_cells"
 _SERVICE = "coalesce(record #>> ARRAY['selections', coalesce(record ->> 'position', '0'), 'service'], '')"
-_INSTANCES = f"SELECT uuid::text, state, host_uuid::text, attempt, {_SERVICE} FROM instances"
+_INSTANCES = f"SELECT uuid::text, state, host_uuid::text, attempt, {_SERVICE} FROM instances WHERE state <> '{RESIZED}'"
+# A move that has arrived and awaits its confirm has two machines.
+_RESIZED = f"""
+SELECT uuid::text, state, host_uuid::text, attempt, {_SERVICE}, record #>> '{{move,request_id}}',
+       record #>> '{{move,source,host_uuid}}', coalesce(record #>> '{{move,source_attempt}}', '0')::int,
+       coalesce(record #>> '{{move,source,service}}', '')
+FROM instances WHERE state = '{RESIZED}'
+"""
 _DEPLOYMENT = "SELECT deployment::text FROM identity"
 _MOVES = "SELECT request_id::text, instance_uuid::text, kind, state, terminal FROM moves"
 _GANGS = """
@@ -119,9 +129,9 @@ async def gather(
 async def _running(
     site: Site, cells: Mapping[str, Database], instances: Sequence[InstanceFact]
 ) -> tuple[list[RunningFact], dict[tuple[str, str], ServiceDownFact]]:
-    """(what the services report of hosts that have active instances, the services that are down or do not report)."""
+    """(what the services report of hosts that have living instances, the services that are down or do not report)."""
     down = await _down(cells)
-    there = [one for one in instances if one.state == "active" and (one.cell, one.service) not in down]
+    there = [one for one in instances if one.state in ALIVE and (one.cell, one.service) not in down]
     wanted = {(one.cell, one.host_uuid): one.service for one in there if one.host_uuid is not None}
     running, unreported = await _reports(site, wanted, {cell: await _deployment(cells[cell]) for cell in cells})
     down.update(unreported)
@@ -196,6 +206,8 @@ async def _instances(cells: dict[str, Database]) -> list[InstanceFact]:
         for uuid, state, host, attempt, service in await _rows(database, _INSTANCES):
             at = None if host is None else str(host)
             found.append(InstanceFact(str(uuid), cell, str(state), at, int(attempt), str(service)))
+        for uuid, state, host, attempt, service, *source in await _rows(database, _RESIZED):
+            found.append(InstanceFact(uuid, cell, state, host, int(attempt), service, SourceFact(*source)))
     return found
 
 
@@ -348,7 +360,9 @@ class Reports:
             known = self._by_host.get(host.uuid)
             if known is None or known[0] <= order:
                 machines = [
-                    RunningFact(r.instance_uuid, r.attempt, host.uuid, self._deployment in (None, r.deployment))
+                    RunningFact(
+                        r.instance_uuid, r.attempt, host.uuid, self._deployment in (None, r.deployment), r.stopped
+                    )
                     for r in host.running
                 ]
                 self._by_host[host.uuid] = (order, machines)

@@ -19,9 +19,12 @@ from bus.contracts.placement import Change
 
 MAX_EXAMPLES = 5
 
-# Instance states in which nothing is under way; only an active one holds an allocation and runs.
+# Instance states in which nothing is under way.
 TOMBSTONE = "tombstone"
-AT_REST = frozenset({"active", "offloaded", "failed", "deleted", TOMBSTONE})
+RESIZED = "resized"
+AT_REST = frozenset({"active", RESIZED, "offloaded", "failed", "deleted", TOMBSTONE})
+# Of these only those hold an allocation and have a machine, whether it runs, is stopped, shelved or rescued.
+ALIVE = frozenset({"active", RESIZED})
 
 
 class InventoryFact(Struct, frozen=True):
@@ -36,8 +39,20 @@ class InventoryFact(Struct, frozen=True):
     used: int
 
 
+class SourceFact(Struct, frozen=True):
+    """The source of a move that awaits its confirm. migration: the consumer that holds its allocation meanwhile."""
+
+    migration: str
+    host_uuid: str
+    attempt: int
+    service: str = ""
+
+
 class InstanceFact(Struct, frozen=True):
-    """One instance as its cell's conductor has it. service: the compute service of its host, "" when it has none."""
+    """One instance as its cell's conductor has it. service: the compute service of its host, "" when it has none.
+
+    source: of a resized one.
+    """
 
     instance_uuid: str
     cell: str
@@ -45,6 +60,12 @@ class InstanceFact(Struct, frozen=True):
     host_uuid: str | None
     attempt: int
     service: str = ""
+    source: SourceFact | None = None
+
+    @property
+    def source_elsewhere(self) -> SourceFact | None:
+        """The source that is another machine than its own: not that of a resize in place."""
+        return self.source if self.source is not None and self.source.host_uuid != self.host_uuid else None
 
 
 class ServiceDownFact(Struct, frozen=True, kw_only=True):
@@ -57,12 +78,15 @@ class ServiceDownFact(Struct, frozen=True, kw_only=True):
 
 
 class RunningFact(Struct, frozen=True):
-    """One machine that a host reports. has_mark: it carries the mark of its cell's database."""
+    """One machine that a host reports. has_mark: it carries the mark of its cell's database. is_stopped: it is there,
+    and does not run.
+    """
 
     instance_uuid: str
     attempt: int
     host_uuid: str
     has_mark: bool = True
+    is_stopped: bool = False
 
 
 class BreakerFact(Struct, frozen=True, kw_only=True):
@@ -277,8 +301,8 @@ def _unreported(facts: Facts) -> Iterator[str]:
     """What services that are down do not report: one line each."""
     for one in facts.down or ():
         theirs = [i for i in facts.instances if (i.cell, i.service) == (one.cell, one.service)]
-        active = sum(i.state == "active" for i in theirs)
-        yield f"what {one.service} of {one.cell} runs, {active} active instances among it ({one.why})"
+        alive = sum(i.state in ALIVE for i in theirs)
+        yield f"what {one.service} of {one.cell} runs, {alive} active instances among it ({one.why})"
 
 
 def _unsettled_down(facts: Facts) -> Iterator[str]:
@@ -339,20 +363,48 @@ def _terminal(facts: Facts) -> Iterator[str]:
             yield f"{uuid}: terminal events {sorted(terminals[uuid])}"
 
 
+def settled_machines(facts: Facts) -> list[RunningFact]:
+    """What hosts report, less what may be there beside the machine of an instance at rest.
+
+    That is the stopped source of a move that awaits its confirm, and what an operator keeps in quarantine.
+    """
+    sources = {
+        (one.instance_uuid, source.attempt, source.host_uuid)
+        for one in facts.instances
+        if (source := one.source_elsewhere) is not None
+    }
+    kept = {(one.instance_uuid, one.host_uuid) for one in facts.quarantine or () if one.is_kept}
+    return [
+        one
+        for one in facts.running or ()
+        if not (one.is_stopped and (one.instance_uuid, one.attempt, one.host_uuid) in sources)
+        and (one.instance_uuid, one.host_uuid) not in kept
+    ]
+
+
+def holders(facts: Facts) -> dict[str, InstanceFact]:
+    """Consumers that may hold an allocation at rest: {the instance, or the migration that holds its source: it}."""
+    alive = [one for one in facts.instances if one.state in ALIVE]
+    return {
+        **{one.source.migration: one for one in alive if one.source is not None},
+        **{one.instance_uuid: one for one in alive},
+    }
+
+
 def _twice(facts: Facts) -> Iterator[str]:
     homes: dict[str, str] = {}
     for instance in facts.instances:
         other = homes.setdefault(instance.instance_uuid, instance.cell)
         if other != instance.cell:
             yield f"{instance.instance_uuid}: in {other} and in {instance.cell}"
-    machines = Counter(running.instance_uuid for running in facts.running or () if running.has_mark)
+    machines = Counter(running.instance_uuid for running in settled_machines(facts) if running.has_mark)
     for uuid, count in machines.items():
         if count > 1:
             yield f"{uuid}: runs {count} times"
 
 
 def _agreement(facts: Facts) -> Iterator[str]:
-    alive = {i.instance_uuid: i for i in facts.instances if i.state == "active"}
+    alive = {i.instance_uuid: i for i in facts.instances if i.state in ALIVE}
     unsettled = {i.instance_uuid for i in facts.instances if i.state not in AT_REST}
     silent = _down(facts)
     down = {i.instance_uuid for i in facts.instances if (i.cell, i.service) in silent}
@@ -360,30 +412,37 @@ def _agreement(facts: Facts) -> Iterator[str]:
         yield f"{uuid}: not at rest"
     yield from _held(facts, alive, unsettled)
     if facts.running is not None:
-        yield from _running(facts, facts.running, alive, unsettled, down)
+        yield from _running(facts, alive, unsettled, down)
 
 
 def _held(facts: Facts, alive: Mapping[str, InstanceFact], unsettled: AbstractSet[str]) -> Iterator[str]:
     for uuid, instance in alive.items():
-        held = facts.allocations.get(uuid)
-        if held is None:
-            yield f"{uuid}: active, but holds no allocation"
-            continue
-        roots = {facts.roots.get(provider) for provider in held}
-        if instance.host_uuid not in roots:
-            yield f"{uuid}: active on {instance.host_uuid}, allocated on {sorted(map(str, roots))}"
+        yield from _held_on(facts, uuid, instance.host_uuid, f"{uuid}: {instance.state}")
+        if (source := instance.source_elsewhere) is not None:
+            what = f"{uuid}: {source.migration} keeps its source"
+            yield from _held_on(facts, source.migration, source.host_uuid, what)
+    # What is under way has a consumer for its source as well: by the requests on record.
+    under_way = {one.request_id for one in facts.moves or () if one.instance_uuid in unsettled}
+    allowed = holders(facts).keys() | unsettled | under_way
     for uuid in facts.allocations:
-        if uuid not in alive and uuid not in unsettled:
+        if uuid not in allowed:
             yield f"{uuid}: holds an allocation, but is no active instance"
 
 
+def _held_on(facts: Facts, consumer: str, host_uuid: str | None, what: str) -> Iterator[str]:
+    held = facts.allocations.get(consumer)
+    if held is None:
+        yield f"{what}, but holds no allocation"
+        return
+    roots = {facts.roots.get(provider) for provider in held}
+    if host_uuid not in roots:
+        yield f"{what} on {host_uuid}, allocated on {sorted(map(str, roots))}"
+
+
 def _running(
-    facts: Facts,
-    running: Sequence[RunningFact],
-    alive: Mapping[str, InstanceFact],
-    unsettled: AbstractSet[str],
-    down: AbstractSet[str],
+    facts: Facts, alive: Mapping[str, InstanceFact], unsettled: AbstractSet[str], down: AbstractSet[str]
 ) -> Iterator[str]:
+    running = settled_machines(facts)
     # A machine without our mark is another's, unless it is the one on record (an operator may have removed its mark).
     foreign = [r for r in running if not r.has_mark]
     places = {r.instance_uuid: r for r in foreign if r.instance_uuid in alive}
@@ -425,9 +484,9 @@ def _feed(facts: Facts) -> Iterator[str]:
 
 
 def _caused(facts: Facts) -> Iterator[str]:
-    for consumer in facts.allocations:
-        if consumer not in facts.requests:
-            yield f"{consumer}: holds an allocation that was not requested"
+    moves = {one.request_id for one in facts.moves or ()}
+    for consumer in sorted(facts.allocations.keys() - facts.requests.keys() - moves - holders(facts).keys()):
+        yield f"{consumer}: holds an allocation that was not requested"
     for instance in facts.instances:
         if instance.state == TOMBSTONE:  # a delete that came before any build: it had no effect
             continue

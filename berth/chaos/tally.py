@@ -11,7 +11,7 @@ from msgspec import Struct
 
 from berth.chaos.churn import Ended
 from berth.chaos.faults import Injected
-from berth.invariants import Facts, check_invariants
+from berth.invariants import ALIVE, Facts, check_invariants, holders, settled_machines
 from bus.contracts.build import TERMINAL_STATES, BuildState
 
 
@@ -53,18 +53,18 @@ def doubled_moves(ends: Mapping[str, Collection[tuple[str, str]]]) -> tuple[str,
 
 def _lost(facts: Facts) -> set[str]:
     with_end = {event.instance_uuid for event in facts.events or () if event.terminal}
-    active = {i.instance_uuid for i in facts.instances if i.state == "active"}
+    alive = {i.instance_uuid for i in facts.instances if i.state in ALIVE}
     lost = set()
     for uuid in facts.accepted:
         state = facts.requests.get(uuid)
         ended = state in TERMINAL_STATES and (facts.events is None or uuid in with_end)
-        if not ended or (state == BuildState.ACTIVE and uuid not in active):
+        if not ended or (state == BuildState.ACTIVE and uuid not in alive):
             lost.add(uuid)
     return lost
 
 
 def _doubled(facts: Facts) -> set[str]:
-    machines = Counter(running.instance_uuid for running in facts.running or ())
+    machines = Counter(running.instance_uuid for running in settled_machines(facts))
     cells: dict[str, set[str]] = defaultdict(set)
     for instance in facts.instances:
         cells[instance.instance_uuid].add(instance.cell)
@@ -78,9 +78,8 @@ def _doubled(facts: Facts) -> set[str]:
 
 
 def _leaked(facts: Facts) -> set[str]:
-    active = {i.instance_uuid for i in facts.instances if i.state == "active"}
-    held = set(facts.allocations) | {running.instance_uuid for running in facts.running or ()}
-    return held - active
+    held = set(facts.allocations) | {running.instance_uuid for running in settled_machines(facts)}
+    return held - holders(facts).keys()
 
 
 class Stall(Struct, frozen=True):

@@ -55,6 +55,8 @@ SELECT uuid::text, state, host_uuid::text,
        state = 'active' AND source_host_uuid IS NULL AND since < extract(epoch FROM now()) - $2 AS settled
 FROM instances WHERE uuid = ANY($1::uuid[])
 """
+# Consumers that hold the source of a move, by its instance: while it awaits its confirm, perhaps for days.
+MIGRATIONS = "SELECT record #>> '{move,request_id}' FROM instances WHERE record #>> '{move,request_id}' = ANY($1)"
 UNDER_WAY = "SELECT instance_uuid::text FROM build_requests WHERE instance_uuid = ANY($1::uuid[]) AND NOT terminal"
 
 
@@ -287,6 +289,7 @@ async def _lost(here: Site, database: Database, grace_s: float) -> tuple[list[st
     alive: set[str] = set(await _column(here, "scheduler", UNDER_WAY, holders))
     doubled: list[str | Doubled] = []
     for cell in here.cells:
+        alive.update(await _column(here, f"cell_{cell}", MIGRATIONS, holders))
         for uuid, state, host, settled in await _rows(here, f"cell_{cell}", INSTANCES, holders, grace_s):
             if state not in OVER:
                 alive.add(uuid)

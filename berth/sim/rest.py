@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 
-from berth.invariants import Facts, InstanceFact, InventoryFact, RunningFact, check_invariants
+from berth.invariants import Facts, InstanceFact, InventoryFact, RunningFact, SourceFact, check_invariants
 from berth.sim.draw import PROJECTS
 from berth.sim.ironic_sync_watch import disagreements, is_reported
 from berth.sim.load import Client
@@ -15,7 +15,7 @@ from berth.sim.world import World, marked
 from bus.contracts.build import TERMINAL_STATES, BuildState
 from bus.contracts.drains import DrainState
 from bus.contracts.placement import ProviderReport
-from cell_conductor.domain.instance import State
+from cell_conductor.domain.instance import Instance, State
 from cell_conductor.domain.report import UnexplainedKind
 from compute_sim.domain.hosts import tree
 from compute_sim.domain.reserved import with_reserved
@@ -273,7 +273,7 @@ def facts_of(world: World, accepted: Sequence[str], lost: Collection[str]) -> Fa
         requests={uuid: one.state.value for uuid, one in builds.recorded.items() if uuid not in lost},
         cells=dict(builds.cells),
         instances=[
-            InstanceFact(i.uuid, cell, i.state.value, i.host_uuid, i.attempt)
+            InstanceFact(i.uuid, cell, i.state.value, i.host_uuid, i.attempt, source=_source_of(i))
             for cell, table in world.cells.items()
             for i in table.instances.values()
             if i.uuid not in lost
@@ -290,6 +290,14 @@ def facts_of(world: World, accepted: Sequence[str], lost: Collection[str]) -> Fa
     )
 
 
+def _source_of(instance: Instance) -> SourceFact | None:
+    """The second machine of an instance whose move awaits its confirm."""
+    move = instance.move
+    if instance.state is not State.RESIZED or move is None or move.source is None:
+        return None
+    return SourceFact(move.request_id, move.source.host_uuid, move.source_attempt)
+
+
 def _running(world: World) -> Iterator[RunningFact]:
     """What really runs; on hosts that burnt down whatever its owner still takes for alive.
 
@@ -302,7 +310,7 @@ def _running(world: World) -> Iterator[RunningFact]:
             if service in world.dead:
                 burnt[guest.instance_uuid, host] = guest.attempt
             elif guest.complete:
-                yield RunningFact(guest.instance_uuid, guest.attempt, host)
+                yield RunningFact(guest.instance_uuid, guest.attempt, host, is_stopped=not guest.runs)
     # What a second service of a name built while it had the name is on machines that are not seen any more when it has
     # gone; but none of it may run here, too, unless the process that built it first died unheard.
     elsewhere = {

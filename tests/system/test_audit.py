@@ -12,14 +12,18 @@ import pytest_asyncio
 
 from berth.auditing import watch
 from berth.client import BuildClient
+from berth.client_moves import MoveClient
 from berth.commands.book import audited
 from berth.findings import REPAIRABLE, AuditFinding, Confirmed
+from berth.gather import gather, rest
+from berth.invariants import check_invariants
 from berth.settings import BusSettings, CellSettings, DatabaseSettings, Settings, UpSettings
 from berth.site import Site, process_name
 from berth.up import LocalSystem, site
 from bus.clock import new_uuid
 from bus.contracts.build import BuildRequest
 from bus.contracts.cell import InstanceSpec, Selection
+from bus.contracts.moves import MoveKind, MoveRequest, MoveState
 from bus.contracts.placement import Claim, ClaimOption, ClaimOutcome, ClaimResult
 from cell_conductor.domain.instance import Instance, State
 from cell_conductor.store.rows import INSERT, columns, numbered
@@ -147,3 +151,31 @@ async def test_what_is_planted_in_book_record_and_on_a_host_is_found_and_nothing
         await connection.execute("DELETE FROM instances WHERE uuid = $1", on_record)
     await database.close()
     await watched.until(("orphaned", in_book), ("missing", on_record), ("machine_without_instance", on_host), gone=True)
+
+
+async def test_a_move_that_awaits_its_confirm_is_at_rest_and_keeps_its_source(watched: Watched) -> None:
+    """`berth check` was BROKEN three times over for as long as it lasted, and `berth placement audit --repair` took the
+    source's allocation for an orphan after 15 minutes and released it: a revert found no room.
+    """
+    place, process = watched.place, process_name("mover")
+    build = BuildRequest(instance_uuid=new_uuid(RNG), flavor="m1.tiny", project_id="p")
+    await watched.client.boot([build])
+    assert await watched.client.wait(WAIT_S)
+    moves = MoveClient(watched.client.bus, clock=place.clock, process=process)
+    await moves.open()
+    try:
+        for kind in (MoveKind.MIGRATE, MoveKind.REVERT):
+            request = MoveRequest(
+                request_id=new_uuid(RNG), instance_uuid=build.instance_uuid, project_id="p", kind=kind
+            )
+            await moves.ask(request, timeout_s=WAIT_S)
+            assert await moves.wait(WAIT_S)
+            assert moves.ended[request.request_id].state is MoveState.DONE
+            assert await rest(place, timeout_s=WAIT_S)
+            assert [one for one in check_invariants(await gather(place)) if not one.holds] == []
+            await watched.two_looks()
+            assert watched.found == {}
+            done = await audited(place, repair=True, grace_s=0.0)
+            assert not any(done.values()), done
+    finally:
+        await moves.close()

@@ -34,6 +34,10 @@ def test_an_instance_is_resized_and_taken_back_migrated_and_kept(berth: Berth, i
     assert (done.status, done.data["state"]) == (0, "done"), done.err
     there = shown(berth, instance)
     assert (there["flavor"], there["condition"]) == ("m1.medium", "resized") and there["host"] != TARGET
+    # A system in which a move awaits its confirm, for a day perhaps, was BROKEN three times over.
+    checked = berth("check", "--json")
+    assert (checked.status, checked.data["at_rest"]) == (0, True), checked.out
+    assert berth("audit").status == 0
     assert berth("migrate", instance, "--wait").status == NO  # confirm or revert comes first
     reverted = berth("revert", instance, "--wait")
     assert reverted.status == 0, reverted.out

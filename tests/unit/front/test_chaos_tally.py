@@ -8,7 +8,7 @@ from berth.chaos.churn import Ended
 from berth.chaos.faults import Injected
 from berth.chaos.plan import FaultKind, PlannedFault
 from berth.chaos.tally import Tally, counts, doubled_moves, longest_stall, lost_moves, rates, recoveries, tally
-from berth.invariants import Facts, InstanceFact, InventoryFact, MoveFact, RunningFact
+from berth.invariants import Facts, InstanceFact, InventoryFact, MoveFact, RunningFact, SourceFact
 from bus.contracts.build import BuildEvent, BuildState
 
 A, B, HOST = "a" * 8, "b" * 8, "h" * 8
@@ -65,6 +65,18 @@ def test_doubled() -> None:
 def test_leaked() -> None:
     assert but(allocations={**SOUND.allocations, B: {HOST: {"VCPU": 1}}}).leaked == (B,)
     assert but(running=[RunningFact(A, 1, HOST), RunningFact(B, 1, HOST)]).leaked == (B,)
+
+
+def test_a_move_that_awaits_its_confirm_is_neither_lost_nor_doubled_nor_leaked() -> None:
+    awaiting = msgspec.structs.replace(
+        SOUND,
+        allocations={**SOUND.allocations, "move": {"other": {"VCPU": 4}}},
+        instances=[InstanceFact(A, "cell1", "resized", HOST, 2, source=SourceFact("move", "other", 1))],
+        running=[RunningFact(A, 2, HOST), RunningFact(A, 1, "other", is_stopped=True)],
+    )
+    assert tally(awaiting) == NOTHING
+    both = [RunningFact(A, 2, HOST), RunningFact(A, 1, "other")]
+    assert tally(msgspec.structs.replace(awaiting, running=both)).doubled == (A,)
 
 
 def test_overcommitted() -> None:

@@ -7,7 +7,15 @@ from typing import Any
 import pytest
 
 from berth.findings import AuditFacts, Confirmed, FindingKind, findings
-from berth.invariants import Facts, InstanceFact, InventoryFact, QuarantineFact, RunningFact, ServiceDownFact
+from berth.invariants import (
+    Facts,
+    InstanceFact,
+    InventoryFact,
+    QuarantineFact,
+    RunningFact,
+    ServiceDownFact,
+    SourceFact,
+)
 
 A, B, HOST, OTHER, MOVE = (f"{n}0000000-0000-4000-8000-000000000000" for n in "ab12d")
 K = FindingKind
@@ -35,6 +43,13 @@ def look(**more: Any) -> AuditFacts:
 
 
 FULL = InventoryFact(HOST, "VCPU", 4, 0, 1.0, 4.0, 5)
+RESIZED = InstanceFact(A, "cell1", "resized", HOST, 2, "s", SourceFact(MOVE, OTHER, 1, "s"))
+AWAITING = {
+    "instances": (RESIZED,),
+    "allocations": {**HELD, MOVE: {OTHER: {"VCPU": 1}}},
+    "migrations": {MOVE: A},
+    "running": (RunningFact(A, 2, HOST), RunningFact(A, 1, OTHER, is_stopped=True)),
+}
 CASES: list[tuple[dict[str, Any], list[tuple[FindingKind, str]]]] = [
     ({}, []),
     ({"allocations": {**HELD, B: {HOST: {"VCPU": 1}}}}, [(K.ORPHANED, B)]),
@@ -43,6 +58,9 @@ CASES: list[tuple[dict[str, Any], list[tuple[FindingKind, str]]]] = [
     # A move that is over holds its source no longer; one that is under way, or awaits its confirm, does.
     ({"allocations": {**HELD, MOVE: {OTHER: {"VCPU": 1}}}, "migrations": {MOVE: A}}, [(K.ORPHANED, MOVE)]),
     ({"allocations": {**HELD, MOVE: {OTHER: {"VCPU": 1}}}, "migrations": {MOVE: A}, "busy": {A}}, []),
+    (AWAITING, []),
+    ({**AWAITING, "running": (RunningFact(A, 2, HOST), RunningFact(A, 1, OTHER))}, [(K.DOUBLED, A)]),
+    ({**AWAITING, "allocations": {**HELD, B: {OTHER: {"VCPU": 1}}}}, [(K.ORPHANED, B)]),
     ({"allocations": {}}, [(K.MISSING, A)]),
     ({"allocations": {A: {OTHER: {"VCPU": 1}}}}, [(K.MISSING, A)]),
     ({"allocations": {A: {HOST: {"VCPU": 1}, OTHER: {"VCPU": 1}}}}, [(K.DOUBLED, A)]),

@@ -17,6 +17,7 @@ from berth.invariants import (
     QuarantineFact,
     RunningFact,
     ServiceDownFact,
+    SourceFact,
     check_invariants,
 )
 from bus.contracts.build import BuildEvent, BuildState
@@ -175,6 +176,65 @@ def test_an_inventory_that_shrank_under_its_use_is_no_breach() -> None:
     """A node taken out of service while something runs on it is wholly reserved (microversion 1.26)."""
     shrunk = [InventoryFact(HOST, "CUSTOM_GOLD", 1, 1, 1.0, 0.0, 1)]
     assert "capacity" not in broken(replace(SOUND, inventories=shrunk))
+
+
+# The move of `one` from `other` awaits its confirm: its source is stopped, and the migration holds its allocation.
+MOVE = "move"
+SOURCE = SourceFact(MOVE, OTHER, 1)
+STOPPED = RunningFact(ONE, 1, OTHER, is_stopped=True)
+AWAITING = replace(
+    SOUND,
+    allocations={**SOUND.allocations, MOVE: {OTHER: {"VCPU": 2}}},
+    instances=[replace(SOUND.instances[0], state="resized", source=SOURCE), SOUND.instances[1]],
+    running=[RunningFact(ONE, 2, HOST), STOPPED],
+)
+
+
+def test_a_move_that_awaits_its_confirm_is_at_rest_with_its_two_machines_and_its_migrations_allocation() -> None:
+    assert broken(AWAITING) == set()
+    assert broken(replace(AWAITING, moves=[])) == set(), "its request was purged: the record names it"
+    assert broken(replace(AWAITING, running=[RunningFact(ONE, 2, HOST)])) == set(), "its source has burnt down"
+    in_place = replace(SOUND.instances[0], state="resized", source=SourceFact(MOVE, HOST, 1))
+    assert broken(replace(SOUND, instances=[in_place, SOUND.instances[1]])) == set(), "a larger size shares all"
+
+
+@pytest.mark.parametrize(
+    ("names", "wrong"),
+    [
+        ({ONCE, AGREE}, {"running": [RunningFact(ONE, 2, HOST), RunningFact(ONE, 1, OTHER)]}),
+        ({ONCE, AGREE}, {"running": [RunningFact(ONE, 2, HOST), replace(STOPPED, attempt=3)]}),
+        ({AGREE}, {"running": [STOPPED]}),
+        ({AGREE}, {"allocations": SOUND.allocations}),
+        ({AGREE}, {"allocations": {**SOUND.allocations, MOVE: {HOST: {"VCPU": 1}}}}),
+        ({AGREE}, {"allocations": {MOVE: {OTHER: {"VCPU": 2}}}}),
+        ({AGREE, CAUSE}, {"allocations": {**AWAITING.allocations, "stray": {OTHER: {"VCPU": 2}}}}),
+        ({AGREE}, {"instances": SOUND.instances, "running": SOUND.running}),
+        ({ONCE, AGREE}, {"instances": SOUND.instances, "allocations": SOUND.allocations}),
+    ],
+    ids=[
+        "its source runs",
+        "another attempt there",
+        "its destination is gone",
+        "its migration holds nothing",
+        "its migration holds something elsewhere",
+        "it holds nothing",
+        "another consumer as well",
+        "its move is over, and its migration holds something",
+        "its move is over, and its source is there",
+    ],
+)
+def test_nothing_else_is_allowed_to_a_move_that_awaits_its_confirm(names: set[str], wrong: dict[str, Any]) -> None:
+    assert broken(replace(AWAITING, **wrong)) == names
+
+
+def test_a_machine_that_an_operator_keeps_in_quarantine_is_no_second_one_of_its_instance() -> None:
+    """A restored host had an older machine of an instance that runs: kept, it broke `built_once` for ever."""
+    assert SOUND.running is not None
+    older = [RunningFact(ONE, 1, OTHER), *SOUND.running]
+    kept = QuarantineFact("cell1", "s", OTHER, ONE, "an older attempt", "keep", is_kept=True)
+    assert broken(replace(SOUND, running=older, quarantine=[kept])) == set()
+    undecided = replace(kept, verdict="", is_kept=False)
+    assert broken(replace(SOUND, running=older, quarantine=[undecided])) >= {ONCE, "quarantine_decided"}
 
 
 def test_a_provider_that_was_removed_may_begin_again() -> None:
