@@ -116,6 +116,10 @@ class Delivery(Protocol):
     delivery_count: int  # deliveries before this one that were not acknowledged, where the broker counts them
     timestamp: float | None
 
+    @property
+    def is_lost(self) -> bool:
+        """Whether its connection is lost: then the broker delivers it again, whatever becomes of this one."""
+
     def ack(self) -> None:
         """Done with it. On a lost connection this does nothing: the broker delivers again."""
 

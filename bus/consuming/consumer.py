@@ -32,7 +32,7 @@ from bus.consuming.outcome_handling import OutcomeHandler
 from bus.consuming.port import ConsumedBus
 from bus.consuming.retry import RetryUntilAvailable
 from bus.contracts.base import MAX_REASON, Message, Meta
-from bus.contracts.catalogue import BY_QUEUE, taken_by
+from bus.contracts.catalogue import BY_QUEUE, QueueKind, taken_by
 from bus.faults import BrokenInvariant, Forbidden
 from bus.port import BusError, BusForbidden, Delivery, Subscription
 from bus.wire import Codec, Malformed, letters_code
@@ -48,6 +48,9 @@ CRASHED = "handler.crashed"
 
 # A message is `exhausted` in the last deliveries before the broker dead-letters it: its end can still be announced.
 LAST_DELIVERIES = 3
+
+# So many deliveries that were lost untried are remembered; the oldest are forgotten first, and count as tries again.
+MAX_UNTRIED = 10_000
 
 # Batches of other messages that are taken before a suspect: a message delivered often and never acknowledged.
 MAX_PASSED_OVER = 8
@@ -95,6 +98,7 @@ class Consumer:
         self._items: deque[InFlightMessage] = deque()
         self._suspects: list[InFlightMessage] = []
         self._passed_over = 0
+        self._untried: dict[str, int] = {}  # {message id: how often it was lost with its connection, untried}
         self._suspect_until = 0.0  # by the monotonic clock, when a suspect may be taken
         self._in_hand: set[InFlightDelivery] = set()
         self._unflushed: set[asyncio.Future[None]] = set()  # of messages whose effects are on their way to the disk
@@ -182,7 +186,7 @@ class Consumer:
             delivery.nack(requeue=True)
             return
         self._deliveries.append(delivery)
-        if delivery.delivery_count >= SUSPECT_FROM:
+        if self._tries(delivery) >= SUSPECT_FROM:
             self._suspect_until = self._bus.clock.monotonic() + SUSPECT_WAIT_S
         if self._may_take():
             self._arrived.set()
@@ -249,12 +253,13 @@ class Consumer:
         return len(self._deliveries) + len(self._items) + len(self._suspects)
 
     def _take(self) -> list[InFlightMessage]:
-        """At most `max_batch` messages of what has arrived; a suspect alone, and late.
+        """At most `max_batch` messages of what has arrived; suspects apart, and late.
 
         A message that ends its process takes with it what was delivered beside it. In the order of the queue the same
         ones would be lost with it each time, until the broker gives up all of them; one by one in a random order, each
         process settles half of those that are left, and in the end it dies alone.
         """
+        self._drop_lost()
         while self._deliveries and len(self._items) < self._max_batch and not self._draining:
             self._open(self._deliveries.popleft())
         count = min(len(self._items), self._max_batch)
@@ -262,10 +267,57 @@ class Consumer:
             self._passed_over += 1
             if not count or self._passed_over > MAX_PASSED_OVER:
                 self._passed_over = 0
-                return [self._suspects.pop(self._bus.rng.randrange(len(self._suspects)))]
+                return self._take_suspects()
         if count and self._batch_interval is not None:
             self._batch_interval.start_batch(self._bus.clock.monotonic())
         return [self._items.popleft() for _ in range(count)]
+
+    def _take_suspects(self) -> list[InFlightMessage]:
+        """One suspect at random, with as many others of its delivery as are to be tried together."""
+        first = self._suspects.pop(self._bus.rng.randrange(len(self._suspects)))
+        most = min(first.in_flight.part, self._max_batch)
+        if most == 1:
+            return [first]
+        beside = [one for one in self._suspects if one.in_flight is first.in_flight][: most - 1]
+        taken = {id(one) for one in beside}
+        self._suspects = [one for one in self._suspects if id(one) not in taken]
+        return [first, *beside]
+
+    def _drop_lost(self) -> None:
+        """Drop what waits of a lost connection: it comes again, and no acknowledgement of this one would arrive.
+
+        Taken all the same it would be worked through once for each loss, while what has come in its place is lost in
+        turn, until the broker gives up all of it. No handler had it, so this delivery was no try of it. Of a queue that
+        is gone with its connection nothing comes again.
+        """
+        if self._row.kind is not QueueKind.DURABLE:
+            return
+        while self._deliveries and self._deliveries[0].is_lost:
+            self._note_untried(self._deliveries.popleft())
+        lost: dict[InFlightDelivery, None] = {}
+        while self._items and self._items[0].in_flight.delivery.is_lost:
+            lost[self._items[0].in_flight] = None
+            self._close(self._items.popleft())
+        if self._suspects and self._suspects[0].in_flight.delivery.is_lost:
+            for item in self._suspects:
+                if item.in_flight.delivery.is_lost:
+                    lost[item.in_flight] = None
+                    self._close(item)
+            self._suspects = [item for item in self._suspects if not item.in_flight.delivery.is_lost]
+        for in_flight in lost:
+            if not in_flight.open:  # else a handler has another message of it now
+                self._note_untried(in_flight.delivery)
+
+    def _note_untried(self, delivery: Delivery) -> None:
+        name = delivery.message_id
+        if name:
+            self._untried[name] = self._untried.pop(name, 0) + 1
+            if len(self._untried) > MAX_UNTRIED:
+                del self._untried[next(iter(self._untried))]
+
+    def _tries(self, delivery: Delivery) -> int:
+        """Deliveries before this one that may have been tries: all that this process has not lost untried itself."""
+        return max(0, delivery.delivery_count - self._untried.get(delivery.message_id or "", 0))
 
     def _open(self, delivery: Delivery) -> None:
         reads = self._codec.read(delivery, new_uuid(self._bus.rng))
@@ -273,10 +325,10 @@ class Consumer:
         if not reads:
             delivery.ack()
             return
-        in_flight = InFlightDelivery(delivery, len(reads))
+        in_flight = InFlightDelivery(delivery, len(reads), self._tries(delivery))
         self._in_hand.add(in_flight)
         opened = self._suspects if in_flight.is_suspect else self._items
-        exhausted = delivery.delivery_count > self._row.delivery_limit - LAST_DELIVERIES
+        exhausted = in_flight.tries > self._row.delivery_limit - LAST_DELIVERIES
         given_up = letters_code(delivery) if self._row.takes_letters else ""
         for read in reads:
             if isinstance(read, Malformed):
@@ -377,6 +429,8 @@ class Consumer:
         item.in_flight.settle()
         if not item.in_flight.open:
             self._in_hand.discard(item.in_flight)
+            if self._untried and not item.in_flight.delivery.is_lost:
+                self._untried.pop(item.in_flight.delivery.message_id or "", None)
 
     def _count(self, outcome: str, times: int) -> None:
         counter = self._outcomes.get(outcome)

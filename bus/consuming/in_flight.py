@@ -6,29 +6,34 @@ from bus.consuming.outcome import Received
 from bus.port import Delivery
 from bus.wire import Malformed
 
-# From the third delivery on (two were not acknowledged) the messages of a delivery are taken one at a time.
+# From the third try on (two were not acknowledged) a delivery is taken apart from all others, its messages in parts of
+# half of them, then a quarter, ... and at last one at a time. One at a time from the first would take so long that on a
+# bus which flaps a large delivery never ends.
 SUSPECT_FROM = 2
 
 
 class InFlightDelivery:
     """One delivery, which may hold many messages; it is acknowledged when the last of them is settled.
 
+    tries: deliveries before this one after which a handler had it when it was lost, as far as this process knows.
     rejected: one of its messages can neither be settled nor parked, so the broker is to dead-letter all of it.
     again: what was done for one of its messages may be lost, so all of it is to be delivered again.
     """
 
-    __slots__ = ("again", "delivery", "open", "rejected")
+    __slots__ = ("again", "delivery", "open", "part", "rejected", "tries")
 
-    def __init__(self, delivery: Delivery, count: int) -> None:
+    def __init__(self, delivery: Delivery, count: int, tries: int) -> None:
         self.delivery = delivery
+        self.tries = tries
+        self.part = max(1, count >> max(0, tries - SUSPECT_FROM + 1))  # so many of its messages are tried together
         self.open = count
         self.rejected = False
         self.again = False
 
     @property
     def is_suspect(self) -> bool:
-        """Whether it has been delivered so often without an end that it may be what ended its consumers."""
-        return self.delivery.delivery_count >= SUSPECT_FROM
+        """Whether it has been tried so often without an end that it may be what ended its consumers."""
+        return self.tries >= SUSPECT_FROM
 
     def settle(self) -> None:
         """One of its messages is settled."""

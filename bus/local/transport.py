@@ -51,6 +51,11 @@ class _Held:
         self._tag = delivered.tag
         self._send = send
 
+    @property
+    def is_lost(self) -> bool:
+        """Never answered with yes: this transport does not reconnect, so nothing of it comes again."""
+        return False
+
     def ack(self) -> None:
         """Done with it."""
         self._send(0, "ack", self._tag)

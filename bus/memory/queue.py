@@ -87,6 +87,11 @@ class MemoryDelivery:
         self.delivery_count = stored.returns
         self.timestamp: float | None = None
 
+    @property
+    def is_lost(self) -> bool:
+        """Whether its connection is lost."""
+        return self._consumer.is_lost
+
     def ack(self) -> None:
         """Done with it."""
         self._consumer.settle(self._stored)
@@ -106,6 +111,7 @@ class Consumption:
         self.on_delivery = on
         self.unacked: dict[int, Stored] = {}
         self.active = True
+        self.is_lost = False  # its connection is
 
     def settle(self, stored: Stored) -> None:
         """Its holder is done with it."""
@@ -267,4 +273,5 @@ class Queue:
         self.holders = [one for one in self.holders if one.transport is not transport]
         for consumer in mine:
             consumer.active = False
+            consumer.is_lost = True
             consumer.requeue_all()

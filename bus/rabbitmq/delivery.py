@@ -146,6 +146,11 @@ class RabbitDelivery:
         self.delivery_count = count if isinstance(count, int) else 0
         self.timestamp: float | None = properties.timestamp.timestamp() if properties.timestamp else None
 
+    @property
+    def is_lost(self) -> bool:
+        """Whether its connection, or its channel, is gone."""
+        return self._acks.channel.is_closed
+
     def ack(self) -> None:
         """Acknowledge it. What was delivered before is acknowledged at once: the next delivery may end this process."""
         self._acks.ack(self._tag, now=self.delivery_count > 0)

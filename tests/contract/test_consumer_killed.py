@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Sequence
+
+import pytest
 
 from bus.bus import Bus
 from bus.consuming import dead_letters
@@ -11,10 +14,10 @@ from bus.consuming.outcome import Done, Outcome, Received
 from bus.contracts.base import Meta
 from bus.contracts.build import BuildRequest
 from bus.contracts.catalogue import BY_QUEUE, COMMANDS, DEAD_LETTERS
-from bus.port import Delivery
+from bus.port import BusUnavailable, Delivery
 from bus.wire import batch, pack
 from tests.contract.house import KINDS, REQUESTS, Answering, House, boot, depth_is, settled
-from tests.contract.rig import PATIENCE_S, Collector, until
+from tests.contract.rig import PATIENCE_S, Collector, Rig, until
 
 pytestmark = KINDS
 
@@ -40,9 +43,9 @@ class Mortal:
         return [Done()] * len(received)
 
 
-async def deliver_together(bus: Bus, messages: Sequence[BuildRequest]) -> None:
-    """As one broker message."""
-    packed = [pack(message, Meta(id=str(number))) for number, message in enumerate(messages)]
+async def deliver_together(bus: Bus, messages: Sequence[BuildRequest], name: str = "") -> None:
+    """As one broker message, whose id begins with a name."""
+    packed = [pack(message, Meta(id=f"{name}.{number}")) for number, message in enumerate(messages)]
     await bus.transport.publish(batch(packed, COMMANDS, "build.request.p", mandatory=True))
 
 
@@ -66,7 +69,11 @@ async def test_a_consumer_killed_in_the_middle_of_a_batched_delivery_loses_none_
     assert all(one.redelivered for one in after.got)
 
 
-async def test_from_its_third_delivery_on_a_message_is_taken_alone(house: House) -> None:
+@pytest.mark.parametrize(("tries", "batches"), [(1, [1, 2, 2]), (2, [1, 1, 1, 1, 1])])
+async def test_from_its_third_delivery_on_a_message_is_taken_apart_and_from_its_fourth_on_alone(
+    house: House, tries: int, batches: list[int]
+) -> None:
+    """Five messages of one delivery, whose halves have two of them, and whose quarters one."""
     bus = await house.bus()
     await bus.declare(REQUESTS)
     returned = [boot(number) for number in range(5)]
@@ -75,23 +82,24 @@ async def test_from_its_third_delivery_on_a_message_is_taken_alone(house: House)
 
     def give_back(delivery: Delivery) -> None:
         counts.append(delivery.delivery_count)
-        if len(counts) <= 2:
+        if len(counts) <= tries:
             delivery.nack(requeue=True)
 
     looking = await bus.transport.consume(REQUESTS, give_back, prefetch=1)
-    await until(lambda: len(counts) == 3)
-    assert counts == [0, 1, 2]
+    await until(lambda: len(counts) == tries + 1)
+    assert counts == [*range(tries + 1)]
     await looking.cancel()
     await bus.close()
     again = await house.bus()
     handler = Mortal()
     await house.consume(again, REQUESTS, handler, concurrency=1)
     await until(lambda: len(handler.got) == 5)
-    assert handler.batches == [1] * 5
+    # Closing the connection was one delivery more.
+    assert sorted(handler.batches) == batches
     assert sorted(one.instance_uuid for one in handler.got) == [one.instance_uuid for one in returned]
     await deliver_together(again, returned)
     await until(lambda: len(handler.got) == 10)
-    assert handler.batches == [1] * 5 + [5]
+    assert handler.batches[-1] == 5
     await settled(again)
 
 
@@ -127,6 +135,60 @@ async def test_a_message_that_ends_its_consumer_is_given_up_alone(house: House) 
     (letter,) = await dead_letters.list_dead(watching.transport, REQUESTS)
     assert letter.code == "broker.delivery_limit"
     assert POISON.instance_uuid in letter.body.decode()
+
+
+class Flapping:
+    """A handler under whom the bus is cut at each sixth of its calls, so often at most."""
+
+    def __init__(self, rig: Rig, bus: Bus, cuts: int) -> None:
+        self.got: list[Received] = []
+        self.cuts = 0
+        self._rig = rig
+        self._bus = bus
+        self._calls = 0
+        self._most = cuts
+        self._back = asyncio.Event()
+        bus.transport.on_reconnect(self._back.set)
+
+    async def __call__(self, received: Sequence[Received]) -> Sequence[Outcome]:
+        self._calls += 1
+        self.got += received
+        if self._calls % 6 == 0 and self.cuts < self._most:
+            self.cuts += 1
+            self._back.clear()
+            await self._bus.transport.depth(REQUESTS)  # there and back: what was acknowledged before is there, too
+            await self._rig.cut()
+            async with asyncio.timeout(PATIENCE_S):
+                await self._back.wait()
+        return [Done()] * len(received)
+
+
+async def test_a_flapping_bus_exhausts_nothing_that_no_handler_ever_had(house: House) -> None:
+    """44 builds and 32 moves of a chaos run were given up untried: what had come over lost connections was worked
+    through first, for nothing, while what came in its place was lost in turn; and each loss counted as a try.
+    """
+    watching, bus = await house.bus(), await house.bus()
+    await watching.declare(REQUESTS)
+    wanted = [boot(number) for number in range(96)]
+    for start in range(0, 96, 4):
+        await deliver_together(watching, wanted[start : start + 4], name=f"{start}")
+    handler = Flapping(house.rig, bus, cuts=BY_QUEUE[REQUESTS].delivery_limit + 5)
+    consumer = await house.consume(bus, REQUESTS, handler, max_batch=4, concurrency=1, prefetch=24)
+
+    async def is_over() -> bool:
+        """Nothing waits here or in the queue, and nothing was on its way in between."""
+        for _ in range(2):
+            if consumer.in_hand or consumer._waiting() or not watching.transport.connected:
+                return False
+            with contextlib.suppress(BusUnavailable):
+                if await bus.transport.depth(REQUESTS) or await watching.transport.depth(REQUESTS):
+                    return False
+        return len({one.meta.id for one in handler.got}) == 96
+
+    await until(is_over)
+    await settled(watching)
+    assert not any(one.exhausted for one in handler.got), handler.cuts
+    assert handler.cuts < BY_QUEUE[REQUESTS].delivery_limit - 5, "each connection settles what it has had time for"
 
 
 async def test_what_a_consumer_gives_up_on_is_not_taken_by_the_next(house: House) -> None:
