@@ -101,7 +101,7 @@ class Site:
 
     def transport(self, name: str, *, process: str) -> Transport:
         """A fresh connection to "api" or a cell's bus."""
-        return self._transport(name, *self._place(name), process)
+        return self._transport(name, *self.place_of(name), process)
 
     def added_cell(self, name: str, where: CellBus, *, process: str) -> Transport:
         """A fresh connection to the bus of an added cell. Raises CellAddressInvalid.
@@ -161,7 +161,8 @@ class Site:
             raise SettingsError("cell.unknown", f"there is no cell {name!r}; the settings know {known}")
         return name
 
-    def _place(self, name: str) -> tuple[str, str]:
+    def place_of(self, name: str) -> tuple[str, str]:
+        """URL (its password included) and prefix of the API bus, or of the bus of a cell of the settings."""
         bus = self.settings.bus
         if bus.url == MEMORY and self.brokers is None:
             runtime = read_runtime(self.settings.state)

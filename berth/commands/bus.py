@@ -1,4 +1,4 @@
-"""`berth bus`: whose each bus is, and taking one over from a deployment that is gone."""
+"""`berth bus`: where each bus is, whose it is, and taking one over from a deployment that is gone."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ import typer
 
 from berth.commands.common import EXIT_NO, EXIT_USAGE, AsJson, Stop, open_in_time, out, print_json, run, settings_of
 from berth.render import render_rows
+from berth.settings import MEMORY
 from berth.site import Site
 from bus.bus import API
 from bus.owner import DEPLOYMENT, OWNERS
 
-app = typer.Typer(no_args_is_help=True, help="Whose each bus is; take one over.")
+app = typer.Typer(no_args_is_help=True, help="Where each bus is, and whose; take one over.")
 
 MARKS = (DEPLOYMENT, *OWNERS)
 
@@ -34,6 +35,32 @@ def owner(context: typer.Context, bus: BusName = None, as_json: AsJson = False) 
             return
         rows = [[name, role, owner] for name, owners in found for role, owner in owners.items()]
         render_rows(out, ["bus", "role", "database"], rows)
+
+    run(body)
+
+
+@app.command()
+def url(
+    context: typer.Context,
+    bus: Annotated[str, typer.Option("--bus", help="`api`, or a cell's name.")] = API,
+    as_json: AsJson = False,
+) -> None:
+    """Print a bus's AMQP URL, with its password: for a program of your own on this machine.
+
+    It is that of the settings, or of the broker that a running `berth up --processes` has started.
+    """
+
+    async def body() -> None:
+        site = Site(settings_of(context))
+        (name,) = _buses(site, bus)
+        found, prefix = site.place_of(name)
+        if found == MEMORY:
+            why = "it is in the memory of `berth up`: with `--processes` there is a broker"
+            raise Stop(EXIT_NO, "bus.in_memory", f"bus {name!r} has no address: {why}")
+        if as_json:
+            print_json({"bus": name, "url": found, "prefix": prefix})
+            return
+        typer.echo(found)
 
     run(body)
 
