@@ -22,13 +22,13 @@ def address(state: Path, *arguments: str, **more: str) -> tuple[int, str, str]:
 def test_the_address_of_the_settings_is_printed_whole(tmp_path: Path) -> None:
     assert address(tmp_path, BERTH_BUS__URL=URL) == (0, URL + "\n", "")
     assert address(tmp_path, "--bus", "cell1", BERTH_BUS__URL=URL) == (0, URL + "\n", "")
-    status, _, said = address(tmp_path, "--bus", "cell9", BERTH_BUS__URL=URL)
-    assert status == 2 and "bus.unknown" in said
+    status, _, error = address(tmp_path, "--bus", "cell9", BERTH_BUS__URL=URL)
+    assert status == 2 and "bus.unknown" in error
 
 
 def test_the_broker_that_runs_here_has_the_address(tmp_path: Path) -> None:
     remove = write_runtime(tmp_path, Runtime(pid=os.getpid(), database_url="", buses={"api": URL}))
     assert address(tmp_path) == (0, URL + "\n", "")
     remove()
-    status, printed, said = address(tmp_path)
-    assert (status, printed) == (1, "") and "bus.in_memory" in said and "--processes" in said
+    status, printed, error = address(tmp_path)
+    assert (status, printed) == (1, "") and "bus.in_memory" in error and "--processes" in error
