@@ -8,7 +8,6 @@ would have had, is a session of its own, and ends when this process does.
 from __future__ import annotations
 
 import ctypes
-import gc
 import json
 import os
 import signal
@@ -20,7 +19,8 @@ import compute_sim.app
 import ironic_sync.app
 import placement_worker.app
 import scheduler_worker.app
-from berth.cli import COMMANDS, load, main
+from berth.cli import main
+from tests.kit.preloading import preload
 
 PR_SET_PDEATHSIG = 1
 PRELOADED = (cell_conductor.app, compute_sim.app, ironic_sync.app, placement_worker.app, scheduler_worker.app)
@@ -78,9 +78,6 @@ def become(requested: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    for command in COMMANDS:
-        load(command)
-    gc.collect()
-    gc.freeze()  # what is shared with the children stays shared
+    preload(workers=True)
     serve()
     main()

@@ -6,21 +6,19 @@ a line of JSON: the exit status and what was printed.
 
 from __future__ import annotations
 
-import gc
 import json
 import os
 import sys
 import tempfile
 from typing import Any
 
-from berth.cli import COMMANDS, app, load
+from berth.cli import app
+from tests.kit.preloading import preload
 
 
 def main() -> None:
     """Until standard input ends."""
-    for name in COMMANDS:  # `berth` imports a command when it is called, and so would each child, in most of a second
-        load(name)
-    gc.freeze()
+    preload(workers=False)
     for line in sys.stdin:
         sys.stdout.write(json.dumps(run(json.loads(line))) + "\n")
         sys.stdout.flush()
