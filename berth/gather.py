@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
+from berth.added_cells import with_added_cells
 from berth.invariants import (
     ALIVE,
     AT_REST,
@@ -95,6 +96,7 @@ async def gather(
     connections: Sequence[tuple[str, str, bool]] | None = None,
 ) -> Facts:
     """Read everything. What the caller received itself (events, changes) is passed through."""
+    site = await with_added_cells(site)
     environment = site.environment("check")
     book, scheduler = environment.database("placement", pool_size=2), environment.database("scheduler", pool_size=2)
     cells = {cell: environment.database(f"cell_{cell}", pool_size=2) for cell in site.cells}
@@ -143,6 +145,7 @@ async def rest(site: Site, *, timeout_s: float) -> bool:
 
     What is under way at a compute service that is down is not waited for.
     """
+    site = await with_added_cells(site)
     environment = site.environment("rest")
     scheduler = environment.database("scheduler", pool_size=1)
     cells = {cell: environment.database(f"cell_{cell}", pool_size=1) for cell in site.cells}

@@ -12,6 +12,7 @@ from uuid import UUID
 import asyncpg
 import typer
 
+from berth.added_cells import with_added_cells
 from berth.commands.common import (
     EXIT_NO,
     EXIT_UNAVAILABLE,
@@ -108,6 +109,8 @@ async def audited(
     async def lost(database: Database) -> tuple[list[str], list[str | Doubled]]:
         return await (_lost(here, database, grace_s) if consumers is None else _unnamed(database, consumers))
 
+    if consumers is None:
+        here = await with_added_cells(here)  # what runs in a cell that is not read would be taken for orphaned
     async with _book(here) as (store, database):
         orphans, doubled = await lost(database)
         bare = await find_unclaimed(here, database, grace_s) if consumers is None else []

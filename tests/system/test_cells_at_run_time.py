@@ -13,6 +13,9 @@ import pytest_asyncio
 import cell_conductor.app
 import compute_sim.app
 from berth.client import BuildClient
+from berth.commands.book import audited
+from berth.gather import gather, rest
+from berth.invariants import check_invariants
 from berth.settings import MEMORY, BusSettings, CellSettings, DatabaseSettings, Settings, UpSettings
 from berth.site import Site, process_name
 from berth.up import LocalSystem
@@ -74,6 +77,15 @@ class Whole:
         assert await self.client.wait(WAIT_S)
         return await self.record(request.instance_uuid)
 
+    async def checked(self) -> None:
+        """An added cell was not read: what ran there broke two invariants, and a repair released its allocation."""
+        assert await rest(self.place, timeout_s=WAIT_S)
+        facts = await gather(self.place)
+        assert [one for one in check_invariants(facts) if not one.holds] == []
+        assert [(one.cell, one.state) for one in facts.instances] == [("cell2", "active")]
+        assert facts.running is not None and len(facts.running) == 1
+        assert not any((await audited(self.place, repair=True, grace_s=0.0)).values())
+
     async def record(self, uuid: str) -> BuildRecord:
         return (await self.client.bus.request(BuildQuery(instance_uuid=uuid), BuildPage, timeout_s=WAIT_S)).builds[0]
 
@@ -113,6 +125,7 @@ async def test_a_cell_is_added_used_emptied_and_removed(whole: Whole) -> None:
     await whole.decide("cell1", state="disabled")
     build = await whole.built()
     assert (build.state, build.cell) == ("active", "cell2")
+    await whole.checked()
     await whole.decide("cell1", state="enabled")
     with pytest.raises(RequestRefused, match="1 instances"):
         await whole.decide("cell2", state="removed", bus=bus)
