@@ -74,10 +74,8 @@ def build(
     if rest is not None:
         _add_rest(service, rest)
     if answer is not None:
-        in_process = InProcessRest(store, config.rest, clock=env.clock, rng=env.rng, committed=publisher.wake)
-        service.add_task("rest in process", in_process.run)
-        service.add_drain(in_process.drain)
-        answer(in_process.application)
+        own = InProcessRest(store, config.rest, clock=env.clock, rng=env.rng, committed=publisher.wake)
+        answer(_in_process(service, own))
     service.add_preparation(lambda: wait_for(configured, config.cell_wait_s))
     service.add_drain(publisher.drain)
     return service
@@ -194,6 +192,12 @@ def _add_rest(service: Service, rest: RestServer) -> None:
     service.add_check("rest", lambda: rest.ready)
     service.add_drain(rest.drain)
     service.add_preparation(rest.wait_ready)
+
+
+def _in_process(service: Service, rest: InProcessRest) -> Application:
+    service.add_task("rest in process", rest.run)
+    service.add_drain(rest.drain)
+    return rest.application
 
 
 def _rest(

@@ -1,4 +1,4 @@
-"""The house rules that a machine can check (shared style: packages, domain purity, catalogue, sizes)."""
+"""The house rules that a machine can check: catalogue, names, prose, docstrings, sizes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import ast
 import re
 import tomllib
 from collections.abc import Iterator
-from functools import cache
 from importlib import import_module
 from pathlib import Path
 from pkgutil import iter_modules
@@ -18,6 +17,7 @@ from bus import contracts
 from bus.contracts import base, catalogue
 from bus.contracts.base import Message
 from bus.contracts.catalogue import BY_TYPE, COMMANDS, MESSAGES, QUEUES, REPLIES, QueueKind, Where
+from tests.kit.sources import OURS, ROOT, TESTING, WORKERS, forget, imports, nodes, parsed, sources, where, within
 from tests.kit.syntax import (
     is_broad,
     is_own,
@@ -31,173 +31,15 @@ from tests.kit.syntax import (
 )
 from tests.kit.words import CONVERSATION, PRIVATE_NAMES, PRIVATE_PROSE, comments, prose, words_of
 
-ROOT = Path(__file__).parent.parent
-WORKERS = ("placement_worker", "scheduler_worker", "cell_conductor", "compute_sim", "ironic_sync")
-OURS = ("bus", *WORKERS, "berth")
-TESTING = ("tests", "benchmarks")
-
-# A worker imports itself and `bus`. The one exception: schedulers embed the public, read-only copy of the book.
-MAY_IMPORT = {"scheduler_worker": ("placement_worker.replica",)}
-
-# What a domain must be given instead of reaching for it.
-IMPURE = {
-    "asyncio", "logging", "structlog", "time", "datetime", "random", "secrets", "uuid", "os", "pathlib", "socket",
-    "asyncpg", "sqlalchemy", "aio_pika", "httpx", "prometheus_client", "threading", "subprocess",
-}  # fmt: skip
-# Types are fine: `random.Random` and `datetime` as the type of an argument.
-PURE_NAMES = {
-    "random": {"Random"},
-    "datetime": {"datetime", "timedelta", "UTC"},
-    "uuid": {"UUID", "uuid5", "NAMESPACE_URL", "NAMESPACE_OID", "NAMESPACE_DNS"},
-}
-
 MAX_FILE_LINES = 550
 MAX_FUNCTION_LINES = 60
-
-
-@cache
-def sources(*packages: str) -> tuple[Path, ...]:
-    return tuple(path for package in packages for path in sorted((ROOT / package).rglob("*.py")))
-
-
-@cache
-def parsed(path: Path) -> ast.Module:
-    return ast.parse(path.read_text(), filename=str(path))
-
-
-@cache
-def nodes(path: Path) -> tuple[ast.AST, ...]:
-    """All of a file, as `ast.walk` has it."""
-    return tuple(ast.walk(parsed(path)))
 
 
 @pytest.fixture(scope="module", autouse=True)
 def read_once() -> Iterator[None]:
     """The sources are read for the first test that looks at them, and forgotten after the last."""
     yield
-    for kept in (sources, parsed, nodes):
-        kept.cache_clear()
-
-
-def imports(path: Path) -> Iterator[tuple[str, int]]:
-    """Absolute names of the modules a file imports; relative imports are resolved."""
-    package = path.relative_to(ROOT).with_suffix("").parts[:-1]
-    for node in nodes(path):
-        if isinstance(node, ast.Import):
-            yield from ((alias.name, node.lineno) for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            above = package[: len(package) - node.level + 1] if node.level else ()
-            module = ".".join((*above, *([node.module] if node.module else [])))
-            # `from package import module` names a module too.
-            yield from ((f"{module}.{alias.name}", node.lineno) for alias in node.names)
-
-
-def within(module: str, package: str) -> bool:
-    return module == package or module.startswith(package + ".")
-
-
-def where(path: Path, line: int) -> str:
-    return f"{path.relative_to(ROOT)}:{line}"
-
-
-@pytest.mark.parametrize("worker", WORKERS)
-def test_a_worker_imports_itself_and_the_bus(worker: str) -> None:
-    allowed = (worker, "bus", *MAY_IMPORT.get(worker, ()))
-    wrong = [
-        f"{where(path, line)} imports {module}"
-        for path in sources(worker)
-        for module, line in imports(path)
-        if any(within(module, ours) for ours in OURS)
-        and not any(within(module, name) for name in allowed)
-        # `__main__` delegates to the command line, which composes everything.
-        and not (path.name == "__main__.py" and within(module, "berth"))
-    ]
-    assert wrong == []
-
-
-def test_the_replica_drags_nothing_of_its_owner_along_but_its_domain() -> None:
-    allowed = ("placement_worker.replica", "placement_worker.domain", "bus")
-    wrong = [
-        f"{where(path, line)} imports {module}"
-        for path in sources("placement_worker/replica")
-        for module, line in imports(path)
-        if any(within(module, ours) for ours in OURS) and not any(within(module, name) for name in allowed)
-    ]
-    assert wrong == []
-
-
-def test_the_bus_imports_no_worker() -> None:
-    wrong = [
-        f"{where(path, line)} imports {module}"
-        for path in sources("bus")
-        for module, line in imports(path)
-        if any(within(module, other) for other in (*WORKERS, "berth"))
-    ]
-    assert wrong == []
-
-
-def test_the_contracts_import_nothing_of_ours() -> None:
-    wrong = [
-        f"{where(path, line)} imports {module}"
-        for path in sources("bus/contracts")
-        for module, line in imports(path)
-        if any(within(module, ours) for ours in OURS) and not within(module, "bus.contracts")
-    ]
-    assert wrong == []
-
-
-def test_a_cell_conductor_knows_no_message_of_the_scheduler_but_the_events_it_announces() -> None:
-    owned = {row.message.__name__ for row in MESSAGES if row.owner == "scheduler_worker"} - {"BuildEvent", "MoveEvent"}
-    wrong = [
-        f"{where(path, line)} imports {module}"
-        for path in sources("cell_conductor")
-        for module, line in imports(path)
-        if within(module, "bus.contracts") and module.rpartition(".")[2] in owned
-    ]
-    assert wrong == []
-
-
-def domain_files() -> tuple[Path, ...]:
-    folders = [f"{worker}/domain" for worker in WORKERS] + ["scheduler_worker/filters", "scheduler_worker/weighers"]
-    return sources(*folders)
-
-
-def test_a_domain_reaches_for_nothing() -> None:
-    wrong: list[str] = []
-    for path in domain_files():
-        for module, line in imports(path):
-            top, _, name = module.partition(".")
-            if top in IMPURE and name not in PURE_NAMES.get(top, set()):
-                # `import random` for the type `random.Random` is fine as long as nothing else of it is used.
-                if not name and top in PURE_NAMES and not misused(path, top):
-                    continue
-                wrong.append(f"{where(path, line)} imports {module}")
-        wrong += [
-            f"{where(path, node.lineno)} is async"
-            for node in nodes(path)
-            if isinstance(node, ast.AsyncFunctionDef | ast.Await | ast.AsyncFor | ast.AsyncWith)
-        ]
-    assert wrong == []
-
-
-def misused(path: Path, module: str) -> bool:
-    return any(
-        isinstance(node, ast.Attribute)
-        and isinstance(node.value, ast.Name)
-        and node.value.id == module
-        and node.attr not in PURE_NAMES[module]
-        for node in nodes(path)
-    )
-
-
-def test_only_the_command_line_prints() -> None:
-    wrong = [
-        where(path, node.lineno)
-        for path in sources("bus", *WORKERS)
-        for node in nodes(path)
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print"
-    ]
-    assert wrong == []
+    forget()
 
 
 def test_files_and_functions_stay_readable() -> None:
@@ -299,34 +141,6 @@ def test_a_public_class_name_exists_once() -> None:
                 where_is.setdefault(node.name, []).append(where(path, node.lineno))
     doubled = {name: places for name, places in where_is.items() if len(places) > 1}
     assert doubled == {}
-
-
-def import_graph() -> dict[str, set[str]]:
-    """{module: modules of ours that it imports}, imports for types alone included."""
-    modules: dict[str, Path] = {}
-    for path in sources(*OURS):
-        parts = path.relative_to(ROOT).with_suffix("").parts
-        modules[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
-    graph: dict[str, set[str]] = {}
-    for name, path in modules.items():
-        found = {module if module in modules else module.rpartition(".")[0] for module, _ in imports(path)}
-        graph[name] = {module for module in found if module in modules and module != name}
-    return graph
-
-
-def test_no_modules_import_each_other_in_a_circle() -> None:
-    graph = import_graph()
-    left = {name: set(found) for name, found in graph.items()}
-    while free := [name for name, found in left.items() if not found]:
-        for name in free:
-            del left[name]
-        for found in left.values():
-            found.difference_update(free)
-    # What is left is in a circle or imports one; of those that nothing in it imports, none is in one.
-    while loose := [name for name in left if not any(name in found for found in left.values())]:
-        for name in loose:
-            del left[name]
-    assert {name: sorted(found & left.keys()) for name, found in left.items()} == {}
 
 
 # --- words

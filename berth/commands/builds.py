@@ -8,6 +8,7 @@ from typing import Annotated
 
 import msgspec
 import typer
+from msgspec import Struct
 from rich.console import Console
 from rich.text import Text
 
@@ -27,6 +28,7 @@ from berth.commands.common import (
     run,
     settings_of,
 )
+from berth.commands.options import with_options
 from berth.render import printable, render_funnel, render_rows, render_scores, render_stages
 from bus.contracts.build import BuildQuery, BuildRecord, BuildRequest, BuildState
 from bus.contracts.patterns import reason_of
@@ -77,45 +79,45 @@ def show(
     run(body)
 
 
-def list_builds(
-    context: typer.Context,
-    project: Annotated[str | None, typer.Option(help="Only of this project.")] = None,
-    state: Annotated[BuildState | None, typer.Option(help="Only in this state.")] = None,
-    host: Annotated[str | None, typer.Option(help="Only of the host of this name.")] = None,
-    cell: Annotated[str | None, typer.Option(help="Only in this cell.")] = None,
-    flavor: Annotated[str | None, typer.Option(help="Only of this flavor.")] = None,
-    code: Annotated[str | None, typer.Option(help="Only with this code.")] = None,
+class ListOptions(Struct, frozen=True, kw_only=True):
+    """The options of `berth list`."""
+
+    project: Annotated[str | None, typer.Option(help="Only of this project.")] = None
+    state: Annotated[BuildState | None, typer.Option(help="Only in this state.")] = None
+    host: Annotated[str | None, typer.Option(help="Only of the host of this name.")] = None
+    cell: Annotated[str | None, typer.Option(help="Only in this cell.")] = None
+    flavor: Annotated[str | None, typer.Option(help="Only of this flavor.")] = None
+    code: Annotated[str | None, typer.Option(help="Only with this code.")] = None
     gang: Annotated[
         str | None,
         typer.Option(parser=parse_uuid, metavar="UUID", help="Only those that were to start together in this request."),
-    ] = None,
-    after: Annotated[datetime | None, typer.Option(help="Only requested then or later, UTC.")] = None,
-    before: Annotated[datetime | None, typer.Option(help="Only requested earlier, UTC.")] = None,
-    limit: Annotated[int, typer.Option(min=1, max=1000, help="The newest so many.")] = 50,
-    as_json: AsJson = False,
-) -> None:
-    """List builds, newest first."""
-    query = _query(
-        {
-            "project_id": project,
-            "state": state,
-            "host": host,
-            "cell": cell,
-            "flavor": flavor,
-            "code": code,
-            "gang": gang,
-            "after": None if after is None else after.replace(tzinfo=UTC).timestamp(),
-            "before": None if before is None else before.replace(tzinfo=UTC).timestamp(),
-            "limit": limit,
+    ] = None
+    after: Annotated[datetime | None, typer.Option(help="Only requested then or later, UTC.")] = None
+    before: Annotated[datetime | None, typer.Option(help="Only requested earlier, UTC.")] = None
+    limit: Annotated[int, typer.Option(min=1, max=1000, help="The newest so many.")] = 50
+    as_json: AsJson = False
+
+    def fields(self) -> dict[str, object]:
+        """Those of a BuildQuery."""
+        same = {name: getattr(self, name) for name in ("state", "host", "cell", "flavor", "code", "gang", "limit")}
+        moments = {
+            name: None if at is None else at.replace(tzinfo=UTC).timestamp()
+            for name, at in (("after", self.after), ("before", self.before))
         }
-    )
+        return {"project_id": self.project, **same, **moments}
+
+
+@with_options
+def list_builds(context: typer.Context, *, options: ListOptions) -> None:
+    """List builds, newest first."""
+    query = _query(options.fields())
 
     async def body() -> None:
         async with client(settings_of(context)) as berth:
             page = await berth.query(query, timeout_s=QUERY_TIMEOUT_S)
         if page.searched_to is not None:
             err.print(f"searched back to {_when(page.searched_to, day=True)} UTC; older ones: --before")
-        if as_json:
+        if options.as_json:
             print_json(page.builds)
         else:
             _show_builds(page.builds)

@@ -9,6 +9,7 @@ from datetime import UTC, datetime
 from typing import Annotated
 
 import typer
+from msgspec import Struct
 from rich.text import Text
 
 from berth import client_drains
@@ -28,6 +29,7 @@ from berth.commands.common import (
     run,
     settings_of,
 )
+from berth.commands.options import with_options
 from berth.render import counted, printable, render_rows
 from berth.settings import Settings
 from bus.clock import new_uuid
@@ -57,35 +59,48 @@ Deadline = Annotated[
 ]
 
 
+class DrainOptions(Struct, frozen=True, kw_only=True):
+    """The options of `berth drain`."""
+
+    target: Annotated[
+        DrainTarget | None, typer.Option("--target", help="What it is the name of, where that is not plain.")
+    ] = None
+    plan: Annotated[
+        bool, typer.Option("--plan", "--dry-run", help="Only print what would go where, and what cannot.")
+    ] = False
+    cold: Annotated[bool, typer.Option("--cold", help="Stop each instance for its move, instead of live.")] = False
+    at_once: Annotated[int, typer.Option(min=1, max=MAX_AT_ONCE, help="Instances under way at a time.")] = 4
+    rate: Annotated[
+        int | None, typer.Option("--rate", min=1, max=10_000, help="Moves that begin in a minute at most.")
+    ] = None
+    deadline: Deadline = None
+    force: Annotated[bool, typer.Option("--force", help="Begin though the plan has instances that cannot move.")] = (
+        False
+    )
+    detach: Annotated[bool, typer.Option("--detach", help="Print the drain's id, and do not follow it.")] = False
+    drain_id: Annotated[
+        str | None, typer.Option("--id", help="The drain's id; one that is on record is followed, not begun again.")
+    ] = None
+    reason: Reason = "drain"
+    cell: Annotated[str | None, typer.Option("--cell", help="The cell in which a name is looked for.")] = None
+    by: By = None
+    timeout: Timeout = 3600.0
+    as_json: AsJson = False
+
+    @property
+    def kind(self) -> MoveKind:
+        """How each instance is moved."""
+        return MoveKind.MIGRATE if self.cold else MoveKind.LIVE_MIGRATE
+
+
+@with_options
 def drain(
     context: typer.Context,
     name: Annotated[
         str, typer.Argument(help="Name or UUID of a host, a compute service, a cell or an aggregate.", metavar="TARGET")
     ],
-    target: Annotated[
-        DrainTarget | None, typer.Option("--target", help="What it is the name of, where that is not plain.")
-    ] = None,
-    plan: Annotated[
-        bool, typer.Option("--plan", "--dry-run", help="Only print what would go where, and what cannot.")
-    ] = False,
-    cold: Annotated[bool, typer.Option("--cold", help="Stop each instance for its move, instead of live.")] = False,
-    at_once: Annotated[int, typer.Option(min=1, max=MAX_AT_ONCE, help="Instances under way at a time.")] = 4,
-    rate: Annotated[
-        int | None, typer.Option("--rate", min=1, max=10_000, help="Moves that begin in a minute at most.")
-    ] = None,
-    deadline: Deadline = None,
-    force: Annotated[
-        bool, typer.Option("--force", help="Begin though the plan has instances that cannot move.")
-    ] = False,
-    detach: Annotated[bool, typer.Option("--detach", help="Print the drain's id, and do not follow it.")] = False,
-    drain_id: Annotated[
-        str | None, typer.Option("--id", help="The drain's id; one that is on record is followed, not begun again.")
-    ] = None,
-    reason: Reason = "drain",
-    cell: Annotated[str | None, typer.Option("--cell", help="The cell in which a name is looked for.")] = None,
-    by: By = None,
-    timeout: Timeout = 3600.0,
-    as_json: AsJson = False,
+    *,
+    options: DrainOptions,
 ) -> None:
     """Move every instance off a host, service, cell or aggregate.
 
@@ -94,27 +109,31 @@ def drain(
     Ctrl-C stops the drain: it begins nothing more. Exit status 1 when an instance could not move, 4 when not all have
     been moved.
     """
-    kind = MoveKind.MIGRATE if cold else MoveKind.LIVE_MIGRATE
-    who, ident = decided_by(by), _new_id() if drain_id is None else parse_uuid(drain_id)
-    _check(reason)
-
-    if plan:
-        query = DrainQuery(host=name, target=target, cell=cell, kind=kind)
+    start = _start_of(name, options)
+    as_json = options.as_json
+    if options.plan:
+        query = DrainQuery(host=name, target=options.target, cell=options.cell, kind=options.kind)
         run(lambda: _plan(settings_of(context), query, as_json=as_json))
-    command = DrainStart(
-        drain=ident,
+    timeout_s = options.timeout
+    run(lambda: _drain(settings_of(context), start, detach=options.detach, timeout_s=timeout_s, as_json=as_json))
+
+
+def _start_of(name: str, options: DrainOptions) -> DrainStart:
+    """What begins the drain. Raises typer.BadParameter."""
+    _check(options.reason)
+    return DrainStart(
+        drain=_new_id() if options.drain_id is None else parse_uuid(options.drain_id),
         name=name,
-        target=target,
-        cell=cell,
-        kind=kind,
-        at_once=at_once,
-        per_minute=rate,
-        deadline_s=deadline,
-        force=force,
-        reason=reason,
-        by=who,
+        target=options.target,
+        cell=options.cell,
+        kind=options.kind,
+        at_once=options.at_once,
+        per_minute=options.rate,
+        deadline_s=options.deadline,
+        force=options.force,
+        reason=options.reason,
+        by=decided_by(options.by),
     )
-    run(lambda: _drain(settings_of(context), command, detach=detach, timeout_s=timeout, as_json=as_json))
 
 
 async def _plan(settings: Settings, query: DrainQuery, *, as_json: bool) -> int:

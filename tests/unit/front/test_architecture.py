@@ -1,44 +1,33 @@
-"""docs/explanation/architecture.md names what exists, and the snippets of the guides are settings and commands."""
+"""docs/explanation/architecture.md names what exists, and who may import whom is as it describes."""
 
 from __future__ import annotations
 
 import ast
 import re
-import shlex
-import tomllib
-from collections.abc import Callable
+from collections.abc import Iterator
 from pathlib import Path
 
-import msgspec
 import pytest
-import yaml
 
-from berth.commands.objects import read_file
-from berth.settings import read_settings
-from bus.contracts.objects import ObjectsChange
-from scheduler_worker.domain.objects import ChangePlan, plan
-from tests.unit.front.test_readme import blocks
+from bus.contracts.catalogue import MESSAGES
+from tests.kit.sources import OURS, ROOT, WORKERS, forget, imports, nodes, sources, where, within
 
-ROOT = Path(__file__).parents[3]
 TABLE = (ROOT / "docs" / "explanation" / "architecture.md").read_text().partition("## Where to put the next")[2]
 NAMED = re.findall(r"`([\w./]+/[\w./]*?)(?:::(\w+))?`", TABLE)
-GUIDES = sorted(path for kind in ("tutorial", "howto") for path in (ROOT / "docs" / kind).glob("*.md"))
-PAGES = sorted([*(ROOT / "docs").rglob("*.md"), ROOT / "README.md", *ROOT.glob("*/README.md")])
 
-# What a reader runs beside berth's own commands.
-PROGRAMS = {
-    ".venv/bin/berth",
-    ".venv/bin/python",
-    "berth",
-    "cp",
-    "pg_dump",
-    "pg_restore",
-    "podman",
-    "podman-compose",
-    "ps",
-    "python3",
-    "rabbitmqctl",
-    "systemctl",
+# A worker imports itself and `bus`. The one exception: schedulers embed the public, read-only copy of the book.
+MAY_IMPORT = {"scheduler_worker": ("placement_worker.replica",)}
+
+# What a domain must be given instead of reaching for it.
+IMPURE = {
+    "asyncio", "logging", "structlog", "time", "datetime", "random", "secrets", "uuid", "os", "pathlib", "socket",
+    "asyncpg", "sqlalchemy", "aio_pika", "httpx", "prometheus_client", "threading", "subprocess",
+}  # fmt: skip
+# Types are fine: `random.Random` and `datetime` as the type of an argument.
+PURE_NAMES = {
+    "random": {"Random"},
+    "datetime": {"datetime", "timedelta", "UTC"},
+    "uuid": {"UUID", "uuid5", "NAMESPACE_URL", "NAMESPACE_OID", "NAMESPACE_DNS"},
 }
 
 
@@ -52,39 +41,139 @@ def test_the_table_names_places_and_tests() -> None:
     assert sum(bool(test) for _, test in NAMED) >= 8 and len(NAMED) >= 20
 
 
-@pytest.mark.parametrize("page", GUIDES, ids=lambda page: page.stem)
-def test_settings_on_a_page_are_settings(page: Path, tmp_path: Path) -> None:
-    for number, text in enumerate(blocks("toml", page.read_text())):
-        if text.startswith("[[tokens]]"):  # the file of the web interface's users
-            assert tomllib.loads(text)["tokens"]
-            continue
-        path = tmp_path / f"{number}.toml"
-        path.write_text(text)
-        if text.startswith("[flavors"):  # a file for `berth apply`
-            planned = plan(ObjectsChange(changes=tuple(read_file(path)[0]), who="a reader"), {})
-            assert isinstance(planned, ChangePlan), planned
-            continue
-        read_settings(path, {})
+@pytest.fixture(scope="module", autouse=True)
+def read_once() -> Iterator[None]:
+    """The sources are read for the first test that looks at them, and forgotten after the last."""
+    yield
+    forget()
 
 
-@pytest.mark.parametrize("page", GUIDES, ids=lambda page: page.stem)
-def test_a_shell_line_on_a_page_starts_a_program_that_the_guides_know(page: Path) -> None:
-    for block in blocks("sh", page.read_text()):
-        for line in block.replace("\\\n", " ").splitlines():
-            words = [word for word in shlex.split(line, comments=True) if not re.fullmatch(r"[A-Z_]+=.*", word)]
-            known = words and (words[0] in PROGRAMS or (words[0].startswith("scripts/") and (ROOT / words[0]).exists()))
-            assert not words or known, line
+# --- who may import whom
 
 
-PARSERS: dict[str, Callable[[str], object]] = {
-    "json": msgspec.json.decode,
-    "python": ast.parse,
-    "yaml": yaml.safe_load,
-}
+@pytest.mark.parametrize("worker", WORKERS)
+def test_a_worker_imports_itself_and_the_bus(worker: str) -> None:
+    allowed = (worker, "bus", *MAY_IMPORT.get(worker, ()))
+    wrong = [
+        f"{where(path, line)} imports {module}"
+        for path in sources(worker)
+        for module, line in imports(path)
+        if any(within(module, ours) for ours in OURS)
+        and not any(within(module, name) for name in allowed)
+        # `__main__` delegates to the command line, which composes everything.
+        and not (path.name == "__main__.py" and within(module, "berth"))
+    ]
+    assert wrong == []
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: f"{page.parent.name}-{page.stem}")
-def test_a_snippet_on_a_page_is_in_its_language(page: Path) -> None:
-    for language, parse in PARSERS.items():
-        for block in blocks(language, page.read_text()):
-            assert parse(block) is not None
+def test_the_replica_drags_nothing_of_its_owner_along_but_its_domain() -> None:
+    allowed = ("placement_worker.replica", "placement_worker.domain", "bus")
+    wrong = [
+        f"{where(path, line)} imports {module}"
+        for path in sources("placement_worker/replica")
+        for module, line in imports(path)
+        if any(within(module, ours) for ours in OURS) and not any(within(module, name) for name in allowed)
+    ]
+    assert wrong == []
+
+
+def test_the_bus_imports_no_worker() -> None:
+    wrong = [
+        f"{where(path, line)} imports {module}"
+        for path in sources("bus")
+        for module, line in imports(path)
+        if any(within(module, other) for other in (*WORKERS, "berth"))
+    ]
+    assert wrong == []
+
+
+def test_the_contracts_import_nothing_of_ours() -> None:
+    wrong = [
+        f"{where(path, line)} imports {module}"
+        for path in sources("bus/contracts")
+        for module, line in imports(path)
+        if any(within(module, ours) for ours in OURS) and not within(module, "bus.contracts")
+    ]
+    assert wrong == []
+
+
+def test_a_cell_conductor_knows_no_message_of_the_scheduler_but_the_events_it_announces() -> None:
+    owned = {row.message.__name__ for row in MESSAGES if row.owner == "scheduler_worker"} - {"BuildEvent", "MoveEvent"}
+    wrong = [
+        f"{where(path, line)} imports {module}"
+        for path in sources("cell_conductor")
+        for module, line in imports(path)
+        if within(module, "bus.contracts") and module.rpartition(".")[2] in owned
+    ]
+    assert wrong == []
+
+
+def domain_files() -> tuple[Path, ...]:
+    folders = [f"{worker}/domain" for worker in WORKERS] + ["scheduler_worker/filters", "scheduler_worker/weighers"]
+    return sources(*folders)
+
+
+def test_a_domain_reaches_for_nothing() -> None:
+    wrong: list[str] = []
+    for path in domain_files():
+        for module, line in imports(path):
+            top, _, name = module.partition(".")
+            if top in IMPURE and name not in PURE_NAMES.get(top, set()):
+                # `import random` for the type `random.Random` is fine as long as nothing else of it is used.
+                if not name and top in PURE_NAMES and not misused(path, top):
+                    continue
+                wrong.append(f"{where(path, line)} imports {module}")
+        wrong += [
+            f"{where(path, node.lineno)} is async"
+            for node in nodes(path)
+            if isinstance(node, ast.AsyncFunctionDef | ast.Await | ast.AsyncFor | ast.AsyncWith)
+        ]
+    assert wrong == []
+
+
+def misused(path: Path, module: str) -> bool:
+    return any(
+        isinstance(node, ast.Attribute)
+        and isinstance(node.value, ast.Name)
+        and node.value.id == module
+        and node.attr not in PURE_NAMES[module]
+        for node in nodes(path)
+    )
+
+
+def test_only_the_command_line_prints() -> None:
+    wrong = [
+        where(path, node.lineno)
+        for path in sources("bus", *WORKERS)
+        for node in nodes(path)
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print"
+    ]
+    assert wrong == []
+
+
+def import_graph() -> dict[str, set[str]]:
+    """{module: modules of ours that it imports}, imports for types alone included."""
+    modules: dict[str, Path] = {}
+    for path in sources(*OURS):
+        parts = path.relative_to(ROOT).with_suffix("").parts
+        modules[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    graph: dict[str, set[str]] = {}
+    for name, path in modules.items():
+        found = {module if module in modules else module.rpartition(".")[0] for module, _ in imports(path)}
+        graph[name] = {module for module in found if module in modules and module != name}
+    return graph
+
+
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    graph = import_graph()
+    left = {name: set(found) for name, found in graph.items()}
+    while free := [name for name, found in left.items() if not found]:
+        for name in free:
+            del left[name]
+        for found in left.values():
+            found.difference_update(free)
+    # What is left is in a circle or imports one; of those that nothing in it imports, none is in one.
+    while loose := [name for name in left if not any(name in found for found in left.values())]:
+        for name in loose:
+            del left[name]
+    assert {name: sorted(found & left.keys()) for name, found in left.items()} == {}

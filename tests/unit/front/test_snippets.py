@@ -30,6 +30,8 @@ from berth.web.openapi import document
 from berth.web.operations import WebOperations
 from bus.contracts.build import BuildRequest
 from bus.contracts.catalogue import MESSAGES
+from bus.contracts.objects import ObjectsChange
+from scheduler_worker.domain.objects import ChangePlan, plan
 from tests.kit.documents import PAGES, ROOT, blocks_of_all_pages, typed
 
 # Of each language, what takes its blocks. "": prose in columns and output; mermaid and toctree: the site's build.
@@ -45,6 +47,21 @@ TAKEN_BY = {
     "toml": "this file",
     "yaml": "this file",
     "{toctree}": "test_docs.py",
+}
+# What a reader runs beside berth's own commands.
+PROGRAMS = {
+    ".venv/bin/berth",
+    ".venv/bin/python",
+    "berth",
+    "cp",
+    "pg_dump",
+    "pg_restore",
+    "podman",
+    "podman-compose",
+    "ps",
+    "python3",
+    "rabbitmqctl",
+    "systemctl",
 }
 SCRIPTS = [*blocks_of_all_pages("sh"), *((where, typed(text)) for where, text in blocks_of_all_pages("console"))]
 
@@ -71,6 +88,14 @@ def test_a_shell_takes_what_is_to_be_typed(text: str) -> None:
         assert (ROOT / script).exists(), script
 
 
+@pytest.mark.parametrize("text", each(list(blocks_of_all_pages("sh"))))
+def test_a_line_starts_a_program_that_the_guides_know(text: str) -> None:
+    for line in text.replace("\\\n", " ").splitlines():
+        words = [word for word in shlex.split(line, comments=True) if not re.fullmatch(r"[A-Z_]+=.*", word)]
+        known = words and (words[0] in PROGRAMS or (words[0].startswith("scripts/") and (ROOT / words[0]).exists()))
+        assert not words or known, line
+
+
 @pytest.mark.parametrize("text", each(blocks_of_all_pages("python")))
 def test_python_compiles(text: str) -> None:
     compile(text, "a block of the documents", "exec")
@@ -91,7 +116,8 @@ def test_toml_is_settings_or_a_file_that_a_command_reads(text: str, tmp_path: Pa
         path.write_text(re.sub(r'"\.\.\."', lambda _: f'"{next(digests):064x}"', text))
         assert len(read_tokens(path)) == len(tree["tokens"])
     elif tree.keys() <= SECTIONS.keys():
-        assert read_file(path)[0]
+        planned = plan(ObjectsChange(changes=tuple(read_file(path)[0]), who="a reader"), {})
+        assert isinstance(planned, ChangePlan), planned
     else:
         assert read_settings(path, {}).cells
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests import test_house
+from tests.kit import sources as kit
 
 # (the rule, the file, the violation, the same without it)
 PLANTED: dict[str, tuple[Callable[[], None], str, str, str]] = {
@@ -115,13 +116,14 @@ def test_a_rule_finds_what_breaks_it(plant: str, tmp_path: Path, monkeypatch: py
     def sources(*packages: str) -> list[Path]:
         return sorted(path for package in packages for path in (tmp_path / package).rglob("*.py"))
 
-    monkeypatch.setattr(test_house, "ROOT", tmp_path)
+    for module in (test_house, kit):
+        monkeypatch.setattr(module, "ROOT", tmp_path)
     monkeypatch.setattr(test_house, "sources", sources)
     file = tmp_path / name
     for text, is_wrong in ((wrong, True), (right, False)):
         file.write_text(text + "\n")
-        test_house.parsed.cache_clear()
-        test_house.nodes.cache_clear()
+        kit.parsed.cache_clear()
+        kit.nodes.cache_clear()
         if is_wrong:
             with pytest.raises(AssertionError, match="one"):
                 rule()
