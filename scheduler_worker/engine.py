@@ -56,7 +56,7 @@ class RequestRecorder:
         self._cancellations = cancellations
         self._clock = clock
         self._who = process
-        self._in_progress: dict[str, None] = {}  # ... by instance, in the order in which they came
+        self._in_progress: dict[str, None] = {}  # instances, the oldest first: at most MAX_IN_PROGRESS
 
     async def record(self, builds: Sequence[PendingBuild]) -> list[Admission]:
         """Insert the new requests and separate repeated ones from clashes: one statement each for the whole batch."""

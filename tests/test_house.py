@@ -33,6 +33,8 @@ from tests.kit.words import CONVERSATION, PRIVATE_NAMES, PRIVATE_PROSE, comments
 
 MAX_FILE_LINES = 550
 MAX_FUNCTION_LINES = 60
+# Functions of more than 40 lines: at most so many. Each was looked at; one more is divided, or a reason stands here.
+LONG_LINES, MAX_LONG_FUNCTIONS = 40, 23
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -44,6 +46,7 @@ def read_once() -> Iterator[None]:
 
 def test_files_and_functions_stay_readable() -> None:
     wrong: list[str] = []
+    long: list[str] = []
     for path in sources(*OURS):
         lines = len(path.read_text().splitlines())
         if lines > MAX_FILE_LINES:
@@ -53,7 +56,10 @@ def test_files_and_functions_stay_readable() -> None:
                 size = (node.end_lineno or node.lineno) - node.lineno + 1
                 if size > MAX_FUNCTION_LINES:
                     wrong.append(f"{where(path, node.lineno)} {node.name} has {size} lines")
+                if size > LONG_LINES:
+                    long.append(f"{where(path, node.lineno)} {node.name} has {size} lines")
     assert wrong == []
+    assert len(long) <= MAX_LONG_FUNCTIONS, long
 
 
 def test_no_module_is_called_utils() -> None:

@@ -48,6 +48,14 @@ def read_once() -> Iterator[None]:
     forget()
 
 
+def test_the_readers_guide_to_the_scheduler_names_every_module() -> None:
+    """It is read from top to bottom; 26 modules had come since and stood in no row."""
+    guide = (ROOT / "scheduler_worker" / "README.md").read_text()
+    named = {name.rpartition("/")[2] for name in re.findall(r"`([\w/]+)\.py`", guide)}
+    modules = {path.stem for folder in ("", "domain") for path in (ROOT / "scheduler_worker" / folder).glob("*.py")}
+    assert sorted(modules - named - {"__init__", "__main__"}) == []
+
+
 # --- who may import whom
 
 
