@@ -4,18 +4,33 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator
 
+import msgspec
 from msgspec import Struct
 
 from berth.findings import AuditFacts, AuditFinding, Confirmed, findings
 from berth.gather import gather
+from berth.invariants import Facts
 from berth.site import Site
+from bus.contracts.objects import Aggregate
 from bus.persistence.database import Database
+from scheduler_worker.domain.flavors import ZONE_KEY
 
 _HELD_BY_BUS = "SELECT uuid::text FROM consumers WHERE released_at IS NULL AND attempt > 0"
 _OPEN_REQUESTS = "SELECT instance_uuid::text FROM build_requests WHERE NOT terminal OR delete_requested"
 _CHANGED = "SELECT instance_uuid::text FROM instances WHERE under_way IS NOT NULL OR condition = 'moving'"
 # Requests of moves: of one that is under way, or awaits its confirm, the id is the consumer that holds its source.
 _MIGRATIONS = "SELECT request_id::text, instance_uuid::text FROM moves WHERE request_id = ANY($1::uuid[])"
+# Aggregates that make zones, and requests that name one. A host's aggregates are the book's: what Placement's API
+# changes there, no scheduler can refuse.
+_ZONES = "SELECT body FROM objects WHERE kind = 'aggregate' AND body LIKE '%\"availability_zone\"%' ORDER BY name"
+_ZONED = """
+SELECT instance_uuid::text, request::json ->> 'availability_zone' FROM build_requests
+WHERE state = 'active' AND request LIKE '%"availability_zone":"%' ORDER BY instance_uuid
+"""
+_MEMBERS = """
+SELECT p.uuid::text, a.aggregate::text FROM provider_aggregates a JOIN providers p ON p.id = a.provider_id
+WHERE a.aggregate = ANY($1::uuid[]) ORDER BY 1, 2
+"""
 
 
 class AuditPass(Struct, frozen=True):
@@ -38,7 +53,9 @@ async def read_facts(site: Site) -> AuditFacts:
             held = {row[0] for row in await connection.fetch(_HELD_BY_BUS)}
         async with scheduler.raw() as connection:
             migrations = dict(await connection.fetch(_MIGRATIONS, list(facts.allocations)))
-        return AuditFacts(facts=facts, held_by_bus=held, busy=busy | await _busy(scheduler), migrations=migrations)
+        zones = await _outside_zones(site, facts, scheduler, book)
+        busy |= await _busy(scheduler)
+        return AuditFacts(facts=facts, held_by_bus=held, busy=busy, migrations=migrations, zones=zones)
     finally:
         await scheduler.close()
         await book.close()
@@ -54,6 +71,26 @@ async def watch(site: Site, *, every_s: float) -> AsyncGenerator[AuditPass]:
         new, gone = confirmed.apply(found, now_s)
         yield AuditPass(tuple(new), tuple(gone), confirmed, now_s)
         await site.clock.sleep(max(0.0, began_s + every_s - site.clock.monotonic()))
+
+
+async def _outside_zones(site: Site, facts: Facts, scheduler: Database, book: Database) -> dict[str, tuple[str, str]]:
+    """{instance: (the zone that its request names, its host's)} where they differ."""
+    async with scheduler.raw() as connection:
+        bodies = [msgspec.json.decode(row[0], type=Aggregate) for row in await connection.fetch(_ZONES)]
+        zone_of = {one.uuid: one.metadata[ZONE_KEY] for one in bodies if ZONE_KEY in one.metadata}
+        named = dict(await connection.fetch(_ZONED)) if zone_of else {}
+    if not named:
+        return {}
+    async with book.raw() as connection:
+        members = await connection.fetch(_MEMBERS, list(zone_of))
+    there = {host: zone_of[aggregate] for host, aggregate in members}
+    default = site.settings.scheduler.default_availability_zone
+    found: dict[str, tuple[str, str]] = {}
+    for one in facts.instances:
+        zone = there.get(one.host_uuid or "", default)
+        if named.get(one.instance_uuid, zone) != zone:
+            found[one.instance_uuid] = named[one.instance_uuid], zone
+    return found
 
 
 async def _busy(scheduler: Database) -> set[str]:

@@ -37,6 +37,7 @@ class FindingKind(StrEnum):
     INSTANCE_WITHOUT_MACHINE = "instance_without_machine"
     UNREQUESTED = "unrequested"  # an instance of a cell that no request led to
     MISCOUNTED = "miscounted"  # the book's usage is not the sum of its allocations
+    OUTSIDE_ZONE = "outside_zone"  # an instance whose host is not in the availability zone that its request names
 
 
 Kind = FindingKind
@@ -52,6 +53,7 @@ _PROPOSED: Mapping[FindingKind, str] = {
     Kind.INSTANCE_WITHOUT_MACHINE: "its cell takes it for lost with the host's reports: berth show; else berth delete",
     Kind.UNREQUESTED: "look where it comes from (a restore?): berth show, berth delete",
     Kind.MISCOUNTED: f"count anew: {_BY_AUDIT}",
+    Kind.OUTSIDE_ZONE: "put its host back into the zone's aggregate, or move it there: berth migrate",
 }
 _FOREIGN = "left alone: it is not of this deployment"
 
@@ -74,13 +76,15 @@ class AuditFacts(Struct, frozen=True, kw_only=True):
     """What one pass has read.
 
     held_by_bus: consumers that hold something by a claim of the bus; others are foreign. busy: instances about which
-    something is under way. migrations: {a move's request: its instance}, which holds the source meanwhile.
+    something is under way. migrations: {a move's request: its instance}, which holds the source meanwhile. zones: of
+    instances whose host is in another availability zone than their request names, {instance: (named, its host's)}.
     """
 
     facts: Facts
     held_by_bus: AbstractSet[str]
     busy: AbstractSet[str]
     migrations: Mapping[str, str]
+    zones: Mapping[str, tuple[str, str]] = {}
 
 
 class Confirmed:
@@ -119,6 +123,10 @@ def _all(audited: AuditFacts) -> Iterator[AuditFinding]:
     yield from _of_the_book(facts)
     yield from _holdings(audited, alive, settled, unsettled)
     yield from _records(facts, unsettled)
+    for uuid, (named, zone) in audited.zones.items():
+        if uuid in settled:
+            reason = f"requested in zone {named}, and {settled[uuid].host_uuid} is in {zone}: no move takes it there"
+            yield _finding(Kind.OUTSIDE_ZONE, uuid, reason)
     if facts.running is not None:
         yield from _machines(facts, alive, settled, unsettled)
 

@@ -37,7 +37,7 @@ def audit(
     """Find allocations, records and machines that disagree.
 
     Orphaned, missing and doubled allocations, machines without instance, instances without machine, capacity exceeded
-    and usage miscounted, each with its reason and the repair that is proposed.
+    usage miscounted, hosts outside the zone that a request names; each with its reason and the repair that is proposed.
 
     What is under way is not judged, and a finding counts when two passes in a row have it, so one run makes two. With
     --watch it ends by Ctrl-C. Nothing is changed without --repair; what is not of this deployment never is. Exit status

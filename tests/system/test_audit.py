@@ -24,7 +24,15 @@ from bus.clock import new_uuid
 from bus.contracts.build import BuildRequest
 from bus.contracts.cell import InstanceSpec, Selection
 from bus.contracts.moves import MoveKind, MoveRequest, MoveState
-from bus.contracts.placement import Claim, ClaimOption, ClaimOutcome, ClaimResult
+from bus.contracts.objects import ObjectChange, ObjectKind, ObjectsChange, ObjectsChanged
+from bus.contracts.placement import (
+    AggregateMembers,
+    AggregateMembersSet,
+    Claim,
+    ClaimOption,
+    ClaimOutcome,
+    ClaimResult,
+)
 from cell_conductor.domain.instance import Instance, State
 from cell_conductor.store.rows import INSERT, columns, numbered
 from compute_sim.config import ComputeConfig
@@ -179,3 +187,26 @@ async def test_a_move_that_awaits_its_confirm_is_at_rest_and_keeps_its_source(wa
             assert not any(done.values()), done
     finally:
         await moves.close()
+
+
+async def test_a_host_that_left_the_zone_of_a_request_by_placements_own_members_is_found(watched: Watched) -> None:
+    """No scheduler can refuse that: the book's aggregates are changed through Placement's API (Nova bug 1907775)."""
+    home = watched.hosts[0]
+    here, bus = new_uuid(RNG), watched.client.bus
+    body = {"uuid": here, "name": "west", "metadata": {"availability_zone": "west"}}
+    change = ObjectChange(kind=ObjectKind.AGGREGATE, name="west", body=body)
+    await bus.request(ObjectsChange(changes=(change,), who="ann"), ObjectsChanged, timeout_s=WAIT_S)
+    await bus.request(AggregateMembers(aggregate=here, joins=(home,)), AggregateMembersSet, timeout_s=WAIT_S)
+    async with asyncio.timeout(WAIT_S):
+        while not any(host.zone for host in (await watched.client.hosts(limit=10, timeout_s=WAIT_S)).hosts):  # noqa: ASYNC110  (the replica)
+            await asyncio.sleep(0.05)
+    request = BuildRequest(instance_uuid=new_uuid(RNG), flavor="m1.tiny", project_id="p", availability_zone="west")
+    await watched.client.boot([request], retry_for_s=WAIT_S)
+    assert await watched.client.wait(WAIT_S)
+    await watched.two_looks()
+    assert watched.found == {}
+    await bus.request(AggregateMembers(aggregate=here, leaves=(home,)), AggregateMembersSet, timeout_s=WAIT_S)
+    await watched.until(("outside_zone", request.instance_uuid))
+    assert "requested in zone west" in watched.found["outside_zone", request.instance_uuid].reason
+    await bus.request(AggregateMembers(aggregate=here, joins=(home,)), AggregateMembersSet, timeout_s=WAIT_S)
+    await watched.until(("outside_zone", request.instance_uuid), gone=True)

@@ -28,6 +28,7 @@ def look(**more: Any) -> AuditFacts:
     """One instance that is as it should be, and what differs."""
     held_by_bus = more.pop("held_by_bus", {A, B, MOVE})
     busy, migrations = more.pop("busy", frozenset()), more.pop("migrations", {})
+    zones = more.pop("zones", {})
     facts: dict[str, Any] = {
         "inventories": (),
         "allocations": HELD,
@@ -39,7 +40,8 @@ def look(**more: Any) -> AuditFacts:
         "feed": (0, 0, 0),
         "down": (),
     }
-    return AuditFacts(facts=Facts(**{**facts, **more}), held_by_bus=held_by_bus, busy=busy, migrations=migrations)
+    gathered = Facts(**{**facts, **more})
+    return AuditFacts(facts=gathered, held_by_bus=held_by_bus, busy=busy, migrations=migrations, zones=zones)
 
 
 FULL = InventoryFact(HOST, "VCPU", 4, 0, 1.0, 4.0, 5)
@@ -68,6 +70,8 @@ CASES: list[tuple[dict[str, Any], list[tuple[FindingKind, str]]]] = [
     ({"running": ()}, [(K.INSTANCE_WITHOUT_MACHINE, A)]),
     ({"running": (), "down": (ServiceDownFact(cell="cell1", service="s", why="silent"),)}, []),
     ({"running": None}, []),
+    ({"zones": {A: ("west", "east")}}, [(K.OUTSIDE_ZONE, A)]),
+    ({"zones": {A: ("west", "east")}, "busy": {A}}, []),
     ({"running": (RUNS, RunningFact(A, 2, OTHER))}, [(K.DOUBLED, A)]),
     ({"running": (RUNS, RunningFact(B, 1, OTHER))}, [(K.MACHINE_WITHOUT_INSTANCE, B)]),
     ({"running": (RUNS, RunningFact(B, 1, OTHER)), "busy": {B}}, []),
