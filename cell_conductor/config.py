@@ -56,6 +56,10 @@ class ConductorConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """
     services_retention_s: Annotated[float, Bound(ge=86_400)] = 7 * 86_400.0
     """Seconds that a service which is down stays on record."""
+    takeover_s: Seconds = 600.0
+    """Seconds that a compute service is silent before another one that reports hosts of the same uuids may have them.
+    A host restarts within it: the machines that it has are lost by the other one's report.
+    """
     breaker_limit: Annotated[int, Bound(ge=0, le=1_000_000)] = 5
     """Machines of one compute service that one report may show as lost, newly quarantined or over. More open its
     breaker: nothing of the service is destroyed or taken for lost until an operator resets it.

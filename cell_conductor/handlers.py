@@ -46,6 +46,7 @@ from .domain.rules import is_doubted_request
 from .engine import Engine
 from .fences import FenceKeeper
 from .guard import Guard
+from .owners import HostOwners, Leases
 from .quarantine_reservations import QuarantineReservations
 from .search import MachineSearch
 from .store.port import InstanceStore
@@ -173,10 +174,12 @@ class HostHandlers:
         outdated: Callable[[str, int], None],
         fences: FenceKeeper | None = None,
         up: Callable[[], Collection[str] | None] = tuple,
+        leases: Leases | None = None,
     ) -> None:
         """`outdated(service, epoch)`: a report came whose epoch is below this one of the same service.
 
-        up: the services that are up (None: not known yet).
+        up: the services that are up (None: not known yet). leases: who is gone for good (None: hosts that are
+        contested are not answered).
         """
         self._engine = engine
         self._store = store
@@ -191,6 +194,7 @@ class HostHandlers:
         self._guard = Guard(store, bus, clock, config, effective=engine.effective)
         self._reservations = QuarantineReservations(store, bus)
         self._bus = bus
+        self._owners = HostOwners(bus, self._listings, leases)
 
     @property
     def unexplained(self) -> frozenset[str]:
@@ -212,6 +216,7 @@ class HostHandlers:
 
     async def _compare(self, report: ComputeHosts, seen_at: float) -> None:
         self._note_listed(report)
+        report = await self._owners.answer(report)
         if self._fences is not None:
             report = await self._fences.without_losses(report, seen_at, self._store.deployment)
         listed = [host for host in report.hosts if host.running is not None]

@@ -98,6 +98,15 @@ class LeaseKeeper:
         """Compute services that are up; None: this has not listened for long enough to know."""
         return self._table.up
 
+    @property
+    def is_keeper(self) -> bool:
+        """Whether this conductor is the one that records who is up, and so knows all that is on record."""
+        return self._keeping is not None and self._clock.monotonic() < self._keeping.until
+
+    def is_gone(self, service: str) -> bool:
+        """Whether this compute service is gone for good; meaningful at the keeper."""
+        return self._table.is_gone(service, self._clock.time(), self._config.takeover_s)
+
     def note_outdated(self, service: str, epoch: int) -> None:
         """A report came whose epoch is below this one of the same service."""
         self._table.note_outdated(service, epoch)

@@ -21,6 +21,7 @@ from bus.clock import Clock
 from bus.contracts.base import MAX_REASON
 from bus.contracts.cell import ComputeResult, Destroy, Spawn
 from bus.contracts.moves import ChangeMachine, MachineChanged
+from bus.contracts.placement import OTHER_SERVICE
 from bus.retrying import Retrying, RetryPolicy
 from bus.tracing.tracer import work_for
 from compute_sim import metrics
@@ -75,6 +76,7 @@ class Agent:
 
     on_settled: nothing is under way about an instance on a host, and nothing is left to be destroyed there. begun: no
     build or change begins before it is set: the order that ends it may still be in the queue (None: it is set).
+    owner_of: the other service that a host is, of which no builds are taken (None: it is this one's).
     """
 
     def __init__(
@@ -92,6 +94,7 @@ class Agent:
         on_accepted: Callable[[Spawn], None] = lambda _: None,
         on_settled: Callable[[Key], None] = lambda _: None,
         begun: asyncio.Event | None = None,
+        owner_of: Callable[[str], str | None] = lambda _: None,
     ) -> None:
         self._driver = driver
         self._records = records
@@ -104,6 +107,7 @@ class Agent:
         self._on_accepted = on_accepted
         self._on_settled = on_settled
         self._begun = begun or is_set()
+        self._owner_of = owner_of
         self._jobs = Jobs(self._on_idle)
         self._changes = Changes(
             service=service,
@@ -162,6 +166,9 @@ class Agent:
             return None
         if command.host_uuid not in self._survey.hosts:
             self._answers.report_refused(key, command.attempt, "host.unknown", "this service has no such host")
+            return None
+        if (owner := self._owner_of(command.host_uuid)) is not None:
+            self._answers.report_refused(key, command.attempt, OTHER_SERVICE, f"the host is the service {owner}'s")
             return None
         if self._accepted >= self._limits.accepted:
             self._answers.report_refused(key, command.attempt, "service.busy", "too many builds are waiting here")

@@ -64,6 +64,7 @@ def _add_tasks(result: Service, env: Environment, parts: Parts) -> None:
     result.add_task("offering", parts.offering.run)
     result.add_task("announcements", parts.reporter.announce)
     result.add_task("inventory", parts.inventory.report)
+    result.add_task("contested hosts", parts.contested.announce)
     result.add_task("jobs", parts.agent.watch)
     result.add_task("destructions", parts.agent.retry_destroys)
     result.add_task("crash plan", parts.crash_plan.wait)

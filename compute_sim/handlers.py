@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Sequence
 
 from bus.consuming.outcome import Done, Outcome, Received, Refuse
+from bus.contracts.base import Message
 from bus.contracts.cell import (
     Destroy,
     FindMachines,
     Heartbeat,
+    HostsContested,
+    HostsReleased,
     MachinesFound,
     QueueMarker,
     ReportHosts,
@@ -19,8 +22,9 @@ from bus.contracts.cell import (
     Spawn,
 )
 from bus.contracts.moves import ChangeMachine
-from bus.contracts.placement import InventoryOutdated
+from bus.contracts.placement import InventoryOutdated, InventoryTaken
 from compute_sim.agent import Agent
+from compute_sim.contested import ContestedHosts
 from compute_sim.driver import DriverUnavailable
 from compute_sim.name import source_of
 from compute_sim.records import Key
@@ -46,6 +50,7 @@ class ComputeHandlers:
         on_rescan: Callable[[RescanHosts], None],
         find: Callable[[FindMachines], Awaitable[MachinesFound]],
         ring: Ring | None = None,
+        contested: ContestedHosts | None = None,
     ) -> None:
         self._agent = agent
         self._service = service
@@ -58,6 +63,7 @@ class ComputeHandlers:
         self._on_rescan = on_rescan
         self._find = find
         self._ring = ring
+        self._contested = contested
 
     async def commands(self, batch: Sequence[Received]) -> Sequence[Outcome]:
         """Spawn, Destroy and ChangeMachine: Done means remembered and started, not ended; the end is published.
@@ -114,9 +120,20 @@ class ComputeHandlers:
                 await self._reserve(message)
             elif isinstance(message, RescanHosts) and message.service == self._service:
                 self._on_rescan(message)
+            elif self._contested is not None:
+                self._take_conflict(message, self._contested)
         if any(isinstance(received.message, ReportHosts) for received in batch):
             self._on_report_requested()
         return [DONE] * len(batch)
+
+    def _take_conflict(self, message: Message, contested: ContestedHosts) -> None:
+        """InventoryTaken, HostsContested, HostsReleased: hosts that another service has, too."""
+        if isinstance(message, InventoryTaken) and message.source == source_of(self._service):
+            contested.on_taken(message)
+        elif isinstance(message, HostsContested) and message.service == self._service:
+            contested.on_contested(message)
+        elif isinstance(message, HostsReleased) and message.service == self._service:
+            contested.on_released(message)
 
     async def ring_members(self, batch: Sequence[Received]) -> Sequence[Outcome]:
         """RingMembers: which services share the free nodes now."""

@@ -7,6 +7,7 @@ After a start a host's inventory waits until the host may be offered (`offering`
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 
 from bus.clock import Clock
 from bus.contracts.placement import NEWER_FIELDS, InventoryUpdate
@@ -40,13 +41,16 @@ class InventoryReporter:
         clock: Clock,
         rng: random.Random,
         report_interval_s: float,
+        take_over: Callable[[str], str | None] = lambda _: None,
     ) -> None:
+        """`take_over(host)`: the source that has this host by the book, if it is taken over now."""
         self._bus = bus
         self._service = service
         self._driver = driver
         self._records = records
         self._offering = offering
         self._clock = clock
+        self._take_over = take_over
         self._pending = PendingPublisher(
             changes.inventory, clock=clock, rng=rng, interval_s=report_interval_s * INVENTORY_EVERY
         )
@@ -79,4 +83,5 @@ class InventoryReporter:
             root_uuid=root,
             providers=with_reserved(tree, self._records.reserved(root)),
             may_ignore=NEWER_FIELDS,
+            takes_over=self._take_over(root),
         )

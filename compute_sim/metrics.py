@@ -22,6 +22,11 @@ ANNOUNCED = Counter("berth_compute_hosts_announced_total", "Host reports publish
 JOURNALS_DAMAGED = Counter(
     "berth_compute_journals_damaged_total", "Journals that were found damaged and kept aside, by file.", ["file"]
 )
+CONTESTED = Gauge(
+    "berth_compute_hosts_refused",
+    "Hosts that this service reports and the book has as another compute service's: no builds are taken for them.",
+    ["service"],
+)
 RESERVED = Gauge(
     "berth_compute_reserved_machines",
     "Machines in quarantine whose resources are kept out of their host's inventory; of size unknown nothing is.",

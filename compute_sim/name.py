@@ -14,6 +14,7 @@ import structlog
 from bus.bus import Bus
 from bus.clock import Clock
 from bus.contracts.cell import Heartbeat
+from bus.contracts.placement import COMPUTE_SOURCE
 from bus.faults import Forbidden
 from bus.port import QueueLocked
 from bus.retrying import Retrying, RetryPolicy
@@ -27,7 +28,7 @@ AGAIN_S = 1.0
 
 def source_of(service: str) -> str:
     """The name under which a service reports inventory."""
-    return f"compute-{service}"
+    return f"{COMPUTE_SOURCE}{service}"
 
 
 class NameTaken(Forbidden):

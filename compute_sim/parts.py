@@ -16,6 +16,7 @@ from bus.retrying import Retrying, RetryPolicy
 from compute_sim.agent import Agent, Limits
 from compute_sim.announcer import ResultSender
 from compute_sim.config import ComputeConfig
+from compute_sim.contested import ContestedHosts
 from compute_sim.crash_plan import CrashPlan
 from compute_sim.driver import Driver, DriverUnavailable, MeasuringDriver, WaitingDriver
 from compute_sim.drivers.hypervisor import Hypervisors
@@ -76,6 +77,7 @@ class Parts:
             self.announcer.send, self.fleet, config.faults, seed=config.seed, clock=env.clock
         )
         self.changes = HostChanges(env.clock)
+        self.contested = ContestedHosts(service=service, changes=self.changes, clock=env.clock)
         self.offering = self._offering()
         self.quarantine = Quarantine(
             service=service, driver=self.driver, records=self.records, on_changed=self.changes.on_host_changed
@@ -138,6 +140,7 @@ class Parts:
             on_accepted=self.crash_plan.accepted,
             on_settled=self.offering.on_settled,
             begun=self.offering.begun,
+            owner_of=self.contested.owner_of,
         )
 
     def _reporter(self) -> Reporter:
@@ -154,6 +157,7 @@ class Parts:
             heartbeat_interval_s=self._config.heartbeat_interval_s,
             report_interval_s=self._config.report_interval_s,
             ring=self.ring,
+            contested=self.contested,
         )
 
     def _inventory(self) -> InventoryReporter:
@@ -167,6 +171,7 @@ class Parts:
             clock=self.clock,
             rng=self._env.rng,
             report_interval_s=self._config.report_interval_s,
+            take_over=self.contested.take_over,
         )
 
     def _handlers(self) -> ComputeHandlers:
@@ -182,6 +187,7 @@ class Parts:
             on_rescan=self.changes.on_rescan,
             find=self.finder.find,
             ring=self.ring,
+            contested=self.contested,
         )
 
     def measuring(self) -> Measuring | None:

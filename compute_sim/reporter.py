@@ -20,6 +20,7 @@ from bus.contracts.cell import ComputeHosts, Heartbeat, HostReport, Running
 from bus.faults import Transient
 from bus.port import BusError
 from compute_sim import metrics
+from compute_sim.contested import ContestedHosts
 from compute_sim.driver import DriverHost
 from compute_sim.host_changes import HostChanges
 from compute_sim.offering import DESTROYING, Offering
@@ -61,6 +62,7 @@ class Reporter:
         heartbeat_interval_s: float,
         report_interval_s: float,
         ring: Ring | None = None,
+        contested: ContestedHosts | None = None,
     ) -> None:
         self._bus = bus
         self._service = service
@@ -73,6 +75,7 @@ class Reporter:
         self._heartbeat_interval_s = heartbeat_interval_s
         self._pending = PendingPublisher(changes.announcements, clock=clock, rng=rng, interval_s=report_interval_s)
         self._ring = ring
+        self._contested = contested
         self._publishing = asyncio.Lock()
         self._sequence = 0
 
@@ -133,7 +136,10 @@ class Reporter:
         scan, seen_at, rescans = self._records.begin_scan(), self._clock.time(), self._changes.rescans
         ring_term, ring_number = UNKNOWN if self._ring is None else self._ring.version
         # Read once: a host that is announced is one whose builds are taken.
-        known = [host for host in await self._survey.load_hosts() if host.offered]
+        every = await self._survey.load_hosts()
+        known = [host for host in every if host.offered]
+        if self._contested is not None:
+            self._contested.keep({host.uuid for host in every})
         running = await self._survey.running(hosts)
         if hosts is not None:
             wanted = frozenset(hosts)
@@ -188,6 +194,7 @@ class Reporter:
                     attributes=host.attributes,
                     failed_builds=self._records.failed_builds(host.uuid),
                     running=None if runs is None else tuple(runs),
+                    owner=None if self._contested is None else self._contested.owner_of(host.uuid),
                 )
             )
         return pages

@@ -20,6 +20,7 @@ from bus.contracts.placement import (
     ClaimOutcome,
     ClaimResult,
     InventoryOutdated,
+    InventoryTaken,
     InventoryUpdate,
     LocateRequest,
     ReleaseResult,
@@ -84,7 +85,7 @@ class PlacementHandlers:
         self._committed()
         _measure("inventory", len(updates), self._clock.monotonic() - started)
         outcomes: list[Outcome] = []
-        outdated: list[Message] = []
+        replies: list[Message] = []
         for received in batch:
             update = received.message
             if isinstance(update, AggregateMembers):
@@ -109,12 +110,15 @@ class PlacementHandlers:
             if result.stranded:
                 log.warning("inventory.stranded", stranded=result.stranded, version=update.version, **about)
             if result.version:
-                outdated.append(
+                replies.append(
                     InventoryOutdated(source=update.source, root_uuid=update.root_uuid, version=result.version)
                 )
+            if result.owner is not None:
+                log.error(result.outcome, code=result.outcome, owner=result.owner, **about)
+                replies.append(InventoryTaken(source=update.source, root_uuid=update.root_uuid, owner=result.owner))
             outcomes.append(Done(result))
-        if outdated and self._publish is not None:
-            await self._publish(batch[0].bus, outdated)
+        if replies and self._publish is not None:
+            await self._publish(batch[0].bus, replies)
         return outcomes
 
     async def _set_members(self, requested: AggregateMembers, received: Received) -> Outcome:

@@ -198,6 +198,7 @@ class QueryHandler:
                     up=not bool(down[service]),
                     enabled=False if index is None else bool(table.enabled[index] and not table.admin[index]),
                     admin=table.decision_of(uuid),
+                    contested_by=table.contested_by(uuid),
                     resources={
                         name: (float(used[at]), float(total[at]))
                         for name, (used, total) in amounts.items()

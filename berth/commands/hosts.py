@@ -293,8 +293,11 @@ def _host_row(host: HostRecord) -> list[str | Text]:
         decision = _decided_state(admin)
         state = Text(decision, "yellow") if host.up else Text(f"down, {decision}", "red")
         decided = f"{admin.by}: {admin.reason}" if admin.reason else admin.by
+    service = host.service or ""
+    if host.contested_by is not None:
+        service = f"{service} (refused: {host.contested_by})"
     used = "  ".join(f"{name} {u:g}/{c:g}" for name, (u, c) in sorted(host.resources.items()))
-    return [host.name, host.cell or "", host.service or "", state, str(host.failed_builds or ""), used, decided]
+    return [host.name, host.cell or "", service, state, str(host.failed_builds or ""), used, decided]
 
 
 def _service_row(one: ServiceRecord) -> list[str | Text]:

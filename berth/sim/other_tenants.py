@@ -28,7 +28,8 @@ from compute_sim.records import Key
 OTHERS = frozenset(
     {
         *(Action.FOREIGN, Action.CELL, Action.SHARES, Action.BACKUP, Action.RESTORE),
-        *(Action.COPY, Action.BRING_BACK, Action.DUPLICATE_NAME, Action.MALFORMED, Action.TREE, Action.REST),
+        *(Action.COPY, Action.BRING_BACK, Action.DUPLICATE_NAME, Action.SECOND_SERVICE),
+        *(Action.MALFORMED, Action.TREE, Action.REST),
     }
 )
 THEIRS = "theirs"  # another project, another source
@@ -215,6 +216,7 @@ class OtherTenants:
             Action.COPY: self._copy,
             Action.BRING_BACK: self._bring_back,
             Action.DUPLICATE_NAME: self._start_duplicate_service,
+            Action.SECOND_SERVICE: self._start_second_service,
             Action.MALFORMED: self._send_malformed,
             Action.TREE: self._trees.action,
             Action.REST: self._rest.action,
@@ -394,6 +396,15 @@ class OtherTenants:
         """Another machine with the same settings: the same name, the same plan of hosts, other machines."""
         world, name = self._world, f"twin-{order.service}"
         world.start_duplicate(order.service)
+        self._start(name)
+        await asyncio.sleep(order.seconds)
+        world.expected_down.add(name)
+        world.kill(name)
+
+    async def _start_second_service(self, order: Order) -> None:
+        """Hosts that were cloned with their uuids, under a service of another name."""
+        world, name = self._world, f"second-{order.service}"
+        world.seconds.setdefault(order.service, world.second_fleet(order.service))
         self._start(name)
         await asyncio.sleep(order.seconds)
         world.expected_down.add(name)

@@ -49,6 +49,7 @@ class Action(StrEnum):
     SHARES = "shares"  # a service of bare metal joins, or is unavailable for a while: the others' shares change
     BACKUP = "backup"  # a schema's rows are copied
     RESTORE = "restore"  # ... and come back, with nothing that was written since
+    SECOND_SERVICE = "second-service"  # a compute service of another name starts, with hosts of the same uuids
     DUPLICATE_NAME = "duplicate-name"  # a second compute service starts under a name that is taken, and is killed later
     COPY = "copy"  # a service's hosts are copied, with what runs on them
     BRING_BACK = "bring-back"  # ... and come back as they were then, while the service is stopped

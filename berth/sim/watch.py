@@ -217,6 +217,17 @@ class WatchedFleet(Fleet):
         super().put(host, guest)
 
 
+class SecondFleet(Fleet):
+    """Hosts whose uuids are another service's, which is up: the book, the cell and the schedulers have them as its."""
+
+    fail: Callable[[Breach], None]
+
+    def put(self, host: str, guest: Guest) -> None:
+        """A machine is on this host from now on: it was built by the wrong service."""
+        self.fail(Breach("host_has_one_service", f"{guest.instance_uuid} was built on the second {host}"))
+        super().put(host, guest)
+
+
 class Listener:
     """Receives every message, as a client that misses none: terminal events, and who publishes what on which bus."""
 

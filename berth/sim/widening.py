@@ -36,6 +36,7 @@ class Widening(StrEnum):
     REQUESTS_RESTORED = "requests-restored"  # the schedulers'
     POSITIONS_RESTORED = "positions-restored"  # ironic_sync's
     HOSTS_RESTORED = "hosts-restored"  # a service's hosts are set back: what was destroyed runs again
+    SAME_HOSTS = "same-hosts"  # a second compute service of another name has hosts of the same uuids
     SAME_NAME = "same-name"  # a second compute service starts under a name that is taken
     CLIENTS = "clients"  # other clients' messages: bodies and properties at their edges
     BREAKER = "breaker"  # machines are lost many at once, and an operator has to reset the breaker
@@ -49,7 +50,7 @@ class Widening(StrEnum):
 
 
 # What is drawn unless it is named: every kind but those that come by their name alone.
-WIDENED = frozenset(Widening) - {Widening.DECIDED_CELLS}
+WIDENED = frozenset(Widening) - {Widening.DECIDED_CELLS, Widening.SAME_HOSTS}
 NONE: frozenset[Widening] = frozenset()
 
 # How often a kind is in a run that could have it: few at a time, so that each is also seen alone.
@@ -199,6 +200,23 @@ def _hosts_restored(rng: random.Random, plan: Plan) -> Plan:
     lost = Order(at=since + 0.1, action=Action.LOSE, service=service, host=rng.randrange(hosts))
     back = replace(copied, at=at, action=Action.BRING_BACK, size=rng.randrange(2), seconds=rng.uniform(0.1, 10.0))
     return _also(plan, copied, back, *((lost,) if rng.random() < 0.5 else ()))
+
+
+# What leaves a compute service running, with all its hosts.
+LEAVING_THERE = frozenset({Action.RESIZE, Action.DISABLE, Action.ENABLE, Action.LOSE, Action.FOREIGN})
+
+
+def _same_hosts(rng: random.Random, plan: Plan) -> Plan:
+    """Of a service that no operator stops: from one that is gone the second may take the hosts over."""
+    stopped = {order.service for order in plan.orders if order.action not in LEAVING_THERE}
+    services = [service for _, service in plan.services if service not in stopped]
+    if not services:
+        return plan
+    at = rng.uniform(1.0, 40.0)
+    return _also(
+        plan,
+        Order(at=at, action=Action.SECOND_SERVICE, service=rng.choice(services), seconds=rng.uniform(5.0, LOAD_S - at)),
+    )
 
 
 def _same_name(rng: random.Random, plan: Plan) -> Plan:
@@ -412,6 +430,7 @@ DRAWS: Mapping[Widening, Callable[[random.Random, Plan], Plan]] = {
     Widening.REQUESTS_RESTORED: _restored(lambda plan: ["scheduler"]),
     Widening.POSITIONS_RESTORED: _restored(lambda plan: ["ironic_sync"]),
     Widening.HOSTS_RESTORED: _hosts_restored,
+    Widening.SAME_HOSTS: _same_hosts,
     Widening.SAME_NAME: _same_name,
     Widening.CLIENTS: _clients,
     Widening.BREAKER: _breaker,

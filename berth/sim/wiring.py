@@ -125,6 +125,10 @@ class WiredWorld(Protocol):
         """The machines of second services, by the name that they share."""
 
     @property
+    def seconds(self) -> Mapping[str, Fleet]:
+        """The hosts of services of other names, by the service whose hosts' uuids they have."""
+
+    @property
     def known_cells(self) -> Sequence[str]:
         """The cells in the settings of what is above cells, now."""
 
@@ -161,6 +165,9 @@ class Wiring:
         if kind in ("compute", "twin"):
             fleets = world.fleets if kind == "compute" else world.duplicates
             return self._compute(env, rest, context, fleets[rest])
+        if kind == "second":
+            cell, fleet = world.cell_of(rest).name, world.seconds[rest]
+            return compute_sim.app.build(env, self.config(rest), cell, f"{rest}-second", fleet=fleet)
         if kind.startswith("scheduler"):
             store = MemoryBuilds(context.session("scheduler"))
             return scheduler_worker.app.build(

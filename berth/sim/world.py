@@ -26,7 +26,7 @@ from berth.sim.move_watch import MoveWatch
 from berth.sim.network import Broker, NetworkFaults, SimTransport
 from berth.sim.peer_watch import PeerWatch
 from berth.sim.plan import Cell, Plan
-from berth.sim.watch import BookWatch, Breach, Listener, MachineWatch, WatchedFleet
+from berth.sim.watch import BookWatch, Breach, Listener, MachineWatch, SecondFleet, WatchedFleet
 from berth.sim.wiring import ProcessContext, Wiring, clock_error_s
 from bus.bus import API
 from bus.contracts.base import Message, tag_of
@@ -114,6 +114,7 @@ class World:
         self.taken_back: dict[str, None] = {}  # builds and consumers of which a restored database knows an old truth
         self.cells_out = set(plan.late_cells)  # that no worker above cells knows
         self.metal_out = set(plan.late_metal)  # services that have no share
+        self.seconds: dict[str, SecondFleet] = {}  # of services of other names, by the one whose hosts' uuids they have
         self.duplicates: dict[str, WatchedFleet] = {}  # machines of second services, by the name that they share
         self.probing = False  # whether what is requested now must not lead to them any more
         self.wiring = Wiring(self)
@@ -301,6 +302,13 @@ class World:
         for host in list(duplicate.hosts):
             if self.fleets[service].host(host.plan.uuid) is None:
                 duplicate.drop(host.plan.uuid)
+
+    def second_fleet(self, service: str) -> SecondFleet:
+        """Hosts of the same uuids as this service's, and other machines: none is ever built there."""
+        fleet = SecondFleet.planned(self.wiring.config(service), self.cell_of(service).name, service)
+        assert isinstance(fleet, SecondFleet)
+        fleet.fail = self.fail
+        return fleet
 
     def take_out(self, service: str, host: str) -> Host:
         """A host is not in the settings of this service any more, under either process of its name."""

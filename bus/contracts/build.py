@@ -286,7 +286,8 @@ class HostRecord(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     enabled: whether berth may use it: both its compute service and the operator allow it. admin: the operator's newest
     decision about it, if there ever was one. aggregates: names of the host aggregates that it is in; zone: the
-    availability zone that one of them makes. metrics: the numbers known of it that are not too old.
+    availability zone that one of them makes. metrics: the numbers known of it that are not too old. contested_by:
+    another compute service that reports a host of this uuid, and was refused it.
     """
 
     uuid: Uuid
@@ -301,6 +302,7 @@ class HostRecord(Struct, frozen=True, kw_only=True, omit_defaults=True):
     zone: str | None = None
     aggregates: tuple[str, ...] = ()
     metrics: dict[str, float] = {}
+    contested_by: str | None = None
 
 
 class HostsPage(Message, frozen=True, kw_only=True, tag="hosts.page.v1"):

@@ -253,7 +253,8 @@ class HostReport(Struct, frozen=True, kw_only=True, omit_defaults=True):
     `project_id`: the host takes builds of that project only.
 
     failed_builds: consecutive failures since the last success. running: every machine it carries now, ours or not
-    (None: unknown, which proves nothing).
+    (None: unknown, which proves nothing). owner: the other compute service that the book has this uuid of (None: it is
+    this one's): this service takes no builds for it, and what it reports of it counts for nothing.
     """
 
     uuid: Uuid
@@ -263,6 +264,7 @@ class HostReport(Struct, frozen=True, kw_only=True, omit_defaults=True):
     attributes: dict[str, str] = {}
     failed_builds: int = 0
     running: tuple[Running, ...] | None = None
+    owner: Word | None = None
 
 
 class ComputeHosts(Message, frozen=True, kw_only=True, tag="compute.hosts.v1"):
@@ -360,6 +362,28 @@ class ServiceOutdated(Message, frozen=True, kw_only=True, tag="conductor.outdate
     service: Word
     cell: Word
     epoch: Annotated[int, Bound(ge=0, le=2**62)]
+
+
+class HostsContested(Message, frozen=True, kw_only=True, tag="conductor.contested.v1"):
+    """To the compute service that has these hosts: another one which is up reports them, too, and was refused."""
+
+    service: Word
+    cell: Word
+    other: Word
+    hosts: Annotated[tuple[Uuid, ...], Bound(max_length=1000)] = ()
+
+
+class HostsReleased(Message, frozen=True, kw_only=True, tag="conductor.released.v1"):
+    """To a compute service that was refused these hosts: their owner has given them up, or is gone for good.
+
+    It takes them over with its next report of their inventory. A message that is lost is published again with the next
+    announcement that names the owner.
+    """
+
+    service: Word
+    cell: Word
+    owner: Word
+    hosts: Annotated[tuple[Uuid, ...], Bound(max_length=1000)] = ()
 
 
 MAX_RESERVED_MACHINES = 10_000  # of one host

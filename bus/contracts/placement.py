@@ -27,7 +27,11 @@ from .base import (
 from .groups import ServerGroup
 
 # Fields of InventoryUpdate, and of what is in it, that the first release lacked. Workers name them in `may_ignore`.
-NEWER_FIELDS: tuple[str, ...] = ()
+NEWER_FIELDS: tuple[str, ...] = ("takes_over",)
+
+# A compute service named S reports inventory under this and S; a root has one such source at a time.
+COMPUTE_SOURCE = "compute-"
+OTHER_SERVICE = "host.other_service"  # why such a report is refused: the root is another compute service's
 
 
 class Inventory(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
@@ -74,6 +78,8 @@ class InventoryUpdate(Message, frozen=True, kw_only=True, forbid_unknown_fields=
     cell: the cell of the root, named by a source above cells, so that no other cell may claim on it. None: any may.
     may_ignore: fields of this message, at any depth, that a reader may pass over when it does not know them: a newer
     worker names here what an older placement lacks. Any other field that is not known is refused by its name.
+    takes_over: the compute service's source that has this root by the book, and is gone for good or has given the host
+    up, as the cell's conductor has announced (`HostsReleased`).
     """
 
     source: Word
@@ -82,12 +88,14 @@ class InventoryUpdate(Message, frozen=True, kw_only=True, forbid_unknown_fields=
     providers: Annotated[tuple[ProviderReport, ...], Bound(max_length=1024)] = ()
     cell: Word | None = None
     may_ignore: Annotated[tuple[FieldName, ...], Bound(max_length=64)] = ()
+    takes_over: Word | None = None
 
 
 class InventoryResult(Message, frozen=True, kw_only=True, tag="inventory.result.v1"):
     """Reply to an InventoryUpdate that carried `reply_to`.
 
-    outcome: applied | unchanged | stale (an older version lost to `version`). Refusals come as `refusal.v1`.
+    outcome: applied | unchanged | stale (an older version lost to `version`) | host.other_service (the root is
+    `owner`'s, another compute service's; nothing was changed). Refusals come as `refusal.v1`.
     stranded: what the report no longer has but a consumer still uses: a provider, or `provider/CLASS`. Nothing new
     goes there; it is removed by the first report that finds it unused.
     """
@@ -96,6 +104,7 @@ class InventoryResult(Message, frozen=True, kw_only=True, tag="inventory.result.
     sequence: int = 0
     stranded: tuple[str, ...] = ()
     version: Version = 0
+    owner: Word | None = None
 
 
 class InventoryOutdated(Message, frozen=True, kw_only=True, tag="inventory.outdated.v1"):
@@ -108,6 +117,19 @@ class InventoryOutdated(Message, frozen=True, kw_only=True, tag="inventory.outda
     source: Word
     root_uuid: Uuid
     version: Version
+
+
+class InventoryTaken(Message, frozen=True, kw_only=True, tag="inventory.taken.v1"):
+    """To a compute service: its report about this root was refused (`host.other_service`), because the book has the
+    root as another compute service's. owner: that one's source.
+
+    Two services have a host of one uuid, or the host has passed from one to the other, which its cell's conductor
+    announces (`HostsReleased`).
+    """
+
+    source: Word
+    root_uuid: Uuid
+    owner: Word
 
 
 # Hosts that one message adds to an aggregate, and as many that it takes out.

@@ -116,6 +116,19 @@ class LeaseTable:
             if lease.state is LeaseState.SILENT or self._is_overdue(self._held[service])
         }
 
+    def is_gone(self, service: str, at: float, takeover_s: float) -> bool:
+        """Whether a service is gone for good, as far as its cell can know: stopped and not back within its lease,
+        silent for `takeover_s`, or not on record any more. at: seconds since the epoch.
+
+        Only where all recorded leases were adopted. No service is gone before it is known who is up.
+        """
+        if self.up is None:
+            return False
+        held = self._held.get(service)
+        if held is None or held.lease.state is LeaseState.STOPPED:
+            return held is None or self._is_overdue(held)
+        return held.lease.state is LeaseState.SILENT and at - held.lease.since >= takeover_s
+
     def adopt(self, recorded: Iterable[Lease]) -> None:
         """Adopt the recorded leases of services that have sent nothing to this conductor yet.
 

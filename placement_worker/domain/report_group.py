@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from msgspec import Struct
 
 from bus.contracts.base import encode
-from bus.contracts.placement import InventoryResult, InventoryUpdate, ProviderReport
+from bus.contracts.placement import COMPUTE_SOURCE, OTHER_SERVICE, InventoryResult, InventoryUpdate, ProviderReport
 from placement_worker.domain.reports import Applied, ReportRefusal, flaw, foreign
 from placement_worker.domain.values import ABOVE_CELLS, is_foreign
 
@@ -61,6 +61,7 @@ class ReportGroup:
         self.changed: list[Key] = []
         self._digests = [digest_of(update.providers) for update in updates]
         self._sources = sources
+        self._taken_over: dict[int, str] = {}  # by update: the source whose root it takes over
 
     def refuse_flawed(self, known_traits: Collection[str]) -> None:
         """Turn down what is wrong whatever the book holds."""
@@ -78,6 +79,29 @@ class ReportGroup:
         for number, update in enumerate(self.updates):
             if number not in self.results and is_foreign(self._cells.get(update.root_uuid), self.bus):
                 self.results[number] = foreign(update.root_uuid)
+
+    def refuse_owned(self) -> None:
+        """Refuse what a compute service reports of a root that is another one's, before its version counts.
+
+        Two hosts of one uuid would otherwise have the inventory that was reported last. The report that names its owner
+        takes it over, unless the owner reports the root in this very group.
+        """
+        owners = _owners(self._sources)
+        present = {key for number, key in enumerate(self.keys) if number not in self.results}
+        for number, update in enumerate(self.updates):
+            if number in self.results or not update.source.startswith(COMPUTE_SOURCE):
+                continue
+            root, source = self.keys[number]
+            has = owners.setdefault(root, [])
+            if source in has:
+                continue
+            if not has:
+                has.append(source)
+            elif update.takes_over in has and (root, update.takes_over) not in present:
+                self._taken_over[number] = update.takes_over
+                owners[root] = [source]
+            else:
+                self.results[number] = InventoryResult(outcome=OTHER_SERVICE, owner=has[0])
 
     def sort_out_stale(self) -> None:
         """Of each source and root only the newest report is left without a result, if it is newer than the last one."""
@@ -131,12 +155,23 @@ class ReportGroup:
             # From now on this source answers for what it reports, and for what it left stranded.
             answers_for = [*result.reported, *(uuid for uuid in result.stranded if "/" not in uuid)]
             self._write(number, not result.stranded, answers_for)
+            if number in self._taken_over:
+                root, owner = self.keys[number][0], self._taken_over[number]
+                self.written.append((root, owner, self._sources[root, owner].version, b"", False, ""))
             if result.changed:
                 self.changed.append(self.keys[number])
 
     def source(self, number: int) -> ReportSource:
         """The earlier report of an update's source."""
         return self._sources.get(self.keys[number], NO_SOURCE)
+
+    def earlier(self, number: int) -> Sequence[str]:
+        """The providers that an update's source reported before, and those of the source whose root it takes over."""
+        own = self.source(number).providers
+        if number not in self._taken_over:
+            return own
+        taken = self._sources[self.keys[number][0], self._taken_over[number]].providers
+        return tuple(dict.fromkeys((*own, *taken)))
 
     def answers(self, sequence: int) -> list[InventoryResult | ReportRefusal]:
         """Every result, in order; those that changed something carry the transaction's feed number."""
@@ -152,3 +187,15 @@ def _numbered(result: InventoryResult | ReportRefusal, sequence: int) -> Invento
     if isinstance(result, InventoryResult) and result.outcome == "applied":
         return InventoryResult(outcome="applied", sequence=sequence, stranded=result.stranded)
     return result
+
+
+def _owners(sources: Mapping[Key, ReportSource]) -> dict[str, list[str]]:
+    """{root: the compute services' sources that have reported it as their own}.
+
+    One of each root, unless a berth that did not refuse the second one wrote them.
+    """
+    owners: dict[str, list[str]] = {}
+    for (root, source), last in sorted(sources.items()):
+        if source.startswith(COMPUTE_SOURCE) and root in last.providers:
+            owners.setdefault(root, []).append(source)
+    return owners

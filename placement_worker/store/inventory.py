@@ -144,6 +144,7 @@ async def report(
     group = ReportGroup(updates, sources, cells=cells, bus=bus)
     group.refuse_flawed(names.trait_ids)
     group.refuse_foreign()
+    group.refuse_owned()
     group.sort_out_stale()
     sequence = await _apply(connection, group, names, shape)
     return group.answers(sequence)
@@ -191,7 +192,7 @@ async def _apply(connection: asyncpg.Connection, group: ReportGroup, names: Name
     ids, before = await _lock_trees(connection, updates)
     consumers |= await allocation_migration.lock_late_holders(connection, leaving, consumers, names)
     holdings = {uuid: consumer.holding for uuid, consumer in consumers.items()}
-    earlier = [group.source(number).providers for number in fresh]
+    earlier = [group.earlier(number) for number in fresh]
     outcome = plan(updates, earlier, before, holdings, group.bus, shape=shape)
     group.settle(fresh, outcome.results)
     if outcome.moved:

@@ -166,11 +166,13 @@ class MemoryBook:
         async with self.session.transaction() as transaction:
             await transaction.lock([TREES])
             await transaction.statement()
-            sources = {key: table.sources[key] for key in _keys(updates) if key in table.sources}
+            roots = {update.root_uuid for update in updates}
+            sources = {key: source for key, source in table.sources.items() if key[0] in roots}
             cells = {update.root_uuid: table.cell(update.root_uuid) for update in updates}
             group = ReportGroup(updates, sources, cells=cells, bus=bus)
             group.refuse_flawed(table.traits)
             group.refuse_foreign()
+            group.refuse_owned()
             group.sort_out_stale()
             sequence = await self._apply_reports(transaction, group)
         return group.answers(sequence)
@@ -185,7 +187,7 @@ class MemoryBook:
         before = await self._lock_trees(transaction, planned)
         await self._lock_late_holders(transaction, leaving, locked)
         holdings = {uuid: table.consumers[uuid].consumer.holding for uuid in table.holders(leaving)}
-        earlier = [group.source(number).providers for number in fresh]
+        earlier = [group.earlier(number) for number in fresh]
         outcome = plan(planned, earlier, before, holdings, group.bus, shape=table.next_shape())
         group.settle(fresh, outcome.results)
         await transaction.statement()

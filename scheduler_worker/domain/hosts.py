@@ -106,6 +106,8 @@ class HostTable:
         self.projects: dict[str, int] = {}
         self.warning = np.zeros(INITIAL_CAPACITY, dtype=np.bool_)  # its service reports that something is wrong with it
         self._decided: dict[str, HostAdminState] = {}
+        # {uuid: (the service that reports this host, too, and was refused it; its listing then)}
+        self._contested: dict[str, tuple[int, int]] = {}
         self.disabled_cells: frozenset[str] = frozenset()  # by operators: they take no new builds
 
     def __len__(self) -> int:
@@ -192,6 +194,12 @@ class HostTable:
         service = self.services[int(self.service[index])]
         return service.name if service.down is None else None
 
+    def contested_by(self, uuid: str) -> str | None:
+        """The service which is up and reports this host, too, although the book has it as another one's."""
+        refused = self._contested.get(uuid)
+        service = None if refused is None else self.services[refused[0]]
+        return service.name if service is not None and service.down is None else None
+
     def decision_of(self, uuid: str) -> HostAdminState | None:
         """The operator's newest decision about a host; None: there never was one."""
         return self._decided.get(uuid)
@@ -261,7 +269,12 @@ class HostTable:
             self._listings += 1
             state.first_sequence, state.pages_received, state.listing = first_sequence, 0, self._listings
         for host in message.hosts:
-            if not self._is_held(host.uuid, cell, now_s) and not self._has_moved_on(host.uuid, service):
+            if host.owner is not None:
+                self._refuse(host.uuid, service)
+                continue
+            if host.uuid in self._contested and self._contested[host.uuid][0] == service:
+                del self._contested[host.uuid]
+            if not self._is_held(host.uuid, cell, now_s) and not self._is_anothers(host.uuid, service, now_s):
                 self._put(host, service, cell)
         if not first_sequence:
             return
@@ -271,6 +284,8 @@ class HostTable:
             # A host that the service no longer lists is managed by another one (a node re-homed) or gone.
             mine = self.service[: len(self)] == service
             self.service[: len(self)][mine & (self.listed[: len(self)] != state.listing)] = NO_SERVICE
+            for uuid in [uuid for uuid, at in self._contested.items() if at[0] == service and at[1] != state.listing]:
+                del self._contested[uuid]
 
     def _is_held(self, uuid: str, cell: int, now_s: float) -> bool:
         """Whether a living service of another cell manages this host."""
@@ -280,16 +295,37 @@ class HostTable:
         holder = self.services[int(self.service[index])]
         if holder.down is not None:
             return holder.down.code != STOPPED and now_s - holder.down_s <= CELL_HOLD_S
-        digest = self._digests.get(holder.cell)
-        return now_s - max(holder.last_seen_s, digest.last_seen_s if digest else -math.inf) <= CELL_HOLD_S
+        return self._is_seen(holder, now_s)
 
-    def _has_moved_on(self, uuid: str, service: int) -> bool:
-        """Whether another service of this one's ring has the host, by a membership that this one does not know yet."""
+    def _is_seen(self, service: ServiceState, now_s: float) -> bool:
+        """Whether this service or its cell's conductor has published something a short time ago."""
+        digest = self._digests.get(service.cell)
+        return now_s - max(service.last_seen_s, digest.last_seen_s if digest else -math.inf) <= CELL_HOLD_S
+
+    def _refuse(self, uuid: str, service: int) -> None:
+        """The book has this host as another service's: it is none of this one's."""
+        if uuid in self._contested or len(self._contested) < MAX_HOSTS:
+            self._contested[uuid] = (service, self.services[service].listing)
+        index = self._index.get(uuid)
+        if index is not None and self.service[index] == service:
+            self.service[index] = NO_SERVICE
+
+    def _is_anothers(self, uuid: str, service: int, now_s: float) -> bool:
+        """Whether another service of this cell has the host, and this one does not take it over.
+
+        In a ring, by a membership that this one does not know yet. Otherwise while the other one is up and lists it:
+        two services have a host of one uuid, and the book decides which one has it.
+        """
         index, ring = self._index.get(uuid), self.services[service].ring
-        if index is None or self.service[index] in (NO_SERVICE, service) or ring == NO_RING:
+        if index is None or self.service[index] in (NO_SERVICE, service):
             return False
         holder = self.services[int(self.service[index])]
-        return holder.cell == self.services[service].cell and holder.down is None and ring < holder.ring
+        if holder.cell != self.services[service].cell or holder.down is not None:
+            return False
+        if ring != NO_RING:
+            return ring < holder.ring
+        is_listed = bool(self.listed[index] == holder.listing)
+        return holder.ring == NO_RING and is_listed and self._is_seen(holder, now_s)
 
     def _put(self, host: HostReport, service: int, cell: int) -> None:
         index = self._index.get(host.uuid)

@@ -84,6 +84,12 @@ class Hosts:
                 0.0,
             )
 
+    def give_up(self, cell: str = "c1", *, sequence: int = 2) -> None:
+        """The service that has announced this cell's hosts has none any more: others may announce them."""
+        self.table.apply(
+            ComputeHosts(service=f"compute-{cell}", cell=cell, epoch=1, sequence=sequence, complete=True), 0.0
+        )
+
     def request(self, flavor: str = "m1.small", **more: Any) -> BuildRequest:
         more.setdefault("project_id", "demo")
         return BuildRequest(instance_uuid=new_uuid(self.rng), flavor=flavor, **more)

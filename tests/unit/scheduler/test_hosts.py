@@ -84,8 +84,42 @@ def test_a_cell_does_not_announce_another_cells_host_down() -> None:
     table = hosts.HostTable()
     assert announce(table, "c1", 1, 0.0) == "c1"
     assert announce(table, "c2", 1, hosts.CELL_HOLD_S) == "c1"
+    down = (ServiceDown(service="s", epoch=1, code="service.stopped"),)
+    table.apply(ServicesDigest(cell="c1", term=1, number=1, down=down), hosts.CELL_HOLD_S)
     assert announce(table, "c1", 2, hosts.CELL_HOLD_S, service="heir") == "c1"
     assert announce(table, "c2", 2, 2 * hosts.CELL_HOLD_S) == "c1"
+
+
+def test_a_host_stays_with_the_service_that_has_it_and_the_refused_one_is_named() -> None:
+    """Builds went to the service that had announced the host last, whose inventory the book need not have."""
+    table = hosts.HostTable()
+    announce(table, "c1", 1, 0.0)
+    announce(table, "c1", 1, 1.0, service="second")
+    assert table.live_service_of(HOST) == "s" and table.contested_by(HOST) is None
+    refused = (HostReport(uuid=HOST, name="h", owner="s"),)
+    table.apply(ComputeHosts(service="second", cell="c1", epoch=1, sequence=2, hosts=refused, complete=True), 2.0)
+    assert table.live_service_of(HOST) == "s" and table.contested_by(HOST) == "second"
+    down = (ServiceDown(service="second", epoch=1, code="service.stopped"),)
+    table.apply(ServicesDigest(cell="c1", term=1, number=1, down=down), 3.0)
+    assert table.contested_by(HOST) is None, "it is gone"
+    table.apply(ServicesDigest(cell="c1", term=1, number=2), 4.0)
+    table.apply(ComputeHosts(service="second", cell="c1", epoch=1, sequence=3, complete=True), 5.0)
+    assert table.contested_by(HOST) is None, "it does not report it any more"
+
+
+def test_a_refused_service_that_was_announced_first_loses_the_host_to_its_owner() -> None:
+    """A scheduler that has just started receives announcements in any order."""
+    table = hosts.HostTable()
+    announce(table, "c1", 1, 0.0, service="second")
+    refused = (HostReport(uuid=HOST, name="h", owner="s"),)
+    table.apply(ComputeHosts(service="second", cell="c1", epoch=1, sequence=2, hosts=refused), 1.0)
+    assert table.live_service_of(HOST) is None
+    announce(table, "c1", 1, 2.0)
+    assert table.live_service_of(HOST) == "s" and table.contested_by(HOST) == "second"
+    down = (ServiceDown(service="s", epoch=1, code="service.silent"),)
+    table.apply(ServicesDigest(cell="c1", term=1, number=1, down=down), 3.0)
+    announce(table, "c1", 3, 4.0, service="second")
+    assert table.live_service_of(HOST) == "second" and table.contested_by(HOST) is None, "it has taken the host over"
 
 
 def test_a_host_whose_service_is_silent_or_gone_may_come_to_another_cell() -> None:

@@ -167,6 +167,7 @@ def test_a_disabled_cell_takes_no_build_and_what_moves_within_it_goes_on() -> No
 def of_services(count: int, hosts_of: dict[str, range]) -> Hosts:
     """Hosts of one cell, by the compute service that announces them."""
     hosts = Hosts([PLENTY] * count)
+    hosts.give_up()
     for sequence, (service, numbers) in enumerate(hosts_of.items()):
         announced = tuple(HostReport(uuid=hosts.uuids[at], name=f"h{at}") for at in numbers)
         hosts.table.apply(ComputeHosts(service=service, cell="c1", epoch=1, sequence=sequence, hosts=announced), 0.0)
@@ -195,6 +196,7 @@ def test_a_service_with_the_best_hosts_does_not_have_all_alternates() -> None:
     """Builds that had gone from a dead service left it emptier: all further ones had all their hosts there."""
     config = SchedulerConfig(enabled_weighers=("scheduler_worker.weighers.free_ram.RAMWeigher",))
     hosts = Hosts([{**PLENTY, "MEMORY_MB": 90_000 if at < 100 else 30_000} for at in range(120)], config=config)
+    hosts.give_up()
     parts = {"dead": range(100), "b": range(100, 110), "c": range(110, 120)}
     for sequence, (service, numbers) in enumerate(parts.items()):
         announced = tuple(HostReport(uuid=hosts.uuids[at], name=f"h{at}") for at in numbers)
@@ -208,6 +210,7 @@ def test_a_service_with_the_best_hosts_does_not_have_all_alternates() -> None:
 def test_the_best_alternates_of_other_services_come_before_better_ones_of_the_same() -> None:
     config = SchedulerConfig(enabled_weighers=("scheduler_worker.weighers.free_ram.RAMWeigher",))
     hosts = Hosts([{**PLENTY, "MEMORY_MB": 10_000 * (9 - at)} for at in range(8)], config=config)
+    hosts.give_up()
     for sequence, (service, at) in enumerate(
         [("a", 0), ("a", 1), ("a", 2), ("b", 3), ("b", 4), ("c", 5), ("c", 6), ("c", 7)]
     ):

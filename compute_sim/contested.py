@@ -1,0 +1,109 @@
+"""Hosts that the resource book has as another compute service's: refused here until that one is gone for good.
+
+Two services with a host of one uuid would send one host's builds to two machines. The book keeps the first one's
+inventory and refuses the second one's report (`InventoryTaken`). The second one takes no builds for the host and
+announces it with its owner. The cell's conductor knows which services are up: it tells the owner, and releases the host
+to the second service once the owner has given it up or is gone for good (a host that passed from one to the other).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+import structlog
+
+from bus.clock import Clock
+from bus.contracts.cell import HostsContested, HostsReleased
+from bus.contracts.placement import COMPUTE_SOURCE, OTHER_SERVICE, InventoryTaken
+from compute_sim import metrics
+from compute_sim.host_changes import HostChanges
+from compute_sim.name import source_of
+
+log = structlog.get_logger(__name__)
+
+AGAIN_S = 10.0  # between two announcements of hosts that are refused: the conductor releases them in answer to one
+MAX_HOSTS = 100_000  # refused hosts kept; what the book refuses beyond them it refuses again
+LOGGED = 10  # hosts of one message
+HINT = "two compute services have a host of this uuid: give one of the hosts another uuid, or stop one of the services"
+
+
+class ContestedHosts:
+    """One service's. It knows what was refused since its start; the book keeps who has which host."""
+
+    def __init__(self, *, service: str, changes: HostChanges, clock: Clock) -> None:
+        self._service = service
+        self._changes = changes
+        self._clock = clock
+        self._owners: dict[str, str] = {}  # by host: the service that has it
+        self._taking_over: dict[str, str] = {}  # by host: the service that had it
+        self._others: dict[str, str] = {}  # by host of this service: the one that was refused it
+        metrics.CONTESTED.labels(service).set_function(lambda: len(self._owners))
+
+    def owner_of(self, host: str) -> str | None:
+        """The other service that has this host; None: it is this one's."""
+        return self._owners.get(host)
+
+    def take_over(self, host: str) -> str | None:
+        """The source whose root the next report of this host takes over. Asked once for each release: the owner may
+        come back, and be the owner again.
+        """
+        owner = self._taking_over.pop(host, None)
+        return None if owner is None else source_of(owner)
+
+    def keep(self, hosts: Collection[str]) -> None:
+        """These are all hosts of this service now: nothing is contested about others."""
+        for known in (self._owners, self._taking_over, self._others):
+            for host in [one for one in known if one not in hosts]:
+                del known[host]
+
+    def on_taken(self, refused: InventoryTaken) -> None:
+        """The book has refused a report of this service."""
+        host, owner = refused.root_uuid, refused.owner.removeprefix(COMPUTE_SOURCE)
+        if self._owners.get(host) == owner or owner == self._service:
+            return
+        if host not in self._owners and len(self._owners) >= MAX_HOSTS:
+            return
+        self._owners[host] = owner
+        self._taking_over.pop(host, None)
+        log.error(OTHER_SERVICE, code=OTHER_SERVICE, service=self._service, host=host, owner=owner, hint=HINT)
+        self._changes.announcements.add((host,))
+
+    def on_contested(self, message: HostsContested) -> None:
+        """Another service was refused these hosts, which are this one's. They are announced once more: a scheduler
+        that has just started may have received the other one's announcement first.
+        """
+        new = [host for host in message.hosts if self._others.get(host) != message.other]
+        self._others.update(dict.fromkeys(new[: max(0, MAX_HOSTS - len(self._others))], message.other))
+        for host in new[:LOGGED]:
+            log.error(
+                "host.contested",
+                code=OTHER_SERVICE,
+                service=self._service,
+                host=host,
+                other=message.other,
+                hosts=len(new),
+                hint=HINT,
+            )
+        if new:
+            self._changes.announcements.add(new)
+
+    def on_released(self, message: HostsReleased) -> None:
+        """The owner is gone for good, or has given these hosts up."""
+        released = [host for host in message.hosts if self._owners.get(host) == message.owner]
+        for host in released:
+            del self._owners[host]
+            self._taking_over[host] = message.owner
+            log.warning("host.taken_over", service=self._service, host=host, former=message.owner)
+        if released:
+            self._changes.on_host_changed(released)
+
+    async def announce(self) -> None:
+        """A side task: announce what is refused again and again, until cancelled."""
+        while True:
+            await self._clock.sleep(AGAIN_S)
+            if self._owners:
+                self._changes.announcements.add(self.refused())
+
+    def refused(self) -> Sequence[str]:
+        """The hosts of which builds are refused."""
+        return list(self._owners)

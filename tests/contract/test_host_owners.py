@@ -1,0 +1,112 @@
+"""A host that the book has as one compute service's is not another one's, until that one takes it over."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+
+import pytest
+from msgspec.structs import replace
+
+from bus.clock import SystemClock
+from bus.consuming.outcome import Done, Received
+from bus.contracts.base import Message, Meta
+from bus.contracts.placement import InventoryResult, InventoryTaken, InventoryUpdate
+from placement_worker.domain.reports import ReportRefusal
+from placement_worker.handlers import PlacementHandlers
+from placement_worker.store.port import PlacementStore
+from tests.contract.books import KINDS, books
+from tests.contract.test_cells import CHILD, MINE, host
+
+FIRST, SECOND, THIRD = "compute-s1", "compute-s2", "compute-s3"
+TAKEN = "host.other_service"
+
+
+@pytest.fixture(params=KINDS)
+async def store(request: pytest.FixtureRequest) -> AsyncIterator[PlacementStore]:
+    async with books(request) as make:
+        made = make()
+        await made.open()
+        yield made
+
+
+def first(version: int, *children: str, vcpus: int = 4) -> InventoryUpdate:
+    return host(MINE, version, *children, source=FIRST, vcpus=vcpus)
+
+
+def second(version: int, *, vcpus: int = 9, takes_over: str | None = None, source: str = SECOND) -> InventoryUpdate:
+    return replace(host(MINE, version, source=source, vcpus=vcpus), takes_over=takes_over)
+
+
+async def outcomes(store: PlacementStore, *updates: InventoryUpdate) -> list[str]:
+    results = await store.report(updates, bus="c1")
+    return [result.code if isinstance(result, ReportRefusal) else result.outcome for result in results]
+
+
+async def capacity(store: PlacementStore) -> float | None:
+    (provider,) = [one for one in (await store.snapshot(None, 100)).providers if one.uuid == MINE] or [None]
+    return None if provider is None else provider.inventories["VCPU"][0]
+
+
+async def test_the_book_keeps_the_inventory_of_the_first(store: PlacementStore) -> None:
+    """The inventory that was reported last counted."""
+    assert await outcomes(store, first(1)) == ["applied"]
+    assert await outcomes(store, second(1), replace(second(2), providers=())) == [TAKEN, TAKEN]
+    assert await capacity(store) == 4
+    assert await outcomes(store, first(2)) == ["unchanged"]
+    assert await outcomes(store, first(3, vcpus=5), second(9)) == ["applied", TAKEN]
+    (refused,) = await store.report([second(10)], bus="c1")
+    assert isinstance(refused, InventoryResult) and refused.owner == FIRST
+
+
+async def test_of_two_in_one_group_the_first_has_it(store: PlacementStore) -> None:
+    assert await outcomes(store, second(1), first(1)) == ["applied", TAKEN]
+    assert await capacity(store) == 9
+
+
+async def test_other_sources_may_report_below_a_host_and_beside_it(store: PlacementStore) -> None:
+    assert await outcomes(store, host(MINE, 1, source="agent"), first(1)) == ["applied", "unchanged"]
+    assert await outcomes(store, host(MINE, 2, source="agent", vcpus=5)) == ["applied"]
+
+
+async def test_the_next_one_takes_it_over_and_the_former_one_is_refused(store: PlacementStore) -> None:
+    await outcomes(store, first(1, CHILD))
+    assert await outcomes(store, second(1, takes_over=THIRD)) == [TAKEN], "it is not that one's"
+    assert await outcomes(store, second(1, takes_over=FIRST)) == ["applied"]
+    assert await capacity(store) == 9
+    assert CHILD not in {one.uuid for one in (await store.snapshot(None, 100)).providers}, (
+        "the new owner has no such child"
+    )
+    assert await outcomes(store, first(2, CHILD)) == [TAKEN]
+    assert await outcomes(store, second(2, takes_over=FIRST)) == ["unchanged"], "delivered once more"
+    assert await outcomes(store, replace(first(3), takes_over=SECOND)) == ["applied"]
+    assert await outcomes(store, second(3)) == [TAKEN]
+
+
+async def test_it_is_not_taken_over_while_its_owner_reports_it(store: PlacementStore) -> None:
+    await outcomes(store, first(1))
+    assert await outcomes(store, second(1, takes_over=FIRST), first(2, vcpus=5)) == [TAKEN, "applied"]
+    assert await capacity(store) == 5
+
+
+async def test_a_takeover_that_is_refused_otherwise_leaves_the_owner(store: PlacementStore) -> None:
+    other = host(CHILD, 1, source=FIRST)
+    await outcomes(store, first(1), other)
+    (report,) = second(1).providers
+    named = replace(second(1, takes_over=FIRST), providers=(replace(report, name=other.providers[0].name),))
+    assert await outcomes(store, named) == ["provider.name_taken"]
+    assert await outcomes(store, second(2)) == [TAKEN]
+
+
+async def test_the_refused_service_is_told_whose_the_host_is(store: PlacementStore) -> None:
+    published: list[tuple[str, Message]] = []
+
+    async def publish(bus: str, messages: Sequence[Message]) -> None:
+        published.extend((bus, message) for message in messages)
+
+    handlers = PlacementHandlers(
+        store, clock=SystemClock(), committed=lambda: None, claimed=lambda: None, publish=publish
+    )
+    batch = [Received(one, Meta(id=str(one.version)), "c1", "placement.inventory") for one in (first(1), second(2))]
+    results = await handlers.inventory(batch)
+    assert [type(one) for one in results] == [Done, Done], "it is no dead letter: it is repeated with every report"
+    assert published == [("c1", InventoryTaken(source=SECOND, root_uuid=MINE, owner=FIRST))]

@@ -1,0 +1,86 @@
+"""What a compute service does about hosts that the book has as another service's, on both transports."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+
+import pytest
+from prometheus_client import REGISTRY
+from structlog.testing import capture_logs
+
+from bus.contracts.cell import ComputeOutcome, HostReport, HostsContested, HostsReleased
+from bus.contracts.placement import InventoryTaken, InventoryUpdate
+from compute_sim.config import ComputeConfig
+from compute_sim.fleet import Fleet
+from tests.integration.compute.harness import CELL, Cell
+from tests.integration.compute.test_rabbitmq import cell_on
+
+CONFIG = ComputeConfig(hosts=2, heartbeat_interval_s=0.05, report_interval_s=3600.0)
+
+
+@pytest.fixture(params=["memory", pytest.param("rabbitmq", marks=pytest.mark.rabbitmq)])
+async def cell(request: pytest.FixtureRequest) -> AsyncIterator[Cell]:
+    made = Cell() if request.param == "memory" else cell_on(*request.getfixturevalue("amqp"))
+    await made.open()
+    yield made
+    await made.close()
+
+
+def newest(cell: Cell, host: str) -> HostReport:
+    return [one for report in cell.announced() for one in report.hosts if one.uuid == host][-1]
+
+
+def reports_of(cell: Cell, host: str) -> list[InventoryUpdate]:
+    return [update for update in cell.inventory() if update.root_uuid == host]
+
+
+async def test_it_builds_nothing_on_a_host_of_another_service_until_it_takes_it_over(cell: Cell) -> None:
+    fleet = Fleet.planned(CONFIG, CELL, "c1-a")
+    contested, own = (host.plan.uuid for host in fleet.hosts)
+    life = await cell.compute(CONFIG, fleet)
+    await cell.until(lambda: cell.announced() and reports_of(cell, contested))
+    with capture_logs() as logs:
+        for source in ("compute-c1-b", "compute-c1-a"):
+            taken = InventoryTaken(source=source, root_uuid=contested, owner="compute-other")
+            await cell.bus.publish(taken)
+        await cell.until(lambda: newest(cell, contested).owner == "other")
+    errors = [line for line in logs if line.get("code") == "host.other_service"]
+    assert [(line["log_level"], line["host"], line["owner"]) for line in errors] == [("error", contested, "other")]
+    assert newest(cell, own).owner is None
+    assert REGISTRY.get_sample_value("berth_compute_hosts_refused", {"service": "c1-a"}) == 1
+    refused, built = cell.instance(), cell.instance()
+    await cell.spawn(contested, refused)
+    await cell.spawn(own, built)
+    result = await cell.outcome(refused, 1)
+    assert (result.outcome, result.code) == (ComputeOutcome.FAILED, "host.other_service")
+    assert (await cell.outcome(built, 1)).outcome is ComputeOutcome.ACTIVE
+    before = len(reports_of(cell, contested))
+    await cell.bus.publish(HostsReleased(service="c1-a", cell=CELL, owner="another", hosts=(contested,)))
+    await cell.bus.publish(HostsReleased(service="c1-a", cell=CELL, owner="other", hosts=(contested, own)))
+    await cell.until(lambda: len(reports_of(cell, contested)) > before)
+    await cell.until(lambda: newest(cell, contested).owner is None)
+    assert [update.takes_over for update in reports_of(cell, contested)[before:]] == ["compute-other"]
+    assert REGISTRY.get_sample_value("berth_compute_hosts_refused", {"service": "c1-a"}) == 0
+    taken_over = cell.instance()
+    await cell.spawn(contested, taken_over)
+    assert (await cell.outcome(taken_over, 1)).outcome is ComputeOutcome.ACTIVE
+    fleet.disable(contested)
+    await cell.until(lambda: len(reports_of(cell, contested)) > before + 1)
+    assert reports_of(cell, contested)[-1].takes_over is None, "once for each release"
+    await life.stop()
+
+
+async def test_the_owner_logs_who_was_refused_and_announces_its_host_once_more(cell: Cell) -> None:
+    fleet = Fleet.planned(CONFIG, CELL, "c1-a")
+    (host, _) = (one.plan.uuid for one in fleet.hosts)
+    life = await cell.compute(CONFIG, fleet)
+    await cell.until(lambda: cell.announced() and reports_of(cell, host))
+    count = len(cell.announced())
+    with capture_logs() as logs:
+        for _ in range(2):
+            await cell.bus.publish(HostsContested(service="c1-a", cell=CELL, other="c1-b", hosts=(host,)))
+        await cell.until(lambda: len(cell.announced()) > count)
+    assert newest(cell, host).owner is None
+    errors = [(line["code"], line["other"]) for line in logs if line["event"] == "host.contested"]
+    assert errors == [("host.other_service", "c1-b")], "not with each message"
+    await life.stop()
