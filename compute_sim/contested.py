@@ -61,10 +61,11 @@ class ContestedHosts:
         host, owner = refused.root_uuid, refused.owner.removeprefix(COMPUTE_SOURCE)
         if self._owners.get(host) == owner or owner == self._service:
             return
+        if self._taking_over.get(host) == owner:  # of a report from before the release: the next one takes it over
+            return
         if host not in self._owners and len(self._owners) >= MAX_HOSTS:
             return
         self._owners[host] = owner
-        self._taking_over.pop(host, None)
         log.error(OTHER_SERVICE, code=OTHER_SERVICE, service=self._service, host=host, owner=owner, hint=HINT)
         self._changes.announcements.add((host,))
 

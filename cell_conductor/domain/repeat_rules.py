@@ -7,7 +7,7 @@ from msgspec.structs import replace
 from bus.contracts.build import BuildState
 
 from .adopt_rules import start_or_adopt
-from .events import BuildRequested
+from .events import BuildRequested, DeleteRequested
 from .instance import Instance
 from .steps import Step, StepContext, announce
 
@@ -25,8 +25,8 @@ def announce_active_again(instance: Instance, event: BuildRequested, context: St
     return _announce_again(instance, BuildState.ACTIVE, context)
 
 
-def announce_deleted_again(instance: Instance, event: BuildRequested, context: StepContext) -> Step:
-    """A build of what is deleted, as `announce_active_again`. What it has claimed is the audit's."""
+def announce_deleted_again(instance: Instance, event: BuildRequested | DeleteRequested, context: StepContext) -> Step:
+    """A build or a delete of what is deleted, as `announce_active_again`. What it has claimed is the audit's."""
     return _announce_again(instance, BuildState.DELETED, context) if instance.spec is not None else Step(instance)
 
 

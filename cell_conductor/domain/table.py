@@ -442,7 +442,7 @@ TABLE: Mapping[State, Mapping[type[Event], Rule | None]] = {
     },
     State.DELETED: {
         BuildRequested: Rule(repeat_rules.announce_deleted_again),
-        DeleteRequested: IGNORE,
+        DeleteRequested: Rule(repeat_rules.announce_deleted_again),
         Spawned: DESTROY_ORPHAN,
         SpawnFailed: IGNORE,
         TimedOut: None,

@@ -8,13 +8,17 @@ import pytest
 from prometheus_client import REGISTRY
 from structlog.testing import capture_logs
 
+from bus.clock import SystemClock
 from bus.contracts.cell import ComputeOutcome, HostReport, HostsContested, HostsReleased
 from bus.contracts.placement import InventoryTaken, InventoryUpdate
 from compute_sim.config import ComputeConfig
+from compute_sim.contested import ContestedHosts
 from compute_sim.fleet import Fleet
+from compute_sim.host_changes import HostChanges
 from tests.integration.compute.harness import CELL, Cell
 from tests.integration.compute.test_rabbitmq import cell_on
 
+HOST = "10000000-0000-4000-8000-000000000001"
 CONFIG = ComputeConfig(hosts=2, heartbeat_interval_s=0.05, report_interval_s=3600.0)
 
 
@@ -68,6 +72,19 @@ async def test_it_builds_nothing_on_a_host_of_another_service_until_it_takes_it_
     await cell.until(lambda: len(reports_of(cell, contested)) > before + 1)
     assert reports_of(cell, contested)[-1].takes_over is None, "once for each release"
     await life.stop()
+
+
+async def test_a_late_refusal_does_not_undo_a_release() -> None:
+    """Seed 16 of same-hosts: each refusal of a report from before a release ended that release, for ever."""
+    changes = HostChanges(SystemClock())
+    hosts = ContestedHosts(service="s2", changes=changes, clock=SystemClock())
+    taken = InventoryTaken(source="compute-s2", root_uuid=HOST, owner="compute-s1")
+    hosts.on_taken(taken)
+    hosts.on_released(HostsReleased(service="s2", cell=CELL, owner="s1", hosts=(HOST,)))
+    hosts.on_taken(taken)
+    assert (hosts.owner_of(HOST), hosts.take_over(HOST)) == (None, "compute-s1")
+    hosts.on_taken(taken)
+    assert (hosts.owner_of(HOST), hosts.take_over(HOST)) == ("s1", None), "its report was refused: to be asked again"
 
 
 async def test_the_owner_logs_who_was_refused_and_announces_its_host_once_more(cell: Cell) -> None:

@@ -46,6 +46,15 @@ def test_delete_holds_the_allocation_until_the_host_has_destroyed() -> None:
     assert (event.state, event.terminal) == (BuildState.DELETED, True)
 
 
+def test_a_second_delete_is_answered_with_the_end_once_more() -> None:
+    """After a restore of the schedulers, to before the delete, its client waited for ever: it was taken for a copy."""
+    deleted = run(queried(), spawned(), DELETE, e.Destroyed(at=152.0, attempt=1, host_uuid=host(1)), RELEASED)
+    again = run(DELETE, start=deleted.instance)
+    (first,), (second,) = announced(deleted), announced(again)
+    assert again.instance == deleted.instance and not destroys(again)
+    assert (second.state, second.sequence, second.terminal) == (BuildState.DELETED, first.sequence, True)
+
+
 def test_why_a_host_cannot_destroy_is_announced_once_for_each_reason() -> None:
     def cannot(reason: str, *, attempt: int = 1, at_host: int = 1, code: str = "destroy.protected") -> e.SpawnFailed:
         return e.SpawnFailed(at=5.0, attempt=attempt, host_uuid=host(at_host), code=code, reason=reason)
