@@ -107,8 +107,8 @@ PLANTS: dict[str, tuple[str, str, str]] = {
     "N-33a": (_WEIGHERS + "preferences.py", "met += view.has_trait(trait)", "met += 0"),
     "C-3": (
         "scheduler_worker/domain/hosts.py",
-        "            if not self._is_held(host.uuid, cell, now_s) and not self._has_moved_on(host.uuid, service):\n",
-        "            if not self._has_moved_on(host.uuid, service):\n",
+        "if not self._is_held(host.uuid, cell, now_s) and not self._is_anothers(host.uuid, service, now_s):",
+        "if not self._is_anothers(host.uuid, service, now_s):",
     ),
     "C-6": (_RANKING, "found = self._next(excluded, drawn, 1, cell=cell)", "found = self._next(excluded, drawn, 1)"),
     "C-7": (_RANKING, "excluded, drawn, alternates)", "excluded, drawn, alternates + 1)"),

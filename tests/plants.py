@@ -40,6 +40,38 @@ _LAST_OF_FAILED = (
 
 PLANTS = (
     Plant(
+        name="doubted_build_begun_unsearched",
+        does="a doubted build is begun before any compute service was queried about its machine",
+        file="cell_conductor/handlers.py",
+        old="doubted = {one.uuid for one in incoming if _is_doubted(one, search)}",
+        new="doubted: set[str] = set()",
+        tests="tests/unit/conductor/test_search.py",
+    ),
+    Plant(
+        name="doubted_build_begun_without_all_answers",
+        does="a doubted build is begun although a service that is up has not answered",
+        file="cell_conductor/search.py",
+        old="return found if found or not self.missing else None",
+        new="return found",
+        tests="tests/unit/conductor/test_search.py",
+    ),
+    Plant(
+        name="second_service_has_the_host_too",
+        does="the book takes the inventory of a second service for a host that another one has",
+        file="placement_worker/domain/report_group.py",
+        old="self.results[number] = InventoryResult(outcome=OTHER_SERVICE, owner=has[0])",
+        new="has.append(source)",
+        tests="tests/sim/test_same_hosts.py::test_it_builds_nothing_while_the_first_is_away_for_a_while",
+    ),
+    Plant(
+        name="refused_report_proves_losses",
+        does="what a service reports of a host that it was refused counts as if the host were its own",
+        file="cell_conductor/owners.py",
+        old="replace(host, running=None) if host.owner is not None else host",
+        new="host",
+        tests="tests/unit/conductor/test_host_owners.py",
+    ),
+    Plant(
         name="overtaken_end_of_a_move_dropped",
         does="the end of a move is outdated when what follows it came first",
         file="scheduler_worker/domain/move_events.py",
