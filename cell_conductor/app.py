@@ -74,15 +74,7 @@ def build(env: Environment, config: ConductorConfig, cell: str, *, store: Instan
     )
     requests = RequestHandlers(engine, env.clock, fences, search)
     hosts = HostHandlers(
-        engine,
-        store,
-        env.clock,
-        config,
-        bus,
-        outdated=keeper.note_outdated,
-        fences=fences,
-        up=keeper.up,
-        leases=keeper,
+        engine, store, env.clock, config, bus, outdated=keeper.note_outdated, fences=fences, up=keeper.up, leases=keeper
     )
     reporter = ReportRequester(bus, env.clock, config)
     service.add_resource(store.open, store.close)

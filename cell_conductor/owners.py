@@ -1,4 +1,4 @@
-"""Answers reports of hosts that the book has as another compute service's: tells the owner, or releases the hosts.
+"""Answers reports of hosts that the book has as another compute service's: notifies the owner, or releases the hosts.
 
 The book keeps which service has a host and refuses the inventory of a second one; who is up, and who lists what, is
 known here. One conductor of the cell answers, the keeper of its leases.
@@ -60,5 +60,5 @@ class HostOwners:
             given = HostsReleased(service=report.service, cell=report.cell, owner=owner, hosts=tuple(released))
             await self._bus.publish(given, cause=report.service)
         if kept:
-            told = HostsContested(service=owner, cell=report.cell, other=report.service, hosts=tuple(kept))
-            await self._bus.publish(told, cause=report.service)
+            contest = HostsContested(service=owner, cell=report.cell, other=report.service, hosts=tuple(kept))
+            await self._bus.publish(contest, cause=report.service)

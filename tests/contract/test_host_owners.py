@@ -97,7 +97,7 @@ async def test_a_takeover_that_is_refused_otherwise_leaves_the_owner(store: Plac
     assert await outcomes(store, second(2)) == [TAKEN]
 
 
-async def test_the_refused_service_is_told_whose_the_host_is(store: PlacementStore) -> None:
+async def test_the_refused_service_is_sent_whose_the_host_is(store: PlacementStore) -> None:
     published: list[tuple[str, Message]] = []
 
     async def publish(bus: str, messages: Sequence[Message]) -> None:

@@ -64,17 +64,17 @@ def test_it_builds_nothing_when_the_schedulers_and_conductors_start_again_beside
     held(plan(SECOND, faults=crashes))
 
 
-AWAY = (FaultEvent(at=8.0, kind=FaultType.CRASH, target="compute-s00", seconds=36.0),)
+DOWN = (FaultEvent(at=8.0, kind=FaultType.CRASH, target="compute-s00", seconds=36.0),)
 LATER = replace(SECOND, seconds=50.0)
 
 
-def test_it_builds_nothing_while_the_first_is_away_for_a_while() -> None:
-    held(plan(LATER, *LATE, faults=AWAY))
+def test_it_builds_nothing_while_the_first_is_down_for_a_while() -> None:
+    held(plan(LATER, *LATE, faults=DOWN))
 
 
 def test_without_the_books_refusal_it_is_built_on() -> None:
     with patch.object(ReportGroup, "refuse_owned", lambda _self: None):
-        result = run(plan(LATER, *LATE, faults=AWAY))
+        result = run(plan(LATER, *LATE, faults=DOWN))
     assert result.breach in {"lost_was_lost", "host_has_one_service"}, result.detail
 
 

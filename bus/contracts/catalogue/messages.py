@@ -14,6 +14,7 @@ from bus.contracts import (
 )
 from bus.contracts.base import Message, Refusal
 from bus.contracts.catalogue.drains import DRAIN_MESSAGES
+from bus.contracts.catalogue.host_owners import HOST_OWNER_MESSAGES
 from bus.contracts.catalogue.moves import CELL_MOVE_MESSAGES, MACHINE_MESSAGES, MOVE_MESSAGES
 from bus.contracts.catalogue.objects import OBJECT_MESSAGES
 from bus.contracts.catalogue.queues import BUILD_EVENTS, MAX_REQUESTS_PER_MESSAGE
@@ -205,16 +206,6 @@ MESSAGES: tuple[MessageRow, ...] = (
         key="inventory.outdated.{source}",
         persistent=False,
         idempotency="source, root_uuid and version",
-    ),
-    MessageRow(
-        message=placement.InventoryTaken,
-        owner="placement_worker",
-        publishers=("placement_worker",),
-        where=Where.BOTH,
-        exchange=EVENTS,
-        key="inventory.taken.{source}",
-        persistent=False,
-        idempotency="source, root_uuid and owner",
     ),
     MessageRow(
         message=placement.Release,
@@ -506,26 +497,7 @@ MESSAGES: tuple[MessageRow, ...] = (
         persistent=False,
         idempotency="service and epoch",
     ),
-    MessageRow(
-        message=cell.HostsContested,
-        owner="cell_conductor",
-        publishers=("cell_conductor",),
-        where=Where.CELL,
-        exchange=EVENTS,
-        key="compute.contested.{service}",
-        persistent=False,
-        idempotency="service, other and hosts",
-    ),
-    MessageRow(
-        message=cell.HostsReleased,
-        owner="cell_conductor",
-        publishers=("cell_conductor",),
-        where=Where.CELL,
-        exchange=EVENTS,
-        key="compute.released.{service}",
-        persistent=False,
-        idempotency="service, owner and hosts",
-    ),
+    *HOST_OWNER_MESSAGES,
     MessageRow(
         message=cell.ReserveMachines,
         owner="compute_sim",

@@ -1,4 +1,4 @@
-"""A conductor answers reports of hosts that are another service's: it tells the owner, or releases the hosts."""
+"""A conductor answers reports of hosts that are another service's: it notifies the owner, or releases the hosts."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ async def test_nothing_is_released_by_a_conductor_that_is_not_the_keeper_or_has_
 
 
 @pytest.mark.parametrize(
-    ("state", "since", "heard_s", "is_gone"),
+    ("state", "since", "listened_s", "is_gone"),
     [
         (LeaseState.UP, 0.0, 0.0, False),
         (LeaseState.SILENT, 950.0, 30.0, False),
@@ -84,12 +84,12 @@ async def test_nothing_is_released_by_a_conductor_that_is_not_the_keeper_or_has_
     ],
 )
 def test_a_service_is_gone_when_it_is_silent_for_long_or_has_left(
-    state: LeaseState, since: float, heard_s: float, is_gone: bool
+    state: LeaseState, since: float, listened_s: float, is_gone: bool
 ) -> None:
     table = LeaseTable(5)
     table.adopt([Lease(service="s1", epoch=1, interval_s=10.0, state=state, since=since)])
     assert not table.is_gone("s1", 1000.0, 600.0) and not table.is_gone("purged", 1000.0, 600.0), "not known yet"
-    for second in range(20 + int(heard_s)):
+    for second in range(20 + int(listened_s)):
         table.advance_clock(float(second))
     assert table.is_gone("s1", 1000.0, 600.0) is is_gone
     assert table.is_gone("purged", 1000.0, 600.0)
