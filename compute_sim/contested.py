@@ -2,8 +2,8 @@
 
 Two services with a host of one uuid would send one host's builds to two machines. The book keeps the first one's
 inventory and refuses the second one's report (`InventoryTaken`). The second one takes no builds for the host and
-announces it with its owner. The cell's conductor knows which services are up: it notifies the owner, and releases the host
-to the second service once the owner has given it up or is gone for good (a host that passed from one to the other).
+announces it with its owner. The cell's conductor knows which services are up: it notifies the owner, and releases the
+host to the second service once the owner has given it up or is gone for good (the host has passed to it).
 """
 
 from __future__ import annotations
