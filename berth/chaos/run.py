@@ -121,17 +121,15 @@ class Run:
             watching.cancel()
 
     async def _storm(self) -> None:
-        """Load and faults, until the last request is accepted."""
+        """Load and faults, until the last request is accepted; drains that are under way then end without new ones."""
         async with asyncio.TaskGroup() as group:
-            others = [
-                group.create_task(
-                    self.injector.disturb(self._schedule, self.plan.fault_every_s, self.plan.most_faults)
-                ),
-                group.create_task(self.injector.watch()),
-                group.create_task(self._print_load()),
-            ]
+            disturbing = group.create_task(
+                self.injector.disturb(self._schedule, self.plan.fault_every_s, self.plan.most_faults)
+            )
+            others = [group.create_task(self.injector.watch()), group.create_task(self._print_load())]
             drains = group.create_task(self.draining.run())
             await asyncio.wait([group.create_task(self.churn.run()), group.create_task(self.moving.run())])
+            disturbing.cancel()
             self.draining.stop()
             await drains
             for task in others:
