@@ -62,6 +62,10 @@ class FenceView(Protocol):
     def known(self) -> Mapping[str, Fence]:
         """By host."""
 
+    @property
+    def still_running(self) -> Mapping[str, Mapping[str, int]]:
+        """{fenced host: {instance: attempt}} of what runs there all the same."""
+
     def invalidate(self) -> None:
         """They are not what is on record any more."""
 
@@ -73,6 +77,7 @@ class NoFences:
     """Where none is ever made."""
 
     known: Mapping[str, Fence] = {}
+    still_running: Mapping[str, Mapping[str, int]] = {}
 
     def invalidate(self) -> None:
         """There are none."""
@@ -279,6 +284,7 @@ class Engine:
             set_back_at=self._store.set_back_at,
             down=self._down(),
             fences=self._fences.known,
+            still_running=self._fences.still_running,
         )
         ended_by = FenceSteps()
         for instance_event in incoming:

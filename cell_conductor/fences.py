@@ -17,7 +17,7 @@ from msgspec.structs import replace
 
 from bus.bus import Bus
 from bus.clock import Clock
-from bus.contracts.cell import ComputeHosts, ComputeOutcome, ComputeResult, Destroy, HostReport
+from bus.contracts.cell import ComputeHosts, ComputeOutcome, ComputeResult, Destroy, HostReport, Running
 from bus.contracts.fences import CellFence, FenceState, HostFence
 from bus.faults import Transient
 from bus.port import BusError
@@ -47,6 +47,7 @@ class FenceKeeper:
         self._cell = cell
         self._fences: Mapping[str, Fence] = {}
         self._losses: Mapping[tuple[str, str], Loss] = {}
+        self._still_running: dict[str, dict[str, int]] = {}
         self._is_fresh = False
         self._reload_at = 0.0
         self._announce_at = clock.monotonic() + ANNOUNCE_S
@@ -56,6 +57,14 @@ class FenceKeeper:
     def known(self) -> Mapping[str, Fence]:
         """Fences by host. What this conductor does not know yet is handled late; what is lifted already is refused."""
         return self._fences
+
+    @property
+    def still_running(self) -> Mapping[str, Mapping[str, int]]:
+        """{fenced host: {instance: attempt}} of what a scan that began after the fence has found to run there.
+
+        It is proof that the fence did not hold. The slack for clocks that are apart is `report_grace_s`.
+        """
+        return self._still_running
 
     def invalidate(self) -> None:
         """They are not what is on record any more: none counts until they have been read again."""
@@ -88,6 +97,7 @@ class FenceKeeper:
                 self._is_fresh = False
                 raise
             self._fences, self._losses = fences, losses
+            self._still_running = {host: runs for host, runs in self._still_running.items() if host in fences}
             self._reload_at = self._clock.monotonic() + RELOAD_S
 
     def on_announced(self, change: HostFence) -> None:
@@ -233,6 +243,7 @@ class FenceKeeper:
                     kept.append(one)
                 elif not one.destroying:
                     await self._destroy(loss, report.service, deployment)
+            self._note_running(host.uuid, kept, seen_at, deployment)
             listed = {one.instance_uuid for one in host.running}
             gone += [
                 loss
@@ -242,6 +253,15 @@ class FenceKeeper:
             hosts.append(replace(host, running=tuple(kept)))
         await self._delete_losses(gone)
         return replace(report, hosts=tuple(hosts))
+
+    def _note_running(self, host_uuid: str, listed: Sequence[Running], seen_at: float, deployment: str) -> None:
+        if seen_at <= self._fences[host_uuid].at + self._config.report_grace_s:
+            return
+        self._still_running[host_uuid] = {
+            one.instance_uuid: one.attempt
+            for one in listed
+            if one.deployment == deployment and not (one.stopped or one.destroying)
+        }
 
     async def _destroy(self, loss: Loss, service: str, deployment: str) -> None:
         order = Destroy(

@@ -465,6 +465,7 @@ class MoveEngine:
             offload=request.offload,
             rescue_password=request.rescue_password,
             fenced=request.fenced,
+            force=request.force,
             step_timeout_s=request.timeout_s or built.build_timeout_s or config.build_timeout_s,
         )
 

@@ -117,6 +117,9 @@ def evacuate(
     uuid: Instance,
     host: Host = None,
     max_attempts: Attempts = None,
+    force: Annotated[
+        bool, typer.Option("--force", help="Also when its fenced host has reported since that it runs.")
+    ] = False,
     request_id: RequestId = None,
     wait: Wait = False,
     timeout: Timeout = 600.0,
@@ -124,9 +127,10 @@ def evacuate(
 ) -> None:
     """Build an instance of a dead host again elsewhere.
 
-    An operator has fenced the host before (`berth hosts fence`).
+    An operator has fenced the host before (`berth hosts fence`). Refused when the host has reported since that the
+    instance runs there: the fence did not hold.
     """
-    fields = {"host": host, "max_attempts": max_attempts, "fenced": True}
+    fields = {"host": host, "max_attempts": max_attempts, "fenced": True, "force": force}
     _ask(context, uuid, MoveKind.EVACUATE, fields, request_id=request_id, wait=wait, timeout_s=timeout, as_json=as_json)
 
 

@@ -72,7 +72,8 @@ class MoveRequest(Message, frozen=True, kw_only=True, forbid_unknown_fields=True
     rescue_password: of a rescue, which names one: what its rescue system lets a person in with. It is a secret: until
     the rescue has ended it is in the cell's record. fenced: of an evacuation: the client states that the host is off
     and stays off until it has been notified of what it has lost; without it the evacuation is refused unless the cell
-    has the operator's fence on record. timeout_s: how long one step on one host may take.
+    has the operator's fence on record. force: of an evacuation: also of a machine that its fenced host has reported to
+    run since the fence. timeout_s: how long one step on one host may take.
     """
 
     request_id: Uuid
@@ -93,6 +94,7 @@ class MoveRequest(Message, frozen=True, kw_only=True, forbid_unknown_fields=True
     offload: bool = False
     rescue_password: RescuePassword = ""
     fenced: bool = False
+    force: bool = False
     timeout_s: Annotated[float, Bound(gt=0, le=86_400)] | None = None
 
 
@@ -228,6 +230,7 @@ class CellMove(Message, frozen=True, kw_only=True, tag="cell.move.v1"):
     offload: bool = False
     rescue_password: RescuePassword = ""
     fenced: bool = False
+    force: bool = False
     step_timeout_s: Annotated[float, Bound(gt=0, le=86_400)] = 300.0
 
 

@@ -85,6 +85,9 @@ def begin_claimed(instance: Instance, event: MoveRequested, context: StepContext
             return refuse_request(instance, event, context, "evacuate.not_fenced", "its host may run it")
         if not is_fenced and here.service not in context.down:
             return refuse_request(instance, event, context, "evacuate.service_up", "the service of its host is up")
+        if not request.force and context.still_running.get(here.host_uuid, {}).get(instance.uuid) == instance.attempt:
+            why = "its host has reported that it runs since the host was fenced"
+            return refuse_request(instance, event, context, "evacuate.still_running", why)
     hosts = request.selections
     if request.kind in LEAVES:
         hosts = tuple(one for one in hosts if one.host_uuid != here.host_uuid)

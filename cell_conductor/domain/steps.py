@@ -32,7 +32,8 @@ class StepContext(Struct, frozen=True, kw_only=True):
 
     cell: its name, for announcements. deployment: the identity of the cell's database, which every machine is
     marked with. down: compute services that take no builds now, so that none is begun there while another host can
-    be tried. fences: hosts on which nothing is begun at all, by uuid. set_back_at: when the database was last found
+    be tried. fences: hosts on which nothing is begun at all, by uuid. still_running: {fenced host: {instance: attempt}}
+    of what runs there all the same, by a report from after the fence. set_back_at: when the database was last found
     to be set back or replaced (0: never).
     """
 
@@ -40,6 +41,7 @@ class StepContext(Struct, frozen=True, kw_only=True):
     deployment: str | None = None
     down: Mapping[str, Lease] = {}
     fences: Mapping[str, Fence] = {}
+    still_running: Mapping[str, Mapping[str, int]] = {}
     set_back_at: float = 0.0
     claim_retry_s: float = 15.0
     answer_timeout_s: float = 10.0

@@ -8,6 +8,7 @@ from contextlib import AsyncExitStack
 from functools import partial
 
 import pytest
+from msgspec.structs import replace
 
 from bus.clock import SystemClock, new_uuid
 from bus.consuming.outcome import Outcome, Received
@@ -274,3 +275,29 @@ async def test_a_machine_that_a_returned_host_does_not_have_is_no_loss_after_a_w
     cell.clock.offset += cell.config.report_grace_s + 1
     await cell.report(1)
     await cell.around.until(lambda: FenceState.LIFTED in cell.states(2))
+
+
+async def test_what_a_fenced_host_reports_as_running_is_known_until_it_does_not_or_the_fence_is_lifted(
+    cell: FencedCell,
+) -> None:
+    """By that an evacuation is refused: the fence did not hold."""
+    uuid = await cell.active(1)
+    deployment = cell.store.deployment
+    cell.around.silent = True
+    await cell.fence(1, 1)
+    await cell.around.until(lambda: cell.states(1) == [FenceState.FENCED])
+    runs = Running(instance_uuid=uuid, attempt=1, deployment=deployment, built=True)
+
+    await cell.report(1, replace(runs, stopped=True))
+    await cell.settled_reports()
+    assert cell.fences.still_running[cell.host(1)] == {}
+    await cell.report(1, runs)
+    await cell.settled_reports()
+    assert cell.fences.still_running == {cell.host(1): {uuid: 1}}
+    await cell.report(1)
+    await cell.settled_reports()
+    assert cell.fences.still_running[cell.host(1)] == {}
+    await cell.fence(1, 2, lift=True)
+    await cell.around.until(lambda: cell.states(2)[-1:] == [FenceState.LIFTED])
+    await cell.fences.load()
+    assert cell.fences.still_running == {}

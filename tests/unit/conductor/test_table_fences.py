@@ -104,6 +104,20 @@ def test_an_evacuation_needs_a_fence_on_this_record_and_then_no_silence() -> Non
     assert other.terminals == [(MoveKind.EVACUATE, MoveState.REFUSED, "evacuate.not_fenced")]
 
 
+def test_what_runs_on_a_fenced_host_all_the_same_is_not_evacuated_unless_forced() -> None:
+    """It would run twice: the report is proof that the fence did not hold."""
+    there = replace(PATIENCE, fences=fenced(1), still_running={host(1): {UUID: active().attempt}})
+    made = Scenario(active(), there)
+    made.apply(request(MoveKind.EVACUATE, 2))
+    assert made.terminals == [(MoveKind.EVACUATE, MoveState.REFUSED, "evacuate.still_running")]
+    assert made.instance.state is State.ACTIVE
+    older = Scenario(active(), replace(there, still_running={host(1): {UUID: active().attempt - 1}}))
+    forced = Scenario(active(), there)
+    older.apply(request(MoveKind.EVACUATE, 2))
+    forced.apply(request(MoveKind.EVACUATE, 2, force=True))
+    assert older.instance.state is forced.instance.state is State.CLAIMING
+
+
 def test_the_source_of_an_evacuation_is_released_with_the_fence() -> None:
     made = Scenario(active(), replace(PATIENCE, fences=fenced(1)))
     made.apply(request(MoveKind.EVACUATE, 2), claimed())
