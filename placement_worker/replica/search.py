@@ -106,7 +106,8 @@ def _funnel(verdicts: RootVerdicts, counts: Rows, pins: dict[str, int]) -> tuple
     for code in range(1, verdicts.passes):
         if many := int(counts[code]):
             reason = verdicts.reasons.named[code]
-            rejected.setdefault(reason.step, {})[reason.reason] = many
+            of_step = rejected.setdefault(reason.step, {})
+            of_step[reason.reason] = of_step.get(reason.reason, 0) + many  # of the root, and of the whole group
     for name, reasons in rejected.items():
         left -= sum(reasons.values())
         funnel.append(FunnelStep(step=name, remaining=left, rejected=reasons))
