@@ -31,7 +31,9 @@ from berth.embedded.process import (
     free_port,
     listening,
 )
-from berth.embedded.rabbitmq import NOT_STARTED, RabbitMQ
+from berth.embedded.rabbitmq import ADMIN, NOT_STARTED, RabbitMQ
+from tests.kit import lent
+from tests.kit.lent import Lender
 
 PATIENCE_S = 60.0
 LOWEST_GIVEN_OUT = 32_768
@@ -256,6 +258,19 @@ async def test_what_the_broker_confirms_is_on_disk_when_it_is_written(own_broker
     logs = [(fd, log) for fd, log in logs if log.is_relative_to(own_broker._work.path)]
     flags = [int((fd.parents[1] / "fdinfo" / fd.name).read_text().split()[3], 8) for fd, _ in logs]
     assert flags and all(flag & os.O_SYNC == os.O_SYNC for flag in flags)
+
+
+@pytest.mark.rabbitmq
+async def test_a_broker_is_lent_with_the_administrator_it_was_made_with() -> None:
+    lender = Lender(RabbitMQ, lent.as_new)
+    try:
+        with lender.lend() as broker:
+            broker.add_user(ADMIN, "another")
+        with lender.lend() as again:
+            assert again is broker
+            await (await aio_pika.connect(again.url())).close()
+    finally:
+        lender.close()
 
 
 def open_files() -> Iterator[Path]:

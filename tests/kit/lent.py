@@ -18,7 +18,7 @@ from berth.embedded.rabbitmq import ADMIN, RabbitMQ
 from berth.servers import RealServers
 from tests.kit.servers import fresh_database
 
-# What a new broker has: the administrator, the virtual host `/`, its own limit of memory.
+# What a new broker has: the administrator with its password, the virtual host `/`, its own limit of memory.
 AS_NEW = f"""
     By = <<"tests">>,
     [rabbit_vhost:delete(Name, By) || Name <- rabbit_vhost:list_names()],
@@ -27,6 +27,7 @@ AS_NEW = f"""
            Name =/= <<"{ADMIN}">>],
     vm_memory_monitor:set_vm_memory_high_watermark({{absolute, "2GB"}}),
     rabbit_vhost:add(<<"/">>, By),
+    rabbit_auth_backend_internal:change_password(<<"{ADMIN}">>, <<"%s">>, By),
     rabbit_auth_backend_internal:set_permissions(<<"{ADMIN}">>, <<"/">>, <<".*">>, <<".*">>, <<".*">>, By).
 """
 
@@ -68,7 +69,12 @@ class Lender(Generic[Server]):
         return True
 
 
-brokers = Lender(RabbitMQ, lambda broker: broker.evaluate(AS_NEW))
+def as_new(broker: RabbitMQ) -> None:
+    """Leave of a broker what a new one has. Raises ServerFailed."""
+    broker.evaluate(AS_NEW % broker.password)
+
+
+brokers = Lender(RabbitMQ, as_new)
 # Each has a database of its own there, which is dropped: nothing is left to clean.
 databases = Lender(Postgres, lambda _: None)
 
