@@ -64,7 +64,7 @@ AFTER_S = 100.0
 TIMEOUT_S = 300.0
 REST_TIMEOUT_S = 120.0
 MEMORY_EVERY_S = 1.0
-# What each process may hold at most, whatever is offered, MiB of PSS. The broker's quorum queues keep their log in
+# The most that each process may hold, whatever the load, MiB of PSS. The broker's quorum queues keep their log in
 # memory until it is rolled over, by default at 512 MiB; the client keeps a row for every request, refused or not.
 MEMORY_BOUND_MB = {"broker": 1024.0, "postgresql": 768.0, "client": 1024.0}
 WORKER_BOUND_MB = 512.0
@@ -202,7 +202,7 @@ def largest_backlog(schedulers: int) -> int:
 
 
 async def sustained_per_s(client: BuildClient, here: Site, rng: random.Random) -> float:
-    """What the system carries: the best of a few bursts, the first of which also warms it up."""
+    """The rate that the system carries: the best of a few bursts, the first of which also warms it up."""
     best = 0.0
     for _ in range(FIND_TIMES):
         plan = LoadPlan(boots=FIND_BOOTS, mix=MIX, project_id="bench", timeout_s=TIMEOUT_S)

@@ -35,14 +35,14 @@ NUMBER = 8  # digits of a boot's number, which leads its body
 
 
 class Bare(Struct, frozen=True):
-    """What the pipeline does with many boots at once, and with one at a time."""
+    """The pipeline's figures with many boots at once, and with one at a time."""
 
     boots_per_s: float
     idle_p50_ms: float
 
 
 class AtRate(Struct, frozen=True):
-    """What the pipeline does at a steady rate. `rate_per_s`: the rate that was asked for."""
+    """The pipeline's figures at a steady rate. `rate_per_s`: the rate that was asked for."""
 
     rate_per_s: float
     p50_ms: float

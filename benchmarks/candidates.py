@@ -1,4 +1,4 @@
-"""What a candidate search costs, without HTTP: `python benchmarks/candidates.py [--roots 1000]`."""
+"""The cost of a candidate search, without HTTP: `python benchmarks/candidates.py [--roots 1000]`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What one boot costs each process at low, fixed rates: CPU, wake-ups, writes, messages, transactions, flushes.
+"""The cost of one boot in each process at low, fixed rates: CPU, wake-ups, writes, messages, transactions, flushes.
 
     python -m benchmarks.cost [--rates 5,20,70] [--seconds 10] [--hosts 2000] [--cells 4] [--json FILE]
 
@@ -52,8 +52,8 @@ PRINTED = 12  # statements, the most frequent ones
 
 
 class Used(Struct, frozen=True, kw_only=True):
-    """What a process and its children have used. wake_ups: context switches because a thread had nothing to do;
-    writes: write system calls (PostgreSQL's to its sockets are not among them).
+    """The resources that a process and its children have used. wake_ups: context switches because a thread had nothing
+    to do; writes: write system calls (PostgreSQL's to its sockets are not among them).
     """
 
     cpu_ms: float = 0.0
@@ -100,7 +100,7 @@ class Reading(Struct, frozen=True, kw_only=True):
 
 
 class Instruments:
-    """Reads the counters of a running system. What is read of the processes is read next to the load: reading the rest
+    """Reads the counters of a running system. The figures of the processes are read next to the load: reading the rest
     makes them work.
     """
 
@@ -171,7 +171,9 @@ def total(parts: Iterable[Used]) -> Used:
 
 
 def used(root: int, *, alone: bool) -> Used:
-    """What a process (unless alone: and its children) has used so far, by the nanosecond; of threads that live."""
+    """The resources of a process (unless alone: and its children) has used so far, by the nanosecond; of threads that
+    live.
+    """
     cpu_ns = wake_ups = writes = 0
     for pid in [root] if alone else probe.tree(root):
         for task in Path(f"/proc/{pid}/task").glob("*"):
@@ -213,7 +215,7 @@ async def measure(options: argparse.Namespace) -> list[Cost]:
 
 
 async def at(rate: float, seconds: float, instruments: Instruments, client: BuildClient, here: Site) -> Cost:
-    """What a boot costs at this rate; at rate 0, what a second of rest does."""
+    """The cost of a boot at this rate; at rate 0, what a second of rest does."""
     before = await instruments.before()
     latency: dict[str, float] = {}
     boots = seconds

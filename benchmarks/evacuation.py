@@ -50,7 +50,7 @@ OF_THE_DEAD = frozenset({"services_there"})
 
 
 class EvacuationFigures(Struct, frozen=True, kw_only=True):
-    """What came of it. claimed_ms, active_ms: from the decision to fence. lost: machines that the host destroyed."""
+    """The results. claimed_ms, active_ms: from the decision to fence. lost: machines that the host destroyed."""
 
     hosts: int
     instances: int

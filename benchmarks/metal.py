@@ -51,7 +51,7 @@ LOCKED = 0.1  # of changes answered 409
 
 
 class MetalFigures(Struct, kw_only=True):
-    """What came of it. Seconds; requests by Ironic's path; CPU in seconds, by worker."""
+    """The results. Seconds; requests by Ironic's path; CPU in seconds, by worker."""
 
     nodes: int
     deploys: int
@@ -104,7 +104,7 @@ class MetalBench:
         return {name: probe.cpu_s(pid) for name, pid in pids.items()}
 
     def used(self, before: dict[str, float]) -> dict[str, float]:
-        """What each has used since."""
+        """The resources that each has used since."""
         return {name: round(now - before.get(name, 0.0), 2) for name, now in self.cpu().items()}
 
     async def counts(self) -> Counter[str]:

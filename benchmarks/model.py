@@ -1,4 +1,5 @@
-"""What more machines would carry, by the measured cost of a boot in each part: docs/lab/performance.md's cost model.
+"""The rate that more machines would carry, by the measured cost of a boot in each part: docs/lab/performance.md's cost
+model.
 
     benchmarks/street --json street.json
     python -m benchmarks.scale --json scale.json
@@ -6,8 +7,8 @@
 
 Small batches cost more a boot than full ones, so each part is charged what it was measured to cost at the boots a
 second that it would see: a cell's parts their cell's share, all others everything. Between two measured rates the cost
-is taken on the line between them (by the logarithm of the rate), beyond the measured ones the nearest. What a part uses
-while nothing is booted (heartbeats, reports) is apart, and grows with the hosts it was measured with. Where parts
+is taken on the line between them (by the logarithm of the rate), beyond the measured ones the nearest. The cost of a
+part while nothing is booted (heartbeats, reports) is apart, and grows with the hosts it was measured with. Where parts
 share a process that was measured as one (RabbitMQ's virtual hosts, PostgreSQL's schemas), each of theirs is charged the
 whole: it is an upper bound. No process and no machine is filled beyond FILL.
 """
@@ -45,7 +46,7 @@ WHAT_TO_ADD = {
 
 
 class Point(Struct, frozen=True):
-    """What one boot costs a role while it sees so many a second."""
+    """The cost of one boot in a role at this many a second."""
 
     per_s: float
     ms: float
@@ -70,7 +71,7 @@ def role_of(process: str) -> str:
 
 
 def by_role(used: Mapping[str, float]) -> dict[str, float]:
-    """What processes use, of each role all together."""
+    """The resources of processes, the sum of each role."""
     found: dict[str, float] = {}
     for process, amount in used.items():
         found[role_of(process)] = found.get(role_of(process), 0.0) + amount
@@ -78,7 +79,7 @@ def by_role(used: Mapping[str, float]) -> dict[str, float]:
 
 
 def curves(result: Result) -> Curves:
-    """What a boot cost each role at every rate that was measured; a cell's roles at their cell's share of it."""
+    """The cost of a boot in each role at every measured rate; a cell's roles at their cell's share of it."""
     if result.costs is None:
         raise SystemExit("that file has no costs: measure the real system (benchmarks/street)")
     measured = [(result.boots_per_s, result.costs)]
@@ -93,7 +94,7 @@ def curves(result: Result) -> Curves:
 
 
 def cost_ms(points: Sequence[Point], per_s: float) -> float:
-    """What a boot costs at this rate."""
+    """The cost of a boot at this rate."""
     if per_s <= points[0].per_s:
         return points[0].ms
     for low, high in itertools.pairwise(points):

@@ -1,4 +1,4 @@
-"""What a run costs: CPU of process trees, broker messages from /metrics, transactions and statements of PostgreSQL."""
+"""The cost of a run: CPU of process trees, broker messages from /metrics, transactions and statements of PostgreSQL."""
 
 from __future__ import annotations
 

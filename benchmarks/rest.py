@@ -85,7 +85,7 @@ def holding(host: str) -> dict[str, object]:
 
 
 def body_of(allocations: object, generation: int | None) -> dict[str, object]:
-    """What PUT /allocations takes."""
+    """The body of PUT /allocations."""
     return {
         "allocations": allocations,
         "consumer_generation": generation,

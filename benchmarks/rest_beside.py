@@ -52,7 +52,7 @@ RUN_TIMEOUT_S = 1140.0  # on a machine that is too slow for all of it the rest i
 
 
 class Run(Struct, kw_only=True):
-    """What is asked for, and what has been found."""
+    """The options, and the findings."""
 
     seconds: float
     sizes: list[int]

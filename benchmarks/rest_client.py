@@ -32,7 +32,7 @@ class Bound(Struct, frozen=True):
 
 
 class Outcome(Struct, frozen=True, kw_only=True):
-    """What one phase gave. statuses: of all pieces of work; times and rate: of those that went well."""
+    """The results of one phase. statuses: of all pieces of work; times and rate: of those that went well."""
 
     done: int
     seconds: float

@@ -1,4 +1,4 @@
-"""What benchmarks/rest_beside.py runs on each system: one phase a row of its table."""
+"""The phases that benchmarks/rest_beside.py runs on each system: one phase a row of its table."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ONE = b'{"%b":{"resources":{"VCPU":1,"MEMORY_MB":128,"DISK_GB":1}}}'
 
 
 class TestBed(Struct, kw_only=True):
-    """What one system's phases work on, and what they have left there."""
+    """The objects that one system's phases work on, and those that they have left there."""
 
     hosts: Sequence[Host]
     rng: random.Random
@@ -72,7 +72,7 @@ class Phase(Struct, frozen=True, kw_only=True):
 
 
 async def holds(connection: Connection, bed: TestBed) -> str | None:
-    """What is wrong with the book: it must show every consumer that was answered it has something, and no other."""
+    """The flaws of the book: it must show every consumer that was answered it has something, and no other."""
     if bed.unsure:
         return None
     ask = request("GET", "/usages?project_id=bench").replace(b"placement 1.39", OLDER)
@@ -82,7 +82,7 @@ async def holds(connection: Connection, bed: TestBed) -> str | None:
 
 
 def value(phase: Phase, outcome: Outcome) -> float:
-    """What is compared: larger is better for a rate, smaller for a median."""
+    """The compared figures: larger is better for a rate, smaller for a median."""
     return outcome.per_s if phase.better == "rate" else outcome.p50_ms
 
 
@@ -217,7 +217,7 @@ class _Request(Struct):
 
 
 class _Answer(Struct):
-    """What a caller needs of an answer; the rest is passed over."""
+    """The part of an answer that a caller needs; the rest is passed over."""
 
     allocation_requests: list[msgspec.Raw]
 

@@ -101,7 +101,7 @@ def new_postgres(*, statements: bool) -> Iterator[Postgres]:
 
 
 async def statements(url: str) -> Counts:
-    """What each SQL statement has cost on this server so far."""
+    """The cost of each SQL statement on this server so far."""
     connection = await asyncpg.connect(url)
     try:
         rows = await connection.fetch(STATEMENTS)

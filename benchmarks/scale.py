@@ -55,7 +55,7 @@ class Run(Struct, frozen=True, kw_only=True):
 
     @property
     def part(self) -> tuple[int, int]:
-        """What distinguishes it from the others."""
+        """The key that distinguishes it from the others."""
         return self.hosts, self.schedulers
 
 
@@ -120,7 +120,7 @@ def write(scale: Scale, path: Path | None) -> None:
 
 
 def read(path: Path | None) -> Scale:
-    """What the file has; nothing where there is none."""
+    """The content of the file; nothing where there is none."""
     if path is None or not path.exists() or not path.stat().st_size:
         return Scale()
     try:
@@ -145,7 +145,7 @@ async def run_one(hosts: int, schedulers: int, boots: int, most_s: float) -> Run
 
 
 def options_of(hosts: int, schedulers: int, boots: int) -> argparse.Namespace:
-    """What a part requires of the benchmark."""
+    """The requirements of a part on the benchmark."""
     requested = ["--hosts", str(hosts), "--schedulers", str(schedulers), "--boots", str(boots), "--cells", str(CELLS)]
     return parsed([*requested, "--no-bare", "--no-rates", "--no-statements"])
 

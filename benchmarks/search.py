@@ -1,4 +1,4 @@
-"""What the replica costs: loading, memory, folding in changes, searching, assuming. `python benchmarks/search.py`."""
+"""The cost of the replica: loading, memory, folding in changes, searching, assuming. `python benchmarks/search.py`."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def boots(book: Book, query: Query, what: str, repeats: int) -> None:
 
 
 def searches(book: Book, hosts: int, repeats: int) -> None:
-    """What searching costs."""
+    """The cost of searching."""
     plain = Query(resources=BOOT)
     picky = Query(
         resources=BOOT, required=(("CUSTOM_GOLD",),), forbidden=("CUSTOM_BAD",), member_of=(("agg0", "agg10"),)
@@ -171,7 +171,7 @@ def searches(book: Book, hosts: int, repeats: int) -> None:
 
 
 def feed(book: Book, hosts: int, changes: int) -> None:
-    """What following the feed costs."""
+    """The cost of following the feed."""
     batch = [
         Change(
             sequence=book.sequence + 1 + number,

@@ -32,7 +32,7 @@ from bus.service.telemetry import configure_logging
 
 
 def parser() -> argparse.ArgumentParser:
-    """What can be asked for. By default everything, on the system that berth is judged by."""
+    """The options. By default everything, on the system that berth is judged by."""
     found = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     yes_no = argparse.BooleanOptionalAction
     found.add_argument("--boots", type=positive, default=20_000, help="at once, after the idle ones (%(default)s)")

@@ -1,4 +1,4 @@
-"""What a load cost each process, the broker and the database. See benchmarks/street.py."""
+"""The cost of a load in each process, the broker and the database. See benchmarks/street.py."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Instruments:
         self._began_s = time.monotonic()
 
     async def after(self, boots: int) -> Costs:
-        """What came since."""
+        """The difference since then."""
         took_s = time.monotonic() - self._began_s
         cpu = {name: used - self._cpu[name] for name, used in self._used().items()}
         memory = {name: round(probe.memory_mb(pid), 1) for name, pid in self._pids.items()}

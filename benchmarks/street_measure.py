@@ -34,7 +34,7 @@ MIX = {"m1.tiny": 1.0, "m1.small": 1.0}
 
 
 class Measured(Struct, kw_only=True):
-    """What is measured, and by what means. `before` and `after` are called around each load.
+    """The measured figures, and how they are measured. `before` and `after` are called around each load.
 
     bare: the bare pipeline at a rate (boots a second), to compare with; it is asked for each rate that is held.
     """
@@ -63,7 +63,9 @@ async def measure(client: BuildClient, here: Site, system: str, what: Measured, 
     background, resting = await at_rest(here, what)
     report, costs = await costed(client, here, what, what.boots, rng)
     progress(f"{report.boots_per_s:,.0f} boots a second")
-    at_rates, costs_at_rates, bare_at_rates = await held_rates(client, here, what, report.boots_per_s, rng)
+    at_rates, costs_at_rates, bare_at_rates, background_after = await held_rates(
+        client, here, what, report.boots_per_s, rng
+    )
     moves = None
     if what.moves:
         progress(f"{what.moves:,} live migrations at once")
@@ -100,6 +102,7 @@ async def measure(client: BuildClient, here: Site, system: str, what: Measured, 
         costs_alone=costs_alone,
         bare_at_rates=bare_at_rates,
         background_cores=background,
+        background_cores_after=background_after,
         background_transactions_per_s=resting,
         moves=moves,
     )
@@ -107,10 +110,15 @@ async def measure(client: BuildClient, here: Site, system: str, what: Measured, 
 
 async def held_rates(
     client: BuildClient, here: Site, what: Measured, highest_per_s: float, rng: random.Random
-) -> tuple[dict[str, dict[str, float]], dict[str, Costs], dict[str, AtRate]]:
-    """Latency and cost of a boot at shares of the highest rate, and the bare pipeline beside; where that is asked."""
-    at_rates, costs_at_rates, bare_at_rates = {}, {}, {}
+) -> tuple[dict[str, dict[str, float]], dict[str, Costs], dict[str, AtRate], dict[str, float]]:
+    """Latency and cost of a boot at shares of the highest rate, and the bare pipeline beside; where that is asked.
+
+    And the cores that are used without any boot before the lowest rate: after a load there is more to clear up.
+    """
+    at_rates, costs_at_rates, bare_at_rates, background = {}, {}, {}, dict[str, float]()
     for share in (*RATES, CALM) if what.rates else ():
+        if share == CALM:
+            background, _ = await at_rest(here, what)
         rate = highest_per_s * share
         progress(f"{RATE_S:.0f} s at {share:.0%} of it")
         held, spending = await costed(client, here, what, max(int(rate * RATE_S), 1), rng, rate=rate)
@@ -120,7 +128,7 @@ async def held_rates(
         at_rates[f"{share:.0%}"] = {"rate_per_s": round(rate, 1), **held.latency_ms, **spent}
         if what.bare is not None:
             bare_at_rates[f"{share:.0%}"] = await what.bare(rate)
-    return at_rates, costs_at_rates, bare_at_rates
+    return at_rates, costs_at_rates, bare_at_rates, background
 
 
 async def invariants_hold(client: BuildClient, here: Site) -> bool:
@@ -156,7 +164,7 @@ async def costed(
 
 
 def progress(sentence: str) -> None:
-    """What is being done, on standard error; figures go to stdout and the file."""
+    """Report progress on standard error; figures go to stdout and the file."""
     print(f"{time.strftime('%H:%M:%S')} {sentence}", file=sys.stderr, flush=True)
 
 

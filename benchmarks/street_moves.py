@@ -20,7 +20,7 @@ WAIT_S = 600.0
 
 
 class MoveFigures(Struct, frozen=True, kw_only=True):
-    """What came of the moves. latency_ms: from their publication to their end. codes: of those that were not done."""
+    """The results of the moves. latency_ms: from their publication to their end. codes: of those that were not done."""
 
     kind: str
     moves: int

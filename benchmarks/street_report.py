@@ -7,9 +7,11 @@ from msgspec import Struct
 from benchmarks.bare import AtRate
 from benchmarks.street_moves import MoveFigures
 
+LEAST_CORES = 0.002  # of a process that is named
+
 
 class Costs(Struct, frozen=True, kw_only=True):
-    """What 1,000 boots of one load cost, each process by its name, and the counts per boot."""
+    """The cost of 1,000 boots of one load, each process by its name, and the counts per boot."""
 
     cpu_s_per_1000_boots: dict[str, float]
     cpu_s_per_1000_boots_all: float
@@ -54,6 +56,7 @@ class Result(Struct, frozen=True, kw_only=True):
     bare_at_rates: dict[str, AtRate] = {}  # the bare pipeline at the same rates
     moves: MoveFigures | None = None
     background_cores: dict[str, float] = {}  # of each process, while nothing is booted: heartbeats, reports, timers
+    background_cores_after: dict[str, float] = {}  # the same after the loads, before the lowest rate
     background_transactions_per_s: float = 0.0
 
 
@@ -90,7 +93,12 @@ def print_result(result: Result, seconds: float) -> None:
             print(f"; the bare pipeline p50 {plain.p50_ms:.1f} ms, p99 {plain.p99_ms:.1f} ms", end="")
         print()
     if result.background_cores:
-        print(f"  cores used while nothing is booted: {sum(result.background_cores.values()):.3f}")
+        after = result.background_cores_after
+        print(
+            f"  cores used while nothing is booted: {sum(result.background_cores.values()):.3f}; "
+            f"after the loads {sum(after.values()):.3f}:",
+            ", ".join(f"{name} {used:.3f}" for name, used in after.items() if used >= LEAST_CORES),
+        )
     for share, spending in (("alone", result.costs_alone), *result.costs_at_rates.items()):
         if spending is not None:
             print(
@@ -111,13 +119,13 @@ def print_result(result: Result, seconds: float) -> None:
 
 
 def _resting(result: Result, costs: Costs) -> str:
-    """What of a boot's cost its seconds use whether or not anything is booted: more on a slower machine."""
+    """The part of a boot's cost that its seconds use whether or not anything is booted: more on a slower machine."""
     if not result.background_cores:
         return ""
     seconds = costs.seconds_per_boot
     cpu_ms = 1000 * sum(result.background_cores.values()) * seconds
     transactions = result.background_transactions_per_s * seconds
-    return f"; of these in {1000 * seconds:.1f} ms of rest {cpu_ms:.1f} ms, {transactions:.2f} transactions"
+    return f"; rest is {cpu_ms:.1f} ms and {transactions:.2f} transactions of these ({1000 * seconds:.1f} ms a boot)"
 
 
 def _print_costs(costs: Costs) -> None:

@@ -77,7 +77,7 @@ class Piece(Struct, frozen=True, kw_only=True):
 
 
 class FreeHost(Struct, kw_only=True):
-    """What is left of one host: thousandths of cores, MiB, and of each GPU."""
+    """The remaining resources of one host: thousandths of cores, MiB, and of each GPU."""
 
     cpu_milli: float = 0.0
     memory_mib: float = 0.0
@@ -85,7 +85,7 @@ class FreeHost(Struct, kw_only=True):
 
 
 class Replay(Struct, frozen=True, kw_only=True):
-    """What came of it.
+    """The results.
 
     fragmented_share: of all GPU capacity, what is free and of no use to a GPU request drawn as they come.
     """
@@ -144,7 +144,7 @@ class Watch:
         self.seen.append((at, used, capacity))
 
     def mean(self, name: str, low: float, high: float) -> float:
-        """What was given away of a class, the mean of the looks within a time (or of the last before it)."""
+        """The allocated amount of a class, the mean of the samples within a time (or of the last before it)."""
         found = [used[name] for at, used, _ in self.seen if low <= at < high]
         before = [used[name] for at, used, _ in self.seen if at < low]
         return sum(found) / len(found) if found else (before or [0.0])[-1]
@@ -180,7 +180,7 @@ def may_be(model: str, requested: TraceRequest) -> bool:
 
 
 async def free_hosts(book: Database) -> list[FreeHost]:
-    """What is left of every host."""
+    """The remaining resources of every host."""
     async with book.raw() as connection:
         rows = await connection.fetch(_FREE)
     found: dict[int, FreeHost] = defaultdict(FreeHost)

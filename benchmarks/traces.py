@@ -1,4 +1,4 @@
-"""What traces cost: CPU a boot without them and with them, in turns on one running system.
+"""The cost of traces: CPU a boot without them and with them, in turns on one running system.
 
     python -m benchmarks.traces [--ratio 0.05] [--turns 10] [--boots 400] [--hosts 400] [--watched]
 

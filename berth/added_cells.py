@@ -1,4 +1,6 @@
-"""Cells that operators have added at run time, for commands that read every cell: what they do not know looks wrong."""
+"""Cells that operators have added at run time, for commands that read every cell: instances in cells that they do not
+read look wrong.
+"""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ WHERE a.aggregate = ANY($1::uuid[]) ORDER BY 1, 2
 
 
 class AuditPass(Struct, frozen=True):
-    """What one pass has changed. confirmed: every finding that is confirmed by now."""
+    """The changes of one pass. confirmed: every finding that is confirmed by now."""
 
     new: tuple[AuditFinding, ...]
     gone: tuple[AuditFinding, ...]
@@ -43,7 +43,7 @@ class AuditPass(Struct, frozen=True):
 
 
 async def read_facts(site: Site) -> AuditFacts:
-    """All facts of one pass. What is under way is read before and after the rest: it is under way in between, too."""
+    """All facts of one pass. Requests under way are read before and after the rest: it is under way in between, too."""
     environment = site.environment("audit")
     scheduler, book = environment.database("scheduler", pool_size=1), environment.database("placement", pool_size=1)
     try:

@@ -45,7 +45,7 @@ def flavor_classes(flavors: Mapping[str, Flavor]) -> dict[str, tuple[str, ...]]:
 
 
 def unserved(classes: Mapping[str, tuple[str, ...]], nodes: Iterable[NodeRecord]) -> tuple[str, ...]:
-    """Flavors that ask for a custom class that no node has."""
+    """Flavors that request a custom class that no node has."""
     there = {class_name(node.resource_class) for node in nodes if node.resource_class}
     missing = {name for custom, names in classes.items() if custom.startswith("CUSTOM_") for name in names}
     served = {name for custom, names in classes.items() if custom in there for name in names}
@@ -53,7 +53,7 @@ def unserved(classes: Mapping[str, tuple[str, ...]], nodes: Iterable[NodeRecord]
 
 
 def node_record(raw: Mapping[str, Any], classes: Mapping[str, tuple[str, ...]]) -> NodeRecord:
-    """What is known of a node, by all of its fields as Ironic answers them."""
+    """The known state of a node, by all of its fields as Ironic answers them."""
     node = parse_node(dict(raw))
     custom = class_name(str(raw.get("resource_class") or "")) or ""
     return NodeRecord(

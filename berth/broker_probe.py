@@ -1,4 +1,5 @@
-"""Whether a broker confirms what it is given: one that takes connections may have lost the log of its quorum queues.
+"""Whether a broker confirms the messages that it gets: one that takes connections may have lost the log of its quorum
+queues.
 
 RabbitMQ 3.10 loses it on a full disk (`ra_log_wal` ends with `enospc`) and goes on so when there is room again: every
 quorum queue refuses, or never confirms, until the broker is started anew.

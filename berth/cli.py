@@ -1,6 +1,6 @@
 """The command line. Each command is a function in `berth.commands`, imported when it is called.
 
-A worker is one of the commands, so what the others import would be paid for at the start of each worker.
+A worker is one of the commands, so imports of the others would slow the start of each worker.
 """
 
 from __future__ import annotations

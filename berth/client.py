@@ -1,4 +1,4 @@
-"""A client of berth as any program could be one: publish requests, follow the event stream, ask questions."""
+"""A client of berth as any program could be one: publish requests, follow the event stream, send queries."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from bus.retrying import CLIENT_PUBLISH, Retrying
 
 # Requests handed to the bus in one go; between two goes the loop gets to deliver events.
 PUBLISH_SLICE = 1000
-# A client that receives nothing for this long queries its builds; so many at a time, so many at most.
+# A client that receives nothing for this long queries its builds; this many at a time, and at most this many in all.
 SILENCE_S = 1.0
 ASK_SLICE = 200
 MAX_QUERIED = 2_000
@@ -56,7 +56,7 @@ def _traced(request: BuildRequest | DeleteRequest) -> TracedRequest:
 
 
 class Track(Struct):
-    """What a client knows of one of its builds. Times are the client's monotonic clock, seconds.
+    """A client's record of one of its builds. Times are the client's monotonic clock, seconds.
 
     under_way: the last `resync` found it on record, on its way to the end that is waited for.
     """
@@ -83,9 +83,9 @@ class Track(Struct):
 
 
 def _ends_whatever_its_number(track: Track, event: BuildEvent) -> bool:
-    """Whether an event ends what is followed although the instance has had events of higher numbers.
+    """Whether an event ends the followed request although the instance has had events of higher numbers.
 
-    `deleted` is the last event of an instance: a database that crashed forgets what it has announced, and numbers anew.
+    `deleted` is the last event of an instance: a database that crashed forgets its announcements, and numbers anew.
     A delete that is given up has no number: the record that has them is its build's, which goes on.
     """
     if track.ended_at is not None:
@@ -97,8 +97,8 @@ class BuildClient:
     """Publishes builds on the API bus and follows them to their terminal events.
 
     The listening queue is private: `open` declares and binds it before anything is published, so no event of
-    this client's own builds is missed while the connection holds. After a reconnection (`resync`) what was
-    missed is queried. `durable`: a queue that outlives connection and broker, for a client that keeps a record.
+    this client's own builds is missed while the connection holds. After a reconnection (`resync`) missed events are
+    queried. `durable`: a queue that outlives connection and broker, for a client that keeps a record.
     """
 
     def __init__(
@@ -171,8 +171,8 @@ class BuildClient:
         """Publish each once, follow it from its intended time, and return an outcome for each: None when it was
         confirmed.
 
-        What the broker refused (PublishRefused: its queue is full) or sent back (Unroutable) is nowhere, so it is no
-        longer followed. BusUnavailable: it may have arrived, so it is.
+        The messages that the broker refused (PublishRefused: its queue is full) or sent back (Unroutable) is nowhere,
+        so it is no longer followed. BusUnavailable: it may have arrived, so it is.
         """
         for request, at, flavor in zip(requests, intended_at, flavors, strict=True):
             track = self._follow(request.instance_uuid, flavor, request.project_id, at)
@@ -212,7 +212,7 @@ class BuildClient:
         return len(self._open)
 
     def open_tracks(self) -> list[Track]:
-        """What is followed and has not ended, by instance."""
+        """The followed requests that have not ended, by instance."""
         return [self.tracks[uuid] for uuid in sorted(self._open)]
 
     async def wait(self, timeout_s: float) -> bool:
@@ -242,7 +242,7 @@ class BuildClient:
         return True
 
     async def resync(self, *, timeout_s: float = ASK_TIMEOUT_S, at_most: int = MAX_QUERIED) -> None:
-        """Ask where what is unfinished stands (its event may have been missed). Raises RequestTimeout."""
+        """Query the state of unfinished requests (their events may have been missed). Raises RequestTimeout."""
         requested = sorted(self._open)[:at_most]
         for uuid in requested:
             self.tracks[uuid].under_way = False
@@ -356,7 +356,7 @@ class BuildClient:
         return True
 
     def _learn(self, track: Track, record: BuildRecord) -> None:
-        """What a scheduler has on record about one build, instead of the event that was missed."""
+        """A scheduler's record of one build, instead of the event that was missed."""
         ended = record.state is BuildState.DELETED if track.deleting else record.state in ENDS_A_BUILD
         if ended and track.ended_at is None:
             self._end(track, record.state, None)

@@ -53,7 +53,7 @@ async def follow(
     on_progress: Callable[[DrainProgress], None] = lambda _: None,
     is_over: Callable[[DrainProgress], bool] = lambda one: one.state is DrainState.ENDED,
 ) -> DrainProgress:
-    """Look at a drain until it has ended (or `is_over`), at most so long; what it had come to at the last look.
+    """Look at a drain until it has ended (or `is_over`), at most this long; its state at the last look.
 
     Raises RequestTimeout when no scheduler answered before the time ran out.
     """

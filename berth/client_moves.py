@@ -1,4 +1,4 @@
-"""A client of moves as any program could be one: ask for one thing with one instance, and follow it to its end."""
+"""A client of moves as any program could be one: send one request about one instance, and follow it to its end."""
 
 from __future__ import annotations
 

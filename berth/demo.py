@@ -81,7 +81,7 @@ class Undisturbed(Struct, frozen=True):
 
 
 class Demo(Struct, frozen=True, kw_only=True):
-    """What `--json` writes. boots_per_s: of everything, the dead service's time and bare-metal deploys included."""
+    """The content of `--json`. boots_per_s: of everything, the dead service's time and bare-metal deploys included."""
 
     requests: int
     active: int
@@ -121,7 +121,7 @@ def settings(seed: int) -> Settings:
 
 
 async def demonstrate(seed: int, recordings: Path, console: Console) -> Demo:
-    """The whole demonstration; returns what is to be shown and written."""
+    """The whole demonstration; returns the summary to be shown and written."""
     plan = LoadPlan(boots=REQUESTS, mix=MIX, project_id="demo", timeout_s=LOAD_TIMEOUT_S)
     behaviour = Behaviour(verify_s=0.02, deploy_s=0.2, undeploy_s=0.05, clean_s=0.1)
     began = time.monotonic()
@@ -147,7 +147,7 @@ async def demonstrate(seed: int, recordings: Path, console: Console) -> Demo:
 
 
 def planned(plan: LoadPlan, seed: int, nodes: Iterable[Mapping[str, Any]]) -> str:
-    """What is about to happen, and how many builds cannot succeed: more nodes of a flavor are requested than there are.
+    """The plan of the demo, and how many builds cannot succeed: more nodes of a flavor are requested than there are.
 
     nodes: of the simulated Ironic, as its API has them.
     """
@@ -306,7 +306,7 @@ def show(demo: Demo, console: Console) -> None:
 
 
 def describe(demo: Demo) -> str:
-    """What the rate above is a rate of, and the one that nothing disturbed."""
+    """The basis of the rate above, and the rate that no fault disturbed."""
     undisturbed_builds = demo.undisturbed
     died = demo.faults["compute_service_that_died"]
     return (

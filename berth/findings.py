@@ -1,6 +1,6 @@
-"""What an audit finds between the book, the records and the hosts, as plain functions over gathered facts.
+"""An audit's findings about the book, the records and the hosts, as plain functions over gathered facts.
 
-A system at work is never at rest: what is under way is not judged, and what one pass has found counts only when the
+A system at work is never at rest: requests under way are not judged, and a finding of one pass counts only when the
 next pass finds it, too (`Confirmed`). Gathering is `berth.auditing`; nothing here does any I/O.
 """
 
@@ -27,7 +27,7 @@ from berth.invariants import (
 
 
 class FindingKind(StrEnum):
-    """What is wrong."""
+    """The finding in words."""
 
     ORPHANED = "orphaned"  # an allocation without an instance
     MISSING = "missing"  # an active instance without an allocation on its host
@@ -41,25 +41,25 @@ class FindingKind(StrEnum):
 
 
 Kind = FindingKind
-# What `berth placement audit --repair` puts right once it has lasted.
+# The findings that `berth placement audit --repair` repairs once they have lasted.
 REPAIRABLE = frozenset({Kind.ORPHANED, Kind.MISSING, Kind.DOUBLED, Kind.MISCOUNTED})
 _BY_AUDIT = "berth placement audit --repair"
 _PROPOSED: Mapping[FindingKind, str] = {
     Kind.ORPHANED: f"release it: {_BY_AUDIT}",
     Kind.MISSING: f"claim it again where there is room: {_BY_AUDIT}",
-    Kind.DOUBLED: f"give back what is not on its own host: {_BY_AUDIT}",
+    Kind.DOUBLED: f"release allocations that are not on its own host: {_BY_AUDIT}",
     Kind.OVER_CAPACITY: "move instances away: berth migrate, berth drain",
     Kind.MACHINE_WITHOUT_INSTANCE: "its cell destroys or quarantines it by itself: berth quarantine list",
     Kind.INSTANCE_WITHOUT_MACHINE: "its cell takes it for lost with the host's reports: berth show; else berth delete",
     Kind.UNREQUESTED: "look where it comes from (a restore?): berth show, berth delete",
-    Kind.MISCOUNTED: f"count anew: {_BY_AUDIT}",
+    Kind.MISCOUNTED: f"recount: {_BY_AUDIT}",
     Kind.OUTSIDE_ZONE: "put its host back into the zone's aggregate, or move it there: berth migrate",
 }
 _FOREIGN = "left alone: it is not of this deployment"
 
 
 class AuditFinding(Struct, frozen=True):
-    """One thing that is wrong. subject: an instance, a consumer or a provider. repair: what is proposed."""
+    """One thing that is wrong. subject: an instance, a consumer or a provider. repair: the proposed repair."""
 
     kind: FindingKind
     subject: str
@@ -73,7 +73,7 @@ class AuditFinding(Struct, frozen=True):
 
 
 class AuditFacts(Struct, frozen=True, kw_only=True):
-    """What one pass has read.
+    """The facts that one pass has read.
 
     held_by_bus: consumers that hold something by a claim of the bus; others are foreign. busy: instances about which
     something is under way. migrations: {a move's request: its instance}, which holds the source meanwhile. zones: of
@@ -106,7 +106,7 @@ class Confirmed:
         return new, gone
 
     def lasting(self, kinds: AbstractSet[FindingKind], seconds: float, now_s: float) -> bool:
-        """Whether one of these kinds has been there for so long."""
+        """Whether one of these kinds has been there for this long."""
         return any(one.kind in kinds and now_s - self._since_s[key] >= seconds for key, one in self.found.items())
 
 

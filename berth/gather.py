@@ -12,6 +12,7 @@ from berth.added_cells import with_added_cells
 from berth.invariants import (
     ALIVE,
     AT_REST,
+    DEPARTED,
     RESIZED,
     BreakerFact,
     Facts,
@@ -37,7 +38,7 @@ from cell_conductor.store.leases import PostgresLeases
 from cell_conductor.store.safety import KEEP, PostgresSafety
 
 # Hosts are waited for until each that should run something has reported, and each service that began a report of all
-# its hosts has ended it; at most this long, in which 100,000 hosts report what they run even on a busy machine ...
+# its hosts has ended it; at most this long, in which 100,000 hosts report their machines even on a busy machine ...
 REPORT_TIMEOUT_S = 60.0
 # ... and for no page at all no longer than this: a service that is up begins to answer a request within it.
 SILENCE_S = 8.0
@@ -56,7 +57,7 @@ FROM allocations a JOIN providers p ON p.id = a.provider_id JOIN resource_classe
 """
 _ROOTS = "SELECT p.uuid::text, r.uuid::text AS root FROM providers p JOIN providers r ON r.id = p.root_id"
 _FEED = "SELECT coalesce(min(first), 0), coalesce(max(last), 0), coalesce(sum(last - first + 1), 0)::int8 FROM changes"
-# What the book keeps beside each inventory against the sum of what is allocated, both ways round.
+# The usage that the book keeps beside each inventory against the sum of its allocations, both ways round.
 _AUDIT = """
 SELECT p.uuid::text AS provider, c.name, coalesce(i.used, 0) AS used, coalesce(a.amount, 0) AS amount
 FROM inventories i
@@ -69,7 +70,10 @@ WHERE coalesce(i.used, 0) <> coalesce(a.amount, 0)
 _REQUESTS = "SELECT instance_uuid::text, state FROM build_requests"
 _CELLS = "SELECT instance_uuid::text, cell FROM instance_cells"
 _SERVICE = "coalesce(record #>> ARRAY['selections', coalesce(record ->> 'position', '0'), 'service'], '')"
-_INSTANCES = f"SELECT uuid::text, state, host_uuid::text, attempt, {_SERVICE} FROM instances WHERE state <> '{RESIZED}'"
+_INSTANCES = f"""
+SELECT uuid::text, state, host_uuid::text, attempt, {_SERVICE} FROM instances
+WHERE state NOT IN ('{RESIZED}', '{DEPARTED}')
+"""
 # A move that has arrived and awaits its confirm has two machines.
 _RESIZED = f"""
 SELECT uuid::text, state, host_uuid::text, attempt, {_SERVICE}, record #>> '{{move,request_id}}',
@@ -95,7 +99,7 @@ async def gather(
     changes: Sequence[Change] | None = None,
     connections: Sequence[tuple[str, str, bool]] | None = None,
 ) -> Facts:
-    """Read everything. What the caller received itself (events, changes) is passed through."""
+    """Read everything. Facts that the caller received itself (events, changes) are passed through."""
     site = await with_added_cells(site)
     environment = site.environment("check")
     book, scheduler = environment.database("placement", pool_size=2), environment.database("scheduler", pool_size=2)
@@ -131,7 +135,7 @@ async def gather(
 async def _running(
     site: Site, cells: Mapping[str, Database], instances: Sequence[InstanceFact]
 ) -> tuple[list[RunningFact], dict[tuple[str, str], ServiceDownFact]]:
-    """(what the services report of hosts that have living instances, the services that are down or do not report)."""
+    """(the services' reports of hosts that have living instances, the services that are down or do not report)."""
     down = await _down(cells)
     there = [one for one in instances if one.state in ALIVE and (one.cell, one.service) not in down]
     wanted = {(one.cell, one.host_uuid): one.service for one in there if one.host_uuid is not None}
@@ -143,7 +147,7 @@ async def _running(
 async def rest(site: Site, *, timeout_s: float) -> bool:
     """Wait until nothing is under way: every request and instance settled, every outbox empty. False: time ran out.
 
-    What is under way at a compute service that is down is not waited for.
+    Requests under way at a compute service that is down are not awaited.
     """
     site = await with_added_cells(site)
     environment = site.environment("rest")
@@ -183,7 +187,9 @@ async def _rows(database: Database, statement: str) -> list[tuple[Any, ...]]:
 
 
 async def _gangs(scheduler: Database, after: float) -> list[GangFact]:
-    """Those of which no member's record can have been purged: requested after that time, in seconds since the epoch."""
+    """The gangs of which no member's record can have been purged: requested after that time, in seconds since the
+    epoch.
+    """
     return [
         GangFact(uuid=uuid, members=members, min_count=least, sent=sent, withdrawn=withdrawn)
         for uuid, least, members, sent, withdrawn, requested_at in await _rows(scheduler, _GANGS)
@@ -273,7 +279,7 @@ async def _quarantine(cells: Mapping[str, Database]) -> list[QuarantineFact]:
 async def _reports(
     site: Site, wanted: Mapping[tuple[str, str], str], deployments: Mapping[str, str]
 ) -> tuple[list[RunningFact], dict[tuple[str, str], ServiceDownFact]]:
-    """What every host that answers runs, queried on each cell's own bus; and the services that did not answer.
+    """The machines of every host that answers, queried on each cell's own bus; and the services that did not answer.
 
     wanted: {(cell, host): service} of those that must answer. deployments: the identity of each cell's database,
     by which the owner of a machine's mark is known.

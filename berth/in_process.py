@@ -17,7 +17,10 @@ READY_TIMEOUT_S = 60.0
 
 
 class WorkerEnded(Exception):
-    """A worker ended though it was not stopped, or was not ready in time. The cause is what it died of, if known."""
+    """A worker ended though it was not stopped, or was not ready in time.
+
+    The cause is the error that ended it, if known.
+    """
 
 
 class InProcessWorker(Struct):
@@ -30,7 +33,7 @@ class InProcessWorker(Struct):
 
 
 class InProcessWorkers:
-    """Starts, kills and stops workers of this process. `failed` is set with the first that dies unasked."""
+    """Starts, kills and stops workers of this process. `failed` is set with the first that dies without a stop."""
 
     def __init__(self) -> None:
         self.members: dict[str, InProcessWorker] = {}
@@ -58,7 +61,7 @@ class InProcessWorkers:
             await self.failed
 
     async def kill(self, name: str) -> None:
-        """End a worker at once, without draining: what it had not acknowledged goes back to its queues."""
+        """End a worker at once, without draining: its unacknowledged messages go back to its queues."""
         member = self.members.pop(name)
         member.task.cancel()
         await asyncio.gather(member.task, return_exceptions=True)

@@ -1,7 +1,7 @@
 """The invariants of `berth check` as plain functions over facts gathered from the outside.
 
-`Facts` holds what the resource book, the schedulers' and conductors' records, the hosts' own reports and the
-client's event stream show. `check_invariants` compares them. Gathering is `berth.gather`; nothing here does any I/O.
+`Facts` holds the contents of the resource book, the schedulers' and conductors' records, the hosts' own reports and the
+client's event stream. `check_invariants` compares them. Gathering is `berth.gather`; nothing here does any I/O.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ MAX_EXAMPLES = 5
 
 # Instance states in which nothing is under way.
 TOMBSTONE = "tombstone"
+DEPARTED = "departed"  # another cell has it: this record is no instance
 RESIZED = "resized"
-AT_REST = frozenset({"active", RESIZED, "offloaded", "failed", "deleted", TOMBSTONE})
+AT_REST = frozenset({"active", RESIZED, "offloaded", "failed", "deleted", TOMBSTONE, DEPARTED})
 # Of these only those hold an allocation and have a machine, whether it runs, is stopped, shelved or rescued.
 ALIVE = frozenset({"active", RESIZED})
 
@@ -64,7 +65,7 @@ class InstanceFact(Struct, frozen=True):
 
     @property
     def source_elsewhere(self) -> SourceFact | None:
-        """The source that is another machine than its own: not that of a resize in place."""
+        """The source, if it is another machine than the instance's own: not that of a resize in place."""
         return self.source if self.source is not None and self.source.host_uuid != self.host_uuid else None
 
 
@@ -143,10 +144,9 @@ class Facts(Struct, frozen=True, kw_only=True):
     cells: {instance: cell} by the instance map. events: what clients received, in order of arrival, or None when
     there was no listener. changes: the change feed as a listener saw it, or None. connections: (process, bus, whether
     the process belongs to a cell), or None. feed: (lowest, highest, rows) kept. roots: {provider: root}. audit:
-    mismatches that the book's own audit found, one line each. breakers, quarantine: what the cells have on record, or
-    None. moves: requests about instances, or None. gangs: requests for several machines, those of which every member
-    is on record, or None. down: compute services that do not report what their hosts run, so that it is not judged, or
-    None: unknown.
+    mismatches that the book's own audit found, one line each. breakers, quarantine: the cells' records, or None. moves:
+    requests about instances, or None. gangs: requests for several machines, those of which every member is on record,
+    or None. down: compute services that do not report what their hosts run, so that it is not judged, or None: unknown.
     """
 
     inventories: Sequence[InventoryFact]
@@ -190,7 +190,7 @@ def check_invariants(facts: Facts) -> tuple[InvariantVerdict, ...]:
 
 
 def _always_checked(facts: Facts) -> list[InvariantVerdict]:
-    """Those that every collection of facts suffices for."""
+    """The invariants that every collection of facts suffices for."""
     unreported = tuple(_unreported(facts))
     return [
         _verdict(
@@ -230,7 +230,7 @@ def _always_checked(facts: Facts) -> list[InvariantVerdict]:
 
 
 def _checked_where_known(facts: Facts) -> list[InvariantVerdict]:
-    """Those whose facts not every caller collects: None means that they are unknown."""
+    """The invariants whose facts not every caller collects: None means that they are unknown."""
     verdicts: list[InvariantVerdict] = []
     if facts.down is not None:
         verdicts.append(
@@ -278,7 +278,7 @@ def _checked_where_known(facts: Facts) -> list[InvariantVerdict]:
 
 
 def _open_moves(facts: Facts) -> Iterator[str]:
-    """Those at a compute service that is down wait for it."""
+    """Requests at a compute service that is down wait for it."""
     silent = _down(facts)
     down = {i.instance_uuid for i in facts.instances if (i.cell, i.service) in silent}
     for move in facts.moves or ():
@@ -298,7 +298,7 @@ def _down(facts: Facts) -> set[tuple[str, str]]:
 
 
 def _unreported(facts: Facts) -> Iterator[str]:
-    """What services that are down do not report: one line each."""
+    """The machines that services which are down do not report: one line each."""
     for one in facts.down or ():
         theirs = [i for i in facts.instances if (i.cell, i.service) == (one.cell, one.service)]
         alive = sum(i.state in ALIVE for i in theirs)
@@ -329,7 +329,8 @@ def _verdict(
 
 def _over_capacity(facts: Facts) -> Iterator[str]:
     for row in facts.inventories:
-        # Reserving what is in use is how bare metal is taken out (microversion 1.26): the inventory shrank under it.
+        # Reserving an inventory in use is how bare metal is taken out (microversion 1.26): the inventory shrank under
+        # it.
         unreserved = floor(row.total * row.allocation_ratio)
         if row.used > row.capacity and row.used > unreserved:
             yield f"{row.provider} {row.resource_class}: used {row.used} of {row.capacity:g}"
@@ -354,7 +355,8 @@ def _terminal(facts: Facts) -> Iterator[str]:
         if event.terminal and event.state is not BuildState.DELETED:
             terminals[event.instance_uuid].add(event.sequence)
     for uuid in facts.accepted:
-        # What ends with 0 beside another end was another request under this uuid: a delete that was given up, a clash.
+        # A request that ends with 0 beside another end was another request under this uuid: a delete that was given up,
+        # a clash.
         if (
             len(terminals[uuid] - {0} or terminals[uuid]) != 1
             and facts.requests.get(uuid) != BuildState.DELETED
@@ -364,9 +366,10 @@ def _terminal(facts: Facts) -> Iterator[str]:
 
 
 def settled_machines(facts: Facts) -> list[RunningFact]:
-    """What hosts report, less what may be there beside the machine of an instance at rest.
+    """The machines that hosts report, less those that may exist beside the machine of an instance at rest.
 
-    That is the stopped source of a move that awaits its confirm, and what an operator keeps in quarantine.
+    The latter are the stopped source of a move that awaits its confirm, and machines that an operator keeps in
+    quarantine.
     """
     sources = {
         (one.instance_uuid, source.attempt, source.host_uuid)
@@ -421,7 +424,7 @@ def _held(facts: Facts, alive: Mapping[str, InstanceFact], unsettled: AbstractSe
         if (source := instance.source_elsewhere) is not None:
             what = f"{uuid}: {source.migration} keeps its source"
             yield from _held_on(facts, source.migration, source.host_uuid, what)
-    # What is under way has a consumer for its source as well: by the requests on record.
+    # A move under way has a consumer for its source as well: by the requests on record.
     under_way = {one.request_id for one in facts.moves or () if one.instance_uuid in unsettled}
     allowed = holders(facts).keys() | unsettled | under_way
     for uuid in facts.allocations:

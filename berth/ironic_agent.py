@@ -1,7 +1,8 @@
-"""A simulated deploy agent: what a booted ramdisk (ironic-python-agent) sends to a real Ironic, without a machine.
+"""A simulated deploy agent: the messages that a booted ramdisk (ironic-python-agent) sends to a real Ironic, without a
+machine.
 
 For every node that waits for a call-back it looks itself up, takes the agent token, sends heartbeats, and answers
-Ironic's commands as done at once. What Ironic orders is kept in `orders`: the image and the config drive that a real
+Ironic's commands as done at once. Ironic's orders are kept in `orders`: the image and the config drive that a real
 agent would write. Faults are planned a node: never call back, or fail a step. A machine whose agent lost its token is
 restarted, as an operator would: Ironic gives a token once a boot.
 """
@@ -171,7 +172,7 @@ class Agents:
         return True
 
     async def _restart(self, node: str, state: str) -> None:
-        """What an operator does about a ramdisk that cannot sign in; Ironic then gives the next boot a token."""
+        """An operator's remedy for a ramdisk that cannot sign in; Ironic then gives the next boot a token."""
         self._drop(node)
         if state == "clean wait":  # Ironic refuses power actions while it cleans
             self._aborted.add(node)

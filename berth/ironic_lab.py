@@ -59,7 +59,7 @@ type = "whole-disk"
 
 
 class Lab(Struct, frozen=True, kw_only=True):
-    """What runs: the API's address, the broker of its notifications, the agents."""
+    """The processes that run: the API's address, the broker of its notifications, the agents."""
 
     ironic: Ironic
     broker_url: str
@@ -98,7 +98,7 @@ async def lab(
 
 
 class Nodes:
-    """What an operator does to nodes, by Ironic's REST API."""
+    """An operator's actions on nodes, by Ironic's REST API."""
 
     def __init__(self, url: str) -> None:
         self.client = httpx.AsyncClient(base_url=url, headers=VERSION, timeout=REQUEST_TIMEOUT_S, trust_env=False)
@@ -141,7 +141,7 @@ class Nodes:
         return list(found["targets"])
 
     async def repair(self, node: str) -> None:
-        """What an operator does about a node whose cleaning failed: make it available again."""
+        """An operator's remedy for a node whose cleaning failed: make it available again."""
         await self.maintenance(node, on=False)
         for target, reached in (("manage", "manageable"), ("provide", "available")):
             await self.provision(node, target)

@@ -26,8 +26,8 @@ CHECK_INTERVAL_S = 0.2
 RESTART = RetryPolicy(first_s=0.5, longest_s=30.0, least=1.0)
 # A server that ends within this time after its start counts as one that did not start.
 STABLE_S = 60.0
-# A server is tried so often; one that does not work so many times in a row is ended. That it takes a minute and more is
-# meant: a busy machine makes a server slow, and not broken.
+# A server is tried this often; one that does not work this many times in a row is ended. Its length of a minute and
+# more is intended: a busy machine makes a server slow, and not broken.
 PROBE_INTERVAL_S = 20.0
 PROBE_TIMEOUT_S = 60.0
 MAX_FAILED_PROBES = 3

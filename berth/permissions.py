@@ -1,4 +1,4 @@
-"""What each user of a RabbitMQ may do there, derived from the catalogue: least for every worker, operator and project.
+"""The permissions of each user of a RabbitMQ, derived from the catalogue: least for every worker, operator and project.
 
 RabbitMQ has three patterns for each user in each virtual host (configure, write, read; over names of exchanges and
 queues), and two of each topic exchange (write and read; over routing and binding keys). A topic exchange without
@@ -51,7 +51,7 @@ ONE_OR_ANY = r"(\*|[a-z_]+)"
 
 
 class PermissionRole(StrEnum):
-    """What a user of the broker is for. Conductor and compute are of one cell each."""
+    """The purpose of a user of the broker. Conductor and compute are of one cell each."""
 
     PLACEMENT = "placement"
     SCHEDULER = "scheduler"
@@ -62,8 +62,8 @@ class PermissionRole(StrEnum):
     OPERATOR = "operator"
 
 
-# Who a role is in the catalogue, and the kinds of bus it enters, its home first: of the messages that are published on
-# both kinds it publishes its own at home.
+# The name of a role in the catalogue, and the kinds of bus it enters, its home first: of the messages that are
+# published on both kinds it publishes its own at home.
 _CATALOGUE: dict[PermissionRole, tuple[str, tuple[Where, ...]]] = {
     PermissionRole.PLACEMENT: ("placement_worker", (Where.API, Where.CELL)),
     PermissionRole.SCHEDULER: ("scheduler_worker", (Where.API, Where.CELL)),
@@ -73,8 +73,9 @@ _CATALOGUE: dict[PermissionRole, tuple[str, tuple[Where, ...]]] = {
     PermissionRole.OPERATOR: ("operator", (Where.API, Where.CELL)),
 }
 OF_A_CELL = (PermissionRole.CONDUCTOR, PermissionRole.COMPUTE)
-# Who makes what a bus shares. To make a queue of delayed messages is to be allowed to read it (RabbitMQ requires that
-# where a queue has a dead-letter exchange), so the others find it there: there are many of them, on every host one.
+# The roles that declare a bus's shared topology. To make a queue of delayed messages is to be allowed to read it
+# (RabbitMQ requires that where a queue has a dead-letter exchange), so the others find it there: there are many of
+# them, on every host one.
 MAKERS = (PermissionRole.PLACEMENT, PermissionRole.SCHEDULER, PermissionRole.CONDUCTOR, PermissionRole.OPERATOR)
 # The operator's load runs watch the feed as a scheduler does.
 _WATCHED = ("scheduler.feed.{process}",)
@@ -89,7 +90,7 @@ class BusLocation(Struct, frozen=True):
 
 
 class Topic(Struct, frozen=True):
-    """What a user may publish to and bind from one topic exchange, by key."""
+    """The keys that a user may publish to and bind from one topic exchange."""
 
     write: str
     read: str
@@ -176,7 +177,8 @@ def of_role(
 
 
 def of_project(project_id: str, settings: Settings, *, user: str | None = None) -> Grant:
-    """What a project's user may do: request its own machines and receive its own events. ValueError: no project id.
+    """The permissions of a project's user: request its own machines and receive its own events. ValueError: no project
+    id.
 
     Its queues are named by the broker. Under names that it chooses it could declare an exchange, too, and bind that to
     ours: what comes that way, or by a queue's dead-letter exchange, is checked for no key.
@@ -235,7 +237,7 @@ def _grants(
 
 
 def _allow(allowed: _Allowed, role: PermissionRole, kind: Where, names: QueueNames) -> None:
-    """What a role does on a bus of one kind."""
+    """The permissions of a role on a bus of one kind."""
     package, kinds = _CATALOGUE[role]
     if role in MAKERS:
         _allow_making(allowed, names)

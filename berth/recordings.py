@@ -30,7 +30,7 @@ GROUP BY p.uuid, c.name, i.total, i.reserved
 
 
 class Expected(Struct, frozen=True):
-    """What the book must hold of a node; None fields: the node is gone."""
+    """The book's required content for a node; None fields: the node is gone."""
 
     resource_class: str
     total: int

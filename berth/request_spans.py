@@ -12,7 +12,7 @@ from bus.tracing.tracer import Tracer
 
 
 class TracedRequest(Struct, frozen=True):
-    """What a span is called and about. cause: of its messages; also what its end is known by."""
+    """The name and subject of a span. cause: of its messages; also what its end is known by."""
 
     name: str
     cause: str
@@ -28,7 +28,7 @@ class RequestSpans:
 
     @contextlib.contextmanager
     def publishing(self, requests: Iterable[TracedRequest]) -> Iterator[None]:
-        """What the block publishes for them carries their traces, or that they are not sampled."""
+        """The messages that the block publishes for them carry their traces, or that they are not sampled."""
         tracer = self._tracer
         if tracer is None:
             yield

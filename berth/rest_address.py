@@ -36,7 +36,9 @@ def with_rest_at(settings: Settings, listen: str) -> Settings:
 
 
 class AtHttp(Struct, frozen=True, kw_only=True):
-    """What `--http` of a placement worker serves. sentence: for the operator; empty when there is none."""
+    """The settings of the API that `--http` of a placement worker serves. sentence: for the operator; empty when there
+    is none.
+    """
 
     settings: Settings
     with_rest: bool

@@ -95,7 +95,7 @@ class TraceSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 class UpSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What `berth up` starts."""
+    """The processes that `berth up` starts."""
 
     schedulers: Annotated[int, Bound(ge=1, le=16)] = 2
     """Scheduler processes. 2: one goes on when the other ends."""
@@ -158,7 +158,7 @@ class Settings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     traces: TraceSettings = TraceSettings()
     """Traces of every worker and client."""
     up: UpSettings = UpSettings()
-    """What `berth up` starts."""
+    """The processes that `berth up` starts."""
     placement: PlacementConfig = PlacementConfig()
     """Of each placement process."""
     scheduler: SchedulerConfig = SchedulerConfig()

@@ -31,7 +31,7 @@ HEARTBEAT_S = 5.0  # how often a worker publishes its heartbeat (`berth workers`
 
 
 class Runtime(Struct, frozen=True, kw_only=True):
-    """What a running `berth up` leaves for other commands of this machine: how to reach what it embeds.
+    """The file that a running `berth up` leaves for other commands of this machine: how to reach what it embeds.
 
     buses: {"api" or a cell: URL} of a broker that it started; empty: its memory buses, at its socket.
     """
@@ -136,7 +136,7 @@ class Site:
             await tracer.close()
 
     def environment(self, process: str, role: str = "") -> Environment:
-        """What one worker's app is given. role: as its traces name it; "": as the process's name begins."""
+        """The arguments of one worker's app. role: as its traces name it; "": as the process's name begins."""
         return Environment(
             process,
             transports=lambda name: self.transport(name, process=process),
@@ -215,7 +215,7 @@ def process_name(role: str, extra: str = "") -> str:
 
 
 def read_runtime(state: Path) -> Runtime | None:
-    """What a running `berth up` left, if it still runs."""
+    """The content of that file, if the `berth up` that wrote it still runs."""
     try:
         runtime = msgspec.json.decode((state / RUNTIME_FILE).read_bytes(), type=Runtime)
         os.kill(runtime.pid, 0)

@@ -6,20 +6,22 @@ Their room is offered to others. The cell's record has what each should hold, so
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 from msgspec import Struct
 
 from berth.site import Site
-from bus.contracts.placement import ConsumerAllocations, Swap, SwapResult
+from bus.contracts.placement import ClaimOutcome, ConsumerAllocations, Swap, SwapResult
 from bus.faults import DatabaseUnprepared
 from bus.persistence.database import Database
 from cell_conductor.domain.instance import Instance
 from cell_conductor.store.rows import decode
 from placement_worker.operations import audit
+from placement_worker.operations.occupied import claim_occupied
 from placement_worker.operations.overcommit import Holding, generations
-from placement_worker.store.port import PlacementStore
+from placement_worker.store.postgres import PostgresStore
 
-# What moves holds something of two hosts for good reasons, and its own record carries it to an end.
+# A moving instance holds allocations on two hosts for good reasons, and its own record carries it to an end.
 SETTLED = """
 SELECT record::text FROM instances
 WHERE state = 'active' AND source_host_uuid IS NULL AND since < extract(epoch FROM now()) - $1 ORDER BY uuid
@@ -64,21 +66,28 @@ async def find_unclaimed(site: Site, book: Database, grace_s: float) -> list[Unc
     return found
 
 
-async def claim_again(store: PlacementStore, found: Sequence[Unclaimed]) -> list[str]:
-    """Give each what is on its cell's record, where there is room. A line for each.
+async def claim_again(store: PostgresStore, found: Sequence[Unclaimed]) -> list[str]:
+    """Give each what is on its cell's record, where there is room, and the node that it runs on. A line for each.
 
-    What was deleted or moved meanwhile is left alone: the book has a newer attempt of it, or another generation.
+    An instance that was deleted or moved meanwhile is left alone: the book has a newer attempt of it, or another
+    generation.
     """
     lines = []
     for each in found:
-        [reply] = await store.apply([_swap(each)])
+        swap = _swap(each)
+        [reply] = await store.apply([swap])
+        if isinstance(reply, SwapResult) and reply.outcome is ClaimOutcome.FULL:
+            write = partial(claim_occupied, swap=swap, names=store.names)
+            reply = await store.names.write(write)
         outcome = str(reply.outcome) if isinstance(reply, SwapResult) else "refused"
         lines.append(f"{each.instance.uuid}: {'claimed again' if outcome == 'claimed' else f'left alone, {outcome}'}")
     return lines
 
 
 def _swap(each: Unclaimed) -> Swap:
-    """What the machine takes, for the last attempt that its cell knows: a later one is a deletion or a move."""
+    """The machine's resources, for the last attempt that its cell has on record: a later one is a
+    deletion or a move.
+    """
     instance = each.instance
     assert instance.spec is not None
     entry = ConsumerAllocations(

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-from collections.abc import AsyncIterator, Mapping
+import re
+from collections.abc import AsyncIterator, Collection, Mapping
 from pathlib import Path
 
 import msgspec
@@ -33,6 +34,7 @@ from placement_worker.rest.config import RestConfig
 CORES_PER_WORKER = 4
 MAX_WORKERS = 16
 MAX_PER_CELL = 8
+MAX_COMPUTES = 64  # of a cell, as `up.computes_per_cell`
 # After the start hosts are queried so often, for so long at most.
 HOSTS_ASK_S = 0.2
 HOSTS_WAIT_S = 20.0
@@ -52,12 +54,28 @@ class ProcessCounts(Struct, frozen=True, kw_only=True):
         return self.schedulers + self.placements + cells * (self.conductors + self.computes)
 
 
-def numbers(cpus: int, cells: int, up: UpSettings, requested: Mapping[str, int | None]) -> ProcessCounts:
-    """The options, else settings that are not their default, else numbers that suit so many CPUs."""
+def computes_on_record(machines: Path, cells: Collection[str]) -> int:
+    """How many compute services of a cell have left machines here; a cell that had more than another counts for all.
+
+    A service that is not started again would leave its hosts silent and its instances unmanaged.
+    """
+    own = re.compile(r"(?P<cell>.+)\.(?P=cell)-c(?P<number>[1-9][0-9]?)\.machines")
+    found = (own.fullmatch(path.name) for path in machines.glob("*.machines"))
+    numbers = [int(one["number"]) for one in found if one is not None and one["cell"] in cells]
+    return min(max(numbers, default=0), MAX_COMPUTES)
+
+
+def numbers(
+    cpus: int, cells: int, up: UpSettings, requested: Mapping[str, int | None], *, earlier: int = 0
+) -> ProcessCounts:
+    """The options, else settings that are not their default, else numbers that suit so many CPUs.
+
+    earlier: compute services of a cell that were there before; by default no fewer are started.
+    """
     usual = UpSettings()
     alone = min(max(cpus // CORES_PER_WORKER, 1), MAX_WORKERS)
     in_cell = min(max(cpus // (CORES_PER_WORKER * max(cells, 1)), 1), MAX_PER_CELL)
-    suits = {"schedulers": alone, "placements": alone, "conductors": in_cell, "computes": in_cell}
+    suits = {"schedulers": alone, "placements": alone, "conductors": in_cell, "computes": max(in_cell, earlier)}
     settings = {
         name: value
         for name, value, default in (
@@ -72,7 +90,7 @@ def numbers(cpus: int, cells: int, up: UpSettings, requested: Mapping[str, int |
 
 
 class RunningProcesses(Struct, frozen=True, kw_only=True):
-    """What runs: for printing it, and for watching it."""
+    """The running processes: for printing it, and for watching it."""
 
     processes: WorkerProcesses
     site: Site

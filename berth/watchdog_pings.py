@@ -37,7 +37,7 @@ class WatchdogPings:
 
     @property
     def variables(self) -> Mapping[str, str]:
-        """What a worker needs in its environment."""
+        """The environment that a worker needs."""
         return {"NOTIFY_SOCKET": f"@{self._name}", "WATCHDOG_USEC": str(int(self.limit_s * 1e6))}
 
     def receive(self, now: float) -> None:

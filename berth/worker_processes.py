@@ -144,7 +144,9 @@ class _Readiness(Struct):
 
 
 def _pid(body: bytes) -> int:
-    """Who answered: another process may have the port, and our worker may have died of that. 0: unknown."""
+    """The workers that answered: another process may have the port, and our worker may have died of
+    that. 0: unknown.
+    """
     try:
         return msgspec.json.decode(body, type=_Readiness).pid
     except msgspec.MsgspecError:

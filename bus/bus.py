@@ -81,19 +81,19 @@ class Bus:
         self._owner = role, deployment, place
 
     async def open(self) -> None:
-        """Connect and declare what the bus shares. Raises BusOwnedByAnother."""
+        """Connect and declare the shared topology of the bus. Raises BusOwnedByAnother."""
         await self.transport.open()
         await self.declare_shared()
 
     async def declare_shared(self) -> None:
-        """Declare what the bus shares, once it is known whose it is. Raises BusOwnedByAnother."""
+        """Declare the shared topology of the bus, once its owner is known. Raises BusOwnedByAnother."""
         if self._owner is not None:
             role, deployment, place = self._owner
             await enter(self.transport, self.name, role, deployment(), place())
         await self.transport.declare_shared()
 
     async def close(self) -> None:
-        """Send what is gathered, within the bound, and close the connection."""
+        """Send the gathered messages, within the bound, and close the connection."""
         await self.publisher.close()
         await self.transport.close()
 
@@ -113,7 +113,8 @@ class Bus:
     async def publish_all(self, messages: Sequence[tuple[Message, str]], traceparents: Sequence[str] = ()) -> None:
         """Publish many messages, each with its cause; raises the first error after all are settled.
 
-        traceparents: of each message, where it is known before ("": none); otherwise that of what is being handled.
+        traceparents: of each message, where it is known before ("": none); otherwise the trace of the message that is
+        being handled.
         """
         waiter = Waiter()
         few = len(messages) <= FEW
@@ -242,7 +243,7 @@ class Bus:
         if found is None:
             row = BY_TYPE[kind]
             # Programs that are not ours listen to public events on the API bus, and read one JSON object a message.
-            # Where there are none, as good as nothing is spent on them.
+            # Without them the cost is almost nothing.
             alone = row.public and row.exchange == EVENTS and self.name == API
             probes_first = alone and bool(row.batch_key)
             found = self._modes[kind] = (

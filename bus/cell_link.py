@@ -61,7 +61,7 @@ class CellLink:
                 await consumer.start()
 
     async def drain(self, grace_s: float) -> None:
-        """Take nothing more, finish what is in hand."""
+        """Take no further messages, finish the batches under way."""
         await asyncio.gather(*(consumer.drain(grace_s) for consumer in self._consumers if consumer.started))
 
     async def close(self) -> None:

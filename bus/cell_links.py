@@ -21,7 +21,7 @@ from bus.service.service import Reached
 log = structlog.get_logger(__name__)
 
 REOPEN_S = 5.0  # the bus of an added cell that a worker may not enter, or does not find, is tried again after this
-DRAIN_S = 5.0  # so long what is in hand may take when a cell is taken out of use
+DRAIN_S = 5.0  # the most that batches under way may take when a cell is taken out of use
 MAX_ADDED = 200  # cells beyond those of the settings; each is a connection
 
 # How a worker reaches a cell: by its settings (None), or as an operator has decided.
@@ -116,7 +116,7 @@ class CellLinks:
         return not slot.wanted or (slot.link is not None and slot.link.ready)
 
     def reached(self, name: str) -> Reached:
-        """What /readyz needs of a cell of the settings."""
+        """The state of a cell of the settings for /readyz."""
         return _ReachedCell(self._slots[name], self.buses)
 
     def want(self, cells: Mapping[str, CellBus | None]) -> None:
@@ -226,7 +226,7 @@ class CellLinks:
             await link.close()
 
     async def drain(self, grace_s: float) -> None:
-        """Take nothing more from any cell, finish what is in hand."""
+        """Take no further messages from any cell, finish the batches under way."""
         self._stopping = True
         links = [slot.link for slot in self._slots.values() if slot.link is not None]
         await asyncio.gather(*(link.drain(grace_s) for link in links))

@@ -9,7 +9,7 @@ from typing import Protocol
 
 
 class Clock(Protocol):
-    """Wall time for what is written down, monotonic time for what is measured, and the only way to wait."""
+    """Wall time for records, monotonic time for measurements, and the only way to wait."""
 
     def time(self) -> float:
         """Seconds since the epoch."""

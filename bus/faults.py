@@ -1,4 +1,4 @@
-"""Faults, by what happens next. Expected outcomes are values; these are for what was not planned."""
+"""Faults, by what happens next. Expected outcomes are values; these are for unexpected failures."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class DatabaseUnprepared(DatabaseForbidden):
 
 
 class DatabaseReplaced(DatabaseForbidden):
-    """The schema was made anew under this process: what it knows is another database's."""
+    """The schema was made anew under this process: its cached state is another database's."""
 
     code = "database.replaced"
 
@@ -68,7 +68,7 @@ class RequestRefused(Fault):
 
 
 class BrokenInvariant(Fault):
-    """What must never happen did. The process stops, non-zero, rather than make it worse."""
+    """An invariant is broken. The process stops, non-zero, rather than make it worse."""
 
     code = "invariant.broken"
 

@@ -10,7 +10,7 @@ PUBLISH_ERRORS = Counter("berth_bus_publish_errors", "Broker messages not confir
 IN_FLIGHT = Gauge("berth_bus_in_flight", "Broker messages that wait for their confirm.", ["bus"])
 BLOCKED = Gauge("berth_bus_blocked", "1 while the broker takes no messages: short of memory or disk.", ["bus"])
 CONSUMED = Counter("berth_bus_consumed", "Messages taken from a queue.", ["bus", "queue"])
-OUTCOMES = Counter("berth_bus_outcomes", "What became of messages taken.", ["bus", "queue", "outcome"])
+OUTCOMES = Counter("berth_bus_outcomes", "Outcomes of the messages taken.", ["bus", "queue", "outcome"])
 STALLS = Counter(
     "berth_bus_stalls", "Handler calls put off because a dependency was unavailable.", ["bus", "queue", "code"]
 )

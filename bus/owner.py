@@ -1,4 +1,5 @@
-"""Whose a bus is: the database of each role leaves its identity there, and a worker of another database does not enter.
+"""The owner of a bus: the database of each role leaves its identity there, and a worker of another database does not
+enter.
 
 Two deployments on one bus would take each other's messages. A mark is left by the first worker of a role that
 enters the bus, for good; an operator takes it away (`berth bus release`).

@@ -1,4 +1,4 @@
-"""The port to a broker: what a transport must do. Adapters: `bus.memory`, `bus.rabbitmq`, `bus.local`.
+"""The port to a broker: the operations of a transport. Adapters: `bus.memory`, `bus.rabbitmq`, `bus.local`.
 
 One transport is one connection to one bus (a virtual host). All of them pass `tests/contract/test_transport.py`.
 """
@@ -14,7 +14,7 @@ from bus.contracts.catalogue import QueueRow
 
 
 class BusError(Exception):
-    """Base of what a transport raises. `code` is stable; the text is never parsed."""
+    """Base of the errors of a transport. `code` is stable; the text is never parsed."""
 
     code = "bus.error"
 
@@ -69,7 +69,7 @@ class BusMarked(BusError):
 
     @property
     def owner(self) -> str:
-        """Whose the mark is."""
+        """The owner of the mark."""
         return str(self)
 
 
@@ -118,7 +118,7 @@ class Delivery(Protocol):
 
     @property
     def is_lost(self) -> bool:
-        """Whether its connection is lost: then the broker delivers it again, whatever becomes of this one."""
+        """Whether its connection is lost: then the broker delivers it again, whatever the result of this delivery."""
 
     def ack(self) -> None:
         """Done with it. On a lost connection this does nothing: the broker delivers again."""
@@ -127,7 +127,7 @@ class Delivery(Protocol):
         """Requeue it (which counts towards the delivery limit), or let the broker dead-letter it."""
 
 
-# What every delivery carries, for the adapters' slots: there are thousands a second.
+# The fields of every delivery, for the adapters' slots: there are thousands a second.
 DELIVERY_FIELDS = tuple(Delivery.__annotations__)
 
 
@@ -160,13 +160,14 @@ class Transport(Protocol):
     def blocked(self) -> str:
         """Why the broker takes no messages now: in its own words, short of memory or disk. "": it takes them.
 
-        A broker reports this once something is published; what is published then waits, and nothing of it is lost.
+        A broker reports this once something is published; published messages then wait, and none of them is lost.
         """
 
     async def declare_shared(self) -> None:
-        """Declare what the whole bus shares: exchanges, the queues of delayed messages, the queue of dead letters.
+        """Declare the shared topology of the bus: exchanges, the queues of delayed messages, the queue of dead letters.
 
-        What exists is left as it is. Raises BusUnavailable: something is missing and not these credentials' to make.
+        Existing exchanges and queues are left as they are. Raises BusUnavailable: something is missing and not these
+        credentials' to make.
         """
 
     async def mark(self, name: str, owner: str) -> None:
@@ -176,13 +177,14 @@ class Transport(Protocol):
         """
 
     async def owner_of(self, name: str) -> str:
-        """The owner of a mark; "" where there is none."""
+        """The owner of a mark; "" if there is none."""
 
     async def unmark(self, name: str) -> None:
         """Remove a mark, whichever deployment left it."""
 
     async def declare_queue(self, row: QueueRow, name: str, bindings: Sequence[tuple[str, str]]) -> None:
-        """Declare a queue as its row describes it, bound; placeholders filled in. What the bus shares exists already.
+        """Declare a queue as its row describes it, bound; placeholders filled in. The shared topology of the bus exists
+        already.
 
         Raises QueueLocked, at once, while another connection has a private queue of this name.
         """

@@ -1,4 +1,4 @@
-"""Publishing with coalescing: an idle link sends at once, a busy one sends what has gathered as one broker message.
+"""Publishing with coalescing: an idle link sends at once, a busy one sends the gathered messages as one broker message.
 
 A link is one exchange and routing key. A broker message costs a hundred microseconds and more, an item in a batch
 about ten; so while one batch waits for its confirm the next one gathers.
@@ -20,7 +20,7 @@ from bus.wire import Packed, batch, single
 log = structlog.get_logger("bus.publishing")
 
 
-# So many messages that go both alone and in batches may be in flight at once; further ones gather.
+# This many messages that go both alone and in batches may be in flight at once; further ones gather.
 ONCE_FLIGHTS = 2
 
 
@@ -31,7 +31,7 @@ class BusLimits(Struct, frozen=True, kw_only=True):
     link_in_flight: broker messages of one batching link that wait for their confirm at once; full_in_flight: as many
     when each is full, because waiting would not make them any larger (a slow disk confirms late).
     in_flight: the same over all links; waiting: messages gathered over all links before publishers must wait.
-    close_s: how long close() waits for what is gathered.
+    close_s: how long close() waits for the gathered messages.
     """
 
     batch_items: int = 128
@@ -130,7 +130,7 @@ class _BatchingPublisher:
         self.routable = 0  # entries that a queue takes, so they may leave
 
     def take(self, limits: BusLimits) -> list[_Entry]:
-        """What goes into the next broker message."""
+        """The content of the next broker message."""
         if not self.mode.batches:
             return [self.entries.popleft()]
         taken: list[_Entry] = []
@@ -216,10 +216,10 @@ class Publisher:
         """Send a message of both keys, its own and its batch's, as one broker message, at once.
 
         False: something waits under one of the keys, and it may not overtake that; or so much is on its way that it
-        gathers. (What is in flight already stays before it: all leave on one channel.) It never checks who listens:
+        gathers. (Messages in flight stay before it: all leave on one channel.) It never checks who listens:
         that a queue takes batches implies nothing about queues that take single messages.
         """
-        self.flush()  # what was posted before it leaves before it
+        self.flush()  # messages that were posted earlier leave before it
         alone = self._links.get((exchange, key, mode))
         name = (exchange, together, BATCHED)
         link = self._links.get(name) or _BatchingPublisher(*name)
@@ -244,7 +244,7 @@ class Publisher:
             self._pump_link(link)
 
     async def close(self) -> None:
-        """Wait for what is gathered, within the bound; what is left then fails as unavailable."""
+        """Wait for the gathered messages, within the bound; the remaining ones then fail as unavailable."""
         if self._in_flight:
             await self._drained()
         for task in list(self._in_flight):

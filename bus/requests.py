@@ -24,12 +24,12 @@ log = structlog.get_logger("bus.requests")
 
 R = TypeVar("R", bound=Message)
 
-# Replies are taken off the queue as they come; this only bounds what the broker may send ahead.
+# Replies are taken off the queue as they come; this only bounds how much the broker may send ahead.
 REPLY_PREFETCH = 1_000
 
 
 class _PendingRequests:
-    """The requests of one call, and what has come back for each. spans: of those whose trace is sampled, by place."""
+    """The requests of one call, and the reply to each. spans: of those whose trace is sampled, by place."""
 
     def __init__(self, count: int, spans: Mapping[int, Span]) -> None:
         self.spans = spans

@@ -1,7 +1,7 @@
 """Retries: how long to wait and when to stop. The only module that decides it.
 
 Tenacity does the calling. Waits pass on our clock and are drawn from our random generator, so that a simulation owns
-both. A policy without a bound goes on until it works or its task is cancelled, which ends every wait at once.
+both. A policy without a bound continues until it works or its task is cancelled, which ends every wait at once.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from bus.port import BusError, BusForbidden
 
 T = TypeVar("T")
 
-# A wait is doubled at most so often: no number overflows.
+# A wait is doubled at most this often: no number overflows.
 MAX_DOUBLINGS = 30
 
 
@@ -38,7 +38,7 @@ class RetryPolicy(Struct, frozen=True, kw_only=True):
     lasts_s: float | None = None
 
     def wait_s(self, failures: int, rng: random.Random | None) -> float:
-        """How long to wait after so many failures in a row, 1 or more. rng None: this policy draws nothing."""
+        """How long to wait after this many failures in a row, 1 or more. rng None: this policy draws nothing."""
         longest = doubled_s(self.first_s, self.longest_s, failures - 1)
         if self.least >= 1:
             return longest
@@ -46,7 +46,7 @@ class RetryPolicy(Struct, frozen=True, kw_only=True):
         return longest * rng.uniform(self.least, 1.0)
 
 
-# What a consumer, a worker's start or a report depends on is unavailable: until it is there.
+# A server that a consumer, a worker's start or a report depends on is unavailable: until it is there.
 UNTIL_AVAILABLE = RetryPolicy(first_s=0.05, longest_s=5.0)
 # A request that the broker did not take, and the reply queue that it needs: within the request's own timeout.
 WITHIN_A_REQUEST = RetryPolicy(first_s=0.02, longest_s=1.0)
@@ -63,7 +63,7 @@ QUEUE_LOCKED = RetryPolicy(first_s=1.0, longest_s=1.0, least=1.0, lasts_s=60.0)
 CELL_UNAVAILABLE = RetryPolicy(first_s=0.5, longest_s=0.5, least=1.0)
 # The database at the start of a process, or after its connections were lost: until it answers.
 DATABASE = RetryPolicy(first_s=0.1, longest_s=3.0)
-# What a client publishes and the broker does not take: until the request's own deadline.
+# The broker does not take a client's message: until the request's own deadline.
 CLIENT_PUBLISH = RetryPolicy(first_s=0.25, longest_s=0.25, least=1.0)
 # A conductor's request for reports: until it is published.
 REPORT_REQUEST = RetryPolicy(first_s=2.0, longest_s=2.0, least=1.0)
@@ -77,7 +77,7 @@ def passes_with_time(error: BaseException) -> bool:
 
 
 def doubled_s(first_s: float, longest_s: float, times: int) -> float:
-    """`first_s`, doubled so often, at most `longest_s`."""
+    """`first_s`, doubled this often, at most `longest_s`."""
     return min(longest_s, first_s * 2.0 ** min(times, MAX_DOUBLINGS))
 
 
@@ -96,7 +96,7 @@ class Retrying:
         *,
         on_failure: Callable[[BaseException, int], None] = lambda _error, _failures: None,
     ) -> T:
-        """Call until it returns. Raises what it raised last: a fault that does not pass, or when the policy stops.
+        """Call until it returns. Raises the last error: a fault that does not pass, or when the policy stops.
 
         on_failure: called with each fault that another call follows, and with the number of faults so far.
         """
@@ -157,7 +157,9 @@ class Retrying:
 
 
 class Backoff:
-    """The waits of a loop that goes on whatever fails in it: longer with each failure, short again after a success."""
+    """The waits of a loop that continues whatever fails in it: longer with each failure, short
+    again after a success.
+    """
 
     def __init__(self, policy: RetryPolicy, clock: Clock, rng: random.Random | None = None) -> None:
         self.failures = 0

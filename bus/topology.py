@@ -1,4 +1,4 @@
-"""What a catalogue row means to a broker: the queues to declare, their bounds and bindings."""
+"""The meaning of a catalogue row to a broker: the queues to declare, their bounds and bindings."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from bus.contracts.catalogue import (
 # The queue of dead letters, and that of each delay, holds at most this many messages.
 MAX_PARKED = 1_000_000
 
-# What a bus can delay a message by; a queue and an exchange each.
+# The delays that a bus offers for a message: a queue and an exchange each.
 DELAYS_S = RETRY_S
 
 # The binding key that takes every routing key.
@@ -42,14 +42,18 @@ FOREIGN = "="
 
 
 class ExchangePlan(Struct, frozen=True):
-    """One topic exchange of the broker. What it leads nowhere goes to the exchange `alternate` ("": there is none)."""
+    """One topic exchange of the broker.
+
+    A message that it routes nowhere goes to the exchange `alternate` ("": there is none).
+    """
 
     name: str
     alternate: str = ""
 
 
 class QueuePlan(Struct, frozen=True, kw_only=True):
-    """One queue of the broker. `dead_exchange` None: what it gives up is gone; `dead_key` "": under its own key.
+    """One queue of the broker. `dead_exchange` None: messages that it gives up are gone; `dead_key` "": under its own
+    key.
 
     disposable: where a queue of other properties has its name, as an older berth declared, that one is deleted.
     """
@@ -144,8 +148,9 @@ def delayed_queue(delay_s: float) -> str:
 def shared_exchanges() -> tuple[ExchangePlan, ...]:
     """The exchanges of a bus, in the order in which they can be declared.
 
-    What was delayed for a queue that is gone meanwhile is a dead letter. Without that the broker would offer it again
-    and again, and a few of them would hold up all that is delayed (docs/decisions/0016-one-set-of-delays-a-bus.md).
+    A message that was delayed for a queue that is gone meanwhile is a dead letter. Without that the broker would offer
+    it again and again, and a few of them would hold up all that is delayed
+    (docs/decisions/0016-one-set-of-delays-a-bus.md).
     """
     delays = (ExchangePlan(delay_exchange(delay_s)) for delay_s in DELAYS_S)
     return (

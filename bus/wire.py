@@ -1,4 +1,4 @@
-"""Messages as bytes: one to a broker message, or several. What cannot be read is a value, never an exception.
+"""Messages as bytes: one to a broker message, or several. An unreadable message is a value, never an exception.
 
 One message: content-type `application/json`, the body is the message, its metadata are AMQP properties and the
 headers named here. Several: content-type `application/vnd.berth.batch+json`, the body is a JSON array of
@@ -62,8 +62,8 @@ MAX_REPLY_TO = 200
 # Times in seconds and attempts beyond these cannot be written into a header again.
 MAX_TIME_S = 2**43
 MAX_ATTEMPT = 1000
-# A time never leaves later than it was; what a float of today cannot distinguish from a whole millisecond stays that
-# one.
+# A time never leaves later than it was; a value that today's floats cannot distinguish from a whole millisecond stays
+# that one.
 SLACK_MS = 0.0005
 
 REPLY_PREFIX = "berth.reply."
@@ -214,7 +214,7 @@ class Codec:
         key = published_key(delivery)
         try:
             return self._read(delivery, new_id, key)
-        except Exception as error:  # the input is hostile, and whatever it does must not end the consumer
+        except Exception as error:  # the input is hostile, and no error of it may end the consumer
             log.exception("message.unreadable", queue=self._queue)
             return [self._malformed(delivery.body, MALFORMED, type(error).__name__, Meta(id=new_id), key)]
 
@@ -373,7 +373,7 @@ def _may_be_answered(meta: Meta) -> bool:
 def _may_travel(meta: Meta) -> bool:
     """Whether metadata out of a batch fit the properties and headers in which a retry or a dead letter carries them.
 
-    What came as a single message has been in those already.
+    A property of a single message has passed these checks already.
     """
     return (
         _is_within(meta.id, MAX_ID)
@@ -443,9 +443,9 @@ KEEPING = tuple(row.name for row in QUEUES if row.keeps_keys)
 def letters_key(delivery: Delivery) -> str:
     """The routing key that a dead letter was first published with, against which it is read again; empty: unknown.
 
-    A letter of the broker's has the headers of its publisher, who may have written anything, a record of deaths too,
-    which the broker (3.10) goes on with. The queue of requests keeps the key (`QueueRow.keeps_keys`), so that of one
-    that no consumer has read the broker itself still knows the key under which it let it pass. A message that was read
+    A letter of the broker's has the headers of its publisher, who may have written anything, also a record of deaths,
+    which the broker (3.10) continues. The queue of requests keeps the key (`QueueRow.keeps_keys`), so that of one that
+    no consumer has read the broker itself still knows the key under which it let it pass. A message that was read
     cannot have brought a record along (`Codec`): where it came back from a delay, the record has the key.
     """
     if delivery.exchange == GIVEN_UP and not delivery.routing_key.endswith(KEEPING):
@@ -474,7 +474,7 @@ def letters_code(delivery: Delivery) -> str:
 
 
 def _meta(delivery: Delivery, new_id: str) -> tuple[Meta, str]:
-    """Metadata from properties and headers, and what is wrong with them (empty: nothing)."""
+    """Metadata from properties and headers, and their errors (empty: nothing)."""
     headers = delivery.headers
     numbers, problem = _numbers(headers)
     deadline = numbers[DEADLINE]
@@ -492,7 +492,7 @@ def _meta(delivery: Delivery, new_id: str) -> tuple[Meta, str]:
 
 
 def _id(delivery: Delivery, new_id: str) -> str:
-    """The message's id as text, of so many bytes that it may travel on."""
+    """The message's id as text, short enough to be sent on."""
     return shown(delivery.message_id or new_id).encode()[:MAX_ID].decode(errors="ignore")
 
 

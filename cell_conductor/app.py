@@ -9,7 +9,7 @@ from bus.contracts.base import Message
 from bus.contracts.build import BuildEvent
 from bus.faults import BrokenInvariant
 from bus.persistence.relay import Relay
-from bus.persistence.relay_lane import Lingering
+from bus.persistence.relay_lane import Lingering, StreamPosition
 from bus.service.environment import Environment
 from bus.service.presence import announce_presence
 from bus.service.service import Service
@@ -28,17 +28,25 @@ REQUESTS = "conductor.requests"
 RESULTS = "conductor.results"
 HOSTS = "conductor.hosts.{process}"
 LEASES = "conductor.leases.{process}"
-# Declared here too: what a cell announces before its first scheduler listens must not be lost.
+# The queues of announcements are declared here too: announcements made before the first scheduler listens must not be
+# lost.
 ANNOUNCED_TO = "scheduler.builds"
 
 
 def is_progress(message: Message) -> bool:
-    """Whether it is an event of a build that goes on: it may leave together with the event of the build's end."""
+    """Whether it is an event of a build that continues: it may be published together with the event
+    of the build's end.
+    """
     return isinstance(message, BuildEvent) and not message.terminal
 
 
+def position_of(message: Message) -> StreamPosition | None:
+    """The instance of an event, and the event's number there; None: it is no event."""
+    return (message.instance_uuid, message.sequence) if isinstance(message, BuildEvent) else None
+
+
 def build(env: Environment, config: ConductorConfig, cell: str, *, store: InstanceStore | None = None) -> Service:
-    """A conductor of one cell, ready to run. Any number of them share the cell's queues and deadlines.
+    """A conductor of one cell, ready to run. Any number of conductors share the cell's queues and deadlines.
 
     store: instead of the cell's schema in the environment's database. Raises BrokenInvariant: it would use another
     bus than its cell's.
@@ -52,7 +60,8 @@ def build(env: Environment, config: ConductorConfig, cell: str, *, store: Instan
     bus = env.bus(cell)
     shared = database if not config.own_database else None
     bus.belongs_to("conductor", lambda: store.deployment, lambda: "" if shared is None else shared.place)
-    lingering = Lingering(linger_s=config.progress_linger_s, lingers=is_progress)
+    # The scheduler records each event of a build, so none is dropped: they travel, and are recorded, together.
+    lingering = Lingering(linger_s=config.progress_linger_s, lingers=is_progress, place=position_of, keeps=True)
     relay = Relay(store.outbox, {cell: bus}, clock=env.clock, lingering=lingering)
     fences = FenceKeeper(store, bus, clock=env.clock, config=config, cell=cell)
     keeper = LeaseKeeper(
@@ -118,7 +127,8 @@ def _add_consumers(  # noqa: PLR0917  (one caller)
         )
         service.add_consumer(consumer)
         service.add_check(queue, lambda consumer=consumer: consumer.ready)  # type: ignore[misc]
-    # One at a time: the newest report of a service decides, so their order is kept.
+    # One batch at a time: the newest report of a service decides, so the reports are kept in order.
     service.add_consumer(bus.consumer(HOSTS, hosts.hosts, max_batch=config.max_batch, concurrency=1))
-    # A queue of their own: a report waits for the database, and a heartbeat that waits behind it would be missing.
+    # Heartbeats have a queue of their own: a report waits for the database, and a heartbeat behind it would count as
+    # missed.
     service.add_consumer(bus.consumer(LEASES, keeper.handle, max_batch=config.max_batch, concurrency=1))

@@ -1,4 +1,4 @@
-"""Everything about a conductor that an operator may set."""
+"""A conductor's settings."""
 
 from __future__ import annotations
 
@@ -14,28 +14,28 @@ class ConductorConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """Bounds and waits of one conductor process."""
 
     own_database: bool = False
-    """Whether the cells' conductors have another database than placement and the schedulers. With the same one (the
-    default) a conductor claims an empty bus for it, as they do: of two deployments that start at once on empty buses
-    one gets all of a bus.
+    """Whether the cells' conductors have a database other than that of placement and the schedulers. With the same
+    database (the default) a conductor claims an empty bus for it, as they do: of two deployments that start at once on
+    empty buses one gets all of a bus.
     """
     claim_timeout_s: Seconds = 10.0
-    """Seconds that one answer of placement is waited for."""
+    """Seconds that a conductor waits for one answer of placement."""
     claim_retry_s: Seconds = 15.0
     """Seconds after which the sweep repeats the claim of an instance that still waits for placement (after a crash
     or an outage).
     """
     answer_timeout_s: Seconds = 10.0
-    """Seconds that a host which did not build in time has to answer what became of the attempt."""
+    """Seconds in which a host that did not build in time has to answer the query about the attempt."""
     destroy_retry_s: Seconds = 30.0
     """Seconds between the first two Destroy commands to a host that does not confirm; the wait doubles."""
     destroy_retry_max_s: Seconds = 600.0
     """Longest such wait, in seconds."""
     doubt_limit_s: Seconds = 3600.0
-    """Seconds that a build under way is waited for after the database was set back, while its host is silent. Then
-    it has failed for its client, and a machine found later goes to quarantine.
+    """Seconds that a conductor waits for a build under way after the database was set back, while its host is silent.
+    After that the build has failed for its client, and a machine found later goes to quarantine.
     """
     report_grace_s: Seconds = 30.0
-    """Seconds after an instance's last command in which a host's report does not count against it: a report that
+    """Seconds after an instance's last command during which a host's report does not count against it: a report that
     was already under way must not fail a young build.
     """
     report_interval_s: Seconds = 300.0
@@ -43,9 +43,9 @@ class ConductorConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     sweep_interval_s: Seconds = 1.0
     """Seconds between two searches for instances whose deadline has passed."""
     sweep_batch: Annotated[int, Bound(ge=1, le=5000)] = 500
-    """Most such instances handled in one transaction."""
+    """The most such instances handled in one transaction."""
     max_batch: Annotated[int, Bound(ge=1, le=1000)] = 128
-    """Most messages handled in one transaction."""
+    """The most messages handled in one transaction."""
     concurrency: Annotated[int, Bound(ge=1, le=16)] = 2
     """Batches under way per queue: one runs while another waits for its commit."""
     prefetch: Annotated[int, Bound(ge=1, le=65_535)] = 512
@@ -57,12 +57,12 @@ class ConductorConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     services_retention_s: Annotated[float, Bound(ge=86_400)] = 7 * 86_400.0
     """Seconds that a service which is down stays on record."""
     takeover_s: Seconds = 600.0
-    """Seconds that a compute service is silent before another one that reports hosts of the same uuids may have them.
-    A host restarts within it: the machines that it has are lost by the other one's report.
+    """Seconds of silence after which hosts of a compute service pass to another one that reports the same uuids.
+    A host restarts within this time; after it the machines of the silent service are lost by the other one's report.
     """
     breaker_limit: Annotated[int, Bound(ge=0, le=1_000_000)] = 5
-    """Machines of one compute service that one report may show as lost, newly quarantined or over. More open its
-    breaker: nothing of the service is destroyed or taken for lost until an operator resets it.
+    """The most machines of one compute service that one report may show as lost, newly quarantined or over. More of
+    them open its breaker: no machine of the service is destroyed or counted as lost until an operator resets it.
     """
     deleted_retention_s: Seconds = 86_400.0
     """Seconds that a deleted instance stays on record, so that a late message about it is recognised. Longer than
@@ -75,6 +75,8 @@ class ConductorConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     purge_interval_s: Seconds = 60.0
     """Seconds between two purges of those records."""
     purge_batch: Annotated[int, Bound(ge=1, le=10_000)] = 1000
-    """Most records that one statement purges."""
-    progress_linger_s: Annotated[float, Bound(ge=0, le=1)] = 0.1
-    """Seconds that an event which is not a build's end may wait for further messages."""
+    """The most records that one statement purges."""
+    progress_linger_s: Annotated[float, Bound(ge=0, le=1)] = 0.5
+    """Seconds that an event which does not end a build may wait for the next one of its instance: both are one message
+    and one transaction of the scheduler. Shorter than a client's silence (1 s), after which it queries.
+    """

@@ -1,4 +1,5 @@
-"""Take events to instances: lock, step, record with the outbox in one transaction, then ask placement and step again.
+"""Apply events to instances: lock, step, record with the outbox in one transaction, then send the requests to placement
+and step again.
 
 The only place where an instance changes. Everything works on whole batches; several conductors may run side by side.
 """
@@ -48,15 +49,15 @@ from .transition import ENDS, Transition, may_be_redone, observe_steps
 
 log = structlog.get_logger(__name__)
 
-# Placement gets requests for one instance at most this often in a row: a claim, then the release of what a delete made
-# useless.
+# Placement gets requests for one instance at most this often in a row: a claim, then the release of a claim that a
+# delete made useless.
 MAX_ROUNDS = 4
 # How often a batch is decided anew when another conductor recorded one of its new instances first.
 MAX_STALE = 5
 
 
 class FenceView(Protocol):
-    """The fences as this conductor knows them (`fences.FenceKeeper`)."""
+    """The fences as this conductor has them (`fences.FenceKeeper`)."""
 
     @property
     def known(self) -> Mapping[str, Fence]:
@@ -64,17 +65,17 @@ class FenceView(Protocol):
 
     @property
     def still_running(self) -> Mapping[str, Mapping[str, int]]:
-        """{fenced host: {instance: attempt}} of what runs there all the same."""
+        """{fenced host: {instance: attempt}} of machines that run there all the same."""
 
     def invalidate(self) -> None:
-        """They are not what is on record any more."""
+        """Drop these: they are not on record any more."""
 
     def note_losses(self, losses: Sequence[Loss]) -> None:
-        """These have just been recorded."""
+        """Add these, which have just been recorded."""
 
 
 class NoFences:
-    """Where none is ever made."""
+    """For cells in which no fence is ever made."""
 
     known: Mapping[str, Fence] = {}
     still_running: Mapping[str, Mapping[str, int]] = {}
@@ -87,7 +88,7 @@ class NoFences:
 
 
 class Sender(Protocol):
-    """Publishes what an outbox row holds, once it is committed (`bus.persistence.outbox.Relay`)."""
+    """Publishes the messages of an outbox row, once it is committed (`bus.persistence.outbox.Relay`)."""
 
     async def wait_for_capacity(self) -> None:
         """Wait while too much is in flight."""
@@ -133,10 +134,10 @@ class Engine:
         )
 
     async def take(self, incoming: Sequence[InstanceEvent], *, source: str) -> asyncio.Future[None] | None:
-        """Apply events, in order for each instance, and follow up with placement.
+        """Apply events, in order for each instance, and send the requests to placement that follow.
 
-        Returns what is done once all of it is on disk, before which the events may not be forgotten elsewhere; None: it
-        is on disk.
+        Returns an awaitable that ends once all of it is on disk, before which the events must not be acknowledged;
+        None: it is on disk.
         """
         losses, flushes = self._store.losses, self._unflushed
         with metrics.BATCH_SECONDS.labels(source).time():
@@ -144,10 +145,11 @@ class Engine:
         return None if flushes == self._unflushed else self._store.flushed(losses)
 
     async def effective(self, incoming: Sequence[InstanceEvent]) -> list[tuple[InstanceEvent, Instance]]:
-        """Those of these events that the table would act on now, each with its record. The others are late or doubled.
+        """The events among these that the table would act on now, each with its record. The others are late or
+        repeated.
 
-        The rows are locked only to read them: a change that another task is committing is waited for. Read without
-        locks it would still look open, and the breaker would count what has been taken care of.
+        The rows are locked only to read them: a change that another task is committing is waited for. If they were read
+        without locks they would still look open, and the breaker would count events that have been handled.
         """
         async with self._store.transaction() as transaction:
             known = await transaction.lock(sorted({one.uuid for one in incoming}))
@@ -162,7 +164,7 @@ class Engine:
         return found
 
     async def sweep(self) -> int:
-        """Let passed deadlines happen, one bounded batch of them. Returns how many."""
+        """Apply passed deadlines, one bounded batch of them. Returns how many."""
         await self._relay.wait_for_capacity()
         now = self._clock.time()
         if not await self._store.has_due(now):
@@ -189,7 +191,7 @@ class Engine:
         return len(due)
 
     async def leave_services(self, incoming: Sequence[InstanceEvent]) -> None:
-        """Fail builds over from services that are not waited for: `ServiceLost` for each of them.
+        """Fail builds over from services that are not awaited: `ServiceLost` for each of them.
 
         As with deadlines the database is compared first, in the same transaction: in one that was set back the silence
         of a service proves nothing, so its builds are doubted, and wait for their hosts.
@@ -208,7 +210,7 @@ class Engine:
             await self._ask_placement(due_questions(known, recorded.instances, again=()))
 
     async def _apply(self, incoming: Sequence[InstanceEvent]) -> list[PendingQuestion]:
-        """One transaction: what is new of these events, on the locked instances. Returns the requests that follow."""
+        """One transaction: the new ones of these events, on the locked instances. Returns the requests that follow."""
         await self._relay.wait_for_capacity()
         uuids = sorted({instance_event.uuid for instance_event in incoming})
         new = {instance_event.uuid for instance_event in incoming if isinstance(instance_event.event, BuildRequested)}
@@ -227,7 +229,8 @@ class Engine:
                 continue
             self._committed(transaction, recorded)
             self._unflushed += not transaction.durable
-            # A message seen before: the conductor that took it then may have died before it could ask.
+            # A message that was seen before: the conductor that took it then may have died before it could send the
+            # request.
             again = set() if len(fresh) == len(incoming) else {a.uuid for a in incoming} - {a.uuid for a in fresh}
             return due_questions(known, recorded.instances, again=again)
         raise Transient("other conductors keep recording these instances first", code="instance.contended")
@@ -241,10 +244,10 @@ class Engine:
         return [a for a in incoming if not a.message_id or a.message_id in new]
 
     def _possible(self, known: Mapping[str, Instance], incoming: Sequence[InstanceEvent]) -> list[InstanceEvent]:
-        """These, without placement's answers to requests that no record of theirs has made.
+        """These events, without placement's answers to requests that no record of theirs has made.
 
-        Only a database that was set back or replaced in between does that. What was claimed or released stands in
-        placement; what runs and has no record is quarantined with its host's next report.
+        Only a database that was set back or replaced in between does that. Claims and releases stand in placement; a
+        machine without a record is quarantined with its host's next report.
         """
         context = replace(self._context, deployment=self._store.deployment)
         now, possible = dict(known), []
@@ -273,7 +276,7 @@ class Engine:
     async def _record(
         self, transaction: Transaction, known: Mapping[str, Instance], incoming: Sequence[InstanceEvent]
     ) -> Transition:
-        """Step every event and write down what changed, with what is to be sent."""
+        """Apply every event and record the changes, with the messages to send."""
         now: dict[str, Instance] = dict(known)
         outgoing: list[OutboxMessage] = []
         steps: Counter[tuple[State, str]] = Counter()
@@ -310,14 +313,15 @@ class Engine:
         return Transition(now, outgoing, steps, ended, ended_by.losses)
 
     def _committed(self, transaction: Transaction, recorded: Transition) -> None:
-        """Send, log and count what has been committed."""
+        """Send, log and count the committed changes."""
         self._relay.send(transaction.row, recorded.outgoing)
         if recorded.losses:
             self._fences.note_losses(recorded.losses)
         observe_steps(recorded.steps, recorded.ended, recorded.outgoing)
 
     async def _ask_placement(self, questions: Sequence[PendingQuestion]) -> None:
-        """Ask placement, until nothing of this batch waits for it; what gets no answer is left to the sweep.
+        """Send requests to placement, until no instance of this batch waits for an answer; requests without an answer
+        are left to the sweep.
 
         A missing answer is no reason to hold the messages back: the request is on record, and repeated until answered.
         """
@@ -355,5 +359,5 @@ def _log_change(change: DatabaseChange, cell: str) -> None:
         cell=cell,
         deployment=change.deployment,
         doubted=change.doubted,
-        hint="no build that was under way is timed out before its host has reported what became of it",
+        hint="no build that was under way is timed out before its host has reported its state",
     )

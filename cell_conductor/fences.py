@@ -1,14 +1,16 @@
-"""Keeps the fences of a cell's hosts: takes the operator's decisions, ends what waits for a fenced host, lifts fences.
+"""Keeps the fences of a cell's hosts: takes the operator's decisions, ends steps that wait for a fenced host, lifts
+fences.
 
-Every conductor knows all fences of its cell; they are few. What a fence ends is recorded with what the host has lost by
-it, in one transaction that holds the fence. The order to destroy a loss waits in the service's queue; a host that comes
-back and lists the loss is ordered again, and a loss goes from the record when the host has destroyed it, or reports
-without it, long enough after. A fence is lifted when its host has no losses left.
+Every conductor has all fences of its cell; they are few. The effects of a fence are recorded with the host's losses, in
+one transaction that holds the fence. The order to destroy a loss waits in the service's queue; a host that comes back
+and lists the loss is sent the order again, and a loss is deleted from the record when the host has destroyed it, or
+reports without it, long enough after. A fence is lifted when its host has no losses left.
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
@@ -31,7 +33,7 @@ from .store.port import InstanceStore
 log = structlog.get_logger(__name__)
 
 CHECK_S = 0.5  # between two looks at the fences that are to be lifted
-RELOAD_S = 30.0  # what another conductor has recorded is read again after this, should its announcement be lost
+RELOAD_S = 30.0  # the record is read again after this, in case an announcement of another conductor was lost
 ANNOUNCE_S = 60.0  # between two announcements of all fences on record
 NO_UUID = "00000000-0000-0000-0000-000000000000"
 
@@ -47,6 +49,7 @@ class FenceKeeper:
         self._cell = cell
         self._fences: Mapping[str, Fence] = {}
         self._losses: Mapping[tuple[str, str], Loss] = {}
+        self._ordered: dict[tuple[str, str], float] = {}  # losses that were ordered to be destroyed again, and when
         self._still_running: dict[str, dict[str, int]] = {}
         self._is_fresh = False
         self._reload_at = 0.0
@@ -55,19 +58,22 @@ class FenceKeeper:
 
     @property
     def known(self) -> Mapping[str, Fence]:
-        """Fences by host. What this conductor does not know yet is handled late; what is lifted already is refused."""
+        """Fences by host.
+
+        A fence that this conductor has not received yet is applied late; one that is lifted already is refused.
+        """
         return self._fences
 
     @property
     def still_running(self) -> Mapping[str, Mapping[str, int]]:
-        """{fenced host: {instance: attempt}} of what a scan that began after the fence has found to run there.
+        """{fenced host: {instance: attempt}} of the machines that a scan from after the fence has found to run there.
 
-        It is proof that the fence did not hold. The slack for clocks that are apart is `report_grace_s`.
+        They prove that the fence did not hold. The allowance for clocks that differ is `report_grace_s`.
         """
         return self._still_running
 
     def invalidate(self) -> None:
-        """They are not what is on record any more: none counts until they have been read again."""
+        """Drop these, which are not on record any more: none counts until they have been read again."""
         self._fences = {}
         self._is_fresh = False
 
@@ -77,19 +83,19 @@ class FenceKeeper:
         self._losses = {**self._losses, **{one.place: one for one in losses}}
 
     async def prepare(self) -> None:
-        """Read them before the first message is taken, if the database allows it; else `run` does, soon after."""
+        """Read them before the first message is taken, if the database allows it; otherwise `run` does, soon after."""
         try:
             await self.load()
         except Transient as fault:
             log.warning("fences.waiting", code=fault.code, reason=str(fault))
 
     async def load(self) -> None:
-        """Read what is on record.
+        """Read the record.
 
-        Reads follow each other: an earlier one never replaces what a later one has found.
+        Reads are done one after another: an earlier one never replaces the result of a later one.
         """
         async with self._loading:
-            self._is_fresh = True  # before the read: what is announced meanwhile makes another one due
+            self._is_fresh = True  # before the read: an announcement that comes meanwhile makes another read due
             try:
                 fences = {one.host_uuid: one for one in await self._store.fences.fences()}
                 losses = {one.place: one for one in await self._store.fences.losses()} if fences else {}
@@ -101,14 +107,14 @@ class FenceKeeper:
             self._reload_at = self._clock.monotonic() + RELOAD_S
 
     def on_announced(self, change: HostFence) -> None:
-        """A conductor of this cell has recorded something about a fence."""
+        """Note that a conductor of this cell has recorded a change of a fence."""
         known = self._fences.get(change.host_uuid)
         is_known = known is not None and known.version >= change.version
         if change.cell == self._cell and (change.state is FenceState.LIFTED) == is_known:
             self._is_fresh = False
 
     async def run(self) -> None:
-        """Until cancelled: read again what others have recorded, and lift what may be lifted."""
+        """Until cancelled: read again the changes that others have recorded, and lift the fences that may be lifted."""
         while True:
             await self._clock.sleep(CHECK_S)
             is_due = self._clock.monotonic() >= self._reload_at
@@ -117,7 +123,7 @@ class FenceKeeper:
                     await self.load()
                 if self._clock.monotonic() >= self._announce_at:
                     self._announce_at = self._clock.monotonic() + ANNOUNCE_S
-                    # Schedulers whose record was set back to before a decision do not know that they have to lift it.
+                    # Schedulers whose record was set back to before a decision do not have the request to lift it.
                     for fence in list(self._fences.values()):
                         await self._announce(fence, FenceState.LIFTING if fence.lifting else FenceState.FENCED)
                 for fence in [one for one in self._fences.values() if one.lifting]:
@@ -129,7 +135,7 @@ class FenceKeeper:
     # --- the operator's decisions
 
     async def take(self, decisions: Sequence[CellFence], engine: Engine) -> None:
-        """Queue conductor.requests: record these, end what waits for the hosts, and publish what is on record."""
+        """Queue conductor.requests: record these, end the steps that wait for the hosts, and publish the record."""
         for decision in decisions:
             fence = Fence(
                 host_uuid=decision.host_uuid,
@@ -143,7 +149,7 @@ class FenceKeeper:
             await self.load()
             known = self._fences.get(fence.host_uuid)
             if known is None and fence.lifting:
-                await self._announce(fence, FenceState.LIFTED)  # there is none: nothing was ended here
+                await self._announce(fence, FenceState.LIFTED)  # there is none: it has ended no step here
                 continue
             if await self._store.fences.put(fence):
                 log.warning(
@@ -156,7 +162,8 @@ class FenceKeeper:
                 )
             await self.load()
             if fence.host_uuid in self._fences:
-                # Also of a decision that was known: a conductor may have died between recording and ending.
+                # Also of a decision that was on record: a conductor may have died between recording it and ending the
+                # steps.
                 await self._end_what_waits(fence.host_uuid, engine)
                 await self.load()
             await self._announce_known(fence)
@@ -212,7 +219,7 @@ class FenceKeeper:
     # --- reports of fenced hosts
 
     async def on_results(self, results: Sequence[ComputeResult]) -> None:
-        """Queue conductor.results: what a host has destroyed is no loss any more."""
+        """Queue conductor.results: a machine that a host has destroyed is no loss any more."""
         gone = [
             loss
             for one in results
@@ -245,11 +252,11 @@ class FenceKeeper:
                     await self._destroy(loss, report.service, deployment)
             self._note_running(host.uuid, kept, seen_at, deployment)
             listed = {one.instance_uuid for one in host.running}
-            gone += [
-                loss
-                for uuid, loss in losses.items()
-                if uuid not in listed and seen_at > loss.at + self._config.report_grace_s
-            ]
+            for loss in [loss for uuid, loss in losses.items() if uuid not in listed]:
+                if seen_at > loss.at + self._config.report_grace_s:
+                    gone.append(loss)
+                else:
+                    await self._destroy_unlisted(loss, report.service, deployment)
             hosts.append(replace(host, running=tuple(kept)))
         await self._delete_losses(gone)
         return replace(report, hosts=tuple(hosts))
@@ -262,6 +269,16 @@ class FenceKeeper:
             for one in listed
             if one.deployment == deployment and not (one.stopped or one.destroying)
         }
+
+    async def _destroy_unlisted(self, loss: Loss, service: str, deployment: str) -> None:
+        """Order it again, at most once in `report_grace_s`: the host lists it no more, but its clock may be behind.
+
+        The host's answer ends the loss whatever the clocks show.
+        """
+        now = self._clock.monotonic()
+        if now >= self._ordered.get(loss.place, -math.inf) + self._config.report_grace_s:
+            self._ordered[loss.place] = now
+            await self._destroy(loss, service, deployment)
 
     async def _destroy(self, loss: Loss, service: str, deployment: str) -> None:
         order = Destroy(
@@ -279,3 +296,4 @@ class FenceKeeper:
         await self._store.fences.delete_losses(losses)
         gone = {loss.place for loss in losses}
         self._losses = {place: loss for place, loss in self._losses.items() if place not in gone}
+        self._ordered = {place: at for place, at in self._ordered.items() if place in self._losses}

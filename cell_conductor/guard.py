@@ -1,6 +1,6 @@
-"""Stands before everything that a host's report alone would end or destroy: the breakers and the quarantine.
+"""Checks all events that a host's report alone would end or destroy: the breakers and the quarantine.
 
-A report in which nothing is harmful and everything is explained costs nothing here.
+A report without harmful events and unexplained machines costs nothing here.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ Effective = Callable[[Sequence[InstanceEvent]], Awaitable[list[tuple[InstanceEve
 
 
 class Guard:
-    """One conductor's; what it knows of breakers and quarantine is in the cell's schema, for all conductors."""
+    """One conductor's; the records of breakers and quarantine are in the cell's schema, for all conductors."""
 
     def __init__(
         self, store: InstanceStore, bus: Bus, clock: Clock, config: ConductorConfig, *, effective: Effective
@@ -63,7 +63,9 @@ class Guard:
         return self._instances
 
     async def assess(self, report: ComputeHosts, found: Differences) -> Sequence[tuple[str, Event]]:
-        """What may be done of what this page, with those of the same scan before it, found to be harmful."""
+        """The events that may take effect, of those that this page, with the earlier pages of the same scan, found to
+        be harmful.
+        """
         self._log(report.service, found.unexplained)
         new = await self._note(report, found.unexplained)
         scan = self._scan_of(report)
@@ -72,7 +74,7 @@ class Guard:
         scan.quarantined += new
         is_whole = bool(report.scan and report.first_sequence)
         if is_whole and scan.pages < report.pages:
-            return ()  # judged with the last page; should one be lost, the next scan brings it all again
+            return ()  # judged with the last page; if a page is lost, the next scan brings all of it again
         del self._scans[report.service]
         if not scan.findings and not scan.quarantined:
             return ()
@@ -89,8 +91,8 @@ class Guard:
         return scan
 
     async def _decide(self, report: ComputeHosts, scan: ScanFindings) -> Sequence[tuple[str, Event]]:
-        # The comparison read without locks, and a busy cell's records are ahead of its reports: what the table would
-        # ignore (a machine that came up after the scan) is no loss, and must not open a breaker.
+        # The comparison read without locks, and a busy cell's records are ahead of its reports: an event that the table
+        # would ignore (a machine that came up after the scan) is no loss, and must not open a breaker.
         if scan.findings:
             effective = await self._effective([InstanceEvent(f.uuid, f.event) for f in scan.findings])
             scan.findings = [
@@ -128,7 +130,9 @@ class Guard:
         return [(finding.uuid, finding.event) for finding in verdict.go]
 
     async def _note(self, report: ComputeHosts, machines: Sequence[Unexplained]) -> list[Unexplained]:
-        """Keep what is unexplained on record, and carry out an operator's word; returns what is new in quarantine."""
+        """Keep unexplained machines on record, and carry out an operator's verdict; returns those that are new in
+        quarantine.
+        """
         if self._recorded is None:
             self._recorded = {record.place: record.service for record in await self._store.safety.records()}
             self._instances = frozenset(uuid for _, uuid in self._recorded)
@@ -164,7 +168,7 @@ class Guard:
         return new
 
     async def _announce(self, report: ComputeHosts, new: Sequence[Unexplained]) -> None:
-        """Publish what is on record only now; of several conductors the one that recorded it does."""
+        """Publish the machines that are newly on record; of several conductors the one that recorded them does."""
         if not new:
             return
         quarantined = [one for one in new if one.kind is UnexplainedKind.QUARANTINED]

@@ -1,8 +1,9 @@
-"""What the conductor's messages mean to its instances. Batches in, one outcome each; the engine does the rest."""
+"""The effects of the conductor's messages on its instances. Batches in, one outcome each; the engine does the rest."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from typing import TypeGuard
 
 import structlog
 from msgspec.structs import replace
@@ -73,7 +74,9 @@ class RequestHandlers:
         self._search = search
 
     async def requests(self, batch: Sequence[Received]) -> Sequence[Outcome]:
-        """CellBuild, CellMove, CellMoveQuery, CellDelete; and CellFence, which comes first: others rely on it."""
+        """CellBuild, CellMove, CellMoveQuery, CellDelete; and CellFence, which is handled first: the others depend on
+        it.
+        """
         if self._fences is None:
             return await self._take(batch, "requests")
         decisions = [received.message for received in batch if isinstance(received.message, CellFence)]
@@ -115,7 +118,11 @@ class RequestHandlers:
             )
             if instance_event is not None:
                 incoming.append(instance_event)
-        last = {received.meta.id for received in batch if received.meta.attempt >= RETRIES}
+        last = {
+            received.meta.id
+            for received in batch
+            if received.meta.attempt >= RETRIES or received.queue == GIVEN_UP_QUEUE
+        }
         incoming, unsure = await self._searched(incoming, last)
         outcomes = [
             UNSURE if outcome is DONE and received.meta.id in unsure else outcome
@@ -131,26 +138,31 @@ class RequestHandlers:
     ) -> tuple[list[InstanceEvent], set[str]]:
         """The events, those of doubted builds with the machines that the cell has of them; and the messages to retry.
 
-        Nothing is begun while a service that is up has not answered, until the queue's retries are used up: those of
-        `last` are begun then.
+        Nothing is begun while a service that is up has not answered, until the queue's retries are exhausted: those of
+        `last` are begun then. The same for deletes of instances that a database which was set back has no record of.
         """
         search = self._search
         if search is None:
             return incoming, set()
-        doubted = {one.uuid for one in incoming if _is_doubted(one, search)}
+        deleted = {one.uuid for one in incoming if isinstance(one.event, DeleteRequested)}
+        doubted = {one.uuid for one in incoming if _is_doubted(one, search)} | await search.find_unrecorded(deleted)
         if not doubted:
             return incoming, set()
         searched = await search.find(doubted)
         unsure = {uuid for uuid in doubted if searched.of(uuid) is None}
         known: list[InstanceEvent] = []
         for one in incoming:
-            if one.uuid in doubted and isinstance(one.event, BuildRequested) and one.event.given_up is None:
+            if one.uuid in doubted and _is_to_be_searched(one.event):
                 if one.uuid in unsure and one.message_id not in last:
                     continue
                 known.append(replace(one, event=replace(one.event, found=searched.of(one.uuid) or ())))
             else:
                 known.append(one)
         return known, {one.message_id for one in incoming} - {one.message_id for one in known}
+
+
+def _is_to_be_searched(event: Event) -> TypeGuard[BuildRequested | DeleteRequested]:
+    return isinstance(event, DeleteRequested) or (isinstance(event, BuildRequested) and event.given_up is None)
 
 
 def _is_doubted(incoming: InstanceEvent, search: MachineSearch) -> bool:
@@ -161,7 +173,7 @@ def _is_doubted(incoming: InstanceEvent, search: MachineSearch) -> bool:
 
 
 class HostHandlers:
-    """Queue conductor.hosts.{process}: compare what hosts run with what is on record, and repair the difference."""
+    """Queue conductor.hosts.{process}: compare the machines of hosts with the record, and repair the difference."""
 
     def __init__(
         self,
@@ -178,8 +190,8 @@ class HostHandlers:
     ) -> None:
         """`outdated(service, epoch)`: a report came whose epoch is below this one of the same service.
 
-        up: the services that are up (None: not known yet). leases: who is gone for good (None: hosts that are
-        contested are not answered).
+        up: the services that are up (None: not known yet). leases: which services are gone for good (None: reports of
+        contested hosts are not answered).
         """
         self._engine = engine
         self._store = store
@@ -227,7 +239,7 @@ class HostHandlers:
                 report,
                 briefs,
                 now=self._clock.time(),
-                # A report without a time could be of any age: it proves what runs, never what is missing.
+                # A report without a time could be of any age: it proves which machines run, never which are missing.
                 seen_at=seen_at,
                 grace_s=self._config.report_grace_s,
                 deployment=self._store.deployment,
@@ -269,7 +281,7 @@ class HostHandlers:
             )
 
     async def _request_rescan(self, report: ComputeHosts, rescans: Sequence[tuple[str, str]]) -> None:
-        """Request a later scan of hosts that another service reported, where only that shows what is lost."""
+        """Request a later scan of hosts that another service reported, if only that shows which machines are lost."""
         if not rescans:
             return
         bounded = rescans[:MAX_RESCANS]
@@ -309,7 +321,8 @@ def _instance_event(received: Received, at: float) -> InstanceEvent | None:
         )
     if isinstance(message, CellDelete):
         uuid = message.instance_uuid
-        return InstanceEvent(uuid, DeleteRequested(at=at, cause=meta.cause or uuid), meta.id, meta.cause)
+        deleted = DeleteRequested(at=at, cause=meta.cause or uuid, project_id=message.project_id)
+        return InstanceEvent(uuid, deleted, meta.id, meta.cause)
     if isinstance(message, CellMove):
         uuid = message.instance_uuid
         cause = meta.cause or message.request_id
@@ -337,7 +350,7 @@ def _instance_event(received: Received, at: float) -> InstanceEvent | None:
 
 
 def _given_up(received: Received) -> Refusal | None:
-    """Why a request is not carried out any more; None: it is."""
+    """Why a request is not carried out any more; None: it is carried out."""
     return given_up_of(received) or (GIVEN_UP_BY_BROKER if received.queue == GIVEN_UP_QUEUE else None)
 
 
@@ -365,6 +378,7 @@ def move_queried(message: CellMoveQuery, at: float, cause: str = "") -> MoveRequ
         instance_uuid=message.instance_uuid,
         project_id=message.project_id,
         kind=message.kind,
+        arrival=message.arrival,
     )
     return MoveRequested(at=at, request=request, cause=cause or message.request_id, is_query=True)
 

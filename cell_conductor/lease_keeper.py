@@ -35,11 +35,11 @@ from .store.port import InstanceStore
 
 log = structlog.get_logger(__name__)
 
-TICK_S = 0.25  # between two checks of the leases; what changed within it is published together
+TICK_S = 0.25  # between two checks of the leases; changes within it are published together
 DIGEST_S = STEP_S / 2  # between two digests when nothing has changed; conductors measure silence by them
 KEEP_S = 5.0  # a keeper that does not renew its lease is replaced after this
 KEEP_AGAIN_S = 2.0
-FAIL_OVER_AGAIN_S = 5.0  # builds that came to a service that is down all the same are looked for so often
+FAIL_OVER_AGAIN_S = 5.0  # builds that came to a service that is down all the same are looked for this often
 PER_PAGE = 1000
 MAX_PAGES = 100
 PURGE_BATCH = 1000
@@ -47,7 +47,7 @@ LOGGED_RINGS = 10
 
 
 class _Term(Struct):
-    """This conductor is the keeper, for sure until then (monotonic). number: of its last digest.
+    """This conductor is the keeper, certainly until then (monotonic). number: of its last digest.
 
     rings: as they were published last (None: not yet), ring_number: how often they have changed in this term; rings_at:
     when they are repeated.
@@ -75,7 +75,7 @@ class LeaseKeeper:
         process: str,
         on_fence: Callable[[HostFence], None] = lambda _fence: None,
     ) -> None:
-        """`on_fence(report)`: a conductor of the cell has recorded something about a fence."""
+        """`on_fence(report)`: a conductor of the cell has recorded a change of a fence."""
         self._store = store
         self._bus = bus
         self._clock = clock
@@ -95,12 +95,12 @@ class LeaseKeeper:
         return self._table.down
 
     def up(self) -> Collection[str] | None:
-        """Compute services that are up; None: this has not listened for long enough to know."""
+        """Compute services that are up; None: this conductor has not listened for long enough to know."""
         return self._table.up
 
     @property
     def is_keeper(self) -> bool:
-        """Whether this conductor is the one that records who is up, and so knows all that is on record."""
+        """Whether this conductor is the one that records which services are up, and so has the whole record."""
         return self._keeping is not None and self._clock.monotonic() < self._keeping.until
 
     def is_gone(self, service: str) -> bool:
@@ -159,7 +159,7 @@ class LeaseKeeper:
         metrics.DOWN.set(len(self._table.down))
 
     async def _fail_over(self, engine: Engine) -> None:
-        """Builds under way at services that are not waited for go elsewhere, where they can."""
+        """Builds under way at services that are not awaited go elsewhere, if they can."""
         lost, now_s = self._table.abandoned, self._clock.monotonic()
         if lost and (now_s >= self._fail_over_at or not self._failed_over.issuperset(lost)):
             found = await self._store.building_at(sorted(lost))
@@ -176,7 +176,7 @@ class LeaseKeeper:
         self._failed_over = frozenset(lost)
 
     async def _keep(self) -> None:
-        """Be the keeper if no other conductor is, and record what has changed."""
+        """Become the keeper if no other conductor is, and record the changes."""
         now_s = self._clock.monotonic()
         if now_s >= self._keep_at:
             self._keep_at = now_s + KEEP_AGAIN_S
@@ -208,7 +208,7 @@ class LeaseKeeper:
             self._recorded = self._table.leases
 
     async def _publish_digest(self) -> None:
-        """The digest, when it has changed, and now and then."""
+        """The digest, when it has changed, and periodically."""
         keeping, now_s = self._keeping, self._clock.monotonic()
         if keeping is None or now_s >= keeping.until:
             return
@@ -233,7 +233,7 @@ class LeaseKeeper:
         self._published, self._digest_at = down, now_s + DIGEST_S * len(pages)
 
     async def _publish_rings(self) -> None:
-        """Who shares nodes with whom, when that has changed, and now and then."""
+        """The members of each ring, when they have changed, and periodically."""
         keeping, now_s = self._keeping, self._clock.monotonic()
         if keeping is None or now_s >= keeping.until:
             return
@@ -257,7 +257,7 @@ class LeaseKeeper:
         keeping.rings_at = now_s + DIGEST_S
 
     async def _announce_outdated(self) -> None:
-        """Who goes on under an epoch that the cell takes for over learns which one it has to outgrow."""
+        """A service that runs under an epoch which the cell counts as over receives the epoch that it has to exceed."""
         outdated = self._table.outdated()
         if self._keeping is not None:
             for service, epoch in outdated.items():

@@ -1,4 +1,4 @@
-"""What a conductor counts."""
+"""A conductor's metrics."""
 
 from __future__ import annotations
 

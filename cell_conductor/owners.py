@@ -1,7 +1,7 @@
 """Answers reports of hosts that the book has as another compute service's: notifies the owner, or releases the hosts.
 
-The book keeps which service has a host and refuses the inventory of a second one; who is up, and who lists what, is
-known here. One conductor of the cell answers, the keeper of its leases.
+The book keeps which service has a host and refuses the inventory of a second one; the conductor has the states and
+listings of the services. One conductor of the cell answers, the keeper of its leases.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from msgspec.structs import replace
 
 from bus.bus import Bus
 from bus.contracts.cell import ComputeHosts, HostsContested, HostsReleased
+from bus.contracts.placement import COMPUTE_SOURCE, InventoryReleased
 
 from .domain.listings import Listings
 
@@ -20,7 +21,7 @@ log = structlog.get_logger(__name__)
 
 
 class Leases(Protocol):
-    """What is asked of the keeper of the leases."""
+    """The queries to the keeper of the leases."""
 
     @property
     def is_keeper(self) -> bool:
@@ -39,7 +40,7 @@ class HostOwners:
         self._leases = leases
 
     async def answer(self, report: ComputeHosts) -> ComputeHosts:
-        """Answer what a report states of other services' hosts; returns the report without what it states of them."""
+        """Answer a report's statements about other services' hosts; returns the report without them."""
         contested: dict[str, list[str]] = {}
         for host in report.hosts:
             if host.owner is not None and host.owner != report.service:
@@ -56,6 +57,9 @@ class HostOwners:
         released = [host for host in hosts if is_gone or not self._listings.may_have(owner, host)]
         kept = [host for host in hosts if host not in set(released)]
         if released:
+            # Placement first: the service's next report may follow at once, and is refused before this.
+            proof = InventoryReleased(source=f"{COMPUTE_SOURCE}{owner}", roots=tuple(released))
+            await self._bus.publish(proof, cause=report.service)
             log.warning("hosts.released", owner=owner, service=report.service, hosts=len(released), first=released[0])
             given = HostsReleased(service=report.service, cell=report.cell, owner=owner, hosts=tuple(released))
             await self._bus.publish(given, cause=report.service)

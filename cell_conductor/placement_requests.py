@@ -1,4 +1,4 @@
-"""Requests to placement that instances wait for: which are due, and what the answers mean to their instances."""
+"""Requests to placement that instances wait for: which are due, and the effects of the answers on their instances."""
 
 from __future__ import annotations
 
@@ -43,9 +43,9 @@ class PendingQuestion(Struct, frozen=True):
 def due_questions(
     before: Mapping[str, Instance], after: Mapping[str, Instance], *, again: Collection[str]
 ) -> list[PendingQuestion]:
-    """The requests to placement that are due: those that have just come up, and those of `again` once more.
+    """The requests to placement that are due: new ones, and those of `again` once more.
 
-    An instance that was waiting all along is another task's: two requests at the same time would be answered twice.
+    An instance that was waiting before is another task's: two requests at the same time would be answered twice.
     """
     found: list[PendingQuestion] = []
     for uuid, instance in after.items():
@@ -69,7 +69,9 @@ class PlacementRequests:
         self._under_way: set[str] = set()  # instances
 
     async def ask(self, questions: Sequence[PendingQuestion]) -> list[InstanceEvent]:
-        """One round of questions, but those of instances that wait for an answer already; the answers as events."""
+        """One round of requests, except for instances that wait for an answer already; returns the
+        answers as events.
+        """
         mine = [question for question in questions if question.instance.uuid not in self._under_way]
         if not mine:
             return []
@@ -107,7 +109,7 @@ class PlacementRequests:
         return await self._bus.request_all(questions, reply, timeout_s=self._timeout_s, causes=causes)
 
     def _claim_event(self, question: PendingQuestion, claim: Claim, answer: ClaimResult | Fault) -> Event | None:
-        """What placement's answer means to the instance; None: no answer yet."""
+        """The event of placement's answer; None: no answer yet."""
         now, instance = self._clock.time(), question.instance
         if isinstance(answer, RequestRefused):
             metrics.ANSWERS.labels("claim", answer.code).inc()
@@ -140,12 +142,12 @@ class PlacementRequests:
             return False
         metrics.ANSWERS.labels("release", reply.outcome).inc()
         if reply.outcome == "consumer_changed":
-            # A newer attempt than any of ours holds it: not ours to release.
+            # A newer attempt than any of ours holds it: the allocation is not ours to release.
             log.warning("instance.release_foreign", instance=instance.uuid, cause=instance.cause)
         return True
 
     def _revert_event(self, instance: Instance, revert: Revert, reply: RevertResult | Fault) -> Event | None:
-        """What placement's answer means to the instance; None: the request is repeated."""
+        """The event of placement's answer; None: the request is repeated."""
         if isinstance(reply, Fault):
             self._unanswered(instance, "revert", reply)
             return None
@@ -165,14 +167,16 @@ class PlacementRequests:
 def _refused(claim: Claim, answer: ClaimResult, now: float, repeated: bool) -> ClaimRefused:
     """A claim that took nothing.
 
-    When the same request was sent before (a crash, a lost answer), a consumer that is gone is our own doing: the
-    first request released it and found no room. It differs from a consumer that another client holds.
+    If the same request was sent before (a crash, a lost answer), a missing consumer is its own effect: the first
+    request released it, and no host had room. It differs from a consumer that another client holds.
     """
     ours = repeated and answer.consumer_generation is None
     return ClaimRefused(
         at=now,
         attempt=claim.attempt,
         consumer_changed=answer.outcome is ClaimOutcome.CONSUMER_CHANGED and not ours,
+        consumer_generation=answer.consumer_generation,
+        holding=answer.holding,
         outcomes=answer.outcomes,
         reason=answer.reason,
     )

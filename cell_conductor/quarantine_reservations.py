@@ -1,7 +1,7 @@
-"""Has compute services keep what machines in quarantine take out of what they offer.
+"""Has compute services reserve, in their inventory, the resources of machines in quarantine.
 
-Level-triggered: a report names the machines that are reserved, and where that is not what it should be, the service is
-named the right ones. So nothing is remembered here, and any conductor of the cell does it.
+Level-triggered: a report names the machines that are reserved; if they differ from the record, the service is sent the
+right ones. So no state is kept here, and any conductor of the cell does it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class QuarantineReservations:
         self._bus = bus
 
     async def reserve(self, report: ComputeHosts, unexplained: Sequence[Unexplained]) -> None:
-        """Name the machines to reserve of those hosts of a page that have others reserved."""
+        """Send the machines to reserve for those hosts of a page that have others reserved."""
         wrong = misreserved(report, unexplained)
         if not wrong:
             return

@@ -1,7 +1,8 @@
-"""Queries the cell's compute services about the instances of doubted builds, before anything is built for them.
+"""Queries the cell's compute services about the instances of doubted builds, before a machine is built for them.
 
-A build is doubted when it may have been begun before by what the database has forgotten: see
-docs/explanation/destruction.md. Each service that is up is queried, with one deadline for all of them.
+A build is doubted when it may have been begun before, by a record that the database has lost: see
+docs/explanation/destruction.md. So is a delete of an instance that a database which was set back has no record of. Each
+service that is up is queried, with one deadline for all of them.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from bus.faults import Fault
 
 from . import metrics
 from .domain.adopt_rules import forgotten_machines
-from .domain.instance import Instance
+from .domain.instance import Instance, State
 from .store.port import InstanceStore
 
 log = structlog.get_logger(__name__)
@@ -27,7 +28,9 @@ LOGGED_SERVICES = 10
 
 
 class Searched(Struct, frozen=True):
-    """machines: by instance. missing: services that are up and have not answered; "": who is up is not known yet."""
+    """machines: by instance. missing: services that are up and have not answered; "": it is not
+    known yet which are up.
+    """
 
     machines: Mapping[str, Sequence[FoundMachine]] = {}
     missing: tuple[str, ...] = ()
@@ -65,6 +68,13 @@ class MachineSearch:
     def is_unexplained(self, uuid: str) -> bool:
         """Whether a host has a machine of this instance that no record explains."""
         return uuid in self._unexplained()
+
+    async def find_unrecorded(self, uuids: Collection[str]) -> set[str]:
+        """The instances among these that the database may have lost: it was set back, and has no build of them."""
+        if not uuids or not self.set_back_at:
+            return set()
+        briefs = await self._store.briefs([], sorted(uuids))
+        return set(uuids) - {one.uuid for one in briefs if one.state is not State.TOMBSTONE}
 
     async def find(self, uuids: Collection[str]) -> Searched:
         """Query every service that is up about these instances."""
@@ -106,10 +116,11 @@ class MachineSearch:
     async def find_forgotten(
         self, doubted: Mapping[str, Instance], now: float, limit_s: float
     ) -> tuple[dict[str, tuple[FoundMachine, ...]], set[str]]:
-        """Of records that fail over: machines that they do not know; and those for which nothing may be claimed now.
+        """Of records that fail over: machines that they do not have; and the instances for which nothing may be claimed
+        now.
 
-        Those are the ones with such a machine, and the ones of which a service that is up has not answered: they wait
-        for the next sweep, until the doubt's own limit (`limit_s`).
+        Nothing may be claimed for an instance with such a machine, or about which a service that is up has not
+        answered: they wait for the next sweep, until the doubt's own limit (`limit_s`).
         """
         searched = await self.find(doubted)
         found: dict[str, tuple[FoundMachine, ...]] = {}

@@ -1,4 +1,4 @@
-"""What a conductor does on its own: let deadlines pass, and ask hosts what they run."""
+"""A conductor's periodic tasks: apply passed deadlines, and request reports of hosts."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from .store.port import InstanceStore
 
 log = structlog.get_logger(__name__)
 
-UNAVAILABLE_PAUSE_S = 2.0  # what the cell depends on is unavailable: the next sweep may wait
+UNAVAILABLE_PAUSE_S = 2.0  # a server that the cell depends on is unavailable: the next sweep may wait
 
 
 async def sweep_forever(engine: Engine, clock: Clock, config: ConductorConfig) -> None:
     """Look for passed deadlines every `sweep_interval_s`; a full batch is followed by the next at once.
 
-    Conductors share the work: each takes what no other has locked.
+    Conductors share the work: each takes rows that no other has locked.
     """
     while True:
         try:
@@ -91,5 +91,5 @@ class ReportRequester:
             )
 
     async def _publish(self) -> None:
-        self._due.clear()  # whatever else was due is requested with this one
+        self._due.clear()  # every request that was due is covered by this one
         await self._bus.publish(ReportHosts(why=self._why))

@@ -1,4 +1,6 @@
-"""What one transaction makes of its instances: whether it may leave before it is on disk, and what is counted of it."""
+"""The effects of one transaction on its instances: whether its messages may be published before it is on disk, and the
+counts for metrics.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ ENDS = frozenset({State.ACTIVE, State.FAILED, State.DELETED, State.OFFLOADED})
 
 
 class Transition(Struct, frozen=True):
-    """What one transaction has made of its instances, what it sends, and what is logged after the commit."""
+    """The changes that one transaction makes to its instances, the messages that it sends, and the lines to log after
+    the commit.
+    """
 
     instances: Mapping[str, Instance]
     outgoing: list[OutboxMessage]
@@ -34,16 +38,18 @@ class Transition(Struct, frozen=True):
 
 
 def may_be_redone(recorded: Transition) -> bool:
-    """Whether it may leave before it is on disk: the message that caused it is acknowledged after that.
+    """Whether a message may be published before the commit is on disk: the message that caused it is acknowledged after
+    that.
 
-    A database that forgets it in a crash is given the message again, and announces the same again; see
-    docs/decisions/0011-what-waits-for-the-disk.md. What commands a host or goes to placement is on disk first; so is
-    the end of a request: forgotten, a refusal could be carried out after all, and what was done could fail (seed 116).
+    A database that loses the commit in a crash receives the message again, and announces the same again; see
+    docs/decisions/0011-what-waits-for-the-disk.md. Commands to hosts and requests to placement are on disk first; so is
+    the end of a request: if it were lost, a refused request could be carried out after all, and a finished one could
+    fail (seed 116). So is a departure: another cell has the instance from then on.
     """
     if any(question_of(instance) is not None for instance in recorded.instances.values()):
         return False
     outgoing = [addressed.message for addressed in recorded.outgoing]
-    if any(isinstance(message, MoveEvent) and message.terminal for message in outgoing):
+    if any(isinstance(one, MoveEvent) and (one.terminal or one.departure is not None) for one in outgoing):
         return False
     return all(isinstance(message, BuildEvent | MoveEvent) for message in outgoing)
 

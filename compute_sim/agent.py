@@ -57,8 +57,8 @@ from compute_sim.survey import Survey, made_by
 log = structlog.get_logger()
 
 DESTROY = RetryPolicy(first_s=0.2, longest_s=30.0, least=0.0)  # as often as the service's limits allow
-DESTROY_AGAIN_S = 60.0  # what was given up as impossible is taken up again after this
-MAX_AGAIN = 1_000  # ... so many at a time: the driver has just been away
+DESTROY_AGAIN_S = 60.0  # work that was given up as impossible is tried again after this
+MAX_AGAIN = 1_000  # ... this many at a time: the driver has just been away
 
 
 class Limits(Struct, frozen=True, kw_only=True):
@@ -200,7 +200,7 @@ class Agent:
             self._refuse_destroy(key, command.attempt, "the machine here was built for another deployment")
             return None
         if verdict is DestroyVerdict.DESTROY or (verdict is DestroyVerdict.JOIN and chain is None):
-            # Joining what was given up as impossible starts it again.
+            # Joining work that was given up as impossible starts it again.
             self._start_destroy(key, command.attempt, entry.deployment)
         elif chain is not None and (verdict is DestroyVerdict.JOIN or chain.clearing):
             chain.answers.add(command.attempt)
@@ -304,8 +304,8 @@ class Agent:
                 chain.answers.clear()
                 return
             except DriverUnavailable as fault:
-                # Never claim what is not certain. The entry stays `destroying`: a repeated Destroy, `insist`, or the
-                # next start of the service tries again.
+                # Never claim anything that is not certain. The entry stays `destroying`: a repeated Destroy, `insist`,
+                # or the next start of the service tries again.
                 code = "destroy.protected" if isinstance(fault, MachineProtected) else "destroy.failed"
                 log.error(code, instance=key[1], cause=key[1], host=key[0], reason=str(fault))
                 self._answers.report_refused(key, attempt, code, str(fault))
@@ -320,7 +320,8 @@ class Agent:
     async def retry_destroys(self) -> None:
         """Take up what could not be destroyed, again and again, until cancelled.
 
-        No conductor sends a second command for an instance that has failed, and what is left of it would keep its host.
+        No conductor sends a second command for an instance that has failed, and the remains of its machine would keep
+        its host.
         """
         while True:
             await self._clock.sleep(DESTROY_AGAIN_S)
@@ -335,7 +336,7 @@ class Agent:
                 self._start_destroy(key, entry.fence, entry.deployment)
 
     def owed(self) -> list[Key]:
-        """What is being destroyed now, and what could not be so far: (host, instance)."""
+        """The machines that are being destroyed now, and those that could not be so far: (host, instance)."""
         found = dict.fromkeys(self._undone)
         for key, chain in self._jobs.chains():
             entry = self._records.get(key)
@@ -361,7 +362,8 @@ class Agent:
     # --- start, stop
 
     async def resume(self) -> None:
-        """Learn what the hosts run, and take up what the last run of this service left unfinished or unsaid.
+        """Read what the hosts run, and continue the work that the last run of this service left unfinished or
+        unreported.
 
         A machine that is not on record is reported as its mark has it, and not made a record of: the conductor decides.
         """

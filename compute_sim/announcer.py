@@ -25,7 +25,7 @@ log = structlog.get_logger()
 Result = ComputeResult | MachineChanged
 
 MAX_BATCH = 500  # results published at once
-GATHER_TURNS = 8  # so often the loop goes on before what has gathered is published, while more comes each time
+GATHER_TURNS = 8  # this often the loop goes on before the gathered messages are published, while more come each time
 MAX_WAITING = 50_000  # results not confirmed yet; beyond it no more commands are taken
 # Until the results are published: the jobs that ended have been done, and their conductor must get the results.
 RESULTS = RetryPolicy(first_s=0.1, longest_s=5.0, least=0.0)

@@ -1,4 +1,4 @@
-"""What a service answers: one result for every attempt that ended, was refused, or is gone."""
+"""The answers of a service: one result for every attempt that ended, was refused, or is gone."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ class Changes:
         self._begun = begun
 
     def take(self, command: ChangeMachine, *, is_host: bool) -> EntryRow | None:
-        """Start what the command requests. Returns what is to be remembered before it is acknowledged."""
+        """Start the work that the command requests. Returns the entry to record before it is acknowledged."""
         key = (command.host_uuid, command.spec.instance_uuid)
         if not is_host:
             self._answer(command, done=False, code="host.unknown", reason="this service has no such host")
@@ -188,6 +188,6 @@ class Changes:
 
 
 def _is_its_machine(entry: Entry, command: ChangeMachine) -> bool:
-    """Whether what is on record is the machine that the command means."""
+    """Whether the machine on record is the one that the command means."""
     is_attempt = entry.phase is Phase.RUNNING and entry.attempt == command.attempt > entry.fence
     return is_attempt and entry.deployment == command.deployment

@@ -110,7 +110,7 @@ class IronicConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     Ironic knows of a node counts: Critical disables it, Warning puts it below others.
     """
     images: dict[Label, ImageSource] = {}
-    """What a request's `image` means, by name."""
+    """The meaning of a request's `image`, by name."""
     network: Literal["none", "static", "neutron"] = "none"
     """`static` attaches the ports that a request names to the node's; `neutron` also makes ports on the networks that
     it names, and removes them with the machine; `none` leaves the network alone.
@@ -158,7 +158,7 @@ class IronicConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     takes_over: Annotated[tuple[Word, ...], Bound(max_length=1000)] = ()
     """Names of services of this cell that do not run any more. Their nodes with instances are this service's."""
     canary_project: Word | None = None
-    """Nodes that have failed take builds of this project only, until one of them has become active
+    """Nodes that have failed take builds of this project only, until one of its builds has become active there
     (docs/howto/bare-metal.md). Not set: there is no such trial.
     """
 
@@ -193,13 +193,13 @@ class ComputeConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """One compute service."""
 
     driver: Literal["hypervisor", "ironic"] = "hypervisor"
-    """What manages the machines: `hypervisor` (the simulated fleet) or `ironic`."""
+    """The manager of the machines: `hypervisor` (the simulated fleet) or `ironic`."""
     hosts: Annotated[int, Bound(ge=0, le=1_000_000)] = 25
     """Simulated hosts of this service."""
     sizes: Annotated[tuple[HostSize, ...], Bound(min_length=1, max_length=64)] = (HostSize(),)
     """Sizes that the simulated hosts have in turn."""
     counts: Annotated[tuple[Annotated[int, Bound(ge=1, le=1_000_000)], ...], Bound(max_length=64)] = ()
-    """So many hosts of each of `sizes` in a round, mixed evenly. Empty: one of each."""
+    """This many hosts of each of `sizes` in a round, mixed evenly. Empty: one of each."""
     gpu_share: Rate = 0.1
     """Share of the simulated hosts that have GPUs."""
     gpus_per_host: Annotated[int, Bound(ge=1, le=16)] = 2
@@ -209,13 +209,13 @@ class ComputeConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     numa_share: Rate = 0.0
     """Share of the simulated hosts that have two NUMA cells."""
     nested: bool = True
-    """Whether hosts are reported as trees. False: everything at the root; the first report with true moves what is
-    allocated.
+    """Whether hosts are reported as trees. False: everything at the root; the first report with true moves the
+    allocations.
     """
     seed: int = 1
     """Of the simulated fleet and of its faults."""
     faults: Faults = Faults()
-    """What goes wrong in the simulated fleet."""
+    """The faults of the simulated fleet."""
     ironic: IronicConfig = IronicConfig()
     """For `driver` = `ironic`."""
     state_dir: str | None = None
@@ -225,7 +225,7 @@ class ComputeConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     report_interval_s: Annotated[float, Bound(gt=0, le=86_400)] = 60.0
     """Seconds between two full reports of the machines, in case a change was not announced."""
     metrics_interval_s: Annotated[float, Bound(ge=0, le=86_400)] = 0.0
-    """Seconds between two publications of what the driver measures (docs/howto/host-metrics.md). 0: none."""
+    """Seconds between two publications of the driver's measurements (docs/howto/host-metrics.md). 0: none."""
     max_builds_per_host: Annotated[int, Bound(ge=1, le=10_000)] = 10
     """Builds under way on one host. 10, as Nova's `max_concurrent_builds`."""
     max_builds: Annotated[int, Bound(ge=1, le=100_000)] = 5_000

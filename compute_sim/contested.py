@@ -22,13 +22,13 @@ from compute_sim.name import source_of
 log = structlog.get_logger(__name__)
 
 AGAIN_S = 10.0  # between two announcements of hosts that are refused: the conductor releases them in answer to one
-MAX_HOSTS = 100_000  # refused hosts kept; what the book refuses beyond them it refuses again
+MAX_HOSTS = 100_000  # refused hosts kept; the book refuses the hosts beyond them again
 LOGGED = 10  # hosts of one message
 HINT = "two compute services have a host of this uuid: give one of the hosts another uuid, or stop one of the services"
 
 
 class ContestedHosts:
-    """One service's. It knows what was refused since its start; the book keeps who has which host."""
+    """One service's. It has the refusals since its start; the book keeps who has which host."""
 
     def __init__(self, *, service: str, changes: HostChanges, clock: Clock) -> None:
         self._service = service
@@ -99,7 +99,7 @@ class ContestedHosts:
             self._changes.on_host_changed(released)
 
     async def announce(self) -> None:
-        """A side task: announce what is refused again and again, until cancelled."""
+        """A side task: announce repeated refusals, until cancelled."""
         while True:
             await self._clock.sleep(AGAIN_S)
             if self._owners:

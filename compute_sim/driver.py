@@ -1,4 +1,5 @@
-"""The driver port: what a compute service needs of a kind of machine. Write one of these to manage real hosts.
+"""The driver port: the operations that a compute service needs for a kind of machine. Write one of these to manage real
+hosts.
 
 All methods run in the service's event loop and must not block it. The service calls `spawn` and `destroy` for one
 instance on one host one after the other, never at the same time; different instances run side by side.
@@ -52,15 +53,17 @@ class NotOurs(Exception):
 
 
 class DriverUnavailable(Exception):
-    """What manages the machines cannot be reached just now; the same call may work later."""
+    """The manager of the machines cannot be reached just now; the same call may work later."""
 
 
 class DriverOutage(DriverUnavailable):
-    """What manages the machines is away as a whole (a restart): every other host of it is, too."""
+    """The manager of the machines is down as a whole (a restart): every other host of it is, too."""
 
 
 class DriverBusy(DriverUnavailable):
-    """What manages the machines answers, and turns this down for its load. retry_after_s: not before then (0: soon)."""
+    """The manager of the machines answers, and refuses this because of its load. retry_after_s: not before then (0:
+    soon).
+    """
 
     def __init__(self, reason: str, *, retry_after_s: float = 0.0) -> None:
         super().__init__(reason)
@@ -126,7 +129,7 @@ class Machine(Struct, frozen=True):
 
     attempt, deployment: as in its mark (None: it has no mark of ours). built: it is certainly complete. runs: it is
     not stopped. left: only its mark still names it, what manages the host reports that it is gone, and `destroy` leaves
-    it as it is. allocations: what it takes, by provider (None: the host does not know).
+    it as it is. allocations: its resources, by provider (None: the host does not know).
     """
 
     host_uuid: str
@@ -143,7 +146,10 @@ Tree = tuple[ProviderReport, ...]  # one root provider first, a parent before it
 
 
 class Driver(Protocol):
-    """Hosts of one kind. Everything is idempotent: a restarted service calls again what it was in the middle of."""
+    """Hosts of one kind.
+
+    Everything is idempotent: a restarted service repeats the calls that it was in the middle of.
+    """
 
     async def open(self) -> None:
         """Get ready. May raise DriverUnavailable; it is then called again."""
@@ -162,14 +168,14 @@ class Driver(Protocol):
 
         Raises BuildAbort, Reschedule, or DriverUnavailable.
         The mark (deployment, instance, attempt) is put on the machine before or with the first change to its host.
-        Cancelled when the build is destroyed meanwhile: `destroy` follows and clears up what is there.
+        Cancelled when the build is destroyed meanwhile: `destroy` follows and removes the remains.
         """
 
     async def destroy(self, host_uuid: str, instance_uuid: str, attempt: int, deployment: str | None) -> None:
         """Return when nothing of this deployment's attempts up to this one is left on the host, leftovers included.
 
-        Destroying what is not there is fine. Raises NotOurs, having changed nothing, when the machine's mark does not
-        name this deployment; MachineProtected; DriverUnavailable when it cannot be sure.
+        Destroying a machine that does not exist succeeds. Raises NotOurs, having changed nothing, when the machine's
+        mark does not name this deployment; MachineProtected; DriverUnavailable when it cannot be sure.
         """
 
     async def check(self, build: Build) -> None:

@@ -1,4 +1,6 @@
-"""What the hosts of one service have of certain instances, for a conductor whose record may have forgotten some."""
+"""The machines that the hosts of one service have of certain instances, for a conductor whose record may have lost
+some.
+"""
 
 from __future__ import annotations
 

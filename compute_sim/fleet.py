@@ -18,15 +18,15 @@ from compute_sim.domain.hosts import HostPlan, plan_hosts
 from compute_sim.journal import Journal
 from compute_sim.records import Records
 
-REWRITE_AFTER = 100_000  # journal rows beyond four times what is alive
+REWRITE_AFTER = 100_000  # journal rows beyond four times the number of live ones
 
 log = structlog.get_logger(__name__)
 
 
 class Guest(Struct, frozen=True, array_like=True):
-    """One machine on a host. complete: False for what a failed build left behind. deployment: its mark.
+    """One machine on a host. complete: False for the remains of a failed build. deployment: its mark.
 
-    runs: it is not stopped. image: what it was built from, by name.
+    runs: it is not stopped. image: the image that it was built from, by name.
     """
 
     instance_uuid: str
@@ -65,7 +65,7 @@ Row = GuestRow | GoneRow | HostRow
 
 
 class Host:
-    """One simulated host: its plan, and what has become of it."""
+    """One simulated host: its plan, and its progress."""
 
     __slots__ = ("disabled_reason", "enabled", "guests", "plan", "size")
 
@@ -101,7 +101,7 @@ class Fleet:
         return cls(plans, Records(base / f"{cell}.{service}.records"), base / f"{cell}.{service}.machines")
 
     def open(self) -> None:
-        """Read back what was there. Raises JournalInUse, JournalUnusable."""
+        """Read the earlier state back. Raises JournalInUse, JournalUnusable."""
         self.records.open()
         if self._journal is not None:
             for row in self._journal.open():
@@ -114,8 +114,7 @@ class Fleet:
     def _assume_what_is_recorded(self) -> None:
         """After damage: a machine that the records have running runs, for its line may be one of those unread.
 
-        Taken for gone it would be reported lost; an older one in its place would be taken for a leftover, and
-        destroyed.
+        Taken for gone it would be reported lost; an older one in its place would count as a leftover, and be destroyed.
         """
         for (host, instance), entry in self.records.running().items():
             found = self.guest(host, instance)
@@ -158,7 +157,7 @@ class Fleet:
         self._write(GuestRow(host, guest))
 
     def remove(self, host: str, instance: str) -> None:
-        """It is not any more. Removing what is not there is fine."""
+        """It is not any more. Removing a machine that does not exist succeeds."""
         if self.guest(host, instance) is not None:
             self._write(GoneRow(host, instance))
 
@@ -173,7 +172,7 @@ class Fleet:
         self._change(host, enabled=True, reason="")
 
     def resize(self, host: str, size: HostSize) -> None:
-        """More or less hardware. What runs stays, also when it no longer fits."""
+        """More or less hardware. Running machines stay, also when they no longer fit."""
         self._change(host, size=size)
 
     def lose(self, host: str) -> None:
@@ -213,7 +212,7 @@ class Fleet:
 
     def _apply(self, row: Row) -> None:
         host = self._hosts.get(row.host)
-        if host is None:  # the plan has fewer hosts now: what ran there is no longer ours to report
+        if host is None:  # the plan has fewer hosts now: the machines there are no longer ours to report
             return
         match row:
             case GuestRow(_, guest):

@@ -1,4 +1,4 @@
-"""What a compute service does with the messages it gets."""
+"""A compute service's handling of its messages."""
 
 from __future__ import annotations
 
@@ -105,8 +105,9 @@ class ComputeHandlers:
     async def control(self, batch: Sequence[Received]) -> Sequence[Outcome]:
         """ReportHosts: one announcement answers all requests. Heartbeats under this service's name: are they ours?
 
-        ServiceOutdated, InventoryOutdated: what the cell and the book have received under this name. ReserveMachines:
-        what is in quarantine on its hosts. RescanHosts: hosts to announce by a scan that begins after it.
+        ServiceOutdated, InventoryOutdated: the messages that the cell and the book have received under this name.
+        ReserveMachines: the quarantined machines on its hosts. RescanHosts: hosts to announce by a scan that begins
+        after it.
         """
         for received in batch:
             message = received.message

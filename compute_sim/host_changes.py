@@ -1,7 +1,7 @@
-"""Where all changes of a host meet: what is to be announced, and whose inventory is to be published.
+"""Where all changes of a host meet: which hosts are to be announced, and whose inventory is to be published.
 
-The driver, the agent, the quarantine and the offering note here what has changed; the reporter and the inventory
-reporter wait here for what is due. None of them knows the others.
+The driver, the agent, the quarantine and the offering record here which hosts have changed; the reporter and the
+inventory reporter wait here for hosts that are due. None of them knows the others.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ UNDONE_S = 15.0
 
 
 class PendingReport:
-    """What is to be reported: everything, or some hosts. Setting it wakes the waiting task."""
+    """The hosts to report: everything, or some hosts. Setting it wakes the waiting task."""
 
     def __init__(self) -> None:
         self.everything = True  # a start publishes everything
@@ -44,7 +44,7 @@ class PendingReport:
         self.everything = True
 
     def take(self) -> list[str] | None:
-        """What is wanted, None for everything; nothing is any more."""
+        """The hosts that are requested, None for all; nothing is any more."""
         taken = None if self.everything else list(self.hosts)
         self.everything, self.hosts = False, {}
         self._some.clear()
@@ -52,7 +52,9 @@ class PendingReport:
 
 
 class HostChanges:
-    """What one service has to report of its hosts: `announcements` to its cell, `inventory` to the resource book."""
+    """The pending reports of one service about its hosts: `announcements` to its cell, `inventory` to the resource
+    book.
+    """
 
     def __init__(self, clock: Clock) -> None:
         self.announcements = PendingReport()
@@ -74,7 +76,7 @@ class HostChanges:
 
     @property
     def rescans(self) -> tuple[str, ...]:
-        """What a scan that begins now names, and those after it until one was published."""
+        """The rescans that a scan which begins now names, and those after it until one was published."""
         return tuple(self._rescans)
 
     def clear_rescans(self, rescans: Sequence[str]) -> None:
@@ -93,7 +95,7 @@ class HostChanges:
         self.announcements.add((host,))
 
     def on_reconnected(self) -> None:
-        """The broker was unavailable: what was published meanwhile, or just before, may be lost."""
+        """The broker was unavailable: reports that were published meanwhile, or just before, may be lost."""
         self.announcements.add()
         self.inventory.add()
 

@@ -22,12 +22,12 @@ from compute_sim.records import Records
 
 TREES_PER_PUBLISH = 200
 # Inventory travels on durable queues and is published when it changes: repeating it all is for the unforeseen, and for
-# 100,000 hosts every minute it would cost the resource book as much as the boots do. One in so many report intervals.
+# 100,000 hosts every minute it would cost the resource book as much as the boots do. One in this many report intervals.
 INVENTORY_EVERY = 10
 
 
 class InventoryReporter:
-    """Publishes what the hosts of one service have, except what machines in quarantine take."""
+    """Publishes the inventories of one service's hosts, less the resources of quarantined machines."""
 
     def __init__(
         self,

@@ -44,7 +44,7 @@ class Jobs:
         return self._chains.get(key)
 
     def chains(self) -> Iterable[tuple[Key, Chain]]:
-        """Those that have work."""
+        """The jobs that have work."""
         return self._chains.items()
 
     def without_build(self, key: Key) -> Chain:

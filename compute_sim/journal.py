@@ -1,6 +1,6 @@
 """An append-only file that survives the death of its process, though not of its machine.
 
-Each append is one write to the operating system, so what was appended before a SIGKILL is there afterwards. It is
+Each append is one write to the operating system, so appended rows are there after a SIGKILL. It is
 not synced to the disk: a simulated fleet need not survive a power cut. A line that was cut short is dropped.
 
 A line is a row as JSON, a tab and the checksum of that JSON, so that a damaged byte is noticed wherever it is. A
@@ -163,7 +163,7 @@ class Journal(Generic[Row]):
         return msgspec.structs.replace(damage, kept=str(kept))
 
     def append(self, rows: Sequence[Row]) -> None:
-        """Write these rows. What is returned from here outlives the process."""
+        """Write these rows. A row that is returned from here outlives the process."""
         if self._file < 0 or not rows:
             return
         self._write(self._file, self._written(rows))

@@ -1,4 +1,4 @@
-"""Publishes what the driver measures of its hosts (`host.metrics.v1`), now and then, while there is anything."""
+"""Publishes the driver's measurements of its hosts (`host.metrics.v1`), periodically, while there are any."""
 
 from __future__ import annotations
 

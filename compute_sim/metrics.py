@@ -1,11 +1,11 @@
-"""What a compute service counts."""
+"""The metrics of a compute service."""
 
 from __future__ import annotations
 
 from prometheus_client import Counter, Gauge, Histogram
 
 COMMANDS = Counter(
-    "berth_compute_commands_total", "Spawn and Destroy commands, by what they meant.", ["service", "verdict"]
+    "berth_compute_commands_total", "Spawn and Destroy commands, by their effect.", ["service", "verdict"]
 )
 BUILDS = Counter("berth_compute_builds_total", "Builds that ended, by how.", ["service", "outcome"])
 BUILD_S = Histogram(
@@ -29,6 +29,6 @@ CONTESTED = Gauge(
 )
 RESERVED = Gauge(
     "berth_compute_reserved_machines",
-    "Machines in quarantine whose resources are kept out of their host's inventory; of size unknown nothing is.",
+    "Quarantined machines whose resources are kept out of their host's inventory; not for a machine of unknown size.",
     ["service", "size"],
 )

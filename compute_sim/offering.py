@@ -1,6 +1,6 @@
 """Which of its hosts a service may offer after a start: none on which it still has to destroy something.
 
-While the service was down its queue kept its orders, those to destroy what it has lost by a fence among them. The
+While the service was down its queue kept its orders, among them those to destroy the losses of a fence. The
 service publishes a marker to its own queue: when the marker comes back, all that was waiting there has been taken. Only
 then builds and changes begin: the order that ends one of them may have come behind it. And each host may be offered as
 soon as nothing is left that was to be destroyed there before the marker.
@@ -25,7 +25,7 @@ from compute_sim.records import Key, Records
 log = structlog.get_logger()
 
 AGAIN_S = 5.0  # a marker that has not come back is published once more
-DESTROYING = "the service destroys what this host has lost"
+DESTROYING = "the service destroys this host's losses"
 
 
 class MarkerBus(Protocol):
@@ -66,9 +66,9 @@ class Offering:
         await asyncio.get_running_loop().create_future()
 
     def on_marker(self, marker: QueueMarker, owed: Sequence[Key]) -> None:
-        """A marker came back, after all that was before it in the queue. Those of former lives mean nothing.
+        """A marker came back, after all that was before it in the queue. Orders of former runs mean nothing.
 
-        owed: what is being destroyed now, and what could not be destroyed so far.
+        owed: the machines that are being destroyed now, and those that could not be destroyed so far.
         """
         if marker.epoch != self._records.epoch or self.begun.is_set():
             return

@@ -1,6 +1,6 @@
 """The parts of one compute service, made in the order in which they need each other.
 
-What changes on a host meets in `HostChanges`, so that none of these parts calls one that is made after it.
+Changes on a host meet in `HostChanges`, so that none of these parts calls one that is made after it.
 """
 
 from __future__ import annotations
@@ -191,7 +191,9 @@ class Parts:
         )
 
     def measuring(self) -> Measuring | None:
-        """What publishes measurements of the hosts; None where the driver measures nothing, or it is switched off."""
+        """The task that publishes measurements of the hosts; None where the driver measures nothing, or it is switched
+        off.
+        """
         if not self._config.metrics_interval_s or not isinstance(self.driver, MeasuringDriver):
             return None
         return Measuring(
@@ -204,7 +206,7 @@ class Parts:
         )
 
     def waiting(self) -> WaitingReporter | None:
-        """What publishes which builds wait; None where the driver's builds wait for nothing."""
+        """The task that publishes which builds wait; None where the driver's builds wait for nothing."""
         if not isinstance(self.driver, WaitingDriver):
             return None
         return WaitingReporter(
@@ -224,7 +226,7 @@ class Parts:
         await self.name.hold()
 
     async def open(self) -> None:
-        """Remember, find the machines, take up what was unfinished."""
+        """Read the records, find the machines, continue unfinished work."""
         self.fleet.open()
         await Retrying(DRIVER, self.clock, self.bus.rng).call(
             self._ready,
@@ -240,7 +242,7 @@ class Parts:
         await self.agent.resume()
 
     async def drain(self, grace_s: float) -> None:
-        """Let builds end for a while, publish all results and the departure. What is left is on record."""
+        """Let builds end for a while, publish all results and the departure. The unfinished rest is on record."""
         await self.agent.stop(min(STOP_GRACE_S, grace_s / 2))
         await self.announcer.flush(min(FLUSH_S, grace_s / 2))
         await self.reporter.leave()

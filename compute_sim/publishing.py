@@ -1,4 +1,4 @@
-"""Publishes what is pending, until it is published: the loop that announcements and inventory share."""
+"""Publishes pending messages, until they are published: the loop that announcements and inventory share."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Keeps what machines in quarantine take out of the inventory of their hosts, until they are gone or explained.
 
-Such a machine may have no claim in the book, so what it takes would be offered to others, and a build there would take
+Such a machine may have no claim in the book, so its resources would be offered to others, and a build there would take
 more than its host has. The cell's conductor names these machines (`ReserveMachines`); they are on record here, so that
-a restart does not offer what they take. A machine that its host does not carry any more is dropped at once.
+a restart does not offer their resources. A machine that its host does not carry any more is dropped at once.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ log = structlog.get_logger(__name__)
 
 
 class Quarantine:
-    """The reserved machines of one service. `on_changed(hosts)`: what these hosts offer is another amount now."""
+    """The reserved machines of one service. `on_changed(hosts)`: the amounts that these hosts offer have changed."""
 
     def __init__(
         self, *, service: str, driver: Driver, records: Records, on_changed: Callable[[Sequence[str]], None]
@@ -68,7 +68,7 @@ class Quarantine:
     def _found(
         self, host: str, named: Sequence[ReservedMachine], machines: Sequence[Machine]
     ) -> tuple[ReservedMachine, ...]:
-        """Those of the named machines that are there; the host's own word on what one takes comes first."""
+        """The named machines that exist; the host's own statement of a machine's resources comes first."""
         there = {machine.instance_uuid: machine for machine in machines}
         before = {(one.instance_uuid, one.attempt): one.allocations for one in self._records.reserved(host)}
         found: list[ReservedMachine] = []
@@ -98,7 +98,7 @@ class Quarantine:
                     cause=one.instance_uuid,
                     host=host,
                     uncounted=list(uncounted) or "everything",
-                    hint="disable the host where what this machine takes matters",
+                    hint="disable the host if this machine's resources matter",
                 )
 
 

@@ -1,4 +1,4 @@
-"""What a compute service remembers across its own restarts: attempts, fences, failures, and the numbers it has used.
+"""A compute service's records across its own restarts: attempts, fences, failures, and the numbers it has used.
 
 In memory, and in a journal when there is a directory for it. Everything is an absolute value, so reading the
 journal again in order gives the same memory.
@@ -99,7 +99,7 @@ class Records:
     # --- attempts
 
     def get(self, key: Key) -> Entry | None:
-        """What is known of this instance on this host."""
+        """The record of this instance on this host."""
         return self._entries.get(key)
 
     def spawn_of(self, key: Key) -> Spawn | None:
@@ -154,7 +154,7 @@ class Records:
         return {key: self._entries[key] for key in (*self._running, *self._spawns) if key[1] in instances}
 
     def running(self) -> dict[Key, Entry]:
-        """What runs, as far as is known."""
+        """The machines that run, as far as is known."""
         return {key: self._entries[key] for key in self._running}
 
     def holding_hosts(self) -> frozenset[str]:
@@ -168,7 +168,7 @@ class Records:
         return self._reserved.get(host, ())
 
     def count_reserved(self, *, sized: bool) -> int:
-        """So many of them; sized: of which it is known what they take."""
+        """This many of them; sized: whose resources are known."""
         return sum(bool(one.allocations) is sized for machines in self._reserved.values() for one in machines)
 
     def reserve(self, hosts: Mapping[str, tuple[ReservedMachine, ...]]) -> list[str]:
@@ -198,7 +198,10 @@ class Records:
         return self.epoch
 
     def outgrow(self, epoch: int = 0, version: int = 0) -> bool:
-        """Go on above what others have received under this name; returns whether it was higher. At most `FARTHEST`."""
+        """Continue above the versions that others have received under this name; returns whether it was higher.
+
+        At most `FARTHEST`.
+        """
         if not (self.epoch < epoch <= FARTHEST or self.version < version <= FARTHEST):
             return False
         if self.epoch < epoch <= FARTHEST:

@@ -1,8 +1,8 @@
 """Publishes heartbeats and host announcements to the cell.
 
-After a start a host is announced as disabled until the service has destroyed there what it was ordered to destroy while
-it was not running (`offering`). Announcements and heartbeats share one sequence and leave one after the other, so that
-a listener may drop what is older than what it has received.
+After a start a host is announced as disabled until the service has destroyed there the machines that it was ordered to
+destroy while it was not running (`offering`). Announcements and heartbeats share one sequence and leave one after the
+other, so that a listener may drop a message that is older than the last one received.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ RUNNING_PER_PAGE = 5000  # keeps a page of full hosts below a megabyte
 
 
 class HostSource(Protocol):
-    """What the reporter needs of the survey."""
+    """The operations that the reporter needs of the survey."""
 
     async def load_hosts(self) -> Sequence[DriverHost]:
         """Read from the driver which hosts there are."""
 
     async def running(self, hosts: Sequence[str] | None = None) -> dict[str, list[Running]]:
-        """What each host that was seen carries."""
+        """The machines of each host that was seen."""
 
 
 class Reporter:
-    """Publishes what one service is and which hosts it has."""
+    """Publishes the state of one service and the hosts that it has."""
 
     def __init__(
         self,
@@ -83,7 +83,7 @@ class Reporter:
         """The cell or the book has received a later number under this service's name than any of its own.
 
         Its clock was set back, its records are gone, or another process had the name while its clock was ahead. The
-        service holds the name: it goes on above that epoch, and publishes everything again. A late copy changes
+        service holds the name: it continues above that epoch, and publishes everything again. A late copy changes
         nothing.
         """
         before = self._records.epoch
@@ -174,7 +174,7 @@ class Reporter:
         self._changes.clear_rescans(rescans)
 
     def _pages(self, hosts: Sequence[DriverHost], running: dict[str, list[Running]]) -> list[list[HostReport]]:
-        """Pages of hosts, bounded by hosts and by what they run; one empty page when there are none."""
+        """Pages of hosts, bounded by hosts and by the machines that they run; one empty page when there are none."""
         pages: list[list[HostReport]] = [[]]
         instances = 0
         for host in hosts:

@@ -42,7 +42,7 @@ class Ring:
         self._owned: dict[str, bool] = {}  # of this version
 
     def apply(self, message: RingMembers) -> bool:
-        """Go by these members, unless they are older than those known. True: they are others."""
+        """Go by these members, unless they are older than those known. True: the members have changed."""
         version = (message.term, message.number)
         if message.ring != self.name or version <= self.version:
             return False

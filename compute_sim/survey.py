@@ -1,4 +1,4 @@
-"""What the hosts of a service carry: the driver's answer, compared with what is on record."""
+"""The machines on the hosts of a service: the driver's answer, compared with the record."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ log = structlog.get_logger()
 
 
 class Survey:
-    """One service's. hosts: the uuids of those that builds are taken for.
+    """One service's. hosts: the uuids of the hosts that builds are accepted for.
 
-    on_listed: called with what the hosts carry, each time they are looked at.
+    on_listed: called with the machines of the hosts, each time they are read.
     """
 
     def __init__(
@@ -34,7 +34,7 @@ class Survey:
         self._unrecorded: dict[str, list[Machine]] = {}  # by host: machines with a mark that are not on record
 
     async def load_hosts(self) -> Sequence[DriverHost]:
-        """Read from the driver which hosts there are; from now on builds are taken for these, and only these."""
+        """Read from the driver which hosts there are; from now on builds are accepted for these, and only these."""
         hosts = await self._driver.hosts()
         self.hosts = frozenset(host.uuid for host in hosts)
         self._names = {host.uuid: host.name for host in hosts}
@@ -67,7 +67,9 @@ class Survey:
                 self._unrecorded.pop(host, None)
 
     async def running(self, hosts: Sequence[str] | None = None) -> dict[str, list[Running]]:
-        """What each host that was seen carries; machines on record that their hosts do not carry are noted as lost."""
+        """The machines of each host that was seen; machines on record that their hosts do not carry
+        are noted as lost.
+        """
         before = self._records.running()
         listed = await self._driver.list(hosts)
         self._on_listed(listed)
@@ -103,7 +105,7 @@ def _is_done_with(machine: Machine, known: Entry | None) -> bool:
 def _running(machine: Machine, known: Entry | None, *, reserved: bool) -> Running:
     """A machine as it is reported: by its mark; the attempt of one without a mark is its record's."""
     attempt = machine.attempt if machine.attempt is not None else (known.attempt if known else UNKNOWN_ATTEMPT)
-    # Until its driver has ended the build, the result is still to come, and with it what the driver remarks.
+    # Until its driver has ended the build, the result has not arrived yet, nor has the driver's remark.
     is_building = known is not None and known.phase is Phase.BUILDING and made_by(known, machine)
     return Running(
         instance_uuid=machine.instance_uuid,

@@ -11,7 +11,7 @@ from bus.port import BusError
 from compute_sim.driver import WaitingDriver
 from compute_sim.publishing import PublishingBus
 
-HOLDS_FOR = 3  # intervals: so many messages may be lost in a row
+HOLDS_FOR = 3  # intervals: this many messages may be lost in a row
 
 
 class WaitingReporter:

@@ -77,7 +77,7 @@ class IronicSyncConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     page_size: Annotated[int, Bound(ge=1, le=1000)] = 500
     """Nodes in one page."""
     max_nodes: Annotated[int, Bound(ge=1, le=1_000_000)] = 100_000
-    """Most nodes that are followed; further ones are logged (`ironic.too_many_nodes`) and left out."""
+    """The most nodes that are followed; further ones are logged (`ironic.too_many_nodes`) and left out."""
     reads_in_flight: Annotated[int, Bound(ge=1, le=256)] = 16
     """Reads of single nodes under way."""
     transient_retry_s: Seconds = 1.0

@@ -21,13 +21,13 @@ from ironic_sync.waiting import event_or_time
 log = structlog.get_logger(__name__)
 
 UNHANDLED = "notification.unhandled"
-RECOUNTED_EVENTS = 64  # distinct event names counted by name; what is beyond that is counted as "other"
+RECOUNTED_EVENTS = 64  # distinct event names counted by name; an event type beyond that is counted as "other"
 
 
 class NotificationListener:
     """Binds, consumes, and turns each delivery into a step of the sync_state, in order of arrival.
 
-    A delivery is acknowledged once what it changed is saved. One that only causes a read is acknowledged at once:
+    A delivery is acknowledged once its changes are saved. One that only causes a read is acknowledged at once:
     every new writer reads all nodes, so that no read is lost with this process.
     """
 
@@ -122,7 +122,7 @@ class NotificationListener:
         """
         try:
             self._take(delivery)
-        except Exception as error:  # the input is foreign; reading all nodes covers what it was about
+        except Exception as error:  # the input is foreign; reading all nodes covers its subject
             metrics.REJECTED.labels(UNHANDLED).inc()
             log.error("ironic.unhandled", code=UNHANDLED, error=type(error).__name__, where=_where(error))
             delivery.ack()

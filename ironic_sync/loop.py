@@ -96,7 +96,7 @@ class SyncLoop:
             self._term.reader.read_all()
 
     async def outdated(self, batch: Sequence[Received]) -> Sequence[Outcome]:
-        """Queue ironic.outdated.{process}: what the book has newer than what was reported."""
+        """Queue ironic.outdated.{process}: rows of the book that are newer than the last report."""
         for received in batch:
             message = received.message
             if (
@@ -108,7 +108,7 @@ class SyncLoop:
         return [Done()] * len(batch)
 
     async def drain(self, grace_s: float) -> None:
-        """Take no more notifications; see what was taken saved and published, if the grace time allows."""
+        """Take no more notifications; see the taken changes saved and published, if the grace time allows."""
         term, until = self._term, self._clock.monotonic() + grace_s
         if term is None:
             return
@@ -193,11 +193,13 @@ class SyncLoop:
                 tasks.create_task(term.listener.run())
                 tasks.create_task(term.measurements.run())
                 tasks.create_task(self._check(term, kept))
-        except ExceptionGroup as faults:  # not `except*`: what is raised from there is wrapped in a group again
+        except (
+            ExceptionGroup
+        ) as faults:  # not `except*`: an exception that is raised from there is wrapped in a group again
             raise first_fault(faults) from faults
 
     async def _check(self, term: _Term, kept: Term) -> None:
-        """Notice soon when another process has become the writer, and purge what was removed long ago."""
+        """Notice soon when another process has become the writer, and purge nodes that were removed long ago."""
         purge_at = self._clock.time()
         while True:
             await self._clock.sleep(self._config.leader_poll_interval_s)
@@ -210,7 +212,7 @@ class SyncLoop:
 
 
 class _Term:
-    """What one term consists of."""
+    """The parts of one term."""
 
     def __init__(
         self,

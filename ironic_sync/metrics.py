@@ -1,4 +1,4 @@
-"""What ironic_sync counts."""
+"""The metrics of ironic_sync."""
 
 from __future__ import annotations
 

@@ -12,8 +12,8 @@ from bus.tracing.tracer import Tracer
 class NotificationTraces:
     """The spans of nodes whose notifications are under way, at most one a node.
 
-    What is announced about a node meanwhile is answered by the same read and the same update, and so belongs to the
-    trace of the first.
+    Later notifications about a node are answered by the same read and the same update, and so belong to the trace of
+    the first.
     """
 
     def __init__(self, tracer: Tracer | None) -> None:
@@ -46,7 +46,7 @@ class NotificationTraces:
 
     @contextlib.contextmanager
     def reading(self, node: str) -> Iterator[None]:
-        """What the block requests of Ironic about the node is in the trace."""
+        """The block's requests to Ironic about the node are in the trace."""
         span = self._spans.get(node)
         if span is None or self._tracer is None:
             yield

@@ -14,6 +14,7 @@ from bus.retrying import Backoff, RetryPolicy
 from ironic_sync import metrics
 from ironic_sync.config import IronicSyncConfig
 from ironic_sync.domain.node import Unreadable
+from ironic_sync.pace import Pace
 from ironic_sync.source.port import IronicSource
 from ironic_sync.sync_state import SyncState
 from ironic_sync.waiting import event_or_time
@@ -24,8 +25,14 @@ JITTER = 0.1  # of the time between two reads of all, so that several systems do
 # More nodes than this that wait for their reads, and than this part of all, are read as a list: a page of hundreds
 # costs Ironic what some ten single reads do.
 LIST_FROM = 100
-LIST_SHARE = 20
-MAX_ALLOCATIONS = 1000  # looked at side by side; past it the next read of all finds what they did
+LIST_SHARE = 50
+# Single reads that begin in a second, while lists can be read: past it what waits becomes a list. A read is some
+# milliseconds of work; without a bound a storm's reads took so much that its notifications waited (docs/lab/metal.md).
+READS_A_SECOND = 100
+# After a list that stood for single reads nothing is read for as long as it took, and for this at least: what a storm
+# takes out of the book needs no read, and comes first.
+LEAST_REST_S = 0.5
+MAX_ALLOCATIONS = 1000  # looked at side by side; past it the next read of all nodes finds the changes
 
 
 class Reader:
@@ -49,6 +56,8 @@ class Reader:
         self._reading_all = False
         self._lists_instead = False  # the read of all that is under way, or requested, stands for the single reads
         self._lists_work = True
+        self._rest_until = float("-inf")
+        self._pace = Pace(READS_A_SECOND)
         self.last_all_at: float | None = None
         self.reachable = True
 
@@ -64,14 +73,12 @@ class Reader:
         self._all.set()
 
     async def run(self) -> None:
-        """Read what is due, until cancelled."""
+        """Read the nodes that are due, until cancelled."""
         try:
             while True:
                 self._sync_state.planned.clear()
                 self._start_due()
-                due_at = None if len(self._reading) >= self._config.reads_in_flight else self._sync_state.next_due()
-                wait_s = None if due_at is None else due_at - self._clock.time()
-                await event_or_time(self._sync_state.planned, self._clock, wait_s)
+                await event_or_time(self._sync_state.planned, self._clock, self._wait_s())
         finally:
             await _cancel(self._reading, self._allocations)
 
@@ -87,7 +94,11 @@ class Reader:
             if self._clock.time() >= republish_at:
                 self._sync_state.republish_all(gone_since=self._clock.time() - self._config.removed_retention_s)
                 republish_at = self._clock.time() + self._config.republish_interval_s
+            began = self._clock.monotonic()
             complete = await self._read_all()
+            ended = self._clock.monotonic()
+            if self._lists_instead:
+                self._rest_until = ended + max(ended - began, LEAST_REST_S)
             if not complete:
                 self._all.set()
             self._reading_all = self._lists_instead = False
@@ -127,13 +138,14 @@ class Reader:
         now = self._clock.time()
         if self._reads_list_instead(now):
             return
-        while len(self._reading) < self._config.reads_in_flight:
+        while len(self._reading) < self._config.reads_in_flight and not self._held_back_s():
             uuid = self._sync_state.pop_due(now)
             if uuid is None:
                 return
             if uuid in self._reading:
                 self._again.add(uuid)
                 continue
+            self._pace.take(self._clock.monotonic())
             task = asyncio.get_running_loop().create_task(self._read(uuid))
             self._reading[uuid] = task
             task.add_done_callback(partial(self._ended, uuid))
@@ -141,10 +153,25 @@ class Reader:
     def _reads_list_instead(self, now: float) -> bool:
         """Whether a read of all stands for single reads. None does while such reads fail: single ones may not."""
         most = max(LIST_FROM, len(self._sync_state.positions) // LIST_SHARE)
-        if not self._lists_instead and self._lists_work and self._sync_state.has_more_due(most, now):
+        is_possible = self._lists_work and self._clock.monotonic() >= self._rest_until
+        if not self._lists_instead and is_possible and self._sync_state.has_more_due(most, now):
             self._lists_instead = True
             self.read_all()
         return self._lists_instead
+
+    def _wait_s(self) -> float | None:
+        """Seconds until the next single read may begin; None: when one ends, a list ends, or a node is planned."""
+        if self._lists_instead or len(self._reading) >= self._config.reads_in_flight:
+            return None
+        due_at = self._sync_state.next_due()
+        return None if due_at is None else max(due_at - self._clock.time(), self._held_back_s())
+
+    def _held_back_s(self) -> float:
+        """Seconds for which single reads are held back. While lists fail they are not: nothing else reads a node."""
+        if not self._lists_work:
+            return 0.0
+        now = self._clock.monotonic()
+        return max(self._rest_until - now, self._pace.wait_s(now), 0.0)
 
     def _ended(self, uuid: str, _: object) -> None:
         del self._reading[uuid]

@@ -1,4 +1,4 @@
-"""The positions of one term in memory, and what is still to be done about them. Nothing here waits."""
+"""The positions of one term in memory, and the work that is still to be done about them. Nothing here waits."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class SyncState:
         self.positions = dict(positions)
         self.published = dict(published)
         self.unsaved: dict[str, None] = {}
-        self.deliveries: list[Delivery] = []  # to acknowledge once what they moved is saved; prefetch bounds it
+        self.deliveries: list[Delivery] = []  # to acknowledge once their changes are saved; prefetch bounds it
         self.notified_at: dict[str, tuple[float, str]] = {}  # {node: (arrival, cause)} until an update is confirmed
         self.moved = asyncio.Event()
         self.planned = asyncio.Event()
@@ -53,6 +53,7 @@ class SyncState:
         self._max_nodes = max_nodes
         self._seq = 0
         self._due: list[tuple[float, str]] = []
+        self._ready: dict[str, None] = {}  # whose time has come, in its order
         self._republish: set[str] = set()
         for uuid, position in self.positions.items():
             if position.version > self.published.get(uuid, 0):
@@ -81,12 +82,12 @@ class SyncState:
         return self._move(before, after)
 
     def settle(self, uuid: str) -> None:
-        """What was announced of a node has been read, and the book has it."""
+        """The announced changes of a node have been read, and the book has them."""
         self.notified_at.pop(uuid, None)
         self.traces.end(uuid)
 
     def requeue_unacknowledged(self) -> None:
-        """Return what is not acknowledged to the queue, for the next writer."""
+        """Return unacknowledged messages to the queue, for the next writer."""
         deliveries, self.deliveries = self.deliveries, []
         for delivery in deliveries:
             delivery.nack(requeue=True)
@@ -135,8 +136,8 @@ class SyncState:
     def republish_all(self, *, gone_since: float) -> None:
         """Report every node to the book again, each when it is next read.
 
-        Those that have gone since are not read any more: their removal is reported now, because what was in use when it
-        was removed stays in the book, without capacity, until a later report finds it unused.
+        Nodes that have gone since are not read any more: their removal is reported now, because inventory in use when
+        it was removed stays in the book, without capacity, until a later report finds it unused.
         """
         now = self._clock.time()
         for uuid, position in list(self.positions.items()):
@@ -169,6 +170,9 @@ class SyncState:
 
     def next_due(self) -> float | None:
         """When the next node is to be read; None: not planned."""
+        ready = next(iter(self._ready), None)
+        if ready is not None:
+            return self.positions[ready].due_at
         while self._due:
             due_at, uuid = self._due[0]
             if self._is_planned(uuid, due_at):
@@ -177,23 +181,29 @@ class SyncState:
         return None
 
     def has_more_due(self, most: int, now: float) -> bool:
-        """Whether more than so many nodes wait for their reads."""
-        if len(self._due) <= most:
-            return False
-        return sum(due_at <= now and self._is_planned(uuid, due_at) for due_at, uuid in self._due) > most
+        """Whether more than this many nodes wait for their reads."""
+        self._call_up(now)
+        return len(self._ready) > most
+
+    def pop_due(self, now: float) -> str | None:
+        """A node whose time has come. It is not planned any more until a step plans it."""
+        self._call_up(now)
+        uuid = next(iter(self._ready), None)
+        if uuid is not None:
+            del self._ready[uuid]
+            self.positions[uuid] = replace(self.positions[uuid], due_at=None)
+        return uuid
+
+    def _call_up(self, now: float) -> None:
+        """Make those ready whose time has come."""
+        while self._due and self._due[0][0] <= now:
+            due_at, uuid = heapq.heappop(self._due)
+            if self._is_planned(uuid, due_at):
+                self._ready[uuid] = None
 
     def _is_planned(self, uuid: str, due_at: float) -> bool:
         position = self.positions.get(uuid)
         return position is not None and position.due_at == due_at
-
-    def pop_due(self, now: float) -> str | None:
-        """A node whose time has come. It is not planned any more until a step plans it."""
-        due_at = self.next_due()
-        if due_at is None or due_at > now:
-            return None
-        uuid = heapq.heappop(self._due)[1]
-        self.positions[uuid] = replace(self.positions[uuid], due_at=None)
-        return uuid
 
     def purge(self, reported_before: float) -> None:
         """Drop removed nodes last reported to the book before this time."""
@@ -221,6 +231,8 @@ class SyncState:
     def _move(self, before: Position, after: Position) -> bool:
         """Adopt a step; True when it must be saved (and reported)."""
         self.positions[after.uuid] = after
+        if after.due_at != before.due_at:
+            self._ready.pop(after.uuid, None)
         if after.due_at is not None and (after.due_at != before.due_at or after.read_seq != before.read_seq):
             heapq.heappush(self._due, (after.due_at, after.uuid))
             self.planned.set()

@@ -1,4 +1,4 @@
-"""What moved is saved, then published, then noted as published. The saved position is the outbox.
+"""A changed position is saved, then published, then marked as published. The saved position is the outbox.
 
 A position is whole, so only a node's newest one is worth publishing: while the bus is unavailable nothing piles up but
 one update a node, and a process that starts publishes every position that was saved and not confirmed.
@@ -71,7 +71,7 @@ class Writer:
                 self._busy -= 1
 
     async def publish(self) -> None:
-        """Publish what is saved, until cancelled; raises NotLeader."""
+        """Publish saved positions, until cancelled; raises NotLeader."""
         backoff = Backoff(WRITE, self._clock)
         while True:
             await self._to_publish.wait()

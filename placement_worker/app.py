@@ -87,7 +87,9 @@ def _store(
     config: PlacementConfig,
     store: PlacementStore | None,
 ) -> tuple[PlacementStore, Callable[[Bus], None]]:
-    """The book, and what has a bus claimed for it; with PostgreSQL also what notices that the schema is another one."""
+    """The book, and the function that has a bus claimed for it; with PostgreSQL also the check that detects another
+    schema.
+    """
     database: Database | None = None
     if store is None:
         database = env.database(NAME, pool_size=config.pool_size)
@@ -173,7 +175,7 @@ def _add_link(service: Service, bus: Bus, links: CellLinks) -> CellLink:
 
 
 def _add_cells(service: Service, api: Bus, links: CellLinks) -> None:
-    """What takes cells into use and out of use, where this process can."""
+    """The task that takes cells into use and out of use, where this process can."""
     service.add_drain(links.drain)
     if not links.may_change:
         return
@@ -209,7 +211,7 @@ def _rest(
 
 
 def _writers(bus: Bus, handlers: PlacementHandlers, config: PlacementConfig) -> list[Consumer]:
-    """What placement takes on every bus: claims, and inventory from the hosts there."""
+    """The queues of placement on every bus: claims, and inventory from the hosts there."""
     return [
         bus.consumer(
             "placement.requests",

@@ -17,25 +17,25 @@ class PlacementConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """Bounds and waits of one placement process."""
 
     claim_batch: Some = 256
-    """Most claims applied in one transaction. 256: larger groups gain little and hold their locks longer."""
+    """The most claims applied in one transaction. 256: larger groups gain little and hold their locks longer."""
     claim_prefetch: Annotated[int, Bound(ge=1, le=65_535)] = 1024
     """Unacknowledged claims that the broker delivers ahead: four batches."""
     inventory_batch: Some = 128
-    """Most inventory updates applied in one transaction."""
+    """The most inventory updates applied in one transaction."""
     inventory_prefetch: Annotated[int, Bound(ge=1, le=65_535)] = 256
     """Unacknowledged inventory updates that the broker delivers ahead: two batches."""
     read_batch: Some = 4
-    """Most read requests (snapshots, changes) answered together. 4: an answer can be large."""
+    """The most read requests (snapshots, changes) answered together. 4: an answer can be large."""
     concurrency: Annotated[int, Bound(ge=1, le=16)] = 2
     """Transactions under way per queue: one runs while another waits for its commit."""
     pool_size: Annotated[int, Bound(ge=2, le=100)] = 10
-    """Most connections to the database of one placement process, used instead of `database.pool_size`."""
+    """The most connections to the database of one placement process, used instead of `database.pool_size`."""
     feed_gap_s: Annotated[float, Bound(ge=0, le=1)] = 0.01
     """Seconds between two turns of publishing while commits go on, so that a turn carries many changes."""
     feed_linger_s: Annotated[float, Bound(ge=0, le=1)] = 0.05
     """Seconds that a claim's change waits for further ones. The scheduler that claimed knows it already."""
     feed_page: Some = 1000
-    """Most changes in one event of the feed."""
+    """The most changes in one event of the feed."""
     feed_retention: Annotated[int, Bound(ge=1000)] = 500_000
     """Published changes that are kept for replicas that fell behind; one further behind takes a snapshot."""
     head_interval_s: Seconds = 1.0
@@ -49,10 +49,10 @@ class PlacementConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     report can be under way.
     """
     trim_batch: Some = 5000
-    """Most rows of each kind that one statement purges."""
+    """The most rows of each kind that one statement purges."""
     cell_wait_s: Seconds = 5.0
     """Seconds that the start waits for unavailable cells. They are connected to when they come back."""
     grace_s: Seconds = 10.0
-    """Seconds that stopping waits for what is under way."""
+    """Seconds that stopping waits for requests under way."""
     rest: RestConfig = RestConfig()
     """The REST API."""

@@ -20,6 +20,7 @@ from bus.contracts.placement import (
     ClaimOutcome,
     ClaimResult,
     InventoryOutdated,
+    InventoryReleased,
     InventoryTaken,
     InventoryUpdate,
     LocateRequest,
@@ -78,8 +79,12 @@ class PlacementHandlers:
         ]
 
     async def inventory(self, batch: Sequence[Received]) -> list[Outcome]:
-        """placement.inventory: all updates of the batch are one transaction, each change of members another."""
+        """placement.inventory: what is released first, then all updates of the batch as one transaction, and each
+        change of members.
+        """
         updates = [r.message for r in batch if isinstance(r.message, InventoryUpdate)]
+        for released in (r.message for r in batch if isinstance(r.message, InventoryReleased)):
+            await self._store.release_roots(released.source, released.roots, bus=batch[0].bus)
         started = self._clock.monotonic()
         results = iter(await self._store.report(updates, bus=batch[0].bus))
         self._committed()
@@ -92,7 +97,7 @@ class PlacementHandlers:
                 outcomes.append(await self._set_members(update, received))
                 continue
             if not isinstance(update, InventoryUpdate):
-                outcomes.append(_unexpected(update))
+                outcomes.append(Done() if isinstance(update, InventoryReleased) else _unexpected(update))
                 continue
             result = next(results)
             about = {
@@ -173,7 +178,7 @@ class PlacementHandlers:
 
 
 def _count_claim(received: Received, claim: Claim, result: ClaimResult) -> None:
-    """Count one claim, and log it when it was turned down. What stood in the way of a gang logs itself."""
+    """Count one claim, and log it when it was turned down. An obstacle of a gang is logged by itself."""
     metrics.CLAIMS.labels(result.outcome).inc()
     if result.outcome not in (ClaimOutcome.CLAIMED, ClaimOutcome.INCOMPLETE):
         log.info(

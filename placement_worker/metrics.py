@@ -1,4 +1,4 @@
-"""What placement counts."""
+"""Placement's metrics."""
 
 from __future__ import annotations
 

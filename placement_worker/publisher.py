@@ -41,8 +41,8 @@ class FeedPublisher:
     async def run(self) -> None:
         """Publish whenever something was committed, until cancelled.
 
-        At once after a pause (but see `wake`); while commits go on, so often and no oftener: a turn costs two round
-        trips, for one change or a thousand.
+        At once after a pause (but see `wake`); while commits continue, at this interval and no shorter: a turn costs
+        two round trips, for one change or a thousand.
         """
         while True:
             await self._committed.wait()
@@ -58,7 +58,9 @@ class FeedPublisher:
             await self._clock.sleep(self._config.feed_gap_s)
 
     async def announce(self) -> None:
-        """Publish the newest number at intervals, and look for what others left unpublished, until cancelled."""
+        """Publish the newest number at intervals, and look for changes that others left
+        unpublished, until cancelled.
+        """
         while True:
             try:
                 newest = await self._store.newest()
@@ -74,7 +76,7 @@ class FeedPublisher:
             await self._clock.sleep(self._config.head_interval_s)
 
     async def trim(self) -> None:
-        """Purge what is not needed any more, until cancelled; a full batch is followed by the next at once."""
+        """Purge rows that are not needed any more, until cancelled; a full batch is followed by the next at once."""
         config = self._config
         more = False
         while True:
@@ -100,7 +102,7 @@ class FeedPublisher:
         return len(removed) >= self._config.trim_batch
 
     async def drain(self, grace_s: float) -> None:
-        """Publish what is committed, within the grace time; what is left over another process publishes."""
+        """Publish committed changes, within the grace time; another process publishes the rest."""
         try:
             async with asyncio.timeout(grace_s):
                 await self._publish_all()

@@ -17,12 +17,12 @@ from scheduler_worker.objects import ObjectRegistry
 
 log = structlog.get_logger(__name__)
 
-LOOK_S = 10.0  # how often the book's members are compared while an aggregate names its hosts
+LOOK_S = 10.0  # how often the book's members are compared with the aggregates on record that name their hosts
 ANSWER_S = 10.0
 
 
 class AggregateKeeper:
-    """One scheduler's. api: the bus to placement."""
+    """The keeper of one scheduler. api: the bus to placement."""
 
     def __init__(self, registry: ObjectRegistry, selector: Selector, api: Bus, *, clock: Clock) -> None:
         self._registry = registry
@@ -31,15 +31,15 @@ class AggregateKeeper:
         self._clock = clock
 
     async def run(self) -> None:
-        """Until cancelled: at once when the aggregates on record change, and every LOOK_S."""
+        """Compare at once when the aggregates on record change, and every LOOK_S, until cancelled."""
         while True:
             with contextlib.suppress(Transient, RequestTimeout, RequestRefused):
                 if not await self._wait():
-                    await self._registry.reload()  # nothing is set by objects that are not in force any more
+                    await self._registry.reload()  # objects that are no longer in force set nothing
                 await self.look()
 
     async def look(self) -> None:
-        """Change what is not as it is on record. Raises RequestTimeout or RequestRefused."""
+        """Change the members that differ from the record. Raises RequestTimeout or RequestRefused."""
         for aggregate in self._selector.config.aggregates:
             due = members_due(self._selector, aggregate)
             if due is not None:

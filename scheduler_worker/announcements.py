@@ -20,21 +20,22 @@ from bus.faults import Transient
 from bus.persistence.outbox import OutboxMessage
 from bus.persistence.unit_of_work import run_optimistic
 from scheduler_worker import metrics
+from scheduler_worker.domain.announced_moves import AnnouncedMoves
 from scheduler_worker.domain.builds import BuildUpdate, RecordedBuild, apply_announcement, is_early, timeline_entries
-from scheduler_worker.domain.move_events import apply_announcement as apply_move
 from scheduler_worker.store.port import BuildUnit, SchedulerStore
 
 log = structlog.get_logger(__name__)
 
-# Deliveries of an announcement that waits for an earlier one; after them it is applied without that one. With the
-# queue's delays that is half a minute: by then the scheduler that held the earlier one has recorded it, or has ended.
+# How often an announcement that waits for an earlier one is delivered; after that it is applied without the earlier
+# one. With the queue's delays that is half a minute: by then the scheduler that held the earlier one has recorded it,
+# or has ended.
 MAX_EARLY = 4
 EARLY = Retry("announcement.early", "the event that ended the request is not on record yet")
 
 
 class AppliedAnnouncements(Struct, frozen=True):
-    """The result of a batch: the announcements that changed nothing, and why; those that were passed on; and the stamps
-    of builds that ended. early: those that wait for an earlier one.
+    """The result of a batch: the announcements that changed nothing, and why; those that were published on the API bus;
+    and the stamps of builds that ended. early: those that wait for an earlier one.
     """
 
     ignored: list[tuple[BuildEvent, str]]
@@ -44,8 +45,8 @@ class AppliedAnnouncements(Struct, frozen=True):
 
 
 class _Waiting:
-    """A batch of one cell's events that is to be recorded. waited: ids of events that wait for no other any more.
-    applied: what it changed, once it is recorded.
+    """A batch of one cell's events that is to be recorded. waited: ids of events that no longer wait for an earlier
+    one. applied: the changes of the batch, once it is recorded.
     """
 
     __slots__ = ("applied", "cell", "events", "waited")
@@ -58,8 +59,8 @@ class _Waiting:
 
 
 class AnnouncementWriter:
-    """Records the build events of all cells of a process: one transaction at a time, and the next one takes all that
-    has come meanwhile, from every cell. Bounded by the cells: the queue of each has one batch in hand.
+    """Records the build events of all cells of a process: one transaction at a time, and the next one takes all events
+    that have arrived meanwhile, from every cell. Bounded by the cells: the queue of each has one batch under way.
     """
 
     def __init__(self, store: SchedulerStore, *, clock: Clock) -> None:
@@ -73,8 +74,8 @@ class AnnouncementWriter:
     ) -> AppliedAnnouncements:
         """Record a cell's events, in order, and publish them on the API bus. Raises Transient.
 
-        Together with those of other cells; where that fails for another reason, these alone. waited: `id` of the events
-        that wait for no earlier one.
+        The batch is recorded together with those of other cells; if that fails for a reason of another batch, it is
+        recorded alone. waited: `id` of the events that no longer wait for an earlier one.
         """
         mine = _Waiting(cell, events, waited)
         self._waiting.append(mine)
@@ -94,7 +95,7 @@ class AnnouncementWriter:
             applied = await self._write(together)
         except Transient:
             raise
-        except Exception:  # a batch that cannot be written fails alone, whatever it is
+        except Exception:  # a batch that cannot be written fails alone, whatever the error
             if together == [mine]:
                 raise
             together = [mine]
@@ -131,7 +132,7 @@ class AnnouncementWriter:
         timelines: dict[str, list[TimelineEntry]],
         now: float,
     ) -> AppliedAnnouncements:
-        """What one cell's events change, in `builds` and `timelines`; and the events to publish."""
+        """The changes that one cell's events make to `builds` and `timelines`; and the events to publish."""
         applied = AppliedAnnouncements([], [], [], [])
         for event in batch.events:
             found = builds.get(event.instance_uuid)
@@ -146,7 +147,8 @@ class AnnouncementWriter:
                 applied.ignored.append((event, "foreign"))
                 continue
             if announced is None:
-                # Outdated or repeated: it changes nothing, but it happened. A repeated entry is shown once.
+                # An outdated or repeated event changes nothing, but the timeline shows it. A repeated entry is shown
+                # once.
                 applied.ignored.append((event, "late"))
                 timelines.setdefault(event.instance_uuid, []).extend(timeline_entries(event, len(event.history), now))
                 continue
@@ -205,44 +207,31 @@ class AnnouncementHandler:
         return [EARLY if id(received.message) in early else Done(after=flushed) for received in batch]
 
     async def _apply_moves(self, events: Sequence[MoveEvent]) -> None:
-        """All in one durable transaction: what is requested of instances after their builds is rarer than builds."""
+        """One durable transaction for all: requests about instances after their builds are rarer than builds."""
         now = self._clock.time()
-        ignored: list[tuple[MoveEvent, str]] = []
         async with self._store.operation() as unit:
             found = await unit.known({event.request_id: event.instance_uuid for event in events}, lock=True)
-            moves = {one: known.move for one, known in found.items() if known.move is not None}
-            builds = {known.build.instance_uuid: known.build for known in found.values() if known.build is not None}
-            instances = {
-                uuid: known.now for known in found.values() if known.build for uuid in [known.build.instance_uuid]
-            }
-            entries: dict[str, list[TimelineEntry]] = {}
-            changed: dict[str, None] = {}
+            applied = AnnouncedMoves(self._cell, found, now)
             for event in events:
-                move, build = moves.get(event.request_id), builds.get(event.instance_uuid)
-                if move is None or build is None or move.instance_uuid != event.instance_uuid:
-                    ignored.append((event, "unknown"))
-                    continue
-                if move.cell != self._cell:
-                    ignored.append((event, "foreign"))
-                    continue
-                uuid = event.instance_uuid
-                applied = apply_move(event, move, instances[uuid], host=build.host, cell=self._cell, now=now)
-                if applied.event is None:
-                    ignored.append((event, "late"))
-                    continue
-                moves[event.request_id], instances[uuid] = applied.move, applied.instance
-                builds[uuid] = replace(build, host=applied.host)
-                entries.setdefault(uuid, []).extend(applied.timeline)
-                changed[event.request_id] = None
-                unit.emit(OutboxMessage(API, applied.event, event.request_id))
+                applied.apply(event)
+            for message in applied.messages:
+                unit.emit(message)
             await unit.update(
-                [BuildUpdate(build=builds[uuid], timeline=tuple(lines)) for uuid, lines in entries.items()], now
+                [
+                    BuildUpdate(build=applied.builds[uuid], timeline=tuple(lines))
+                    for uuid, lines in applied.timelines.items()
+                ],
+                now,
             )
-            await unit.update_moves([moves[one] for one in changed], now)
-            await unit.put_instances([instances[uuid] for uuid in entries])
-        for event, why in ignored:
+            await unit.update_moves([applied.moves[one] for one in applied.changed], now)
+            await unit.put_instances([applied.instances[uuid] for uuid in applied.timelines])
+            if applied.departed:
+                await unit.put_cells(applied.departed, now)
+        for event, why in applied.ignored:
             self._log_ignored(event, why, cause=event.request_id)
-        metrics.ANNOUNCED.labels("announced").inc(len(events) - len(ignored))
+        for uuid, cell in applied.departed.items():
+            log.info("instance.departed", instance=uuid, cell=self._cell, to=cell)
+        metrics.ANNOUNCED.labels("announced").inc(len(events) - len(applied.ignored))
 
     def _log_ignored(self, event: BuildEvent | MoveEvent, why: str, **more: str) -> None:
         metrics.ANNOUNCED.labels(why).inc()

@@ -57,12 +57,12 @@ from scheduler_worker.unanswered import UnansweredMoves
 
 
 def is_progress(message: Message) -> bool:
-    """Whether it is an event of a build that goes on: it leaves a moment later, unless the next one is quicker."""
+    """Whether an event ends nothing: it is published a moment later, unless the build's next event comes first."""
     return isinstance(message, BuildEvent) and not message.terminal
 
 
 def position_of_event(message: Message) -> StreamPosition | None:
-    """The build of an event, and the number of the event there; None: no event of a build on record."""
+    """The build of an event, and the event's number in that build; None: it is no event of a build on record."""
     return (message.instance_uuid, message.sequence) if isinstance(message, BuildEvent) and message.sequence else None
 
 
@@ -115,7 +115,7 @@ def build(
 
 @dataclass(frozen=True, kw_only=True)
 class SchedulerParts:
-    """What every part of one scheduler needs.
+    """The resources that all parts of one scheduler share.
 
     buses: by name, the API bus and one of each cell of the settings. claim: has a bus claimed for the database when it
     is entered.
@@ -139,12 +139,12 @@ class SchedulerParts:
 
     @property
     def cell_buses(self) -> dict[str, Bus]:
-        """Those of the settings' cells, by the cell's name."""
+        """The buses of the settings' cells, by the cell's name."""
         return {name: bus for name, bus in self.buses.items() if name != API}
 
     @property
     def process(self) -> str:
-        """How this scheduler is named in a build's timeline."""
+        """The name of this scheduler in a build's timeline."""
         return f"scheduler {self.env.process}".strip()
 
 
@@ -158,7 +158,7 @@ def _parts(
     book: Book | None,
     table: HostTable | None,
 ) -> SchedulerParts:
-    """The tables, the buses and the store; with PostgreSQL also what notices that the schema is another one."""
+    """The tables, the buses and the store; with PostgreSQL also the check that detects another schema."""
     made = configured(config)
     selector = Selector(
         Book() if book is None else book,
@@ -195,7 +195,7 @@ def _parts(
 
 
 def _relay(parts: SchedulerParts) -> Relay:
-    """What publishes the store's outbox."""
+    """The relay that publishes the store's outbox."""
     relay = Relay(
         parts.store.outbox,
         parts.buses,
@@ -207,7 +207,7 @@ def _relay(parts: SchedulerParts) -> Relay:
 
 
 def _engines(parts: SchedulerParts, follower: Follower) -> tuple[SchedulingEngine, MoveEngine]:
-    """What decides about builds and deletes, and what decides about moves."""
+    """The engine of builds and deletes, and the engine of moves."""
     env, config = parts.env, parts.config
     engine = SchedulingEngine(
         parts.store,
@@ -249,7 +249,7 @@ def _add_store_and_replica(parts: SchedulerParts, relay: Relay, follower: Follow
 
 
 def _add_drains(parts: SchedulerParts, registry: ObjectRegistry, moves: MoveEngine) -> DrainKeeper:
-    """What plans drains and carries them out."""
+    """The tasks that plan and carry out drains."""
     drains = DrainKeeper(
         parts.store,
         registry,
@@ -269,7 +269,7 @@ def _add_objects(parts: SchedulerParts, registry: ObjectRegistry, drains: DrainK
     bus.transport.on_reconnect(registry.on_reconnected)
     listener = ControlListener(registry, parts.workers, bus.name, clock=bus.clock)
     changes = ChangeHandler(registry, parts.selector, drains, clock=bus.clock, warmup_s=parts.config.hosts_warmup_s)
-    # The queue is there before the objects are read: a change in between is announced in it.
+    # The queue is declared before the objects are read, so that it receives the announcement of a change in between.
     service.add_declaration(lambda: bus.declare("scheduler.control.{process}"))
     service.add_preparation(registry.open)
     service.add_task("objects", registry.run)
@@ -281,7 +281,7 @@ def _add_objects(parts: SchedulerParts, registry: ObjectRegistry, drains: DrainK
 
 
 def _add_host_metrics(parts: SchedulerParts) -> asyncio.Event:
-    """Measurements of hosts; returns what is set when the first has come, by any bus."""
+    """Measurements of hosts; returns an event that is set when the first measurement has arrived on any bus."""
     measured = asyncio.Event()
     parts.service.add_consumer(_metrics_consumer(parts.api, parts.selector, measured))
     parts.service.add_task("host metrics", lambda: age(parts.selector.metrics, measured, parts.env.clock))
@@ -289,7 +289,7 @@ def _add_host_metrics(parts: SchedulerParts) -> asyncio.Event:
 
 
 def _add_fences(parts: SchedulerParts, registry: ObjectRegistry, links: CellLinks) -> None:
-    """What publishes fences to the cells, and what evacuates the instances of fenced hosts."""
+    """The tasks that publish fences to the cells and evacuate the instances of fenced hosts."""
     clock = parts.env.clock
     parts.service.add_task("fences", FencePublisher(registry, links.buses, clock=clock).run)
     evacuations = EvacuationTask(
@@ -372,7 +372,7 @@ def _add_link(parts: SchedulerParts, bus: Bus, links: CellLinks) -> CellLink:
 
 
 def _add_cells(parts: SchedulerParts, registry: ObjectRegistry, links: CellLinks) -> CellKeeper:
-    """What takes cells into use and out of use, where this process can."""
+    """The task that takes cells into use and out of use, where this process can."""
     service = parts.service
     keeper = CellKeeper(registry, parts.store, links, tuple(parts.cell_buses), clock=parts.env.clock)
     service.add_drain(links.drain)
@@ -391,7 +391,7 @@ async def _count_letters_of_added(links: CellLinks, configured: Collection[str])
 
 
 def _add_requests(parts: SchedulerParts, queries: QueryHandler, engine: SchedulingEngine, moves: MoveEngine) -> None:
-    """Requests of clients, questions, and the requests that the broker gave up."""
+    """The queues of clients' requests, queries, and requests whose retries are exhausted."""
     service, bus, config = parts.service, parts.api, parts.config
     requests = RequestHandler(engine, moves, parts.selector, clock=parts.env.clock, config=config)
     service.add_consumer(bus.consumer("scheduler.queries", queries, max_batch=64, concurrency=2, prefetch=128))
@@ -425,7 +425,7 @@ def _metrics_consumer(bus: Bus, selector: Selector, measured: asyncio.Event) -> 
 
 
 async def open_nothing() -> None:
-    """Open nothing: the bus of a cell is opened by its own side task."""
+    """Open nothing: each cell's bus is opened by its own side task."""
 
 
 async def _export_fleet(selector: Selector) -> None:

@@ -1,4 +1,4 @@
-"""Deletes and cancelled builds: what is deleted, or was decided elsewhere, leaves no claim behind."""
+"""Deletes and cancelled builds: a build that is deleted, or that another scheduler decided, leaves no claim behind."""
 
 from __future__ import annotations
 
@@ -69,18 +69,20 @@ class Cancellations:
                     unit.emit(OutboxMessage(API, event, request.instance_uuid))
 
     async def cancel(self, builds: Sequence[PendingBuild]) -> dict[int, Outcome]:
-        """Deleted, or decided by another scheduler first: release the claim, unless a cell has the build.
+        """Cancel builds that are deleted or that another scheduler decided first: release the claim, unless a cell has
+        the build.
 
-        Dispatched by another scheduler, the claim is the same one and belongs to the cell until the machine is gone.
-        It is released before that is written, so that after a crash all of it is repeated. Raises Transient: a record
-        is gone, or placement did not answer.
+        If another scheduler has dispatched the build, the claim is the same one and belongs to the cell until the
+        machine is gone. The claim is released before the result is written, so that after a crash all of it is
+        repeated. Raises Transient: a record is gone, or placement did not answer.
         """
         if not builds:
             return {}
         async with self._store.unit() as unit:
             known = await unit.read([pending.instance_uuid for pending in builds])
         if len(known) < len({pending.instance_uuid for pending in builds}):
-            # A record does not wait for the disk, and the database has crashed since: record and decide again.
+            # The transaction of a record does not wait for the disk, and the database has crashed since: record and
+            # decide again.
             raise Transient("a request is not on record any more", code="request.forgotten")
         unused = [pending for pending in builds if is_unused(known[pending.instance_uuid])]
         await self.release(unused)
@@ -100,7 +102,10 @@ class Cancellations:
         return {pending.position: accepted(pending.instance_uuid) for pending in builds}
 
     async def release(self, builds: Sequence[PendingBuild]) -> None:
-        """Release what an earlier run may have claimed, and fence what it may still claim. Raises when not answered."""
+        """Release the claims that earlier runs may hold, and fence those that they may still make.
+
+        Raises Transient when placement does not answer.
+        """
         if not builds:
             return
         releases = [

@@ -17,14 +17,14 @@ from scheduler_worker.store.port import SchedulerStore
 
 log = structlog.get_logger(__name__)
 
-# A scheduler that has not received yet that a cell is removed may still choose it. After a removal the record of builds
-# is read so often, for so long.
+# A scheduler that has not yet received the removal of a cell may still choose it. After a removal the record of builds
+# is read this often, for this long.
 CHECK_S = 5.0
 CHECKED_FOR_S = 120.0
 
 
 class CellKeeper:
-    """One scheduler's. settings: the cells that its settings name."""
+    """The keeper of one scheduler. settings: the cells that its settings name."""
 
     def __init__(
         self,
@@ -55,7 +55,7 @@ class CellKeeper:
         self._links.want(cells_in_use(self._settings, self._registry.cells, self._occupied))
 
     async def _look(self) -> bool:
-        """Which removed cells are on record for instances; whether they are others than before."""
+        """Read which removed cells still have instances on record; returns whether the answer has changed."""
         before = self._occupied
         try:
             self._occupied = frozenset(
@@ -68,7 +68,7 @@ class CellKeeper:
         return self._occupied != before
 
     async def _wait(self) -> None:
-        """Until a decision about cells, or the next look."""
+        """Wait for a decision about cells, or for the next look."""
         removed = removed_cells(self._registry.cells).values()
         now = self._clock.time()
         if not self._occupied and all(now - one.changed_at > CHECKED_FOR_S for one in removed):

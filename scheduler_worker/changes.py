@@ -27,7 +27,8 @@ REASON_MISSING = "host.reason_missing"
 
 
 class ChangeHandler:
-    """Handles queue `scheduler.changes`: changes of objects, drains, and decisions about hosts, which name it by name.
+    """Handles queue `scheduler.changes`: changes of objects, drains, and decisions about hosts, which name a host by
+    its name or uuid.
 
     warmup_s: how long after its start a scheduler may not have received every host's announcement.
     """
@@ -49,7 +50,7 @@ class ChangeHandler:
         self._started_s: float | None = None
 
     async def __call__(self, batch: Sequence[Received]) -> Sequence[Outcome]:
-        """One after another: an operator's changes are rare, and the later one of an object counts."""
+        """One after another: an operator's changes are rare, and the latest change of an object wins."""
         if self._started_s is None:
             self._started_s = self._clock.monotonic()
         return [await self._handle(received) for received in batch]
@@ -63,7 +64,7 @@ class ChangeHandler:
         assert isinstance(message, ObjectsChange), message
         try:
             changed = await self._registry.change(message, received.meta.id)
-        except Transient as fault:  # answered now: the requester does not wait until the database is back
+        except Transient as fault:  # answered at once: the requester does not wait for the database
             return Refuse(fault.code, fault.reason)
         return Refuse(changed.code, changed.reason) if isinstance(changed, Refusal) else Done(reply=changed)
 
@@ -106,15 +107,15 @@ class ChangeHandler:
             return Refuse(changed.code, changed.reason)
         await self._registry.announced(changed.revision)
         decision = self._selector.table.decision_of(uuid)
-        if decision is None:  # this is a repeat, and the decision was deleted since
+        if decision is None:  # this message is a repeat, and the decision has been deleted since its first delivery
             decision = HostAdminState(host_uuid=uuid, host=host, state=AdminState.ENABLED)
         return Done(reply=AdminStateSet(host=decision))
 
     def _find(self, command: SetAdminState) -> list[str]:
         """The hosts (uuids) with this name, or the host with this uuid, in the cell that the command names.
 
-        A host that a decision is on record about counts also when this scheduler has never received it: a fenced host
-        may be gone for good, or is offered only after its fence has been lifted.
+        A host with a decision on record counts even if no service has announced it to this scheduler: a fenced host may
+        be gone for good, or is offered only after its fence has been lifted.
         """
         found = self._selector.uuids_of(command.host)
         if not found:

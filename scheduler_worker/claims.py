@@ -1,6 +1,6 @@
-"""Requests of the scheduler to placement: a port, and its adapter over the bus.
+"""The scheduler's requests to placement: a port, and its adapter over the bus.
 
-Every method answers for each message, in order. Without an answer that is a fault; it never means "no".
+Every method answers for each message, in order. A missing answer is a fault; it never means "no".
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ class ClaimPort(Protocol):
     """Claims and releases of instances. Adapters: `BusClaims`; for tests, `tests.kit.claims`."""
 
     async def submit(self, claims: Sequence[Claim]) -> list[ClaimResult | Fault]:
-        """Claim for many consumers at once, each on its own. A repeated claim has the same result."""
+        """Claim for many consumers at once, each claim by itself. A repeated claim has the same result."""
 
     async def submit_gangs(self, gangs: Sequence[ClaimAll]) -> list[ClaimAllResult | Fault]:
-        """Claim for all members of each gang or for none of them. Repeated, it has the same result."""
+        """Claim for all members of each gang or for none of them. A repeated claim has the same result."""
 
     async def release(self, releases: Sequence[Release]) -> list[ReleaseResult | Fault]:
         """Release what the consumers hold, and fence claims of that attempt that are still in flight."""
 
     async def locate(self, requests: Sequence[LocateRequest]) -> list[LocatePage | Fault]:
-        """The hosts of server group members and of named instances, as of now."""
+        """Return the hosts of server group members and of named instances, as of now."""
 
 
 class BusClaims:

@@ -20,7 +20,7 @@ __all__ = ["Aggregate", "Flavor", "GroupDefinition", "Quota", "SchedulerConfig"]
 
 
 def _bare_metal(resource_class: str, vcpus: int, memory_mb: int, disk_gb: int) -> Flavor:
-    """A whole node: its class alone is requested; the sizes are for people."""
+    """A whole node: only its class is requested; the sizes are for display."""
     specs = {"resources:VCPU": "0", "resources:MEMORY_MB": "0", "resources:DISK_GB": "0"}
     return Flavor(
         vcpus=vcpus, memory_mb=memory_mb, disk_gb=disk_gb, extra_specs={f"resources:{resource_class}": "1", **specs}
@@ -70,14 +70,14 @@ DEFAULT_WEIGHERS = (
 
 
 class MetricsConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What the metrics of hosts weigh (docs/howto/host-metrics.md)."""
+    """How the metrics of hosts are weighed (docs/howto/host-metrics.md)."""
 
     weights: Annotated[dict[MetricName, Ratio], Bound(max_length=32)] = {}
     """{metric: ratio}. A host weighs the sum of its metrics, each times its ratio."""
     required: bool = False
-    """Whether a host without one of them takes no builds. `MetricsFilter` does that, so it must be enabled."""
+    """Whether a host that lacks one of them takes no builds. `MetricsFilter` does that, so it must be enabled."""
     weight_of_unavailable: float = -10_000.0
-    """What such a host weighs otherwise."""
+    """The weight of a host that lacks one of them."""
     max_age_s: Seconds = 900.0
     """Seconds after which a number is unknown. Longer than its publisher's interval."""
 
@@ -85,8 +85,8 @@ class MetricsConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 class SchedulerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Settings of one scheduler process.
 
-    Flavors, aggregates and quotas are what an empty system begins with. Afterwards they are objects that operators
-    change at run time (docs/howto/objects.md).
+    Flavors, aggregates and quotas are the initial objects of an empty system. Afterwards they are objects that
+    operators change at run time (docs/howto/objects.md).
     """
 
     default_flavors: tuple[str, ...] = tuple(DEFAULT_FLAVORS)
@@ -104,15 +104,15 @@ class SchedulerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     enabled_weighers: tuple[str, ...] = DEFAULT_WEIGHERS
     """Weighers, by class path or class name."""
     multipliers: dict[str, float] = {}
-    """By weigher name (`ram`, `cpu`, ...), instead of the weigher's own default. Weights are added up: -1.0 for
-    each of `ram`, `cpu` and `disk` packs the hosts.
+    """Multipliers by weigher name (`ram`, `cpu`, ...), instead of the weigher's own default. Weights are added up: -1.0
+    for each of `ram`, `cpu` and `disk` packs the hosts.
     """
     metrics: MetricsConfig = MetricsConfig()
-    """What the metrics of hosts weigh."""
+    """How the metrics of hosts are weighed."""
 
     # Choosing
     host_subset_size: Positive = 1
-    """The host is drawn at random from so many of the best, as Nova's setting of this name."""
+    """The host is drawn at random from this many of the best, as Nova's setting of this name."""
     shuffle_best_same_weighed_hosts: bool = True
     """Whether hosts of equal weight are shuffled, as Nova's setting of this name (false there): schedulers that run
     side by side then choose different hosts. Equal hosts of several cells are then taken from one cell at a time.
@@ -120,7 +120,7 @@ class SchedulerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     max_subset_size: Positive = 64
     """Contention widens the subset up to this many hosts."""
     max_attempts: Annotated[int, Bound(ge=1, le=10)] = 3
-    """Most hosts that a build is tried on: the chosen one and its alternates. 3, as in Nova."""
+    """The most hosts that a build is tried on: the chosen one and its alternates. 3, as in Nova."""
     max_options: Annotated[int, Bound(ge=1, le=16)] = 4
     """Candidate allocations of one host that one claim tries in turn."""
 
@@ -128,13 +128,13 @@ class SchedulerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     limit_tenants_to_placement_aggregate: bool = False
     """Whether a project is limited to its aggregates (`filter_tenant_id`), as in Nova."""
     placement_aggregate_required_for_tenants: bool = False
-    """Whether a project without such an aggregate finds no host, as in Nova."""
+    """Whether a project without such an aggregate gets no host, as in Nova."""
     default_availability_zone: str = "nova"
     """The zone of hosts that are in no aggregate with a zone."""
     enable_isolated_aggregate_filtering: bool = False
-    """Whether aggregates with required traits are kept for requests with those traits, as in Nova."""
+    """Whether aggregates with required traits are reserved for requests with those traits, as in Nova."""
     force_host_projects: tuple[str, ...] = ()
-    """Projects, those of operators, whose requests may name a host and skip the filters."""
+    """Operators' projects, whose requests may name a host and skip the filters."""
 
     # Quota
     default_quota: Quota = {}
@@ -148,23 +148,25 @@ class SchedulerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     # Hosts
     hosts_warmup_s: Seconds = 5.0
-    """Seconds after a start in which a request without a host is retried and not failed, because hosts are still
+    """Seconds after a start during which a request without a host is retried and not failed, because hosts are still
     being announced.
     """
     cell_wait_s: Seconds = 5.0
-    """Seconds that the start waits for unavailable cells. They are connected to when they come back."""
+    """Seconds that the start waits for unavailable cells. The scheduler connects to them when they come back."""
     report_interval_s: Seconds = 300.0
     """Seconds between two requests for announcements of all hosts, in case one was lost."""
 
     # Claiming
     claim_timeout_s: Seconds = 5.0
-    """Seconds that an answer of placement is waited for."""
+    """Seconds that the scheduler waits for an answer of placement."""
     claim_rounds: Positive = 256
-    """Most hosts that are claimed for one request in one delivery. In effect the whole list, but bounded."""
+    """The most hosts that are claimed for one request in one delivery. In effect this is the whole list; the number
+    bounds it.
+    """
     claim_deadline_s: Seconds = 20.0
     """Seconds after which a delivery makes no further claim and is retried."""
     raced_retries: Positive = 4
-    """Most repeated claims on one host whose shape keeps changing."""
+    """The most repeated claims on one host whose shape keeps changing."""
     raced_wait_s: Seconds = 0.25
     """Seconds that the replica may take to apply the newest changes before a raced claim is repeated."""
     retry_jitter_s: Seconds = 0.05
@@ -173,26 +175,28 @@ class SchedulerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     # Moving
     allow_resize_to_same_host: bool = False
     """Whether a resize may end on the host that the instance is on, as in Nova."""
+    moves_across_cells: bool = False
+    """Whether an instance without a host may be unshelved in another cell, when its own has no host for it."""
     move_query_s: Seconds = 60.0
-    """Seconds without news of a move, or of another request about an instance, after which its cell is queried what has
-    become of it. Queried again after twice as long, up to 10 minutes.
+    """Seconds without an event of a move, or of another request about an instance, after which the scheduler queries
+    its cell about it. The query is repeated after twice as long, up to 10 minutes.
     """
     choice_held_s: Seconds = 5.0
     """Seconds that hosts chosen for a move count as used. By then the cell has claimed."""
 
     # When a host is fenced
     on_host_failure: EvacuationPolicy = EvacuationPolicy.WAIT
-    """What becomes of an active instance whose host is fenced, unless its request or its flavor
+    """The policy for an active instance whose host is fenced, unless its request or its flavor
     (`berth:on_host_failure`) sets another: `restart` (it is evacuated), `wait` or `fail`.
     """
     evacuations_at_once: Positive = 100
-    """Most evacuations by policy that are under way at a time, those of all fenced hosts together."""
+    """The most evacuations by policy that are under way at a time, over all fenced hosts."""
 
     # Building
     build_timeout_s: Seconds = 300.0
     """Seconds that one attempt of a build may take when its request names no limit."""
 
-    # Retention of builds that ended without a machine; a request older than that is not taken for a new one
+    # Retention of builds that ended without a machine; a request older than that is not treated as new
     ended_retention_s: Seconds = 7 * 86_400.0
     """Seconds that the record of a build without a machine is kept. A request older than that is refused, because
     it could be a repeated one.
@@ -200,24 +204,24 @@ class SchedulerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     purge_interval_s: Seconds = 600.0
     """Seconds between two purges of such records."""
     purge_batch: Annotated[int, Bound(ge=1, le=10_000)] = 1000
-    """Most records that one statement purges."""
+    """The most records that one statement purges."""
 
     # Bounds of the consumers
     batch: Positive = 512
-    """Most requests decided together. 512: with 256, an eighth fewer boots a second where much waits
+    """The most requests decided together. 512: 256 cost an eighth of the boots a second under a large backlog
     (docs/lab/performance.md).
     """
-    progress_linger_s: Annotated[float, Bound(ge=0, le=1)] = 0.1
-    """Seconds until an event that ends nothing is published, unless the next one of its build has overtaken it."""
+    progress_linger_s: Annotated[float, Bound(ge=0, le=1)] = 0.25
+    """Seconds until an event that ends nothing is published, unless the build's next event comes first."""
     concurrency: Positive = 2
     """Batches of requests under way: one decides while another waits for its claims."""
     prefetch: Positive = 512
     """Unacknowledged requests that the broker delivers ahead."""
     max_funnel_nearest: Positive = 3
-    """Nearest misses that the explanation of a failed request names."""
+    """The number of nearest misses that the explanation of a failed request names."""
 
     def __post_init__(self) -> None:
-        """Raises ValueError: a default flavor that there is not."""
+        """Raises ValueError: a default flavor does not exist."""
         for name in self.default_flavors:
             if name not in DEFAULT_FLAVORS:
                 raise ValueError(f"default_flavors: there is no {name!r}; berth has {', '.join(DEFAULT_FLAVORS)}")
@@ -225,5 +229,5 @@ class SchedulerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         force_setattr(self, "flavors", {**default, **self.flavors})
 
     def quota_of(self, project: str) -> dict[str, int]:
-        """The quota of a project; without one, the default."""
+        """The quota of a project: its own, or else the default."""
         return self.quotas.get(project, self.default_quota)

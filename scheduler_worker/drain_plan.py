@@ -1,8 +1,9 @@
-"""Plans drains: which hosts a target has, and where each instance of theirs would go, one after the other.
+"""Plans drains: the hosts of a target, and the destination of each of their instances, one after the other.
 
-The choices are those of moves: the same search, filters, weighers and group rules, on the replica as it is. Each counts
-what those before it take, and where they leave the members of a group. No instance goes to a host of the drain, so that
-room and rules depend on no later move: what fits in this order fits at every step of it.
+The choices are those of moves: the same search, filters, weighers and group rules, on the replica as it is. Each choice
+counts the resources that the earlier ones take, and the hosts to which they move the members of a group. No instance
+goes to a host of the drain, so resources and rules depend on no later move: a move that fits in this order fits at
+every step of it.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from scheduler_worker.domain.selector import Selector
 from scheduler_worker.moves import Chosen, MoveEngine
 from scheduler_worker.store.port import FIRST_UUID, SchedulerStore
 
-SLICE = 100  # instances that are planned before others have their turn
+SLICE = 100  # instances that are planned before other tasks run
 KINDS_ONLY = Refusal(code="request.invalid", reason="a drain moves instances live or cold: live-migrate or migrate")
 
 
@@ -41,19 +42,19 @@ class InstanceToMove(Struct, frozen=True):
 
     @property
     def uuid(self) -> str:
-        """The instance's."""
+        """The instance's uuid."""
         assert self.known.build is not None
         return self.known.build.instance_uuid
 
     @property
     def project_id(self) -> str:
-        """The instance's."""
+        """The instance's project."""
         assert self.known.build is not None
         return self.known.build.project_id
 
 
 class MadePlan(Struct, frozen=True):
-    """A plan, and what it was made of: the hosts, and the instances in the order of the plan's moves."""
+    """A plan and its input: the hosts, and the instances in the order of the plan's moves."""
 
     plan: DrainPlan
     hosts: tuple[DrainedHost, ...]
@@ -66,7 +67,7 @@ class MadePlan(Struct, frozen=True):
 
 
 class _Choices:
-    """What a plan has chosen so far. It counts as used while a slice is planned, and for no other request."""
+    """The choices of a plan so far. They count as used while a slice is planned, and for no other request."""
 
     def __init__(self, selector: Selector) -> None:
         self._selector = selector
@@ -75,17 +76,17 @@ class _Choices:
         self._to: dict[str, str] = {}  # {instance: host}
 
     def hold(self) -> None:
-        """Count all of them as used from here on."""
+        """Count all choices as used from here on."""
         for key, allocations in self._taken.items():
             self._selector.book.assume(key, allocations)
 
     def release(self) -> None:
-        """Count none of them."""
+        """Stop counting them."""
         for key in self._taken:
             self._selector.book.forget(key)
 
     def add(self, key: str, one: InstanceToMove, chosen: Chosen) -> None:
-        """One more; it counts as used at once."""
+        """Add a choice; it counts as used at once."""
         first = chosen.selections[0]
         self._taken[key] = first.allocations
         self._selector.book.assume(key, first.allocations)
@@ -95,7 +96,7 @@ class _Choices:
             self._moved.setdefault(group, []).append((one.uuid, one.source.uuid, first.host_uuid))
 
     def seen(self, one: InstanceToMove, page: LocatePage) -> LocatePage:
-        """Where the instances that this one depends on are, once those before it have moved."""
+        """Where the instances that this one depends on are, once the earlier moves are done."""
         members = dict(page.members)
         for _, source, target in self._moved.get(_group_of(one) or "", ()):
             members[source] = members.get(source, 0) - 1
@@ -116,11 +117,11 @@ class DrainPlanner:
     def hosts(
         self, name: str, target: DrainTarget | None, cell: str | None
     ) -> tuple[DrainTarget, tuple[DrainedHost, ...]] | Refusal:
-        """What is drained under this name."""
+        """The hosts and instances that are drained under this name."""
         return hosts_of(self._selector, name, target, cell)
 
     async def plan(self, query: DrainQuery) -> MadePlan | Refusal:
-        """How a target could be drained now. Nothing is begun, and nothing is held afterwards. Raises Transient."""
+        """How a target could be drained now. Nothing is begun, and no resources stay held. Raises Transient."""
         if query.kind not in DRAIN_KINDS:
             return KINDS_ONLY
         found = self.hosts(query.host, query.target, query.cell)
@@ -150,7 +151,7 @@ class DrainPlanner:
     async def instances_on(
         self, hosts: Sequence[DrainedHost], limit: int, *, after: Mapping[str | None, str] | None = None
     ) -> list[InstanceToMove]:
-        """The active instances on these hosts, by cell and uuid, at most so many. Raises Transient."""
+        """The active instances on these hosts, by cell and uuid, up to a bound. Raises Transient."""
         by_cell: dict[str | None, dict[str, DrainedHost]] = {}
         for host in hosts:
             by_cell.setdefault(host.cell, {})[host.name] = host
@@ -169,7 +170,7 @@ class DrainPlanner:
         return found
 
     def _order(self, one: InstanceToMove) -> tuple[bool, tuple[int, ...], str]:
-        """Members of groups first, whose hosts are the fewest; then the larger before the smaller."""
+        """Members of groups first, because the fewest hosts fit them; then the larger before the smaller."""
         flavor = self._selector.flavors.get(flavor_of(one.known))
         held = {} if flavor is None else total_resources(flavor.query)
         sizes = tuple(-amount for _, amount in sorted(held.items(), reverse=True))
@@ -225,7 +226,7 @@ def _group_of(one: InstanceToMove) -> str | None:
 
 
 def _pending(one: InstanceToMove, kind: MoveKind, now: float) -> PendingMove:
-    """A request that is only planned. Its id cannot be any instance's uuid or request's: it is no uuid."""
+    """A request that is only planned. Its id is no uuid, so it cannot be the id of an instance or a request."""
     request = MoveRequest(request_id=f"plan {one.uuid}", instance_uuid=one.uuid, project_id=one.project_id, kind=kind)
     return PendingMove(position=0, request=request, digest=b"", taken_at=now, delivery=RETRIES)
 

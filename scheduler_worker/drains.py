@@ -1,9 +1,9 @@
 """Drains: begun and commanded by operators, and carried out by any scheduler.
 
 A drain, its hosts' decisions and its instances are on record in one transaction. After that each scheduler looks at it
-a few times a second: it holds the drain's row, notes how its moves have ended, and requests the next ones, all in one
-transaction. Nothing is remembered that a pass could not read again: a scheduler may end between any two passes, and
-another goes on.
+a few times a second: it locks the drain's row, records how its moves have ended, and requests the next ones, all in one
+transaction. A pass keeps no state that it could not read again: a scheduler may end between any two passes, and another
+goes on.
 """
 
 from __future__ import annotations
@@ -66,15 +66,15 @@ log = structlog.get_logger(__name__)
 
 HANDLER = "scheduler.drains"
 STAGGER_S = 0.25  # schedulers begin at different moments
-PASS_S = 0.25  # between two looks while something is under way or waits
-IDLE_S = 2.0  # while nothing is: a paused drain may run into its deadline
+PASS_S = 0.25  # between two looks while moves are under way or wait
+IDLE_S = 2.0  # otherwise: a paused drain may reach its deadline
 MAX_OPEN = 16  # drains that have not ended
-MAX_ENDED = 200  # drains that have, and are remembered; the oldest go
+MAX_ENDED = 200  # ended drains that are kept; the oldest are deleted
 NO_LIMIT = 2**31 - 1
 
 
 class DrainKeeper:
-    """One scheduler's."""
+    """The keeper of one scheduler."""
 
     def __init__(
         self,
@@ -103,7 +103,7 @@ class DrainKeeper:
         return made if isinstance(made, Refusal) else made.plan
 
     async def start(self, command: DrainStart) -> DrainResult | Refusal:
-        """Put a drain on record and disable its hosts, unless something cannot move. Raises Transient."""
+        """Put a drain on record and disable its hosts, unless an instance cannot move. Raises Transient."""
         known = self._registry.drains.get(command.drain)
         if known is None:
             query = DrainQuery(host=command.name, cell=command.cell, kind=command.kind, target=command.target)
@@ -149,7 +149,7 @@ class DrainKeeper:
         refusal = await self._registry.write(make)
         if refusal is not None:
             return refusal
-        await self._registry.reload()  # a repeat changes nothing, and may have been carried out elsewhere
+        await self._registry.reload()  # a repeat changes nothing, and may have been carried out by another scheduler
         known = self._registry.drains.get(command.drain)
         if known is None:
             return Refusal(code="drain.unknown", reason=f"no drain {command.drain} is on record")
@@ -198,7 +198,7 @@ class DrainKeeper:
             due_s = self._clock.monotonic() + (PASS_S if is_busy else IDLE_S)
 
     async def _wait(self, due_s: float | None) -> None:
-        """Until the drains are others, at the longest until then (monotonic; None: however long)."""
+        """Wait until the drains change, at the longest until this time (monotonic; None: no limit)."""
         changed = self._registry.drains_changed
         left_s = None if due_s is None else max(0.0, due_s - self._clock.monotonic())
         with contextlib.suppress(TimeoutError):
@@ -207,7 +207,7 @@ class DrainKeeper:
         changed.clear()
 
     async def _pass(self, drain: str) -> bool:
-        """One look at one drain; whether the next is due soon. Raises Transient."""
+        """Look at one drain once; returns whether the next look is due soon. Raises Transient."""
         now = self._clock.time()
         hosts = self._hosts(drain)
         async with self._store.operation() as unit:
@@ -245,7 +245,9 @@ class DrainKeeper:
         }
 
     async def _add_late(self, drain: str, hosts: list[DrainedHost]) -> bool:
-        """Instances that have come since: builds that were dispatched before, and what the plan had no room for."""
+        """Instances that have come since: builds that were dispatched before, and those that the
+        plan's bound left out.
+        """
         there = await self._planner.instances_on(hosts, MAX_PLANNED)
         async with self._store.operation() as unit:
             found = await unit.lock_drain(drain, 0.0, 0)
@@ -334,7 +336,7 @@ class _Begun:
         return changed, author
 
     def _moves(self) -> list[DrainMove]:
-        """In the order of the plan. What is on a fenced host is evacuated, and never moved."""
+        """In the order of the plan. The instances of a fenced host are evacuated, and never moved."""
         return [
             DrainMove(
                 drain=self._command.drain,
@@ -359,7 +361,7 @@ def begun_name(selector: Selector, name: str) -> str:
 
 
 def _stuck(made: MadePlan) -> Refusal:
-    """The counts, and the first few of them with their reasons; the whole is in the plan."""
+    """The counts, and the first instances with their reasons; the plan has all of them."""
     stuck = [one for one in made.plan.moves if not one.hosts]
     shown = "; ".join(f"{one.instance_uuid} on {one.source}: {one.code}" for one in stuck[:5])
     reason = f"{len(stuck)} of {len(made.plan.moves)} instances cannot move; nothing was begun (see force): {shown}"
@@ -367,7 +369,7 @@ def _stuck(made: MadePlan) -> Refusal:
 
 
 def _hosts_given_back(present: RecordedObjects, drain: str) -> list[ChangedObject]:
-    """The hosts of a drain that is undone are what they were before."""
+    """The decisions about hosts from before the drain are restored when it is undone."""
     changed = []
     for (kind, uuid), stored in sorted(present.objects.items()):
         if kind is ObjectKind.HOST:

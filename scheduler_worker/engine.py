@@ -1,9 +1,10 @@
 """How build requests are scheduled, a whole batch at once: record, decide, claim, write. Each step is safe to repeat.
 
-1. Record: the request goes on record, and a repeated one is recognised there. A few requests choose their
-   hosts meanwhile; so far that choice is an assumption of this process alone: it is speculative.
+1. Record: the request goes on record, and a repeated one is recognised there. A small batch chooses its
+   hosts meanwhile; that choice is speculative: so far only this process assumes it.
 2. Decide (`placing`): one pass over the replica chooses a host for each request that has none.
-3. Claim (`placing`): the claims of all requests travel together; what has no result is decided and claimed again.
+3. Claim (`placing`): the claims of all requests travel together; a request without a result is decided and claimed
+   again.
 4. Write: one transaction writes the decisions, maps the instances to their cells and keeps the messages to publish.
    It is guarded by the record's state: of all schedulers that process a request, one writes and the others do not.
 """
@@ -34,7 +35,7 @@ from scheduler_worker.domain.decisions import Circumstances, Conclusion, conclud
 from scheduler_worker.domain.deletes import PendingDelete
 from scheduler_worker.domain.gangs import withdrawn_by_gang, without_withdrawn
 from scheduler_worker.domain.pending import PendingBuild, accepted, first_event, new_build, stamps_of
-from scheduler_worker.domain.placed import PlacedBuild, ScheduledBuild
+from scheduler_worker.domain.placed import DecidedBuild, PlacedBuild
 from scheduler_worker.domain.placement import CONSUMER_CHANGED, PlacementRequest, PlacementState
 from scheduler_worker.domain.selector import Selector
 from scheduler_worker.placing import Placer, ReplicaFollower
@@ -73,18 +74,21 @@ class RequestRecorder:
             metrics.count_requests("build", admission.label)
         self._remember(firsts)
         if any(isinstance(admission.outcome, Done) for admission in admissions):
-            await self._store.flush()  # the record acknowledges those, and nothing more is written
+            await self._store.flush()  # the record acknowledges those, and nothing else is written
         await self._cancellations.release(
             [pending for pending, one in zip(builds, admissions, strict=True) if one.release]
         )
         return admissions
 
     def may_have_run(self, pending: PendingBuild) -> bool:
-        """Whether an earlier delivery may have come as far as its claim, here or in another scheduler."""
+        """Whether an earlier delivery may have come as far as its claim, here or in another scheduler.
+
+        After a Transient the consumer calls the handler again with the same batch, which is not marked as redelivered.
+        """
         return pending.redelivered or pending.instance_uuid in self._in_progress
 
     def finish(self, builds: Iterable[PendingBuild]) -> None:
-        """The batch is over, and each of its requests has an outcome."""
+        """Forget the batch: each of its requests has an outcome."""
         for pending in builds:
             self._in_progress.pop(pending.instance_uuid, None)
 
@@ -117,7 +121,7 @@ class RequestRecorder:
 
 
 class SchedulingEngine:
-    """Schedules batches of requests. One per scheduler process; several batches may be in it at once."""
+    """Schedules batches of requests. One per scheduler process; it may process several batches at once."""
 
     def __init__(
         self,
@@ -141,7 +145,7 @@ class SchedulingEngine:
         self._started_s: float | None = None  # monotonic, of the first batch: there is no event loop before
 
     async def process(self, builds: Sequence[PendingBuild], deletes: Sequence[PendingDelete]) -> dict[int, Outcome]:
-        """Schedule and delete; the outcomes by position. A delete in the batch is in time to stop its build."""
+        """Schedule and delete; returns the outcomes by position. A delete in the batch is in time to stop its build."""
         if self._started_s is None:
             self._started_s = self._clock.monotonic()
         outcomes: dict[int, Outcome] = {}
@@ -161,7 +165,7 @@ class SchedulingEngine:
                 elif admission.cancelled or pending.instance_uuid in deleted:
                     to_cancel.append(pending)
                 else:
-                    to_place.append((without_withdrawn(pending, withdrawn), admission.first_run))
+                    to_place.append((without_withdrawn(pending, withdrawn), admission.surely_unclaimed))
             outcomes |= await self._cancellations.cancel(to_cancel)
             outcomes |= await self._schedule(to_place, chosen)
         finally:
@@ -170,7 +174,7 @@ class SchedulingEngine:
         return outcomes
 
     async def end_deletes(self, deletes: Sequence[tuple[DeleteRequest, Refusal]]) -> None:
-        """Publish the end of deletes that their queue has given up and that nothing has carried out."""
+        """Publish the end of deletes whose retries are exhausted and that nothing has carried out."""
         await self._cancellations.refuse(deletes)
 
     async def _record(
@@ -195,21 +199,23 @@ class SchedulingEngine:
                 await asyncio.gather(recording, return_exceptions=True)
                 raise
             for pending, admission in zip(builds, admissions, strict=True):
-                if admission.outcome is not None or not admission.first_run:
+                if admission.outcome is not None or not admission.surely_unclaimed:
                     self._placer.drop([chosen.pop(pending.instance_uuid)] if pending.instance_uuid in chosen else [])
             return admissions
 
     async def _schedule(
         self, builds: Sequence[tuple[PendingBuild, bool]], chosen: dict[str, PlacementState]
     ) -> dict[int, Outcome]:
-        """Decide, claim and write builds; each comes with whether nothing can be claimed for it yet (`first_run`)."""
+        """Decide, claim and write builds; each comes with its `surely_unclaimed`."""
         if not builds:
             return {}
         now = self._circumstances()
         concluded: list[tuple[PendingBuild, Conclusion]] = []
         placing: list[tuple[PendingBuild, PlacementRequest]] = []
-        for pending, first_run in builds:
-            prepared = prepare(pending, chosen.get(pending.instance_uuid), self._selector, now, first_run=first_run)
+        for pending, surely_unclaimed in builds:
+            prepared = prepare(
+                pending, chosen.get(pending.instance_uuid), self._selector, now, surely_unclaimed=surely_unclaimed
+            )
             if isinstance(prepared, PlacementRequest):
                 placing.append((pending, prepared))
             else:
@@ -218,14 +224,15 @@ class SchedulingEngine:
         placed = [PlacedBuild(*pair, result) for pair, result in zip(placing, results, strict=True)]
         of_placed, unavailable = conclude_all(placed, self._circumstances())
         concluded += of_placed
-        outcomes = {pending.position: end for pending, end in concluded if not isinstance(end, ScheduledBuild)}
-        outcomes |= await self._write([end for _, end in concluded if isinstance(end, ScheduledBuild)])
+        outcomes = {pending.position: end for pending, end in concluded if not isinstance(end, DecidedBuild)}
+        outcomes |= await self._write([end for _, end in concluded if isinstance(end, DecidedBuild)])
         if unavailable is not None:
-            # After what was decided is written: called again with the same batch, those are repeated requests.
+            # Raised after the decisions are written: when the same batch is processed again, their requests are
+            # repeated ones.
             raise unavailable
         return outcomes
 
-    async def _write(self, scheduled: Sequence[ScheduledBuild]) -> dict[int, Outcome]:
+    async def _write(self, scheduled: Sequence[DecidedBuild]) -> dict[int, Outcome]:
         """The decisions, the cell map and the messages to publish, in one transaction."""
         if not scheduled:
             return {}
@@ -238,10 +245,10 @@ class SchedulingEngine:
         ]
         stages: list[Stamps] = []
 
-        async def decide(unit: BuildUnit) -> set[str]:
+        async def write_decisions(unit: BuildUnit) -> set[str]:
             now = self._clock.time()
             stages.clear()
-            written = await unit.decide(decisions, now)
+            written = await unit.write_decisions(decisions, now)
             for one, decided in zip(scheduled, decisions, strict=True):
                 if one.pending.instance_uuid in written:
                     stages.append(stamps_of(one.pending, one.claimed, now))
@@ -252,14 +259,14 @@ class SchedulingEngine:
             return written
 
         with metrics.timed_stage("write", self._clock):
-            written = await run_optimistic(lambda optimistic: self._store.unit(optimistic=optimistic), decide)
+            written = await run_optimistic(lambda optimistic: self._store.unit(optimistic=optimistic), write_decisions)
         metrics.observe_decisions(stages)
         metrics.count_ended(one.decision.build for one in scheduled if one.pending.instance_uuid in written)
         await self._follow_up(scheduled, written)
         return {one.pending.position: accepted(one.pending.instance_uuid) for one in scheduled}
 
-    async def _follow_up(self, scheduled: Sequence[ScheduledBuild], written: set[str]) -> None:
-        """What has failed leaves no claim behind; what another scheduler has decided meanwhile is cancelled here."""
+    async def _follow_up(self, scheduled: Sequence[DecidedBuild], written: set[str]) -> None:
+        """Release the claims of builds that failed, and cancel those that another scheduler has decided meanwhile."""
         failed = [one for one in scheduled if one.decision.build.terminal]
         for one in failed:
             build = one.decision.build

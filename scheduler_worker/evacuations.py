@@ -1,10 +1,10 @@
-"""Evacuates the instances of fenced hosts whose policy is to be restarted. Any number of schedulers do so side by side.
+"""Evacuates the instances of fenced hosts whose policy is `restart`. Any number of schedulers do so side by side.
 
 A pass reads which instances are on record on such hosts, and publishes a move request for each that has none. The id of
-a request is the same in every scheduler and after every restart, so what two of them publish, or one publishes twice,
-is one move. What has failed (no host had room) is tried again after a pause, under the next id.
+a request is the same in every scheduler and after every restart, so a request that is published twice is one move. A
+move that has failed (no host fits) is tried again after a pause, under the next id.
 
-Nothing is remembered that a pass could not find out again: a scheduler may end between any two steps.
+A pass keeps no state that it could not find out again: a scheduler may end between any two steps.
 """
 
 from __future__ import annotations
@@ -39,15 +39,17 @@ from scheduler_worker.store.port import FIRST_UUID, SchedulerStore
 
 log = structlog.get_logger(__name__)
 
-STAGGER_S = 0.5  # schedulers begin at different moments: what one has put on record the next finds there
-BUSY_S = 1.0  # between two passes while something is under way, or waits for its next try
-IDLE_S = 60.0  # while nothing is: a policy may have been changed since
-AGAIN_S = 10.0  # a request that is not on record so long after it was published is published again
+STAGGER_S = 0.5  # schedulers begin at different moments: each finds the records of the earlier ones
+BUSY_S = 1.0  # between two passes while evacuations are under way, or wait for their next try
+IDLE_S = 60.0  # otherwise: a policy may have been changed since
+AGAIN_S = 10.0  # a request that is not on record this long after it was published is published again
 PAGE = 500  # instances read at a time
 
 
 class OpenRequest(Struct, frozen=True):
-    """A request that is to be made, or is under way (it, or another one about the instance). due_s: not before."""
+    """A request that is to be made, or is under way (it, or another one about the instance). due_s:
+    the earliest time.
+    """
 
     request_id: str
     build: RecordedBuild
@@ -56,7 +58,7 @@ class OpenRequest(Struct, frozen=True):
 
 
 class EvacuationTask:
-    """One scheduler's."""
+    """The task of one scheduler."""
 
     def __init__(
         self,
@@ -75,7 +77,7 @@ class EvacuationTask:
         self._clock = clock
         self._rng = rng
         self._fenced: frozenset[FencedHost] = frozenset()
-        self._tried: dict[tuple[FencedHost, str], int] = {}  # how many requests for an instance have ended in vain
+        self._tried: dict[tuple[FencedHost, str], int] = {}  # how many requests for an instance have failed
         self._due_s: dict[tuple[FencedHost, str], float] = {}  # (monotonic) when its next request may be made
         self._published_s: dict[str, float] = {}  # (monotonic) requests that are not on record yet
 
@@ -98,7 +100,7 @@ class EvacuationTask:
             due_s = self._clock.monotonic() + (BUSY_S if is_busy else IDLE_S)
 
     async def _wait_for_fences(self, due_s: float | None) -> None:
-        """Until the fences in force are others, at the longest until then (monotonic; None: however long)."""
+        """Wait until the fences in force change, at the longest until this time (monotonic; None: no limit)."""
         changed = self._registry.fences_changed
         left_s = None if due_s is None else max(0.0, due_s - self._clock.monotonic())
         with contextlib.suppress(TimeoutError):
@@ -112,7 +114,10 @@ class EvacuationTask:
         self._due_s = {key: due_s for key, due_s in self._due_s.items() if key[0] in fenced}
 
     async def _pass(self) -> bool:
-        """One look at all instances of the fenced hosts; whether the next is due soon. Raises Transient or BusError."""
+        """Look at all instances of the fenced hosts once; returns whether the next look is due soon.
+
+        Raises Transient or BusError.
+        """
         by_name: dict[str, list[FencedHost]] = {}
         for host in sorted(self._fenced, key=lambda one: one.uuid):
             by_name.setdefault(host.name, []).append(host)
@@ -133,7 +138,7 @@ class EvacuationTask:
         return is_busy
 
     async def _open_requests(self, uuids: Sequence[str], by_name: Mapping[str, list[FencedHost]]) -> list[OpenRequest]:
-        """Of each of these instances that is to be restarted: its first request that has not ended in vain."""
+        """For each of these instances that is to be restarted: its first request that has not failed."""
         found: list[OpenRequest] = []
         async with self._store.operation() as unit:
             on_fenced: dict[str, FencedHost] = {}
@@ -169,7 +174,9 @@ class EvacuationTask:
         emit("evacuation.failed", instance=move.instance_uuid, host=host.name, tried=tried, code=move.code)
 
     async def _publish(self, ready: Sequence[MoveRequest], free_slots: int) -> None:
-        """As many as there are free slots for: those that were published and are not on record yet take theirs."""
+        """As many as there are free slots for: requests that were published and are not on record
+        yet take slots, too.
+        """
         now_s = self._clock.monotonic()
         self._published_s = {one: at for one, at in self._published_s.items() if now_s - at < AGAIN_S}
         waiting = [one for one in ready if one.request_id not in self._published_s]

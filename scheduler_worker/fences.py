@@ -14,7 +14,7 @@ from scheduler_worker.objects import ObjectRegistry
 
 log = structlog.get_logger(__name__)
 
-REPUBLISH_S = 5.0  # to a cell that has not recorded a fence, or is to lift one, the order is published again after this
+REPUBLISH_S = 5.0  # to a cell that has not recorded a fence, or is to lift one, it is published again after this
 REPEAT_S = 300.0  # to every cell all of its fences are published again after this: its record may have been set back
 
 
@@ -40,7 +40,7 @@ class FencePublisher:
                     await self._publish(uuid, fence.cell)
 
     async def _publish(self, uuid: str, cell: str | None) -> None:
-        """To the host's cell, or to all where it is not known: a cell ignores the fence of another cell's host."""
+        """To the host's cell, or to all cells if that is not known: a cell ignores the fence of another cell's host."""
         order = command(uuid, self._registry.fences[uuid], self._registry.decision_of(uuid))
         for bus in [one for name, one in self._cells.items() if cell in (None, name)]:
             try:

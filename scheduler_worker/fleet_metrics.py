@@ -15,7 +15,7 @@ from prometheus_client.registry import Collector
 from scheduler_worker.domain.fleet import FleetSummary, summarize
 from scheduler_worker.domain.selector import Selector
 
-HELD_S = 2.0  # a summary is used again for so long: several scrapers, one computation
+HELD_S = 2.0  # a summary is reused for this long: several scrapers, one computation
 
 HOSTS = ("berth_fleet_hosts", "Hosts by state: up, disabled, silent, unannounced.", ("cell", "zone", "state"))
 CAPACITY = ("berth_fleet_capacity", "Capacity of a resource class.", ("resource_class", "cell", "zone"))
@@ -24,7 +24,9 @@ USED = ("berth_fleet_used", "Allocated, claims in flight included.", ("resource_
 
 
 class FleetCollector(Collector):
-    """What the fleet looks like to this process's schedulers; of several in one process, to the one opened first."""
+    """The state of the fleet as this process's schedulers see it; of several in one process, as the one opened first
+    does.
+    """
 
     families = (HOSTS, CAPACITY, USABLE, USED)
 

@@ -81,8 +81,7 @@ class RequestHandler:
     async def given_up(self, batch: Sequence[Received]) -> Sequence[Outcome]:
         """Queue `scheduler.given_up`: a request whose retries are exhausted ends with one terminal event.
 
-        Its dead letter is no proof of who published it (`bus.wire.letters_key`), so nothing follows from it
-        but that end.
+        Its dead letter is no proof of its publisher (`bus.wire.letters_key`), so it leads to nothing but that end.
         """
         why = [given_up_of(received) or GIVEN_UP_BY_BROKER for received in batch]
         builds = [

@@ -1,4 +1,4 @@
-"""Queue `scheduler.metrics.{process}` of the API bus and of each cell: numbers about hosts, and their getting old."""
+"""Queue `scheduler.metrics.{process}` of the API bus and of each cell: numbers about hosts, and their ageing."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from scheduler_worker.domain.hosts import NO_SERVICE
 from scheduler_worker.domain.selector import Selector
 
 QUEUE = "scheduler.metrics.{process}"
-AGE_STEP_S = 1.0  # numbers get old in steps of this
+AGE_STEP_S = 1.0  # numbers age in steps of this
 
 
 class HostMetricsListener:
-    """Takes numbers about hosts from one bus. What is dropped is counted, by reason."""
+    """Takes numbers about hosts from one bus. Dropped numbers are counted, by reason."""
 
     def __init__(self, table: HostMetricsTable, bus: str, *, clock: Clock, first: asyncio.Event) -> None:
         self._table = table
@@ -39,7 +39,7 @@ class HostMetricsListener:
 
 
 async def age(table: HostMetricsTable, first: asyncio.Event, clock: Clock) -> None:
-    """Let the numbers get old, until cancelled; nothing happens before there are any."""
+    """Age the numbers, until cancelled; nothing happens before there are any."""
     await first.wait()
     while True:
         table.advance(clock.monotonic())
@@ -47,7 +47,7 @@ async def age(table: HostMetricsTable, first: asyncio.Event, clock: Clock) -> No
 
 
 def host_metrics_page(query: HostMetricsQuery, selector: Selector) -> HostMetricsPage:
-    """What is known of the hosts of this name, or of the host with this uuid."""
+    """The metrics of the hosts of this name, or of the host with this uuid."""
     table = selector.table
     found = [(uuid, index) for uuid in table.find(query.host) if (index := table.index_of(uuid)) is not None]
     return HostMetricsPage(

@@ -17,7 +17,7 @@ from scheduler_worker.domain.waiting import WaitingTable
 from scheduler_worker.domain.workers import WorkerTable
 
 RECONNECT_CHECK_S = 0.5  # how soon after a reconnect announcements are requested
-DOUBT_S = 15.0  # between two requests while a service is taken for there that its cell does not count
+DOUBT_S = 15.0  # between two requests while more services count as up here than in the cell's digest
 
 
 class HostsListener:
@@ -62,9 +62,10 @@ class HostsListener:
         self._requested = False
 
     async def run(self) -> None:
-        """Ask at start, soon after each reconnect, and periodically, with a jitter of its own in each scheduler.
+        """Request announcements at start, soon after each reconnect, and periodically, with a jitter of its own in each
+        scheduler.
 
-        Sooner when the cell's digest counts fewer services than are taken for there.
+        Sooner when the cell's digest counts fewer services than count as up here.
         """
         while True:
             self._requested = await self.request_reports()
@@ -78,7 +79,7 @@ class HostsListener:
                     break
 
     async def request_reports(self) -> bool:
-        """Ask every compute service of the cell to announce its hosts now. False: the bus is unavailable."""
+        """Request every compute service of the cell to announce its hosts now. False: the bus is unavailable."""
         try:
             await self._bus.publish(ReportHosts(why="a scheduler listens"))
         except BusError:

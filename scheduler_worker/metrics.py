@@ -1,4 +1,4 @@
-"""What the scheduler counts and measures."""
+"""The scheduler's metrics."""
 
 from __future__ import annotations
 
@@ -38,20 +38,20 @@ KNOWN_HOSTS = Gauge("berth_scheduler_hosts", "Hosts that compute services have a
 
 
 def count_requests(kind: str, outcome: str, count: int = 1) -> None:
-    """Build or delete requests with the same outcome; those without a name are not counted."""
+    """Count requests (build, delete) with the same outcome; those without a name are not counted."""
     if outcome and count:
         REQUESTS.labels(kind, outcome).inc(count)
 
 
 @contextmanager
 def timed_stage(stage: str, clock: Clock) -> Iterator[None]:
-    """Measure how long one batch takes in a stage; what raises is not measured."""
+    """Measure how long one batch takes in a stage; a stage that raises is not measured."""
     started_s = clock.monotonic()
     yield
     STAGE_S.labels(stage).observe(clock.monotonic() - started_s)
 
 
-# Codes come from drivers, too: of more distinct ones than this the rest is counted as OTHER.
+# Codes come from drivers, too: distinct ones beyond this number are counted as OTHER.
 MAX_CODES = 200
 OTHER = "other"
 _codes: set[str] = set()
@@ -67,7 +67,7 @@ def count_ended(builds: Iterable[BuildEvent | RecordedBuild]) -> None:
 
 
 def observe_round(chosen: int, rankings: Iterable[Sized]) -> None:
-    """One pass of decisions: how many hosts it has chosen, and the candidates of each ranking that it made."""
+    """Count one pass of decisions: how many hosts it has chosen, and the candidates of each ranking that it made."""
     if chosen:
         DECISIONS.labels("chosen").inc(chosen)
     for ranking in rankings:
@@ -75,7 +75,7 @@ def observe_round(chosen: int, rankings: Iterable[Sized]) -> None:
 
 
 def count_claim(answer: ClaimResult | Fault, *, retried: bool) -> None:
-    """One answer to a claim; whether the request claims again."""
+    """Count one answer to a claim. again: the request claims again."""
     if isinstance(answer, ClaimResult):
         CLAIMS.labels(answer.outcome.value).inc()
         if retried:
@@ -85,14 +85,14 @@ def count_claim(answer: ClaimResult | Fault, *, retried: bool) -> None:
 
 
 def observe_decisions(builds: Sequence[Stamps]) -> None:
-    """The stages that end with the decision."""
+    """Observe the stages that end with the decision."""
     BUILD_STAGE_S.observe("queued", [stamps.queued - stamps.requested for stamps in builds])
     BUILD_STAGE_S.observe("decided", [stamps.decided - stamps.queued for stamps in builds])
     BUILD_STAGE_S.observe("claimed", [stamps.claimed - stamps.decided for stamps in builds if stamps.claimed])
 
 
 def observe_announced(builds: Sequence[Stamps]) -> None:
-    """The last stage, as far as a scheduler sees it: until it passed the end on."""
+    """Observe the last stage, as far as a scheduler sees it: until it published the end on the API bus."""
     BUILD_STAGE_S.observe("announced", [stamps.announced - stamps.built for stamps in builds])
 
 

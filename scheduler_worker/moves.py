@@ -2,12 +2,11 @@
 
 1. Read what is on record of the instances, without locks, and check each request against it.
 2. Choose: placement answers where the instances are now; the search, the filters and the weighers of a build choose
-hosts
-   of the same cell. What is chosen counts as used for a few seconds, so that the next choices see it.
+   hosts of the same cell. A choice counts as used for a few seconds, so that the next choices see it.
 3. Write, in one transaction: hold the instances' builds, check again, and put the request, its event and the command to
-   the cell on record. Where an instance has changed since it was read, its request is tried again.
+   the cell on record. If an instance has changed since it was read, its request is tried again.
 
-Up to the commit nothing has happened, so a request that is delivered again is simply taken again.
+Before the commit nothing has changed, so a request that is delivered again is processed again.
 """
 
 from __future__ import annotations
@@ -70,6 +69,7 @@ from scheduler_worker.domain.recorded_moves import (
 )
 from scheduler_worker.domain.request_spec import RequestSpec, Unsatisfiable
 from scheduler_worker.domain.selector import NoValidHost, Selector
+from scheduler_worker.domain.transfers import for_former_cell
 from scheduler_worker.placing import ReplicaFollower
 from scheduler_worker.store.port import OperationUnit, SchedulerStore
 
@@ -78,21 +78,26 @@ log = structlog.get_logger(__name__)
 NOT_FENCED = "host.not_fenced"
 IMAGE_UNSUITABLE = "image.unsuitable"
 SOURCE_UNKNOWN = Retry("instance.unlocated", "placement does not know where the instance is (yet)")
-MAX_SELECTIONS = 9  # as CellMove has it
+MAX_SELECTIONS = 9  # the limit of CellMove
 MAX_HELD = 10_000  # choices that count as used at a time
 
 
 class Chosen(Struct, frozen=True, kw_only=True):
-    """What hosts there are for one request. failure: why there are none, with the funnel."""
+    """The hosts for one request, and their cell (None: the instance's own). failure: why there are none, with the
+    funnel.
+    """
 
     selections: tuple[Selection, ...] = ()
     failure: Refusal | None = None
     funnel: tuple[FunnelStep, ...] = ()
     passed: int = 0
+    cell: str | None = None
 
 
 class WrittenMoves:
-    """What one transaction has written of a batch so far, by request and by instance; labels: for the metrics."""
+    """The rows that one transaction has written of a batch so far, by request and by instance;
+    labels: for the metrics.
+    """
 
     def __init__(self, author: Author) -> None:
         self.author = author
@@ -101,7 +106,7 @@ class WrittenMoves:
         self.labels: list[str] = []
 
     def as_left(self, found: MoveContext, request: MoveRequest) -> MoveContext:
-        """What is on record for a request, as the ones before it in the batch leave it."""
+        """The records for a request, as the earlier requests of the batch leave them."""
         return replace(
             found,
             move=self.moves.get(request.request_id, found.move),
@@ -135,7 +140,7 @@ class MoveEngine:
         self._held: deque[tuple[float, str]] = deque()  # (until, monotonic; key) of choices that count as used
 
     async def process(self, moves: Sequence[PendingMove]) -> dict[int, Outcome]:
-        """Schedule a batch; the outcomes by position. Raises PlacementUnavailable."""
+        """Schedule a batch; returns the outcomes by position. Raises PlacementUnavailable."""
         if not moves:
             return {}
         if self._started_s is None:
@@ -196,9 +201,10 @@ class MoveEngine:
         *,
         planned: Mapping[str, str] | None = None,
     ) -> Chosen | Retry:
-        """Hosts in order for one request, or why there are none; tried again where that may be too early.
+        """Hosts in order for one request, or why there are none; tried again if a failure would be premature.
 
-        planned: it is one of a plan, which this call holds nothing for and does not wait for; {host: why it is none}.
+        planned: it is part of a plan, for which this call holds nothing and does not wait; {host: why it may not be
+        chosen}.
         """
         request = pending.request
         source = next(iter(page.hosts.get(request.instance_uuid, ())), None)
@@ -209,7 +215,7 @@ class MoveEngine:
             where = "its host" if source is None else f"host {self._selector.name_of(source)}"
             return Chosen(failure=Refusal(code=NOT_FENCED, reason=f"{where} is not fenced by an operator"))
         spec = self._spec(request, known, page, source)
-        if changes_image(request, known):  # where its flavor is gone no filter can be run: its cell decides
+        if changes_image(request, known):  # if its flavor is gone no filter can be run: its cell decides
             return (None if isinstance(spec, Unsatisfiable) else self._suits(spec, source)) or Chosen()
         if isinstance(spec, Unsatisfiable):
             hosts = int(self._selector.book.rows_of_roots().size)
@@ -228,6 +234,10 @@ class MoveEngine:
         reason = sentence(spec, chosen.funnel, self._selector.config.max_funnel_nearest)
         return Chosen(failure=Refusal(code=NO_HOST, reason=reason), funnel=chosen.funnel)
 
+    def _may_leave_cell(self, request: MoveRequest) -> bool:
+        """Whether hosts of other cells will do. Only what is without a host leaves: it has no machine to hand over."""
+        return self._selector.config.moves_across_cells and request.kind is MoveKind.UNSHELVE
+
     async def _pick_on_newest(
         self,
         pending: PendingMove,
@@ -236,18 +246,21 @@ class MoveEngine:
         source: str | None,
         planned: Mapping[str, str] | None,
     ) -> Chosen | NoValidHost:
-        """The hosts to try. "No host" is decided on the newest state only, and of nothing held for other moves."""
+        """The hosts to try. "No host" is decided on the newest state only, and without the holds of other moves."""
         chosen = self._pick(pending, known, spec, source, planned)
         if isinstance(chosen, Chosen) or planned is not None:
             return chosen
         self._release(everything=True)
         await self._follower.refresh(timeout_s=self._selector.config.raced_wait_s)
-        return self._pick(pending, known, spec, source, None)
+        chosen = self._pick(pending, known, spec, source, None)
+        if isinstance(chosen, Chosen) or not self._may_leave_cell(pending.request):
+            return chosen
+        return self._pick(pending, known, replace(spec, cell=None, key=(*spec.key, "any cell")), source, None)
 
     def _spec(
         self, request: MoveRequest, known: MoveContext, page: LocatePage, source: str | None
     ) -> RequestSpec | Unsatisfiable:
-        """What hosts are looked for: as for a build of the instance as it is to be, in its cell."""
+        """The request spec: as for a build of the instance in its next state, in its cell."""
         assert known.build is not None
         requested = placed_as(request, known)
         if requested.flavor not in self._selector.flavors:
@@ -263,7 +276,7 @@ class MoveEngine:
         return spec
 
     def _suits(self, spec: RequestSpec, host: str | None) -> Chosen | Retry | None:
-        """Why an instance may not be rebuilt from another image where it is; nothing is claimed for that."""
+        """Why an instance may not be rebuilt from another image on its host; nothing is claimed for a rebuild."""
         verdict = None if host is None else self._selector.suits_rebuild(host, spec)
         if host is None or verdict is None:
             return None
@@ -281,7 +294,7 @@ class MoveEngine:
         source: str | None,
         planned: Mapping[str, str] | None,
     ) -> Chosen | NoValidHost:
-        """One synchronous choice on the replica as it is now; what is chosen counts as used from here on."""
+        """One synchronous choice on the replica as it is now; the choice counts as used from here on."""
         request, book = pending.request, self._selector.book
         self._release()
         requested = replace(placed_as(request, known), max_attempts=None)
@@ -292,7 +305,7 @@ class MoveEngine:
             state = replace(state, rejected={**state.rejected, source: "host.source"})
         tried = min(request.max_attempts or self._selector.config.max_attempts, MAX_SELECTIONS)
         leaving = f"{request.request_id} leaves"
-        # What the instance holds and what it is to hold of one provider count once, the larger of the two.
+        # The present and the future allocation of one provider count once, the larger of the two.
         book.assume(leaving, self._leaves(known, source))
         try:
             subset = self._selector.config.host_subset_size
@@ -306,10 +319,11 @@ class MoveEngine:
             book.forget(leaving)
         if planned is None:
             self._hold(request.request_id, choice.selected.options[0].allocations)
-        return Chosen(selections=selections, passed=choice.passed)
+        cell = self._selector.cell_of(choice.selected.uuid) if state.spec.cell is None else None
+        return Chosen(selections=selections, passed=choice.passed, cell=cell)
 
     def _leaves(self, known: MoveContext, source: str | None) -> dict[str, dict[str, int]]:
-        """What the instance holds on its host, as negative amounts, where its host is one provider without children."""
+        """The instance's allocation on its host, as negative amounts, if its host is one provider without children."""
         row = None if source is None else self._selector.book.row_of(source)
         flavor = self._selector.flavors.get(flavor_of(known))
         if source is None or row is None or flavor is None:
@@ -333,7 +347,7 @@ class MoveEngine:
         self._release_later()
 
     def _release_later(self) -> None:
-        """Without another move nothing else would release them."""
+        """Without another move no later choice would release them."""
         if self._releasing is None and self._held:
             left_s = max(0.0, self._held[0][0] - self._clock.monotonic())
             self._releasing = asyncio.get_running_loop().call_later(left_s, self._release_due)
@@ -384,7 +398,7 @@ class MoveEngine:
         found: MoveContext,
         chosen: Chosen | None,
     ) -> Outcome:
-        """One move of a batch. before, found: what was on record when it was decided, and what is under the lock."""
+        """One move of a batch. before, found: the record when it was decided, and the one under the lock."""
         request, author = pending.request, batch.author
         verdict = self.check(pending, found)
         if isinstance(verdict, Clash):
@@ -420,7 +434,7 @@ class MoveEngine:
         chosen: Chosen | None,
         author: Author,
     ) -> tuple[RecordedMove, CellMove | None]:
-        """The record of a request, and the command to its cell where there is one."""
+        """The record of a request, and the command to its cell if there is one."""
         if refusal is not None:
             more = {"code": refusal.code, "reason": refusal.reason}
             return recorded(pending, MoveState.REFUSED, author, **more), None
@@ -432,8 +446,12 @@ class MoveEngine:
         assert known.build is not None and known.build.cell is not None
         selections = () if chosen is None else chosen.selections
         host = selections[0].host if selections else None
+        command = self._command(request, known, selections)
         move = recorded(pending, MoveState.SCHEDULED, author, cell=known.build.cell, host=host)
-        return move, self._command(request, known, selections)
+        if chosen is None or chosen.cell in (None, known.build.cell):
+            return move, command
+        leaving = replace(command, to_cell=chosen.cell)
+        return replace(move, command=leaving), for_former_cell(leaving)
 
     def _command(self, request: MoveRequest, known: MoveContext, selections: tuple[Selection, ...]) -> CellMove:
         built, config = known.build_request, self._selector.config
@@ -471,10 +489,11 @@ class MoveEngine:
 
 
 def _detail(move: RecordedMove, chosen: Chosen | None) -> str:
-    """A line's text: where to, or why not."""
+    """The text of a timeline line: the destination, or the reason of a failure."""
     if move.code:
         return f"{move.code}: {move.reason}"
     if chosen is None:
         return f"to cell {move.cell}"
     names = ", ".join(selection.host for selection in chosen.selections)
-    return f"to cell {move.cell}: {names} of {chosen.passed} candidates"
+    cell = move.cell if chosen.cell is None else chosen.cell
+    return f"to cell {cell}: {names} of {chosen.passed} candidates"

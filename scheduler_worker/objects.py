@@ -1,8 +1,8 @@
 """Operators' objects in a scheduler: loaded at start and whenever they change, and changed on request.
 
-A change is one transaction with its announcement; then every scheduler loads the new revision. An announcement that is
-lost is made up for by reading the revision every RELOAD_S. Flavors, aggregates, quotas and scheduling rules make the
-scheduler's configuration; decisions about hosts are columns of its host table.
+A change is one transaction with its announcement; then every scheduler loads the new revision. Every scheduler reads
+the revision every RELOAD_S as well, in case an announcement was lost. Flavors, aggregates, quotas and scheduling rules
+make the scheduler's configuration; decisions about hosts are columns of its host table.
 """
 
 from __future__ import annotations
@@ -80,13 +80,13 @@ MAX_BUILDS_COUNTED = 1000
 SEEDED_BY = "settings"
 
 
-# What a change by rules of its own makes of the objects that it holds, by whom and why; or why it is refused.
+# The effect of a special change on the objects that it holds, who made it and why; or why it is refused.
 Made = tuple[Sequence[ChangedObject], ChangeAuthor]
 MakeChange = Callable[[OperationUnit, RecordedObjects], Awaitable[Made | Refusal]]
 
 
 class Configured(Struct, frozen=True):
-    """A configuration with everything that is made from it."""
+    """A configuration with the flavors, filters and weighers made from it."""
 
     config: SchedulerConfig
     flavors: dict[str, ParsedFlavor]
@@ -139,16 +139,16 @@ class ObjectRegistry:
         self._settings = settings
         self._clock = clock
         self._cells = tuple(cells)
-        self._loading = asyncio.Lock()  # what was read first is not adopted last
+        self._loading = asyncio.Lock()  # one load at a time, so that an older revision is not adopted after a newer one
         self._is_fresh = True  # False: announcements may have been lost
         self._in_force: tuple[dict[Key, dict[str, Any]], Configured] | None = None
         self.fences: Mapping[str, FenceRecord] = {}  # of hosts, by uuid, as they are in force here
-        self.fences_changed = asyncio.Event()  # set when they are others; `EvacuationTask` clears it
+        self.fences_changed = asyncio.Event()  # set when they change; `EvacuationTask` clears it
         self.drains: Mapping[str, DrainRecord] = {}  # by id
-        self.drains_changed = asyncio.Event()  # set when they are others; `DrainKeeper` clears it
+        self.drains_changed = asyncio.Event()  # set when they change; `DrainKeeper` clears it
         self.cells: cell_rules.Decisions = {}  # by name
-        self.cells_changed = asyncio.Event()  # set when they are others; `CellKeeper` clears it
-        self.aggregates_changed = asyncio.Event()  # set when they are others; `AggregateKeeper` clears it
+        self.cells_changed = asyncio.Event()  # set when they change; `CellKeeper` clears it
+        self.aggregates_changed = asyncio.Event()  # set when they change; `AggregateKeeper` clears it
         self.revision = NOT_LOADED  # of the objects in force here
 
     async def open(self) -> None:
@@ -161,7 +161,7 @@ class ObjectRegistry:
         while True:
             await self._clock.sleep(RELOAD_CHECK_S)
             if not self._is_fresh or self._clock.monotonic() >= due:
-                self._is_fresh = True  # before: a connection that is lost meanwhile has it read again
+                self._is_fresh = True  # read before: a connection that is lost meanwhile has it read again
                 try:
                     await self.reload()
                     due = self._clock.monotonic() + RELOAD_S
@@ -179,14 +179,15 @@ class ObjectRegistry:
             await self.reload()
 
     async def reload(self) -> None:
-        """Load the objects if their revision is another one. One that was set back (a restore) is another, too.
+        """Load the objects if their revision differs from the one in force. A revision that was set back (a restore)
+        differs, too.
 
         Raises Transient; SettingsError when none was loaded before and those on record cannot be used here.
         """
         async with self._loading:
             found = await self._store.objects(unless=self.revision)
             if found is not None and found.revision == 0:
-                # What is written is there for good: corrected settings would not help.
+                # The written objects stay: corrected settings would not help.
                 check_objects(self._settings)
                 if first := seeds(self._settings):
                     found = await self._seed(first)
@@ -217,8 +218,8 @@ class ObjectRegistry:
     ) -> ObjectsChanged | Refusal:
         """Change objects, all of them or none; in force here when this returns. Raises Transient.
 
-        message_id: of the message that requests it; what it has changed before, it does not change again.
-        ends_fences: of hosts that it no longer fences, without their cells' word.
+        message_id: of the message that requests it; a repeat of a message changes nothing again. ends_fences: of hosts
+        that it no longer fences, without their cells' reports.
         """
         async with self._loading:
             return await self._change(change, message_id, ends_fences)
@@ -227,7 +228,7 @@ class ObjectRegistry:
         async with self._store.operation() as unit:
             present = await unit.lock_objects()
             if not await unit.first_time(HANDLER, message_id):
-                # Delivered again; a later change may have come since, and it stays.
+                # The message was delivered again; a later change may have come since, and it stays.
                 return ObjectsChanged(revision=present.revision)
             planned = plan(change, present.objects)
             if isinstance(planned, Refusal):
@@ -257,8 +258,8 @@ class ObjectRegistry:
         return ObjectsChanged(revision=after.revision, changed=planned.changed)
 
     async def write(self, make: MakeChange) -> Refusal | None:
-        """A change by rules of its own, in one transaction with whatever else `make` writes; in force here when this
-        returns. Raises Transient.
+        """A special change, in one transaction with the other rows that `make` writes; in force here when this returns.
+        Raises Transient.
         """
         async with self._loading:
             async with self._store.operation() as unit:
@@ -277,7 +278,7 @@ class ObjectRegistry:
         return None
 
     async def record_fences(self, reports: Sequence[HostFence]) -> None:
-        """Cells' answers about fences: on record, and announced to every scheduler. Raises Transient."""
+        """Put cells' reports about fences on record, and announce them to every scheduler. Raises Transient."""
         async with self._loading:
             async with self._store.operation() as unit:
                 present = await unit.lock_objects()
@@ -292,7 +293,7 @@ class ObjectRegistry:
                     else:
                         change = fences.acknowledge(one.host_uuid, fences.fence_of(stored), one)
                     if change is not None:
-                        changed[one.host_uuid] = change  # the last of several words about one fence
+                        changed[one.host_uuid] = change  # the last of several reports about one fence
                 if not changed:
                     return
                 author = ChangeAuthor(f"cell {reports[0].cell}", "its word about the fence", self._clock.time())
@@ -304,7 +305,7 @@ class ObjectRegistry:
             log.info("host.fence", uuid=one.host_uuid, state=one.state.value, losses=one.losses, cell=one.cell)
 
     def decision_of(self, host_uuid: str) -> HostAdminState | None:
-        """What is in force about a host."""
+        """The decision in force about a host."""
         return self._selector.table.decision_of(host_uuid)
 
     async def _seed(self, first: Sequence[ChangedObject]) -> RecordedObjects | None:
@@ -319,7 +320,8 @@ class ObjectRegistry:
             made = self._configured(configuration_bodies(found.objects))
             self._adopt(made, found)
         except (ValueError, SettingsError) as error:
-            # Another scheduler, of another version or with other plug-ins, has taken them: this one goes on as it is.
+            # Another scheduler, of another version or with other plug-ins, has accepted them: this one keeps its
+            # present objects.
             log.error("objects.not_usable", revision=found.revision, reason=str(error))
             if self.revision == NOT_LOADED:
                 raise SettingsError(INVALID, f"the objects on record cannot be used here: {error}") from error
@@ -348,7 +350,7 @@ class ObjectRegistry:
             )
             self._in_force = configuration_bodies(found.objects), made
         self._selector.table.adopt_decisions(decisions)
-        # The hosts of a cell that there was stay in the table.
+        # The hosts of a cell that is no longer in use stay in the table.
         gone = (
             set(self._selector.table.cells) - set(cell_rules.known_cells(self._cells, cells)) if self._cells else set()
         )
@@ -377,7 +379,7 @@ class ObjectRegistry:
             return Refusal(code=INVALID, reason=str(error)[:MAX_REASON])
 
     async def _harm(self, present: RecordedObjects, planned: ChangePlan, after: SchedulerConfig) -> Refusal | None:
-        """What stands in the way of a change that is not forced."""
+        """The objections to a change that is not forced."""
         return (
             self._fenced_alive(planned)
             or self._without_cells(present, planned)
@@ -395,7 +397,7 @@ class ObjectRegistry:
         return None if left else Refusal(code=IN_USE, reason="no cell would be left that takes builds")
 
     async def _occupied_cells(self, planned: ChangePlan) -> Refusal | None:
-        """What a cell that is not connected to any more has would be out of reach."""
+        """The machines of a cell that workers no longer connect to would be out of reach."""
         for name in cell_rules.cells_left(self._cells, planned.cells_decided):
             count = await self._store.builds_in_cell(name, MAX_BUILDS_COUNTED)
             if count:
@@ -404,7 +406,9 @@ class ObjectRegistry:
         return None
 
     def _unknown_hosts(self, planned: ChangePlan) -> Refusal | None:
-        """Hosts that an aggregate is to have and that there are not, or several of: a name may be mistyped."""
+        """Hosts that an aggregate is to have and that do not exist, or whose name several hosts have: a name may be
+        mistyped.
+        """
         for aggregate, host in planned.hosts_named:
             found = self._selector.uuids_of(host)
             if len(found) != 1:
@@ -418,19 +422,22 @@ class ObjectRegistry:
         return None
 
     def _fenced_alive(self, planned: ChangePlan) -> Refusal | None:
-        """A fence states that a host is off. One whose compute service is up may run: a name may be mistyped."""
+        """A fence states that a host is off.
+
+        A host whose compute service is up may be running: a name may be mistyped.
+        """
         for uuid in planned.hosts_fenced:
             service = self._selector.table.live_service_of(uuid)
             if service is not None:
                 reason = (
-                    f"the compute service {service} is up and manages host {uuid}: what is evacuated from a running "
-                    "host runs twice; switch the host off first, and force the fence if its service stays up"
+                    f"the compute service {service} is up and manages host {uuid}: an instance that is evacuated from "
+                    "a running host runs twice; switch the host off first, and force the fence if its service stays up"
                 )
                 return Refusal(code=SERVICE_UP, reason=reason)
         return None
 
     async def _stranded(self, planned: ChangePlan, after: SchedulerConfig) -> Refusal | None:
-        """Why a change would leave instances outside of what they requested; None: it does not."""
+        """Why a change would leave instances outside of the zone that they requested; None: it does not."""
         if any(one.kind is ObjectKind.AGGREGATE for one in planned.changed):
             why = self._moved_zones(after)
             if why is not None:

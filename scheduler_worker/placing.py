@@ -1,8 +1,8 @@
 """DECIDE and CLAIM, in rounds: a round chooses a host for each request that has none, and claims all of them together.
 
 Decide: one pass over the replica, without a message. Each choice is assumed there, so that the next one sees it.
-Claim: the claims of all requests travel together. The answers step each placement; one without a result is decided
-and claimed again, within the bounds of one delivery. A claim is idempotent by (instance, attempt 1).
+Claim: the claims of all requests travel together. The answers step each placement; a placement without a result is
+decided and claimed again, within the bounds of one delivery. A claim is idempotent by (instance, attempt 1).
 """
 
 from __future__ import annotations
@@ -56,14 +56,14 @@ FIRST_JITTER_S = 0.002  # the longest wait before the second round of claims; th
 
 
 class ReplicaFollower(Protocol):
-    """What placing needs of the replica's follower."""
+    """The part of the replica's follower that placing uses."""
 
     async def refresh(self, *, timeout_s: float) -> bool:
         """Apply the newest changes now; False: they did not come in time."""
 
 
 class Placer:
-    """Decides and claims for many requests at once. One per scheduler process; several batches may be in it at once."""
+    """Decides and claims for many requests at once. One per scheduler process; it may place several batches at once."""
 
     def __init__(
         self,
@@ -92,18 +92,20 @@ class Placer:
 
     @property
     def _config(self) -> SchedulerConfig:
-        """The configuration in force: the settings, with what operators have defined since."""
+        """The configuration in force: the settings, with the objects that operators have defined since."""
         return self._selector.config
 
     async def place(
         self, requests: Sequence[PlacementRequest], chosen: dict[str, PlacementState] | None = None
     ) -> list[PlacementResult]:
-        """Decide and claim in rounds until each request has a result; in their order. chosen: speculative choices."""
+        """Decide and claim in rounds until each request has a result; returns the results in order. chosen: speculative
+        choices.
+        """
         speculative = chosen or {}
         states = [speculative.get(one.request.instance_uuid) or initial_state(one, self._selector) for one in requests]
         states = with_gang_results(await self._recover_gangs(await self._with_peers(states)))
         rounds = Retrying(self._claim_rounds, self._clock, self._rng)
-        speculative.clear()  # from here on each round drops what it does not claim
+        speculative.clear()  # from here on each round drops the choices that it does not claim
 
         async def next_round() -> bool:
             nonlocal states
@@ -129,7 +131,7 @@ class Placer:
                 with metrics.timed_stage("claim", self._clock):
                     after = with_gang_results(merged(after, await self._claim(singles, gangs)))
         finally:
-            # Whatever ended the round, a cancelled process too: nothing stays assumed that was not claimed.
+            # However the round ended, by cancellation too: no choice stays assumed that was not claimed.
             self.drop(after)
         ended = {one.request.instance_uuid for one in unresolved}
         for state in after:
@@ -142,7 +144,7 @@ class Placer:
     def choose_speculatively(self, builds: Sequence[PendingBuild]) -> dict[str, PlacementState]:
         """Choices made before it is known whether the requests are new, by instance.
 
-        A request that finds no host at once, or depends on where others are, is left to the rounds.
+        A request that finds no host at once, or depends on where other instances are, is left to the rounds.
         """
         specs = [(pending, self._selector.request_spec(pending.request)) for pending in builds]
         states = {
@@ -216,7 +218,7 @@ class Placer:
         return [*answers, *of_gangs.values()]
 
     def _carry_out(self, stepped: PlacementStep) -> None:
-        """Do to the replica what an answer means for it."""
+        """Carry out the replica commands that an answer leads to."""
         uuid = stepped.state.request.instance_uuid
         for command in stepped.commands:
             match command:
@@ -238,11 +240,11 @@ class Placer:
     # --- what depends on other instances
 
     async def _with_peers(self, states: list[PlacementState]) -> list[PlacementState]:
-        """Ask where the instances are that requests depend on; without an answer the request is tried again."""
+        """Query where the instances are that requests depend on; without an answer the request is tried again."""
         to_locate = [state for state in states if has_peers(state.request)]
         if not to_locate:
             return states
-        requests = [locate_request(state.request, first_run=state.first_run) for state in to_locate]
+        requests = [locate_request(state.request, surely_unclaimed=state.surely_unclaimed) for state in to_locate]
         distinct = list(dict.fromkeys(requests))
         pages = dict(zip(distinct, await self._claims.locate(distinct), strict=True))
         answered: dict[str, PlacementState] = {}
@@ -257,8 +259,8 @@ class Placer:
         return [answered.get(state.request.instance_uuid, state) for state in states]
 
     async def _recover_gangs(self, states: list[PlacementState]) -> list[PlacementState]:
-        """What an earlier run may have claimed for a gang is found before its members choose: all of it at once."""
-        again = [one for one in states if one.gang is not None and not one.first_run and one.result is None]
+        """The claims that an earlier run may have made for a gang are found before its members choose: all at once."""
+        again = [one for one in states if one.gang is not None and not one.surely_unclaimed and one.result is None]
         probing = [one for one in (with_probe(one, self._selector) for one in again) if one.probe is not None]
         if not probing:
             return states

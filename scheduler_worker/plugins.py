@@ -49,7 +49,7 @@ def _has_metadata(config: SchedulerConfig, weighing: Weighing) -> bool:
 
 
 def _instance(path: str, method: str, config: SchedulerConfig) -> Any:
-    """Made by its `from_config(config)`, where it has one, else without arguments."""
+    """A plug-in is made by its `from_config(config)`, if it has one, else without arguments."""
     module, _, name = path.rpartition(".")
     try:
         kind = getattr(importlib.import_module(module), name)

@@ -58,9 +58,11 @@ class QueryHandler:
         self._clock = clock
 
     async def __call__(self, batch: Sequence[Received]) -> Sequence[Outcome]:
-        """Builds that are queried by name in one statement, the others one after another: those are rare.
+        """Builds that are queried by name take one statement; the other queries, which are rare, are answered one after
+        another.
 
-        After a long silence a client queries each of its builds: many at once, and when the scheduler is late anyway.
+        After a long silence a client queries each of its builds: many at once, and at a time when the scheduler is slow
+        anyway.
         """
         named = {uuid for received in batch if (uuid := _named_by(received.message)) is not None}
         by_name: dict[str, BuildRecord] | Refuse = {}
@@ -83,7 +85,7 @@ class QueryHandler:
         return BuildPage(builds=tuple(map(self._with_timeline, found)), searched_to=searched_to)
 
     def _one_of(self, found: dict[str, BuildRecord] | Refuse, uuid: str) -> Outcome:
-        """The answer about one build; a page without any, where it is not on record."""
+        """The answer about one build; an empty page if it is not on record."""
         if isinstance(found, Refuse):
             return found
         return Done(reply=BuildPage(builds=(self._with_timeline(found[uuid]),) if uuid in found else ()))
@@ -99,7 +101,7 @@ class QueryHandler:
         if isinstance(message, BuildQuery):
             try:
                 return Done(reply=await self._builds(message))
-            except DatabaseUnavailable as fault:  # answered now: the requester does not wait until it is back
+            except DatabaseUnavailable as fault:  # answered at once: the requester does not wait for it
                 return Refuse(fault.code, fault.reason)
         if isinstance(message, MoveQuery):
             try:
@@ -138,7 +140,7 @@ class QueryHandler:
         table, now_s = self._selector.table, self._clock.monotonic()
         known = len(table)
         usable = table.enabled[:known] & (table.admin[:known] == 0)
-        # One place more at the front: hosts without a service (NO_SERVICE is -1).
+        # One index more at the front: hosts without a service (NO_SERVICE is -1).
         managed = np.bincount(table.service[:known] + 1, minlength=len(table.services) + 1)
         enabled = np.bincount(table.service[:known] + 1, weights=usable, minlength=len(table.services) + 1)
         found = sorted(enumerate(table.services), key=lambda item: (item[1].cell, item[1].name))
@@ -223,7 +225,7 @@ class QueryHandler:
 
 
 def _named_by(message: Message) -> str | None:
-    """The instance whose build is queried by nothing but its name."""
+    """The uuid of the instance, if a query names its build and nothing else."""
     if not isinstance(message, BuildQuery) or message.instance_uuid is None:
         return None
     uuid = message.instance_uuid
@@ -233,6 +235,6 @@ def _named_by(message: Message) -> str | None:
 def _with_sorted_timeline(build: BuildRecord) -> BuildRecord:
     """The timeline in order of time: announcements arrive late, out of order, and sometimes twice."""
     lines: dict[tuple[float, str, str, str], TimelineEntry] = {}
-    for line in build.timeline:  # a repeated line differs only in when it was passed on
+    for line in build.timeline:  # a repeated line differs only in the time of its publication
         lines.setdefault((line.at, line.who, line.what, line.detail), line)
     return replace(build, timeline=tuple(sorted(lines.values(), key=lambda line: line.at)))

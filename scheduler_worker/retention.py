@@ -22,7 +22,7 @@ def max_request_age_s(config: SchedulerConfig) -> float:
 
 
 async def purge_forever(store: SchedulerStore, clock: Clock, config: SchedulerConfig) -> None:
-    """Purge periodically. Schedulers share the work: each takes rows that no other has locked."""
+    """Purge periodically. Schedulers share the work: each deletes rows that no other has locked."""
     while True:
         await clock.sleep(config.purge_interval_s)
         try:

@@ -1,9 +1,9 @@
-"""Queries cells about requests of which there are no news. Any number of schedulers do so side by side.
+"""Queries cells about requests that have had no event for a long time. Any number of schedulers do so side by side.
 
 A cell that has lost the request, or its end, answers with an end (`cell.move.query.v1`). One that does not answer is
 queried again, less and less often; the record of the request states it, and a metric counts such requests.
 
-Nothing is remembered but how long each has been silent; a scheduler that starts again begins to count anew.
+The only state kept is how long each has been silent; a scheduler that starts again begins to count anew.
 """
 
 from __future__ import annotations
@@ -21,18 +21,21 @@ from bus.port import BusError
 from scheduler_worker import metrics
 from scheduler_worker.domain.builds import Author, BuildUpdate
 from scheduler_worker.domain.recorded_moves import RecordedMove
+from scheduler_worker.domain.transfers import repeated
 from scheduler_worker.domain.unanswered import Watched, Watching, look, marked
 from scheduler_worker.store.port import FIRST_UUID, SchedulerStore
 
 log = structlog.get_logger(__name__)
 
-LOOKS = 4  # looks in the time after which a cell is queried
+LOOKS = 4  # passes in the time after which a cell is queried
 PAGE = 500  # requests read at a time
-MAX_WATCHED = 10_000  # requests of which one process knows how long they have been silent; the rest is looked at later
+MAX_WATCHED = 10_000  # requests whose silence one process keeps track of; the rest is looked at later
 
 
 class UnansweredMoves:
-    """One scheduler's. cells: the bus of each; after_s: seconds without news after which a cell is queried."""
+    """The task of one scheduler. cells: the bus of each; after_s: seconds without an event after which a cell is
+    queried.
+    """
 
     def __init__(
         self,
@@ -55,7 +58,7 @@ class UnansweredMoves:
     async def run(self) -> None:
         """Until cancelled."""
         while True:
-            # The answer to the first scheduler that queries lets the others count anew.
+            # The answer to the first scheduler's query resets the count of the others.
             await self._clock.sleep(self._after_s / LOOKS * self._rng.uniform(0.75, 1.25))
             try:
                 await self.look()
@@ -63,7 +66,7 @@ class UnansweredMoves:
                 log.warning("moves.not_looked_at", code=fault.code, reason=str(fault))
 
     async def look(self) -> Watching:
-        """One look at all that is under way. Raises Transient."""
+        """Look once at all requests under way. Raises Transient."""
         found = look(self._watched, await self._open(), now_s=self._clock.monotonic(), pause_s=self._after_s)
         self._watched = found.watched
         metrics.SILENT_MOVES.set(found.waiting)
@@ -87,12 +90,12 @@ class UnansweredMoves:
         return moves
 
     async def _query(self, move: RecordedMove) -> bool:
-        """Publish the query; whether the cell's bus has it."""
+        """Publish the query; returns whether the cell's bus took it."""
         bus = self._cells.get(move.cell or "")
         log.info("move.queried", request=move.request_id, instance=move.instance_uuid, cell=move.cell)
         if bus is None:
             return False
-        query = CellMoveQuery(
+        query = repeated(move) or CellMoveQuery(
             request_id=move.request_id,
             instance_uuid=move.instance_uuid,
             project_id=move.project_id,
@@ -107,7 +110,7 @@ class UnansweredMoves:
         return True
 
     async def _mark(self, silent: Sequence[RecordedMove]) -> None:
-        """State it in their records, where nothing has come meanwhile."""
+        """State the silence in their records, unless an event has come meanwhile."""
         author = Author(self._who, self._clock.time())
         async with self._store.operation() as unit:
             known = await unit.known({one.request_id: one.instance_uuid for one in silent}, lock=True)

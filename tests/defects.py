@@ -17,7 +17,7 @@ PAGE = ROOT / "docs" / "reference" / "defects.md"
 
 HEAD = """# Deliberate defects
 
-Derived by `python -m tests.defects` (`scripts/docs`); a test compares. What the simulation judges is in
+Derived by `python -m tests.defects` (`scripts/docs`); a test compares. The simulation's checks are in
 [Reliability](../explanation/reliability.md).
 
 ## Found by the simulation
@@ -51,7 +51,7 @@ PLANTED = """
 ## Planted as edits of the source
 
 `python -m tests.plants` plants each in a copy of the tree and runs the named tests, one of which has to fail. It is not
-in CI, but that each still applies is a test there. What its last run printed is a [note](../lab/plants.md).
+in CI, but that each still applies is a test there. The output of its last run is a [note](../lab/plants.md).
 
 | defect | what it does | where | tests |
 | --- | --- | --- | --- |

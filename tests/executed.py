@@ -1,4 +1,4 @@
-"""What a run of .ci/run executed, in one line, read from the files that its steps left in a folder.
+"""The tests that a run of .ci/run executed, in one line, read from the files that its steps left in a folder.
 
     python -m tests.executed FOLDER
 

@@ -113,7 +113,7 @@ PLANTS: dict[str, tuple[str, str, str]] = {
     "C-6": (_RANKING, "found = self._next(excluded, drawn, 1, cell=cell)", "found = self._next(excluded, drawn, 1)"),
     "C-7": (_RANKING, "excluded, drawn, alternates)", "excluded, drawn, alternates + 1)"),
     "C-20": ("scheduler_worker/domain/selector.py", "            view = view.subset(~disabled)\n", ""),
-    "C-13": ("cell_conductor/domain/steps.py", "        zone=instance.here.zone,\n", ""),
+    "C-13": ("cell_conductor/domain/steps.py", '        zone=instance.here.zone if instance.selections else "",\n', ""),
     "C-14": ("cell_conductor/domain/rules.py", "    if event.final:\n", "    if event.final and not event.final:\n"),
     "I-2": (_IRONIC, "else CUSTOM + name\n", "else name\n"),
     "I-3": (_IRONIC, "bool(node.maintenance) or node.power", "node.power"),
@@ -182,6 +182,7 @@ PLANTS: dict[str, tuple[str, str, str]] = {
         "is UnexplainedKind.QUARANTINED",
         "is UnexplainedKind.FOREIGN",
     ),
+    "K-3": ("cell_conductor/search.py", "for service in sorted(up)", "for service in sorted(up)[:1]"),
     "K-2": ("berth/supervisor.py", "                self._check_loop(name, now)\n", ""),
     "T-13": (
         _MOVE_STEPS,

@@ -1,8 +1,8 @@
 """Defects planted where the code decides, and what finds each: `python -m tests.plants [NAME ...]` plants them anew.
 
-Each is an edit of one line or two, made in a copy of the tree; the named tests have to fail there. What the edit
-replaces has to be in the file exactly once: otherwise the plant is stale, which is reported, and no failure of berth's.
-Long, and so not in CI. docs/lab/plants.md is what the last run printed.
+Each is an edit of one line or two, made in a copy of the tree; the named tests have to fail there. The text that the
+edit replaces has to be in the file exactly once: otherwise the plant is stale, which is reported, and no failure of
+berth's. Long, and so not in CI. docs/lab/plants.md is what the last run printed.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Plant(Struct, frozen=True, kw_only=True):
     tests: str
 
 
-# What stands between the report of a running machine and the next state, in the table of instances.
+# The steps between the report of a running machine and the next state, in the table of instances.
 _LAST_OF_FAILED = (
     "        HostMissing: IGNORE,\n        ServiceLost: IGNORE,\n        MoveRequested: REFUSE,\n"
     "        ChangeEnded: IGNORE,\n        Reverted: IGNORE,\n        HostFenced: IGNORE,\n"

@@ -1,4 +1,4 @@
-"""What a release would be, and whether everything agrees on it: `python -m tests.release [VERSION]` (scripts/release).
+"""The content of a release, and whether all parts agree on it: `python -m tests.release [VERSION]` (scripts/release).
 
 Nothing is changed but the directory that the wheel goes into, and nothing is tagged or pushed.
 """
@@ -44,7 +44,7 @@ class Finding(Struct, frozen=True):
 
 
 def git(root: Path, *arguments: str) -> str:
-    """What git answers. Raises CalledProcessError."""
+    """The output of git. Raises CalledProcessError."""
     command = ["git", "-C", str(root), *arguments]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=LIMIT_S)
     return done.stdout.strip()
@@ -149,7 +149,7 @@ def build_wheel(root: Path, directory: Path) -> Path:
 
 
 def wheel_findings(root: Path, version: str, wheel: Path) -> Iterator[Finding]:
-    """What the wheel is called, and what of berth's packages is not in it."""
+    """The name of the wheel, and the parts of berth's packages that it lacks."""
     yield Finding("the wheel has the version", wheel.name.startswith(f"berth-{version}-"), wheel.name)
     packages = tomllib.loads((root / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]["find"]["include"]
     places = [f"{name.removesuffix('*')}/" for name in packages]

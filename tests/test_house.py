@@ -29,7 +29,7 @@ from tests.kit.syntax import (
     slots_of,
     waits_longer,
 )
-from tests.kit.words import CONVERSATION, PRIVATE_NAMES, PRIVATE_PROSE, comments, prose, words_of
+from tests.kit.words import CONVERSATION, NO_SUBJECT, PRIVATE_NAMES, PRIVATE_PROSE, comments, prose, words_of
 
 MAX_FILE_LINES = 550
 MAX_FUNCTION_LINES = 60
@@ -123,7 +123,7 @@ def test_every_command_is_taken_by_one_queue_on_each_of_its_buses(row: catalogue
 
 
 def test_one_queue_keeps_the_keys_of_its_letters() -> None:
-    """What the broker gives up of it names no queue (`dead_letters._origin`)."""
+    """A message of it that the broker gives up names no queue (`dead_letters._origin`)."""
     assert [row.name for row in QUEUES if row.keeps_keys] == ["scheduler.requests"]
 
 
@@ -209,7 +209,7 @@ def test_migrations_are_named_alike_and_the_schema_is_whole(worker: str) -> None
 
 
 def test_a_runtime_dependency_is_imported_by_what_runs_at_a_site() -> None:
-    """What only the embedded servers, tests and docs need is an extra."""
+    """A package that only the embedded servers, tests and docs need is an extra."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     needed = {re.split(r"[\[>=]", line)[0].replace("-", "_").replace(".", "_") for line in project["dependencies"]}
     paths = [path for path in sources(*OURS) if (ROOT / "berth" / "embedded") not in path.parents]
@@ -265,7 +265,8 @@ def test_prose_names_the_role() -> None:
     """In sources, tests, scripts and pages. A value that a test sends may be `nobody`."""
     pages = [path for path in prose_files() if path.suffix == ".md" or not is_testing(path)]
     texts = [(path, number, line) for path in pages for number, line in enumerate(path.read_text().splitlines(), 1)]
-    texts += [(path, number, text) for path in sources(*TESTING) if path not in RULES for number, text in prose(path)]
+    testing = [path for path in sources(*TESTING) if path not in RULES]
+    texts += [(path, number, text) for path in testing for number, text in prose(path, PRIVATE_PROSE)]
     texts += [(path, number, text) for path in scripts() for number, text in comments(path)]
     wrong = [
         f"{where(path, number)}: {found.group()}"
@@ -285,15 +286,30 @@ def test_prose_has_no_conversation() -> None:
     """In sources, tests, scripts and pages: programs send, answer, report, request, receive."""
     pages = [path for path in prose_files() if path.suffix == ".md" and (ROOT / "docs" / "lab") not in path.parents]
     texts = [(path, number, line) for path in pages for number, line in enumerate(path.read_text().splitlines(), 1)]
-    texts += [
-        (path, number, text) for path in sources(*OURS, *TESTING) if path not in RULES for number, text in prose(path)
-    ]
+    ours = [path for path in sources(*OURS, *TESTING) if path not in RULES]
+    texts += [(path, number, text) for path in ours for number, text in prose(path, CONVERSATION)]
     texts += [(path, number, text) for path in scripts() for number, text in comments(path)]
     wrong = [
         f"{where(path, number)}: {found.group()}"
         for path, number, text in texts
         if (found := CONVERSATION.search(text))
     ]
+    assert wrong == []
+
+
+def test_a_sentence_begins_with_its_subject() -> None:
+    """In sources, tests, scripts and pages."""
+    pages = [path for path in prose_files() if path.suffix == ".md" and (ROOT / "docs" / "lab") not in path.parents]
+    texts = [
+        (path, number, line)
+        for path in pages
+        for number, line in enumerate(path.read_text().splitlines(), 1)
+        if not line.startswith("#")
+    ]
+    ours = [path for path in sources(*OURS, *TESTING) if path not in RULES]
+    texts += [(path, number, text) for path in ours for number, text in prose(path, NO_SUBJECT)]
+    texts += [(path, number, text) for path in scripts() for number, text in comments(path)]
+    wrong = [f"{where(path, number)}: {text.strip()}" for path, number, text in texts if NO_SUBJECT.search(text)]
     assert wrong == []
 
 

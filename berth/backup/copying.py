@@ -38,7 +38,8 @@ from bus.persistence.revision import VERSION_TABLE
 LOCK_TIMEOUT_S = 30.0  # a migration under way holds its tables; a backup waits for it no longer
 GZIP_LEVEL = 1  # the text shrinks to a fifth; higher levels cost several times as much and gain little
 
-# What COPY's text depends on. No time-out for statements: a large table takes longer than any statement of a worker.
+# The settings that COPY's text depends on. No time-out for statements: a large table takes longer than any statement of
+# a worker.
 SESSION: Mapping[str, str] = {
     "client_encoding": "UTF8",
     "DateStyle": "ISO, MDY",
@@ -235,7 +236,7 @@ class _Packed:
 
 
 class _Sink:
-    """What GzipFile needs of a file."""
+    """The methods of a file that GzipFile needs."""
 
     def __init__(self, packed: _Packed) -> None:
         self._packed = packed

@@ -1,4 +1,4 @@
-"""A backup's manifest: what is in it, from when, made by what, and the checksum of every file.
+"""A backup's manifest: its content, from when, made by which version, and the checksum of every file.
 
 The manifest is `manifest.json`; `manifest.sha256` is its own checksum, in the form of `sha256sum --check`. Everything
 in a backup is input from outside until it has been checked here.
@@ -40,7 +40,7 @@ class BadBackup(Fault):
 class TableCopy(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One table: the rows as PostgreSQL's COPY writes them as text, compressed by gzip.
 
-    bytes, sha256: of the file. text_bytes: what it decompresses to. columns: in the order of the text.
+    bytes, sha256: of the file. text_bytes: its decompressed content. columns: in the order of the text.
     """
 
     table: Name
@@ -73,7 +73,9 @@ class SchemaCopy(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class Manifest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a backup holds. at: the moment of its snapshot, UTC, ISO 8601. berth, server: the versions that made it."""
+    """The content of a backup. at: the moment of its snapshot, UTC, ISO 8601. berth, server: the
+    versions that made it.
+    """
 
     format: Annotated[int, Meta(ge=1)]
     at: Annotated[str, Meta(max_length=64)]

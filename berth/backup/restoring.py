@@ -136,7 +136,7 @@ async def _restore_table(driver: asyncpg.Connection, schema: str, table: TableCo
 
 
 async def _blocks(path: Path, text_bytes: int) -> AsyncIterator[bytes]:
-    """What the file decompresses to, which must have the length that the manifest states."""
+    """The decompressed content, which must have the length that the manifest states."""
     total = 0
     for block in _decompressed(path):
         total += len(block)

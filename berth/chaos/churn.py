@@ -1,4 +1,5 @@
-"""The load of a chaos run: so many builds in flight, some deleted while they are built, the rest when there are many.
+"""The load of a chaos run: a number of builds in flight, some deleted while they are built, the rest when there are
+many.
 
 A publish that was not confirmed is repeated until it is, as any careful client would; only confirmed requests count
 as accepted. Everything is known from the event stream of a durable queue alone.
@@ -23,9 +24,9 @@ PROJECT = "chaos"
 MAX_AT_ONCE = 100
 # Events of a build before it ends: accepted, scheduled, building.
 STAGES = 3
-# No event for so long with everything in flight: look again (faults may stop, time may run out).
+# No event for this long with everything in flight: look again (faults may stop, time may run out).
 LOOK_AGAIN_S = 1.0
-# A load that gets nothing through for so long has failed.
+# A load without any progress for this long has failed.
 STUCK_S = 240.0
 
 
@@ -83,7 +84,7 @@ class Churn:
             self._last = sent == len(requests)  # before any further event: a build marked later would never be deleted
 
     def pick(self, count: int) -> list[str]:
-        """So many machines that run, at random, or all there are. They may be deleted at any moment."""
+        """This many running machines, at random, or all of them. They may be deleted at any moment."""
         return self._rng.sample(self._alive, min(count, len(self._alive)))
 
     def _maybe_gang(self, request: BuildRequest) -> BuildRequest:

@@ -134,7 +134,7 @@ async def left_in_queues(deployment: Deployment) -> dict[str, int]:
 
 
 async def connections(deployment: Deployment) -> list[tuple[str, str, bool]]:
-    """Who is connected to which bus, by the broker itself: (process, bus, whether the process belongs to a cell)."""
+    """The connections to each bus, by the broker itself: (process, bus, whether the process belongs to a cell)."""
     listed = await asyncio.to_thread(
         deployment.servers.broker.control, "list_connections", "vhost", "client_properties", "--no-table-headers"
     )

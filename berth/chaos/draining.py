@@ -79,7 +79,7 @@ class Draining:
             self.moved += len(followed.moved)
 
     async def _until_answered(self, request: Callable[[], Awaitable[T]]) -> T | None:
-        """What a scheduler answers; None: refused, or no answer in so many tries. All of it is idempotent."""
+        """The answer of a scheduler; None: refused, or no answer in this many tries. All of it is idempotent."""
         for _ in range(MOST_TRIES):
             try:
                 return await request()

@@ -26,12 +26,12 @@ RESTART_AFTER_S = 0.5
 WATCH_EVERY_S = 0.1
 # Undoing the last faults: a server that takes longer to come back is broken, not slow.
 UNDO_TIMEOUT_S = 90.0
-# A worker that was started again counts as broken until it is ready, so long at most: on a busy machine a start takes
-# many times what it takes on a quiet one, and all workers would be starting all the time. One in four does not count:
+# A worker that was started again counts as broken until it is ready, at most this long: on a busy machine a start takes
+# many times as long as on a quiet one, and all workers would be starting all the time. One in four does not count:
 # workers are also hit while they start.
 STARTING_S = 30.0
 HIT_WHILE_STARTING = 0.25
-# A server that was not ready in its time (a busy machine) is ended and started again on its data, so often at most.
+# A server that was not ready in its time (a busy machine) is ended and started again on its data, at most this often.
 SERVER_STARTS = 3
 
 
@@ -68,7 +68,8 @@ class FaultInjector:
         self._not_undone: BaseException | None = None
 
     async def disturb(self, deck: FaultSchedule, every_s: float, most: int) -> None:
-        """A fault every so many seconds, until cancelled or there were enough. What has begun goes on: see `settle`.
+        """Inject a fault every so many seconds, until cancelled or there were enough. A fault that has begun goes on:
+        see `settle`.
 
         Raises ServerFailed when a server did not come back.
         """

@@ -31,7 +31,7 @@ MAX_AT_ONCE = 20
 class Moving:
     """Moves of running machines until the plan's number of them is accepted.
 
-    pick: so many instances that run, at random. ends: how each request ended, by its events: {id: {(state, code)}}.
+    pick: this many running instances, at random. ends: how each request ended, by its events: {id: {(state, code)}}.
     """
 
     def __init__(
@@ -104,7 +104,9 @@ class Moving:
         )
 
     async def _publish(self, requests: Sequence[MoveRequest]) -> list[MoveRequest]:
-        """Those that were not confirmed: they may have arrived all the same, so the very same are published again."""
+        """The moves that were not confirmed: they may have arrived all the same, so the very same
+        are published again.
+        """
         errors = await self._moves.offer(requests)
         now = self._clock.monotonic()
         confirmed = [one.request_id for one, error in zip(requests, errors, strict=True) if error is None]

@@ -1,4 +1,4 @@
-"""What a chaos run does: how much load, which faults, how often. All of it drawn from one seed."""
+"""The course of a chaos run: how much load, which faults, how often. All of it drawn from one seed."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ SERVERS = (BROKER, DATABASE)
 # Processes that stand still at once, and all that is broken at once: the rest must have a chance.
 MAX_PAUSED = 2
 MAX_BROKEN = 5
-# A server that was unavailable is let alone for so long: on a busy machine RabbitMQ takes ten seconds and more to
+# A server that was unavailable gets no fault for this long: on a busy machine RabbitMQ takes ten seconds and more to
 # start, and a broker that is never there shows nothing.
 SERVER_RESTS_S = 12.0
 
 
 class FaultKind(StrEnum):
-    """What is done to a process or to connections."""
+    """The fault of a process or of connections."""
 
     KILL = "kill"
     STOP = "stop"
@@ -94,7 +94,9 @@ class FaultSchedule:
         self._left: list[FaultSpec] = []
 
     def deal(self, free: Mapping[str, Sequence[str]], *, paused: int = 0, broken: int = 0) -> PlannedFault | None:
-        """The next fault for what is `free` ({role: names that nothing is done to now}), or None: enough is broken."""
+        """The next fault for the parts that are `free` ({role: names that nothing is done to now}), or None: enough is
+        broken.
+        """
         if broken >= MAX_BROKEN:
             return None
         for _ in range(2):
@@ -125,10 +127,10 @@ GANG, GANG_MIN = 3, 2
 class ChaosPlan(Struct, frozen=True, kw_only=True):
     """One run. population: machines kept before some are deleted.
 
-    in_flight: builds and deletes at once, a closed loop. What has not ended for `stuck_after_s` (a paused process has
-    it in hand) no longer counts, up to `in_flight_most`: or everything would soon wait for one stopped process.
+    in_flight: builds and deletes at once, a closed loop. A request that has not ended for `stuck_after_s` (a paused
+    process has it) no longer counts, up to `in_flight_most`: or everything would soon wait for one stopped process.
 
-    longest_s: the load ends then, whatever is left of it, and what was accepted is judged.
+    longest_s: the load ends then, whatever is left of it, and the accepted requests are judged.
     moves: requests about machines that run, beside the builds. gangs: share of builds that are requests for GANG
     machines that start together. drains: hosts that are emptied one after the other, and taken back.
     early_deletes: share of builds that are deleted while they are being built. retry_for_s: how long one publish is

@@ -1,7 +1,7 @@
 """A TCP proxy in front of a server whose connections can be cut, slowed down and stalled, in the middle of a frame.
 
 Everything a worker sends to the broker or the database passes here. Bytes are never changed, dropped or reordered
-within a connection: TCP would not do that either. What a real network does do is end, lag, and go silent.
+within a connection: TCP would not do that either. A real network ends connections, lags, and falls silent.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ import random
 from collections import deque
 from typing import cast
 
-# What one direction holds back at most, before the sender is no longer read from.
+# The most that one direction holds back before the sender is no longer read from.
 MAX_HELD_BYTES = 1 << 20
 
 
 class End(asyncio.Protocol):
-    """One side of a link. What it receives goes to its peer, sooner or later."""
+    """One side of a link. Received bytes go to its peer, sooner or later."""
 
     def __init__(self, link: Link) -> None:
         self.link = link
@@ -46,7 +46,7 @@ class End(asyncio.Protocol):
         self.flush_due()
 
     def flush_due(self) -> None:
-        """Pass on what is due."""
+        """Pass on the bytes that are due."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -113,7 +113,7 @@ class Link:
             self.client.flush_due()
 
     def on_lost(self, end: End) -> None:
-        """One end is gone: close the other. What was held back goes with it, as with any reset."""
+        """One end is gone: close the other. Bytes that were held back are lost with it, as with any reset."""
         other = end.peer
         if other is not None and other.transport is not None:
             other.transport.close()

@@ -1,4 +1,4 @@
-"""What came of a chaos run: as data, and as tables that a person reads."""
+"""The result of a chaos run: as data, and as tables that a person reads."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class ChaosReport(Struct, frozen=True, kw_only=True):
     """Figures of one run. Times in seconds.
 
     requests: builds that the broker confirmed. wanted: as many as there should be; stopped: why there are fewer,
-    after which the run cannot be sound: it has not shown what it was to show. active ... deleted: how they stood at the
+    after which the run cannot be sound: it has not shown its purpose. active ... deleted: how they stood at the
     end, by the schedulers' record. recovery_s: from the end of the last fault until everything was at rest.
     recovery_by_kind: from the end of each fault until a build or delete requested after it had ended (median, longest).
     longest_stall_s: the longest time in which no build and no delete ended. died: workers that ended by themselves and

@@ -119,7 +119,7 @@ def recoveries(ended: Sequence[Ended], faults: Sequence[Injected]) -> dict[str, 
 
 
 def rates(ended: Sequence[Ended], every_s: float) -> list[int]:
-    """How many ended in each stretch of time, from the first on: what the run looked like."""
+    """How many ended in each stretch of time, from the first on: the course of the run."""
     times = sorted(end.ended_at for end in ended)
     if not times:
         return []

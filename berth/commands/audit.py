@@ -1,4 +1,4 @@
-"""`berth audit`: what is wrong between the book, the records and the hosts, once or as a stream."""
+"""`berth audit`: the disagreements between the book, the records and the hosts, once or as a stream."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ EVERY_S = 1.0
 def audit(
     context: typer.Context,
     follow: Annotated[
-        bool, typer.Option("--watch", help="Go on, and print each finding when it comes and when it is gone.")
+        bool, typer.Option("--watch", help="Continue, and print each finding when it appears and when it ends.")
     ] = False,
     every: Annotated[float, typer.Option(min=0.1, max=3600, help="Seconds between two passes.")] = EVERY_S,
     repair: Annotated[
-        bool, typer.Option("--repair", help="Carry out what berth placement audit can repair, after --grace.")
+        bool, typer.Option("--repair", help="Carry out the repairs of berth placement audit, after --grace.")
     ] = False,
     grace: Annotated[
         float, typer.Option(min=0, max=86_400, help="Seconds that a finding must have lasted before it is repaired.")
@@ -39,9 +39,9 @@ def audit(
     Orphaned, missing and doubled allocations, machines without instance, instances without machine, capacity exceeded
     usage miscounted, hosts outside the zone that a request names; each with its reason and the repair that is proposed.
 
-    What is under way is not judged, and a finding counts when two passes in a row have it, so one run makes two. With
-    --watch it ends by Ctrl-C. Nothing is changed without --repair; what is not of this deployment never is. Exit status
-    1 when something is wrong.
+    Requests under way are not judged, and a finding counts when two passes in a row have it, so one run makes two. With
+    --watch it ends by Ctrl-C. Nothing is changed without --repair; things that are not of this deployment never are.
+    Exit status 1 when something is wrong.
     """
 
     async def body() -> int:

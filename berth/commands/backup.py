@@ -48,7 +48,7 @@ def backup(
 
 def restore(
     context: typer.Context,
-    directory: Annotated[Path, typer.Argument(help="What `berth backup` made.")],
+    directory: Annotated[Path, typer.Argument(help="A backup made by `berth backup`.")],
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Check backup and database; write nothing.")] = False,
     timeout: Limit = 3600.0,
     as_json: AsJson = False,
@@ -73,7 +73,7 @@ def restore(
         _print(manifest, as_json)
         if not dry_run and not as_json:
             out.print(
-                "Start the workers, then see what differs from the world: berth check, berth hosts --unknown, "
+                "Start the workers, then list the differences from the machines: berth check, berth hosts --unknown, "
                 "berth quarantine list, berth placement audit",
                 soft_wrap=True,
             )

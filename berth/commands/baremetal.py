@@ -18,14 +18,14 @@ from bus.clock import SystemClock
 from compute_sim.driver import DriverUnavailable
 from compute_sim.drivers.ironic.api import IronicApi, Refused
 
-baremetal = typer.Typer(no_args_is_help=True, help="Ironic's nodes, and what is wrong with them.")
+baremetal = typer.Typer(no_args_is_help=True, help="Ironic's nodes, and their faults.")
 
 NodeIdent = Annotated[str, typer.Argument(help="The node's UUID or name.", metavar="NODE")]
 
 
 @baremetal.command("list")
 def list_nodes(context: typer.Context, as_json: AsJson = False) -> None:
-    """List all nodes, with what is wrong with each."""
+    """List all nodes, with the fault of each."""
 
     async def body() -> None:
         _show(await _records(settings_of(context)), as_json)
@@ -88,7 +88,7 @@ def show(context: typer.Context, node: NodeIdent, as_json: AsJson = False) -> No
 def quarantine(
     context: typer.Context, node: NodeIdent, reason: Annotated[str, typer.Option(help="Why; Ironic shows it.")]
 ) -> None:
-    """Put a node into maintenance in Ironic, with a reason: no build goes there. What runs on it runs on."""
+    """Put a node into maintenance in Ironic, with a reason: no build goes there. Instances on it continue to run."""
 
     async def body() -> None:
         async with _ironic(settings_of(context)) as api:

@@ -1,4 +1,4 @@
-"""`berth placement audit`, `export` and `import`: what an operator does to a whole book."""
+"""`berth placement audit`, `export` and `import`: an operator's work on a whole book."""
 
 from __future__ import annotations
 
@@ -44,13 +44,14 @@ GRACE_S = 900.0
 RELEASES_AT_ONCE = 200
 MAX_PASSES = 50
 
-# Who holds something by the bus, has held it for a while, and is in no state that may hold anything, in any cell.
+# Consumers that hold an allocation by the bus, have held it for a while, and are in no state that may hold anything, in
+# any cell.
 HOLDERS = """
 SELECT uuid::text FROM consumers
 WHERE released_at IS NULL AND attempt > 0 AND updated_at < now() - make_interval(secs => $1) ORDER BY uuid
 """
 OVER = {"deleted", "tombstone", "failed"}
-# What became active a moment ago, by an adoption after a restore for example, may still get its claim.
+# An instance that became active a moment ago, by an adoption after a restore for example, may still get its claim.
 INSTANCES = """
 SELECT uuid::text, state, host_uuid::text,
        state = 'active' AND source_host_uuid IS NULL AND since < extract(epoch FROM now()) - $2 AS settled
@@ -63,28 +64,28 @@ UNDER_WAY = "SELECT instance_uuid::text FROM build_requests WHERE instance_uuid 
 
 def audit(
     context: typer.Context,
-    repair: Annotated[bool, typer.Option("--repair", help="Put right what can be.")] = False,
+    repair: Annotated[bool, typer.Option("--repair", help="Repair the findings that can be repaired.")] = False,
     consumers: Annotated[
         Path | None, typer.Option(help="UUIDs of all that may hold something, one a line: for a book that Nova writes.")
     ] = None,
     evict: Annotated[
-        bool, typer.Option("--evict", help="With --repair: also release the newest of what is over capacity.")
+        bool, typer.Option("--evict", help="With --repair: also release the newest allocations that exceed capacity.")
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Find what is wrong with the book.
+    """Find the flaws of the book.
 
     Orphaned, missing, doubled and miscounted allocations, and capacity exceeded.
 
     Orphaned: held by the bus's consumers that no cell and no scheduler knows as alive, for 15 minutes; with
     --consumers, held by consumers that are not named there. Doubled: of an instance, on another host than its own; with
     --consumers, one class of two trees that do not share it (a move under way looks so too). Unclaimed: active by its
-    cell's record for 15 minutes and holding nothing of its host, as after a restore. Repairing releases the orphaned,
-    claims the unclaimed where there is room, gives back what an instance holds twice on hosts that are not its own,
-    removes what no client can release and counts usage anew. With --consumers nothing shows which host is whose own:
-    doubled ones are only reported. Exceeded capacity is reported, with the newest consumers without whom it would fit:
-    they run, and an operator has to move them; --evict releases them all the same: for machines that are known to be
-    gone. Exit status 1 while anything is wrong.
+    cell's record for 15 minutes and holding nothing of its host, as after a restore. Repairing releases orphaned
+    allocations, claims for unclaimed instances if they fit, gives back allocations that an instance holds twice on
+    hosts that are not its own, removes rows that no client can release and counts usage anew. With --consumers nothing
+    shows which host is whose own: doubled ones are only reported. Exceeded capacity is reported, with the newest
+    consumers without whom it would fit: they run, and an operator has to move them; --evict releases them all the same:
+    for machines that are known to be gone. Exit status 1 while anything is wrong.
     """
 
     async def body() -> int:
@@ -101,16 +102,16 @@ def audit(
 async def audited(
     here: Site, *, repair: bool, evict: bool = False, consumers: Path | None = None, grace_s: float = GRACE_S
 ) -> dict[str, list[str]]:
-    """What is wrong with the book by kind, a line each, and what was repaired. Raises Stop.
+    """The flaws of the book by kind, a line each, and the repairs. Raises Stop.
 
-    grace_s: what is younger may still be on its way, and is left alone.
+    grace_s: a younger one may still be on its way, and is left alone.
     """
 
     async def lost(database: Database) -> tuple[list[str], list[str | Doubled]]:
         return await (_lost(here, database, grace_s) if consumers is None else _unnamed(database, consumers))
 
     if consumers is None:
-        here = await with_added_cells(here)  # what runs in a cell that is not read would be taken for orphaned
+        here = await with_added_cells(here)  # allocations of a cell that is not read would count as orphaned
     async with _book(here) as (store, database):
         orphans, doubled = await lost(database)
         bare = await find_unclaimed(here, database, grace_s) if consumers is None else []
@@ -242,7 +243,7 @@ def _bounded(source: Any) -> Iterable[bytes]:
 async def _refuse_unless_empty(database: Database) -> None:
     async with database.raw() as connection:
         if await connection.fetchval("SELECT EXISTS (SELECT FROM providers)"):
-            raise Stop(EXIT_USAGE, "book.not_empty", "the book is not empty; --replace makes it be what is imported")
+            raise Stop(EXIT_USAGE, "book.not_empty", "the book is not empty; --replace replaces it by the import")
 
 
 async def _assign(store: PostgresStore, database: Database, what: BookExport) -> int:
@@ -268,7 +269,7 @@ async def _copy(store: PostgresStore, database: Database, url: str, token: str) 
             if not changed and whole:
                 out.print(f"pass {number}: equal: {held}")
                 return
-            whole = not changed  # what a quick pass saw no difference in, a whole one makes sure of
+            whole = not changed  # a whole pass verifies that a quick pass without differences is right
             out.print(f"pass {number}: {held}; {changed} changed")
     finally:
         await source.close()

@@ -30,16 +30,16 @@ MAX_COUNT = 100_000
 
 
 class BootOptions(Struct, frozen=True, kw_only=True):
-    """What is to be built, where, and what is waited for."""
+    """The build requested, its placement, and the event to wait for."""
 
-    flavor: Annotated[str, typer.Option(help="What to build; `berth config` lists the flavors.")]
+    flavor: Annotated[str, typer.Option(help="The flavor to build; `berth config` lists the flavors.")]
     count: Annotated[int, typer.Option(min=1, max=MAX_COUNT, help="How many.")] = 1
     together: Annotated[
         bool, typer.Option("--together", help="One request for all of them: they start together or not at all.")
     ] = False
     min_count: Annotated[
         int | None,
-        typer.Option(min=1, max=MAX_MEMBERS, help="As --together, but so many are enough."),
+        typer.Option(min=1, max=MAX_MEMBERS, help="As --together, but this many are enough."),
     ] = None
     name: Annotated[str, typer.Option(help="A name; with --count, a number is added.")] = ""
     project: Annotated[str, typer.Option(help="Whose they are.")] = "default"
@@ -68,8 +68,12 @@ class BootOptions(Struct, frozen=True, kw_only=True):
             help="Their server group: one of the project's on record, or a UUID, which exists by being named.",
         ),
     ] = None
-    policy: Annotated[GroupPolicy, typer.Option(help="What a group named by a UUID wants.")] = GroupPolicy.ANTI_AFFINITY
-    max_per_host: Annotated[int, typer.Option(min=1, max=1000, help="With anti-affinity: so many share a host.")] = 1
+    policy: Annotated[GroupPolicy, typer.Option(help="The policy of a group named by a UUID.")] = (
+        GroupPolicy.ANTI_AFFINITY
+    )
+    max_per_host: Annotated[
+        int, typer.Option(min=1, max=1000, help="With anti-affinity: this many may share a host.")
+    ] = 1
     different_host: Annotated[
         list[str] | None,
         typer.Option(parser=parse_uuid, metavar="UUID", help="Not where this instance is; repeatable."),
@@ -79,7 +83,7 @@ class BootOptions(Struct, frozen=True, kw_only=True):
     ] = None
     on_host_failure: Annotated[
         EvacuationPolicy | None,
-        typer.Option(help="What becomes of them when their host is fenced; else as in the flavor or the settings."),
+        typer.Option(help="The policy when their host is fenced; default: of the flavor or the settings."),
     ] = None
     wait: Annotated[bool, typer.Option("--wait", help="Wait for each build's end.")] = False
     timeout: Timeout = 300.0
@@ -204,7 +208,7 @@ def _read(path: Path) -> str:
     return text
 
 
-# What a user may get wrong, in the words of the command line.
+# A user's possible mistakes, in the words of the command line.
 _RULES = {
     "project_id": ("--project", "letters, digits, _ and -, at most 64"),
     "flavor": ("--flavor", "1 to 255 characters"),
@@ -215,7 +219,7 @@ _RULES = {
 
 
 def _check(request: BuildRequest) -> None:
-    """Refuse here what the scheduler would refuse as malformed. Raises typer.BadParameter."""
+    """Refuse here the requests that the scheduler would refuse as malformed. Raises typer.BadParameter."""
     try:
         msgspec.convert(msgspec.to_builtins(request), BuildRequest)
     except msgspec.ValidationError as error:

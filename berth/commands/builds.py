@@ -1,4 +1,4 @@
-"""`berth delete`, `show` and `list`: what a client requests of its builds."""
+"""`berth delete`, `show` and `list`: a client's requests about its builds."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from berth.commands.common import (
 )
 from berth.commands.options import with_options
 from berth.render import printable, render_funnel, render_rows, render_scores, render_stages
-from bus.contracts.build import BuildQuery, BuildRecord, BuildRequest, BuildState
+from bus.contracts.build import BuildQuery, BuildRecord, BuildRequest, BuildState, TimelineEntry
 from bus.contracts.patterns import reason_of
 from bus.port import BusUnavailable, PublishRefused
 
@@ -94,11 +94,11 @@ class ListOptions(Struct, frozen=True, kw_only=True):
     ] = None
     after: Annotated[datetime | None, typer.Option(help="Only requested then or later, UTC.")] = None
     before: Annotated[datetime | None, typer.Option(help="Only requested earlier, UTC.")] = None
-    limit: Annotated[int, typer.Option(min=1, max=1000, help="The newest so many.")] = 50
+    limit: Annotated[int, typer.Option(min=1, max=1000, help="The most to list, newest first.")] = 50
     as_json: AsJson = False
 
     def fields(self) -> dict[str, object]:
-        """Those of a BuildQuery."""
+        """The states of a BuildQuery."""
         same = {name: getattr(self, name) for name in ("state", "host", "cell", "flavor", "code", "gang", "limit")}
         moments = {
             name: None if at is None else at.replace(tzinfo=UTC).timestamp()
@@ -151,7 +151,10 @@ async def _record(berth: BuildClient, uuid: str) -> BuildRecord:
 async def publish_and_follow(
     berth: BuildClient, requests: Sequence[BuildRequest], *, timeout_s: float, as_json: bool
 ) -> list[Track]:
-    """Publish all, waiting for a full queue to have room. What was accepted before an end without success is shown."""
+    """Publish all, waiting for a full queue to have room.
+
+    The builds that were accepted before an end without success are shown.
+    """
     try:
         return await berth.boot(requests, retry_for_s=timeout_s)
     except (PublishRefused, BusUnavailable):
@@ -222,9 +225,15 @@ def show_record(record: BuildRecord, *, history: bool) -> None:
         out.print(Text(printable(f"  attempt {attempt.attempt} on {attempt.host}: {outcome}")), soft_wrap=True)
     if history:
         out.print()
-        rows = [[_when(line.at), line.who, line.what, line.detail] for line in record.timeline]
+        rows = [[_when(line.at), line.who, line.what, _detail(line)] for line in record.timeline]
         render_rows(out, ["at (UTC)", "who", "what", ""], rows)
         render_stages([line.stamps for line in record.timeline if line.stamps is not None][-1:], out)
+
+
+def _detail(line: TimelineEntry) -> str:
+    """The entry of the timeline, and who holds what was lost."""
+    held_by = ", ".join(one.consumer for one in line.holders)
+    return f"{line.detail}; held by {held_by}" if held_by else line.detail
 
 
 _COLOURS = {"active": "green", "failed": "red", "refused": "red", "deleted": "dim"}

@@ -13,7 +13,7 @@ from berth.site import Site
 from bus.bus import API
 from bus.owner import DEPLOYMENT, OWNERS
 
-app = typer.Typer(no_args_is_help=True, help="Where each bus is, and whose; take one over.")
+app = typer.Typer(no_args_is_help=True, help="The address and owner of each bus; take one over.")
 
 MARKS = (DEPLOYMENT, *OWNERS)
 

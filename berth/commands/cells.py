@@ -121,7 +121,7 @@ def set_cell(
 def disable_cell(
     context: typer.Context, name: Name, why: Why, by: By = None, force: LastOne = False, as_json: AsJson = False
 ) -> None:
-    """Place no builds in a cell. What runs there runs on, and moves within it go on."""
+    """Place no builds in a cell. Instances there continue to run, and moves within it continue."""
     _change(context, name, _to(CellState.DISABLED, why), why=why, by=by, force=force, as_json=as_json)
 
 
@@ -158,7 +158,9 @@ def remove_cell(
 def drain_cell(
     context: typer.Context,
     name: Name,
-    plan: Annotated[bool, typer.Option("--plan", help="Only print what would go where, and what cannot.")] = False,
+    plan: Annotated[
+        bool, typer.Option("--plan", help="Only print the destinations, and the instances that cannot move.")
+    ] = False,
     cold: Annotated[bool, typer.Option("--cold", help="Stop each instance for its move, instead of live.")] = False,
     at_once: Annotated[int, typer.Option(min=1, max=MAX_AT_ONCE, help="Instances under way at a time.")] = 4,
     force: Annotated[
@@ -212,7 +214,7 @@ def _change(
     dry_run: bool = False,
     as_json: bool,
 ) -> None:
-    """Change a cell by what is on record of it, unless that is changed meanwhile. made: the body, of the one before."""
+    """Change a cell relative to its record, unless that is changed meanwhile. made: the body, of the one before."""
 
     async def changes(bus: Bus) -> Sequence[ObjectChange]:
         found = await find_object(bus, ObjectKind.CELL, name)

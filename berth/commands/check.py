@@ -47,7 +47,7 @@ def check(
         else:
             if not at_rest:
                 err.print(
-                    "[yellow]the system is not at rest; what is under way counts as a breach[/yellow]", soft_wrap=True
+                    "[yellow]the system is not at rest; requests under way count as a breach[/yellow]", soft_wrap=True
                 )
             render_verdicts(verdicts, out)
         return 0 if all(verdict.holds for verdict in verdicts) else EXIT_NO

@@ -1,4 +1,4 @@
-"""What every command shares: settings, output, exit statuses, and errors without a traceback."""
+"""The common parts of the commands: settings, output, exit statuses, and errors without a traceback."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ def print_stop(stop: Stop) -> None:
     err.print(sentence, soft_wrap=True)
 
 
-# What a fault means for a user, first match first: (fault, exit status, sentence; `{}` is the fault's own text).
+# Faults in the words of a user, first match first: (fault, exit status, sentence; `{}` is the fault's own text).
 _MEANINGS: tuple[tuple[type[BaseException], int, str], ...] = (
     (SettingsError, EXIT_USAGE, "{}"),
     (Unroutable, EXIT_UNAVAILABLE, "the bus has no queue for this yet: has a scheduler ever been started?"),
@@ -171,7 +171,7 @@ _MEANINGS: tuple[tuple[type[BaseException], int, str], ...] = (
 )
 
 
-# Stable codes for what has none of its own.
+# Stable codes for faults that have none of their own.
 _CODES: dict[type[BaseException], str] = {
     asyncpg.UndefinedTableError: "database.unprepared",
     ServerMissing: "server.missing",
@@ -182,7 +182,7 @@ _CODES: dict[type[BaseException], str] = {
 
 
 def explain(fault: BaseException) -> Stop | None:
-    """What a fault means for a user, or None when it is a defect of ours."""
+    """A fault in the words of a user, or None when it is a defect of ours."""
     if isinstance(fault, Stop):
         return fault
     if isinstance(fault, BaseExceptionGroup):

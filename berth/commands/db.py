@@ -95,7 +95,7 @@ def _expected(site: Site) -> list[str]:
 
 
 async def _read(site: Site) -> list[SchemaRevision]:
-    """All schemas that are there or should be. One of ironic-sync is needed only where it runs."""
+    """All schemas that are there or should be. A schema of ironic-sync is needed only where it runs."""
     assert site.database_url is not None
     connection: asyncpg.Connection = await connect(site.database_url, name="berth db")
     try:

@@ -1,4 +1,4 @@
-"""`berth dead-letters`: what was given up and why; look at it, send it back, or throw it away."""
+"""`berth dead-letters`: the messages that were given up, and why; look at it, send it back, or throw it away."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ Queue = Annotated[
     typer.Argument(help="The queue that gave them up, e.g. scheduler.requests; `list` names them."),
 ]
 BusName = Annotated[str, typer.Option("--bus", help="`api`, or a cell's name.")]
-Limit = Annotated[int, typer.Option(min=1, max=MAX_SHOWN, help="The oldest so many.")]
+Limit = Annotated[int, typer.Option(min=1, max=MAX_SHOWN, help="The most to list, oldest first.")]
 
 
 @app.command("list")
@@ -96,13 +96,15 @@ def replay(
     queue: Queue,
     ids: Annotated[list[str] | None, typer.Argument(help="Which; none with --all.")] = None,
     every: Annotated[bool, typer.Option("--all", help="All of them.")] = False,
-    old: Annotated[bool, typer.Option("--old", help="The too old, too: they may build what was deleted.")] = False,
+    old: Annotated[
+        bool, typer.Option("--old", help="Also letters that are too old: they may build a deleted instance again.")
+    ] = False,
     bus: BusName = API,
     as_json: AsJson = False,
 ) -> None:
     """Send dead letters back to their queue.
 
-    Not what is so old that a delete of it may be forgotten.
+    Not a letter so old that a delete of it may be forgotten.
     """
     if bool(ids) == every:
         raise typer.BadParameter("name the letters, or give --all")

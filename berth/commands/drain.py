@@ -63,10 +63,11 @@ class DrainOptions(Struct, frozen=True, kw_only=True):
     """The options of `berth drain`."""
 
     target: Annotated[
-        DrainTarget | None, typer.Option("--target", help="What it is the name of, where that is not plain.")
+        DrainTarget | None, typer.Option("--target", help="The kind of the target, if its name is ambiguous.")
     ] = None
     plan: Annotated[
-        bool, typer.Option("--plan", "--dry-run", help="Only print what would go where, and what cannot.")
+        bool,
+        typer.Option("--plan", "--dry-run", help="Only print the destinations, and the instances that cannot move."),
     ] = False
     cold: Annotated[bool, typer.Option("--cold", help="Stop each instance for its move, instead of live.")] = False
     at_once: Annotated[int, typer.Option(min=1, max=MAX_AT_ONCE, help="Instances under way at a time.")] = 4
@@ -119,7 +120,7 @@ def drain(
 
 
 def _start_of(name: str, options: DrainOptions) -> DrainStart:
-    """What begins the drain. Raises typer.BadParameter."""
+    """The begin of the drain. Raises typer.BadParameter."""
     _check(options.reason)
     return DrainStart(
         drain=_new_id() if options.drain_id is None else parse_uuid(options.drain_id),
@@ -137,7 +138,7 @@ def _start_of(name: str, options: DrainOptions) -> DrainStart:
 
 
 async def _plan(settings: Settings, query: DrainQuery, *, as_json: bool) -> int:
-    """Print what a drain would do, and begin nothing; the exit status."""
+    """Print the plan of a drain, and begin nothing; the exit status."""
     async with client(settings) as berth:
         planned = await client_drains.plan(berth.bus, query)
     _show_plan(planned, as_json)
@@ -182,7 +183,7 @@ def list_drains(
 
 @drains.command("show")
 def show(context: typer.Context, drain_id: Id, as_json: AsJson = False) -> None:
-    """Show what a drain has come to, and what is left. Exit status 1 when something could not move."""
+    """Show the progress of a drain, and the rest. Exit status 1 when something could not move."""
     ident = parse_uuid(drain_id)
 
     async def body() -> int:
@@ -198,7 +199,7 @@ def show(context: typer.Context, drain_id: Id, as_json: AsJson = False) -> None:
 
 @drains.command("pause")
 def pause(context: typer.Context, drain_id: Id, reason: Reason = "", by: By = None, as_json: AsJson = False) -> None:
-    """Begin no further move until it is resumed; what is under way ends by itself."""
+    """Begin no further move until it is resumed; moves under way end by themselves."""
     _command(context, drain_id, DrainAction.PAUSE, reason, by, as_json=as_json)
 
 
@@ -211,13 +212,13 @@ def resume(
     by: By = None,
     as_json: AsJson = False,
 ) -> None:
-    """Go on, also with one that has ended: what has failed is tried again."""
+    """Go on, also with one that has ended: failed moves are tried again."""
     _command(context, drain_id, DrainAction.RESUME, reason, by, deadline_s=deadline, as_json=as_json)
 
 
 @drains.command("stop")
 def stop(context: typer.Context, drain_id: Id, reason: Reason = "", by: By = None, as_json: AsJson = False) -> None:
-    """End it: begin nothing more. Its hosts stay disabled, and what has moved stays where it is."""
+    """End it: begin nothing more. Its hosts stay disabled, and moved instances stay where they are."""
     _command(context, drain_id, DrainAction.STOP, reason, by, as_json=as_json)
 
 
@@ -231,7 +232,7 @@ def undo(
     timeout: Timeout = 3600.0,
     as_json: AsJson = False,
 ) -> None:
-    """Move back what it has moved. Its hosts are at once what they were before."""
+    """Move the moved instances back. The decisions about its hosts from before are restored at once."""
     follow_s = timeout if wait else None
     _command(context, drain_id, DrainAction.UNDO, reason, by, follow_s=follow_s, as_json=as_json)
 
@@ -291,7 +292,7 @@ def _ended(seen: DrainProgress, as_json: bool) -> int:
     _show(seen, as_json)
     left = len(seen.not_begun) + len(seen.under_way)
     if seen.state is not DrainState.ENDED and not as_json:
-        raise Stop(EXIT_TIME, "drain.under_way", f"it goes on; see berth drains show {seen.id}")
+        raise Stop(EXIT_TIME, "drain.under_way", f"it continues; see berth drains show {seen.id}")
     if left:
         if not as_json:
             raise Stop(EXIT_TIME, seen.code, f"{left} instances are left; see berth drains resume {seen.id}")

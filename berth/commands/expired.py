@@ -70,15 +70,15 @@ async def send_back(
 def is_expired(letter: DeadLetter, settings: Settings, now: float) -> bool:
     """Whether something in it is so old that its delete or release may be forgotten. Without a time it may be.
 
-    What expired in its queue was to be done by then or not at all; its requester got that answer, and what its letter
-    has about its publisher is no proof (`bus.wire.letters_key`).
+    A message that expired in its queue was to be handled by then or not at all; its requester got that answer, and what
+    its letter has about its publisher is no proof (`bus.wire.letters_key`).
     """
     if letter.code == EXPIRED:
         return True
     for name, sent_at in _messages(letter):
         if name in KEPT_S:
             keep_s = KEPT_S[name](settings)
-            # Whose clock stamped it may be off; as when the schedulers judge a request.
+            # The clock that stamped it may be off; as when the schedulers judge a request.
             longest_s = max(keep_s - CLOCK_SLACK_S, keep_s / 2)
             if not sent_at or now - sent_at > longest_s:
                 return True

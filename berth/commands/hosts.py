@@ -1,4 +1,4 @@
-"""`berth hosts` and `berth services`: what schedulers know of hosts, and what an operator decides about them."""
+"""`berth hosts` and `berth services`: the schedulers' records of hosts, and an operator's decisions about them."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ Hosts = Annotated[list[str], typer.Argument(help="Names or UUIDs of hosts.", met
 Reason = Annotated[str, typer.Option("--reason", help="Why, for those who look later.")]
 CellOfName = Annotated[str | None, typer.Option("--cell", help="The cell in which a name is looked for.")]
 OnlyCell = Annotated[str | None, typer.Option(help="Only this cell's.")]
-Up = Annotated[bool | None, typer.Option("--up/--down", help="Only those whose compute service is up, or not.")]
+Up = Annotated[bool | None, typer.Option("--up/--down", help="Only hosts whose compute service is up, or is not.")]
 
 
 @app.callback()
@@ -63,7 +63,7 @@ def hosts(
 ) -> None:
     """List hosts as a scheduler sees them, or decide about them.
 
-    Up or not, what is used of each resource, and what an operator has decided.
+    Their state, the usage of each resource, and the operator's decision.
     """
     if context.invoked_subcommand is not None:
         return
@@ -80,9 +80,7 @@ def hosts(
         if as_json:
             print_json(page.hosts)
             return
-        rows = [_host_row(host) for host in page.hosts]
-        headers = ["host", "cell", "service", "state", "failed builds", "used / capacity", "decided"]
-        render_rows(out, headers, rows)
+        show_hosts(page.hosts)
 
     run(body)
 
@@ -97,7 +95,7 @@ def disable(
     timeout: Timeout = 30.0,
     as_json: AsJson = False,
 ) -> None:
-    """Put nothing new onto these hosts; what is there stays. In effect on every scheduler at once."""
+    """Put nothing new onto these hosts; its instances stay. In effect on every scheduler at once."""
     _decide(context, names, AdminState.DISABLED, reason, cell=cell, by=by, timeout_s=timeout, as_json=as_json)
 
 
@@ -155,7 +153,7 @@ def enable(
     names: Hosts,
     reason: Reason = "",
     force: Annotated[
-        bool, typer.Option("--force", help="End a fence without its cell's word: the cell is gone for good.")
+        bool, typer.Option("--force", help="End a fence without its cell's report: the cell is gone for good.")
     ] = False,
     cell: CellOfName = None,
     by: By = None,
@@ -164,7 +162,7 @@ def enable(
 ) -> None:
     """Use these hosts again.
 
-    A fenced host is used once it has destroyed what it has lost; until then it stays fenced, and `berth hosts` shows
+    A fenced host is used once it has destroyed its losses; until then it stays fenced, and `berth hosts` shows
     how many machines are left. With --force and a reason it does not wait for that.
     """
     _decide(
@@ -233,7 +231,7 @@ def _decide(
                 }
             )
         for one in [] if as_json else decided:
-            out.print(Text(printable(f"{one.host}: {_decided_state(one)}, by {one.by}")), soft_wrap=True)
+            show_decision(one)
         if refused and not as_json:
             name, first = refused[0]
             raise Stop(EXIT_NO, first.code, f"{len(refused)} refused; {name}: {first.reason}")
@@ -276,6 +274,17 @@ async def named_host(berth: BuildClient, name: str, cell: str | None) -> HostRec
     if not found:
         raise RequestRefused(f"there is no host {name}", code="host.unknown")
     return found[0]
+
+
+def show_hosts(hosts: Sequence[HostRecord]) -> None:
+    """Print hosts, a line each."""
+    headers = ["host", "cell", "service", "state", "failed builds", "used / capacity", "decided"]
+    render_rows(out, headers, [_host_row(host) for host in hosts])
+
+
+def show_decision(one: HostAdminState) -> None:
+    """Print what was decided about a host."""
+    out.print(Text(printable(f"{one.host}: {_decided_state(one)}, by {one.by}")), soft_wrap=True)
 
 
 def _decided_state(one: HostAdminState) -> str:

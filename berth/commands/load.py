@@ -205,7 +205,7 @@ def _plan(
 
 
 def _shapes(flavors: dict[str, Flavor]) -> dict[str, Shape]:
-    """What each flavor of virtual machines gives; a trace requests no whole nodes."""
+    """The size of each flavor of virtual machines; a trace requests no whole nodes."""
     return {
         name: Shape(flavor.vcpus, flavor.memory_mb, float(flavor.extra_specs.get("resources:VGPU", 0)))
         for name, flavor in flavors.items()

@@ -21,17 +21,19 @@ Rate = Annotated[
     float, typer.Option(min=0, help="Open loop: boots per second, sent whatever the answers; latency from their times.")
 ]
 Ramp = Annotated[str | None, typer.Option(help="Open loop at a changing rate, FROM..TO/SECONDS; finds the knee.")]
-Concurrency = Annotated[int, typer.Option(min=0, help="Closed loop: so many in flight; 0 = all at once.")]
+Concurrency = Annotated[int, typer.Option(min=0, help="Closed loop: this many in flight; 0 = all at once.")]
 Trace = Annotated[Path | None, typer.Option(help="Replay the arrivals and deletions of this CSV file.")]
-Speed = Annotated[float, typer.Option(min=1e-6, max=1e9, help="A trace runs so many times faster.")]
+Speed = Annotated[float, typer.Option(min=1e-6, max=1e9, help="A trace runs this many times faster.")]
 Deletes = Annotated[
     bool, typer.Option("--deletes/--no-deletes", help="A trace's deletions too; without them the fleet fills up.")
 ]
-Skip = Annotated[float, typer.Option(min=0, help="Seconds of a trace to leave out; what is there then comes at once.")]
+Skip = Annotated[
+    float, typer.Option(min=0, help="Seconds of a trace to leave out; machines that exist then come at once.")
+]
 Churn = Annotated[float, typer.Option(min=0, max=1, help="The share deleted once it is active.")]
 RetryFor = Annotated[
     float | None,
-    typer.Option(min=0, help="Seconds to offer again what a full queue refused; default: open loop 0, else all."),
+    typer.Option(min=0, help="Seconds to offer refused requests again (full queue); default: open loop 0, else all."),
 ]
 Project = Annotated[str, typer.Option(help="Whose they are.")]
 Seed = Annotated[int | None, typer.Option(help="Draw flavors, and which are deleted, from this seed; uuids are new.")]

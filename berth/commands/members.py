@@ -126,8 +126,10 @@ def remove_hosts(
 def set_group(
     context: typer.Context,
     name: GroupName,
-    policy: Annotated[GroupPolicy, typer.Option(help="What its members want.")],
-    max_per_host: Annotated[int, typer.Option(min=1, max=1000, help="With anti-affinity: so many share a host.")] = 1,
+    policy: Annotated[GroupPolicy, typer.Option(help="The policy of the group.")],
+    max_per_host: Annotated[
+        int, typer.Option(min=1, max=1000, help="With anti-affinity: this many may share a host.")
+    ] = 1,
     uuid: Annotated[
         str | None, typer.Option(parser=parse_uuid, metavar="UUID", help="Its uuid; else it follows from the name.")
     ] = None,

@@ -88,7 +88,7 @@ def migrate(
 def resize(
     context: typer.Context,
     uuid: Instance,
-    flavor: Annotated[str, typer.Option(help="What it is to be.")],
+    flavor: Annotated[str, typer.Option(help="The new flavor.")],
     policy: Annotated[ResizePolicy, typer.Option(help="Where it may end.")] = ResizePolicy.ANY,
     host: Host = None,
     max_attempts: Attempts = None,
@@ -165,7 +165,7 @@ def rescue(
         typer.Option(
             envvar="BERTH_RESCUE_PASSWORD",
             show_envvar=True,
-            help="What the rescue system lets a person in with; without it one is made and printed.",
+            help="The password of the rescue system; without it one is made and printed.",
         ),
     ] = None,
     request_id: RequestId = None,
@@ -238,7 +238,7 @@ revert = _simple(MoveKind.REVERT, "Take a resized or migrated instance back to i
 abort = _simple(MoveKind.ABORT, "End a move that has not reached its destination.")
 offload = _simple(MoveKind.OFFLOAD, "Give up the host of a shelved instance.")
 start = _simple(MoveKind.START, "Start an instance.")
-stop = _simple(MoveKind.STOP, "Stop an instance; what it holds stays held.")
+stop = _simple(MoveKind.STOP, "Stop an instance; it keeps its allocation.")
 
 unrescue = _simple(MoveKind.UNRESCUE, "Boot a rescued instance from its own disks again.")
 
@@ -252,7 +252,7 @@ def moves(
     under_way: Annotated[
         bool | None, typer.Option("--under-way/--ended", help="Only those that have not ended, or have.")
     ] = None,
-    limit: Annotated[int, typer.Option(min=1, max=1000, help="The newest so many.")] = 50,
+    limit: Annotated[int, typer.Option(min=1, max=1000, help="The most to list, newest first.")] = 50,
     as_json: AsJson = False,
 ) -> None:
     """List moves and other requests, newest first."""
@@ -324,7 +324,7 @@ def _ask(
 
 
 def _request(uuid: str, project: str, kind: MoveKind, fields: dict[str, Any], request_id: str | None) -> MoveRequest:
-    """The message. Raises Stop for what the scheduler would refuse as malformed."""
+    """The message. Raises Stop for requests that the scheduler would refuse as malformed."""
     named = {name: value for name, value in fields.items() if value is not None}
     of_whom = {
         "request_id": request_id or new_uuid(random.SystemRandom()),

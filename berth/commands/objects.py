@@ -63,8 +63,10 @@ SECTIONS = {
 Name = Annotated[str, typer.Argument(help="The name.", metavar="NAME")]
 Names = Annotated[list[str], typer.Argument(help="The names.", metavar="NAME...")]
 Why = Annotated[str, typer.Option("--reason", help="Why, for those who read the log.")]
-Force = Annotated[bool, typer.Option("--force", help="Also where instances would be outside of what they requested.")]
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Print what would change, and change nothing.")]
+Force = Annotated[
+    bool, typer.Option("--force", help="Also if instances would be outside of the zone that they requested.")
+]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Print the changes, and make none.")]
 
 
 def object_commands(kind: ObjectKind, what: str, *, lists: bool = True, shows: bool = True) -> typer.Typer:
@@ -103,7 +105,7 @@ def object_commands(kind: ObjectKind, what: str, *, lists: bool = True, shows: b
 
 
 async def _list(settings: Settings, kind: ObjectKind, *, as_json: bool) -> None:
-    """Print what is on record of a kind."""
+    """Print the records of a kind."""
     async with client(settings) as berth:
         found = [stored async for stored in _stored(berth.bus, kind)]
     if as_json:
@@ -122,7 +124,7 @@ async def _show(settings: Settings, kind: ObjectKind, name: str, *, as_json: boo
     out.print(Text(as_toml(_file([found]))), end="", soft_wrap=True)
 
 
-flavors = object_commands(ObjectKind.FLAVOR, "Flavors: what a client may request.")
+flavors = object_commands(ObjectKind.FLAVOR, "Flavors, which clients may request.")
 aggregates = object_commands(ObjectKind.AGGREGATE, "Host aggregates and availability zones.")
 quotas = object_commands(ObjectKind.QUOTA, "Quotas of projects.")
 groups = object_commands(ObjectKind.GROUP, "Server groups, which requests name.", shows=False)
@@ -169,7 +171,7 @@ def set_quota(
     dry_run: DryRun = False,
     as_json: AsJson = False,
 ) -> None:
-    """Set the whole quota of a project. It holds from the next claim on; what is held beyond it stays."""
+    """Set the whole quota of a project. It holds from the next claim on; allocations beyond it stay."""
     body = {"limits": {key: _number(value, key) for key, value in pairs_of(limits, "CLASS=AMOUNT").items()}}
     changes = [ObjectChange(kind=ObjectKind.QUOTA, name=project, body=body)]
     change_objects(context, changes, why=why, by=by, force=False, dry_run=dry_run, as_json=as_json)
@@ -185,13 +187,13 @@ def set_rules(
         list[str] | None, typer.Option("--filter", help="An enabled filter, in order; repeatable.")
     ] = None,
     weighers: Annotated[list[str] | None, typer.Option("--weigher", help="An enabled weigher; repeatable.")] = None,
-    host_subset_size: Annotated[int | None, typer.Option(min=1, help="Choose among so many of the best.")] = None,
+    host_subset_size: Annotated[int | None, typer.Option(min=1, help="Choose among this many of the best.")] = None,
     why: Why = "",
     by: By = None,
     dry_run: DryRun = False,
     as_json: AsJson = False,
 ) -> None:
-    """Replace the scheduling rules. What is not given is as in the settings of each scheduler."""
+    """Replace the scheduling rules. Fields that are not given are as in the settings of each scheduler."""
     numbers = {key: _number(value, key, float) for key, value in pairs_of(multiplier, "--multiplier").items()}
     given = {
         "multipliers": numbers or None,
@@ -208,7 +210,10 @@ def apply(
     context: typer.Context,
     file: Annotated[Path, typer.Argument(help="TOML as `berth objects` prints it.")],
     prune: Annotated[
-        bool, typer.Option("--prune", help="Delete what is not in the file, of the kinds that it has a section for.")
+        bool,
+        typer.Option(
+            "--prune", help="Delete objects that are not in the file, of the kinds that it has a section for."
+        ),
     ] = False,
     why: Why = "",
     by: By = None,
@@ -283,7 +288,7 @@ def change_objects(
     as_json: bool,
     prune: tuple[ObjectKind, ...] = (),
 ) -> None:
-    """Change objects, print what has changed, and end the command. requested: the changes, or what makes them of those
+    """Change objects, print the changes, and end the command. requested: the changes, or what makes them of those
     on record.
     """
     if len(why) > MAX_REASON:
@@ -417,7 +422,7 @@ def _sentence(changed: ChangedObject) -> str:
 
 
 def _differences(before: Mapping[str, Any] | None, after: Mapping[str, Any] | None) -> list[str]:
-    """Field by field, what was and what is."""
+    """Field by field, the old and the new value."""
     if before is None or after is None:
         return [f"made: {_compact(after or {})}" if before is None else "deleted"]
     return [

@@ -1,4 +1,4 @@
-"""`berth placement`: the resource book on its own, and what an operator does to it."""
+"""`berth placement`: the resource book on its own, and an operator's work on it."""
 
 from __future__ import annotations
 
@@ -36,7 +36,9 @@ app.command("move-host")(book.move_host)
 def serve(
     context: typer.Context,
     api: Annotated[str, typer.Option(help="Serve Placement's REST API at HOST:PORT.")] = DEFAULT_API,
-    scratch: Annotated[bool, typer.Option("--scratch", help="An empty book that is gone afterwards.")] = False,
+    scratch: Annotated[
+        bool, typer.Option("--scratch", help="An empty book in memory, which is lost at the end.")
+    ] = False,
     memory: Annotated[
         bool, typer.Option("--memory", help="The same without a database: the book is in this process's memory.")
     ] = False,
@@ -64,7 +66,7 @@ def serve(
 
 @app.command()
 def openapi() -> None:
-    """Print the OpenAPI document of what is served."""
+    """Print the OpenAPI document of the served routes."""
     print_json(document())
 
 

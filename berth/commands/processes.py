@@ -34,7 +34,7 @@ from berth.settings import Settings
 from berth.site import read_runtime
 from berth.supervisor import Supervisor, supervised
 from berth.up import LocalSystem, serve, site
-from berth.up_processes import numbers, running
+from berth.up_processes import computes_on_record, numbers, running
 from berth.web.server import pages_of_up
 from bus.contracts.objects import ObjectsChange
 from bus.service.main import STOP_SIGNALS
@@ -114,7 +114,7 @@ async def _up_here(rest: AtUp, stop: asyncio.Event, as_json: bool) -> int:
 
 
 def _prepare(context: typer.Context) -> tuple[Settings, asyncio.Event]:
-    """What both ways of being up begin with: settings, a state directory, and an event that signals set."""
+    """The common start of both ways of being up: settings, a state directory, and an event that signals set."""
     settings = settings_of(context)
     running = read_runtime(settings.state)
     if running is not None:
@@ -132,7 +132,8 @@ def _prepare(context: typer.Context) -> tuple[Settings, asyncio.Event]:
 async def _up_processes(context: typer.Context, requested: Mapping[str, int | None], as_json: bool) -> int:
     settings, stop = _prepare(context)
     cpus = len(os.sched_getaffinity(0))
-    count = numbers(cpus, len(settings.cells), settings.up, requested)
+    earlier = computes_on_record(Path(settings.compute.state_dir or settings.state / "machines"), settings.cells)
+    count = numbers(cpus, len(settings.cells), settings.up, requested, earlier=earlier)
     starting = asyncio.create_task(_given_up(stop, asyncio.current_task()))
     try:
         with for_up(settings) as rest:
@@ -171,7 +172,8 @@ def config(
 
     async def body() -> None:
         settings = settings_of(context)
-        # What names a class is only known to be wrong once it is looked for; objects, once they are put together.
+        # A setting that names a class is only known to be wrong once the class is looked for; objects, once they are
+        # put together.
         check_objects(settings.scheduler)
         if objects is not None:
             check_objects(settings.scheduler, ObjectsChange(changes=tuple(read_file(objects)[0]), who="berth config"))

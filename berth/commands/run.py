@@ -126,7 +126,7 @@ def _build(role: Role, here: Site, cell: str | None, service: str | None, *, hea
 
 
 def durable_compute(settings: Settings) -> ComputeConfig:
-    """The settings of the compute service. What is on real machines outlives the process, and so does its record."""
+    """The settings of the compute service. Instances on real machines outlive the process, and so does its record."""
     if settings.compute.driver != "ironic" or settings.compute.state_dir is not None:
         return settings.compute
     return msgspec.structs.replace(settings.compute, state_dir=str(settings.state / "machines"))

@@ -1,6 +1,6 @@
 """`berth quarantine` and `berth breaker`: what berth does not destroy by itself, and an operator's decision on it.
 
-They read and write the cells' schemas; every conductor goes by what is there.
+They read and write the cells' schemas; every conductor follows the record.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ CellName = Annotated[str | None, typer.Option("--cell", help="Only this cell.")]
 
 @quarantine.command("list")
 def list_quarantine(context: typer.Context, cell: CellName = None, as_json: AsJson = False) -> None:
-    """List the machines in quarantine, and what was decided."""
+    """List the machines in quarantine, and the decisions about them."""
 
     async def body() -> None:
         show_unexplained(
@@ -124,7 +124,7 @@ def reset(
 ) -> None:
     """Allow what tripped the breaker.
 
-    It may be destroyed or taken for lost; what comes later is judged anew.
+    It may be destroyed or counted as lost; later findings are judged anew.
     """
 
     async def body() -> None:

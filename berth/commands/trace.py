@@ -44,7 +44,7 @@ def trace_settings(
 
 
 def differing(settings: Settings) -> dict[str, object]:
-    """What is not default, as plain values."""
+    """The settings that are not default, as plain values."""
     usual, plain = msgspec.to_builtins(Settings()), msgspec.to_builtins(settings)
     found: dict[str, object] = {"cells": plain["cells"]}
     for section in SECTIONS[1:]:

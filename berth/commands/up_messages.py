@@ -1,4 +1,6 @@
-"""What `berth up` prints when it is up: for people one short block on standard output, for programs one JSON object."""
+"""The output of `berth up` when it is up: for people one short block on standard output, for
+programs one JSON object.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,7 @@ def as_processes(started: RunningProcesses, count: ProcessCounts, cpus: int, res
 
 
 def _durable(settings: Settings, *, one_process: bool) -> str:
-    """What outlives the end of this process, however it ends, and what does not."""
+    """The parts that outlive the end of this process, however it ends, and those that do not."""
     kept = f"the book, builds and machines are kept below {settings.state}"
     if one_process and settings.bus.url == MEMORY:
         return f"{kept}; messages are not: those under way end with this process"

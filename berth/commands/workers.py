@@ -1,4 +1,4 @@
-"""`berth workers`: every worker whose heartbeat a scheduler has received, and what it is doing."""
+"""`berth workers`: every worker whose heartbeat a scheduler has received, and its activity."""
 
 from __future__ import annotations
 

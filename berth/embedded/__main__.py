@@ -21,10 +21,10 @@ EXIT_NO_SERVER = 3
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Start what is missing, run the command, pass on its exit status."""
+    """Start missing servers, run the command, return its exit status."""
     parser = argparse.ArgumentParser(prog="python -m berth.embedded", description=__doc__)
     parser.add_argument("--durable", action="store_true", help="PostgreSQL with fsync, as in production")
-    parser.add_argument("command", nargs="+", help="what to run, after --")
+    parser.add_argument("command", nargs="+", help="the command to run, after --")
     given = parser.parse_args(arguments)
     environment = dict(os.environ)
     signal.signal(signal.SIGTERM, lambda number, _frame: sys.exit(128 + number))  # while starting: leave in good order

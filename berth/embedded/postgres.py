@@ -219,7 +219,7 @@ def _library_directory(source: Path) -> Path:
 
 
 def _content(source: Path) -> list[tuple[str, int, int]]:
-    """What an installation consists of: path, size and time of each file, its libraries included."""
+    """The parts of an installation: path, size and time of each file, its libraries included."""
     base = source.parent.parent
     trees = (*(source / name for name in NEEDED), _library_directory(source))
     files = sorted(path for tree in trees for path in tree.rglob("*") if path.is_file())

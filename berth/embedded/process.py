@@ -22,15 +22,15 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-START_TIMEOUT_S = 60.0
+START_TIMEOUT_S = 180.0  # RabbitMQ takes 70 s where eight other jobs share two cores
 RUN_TIMEOUT_S = 60.0
 STOP_TIMEOUT_S = 15.0
 POLL_S = 0.02
-# Ports of ours are drawn from so many just below those that the system gives out, and none of them below the lowest.
+# Ports of ours are drawn from this many just below those that the system gives out, and none of them below the lowest.
 PORTS = 12_000
 LOWEST_PORT = 10_000
 PORT_TRIES = 100
-# So many of the ports given last are kept from all other tests; their servers need seconds to bind them.
+# The ports given last, this many, are kept from all other tests; their servers need seconds to bind them.
 KEPT_PORTS = 256
 
 # stdin is the pipe we hold, stdout carries the server's process id. Job control is off, so the server sees none of it.
@@ -88,7 +88,7 @@ class Account:
             os.chown(path, self.uid, self.gid)
 
     def popen_arguments(self) -> dict[str, object]:
-        """What makes subprocess start a child as this account."""
+        """The arguments that make subprocess start a child as this account."""
         return {} if self.name is None else {"user": self.uid, "group": self.gid, "extra_groups": []}
 
     def run(self, *command: str | Path) -> subprocess.CompletedProcess[str]:
@@ -233,7 +233,7 @@ class Workspace:
 
 
 def clean_environment() -> dict[str, str]:
-    """What a private server is given: PGDATA, PGPORT and friends of the caller must not reach it."""
+    """The environment of a private server: PGDATA, PGPORT and friends of the caller must not reach it."""
     return {"PATH": "/usr/bin:/bin", "LC_ALL": "C", "TZ": "UTC"}
 
 

@@ -36,7 +36,8 @@ NOT_STARTED = "requires the 'rabbit' app to be running"
 REGISTER_TIMEOUT_S = 60.0
 # A broker that is killed because it takes long to stop, as on a busy machine, forgets its youngest queues.
 STOP_TIMEOUT_S = 60.0
-# What a queue has no room for when its retry is due is offered to it again so often; RabbitMQ's own is three minutes.
+# A message for which its queue has no room when its retry is due is offered to it again this often; RabbitMQ's own is
+# three minutes.
 DEAD_LETTER_AGAIN_MS = 2_000
 # The log of the quorum queues is opened with O_SYNC: a batch is on disk when its write returns, and needs no fdatasync
 # after it, which would be a second job of another thread.
@@ -95,7 +96,7 @@ class RabbitMQ(PrivateServer):
         self._process.wait_until(self._ready)
 
     def join(self) -> None:
-        """Become a node of the cluster of the broker beside which this one runs; what it held is gone."""
+        """Become a node of the cluster of the broker beside which this one runs; its messages are gone."""
         assert self._beside is not None, "made with beside="
         try:
             self.evaluate(JOIN % self._beside.node)
@@ -114,7 +115,7 @@ class RabbitMQ(PrivateServer):
         return f"amqp://{quote(user, safe='')}:{quote(secret, safe='')}@127.0.0.1:{self.port}/{quote(vhost, safe='')}"
 
     def control(self, *arguments: str) -> str:
-        """Run rabbitmqctl against this broker; returns what it printed. Raises ServerFailed."""
+        """Run rabbitmqctl against this broker; returns its output. Raises ServerFailed."""
         done = subprocess.run(
             [str(self._scripts / "rabbitmqctl"), "--quiet", *arguments],
             env=self._environment(),
@@ -130,7 +131,7 @@ class RabbitMQ(PrivateServer):
         return done.stdout
 
     def evaluate(self, expressions: str) -> str:
-        """Evaluate Erlang expressions in the broker's node; returns what was printed. Raises ServerFailed.
+        """Evaluate Erlang expressions in the broker's node; returns the output. Raises ServerFailed.
 
         By `erl_call` where it is installed (Debian's erlang-base has it): rabbitmqctl starts an Erlang of its own, half
         a second of processor.
@@ -170,7 +171,7 @@ class RabbitMQ(PrivateServer):
     def set_permissions(
         self, user: str, vhost: str, configure: str = ".*", write: str = ".*", read: str = ".*"
     ) -> None:
-        """What a user may do in a vhost: regular expressions over names, as RabbitMQ has them."""
+        """The permissions of a user in a vhost: regular expressions over names, as RabbitMQ has them."""
         permission = {"user": user, "vhost": vhost, "configure": configure, "write": write, "read": read}
         self.define(permissions=[permission])
 

@@ -1,4 +1,4 @@
-"""What the private servers have in common: a place for their files, a guarded process, start, stop and kill."""
+"""The common parts of the private servers: a place for their files, a guarded process, start, stop and kill."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class PrivateServer(ABC):
         self._process: GuardedProcess | None = None
 
     def start(self) -> Self:
-        """Start the server on its data, which are made when there are none, and wait until it answers.
+        """Start the server on its data, which are made if there are none, and wait until it answers.
 
         A server that does not start leaves nothing behind: a temporary directory goes. Raises ServerFailed.
         """
@@ -86,8 +86,8 @@ class PrivateServer(ABC):
 
     @abstractmethod
     def _start(self) -> None:
-        """Make what is missing, spawn the process, wait until it answers."""
+        """Make missing data, spawn the process, wait until it answers."""
 
     def _clear(self) -> None:
-        """What else goes when the server is stopped for good."""
+        """The other things to remove when the server is stopped for good."""
         return

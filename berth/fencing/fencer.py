@@ -45,13 +45,13 @@ class Fencer:
         while True:
             try:
                 await self.look(dry_run=dry_run)
-            except (Fault, BusError) as fault:  # what it cannot see it does not judge: suspicion begins anew
+            except (Fault, BusError) as fault:  # it does not judge hosts that it cannot see: suspicion begins anew
                 self._suspects = {}
                 log.warning("fencing.blind", code=getattr(fault, "code", "bus"), reason=str(fault))
             await self._clock.sleep(LOOK_S)
 
     async def look(self, *, dry_run: bool = False) -> FencingPlan:
-        """One look, and what is due by it. Raises what asking a scheduler raises."""
+        """One look, and the actions that are due by it. Raises what asking a scheduler raises."""
         services = await self._client.services(limit=MAX_HOSTS, timeout_s=ANSWER_TIMEOUT_S)
         hosts = await self._client.hosts(limit=MAX_HOSTS, up=False, timeout_s=ANSWER_TIMEOUT_S)
         now_s = self._clock.monotonic()

@@ -20,7 +20,7 @@ OFF = "power off"
 
 
 class NodePower(Struct, frozen=True):
-    """What of a node's answer is read here, in Ironic's words."""
+    """The fields of a node's answer that are read here, in Ironic's words."""
 
     uuid: str
     power_state: str | None = None

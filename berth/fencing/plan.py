@@ -22,8 +22,8 @@ CELL_SILENT = "fencing.cell_silent"
 
 
 class FencingPlan(Struct, frozen=True, kw_only=True):
-    """What one look leads to. suspects: {host uuid: when it was first seen silent, by the monotonic clock}. due: to be
-    switched off now. held: {host name: code of why it is not, though it has been silent for long enough}.
+    """The actions that one look leads to. suspects: {host uuid: when it was first seen silent, by the monotonic clock}.
+    due: to be switched off now. held: {host name: code of why it is not, though it has been silent for long enough}.
     """
 
     suspects: Mapping[str, float]
@@ -55,7 +55,7 @@ def plan(
 
 
 def _may_be_fenced(host: HostRecord) -> bool:
-    """Whether there is something to evacuate, and no operator has it in hand."""
+    """Whether there are instances to evacuate, and no operator is handling them."""
     is_used = any(used > 0 for used, _ in host.resources.values())
     in_hand = host.admin is not None and host.admin.state in (AdminState.MAINTENANCE, AdminState.FENCED)
     return is_used and not in_hand and not host.up

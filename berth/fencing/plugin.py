@@ -1,4 +1,6 @@
-"""What a fencing plug-in is, and how one is loaded: by its name among the entry points of group `berth.fencing`."""
+"""The interface of a fencing plug-in, and how one is loaded: by its name among the entry points of group
+`berth.fencing`.
+"""
 
 from __future__ import annotations
 

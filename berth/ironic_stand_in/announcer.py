@@ -12,7 +12,7 @@ from bus.port import Outgoing, Transport
 from bus.rabbitmq import parse_bus_url
 
 EXCHANGE = "ironic"
-CONNECT_TIMEOUT_S = 10.0
+CONNECT_TIMEOUT_S = 60.0  # a broker that has just started on a busy machine took more than 10
 
 
 class NotificationAnnouncer(Protocol):

@@ -18,7 +18,7 @@ MAX_TASKS = 10_000  # nodes on their way at once
 
 
 class RequestError(Exception):
-    """What the API answers with: an HTTP status and a text."""
+    """The body of the API's answer: an HTTP status and a text."""
 
     def __init__(self, status: int, text: str) -> None:
         super().__init__(text)
@@ -212,14 +212,14 @@ class NodePool:
         self._start(node, steps[verb](node, request_id))
 
     def _start(self, node: dict[str, Any], steps: Coroutine[Any, Any, None]) -> None:
-        """What takes time holds the node meanwhile."""
+        """An action that takes time holds the node meanwhile."""
         node["reservation"] = "stand-in"
         task = asyncio.get_running_loop().create_task(self._hold(node, steps))
         self._tasks[node["uuid"]] = task
         task.add_done_callback(lambda _: self._tasks.pop(node["uuid"], None))
 
     async def stop(self) -> None:
-        """Drop what is under way."""
+        """Drop the action under way."""
         tasks = list(self._tasks.values())
         for task in tasks:
             task.cancel()

@@ -18,11 +18,11 @@ from bus.contracts.patterns import reason_of
 
 log = structlog.get_logger(__name__)
 
-# What a killed process may forget of its last moments.
+# The last moments of a killed process that may be lost.
 SAVE_EVERY_S = 0.2
 
-# The conductor that held a node is gone: what it was on its way to is given up, or done, as a restarted Ironic
-# conductor would.
+# The conductor that held a node is gone: the action under way is given up, or done, as a restarted Ironic conductor
+# would.
 SETTLED: Mapping[str, str] = {
     "verifying": "enroll",
     "deploying": "deploy failed",

@@ -49,7 +49,7 @@ class Line(Struct, frozen=True, kw_only=True):
 
 
 class Comparison(Struct, frozen=True, kw_only=True):
-    """What `compare` found. differences: (what, in a, in b). verdict: sentences, the weightiest first."""
+    """The result of `compare`. differences: (what, in a, in b). verdict: sentences, the weightiest first."""
 
     names: tuple[str, str]
     differences: tuple[tuple[str, str, str], ...]
@@ -166,9 +166,9 @@ def _verdict(found: Comparison, a: LoadRecord, b: LoadRecord) -> Iterator[str]:
     one, two = (cut(name) for name in found.names)
     requested = [what for what, _, _ in found.differences if what in QUESTION]
     if requested:
-        yield f"The requests differ: {', '.join(requested)}. What follows may come from that alone."
+        yield f"The requests differ: {', '.join(requested)}. The differences below may come from that alone."
     elif found.differences:
-        yield f"The requests are the same; what differs: {', '.join(what for what, _, _ in found.differences)}."
+        yield f"The requests are the same; the differences: {', '.join(what for what, _, _ in found.differences)}."
     else:
         yield "Settings and machine are the same."
     for name in INTERESTING:
@@ -239,8 +239,8 @@ def _html(found: Comparison, a: LoadRecord, b: LoadRecord) -> str:
         [
             heading(title),
             *(note(sentence) for sentence in found.verdict),
-            section("What differs in the settings", different),
-            section("What came of it", figures, stack(_curves(names, a, b), *_means(names, a, b))),
+            section("Differences in the settings", different),
+            section("Results", figures, stack(_curves(names, a, b), *_means(names, a, b))),
         ],
     )
 

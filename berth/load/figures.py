@@ -1,4 +1,4 @@
-"""What a report and a comparison read off a record: columns as arrays, percentiles, and rates over time."""
+"""The figures that a report and a comparison read off a record: columns as arrays, percentiles, and rates over time."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MAX_PIECES = 80
 LEAST_STEP_S = 0.05
 BOOTS_A_PIECE = 20
 LEAST_PIECES = 20
-# What is later than ten years after the start is no time of a load run.
+# A time later than ten years after the start is no time of a load run.
 MAX_TIME_S = 3e8
 
 

@@ -1,4 +1,4 @@
-"""What became of every boot (or delete) of a run, a row each, in columns that stay small for millions."""
+"""The end of every boot (or delete) of a run, a row each, in columns that stay small for millions."""
 
 from __future__ import annotations
 

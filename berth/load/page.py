@@ -1,4 +1,4 @@
-"""What every page of ours is made of: one file, no network, no script, readable in the light and in the dark."""
+"""The common elements of every page: one file, no network, no script, readable in the light and in the dark."""
 
 from __future__ import annotations
 

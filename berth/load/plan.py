@@ -1,4 +1,6 @@
-"""What a load is to be: which builds, of which flavors, when each is meant to leave, and which are deleted again."""
+"""The definition of a load: which builds, of which flavors, when each is meant to leave, and which
+are deleted again.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,7 @@ class Arrival(Struct, frozen=True):
 
 
 class LoadPlan(Struct, frozen=True, kw_only=True):
-    """What to fire. mix: {flavor: weight}. The first of these that is set decides how:
+    """The load to fire. mix: {flavor: weight}. The first of these that is set decides how:
 
     trace: arrivals as they were once. phases: open loop, ((rate a second, seconds), ...) one after the other.
     ramp_s: open loop, the rate going evenly from ramp_from_per_s to rate_per_s. rate_per_s: open loop at a constant

@@ -65,7 +65,7 @@ class RecordError(ValueError):
 
 
 class LoadSettings(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What the run was to do.
+    """The plan of the run.
 
     mode: "open" (arrivals at their times, whatever comes back: `rate_per_s`), "ramp" (open, the rate rising or
     falling evenly from `ramp_from_per_s` to `rate_per_s` within `ramp_s`), "trace" (open, arrivals from a file),

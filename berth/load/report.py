@@ -48,7 +48,7 @@ def render(record: LoadRecord) -> str:
             _headline(record),
             section("Throughput", _throughput(record, timeline), _in_flight(record, timeline)),
             section("Latency", _distribution(record), _latency_over_time(record, timeline), _percentiles(record)),
-            section("Where the time goes", stack(_stage_means(record), _stage_table(record)), _stage_ranges(record)),
+            section("Time by stage", stack(_stage_means(record), _stage_table(record)), _stage_ranges(record)),
             section("Retries, conflicts and queues", _retries(record), _queues(record)),
             section("Hosts", _heat(record.utilisation), _fullness(record.utilisation)),
             section("How they ended", stack(_outcomes(record), _codes(record)), _by_flavor(record)),
@@ -141,7 +141,7 @@ def _latency_over_time(record: LoadRecord, timeline: Timeline) -> str:
         if name in {"p50", "p95", "p99"}
     ]
     return charts.lines(
-        "Latency of what ended then", timeline.middles, series, x_label=TIME, y_label="latency, milliseconds"
+        "Latency of requests that ended then", timeline.middles, series, x_label=TIME, y_label="latency, milliseconds"
     )
 
 

@@ -198,7 +198,7 @@ class LoadRun:
     async def _offer(self, offers: list[Offer], ledger: LoadLedger) -> None:
         """Until each is confirmed, or given up. Raises what is neither a full queue nor a bus that is unavailable.
 
-        What was refused is offered again one slice at a time: a full queue is not to be kept busy with refusing.
+        Refused requests are offered again one slice at a time: a full queue is not to be kept busy with refusing.
         """
         if self._refused and self.plan.offers_again_s > 0:
             offers = await self._offer_again(offers, ledger)

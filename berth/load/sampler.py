@@ -24,7 +24,7 @@ HEAT_SHARE = 20
 HEAT_PAGE = 10_000
 HEAT_TIMEOUT_S = 5.0
 API = "api"
-# What a boot passes through. Private queues are their consumers' own business.
+# The queues that a boot passes through. Private queues are their consumers' own business.
 _WATCHED = [row for row in QUEUES if row.kind is QueueKind.DURABLE and "{" not in row.name]
 
 

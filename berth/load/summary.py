@@ -1,4 +1,4 @@
-"""What came of a load: counted, each build once, and its latencies ranked."""
+"""The result of a load: counted, each build once, and its latencies ranked."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Failure(Struct, frozen=True, kw_only=True):
 
 
 class LoadReport(Struct, frozen=True, kw_only=True):
-    """What came of a load. Times in seconds, latencies in milliseconds; percentiles over active builds.
+    """The result of a load. Times in seconds, latencies in milliseconds; percentiles over active builds.
 
     stages_ms: until the client received each state. spent_ms: in each stage of `record.STAGES`.
     """

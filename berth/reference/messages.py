@@ -60,9 +60,9 @@ Derived from `bus/contracts/catalogue/` by `scripts/docs`; do not edit by hand. 
 
 Every bus (the API bus, and one bus a cell: a virtual host or broker of its own) has a topic exchange `{COMMANDS}` for
 commands (publish with `mandatory`: a command that no queue takes is an error), `{EVENTS}` for events (which may have
-no listener), and for its workers alone `{DEAD}` for what was given up and `{DELAY}.<ms>` for what is to be tried again.
-Bodies are JSON objects, `content-type: application/json`, of at most {MAX_BODY_BYTES:,} bytes (`message.too_large`); a
-batch has at most {MAX_BATCH_ITEMS:,} items.
+no listener), and for its workers alone `{DEAD}` for messages that were given up and `{DELAY}.<ms>` for messages that
+are to be tried again. Bodies are JSON objects, `content-type: application/json`, of at most {MAX_BODY_BYTES:,} bytes
+(`message.too_large`); a batch has at most {MAX_BATCH_ITEMS:,} items.
 
 | AMQP property or header | meaning |
 | --- | --- |
@@ -77,7 +77,7 @@ batch has at most {MAX_BATCH_ITEMS:,} items.
 
 A message has one routing key: the one below, filled with its own fields. Under another it is not taken
 (`message.wrong_key`), in a batch as alone, so that a broker's permissions for a project's keys bind its requests, too
-([Permissions](../howto/permissions.md)). What `operator` alone publishes is not for a project's user.
+([Permissions](../howto/permissions.md)). Messages that `operator` alone publishes are not for a project's user.
 A project id is one word of a key, written as it is: 1 to 64 letters of `A-Z a-z 0-9 _ -`. Others are refused.
 A field that a message does not have is refused where it is stated below; elsewhere it is passed over, so that
 workers of two versions understand each other. An `inventory.update` is refused as well, by the field's name and the
@@ -86,15 +86,15 @@ nearest one that there is, unless its `may_ignore` names that field: so a newer 
 `reply-to` names a queue that the broker has named (declare it without a name, exclusive), direct reply-to
 (`amq.rabbitmq.reply-to`), or a queue whose name begins with `client.reply.`; any other is refused (`message.reply_to`).
 
-What cannot be understood is answered by `refusal.v1` (`code`, `reason`) when `reply-to` is set. With or without it, a
-build or delete request whose `instance_uuid` could be read is answered on the event stream of the project in its
-routing key, by state `refused`; so is one under a uuid that is on record with other content (`request.duplicate`). The
-`sequence` of such an event is 0: outdated for a client that follows the request on record. A request that was accepted
-and then given up ends with an event as well: `broker.expired` (its publisher set an `expiration`), `delivery.exhausted`
-(each scheduler that took it ended), `delivery.given_up` (a scheduler could not handle it); a build has then `failed`, a
-delete is `refused` with `sequence` 0 and the machine stays. What is given up is parked in the
-bus's queue `{DEAD_LETTERS}`, with the headers `berth-code` and `berth-reason` where a worker gave it up
-(`berth dead-letters list`); its routing key there is the name of the queue that gave it up.
+A message that cannot be understood is answered by `refusal.v1` (`code`, `reason`) when `reply-to` is set. With or
+without it, a build or delete request whose `instance_uuid` could be read is answered on the event stream of the project
+in its routing key, by state `refused`; so is one under a uuid that is on record with other content
+(`request.duplicate`). The `sequence` of such an event is 0: outdated for a client that follows the request on record. A
+request that was accepted and then given up ends with an event as well: `broker.expired` (its publisher set an
+`expiration`), `delivery.exhausted` (each scheduler that took it ended), `delivery.given_up` (a scheduler could not
+handle it); a build has then `failed`, a delete is `refused` with `sequence` 0 and the machine stays. A message that is
+given up is parked in the bus's queue `{DEAD_LETTERS}`, with the headers `berth-code` and `berth-reason` where a worker
+gave it up (`berth dead-letters list`); its routing key there is the name of the queue that gave it up.
 
 ## Publish a build request, follow its events
 
@@ -113,7 +113,7 @@ def render() -> str:
 
 def _flows() -> Iterator[str]:
     """Diagrams of who publishes what to whom: one of the API bus, one of a cell's."""
-    yield "## Who publishes what to whom\n"
+    yield "## Publishers and readers\n"
     yield "Derived from the catalogue: an arrow is a message that a queue of its reader takes. Replies are left out.\n"
     for where, title in ((Where.API, "On the API bus"), (Where.CELL, "On a cell's bus")):
         flows: dict[tuple[str, str], list[str]] = {}
@@ -121,7 +121,8 @@ def _flows() -> Iterator[str]:
             for row in taken_by(queue.name):
                 if {row.where, queue.where} <= {where, Where.BOTH}:
                     for publisher in row.publishers:
-                        # What may go on both buses: a cell's workers are on its bus alone, all others use the API bus.
+                        # The messages that may go on both buses: a cell's workers are on its bus alone, all others use
+                        # the API bus.
                         if row.where is Where.BOTH and (publisher in CELL_WORKERS) is (where is Where.API):
                             continue
                         flows.setdefault((publisher, queue.consumer), []).append(row.tag.rpartition(".v")[0])
@@ -218,7 +219,7 @@ def _type(spec: dict[str, Any]) -> str:
     if kind == "object" and isinstance(spec.get("additionalProperties"), dict):
         return "{name: " + _type(spec["additionalProperties"]) + "}" + _size(spec, "Properties")
     bounds = [
-        f"{word} {spec[key]}"
+        f"{word} {_number(spec[key])}"
         for key, word in (
             ("minimum", ">="),
             ("exclusiveMinimum", ">"),
@@ -232,6 +233,11 @@ def _type(spec: dict[str, Any]) -> str:
         pattern = spec["pattern"].removesuffix(r"(?!\n)")  # Python's `$` takes a line end; others need not know
         bounds.append(f"`{pattern}`".replace("|", "\\|"))
     return kind + (f" ({', '.join(bounds)})" if bounds else "")
+
+
+def _number(bound: float) -> str:
+    """0 for 0.0: types with equal bounds are one object to `typing`, with the bound of the module imported first."""
+    return str(int(bound) if bound == int(bound) else bound)
 
 
 def _size(spec: dict[str, Any], what: str) -> str:

@@ -40,7 +40,7 @@ def render() -> str:
 
 
 def _values(package: ModuleType) -> Iterator[object]:
-    """What the modules of this package define."""
+    """The definitions of the modules of this package."""
     for info in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
         if ".migrations" in info.name or info.name.endswith("__main__") or ".alembic" in info.name:
             continue

@@ -23,7 +23,7 @@ from berth.sim.shrink import MAX_RUNS, Shrinker
 from berth.sim.widening import WIDENED, Widening
 
 UUID = re.compile(r"[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}")
-# What is printed whatever the breach is about.
+# The lines that are printed for every breach.
 ALWAYS = (
     "fault",
     "kill",

@@ -1,4 +1,4 @@
-"""What a breaker promises: too many losses of one compute service wait for an operator's word.
+"""The rules of a breaker: too many losses of one compute service wait for an operator's word.
 
 Judged from what conductors commit and from what the operator reset; not from what a conductor counts.
 """

@@ -216,7 +216,7 @@ def _fault_events(rng: random.Random, plan: Plan) -> tuple[FaultEvent, ...]:
 
 
 def _later_faults(rng: random.Random, plan: Plan) -> Plan:
-    """What came later, from a source of its own: the seeds that found a defect go on to find it."""
+    """Later additions, drawn from a source of their own: the seeds that found a defect go on to find it."""
     rates = replace(plan.rates, store_crash=_sometimes(rng)(0.004))
     plan = replace(plan, rates=rates, feed_retention=_pick(rng, (KEEP_ALL, KEEP_ALL, 30)))
     plan = replace(plan, keep_s=_pick(rng, (0.0, 0.0, 50.0)), batch=_pick(rng, (0, 0, 2)))

@@ -1,4 +1,4 @@
-"""What is promised of gangs: never a part of one. Judged by what was requested, what is held and what is on record."""
+"""The rules of gangs: never a part of one. Judged by what was requested, what is held and what is on record."""
 
 from __future__ import annotations
 

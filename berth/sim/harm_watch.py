@@ -36,7 +36,7 @@ class Seen(Struct, frozen=True):
 
 
 class HarmWatch:
-    """What may be destroyed, and what was never ours."""
+    """The machines that may be destroyed, and those that were never ours."""
 
     def __init__(self, now: Callable[[], float]) -> None:
         self._now = now
@@ -55,6 +55,7 @@ class HarmWatch:
         self.given_up: Collection[tuple[str, str, int]] = ()  # machines that a move gave up (`MoveWatch`)
         self.holdings: dict[str, Mapping[str, Mapping[str, int]]] = {}  # of consumers that are not ours
         self.may_let_go: set[str] = set()  # of these, those whose owner has requested it
+        self.restores = 0  # how often the book was set back
         self.providers: dict[str, None] = {}  # of another source
 
     def ours(self, instance: str) -> bool:
@@ -113,7 +114,7 @@ class HarmWatch:
             del seen[old]
 
     def _looks(self, process: str, node: str, job: str) -> list[Seen]:
-        """What the process acts upon: its newest look, and the newest of the very job that acts."""
+        """The state that the process acts upon: its newest look, and the newest of the very job that acts."""
         seen = self._seen.get((process, node), {})
         newest = list(seen.values())[-1:]
         return newest if job not in seen else [*newest, seen[job]]
@@ -161,7 +162,7 @@ class HarmWatch:
     def _was_just_free(self, seen: Seen) -> bool:
         """Whether a node was free when it was last looked at, a moment ago. If it is taken then, it has to be freed.
 
-        Ironic refuses no PATCH because of the provision state. What stays on the node is found at rest.
+        Ironic refuses no PATCH because of the provision state. Remains on the node are found at rest.
         """
         return seen.instance is None and seen.state == "available" and self._now() - seen.at <= RACE_S
 
@@ -169,6 +170,7 @@ class HarmWatch:
 
     def begin_anew(self, consumers: Mapping[str, ConsumerRow]) -> None:
         """The book is what it was at an earlier moment: what others held then they hold again."""
+        self.restores += 1
         for uuid in self.holdings:
             kept = consumers.get(uuid)
             self.holdings[uuid] = kept.consumer.holding if kept is not None else {}

@@ -80,7 +80,8 @@ class FaultyNotifications:
             return
 
 
-# What operators do to a node that has an instance: {verb: (states it may be in, states on the way, where it ends)}.
+# The actions of operators on a node that has an instance: {verb: (states it may be in, states on the way, where it
+# ends)}.
 WAYS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...], str]] = {
     "rescue": (("active",), ("rescuing", "rescue wait"), "rescue"),
     "unrescue": (("rescue",), ("unrescuing",), "active"),
@@ -125,8 +126,10 @@ class WatchedNodePool(NodePool):
         if node["instance_uuid"] != before or changes.get("provision_state") == "cleaning":
             # Undeploying takes the instance away without a notification here.
             self.changed_hands(node["uuid"], before, node["instance_uuid"])
-        if changes.get("provision_state") == "active" and node["instance_uuid"]:
-            self.deployed(node["uuid"], node["instance_uuid"])
+        # An operator who clears `instance_uuid` during the deployment leaves the mark (seed 92864).
+        instance = node["instance_uuid"] or node["instance_info"].get("berth", {}).get("instance")
+        if changes.get("provision_state") == "active" and instance:
+            self.deployed(node["uuid"], instance)
 
 
 class SimIronic:

@@ -1,5 +1,5 @@
-"""What ironic_sync may report of a node, judged by what its process had received from Ironic by then, and the end of it
-all.
+"""The reports that ironic_sync may make of a node, judged by the messages that its process had received from Ironic by
+then, and by the end of it all.
 
 Written from Ironic's rules and its recorded notifications, not from ironic_sync's own rules.
 """
@@ -23,7 +23,7 @@ FACTS = frozenset({"provision_set", "power_state_corrected"})
 
 
 class NodeKnowledge:
-    """What one process knows of one node: when it was last named, and whether it may be reported as free."""
+    """One process's knowledge of one node: when it was last named, and whether it may be reported as free."""
 
     __slots__ = ("may_offer", "may_remove", "notified_at", "seen")
 

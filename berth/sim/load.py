@@ -26,7 +26,7 @@ ACCEPTED_WAIT_S = 30.0  # a client deletes what it knows to be accepted, or afte
 
 
 def policy_of(uuid: str) -> EvacuationPolicy | None:
-    """What becomes of an instance whose host is fenced, in a run where hosts are."""
+    """The policy for an instance whose host is fenced, in a run where hosts are."""
     policies: tuple[EvacuationPolicy | None, ...] = (*EvacuationPolicy, EvacuationPolicy.RESTART, None)
     return policies[random.Random(f"berth.sim.policy {uuid}").randrange(len(policies))]
 

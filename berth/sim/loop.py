@@ -14,7 +14,7 @@ from berth.sim.turn_limit import MAX_TURN_CPU_S, TurnLimit
 # So many turns within so little virtual time (an honest run makes some 2,500 in its busiest second): something spins.
 MAX_TURNS_AT_ONCE = 200_000
 AT_ONCE_S = 1.0
-# What a killed process left is unwound after the run, for at most this long (virtual).
+# Tasks that a killed process left are unwound after the run, for at most this long (virtual).
 UNWIND_S = 120.0
 UNWIND_TRIES = 3
 

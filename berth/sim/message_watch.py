@@ -1,4 +1,4 @@
-"""What every message on every bus is looked at for: the watches that it is handed to, and where it leads."""
+"""The checks of every message on every bus: the watches that it is handed to, and where it leads."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ _tagged = msgspec.json.Decoder(_Tagged)
 
 
 class MessageWorld(Protocol):
-    """What is known of the world. probing: whether nothing may lead to what has left for good any more."""
+    """The known state of the world. probing: whether nothing may lead to what has left for good any more."""
 
     plan: Plan
     listener: Listener

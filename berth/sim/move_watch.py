@@ -1,4 +1,4 @@
-"""What must hold at every moment: one machine runs, what runs is claimed, what is refused is unchanged, and a machine
+"""The invariants of every moment: one machine runs, what runs is claimed, what is refused is unchanged, and a machine
 that was evacuated from a fenced host never runs there again. At rest every claim has its owner.
 
 Judged from what machines really do and what the book really holds, for every instance that a record has had as active.
@@ -23,6 +23,7 @@ GIVES_UP_HERE = frozenset({State.OFFLOADING, State.UNDOING, State.VACATING})
 # An evacuated instance is being built elsewhere, or is there.
 EVACUATED = frozenset({State.FINISHING, State.RESIZED, State.CONFIRMING, State.RELEASING_SOURCE})
 AT_REST = frozenset({State.ACTIVE, State.OFFLOADED})
+HAS_NOTHING = frozenset({State.ABSENT, State.TOMBSTONE, State.DEPARTED, State.DELETED, State.FAILED})
 
 
 class MoveWatch:
@@ -60,8 +61,9 @@ class MoveWatch:
         """After a commit of a conductor. Raises Breach."""
         for uuid, instance in instances.items():
             before = self._seen.get(uuid)
-            if before is instance:
+            if before is instance or instance.state is State.DEPARTED:
                 continue
+            self._owned_once(instances, instance)
             self._seen[uuid] = instance
             if instance.state is State.ACTIVE:
                 self._first.setdefault(uuid, instance.attempt)
@@ -78,6 +80,15 @@ class MoveWatch:
                 self._given_up(instance)
             if move.kind is MoveKind.EVACUATE and source is not None and instance.state in EVACUATED:
                 self.evacuated.add((source.host_uuid, uuid, move.source_attempt))
+
+    def _owned_once(self, instances: Mapping[str, Instance], instance: Instance) -> None:
+        """At most one cell has an instance. Raises Breach."""
+        if instance.state in HAS_NOTHING or instance.uuid in self.exempt:
+            return
+        for cell, table in self._cells.items():
+            other = table.instances.get(instance.uuid) if table.instances is not instances else None
+            if other is not None and other.state not in HAS_NOTHING:
+                raise Breach("one_owner", f"{instance.uuid} is {instance.state}, and {other.state} in {cell} too")
 
     def _given_up(self, instance: Instance) -> None:
         move = instance.move
@@ -132,7 +143,7 @@ class MoveWatch:
             raise Breach("never_running_unclaimed", f"{uuid} attempt {guest.attempt} starts on {host}, unclaimed")
 
     def _running(self) -> Iterator[tuple[str, Guest]]:
-        """What runs now, and where."""
+        """The machines that run now, and their hosts."""
         for service, fleet in self._fleets.items():
             for host in fleet.hosts if service not in self._duplicates else ():
                 for guest in (host.guests or {}).values():

@@ -24,6 +24,7 @@ from bus.port import BusError
 from cell_conductor.domain.instance import Instance, Power, State
 
 STEP_S = 10.0
+ABROAD = 0.7  # the share of unshelvings that name a host of another cell, where that is allowed
 MAX_HOSTS_PER_RUN = 3
 FENCE = "fence"  # the verb of an order that fences a service's hosts
 DRAIN = "drain"  # ... and of one that empties a host; every other verb is a MoveKind
@@ -80,13 +81,16 @@ class Mover:
         there = [(cell, uuid) for cell, uuid in there if self._may_move(cell, uuid)]
         if not there:
             return
-        kind = MoveKind(order.verb)
+        kind, plan = MoveKind(order.verb), self._world.plan
         fitting = [
             (cell, uuid)
             for cell, uuid in there
             if (self._world.cells[cell].instances[uuid].state is State.RESIZED)
             is (kind in (MoveKind.CONFIRM, MoveKind.REVERT))
         ]
+        if plan.moves_across_cells and kind is MoveKind.UNSHELVE:
+            offloaded = self._world.cells
+            fitting = [(cell, uuid) for cell, uuid in there if offloaded[cell].instances[uuid].state is State.OFFLOADED]
         chosen = fitting or there
         cell, uuid = chosen[order.host % len(chosen)]
         await self._ask(cell, self._world.cells[cell].instances[uuid], order, kind)
@@ -105,7 +109,7 @@ class Mover:
         spec = instance.spec
         assert spec is not None
         if self._world.plan.through_schedulers:
-            await self._ask_scheduler(instance, order, kind, rng)
+            await self._ask_scheduler(cell, instance, order, kind, rng)
             return
         if kind is MoveKind.RESIZE:
             spec = replace(spec, flavor=rng.choice(SIZES))
@@ -128,9 +132,14 @@ class Mover:
         if rng.random() < 0.1:
             await self._send(cell, request)  # the same once more
 
-    async def _ask_scheduler(self, instance: Instance, order: Order, kind: MoveKind, rng: random.Random) -> None:
-        """As a client requests it. It chooses no host, and states no fence."""
+    async def _ask_scheduler(
+        self, cell: str, instance: Instance, order: Order, kind: MoveKind, rng: random.Random
+    ) -> None:
+        """As a client requests it. It states no fence, and no host but one of another cell to be unshelved on."""
         assert instance.spec is not None
+        host = None
+        if self._world.plan.moves_across_cells and kind is MoveKind.UNSHELVE and rng.random() < ABROAD:
+            host = self._host_abroad(cell, rng)
         request = MoveRequest(
             request_id=order.uuid,
             instance_uuid=instance.uuid,
@@ -141,11 +150,19 @@ class Mover:
             auto_confirm_s=rng.choice((0.0, 2.0, 10.0, 15.0)),
             offload=rng.random() < 0.5,
             timeout_s=STEP_S,
+            host=host,
         )
-        self._world.event_log.record("order", f"{kind.value} {instance.uuid}")
+        self._world.event_log.record("order", f"{kind.value} {instance.uuid} {host or ''}")
         self._world.move_watch.sent[request.request_id] = instance.uuid
         for _ in range(1 + (rng.random() < 0.1)):
             await self._publish(API, request)
+
+    def _host_abroad(self, cell: str, rng: random.Random) -> str | None:
+        """The name of a host of another cell."""
+        world = self._world
+        services = [name for home, name in world.plan.services if home != cell and name not in world.dead]
+        names = [host.plan.name for name in services for host in world.fleets[name].hosts]
+        return rng.choice(names) if names else None
 
     def _selections(
         self, cell: str, instance: Instance, spec: InstanceSpec, kind: MoveKind, rng: random.Random

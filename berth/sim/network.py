@@ -31,7 +31,7 @@ THEIRS, FOREIGN_BODY = "theirs.work", b'{"type":"theirs.v1"}'
 
 
 class NetworkFaults:
-    """What may hit a message now. `calm` ends all of it."""
+    """The faults that may hit a message now. `calm` ends all of it."""
 
     def __init__(self, rates: Rates, rng: random.Random) -> None:
         self.rates = rates
@@ -73,7 +73,7 @@ class Broker(MemoryBroker):
         self.queue(THEIRS).put(Outgoing(exchange="", routing_key=THEIRS, body=FOREIGN_BODY), self.clock.monotonic())
 
     def theirs_differ(self) -> str:
-        """What has become of it; "" when it is as it was."""
+        """The change of the other tenant's queue; "" when it is as it was."""
         queue = self.queue(THEIRS)
         bodies = [stored.message.body for stored in queue.ready]
         return "" if bodies == [FOREIGN_BODY] and not queue.consumers else f"another's queue holds {bodies}"
@@ -212,7 +212,7 @@ class SimTransport:
             raise BusUnavailable(f"{self.name}: lost before the confirm")
 
     def _again(self, message: Outgoing) -> None:
-        """What a publisher does that never saw its confirm: the same message once more."""
+        """The behaviour of a publisher that never saw its confirm: the same message once more."""
         try:
             self._broker.route(message)
         except BusError as error:  # not waited for

@@ -90,7 +90,7 @@ HEADERS = (
 )
 TYPES = (JSON, BATCH, "", "text/plain")
 
-# What of a database its server does not keep in tables, and what outlives a restore.
+# The part of a database that its server does not keep in tables, and the part that outlives a restore.
 KEPT = frozenset(
     {"clock", "on_commit", "deadlocks", "taken_back", "holding", "_locks", "_image", "_last_row", "place", "histories"}
 )

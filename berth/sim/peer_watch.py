@@ -1,4 +1,4 @@
-"""What is promised of server groups, hints and quotas, judged from what was requested and from what the book holds.
+"""The rules of server groups, hints and quotas, judged from the requests and from the book's allocations.
 
 Nothing of the product's own counting is used: not who it takes for a member, nor its sum of what a project holds.
 """
@@ -24,7 +24,7 @@ OVER_QUOTA = "quota.exceeded"
 
 
 def resources_of_flavor(name: str) -> dict[str, int]:
-    """What a flavor requests, by class."""
+    """The amounts that a flavor requests, by class."""
     flavor = DEFAULT_FLAVORS[name]
     requested = {"VCPU": flavor.vcpus, "MEMORY_MB": flavor.memory_mb, "DISK_GB": flavor.disk_gb}
     specs = {key.removeprefix("resources:"): int(amount) for key, amount in flavor.extra_specs.items()}
@@ -100,7 +100,7 @@ class PeerWatch:
         return next((self._book.providers[provider].root for provider in holding), None)
 
     def _quotas(self, reverted: Collection[str]) -> None:
-        """What grows stays within its quota; but a revert is not held to it, as in Nova. Raises Breach."""
+        """A total that grows stays within its quota; but a revert is not held to it, as in Nova. Raises Breach."""
         held: dict[str, Counter[str]] = {}
         for kept in self._book.consumers.values():
             # Other clients claim by themselves, without limits: a claim carries those that it is held to.
@@ -123,7 +123,7 @@ class PeerWatch:
                     raise Breach("quota", f"{project} holds {now[name]} {name} of {most}")
 
     def _groups(self, hosts: Mapping[str, str]) -> None:
-        """Those of a hard rule, wherever they are. Raises Breach."""
+        """Members of a group with a hard rule, on any host. Raises Breach."""
         members: dict[str, list[tuple[str, str]]] = {}
         for uuid, host in hosts.items():
             order = self._orders.get(uuid)
@@ -182,7 +182,10 @@ class PeerWatch:
                 yield host
 
     def event(self, event: BuildEvent) -> None:
-        """Who is refused for a quota's sake would have passed it at some time since it was requested. Raises Breach."""
+        """A request refused because of a quota would have passed it at some time since it was requested.
+
+        Raises Breach.
+        """
         if event.code != OVER_QUOTA or event.state is not BuildState.FAILED or event.instance_uuid in self.refused:
             return
         uuid = event.instance_uuid
@@ -206,7 +209,7 @@ class PeerWatch:
     # --- at rest
 
     def unsettled(self) -> Iterator[str]:
-        """Who was refused holds nothing."""
+        """A refused request holds nothing."""
         for uuid in self.refused:
             if self._root(uuid) is not None:
                 yield f"quota_refused: {uuid} was refused and holds something"

@@ -1,4 +1,4 @@
-"""Who minds whom: some plans get server groups, hints and quotas, from a source of their own.
+"""The requests that depend on each other: some plans get server groups, hints and quotas, from a source of their own.
 
 So what a seed drew before there were any is drawn as ever, and a plan without them is the same run.
 """

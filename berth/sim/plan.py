@@ -1,4 +1,6 @@
-"""What one run consists of, all of it decided before the run, so that it can be cut down to what makes it fail."""
+"""The parts of one run, all of them decided before the run, so that it can be reduced to the parts
+that make it fail.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,7 @@ SIZES = (
 
 
 class Action(StrEnum):
-    """What clients and operators do."""
+    """The actions of clients and operators."""
 
     BUILD = "build"
     REPEAT = "repeat"  # the same request once more
@@ -42,7 +44,7 @@ class Action(StrEnum):
     DIE = "die"  # a compute service and its hosts burn down
     UPGRADE = "upgrade"  # a service that reported its hosts flat starts again and reports them nested
     IRONIC = "ironic"  # an operator of bare metal, or another tenant of it, does something to a node
-    # What others do (berth/sim/widening.py).
+    # The actions of others (berth/sim/widening.py).
     FOREIGN = "foreign"  # a machine that berth never built begins or ends on one of its hosts
     # A cell is added to the settings, or is taken out of them for a while; or by an operator's decision at run time.
     CELL = "cell"
@@ -85,7 +87,7 @@ class Order(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class FaultType(StrEnum):
-    """What goes wrong."""
+    """The faults."""
 
     CRASH = "crash"  # a process is killed, and starts again after `seconds`
     PAUSE = "pause"  # a process stands still for `seconds`
@@ -172,13 +174,18 @@ class Plan(Struct, frozen=True, kw_only=True):
     drains_by_schedulers: bool = False  # else the simulation chooses the moves of a drain itself
 
     def quota_of(self, project: str) -> dict[str, int]:
-        """What a project may hold together: {class: amount}; what is not named has no bound."""
+        """The total that a project may hold: {class: amount}; what is not named has no bound."""
         return self.quotas.get(project, self.quota)
 
     @property
     def through_schedulers(self) -> bool:
         """Whether what is done with instances is asked of schedulers, and fences are an operator's decisions there."""
-        return "fences" in self.widenings or self.drains_by_schedulers
+        return "fences" in self.widenings or self.drains_by_schedulers or self.moves_across_cells
+
+    @property
+    def moves_across_cells(self) -> bool:
+        """Whether instances may be unshelved in another cell."""
+        return "transfers" in self.widenings
 
     @property
     def has_rest_clients(self) -> bool:

@@ -1,4 +1,4 @@
-"""What is not settled yet: the invariants over everything, and that everything comes to an end."""
+"""The differences that are not settled yet: the invariants over everything, and that everything comes to an end."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def _drains_have_ended(world: World) -> Iterator[str]:
 
 
 def _others(world: World) -> Iterator[str]:
-    """What others have is as they left it."""
+    """Others' objects are as they left them."""
     machines = {guest.instance_uuid for fleet in world.fleets.values() for _, guest in fleet.guests()}
     there = {host.plan.uuid for fleet in world.fleets.values() for host in fleet.hosts}
     for uuid, host in world.foreign.items():
@@ -107,7 +107,7 @@ def _others(world: World) -> Iterator[str]:
 
 
 def _quarantined(world: World) -> Iterator[str]:
-    """What a machine in quarantine takes is kept out of its host's inventory, and nothing else is."""
+    """The resources of a machine in quarantine are kept out of its host's inventory, and no others are."""
     for service, fleet in world.fleets.items():
         if service in world.dead | world.duplicates.keys():
             continue
@@ -122,7 +122,7 @@ def _quarantined(world: World) -> Iterator[str]:
 
 
 def given_back(world: World) -> list[str]:
-    """What is still held though all has been deleted; not of those that burnt down."""
+    """Allocations that are still held though all has been deleted; not of those that burnt down."""
     lost = unclearable(world)
     held = {
         uuid
@@ -137,11 +137,11 @@ def given_back(world: World) -> list[str]:
 
 
 def check_quota_refusals(world: World) -> str:
-    """What is wrong with the answer to those who may hold nothing at all; "" when it names their quota."""
+    """The error in the answer to projects that may hold nothing at all; "" when it names their quota."""
     hosts = [host for service, fleet in world.fleets.items() if service not in world.dead for host in fleet.hosts]
     for uuid, standing in world.builds.recorded.items():
         if standing.project_id == NONE_ALLOWED:
-            # What a restored database does not know keeps its room: there may be none left.
+            # Machines that a restored database does not know keep their resources: there may be none left.
             full = bool(world.taken_back) or not any(host.enabled for host in hosts)
             rightly = standing.code == OVER_QUOTA or full
             return "" if rightly and standing.state is BuildState.FAILED else f"{uuid}: {standing.code}"
@@ -151,6 +151,8 @@ def check_quota_refusals(world: World) -> str:
 def unclearable(world: World) -> set[str]:
     """Instances that can never be cleared away: they are to be destroyed, or are doubted, on a host that burnt down.
 
+    Or a change waits for a node that its operator has removed from Ironic: only the node shows what it carried out.
+
     And those of which a restored database knows an old truth: what becomes of their machines is judged as it happens.
     """
     return set(world.taken_back) | {
@@ -158,12 +160,15 @@ def unclearable(world: World) -> set[str]:
         for table in world.cells.values()
         for uuid, instance in table.instances.items()
         if (instance.state is State.DELETING or instance.doubted or instance.move is not None)
-        and "dead" in (world.left.get(instance.host_uuid or ""), world.left.get(instance.source_host_uuid or ""))
+        and (
+            "dead" in (world.left.get(instance.host_uuid or ""), world.left.get(instance.source_host_uuid or ""))
+            or (instance.move is not None and _is_removed(world, instance.host_uuid or ""))
+        )
     }
 
 
 def _leftovers(world: World) -> Iterator[str]:
-    """What a failed build left half-built on its host is cleared away too."""
+    """Half-built machines of a failed build are removed from their host too."""
     for service, fleet in world.fleets.items():
         for host, guest in fleet.guests() if service not in world.dead else ():
             if not guest.complete and guest.instance_uuid not in world.taken_back:
@@ -186,7 +191,7 @@ def _requests(world: World, client: Client, lost: Collection[str]) -> Iterator[s
 
 
 def _holdings(world: World, client: Client) -> Iterator[str]:
-    """What is active holds what its flavor requests, wherever its host's providers have moved to."""
+    """An active instance holds the amounts that its flavor requests, wherever its host's providers have moved to."""
     for table in world.cells.values():
         for uuid, instance in table.instances.items():
             kept = world.book.consumers.get(uuid)
@@ -210,7 +215,7 @@ def _holdings(world: World, client: Client) -> Iterator[str]:
 def _inventories(world: World) -> Iterator[str]:
     """Every host is in the book as it is; what has left for good is not."""
     for uuid, how in world.left.items():
-        # What was in use when it was taken out is stranded: a shell, for as long as it is used.
+        # Inventory in use when it was taken out is stranded: a shell, for as long as it is used.
         shell = world.book.providers.get(uuid) if how == "drained" else None
         if shell is not None and (is_reported(shell) or not any(shell.used.values())):
             yield f"left_for_good: the book still has {uuid}"
@@ -276,10 +281,12 @@ def facts_of(world: World, accepted: Sequence[str], lost: Collection[str]) -> Fa
             InstanceFact(i.uuid, cell, i.state.value, i.host_uuid, i.attempt, source=_source_of(i))
             for cell, table in world.cells.items()
             for i in table.instances.values()
-            if i.uuid not in lost
+            if i.uuid not in lost and i.state is not State.DEPARTED
         ],
         running=[
-            one for one in _running(world) if one.instance_uuid not in lost and world.harm.ours(one.instance_uuid)
+            one
+            for one in _running(world)
+            if one.instance_uuid not in lost and world.harm.ours(one.instance_uuid) and not _is_old_copy(world, one)
         ],
         feed=(book.changes[0].sequence if book.changes else 0, book.head, len(book.changes)),
         audit=list(_audit(book)),
@@ -299,7 +306,7 @@ def _source_of(instance: Instance) -> SourceFact | None:
 
 
 def _running(world: World) -> Iterator[RunningFact]:
-    """What really runs; on hosts that burnt down whatever its owner still takes for alive.
+    """The machines that really run; on hosts that burnt down whatever its owner still takes for alive.
 
     Of those no report comes any more, not even that a machine was lost just before: that each was once built there by
     its attempt is seen at every commit (`active_was_built`).
@@ -311,8 +318,8 @@ def _running(world: World) -> Iterator[RunningFact]:
                 burnt[guest.instance_uuid, host] = guest.attempt
             elif guest.complete:
                 yield RunningFact(guest.instance_uuid, guest.attempt, host, is_stopped=not guest.runs)
-    # What a second service of a name built while it had the name is on machines that are not seen any more when it has
-    # gone; but none of it may run here, too, unless the process that built it first died unheard.
+    # The builds of a second service of a name, made while it had the name, are on machines that are not seen any more
+    # when it has gone; but none of it may run here, too, unless the process that built it first died unheard.
     elsewhere = {
         guest.instance_uuid for fleet in world.fleets.values() for _, guest in fleet.guests() if guest.complete
     }
@@ -328,6 +335,21 @@ def _running(world: World) -> Iterator[RunningFact]:
             if instance.state is State.ACTIVE and (world.left.get(host) == "dead" or _is_removed(world, host)):
                 yield RunningFact(uuid, burnt.get((uuid, host), instance.attempt), host)
     yield from _on_nodes(world)
+
+
+def _is_old_copy(world: World, one: RunningFact) -> bool:
+    """Whether a restored host runs an attempt whose record was purged since: it is kept in quarantine, and listed."""
+    if (one.host_uuid, one.instance_uuid, one.attempt) not in world.move_watch.brought_back:
+        return False
+    return any(
+        one.instance_uuid not in table.instances
+        and any(
+            (kept.machine.host_uuid, kept.machine.uuid) == (one.host_uuid, one.instance_uuid)
+            and kept.machine.kind is UnexplainedKind.QUARANTINED
+            for kept in table.unexplained.values()
+        )
+        for table in world.cells.values()
+    )
 
 
 def _is_removed(world: World, host: str) -> bool:
@@ -364,7 +386,7 @@ def _audit(book: MemoryBookTable) -> Iterator[str]:
 
 
 def _replica_differs(book: MemoryBookTable, replica: Book) -> str:
-    """What a scheduler's replica has otherwise than the book; "" when they agree."""
+    """The differences of a scheduler's replica from the book; "" when they agree."""
     if replica.sequence != book.head:
         return f"the replica is at {replica.sequence}, the book at {book.head}"
     if len(replica) != len(book.providers):

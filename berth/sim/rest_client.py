@@ -34,7 +34,7 @@ Holding = dict[str, dict[str, int]]
 
 
 class RestAnswer(Struct, frozen=True):
-    """What a request was answered with. repeated: it had been sent before, and that may have been carried out, too."""
+    """The answer to a request. repeated: it had been sent before, and that may have been carried out, too."""
 
     status: int
     body: Any = None
@@ -161,16 +161,22 @@ class RestClient:
     async def _make_provider(self, order: Order, rng: random.Random) -> None:
         uuid = PROVIDERS[order.host]
         await self._caller.request("POST", "/resource_providers", {"uuid": uuid, "name": f"reserved-{order.host}"})
-        await self._caller.request("PUT", f"/traits/{TRAIT}")
         await self._write(uuid, "inventories", {"VCPU": {"total": 16}, "MEMORY_MB": {"total": 65_536}})
-        await self._write(uuid, "traits", [TRAIT])
+        await self._write_traits(uuid, [TRAIT])
 
     async def _set_inventories(self, _: Order, rng: random.Random) -> None:
         totals = {"VCPU": {"total": rng.choice((8, 16, 32))}, "MEMORY_MB": {"total": 65_536}}
         await self._write(rng.choice(PROVIDERS), "inventories", totals)
 
     async def _set_traits(self, _: Order, rng: random.Random) -> None:
-        await self._write(rng.choice(PROVIDERS), "traits", rng.choice(([], [TRAIT], [TRAIT, "HW_CPU_X86_SGX"])))
+        await self._write_traits(rng.choice(PROVIDERS), rng.choice(([], [TRAIT], [TRAIT, "HW_CPU_X86_SGX"])))
+
+    async def _write_traits(self, uuid: str, traits: list[str]) -> None:
+        """Write a provider's traits, once the client's own trait is known to exist: a book takes no unknown one."""
+        made = await self._caller.request("PUT", f"/traits/{TRAIT}") if TRAIT in traits else None
+        self._expect("PUT", f"/traits/{TRAIT}", made, 201, 204)
+        if made is not None or TRAIT not in traits:
+            await self._write(uuid, "traits", traits)
 
     async def _set_aggregates(self, _: Order, rng: random.Random) -> None:
         await self._write(rng.choice(PROVIDERS), "aggregates", sorted(rng.sample(AGGREGATES, rng.randint(0, 2))))
@@ -231,49 +237,58 @@ class RestClient:
     async def _hold(self, consumer: str, wanted: Holding, generation: int | None) -> None:
         """PUT what a consumer holds."""
         body = {**_allocations(wanted, generation)}
-        self._begins(consumer)
+        restores = self._begins(consumer)
         answer = await self._caller.request("PUT", f"/allocations/{consumer}", body)
         self._expect("PUT", f"/allocations/{consumer}", answer, 204, 400, 409)
-        await self._ended(answer, {consumer: wanted})
+        await self._ended(answer, {consumer: wanted}, restores)
 
     async def _swap(self, order: Order, rng: random.Random) -> None:
-        """What one consumer holds another one does then, in one transaction, as in a migration."""
+        """One consumer's allocations pass to another, in one transaction, as in a migration."""
         consumer, held = self._one(rng)
         read = await self._caller.request("GET", f"/allocations/{consumer}") if held else None
         if read is None or "consumer_generation" not in read.body:
             return
         other = str(uuid5(UUID(order.uuid), "swap"))
-        self._begins(consumer, other)
+        restores = self._begins(consumer, other)
         body = {
             consumer: _allocations({}, read.body["consumer_generation"]),
             other: _allocations(held, None),
         }
         answer = await self._caller.request("POST", "/allocations", body)
         self._expect("POST", "/allocations", answer, 204, 400, 409)
-        await self._ended(answer, {consumer: {}, other: held})
+        await self._ended(answer, {consumer: {}, other: held}, restores)
 
     async def _release(self, _: Order, rng: random.Random) -> None:
         consumer, held = self._one(rng)
         if held:
-            self._begins(consumer)
+            restores = self._begins(consumer)
             answer = await self._caller.request("DELETE", f"/allocations/{consumer}")
             self._expect("DELETE", f"/allocations/{consumer}", answer, 204, 404)
-            await self._ended(answer, {consumer: {}})
+            await self._ended(answer, {consumer: {}}, restores)
+            if answer is not None and answer.status == 404:
+                self._held.pop(consumer, None)  # the book was set back to before it, or judges find what let it go
 
     def _one(self, rng: random.Random) -> tuple[str, Holding]:
         held = [consumer for consumer, holding in self._held.items() if holding]
         consumer = rng.choice(held) if held else ""
         return consumer, self._held.get(consumer, {})
 
-    def _begins(self, *consumers: str) -> None:
-        """From now on what these hold may change, by this client's own request."""
+    def _begins(self, *consumers: str) -> int:
+        """Let these consumers' allocations change from now on, by this client's own request.
+
+        Returns how often the book was set back before.
+        """
         for consumer in consumers:
             self._world.harm.holdings.setdefault(consumer, {})
             self._world.harm.may_let_go.add(consumer)
+        return self._world.harm.restores
 
-    async def _ended(self, answer: RestAnswer | None, written: Mapping[str, Holding]) -> None:
-        """With its only answer it is known what these consumers hold; they keep it until their next request."""
-        if answer is None or answer.repeated:
+    async def _ended(self, answer: RestAnswer | None, written: Mapping[str, Holding], restores: int) -> None:
+        """With its only answer it is known what these consumers hold; they keep it until their next request.
+
+        A request that is refused changes nothing. After one that met a restore nothing is known.
+        """
+        if answer is None or answer.repeated or self._world.harm.restores != restores:
             self._doubted.update(written)
         for consumer, wanted in written.items():
             if consumer in self._doubted:
@@ -282,7 +297,7 @@ class RestClient:
                 self._held[consumer] = wanted
                 if self._compares:
                     await self._compare(consumer, wanted)
-            self._world.harm.holdings[consumer] = self._held.get(consumer, {})
+                self._world.harm.holdings[consumer] = wanted
             self._world.harm.may_let_go.discard(consumer)
 
     async def _compare(self, consumer: str, wanted: Holding) -> None:
@@ -310,5 +325,5 @@ def _allocations(wanted: Holding, generation: int | None) -> dict[str, Any]:
 
 
 def _shown(value: Any) -> Any:
-    """What a client writes of a part of a provider, without what the book adds to it."""
+    """The part of a provider that a client writes, without the book's own additions."""
     return {name: one["total"] for name, one in value.items()} if isinstance(value, dict) else sorted(value)

@@ -72,7 +72,7 @@ def run(plan: Plan, *, event_log: EventLog | None = None, max_turn_cpu_s: float 
     """Run one plan to its end or to the first breach. max_turn_cpu_s: CPU seconds of one turn of the loop."""
     event_log = EventLog() if event_log is None else event_log
     runner = _Runner(plan, event_log)
-    # What libraries draw from the process's own generator (tenacity's waits) is part of the seed too.
+    # Random numbers that libraries draw from the process's own generator (tenacity's waits) are part of the seed too.
     random.seed(f"berth.sim.global {plan.seed}")
     breach: Breach | None = None
     try:
@@ -211,7 +211,7 @@ class _Runner:
             await asyncio.sleep(POLL_S)
 
     def _open(self, tasks: list[asyncio.Task[None]]) -> list[str]:
-        """What is not settled yet, one line each: the first word names the invariant."""
+        """The differences that are not settled yet, one line each: the first word names the invariant."""
         for task in tasks:
             if task.done():
                 task.result()

@@ -16,7 +16,7 @@ from compute_sim.fleet import Fleet, Guest, Host
 from placement_worker.domain.values import Provider
 from placement_worker.store.memory import MemoryBookTable
 
-# What belongs to the API bus alone.
+# The message types that belong to the API bus alone.
 ABOVE = frozenset(tag_of(row.message) for row in MESSAGES if row.where is Where.API)
 
 
@@ -97,6 +97,7 @@ class MachineWatch:
         self.runs: Callable[[str, str], int | None] = lambda _host, _instance: None  # the attempt that runs there now
         self._deployed: set[tuple[str, str]] = set()  # (node, instance): Ironic knows no attempts
         # Of two hosts of one uuid either may have reported that it destroyed an attempt.
+        self.has_forgotten: Callable[[], bool] = lambda: False  # whether a cell's database has lost commits
         self.has_a_double: Callable[[str], bool] = lambda _host: False
         self._builders: dict[tuple[str, str, int], tuple[Fleet, Process | None]] = {}  # who built it last, and in what
         self._untold: set[tuple[str, str, int]] = set()
@@ -118,7 +119,7 @@ class MachineWatch:
         key, builder = (host, guest.instance_uuid, guest.attempt), PROCESS.get()
         former_fleet, former = self._builders.get(key, (fleet, None))
         self._builders[key] = (fleet, builder)
-        if former_fleet is fleet or former is None or self._is_on_record(key):
+        if former_fleet is fleet or former is None or (self._is_on_record(key) and not self.has_forgotten()):
             return
         if former.dead or not fleet.has_name(former):
             self._untold.add(key)
@@ -133,7 +134,8 @@ class MachineWatch:
 
         A name belongs to one process at a time (docs/howto/run-for-real.md). One that dies, or loses the name with its
         connection, before any conductor has recorded what it built keeps that knowledge to itself: the same command,
-        sent again, is a first one to the next, and a command to destroy it finds nothing there.
+        sent again, is a first one to the next, and a command to destroy it finds nothing there. An outbox sends a
+        command again after its record as well, when its database has lost the deletion of the row (seed 92123).
         """
         return (host, guest.instance_uuid, guest.attempt) in self._untold
 

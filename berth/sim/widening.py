@@ -47,10 +47,12 @@ class Widening(StrEnum):
     TREES = "trees"  # another source's hosts: devices that move within one batch, roots removed and made again
     REST = "rest"  # another client of Placement's REST API: providers of its own, reservations, also on berth's hosts
     DECIDED_CELLS = "decided-cells"  # operators add and remove cells while everything runs
+    TRANSFERS = "transfers"  # instances are shelved, offloaded, and unshelved in another cell
+    HOSTS_DIE_AGAIN = "hosts-die-again"  # hosts are fenced, back at once and die again, amid moves and drains
 
 
-# What is drawn unless it is named: every kind but those that come by their name alone.
-WIDENED = frozenset(Widening) - {Widening.DECIDED_CELLS, Widening.SAME_HOSTS}
+# The kinds that are drawn unless they are named: every kind but those that come by their name alone.
+WIDENED = frozenset(Widening) - {Widening.SAME_HOSTS, Widening.TRANSFERS}
 NONE: frozenset[Widening] = frozenset()
 
 # How often a kind is in a run that could have it: few at a time, so that each is also seen alone.
@@ -202,7 +204,7 @@ def _hosts_restored(rng: random.Random, plan: Plan) -> Plan:
     return _also(plan, copied, back, *((lost,) if rng.random() < 0.5 else ()))
 
 
-# What leaves a compute service running, with all its hosts.
+# The faults that leave a compute service running, with all its hosts.
 LEAVING_THERE = frozenset({Action.RESIZE, Action.DISABLE, Action.ENABLE, Action.LOSE, Action.FOREIGN})
 
 
@@ -358,7 +360,7 @@ FORGETFUL = frozenset(
 
 
 def _fences(rng: random.Random, plan: Plan) -> Plan:
-    """A service's hosts die. What is asked of instances goes through schedulers, as clients ask it."""
+    """A service's hosts die. Requests about instances go through schedulers, as a client's do."""
     if FORGETFUL & {Widening(one) for one in plan.widenings}:
         return plan
     _, service = rng.choice(plan.services)
@@ -366,6 +368,56 @@ def _fences(rng: random.Random, plan: Plan) -> Plan:
     fence = Order(at=at, action=Action.MOVE, verb="fence", service=service, seconds=seconds, uuid=new_uuid(rng))
     others = [one for one in plan.orders if one.action is not Action.MOVE or one.verb != "fence"]
     return _also(replace(plan, orders=tuple(others)), fence)
+
+
+MAX_TRANSFERS = 25
+
+
+def _transfers(rng: random.Random, plan: Plan) -> Plan:
+    """Instances leave their cells: what is offloaded is unshelved, mostly on a host of another cell."""
+    if len(plan.cells) == 1 or FORGETFUL & {Widening(one) for one in plan.widenings}:
+        return plan
+    orders: list[Order] = []
+    for _ in range(rng.randint(5, MAX_TRANSFERS)):
+        at = rng.uniform(8.0, END_S - 4.0)
+        shelve = Order(at=at, action=Action.MOVE, verb="shelve", host=rng.randrange(1000), uuid=new_uuid(rng))
+        orders.append(shelve)
+        orders += [
+            replace(shelve, at=at + rng.uniform(0.5, 12.0), verb="unshelve", uuid=new_uuid(rng)) for _ in range(2)
+        ]
+    builds = [one for one in plan.orders if one.action is Action.BUILD]
+    for built in rng.sample(builds, min(len(builds), rng.randint(0, 6))):
+        orders.append(replace(built, at=rng.uniform(12.0, END_S), action=Action.DELETE))
+    return _also(plan, *orders)
+
+
+BACK_AFTER_S = (0.2, 1.0, 4.0, 12.0)
+MAX_MOVES_AMID = 50
+
+
+def _hosts_die_again(rng: random.Random, plan: Plan) -> Plan:
+    """Two services' hosts die and are fenced; one is back soon and dies again. Requests and drains are under way."""
+    if FORGETFUL & {Widening(one) for one in plan.widenings}:
+        return plan
+    first, second = rng.choices([name for _, name in plan.services], k=2)
+    at, gap = rng.uniform(16.0, 24.0), rng.choice(BACK_AFTER_S)
+
+    def order(at: float, verb: str, service: str = "", host: int = 0, seconds: float = 0.0) -> Order:
+        uuid = new_uuid(rng)
+        return Order(at=at, action=Action.MOVE, verb=verb, service=service, host=host, seconds=seconds, uuid=uuid)
+
+    fences = (
+        order(at, "fence", first, seconds=gap),
+        order(at + gap + rng.uniform(0.3, 6.0), "fence", first, seconds=rng.choice((0.5, 8.0))),
+        order(at + rng.uniform(0.0, 5.0), "fence", second, seconds=rng.choice((0.2, 3.0, 10.0))),
+    )
+    moves = (
+        order(at + rng.uniform(-3.0, 8.0), rng.choice(MOVE_VERBS), host=rng.randrange(1000))
+        for _ in range(rng.randint(10, MAX_MOVES_AMID))
+    )
+    drains = (order(at + rng.uniform(-4.0, 4.0), "drain", name, seconds=5.0) for _, name in plan.services)
+    others = [one for one in plan.orders if one.action is not Action.MOVE or one.verb != "fence"]
+    return _also(replace(plan, orders=tuple(others), drains_by_schedulers=True), *fences, *moves, *drains)
 
 
 MAX_GANGS, LARGEST_GANG = 8, 6
@@ -441,4 +493,6 @@ DRAWS: Mapping[Widening, Callable[[random.Random, Plan], Plan]] = {
     Widening.TREES: _trees,
     Widening.REST: _rest,
     Widening.DECIDED_CELLS: _decided_cells,
+    Widening.TRANSFERS: _transfers,
+    Widening.HOSTS_DIE_AGAIN: _hosts_die_again,
 }

@@ -79,7 +79,7 @@ def placement(plan: Plan) -> PlacementConfig:
 
 def conductor(plan: Plan) -> ConductorConfig:
     """Its settings in this run."""
-    # Who buries an instance and who forgets it may be two conductors, whose clocks are so far apart.
+    # One conductor may record a tombstone and another one purge it, and their clocks may differ this much.
     apart_s = 2 * plan.skew_s
     config = replace(CONDUCTOR, deleted_retention_s=plan.keep_s + apart_s) if plan.keep_s else CONDUCTOR
     config = replace(config, breaker_limit=plan.breaker_limit) if plan.breaker_limit else config
@@ -94,12 +94,13 @@ def scheduler(plan: Plan) -> SchedulerConfig:
         move_query_s=MOVE_QUERY_S,
         default_quota=plan.quota,
         quotas=plan.quotas,
+        moves_across_cells=plan.moves_across_cells,
     )
     return replace(config, batch=plan.batch) if plan.batch else config
 
 
 class ProcessContext(Struct, frozen=True):
-    """What one life of one process is given besides its environment: itself, its connections, its databases."""
+    """The parts that one life of one process gets besides its environment: itself, its connections, its databases."""
 
     process: Process
     transports: list[SimTransport]
@@ -109,7 +110,7 @@ class ProcessContext(Struct, frozen=True):
 
 
 class WiredWorld(Protocol):
-    """What wiring needs of the simulated world."""
+    """The parts of the simulated world that wiring needs."""
 
     plan: Plan
     network_faults: NetworkFaults

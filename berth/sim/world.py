@@ -277,6 +277,7 @@ class World:
         for cell, service in (*self.plan.services, *self.plan.metal_services):
             self.fleets[service] = self._fleet(cell, service)
         self.machines.runs, self.machines.has_a_double = self._runs, self.move_watch.has_a_double
+        self.machines.has_forgotten = lambda: any(table.taken_back for table in self.cells.values())
 
     def _fleet(self, cell: str, service: str) -> WatchedFleet:
         fleet = WatchedFleet.planned(self.wiring.config(service), cell, service)
@@ -372,7 +373,7 @@ class World:
         if schema == "placement":
             self._book_watch.begin_anew()
             self.harm.begin_anew(self.book.consumers)
-            # What an operator took out since is in the book again, until an operator takes it out once more.
+            # A root that an operator took out since is in the book again, until an operator takes it out once more.
             self.left = {host: how for host, how in self.left.items() if how != "drained"}
         if isinstance(table := self.databases.tables[schema], MemoryBookTable | MemoryInstanceTable):
             table.place += 1

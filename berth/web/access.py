@@ -1,4 +1,4 @@
-"""Who calls, and what they may do.
+"""The caller, and its permissions.
 
 Without a token file and Keystone every caller of this machine is an operator, and the server listens on loopback alone.
 With one of them a caller shows its token (`Authorization: Bearer` or `X-Auth-Token`), or logs in with it on the page
@@ -33,7 +33,7 @@ MAX_TOKEN_BYTES = 512
 
 
 class WebRole(IntEnum):
-    """What a caller may do, in the order of what it sees."""
+    """The permissions of a caller, in ascending order."""
 
     PROJECT = 1  # build, delete and see in its own project
     READER = 2  # see everything, change nothing
@@ -41,7 +41,7 @@ class WebRole(IntEnum):
 
 
 class WebCaller(Struct, frozen=True):
-    """Who calls. project: of a `project` caller, the only one it sees."""
+    """The caller. project: of a `project` caller, the only one it sees."""
 
     name: str
     role: WebRole
@@ -67,7 +67,7 @@ class _TokenRow(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     project: Word | None = None
 
 
-# What the roles of a Keystone token allow here, as OpenStack's secure RBAC means them.
+# The permissions that the roles of a Keystone token give here, as OpenStack's secure RBAC means them.
 OPERATOR_ROLE = "admin"
 SYSTEM_ROLES = frozenset({"reader", "member", "manager"})
 PROJECT_ROLES = frozenset({"member", "manager"})
@@ -98,7 +98,7 @@ class Access:
         return found
 
     async def by_token(self, token: str) -> WebCaller | None:
-        """Whose token it is. Only digests are compared, so the time it takes reveals nothing about the token.
+        """The owner of the token. Only digests are compared, so the time it takes reveals nothing about the token.
 
         Raises Problem 403 and 503.
         """
@@ -134,7 +134,7 @@ class Access:
 
 
 def caller_by_roles(known: Caller) -> WebCaller:
-    """What a Keystone token's owner may do. Raises Problem 403: none of its roles allows anything here."""
+    """The permissions of a Keystone token's owner. Raises Problem 403: none of its roles allows anything here."""
     roles = frozenset(known.roles)
     if OPERATOR_ROLE in roles:
         return WebCaller(known.user_id, WebRole.OPERATOR)
@@ -161,7 +161,7 @@ def _bearer(header: str) -> str:
 
 
 def digest_of(token: str) -> str:
-    """What is kept of a token: its SHA-256 in hex."""
+    """The cached part of a token: its SHA-256 in hex."""
     return hashlib.sha256(token.encode()).hexdigest()
 
 

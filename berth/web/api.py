@@ -12,6 +12,7 @@ from typing import TypeVar
 
 import msgspec
 from msgspec import Struct
+from msgspec.structs import replace
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
@@ -66,7 +67,7 @@ class Accepted(Struct, frozen=True, omit_defaults=True):
     members: tuple[Uuid, ...] = ()
 
 
-# What builds are searched by beside their project, state and time.
+# The conditions of a search for builds beside their project, state and time.
 SEARCHED_BY = ("cell", "host", "flavor", "code")
 
 
@@ -140,7 +141,7 @@ class WebApi:
         )
         before = next_before(page, limit)
         following = None if before is None else str(request.url.include_query_params(before=before))
-        return json_response(Builds(page.builds, following))
+        return json_response(Builds(tuple(as_seen(one, caller) for one in page.builds), following))
 
     async def show_build(self, request: Request) -> Response:
         """One build with its timeline."""
@@ -165,7 +166,7 @@ class WebApi:
             raise Problem(404, "build.unknown", f"no build {uuid} is on record")
         if to_change:
             may_change(caller)
-        return found
+        return as_seen(found, caller)
 
     # --- hosts
 
@@ -233,6 +234,17 @@ class WebApi:
                         yield b": nothing happened\n\n"
 
         return stream_response(events())
+
+
+def as_seen(build: BuildRecord, caller: WebCaller) -> BuildRecord:
+    """The build with what the caller may know: of other projects' instances that it lost claims to, none."""
+    if caller.sees is None or not any(line.holders for line in build.timeline):
+        return build
+    lines = (
+        replace(line, holders=tuple(one for one in line.holders if one.project_id == caller.sees))
+        for line in build.timeline
+    )
+    return replace(build, timeline=tuple(lines))
 
 
 def caller_of(request: Request) -> WebCaller:
@@ -315,7 +327,7 @@ def converted(fields: dict[str, object], kind: type[Body]) -> Body:
 
 
 def parsed(make: Callable[[], T]) -> T:
-    """What `make` makes of parameters. Raises Problem 400."""
+    """The result of `make` for parameters. Raises Problem 400."""
     try:
         return make()
     except (msgspec.ValidationError, ValueError) as error:
@@ -337,7 +349,7 @@ def moment_of(text: str | None) -> float | None:
 
 
 def next_before(page: BuildPage, limit: int) -> float | None:
-    """What `before` is for the page after this one; None: there is none."""
+    """The value of `before` for the page after this one; None: there is none."""
     return page.builds[-1].created_at if len(page.builds) == limit else page.searched_to
 
 

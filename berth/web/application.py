@@ -157,7 +157,7 @@ def application(
         *for_operators.routes(),
         Mount("/static", StaticFiles(directory=str(resources.files("berth.web") / "static"))),
     ]
-    # What is expected is named: after the handler of Exception alone the fault is raised on, into the log of uvicorn.
+    # Expected faults are named: after the handler of Exception alone the fault is raised on, into the log of uvicorn.
     expected = (HTTPException, Problem, Fault, BusError)
     handlers: dict[Any, Any] = {Exception: _on_problem} | dict.fromkeys(expected, _on_problem)
     guard = Middleware(SiteGuard, access=access, hosts=hosts)

@@ -76,7 +76,7 @@ class DrainCommandBody(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 class Drains:
-    """What the pages and the API read and command of drains."""
+    """The reads and commands of the pages and the API about drains."""
 
     def __init__(self, bus: Bus, rng: random.Random) -> None:
         self._bus = bus
@@ -175,7 +175,7 @@ class WebDrains:
         return json_response(await self._drains.list_all(number_of(request, "limit", 100, most=MAX_PAGE)))
 
     async def show_drain(self, request: Request) -> Response:
-        """What a drain has come to, and what has become of each instance. Not for role project."""
+        """The progress of a drain, and the state of each instance. Not for role project."""
         only(request)
         need(caller_of(request), WebRole.READER)
         return json_response(await self._drains.get(uuid_of(request)))

@@ -1,4 +1,4 @@
-"""What happens, as it happens: one listener on the bus, any number of followers with bounded queues."""
+"""The events as they happen: one listener on the bus, any number of followers with bounded queues."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class TooManyEventFollowers(Exception):
 
 
 class Second(Struct):
-    """What one second came to. at: seconds since the epoch.
+    """The sums of one second. at: seconds since the epoch.
 
     lost_claims: claims that others were faster with. retries: hosts tried after the first. Both of builds that ended.
     """

@@ -73,7 +73,7 @@ class ObjectList(Struct, frozen=True):
 
 
 class QuotaUse(Struct, frozen=True, kw_only=True):
-    """What a project may hold and what it holds: {class: amount}, INSTANCES: how many instances.
+    """The quota and usage of a project: {class: amount}, INSTANCES: how many instances.
 
     quota: the name of the quota that applies; "": none does. version: its revision (0: none).
     """
@@ -219,7 +219,7 @@ class WebObjects:
         return json_response(await self._objects.quotas([caller.project] if caller.sees and caller.project else ()))
 
     async def show_quota(self, request: Request) -> Response:
-        """What one project may hold, and what it holds."""
+        """The quota of one project, and its usage."""
         only(request)
         project, caller = parsed(lambda: msgspec.convert(request.path_params["project"], Word)), caller_of(request)
         if caller.sees not in (None, project):

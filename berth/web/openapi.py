@@ -35,7 +35,7 @@ _REF = "#/components/schemas/{name}"
 
 
 class _Operation(Struct, frozen=True):
-    """What a handler's signature does not contain: its parameters, body, answer and statuses of errors."""
+    """The parts that a handler's signature does not contain: its parameters, body, answer and statuses of errors."""
 
     answer: Any
     status: int = 200

@@ -1,6 +1,6 @@
 """Pages for operators: one host and its drain, moves, bare metal, objects, and the parts of the system.
 
-What is changed is changed by `/api/v1`, which the pages' forms call; here is only what they show.
+All changes go through `/api/v1`, which the pages' forms call; here is only what they show.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from bus.contracts.operations import ServicesQuery
 # Rows of one table; what is beyond is counted.
 PAGE = 200
 LETTERS = 100
-# What a form for a new object begins with.
+# The initial values of a form for a new object.
 NEW: dict[ObjectKind, dict[str, Any]] = {
     ObjectKind.FLAVOR: {"vcpus": 1, "memory_mb": 1024, "disk_gb": 10, "extra_specs": {}, "projects": []},
     ObjectKind.AGGREGATE: {"uuid": "", "metadata": {"availability_zone": ""}},
@@ -96,7 +96,7 @@ class OperatorPages:
         return self._page(request, "drain_plan.html", host=host, plan=plan, kind=kind, stuck=stuck)
 
     async def drain(self, request: Request) -> Response:
-        """What a drain has come to."""
+        """The progress of a drain."""
         need(caller_of(request), WebRole.READER)
         return self._page(request, "drain.html", drain=await self._drains.get(request.path_params["uuid"]))
 

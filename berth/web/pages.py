@@ -45,8 +45,7 @@ from bus.port import BusError
 NOW_EVERY_S = 1.0
 PAGE = 50
 QUEUES_SHOWN = 10
-LOST_SHOWN = 10  # lost claims of a build, and builds that may have been faster with each
-AROUND_S = 10.0  # a build that was faster was requested within this of the lost claim
+LOST_SHOWN = 10  # lost claims of a build
 MAX_HOST = 255
 MAX_LOGIN_BYTES = 16 * 1024  # a token of Keystone may have 8 KiB
 DELETABLE = frozenset(set(BuildState) - {BuildState.REFUSED, BuildState.DELETED, BuildState.DELETING})
@@ -86,12 +85,12 @@ class Now(Struct, frozen=True):
 
 
 class LostClaim(Struct, frozen=True):
-    """A claim on a host that others were faster with. taken: builds requested about then that are on that host."""
+    """A claim that got nothing. holders: consumers that held what was lost, as far as the caller may know."""
 
     at: float
     host: str
     outcome: str
-    taken: tuple[str, ...]
+    holders: tuple[str, ...]
 
 
 class HostMap(Struct, frozen=True):
@@ -144,7 +143,7 @@ class Pages:
     # --- now
 
     async def now(self, request: Request) -> Response:
-        """What goes on, and what is wrong first."""
+        """The present activity, with faults first."""
         need(caller_of(request), WebRole.READER)
         return self._page(request, "now.html", now=await self._state(), failures=list(self._live.failures))
 
@@ -300,27 +299,12 @@ class Pages:
             build=found,
             stages=stages_of(found),
             scores=next((line.scores for line in reversed(found.timeline) if line.scores), ()),
-            lost=await self._lost_claims(found, caller),
+            lost=lost_claims(found),
             moves=(await self._moves.moves(MoveQuery(instance_uuid=found.instance_uuid))).moves,
             kinds=_kinds_for(found, caller),
             ended=found.state in TERMINAL_STATES,
             deletable=found.state in DELETABLE and caller.role is not WebRole.READER,
         )
-
-    async def _lost_claims(self, build: BuildRecord, caller: WebCaller) -> list[LostClaim]:
-        """Each claim that the build lost, and the builds of about that time that are on the host instead."""
-        lost = []
-        for line in [line for line in build.timeline if line.what == "not_claimed"][:LOST_SHOWN]:
-            host, _, outcome = line.detail.rpartition(": ")
-            others: tuple[BuildRecord, ...] = ()
-            if caller.sees is None and host:  # other projects' builds
-                query = BuildQuery(
-                    host=host[:MAX_HOST], after=line.at - AROUND_S, before=line.at + AROUND_S, limit=LOST_SHOWN
-                )
-                others = (await self._api.builds(query)).builds
-            taken = tuple(one.instance_uuid for one in others if one.instance_uuid != build.instance_uuid)
-            lost.append(LostClaim(line.at, host, outcome, taken))
-        return lost
 
     # --- sessions
 
@@ -396,7 +380,7 @@ def _by_role(workers: Sequence[WorkerRecord]) -> dict[str, tuple[int, int]]:
 
 
 def _kinds_for(build: BuildRecord, caller: WebCaller) -> list[MoveKind]:
-    """What this caller may request of an existing instance; whether it can be done its cell decides."""
+    """The requests that this caller may send about an existing instance; whether it can be done its cell decides."""
     if caller.role is WebRole.READER or build.state is not BuildState.ACTIVE:
         return []
     # Another flavor, an image, a password: by the API.
@@ -423,3 +407,13 @@ def stages_of(build: BuildRecord) -> list[tuple[str, float, float]]:
         rows.append((stage, at, at + seconds))
         at += seconds
     return rows
+
+
+def lost_claims(build: BuildRecord) -> list[LostClaim]:
+    """The claims that the build lost, first of all the first ones, and who held what was lost."""
+    lines = [line for line in build.timeline if line.what == "not_claimed"][:LOST_SHOWN]
+    return [
+        LostClaim(line.at, host, outcome, tuple(one.consumer for one in line.holders))
+        for line in lines
+        for host, _, outcome in [line.detail.rpartition(": ")]
+    ]

@@ -73,13 +73,13 @@ def problem_response(problem: Problem) -> Response:
 
 
 def problem_of(fault: Exception) -> Problem | None:
-    """What a fault of the bus is to a caller; None: a defect of ours."""
+    """The answer to a caller for a fault of the bus; None: a defect of ours."""
     if isinstance(fault, Problem):
         return fault
     if isinstance(fault, RequestRefused):
         return Problem(_STATUS.get(fault.code, 422), fault.code, fault.reason)
     if isinstance(fault, RequestTimeout):
-        return Problem(504, fault.code, "no scheduler has answered in time; what was requested may still happen")
+        return Problem(504, fault.code, "no scheduler has answered in time; the request may still be carried out")
     if isinstance(fault, PublishRefused):
         return Problem(429, "queue.full", "the queue is full: ask again later", headers={"retry-after": "1"})
     if isinstance(fault, BusError | Transient):

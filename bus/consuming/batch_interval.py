@@ -1,19 +1,21 @@
 """How often a consumer takes a batch: a multiple of the time that a batch takes alone.
 
 A batch costs as much as some 25 of its items, here and at each service that its handler calls. A consumer that takes
-what has come as soon as it can therefore fills a machine with small batches at any load, and all of them wait for each
-other. So between two batches lie at least `GAP` times what a batch took when it was quick. A message that comes after a
+messages as soon as they arrive therefore fills a machine with small batches at any load, and all of them wait for each
+other. So between two batches lie at least `GAP` times the duration of a quick batch. A message that comes after a
 longer pause is taken at once; one that comes sooner waits for less than the gap, so for a bounded multiple of the time
-that a boot takes alone, at every load. Nothing is fed back but the quickest time, so there is nothing to swing. Law and
+that a boot takes alone, at every load. Only the quickest time is fed back, so nothing can oscillate. Law and
 figures: docs/explanation/performance.md, "Batches".
 """
 
 from __future__ import annotations
 
-ITEMS_AS_A_BATCH = 25.0  # so many items cost as much as a batch costs anyway
-GAP = 3.0  # times what a batch takes alone
+ITEMS_AS_A_BATCH = 25.0  # this many items cost as much as the batch itself
+GAP = 3.0  # times the duration of a batch alone
 LONGEST_S = 0.1  # the longest gap
-DOUBLES_S = 600.0  # what a batch takes alone is taken to double in this time, unless one is seen that was as quick
+DOUBLES_S = (
+    600.0  # the duration of a batch alone is assumed to double in this time, unless one is seen that was as quick
+)
 
 
 class BatchInterval:
@@ -23,7 +25,7 @@ class BatchInterval:
 
     def __init__(self) -> None:
         self.gap_s = 0.0
-        self._alone_s: float | None = None  # what a batch without items would take, by the quickest of late
+        self._alone_s: float | None = None  # the duration of a batch without items, by the quickest of late
         self._arrived_at = 0.0
         self._taken_at: float | None = None
 

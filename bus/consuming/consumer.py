@@ -1,13 +1,13 @@
 """The consumer: gathers deliveries into batches, calls the handler, and alone acknowledges.
 
-What happens to one message, by its outcome. Done: it is acknowledged. Retry: it is delivered again after the queue's
+The handling of one message, by its outcome. Done: it is acknowledged. Retry: it is delivered again after the queue's
 next delay, and after the last delay it is a dead letter. Refuse: its requester gets a Refusal; a message without a
 requester is a dead letter.
 
 After a transient fault the consumer waits and calls the handler again with the same batch: an outage uses up no
 retries. A handler that crashes is called again with each message alone, so that only the message that crashes it is a
-dead letter. The same happens when an invariant breaks; then the consumer finishes what it has in hand, takes nothing
-more and ends (docs/decisions/0010-broken-invariants.md).
+dead letter. The same happens when an invariant breaks; then the consumer finishes its batch under way, takes no further
+messages and ends (docs/decisions/0010-broken-invariants.md).
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ __all__ = ["Consumer", "Malformed"]
 
 log = structlog.get_logger("bus.consuming.consumer")
 
-# A consumer that has waited this long for what it depends on is not ready.
+# A consumer that has waited this long for a server that it depends on is not ready.
 NOT_READY_AFTER_S = 10.0
 
 CRASHED = "handler.crashed"
@@ -49,7 +49,7 @@ CRASHED = "handler.crashed"
 # A message is `exhausted` in the last deliveries before the broker dead-letters it: its end can still be announced.
 LAST_DELIVERIES = 3
 
-# So many deliveries that were lost untried are remembered; the oldest are forgotten first, and count as tries again.
+# This many deliveries that were lost untried are remembered; the oldest are forgotten first, and count as tries again.
 MAX_UNTRIED = 10_000
 
 # Batches of other messages that are taken before a suspect: a message delivered often and never acknowledged.
@@ -154,13 +154,13 @@ class Consumer:
         await self._cancel_workers()
 
     async def _cancel_workers(self) -> None:
-        """No worker outlives its service; what it had in hand goes back when the connection closes."""
+        """No worker outlives its service; its unacknowledged messages go back when the connection closes."""
         for worker in self._workers:
             worker.cancel()
         await asyncio.gather(*self._workers, return_exceptions=True)
 
     async def drain(self, grace_s: float) -> None:
-        """Take nothing more, finish what is in hand within the grace time, and give back the rest."""
+        """Take no further messages, finish the batches under way within the grace time, and give back the rest."""
         self._draining = True
         if self._subscription is not None:
             await self._subscription.cancel()
@@ -225,9 +225,9 @@ class Consumer:
                 await self._arrived.wait()
 
     def _may_take(self) -> bool:
-        """Whether a batch may be taken now: one at a time, so that what comes meanwhile gathers for the next.
+        """Whether a batch may be taken now: one at a time, so that messages that arrive meanwhile gather for the next.
 
-        Beside it goes only one that could not be any larger, or one for whom the batch in hand takes too long.
+        A second batch is started only if it could not be any larger, or if the batch under way takes too long.
         """
         return not self._busy or self._slow or self._waiting() >= self._max_batch
 
@@ -236,7 +236,7 @@ class Consumer:
         self._arrived.set()
 
     async def _turn(self) -> None:
-        """Until it is time for a batch; what has come by then goes into it."""
+        """Until it is time for a batch; messages that have arrived by then are part of it."""
         if self._suspect_until and not self._draining and self._broken is None:
             left_s = self._suspect_until - self._bus.clock.monotonic()
             self._suspect_until = 0.0
@@ -249,13 +249,13 @@ class Consumer:
             await self._bus.clock.sleep(left_s)
 
     def _waiting(self) -> int:
-        """At least so many messages have arrived that are not in hand."""
+        """At least this many messages have arrived that are in no batch."""
         return len(self._deliveries) + len(self._items) + len(self._suspects)
 
     def _take(self) -> list[InFlightMessage]:
-        """At most `max_batch` messages of what has arrived; suspects apart, and late.
+        """At most `max_batch` of the messages that have arrived; suspects apart, and late.
 
-        A message that ends its process takes with it what was delivered beside it. In the order of the queue the same
+        A message that ends its process takes the messages delivered beside it along. In the order of the queue the same
         ones would be lost with it each time, until the broker gives up all of them; one by one in a random order, each
         process settles half of those that are left, and in the end it dies alone.
         """
@@ -286,9 +286,9 @@ class Consumer:
     def _drop_lost(self) -> None:
         """Drop what waits of a lost connection: it comes again, and no acknowledgement of this one would arrive.
 
-        Taken all the same it would be worked through once for each loss, while what has come in its place is lost in
-        turn, until the broker gives up all of it. No handler had it, so this delivery was no try of it. Of a queue that
-        is gone with its connection nothing comes again.
+        If it were handled all the same, it would be processed once for each loss, while the messages delivered in its
+        place are lost in turn, until the broker gives up all of them. No handler had it, so this delivery was no try of
+        it. Of a queue that is gone with its connection nothing comes again.
         """
         if self._row.kind is not QueueKind.DURABLE:
             return
@@ -374,7 +374,7 @@ class Consumer:
                 self._count(kind.__name__.lower(), times)
 
     async def _apply_outcomes(self, items: Sequence[InFlightMessage], outcomes: Sequence[Outcome], number: int) -> None:
-        """Do what the outcomes ask for; what cannot be done for one message is that message's end alone."""
+        """Carry out the outcomes; what cannot be done for one message is that message's end alone."""
         if len(items) == 1:
             return await self._settle_one(items[0], number, lambda: self._outcome_handler.apply(items, outcomes))
         try:
@@ -391,7 +391,7 @@ class Consumer:
             await self._until_available.call(number, call)
         except BusForbidden:
             raise
-        except Exception as error:  # whatever it is, the message is parked with it as the cause
+        except Exception as error:  # any error: the message is parked with it as the cause
             cause = error
         else:
             return
@@ -404,7 +404,7 @@ class Consumer:
             item.in_flight.rejected = True
 
     def _close_all(self, items: Sequence[InFlightMessage], outcomes: Sequence[Outcome]) -> None:
-        """What is done is acknowledged; what is to be on disk first, once it is."""
+        """Done messages are acknowledged; those that must be on disk first, once they are."""
         unflushed: dict[asyncio.Future[None], list[InFlightMessage]] = {}
         for item, outcome in zip(items, outcomes, strict=True):
             if isinstance(outcome, Done) and outcome.after is not None:
@@ -453,7 +453,7 @@ class Consumer:
             if len(items) == 1:
                 metrics.BROKEN.labels(self._bus.name, self._row.name).inc()
                 return [Refuse(broken.code, broken.reason[:MAX_REASON])]
-        except Exception as error:  # whatever a handler raises must not stop its neighbours
+        except Exception as error:  # an error of a handler must not stop its neighbours
             if len(items) == 1:
                 log.exception("consumer.crashed", queue=self.queue, cause=received[0].meta.cause)
                 return [Refuse(CRASHED, f"{type(error).__name__}: {error}"[:MAX_REASON])]
@@ -463,7 +463,7 @@ class Consumer:
     async def _end_with(self, broken: BrokenInvariant) -> None:
         """Take nothing more; the workers end with it once nothing is left in hand.
 
-        What is in hand is settled first: given back, it would have used up deliveries for another message's fault.
+        Batches under way are settled first: given back, it would have used up deliveries for another message's fault.
         """
         if self._broken is None:
             self._broken = broken
@@ -476,7 +476,7 @@ class Consumer:
         if until < self._bus.clock.monotonic():
             return [Done()] * len(
                 received
-            )  # what it depends on was unavailable for so long that no requester waits any more
+            )  # a server that it depends on was unavailable for so long that no requester waits any more
         tracer = self._bus.tracer
         if tracer is None:
             outcomes = await self._handler(received)

@@ -48,8 +48,8 @@ MAX_LOOKED_AT = 10_000
 # The origin of a letter without one: another program wrote it into the queue of dead letters.
 UNKNOWN = "unknown"
 
-# What goes back with a letter, beside the time at which it was sent. A deadline has long passed, and its retries begin
-# anew.
+# The properties that go back with a letter, beside the time at which it was sent. A deadline has long passed, and its
+# retries begin anew.
 _KEPT = (CAUSE, TRACEPARENT)
 
 
@@ -86,7 +86,7 @@ class Counts(Struct, frozen=True):
 async def list_dead(transport: Transport, queue: str | None = None, limit: int = 100) -> list[DeadLetter]:
     """The oldest dead letters (of one queue, or of all), which stay where they are.
 
-    Raises QueueMissing: there is no letter of that queue, and no such queue.
+    Raises QueueMissing: there is no letter of that queue, or no such queue.
     """
     found: list[DeadLetter] = []
     with _given_back() as kept:
@@ -135,8 +135,8 @@ async def replay(
 ) -> list[str]:
     """Send dead letters of a queue (those with these ids, or all) back to it; returns the ids sent.
 
-    Each is confirmed there before it leaves here, so a crash in between may double one, never lose it. What may not
-    go stays where it is.
+    Each is confirmed there before it leaves here, so a crash in between may double one, never lose it. A letter that
+    may not go stays in its queue.
     """
     wanted = None if ids is None else set(ids)
     sent: list[str] = []
@@ -185,9 +185,11 @@ def _keep(kept: list[Delivery], delivery: Delivery) -> None:
 
 
 async def _each(transport: Transport, kept: list[Delivery]) -> AsyncIterator[tuple[DeadLetter, Delivery]]:
-    """The letters of a bus, the oldest first, until too many are kept; what is parked meanwhile is not among them."""
+    """The letters of a bus, the oldest first, until too many are kept; messages that are parked meanwhile are not among
+    them.
+    """
     delivery = await transport.get(DEAD_LETTERS)
-    behind = await transport.depth(DEAD_LETTERS)  # after a get, which comes after what was given back before
+    behind = await transport.depth(DEAD_LETTERS)  # after a get, which the broker handles after earlier returns
     position = 0
     while delivery is not None:
         yield read_letter(position, delivery), delivery

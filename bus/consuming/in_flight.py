@@ -1,4 +1,4 @@
-"""What a consumer has in hand: messages, and the deliveries that brought them."""
+"""The messages that a consumer has under way: messages, and the deliveries that brought them."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from bus.port import Delivery
 from bus.wire import Malformed
 
 # From the third try on (two were not acknowledged) a delivery is taken apart from all others, its messages in parts of
-# half of them, then a quarter, ... and at last one at a time. One at a time from the first would take so long that on a
-# bus which flaps a large delivery never ends.
+# half of them, then a quarter, ... and at last one at a time. One at a time from the first would take so long that on
+# an unstable bus a large delivery never ends.
 SUSPECT_FROM = 2
 
 
@@ -17,7 +17,7 @@ class InFlightDelivery:
 
     tries: deliveries before this one after which a handler had it when it was lost, as far as this process knows.
     rejected: one of its messages can neither be settled nor parked, so the broker is to dead-letter all of it.
-    again: what was done for one of its messages may be lost, so all of it is to be delivered again.
+    again: the effects of one of its messages may be lost, so all of it is to be delivered again.
     """
 
     __slots__ = ("again", "delivery", "open", "part", "rejected", "tries")
@@ -25,14 +25,14 @@ class InFlightDelivery:
     def __init__(self, delivery: Delivery, count: int, tries: int) -> None:
         self.delivery = delivery
         self.tries = tries
-        self.part = max(1, count >> max(0, tries - SUSPECT_FROM + 1))  # so many of its messages are tried together
+        self.part = max(1, count >> max(0, tries - SUSPECT_FROM + 1))  # this many of its messages are tried together
         self.open = count
         self.rejected = False
         self.again = False
 
     @property
     def is_suspect(self) -> bool:
-        """Whether it has been tried so often without an end that it may be what ended its consumers."""
+        """Whether it has been tried so often without an end that it may have ended its consumers."""
         return self.tries >= SUSPECT_FROM
 
     def settle(self) -> None:

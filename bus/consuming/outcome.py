@@ -1,4 +1,4 @@
-"""Outcomes: what a handler returns for each message. The consumer alone acts on them."""
+"""Outcomes: a handler's return value for each message. The consumer alone acts on them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Retry(Struct, frozen=True):
 
 
 class Refuse(Struct, frozen=True):
-    """Never: a Refusal to the requester, or a dead letter with this code and reason when there is none."""
+    """Never: a Refusal to the requester, or, if there is none, a dead letter with this code and reason."""
 
     code: str
     reason: str = ""
@@ -41,8 +41,8 @@ class Received(Struct, frozen=True):
     """One message as a handler gets it: parsed, bounded, with what travelled beside it.
 
     exhausted: it was delivered so often without an end that the broker is about to give it up. A handler that must
-    inform its client of every end publishes it now, and does nothing else for it: what it did before may be what ended
-    its process. given_up: why another queue gave it up, the code of its dead letter; empty: this is none.
+    inform its client of every end publishes it now, and does nothing else for it: its effects may have ended its
+    process before. given_up: why another queue gave it up, the code of its dead letter; empty: this is none.
     """
 
     message: Message

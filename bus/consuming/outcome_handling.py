@@ -1,4 +1,6 @@
-"""What follows from a handler's outcomes: replies, retries, refusals, and dead letters, confirmed before it is over."""
+"""The consequences of a handler's outcomes: replies, retries, refusals, and dead letters, confirmed
+before it is over.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,7 @@ class OutcomeHandler:
         self._on_malformed = on_malformed
 
     async def apply(self, items: Sequence[InFlightMessage], outcomes: Sequence[Outcome]) -> None:
-        """Send what the outcomes ask for. Returns when it is confirmed, so that the messages may be acknowledged."""
+        """Send the messages of the outcomes. Returns when it is confirmed, so that the messages may be acknowledged."""
         moves, replies = Waiter(), Waiter()
         parked: list[Outgoing] = []
         for item, outcome in zip(items, outcomes, strict=True):

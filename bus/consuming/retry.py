@@ -1,4 +1,4 @@
-"""Calling until what a consumer depends on is there: an outage uses up no retries."""
+"""Calling until the servers that a consumer depends on are available: an outage uses up no retries."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 class RetryUntilAvailable:
-    """One consumer's: each of its workers, by its number, may be waiting for what it depends on."""
+    """One consumer's: each of its workers, by its number, may be waiting for a server that it depends on."""
 
     def __init__(self, bus: ConsumedBus, row: str) -> None:
         self.queue = row

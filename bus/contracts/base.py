@@ -1,4 +1,4 @@
-"""What every message is: a frozen, versioned struct, and the metadata that travels beside it."""
+"""The base of every message: a frozen, versioned struct, and the metadata that travels beside it."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Message(Struct, frozen=True, kw_only=True, tag_field="type", omit_defaults
 
 
 class Meta(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What travels beside one message: as AMQP properties and headers, or inside a batch item.
+    """The metadata of one message: as AMQP properties and headers, or inside a batch item.
 
     id: unique per publish attempt of one logical message (a redelivery repeats it).
     cause: the build request, state change or inventory report that led to this message.

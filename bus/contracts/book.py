@@ -24,7 +24,7 @@ class HostTreeQuery(Message, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 class TreeHolder(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A consumer, and what it holds of a tree: {provider: {class: amount}}. Instances are named by their uuid."""
+    """A consumer, and its allocations in a tree: {provider: {class: amount}}. Instances are named by their uuid."""
 
     consumer: Uuid
     project_id: str

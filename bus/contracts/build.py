@@ -19,7 +19,7 @@ from .deploy import Volumes as VolumeRequests
 from .fences import EvacuationPolicy
 from .groups import ServerGroup
 from .operations import HostAdminState
-from .placement import MAX_MEMBERS
+from .placement import MAX_MEMBERS, ClaimHolder
 from .stages import Stamps
 
 
@@ -43,7 +43,7 @@ Members = Annotated[int, Bound(ge=1, le=MAX_MEMBERS)]
 
 
 class FlavorCount(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
-    """So many machines of one flavor."""
+    """A number of machines of one flavor."""
 
     flavor: Label
     count: Members = 1
@@ -56,7 +56,7 @@ class BuildRequest(Message, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """Build one machine. `instance_uuid` is chosen by the client and makes the request idempotent.
 
     flavor: a name the scheduler knows. host: only this host (through the filters). ignore_hosts: never these.
-    forced: with `host`, past the filters; what the flavor needs is claimed there all the same.
+    forced: with `host`, past the filters; the flavor's resources are claimed there all the same.
     max_attempts: hosts tried in all, the first included (1 = no alternates); None = the scheduler's setting.
     build_timeout_s: how long one attempt may take before the next alternate is tried.
     server_group: whom it wants to be with or apart from; each member is held to the policy that its own request names,
@@ -65,11 +65,11 @@ class BuildRequest(Message, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     instances of the project is, or only where one of them is; those that are nowhere count for nothing.
     image_properties: the image's properties, for filters (hw_architecture, img_hv_type, hw_vm_mode, or any).
     image_source: where the image is; without, `image` is a name that the compute service's settings know.
-    config_drive, networks, volumes: what a driver that deploys real machines gives the machine; others ignore them.
-    on_host_failure: what becomes of the instance when its host is fenced (None: as in its flavor, else the setting).
-    count, also: a gang: so many machines of `flavor`, and others of other flavors, at most 100 together, that start
-    together or not at all; each is an instance of its own from then on (`member_uuids`). min_count: so many are enough
-    (None: all of them); then as many start as find a host.
+    config_drive, networks, volumes: the configuration that a driver which deploys real machines gives the machine;
+    others ignore them. on_host_failure: the policy for the instance when its host is fenced (None: as in its flavor,
+    else the setting). count, also: a gang: this many machines of `flavor`, and others of other flavors, at most 100
+    together, that start together or not at all; each is an instance of its own from then on (`member_uuids`).
+    min_count: this many are enough (None: all of them); then as many start as find a host.
     """
 
     instance_uuid: Uuid
@@ -148,7 +148,7 @@ class FunnelStep(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class AttemptRecord(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One try to build on one host: what was claimed, how it ended."""
+    """One try to build on one host: the claimed resources, how it ended."""
 
     attempt: int
     host: str
@@ -212,7 +212,7 @@ class BuildQuery(Message, frozen=True, kw_only=True, forbid_unknown_fields=True,
 class BuildRecord(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A build as the scheduler has it on record.
 
-    host, flavor: what the instance has now. condition: what it is since its build (`instance.event.v1`); "": it is as
+    host, flavor: its present ones. condition: its state since its build (`instance.event.v1`); "": it is as
     it was built. under_way: the request about it that has not ended. gang: the first instance of the request for
     several that it is of, and gang_min: how many of those start together at least.
     """
@@ -238,7 +238,7 @@ class BuildRecord(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class HostScore(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What a host weighed when one was chosen, by weigher, its multiplier in it; their sum is the score."""
+    """The weights of a host at its choice, by weigher, its multiplier in it; their sum is the score."""
 
     host: str
     weights: dict[str, float] = {}
@@ -248,7 +248,8 @@ class TimelineEntry(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One thing that happened to a build, in order: `what` is a stable word, `detail` for a person.
 
     stamps: with the end of the build, when each of its stages ended. scores: with the choice, of the chosen host and
-    then of its alternates. `waiting` is the last line, and there only while the build waits for what manages its host.
+    then of its alternates. holders: of `not_claimed`, the consumers that hold what was lost, newest first; HTTP shows a
+    project its own. `waiting` is the last line, and there only while the build waits for what manages its host.
     """
 
     at: float
@@ -257,6 +258,7 @@ class TimelineEntry(Struct, frozen=True, kw_only=True, omit_defaults=True):
     detail: str = ""
     stamps: Stamps | None = None
     scores: tuple[HostScore, ...] = ()
+    holders: tuple[ClaimHolder, ...] = ()
 
 
 class BuildPage(Message, frozen=True, kw_only=True, tag="build.page.v1"):

@@ -32,10 +32,10 @@ class Selection(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class InstanceSpec(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What to build, as far as a cell needs to know.
+    """The part of a build that a cell needs.
 
     root_gb, traits (required ones), capabilities (`capabilities:NAME` of its extra specs): of the flavor, for drivers
-    that deploy by them. on_host_failure: what becomes of it when its host is fenced (None: as `wait`).
+    that deploy by them. on_host_failure: the policy for it when its host is fenced (None: as `wait`).
     """
 
     instance_uuid: Uuid
@@ -57,7 +57,7 @@ class InstanceSpec(Struct, frozen=True, kw_only=True, omit_defaults=True):
 class CellBuild(Message, frozen=True, kw_only=True, tag="cell.build.v1"):
     """Build one instance: on the first selection, which is claimed under attempt 1, or on an alternate.
 
-    consumer_generation: what the claim of the first selection left the consumer at.
+    consumer_generation: the consumer's generation after the claim of the first selection.
     selections: the chosen host, then the alternates, all of this cell. stamps: the stages so far.
     server_group: whose rule the claims of alternates are held to. limits: of its project, as a claim has them; an
     alternate's claim that is repeated may come after others have taken what this build had to give back.
@@ -141,7 +141,7 @@ class FindMachines(Message, frozen=True, kw_only=True, tag="compute.find.v1"):
 
 
 class FoundMachine(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A machine that no order has ended. project_id: that it was built for; allocations: what it takes, by provider
+    """A machine that no order has ended. project_id: that it was built for; allocations: its resources, by provider
     (None: the service does not know). built: it is complete.
     """
 
@@ -163,7 +163,8 @@ class MachinesFound(Message, frozen=True, kw_only=True, tag="compute.found.v1"):
 
 
 class QueueMarker(Message, frozen=True, kw_only=True, tag="compute.marker.v1"):
-    """A compute service to itself, through its own queue: what was waiting there at its start comes before this.
+    """A compute service to itself, through its own queue: messages that were waiting there at its start come before
+    this.
 
     epoch: of the life that published it; those of former lives mean nothing.
     """
@@ -236,7 +237,7 @@ class Running(Struct, frozen=True, kw_only=True, omit_defaults=True):
     deployment: the identity that its mark names (None: it has no mark of ours). built: it is certainly complete.
     destroying: the service has taken the order to destroy this attempt, and is carrying it out, or has done all that
     it does about it. stopped: it does not run: it was stopped by its client, or to be handed over to another host.
-    reserved: the service keeps what it takes out of the host's inventory; see ReserveMachines.
+    reserved: the service keeps its resources out of the host's inventory; see ReserveMachines.
     """
 
     instance_uuid: Uuid
@@ -254,7 +255,7 @@ class HostReport(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     failed_builds: consecutive failures since the last success. running: every machine it carries now, ours or not
     (None: unknown, which proves nothing). owner: the other compute service that the book has this uuid of (None: it is
-    this one's): this service takes no builds for it, and what it reports of it counts for nothing.
+    this one's): this service takes no builds for it, and its reports of it do not count.
     """
 
     uuid: Uuid
@@ -271,10 +272,10 @@ class ComputeHosts(Message, frozen=True, kw_only=True, tag="compute.hosts.v1"):
     """A compute service announces its hosts: at start, on request, when one changes. Pages of at most 1000.
 
     epoch: rises with every start of the service; sequence rises within it: older ones lose. first_sequence: the
-    sequence of the first page of a report of all its hosts, which has so many `pages` (0: only those listed have
+    sequence of the first page of a report of all its hosts, which has this many `pages` (0: only those listed have
     changed); `complete`: this page is its last. seen_at: seconds since the epoch before which the service had not begun
-    this scan; what came to be later may be missing here (0: when it was sent). scan: its number in this epoch
-    (0: unknown): unlike a time, it cannot go back when a clock is set. ring_term, ring_number: of the membership that
+    this scan; machines that came later may be missing here (0: when it was sent). scan: its number in this epoch (0:
+    unknown): unlike a time, it cannot go back when a clock is set. ring_term, ring_number: of the membership that
     states which free nodes are its (see RingMembers; 0: it shares none): a host is not taken from a service that goes
     by a newer one. rescans: of RescanHosts, those that were received before this scan began.
     """
@@ -313,7 +314,7 @@ MAX_WAITING = 1000
 
 
 class WaitingBuild(Struct, frozen=True, kw_only=True):
-    """An attempt that goes on as soon as what manages its host answers. since: seconds since the epoch."""
+    """An attempt that goes on as soon as the manager of its host answers. since: seconds since the epoch."""
 
     instance_uuid: Uuid
     attempt: int
@@ -356,7 +357,7 @@ class ServiceOutdated(Message, frozen=True, kw_only=True, tag="conductor.outdate
     since.
 
     A late copy is noticed so. A process all of whose epochs are lower (another one had the name meanwhile, and its
-    clock was ahead) goes on above it, because none of its messages counts.
+    clock was ahead) continues above it, because none of its messages counts.
     """
 
     service: Word
@@ -390,7 +391,7 @@ MAX_RESERVED_MACHINES = 10_000  # of one host
 
 
 class ReservedMachine(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A machine whose resources are not offered. allocations: what it takes by its record (None: no record has it)."""
+    """A machine whose resources are not offered. allocations: its resources by its record (None: no record has it)."""
 
     instance_uuid: Uuid
     attempt: int
@@ -479,7 +480,8 @@ class MachinesUnexplained(Message, frozen=True, kw_only=True, tag="conductor.une
 class BreakerTripped(Message, frozen=True, kw_only=True, tag="conductor.breaker.v1"):
     """More than `limit` machines of one compute service were lost, newly quarantined or over: destruction stops there.
 
-    It goes on after `berth breaker reset`. Several conductors that judge the same report may each publish it.
+    It takes effect again after `berth breaker reset`. Several conductors that judge the same report may each publish
+    it.
     """
 
     cell: Word

@@ -1,4 +1,6 @@
-"""What a machine is given beside its place: an image, a config drive, networks. For drivers that deploy real ones."""
+"""The configuration of a machine beside its host: an image, a config drive, networks. For drivers that deploy real
+ones.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ from bus.contracts.patterns import matching
 
 from .base import Uuid
 
-MAX_USER_DATA = 65_535  # characters, as Nova's of what a client sends
+MAX_USER_DATA = 65_535  # characters, as Nova's limit for a client's value
 MAX_NETWORK_DATA = 65_535  # bytes of JSON
 MAX_VOLUME_PROPERTIES = 16_384
 
@@ -47,7 +49,7 @@ class ImageSource(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_
 
 
 class ConfigDrive(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
-    """What the machine finds on its config drive at its first boot. It may hold secrets: it is never logged.
+    """The content of the machine's config drive at its first boot. It may hold secrets: it is never logged.
 
     user_data: for cloud-init; at most 65,535 characters. public_keys: SSH keys, a line each. network_data: OpenStack's
     `network_data.json`, at most 65,535 bytes. hostname: empty = the instance's name.
@@ -67,7 +69,7 @@ class ConfigDrive(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_
 
 
 class NetworkRequest(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
-    """One network interface: a port that there is already, or a network to make a port on. Exactly one of them."""
+    """One network interface: an existing port, or a network to make a port on. Exactly one of them."""
 
     port: Uuid | None = None
     network: Uuid | None = None

@@ -1,4 +1,4 @@
-"""Drains: many hosts emptied as one, by the schedulers, and what has become of each instance.
+"""Drains: many hosts emptied as one, by the schedulers, with the state of each instance.
 
 A drain is an object of kind `drain` (bus.contracts.objects). Its hosts are those whose decisions carry its id, so a
 later decision about one of them takes that host out of the drain.
@@ -26,7 +26,7 @@ DeadlineS = Annotated[float, Bound(gt=0, le=MAX_DEADLINE_S)]
 
 
 class DrainTarget(StrEnum):
-    """What is drained: one host, or every host of a compute service, a cell or an aggregate."""
+    """The target of a drain: one host, or every host of a compute service, a cell or an aggregate."""
 
     HOST = "host"
     SERVICE = "service"
@@ -39,22 +39,22 @@ class DrainState(StrEnum):
 
     RUNNING = "running"
     PAUSED = "paused"
-    STOPPING = "stopping"  # begins nothing more, and ends with what is under way
+    STOPPING = "stopping"  # begins no further moves, and ends with those under way
     UNDOING = "undoing"
     ENDED = "ended"
 
 
 class DrainAction(StrEnum):
-    """What an operator does with a drain."""
+    """An operator's command to a drain."""
 
     PAUSE = "pause"
     RESUME = "resume"  # also of one that has ended: what failed is tried again
     STOP = "stop"
-    UNDO = "undo"  # what it has moved goes back, and its hosts are what they were before
+    UNDO = "undo"  # moved instances go back, and the decisions about its hosts from before are restored
 
 
 class DrainMoveState(StrEnum):
-    """What has become of one instance of a drain."""
+    """The state of one instance of a drain."""
 
     WAITING = "waiting"
     UNDER_WAY = "under-way"
@@ -112,8 +112,8 @@ class DrainStart(Message, frozen=True, kw_only=True, forbid_unknown_fields=True,
     """Disable hosts and move every instance away from them. Idempotent by `drain`, which the client chooses.
 
     Refused with `drain.stuck`, and then nothing is begun, when an instance cannot move; force: what can move is moved.
-    name, target, cell, kind: as in DrainQuery. at_once: moves under way at a time. per_minute: so many are begun in a
-    minute at most. deadline_s: after so long it begins nothing more, and ends with what is under way.
+    name, target, cell, kind: as in DrainQuery. at_once: moves under way at a time. per_minute: at most this many are
+    begun in a minute. deadline_s: after this long it begins nothing more, and ends with the moves under way.
     """
 
     drain: Uuid
@@ -130,7 +130,7 @@ class DrainStart(Message, frozen=True, kw_only=True, forbid_unknown_fields=True,
 
 
 class DrainCommand(Message, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="drain.command.v1"):
-    """Pause, resume, stop or undo a drain. Idempotent by the message's id, and by what it requests.
+    """Pause, resume, stop or undo a drain. Idempotent by the message's id, and by its content.
 
     deadline_s: of a resumed one, from now on; without it a resumed drain that had one has none.
     """
@@ -174,7 +174,7 @@ class DrainFailure(Struct, frozen=True, kw_only=True):
 
 
 class DrainProgress(Struct, frozen=True, kw_only=True):
-    """What a drain has come to. host: the target's name. planned: its instances.
+    """The progress of a drain. host: the target's name. planned: its instances.
 
     counts: {state of an instance: how many}. moved, failed, under_way, not_begun, returned: which, where one drain was
     asked for; at most MAX_PLANNED. more: there are further ones.

@@ -8,7 +8,7 @@ from .base import Count, Label, Message, Reason, Uuid, Version, Word
 
 
 class EvacuationPolicy(StrEnum):
-    """What becomes of an active instance whose host is fenced."""
+    """The policy for an active instance whose host is fenced."""
 
     RESTART = "restart"  # it is evacuated: built again on another host
     WAIT = "wait"  # it stays on record where it was, until its host is back or a person evacuates it
@@ -19,10 +19,10 @@ class CellFence(Message, frozen=True, kw_only=True, tag="cell.fence.v1"):
     """A person, or a fencing plug-in, has made sure that this host is off. It is repeated until the cell has
     acknowledged it.
 
-    Everything of the host that waits for its word ends without it: deletes, builds, what a move left there. What the
-    host may have kept of that is a loss, which it is to destroy when it comes back. lift: the host may be used again,
-    once it has destroyed its losses. version: of the operator's decisions about this host; an older one is ignored.
-    at: of the decision, in seconds since the epoch.
+    Every step about the host that waits for its answer ends without it: deletes, builds, the remains of a move there.
+    A machine that the host may have kept is a loss, which it is to destroy when it comes back. lift: the host may be
+    used again, once it has destroyed its losses. version: of the operator's decisions about this host; an older one is
+    ignored. at: of the decision, in seconds since the epoch.
     """
 
     host_uuid: Uuid
@@ -43,7 +43,7 @@ class FenceState(StrEnum):
 
 
 class HostFence(Message, frozen=True, kw_only=True, tag="host.fence.v1"):
-    """What a cell has on record of a fence: announced when it changes, and for each CellFence that comes.
+    """A cell's record of a fence: announced when it changes, and for each CellFence that comes.
 
     version: the decision that it goes by. losses: machines that the host is still to destroy.
     at: seconds since the epoch.

@@ -26,7 +26,7 @@ class ServerGroup(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_
     A field that does not exist is refused by name, between workers too: an older worker that ignored a newer field of a
     rule would break the rule.
 
-    max_per_host: with anti-affinity, so many members may share a host (Nova's max_server_per_host).
+    max_per_host: with anti-affinity, this many members may share a host (Nova's max_server_per_host).
     """
 
     uuid: Uuid

@@ -1,4 +1,4 @@
-"""Numbers about hosts: what a compute service, ironic_sync or an operator's program has measured, when and where.
+"""Numbers about hosts: measured by a compute service, ironic_sync or an operator's program, with host and time.
 
 A number counts by its time. Schedulers keep the newest one of each host and name, and one that is too old is
 unknown. Names are free; those below are published by berth's own workers.
@@ -39,7 +39,7 @@ SENSORS_CRITICAL = "sensors.critical"
 
 
 class HostReading(Struct, frozen=True, kw_only=True):
-    """What was measured of one host at one time. host_uuid: the root provider. at: seconds since the epoch."""
+    """The measurements of one host at one time. host_uuid: the root provider. at: seconds since the epoch."""
 
     host_uuid: Uuid
     at: Time

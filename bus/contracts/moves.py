@@ -2,8 +2,8 @@
 
 A client sends a request to the scheduler (`instance.move.v1`), which chooses hosts where the kind needs some, and
 commands the cell (`cell.move.v1`), the conductor claims and commands the machines (`compute.change.v1`; a destination
-is built by `compute.spawn.v1`), and publishes what becomes of the request (`instance.event.v1`), which the scheduler
-passes on.
+is built by `compute.spawn.v1`), and publishes the progress and end of the request (`instance.event.v1`), which the
+scheduler publishes on the API bus.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from .groups import ServerGroup
 
 
 class MoveKind(StrEnum):
-    """What is requested of an instance."""
+    """A request about an instance."""
 
     MIGRATE = "migrate"  # stop it, hand it over to another host, start it there; confirm or revert follows
     LIVE_MIGRATE = "live-migrate"  # the same while it runs; over with its end, nothing to confirm
@@ -68,12 +68,12 @@ class MoveRequest(Message, frozen=True, kw_only=True, forbid_unknown_fields=True
     (properties None: those that the instance has, if it has that image, else none). host, forced, ignore_hosts,
     max_attempts: of kinds that choose a host, as in a build request. policy: of a resize. migration: a confirm, revert
     or abort is meant for this move alone (None: for the one there is). auto_confirm_s: a migrate or resize is confirmed
-    by itself so long after it has arrived (0: at once; None: it waits for a client). offload: of a shelve.
+    by itself this long after it has arrived (0: at once; None: it waits for a client). offload: of a shelve.
     rescue_password: of a rescue, which names one: what its rescue system lets a person in with. It is a secret: until
     the rescue has ended it is in the cell's record. fenced: of an evacuation: the client states that the host is off
-    and stays off until it has been notified of what it has lost; without it the evacuation is refused unless the cell
-    has the operator's fence on record. force: of an evacuation: also of a machine that its fenced host has reported to
-    run since the fence. timeout_s: how long one step on one host may take.
+    and stays off until it has been notified of its losses; without it the evacuation is refused unless the cell has the
+    operator's fence on record. force: of an evacuation: also of a machine that its fenced host has reported to run
+    since the fence. timeout_s: how long one step on one host may take.
     """
 
     request_id: Uuid
@@ -117,7 +117,7 @@ class MoveState(StrEnum):
     CHANGING = "changing"  # the machine is changed where it is
     UNDOING = "undoing"  # the move has failed or was given up; the instance goes back to its source
     DONE = "done"
-    FAILED = "failed"  # the instance is as it was before, or `power` is what is left of it
+    FAILED = "failed"  # the instance is in its state from before, or `power` is the remaining state
     REFUSED = "refused"  # nothing was begun
     CONFIRMED = "confirmed"  # not terminal: a finished move was confirmed by itself after its time
     SOURCE_GONE = "source-gone"  # not terminal: the source of a finished move is destroyed, its allocation released
@@ -127,7 +127,7 @@ ENDS_OF_MOVES = frozenset({MoveState.DONE, MoveState.FAILED, MoveState.REFUSED})
 
 
 class Condition(StrEnum):
-    """What an instance is once it has been built, as its client sees it."""
+    """The state of an instance after its build, as its client sees it."""
 
     ACTIVE = "active"
     STOPPED = "stopped"
@@ -141,15 +141,32 @@ class Condition(StrEnum):
     UNKNOWN = "unknown"  # its cell has no record of it
 
 
+class Departure(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """An instance without a host that leaves its cell for another one, as its former cell has it on record.
+
+    cell: where it goes. image: its snapshot. last: the host that it had. newest: no attempt up to this one is given out
+    again; order, sequence: likewise the changes of its machine, and its announcements, of which `sequence` is the one
+    that has this departure.
+    """
+
+    cell: Word
+    spec: InstanceSpec
+    image: Annotated[str, Bound(max_length=255)]
+    last: Selection
+    newest: Count
+    order: Annotated[int, Bound(ge=0, le=2**62)] = 0
+    sequence: Annotated[int, Bound(ge=0, le=2**62)] = 0
+
+
 class MoveEvent(Message, frozen=True, kw_only=True, tag="instance.event.v1"):
     """A request changed state. Published by a conductor on its cell's bus, and by the scheduler on the API bus.
 
     kind: None: the request's could not be read. sequence: rises with every event of one request, a conductor's with
     every event of one instance, those of its build included; so a late event is recognised.
-    `terminal`: no other terminal event follows for this request. condition: what the instance is now. host, flavor,
-    image: what it has now, or goes to. code and reason explain failed and refused; funnel explains a request that no
-    host could take; history lists the hosts tried for this request. zone: the availability zone of that host ("": there
-    are none, or it is not known).
+    `terminal`: no other terminal event follows for this request. condition: the present state of the instance. host,
+    flavor, image: its present one, or its destination. code and reason explain failed and refused; funnel explains a
+    request that no host could take; history lists the hosts tried for this request. zone: the availability zone of that
+    host ("": there are none, or it is not known). departure: the instance has left its cell; never on the API bus.
     """
 
     request_id: Uuid
@@ -171,6 +188,7 @@ class MoveEvent(Message, frozen=True, kw_only=True, tag="instance.event.v1"):
     history: tuple[AttemptRecord, ...] = ()
     at: float = 0.0
     zone: Zone = ""
+    departure: Departure | None = None
 
 
 class MoveQuery(Message, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="instance.query.v1"):
@@ -211,10 +229,12 @@ class MovePage(Message, frozen=True, kw_only=True, tag="instance.page.v1"):
 class CellMove(Message, frozen=True, kw_only=True, tag="cell.move.v1"):
     """Do one thing with one instance of this cell. Idempotent by request_id; ends in one terminal MoveEvent.
 
-    spec: what the instance is to be (of a resize, a rebuild, an unshelving; None: as it is). selections: hosts in
+    spec: the instance's target state (of a resize, a rebuild, an unshelving; None: as it is). selections: hosts in
     order, not claimed: the conductor claims them one after the other, in attempt numbers that it alone knows. The
     source's own host among them is a resize in place. server_group, limits: what those claims are held to, as for a
-    build. step_timeout_s: how long one step on one host may take. The other fields: as in MoveRequest.
+    build. step_timeout_s: how long one step on one host may take. to_cell: the instance, which has no host, is to leave
+    for this cell; nothing else is done here. arrival: with what it has left its former cell for this one, where it is
+    on record from now on. The other fields: as in MoveRequest.
     """
 
     request_id: Uuid
@@ -232,28 +252,32 @@ class CellMove(Message, frozen=True, kw_only=True, tag="cell.move.v1"):
     fenced: bool = False
     force: bool = False
     step_timeout_s: Annotated[float, Bound(gt=0, le=86_400)] = 300.0
+    to_cell: Word | None = None
+    arrival: Departure | None = None
 
 
 class CellMoveQuery(Message, frozen=True, kw_only=True, tag="cell.move.query.v1"):
-    """What has become of a CellMove of which there are no news? It begins nothing.
+    """Queries the state of a CellMove that has had no event for a long time. It begins nothing.
 
     The answer is a MoveEvent: how far the request has come, or its end once more. A request that the cell has no record
     of ends there and then, as failed (`move.lost`), and a copy of it that comes later is answered the same.
+    arrival: as in a CellMove.
     """
 
     request_id: Uuid
     instance_uuid: Uuid
     project_id: Word
     kind: MoveKind
+    arrival: Departure | None = None
 
 
 class ChangeKind(StrEnum):
-    """What is done with a machine where it is."""
+    """The change of a machine on its host."""
 
     CHECK = "check"  # can this host take the machine of `spec` with these allocations? Nothing is changed
     HAND_OVER = "hand-over"  # stop it and make it ready to be taken over by another host
     HAND_OVER_LIVE = "hand-over-live"  # copy it while it runs, and stop it only at the end
-    START = "start"  # (again), also where it was stopped to be handed over: whatever was begun is undone
+    START = "start"  # (again), also where it was stopped to be handed over: every change that was begun is undone
     STOP = "stop"
     RESIZE = "resize"  # to `spec` and `allocations`
     REBUILD = "rebuild"  # from the image of `spec`
@@ -283,7 +307,7 @@ class ChangeMachine(Message, frozen=True, kw_only=True, tag="compute.change.v1")
     timeout_s: Annotated[float, Bound(gt=0, le=86_400)] = 300.0
 
 
-# The code of a change whose machine is not on its host: there is nothing that could be changed, or changed back.
+# The code of a change whose machine is not on its host: nothing could be changed, or changed back.
 MACHINE_ABSENT = "machine.absent"
 # The code of a rescue that was begun and has failed: its own system may not run either, and unrescuing is the way back.
 RESCUE_FAILED = "rescue.failed"

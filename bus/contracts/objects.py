@@ -1,7 +1,8 @@
-"""What operators define at run time: flavors, aggregates, quotas, groups, rules, decisions about hosts and cells.
+"""The objects that operators define at run time: flavors, aggregates, quotas, groups, rules, decisions about hosts and
+cells.
 
 They are rows of one table in the schedulers' database, versioned by one revision, and in effect on every scheduler as
-soon as the new revision has been announced to it. The settings file holds what an empty system begins with.
+soon as the new revision has been announced to it. The settings file holds the initial objects of an empty system.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ SCHEDULING = "default"  # the name of the one object of its kind
 
 
 class ObjectKind(StrEnum):
-    """What kinds of objects there are. The body of each is the struct of the same name below."""
+    """The kinds of objects. The body of each is the struct of the same name below."""
 
     FLAVOR = "flavor"
     AGGREGATE = "aggregate"
@@ -59,9 +60,8 @@ class Flavor(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unkno
     `resources1:CLASS`, `trait_NET:NAME`: the same of a numbered group, all of it from one provider; `group_policy`
     = none or isolate. Beyond Nova: `trait:in:A,B` = required (any of them), `trait:NAME` or `resources:CLASS` =
     preferred (a weight, not a filter), `root_required` = "A,!B", `same_subtree` = "1,_NET" (several sets:
-    "1,_A;2,_B"), `in_tree`, `in_tree1` = a provider's uuid; `berth:on_host_failure` = restart, wait or fail: what
-    becomes of its instances when their host is fenced. Every other key (plain, or `capabilities:name`) is read by
-    filters.
+    "1,_A;2,_B"), `in_tree`, `in_tree1` = a provider's uuid; `berth:on_host_failure` = restart, wait or fail: the policy
+    for its instances when their host is fenced. Every other key (plain, or `capabilities:name`) is read by filters.
     """
     projects: Annotated[tuple[Text, ...], Bound(max_length=1000)] = ()
     """Projects that may request the flavor. Empty: every project."""
@@ -95,7 +95,7 @@ class GroupDefinition(Struct, frozen=True, kw_only=True, omit_defaults=True, for
     policy: GroupPolicy
     """The rule for the hosts of its members."""
     max_per_host: Annotated[int, Bound(ge=1, le=1000)] = 1
-    """With anti-affinity: so many members may share a host."""
+    """With anti-affinity: this many members may share a host."""
     uuid: Uuid | None = None
     """None: derived from the name, so that one file makes the same group everywhere."""
 
@@ -107,7 +107,7 @@ def group_named(name: str, definition: GroupDefinition) -> ServerGroup:
 
 
 class ProjectQuota(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
-    """What the instances of one project may hold together: {resource class: amount}, and INSTANCES: their number."""
+    """The totals that the instances of one project may hold: {resource class: amount}, and INSTANCES: their number."""
 
     limits: Quota = {}
 
@@ -125,10 +125,10 @@ class SchedulingRules(Struct, frozen=True, kw_only=True, omit_defaults=True, for
 
 
 class HostDecision(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
-    """What an operator has decided about a host. The object's name is the host's uuid; host: its name at that time.
+    """An operator's decision about a host. The object's name is the host's uuid; host: its name at that time.
 
-    drain: the drain that it belongs to. before, reason_before: what it was when the drain began, and is again when that
-    is undone.
+    drain: the drain that it belongs to. before, reason_before: its state before the drain began, which is restored when
+    that is undone.
     """
 
     host: Label
@@ -158,7 +158,7 @@ class FenceRecord(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_
 
 
 class CellState(StrEnum):
-    """Whether builds are placed in a cell. What runs in a disabled one runs on, and moves within it go on.
+    """Whether builds are placed in a cell. Instances in a disabled cell continue to run, and moves within it continue.
 
     A removed one is not connected to: schedulers and placement close their connections to its bus.
     """
@@ -190,7 +190,7 @@ class CellBus(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unkn
 
 
 class CellDecision(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
-    """What an operator has decided about a cell. The object's name is the cell's; without one it is enabled.
+    """An operator's decision about a cell. The object's name is the cell's; without one it is enabled.
 
     bus: where it is, for workers whose settings do not name the cell; None: the settings name it. abandoned: a removed
     cell is not connected to although instances are on record there.
@@ -207,7 +207,7 @@ class ObjectChange(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid
 
     name: of a quota, the project or "default"; of the scheduling rules, "default"; of a host, its uuid;
     of a cell, its name; of a server group, PROJECT/NAME.
-    if_version: only if the object has this version (0: only if there is none).
+    if_version: only if the object has this version (0: only if it does not exist).
     """
 
     kind: ObjectKind
@@ -222,7 +222,8 @@ class ObjectsChange(Message, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     Idempotent by the message's id.
 
     who, why: kept in the log of changes. prune: objects of these kinds that the changes do not name are deleted.
-    force: also where instances would be left outside of what they requested. dry_run: only report what would change.
+    force: also if instances would be left outside of the zone that they requested. dry_run: only report what would
+    change.
     """
 
     changes: Annotated[tuple[ObjectChange, ...], Bound(max_length=MAX_CHANGES)] = ()
@@ -243,7 +244,9 @@ class ChangedObject(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class ObjectsChanged(Message, frozen=True, kw_only=True, tag="objects.changed.v1"):
-    """What a change has changed, or would; objects that stay as they are do not appear. revision: the one in force."""
+    """The changes that a command has made, or would make; objects that stay as they are do not appear. revision: the
+    one in force.
+    """
 
     revision: Version
     changed: tuple[ChangedObject, ...] = ()

@@ -14,11 +14,11 @@ from .base import Count, Label, Message, Reason, Uuid, Version, Word
 
 
 class AdminState(StrEnum):
-    """What an operator has decided about a host. It stands beside what the host's compute service reports.
+    """An operator's decision about a host. It stands beside the reports of the host's compute service.
 
-    enabled: berth may use it. disabled: it takes nothing new; what is there stays. maintenance: as disabled, and a
-    request that passes the filters (`forced`) is kept away as well. fenced: as maintenance, and a person has made sure
-    that it is off and stays off until it has been notified of what it has lost; its instances may be evacuated.
+    enabled: berth may use it. disabled: it takes nothing new; its instances stay. maintenance: as disabled, and a
+    request that passes the filters (`forced`) is kept away as well. fenced: as maintenance, and an operator has made
+    sure that it is off and stays off until it has been notified of its losses; its instances may be evacuated.
     """
 
     ENABLED = "enabled"
@@ -32,9 +32,9 @@ class HostAdminState(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     by: the person, as the command or the HTTP caller named it. at: seconds since the epoch. version: the revision of
     the objects that it was made in, so it rises with each decision. fence, acknowledged: the number of the newest
-    decision about the host's fence, and of the newest that its cell has on record (0: none). pending: what a fenced
-    host is to be once it has destroyed what it has lost; losses: so many machines are left, by its cell's last word.
-    drain: the drain that the host belongs to.
+    decision about the host's fence, and of the newest that its cell has on record (0: none). pending: the decision
+    about a fenced host once it has destroyed its losses; losses: this many machines are left, by its cell's last
+    report. drain: the drain that the host belongs to.
     """
 
     host_uuid: Uuid
@@ -54,7 +54,7 @@ class HostAdminState(Struct, frozen=True, kw_only=True, omit_defaults=True):
 class SetAdminState(Message, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="hosts.set.v1"):
     """Decide about a host: `host` is its uuid, or its name when one host has it. Idempotent by the message's id.
 
-    A fenced host stays fenced until its cell reports that it has destroyed what it has lost; what this names is
+    A fenced host stays fenced until its cell reports that it has destroyed its losses; what this names is
     `pending` until then. The decision is kept as an object of kind `host`, so it is in the log of changes too. cell:
     where a name is looked for; None: in all cells. force: fence a host although its compute service is up (else
     refused, `host.service_up`): an instance that is evacuated from a host that runs would run twice. Or end a fence

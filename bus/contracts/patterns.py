@@ -1,4 +1,4 @@
-"""Texts that have to match a pattern, each with its rule in words: what a user reads is never a regular expression."""
+"""Texts that have to match a pattern, each with its rule in words: a user never reads a regular expression."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ OTHER = "a text of another form"
 
 
 def matching(pattern: str, words: str, **bounds: Any) -> msgspec.Meta:
-    """The bound of a text. words: what is accepted, as a sentence would name it ("1 to 64 letters"). bounds: others."""
+    """The bound of a text. words: the accepted values, in the words of a sentence ("1 to 64
+    letters"). bounds: others.
+    """
     _WORDS[repr(pattern)] = words
     return msgspec.Meta(pattern=pattern, **bounds)
 

@@ -26,7 +26,7 @@ from .base import (
 )
 from .groups import ServerGroup
 
-# Fields of InventoryUpdate, and of what is in it, that the first release lacked. Workers name them in `may_ignore`.
+# Fields of InventoryUpdate, and of its parts, that the first release lacked. Workers name them in `may_ignore`.
 NEWER_FIELDS: tuple[str, ...] = ("takes_over",)
 
 # A compute service named S reports inventory under this and S; a root has one such source at a time.
@@ -48,12 +48,12 @@ class Inventory(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_un
 class ProviderReport(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
     """One provider of a reported tree. Class and trait names are normalised on arrival.
 
-    inventories and traits replace what the book has; aggregates too, unless None (left alone).
-    takes_from: what is allocated on that provider, of classes that it is no longer reported to have and this one has,
-    moves here in the same transaction (an upgrade in place: a host reported flat until now, nested from now on).
-    Several may take from one; who fits moves whole, largest first. takes: consumers known to use this very provider.
-    theirs: another source reports this provider (its host, a network agent's parent): it is named only as the place of
-    what is below it, must be in the book, and is left as it is.
+    inventories and traits replace those in the book; aggregates too, unless None (left alone).
+    takes_from: allocations on that provider, of classes that it is no longer reported to have and this one has, move
+    here in the same transaction (an upgrade in place: a host reported flat until now, nested from now on). Several may
+    take from one; who fits moves whole, largest first. takes: consumers known to use this very provider. theirs:
+    another source reports this provider (its host, a network agent's parent): it is named only as the parent of
+    providers below it, must be in the book, and is left as it is.
     """
 
     uuid: Uuid
@@ -77,9 +77,10 @@ class InventoryUpdate(Message, frozen=True, kw_only=True, forbid_unknown_fields=
     the tree. The first provider is the root (parent_uuid None); a parent comes before its children.
     cell: the cell of the root, named by a source above cells, so that no other cell may claim on it. None: any may.
     may_ignore: fields of this message, at any depth, that a reader may pass over when it does not know them: a newer
-    worker names here what an older placement lacks. Any other field that is not known is refused by its name.
-    takes_over: the compute service's source that has this root by the book, and is gone for good or has given the host
-    up, as the cell's conductor has announced (`HostsReleased`).
+    worker names here the features that an older placement lacks. Any other field that is not known is refused by its
+    name. takes_over: the compute service's source that has this root by the book, and is gone for good or has given the
+    host up, as the cell's conductor has announced (`HostsReleased`). It counts only after `InventoryReleased` of that
+    root.
     """
 
     source: Word
@@ -96,7 +97,7 @@ class InventoryResult(Message, frozen=True, kw_only=True, tag="inventory.result.
 
     outcome: applied | unchanged | stale (an older version lost to `version`) | host.other_service (the root is
     `owner`'s, another compute service's; nothing was changed). Refusals come as `refusal.v1`.
-    stranded: what the report no longer has but a consumer still uses: a provider, or `provider/CLASS`. Nothing new
+    stranded: rows that the report no longer has but a consumer still uses: a provider, or `provider/CLASS`. Nothing new
     goes there; it is removed by the first report that finds it unused.
     """
 
@@ -111,7 +112,7 @@ class InventoryOutdated(Message, frozen=True, kw_only=True, tag="inventory.outda
     """To a source of inventory: its report about this root lost, because the book has one of this version.
 
     A late copy loses so. A source all of whose versions are lower (its clock was set back, or its records are gone)
-    goes on above it.
+    continues above it.
     """
 
     source: Word
@@ -130,6 +131,17 @@ class InventoryTaken(Message, frozen=True, kw_only=True, tag="inventory.taken.v1
     source: Word
     root_uuid: Uuid
     owner: Word
+
+
+class InventoryReleased(Message, frozen=True, kw_only=True, tag="inventory.released.v1"):
+    """From a cell's conductor: these roots are not this source's any more, and another compute service may have them.
+
+    The conductor knows the leases and what each service lists; a compute service alone can take over nothing. A report
+    of `source` about a root from after this message makes it that one's again.
+    """
+
+    source: Word
+    roots: Annotated[tuple[Uuid, ...], Bound(min_length=1, max_length=1000)]
 
 
 # Hosts that one message adds to an aggregate, and as many that it takes out.
@@ -183,10 +195,10 @@ class ClaimOption(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Migration(Struct, frozen=True, kw_only=True):
-    """Under which uuid a moving instance keeps its source, and what it holds there.
+    """The uuid under which a moving instance keeps its source, and its allocation there.
 
-    uuid: a consumer of type MIGRATION, of the instance's project and user. source: what the instance held when the move
-    began; the book's own record of it counts where the two differ.
+    uuid: a consumer of type MIGRATION, of the instance's project and user. source: the instance's allocation when the
+    move began; the book's own record of it counts where the two differ.
     """
 
     uuid: Uuid
@@ -199,15 +211,15 @@ class Claim(Message, frozen=True, kw_only=True, tag="placement.claim.v1"):
     consumer_generation: None = the consumer must not exist yet; otherwise the generation it must have.
     attempt: the fencing number of the build attempt this claim is for. A repeated claim with the attempt that
     already holds an allocation is answered `claimed` with it; one with an older attempt is answered `consumer_changed`.
-    release_first: what the consumer holds is released whether or not an option fits (one transaction).
+    release_first: the consumer's allocation is released whether or not an option fits (one transaction).
     server_group: the consumer is a member from now on, for as long as it holds something; a hard rule is held to
     against all members of the group, those of the same transaction too.
-    limits: {class: what the project's consumers may hold together, this claim included}; INSTANCES: how many there
+    limits: {class: the total that the project's consumers may hold, this claim included}; INSTANCES: how many there
     may be.
-    migration: the consumer moves. What it holds goes to the migration in the same transaction, and stays there until
-    the move is confirmed (a Release of the migration) or reverted (Revert); when no option fits, nothing changes. With
-    release_first it is the claim of an alternate: what the instance holds is released, the migration keeps the source.
-    What source and destination both take of one provider counts once, the larger of the two.
+    migration: the consumer moves. The instance's allocation goes to the migration in the same transaction, and stays
+    there until the move is confirmed (a Release of the migration) or reverted (Revert); when no option fits, nothing
+    changes. With release_first it is the claim of an alternate: the instance's allocation is released, the migration
+    keeps the source. Amounts that source and destination both take of one provider count once, the larger of the two.
     """
 
     consumer: Uuid
@@ -223,15 +235,30 @@ class Claim(Message, frozen=True, kw_only=True, tag="placement.claim.v1"):
     migration: Migration | None = None
 
 
+# Holders that a lost claim names: of one claim, and claims of one group whose holders are looked up.
+MAX_HOLDERS = 3
+MAX_LOST_NAMED = 8
+
+
+class ClaimHolder(Struct, frozen=True, kw_only=True):
+    """A consumer that holds what a claim was to take, and its project as the client of Placement named it."""
+
+    consumer: Uuid
+    project_id: str
+
+
 class ClaimResult(Message, frozen=True, kw_only=True, tag="placement.claim.result.v1"):
     """Reply to a Claim: the overall outcome, which option was taken, and each option's own outcome.
 
     consumer_generation: the generation the consumer has now (None: it holds nothing).
     generations: {provider: generation after this claim}, so that a replica knows when it has caught up.
     sequence: the change feed's number of this claim's changes (0: nothing changed).
-    holding: what an earlier claim of this attempt holds, when that is none of the options offered now.
+    holding: the allocation of an earlier claim of this attempt, if that is none of the options offered now. With
+    `consumer_changed`: what the consumer holds, if it is of the claim's project.
     members: where the group's rule stood in the way, how many other members hosts have (on the API bus only): with
     anti-affinity those hosts that the claim named.
+    holders: where it was full, the consumers that last changed what they hold of what was lacking, newest first (on the
+    API bus only, at most 3; none where so many hold something of it that the newest are not looked for).
     """
 
     outcome: ClaimOutcome
@@ -243,6 +270,7 @@ class ClaimResult(Message, frozen=True, kw_only=True, tag="placement.claim.resul
     reason: Reason = ""
     holding: dict[Uuid, dict[str, Amount]] = {}
     members: dict[Uuid, Count] = {}
+    holders: tuple[ClaimHolder, ...] = ()
 
 
 # Members of a gang: claims of one ClaimAll, and instances that one build request may ask for.
@@ -263,7 +291,7 @@ class ClaimAllResult(Message, frozen=True, kw_only=True, tag="placement.claim.al
     """Reply to a ClaimAll: the result of each claim, in order.
 
     Unless all of them are `claimed` nothing was written: `incomplete` is a claim that would have fitted, any other
-    outcome but `claimed` stood in the way, and `claimed` is what an earlier claim of this attempt holds.
+    outcome but `claimed` prevented the gang, and `claimed` is held by an earlier claim of this attempt.
     """
 
     results: tuple[ClaimResult, ...]
@@ -317,7 +345,7 @@ class RevertResult(Message, frozen=True, kw_only=True, tag="placement.revert.res
 
 
 class ConsumerAllocations(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What one consumer is to hold after a Swap; empty allocations remove the consumer (microversion 1.28).
+    """The allocation of one consumer after a Swap; empty allocations remove the consumer (microversion 1.28).
 
     attempt: of the build that holds it. When given, a consumer that a newer attempt has claimed or released since is
     left as it is (`consumer_changed`).
@@ -349,7 +377,7 @@ class SwapResult(Message, frozen=True, kw_only=True, tag="placement.swap.result.
 
 
 class ProviderState(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A provider's whole state at one generation: what a replica holds of it.
+    """A provider's whole state at one generation: a replica's copy of it.
 
     inventories: {class: [capacity, min_unit, max_unit, step_size, total, reserved, allocation_ratio]};
     used: {class: amount}, only classes with an inventory or an allocation, absent = 0.
@@ -377,7 +405,7 @@ class Change(Struct, frozen=True, kw_only=True, omit_defaults=True):
     Exactly one of these is set: `state` (created, or its shape changed: the whole provider);
     `used` (only usage changed: {class: new absolute amount} of the classes touched); `removed`.
     causes: the ids of the REST requests that it comes from, where they are known: the caller's own (a global request
-    id) or else ours. Several that were written together; none for what came by the bus.
+    id) or else ours. Several that were written together; none for changes that came by the bus.
     """
 
     sequence: int
@@ -389,7 +417,7 @@ class Change(Struct, frozen=True, kw_only=True, omit_defaults=True):
     causes: Annotated[tuple[Annotated[str, Bound(max_length=64)], ...], Bound(max_length=MAX_CAUSES)] = ()
 
 
-# Names one history of the book. It is another after a restore, an import and the promotion of a stand-by: numbers and
+# Names one history of the book. It changes after a restore, an import and the promotion of a stand-by: numbers and
 # generations of two histories do not compare, and a replica of one takes a snapshot of the other. Empty: unknown.
 History = Annotated[str, Bound(max_length=64)]
 

@@ -16,8 +16,8 @@ class WorkerHeartbeat(Message, frozen=True, kw_only=True, tag="worker.heartbeat.
     """A worker's heartbeat: published every `every_s` seconds on its own bus, and lost without harm.
 
     worker: the process's name, no other's at the same time. phase: of its life (`ready`, `draining`, ...). not_ready:
-    what it waits for. in_hand: {queue: deliveries that it has taken and not answered}. started_at: seconds since the
-    epoch.
+    the server that it waits for. in_hand: {queue: deliveries that it has taken and not answered}. started_at: seconds
+    since the epoch.
     """
 
     role: Word

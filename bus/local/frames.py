@@ -1,4 +1,4 @@
-"""What passes through the socket: frames, and a delivery on its way.
+"""The content of the socket's stream: frames, and a delivery on its way.
 
 The protocol is the `Transport` port, call by call: a frame is a 4-byte length and a msgpack array [number, what, ...].
 """
@@ -11,7 +11,8 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
-# What one side sends in one call; and what the other reads at most, which is a little more than was sent to it.
+# The most that one side sends in one call; and the most that the other reads, which is a little more than was sent to
+# it.
 MAX_CALL = 32 * 1024 * 1024
 MAX_FRAME = MAX_CALL + 64 * 1024
 
@@ -38,13 +39,13 @@ class DeliveryFrame(Struct, array_like=True):
 
 
 def frame(*parts: object) -> bytes:
-    """What is sent for these parts."""
+    """The bytes to send for these parts."""
     body = _pack(parts)
     return len(body).to_bytes(4, "big") + body
 
 
 async def read(reader: asyncio.StreamReader) -> list[Any]:
-    """The parts of the next frame, at least two. Raises ConnectionError for what is no frame of ours."""
+    """The parts of the next frame, at least two. Raises ConnectionError for bytes that are no frame of ours."""
     size = int.from_bytes(await reader.readexactly(4), "big")
     if size > MAX_FRAME:
         raise ConnectionError(f"a frame of {size} bytes")

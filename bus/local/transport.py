@@ -1,6 +1,6 @@
 """The side of a command in another terminal: a transport to the brokers that a `LocalServer` holds.
 
-A client whose connection is lost is done; what it had declared privately is gone.
+A client whose connection is lost is done; its private declarations are gone.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ class LocalTransport:
         return self._writer is not None and not self._writer.is_closing()
 
     async def declare_shared(self) -> None:
-        """Declare what the whole bus shares."""
+        """Declare the shared topology of the bus."""
         await self.call("declare_shared")
 
     async def mark(self, name: str, owner: str) -> None:
@@ -168,7 +168,7 @@ class LocalTransport:
         return int(await self.call("depth", queue))
 
     async def purge(self, queue: str) -> int:
-        """Drop what is ready in a queue."""
+        """Drop the ready messages of a queue."""
         return int(await self.call("purge", queue))
 
     def on_reconnect(self, callback: Callable[[], None]) -> None:
@@ -178,11 +178,11 @@ class LocalTransport:
         """Never called: this transport does not reconnect."""
 
     def unsubscribe(self, subscription: int) -> None:
-        """Take no deliveries of a subscription from now on; what is on its way goes back."""
+        """Take no deliveries of a subscription from now on; messages on their way go back."""
         self._callbacks.pop(subscription, None)
 
     async def call(self, what: str, *arguments: object) -> Any:
-        """One call to the server and its answer. Raises what the server's transport raised."""
+        """One call to the server and its answer. Raises the same as the server's transport."""
         if not self.connected:
             raise BusUnavailable(f"the berth at {self._path} has gone")
         self._number += 1

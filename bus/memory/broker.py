@@ -82,7 +82,7 @@ class MemoryBroker:
             self.bind(planned.name, exchange, pattern)
 
     def bind(self, queue: str, exchange: str, pattern: str) -> None:
-        """Bind a queue to an exchange. Raises QueueMissing when there is no such exchange."""
+        """Bind a queue to an exchange. Raises QueueMissing when the exchange does not exist."""
         if exchange not in self._exchanges:
             raise QueueMissing(f"no exchange {exchange!r}")
         binding = (tuple(pattern.split(".")), queue)
@@ -116,7 +116,7 @@ class MemoryBroker:
             raise PublishRefused(f"{message.exchange!r} {message.routing_key!r}: the queue is full")
 
     def dead_letter(self, planned: QueuePlan, message: Outgoing, reason: str) -> bool:
-        """What a queue gave up goes where its plan sends it. False: there is no room for it there."""
+        """A message that a queue gave up goes where its plan sends it. False: that queue is full."""
         exchange, key = planned.dead_exchange or "", planned.dead_key or message.routing_key
         # As in RabbitMQ: a key of the queue's own stands for all that the message had.
         also = "" if planned.dead_key else message.also
@@ -140,7 +140,7 @@ class MemoryBroker:
             self.transports.append(transport)
 
     def leave(self, transport: Connection) -> None:
-        """A connection ends: what it holds goes back, what is its own goes away."""
+        """A connection ends: its unacknowledged messages go back, its private queues are deleted."""
         for name, queue in list(self._queues.items()):
             if queue.owner is transport:
                 self._delete(name)

@@ -1,4 +1,4 @@
-"""A queue of the memory broker: what is ready, what was given back, who consumes, and when messages die."""
+"""A queue of the memory broker: ready messages, returned messages, consumers, and when messages die."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from bus.topology import QueueNames, QueuePlan
 # Deliveries of one queue in one turn of the loop: a consumer that gives back at once must not stop all others.
 MAX_PER_TURN = 256
 
-# What its next queue has no room for is offered to it again so often. So many wait aside for that, and let pass what
-# goes to other queues, as in RabbitMQ (dead_letter_worker_consumer_prefetch).
+# A message for which its next queue has no room is offered to it again this often. This many wait for that, and let
+# messages for other queues pass, as in RabbitMQ (dead_letter_worker_consumer_prefetch).
 ROOM_AGAIN_S = 0.2
 MAX_DYING = 32
 
 
 class Connection(Protocol):
-    """What the broker and its queues know of a transport that is connected."""
+    """The part of a connected transport that the broker and its queues use."""
 
     names: QueueNames
 
@@ -35,13 +35,13 @@ class Connection(Protocol):
 
 
 class QueueHost(Protocol):
-    """What a queue needs of its broker."""
+    """The operations that a queue needs of its broker."""
 
     clock: Clock
     context: contextvars.Context
 
     def dead_letter(self, planned: QueuePlan, message: Outgoing, reason: str) -> bool:
-        """Send a message where the queue's plan sends it. False: there is no room for it there."""
+        """Send a message where the queue's plan sends it. False: that queue is full."""
 
     def set_alarm(self, queue: Queue, due: float) -> None:
         """Call the queue's `expire` at a time. due: by the loop's monotonic clock, in seconds."""
@@ -137,7 +137,7 @@ class Consumption:
 
 
 class Queue:
-    """A queue: what is ready, what was given back (first in line again), who consumes."""
+    """A queue: ready messages, returned messages (first in line again), consumers."""
 
     def __init__(self, broker: QueueHost, planned: QueuePlan, owner: Connection | None) -> None:
         self.broker = broker
@@ -219,11 +219,11 @@ class Queue:
             self.broker.set_alarm(self, self.broker.clock.monotonic() + ROOM_AGAIN_S)
 
     def dead_letter(self, stored: Stored, reason: str) -> bool:
-        """To the dead letters, where this queue has some. False: there is no room for it; who ignores it loses it."""
+        """To the dead letters, where this queue has some. False: the queue is full; who ignores it loses it."""
         return self.plan.dead_exchange is None or self.broker.dead_letter(self.plan, stored.message, reason)
 
     def expire(self, now: float) -> None:
-        """What is past its time leaves from the head of the line, as in RabbitMQ; never for a queue that is full."""
+        """Expired messages leave from the head of the line, as in RabbitMQ; never for a queue that is full."""
         if self.dying:
             self.dying = deque(one for one in self.dying if not self.dead_letter(*one))
         while (first := self.head()) is not None and first.expires_at is not None and first.expires_at <= now:
@@ -238,7 +238,7 @@ class Queue:
             self.broker.set_alarm(self, first.expires_at)
 
     def wake(self) -> None:
-        """Hand out what is ready, on the next turn of the loop."""
+        """Deliver the ready messages, on the next turn of the loop."""
         if not self.woken and (self.ready or self.returned) and self.consumers:
             self.woken = True
             asyncio.get_running_loop().call_soon(self._fill_consumers, context=self.broker.context)
@@ -267,7 +267,7 @@ class Queue:
         consumer.on_delivery(MemoryDelivery(stored, consumer))
 
     def disconnect(self, transport: Connection) -> None:
-        """A connection is gone: its consumers leave, and what they held goes back in line."""
+        """A connection is gone: its consumers leave, and their messages go back in line."""
         mine = [one for one in (*self.consumers, *self.holders) if one.transport is transport]
         self.consumers = [one for one in self.consumers if one.transport is not transport]
         self.holders = [one for one in self.holders if one.transport is not transport]

@@ -23,7 +23,7 @@ from bus.topology import (
     shared_queues,
 )
 
-# A connection whose private queue another one has tries again so often.
+# A connection whose private queue another one has tries again this often.
 LOCKED_AGAIN_S = 0.1
 
 
@@ -135,7 +135,7 @@ class MemoryTransport:
             callback()
 
     async def declare_shared(self) -> None:
-        """Declare what the whole bus shares."""
+        """Declare the shared topology of the bus."""
         self._check()
         for exchange in shared_exchanges():
             real = self.names.plan_exchange(exchange)
@@ -176,7 +176,7 @@ class MemoryTransport:
         self._declare(reply_plan(name))
 
     async def bind_foreign(self, queue: str, exchange: str, keys: Sequence[str]) -> None:
-        """A durable queue bound to an exchange of another system. Raises QueueMissing while there is none."""
+        """A durable queue bound to an exchange of another system. Raises QueueMissing while it does not exist."""
         self._check()
         if not self.broker.has_exchange(exchange):
             raise QueueMissing(f"no exchange {exchange!r}")
@@ -224,7 +224,7 @@ class MemoryTransport:
         return len(found)
 
     async def purge(self, queue: str) -> int:
-        """Drop what is ready in a queue."""
+        """Drop the ready messages of a queue."""
         self._check()
         found = self.broker.queue(self.names.queue(queue))
         dropped = len(found)
@@ -249,7 +249,7 @@ class MemoryTransport:
         self._declared = [one for one in self._declared if one.name != real.name] + [real]
 
     def _outward(self, message: Outgoing) -> Outgoing:
-        """With this transport's prefix, and without what the caller could still change."""
+        """With this transport's prefix, and as a copy that the caller cannot change."""
         reply_to = message.reply_to
         if self._plain and not message.headers and not (reply_to and reply_to.startswith(FOREIGN)):
             return message

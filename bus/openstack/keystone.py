@@ -83,7 +83,7 @@ class KeystoneAuth(httpx.Auth):
         verify: ssl.SSLContext | bool = True,
         setting: str = "keystone",
     ) -> None:
-        """setting: what the login is called in the settings, for the error's code. Raises SettingsError."""
+        """setting: the name of the login in the settings, for the error's code. Raises SettingsError."""
         self._body = _identity(login, setting)
         self._url = login.auth_url.rstrip("/").removesuffix("/v3") + "/v3/auth/tokens"
         self._clock = clock

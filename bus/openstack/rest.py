@@ -1,4 +1,6 @@
-"""What a client of an OpenStack service's REST API needs: its address, sign-in, TLS, and the words of its refusals."""
+"""The requirements of a client of an OpenStack service's REST API: its address, sign-in, TLS, and the words of its
+refusals.
+"""
 
 from __future__ import annotations
 
@@ -86,7 +88,7 @@ def _only(message: dict[str, Any]) -> Any:
 
 
 def version_advice(headers: Mapping[str, str], setting: str) -> str:
-    """What to do about Ironic's 406: it does not support the requested microversion."""
+    """The reaction to Ironic's 406: it does not support the requested microversion."""
     least, most = headers.get(_LEAST), headers.get(_MOST)
     if not least or not most:
         return f"Ironic does not support the requested microversion: set {setting} to one that it does"

@@ -11,6 +11,7 @@ from asyncpg.exceptions import TargetServerAttributeNotMatched
 from msgspec import Struct
 
 from bus.faults import DatabaseForbidden
+from bus.persistence.known_types import TypedConnection
 from bus.server_url import BadUrl, Endpoint, ServerUrl, parse_hosts, parse_port, parse_server_url
 
 SCHEMES = ("postgresql", "postgres", "postgresql+asyncpg")
@@ -29,7 +30,7 @@ class TakesNoWrites(ConnectionError):
     """The server is a stand-by, or was made read-only."""
 
 
-# What asyncpg raises when no connection can be made, or a session ends under a statement. InternalClientError: the
+# The errors of asyncpg when no connection can be made, or a session ends under a statement. InternalClientError: the
 # server's last word arrived in the very moment of our next statement, where no answer is expected.
 CONNECTION_LOST = (asyncpg.PostgresError, asyncpg.InterfaceError, asyncpg.InternalClientError, OSError)
 
@@ -78,6 +79,7 @@ class DatabaseAddress(Struct, frozen=True, kw_only=True):
                 command_timeout=command_timeout_s,
                 server_settings=dict(settings),
                 target_session_attrs=self.target,
+                connection_class=TypedConnection,
             )
         except ssl.SSLCertVerificationError as error:
             raise ServerUntrusted(f"the certificate of {host} is refused: {error.verify_message}") from error
@@ -123,7 +125,7 @@ def _address(url: ServerUrl) -> DatabaseAddress:
 
 
 def _hosts(url: ServerUrl) -> tuple[Endpoint, ...]:
-    """Those of the authority, else of the parameter `host`; `port` is one for all, or one for each."""
+    """The address of the authority, else of the parameter `host`; `port` is one for all, or one for each."""
     given = url.parameters
     hosts = url.hosts or parse_hosts(given.get("host", ""))
     ports = [parse_port(port) for port in given.get("port", "").split(",") if port]

@@ -1,7 +1,7 @@
 """One schema of one PostgreSQL: a bounded pool, named timeouts, and faults by what happens next.
 
 Cold statements go through SQLAlchemy Core (`transaction`), hot ones through asyncpg itself (`raw`): same pool, same
-faults. Nothing here retries a transaction; the consumer does, because it alone knows what the transaction was for.
+faults. Nothing here retries a transaction; the consumer does, because it alone knows the purpose of the transaction.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import random
 import re
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, AbstractContextManager, asynccontextmanager
 from functools import partial
 from typing import Any, NoReturn
@@ -39,14 +39,15 @@ STATEMENT_TIMEOUT_S = 25.0  # the server gives a statement up after this ...
 COMMAND_TIMEOUT_S = 30.0  # ... and we after this, when the server does not answer at all
 IDLE_IN_TRANSACTION_S = 60.0  # a process that hangs in a transaction must not hold its locks for ever
 POOL_TIMEOUT_S = 30.0  # waiting for a free connection; past it the process is overloaded
-PROBE_CLOSE_S = 1.0  # what a closing process grants a probe that is under way
+PROBE_CLOSE_S = 1.0  # the time that a closing process grants a probe under way
 
 # A commit waits for the log up to its own record, and so for all before it; it needs something to commit.
 FLUSH_LINGER_S = 0.002  # nothing waits for it but an acknowledgement
 FLUSH = "SELECT pg_logical_emit_message(true, 'berth', '')"
 
-# A plan made for every execution costs a tenth of a millisecond and more, which is most of a statement on one row. What
-# finds its rows by key has one plan that is right whatever the sizes of the tables, if no other is allowed.
+# A plan made for every execution costs a tenth of a millisecond and more, which is most of a statement on one row.
+# Statements that find their rows by key have one plan that is right whatever the sizes of the tables, if no other is
+# allowed.
 BY_KEY = (
     "SET plan_cache_mode = force_generic_plan; SET enable_seqscan = off; SET enable_hashjoin = off; "
     "SET enable_mergejoin = off"
@@ -55,6 +56,7 @@ BY_SIZE = "RESET plan_cache_mode; RESET enable_seqscan; RESET enable_hashjoin; R
 
 PLACES = UUID("5d0e9f57-6f6a-4b7e-8c1c-3a1d2f5b8c12")  # so that these uuids meet no other's
 
+LOCK = "hashtextextended(:key, 0)"
 SCHEMA_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_\-]{0,62}")
 
 # SQLSTATE (or its class) -> code of the Transient that it becomes. A longer key wins.
@@ -123,13 +125,15 @@ class Database:
     def place(self) -> str:
         """A uuid of the PostgreSQL database that the schema is in: the same for every schema in it.
 
-        Unlike a schema's identity it is another one after a dump was restored elsewhere. Known once it has been open.
+        Unlike a schema's identity it changes when a dump is restored elsewhere. Known once it has been open.
         """
         return self._place
 
     @property
     def losses(self) -> int:
-        """How many connections have ended by themselves; the server may have restarted, and forgotten what it could."""
+        """How many connections have ended by themselves; the server may have restarted, and lost commits that were not
+        on disk.
+        """
         return self._losses
 
     @property
@@ -151,7 +155,11 @@ class Database:
         `migrations` is the package that holds `versions/`. Several processes may open at once: an advisory lock
         lets one migrate and the others find it done.
         """
-        await self._retrying.call(lambda: self._prepare(migrations), on_failure=self._log_waiting)
+        try:
+            await self._retrying.call(lambda: self._prepare(migrations), on_failure=self._log_waiting)
+        except BaseException:
+            await self._engine.dispose()  # what could not be opened is not closed
+            raise
         self._opened = True
 
     async def close(self) -> None:
@@ -185,7 +193,7 @@ class Database:
     async def flush(self) -> None:
         """Return when everything that was committed here before, without waiting for the disk too, is on disk.
 
-        What was published after those commits leaves first: its flush by the broker would wait for this one.
+        Messages that were published after those commits leave first: its flush by the broker would wait for this one.
         """
         await asyncio.sleep(FLUSH_LINGER_S)
         async with self.single() as connection:
@@ -257,7 +265,7 @@ class Database:
             raise Transient("no free database connection", code="database.busy") from None
 
     async def _take(self, *, by_key: bool) -> _Held:
-        """The warmest connection that lives, or a new one. Those that died with the server are thrown away."""
+        """The warmest connection that lives, or a new one. Connections that died with the server are discarded."""
         while (dead := next((held for held in self._spare if held.driver.is_closed()), None)) is not None:
             self._spare.remove(dead)
             await self._drop(dead)
@@ -341,21 +349,13 @@ class Database:
     async def _prepare(self, package: str | None) -> None:
         # Its own connection: a migration may take longer than any statement of the running system.
         engine = self._make_engine(poolclass=NullPool, patient=True)
+        lock = {"key": lock_key(self.schema)}
         try:
+            if not self._open and await self._found(package, lock):
+                return
             async with engine.begin() as connection:
-                await connection.execute(
-                    text("SELECT pg_advisory_xact_lock(hashtextextended(:key, 0))"), {"key": lock_key(self.schema)}
-                )
-                # Not `IF NOT EXISTS`: that needs the right to create schemas, though this one exists.
-                if not await connection.scalar(text("SELECT to_regnamespace(:name)"), {"name": f'"{self.schema}"'}):
-                    await connection.execute(text(f'CREATE SCHEMA "{self.schema}"'))
-                if package is not None and not await is_at_head(connection, package, self.schema):
-                    async with _alembic():
-                        from bus.persistence import migrations  # noqa: PLC0415  (why: in bus.persistence.revision)
-
-                        await connection.run_sync(migrations.upgrade, package, self.schema)
-                if package is not None:
-                    await check_columns(connection, package, self.schema)
+                await connection.execute(text(f"SELECT pg_advisory_xact_lock({LOCK})"), lock)
+                await self._make(connection, package)
                 self._place = await _place_of(connection)
         except (DBAPIError, *CONNECTION_LOST) as error:
             raise_fault(error, closed=isinstance(error, asyncpg.InterfaceError | asyncpg.InternalClientError))
@@ -363,6 +363,37 @@ class Database:
             raise DatabaseForbidden(str(error), code=error.code) from error
         finally:
             await engine.dispose()
+
+    async def _found(self, package: str | None, lock: Mapping[str, str]) -> bool:
+        """Whether there is nothing to make, which is most often so; the connection is kept for what follows."""
+        async with self._engine.begin() as connection:
+            free = await connection.scalar(text(f"SELECT pg_try_advisory_xact_lock({LOCK})"), lock)
+            if not free or not await self._is_made(connection, package):
+                return False
+            self._place = await _place_of(connection)
+        return True
+
+    async def _is_made(self, connection: AsyncConnection, package: str | None) -> bool:
+        """Whether the schema is there and, of a package with migrations, at head. Raises UnsupportedSchema."""
+        if not await connection.scalar(text("SELECT to_regnamespace(:name)"), {"name": f'"{self.schema}"'}):
+            return False
+        if package is not None:
+            if not await is_at_head(connection, package, self.schema):
+                return False
+            await check_columns(connection, package, self.schema)
+        return True
+
+    async def _make(self, connection: AsyncConnection, package: str | None) -> None:
+        # Not `IF NOT EXISTS`: that needs the right to create schemas, though this one exists.
+        if not await connection.scalar(text("SELECT to_regnamespace(:name)"), {"name": f'"{self.schema}"'}):
+            await connection.execute(text(f'CREATE SCHEMA "{self.schema}"'))
+        if package is not None and not await is_at_head(connection, package, self.schema):
+            async with _alembic():
+                from bus.persistence import migrations  # noqa: PLC0415  (why: in bus.persistence.revision)
+
+                await connection.run_sync(migrations.upgrade, package, self.schema)
+        if package is not None:
+            await check_columns(connection, package, self.schema)
 
     def _log_waiting(self, error: BaseException, failures: int) -> None:
         log.warning(
@@ -404,7 +435,7 @@ def lock_key(schema: str) -> str:
     return f"berth.migrations.{schema}"
 
 
-# Alembic keeps what it works on in globals of the process, and a migration waits for the database in the middle of it.
+# Alembic keeps its state in globals of the process, and a migration waits for the database in the middle of it.
 _MIGRATING: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Lock] = WeakKeyDictionary()
 
 
@@ -422,7 +453,7 @@ async def _place_of(connection: AsyncConnection) -> str:
 
 
 def raise_fault(error: Exception, *, closed: bool = False) -> NoReturn:
-    """Raise what a database error means for us; an error of our own making is raised as it is."""
+    """Raise the bus's own error for a database error; an error of our own making is raised as it is."""
     state = _sqlstate(error)
     code = _transient_code(state)
     if isinstance(error, ServerUntrusted) and not closed:

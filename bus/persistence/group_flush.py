@@ -16,19 +16,21 @@ from typing import Protocol
 from bus.clock import shared_delay_s
 from bus.faults import DatabaseUnavailable
 
-# Acknowledgements gather for as long anyway (bus.rabbitmq.delivery), so no task waits for it. What is not acknowledged
-# counts against the prefetch, so it cannot be much longer.
+# Acknowledgements gather for as long anyway (bus.rabbitmq.delivery), so no task waits for it. Unacknowledged messages
+# count against the prefetch, so it cannot be much longer.
 GATHER_S = 0.5
 # A relay that deletes confirmed rows at the same moment comes first: its commit is the flush.
 AFTER_OTHERS_S = 0.01
 
 
 class FlushedDatabase(Protocol):
-    """What it flushes."""
+    """The object that it flushes."""
 
     @property
     def losses(self) -> int:
-        """How many connections have ended by themselves; the server may have restarted, and forgotten what it could."""
+        """How many connections have ended by themselves; the server may have restarted, and lost commits that were not
+        on disk.
+        """
 
     async def flush(self) -> None:
         """Return when everything that was committed here before is on disk. Raises Transient."""
@@ -64,7 +66,7 @@ class GroupFlush:
         """Done when everything committed so far is on disk.
 
         losses: the database's before those commits. It fails with DatabaseUnavailable when a connection was lost since,
-        with what the flush raised, or is cancelled by `close`: then those commits may be lost and are to be done again.
+        with the flush's own error, or is cancelled by `close`: then those commits may be lost and are to be done again.
         """
         loop = asyncio.get_running_loop()
         flushed: asyncio.Future[None] = loop.create_future()
@@ -127,6 +129,6 @@ class GroupFlush:
             elif error is not None:
                 flushed.set_exception(error)
             elif losses != self._database.losses:
-                flushed.set_exception(DatabaseUnavailable("a connection was lost before what it committed was flushed"))
+                flushed.set_exception(DatabaseUnavailable("a connection was lost before its commits were flushed"))
             else:
                 flushed.set_result(None)

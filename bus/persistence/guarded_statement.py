@@ -51,7 +51,7 @@ class GuardedStatement:
         if versions:
             held = sorted(versions)
             self.add("held", _HELD.format(table=table, key=key), held, [versions[one] for one in held], rows=len(held))
-        # All or nothing. Not joined with what is held: planned by key, two lists of values are compared pair by pair.
+        # All or nothing. Not joined with the held rows: planned by key, two lists of values are compared pair by pair.
         return f"(SELECT count(*) FROM held) = {self._value(len(versions))}::bigint" if updates else "true"
 
     def column(self, expression: str) -> None:

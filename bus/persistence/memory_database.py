@@ -1,10 +1,11 @@
-"""What the in-memory stores share: transactions with row locks, an outbox, handled messages, and planned faults.
+"""The common base of the in-memory stores: transactions with row locks, an outbox, handled messages, and planned
+faults.
 
-It behaves as the stores need PostgreSQL to behave (READ COMMITTED): a row lock is held until the transaction ends, who
-waits in a circle gets an error, what is written becomes visible all at once at the commit, and a connection that is
-lost leaves nothing behind that was not committed. A server that crashes takes back what was committed without waiting
-for the disk and is not on disk yet, and gives the numbers of those transactions again. One process, one event loop;
-several `MemorySession`s share a `MemoryDatabase`.
+It behaves as the stores need PostgreSQL to behave (READ COMMITTED): a row lock is held until the transaction ends, a
+transaction that would wait in a circle gets an error, writes become visible all at once at the commit, and a connection
+that is lost leaves no uncommitted writes behind. A server that crashes takes back commits that did not wait for the
+disk and are not on disk yet, and gives the numbers of those transactions again. One process, one event loop; several
+`MemorySession`s share a `MemoryDatabase`.
 """
 
 from __future__ import annotations
@@ -25,12 +26,12 @@ from bus.persistence.group_flush import FlushingCommit, GroupFlush
 from bus.persistence.outbox import OutboxMessage, buses_of, encode_row, traced
 
 LOCK_TIMEOUT_S = 25.0  # as bus.persistence.database: the server gives a waiting statement up after this
-# What is committed without waiting for the disk is on disk after this at the latest: three turns of PostgreSQL's WAL
+# A commit that did not wait for the disk is on disk after this at the latest: three turns of PostgreSQL's WAL
 # writer.
 UNFLUSHED_S = 0.6
 
 # Called at each statement ("statement"), before ("commit") and after ("committed") each commit: it may wait, and it may
-# raise what a database raises there.
+# raise the errors of a database there.
 Pause = Callable[[str], Awaitable[None]]
 
 
@@ -94,7 +95,7 @@ class MemoryDatabase:
         return self._last_row
 
     def crash(self) -> None:
-        """The server dies and comes back with what is on disk. Its sessions are to be cut first."""
+        """The server dies and comes back with the state on disk. Its sessions are to be cut first."""
         image, self._image = self._image, None
         if image is None or self.clock.monotonic() - image.since > UNFLUSHED_S:
             return
@@ -216,7 +217,7 @@ class MemoryDatabaseTransaction:
         """Record message ids as handled by this transaction; returns those not seen before."""
         await self.statement()
         ids = sorted(set(message_ids))
-        # Also those on record: who inserts what another transaction is inserting waits for its end.
+        # Also those on record: a transaction that inserts a row which another one is inserting waits for its end.
         await self.lock([("handled", handler, one) for one in ids])
         handled, now = self._database.handled, self._database.clock.time()
         fresh = {one for one in ids if (handler, one) not in handled}
@@ -224,7 +225,7 @@ class MemoryDatabaseTransaction:
         return fresh
 
     async def send_later(self, outgoing: Sequence[OutboxMessage]) -> int | None:
-        """Put messages into the outbox; returns the row's id, None when there are none."""
+        """Put messages into the outbox; returns the row's id, None when it does not exist."""
         if not outgoing:
             return None
         await self.statement()
@@ -245,7 +246,7 @@ class MemoryDatabaseTransaction:
         await self._session.pause("committed")
 
     def end(self) -> None:
-        """Give the rows back; what was promised and not committed is forgotten."""
+        """Give the rows back; reservations without a commit are dropped."""
         if self.ended:
             return
         self.ended = True
@@ -300,7 +301,7 @@ class MemorySession:
         return self._group_flush.by_commit()
 
     def cut(self) -> None:
-        """The connections are lost: whatever has not committed never happened."""
+        """The connections are lost: a transaction that has not committed never happened."""
         self.losses += 1
         for transaction in list(self.transactions):
             transaction.end()

@@ -55,7 +55,7 @@ INSERT = f"INSERT INTO outbox (id, buses, body) OVERRIDING SYSTEM VALUE VALUES (
 
 
 def decode_row(body: bytes) -> list[OutboxMessage]:
-    """The messages of a row. Raises UNREADABLE for what another version has written."""
+    """The messages of a row. Raises UNREADABLE for a row that another version has written."""
     return [OutboxMessage(item.bus, item.message, item.cause, item.traceparent) for item in _decode(body)]
 
 
@@ -65,7 +65,7 @@ def buses_of(outgoing: Sequence[OutboxMessage]) -> list[str]:
 
 
 def traced(outgoing: Sequence[OutboxMessage]) -> Sequence[OutboxMessage]:
-    """The messages, each in the trace of what is being handled that caused it (the same ones, where nothing is)."""
+    """The messages, each in the trace of the handled message that caused it (the same ones, if none is handled)."""
     if CURRENT.get() is None:
         return outgoing
     return [item if item.traceparent else replace(item, traceparent=traceparent_of(item.cause)) for item in outgoing]
@@ -101,7 +101,10 @@ async def first_time(conn: asyncpg.Connection, handler: str, message_ids: Sequen
 
 
 class Rows(Protocol):
-    """What a relay needs of an outbox. Adapters: `outbox_rows`, `memory_database`. All raise Transient."""
+    """The operations that a relay needs of an outbox.
+
+    Adapters: `outbox_rows`, `memory_database`. All raise Transient.
+    """
 
     async def delete(self, row_ids: Sequence[int]) -> None:
         """Delete rows whose messages are confirmed."""
@@ -119,4 +122,4 @@ class Rows(Protocol):
         """
 
     async def purge_handled(self, keep_s: float, limit: int) -> None:
-        """Drop records of handled messages older than this, at most so many."""
+        """Delete records of handled messages older than this, up to a bound."""

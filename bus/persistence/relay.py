@@ -47,7 +47,7 @@ _held = Gauge("berth_outbox_pending_rows", "Outbox rows that wait for the broker
 
 
 class Relay:
-    """Publishes after the commit, deletes the row after the confirm, and sweeps what a dead process left.
+    """Publishes after the commit, deletes the row after the confirm, and sweeps rows that a dead process left.
 
     Each bus has its own lane: a cell that is unavailable does not hold up the others.
     """
@@ -167,6 +167,8 @@ class Relay:
         """Return when all that was sent is confirmed and deleted; after the grace time the rest is the sweep's."""
         self._at_once = True
         self._end_gathering()
+        for lane in self._lanes.values():
+            lane.publish_at_once()
         try:
             async with asyncio.timeout(grace_s):
                 while self._running and self.held:
@@ -203,7 +205,7 @@ class Relay:
         self._changed.set()
 
     async def _shorten(self) -> None:
-        """Take what is confirmed out of rows that stay, so that it is not repeated with each sweep."""
+        """Remove confirmed messages from rows that stay, so that they are not repeated with each sweep."""
         while True:
             ticket = await self._to_shorten.get()
             try:

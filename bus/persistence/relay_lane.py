@@ -1,4 +1,6 @@
-"""What waits for one bus: the relay's messages leave in batches, in order, and wait while the bus is unavailable."""
+"""The messages that wait for one bus: the relay's messages leave in batches, in order, and wait while the bus is
+unavailable.
+"""
 
 from __future__ import annotations
 
@@ -25,14 +27,14 @@ if TYPE_CHECKING:
 log = structlog.get_logger(__name__)
 
 LANE_PUBLISHES = 4  # publishes of one bus under way at a time, if all but the last are full or slow
-LANE_SLOW_S = 0.05  # a publish that takes so long no longer holds up what has gathered behind it
+LANE_SLOW_S = 0.05  # a publish that takes this long no longer holds up the messages gathered behind it
 LANE_BATCH = 512  # messages handed to the bus at once
 UNAVAILABLE_LOG_INTERVAL_S = 30.0  # an unavailable bus is logged this often, whatever the number of tries
 
 _published = Counter("berth_outbox_messages", "Outbox messages confirmed by the broker", ["bus"])
 _overtaken = Counter("berth_outbox_overtaken_messages", "Outbox messages that a newer one replaced", ["bus"])
 
-StreamPosition = tuple[Hashable, int]  # what a message reports on, and its number among the reports on that
+StreamPosition = tuple[Hashable, int]  # the subject of a message, and its number among the reports on that
 
 
 class Ticket:
@@ -51,31 +53,41 @@ QueuedMessage = tuple[Ticket, OutboxMessage]
 
 
 class SettleDeliveries(Protocol):
-    """What the relay does with messages that have left; failed: or that stay behind for the sweep."""
+    """The relay's actions for messages that have left; failed: or that stay behind for the sweep."""
 
     def __call__(self, items: Iterable[QueuedMessage], *, failed: bool = False) -> None:
         """Once for each batch, in any order."""
 
 
 class Lingering(Struct, frozen=True):
-    """Which messages wait for others, and how long.
+    """Which messages wait for the next one on their subject, and how long.
 
-    lingers: messages that are not waited for; each leaves with the next message that does not linger, in order, or
-    after `linger_s`. place: what a message reports on, and its number among the reports on that; None: on nothing. With
-    it a message that lingers waits for `linger_s` whatever else leaves, and is dropped when a message with a higher
-    number of the same subject comes meanwhile: its row adds nothing to the newer one's.
+    lingers: messages that are not waited for; each waits for half of `linger_s` or longer, up to all of it, whatever
+    else leaves. place: the subject of a message, and its number among the reports on that; None: on nothing, so the
+    message waits for no other. When a message with a higher number on the same subject comes meanwhile, the lingering
+    one is dropped: its row adds nothing to the newer one's. keeps: instead it leaves together with that one, before it,
+    because the receiver records each.
     """
 
     linger_s: float = 0.0
     lingers: Callable[[Message], bool] | None = None
-    place: Callable[[Message], StreamPosition | None] | None = None
+    place: Callable[[Message], StreamPosition | None] = lambda _: None
+    keeps: bool = False
 
 
 NO_LINGERING = Lingering()
 
 
+class _LingeringReports(Struct):
+    """The lingering messages on one subject, and the newest one's number. since: how many halves had passed then."""
+
+    number: int
+    items: list[QueuedMessage]
+    since: int
+
+
 class Lane:
-    """What waits for one bus. Bounded by the relay's rows."""
+    """The messages that wait for one bus. Bounded by the relay's rows."""
 
     def __init__(self, bus: Bus, clock: Clock, settle: SettleDeliveries, lingering: Lingering) -> None:
         self.lingers = lingering.lingers if lingering.linger_s > 0 else None
@@ -83,12 +95,14 @@ class Lane:
         self._clock = clock
         self._settle = settle
         self._place = lingering.place
+        self._keeps = lingering.keeps
         self._linger_s = lingering.linger_s
-        # By what they report on, the newest of each; the others each under a number of its own.
-        self._lingering: dict[Hashable, tuple[int, QueuedMessage]] = {}
+        # By their subjects, the oldest first; the others each under a number of its own.
+        self._lingering: dict[Hashable, _LingeringReports] = {}
         self._numbers = itertools.count()
         self._some_linger = asyncio.Event()
-        self._is_due = False  # what lingers has lingered long enough
+        self._halves = 0  # of the time of lingering that have passed
+        self._at_once = False  # the process is ending, and nothing lingers
         self._waiting: deque[QueuedMessage] = deque()
         self._some = asyncio.Event()
         self._publishing = 0
@@ -104,60 +118,94 @@ class Lane:
     def put(self, item: QueuedMessage) -> None:
         """Publish a message soon."""
         message = item[1].message
-        place = None if self._place is None else self._place(message)
-        is_lingering = self.lingers is not None and self.lingers(message)
-        if place is not None and not self._overtake(place, item, is_lingering=is_lingering):
-            return
-        if is_lingering:
-            key, number = place or (next(self._numbers), 0)
-            self._lingering[key] = (number, item)
-            self._some_linger.set()
-            return
-        if self._place is None:
-            self._waiting.extend(lingering for _, lingering in self._lingering.values())
-            self._lingering.clear()
+        is_lingering = self.lingers is not None and not self._at_once and self.lingers(message)
+        if is_lingering or self._lingering:
+            place = self._place(message)
+            if place is not None:
+                if self._keeps:
+                    return self._keep(place, item, is_lingering=is_lingering)
+                if not self._overtake(place, item, is_lingering=is_lingering):
+                    return None
+            if is_lingering:
+                subject, number = place or (next(self._numbers), 0)
+                return self._linger(subject, number, item)
         self._waiting.append(item)
-        self._wake()
+        return self._wake()
+
+    def _linger(self, subject: Hashable, number: int, item: QueuedMessage) -> None:
+        self._lingering[subject] = _LingeringReports(number, [item], self._halves)
+        self._some_linger.set()
+
+    def _keep(self, place: StreamPosition, item: QueuedMessage, *, is_lingering: bool) -> None:
+        """The messages that linger on the subject of a report leave with it, in order; or all linger together."""
+        subject, number = place
+        found = self._lingering.get(subject)
+        if found is None and is_lingering:
+            self._linger(subject, number, item)
+        elif found is not None and is_lingering:
+            found.items.append(item)  # since the first
+        else:
+            if found is not None:
+                self._waiting.extend(self._lingering.pop(subject).items)
+            self._waiting.append(item)
+            self._wake()
 
     def _overtake(self, place: StreamPosition, item: QueuedMessage, *, is_lingering: bool) -> bool:
         """Drop the older one of a lingering report and this one on the same subject; False: that is this one."""
         subject, number = place
         found = self._lingering.get(subject)
-        if found is None or (found[0] >= number and not is_lingering):
+        if found is None or (found.number >= number and not is_lingering):
             return True
-        is_newer = found[0] < number
+        is_newer = found.number < number
         if is_newer:
             del self._lingering[subject]
         _overtaken.labels(self._bus.name).inc()
-        self._settle([found[1] if is_newer else item])
+        self._settle(found.items if is_newer else [item])
         return is_newer
 
     async def end_lingering(self) -> None:
-        """What lingers leaves in the end, whatever else is to be sent."""
+        """A lingering message leaves in the end, whatever else is to be sent."""
         while True:
             await self._some_linger.wait()
-            self._some_linger.clear()
-            await self._clock.sleep(self._linger_s)
-            self._is_due = bool(self._lingering)
+            await self._clock.sleep(self._linger_s / 2)
+            self._halves += 1
             self._wake()
+            if not self._lingering:
+                self._some_linger.clear()
+
+    def publish_at_once(self) -> None:
+        """The process is ending: the lingering messages leave, and none lingers any more."""
+        self._at_once = True
+        self._wake()
+
+    def _is_due(self) -> bool:
+        """Whether the oldest has lingered long enough: a whole half of the time, and a part of another.
+
+        If all of them left whenever the time is over, most would have just come, and the ends of those builds would
+        follow in a message of their own.
+        """
+        if not self._lingering:
+            return False
+        return self._at_once or self._halves >= next(iter(self._lingering.values())).since + 2
 
     def _wake(self) -> None:
         if self._may_publish():
             self._some.set()
 
     def _may_publish(self) -> bool:
-        """One publish at a time, so that what comes meanwhile gathers; a full one beside it, or when it is slow."""
-        count = len(self._waiting) + (len(self._lingering) if self._is_due else 0)
+        """One publish at a time, so that messages that come meanwhile gather; a full one beside it,
+        or when it is slow.
+        """
+        count = len(self._waiting) + (len(self._lingering) if self._is_due() else 0)
         if not count or not self._publishing:
             return count > 0
         return not self.is_unavailable and (self._slow or count >= LANE_BATCH)
 
     def _take(self) -> list[QueuedMessage]:
-        """The next batch. What lingers is younger than what waits, or has nothing to do with it."""
+        """The next batch. A lingering message is younger than the waiting ones, or about another subject."""
         items = [self._waiting.popleft() for _ in range(min(LANE_BATCH, len(self._waiting)))]
-        while self._is_due and self._lingering and len(items) < LANE_BATCH:
-            items.append(self._lingering.pop(next(iter(self._lingering)))[1])
-        self._is_due = self._is_due and bool(self._lingering)
+        while self._is_due() and len(items) < LANE_BATCH:
+            items += self._lingering.pop(next(iter(self._lingering))).items  # a few more, where they are kept
         return items
 
     def _is_slow(self) -> None:
@@ -187,9 +235,12 @@ class Lane:
                 self._publishing -= 1
 
     def close(self) -> None:
-        """Leave all that waits here in the table. What is being published is left by its cancellation."""
+        """Leave all that waits here in the table.
+
+        The messages that are being published are left by its cancellation.
+        """
         self._closed = True
-        left = [*self._waiting, *(item for _, item in self._lingering.values())]
+        left = [*self._waiting, *(item for one in self._lingering.values() for item in one.items)]
         self._waiting.clear()
         self._lingering.clear()
         self._settle(left, failed=True)
@@ -227,7 +278,7 @@ class Lane:
 
     async def _one_by_one(self, items: list[QueuedMessage]) -> None:
         """Something of the batch has no queue, or a full one: it alone stays behind for the sweep."""
-        while items:  # what is left of them when this is cancelled was not settled
+        while items:  # messages left when this is cancelled were not settled
             item = items[0]
             try:
                 await self._bus.publish_all([(item[1].message, item[1].cause)], [item[1].traceparent])

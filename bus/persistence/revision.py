@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from functools import lru_cache
 from importlib.resources import files
 from pathlib import Path
 
@@ -25,6 +26,7 @@ WHERE c.relnamespace = to_regnamespace(:schema) AND c.relkind IN ('r', 'p') AND 
 
 
 MAX_NAMED = 5
+MAX_READ = 16  # schemas whose columns are kept in memory
 
 
 class MigrationsMissing(LookupError):
@@ -74,6 +76,7 @@ async def check_columns(connection: AsyncConnection, package: str, schema: str) 
             )
 
 
+@lru_cache(maxsize=MAX_READ)
 def columns_of(statements: str) -> Mapping[str, frozenset[str]]:
     """{table: its columns} of a file of SQL statements, as this project writes them."""
     return {name: frozenset(COLUMN.findall(body)) for name, body in TABLE.findall(statements)}

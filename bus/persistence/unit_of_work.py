@@ -5,8 +5,8 @@ instead of five. Every row that the unit has read is compared with its version a
 row that another process has written since raises `Conflict`; nothing is written, and `run_optimistic` runs the work
 again in a unit that locks what it reads.
 
-A worker subclasses `WriteSet` with what it writes and `OptimisticUnitOfWork` with the methods of its own unit, and
-writes a `RowStore` for each of its adapters.
+A worker subclasses `WriteSet` with its writes and `OptimisticUnitOfWork` with the methods of its own unit, and writes a
+`RowStore` for each of its adapters.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class EmittingUnit(Protocol):
 class OptimisticUnitOfWork(Generic[Row, Writes]):
     """Reads from the cache, collects a write set, and writes it at the end of its `async with` block.
 
-    STALE: what a decision may raise when the row that it is based on is outdated; it becomes a Conflict.
+    STALE: the error of a decision whose row is outdated; it becomes a Conflict.
     """
 
     STALE: ClassVar[tuple[type[Exception], ...]] = ()
@@ -101,7 +101,7 @@ class OptimisticUnitOfWork(Generic[Row, Writes]):
             raise Conflict from None
 
     async def _read(self, keys: Collection[str], *, absent: Collection[str] = ()) -> dict[str, Row]:
-        """Rows as cached; what is not cached is read, unless it is expected to be absent."""
+        """Rows as cached; rows that are not cached are read, unless they are expected to be absent."""
         found: dict[str, Row] = {}
         missing: list[str] = []
         for key in dict.fromkeys(keys):

@@ -13,7 +13,7 @@ MAX_CACHED = 5_000
 
 
 class Connections(Protocol):
-    """What counts the lost connections (`bus.persistence.database`, a session of `memory_database`)."""
+    """The counter of the lost connections (`bus.persistence.database`, a session of `memory_database`)."""
 
     @property
     def losses(self) -> int:
@@ -24,7 +24,7 @@ class VersionCache(Generic[Row]):
     """Rows by key with their versions; the oldest are evicted first, and all of them when a connection is lost.
 
     A server that crashed may have lost its last commits, and gives their transaction numbers again: the version of a
-    lost row may then be that of what another process has written there since.
+    lost row may then be that of a row that another process has written there since.
     """
 
     def __init__(self, database: Connections) -> None:

@@ -15,8 +15,8 @@ from bus.topology import QueueNames
 
 CONFIRM_TIMEOUT_S = 30.0
 CLOSE_TIMEOUT_S = 5.0
-# A channel that is this old and was refused something is replaced. What a full queue refuses costs one channel in so
-# long; what a channel is refused for good, because of a leader that is gone, is refused for no longer.
+# A channel that is this old and was refused something is replaced. Refusals of a full queue cost one channel in this
+# time; a refusal that would be permanent, because of a leader that is gone, lasts no longer.
 REPLACE_REFUSED_S = 5.0
 
 
@@ -37,7 +37,7 @@ class PublishChannel:
 
     @property
     def suspect(self) -> bool:
-        """Whether the broker may refuse here what it would take on a new channel.
+        """Whether the broker may refuse here a message that it would take on a new channel.
 
         A channel remembers the leader of each quorum queue that it published to. One that first publishes after the
         leader's node went down, and before the nodes left have recorded another, keeps the dead one: everything for
@@ -105,7 +105,7 @@ class PublishChannel:
             self.channel.write_queue.put_nowait(frame)
             self._sending = False
         except asyncio.QueueFull:
-            # One sender at a time: what comes meanwhile follows it, so the order stands.
+            # One sender at a time: later messages follow it, so the order stands.
             self._sender = asyncio.get_running_loop().create_task(self._wait_to_send(frame))
 
     async def _wait_to_send(self, frame: ChannelFrame) -> None:

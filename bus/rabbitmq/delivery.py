@@ -22,12 +22,12 @@ _MULTIPLE, _REQUEUE = 1, 1
 # the message that its handler has just published wait for two flushes. No task waits for them, so they gather;
 # and all processes of a machine send them at the same times (`shared_delay_s`): one flush for all of them.
 LINGER_S = 0.5
-WRITE_TIMEOUT_S = 1.0  # a connection that takes nothing for so long is closed as it is
+WRITE_TIMEOUT_S = 1.0  # a connection that takes nothing for this long is closed as it is
 GATHERED_SHARE = 4  # ... but no longer than until this part of what may be delivered ahead is waiting
 
 
 class Acks:
-    """What one channel has delivered and not yet seen settled. prefetch: so much may be delivered ahead."""
+    """The deliveries of one channel that are not settled yet. prefetch: so much may be delivered ahead."""
 
     def __init__(self, channel: AbstractChannel, *, prefetch: int) -> None:
         self.channel = channel
@@ -152,7 +152,7 @@ class RabbitDelivery:
         return self._acks.channel.is_closed
 
     def ack(self) -> None:
-        """Acknowledge it. What was delivered before is acknowledged at once: the next delivery may end this process."""
+        """Acknowledge it. Earlier deliveries are acknowledged at once: the next delivery may end this process."""
         self._acks.ack(self._tag, now=self.delivery_count > 0)
 
     def nack(self, *, requeue: bool) -> None:

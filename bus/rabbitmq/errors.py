@@ -1,4 +1,4 @@
-"""What the broker's answers mean in the words of the port."""
+"""The broker's answers in the words of the port."""
 
 from __future__ import annotations
 
@@ -64,8 +64,8 @@ def translated(about: str = "") -> Iterator[None]:
     except (AMQPError, ChannelInvalidStateError, OSError, TimeoutError, RuntimeError, *BROKEN_OFF) as error:
         raise port_error(error, about) from error
     except Exception as error:  # re-raised but for one
-        # aiormq ends what waits on a closed connection with a bare Exception when it knows no reason. Anything more
-        # special is a bug of ours and stays one.
+        # aiormq ends what waits on a closed connection with a bare Exception when it knows no reason. A more special
+        # error is a bug of ours and stays one.
         if type(error) is Exception:
             raise BusUnavailable("the connection was closed") from error
         raise

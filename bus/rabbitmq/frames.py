@@ -26,8 +26,8 @@ def publish(
 ) -> bytes:
     """The frames of one publish. ValueError: a name is longer than AMQP allows.
 
-    A property that is longer is cut: some repeat what a client of ours or another has given, and one message's property
-    must not stop its consumer.
+    A property that is longer is cut: some repeat values of a client, ours or another's, and one message's property must
+    not stop its consumer.
     """
     method = _METHOD.pack(_BASIC, _PUBLISH, 0) + _name(exchange) + _name(key) + (b"\1" if message.mandatory else b"\0")
     header = _header(message, reply_to, also)
@@ -74,7 +74,7 @@ def cut(text: str) -> str:
 
 
 def _raw(text: str) -> bytes:
-    """The bytes of a text; those that were not UTF-8 when it arrived are what they were."""
+    """The bytes of a text; values that were not UTF-8 when it arrived are sent unchanged."""
     return text.encode("utf-8", errors="surrogateescape")
 
 

@@ -1,9 +1,9 @@
 """Frames from the connection's bytes: all that one read has brought is cut without waiting again for each.
 
 aiormq waits three times for each frame, under a lock, and pamqp reads a frame's head twice and a method's fields by the
-names of their types; then it makes a task for each delivery, which is three frames. That was a third of what a
-scheduler did at a low load. The first frame of a connection is still read by aiormq, which knows what a broker of
-another protocol answers.
+names of their types; then it makes a task for each delivery, which is three frames. That was a third of a scheduler's
+work at a low load. The first frame of a connection is still read by aiormq, which handles the answer of a broker of
+another protocol.
 """
 
 from __future__ import annotations

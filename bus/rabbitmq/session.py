@@ -55,7 +55,7 @@ class Session:
     async def connect(cls, address: BrokerAddress, names: QueueNames, connection_name: str) -> Session:
         """Connect to one of the broker's nodes, tried in no order. Raises BusUnavailable or BusForbidden.
 
-        A node may come back and a login stays wrong, so what is raised of several is that one is unavailable.
+        A node may come back and a login stays wrong, so of several errors the one about an unavailable node is raised.
         """
         errors: list[BusError] = []
         for host in random.sample(address.hosts, len(address.hosts)):
@@ -121,7 +121,7 @@ class Session:
         """Publish and wait for the confirm."""
         publisher = self._publisher
         if publisher is None or self._unsent or not _usable(publisher):
-            self._unsent += 1  # what comes meanwhile waits behind this one
+            self._unsent += 1  # messages that come meanwhile wait behind this one
             try:
                 publisher = await self._open_publisher()
             finally:
@@ -140,7 +140,7 @@ class Session:
             return self._publisher
 
     async def declare_shared(self) -> None:
-        """Declare what the whole bus shares, unless it exists: some users may use it and not declare it.
+        """Declare the shared topology of the bus, unless it exists: some users may use it and not declare it.
 
         Raises BusUnavailable: something is missing, and these credentials may not declare it.
         """
@@ -155,7 +155,9 @@ class Session:
                 elif may_bind:  # who made it may have ended before it was bound
                     may_bind = await self._bind_if_allowed(real)
         except BusForbidden as error:
-            raise BusUnavailable(f"another worker makes what the bus shares, and has not yet: {error}") from error
+            raise BusUnavailable(
+                f"another worker declares the bus's shared topology, and has not yet: {error}"
+            ) from error
 
     async def _bind_if_allowed(self, planned: QueuePlan) -> bool:
         try:
@@ -167,7 +169,7 @@ class Session:
     async def mark(self, name: str, owner: str) -> None:
         """A mark, under its real name: an exchange whose alternate exchange names its owner. Raises BusMarked.
 
-        Of an exchange the broker compares type, durability and alternate exchange with what is declared anew.
+        Of an exchange the broker compares type, durability and alternate exchange with the new declaration.
         """
         try:
             await self._mark(name, owner)
@@ -187,10 +189,10 @@ class Session:
             )
 
     async def owner_of(self, name: str) -> str:
-        """The owner of a mark; "" where there is none.
+        """The owner of a mark; "" if there is none.
 
-        No call returns an exchange's arguments: it is declared as no worker would. That it differs is the broker's
-        code; its text is only for a person.
+        No call returns an exchange's arguments: it is declared as no worker would. The broker's code states that it
+        differs; its text is only for a person.
         """
         channel = await self.named("marks")
         try:
@@ -286,7 +288,7 @@ class Session:
         return answer.message_count or 0
 
     async def purge(self, queue: str) -> int:
-        """Drop what is ready."""
+        """Drop the ready messages."""
         channel = await self.named("control")
         with translated():
             answer = await channel.queue_purge(queue, timeout=RPC_TIMEOUT_S)
@@ -326,7 +328,7 @@ def _arguments(planned: QueuePlan) -> dict[str, Any]:
         arguments["x-dead-letter-exchange"] = planned.dead_exchange
         if planned.dead_key:
             arguments["x-dead-letter-routing-key"] = planned.dead_key
-        # The broker confirms to itself what it moves: a crash in between loses nothing.
+        # The broker confirms to itself the messages that it moves: a crash in between loses nothing.
         arguments["x-dead-letter-strategy"] = "at-least-once"
     return arguments
 

@@ -5,8 +5,8 @@ beyond the calendar and on deep tables, and it does so in the reader of the conn
 was delivered on it is delivered again, and one message drives its neighbours past their delivery limit. It also copies
 the rest of a table for each value, so that a header frame of 128 kB takes seconds.
 
-Here text that is not UTF-8 keeps its bytes (`surrogateescape`: written back, they are the same bytes), what has no
-value in Python is None, and depth and number of values are bounded.
+Here text that is not UTF-8 keeps its bytes (`surrogateescape`: written back, they are the same bytes), values without a
+Python equivalent are None, and depth and number of values are bounded.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from pamqp.commands import Basic
 
 log = structlog.get_logger("bus.rabbitmq")
 
-# Tables and arrays in each other; what is deeper is left out.
+# Tables and arrays in each other; deeper values are left out.
 MAX_DEPTH = 16
-# Values of one message's headers; what follows them is left out.
+# Values of one message's headers; the values after them are left out.
 MAX_VALUES = 4_096
 # A timestamp beyond this many seconds counts milliseconds, as pamqp has it.
 MAX_SECONDS = 0xFFFFFFFF
@@ -52,7 +52,7 @@ def _text(raw: bytes) -> str:
 def _properties(properties: Any, flags: int, data: bytes) -> None:
     try:
         _read(properties, flags, data)
-    except Exception as error:  # whatever it is, what was read so far stays, and the rest is as if not given
+    except Exception as error:  # on any error the values read so far stay, and the rest is treated as absent
         log.warning("bus.unreadable_properties", error=type(error).__name__)
 
 

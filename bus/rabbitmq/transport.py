@@ -28,18 +28,18 @@ log = structlog.get_logger("bus.rabbitmq")
 
 
 # How the broker names a requester that uses direct reply-to. RabbitMQ 3.10 ends the connection of a publisher to such a
-# name that it did not make itself, and any client may give one: what is on that connection must be nothing else.
+# name that it did not make itself, and any client may give one: nothing else may use that connection.
 DIRECT_REPLY = "amq.rabbitmq.reply-to."
 
 T = TypeVar("T")
 
-# What stood beside each durable queue once, before a bus had one set (docs/decisions/0016-one-set-of-delays-a-bus.md):
-# its dead letters. Its retry queues empty themselves.
+# The queues that stood beside each durable queue before a bus had one set
+# (docs/decisions/0016-one-set-of-delays-a-bus.md): its dead letters. Its retry queues empty themselves.
 FORMER_DEAD = ".dead"
 
 
 async def _log_what_is_left(session: Session, name: str) -> None:
-    """Log what an older berth has left beside a queue, so that no letter is forgotten there."""
+    """Log the queues that an older berth has left beside a queue, so that no letter is forgotten there."""
     left = await session.count(name + FORMER_DEAD)
     if left is not None:
         log.warning("bus.former_queue", queue=name + FORMER_DEAD, messages=left, see="docs/howto/run-for-real.md")
@@ -160,7 +160,7 @@ class RabbitTransport:
 
     async def close(self) -> None:
         """Close; unacknowledged deliveries go back to their queues."""
-        self._closing = True  # a cancellation may get lost in aiormq, which keeps what comes while it closes
+        self._closing = True  # a cancellation may get lost in aiormq, which keeps messages that come while it closes
         tasks = [*self._restoring, *([self._keeper] if self._keeper else [])]
         for task in tasks:
             task.cancel()
@@ -180,7 +180,7 @@ class RabbitTransport:
         self._getters.clear()
 
     async def declare_shared(self) -> None:
-        """Declare what the whole bus shares."""
+        """Declare the shared topology of the bus."""
         await self._lasting(Session.declare_shared)
         self._shared = True
 
@@ -251,7 +251,7 @@ class RabbitTransport:
         return await self._current().depth(self._names.queue(queue))
 
     async def purge(self, queue: str) -> int:
-        """Drop what is ready in a queue."""
+        """Drop the ready messages of a queue."""
         return await self._current().purge(self._names.queue(queue))
 
     def on_reconnect(self, callback: Callable[[], None]) -> None:

@@ -1,4 +1,6 @@
-"""What a worker's `app.py` is given: who it is, the clock, randomness, buses and databases. It chooses none of them."""
+"""The resources that a worker's `app.py` receives: who it is, the clock, randomness, buses and databases. It chooses
+none of them.
+"""
 
 from __future__ import annotations
 
@@ -99,7 +101,7 @@ class Environment:
         )
 
     def transport(self, name: str) -> Transport:
-        """A connection of its own to a bus, for what is no worker's traffic."""
+        """A connection of its own to a bus, for traffic that is no worker's."""
         return self._transports(name)
 
     def database(self, role: str, *, pool_size: int | None = None) -> Database:

@@ -23,7 +23,7 @@ Answer = tuple[int, str, bytes]
 
 
 class Health:
-    """The health server. `not_ready` names what is not ready; an empty answer means ready.
+    """The health server. `not_ready` names the parts that are not ready; an empty answer means ready.
 
     refresh: awaited before metrics are answered, for gauges that have to ask a server for their value.
     Never opened it is only its answers, for a server that serves them beside something else.

@@ -101,7 +101,7 @@ async def live(
 
 
 async def _freeze_when_ready(service: Service) -> None:
-    """What was loaded to get ready stays for the life of the process: the collector need not walk it again."""
+    """Objects that were loaded to get ready stay for the life of the process: the collector need not walk it again."""
     await service.ready.wait()
     gc.collect()
     gc.freeze()

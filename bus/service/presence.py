@@ -44,7 +44,7 @@ class Presence:
             await self._bus.clock.sleep(self._every_s)
 
     def heartbeat(self) -> WorkerHeartbeat:
-        """What the worker is doing now."""
+        """The worker's present activity."""
         in_hand = {queue[:MAX_TEXT]: count for queue, count in list(self._service.in_hand().items())[:MAX_QUEUES]}
         return WorkerHeartbeat(
             role=self._role,

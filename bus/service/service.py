@@ -1,7 +1,7 @@
 """One lifecycle for every worker: open, declare, ready, consume, drain within a grace time, close.
 
 A side task that ends while the service runs ends the service, and `run` raises the first fault. After a fault nothing
-is drained: what was not acknowledged goes back to its queue, and another process, or this one restarted, takes it.
+is drained: unacknowledged messages go back to their queue, and another process, or this one restarted, takes them.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ class SideTaskEnded(Fault):
 
 
 class Consumes(Protocol):
-    """What the lifecycle needs of a consumer."""
+    """The operations that the lifecycle needs of a consumer."""
 
     async def start(self) -> None:
         """Declare and begin."""
 
     async def drain(self, grace_s: float) -> None:
-        """Take nothing more, finish what is in hand."""
+        """Take no further messages, finish the batches under way."""
 
     async def run(self) -> None:
         """Until drained; raises what ended it otherwise."""
@@ -42,7 +42,7 @@ class Consumes(Protocol):
 
 @runtime_checkable
 class CountsInHand(Protocol):
-    """A consumer that counts what it has taken."""
+    """A consumer that counts the messages that it has taken."""
 
     @property
     def queue(self) -> str:
@@ -54,7 +54,7 @@ class CountsInHand(Protocol):
 
 
 class Reached(Protocol):
-    """What the lifecycle needs of a bus."""
+    """The operations that the lifecycle needs of a bus."""
 
     @property
     def unavailable_reason(self) -> str:
@@ -104,7 +104,7 @@ class Service:
         self._task_makers.append((name, body))
 
     def add_drain(self, draining: Callable[[float], Awaitable[Any]]) -> None:
-        """Called with what is left of the grace time after the consumers have drained (an outbox relay, a batcher)."""
+        """Called with the rest of the grace time after the consumers have drained (an outbox relay, a batcher)."""
         self._drains.append(draining)
 
     def add_check(self, name: str, fn: Callable[[], bool]) -> None:
@@ -132,7 +132,7 @@ class Service:
         return {one.queue: one.in_hand for one in self._consumers if isinstance(one, CountsInHand)}
 
     def not_ready(self) -> list[str]:
-        """Names of what is not ready now; empty when the service can do its work."""
+        """Names of the parts that are not ready now; empty when the service can do its work."""
         failing = [problem for fn in self._checks.values() if (problem := fn())]
         return failing if self.ready.is_set() else [f"service is {self.phase}", *failing]
 

@@ -1,7 +1,7 @@
 """Settings of any shape: a frozen msgspec struct from a TOML file and `BERTH_...` variables.
 
-`BERTH_BUS__URL=...` sets `bus.url`: the prefix goes, a double underscore goes one level down, case does not matter.
-An unknown name is an error that offers the nearest known one; so is a value of the wrong type.
+`BERTH_BUS__URL=...` sets `bus.url`: the prefix is removed, a double underscore goes one level down, case does not
+matter. An unknown name is an error that offers the nearest known one; so is a value of the wrong type.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def hide_password(text: str) -> str:
     scheme, found, rest = text.partition("://")
     if not found:
         return text
-    # A server's password may hold a / or ? that is not encoded; what a path of HTTP holds is none.
+    # A server's password may hold a / or ? that is not encoded; an @ in an HTTP path belongs to none.
     head, slash, path = rest.partition("/") if scheme in {"http", "https"} else (rest, "", "")
     login, at, place = head.rpartition("@")
     user, colon, _ = login.partition(":")

@@ -125,7 +125,7 @@ def _add_trace(_logger: Any, _method: str, event: Any) -> Any:
 
 
 def _escape(_logger: Any, _method: str, event: Any) -> Any:
-    """What a terminal would execute, or take for a line of its own; JSON escapes it itself."""
+    """Characters that a terminal would execute, or read as a new line; JSON escapes it itself."""
     for key, value in event.items():
         if isinstance(value, str) and not value.isprintable():
             event[key] = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in value)

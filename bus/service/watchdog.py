@@ -1,4 +1,4 @@
-"""Watchdog pings for whatever supervises this process, sent by its event loop: the protocol of systemd's `sd_notify`.
+"""Watchdog pings for this process's supervisor, sent by its event loop: the protocol of systemd's `sd_notify`.
 
 A loop that stands still sends none, and is then ended with SIGABRT: the stack of every thread goes to standard error.
 Without NOTIFY_SOCKET and WATCHDOG_USEC in the environment nothing is sent.
@@ -26,14 +26,16 @@ log = structlog.get_logger(__name__)
 
 
 class Watchdog(Struct, frozen=True):
-    """Who wants watchdog pings: the address of a datagram socket, and the seconds without one that end the process."""
+    """The receiver of watchdog pings: the address of a datagram socket, and the seconds without one that end the
+    process.
+    """
 
     address: str
     limit_s: float
 
 
 def watchdog_of(environment: Mapping[str, str], *, pid: int) -> Watchdog | None:
-    """What a supervisor has put into the environment; None when it wants no pings, or those of another process."""
+    """The supervisor's variables in the environment; None when it wants no pings, or those of another process."""
     address, limit = environment.get("NOTIFY_SOCKET", ""), environment.get("WATCHDOG_USEC", "")
     if address[:1] not in {"/", "@"} or not (limit.isascii() and limit.isdigit()):
         return None

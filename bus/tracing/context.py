@@ -1,8 +1,8 @@
 """W3C trace contexts, and those of the messages that are being handled.
 
-Only what is sampled has a context here: a message of an unsampled trace carries none, and costs nothing further on.
-A handler takes a batch, so a context is found by the cause of what is logged or published (`Meta.cause`), never by
-the task alone. Without tracing `CURRENT` is None everywhere, and each look-up ends with that.
+Only sampled messages have a context here: a message of an unsampled trace carries none, and costs nothing further on.
+A handler takes a batch, so a context is found by the cause of a log line or message (`Meta.cause`), never by the task
+alone. Without tracing `CURRENT` is None everywhere, and each look-up ends with that.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class TraceContext(Struct, frozen=True):
 def parse_traceparent(text: str | None) -> tuple[TraceContext, bool] | None:
     """The context that a header names, and whether its trace is sampled. None: it is no `traceparent`.
 
-    Any client may have written it: what is not exactly as the specification has it is ignored.
+    Any client may have written it: a header that does not exactly follow the specification is ignored.
     """
     match = _TRACEPARENT.fullmatch(text) if text else None
     if match is None:
@@ -49,7 +49,7 @@ def parse_traceparent(text: str | None) -> tuple[TraceContext, bool] | None:
 
 
 class SpanKind(IntEnum):
-    """What a span is to the other side, by OTLP's numbers."""
+    """The kind of a span, by OTLP's numbers."""
 
     INTERNAL = 1
     SERVER = 2
@@ -109,10 +109,11 @@ class StartSpan(Protocol):
 
 
 class Scope:
-    """What is being handled now. by_cause: the contexts of its sampled messages, by their causes and subjects.
+    """The messages that are being handled now. by_cause: the contexts of its sampled messages, by their causes and
+    subjects.
 
     parent: the span that work for all of them belongs to, until it has ended; tasks that were begun meanwhile keep the
-    scope, and find by cause what is theirs. whole: all of it is one request's work, so that other causes belong to
+    scope, and find their own context by cause. whole: all of it is one request's work, so that other causes belong to
     `parent`, until it has ended. otherwise: the header of messages of other causes; empty: they have none.
     """
 

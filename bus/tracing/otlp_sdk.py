@@ -34,7 +34,7 @@ class SdkExporter:
         readable = [self._readable(span) for span in spans]
         try:
             result = await asyncio.to_thread(self._exporter.export, readable)
-        except Exception as error:  # whatever a transport raises: these spans are lost, and nothing else
+        except Exception as error:  # on any error of a transport: these spans are lost, and nothing else
             raise ExportFailed(type(error).__name__) from error
         if result is not SpanExportResult.SUCCESS:
             raise ExportFailed("the collector did not take them")

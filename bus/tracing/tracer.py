@@ -2,7 +2,7 @@
 
 A trace is sampled at its beginning, by its id, and only there: at the client, or where a request without a context
 enters. A client may want its own traces sampled (its header requests it), within the same limit. Spans that cannot be
-exported in time are dropped and counted: tracing never holds up what it shows.
+exported in time are dropped and counted: tracing never delays the work that it shows.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ EDGES = frozenset({"scheduler.requests"})
 
 MAX_SPANS = 8_192  # that wait for their export; one more is dropped
 EXPORT_BATCH = 512  # spans in one export
-EXPORT_PAUSE_S = 5.0  # what has ended gathers this long, unless a batch is full
+EXPORT_PAUSE_S = 5.0  # ended spans gather this long, unless a batch is full
 CLOSE_S = 3.0  # how long the last export may take
 MAX_LINKS = 128  # of one batch
 LOG_INTERVAL_S = 60.0  # failed exports are logged this often
@@ -54,7 +54,7 @@ class ExportFailed(Exception):
 
 
 class TraceLimit(Struct):
-    """At most so many traces a second begin, and as many at once after a quiet second."""
+    """At most this many traces a second begin, and as many at once after a quiet second."""
 
     most_per_s: float
     left: float = 0.0
@@ -148,7 +148,8 @@ class Tracer:
 
     @contextlib.contextmanager
     def consuming(self, bus: str, queue: str, batch: Sequence[Received]) -> Iterator[list[Outcome]]:
-        """The handling of a batch: a span in the trace of each sampled message. What it yields takes the outcomes.
+        """The handling of a batch: a span in the trace of each sampled message. It yields the list that takes the
+        outcomes.
 
         Where several are sampled, the work for all of them has a span and a trace of its own, with links to theirs.
         """
@@ -181,7 +182,7 @@ class Tracer:
     def _spans_of(
         self, bus: str, queue: str, batch: Sequence[Received]
     ) -> tuple[dict[int, Span], dict[str, TraceContext]]:
-        """({position: span} of the sampled messages of a batch, {what a message is about or caused by: its span})."""
+        """({position: span} of the sampled messages of a batch, {the cause or subject of a message: its span})."""
         spans: dict[int, Span] = {}
         by_cause: dict[str, TraceContext] = {}
         for position, received in enumerate(batch):
@@ -203,7 +204,7 @@ class Tracer:
         return spans, by_cause
 
     def _parent_of(self, received: Received, queue: str) -> TraceContext | None:
-        """Below what a message's span goes; with an empty span id a trace that begins here; None: unsampled."""
+        """The parent of a message's span; with an empty span id a trace that begins here; None: unsampled."""
         if received.meta.traceparent:
             parsed = parse_traceparent(received.meta.traceparent)
             if parsed is not None:
@@ -264,7 +265,7 @@ class Tracer:
                 _exported.inc(len(spans))
 
     async def close(self) -> None:
-        """Export what has gathered, within CLOSE_S."""
+        """Export the gathered spans, within CLOSE_S."""
         task, self._exporting = self._exporting, None
         if task is not None:
             task.cancel()

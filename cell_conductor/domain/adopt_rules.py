@@ -1,7 +1,8 @@
 """Adoption: a doubted build's machine was found on a host that its record does not name, and is not built again.
 
-Placement is requested to release what the build holds and to claim what its machine takes. Whatever the answer, the
-machine stays and is the instance's: one without room in the book is the audit's (`unclaimed`).
+Placement is requested to release the build's allocation and to claim that of its machine. Whatever the answer, the
+machine stays and belongs to the instance. A claim that was refused is requested again, less and less often; after
+`MAX_CLAIMS` refusals it is left to the audit (`unclaimed`).
 """
 
 from __future__ import annotations
@@ -15,13 +16,15 @@ from bus.contracts.build import BuildState
 from bus.contracts.cell import FoundMachine, Selection
 
 from . import rules, steps
-from .events import BuildRequested, Claimed, ClaimRefused, HostRuns, MachineFound, Spawned
-from .instance import Instance, State
+from .events import BuildRequested, Claimed, ClaimRefused, HostRuns, MachineFound, Spawned, TimedOut
+from .instance import MACHINE_EXISTS, Instance, State
 from .steps import Step, StepContext
 
-# Of a build that has a machine already which cannot be proved to be its project's: an operator decides about that.
-MACHINE_EXISTS = "build.machine_exists"
 MAX_SELECTIONS = 10  # of one record, as of one request
+# There is room when another instance is deleted, or when an operator makes some: no client waits for this claim.
+CLAIM_AGAIN_S = 60.0
+CLAIM_AGAIN_MAX_S = 3600.0
+MAX_CLAIMS = 32  # refused in a row: a little more than a day
 
 
 def is_searched(instance: Instance) -> bool:
@@ -30,15 +33,16 @@ def is_searched(instance: Instance) -> bool:
 
 
 def forgotten_machines(instance: Instance, found: Sequence[FoundMachine]) -> tuple[FoundMachine, ...]:
-    """Those of these that the record does not know: on other hosts than it has tried, or of later attempts."""
+    """The machines among these that the record does not have: on hosts that it has not tried, or of later attempts."""
     tried = {selection.host_uuid for selection in instance.selections[: instance.position + 1]}
     return tuple(one for one in found if one.attempt > instance.last_attempt or one.host_uuid not in tried)
 
 
 def start_or_adopt(instance: Instance, event: BuildRequested, context: StepContext) -> Step:
-    """A build that is new here: its machine is adopted, where the cell was found to have one.
+    """A build that is new here: its machine is adopted, if the cell was found to have one.
 
-    One on its first host that is of its first attempt is no other: the command there is repeated, and answered.
+    A machine on its first host that is of its first attempt is no other machine: the command there is repeated, and
+    answered.
     """
     requested = rules.with_request(instance, event)
     first = (1, requested.host_uuid)
@@ -49,7 +53,7 @@ def start_or_adopt(instance: Instance, event: BuildRequested, context: StepConte
 
 
 def adopt_machine(instance: Instance, event: MachineFound, context: StepContext) -> Step:
-    """A record that was set back fails over, and its instance has a machine that it does not know."""
+    """A record that was set back fails over, and its instance has a machine that is not on record."""
     found = forgotten_machines(instance, event.machines)
     if not instance.doubted or not found:
         return Step(instance)
@@ -57,7 +61,7 @@ def adopt_machine(instance: Instance, event: MachineFound, context: StepContext)
 
 
 def note_built(instance: Instance, event: Spawned | HostRuns, context: StepContext) -> Step:
-    """The machine that is being adopted runs: complete by now, perhaps."""
+    """The machine that is being adopted runs; it may be complete by now."""
     if not steps.is_ours(instance, event):
         return rules.destroy_orphan(instance, event, context)
     is_built = isinstance(event, Spawned) or event.built
@@ -65,11 +69,14 @@ def note_built(instance: Instance, event: Spawned | HostRuns, context: StepConte
 
 
 def end_adopted(instance: Instance, event: Claimed | ClaimRefused, context: StepContext) -> Step:
-    """Placement has answered: active, or building where the machine is not complete yet."""
+    """Placement has answered: active, or building while the machine is not complete yet."""
     if event.attempt != instance.next_attempt:
         return Step(instance)
-    held = event.consumer_generation if isinstance(event, Claimed) else None
-    settled = replace(instance, newest=event.attempt, consumer_generation=held)
+    held = event.consumer_generation if isinstance(event, Claimed) or is_held(instance.here, event) else None
+    refused = 0 if isinstance(event, Claimed) or held is not None else instance.claims_refused + 1
+    settled = replace(instance, newest=event.attempt, consumer_generation=held, claims_refused=refused)
+    if instance.claims_refused:  # it was active before, and its client has been informed
+        return Step(replace(settled, state=State.ACTIVE, deadline=None))
     if settled.found_built:
         here = settled.here
         up = Spawned(at=event.at, attempt=settled.attempt, host_uuid=here.host_uuid, service=here.service)
@@ -79,13 +86,34 @@ def end_adopted(instance: Instance, event: Claimed | ClaimRefused, context: Step
     return steps.announce(building, BuildState.BUILDING, event.at, context)
 
 
+def is_held(selection: Selection, event: ClaimRefused) -> bool:
+    """Whether the consumer holds just this already: the audit has claimed it, or a record that is forgotten."""
+    return event.consumer_generation is not None and event.holding == selection.allocations
+
+
+def claim_later(stepped: Step, at: float) -> Step:
+    """An active instance whose claim was refused gets the time of its next one, up to `MAX_CLAIMS` in a row."""
+    instance = stepped.instance
+    if instance.state is not State.ACTIVE or not instance.is_unclaimed or instance.deadline is not None:
+        return stepped
+    if instance.claims_refused >= MAX_CLAIMS:
+        return stepped
+    wait_s = min(CLAIM_AGAIN_S * 2 ** (instance.claims_refused - 1), CLAIM_AGAIN_MAX_S)
+    return Step(replace(instance, deadline=at + wait_s), stepped.commands)
+
+
+def claim_again(instance: Instance, event: TimedOut, context: StepContext) -> Step:
+    """Placement is requested once more for what an adopted machine takes. It has been active `since` then."""
+    return Step(replace(instance, state=State.ADOPTING, deadline=event.at + context.claim_retry_s))
+
+
 def _adopt(instance: Instance, found: Sequence[FoundMachine], at: float, context: StepContext) -> Step:
-    """The machine that is complete, else the newest. The others stay, in quarantine (`reused_from`)."""
+    """The machine that is complete, else the newest. The other machines stay, in quarantine (`reused_from`)."""
     assert instance.spec is not None
     best = max(found, key=lambda one: (one.built, one.attempt, one.host_uuid))
     allocations = _taken(instance, best)
     if best.project_id != instance.spec.project_id or allocations is None or best.attempt < 1:
-        reason = f"host {best.host} has a machine of this instance, and it is not proved what or whose it is"
+        reason = f"host {best.host} has a machine of this instance, and its project or size is not proved"
         passed = replace(instance, code=MACHINE_EXISTS, reason=steps.cut(reason), doubted=True)
         return Step(steps.ask(passed, State.GIVING_UP, at, context))
     here = Selection(host_uuid=best.host_uuid, host=best.host, service=best.service, allocations=allocations)
@@ -97,12 +125,15 @@ def _adopt(instance: Instance, found: Sequence[FoundMachine], at: float, context
         attempt=best.attempt,
         newest=max(best.attempt, instance.last_attempt),
         found_built=best.built,
+        claims_refused=0,
     )
     return Step(steps.ask(adopted, State.ADOPTING, at, context))
 
 
 def _taken(instance: Instance, found: FoundMachine) -> Allocations | None:
-    """What the machine takes: by its host, else as the build was chosen for that host, or for one without parts."""
+    """The resources of the machine: by its host, else as the build was chosen for that host, or for a host without
+    parts.
+    """
     if found.allocations:
         return found.allocations
     for selection in instance.selections:

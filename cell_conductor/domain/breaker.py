@@ -1,4 +1,6 @@
-"""The breaker of one compute service: too much that is lost, unexplained or over in one report stops destruction."""
+"""The breaker of one compute service: too many machines that are lost, unexplained or over in one report stop
+destruction.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,7 @@ class Finding(Struct, frozen=True):
 
 
 class Breaker(Struct, frozen=True, kw_only=True):
-    """What is on record of one service's breaker. machines: the keys of those that tripped it.
+    """The record of one service's breaker. machines: the keys of those that opened it.
 
     reset_at, reset_by: when and by whom an operator reset it, for these machines and no others (0, "": not yet).
     """
@@ -51,7 +53,7 @@ class Breaker(Struct, frozen=True, kw_only=True):
 
 
 class BreakerVerdict(Struct, frozen=True):
-    """What one report may do: these findings go on. tripped: the breaker to put on record, if it trips now."""
+    """The findings of one report that take effect. tripped: the breaker to put on record, if it opens now."""
 
     go: tuple[Finding, ...] = ()
     held: int = 0
@@ -67,9 +69,9 @@ def assess(
     limit: int,
     now: float,
 ) -> BreakerVerdict:
-    """What of one report's findings may be done. quarantined: machines that were put on record with this report.
+    """Which findings of one report take effect. quarantined: machines that were put on record with this report.
 
-    All or nothing: up to the limit, losses are taken for failures; more of them at once suggest a wrong database.
+    All or nothing: up to the limit, losses count as failures; more of them at once suggest a wrong database.
     """
     if breaker is not None and breaker.is_open:
         return BreakerVerdict(held=len(findings))
@@ -79,7 +81,8 @@ def assess(
     if len(new) + len(unknown) <= limit:
         return BreakerVerdict(go=tuple(findings))
     lost = sum(isinstance(finding.event, HostMissing) for finding in new)
-    # Those that were passed before, too: one reset is for a whole report, or the next report would need another.
+    # Findings that were passed before count, too: one reset is for a whole report, or the next report would need
+    # another.
     machines = sorted({*(finding.key for finding in findings if not finding.ordered), *unknown})[:MAX_NAMED]
     tripped = Breaker(
         service=service,
@@ -93,7 +96,7 @@ def assess(
 
 
 class ScanFindings:
-    """What the pages of one scan of a service's hosts have brought so far. A scan is assessed as a whole."""
+    """The findings of the pages of one scan of a service's hosts so far. A scan is assessed as a whole."""
 
     def __init__(self, key: tuple[int, int, int]) -> None:
         self.key = key

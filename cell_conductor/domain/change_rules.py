@@ -1,4 +1,4 @@
-"""Changes of a machine where it is: stop, start, rebuild, rescue, shelve; and how an instance leaves its host."""
+"""Changes of a machine in place: stop, start, rebuild, rescue, shelve; and how an instance leaves its host."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from .steps import Step, StepContext
 
 
 def changed(instance: Instance, event: ChangeEnded, context: StepContext) -> Step:
-    """The host has done what was commanded, or reports that it could not; what it does not know is queried again."""
+    """The host has carried out the command, or reports that it could not; if it does not know, it is queried again."""
     if not is_awaited(instance, event, instance.here, instance.attempt):
         return Step(instance)
     move = move_of(instance)
@@ -66,7 +66,9 @@ def changed(instance: Instance, event: ChangeEnded, context: StepContext) -> Ste
 
 
 def change_again(instance: Instance, event: TimedOut, context: StepContext) -> Step:
-    """No answer: the command is repeated, in a new order, until the host answers; the request does not wait."""
+    """No answer: the command is repeated, under a new order number, until the host answers; the
+    request does not wait.
+    """
     move = move_of(instance)
     earlier = order(instance, CHANGES[move.kind], event.at, context)
     step = Step(replace(earlier.instance, deadline=repeat_at(instance, event.at, context)), earlier.commands)
@@ -77,14 +79,17 @@ def change_again(instance: Instance, event: TimedOut, context: StepContext) -> S
 
 
 def vacate(instance: Instance, event: Destroyed | HostMissing, context: StepContext) -> Step:
-    """The shelved machine is gone from its host: its allocation goes."""
+    """The shelved machine is gone from its host: its allocation is released."""
     if not here_gone(instance, event, context):
         return Step(instance)
     return Step(steps.ask(instance, State.VACATING, event.at, context))
 
 
 def end_offloaded(instance: Instance, event: Released, context: StepContext) -> Step:
-    """Nothing is held any more: without a host. A copy of a claim, or of this release, is fenced by its attempt."""
+    """Nothing is allocated any more: the instance has no host.
+
+    A copy of a claim, or of this release, is fenced by its attempt.
+    """
     if event.consumer not in ("", instance.uuid):
         return Step(instance)
     move = move_of(instance)

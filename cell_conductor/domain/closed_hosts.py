@@ -35,7 +35,7 @@ class ClosedHosts(Struct, frozen=True):
         return None if down is None else Closed(down.code, down.reason)
 
     def passed_over(self, selections: Sequence[Selection], attempt: int, at: float) -> tuple[AttemptRecord, ...]:
-        """Those of these that are closed, as records of the history."""
+        """The closed ones among these, as records of the history."""
         return tuple(
             AttemptRecord(attempt=attempt, host=selection.host, outcome=NOT_TRIED, code=closed.code, at=at)
             for selection in selections

@@ -1,10 +1,13 @@
-"""Deletes of what moves or is without a host, and of what its host cannot destroy now. Pure, as the other rules are."""
+"""Deletes of instances that move, that have no host or no record, or that their host cannot destroy now. Pure, as the
+other rules are.
+"""
 
 from __future__ import annotations
 
 from msgspec.structs import replace
 
 from bus.contracts.build import BuildState
+from bus.contracts.cell import UNKNOWN_ATTEMPT, InstanceSpec, Selection
 from bus.contracts.moves import (
     MoveState,
 )
@@ -38,6 +41,47 @@ from .move_steps import (
 )
 from .steps import Step, StepContext
 
+# Of an instance that the record has forgotten: so many attempts may have been made of it since.
+FORGOTTEN_ATTEMPTS = 1000
+
+
+def delete_unknown(instance: Instance, event: DeleteRequested, context: StepContext) -> Step:
+    """Without a record it is remembered, so that the build never starts, should it come yet.
+
+    In a database that was set back the build may have been carried out and forgotten, and no other message comes. Then
+    what the cell's services have of it is destroyed, its claim is released, and the delete is answered.
+    """
+    if event.found is None:
+        return rules.tombstone(instance, event, context) if instance.state is State.ABSENT else Step(instance)
+    own = [one for one in event.found if one.project_id in (None, event.project_id) and one.attempt > UNKNOWN_ATTEMPT]
+    own.sort(key=lambda one: (one.built, one.attempt, one.host_uuid), reverse=True)
+    last = max((one.attempt for one in own), default=0)
+    forgotten = replace(
+        rules.numbered_on(instance),
+        spec=InstanceSpec(instance_uuid=instance.uuid, project_id=event.project_id),
+        selections=tuple(
+            Selection(
+                host_uuid=one.host_uuid,
+                host=one.host,
+                service=one.service,
+                allocations=one.allocations or {one.host_uuid: {}},
+            )
+            for one in own
+        ),
+        attempt=own[0].attempt if own else 0,
+        newest=last + FORGOTTEN_ATTEMPTS,
+        cause=event.cause or instance.cause,
+    )
+    if not own:
+        queried = steps.ask(forgotten, State.RELEASING, event.at, context)
+        return steps.announce(queried, BuildState.DELETING, event.at, context)
+    left = rules.destroy(forgotten, event, context)
+    others = tuple(
+        steps.destroy_here(replace(forgotten, position=place, attempt=own[place].attempt), context)
+        for place in range(1, len(own))
+    )
+    return Step(left.instance, (*others, *left.commands))
+
 
 def report_undestroyed(instance: Instance, event: SpawnFailed, context: StepContext) -> Step:
     """The host cannot destroy it now: announce why, once for each reason. The delete goes on."""
@@ -53,7 +97,8 @@ def report_undestroyed(instance: Instance, event: SpawnFailed, context: StepCont
 def delete(instance: Instance, event: DeleteRequested, context: StepContext) -> Step:
     """Every machine of it is destroyed, and then both consumers are released.
 
-    While a destination is requested of placement, the answer is awaited: it shows whether the migration holds anything.
+    While a destination is requested of placement, the conductor awaits the answer: it shows whether the migration holds
+    anything.
     """
     move = move_of(instance)
     if move.delete:
@@ -71,7 +116,7 @@ def delete(instance: Instance, event: DeleteRequested, context: StepContext) -> 
 
 
 def delete_offloaded(instance: Instance, event: DeleteRequested, context: StepContext) -> Step:
-    """No host has it: release, which fences what may be under way, and end deleted."""
+    """No host has it: release its allocation, which fences claims that may be under way, and end as deleted."""
     leaving = replace(instance, cause=event.cause or instance.cause)
     queried = steps.ask(leaving, State.RELEASING, event.at, context)
     return steps.announce(queried, BuildState.DELETING, event.at, context)
@@ -85,7 +130,7 @@ def destroy_both_again(instance: Instance, event: TimedOut, context: StepContext
 
 
 def release_both(instance: Instance, event: Destroyed | HostMissing, context: StepContext) -> Step:
-    """A host reports that nothing of it is left there; when both have, the allocations go."""
+    """A host reports that no machine of it is left there; when both have, the allocations are released."""
     move = instance.move
     if move is None:
         return rules.release_destroyed(instance, event, context)
@@ -98,7 +143,7 @@ def release_both(instance: Instance, event: Destroyed | HostMissing, context: St
 
 
 def repeat_destroy_both(instance: Instance, event: Spawned | HostRuns, context: StepContext) -> Step:
-    """It is listed still, perhaps under another service: that one is commanded."""
+    """It is still listed, perhaps under another service: that service is commanded."""
     move = instance.move
     is_source = move is not None and (event.host_uuid, event.attempt) == (
         instance.source_host_uuid,

@@ -1,10 +1,10 @@
-"""What can happen to an instance. Each has its time (`at`, seconds since the epoch)."""
+"""The events of an instance. Each has its time (`at`, seconds since the epoch)."""
 
 from __future__ import annotations
 
 from msgspec import Struct
 
-from bus.contracts.base import Refusal
+from bus.contracts.base import Allocations, Refusal
 from bus.contracts.cell import FoundMachine, InstanceSpec, Selection
 from bus.contracts.groups import ServerGroup
 from bus.contracts.moves import CellMove
@@ -15,7 +15,7 @@ from .instance import ScanId
 
 
 class Event(Struct, frozen=True, kw_only=True):
-    """Base. `at`: when we learned of it."""
+    """Base. `at`: when the conductor received it."""
 
     at: float
 
@@ -23,8 +23,8 @@ class Event(Struct, frozen=True, kw_only=True):
 class BuildRequested(Event, frozen=True, kw_only=True):
     """The scheduler hands over a build whose first selection is claimed under attempt 1.
 
-    given_up: why its queue has given the message up, or is about to; None: it does not. found: machines that the
-    cell's services have of it, where it is doubted.
+    given_up: why the message's retries are exhausted, or are about to be; None: they are not. found: machines that the
+    cell's services have of it, if it is doubted.
     """
 
     spec: InstanceSpec
@@ -41,15 +41,21 @@ class BuildRequested(Event, frozen=True, kw_only=True):
 
 
 class DeleteRequested(Event, frozen=True, kw_only=True):
-    """The instance is not wanted any more."""
+    """The instance is to be deleted.
+
+    found: machines that the cell's services have of it, if the database was set back and has no record of it (None:
+    they were not queried).
+    """
 
     cause: str = ""
+    project_id: str = ""
+    found: tuple[FoundMachine, ...] | None = None
 
 
 class Spawned(Event, frozen=True, kw_only=True):
     """A host reports that an attempt runs. started_at, ended_at: by its own clock (0: not known).
 
-    remark: the driver's, for the story. scan: the last that its service had begun then (None: unknown).
+    remark: the driver's, for the timeline. scan: the last that its service had begun then (None: unknown).
     """
 
     attempt: int
@@ -79,7 +85,7 @@ class TimedOut(Event, frozen=True, kw_only=True):
 
 
 class Claimed(Event, frozen=True, kw_only=True):
-    """Placement claimed an alternate for `attempt`. `outcomes`: what became of the options up to and including it."""
+    """Placement claimed an alternate for `attempt`. `outcomes`: the outcomes of the options up to and including it."""
 
     attempt: int
     option: int
@@ -88,13 +94,16 @@ class Claimed(Event, frozen=True, kw_only=True):
 
 
 class ClaimRefused(Event, frozen=True, kw_only=True):
-    """Placement claimed nothing for `attempt`, and holds nothing of ours any more.
+    """Placement claimed nothing for `attempt`, and holds no allocation of ours any more.
 
-    consumer_changed: another client owns the consumer now; this build must stop.
+    consumer_changed: another client owns the consumer now; this build must stop. consumer_generation, holding: what
+    that consumer is in the book then (None: it holds nothing).
     """
 
     attempt: int
     consumer_changed: bool = False
+    consumer_generation: int | None = None
+    holding: Allocations = {}
     outcomes: tuple[ClaimOutcome, ...] = ()
     reason: str = ""
 
@@ -120,9 +129,9 @@ class Reverted(Event, frozen=True, kw_only=True):
 
 
 class MoveRequested(Event, frozen=True, kw_only=True):
-    """Something is to be done with the instance. given_up: as of a BuildRequested.
+    """A request about the instance. given_up: as of a BuildRequested.
 
-    is_query: nothing is to be done; the scheduler queries what has become of this request.
+    is_query: nothing is to be done; the scheduler queries the state of this request.
     """
 
     request: CellMove
@@ -173,9 +182,9 @@ class HostMissing(Event, frozen=True, kw_only=True):
 
 
 class ServiceLost(Event, frozen=True, kw_only=True):
-    """A compute service is silent, or was stopped and did not come back: its builds are not waited for.
+    """A compute service is silent, or was stopped and did not come back: the conductor does not wait for its builds.
 
-    code, reason: which of the two (see `leases`). It proves nothing of its machines.
+    code, reason: which of the two (see `leases`). It proves nothing about its machines.
     """
 
     service: str
@@ -190,7 +199,7 @@ class MachineFound(Event, frozen=True, kw_only=True):
 
 
 class HostFenced(Event, frozen=True, kw_only=True):
-    """A host is fenced: it is off, and is notified of what it has lost before it is used again (see `fences`)."""
+    """A host is fenced: it is off, and receives the list of its losses before it is used again (see `fences`)."""
 
     host_uuid: str
 
@@ -217,7 +226,7 @@ EVENTS: tuple[type[Event], ...] = (
 
 
 class InstanceEvent(Struct, frozen=True):
-    """One event for one instance. message_id: what it came in, "" when it came in none."""
+    """One event for one instance. message_id: of the message that brought it, "" when none did."""
 
     uuid: str
     event: Event

@@ -1,8 +1,9 @@
-"""What a fence does to an instance: `rule(instance, event, context) -> Step`. The table selects the one that applies.
+"""The effect of a fence on an instance: `rule(instance, event, context) -> Step`. The table selects the one that
+applies.
 
-A fence proves what a host's own word proves: nothing of the instance runs there, and nothing will before the host was
-notified of what it has lost. So what waits for its answer goes on without it. An instance that is active there stays
-so: only its policy, or a person, decides whether it is built again elsewhere.
+A fence proves what a host's own answer proves: no machine of the instance runs there, and none will before the host has
+received its losses. So a step that waits for the host's answer goes on without it. An instance that is active there
+stays so: only its policy, or an operator, decides whether it is rebuilt elsewhere.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ def fail_by_policy(instance: Instance, event: HostFenced, context: StepContext) 
 
 
 def end_delete(instance: Instance, event: HostFenced, context: StepContext) -> Step:
-    """A delete: the host's confirmation is not waited for; the history records that."""
+    """A delete: the conductor does not wait for the host's confirmation; the history records that."""
     ended = delete_rules.release_both(instance, _destroyed(instance, event), context)
     if ended.instance is instance:
         return ended
@@ -53,7 +54,7 @@ def end_delete(instance: Instance, event: HostFenced, context: StepContext) -> S
 
 
 def leave_checked_destination(instance: Instance, event: HostFenced, context: StepContext) -> Step:
-    """A destination that was only checked: the next one."""
+    """A destination that was only checked: the next one is tried."""
     if event.host_uuid != instance.host_uuid:
         return Step(instance)
     failed = note(instance, "failed", event.at, FENCED, _reason(instance.here.host))
@@ -61,14 +62,16 @@ def leave_checked_destination(instance: Instance, event: HostFenced, context: St
 
 
 def stay_at_source(instance: Instance, event: HostFenced, context: StepContext) -> Step:
-    """The source was to hand over, and cannot: the move is undone."""
+    """The source was commanded to hand over, and cannot: the move is undone."""
     if event.host_uuid != instance.source_host_uuid:
         return Step(instance)
     return undo(instance, event.at, context, FENCED, "the source was fenced before it had handed over")
 
 
 def give_up_destination(instance: Instance, event: HostFenced, context: StepContext) -> Step:
-    """The destination is off, arrived or not: the source, which is stopped and whole, goes on, or the next is tried."""
+    """The destination is off, whether the move had arrived or not: the source, which is stopped and whole, goes on, or
+    the next destination is tried.
+    """
     if event.host_uuid != instance.host_uuid or (instance.is_in_place and instance.state is State.RESIZED):
         return Step(instance)
     if instance.state is State.FINISHING:
@@ -77,19 +80,21 @@ def give_up_destination(instance: Instance, event: HostFenced, context: StepCont
 
 
 def release_source(instance: Instance, event: HostFenced, context: StepContext) -> Step:
-    """The source of a move that has arrived: its allocation goes."""
+    """The source of a move that has arrived: its allocation is released."""
     return move_rules.release_source(instance, _destroyed(instance, event), context)
 
 
 def revert(instance: Instance, event: HostFenced, context: StepContext) -> Step:
-    """What an undone move left there is not waited for."""
+    """The conductor does not wait for the remains of an undone move there."""
     if event.host_uuid == instance.host_uuid and instance.is_in_place:
         return Step(steps.ask(instance, State.REVERTING, event.at, context))
     return undo_rules.revert_destroyed(instance, _destroyed(instance, event), context)
 
 
 def end_unstarted(instance: Instance, event: HostFenced, context: StepContext) -> Step:
-    """The source of an undone move cannot be started: on record it is where it was, as any instance of a dead host."""
+    """The source of an undone move cannot be started: it is on record on its old host, as any
+    instance of a dead host.
+    """
     if event.host_uuid != instance.host_uuid:
         return Step(instance)
     move = move_of(instance)
@@ -98,7 +103,7 @@ def end_unstarted(instance: Instance, event: HostFenced, context: StepContext) -
 
 
 def end_change(instance: Instance, event: HostFenced, context: StepContext) -> Step:
-    """A change of a machine that is off: it has failed, and the machine is on record as it was."""
+    """A change of a machine that is off: the change has failed, and the machine is on record as it was."""
     if event.host_uuid != instance.host_uuid:
         return Step(instance)
     back = replace(instance, spec=move_of(instance).spec)
@@ -107,7 +112,7 @@ def end_change(instance: Instance, event: HostFenced, context: StepContext) -> S
 
 
 def vacate(instance: Instance, event: HostFenced, context: StepContext) -> Step:
-    """A shelved machine: its allocation goes."""
+    """A shelved machine: its allocation is released."""
     return change_rules.vacate(instance, _destroyed(instance, event), context)
 
 

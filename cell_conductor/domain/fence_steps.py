@@ -1,4 +1,4 @@
-"""What follows from the fences of an instance's hosts, after each of its own steps."""
+"""The steps that the fences of an instance's hosts lead to, after each of its own steps."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from .move_steps import order
 from .steps import Step, StepContext
 from .table import step
 
-# How many steps in a row one fence makes an instance take: one for each of its hosts, and what follows from undoing.
+# How many steps in a row one fence may lead to: one for each host of the instance, and those that follow from undoing.
 MAX_FENCE_STEPS = 4
-# A machine runs after these, and so do those whose answer is awaited in these states.
+# A machine runs after these states, and one whose answer is awaited may run in these.
 STARTING = frozenset({ChangeKind.START, ChangeKind.REBUILD, ChangeKind.RESCUE, ChangeKind.UNRESCUE})
 AWAITS_START = frozenset({State.CHANGING, State.RESTARTING})
 
 
 class FenceSteps:
-    """What fences end in one transaction: on which hosts, and what these have lost by it."""
+    """The effects of fences in one transaction: the hosts, and their losses."""
 
     def __init__(self) -> None:
         self.hosts: dict[str, None] = {}
@@ -56,7 +56,9 @@ class FenceSteps:
 
 
 def _with_stop(before: Instance, stepped: Step, event: Event, context: StepContext) -> Step:
-    """Where the fence ends a change that starts a machine, its order may wait in the queue: a later one stops it."""
+    """If the fence ends a change that starts a machine, the change's order may wait in the queue: a later order stops
+    the machine.
+    """
     is_here = isinstance(event, HostFenced) and event.host_uuid == before.host_uuid
     if not is_here or before.state not in AWAITS_START or stepped.instance.state in AWAITS_START:
         return stepped
@@ -66,9 +68,10 @@ def _with_stop(before: Instance, stepped: Step, event: Event, context: StepConte
 
 
 def _without_starts(commands: Sequence[Message], context: StepContext) -> tuple[Message, ...]:
-    """Nothing is started on a fenced host: it may be back before the fence is lifted, and its instances be elsewhere.
+    """Nothing is started on a fenced host: it may be back before the fence is lifted, and its instances may be
+    elsewhere.
 
-    The machine is stopped under the same order, so that what was ordered before the fence is not carried out either.
+    The machine is stopped under the same order, so that a command from before the fence is not carried out either.
     """
     kept: list[Message] = []
     for command in commands:

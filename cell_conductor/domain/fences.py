@@ -1,4 +1,4 @@
-"""Fences of hosts, and what a fenced host has lost: machines that the record gave up without the host's word."""
+"""Fences of hosts, and the losses of a fenced host: machines that the record gave up without the host's answer."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ class Fence(Struct, frozen=True, kw_only=True):
 
 
 class Loss(Struct, frozen=True, kw_only=True):
-    """What a fenced host may have kept of an instance: no attempt up to this one is wanted there.
+    """A machine that a fenced host may still have of an instance: no attempt up to this one is wanted there.
 
-    service: that manages the host, as far as the record knew. at: when the record gave it up, seconds since the epoch.
+    service: that manages the host, by the record. at: when the record gave it up, seconds since the epoch.
     """
 
     host_uuid: str
@@ -40,12 +40,12 @@ class Loss(Struct, frozen=True, kw_only=True):
 
     @property
     def place(self) -> tuple[str, str]:
-        """(host, instance): there is one loss of these at most, the one with the highest attempt."""
+        """(host, instance): there is at most one loss of these, the one with the highest attempt."""
         return self.host_uuid, self.instance_uuid
 
 
 def losses_of(before: Instance, after: Instance, host_uuid: str, at: float) -> tuple[Loss, ...]:
-    """The machines of an instance that this host may have by the record before, and that the record after gave up."""
+    """The machines of an instance that this host may have by the previous record, and that the new record gave up."""
     move = before.move
     machines = []
     if before.selections and before.host_uuid == host_uuid:

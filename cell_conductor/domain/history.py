@@ -6,7 +6,7 @@ from .instance import NOT_TRIED, Instance
 
 
 def summary_of(instance: Instance) -> str:
-    """One sentence a person understands: what was tried, and how each try ended."""
+    """One sentence for people: the tries, and how each ended."""
     tries = "; ".join(
         f"{record.host}: {record.outcome}"
         + (f" ({record.code}{': ' if record.reason else ''}{record.reason})" if record.code else "")

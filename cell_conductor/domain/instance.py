@@ -1,4 +1,4 @@
-"""One instance as its cell knows it."""
+"""The record of one instance in its cell."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from msgspec import Struct
 from bus.contracts.build import AttemptRecord
 from bus.contracts.cell import InstanceSpec, Selection
 from bus.contracts.groups import ServerGroup
-from bus.contracts.moves import MoveKind, MoveState
+from bus.contracts.moves import Departure, MoveKind, MoveState
 from bus.contracts.stages import Stamps
 
 
 class State(StrEnum):
-    """Where an instance stands. What is allocated for it follows from the state alone (docs/reference/states.md)."""
+    """The state of an instance. The state alone determines what is allocated for it (docs/reference/states.md)."""
 
     ABSENT = "absent"  # no record
     TOMBSTONE = "tombstone"  # deleted before its build arrived
@@ -28,23 +28,24 @@ class State(StrEnum):
     DELETING = "deleting"  # the host was commanded to destroy; the allocation is held until it has
     RELEASING = "releasing"  # destroyed; the allocation is being released, then it is deleted
     DELETED = "deleted"
-    # A move: two machines, one of which runs at most. `Move` names them.
-    CLAIMING = "claiming"  # a destination is requested of placement; the source is as it was
-    PREPARING = "preparing"  # the destination checks whether it can
+    # A move: two machines, of which at most one runs. `Move` names them.
+    CLAIMING = "claiming"  # a destination is requested of placement; the source is unchanged
+    PREPARING = "preparing"  # the destination checks whether it can build the instance
     HANDING_OVER = "handing_over"  # the source was commanded to stop and hand over
     FINISHING = "finishing"  # the destination was commanded to build and start; the source is stopped
     RESIZING = "resizing"  # its host was commanded to change the machine's size in place
     RESIZED = "resized"  # the destination runs; confirm or revert is awaited, and the migration holds the source
-    CONFIRMING = "confirming"  # the destination runs; the source was commanded to destroy what it has
+    CONFIRMING = "confirming"  # the destination runs; the source was commanded to destroy its machine
     RELEASING_SOURCE = "releasing_source"  # the source is gone; the migration's allocation is being released
     UNDOING = "undoing"  # the destination was commanded to destroy, or to restore the old size
     REVERTING = "reverting"  # the destination is gone; the revert is requested of placement
     RESTARTING = "restarting"  # reverted; the source was commanded to start
     # One machine.
     CHANGING = "changing"  # the host was commanded to start, stop, rebuild or snapshot it
-    OFFLOADING = "offloading"  # the host was commanded to destroy what has been shelved
+    OFFLOADING = "offloading"  # the host was commanded to destroy the shelved machine
     VACATING = "vacating"  # nothing runs; the allocation is being released, then it is offloaded
     OFFLOADED = "offloaded"  # it has no host and holds nothing; its image is kept
+    DEPARTED = "departed"  # another cell has it: this one knows where to, and does nothing about it
 
 
 class Power(StrEnum):
@@ -56,9 +57,9 @@ class Power(StrEnum):
     RESCUED = "rescued"  # its rescue system runs, and not its own
 
 
-# A build goes on: between a backup and its restore it may have moved on, or have become active.
+# A build that was under way: between a backup and its restore it may have reached another host, or become active.
 UNDER_WAY = frozenset({State.BUILDING, State.RECLAIMING})
-# The same of a move: it may have gone on, and its destination be the only machine.
+# A move that was under way: it may have advanced, and its destination be the only machine.
 MOVING = frozenset(
     {
         State.CLAIMING,
@@ -76,10 +77,12 @@ MOVING = frozenset(
 
 # The announcements of one instance are numbered from here; the numbers below belong to the scheduler.
 FIRST_SEQUENCE = 10
-# A record that was set back goes on this much higher: above every number that its forgotten announcements have had.
+# A record that was set back continues this much higher: above every number of its forgotten announcements.
 SET_BACK_GAP = 1_000_000
 
 
+# Why a build is refused: it has a machine already that is not proved to be its project's; an operator decides about it.
+MACHINE_EXISTS = "build.machine_exists"
 # Of an alternate, or a first host, whose service was down when its turn came.
 NOT_TRIED = "not_tried"
 
@@ -91,12 +94,12 @@ class ScanId(Struct, frozen=True, order=True):
     number: int
 
 
-# So many requests of one instance that have ended are kept: a copy of one is answered as the first was.
+# This many ended requests of one instance are kept: a copy of one is answered as the first was.
 MAX_ENDED = 16
 
 
 class EndedMove(Struct, frozen=True, omit_defaults=True):
-    """A request that has ended, and how."""
+    """A request that has ended, with its result."""
 
     request_id: str
     kind: MoveKind
@@ -106,19 +109,20 @@ class EndedMove(Struct, frozen=True, omit_defaults=True):
 
 
 class Move(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What is being done with an instance: a request, and what the instance was when it began.
+    """The request under way, and the state of the instance when it began.
 
-    request_id: also the migration's uuid in the book. source, source_attempt: the machine that it had (None: none,
-    it was offloaded). source_up_at, source_up_scan: when its host was first known to run it. book_attempt: the
-    attempt that the book had it under. spec, power, image: as they were. order: of the change that was last
-    commanded and is waited for. handed_over: the source was commanded to hand over, so it is started when the move is
-    undone. finishing: the current destination was commanded to build. resizing_back: a resize in place has failed, and
-    its host was commanded to restore the old size. lost_code, lost_reason: why the move is being undone ("": it is
-    not). answered: the request has had its terminal event. by, by_kind: the request that ends it (confirm, revert,
-    abort), to be answered at its end. history: hosts tried. claimed: the migration holds the source in the book.
-    delete: the instance was deleted while a request to placement was under way. source_gone, here_gone,
-    instance_released: of an instance that is being deleted, or whose release is under way. here_seen, source_seen, and
-    source_gone as well: what the hosts of a move in doubt have answered.
+    request_id: also the migration's uuid in the book. source, source_attempt: the machine that it had (None: none, it
+    was offloaded). source_up_at, source_up_scan: when its host was first known to run it. book_attempt: the attempt
+    that the book had it under. spec, power, image: as they were. order: of the change that was last commanded and is
+    awaited. handed_over: the source was commanded to hand over, so it is started when the move is undone. finishing:
+    the current destination was commanded to build. refreshed: the book had the source under a newer generation than the
+    record, which has it by now. resizing_back: a resize in place has failed, and its host was commanded to restore the
+    old size. lost_code, lost_reason: why the move is being undone ("": it is not). answered: the request has had its
+    terminal event. by, by_kind: the request that ends it (confirm, revert, abort), to be answered at its end. history:
+    hosts tried. claimed: the migration holds the source in the book. delete: the instance was deleted while a request
+    to placement was under way. source_gone, here_gone, instance_released: of an instance that is being deleted, or
+    whose release is under way. here_seen, source_seen, and source_gone as well: the answers of the hosts of a move in
+    doubt.
     """
 
     request_id: str
@@ -138,6 +142,7 @@ class Move(Struct, frozen=True, kw_only=True, omit_defaults=True):
     order: int = 0
     handed_over: bool = False
     finishing: bool = False
+    refreshed: bool = False
     resizing_back: bool = False
     lost_code: str = ""
     lost_reason: str = ""
@@ -156,25 +161,25 @@ class Move(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Instance(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What a cell has on record about one instance.
+    """The record of one instance in its cell.
 
     position: the selection of the current attempt. attempt: the fencing number last commanded (or claimed).
     consumer_generation: the consumer's generation in placement as last received. sequence: the number of the next
     announcement. deadline: when the sweep looks at it again (None: never). since: when the current state was entered.
-    up_at, up_scan: when its host was first known to run it, by that host's own clock, and which scan of its
-    machines had begun then (None: never, or unknown).
-    answered: the build request got its terminal event. cause: the last request about it.
-    queried: the attempt's deadline has passed, and its host was queried. doubted: the database was set back while this
-    was being built or moved, so only the hosts know what has become of it since.
-    stamps: when each stage of the build ended, until it is answered. server_group: whose rule alternates are held to;
-    limits: what its project may hold, which they are held to as well.
-    newest: the highest attempt number that was ever given out, where that is not `attempt`: a move that was undone has
-    used numbers that nothing runs under. reused_from: of a record that is older than a set-back of the database, the
-    first number that it gave out since (0: none): the forgotten records may have given out the same. power: whether it
-    is meant to run. image: of a shelved one, its snapshot. order: the highest number given to a change of its machine.
-    move: what is being done with it. ended: requests that have ended, the newest last. traceparent: the trace of the
-    last request about it ("": not sampled), for what a deadline makes of it. found_built: the machine that is being
-    adopted is complete.
+    up_at, up_scan: when its host was first known to run it, by that host's own clock, and which scan of its machines
+    had begun then (None: never, or unknown). answered: the build request got its terminal event. cause: the last
+    request about it. queried: the attempt's deadline has passed, and its host was queried. doubted: the database was
+    set back while this was being built or moved, so only the hosts know its state. stamps: when each stage of the build
+    ended, until it is answered. server_group: the group whose rule its alternates obey; limits: its project's quota,
+    which they obey as well. newest: the highest attempt number that was ever given out, if that is not `attempt`: an
+    undone move has used numbers under which nothing runs. reused_from: of a record that is older than a set-back of the
+    database, the first number that it gave out since (0: none): the forgotten records may have given out the same.
+    power: whether it is meant to run. image: of a shelved one, its snapshot. order: the highest number given to a
+    change of its machine. move: the request under way. ended: requests that have ended, the newest last. traceparent:
+    the trace of the last request about it ("": not sampled), for the steps that a deadline leads to. found_built: the
+    machine that is being adopted is complete. departure: the record with which it left for another cell; departed_by:
+    the request by which it left. claims_refused: how often in a row placement has refused the claim of the adopted
+    machine.
     """
 
     uuid: str
@@ -210,6 +215,14 @@ class Instance(Struct, frozen=True, kw_only=True, omit_defaults=True):
     ended: tuple[EndedMove, ...] = ()
     traceparent: str = ""
     found_built: bool = False
+    departure: Departure | None = None
+    departed_by: str = ""
+    claims_refused: int = 0
+
+    @property
+    def is_unclaimed(self) -> bool:
+        """Whether its machine was adopted, and placement has refused what it takes."""
+        return self.claims_refused > 0 and self.consumer_generation is None
 
     @property
     def last_attempt(self) -> int:
@@ -229,7 +242,7 @@ class Instance(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     @property
     def source_host_uuid(self) -> str | None:
-        """The host of the move's source, where that is not the current host."""
+        """The host of the move's source, if that is not the current host."""
         source = self.move.source if self.move is not None and self.position > 0 else None
         return None if source is None or self.is_in_place else source.host_uuid
 
@@ -252,6 +265,11 @@ class Instance(Struct, frozen=True, kw_only=True, omit_defaults=True):
     def first_not_tried(self) -> bool:
         """Whether attempt 1 was never commanded by this record, because its service was down."""
         return bool(self.history) and (self.history[0].attempt, self.history[0].outcome) == (1, NOT_TRIED)
+
+    @property
+    def machine_exists(self) -> bool:
+        """Whether the build was refused because of a machine that is not proved to be its project's."""
+        return self.code == MACHINE_EXISTS
 
     @property
     def alternates_and_here(self) -> tuple[Selection, ...]:

@@ -1,10 +1,10 @@
-"""Which compute services of a cell are there: the cell's failure detector. It suspects; it never declares dead.
+"""Which compute services of a cell are up: the cell's failure detector. It suspects; it never declares a service dead.
 
 A service holds a lease, and each heartbeat or host announcement renews it. Time is counted only while the bus delivers:
-every delivery moves the clock on by what has passed since the one before, by `STEP_S` at most. So a conductor that was
-paused, cut off, or whose broker stood still suspects no service for it, and one heartbeat that is missing, or two,
-means nothing. What a suspicion changes can be taken back: new builds go elsewhere, and so do builds that are under way
-and have somewhere else to go. A machine that the service may run is destroyed by its own fence, see `proof`.
+each delivery advances the clock by the time since the previous one, by `STEP_S` at most. So a conductor that was
+paused, disconnected, or whose broker stood still suspects no service because of that, and one or two missing heartbeats
+mean nothing. The effects of a suspicion can be taken back: new builds go elsewhere, and so do builds under way that
+have another host to go to. A machine that the service may run is destroyed by its own fence, see `proof`.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from enum import StrEnum
 from msgspec import Struct
 from msgspec.structs import replace
 
-# What a pause between two deliveries counts for at most. The keeper's digests arrive more often than that.
+# The most that a pause between two deliveries counts. The keeper's digests arrive more often than that.
 STEP_S = 2.0
-# A service that does not state how often it sends a heartbeat.
+# The interval of a service that does not state how often it sends a heartbeat.
 DEFAULT_BEAT_S = 10.0
 FARTHEST_EPOCH = 2**62  # of a message that names one
-# So many heartbeats in a row that are missing put a service out of its ring: its free nodes go to the others. That does
-# no harm when it lives, so it is sooner than silence.
+# A service that misses this many heartbeats in a row leaves its ring: its free nodes go to the others. That does no
+# harm if the service lives, so it is sooner than silence.
 RING_MISSED = 3
-# So many heartbeats of the slowest have to have been due before it is known who is up.
+# This many heartbeats of the slowest service have to have been due before it is known which services are up.
 LISTEN_BEATS = 1.5
-# So many services are kept at most; further ones are not suspected of anything.
+# At most this many services are kept; further ones are never suspected.
 MAX_SERVICES = 100_000
 
 STOPPED = "service.stopped"
@@ -36,7 +36,7 @@ class LeaseState(StrEnum):
     """Whether a service is up, as far as its cell knows."""
 
     UP = "up"
-    SILENT = "silent"  # suspected: so many heartbeats in a row did not come
+    SILENT = "silent"  # suspected: the heartbeats did not come
     STOPPED = "stopped"  # it announced that it stops
 
 
@@ -98,9 +98,9 @@ class LeaseTable:
 
     @property
     def up(self) -> tuple[str, ...] | None:
-        """Services that are up; None: this has not listened long enough to have received a heartbeat of each.
+        """Services that are up; None: this conductor has not listened long enough to have received a heartbeat of each.
 
-        A service is taken to send its heartbeats about as often as those that are known.
+        A service whose interval is unknown is assumed to send its heartbeats about as often as the others.
         """
         intervals = [held.lease.interval_s for held in self._held.values() if held.sequence >= 0]
         if self._clock < LISTEN_BEATS * max(intervals, default=DEFAULT_BEAT_S):
@@ -109,7 +109,7 @@ class LeaseTable:
 
     @property
     def abandoned(self) -> dict[str, Lease]:
-        """Services whose builds are not waited for: silent, or gone on purpose and not back within a lease."""
+        """Services whose builds are not awaited: silent, or stopped on purpose and not back within a lease."""
         return {
             service: lease
             for service, lease in self.down.items()
@@ -137,21 +137,21 @@ class LeaseTable:
         """
         for lease in recorded:
             if lease.service not in self._held and len(self._held) < MAX_SERVICES:
-                # After its farewell nothing of that life counts: what comes is a copy, or was overtaken.
+                # After its departure no message of that epoch counts: it is a copy, or was overtaken.
                 sequence = _LAST if lease.state is LeaseState.STOPPED else -1
                 self._held[lease.service] = _Held(lease, sequence, self._clock)
 
     def advance_clock(self, now_s: float) -> None:
-        """The bus has delivered something, whatever it was; now_s: monotonic."""
+        """Record that the bus has delivered a message; now_s: monotonic."""
         if self._delivered is not None:
             self._clock += min(max(0.0, now_s - self._delivered), STEP_S)
         self._delivered = now_s
 
     def rings(self) -> dict[str, tuple[str, ...]] | None:
-        """The services of each ring that are up, by its name; None: one that is up on record has sent no heartbeat here
-        yet.
+        """The services of each ring that are up, by its name; None: a service that is up on record has sent no
+        heartbeat here yet.
 
-        A conductor that has just started would leave it out of its ring, and its nodes would move for nothing.
+        A conductor that has just started would leave that service out of its ring, and its nodes would move needlessly.
         """
         members: dict[str, list[str]] = {}
         for service, held in sorted(self._held.items()):
@@ -174,7 +174,7 @@ class LeaseTable:
         stopping: bool = False,
         ring: str | None = None,
     ) -> bool:
-        """One message of a service; at: seconds since the epoch. True: its state or its life is another now."""
+        """Apply one message of a service; at: seconds since the epoch. True: its state or its epoch has changed."""
         if not (0 <= epoch <= _LAST and 0 <= sequence <= _LAST):
             return False  # no service of ours
         held = self._held.get(service)
@@ -199,12 +199,12 @@ class LeaseTable:
         return held.lease is not before
 
     def note_outdated(self, service: str, epoch: int) -> None:
-        """Something of this service came with an epoch below this one."""
+        """A message of this service came with an epoch below this one."""
         if epoch <= FARTHEST_EPOCH and (service in self._outdated or len(self._outdated) < MAX_SERVICES):
             self._outdated[service] = max(epoch, self._outdated.get(service, 0))
 
     def outdated(self) -> dict[str, int]:
-        """{service: epoch} of those noted since the last call."""
+        """{service: epoch} of those recorded since the last call."""
         outdated, self._outdated = self._outdated, {}
         return outdated
 
@@ -222,7 +222,7 @@ class LeaseTable:
         return silent
 
     def remove(self, services: Iterable[str]) -> None:
-        """These are not on record any more. One that is up is kept: it will be recorded again."""
+        """Drop these: they are not on record any more. A service that is up is kept: it will be recorded again."""
         for service in services:
             held = self._held.get(service)
             if held is not None and held.lease.state is not LeaseState.UP:

@@ -1,4 +1,4 @@
-"""Which compute service lists which host, so that two services that report the same host are noticed.
+"""Which compute service lists which host, to detect two services that report the same host.
 
 A host may pass from one service of its cell to another: the first then leaves it out. While a service that is up goes
 on listing it, the report of another one proves nothing about the machines that the first one has there.
@@ -12,13 +12,13 @@ from msgspec import Struct
 
 from bus.contracts.cell import ComputeHosts
 
-# So many hosts of all services are remembered; of those beyond nothing is known, so that no report is doubted.
+# At most this many hosts of all services are remembered; reports of hosts beyond them are never doubted.
 MAX_HOSTS = 1_000_000
 NO_RING = (0, 0)
 
 
 class _Listed(Struct):
-    """What one service has listed. hosts: by uuid, the first sequence of the last report that had it.
+    """The listing of one service. hosts: by uuid, the first sequence of the last report that had it.
 
     first, pages: of the report of all its hosts that is being received, and the sequences of its pages that came.
     whole: one has come completely. ring: by which it shares its free hosts with others.
@@ -33,14 +33,14 @@ class _Listed(Struct):
 
 
 class Listings:
-    """Of one cell, as one conductor has received them."""
+    """The listings of one cell, as one conductor has received them."""
 
     def __init__(self) -> None:
         self._services: dict[str, _Listed] = {}
         self._listers: dict[str, dict[str, None]] = {}  # by host
 
     def note(self, report: ComputeHosts) -> None:
-        """One page of a report, newer than those of its service before."""
+        """Apply one page of a report, newer than all earlier ones of its service."""
         listed = self._services.get(report.service)
         if listed is None or listed.epoch != report.epoch:
             if listed is not None:
@@ -67,7 +67,7 @@ class Listings:
         return listed is None or not listed.whole or host in listed.hosts
 
     def contested(self, report: ComputeHosts, up: Collection[str]) -> dict[str, str]:
-        """{host of this report: another service that is up and lists it}, unless both go by a ring."""
+        """{host of this report: another service that is up and lists it}, unless both are in a ring."""
         found: dict[str, str] = {}
         shares = (report.ring_term, report.ring_number) != NO_RING
         for host in report.hosts:

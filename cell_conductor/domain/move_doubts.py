@@ -1,9 +1,9 @@
-"""Moves in doubt: the database was set back in the middle of one, so only its two hosts know how far it has come.
+"""Moves in doubt: the database was set back in the middle of one, so only its two hosts know its state.
 
-Nothing of such a move is gone on with, undone or confirmed by what is on record. Its hosts are queried first: each is
-to end its attempt *unless it is complete* (`Destroy.unless_built`). A complete machine stays and is reported. What the
-destination has complete has arrived; where it has nothing the move is undone; a source is given up only when the
-destination has reported that it is complete.
+Such a move is not continued, undone or confirmed by the record alone. Its hosts are queried first: each is
+to end its attempt *unless it is complete* (`Destroy.unless_built`). A complete machine stays and is reported. A
+complete machine at the destination has arrived; if the destination has none, the move is undone; a source is given up
+only when the destination has reported that it is complete.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ WHY = "the cell's database was set back in the middle of the move: its hosts are
 
 
 def undo_doubted(instance: Instance, at: float, context: StepContext) -> Step:
-    """Go on no further: the destination is queried, and the move is undone unless that is complete."""
+    """Stop the move: the destination is queried, and the move is undone unless its machine is complete."""
     return undo(instance, at, context, IN_DOUBT, WHY)
 
 
 def adopt_arrived(instance: Instance, event: Spawned | HostRuns, context: StepContext) -> Step:
     """The destination has it complete: the move had arrived, and is not undone.
 
-    Where a confirm is waited for, the source is queried as well: the move may have been confirmed since.
+    If a confirm is awaited, the source is queried as well: the move may have been confirmed since.
     """
     if isinstance(event, HostRuns) and not event.built:
         return Step(instance)
     here = steps.at_service(instance, event.service)
     move = replace(move_of(here), lost_code="", lost_reason="", finishing=True)
     here = replace(here, move=move, up_at=steps.by_its_clock(event), up_scan=event.scan, queried=False)
-    # A revert or an abort that was requested before has not come true.
+    # A revert or an abort that was requested before has not taken effect.
     earlier = answer_other(here, MoveEnd(MoveState.FAILED, IN_DOUBT, WHY), event.at, context)
     step = after(earlier, arrived(note(earlier.instance, "active", event.at), event.at, context))
     if step.instance.state is not State.RESIZED:
@@ -57,12 +57,14 @@ def ask_both(instance: Instance, at: float, context: StepContext) -> Step:
 
 
 def ask_before_confirmed(instance: Instance, event: TimedOut, context: StepContext) -> Step:
-    """Its time to be confirmed has come: not before both hosts have answered."""
+    """The time to confirm it has come: it is not confirmed before both hosts have answered."""
     return ask_both(instance, event.at, context)
 
 
 def refuse_doubted(instance: Instance, event: MoveRequested, context: StepContext) -> Step:
-    """A client confirms or reverts what may have ended: it repeats that when the hosts have answered."""
+    """A client confirms or reverts a move that may have ended: the client repeats the request when the hosts have
+    answered.
+    """
     queried = ask_both(instance, event.at, context)
     return after(queried, refuse_request(queried.instance, event, context, IN_DOUBT, WHY))
 
@@ -81,7 +83,7 @@ def note_there(instance: Instance, event: Spawned | HostRuns, context: StepConte
 
 
 def note_gone(instance: Instance, event: Destroyed, context: StepContext) -> Step:
-    """A host of a move in doubt has nothing of it: it was reverted, or confirmed."""
+    """A host of a move in doubt has no machine of it: it was reverted, or confirmed."""
     if not is_doubted(instance, context):
         return Step(instance)
     if event.host_uuid == instance.host_uuid and event.attempt >= instance.attempt:
@@ -92,7 +94,10 @@ def note_gone(instance: Instance, event: Destroyed, context: StepContext) -> Ste
 
 
 def follow_undone(instance: Instance, event: Spawned | HostRuns, context: StepContext) -> Step:
-    """The destination of a move that is undone has it still. In doubt: complete there, the move had arrived."""
+    """The destination of a move that is undone still has the machine.
+
+    In doubt: if it is complete there, the move had arrived.
+    """
     if is_doubted(instance, context) and not instance.is_in_place and steps.is_ours(instance, event):
         return adopt_arrived(instance, event, context)
     if is_source(instance, event):
@@ -101,14 +106,14 @@ def follow_undone(instance: Instance, event: Spawned | HostRuns, context: StepCo
 
 
 def follow_resized(instance: Instance, event: Spawned | HostRuns, context: StepContext) -> Step:
-    """Both hosts of a move that has arrived keep what they have. In doubt their answers decide."""
+    """Both hosts of a move that has arrived keep their machines. In doubt their answers decide."""
     if is_doubted(instance, context) and not instance.is_in_place:
         return note_there(instance, event, context)
     return Step(instance) if is_source(instance, event) else rules.confirm_running(instance, event, context)
 
 
 def follow_destination(instance: Instance, event: Spawned | HostRuns, context: StepContext) -> Step:
-    """The destination is listed still; under another service now, that one is commanded as well."""
+    """The destination still lists the machine; if it is under another service now, that one is commanded as well."""
     if instance.is_in_place or not steps.is_ours(instance, event) or event.service == instance.here.service:
         return Step(instance) if steps.is_ours(instance, event) else rules.destroy_orphan(instance, event, context)
     found = steps.at_service(instance, event.service)
@@ -116,7 +121,7 @@ def follow_destination(instance: Instance, event: Spawned | HostRuns, context: S
 
 
 def is_source(instance: Instance, event: Spawned | HostRuns) -> bool:
-    """Whether it is the source of the move that has its machine."""
+    """Whether its machine is that of the move's source."""
     return (event.attempt, event.host_uuid) == (instance.source_attempt, instance.source_host_uuid)
 
 

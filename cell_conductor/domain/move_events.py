@@ -32,7 +32,7 @@ _CONDITIONS = {
 }
 
 
-# How far the request of a move has come, by the state of its instance.
+# The progress of a move's request, by the state of its instance.
 _PROGRESS = {
     State.CLAIMING: MoveState.CLAIMING,
     State.PREPARING: MoveState.PREPARING,
@@ -60,7 +60,7 @@ DELETED = "instance.deleted"  # the code of a move that ended because its instan
 
 
 def condition_of(instance: Instance) -> Condition:
-    """What the instance is, as its client sees it."""
+    """The state of the instance for its client."""
     if instance.state in (State.ACTIVE, State.CONFIRMING, State.RELEASING_SOURCE):
         return _AT_REST[instance.power]
     return _CONDITIONS.get(instance.state, Condition.MOVING)
@@ -101,14 +101,14 @@ def answer_other(instance: Instance, ending: MoveEnd, at: float, context: StepCo
 
 
 def close(instance: Instance, ending: MoveEnd, at: float, context: StepContext) -> Step:
-    """The move is over: whatever request has not had its end gets it, and nothing is under way any more.
+    """The move is over: every request that has not had its end gets it, and nothing is under way any more.
 
-    Where each has had its end (a finished resize whose destination was lost; a change that came late), what the
-    instance is now is announced all the same: schedulers have the destination and its flavor on record.
+    If each has had its end (a finished resize whose destination was lost; a change that came late), the instance's
+    state is announced all the same: schedulers have the destination and its flavor on record.
     """
     move = move_of(instance)
     earlier = answer(instance, ending, at, context)
-    # An abort or a revert has come true; a confirm whose move was undone all the same has not.
+    # An abort or a revert has succeeded; a confirm whose move was undone has not.
     is_done = move.by_kind is not MoveKind.CONFIRM or ending.state is MoveState.DONE
     other = answer_other(earlier.instance, DONE if is_done else ending, at, context)
     if not (earlier.commands or other.commands):
@@ -144,7 +144,7 @@ def refuse_unknown(instance: Instance, event: MoveRequested, context: StepContex
 
 
 def refuse_given_up(instance: Instance, event: MoveRequested, context: StepContext) -> Step:
-    """Its message was given up, so it is not begun; unless it has been: then that is how it goes on, or has ended."""
+    """Its message was given up, so it is not begun; if it has been begun, its progress or its end is published."""
     why, move = event.given_up, instance.move
     assert why is not None
     if instance.spec is None:
@@ -155,7 +155,7 @@ def refuse_given_up(instance: Instance, event: MoveRequested, context: StepConte
 
 
 def answer_query(instance: Instance, event: MoveRequested, context: StepContext) -> Step:
-    """What has become of a request: how far it has come, or its end once more. Without a record of it, it ends here.
+    """The state of a request: its progress, or its end once more. A request without a record ends here.
 
     It is `failed` and not `refused`: a record that was set back may have had it. A delete under way ends it by itself.
     """
@@ -180,7 +180,7 @@ def _as_failed(command: Message) -> Message:
 
 
 def refuse(instance: Instance, event: MoveRequested, context: StepContext) -> Step:
-    """Not in this state; a copy of a request that has ended is answered as it was."""
+    """The request is not possible in this state; a copy of a request that has ended is answered as it was."""
     if instance.spec is None:
         return refuse_unknown(instance, event, context)
     return repeat_end(instance, event, context) or refuse_request(instance, event, context, "instance.not_active")
@@ -211,7 +211,7 @@ def repeat_end(instance: Instance, event: MoveRequested, context: StepContext) -
 
 
 def after(first: Step, then: Step) -> Step:
-    """Both, one after the other: the second was made of the first's instance."""
+    """Apply both, one after the other: the second was made of the first's instance."""
     return Step(then.instance, (*first.commands, *then.commands))
 
 
@@ -231,7 +231,7 @@ def _event(
     condition: Condition,
     history: tuple[AttemptRecord, ...] = (),
 ) -> Step:
-    """Take the next number of the instance and publish how far a request has come."""
+    """Take the instance's next number and publish the progress of a request."""
     assert instance.spec is not None
     move_event = MoveEvent(
         request_id=outcome.request_id,

@@ -1,9 +1,9 @@
-"""What each transition of a move does: `rule(instance, event, context) -> Step`. The table selects the one that
+"""The rule of each transition of a move: `rule(instance, event, context) -> Step`. The table selects the one that
 applies.
 
-An instance that moves has two machines, of which one runs at most. `here` is the source until a destination has been
-claimed, and the destination from then on. Going on is for the happy case; every state goes back as well: `undo` gives
-the destination up, has the book reverted, and starts the source again if it was commanded to stop.
+An instance that moves has two machines, of which at most one runs. `here` is the source until a destination has been
+claimed, and the destination from then on. A move that succeeds advances; every state also goes back: `undo` gives the
+destination up, has the book reverted, and starts the source again if it was commanded to stop.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from bus.contracts.moves import (
 )
 
 from . import rules, steps
+from .adopt_rules import is_held
 from .events import (
     ChangeEnded,
     Claimed,
@@ -83,7 +84,7 @@ TIMED_OUT = "move.timeout"
 
 
 def begin(instance: Instance, event: MoveRequested, context: StepContext) -> Step:
-    """A request for an instance that has a machine and nothing under way."""
+    """A request for an instance that has a machine and no request under way."""
     again = repeat_end(instance, event, context)
     if again is not None:
         return again
@@ -111,7 +112,7 @@ def begin_offloaded(instance: Instance, event: MoveRequested, context: StepConte
         return refuse_request(instance, event, context, "instance.offloaded", "unshelve it first")
     if not request.selections:
         return refuse_request(instance, event, context, "move.no_host")
-    # `here` is the host that it had; nothing is there.
+    # `here` is the host that it had; no machine is there.
     begun = adopt(instance, event, source=None, selections=(instance.here, *request.selections))
     return claim(begun, event.at, context)
 
@@ -136,8 +137,8 @@ def end_resized(instance: Instance, event: MoveRequested, context: StepContext) 
 
 
 def abort(instance: Instance, event: MoveRequested, context: StepContext) -> Step:
-    """No destination has been commanded: the move is undone. While a request to placement is under way, once it has
-    answered. An abort that ended before this move, and is delivered again, was not meant for it.
+    """No destination has been commanded: the move is undone. While a request to placement is under way, the move is
+    undone once it has answered. An abort that ended before this move, and is delivered again, was not meant for it.
     """
     move, request = move_of(instance), event.request
     is_meant = request.migration in (None, move.request_id) and not has_ended(instance, request.request_id)
@@ -155,7 +156,7 @@ def abort(instance: Instance, event: MoveRequested, context: StepContext) -> Ste
 
 
 def take_destination(instance: Instance, event: Claimed, context: StepContext) -> Step:
-    """A destination is claimed: ask it whether it can, or change the size in place."""
+    """A destination is claimed: query whether it can, or change the size in place."""
     if event.attempt != instance.next_attempt:
         return Step(instance)
     move = move_of(instance)
@@ -185,6 +186,8 @@ def run_out_of_hosts(instance: Instance, event: ClaimRefused, context: StepConte
     tried = note_not_claimed(instance, event.outcomes, event.at)
     if move_of(instance).delete:
         return leave(tried, event.at, context)
+    if (known := _with_books_generation(instance, event)) is not None:
+        return Step(known)
     if event.consumer_changed:
         reason = event.reason or "another client holds this instance's allocation"
         return undo(tried, event.at, context, "placement.consumer_changed", reason)
@@ -193,8 +196,22 @@ def run_out_of_hosts(instance: Instance, event: ClaimRefused, context: StepConte
     return undo(tried, event.at, context, NO_HOST, event.reason or summary_of_hosts(tried))
 
 
+def _with_books_generation(instance: Instance, event: ClaimRefused) -> Instance | None:
+    """The claim once more, with the generation that the book has; None: it was refused for another reason.
+
+    The book holds just the source: an audit has claimed it again, or released the allocation beside it. Once a move,
+    because another client may keep changing it.
+    """
+    move = move_of(instance)
+    if move.refreshed or move.by_kind is MoveKind.ABORT or move.source is None or instance.position > 0:
+        return None
+    if not event.consumer_changed or not is_held(move.source, event):
+        return None
+    return replace(instance, consumer_generation=event.consumer_generation, move=replace(move, refreshed=True))
+
+
 def go_on(instance: Instance, event: ChangeEnded, context: StepContext) -> Step:
-    """The destination can, or not: have the source hand over, or try the next destination."""
+    """The destination can, or cannot: have the source hand over, or try the next destination."""
     if not is_awaited(instance, event, instance.here, instance.attempt):
         return Step(instance)
     if is_doubted(instance, context):
@@ -211,7 +228,7 @@ def go_on(instance: Instance, event: ChangeEnded, context: StepContext) -> Step:
 
 
 def skip_destination(instance: Instance, event: TimedOut | ServiceLost, context: StepContext) -> Step:
-    """The destination does not answer, and was commanded nothing yet: the next one."""
+    """The destination does not answer, and was commanded nothing yet: the next one is tried."""
     if isinstance(event, ServiceLost):
         if event.service != instance.here.service:
             return Step(instance)
@@ -224,7 +241,10 @@ def skip_destination(instance: Instance, event: TimedOut | ServiceLost, context:
 
 
 def take_over(instance: Instance, event: ChangeEnded, context: StepContext) -> Step:
-    """The source has stopped and handed over: the destination starts it. It could not: it goes on where it is."""
+    """The source has stopped and handed over: the destination starts it.
+
+    It could not: the instance stays on the source.
+    """
     move = move_of(instance)
     assert move.source is not None
     if not is_awaited(instance, event, move.source, move.source_attempt):
@@ -237,13 +257,16 @@ def take_over(instance: Instance, event: ChangeEnded, context: StepContext) -> S
 
 
 def give_up_hand_over(instance: Instance, event: TimedOut, context: StepContext) -> Step:
-    """The source does not answer: the move is undone. It is started again, which cancels what it may have begun."""
+    """The source does not answer: the move is undone.
+
+    It is started again, which cancels the hand-over that it may have begun.
+    """
     reason = f"the source did not hand over within {move_of(instance).step_timeout_s:g} s"
     return undo(instance, event.at, context, TIMED_OUT, reason)
 
 
 def arrive(instance: Instance, event: Spawned | HostRuns, context: StepContext) -> Step:
-    """The destination has it. Only now the source may go: at once, or when the move is confirmed."""
+    """The destination has the machine. Only now may the source be given up: at once, or when the move is confirmed."""
     if not steps.is_ours(instance, event):
         return rules.destroy_orphan(instance, event, context)
     if is_doubted(instance, context):
@@ -256,9 +279,10 @@ def arrive(instance: Instance, event: Spawned | HostRuns, context: StepContext) 
 
 
 def arrive_in_place(instance: Instance, event: ChangeEnded, context: StepContext) -> Step:
-    """The machine has its new size. It could not: it gets its old one, for it may have both; then the next destination.
+    """The machine has its new size. It could not: the host is commanded to restore the old size, because the machine
+    may have either; then the next destination is tried.
 
-    Until it has, the larger of the two stays claimed here.
+    Until it has, the larger of the two sizes stays claimed here.
     """
     if not is_awaited(instance, event, instance.here, instance.attempt):
         return Step(instance)
@@ -278,12 +302,12 @@ def arrive_in_place(instance: Instance, event: ChangeEnded, context: StepContext
 
 
 def give_up_in_place(instance: Instance, event: TimedOut, context: StepContext) -> Step:
-    """The host does not answer whether the machine has its new size: it is given its old one."""
+    """The host does not answer whether the machine has its new size: it is commanded to restore the old one."""
     return undo(instance, event.at, context, TIMED_OUT, "the host did not confirm that the machine has its new size")
 
 
 def fail_destination(instance: Instance, event: SpawnFailed, context: StepContext) -> Step:
-    """The destination could not: what is left there goes, and the next one is tried, or the move is undone."""
+    """The destination could not: its remains are destroyed, and the next one is tried, or the move is undone."""
     if not steps.is_current(instance, event.attempt, event.host_uuid):
         return Step(instance)
     failed = note(instance, "failed", event.at, event.code, event.reason)
@@ -293,16 +317,17 @@ def fail_destination(instance: Instance, event: SpawnFailed, context: StepContex
 
 
 def query_destination(instance: Instance, event: TimedOut, context: StepContext) -> Step:
-    """No answer in time: it is to end the attempt unless it is complete, and the command is repeated until it answers.
+    """No answer in time: the destination is to end the attempt unless it is complete, and the command is repeated until
+    it answers.
 
-    Until it has answered nothing is started anywhere else: it may run.
+    Until it has answered nothing is started anywhere else: its machine may run.
     """
     order = replace(steps.destroy_here(instance, context), unless_built=True)
     return Step(replace(instance, queried=True, deadline=repeat_at(instance, event.at, context)), (order,))
 
 
 def lose_destination(instance: Instance, event: Destroyed, context: StepContext) -> Step:
-    """The destination has ended the attempt: the next one, or back."""
+    """The destination has ended the attempt: the next one is tried, or the move is undone."""
     if event.host_uuid != instance.host_uuid or event.attempt < instance.attempt:
         return Step(instance)
     gone = note(instance, "timed_out" if instance.queried else "failed", event.at, "spawn.timeout", "no answer in time")
@@ -323,7 +348,7 @@ def revert_lost(instance: Instance, event: HostMissing, context: StepContext) ->
 
 
 def confirm_in_time(instance: Instance, event: TimedOut, context: StepContext) -> Step:
-    """No client has confirmed or reverted in the time that the request allowed: confirmed."""
+    """No client has confirmed or reverted in the time that the request allowed: the move is confirmed."""
     if is_doubted(instance, context) and not instance.is_in_place:
         return ask_before_confirmed(instance, event, context)
     earlier = report_progress(instance, MoveState.CONFIRMED, event.at, context)
@@ -331,21 +356,21 @@ def confirm_in_time(instance: Instance, event: TimedOut, context: StepContext) -
 
 
 def destroy_source_again(instance: Instance, event: TimedOut, context: StepContext) -> Step:
-    """The source has not confirmed: ask again, for as long as it takes. The migration holds its allocation."""
+    """The source has not confirmed: the command is repeated, without a limit. The migration holds its allocation."""
     return Step(
         replace(instance, deadline=repeat_at(instance, event.at, context)), (destroy_source(instance, context),)
     )
 
 
 def release_source(instance: Instance, event: Destroyed | HostMissing, context: StepContext) -> Step:
-    """The source is gone from its host: its allocation goes."""
+    """The machine is gone from the source: its allocation is released."""
     if not source_gone(instance, event, context):
         return Step(instance)
     return Step(steps.ask(instance, State.RELEASING_SOURCE, event.at, context))
 
 
 def follow_source(instance: Instance, event: Spawned | HostRuns, context: StepContext) -> Step:
-    """The source is listed still; under another service now, that one is commanded as well."""
+    """The source still lists the machine; if it is under another service now, that one is commanded as well."""
     move = move_of(instance)
     is_source = (event.host_uuid, event.attempt) == (instance.source_host_uuid, move.source_attempt)
     if not is_source or move.source is None:
@@ -357,7 +382,7 @@ def follow_source(instance: Instance, event: Spawned | HostRuns, context: StepCo
 
 
 def end_source_released(instance: Instance, event: Released, context: StepContext) -> Step:
-    """The migration holds nothing any more: the move is over."""
+    """The migration holds no allocation any more: the move is over."""
     move = move_of(instance)
     if event.consumer != move.request_id:
         return Step(instance)

@@ -1,4 +1,4 @@
-"""What several rules of a move share: the steps of the way there and back, what is commanded, and what is proved."""
+"""The parts that several rules of a move share: the steps of the way there and back, the commands, and the proofs."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ COMMANDED = frozenset(
 
 
 def leave(instance: Instance, at: float, context: StepContext) -> Step:
-    """Have both hosts destroy what they may have of it; the claims are held until they have."""
+    """Have both hosts destroy their machines of it; the claims are held until they have."""
     here_gone = instance.state not in COMMANDED and not is_at_source(instance)
     source_gone = instance.source_host_uuid is None or instance.state is State.RELEASING_SOURCE
     left = replace(
@@ -74,12 +74,14 @@ def is_at_source(instance: Instance) -> bool:
 
 
 def begin_claimed(instance: Instance, event: MoveRequested, context: StepContext) -> Step:
-    """A request that needs a host to go to: the first that fits is requested of placement."""
+    """A request that needs a destination: the first that fits is requested of placement."""
     request, here = event.request, instance.here
     if request.kind is MoveKind.LIVE_MIGRATE and instance.power is not Power.RUNNING:
-        return refuse_request(instance, event, context, "instance.not_running", "a live migration is of what runs")
+        return refuse_request(
+            instance, event, context, "instance.not_running", "only a running instance can be live-migrated"
+        )
     if request.kind is MoveKind.EVACUATE:
-        # A fence on this cell's own record is the proof; without one the request's word and a silent service are.
+        # A fence on this cell's own record is the proof; without one, the request's statement and a silent service are.
         is_fenced = here.host_uuid in context.fences
         if not is_fenced and not request.fenced:
             return refuse_request(instance, event, context, "evacuate.not_fenced", "its host may run it")
@@ -97,7 +99,7 @@ def begin_claimed(instance: Instance, event: MoveRequested, context: StepContext
 
 
 def begin_in_place(instance: Instance, event: MoveRequested, context: StepContext) -> Step:
-    """A request for the machine where it is."""
+    """A request about the machine on its present host."""
     kind = event.request.kind
     begun = adopt(instance, event, source=None, selections=(instance.here,))
     is_there = {
@@ -121,7 +123,7 @@ def begin_in_place(instance: Instance, event: MoveRequested, context: StepContex
 def adopt(
     instance: Instance, event: MoveRequested, *, source: Selection | None, selections: tuple[Selection, ...]
 ) -> Instance:
-    """The request is under way, and what the instance was before it is kept."""
+    """The request is under way, and the previous state of the instance is kept."""
     request = event.request
     assert instance.spec is not None
     move = Move(
@@ -141,7 +143,7 @@ def adopt(
         rescue_password=request.rescue_password,
         began=event.at,
     )
-    # Who the instance belongs to never changes with what is done to it.
+    # The owner of the instance never changes.
     spec = instance.spec
     if request.spec is not None:
         spec = replace(spec, image=request.spec.image)
@@ -163,12 +165,12 @@ def adopt(
 
 
 def claim(instance: Instance, at: float, context: StepContext) -> Step:
-    """Ask placement for the first destination that is left, or go back when none is."""
+    """Request the first remaining destination of placement, or go back when there is none."""
     instance = _marked_reused(instance, context)
     move = move_of(instance)
     if notes := context.closed.passed_over(instance.alternates, instance.next_attempt, at):
         move = replace(move, history=move.history + notes)
-    # A machine that was commanded to stop is handed over, not changed where it is.
+    # A machine that was commanded to stop is handed over, not changed in place.
     kept = tuple(
         one
         for one in instance.alternates
@@ -183,7 +185,7 @@ def claim(instance: Instance, at: float, context: StepContext) -> Step:
 
 
 def _marked_reused(instance: Instance, context: StepContext) -> Instance:
-    """Note the first number that a record gives out after it was set back: it may have given it out before."""
+    """Record the first number that a record gives out after it was set back: it may have given it out before."""
     is_older = instance.requested_at < context.set_back_at + steps.CLOCKS_APART_S
     if instance.reused_from or not context.set_back_at or not is_older:
         return instance
@@ -191,7 +193,7 @@ def _marked_reused(instance: Instance, context: StepContext) -> Instance:
 
 
 def try_next(instance: Instance, at: float, context: StepContext) -> Step:
-    """After a destination that failed: what is left of it goes, and the next is claimed, if there is one."""
+    """After a destination that failed: its remains are destroyed, and the next is claimed, if there is one."""
     move = move_of(instance)
     clean: tuple[Message, ...] = (steps.destroy_here(instance, context),) if move.finishing else ()
     claimed = claim(replace(instance, queried=False), at, context)
@@ -232,7 +234,10 @@ def finish(instance: Instance, at: float, context: StepContext) -> Step:
 
 
 def arrived(instance: Instance, at: float, context: StepContext) -> Step:
-    """The destination is on record as active. The request has its end; the source waits, or goes."""
+    """The destination is on record as active.
+
+    The request has its end; the source waits for a confirm, or is given up.
+    """
     move = move_of(instance)
     up = replace(
         instance,
@@ -258,7 +263,7 @@ def confirm(instance: Instance, at: float, context: StepContext) -> Step:
     here = instance.here
     if instance.is_in_place:
         return Step(steps.ask(instance, State.RELEASING_SOURCE, at, context))
-    # Alternates are of no use any more; the source stays named by the move.
+    # Alternates have no use any more; the move still names the source.
     gone = replace(
         instance,
         state=State.CONFIRMING,
@@ -271,7 +276,7 @@ def confirm(instance: Instance, at: float, context: StepContext) -> Step:
 
 
 def over(instance: Instance, at: float) -> Instance:
-    """Active, where it is now."""
+    """Active, on its present host."""
     return replace(
         instance,
         state=State.ACTIVE,
@@ -284,35 +289,35 @@ def over(instance: Instance, at: float) -> Instance:
 
 
 def undo(instance: Instance, at: float, context: StepContext, code: str, reason: str) -> Step:
-    """Give the destination up: its machine, then its allocation; then the source goes on."""
+    """Give the destination up: its machine, then its allocation; then the source is continued."""
     lost = replace(move_of(instance), lost_code=code, lost_reason=steps.cut(reason))
     undone = replace(instance, move=lost, queried=False)
     if undone.is_in_place:
         earlier = resize_back(replace(undone, state=State.UNDOING, since=at), at, context)
         return after(earlier, report_progress(earlier.instance, MoveState.UNDOING, at, context))
     queries_first = is_doubted(undone, context) and undone.position > 0
-    if not lost.finishing and not queries_first:  # no destination has been commanded: nothing is there
+    if not lost.finishing and not queries_first:  # no destination has been commanded: it has no machine
         return report_progress(revert_book(undone, at, context), MoveState.UNDOING, at, context)
     leaving = replace(undone, state=State.UNDOING, deadline=at + context.destroy_retry_s, since=at)
     return after(end_here(leaving, context), report_progress(leaving, MoveState.UNDOING, at, context))
 
 
 def end_here(instance: Instance, context: StepContext) -> Step:
-    """Have the destination of a move that is undone end its attempt; in doubt unless it is complete there."""
+    """Have the destination of a move that is undone end its attempt; in doubt, unless it is complete there."""
     order = steps.destroy_here(instance, context)
     return Step(instance, (replace(order, unless_built=is_doubted(instance, context)),))
 
 
 def is_doubted(instance: Instance, context: StepContext) -> bool:
-    """Whether the database was set back in the middle of this move: it may have come further than is on record."""
+    """Whether the database was set back in the middle of this move: it may have advanced beyond its record."""
     began = instance.move.began if instance.move is not None else math.inf
     return instance.doubted and began <= context.set_back_at + steps.CLOCKS_APART_S
 
 
 def revert_book(instance: Instance, at: float, context: StepContext) -> Instance:
-    """Ask placement to give the instance its source again; without one, to release what was claimed."""
+    """Request the source's allocation for the instance again; if there was none, the release of the claim."""
     if move_of(instance).source is None:
-        return steps.ask(instance, State.VACATING, at, context)  # nothing to go back to: what was claimed is released
+        return steps.ask(instance, State.VACATING, at, context)  # no source to go back to: the claim is released
     return steps.ask(instance, State.REVERTING, at, context)
 
 
@@ -323,17 +328,17 @@ def resize_back(instance: Instance, at: float, context: StepContext) -> Step:
 
 
 def end_undone(instance: Instance, at: float, context: StepContext) -> Step:
-    """The instance is where it was before, and the request has failed, or was reverted."""
+    """The instance is on its source again, and the request has failed, or was reverted."""
     return close(over(instance, at), ending_of(move_of(instance)), at, context)
 
 
 def ending_of(move: Move) -> MoveEnd:
-    """How a move ends that was undone."""
+    """The end of a move that was undone."""
     return MoveEnd(MoveState.FAILED, move.lost_code, move.lost_reason)
 
 
 def offload(instance: Instance, at: float, context: StepContext) -> Step:
-    """Have the host destroy what has been shelved."""
+    """Have the host destroy the shelved machine."""
     leaving = replace(instance, state=State.OFFLOADING, deadline=at + context.destroy_retry_s, since=at)
     earlier = Step(leaving, (steps.destroy_here(leaving, context),))
     return after(earlier, report_progress(leaving, MoveState.CHANGING, at, context))
@@ -371,7 +376,7 @@ def change(instance: Instance, state: State, kind: ChangeKind, at: float, contex
 def order(instance: Instance, kind: ChangeKind, at: float, context: StepContext, *, is_back: bool = False) -> Step:
     """Command one change, under a number above all before: also above those that a restored database has forgotten.
 
-    is_back: the machine is to be what it was before the move.
+    is_back: the machine is to be in its state from before the move.
     """
     move = move_of(instance)
     assert instance.spec is not None
@@ -403,8 +408,8 @@ def is_awaited(instance: Instance, event: ChangeEnded, where: Selection, attempt
 
 
 def as_left(instance: Instance, event: ChangeEnded) -> Instance:
-    """The instance after a change that was not done. What its host knows of the machine counts: a rebuild that failed
-    half-way has left nothing to run, and what was shelved and runs is not shelved any more.
+    """The instance after a change that was not done. The host's answer about the machine counts: a rebuild that failed
+    half-way leaves nothing that runs, and a shelved machine that runs is not shelved any more.
     """
     left = replace(instance, spec=move_of(instance).spec)
     if instance.power is Power.RESCUED or event.code == RESCUE_FAILED:
@@ -415,7 +420,7 @@ def as_left(instance: Instance, event: ChangeEnded) -> Instance:
 
 
 def destroy_source(instance: Instance, context: StepContext) -> Destroy:
-    """The order to destroy what the source of the move has."""
+    """The order to destroy the machine of the move's source."""
     move = move_of(instance)
     assert move.source is not None
     return Destroy(
@@ -435,7 +440,7 @@ def destroy_left(instance: Instance, context: StepContext) -> tuple[Message, ...
 
 
 def here_gone(instance: Instance, event: Destroyed | HostMissing, context: StepContext) -> bool:
-    """Whether the current host has reported that nothing of it is left there."""
+    """Whether the current host has reported that no machine of it is left there."""
     if event.host_uuid != instance.host_uuid:
         return False
     if isinstance(event, Destroyed):
@@ -448,8 +453,8 @@ def here_gone(instance: Instance, event: Destroyed | HostMissing, context: StepC
 
 
 def source_gone(instance: Instance, event: Destroyed | HostMissing, context: StepContext) -> bool:
-    """Whether the source's host has reported that nothing of it is left there: its answer, or a report made long enough
-    after.
+    """Whether the source's host has reported that no machine of it is left there: by its answer, or by a report made
+    long enough after.
 
     The grace counts from the order, so a report that was under way before proves nothing.
     """
@@ -464,12 +469,12 @@ def source_gone(instance: Instance, event: Destroyed | HostMissing, context: Ste
 
 
 def repeat_at(instance: Instance, at: float, context: StepContext) -> float:
-    """When to ask again a host that does not answer: less and less often."""
+    """When to repeat the command to a host that does not answer: less and less often."""
     return at + min(max(context.destroy_retry_s, at - instance.since), context.destroy_retry_max_s)
 
 
 def note(instance: Instance, outcome: str, at: float, code: str = "", reason: str = "") -> Instance:
-    """Write down how the current destination has ended."""
+    """Record how the current destination has ended."""
     move = move_of(instance)
     record = AttemptRecord(
         attempt=instance.last_attempt,
@@ -483,7 +488,7 @@ def note(instance: Instance, outcome: str, at: float, code: str = "", reason: st
 
 
 def note_not_claimed(instance: Instance, outcomes: tuple[ClaimOutcome, ...], at: float) -> Instance:
-    """Write down the destinations that could not be claimed."""
+    """Record the destinations that could not be claimed."""
     move = move_of(instance)
     tried = tuple(
         AttemptRecord(attempt=instance.next_attempt, host=one.host, outcome="not_claimed", code=outcome.value, at=at)
@@ -493,7 +498,7 @@ def note_not_claimed(instance: Instance, outcomes: tuple[ClaimOutcome, ...], at:
 
 
 def summary_of_hosts(instance: Instance) -> str:
-    """One sentence: what was tried, and how each try ended."""
+    """One sentence: the tries, and how each ended."""
     tries = "; ".join(
         f"{one.host}: {one.outcome}" + (f" ({one.code})" if one.code else "") for one in move_of(instance).history
     )

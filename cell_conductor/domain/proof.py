@@ -1,4 +1,4 @@
-"""What a record proves of a machine that a host runs: only what is proved to be over is destroyed."""
+"""The proofs that a record gives about a machine on a host: only a machine that is proved to be over is destroyed."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ _RESCANS = UUID("6d1f7b0e-1c57-4f1b-9a57-3f6a1c6f2d11")
 
 # A client has requested the delete, and nothing revokes that: no attempt is wanted, whatever its number.
 DELETE_REQUESTED = frozenset({State.TOMBSTONE, State.ABANDONING, State.DELETING, State.RELEASING, State.DELETED})
+# A build that was refused is in one of these, or its client has deleted it since.
+REFUSED = DELETE_REQUESTED | {State.GIVING_UP, State.FAILED}
 # The current attempt is wanted on its host. While a destination is claimed or checked, the source is no other machine.
 WANTED = frozenset(
     {
@@ -29,18 +31,18 @@ WANTED = frozenset(
         State.CHANGING,
     }
 )
-# The destination runs for good: what the source of the move has is not wanted any more.
+# The destination runs for good: the machine of the move's source is not wanted any more.
 SOURCE_OVER = frozenset({State.CONFIRMING, State.RELEASING_SOURCE})
-# A destination was claimed and never commanded: what runs there under its attempt has no explanation.
+# A destination was claimed and never commanded: a machine there under its attempt has no explanation.
 NOT_COMMANDED = frozenset({State.PREPARING, State.HANDING_OVER})
-# A build that was doubted goes on: what it has commanded itself it may end.
+# A build that was doubted continues: it may end the attempts that it has commanded itself.
 BUILD_GOES_ON = frozenset({State.BUILDING, State.RECLAIMING})
-# A move goes on, or back, and the current host is still its source.
+# A move advances, or goes back, and the current host is still its source.
 AT_SOURCE = frozenset({State.CLAIMING, State.PREPARING, State.HANDING_OVER, State.UNDOING, State.REVERTING})
 
 
 class InstanceFacts(Protocol):
-    """As much of a record as the proof reads."""
+    """The part of a record that the proof reads."""
 
     @property
     def uuid(self) -> str:
@@ -52,7 +54,7 @@ class InstanceFacts(Protocol):
 
     @property
     def state(self) -> State:
-        """Where the instance stands."""
+        """The state of the instance."""
 
     @property
     def host_uuid(self) -> str | None:
@@ -68,7 +70,7 @@ class InstanceFacts(Protocol):
 
     @property
     def source_host_uuid(self) -> str | None:
-        """The host of the move's source, where that is not the current host."""
+        """The host of the move's source, if that is not the current host."""
 
     @property
     def source_attempt(self) -> int:
@@ -77,6 +79,10 @@ class InstanceFacts(Protocol):
     @property
     def first_not_tried(self) -> bool:
         """Whether attempt 1 was never commanded by this record, because its service was down."""
+
+    @property
+    def machine_exists(self) -> bool:
+        """Whether the build was refused because of a machine that is not proved to be its project's."""
 
     @property
     def doubted(self) -> bool:
@@ -91,12 +97,16 @@ def is_over(record: InstanceFacts, attempt: int, host_uuid: str) -> bool:
     """Whether the record proves that this attempt, run by this host, is not wanted any more.
 
     An attempt above all that were given out, or a machine's own attempt on another host, was commanded by a record that
-    this database does not have (it was restored from a backup): that proves nothing, and the machine is kept. So was
-    attempt 1 of a record that has passed over its first host, and the attempt that a set-back record does not know.
-    A record that was set back in the middle of a move numbers its attempts anew: an earlier number proves nothing. Nor
-    does a number given out after a set-back, of an attempt that is neither the current one nor the source.
+    this database does not have (it was restored from a backup): that proves nothing, and the machine is kept. The same
+    holds for attempt 1 of a record that has passed over its first host, and for an attempt that a set-back record does
+    not have. A record that was set back in the middle of a move numbers its attempts anew: an earlier number proves
+    nothing. Nor does a number given out after a set-back, of an attempt that is neither the current one nor the source.
+    A build that was refused because of a machine that may be another project's proves nothing about that machine, even
+    after the build's own delete: an operator decides about it.
     """
     if record.state is State.ABSENT or attempt == UNKNOWN_ATTEMPT:
+        return False
+    if record.machine_exists and record.state in REFUSED:
         return False
     if record.state in DELETE_REQUESTED:
         return True
@@ -124,7 +134,7 @@ def is_wanted_here(record: InstanceFacts) -> bool:
 
 
 def is_wanted_at_source(record: InstanceFacts) -> bool:
-    """Whether what the source of the move has is to be kept."""
+    """Whether the machine of the move's source is to be kept."""
     return record.source_host_uuid is not None and record.state not in DELETE_REQUESTED | SOURCE_OVER
 
 
@@ -134,7 +144,9 @@ def is_untried(record: InstanceFacts, attempt: int) -> bool:
 
 
 def is_unsure(record: InstanceFacts, attempt: int, host_uuid: str) -> bool:
-    """Whether the build was given up without a word of its host, in doubt: its machine may be what the client had."""
+    """Whether the build was given up without its host's answer, in doubt: its machine may be the one that the client
+    had.
+    """
     ended = record.state in (State.GIVING_UP, State.FAILED)
     return ended and record.doubted and (attempt, host_uuid) == (record.attempt, record.host_uuid)
 
@@ -154,7 +166,8 @@ def is_unordered(event: HostMissing, service: str, record: InstanceFacts) -> boo
 
 
 def predates(event: HostMissing, service: str, up_scan: ScanId | None) -> bool:
-    """Whether a report was made before its host was known to run the machine, whatever the clocks of the two read.
+    """Whether a report was made before its host was known to run the machine, whatever the clocks of the two hosts
+    read.
 
     up_scan: the scan by which the host was first known to run it (None: unknown). service: whose scan that was.
     """
@@ -162,14 +175,17 @@ def predates(event: HostMissing, service: str, up_scan: ScanId | None) -> bool:
 
 
 def up_scan_here(instance: Instance) -> ScanId | None:
-    """The scan by which the current host was first known to run it. None: unknown, or it has not arrived there."""
+    """The scan by which the current host was first known to run it.
+
+    None: unknown, or the instance has not arrived there.
+    """
     move = instance.move
     is_sources = move is not None and move.source is not None and instance.up_scan == move.source_up_scan
-    # Without another host as its source it is where it was: not moved yet, or moved in place.
+    # Without another host as its source the instance is where it was: not moved yet, or moved in place.
     return None if is_sources and instance.source_host_uuid is not None else instance.up_scan
 
 
-# How an attempt ended that its record has left with an order to destroy it there.
+# How an attempt ended that the record has left, with an order to destroy it there.
 LEFT_WITH_ORDER = frozenset({"failed", "timed_out"})
 
 
@@ -177,22 +193,24 @@ def is_ordered(instance: Instance, event: Event) -> bool:
     """Whether the record has commanded that destruction itself, when the attempt failed or was out of time.
 
     The order waits in the queue of a service that is silent. When the service is back its first report may list the
-    machines before it has taken the orders; what is destroyed then is no finding of the report.
+    machines before it has taken the orders; their destruction is then no finding of the report.
     """
     if not isinstance(event, HostRuns) or not is_over(instance, event.attempt, event.host_uuid):
         return False
     return any(one.attempt == event.attempt and one.outcome in LEFT_WITH_ORDER for one in instance.history)
 
 
-# A report that is older than what it is compared with has been on its way for less than this (an outage of a bus), or
-# its host's clock is behind: then the machine counts after this time.
+# A report that is older than its comparison has been on its way for less than this (an outage of a bus), or its host's
+# clock is behind: then the machine counts after this time.
 OUTDATED_S = 60.0
 
 
 def is_outdated(instance: Instance, event: HostRuns) -> bool:
-    """Whether the report was made before the record became what it is: what was given up then may be gone by now.
+    """Whether the report was made before the record became what it is: a machine that was given up then may be gone by
+    now.
 
-    The next report shows it if it is not. By the scans of one service, whatever its clock reads; else by the clocks.
+    If it is not, the next report shows it. Reports of one service are ordered by its scans, whatever its clock reads;
+    others by the clocks.
     """
     if instance.state in DELETE_REQUESTED:
         return False

@@ -15,10 +15,11 @@ Reserved = Mapping[str, Sequence[Running]]  # by host
 
 
 def misreserved(report: ComputeHosts, unexplained: Sequence[Unexplained]) -> Reserved:
-    """Of each host where the report disagrees all machines that are to be reserved; most reports agree.
+    """For each host where the report disagrees, all machines that are to be reserved; most reports agree.
 
-    Those in quarantine are: no claim of theirs is proved, and they stay. What was reserved stays so while it is
-    being destroyed, and when its mark is taken away: it is still there. What a record explains has its claim.
+    Machines in quarantine are reserved: no claim of theirs is proved, and they stay. A reserved machine stays reserved
+    while it is being destroyed, and when its mark is removed: it is still there. A machine that a record explains has
+    its claim.
     """
     kind_of = {(one.host_uuid, one.uuid): one.kind for one in unexplained}
     wrong: dict[str, Sequence[Running]] = {}
@@ -35,7 +36,7 @@ def misreserved(report: ComputeHosts, unexplained: Sequence[Unexplained]) -> Res
 
 
 def reserved_on(host_uuid: str, machines: Sequence[Running], records: Mapping[str, Instance]) -> ReservedOnHost:
-    """What their service is to know of them: what each takes, where its record has that."""
+    """The reservations for the service: the resources that each machine takes, if its record has them."""
     return ReservedOnHost(
         host_uuid=host_uuid,
         machines=tuple(
@@ -50,6 +51,6 @@ def reserved_on(host_uuid: str, machines: Sequence[Running], records: Mapping[st
 
 
 def _allocations(instance: Instance | None, host_uuid: str) -> Allocations | None:
-    """What an instance was to take of this host, if its record has it among those chosen."""
+    """The resources that an instance was to take of this host, if its record has the host among those chosen."""
     chosen = instance.selections if instance is not None else ()
     return next((selection.allocations for selection in chosen if selection.host_uuid == host_uuid), None)

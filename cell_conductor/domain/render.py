@@ -13,7 +13,7 @@ HEAD = """# States of an instance
 Derived from `cell_conductor/domain/table.py`; a test compares. Write it anew with
 `python -m cell_conductor.domain.render > docs/reference/states.md`.
 
-What is allocated follows from the state: one attempt's allocation is held in `building`, `active` and `deleting`;
+The state determines the allocation: one attempt's allocation is held in `building`, `active` and `deleting`;
 `reclaiming`, `adopting` and `abandoning` ask placement to release and claim in one go, `giving_up` and `releasing` ask
 it to release. In a move the migration holds the source and the instance its destination: `claiming` requests one,
 `reverting` gives the instance its source again, `releasing_source` releases the migration; `vacating` releases what a
@@ -62,7 +62,7 @@ def _cell(rule: Rule | None) -> str:
 
 def _rules() -> list[str]:
     found = {rule.name: rule for row in TABLE.values() for rule in row.values() if rule is not None}
-    lines = ["## What each rule does", ""]
+    lines = ["## The rules", ""]
     return lines + [f"- `{name}`: {cleandoc(found[name].apply.__doc__ or '')}" for name in sorted(found)]
 
 

@@ -1,4 +1,4 @@
-"""What a build that comes to its cell again meets: the end that the first one had."""
+"""The answer to a build that comes to its cell again: the end that the first one had."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ from .steps import Step, StepContext, announce
 
 
 def restart_build(instance: Instance, event: BuildRequested, context: StepContext) -> Step:
-    """It has failed, and was forgotten above before it was here: a newer request of it is built, a copy is not."""
+    """The build has failed, and the scheduler had forgotten it before it came here: a newer request of it is built, a
+    copy is not.
+    """
     if event.requested_at <= instance.requested_at:
         was_active = any(record.outcome == "active" for record in instance.history)
         return _announce_again(instance, BuildState.FAILED, context, terminal=not was_active)
@@ -21,12 +23,17 @@ def restart_build(instance: Instance, event: BuildRequested, context: StepContex
 
 
 def announce_active_again(instance: Instance, event: BuildRequested, context: StepContext) -> Step:
-    """A second build of what is active: its schedulers may have forgotten the first (a restore), and wait."""
+    """A second build of an active instance: its schedulers may have forgotten the first (a restore), and wait."""
     return _announce_again(instance, BuildState.ACTIVE, context)
 
 
+def announce_adopted_again(instance: Instance, event: BuildRequested, context: StepContext) -> Step:
+    """As `announce_active_again`, of what was active before its claim is requested again; else its end will come."""
+    return _announce_again(instance, BuildState.ACTIVE, context) if instance.claims_refused else Step(instance)
+
+
 def announce_deleted_again(instance: Instance, event: BuildRequested | DeleteRequested, context: StepContext) -> Step:
-    """A build or a delete of what is deleted, as `announce_active_again`. What it has claimed is the audit's."""
+    """A build or a delete of a deleted instance, as `announce_active_again`. Its claim is left to the audit."""
     return _announce_again(instance, BuildState.DELETED, context) if instance.spec is not None else Step(instance)
 
 

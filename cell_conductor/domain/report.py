@@ -27,7 +27,7 @@ from .proof import (
 
 
 class RecordedInstance(InstanceFacts, Protocol):
-    """As much of an instance as the comparison reads."""
+    """The part of an instance that the comparison reads."""
 
     @property
     def service(self) -> str:
@@ -35,9 +35,9 @@ class RecordedInstance(InstanceFacts, Protocol):
 
 
 class UnexplainedKind(StrEnum):
-    """What a machine is that no record explains."""
+    """Why no record explains a machine."""
 
-    FOREIGN = "foreign"  # it has no mark of this deployment: another's, and never touched
+    FOREIGN = "foreign"  # it has no mark of this deployment: it is another deployment's, and never touched
     QUARANTINED = (
         "quarantined"  # it has our mark, and the record does not prove it over: kept until an operator decides
     )
@@ -63,10 +63,10 @@ RENUMBERED = "the database was set back, and its record may have numbered it ane
 
 
 class Differences(Struct, frozen=True):
-    """What does not agree: events for instances, and machines that are only reported.
+    """The disagreements: events for instances, and machines that are only reported.
 
-    harmful: of the events those that end or destroy a machine although no client requested it; see `breaker`. rescans:
-    (host, rescan) of what is missing by the report of a service that is not on record as the host's: to be looked at
+    harmful: the events that end or destroy a machine although no client requested it; see `breaker`. rescans: (host,
+    rescan) of machines that are missing by the report of a service that is not on record as the host's: to be scanned
     again.
     """
 
@@ -78,9 +78,9 @@ class Differences(Struct, frozen=True):
 
 # Its host must carry it, or may still: a report that leaves it out is a finding.
 EXPECTED = frozenset({State.ACTIVE, State.RESIZED, State.DELETING, State.UNDOING, State.OFFLOADING})
-# The same of the source of a move, once it is to go.
+# The same for the source of a move, once it is to be given up.
 SOURCE_EXPECTED = frozenset({State.CONFIRMING, State.DELETING})
-# Of these a report that leaves them out ends something whose end was not requested.
+# A report that leaves these out ends something whose end was not requested.
 HARMED = frozenset({State.ACTIVE, State.RESIZED})
 
 
@@ -94,11 +94,11 @@ def differences(
     grace_s: float,
     may_have: Callable[[str, str], bool] = lambda _service, _host: False,
 ) -> Differences:
-    """What a report and the record disagree about. The state machine decides what to do; most reports agree.
+    """The disagreements of a report and the record. The state machine decides about them; most reports agree.
 
     may_have(service, host): whether that service is up, and lists the host or has not listed all its hosts. Then the
-    report of another service does not show what is missing there: they may have two hosts of one uuid.
-    Unlocked reading: the record may move on meanwhile, so every event is judged again by the machine.
+    report of another service does not show which machines are missing there: they may have two hosts of one uuid.
+    This reading takes no locks: the record may change meanwhile, so the state machine checks every event again.
     """
     by_uuid = {record.uuid: record for record in recorded}
     running_on = {host.uuid: host.running for host in report.hosts if host.running is not None}
@@ -148,7 +148,7 @@ def _not_listed(
     rescans: list[tuple[str, str]] = []
     listed = {(host_uuid, one.instance_uuid) for host_uuid, running in running_on.items() for one in running}
     for record in records:
-        # Of its own service's times the machine knows which was first; another's clock may be minutes off.
+        # The state machine knows the order of the times of the host's own service; another's clock may be minutes off.
         counts = seen_at > 0 if record.service == report.service else seen_at > record.since + grace_s
         places: tuple[tuple[str | None, bool], ...] = (
             (record.host_uuid, record.state in EXPECTED),
@@ -168,7 +168,7 @@ def _not_listed(
 
 
 def _is_known_at(record: RecordedInstance | None, host_uuid: str) -> bool:
-    """Whether a machine without our mark is the one on record here: an operator may have taken its mark away.
+    """Whether a machine without our mark is the one on record here: an operator may have removed its mark.
 
     It is neither lost nor proved ours: it is left as it is, and a destroy of it is refused by its host.
     """
@@ -211,7 +211,7 @@ def _agrees(record: RecordedInstance, host_uuid: str, one: Running, service: str
     if (one.attempt, host_uuid) != (record.attempt, record.host_uuid):
         return False
     if record.state in (State.BUILDING, State.FINISHING):
-        return not one.built  # its result is still to come
+        return not one.built  # its result has not arrived yet
     return (record.state is State.DELETING or is_wanted_here(record)) and record.service == service
 
 
@@ -237,12 +237,12 @@ def _scan(report: ComputeHosts) -> ScanId | None:
     return ScanId(report.epoch, report.scan) if report.scan else None
 
 
-# So many compute services are remembered at most; the one that has been quiet longest is dropped first.
+# At most this many compute services are remembered; the one that has been quiet longest is dropped first.
 MAX_SERVICES = 100_000
 
 
 class Newest:
-    """Which report of each compute service is the newest handled: older ones lose (they come late, or twice)."""
+    """Which report of each compute service is the newest handled: older ones are ignored (they come late, or twice)."""
 
     def __init__(self) -> None:
         self._newest: dict[str, tuple[int, int]] = {}
@@ -253,11 +253,14 @@ class Newest:
         return last is None or (report.epoch, report.sequence) > last
 
     def epoch(self, service: str) -> int:
-        """Of the newest report of this service that was handled; 0 before there is one."""
+        """The sequence of the newest report of this service that was handled; 0 before there is one."""
         return self._newest.get(service, (0, 0))[0]
 
     def note(self, report: ComputeHosts) -> None:
-        """The report has been handled. Not before: one that met an outage comes again, and is still new then."""
+        """Record that the report has been handled.
+
+        Not earlier: a report that met an outage comes again, and is still new then.
+        """
         at = (report.epoch, report.sequence)
         self._newest[report.service] = max(at, self._newest.pop(report.service, at))
         if len(self._newest) > MAX_SERVICES:

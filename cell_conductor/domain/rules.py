@@ -1,7 +1,7 @@
-"""What each transition does: `rule(instance, event, context) -> Step`. Which one applies is the table's business.
+"""The rule of each transition: `rule(instance, event, context) -> Step`. The table selects the rule that applies.
 
-A rule may be called late or twice; where an attempt or a host does not match, it leaves things alone or
-destroys what should not run. Commands are the contract's own messages, ready to be sent.
+A rule may be called late or twice; if an attempt or a host does not match, the rule changes nothing, or destroys a
+machine that should not run. Commands are the contract's own messages, ready to be sent.
 """
 
 from __future__ import annotations
@@ -36,40 +36,41 @@ from .instance import NOT_TRIED, SET_BACK_GAP, Instance, State
 from .proof import is_outdated, is_over
 from .steps import CLOCKS_APART_S, Step, StepContext
 
-# Of a doubted build whose host stayed silent.
+# The code of a doubted build whose host stayed silent.
 OUTCOME_UNKNOWN = "build.outcome_unknown"
-# Of an active instance that its host does not run any more.
+# The code of an active instance that its host does not run any more.
 LOST = "instance.lost"
-DESTROY_CODES = "destroy."  # how the codes begin with which a host refuses to destroy
+DESTROY_CODES = "destroy."  # the prefix of the codes with which a host refuses to destroy
 
 
 def ignore(instance: Instance, event: object, context: StepContext) -> Step:
-    """Nothing changes: it is late, doubled, or already taken care of."""
+    """Nothing changes: the event is late, repeated, or already handled."""
     return Step(instance)
 
 
 def is_doubted_request(event: BuildRequested, set_back_at: float) -> bool:
-    """Whether it may have been handed in before, to what the database has forgotten: it was sent before the set-back.
+    """Whether it may have been handed in before, to a record that the database has lost: it was sent before the
+    set-back.
 
-    `stamps.requested` is when its client sent it; `requested_at` when a scheduler decided it, perhaps once more.
+    `stamps.requested` is when its client sent it; `requested_at` when a scheduler decided it, perhaps a second time.
     """
     sent_at = min(event.requested_at, event.stamps.requested if event.stamps is not None else event.requested_at)
     return bool(set_back_at) and sent_at < set_back_at + CLOCKS_APART_S
 
 
 def start_build(instance: Instance, event: BuildRequested, context: StepContext) -> Step:
-    """The first selection is commanded; unless its service is down and another's is not, or it is fenced."""
+    """The first selection is commanded; unless it is fenced, or its service is down and another's is not."""
     adopted = with_request(instance, event)
     if event.given_up is not None:
         return _end_unbuilt(adopted, event.given_up, event.at, context)
     if is_doubted_request(event, context.set_back_at):
-        # It may have been handed in before, to what the database has forgotten: its host is queried, and waited for.
-        # What a service that is down may have of it is not proved over by what this record does.
+        # It may have been handed in before, to a record that the database has lost: its host is queried, and its answer
+        # awaited. This record's actions do not prove that a machine on a service that is down is over.
         return _spawn(replace(numbered_on(adopted), doubted=True, reused_from=1), event.at, context)
     closed = context.closed.why(adopted.here)
     if closed is None or (closed.code != FENCED and not _has_somewhere_to_go(adopted, context)):
         return _spawn(adopted, event.at, context)
-    # Nothing was commanded there by this record, so nothing has to be destroyed. Should a machine of attempt 1 be there
+    # This record has commanded nothing there, so nothing has to be destroyed. If a machine of attempt 1 is there
     # nevertheless (the database was set back to before this build), it is kept: see `proof.is_over`.
     passed = _with_attempt(adopted, NOT_TRIED, at=event.at, code=closed.code, reason=closed.reason)
     left = _without_closed(passed, event.at, context)
@@ -80,29 +81,32 @@ def start_build(instance: Instance, event: BuildRequested, context: StepContext)
 
 
 def numbered_on(instance: Instance) -> Instance:
-    """The record of an instance whose announcements may be forgotten: schedulers ignore numbers that they have had."""
+    """The record of an instance whose announcements may be lost: schedulers ignore numbers that they have had."""
     return replace(instance, sequence=instance.sequence + SET_BACK_GAP)
 
 
 def _end_unbuilt(instance: Instance, why: Refusal, at: float, context: StepContext) -> Step:
-    """Its message was given up: nothing is commanded, its claim is released, and it ends failed."""
+    """Its message was given up: nothing is commanded, its claim is released, and it ends as failed."""
     passed = _with_attempt(instance, NOT_TRIED, at=at, code=why.code, reason=why.reason)
     return Step(steps.ask(replace(passed, code=why.code, reason=steps.cut(why.reason)), State.GIVING_UP, at, context))
 
 
 def tombstone(instance: Instance, event: DeleteRequested, context: StepContext) -> Step:
-    """The delete came first: remember it, so that the build never starts."""
+    """The delete came first: it is recorded, so that the build never starts."""
     return Step(replace(instance, state=State.TOMBSTONE, since=event.at, cause=event.cause))
 
 
 def refuse_build(instance: Instance, event: BuildRequested, context: StepContext) -> Step:
-    """The build of a deleted instance: give its claim back, start nothing."""
+    """The build of a deleted instance: release its claim, start nothing."""
     adopted = replace(with_request(instance, event), cause=instance.cause)
     return Step(steps.ask(adopted, State.RELEASING, event.at, context))
 
 
 def come_up(instance: Instance, event: Spawned | HostRuns, context: StepContext) -> Step:
-    """The current attempt runs: active, once it is certainly built. An older attempt is destroyed, never doubled."""
+    """The current attempt runs: the instance is active, once the machine is certainly built.
+
+    An older attempt is destroyed, never doubled.
+    """
     if not steps.is_ours(instance, event):
         return destroy_orphan(instance, event, context)
     if isinstance(event, HostRuns) and not event.built:
@@ -113,7 +117,7 @@ def come_up(instance: Instance, event: Spawned | HostRuns, context: StepContext)
         _with_attempt(instance, "active", at=event.at, reason=remark),
         stamps=_stamped(instance, event),
         state=State.ACTIVE,
-        selections=(here,),  # alternates are of no use any more
+        selections=(here,),  # alternates have no use any more
         position=0,
         deadline=None,
         since=event.at,
@@ -127,16 +131,19 @@ def come_up(instance: Instance, event: Spawned | HostRuns, context: StepContext)
 
 
 def destroy_leftover(instance: Instance, event: SpawnFailed, context: StepContext) -> Step:
-    """A failed attempt of a build that is over has failed once more, and may have left something again.
+    """A failed attempt of a build that is over has failed once more, and may have left a machine again.
 
-    Its order was delivered again after the answer that nothing is left. A host that refuses to destroy is not ordered
-    again by its refusal.
+    Its order was delivered again after the answer that no machine is left. A host that refuses to destroy is not sent
+    the order again because of its refusal.
     """
     return Step(instance) if event.code.startswith(DESTROY_CODES) else destroy_orphan(instance, event, context)
 
 
 def destroy_orphan(instance: Instance, event: Spawned | SpawnFailed | HostRuns, context: StepContext) -> Step:
-    """An attempt runs that the record proves to be over: destroy it where it is. What is not proved is kept."""
+    """An attempt runs that the record proves to be over: it is destroyed on its host.
+
+    A machine without such a proof is kept.
+    """
     if not is_over(instance, event.attempt, event.host_uuid):
         return Step(instance)
     if isinstance(event, HostRuns) and is_outdated(instance, event):
@@ -152,7 +159,7 @@ def destroy_orphan(instance: Instance, event: Spawned | SpawnFailed | HostRuns, 
 
 
 def confirm_running(instance: Instance, event: Spawned | HostRuns, context: StepContext) -> Step:
-    """The current attempt runs, as known, perhaps under another service now. An older one is destroyed."""
+    """The current attempt runs, as recorded, perhaps under another service now. An older one is destroyed."""
     if steps.is_ours(instance, event):
         moved = steps.at_service(instance, event.service)
         return Step(
@@ -162,7 +169,9 @@ def confirm_running(instance: Instance, event: Spawned | HostRuns, context: Step
 
 
 def repeat_destroy(instance: Instance, event: Spawned | HostRuns, context: StepContext) -> Step:
-    """It still runs, and its destroy is on its way; unless the host has another service now: that one gets it, too."""
+    """It still runs, and its destroy order is on its way; if the host has another service now, that one gets the order,
+    too.
+    """
     if not steps.is_ours(instance, event):
         return destroy_orphan(instance, event, context)
     moved = steps.at_service(instance, event.service)
@@ -181,12 +190,13 @@ def fail_over(instance: Instance, event: SpawnFailed, context: StepContext) -> S
 
 
 def time_out(instance: Instance, event: TimedOut, context: StepContext) -> Step:
-    """No answer in time: command the host to end the attempt unless it is complete. Then claim the next, or give up.
+    """No answer in time: command the host to end the attempt unless it is complete. Then claim the next alternate, or
+    give up.
 
-    A deadline alone proves nothing: the answer may be on its way, or in what a restored database has forgotten. A
-    host that stays silent is not waited for, and its attempt is fenced; unless the record is doubted: then the host
-    alone knows whether it runs, and is queried until the doubt's own limit. After that the client is informed that the
-    build has failed, and what the host may run is kept for an operator (`proof.is_unsure`).
+    A deadline alone proves nothing: the answer may be on its way, or in the part that a restored database has lost. The
+    conductor does not wait for a host that stays silent, and fences its attempt; unless the record is doubted: then
+    only the host can know whether it runs, and is queried until the doubt's own limit. After that the client is
+    informed that the build has failed, and a machine that the host may run is kept for an operator (`proof.is_unsure`).
     """
     doubted_for_s = event.at - max(instance.since, context.set_back_at)
     if instance.queried and instance.doubted and doubted_for_s >= context.doubt_limit_s:
@@ -204,11 +214,12 @@ def time_out(instance: Instance, event: TimedOut, context: StepContext) -> Step:
 
 
 def leave_service(instance: Instance, event: ServiceLost, context: StepContext) -> Step:
-    """Its service is not waited for: fence the attempt there, then claim the next alternate that is elsewhere.
+    """The conductor does not wait for its service: it fences the attempt there, then claims the next alternate on
+    another service.
 
-    Without one it waits for its deadline, in case the service comes back. What the lost service may have built, or
-    still builds, is an attempt that is over: when a report names it again, the record proves that, and it is destroyed.
-    A record that is doubted proves nothing, so that build waits for its host.
+    Without such an alternate the build waits for its deadline, in case the service comes back. A machine that the lost
+    service may have built, or still builds, belongs to an attempt that is over: when a report lists it, the record
+    proves that, and it is destroyed. A record that is doubted proves nothing, so that build waits for its host.
     """
     if instance.doubted or instance.here.service != event.service or not _has_somewhere_to_go(instance, context):
         return Step(instance)
@@ -216,13 +227,13 @@ def leave_service(instance: Instance, event: ServiceLost, context: StepContext) 
 
 
 def next_after(instance: Instance, event: Event, context: StepContext, *, code: str, reason: str) -> Step:
-    """The attempt has failed: the next alternate, or the end."""
+    """The attempt has failed: the next alternate is claimed, or the build ends."""
     failed = _with_attempt(instance, "failed", at=event.at, code=code, reason=reason)
     return _next(replace(failed, stamps=_stamped(failed, event)), event.at, context)
 
 
 def fail_over_destroyed(instance: Instance, event: Destroyed, context: StepContext) -> Step:
-    """The host has ended the attempt that was being built: it was out of time, or else it has failed unasked."""
+    """The host has ended the attempt that was being built: it was out of time, or it has failed without a query."""
     if not steps.is_current(instance, event.attempt, event.host_uuid):
         return Step(instance)
     if instance.queried:
@@ -239,16 +250,16 @@ def move_on(instance: Instance, event: Claimed, context: StepContext) -> Step:
 
 
 def release_alternate(instance: Instance, event: Claimed, context: StepContext) -> Step:
-    """An alternate was claimed for an instance that is to be deleted: release it, nothing was built there."""
+    """An alternate was claimed for an instance that is to be deleted: release it, no machine was built there."""
     if event.attempt != instance.next_attempt:
         return Step(instance)
     return Step(steps.ask(_taken(instance, event), State.RELEASING, event.at, context))
 
 
 def run_out(instance: Instance, event: ClaimRefused, context: StepContext) -> Step:
-    """No alternate could be claimed: release, so that a late copy of the claim is fenced, and end failed.
+    """No alternate could be claimed: release, so that a late copy of the claim is fenced, and end as failed.
 
-    Unless another client holds the consumer: then nothing is ours to release.
+    If another client holds the consumer, there is nothing of ours to release.
     """
     if event.attempt != instance.next_attempt:
         return Step(instance)
@@ -262,7 +273,7 @@ def run_out(instance: Instance, event: ClaimRefused, context: StepContext) -> St
 
 
 def drop(instance: Instance, event: ClaimRefused, context: StepContext) -> Step:
-    """No alternate was claimed for an instance that is to be deleted: release as in `run_out`, and end deleted."""
+    """No alternate was claimed for an instance that is to be deleted: release as in `run_out`, and end as deleted."""
     if event.attempt != instance.next_attempt:
         return Step(instance)
     if event.consumer_changed:
@@ -291,7 +302,7 @@ def destroy(instance: Instance, event: DeleteRequested, context: StepContext) ->
 
 
 def destroy_again(instance: Instance, event: TimedOut, context: StepContext) -> Step:
-    """The host has not confirmed: ask again, for as long as it takes. The allocation stays claimed.
+    """The host has not confirmed: the command is repeated, without a limit. The allocation stays claimed.
 
     Less and less often: the orders wait in the service's queue while it is down, so their number has to stay small.
     """
@@ -306,7 +317,7 @@ def release_destroyed(instance: Instance, event: Destroyed | HostMissing, contex
 
 
 def lose(instance: Instance, event: HostMissing, context: StepContext) -> Step:
-    """An active instance is gone from its host: fence what may be left, release, and end failed."""
+    """An active instance is gone from its host: fence possible remains, release, and end as failed."""
     gone = steps.is_gone(instance, event, context)
     if not gone:
         return Step(instance)
@@ -315,7 +326,7 @@ def lose(instance: Instance, event: HostMissing, context: StepContext) -> Step:
 
 
 def give_up_lost(instance: Instance, at: float, context: StepContext, *, code: str, reason: str) -> Step:
-    """An active instance is lost: what may be left is destroyed, its allocation released, and it ends failed."""
+    """An active instance is lost: possible remains are destroyed, its allocation is released, and it ends as failed."""
     lost = _with_attempt(instance, "lost", at=at, code=code, reason=reason)
     return _give_up(lost, at, context, code=code, reason=reason)
 
@@ -327,19 +338,19 @@ def delete_instead(instance: Instance, event: DeleteRequested, context: StepCont
 
 
 def repeat_question(instance: Instance, event: TimedOut, context: StepContext) -> Step:
-    """Placement's answer never arrived: the same question again (it is idempotent by attempt)."""
+    """Placement's answer never arrived: the same request is sent again (it is idempotent by attempt)."""
     return Step(replace(instance, deadline=event.at + context.claim_retry_s))
 
 
 def end_failed(instance: Instance, event: Released, context: StepContext) -> Step:
-    """Nothing is held any more: failed. While it moved there are two consumers, released one after the other."""
+    """No allocation is held any more: failed. While it moved there are two consumers, released one after the other."""
     if (left := _half_released(instance, event, context)) is not None:
         return left
     return _end_failed(instance, event.at, context)
 
 
 def end_deleted(instance: Instance, event: Released | DeleteRequested, context: StepContext) -> Step:
-    """Nothing is held any more: deleted. While it moved there are two consumers, released one after the other."""
+    """No allocation is held any more: deleted. While it moved there are two consumers, released one after the other."""
     if isinstance(event, Released) and (left := _half_released(instance, event, context)) is not None:
         return left
     cause = event.cause if isinstance(event, DeleteRequested) and event.cause else instance.cause
@@ -350,9 +361,10 @@ def end_deleted(instance: Instance, event: Released | DeleteRequested, context: 
 
 
 def _half_released(instance: Instance, event: Released, context: StepContext) -> Step | None:
-    """What follows when that was not the last consumer, or not the one that was requested; None: nothing is held.
+    """The next step when that was not the last consumer, or not the one that was requested; None: nothing is held.
 
-    The instance first: once it holds nothing, a late copy of the move's claim can move nothing to the migration.
+    The instance first: once it holds nothing, a late copy of the move's claim cannot move an allocation to the
+    migration.
     """
     move = instance.move
     consumer = event.consumer or instance.uuid
@@ -403,7 +415,7 @@ def _over_time(instance: Instance, event: TimedOut | Destroyed, context: StepCon
 
 
 def _next(instance: Instance, at: float, context: StepContext) -> Step:
-    """After a failed attempt: what is left of it goes, and the next alternate is claimed, if there is one."""
+    """After a failed attempt: its remains are destroyed, and the next alternate is claimed, if there is one."""
     instance = _without_closed(instance, at, context)
     if not instance.alternates:
         return _give_up(instance, at, context, code="max_retries_exceeded", reason=summary_of(instance))
@@ -415,7 +427,7 @@ def _has_somewhere_to_go(instance: Instance, context: StepContext) -> bool:
 
 
 def _without_closed(instance: Instance, at: float, context: StepContext) -> Instance:
-    """Hosts that are closed now are passed over, and written down: a question to placement is never changed."""
+    """Hosts that are closed now are skipped, and recorded: a request to placement is never changed."""
     notes = context.closed.passed_over(instance.alternates, instance.next_attempt, at)
     if not notes:
         return instance
@@ -440,7 +452,7 @@ def _taken(instance: Instance, event: Claimed) -> Instance:
 
 
 def _not_claimed(instance: Instance, outcomes: tuple[ClaimOutcome, ...], at: float) -> Instance:
-    """Write down the alternates that could not be claimed, so that the history is whole."""
+    """Record the alternates that could not be claimed, so that the history is complete."""
     tried = tuple(
         AttemptRecord(
             attempt=instance.next_attempt, host=selection.host, outcome="not_claimed", code=outcome.value, at=at
@@ -451,7 +463,8 @@ def _not_claimed(instance: Instance, outcomes: tuple[ClaimOutcome, ...], at: flo
 
 
 def _end_failed(instance: Instance, at: float, context: StepContext) -> Step:
-    # What is lost in doubt was set back while it was moved: its destination may be what the client has.
+    # A machine that is lost in doubt was set back while it was moved: its destination may be the machine that the
+    # client has.
     unsure = instance.doubted and instance.code in (OUTCOME_UNKNOWN, LOST)
     over = replace(
         instance, state=State.FAILED, deadline=None, since=at, answered=True, queried=False, doubted=unsure, move=None
@@ -474,7 +487,7 @@ def _with_attempt(instance: Instance, outcome: str, *, at: float, code: str = ""
 def _stamped(instance: Instance, event: Event) -> Stamps | None:
     """The stages, now that an attempt has ended: `dispatched` by the first attempt, `built` by the last.
 
-    A host that never answered, or has forgotten when it began, began when it was commanded; we have that time.
+    If a host never answered, or has forgotten when the build began, the time of the command counts.
     """
     if instance.stamps is None:
         return None

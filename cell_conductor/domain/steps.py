@@ -1,7 +1,7 @@
-"""What the rules share: a step, the limits and times that it depends on, and its smallest parts.
+"""The parts that all rules share: a step, the limits and times that it depends on, and its smallest functions.
 
-`Step` is the instance after an event, and what to send. The functions check what is current, enter a state that waits
-for placement, order a destroy, and announce a state.
+`Step` is the instance after an event, and the messages to send. The functions check what is current, enter a state that
+waits for placement, order a destroy, and announce a state.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from .instance import Instance, State
 from .leases import Lease
 from .proof import is_unordered, predates, up_scan_here
 
-# The clock of a build's request, and the one of the database's set-back, may be so far
-# apart. A build of so long after a restore is doubted for nothing: it waits longer for a silent host.
+# The most that the clock of a build's request and that of the database's set-back may differ. A build within this time
+# after a restore is doubted needlessly: it waits longer for a silent host.
 CLOCKS_APART_S = 30.0
 
 
 class StepContext(Struct, frozen=True, kw_only=True):
-    """What a step knows beside its instance and its event: how long to wait, and what the cell knows of its hosts.
+    """The inputs of a step beside its instance and its event: time limits, and the state of the cell's hosts.
 
-    cell: its name, for announcements. deployment: the identity of the cell's database, which every machine is
-    marked with. down: compute services that take no builds now, so that none is begun there while another host can
-    be tried. fences: hosts on which nothing is begun at all, by uuid. still_running: {fenced host: {instance: attempt}}
-    of what runs there all the same, by a report from after the fence. set_back_at: when the database was last found
-    to be set back or replaced (0: never).
+    cell: its name, for announcements. deployment: the identity of the cell's database, with which every machine is
+    marked. down: compute services that take no builds now, so that none is begun there while another host can be tried.
+    fences: hosts on which nothing is begun at all, by uuid. still_running: {fenced host: {instance: attempt}} of
+    machines that run there all the same, by a report from after the fence. set_back_at: when the database was last
+    found to be set back or replaced (0: never).
     """
 
     cell: str
@@ -57,7 +57,7 @@ class StepContext(Struct, frozen=True, kw_only=True):
 
 
 class Step(Struct, frozen=True):
-    """The instance after an event, and what to send once that is committed."""
+    """The instance after an event, and the messages to send once that is committed."""
 
     instance: Instance
     commands: tuple[Message, ...] = ()
@@ -88,16 +88,16 @@ def announce(
         sequence=instance.sequence,
         terminal=terminal,
         cell=context.cell,
-        host=instance.here.host,
+        host=instance.here.host if instance.selections else None,
         attempt=instance.attempt,
         code=code,
         reason=reason,
         history=instance.history if state in _ENDS else (),
         at=at,
         stamps=instance.stamps if terminal and state is not BuildState.DELETED else None,
-        zone=instance.here.zone,
+        zone=instance.here.zone if instance.selections else "",
     )
-    stamps = None if terminal else instance.stamps  # published once, and of no use any more
+    stamps = None if terminal else instance.stamps  # published once, and of no further use
     return Step(replace(instance, sequence=instance.sequence + 1, stamps=stamps), (*first, announcement))
 
 
@@ -117,7 +117,9 @@ def destroy_here(instance: Instance, context: StepContext) -> Destroy:
 
 
 def at_service(instance: Instance, service: str) -> Instance:
-    """The current host is this service's: a host outlives its service, and an heir takes no orders sent to the dead."""
+    """The current host is this service's: a host outlives its service, and its next service takes no orders sent to the
+    previous one.
+    """
     if instance.here.service == service:
         return instance
     selections = list(instance.selections)
@@ -136,7 +138,7 @@ def is_ours(instance: Instance, event: Spawned | HostRuns) -> bool:
 
 
 def is_gone(instance: Instance, event: Destroyed | HostMissing, context: StepContext) -> bool:
-    """Whether the current host's word means that the current attempt does not run (any more)."""
+    """Whether the current host's answer means that the current attempt does not run (any more)."""
     if event.host_uuid != instance.host_uuid:
         return False
     if isinstance(event, Destroyed):
@@ -156,7 +158,7 @@ def is_gone(instance: Instance, event: Destroyed | HostMissing, context: StepCon
 
 
 def by_its_clock(event: Spawned | HostRuns) -> float | None:
-    """When the host knew that it runs."""
+    """When the host recorded that it runs."""
     return (event.seen_at if isinstance(event, HostRuns) else event.ended_at) or None
 
 

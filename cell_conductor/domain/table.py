@@ -14,6 +14,7 @@ from . import (
     adopt_rules,
     change_rules,
     delete_rules,
+    departure_rules,
     fence_rules,
     move_doubts,
     move_events,
@@ -47,13 +48,13 @@ from .steps import Step, StepContext
 
 
 class IllegalStep(BrokenInvariant):
-    """An event that cannot happen in this state did. The reason carries the instance's history."""
+    """An event occurred that is impossible in this state. The reason carries the instance's history."""
 
     code = "instance.illegal_step"
 
 
 class Rule(Struct, frozen=True):
-    """What an event does in a state: the function, and every state it may lead to besides staying."""
+    """The effect of an event in a state: the rule, and every state it may lead to besides staying."""
 
     apply: Callable[[Instance, Any, StepContext], Step]
     to: tuple[State, ...] = ()
@@ -74,10 +75,11 @@ REFUSE_BUSY = Rule(move_events.refuse_busy)
 DELETE_MOVING = Rule(delete_rules.delete, (State.DELETING, State.RELEASING))
 UNDONE = (State.UNDOING, State.REVERTING, State.VACATING)
 NEXT = (State.CLAIMING, *UNDONE)
+ARRIVED_CELL = (State.OFFLOADED, State.CLAIMING, State.VACATING, State.RELEASING)
 ARRIVED = (State.RESIZED, State.CONFIRMING, State.RELEASING_SOURCE, State.ACTIVE)
 
 
-# What happens in every state of a move, unless its row overrides it: nothing, or the machine's own fence.
+# The effect in every state of a move, unless its row overrides it: none, or the fence of the machine itself.
 MOVING: Mapping[type[Event], Rule | None] = {
     BuildRequested: ACTIVE_AGAIN,
     DeleteRequested: DELETE_MOVING,
@@ -220,7 +222,12 @@ MOVES: Mapping[State, Mapping[type[Event], Rule | None]] = {
     State.OFFLOADED: {
         **MOVING,
         DeleteRequested: Rule(delete_rules.delete_offloaded, (State.RELEASING,)),
-        MoveRequested: Rule(move_rules.begin_offloaded, (State.CLAIMING, State.VACATING)),
+        MoveRequested: Rule(departure_rules.begin_or_depart, (State.CLAIMING, State.VACATING, State.DEPARTED)),
+    },
+    State.DEPARTED: {
+        **MOVING,
+        DeleteRequested: Rule(departure_rules.refer),
+        MoveRequested: Rule(departure_rules.refer, ARRIVED_CELL),
     },
 }
 
@@ -231,8 +238,8 @@ TABLE: Mapping[State, Mapping[type[Event], Rule | None]] = {
         BuildRequested: Rule(
             adopt_rules.start_or_adopt, (State.BUILDING, State.ADOPTING, State.RECLAIMING, State.GIVING_UP)
         ),
-        DeleteRequested: Rule(rules.tombstone, (State.TOMBSTONE,)),
-        Spawned: IGNORE,  # no record proves nothing: the database may be new, another's, or older than the machine
+        DeleteRequested: Rule(delete_rules.delete_unknown, (State.TOMBSTONE, State.DELETING, State.RELEASING)),
+        Spawned: IGNORE,  # no record is no proof: the database may be new, another's, or older than the machine
         SpawnFailed: IGNORE,
         TimedOut: None,
         Claimed: None,
@@ -242,7 +249,7 @@ TABLE: Mapping[State, Mapping[type[Event], Rule | None]] = {
         HostRuns: IGNORE,
         HostMissing: IGNORE,
         ServiceLost: IGNORE,
-        MoveRequested: Rule(move_events.refuse_unknown),
+        MoveRequested: Rule(departure_rules.arrive, ARRIVED_CELL),
         ChangeEnded: IGNORE,
         Reverted: IGNORE,
         HostFenced: IGNORE,
@@ -250,7 +257,7 @@ TABLE: Mapping[State, Mapping[type[Event], Rule | None]] = {
     },
     State.TOMBSTONE: {
         BuildRequested: Rule(rules.refuse_build, (State.RELEASING,)),
-        DeleteRequested: IGNORE,
+        DeleteRequested: Rule(delete_rules.delete_unknown, (State.DELETING, State.RELEASING)),
         Spawned: DESTROY_ORPHAN,
         SpawnFailed: IGNORE,
         TimedOut: None,
@@ -261,7 +268,7 @@ TABLE: Mapping[State, Mapping[type[Event], Rule | None]] = {
         HostRuns: DESTROY_ORPHAN,
         HostMissing: IGNORE,
         ServiceLost: IGNORE,
-        MoveRequested: REFUSE,
+        MoveRequested: Rule(departure_rules.arrive, ARRIVED_CELL),
         ChangeEnded: IGNORE,
         Reverted: IGNORE,
         HostFenced: IGNORE,
@@ -287,22 +294,22 @@ TABLE: Mapping[State, Mapping[type[Event], Rule | None]] = {
         MachineFound: IGNORE,
     },
     State.ADOPTING: {
-        BuildRequested: IGNORE,
+        BuildRequested: Rule(repeat_rules.announce_adopted_again),
         DeleteRequested: Rule(rules.destroy, (State.DELETING,)),
         Spawned: Rule(adopt_rules.note_built),
-        SpawnFailed: IGNORE,  # not built, it goes on as `building`, and its host is queried
+        SpawnFailed: IGNORE,  # if it is not built, it goes on as `building`, and its host is queried
         TimedOut: AGAIN,
         Claimed: Rule(adopt_rules.end_adopted, (State.ACTIVE, State.BUILDING)),
         ClaimRefused: Rule(adopt_rules.end_adopted, (State.ACTIVE, State.BUILDING)),
         Destroyed: IGNORE,
         Released: None,
         HostRuns: Rule(adopt_rules.note_built),
-        HostMissing: IGNORE,  # lost as an active one, if it is
+        HostMissing: IGNORE,  # if it is lost, it is lost as an active one
         ServiceLost: IGNORE,
         MoveRequested: REFUSE,
         ChangeEnded: IGNORE,
         Reverted: IGNORE,
-        HostFenced: IGNORE,  # what follows is judged again once it is active
+        HostFenced: IGNORE,  # the next events are judged once it is active
         MachineFound: IGNORE,
     },
     State.RECLAIMING: {
@@ -348,14 +355,14 @@ TABLE: Mapping[State, Mapping[type[Event], Rule | None]] = {
         DeleteRequested: Rule(rules.destroy, (State.DELETING,)),
         Spawned: CONFIRM_RUNNING,
         SpawnFailed: IGNORE,  # a host that corrects itself does so by reporting what it runs
-        TimedOut: None,
+        TimedOut: Rule(adopt_rules.claim_again, (State.ADOPTING,)),
         Claimed: IGNORE,
         ClaimRefused: IGNORE,
-        Destroyed: IGNORE,  # no order of ours: it is lost when a report, which the breaker judges, leaves it out
+        Destroyed: IGNORE,  # we ordered nothing: it is lost when a report, which the breaker judges, leaves it out
         Released: IGNORE,  # of a migration, once more
         HostRuns: CONFIRM_RUNNING,
         HostMissing: Rule(rules.lose, (State.GIVING_UP,)),
-        ServiceLost: IGNORE,  # its machines may run: only a person, or a fence, can establish that they do not
+        ServiceLost: IGNORE,  # its machines may run: only an operator, or a fence, can establish that they do not
         MoveRequested: Rule(move_rules.begin, (State.CLAIMING, State.REVERTING, State.CHANGING, State.OFFLOADING)),
         ChangeEnded: IGNORE,
         Reverted: IGNORE,
@@ -471,31 +478,29 @@ def step(instance: Instance, event: Event, context: StepContext) -> Step:
     if isinstance(event, Claimed) and event.attempt > instance.last_attempt + (instance.state in MAY_BE_CLAIMED):
         # A claim that no record of ours has requested would leak: no worker would ever release it.
         raise IllegalStep(f"claim of attempt {event.attempt} while {instance.state}: {instance!r}")
-    if isinstance(event, MoveRequested) and event.is_query:
-        return move_events.answer_query(instance, event, context)
-    if isinstance(event, MoveRequested) and event.given_up is not None:
-        return move_events.refuse_given_up(instance, event, context)
+    if isinstance(event, MoveRequested) and (answered := departure_rules.answer_unbegun(instance, event, context)):
+        return answered
     stepped = rule.apply(instance, event, context)
     after = stepped.instance.state
     assert after is instance.state or after in rule.to, (rule.name, instance.state, after)
-    return stepped
+    return adopt_rules.claim_later(stepped, event.at)
 
 
 AWAITS_CLAIM = frozenset({State.ADOPTING, State.RECLAIMING, State.ABANDONING, State.CLAIMING})
 AWAITS_RELEASE = frozenset({State.GIVING_UP, State.RELEASING, State.VACATING})
 # A claim may be sent twice at once (a redelivered message, the sweep), answered "full", and then "claimed" because
-# there is room meanwhile. What follows from the first answer requests the release, or the revert, of that very attempt:
+# there is room meanwhile. The step after the first answer requests the release, or the revert, of that very attempt:
 # nothing leaks.
 MAY_BE_CLAIMED = (
     AWAITS_CLAIM
     | AWAITS_RELEASE
-    | {State.FAILED, State.DELETED, State.REVERTING, State.UNDOING, State.DELETING, State.OFFLOADED}
+    | {State.FAILED, State.DELETED, State.REVERTING, State.UNDOING, State.DELETING, State.OFFLOADED, State.DEPARTED}
 )
 
 
 def question_of(instance: Instance) -> Claim | Release | Revert | None:
-    """What is requested of placement while the instance is in this state. Follows from the record alone, so a
-    crash at any moment leads to the very same question.
+    """The request to placement while the instance is in this state. It follows from the record alone, so a crash at any
+    moment leads to the very same request.
     """
     if instance.state in AWAITS_CLAIM:
         return _claim(instance)
@@ -514,8 +519,8 @@ def question_of(instance: Instance) -> Claim | Release | Revert | None:
         assert instance.spec is not None
         return Release(consumer=move.request_id, project_id=instance.spec.project_id)
     if instance.state in AWAITS_RELEASE:
-        # One attempt further than the last: a claim that was requested and never answered may still be on its way
-        # (a placement worker that waits for its database), and must find itself fenced.
+        # One attempt further than the last: a claim that was requested and never answered may still be on its way (a
+        # placement worker that waits for its database), and must be refused by the fence.
         return Release(consumer=instance.uuid, attempt=instance.next_attempt)
     return None
 

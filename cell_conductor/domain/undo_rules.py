@@ -1,6 +1,6 @@
 """How a move is undone: the way back to the source, once the destination is given up.
 
-The destination ends what it has, the book is reverted, and the source is started again if it was commanded to stop.
+The destination destroys its machine, the book is reverted, and the source is started again if it was commanded to stop.
 """
 
 from __future__ import annotations
@@ -52,14 +52,14 @@ def undo_failed_in_place(instance: Instance, event: ChangeEnded, context: StepCo
 
 
 def revert_destroyed(instance: Instance, event: Destroyed | HostMissing, context: StepContext) -> Step:
-    """Nothing of the destination is left: the book is reverted, or an unshelved instance is without a host again."""
+    """No machine is left at the destination: the book is reverted, or an unshelved instance is without a host again."""
     if instance.is_in_place or not here_gone(instance, event, context):
         return Step(instance)
     return Step(revert_book(instance, event.at, context))
 
 
 def undo_again(instance: Instance, event: TimedOut, context: StepContext) -> Step:
-    """The destination has not confirmed: ask again, for as long as it takes."""
+    """The destination has not confirmed: the command is repeated, without a limit."""
     later = replace(instance, deadline=repeat_at(instance, event.at, context))
     if not instance.is_in_place:
         return end_here(later, context)
@@ -96,7 +96,7 @@ def return_to_source(instance: Instance, event: Reverted, context: StepContext) 
 def restarted(instance: Instance, event: ChangeEnded, context: StepContext) -> Step:
     """The source runs again, or reports that it cannot: then it is stopped, and a client may start it.
 
-    What its host does not know is queried again at its deadline: a machine that may run is not on record as stopped.
+    If its host does not know, it is queried again at the deadline: a machine that may run is not on record as stopped.
     """
     if not is_awaited(instance, event, instance.here, instance.attempt):
         return Step(instance)

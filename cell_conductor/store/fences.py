@@ -12,19 +12,19 @@ MAX_LOSSES = 100_000  # read at a time; the oldest are destroyed first
 
 
 class FenceStore(Protocol):
-    """The fences on record. What ends because of one is recorded by `Transaction.lose`, which holds it."""
+    """The fences on record. The effects of a fence are recorded by `Transaction.lose`, which holds it."""
 
     async def fences(self) -> list[Fence]:
         """All of them, by host."""
 
     async def losses(self) -> list[Loss]:
-        """What fenced hosts are still to destroy, oldest first, at most MAX_LOSSES."""
+        """The machines that fenced hosts still have to destroy, oldest first, at most MAX_LOSSES."""
 
     async def put(self, fence: Fence) -> bool:
         """Record a fence, or a newer decision about it. False: one at least as new is on record."""
 
     async def delete_losses(self, losses: Sequence[Loss]) -> None:
-        """The hosts have destroyed these, and all attempts below them."""
+        """Delete these losses: the hosts have destroyed them, and all attempts below them."""
 
     async def lift(self, host_uuid: str, version: int) -> bool:
         """Drop a fence that is to be lifted by this decision, once its host has no losses. False: it stays."""
@@ -59,11 +59,11 @@ WHERE (l.host_uuid, l.instance_uuid) = (n.h, n.i) AND l.attempt <= n.a
 _TO_LIFT = "SELECT 1 FROM fences WHERE host_uuid = $1 AND version = $2 AND lifting FOR UPDATE"
 _LEFT = "SELECT 1 FROM fence_losses WHERE host_uuid = $1 LIMIT 1"
 LIFT = "DELETE FROM fences WHERE host_uuid = $1"
-# Instances that are over hold nothing there; what is left of one that is lost is a loss already.
+# Instances that are over hold nothing there; the remains of a lost one are a loss already.
 TOUCHING = """
 SELECT uuid::text FROM instances
 WHERE (host_uuid = $1 OR source_host_uuid = $1) AND uuid > $2::uuid
-    AND state NOT IN ('tombstone', 'failed', 'deleted', 'offloaded')
+    AND state NOT IN ('tombstone', 'failed', 'deleted', 'offloaded', 'departed')
 ORDER BY uuid LIMIT $3
 """
 

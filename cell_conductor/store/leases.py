@@ -1,8 +1,8 @@
-"""What is kept of the leases of compute services, and who keeps them: a port, and PostgreSQL.
+"""The record of the leases of compute services, and of their keeper: a port, and PostgreSQL.
 
 One conductor of a cell is the keeper: it records the state of services, and publishes it. It holds one row for a few
 seconds at a time, by the database's clock. Each change of keeper has a higher term, also after a backup was restored:
-the digests of a former keeper that has not noticed yet lose, and what it would record is refused.
+the digests of a former keeper that has not noticed yet are ignored, and its writes are refused.
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ class LeaseStore(Protocol):
     """The leases on record, and their keeper."""
 
     async def keep(self, process: str, for_s: float) -> int | None:
-        """Be the keeper for so long from now on, again or when no other is; the term, or None: another is."""
+        """Become or remain the keeper for this long from now on, if no other is; returns the term,
+        or None: another is.
+        """
 
     async def leases(self) -> list[Lease]:
         """All on record, by service."""
@@ -27,7 +29,7 @@ class LeaseStore(Protocol):
         """Record these. False: there is a newer term, and nothing was recorded."""
 
     async def purge(self, term: int, before: float, limit: int) -> list[str]:
-        """Drop at most so many services that are down since before, oldest first; returns which."""
+        """Delete services that are down since before this time, oldest first, up to a bound; returns which."""
 
 
 KEEP = """

@@ -74,7 +74,7 @@ class MemoryTransaction:
         self.durable = True
 
     async def recognise(self) -> DatabaseChange | None:
-        """Compare the table with what was last seen of it; one that was set back has its builds doubted."""
+        """Compare the table with its last known state; if it was set back, its builds are doubted."""
         await self._transaction.statement()
         table = self._table
         check_identity(table.deployment, self._seen.deployment)
@@ -127,13 +127,13 @@ class MemoryTransaction:
         self._write(ordered)
 
     async def update(self, instances: Sequence[Instance]) -> None:
-        """Record what became of locked instances."""
+        """Write the new state of locked instances."""
         if instances:
             await self._transaction.statement()
             self._write(instances)
 
     async def lose(self, hosts: Sequence[str], losses: Sequence[Loss]) -> bool:
-        """Hold the fences of these hosts until the end, and record what they have lost."""
+        """Hold the fences of these hosts until the end, and record their losses."""
         return await memory_fences.lose(self._table, self._transaction, hosts, losses)
 
     async def send_later(self, outgoing: Sequence[OutboxMessage]) -> int | None:
@@ -227,7 +227,7 @@ class MemoryInstances:
         self.ready = True
 
     async def close(self) -> None:
-        """The connections go; the rows stay."""
+        """The connections are closed; the rows stay."""
         self.ready = False
         self._session.cut()
 
@@ -255,7 +255,7 @@ class MemoryInstances:
             yield MemoryTransaction(self._table, transaction, self._seen)
 
     async def flush(self) -> None:
-        """Return when all that was committed is on disk."""
+        """Return when every commit is on disk."""
         await self._session.flush()
 
     @property
@@ -264,11 +264,11 @@ class MemoryInstances:
         return self._session.losses
 
     def flushed(self, losses: int) -> asyncio.Future[None]:
-        """Done when all that was committed so far is on disk."""
+        """Done when every commit so far is on disk."""
         return self._session.flushed(losses)
 
     async def briefs(self, host_uuids: Sequence[str], instance_uuids: Sequence[str]) -> list[Brief]:
-        """What should be on these hosts, and these instances whatever they are."""
+        """The instances that should be on these hosts, and these instances in any state."""
         async with self._session.transaction() as transaction:
             await transaction.statement()
             hosts, named = frozenset(host_uuids), frozenset(instance_uuids)
@@ -286,6 +286,7 @@ class MemoryInstances:
                     i.first_not_tried,
                     i.doubted,
                     i.reused_from,
+                    i.machine_exists,
                 )
                 for i in self._table.instances.values()
                 if i.uuid in named
@@ -294,7 +295,7 @@ class MemoryInstances:
             ]
 
     async def building_at(self, services: Sequence[str]) -> list[tuple[str, str]]:
-        """What these compute services were commanded to build."""
+        """The instances that these compute services were commanded to build."""
         async with self._session.transaction() as transaction:
             await transaction.statement()
             named = frozenset(services)
@@ -305,11 +306,11 @@ class MemoryInstances:
             ]
 
     async def purge_deleted(self, before: float, limit: int) -> int:
-        """Drop instances that were deleted before, at most so many."""
-        return await self._purge((State.DELETED, State.TOMBSTONE), before, limit)
+        """Delete instances that were deleted before this time, up to a bound."""
+        return await self._purge((State.DELETED, State.TOMBSTONE, State.DEPARTED), before, limit)
 
     async def purge_failed(self, before: float, limit: int) -> int:
-        """Drop instances that failed before, at most so many."""
+        """Delete instances that failed before this time, up to a bound."""
         return await self._purge((State.FAILED,), before, limit)
 
     async def _purge(self, states: Collection[State], before: float, limit: int) -> int:

@@ -13,7 +13,7 @@ from cell_conductor.domain.instance import Instance, State
 from .fences import MAX_LOSSES
 
 MachineKey = tuple[str, str]
-_OVER = frozenset({State.TOMBSTONE, State.FAILED, State.DELETED, State.OFFLOADED})
+_OVER = frozenset({State.TOMBSTONE, State.FAILED, State.DELETED, State.OFFLOADED, State.DEPARTED})
 
 
 class FenceTables(Protocol):

@@ -14,7 +14,7 @@ from cell_conductor.domain.leases import Lease, LeaseState
 
 
 class Keeper(Struct, frozen=True):
-    """Who keeps the leases, and until when."""
+    """The keeper of the leases, and until when."""
 
     process: str
     term: int

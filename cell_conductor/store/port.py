@@ -1,4 +1,4 @@
-"""What the conductor needs of its store. Decisions stay in `domain`; this only keeps what was decided."""
+"""The conductor's store. Decisions are made in `domain`; this only stores them."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from .safety import Safety
 
 
 class Brief(Struct, frozen=True):
-    """As much of an instance as comparing it with a host's report takes.
+    """The part of an instance that its comparison with a host's report needs.
 
     newest: its highest attempt number. source_host_uuid, source_attempt: of a move, as Instance has them.
     first_not_tried: attempt 1 was never commanded by this record, because its service was down. doubted: the database
-    was set back while it was being built or moved. reused_from: as Instance has it.
+    was set back while it was being built or moved. reused_from, machine_exists: as Instance has them.
     """
 
     uuid: str
@@ -38,6 +38,7 @@ class Brief(Struct, frozen=True):
     first_not_tried: bool = False
     doubted: bool = False
     reused_from: int = 0
+    machine_exists: bool = False
 
     @property
     def last_attempt(self) -> int:
@@ -46,7 +47,7 @@ class Brief(Struct, frozen=True):
 
 
 class KnownDatabase(Struct):
-    """What a conductor last saw of its database."""
+    """The state of its database that a conductor last saw."""
 
     deployment: str = ""
     set_back_at: float = 0.0
@@ -55,8 +56,8 @@ class KnownDatabase(Struct):
 class DatabaseChange(Struct, frozen=True):
     """The database was set back: restored from a backup, or promoted.
 
-    deployment: its identity, which a backup takes along. doubted: so many builds and moves were under way in it; what
-    has become of them since is known to the hosts alone.
+    deployment: its identity, which a backup contains. doubted: how many builds and moves were under way in it; only the
+    hosts know their state.
     """
 
     deployment: str
@@ -74,7 +75,7 @@ class Transaction(Protocol):
 
     @property
     def row(self) -> int | None:
-        """The outbox row of what was sent later, once the transaction has ended."""
+        """The outbox row of the messages that were sent later, once the transaction has ended."""
 
     async def first_time(self, message_ids: Sequence[str]) -> set[str]:
         """Record handled messages; those not seen before."""
@@ -86,10 +87,10 @@ class Transaction(Protocol):
         """Record new instances. Raises Conflict when one is on record meanwhile."""
 
     async def update(self, instances: Sequence[Instance]) -> None:
-        """Record what became of locked instances."""
+        """Write the new state of locked instances."""
 
     async def lose(self, hosts: Sequence[str], losses: Sequence[Loss]) -> bool:
-        """Hold the fences of these hosts until the end, and record what they have lost. False: one is not fenced.
+        """Hold the fences of these hosts until the end, and record their losses. False: one is not fenced.
 
         An optimistic transaction cannot, and raises Conflict.
         """
@@ -99,10 +100,10 @@ class Transaction(Protocol):
 
 
 class LockingTransaction(Transaction, Protocol):
-    """A transaction that locks as it reads, so it can also find what is due: no cache knows that."""
+    """A transaction that locks as it reads, so it can also find due instances: no cache has those."""
 
     async def recognise(self) -> DatabaseChange | None:
-        """Compare the database with what was last seen of it; one that was set back has its builds and moves doubted.
+        """Compare the database with its last known state; if it was set back, its builds and moves are doubted.
 
         Raises DatabaseReplaced when it has another identity.
         """
@@ -124,7 +125,7 @@ class InstanceStore(Protocol):
 
     @property
     def safety(self) -> Safety:
-        """What is reported and left alone, and the breakers, in the same schema."""
+        """Machines that are reported and left alone, and the breakers, in the same schema."""
 
     @property
     def leases(self) -> LeaseStore:
@@ -164,26 +165,30 @@ class InstanceStore(Protocol):
         """
 
     async def flush(self) -> None:
-        """Return when all that was committed is on disk."""
+        """Return when every commit is on disk."""
 
     @property
     def losses(self) -> int:
-        """How many connections to the database have ended by themselves: what was not flushed may be lost with them."""
+        """How many connections to the database have ended by themselves: unflushed commits may be lost with them."""
 
     def flushed(self, losses: int) -> asyncio.Future[None]:
-        """Done when everything committed so far is on disk; fails when that is not so, or `losses` is another by then.
+        """Done when every commit so far is on disk; fails if that is not so, or if `losses` has changed by then.
 
-        losses: taken before those commits. Many share one flush, so it takes some tenths of a second.
+        losses: taken before those commits. Many callers share one flush, so it takes some tenths of a second.
         """
 
     async def briefs(self, host_uuids: Sequence[str], instance_uuids: Sequence[str]) -> list[Brief]:
-        """What should be on these hosts or is to go from them (`EXPECTED`), and these instances whatever they are."""
+        """The instances that should be on these hosts or are to go from them (`EXPECTED`), and these instances in any
+        state.
+        """
 
     async def building_at(self, services: Sequence[str]) -> list[tuple[str, str]]:
         """(uuid, service) of the instances that these compute services were commanded to build, or to check."""
 
     async def purge_deleted(self, before: float, limit: int) -> int:
-        """Drop at most so many instances that ended as deleted (or were deleted unbuilt) before; returns how many."""
+        """Delete instances that ended as deleted (or were deleted unbuilt) before this time, up to a bound; returns how
+        many.
+        """
 
     async def purge_failed(self, before: float, limit: int) -> int:
-        """Drop at most so many instances that ended as failed before; returns how many."""
+        """Delete instances that ended as failed before this time, up to a bound; returns how many."""

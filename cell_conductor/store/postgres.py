@@ -21,7 +21,16 @@ from bus.persistence.outbox_rows import PostgresRows
 from bus.persistence.unit_of_work import Committed
 from bus.persistence.version_cache import VersionCache
 from cell_conductor.domain.fences import Loss
-from cell_conductor.domain.instance import FIRST_SEQUENCE, MOVING, NOT_TRIED, SET_BACK_GAP, UNDER_WAY, Instance, State
+from cell_conductor.domain.instance import (
+    FIRST_SEQUENCE,
+    MACHINE_EXISTS,
+    MOVING,
+    NOT_TRIED,
+    SET_BACK_GAP,
+    UNDER_WAY,
+    Instance,
+    State,
+)
 
 from . import rows
 from .fences import HOLD, LOSE, PostgresFences, loss_columns
@@ -32,7 +41,7 @@ from .unit_of_work import InstanceWrites, OptimisticTransaction
 
 MIGRATIONS = "cell_conductor.store.migrations"
 
-# As text: the pool decodes json columns into dictionaries, and ours go straight into structs.
+# As text: the pool decodes json columns into dictionaries, and these are decoded straight into structs.
 LOCK = "SELECT record::text FROM instances WHERE uuid = ANY($1::uuid[]) ORDER BY uuid FOR UPDATE"
 
 LOCK_DUE = """
@@ -68,7 +77,8 @@ SELECT uuid, state, host_uuid,
     coalesce(record #>> '{{history,0,outcome}}' = '{NOT_TRIED}' AND record #>> '{{history,0,attempt}}' = '1', false)
         AS first_not_tried,
     coalesce((record ->> 'doubted')::boolean, false) AS doubted,
-    coalesce((record ->> 'reused_from')::integer, 0) AS reused_from
+    coalesce((record ->> 'reused_from')::integer, 0) AS reused_from,
+    coalesce(record ->> 'code' = '{MACHINE_EXISTS}', false) AS machine_exists
 FROM instances
 """
 BRIEFS_OF_HOSTS = f"""
@@ -76,7 +86,7 @@ BRIEFS_OF_HOSTS = f"""
 UNION ALL
 {_BRIEF} WHERE source_host_uuid = ANY($1::uuid[]) AND source_host_uuid IS NOT NULL
 """
-# Whatever is being built has a deadline, so the few rows that are under way are found by its index.
+# Every build under way has a deadline, so the few such rows are found by its index.
 BUILDING_AT = f"""
 SELECT uuid, service FROM (
     SELECT uuid, {_SERVICE} AS service FROM instances
@@ -86,12 +96,12 @@ WHERE service = ANY($1::text[]) ORDER BY uuid
 BRIEFS_BY_UUID = f"{_BRIEF} WHERE uuid = ANY($1::uuid[])"
 
 
-# What a consumer holds is not over. The states are the partial indexes' conditions.
+# An instance whose consumer holds an allocation is not over. The states are the partial indexes' conditions.
 PURGE = """
 DELETE FROM instances WHERE uuid IN (
     SELECT uuid FROM instances WHERE {over} AND since < $1 ORDER BY since LIMIT $2 FOR UPDATE SKIP LOCKED)
 """
-PURGE_DELETED = PURGE.format(over="state IN ('deleted', 'tombstone')")
+PURGE_DELETED = PURGE.format(over="state IN ('deleted', 'tombstone', 'departed')")
 PURGE_FAILED = PURGE.format(over="state = 'failed'")
 
 
@@ -136,7 +146,7 @@ class PostgresTransaction:
         self.durable = True
 
     async def recognise(self) -> DatabaseChange | None:
-        """Compare the database with what was last seen of it; one that was set back has its builds doubted."""
+        """Compare the database with its last known state; if it was set back, its builds are doubted."""
         seen = self._seen
         found, is_elsewhere, set_back_at = await self._connection.fetchrow(RECOGNISE) or (None, False, 0.0)
         check_identity(found, seen.deployment)
@@ -168,7 +178,7 @@ class PostgresTransaction:
                 raise Conflict
 
     async def update(self, instances: Sequence[Instance]) -> None:
-        """Record what became of locked instances."""
+        """Write the new state of locked instances."""
         if instances:
             self._cache.invalidate([instance.uuid for instance in instances])
             await self._connection.execute(UPDATE, *rows.columns(instances))
@@ -217,7 +227,7 @@ class PostgresInstances:
         return self._seen.set_back_at
 
     async def open(self) -> None:
-        """Migrate, and learn the schema's identity. Waits for a database that is unavailable."""
+        """Migrate, and read the schema's identity. Waits for a database that is unavailable."""
         await self._database.open(MIGRATIONS)
         async with self._database.raw() as connection:
             await connection.execute(f"{NOTE_ORIGIN} WHERE origin = ''")
@@ -255,7 +265,7 @@ class PostgresInstances:
             yield PostgresTransaction(connection, self._cache, self._seen)
 
     async def flush(self) -> None:
-        """Return when all that was committed is on disk."""
+        """Return when every commit is on disk."""
         await self._database.flush()
 
     @property
@@ -264,11 +274,11 @@ class PostgresInstances:
         return self._database.losses
 
     def flushed(self, losses: int) -> asyncio.Future[None]:
-        """Done when all that was committed so far is on disk."""
+        """Done when every commit so far is on disk."""
         return self._database.flushed(losses)
 
     async def briefs(self, host_uuids: Sequence[str], instance_uuids: Sequence[str]) -> list[Brief]:
-        """What should be on these hosts, and these instances whatever they are."""
+        """The instances that should be on these hosts, and these instances in any state."""
         async with self._database.raw() as connection:
             found = await connection.fetch(BRIEFS_OF_HOSTS, host_uuids)
             # Nearly always the same ones: each row costs its record's JSON read, so none is read twice.
@@ -278,16 +288,16 @@ class PostgresInstances:
         return [Brief(row[0], State(row[1]), *row[2:]) for row in found]
 
     async def building_at(self, services: Sequence[str]) -> list[tuple[str, str]]:
-        """What these compute services were commanded to build."""
+        """The instances that these compute services were commanded to build."""
         async with self._database.raw() as connection:
             return [(row[0], row[1]) for row in await connection.fetch(BUILDING_AT, list(services))]
 
     async def purge_deleted(self, before: float, limit: int) -> int:
-        """Drop instances that were deleted before, at most so many."""
+        """Delete instances that were deleted before this time, up to a bound."""
         return await self._purge(PURGE_DELETED, before, limit)
 
     async def purge_failed(self, before: float, limit: int) -> int:
-        """Drop instances that failed before, at most so many."""
+        """Delete instances that failed before this time, up to a bound."""
         return await self._purge(PURGE_FAILED, before, limit)
 
     async def _purge(self, statement: str, before: float, limit: int) -> int:

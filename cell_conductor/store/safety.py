@@ -1,7 +1,7 @@
-"""What is kept of machines that no record explains, and of the breakers: a port, PostgreSQL and memory.
+"""The record of machines that no record of an instance explains, and of the breakers: a port, PostgreSQL and memory.
 
 Machines are recorded with each report that has them, and deleted when their host is seen without them. An operator's
-word on a quarantined machine (`destroy` or `keep`, by whom and when) stands beside it.
+verdict on a quarantined machine (`destroy` or `keep`, by whom and when) stands beside it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ MachineKey = tuple[str, str]  # (host uuid, instance uuid)
 
 
 class UnexplainedRecord(Struct, frozen=True, kw_only=True):
-    """One machine on record. verdict: an operator's word, "" until there is one. is_new: recorded by this call."""
+    """One machine on record. verdict: an operator's, "" until there is one. is_new: recorded by this call."""
 
     machine: Unexplained
     service: str
@@ -51,13 +51,13 @@ class Safety(Protocol):
         """All on record, by host and instance."""
 
     async def delete(self, places: Sequence[MachineKey]) -> None:
-        """These are not there any more."""
+        """Delete these, which are not there any more."""
 
     async def decide(self, uuid: str, verdict: str, by: str, now: float) -> int:
-        """An operator's word on the quarantined machines of this instance; returns how many there are."""
+        """Record an operator's verdict on the quarantined machines of this instance; returns how many there are."""
 
     async def breaker(self, service: str) -> Breaker | None:
-        """What is on record of this service's breaker."""
+        """The record of this service's breaker."""
 
     async def breakers(self) -> list[Breaker]:
         """All of them, by service."""
@@ -66,7 +66,7 @@ class Safety(Protocol):
         """Put a breaker on record."""
 
     async def reset(self, service: str, by: str, now: float) -> bool:
-        """An operator resets it; False when it is not open."""
+        """Record that an operator resets it; False when it is not open."""
 
 
 _ROW = "host_uuid::text, instance_uuid::text, attempt, service, kind, why, first_seen, last_seen"

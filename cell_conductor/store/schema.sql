@@ -24,7 +24,7 @@ CREATE INDEX instances_host ON instances (host_uuid)
     WHERE state IN ('active', 'resized', 'deleting', 'undoing', 'offloading');
 CREATE INDEX instances_source ON instances (source_host_uuid) WHERE source_host_uuid IS NOT NULL;
 -- For the purge of instances that ended long ago.
-CREATE INDEX instances_over ON instances (since) WHERE state IN ('deleted', 'tombstone');
+CREATE INDEX instances_over ON instances (since) WHERE state IN ('deleted', 'tombstone', 'departed');
 CREATE INDEX instances_failed ON instances (since) WHERE state = 'failed';
 
 -- The identity of this cell's database, which marks every machine that the cell orders. It is made with the schema: an

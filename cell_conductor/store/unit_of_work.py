@@ -14,7 +14,7 @@ from cell_conductor.domain.table import IllegalStep
 
 
 class InstanceWrites(WriteSet, kw_only=True):
-    """What one transaction writes: message ids must be new, inserts must be absent."""
+    """The writes of one transaction: message ids must be new, inserts must be absent."""
 
     message_ids: Sequence[str] = ()
     inserts: Sequence[Instance] = ()
@@ -65,7 +65,7 @@ class OptimisticTransaction(OptimisticUnitOfWork[Instance, InstanceWrites]):
         self._after.update((one.uuid, one) for one in instances)
 
     async def lose(self, hosts: Sequence[str], losses: Sequence[Loss]) -> bool:
-        """Not without a lock on the fence. Raises Conflict."""
+        """Not possible without a lock on the fence. Raises Conflict."""
         raise Conflict
 
     async def send_later(self, outgoing: Sequence[OutboxMessage]) -> int | None:
@@ -76,5 +76,5 @@ class OptimisticTransaction(OptimisticUnitOfWork[Instance, InstanceWrites]):
     async def commit(self) -> None:
         """Write the whole set. Raises Conflict."""
         if self._absent - self.writes.versions.keys() - {instance.uuid for instance in self.writes.inserts}:
-            raise Conflict  # expected to be absent, and nothing is written that would prove it
+            raise Conflict  # expected to be absent, and no write would prove it
         await super().commit()

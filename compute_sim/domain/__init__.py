@@ -1,1 +1,1 @@
-"""What a compute service decides: plain functions and frozen values."""
+"""The decisions of a compute service: plain functions and frozen values."""

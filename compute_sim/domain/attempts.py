@@ -1,4 +1,4 @@
-"""What a host knows of one instance, and what a command changes: fences, repeats, replacements.
+"""A host's record of one instance, and the changes that a command makes: fences, repeats, replacements.
 
 One `Entry` per (host, instance). Commands come late, twice and out of order; an entry is all that is needed to
 answer each of them the same way every time. Two rules keep an instance from being built twice:
@@ -49,7 +49,7 @@ class Entry(Struct, frozen=True, array_like=True, omit_defaults=True):
 
 
 class SpawnVerdict(StrEnum):
-    """What a Spawn means to this host."""
+    """The effect of a Spawn on this host."""
 
     START = "start"  # nothing of this instance is here: build
     REPLACE = "replace"  # an older attempt is, or was, here: clear it away, then build
@@ -61,7 +61,7 @@ class SpawnVerdict(StrEnum):
 
 
 class DestroyVerdict(StrEnum):
-    """What a Destroy means to this host."""
+    """The effect of a Destroy on this host."""
 
     DESTROY = "destroy"  # clear it away, then answer
     JOIN = "join"  # it is being cleared away: answer with the others
@@ -83,7 +83,7 @@ LOST = "instance.lost"
 def on_spawn(
     entry: Entry | None, attempt: int, deployment: str | None = None, project: str = ""
 ) -> tuple[SpawnVerdict, Entry]:
-    """Decide a Spawn. The entry returned is what the host knows from now on."""
+    """Decide a Spawn. The entry returned is the host's record from now on."""
     if entry is None:
         return SpawnVerdict.START, Entry(attempt, Phase.BUILDING, deployment=deployment, project=project)
     if _is_anothers(entry, deployment):
@@ -122,13 +122,15 @@ def on_destroy(entry: Entry | None, attempt: int, deployment: str | None = None)
     if _is_anothers(entry, deployment):
         return DestroyVerdict.NOT_OURS, entry
     fenced = entry
-    if attempt > entry.fence:  # what is gone is gone up to a higher attempt now, and that is yet to be reported
+    if (
+        attempt > entry.fence
+    ):  # a machine that is gone is gone up to a higher attempt now, and that is yet to be reported
         fenced = replace(entry, fence=attempt, reported=entry.reported and entry.phase is not Phase.GONE)
     if entry.phase is Phase.DESTROYING:
         return DestroyVerdict.JOIN, fenced
     if entry.phase is Phase.GONE:
-        # Ordered again, as a report has named it: what was requested of a driver, and whose answer was given up, can
-        # come true after its undoing.
+        # Ordered again, as a report has named it: a request to a driver whose answer was given up can come true after
+        # its undoing.
         return DestroyVerdict.DESTROY, replace(
             fenced, phase=Phase.DESTROYING, deployment=deployment or entry.deployment
         )

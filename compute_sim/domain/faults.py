@@ -19,12 +19,12 @@ Seconds = Annotated[float, Bound(ge=0, le=86_400)]
 
 
 class Faults(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What goes wrong in the simulated fleet, and how often. A rate is a share of the attempts."""
+    """The faults of the simulated fleet, and how often they occur. A rate is a share of the attempts."""
 
     delay_min_s: Seconds = 0.0
     """Least seconds that a build takes."""
     delay_max_s: Seconds = 0.0
-    """Most seconds that a build takes."""
+    """The most seconds that a build takes."""
     destroy_delay_s: Seconds = 0.0
     """Seconds that a destruction takes."""
     fail_rate: Rate = 0.0
@@ -50,7 +50,7 @@ class Faults(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     change_min_s: Seconds = 0.0
     """Least seconds that a change of a machine (stop, resize, migrate, ...) takes."""
     change_max_s: Seconds = 0.0
-    """Most seconds that a change takes."""
+    """The most seconds that a change takes."""
     copy_mb_s: Annotated[float, Bound(ge=0)] = 0.0
     """MiB of a machine's memory that a migration copies per second. 0: at once."""
     change_fail_rate: Rate = 0.0
@@ -71,7 +71,7 @@ class PlannedEnding(StrEnum):
 
 
 class PlannedChange(Struct, frozen=True):
-    """What happens to one change. fails: before anything is done; breaks: after it; hangs: never answers."""
+    """The fault of one change. fails: before anything is done; breaks: after it; hangs: never answers."""
 
     delay_s: float = 0.0
     fails: bool = False
@@ -80,7 +80,7 @@ class PlannedChange(Struct, frozen=True):
 
 
 class AttemptPlan(Struct, frozen=True):
-    """What happens to one attempt."""
+    """The fault of one attempt."""
 
     ending: PlannedEnding = PlannedEnding.WORKS
     delay_s: float = 0.0

@@ -1,4 +1,4 @@
-"""What machines in quarantine take of a host, taken out of the inventory that the host reports."""
+"""The resources of quarantined machines, taken out of the inventory that the host reports."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def with_reserved(tree: Sequence[ProviderReport], machines: Iterable[ReservedMac
 
 
 def amounts_of(machines: Iterable[ReservedMachine]) -> Counter[tuple[str, str]]:
-    """What machines take together, by provider and class."""
+    """The sum of the machines' resources, by provider and class."""
     taken: Counter[tuple[str, str]] = Counter()
     for machine in machines:
         for provider, resources in (machine.allocations or {}).items():
@@ -45,7 +45,7 @@ def amounts_of(machines: Iterable[ReservedMachine]) -> Counter[tuple[str, str]]:
 
 
 def uncounted_classes(tree: Sequence[ProviderReport], machine: ReservedMachine) -> tuple[str, ...]:
-    """Of what a machine takes the classes that its host reports nowhere: they cannot be reserved there."""
+    """The classes of a machine's resources that its host reports nowhere: they cannot be reserved there."""
     there = {(provider.uuid, name) for provider in tree for name in provider.inventories}
     return tuple(sorted({name for provider, name in amounts_of((machine,)) if (provider, name) not in there}))
 

@@ -156,7 +156,7 @@ class Hypervisors:
             await asyncio.get_running_loop().create_future()  # until it is cancelled, or its time is over
 
     async def list(self, hosts: Sequence[str] | None = None) -> Mapping[str, Sequence[Machine]]:
-        """What runs; a half-built leftover does not run."""
+        """The machines that run; a half-built leftover does not run."""
         return {
             host.plan.uuid: [
                 Machine(

@@ -1,1 +1,1 @@
-"""What Ironic's words mean, as plain functions over frozen values."""
+"""The meaning of Ironic's words, as plain functions over frozen values."""

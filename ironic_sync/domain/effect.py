@@ -14,7 +14,7 @@ from ironic_sync.domain.rules import DEAD_POWER, FREE_STATES
 
 
 class Effect(Struct, frozen=True, kw_only=True):
-    """What to do about one notification.
+    """The reaction to one notification.
 
     read: the node to read again. reserve_all: hold that node back at once, before reading it. announced: nothing has
     happened yet, another notification is to follow; read only in case it does not.
@@ -29,13 +29,13 @@ class Effect(Struct, frozen=True, kw_only=True):
 
 NO_EFFECT: Final = Effect()
 
-# Published by the process that has just done it: also a `.start` and an `.error` of these carry the true state. Those
-# of other actions carry what was wished for, which may have been refused.
+# Published by the process that has just done it: also a `.start` and an `.error` of these carry the true state.
+# Notifications of other actions carry the requested state, which may have been refused.
 _ALWAYS_TRUE: Final = frozenset({"provision_set", "power_state_corrected"})
 
 
 def effect_of(notification: Notification, *, seen_updated_at: str | None = None) -> Effect:
-    """What a notification means, given the `updated_at` of the node when it was last read."""
+    """The meaning of a notification, given the `updated_at` of the node when it was last read."""
     if notification.kind == "allocation":
         return _of_allocation(notification)
     if notification.subject is None:
@@ -75,7 +75,7 @@ def _is_set(value: object) -> bool:
 
 
 def _older(updated_at: str | None, seen: str | None) -> bool:
-    """Whether a notification shows the node as it was before what has been read of it.
+    """Whether a notification shows the node as it was before its last read state.
 
     Notifications carry whole seconds, so only a whole second apart counts; doubt takes away and reads.
     """

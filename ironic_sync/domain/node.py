@@ -1,4 +1,4 @@
-"""A bare-metal node as Ironic's REST API describes it, reduced to what a decision needs."""
+"""A bare-metal node as Ironic's REST API describes it, reduced to the fields that a decision needs."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Allocation(Struct, frozen=True, kw_only=True):
 
 
 class Unreadable(Struct, frozen=True, kw_only=True):
-    """A representation of a node that is not one: its uuid where it is readable, and what is wrong."""
+    """A representation of a node that is not one: its uuid where it is readable, and its error."""
 
     uuid: str | None
     reason: str

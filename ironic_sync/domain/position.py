@@ -18,7 +18,7 @@ SOURCE = "ironic"
 
 
 def source_of(name: str) -> str:
-    """What an Ironic of this name is called as a source of inventory."""
+    """The name of an Ironic as a source of inventory."""
     return f"{SOURCE}_{name}" if name else SOURCE
 
 
@@ -33,7 +33,7 @@ class Timing(Struct, frozen=True, kw_only=True):
 
 
 class Position(Struct, frozen=True, kw_only=True):
-    """What was last reported to the book about a node, and what is known beside it.
+    """The last report to the book about a node, and its further state.
 
     report: None = nothing reported, or removed. version: of the last report; it outlives a removal, so that a node
     created again under its old uuid still reports with a newer one. due_at: when to read it next; None: with all.

@@ -43,7 +43,7 @@ _NOT_A_CLASS_CHARACTER = re.compile(r"[^0-9A-Za-z]+")
 
 
 class Placed(Struct, frozen=True, kw_only=True):
-    """What the book should hold for a node, and what is wrong with the node, if anything (a stable code)."""
+    """The inventory that the book should hold for a node, and the node's fault, if any (a stable code)."""
 
     report: ProviderReport
     problem: str = ""
@@ -81,7 +81,7 @@ def class_name(resource_class: str) -> str | None:
 
 
 def place(node: Node, last: ProviderReport | None) -> Placed:
-    """What the book should hold for this node, given what was last reported (None: never)."""
+    """The inventory that the book should hold for this node, given the last report (None: never)."""
     name = class_name(node.resource_class) if node.resource_class else None
     if name is None:
         return Placed(report=_without_class(node, last), problem=NO_CLASS)

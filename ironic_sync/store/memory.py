@@ -1,7 +1,7 @@
 """Positions in memory, as PostgreSQL keeps them: for tests and simulation. It passes the same suite.
 
 The writer holds a lock in a transaction that stays open for its term, and every write compares the epoch that each new
-writer raises. As in the table, what a process only counted for itself (reads, tries) is not kept.
+writer raises. As in the table, values that a process only counted for itself (reads, tries) are not kept.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class MemoryPositions:
 
     @property
     def positions(self) -> Mapping[str, Position]:
-        """What is committed."""
+        """The committed rows."""
         return self._table.positions
 
     def become_leader(self) -> AbstractAsyncContextManager[MemoryTerm]:
@@ -84,7 +84,7 @@ class MemoryTerm:
             return dict(self._table.positions), dict(self._table.versions)
 
     async def save(self, positions: Sequence[Position]) -> None:
-        """Keep these, all or none; one that is older than what is kept is not."""
+        """Keep these, all or none; a row that is older than the kept one is not."""
         async with self._fenced() as transaction:
             transaction.will(partial(self._write, [_kept(position) for position in positions]))
 

@@ -1,4 +1,4 @@
-"""The port to the sync positions: who may write them, and what was reported of each node."""
+"""The port to the sync positions: which process may write them, and the last report of each node."""
 
 from __future__ import annotations
 

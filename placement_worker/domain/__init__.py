@@ -1,1 +1,1 @@
-"""What placement decides: plain functions and values, no I/O."""
+"""Placement's decisions: plain functions and values, no I/O."""

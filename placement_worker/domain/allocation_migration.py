@@ -1,9 +1,9 @@
 """Migrates allocations when a provider loses a class to others of its tree: a flat host that turns nested.
 
 A report names the providers that take over (`ProviderReport.takes_from`); this decides which consumer goes where. The
-largest go first, each whole to the first taker with room for all of it; one that fits nowhere whole is split. What
-finds no room stays where it is, stranded like all that is in use and no longer reported, and migrates with a later
-report.
+largest go first, each whole to the first taker with room for all of it; one that fits nowhere whole is split.
+Allocations that do not fit stay on their provider, stranded like all inventory in use that is no longer reported, and
+migrate with a later report.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def migrate_allocations(
     used: Used,
     holdings: Mapping[str, Holding],
 ) -> dict[str, Holding]:
-    """What the consumers that move hold afterwards; those that stay as they are are left out.
+    """The allocations of the moving consumers afterwards; those that stay as they are are left out.
 
     inventories: of every reported provider; used: of every provider of the tree; holdings: of all consumers that hold
     something of `source`.
@@ -53,7 +53,7 @@ def migrate_allocations(
 def usage_after(
     used: Mapping[str, int], provider: str, before: Iterable[Holding], after: Iterable[Holding]
 ) -> dict[str, int]:
-    """What is used of one provider once these holdings have become those; classes at 0 are left out."""
+    """The usage of one provider after its allocations are replaced; classes at 0 are left out."""
     amounts = dict(used)
     for sign, holdings in ((-1, before), (1, after)):
         for holding in holdings:
@@ -65,7 +65,7 @@ def usage_after(
 def _bundles(
     reports: Sequence[ProviderReport], source: str, inventories: Inventories
 ) -> Iterator[tuple[list[str], list[ProviderReport]]]:
-    """(classes, who takes them): what the same providers take goes together (processors and memory)."""
+    """(classes, who takes them): amounts of the same providers move together (processors and memory)."""
     kept = inventories.get(source, {})
     takers: dict[str, list[ProviderReport]] = {}
     for report in reports:
@@ -83,7 +83,7 @@ def _bundles(
 def _in_order(
     holdings: Mapping[str, Holding], source: str, classes: Sequence[str], takers: Sequence[ProviderReport]
 ) -> list[str]:
-    """Those whose place is known, then the largest: they are the hardest to place."""
+    """Allocations whose destination is known first, then the largest: they are the hardest to place."""
     known = {consumer for report in takers for consumer in report.takes}
 
     def rank(consumer: str) -> tuple[bool, list[int], str]:

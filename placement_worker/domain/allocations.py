@@ -27,7 +27,7 @@ Expected = int | None | AnyGeneration
 
 
 class ConsumerWrite(Struct, frozen=True):
-    """What one consumer is to hold; an empty holding removes it.
+    """The new allocations of one consumer; an empty holding removes it.
 
     expects: the generation the consumer must have, None = it must not exist. consumer_type None (before 1.38): an
     existing consumer keeps its own, a new one has none.
@@ -103,7 +103,7 @@ def providers_held(consumers: Mapping[str, ConsumerState]) -> set[str]:
 
 
 class AllocationLedger:
-    """The running state of one group: what was loaded, overlaid by what has been decided so far."""
+    """The running state of one group: the loaded rows, overlaid by the decisions so far."""
 
     def __init__(
         self,
@@ -119,7 +119,7 @@ class AllocationLedger:
         self.generations: dict[str, int] = {}
 
     def decision(self) -> Decision:
-        """What is to be written."""
+        """The rows to write."""
         return Decision([], self.changed, self.used, self.generations)
 
     def consumer(self, uuid: str) -> ConsumerState | None:
@@ -127,7 +127,7 @@ class AllocationLedger:
         return self.changed[uuid] if uuid in self.changed else self._consumers.get(uuid)
 
     def used_of(self, uuid: str, name: str) -> int:
-        """What is used of one class now."""
+        """The present usage of one class."""
         touched = self.used.get(uuid)
         if touched is not None and name in touched:
             return touched[name]
@@ -154,7 +154,7 @@ def decide(
     providers: Mapping[str, ClaimedProvider],
     known_classes: Mapping[str, int],
 ) -> tuple[list[AllocationOutcome], Decision]:
-    """Evaluate a group in order; each item sees what the ones before it did, and is applied whole or not at all."""
+    """Evaluate a group in order; each item sees the effects of earlier ones, and is applied whole or not at all."""
     ledger = AllocationLedger(consumers, providers, known_classes)
     outcomes = [remove(ledger, item) if isinstance(item, Remove) else replace(ledger, item.writes) for item in items]
     return outcomes, ledger.decision()
@@ -171,7 +171,7 @@ def remove(ledger: AllocationLedger, item: Remove) -> AllocationOutcome:
 
 
 def replace(ledger: AllocationLedger, writes: Sequence[ConsumerWrite]) -> AllocationOutcome:
-    """Give each consumer exactly what the write has, or return what is against it and change nothing."""
+    """Give each consumer exactly the allocations of the write, or return the objection and change nothing."""
     known = {write.consumer: _holder(ledger, write.consumer) for write in writes}
     for write in writes:
         refusal = _check_generation(write, known[write.consumer])

@@ -1,10 +1,12 @@
-"""What one group of claims names: the rows that are locked for it, and how each item is answered."""
+"""The rows that one group of claims names: the rows that are locked for it, and how each item is answered."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
 
 from bus.contracts.placement import (
+    MAX_LOST_NAMED,
     Claim,
     ClaimAll,
     ClaimAllResult,
@@ -27,7 +29,7 @@ ClaimReply = ClaimResult | ClaimAllResult | ReleaseResult | RevertResult | SwapR
 
 
 def single_items(items: Sequence[ClaimItem]) -> Iterator[Claim | Release | Revert | Swap]:
-    """The items with each gang's claims in its place: what they name together is what they name one by one."""
+    """The items with each gang's claims in its place: the group names the union of what its claims name."""
     for item in items:
         if isinstance(item, ClaimAll):
             yield from item.claims
@@ -107,6 +109,12 @@ def expected_consumers(items: Sequence[ClaimItem]) -> dict[str, ConsumerState]:
     return expected
 
 
+def lost_claims(items: Sequence[ClaimItem], verdicts: Sequence[ClaimVerdict]) -> list[tuple[int, str]]:
+    """(place, consumer) of the first few claims that found their provider full: holders are looked up for no more."""
+    full = ((at, item.consumer) for at, item in enumerate(items) if isinstance(item, Claim) and verdicts[at].lacking)
+    return list(islice(full, MAX_LOST_NAMED))
+
+
 def reply(item: ClaimItem, verdict: ClaimVerdict, sequence: int, bus: str = ABOVE_CELLS) -> ClaimReply:
     """The reply to one item."""
     number = sequence if verdict.changed else 0
@@ -146,4 +154,5 @@ def _claim_result(verdict: ClaimVerdict, number: int, bus: str) -> ClaimResult:
         reason=verdict.reason,
         holding={uuid: dict(amounts) for uuid, amounts in verdict.holding.items()},
         members=verdict.members if bus == ABOVE_CELLS else {},  # a cell learns nothing of other cells' hosts
+        holders=verdict.holders,
     )

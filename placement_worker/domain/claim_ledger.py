@@ -1,4 +1,4 @@
-"""The running state of a group of claims: what was loaded, overlaid by what has been decided so far."""
+"""The running state of a group of claims: the loaded rows, overlaid by the decisions so far."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from placement_worker.domain.values import NOTHING, ClaimedProvider, ConsumerSta
 
 
 class ClaimLedger:
-    """What the items of one group see and change. Made for one call of `claims.decide`.
+    """The state that the items of one group see and change. Made for one call of `claims.decide`.
 
-    joined: {server group: {consumer: the host that it was claimed on}}. projects: what the consumers of each project
-    with limits hold together. changed_consumers, used, generations: what is different from what was loaded. gang: the
+    joined: {server group: {consumer: the host that it was claimed on}}. projects: the total that the consumers of each
+    project with limits hold. changed_consumers, used, generations: the differences from the loaded rows. gang: the
     consumers whose claims are tried together.
     """
 
@@ -41,7 +41,9 @@ class ClaimLedger:
         self.gang: Collection[str] = ()
 
     def trial(self, gang: Collection[str]) -> ClaimLedger:
-        """A copy on which a gang's claims (of these consumers) are tried; what it decides is not decided here."""
+        """A copy on which a gang's claims (of these consumers) are tried; its decisions are not
+        made in the original.
+        """
         copy = ClaimLedger(self._consumers, self.providers, self.known_classes, self.foreign, self._groups)
         copy.joined = {key: dict(hosts) for key, hosts in self.joined.items()}
         copy._changes = list(self._changes)
@@ -53,7 +55,7 @@ class ClaimLedger:
         return copy
 
     def adopt(self, trial: ClaimLedger) -> None:
-        """Decide what was tried."""
+        """Take the decisions of the trial over."""
         self.joined, self.projects = trial.joined, trial.projects
         self.changed_consumers, self._changes = trial.changed_consumers, trial._changes
         self.used, self.generations = trial.used, trial.generations
@@ -113,13 +115,13 @@ class ClaimLedger:
                 self._changes.append(migration)
 
     def source_of(self, migration: Migration, held: Holding, kept: Holding) -> Holding:
-        """What the source of a move takes that has begun."""
+        """The amount that the source of a move takes once it has begun."""
         named = (uuid for holding in (migration.source, held, kept) for uuid in holding)
         roots = {uuid: self.providers[uuid].root for uuid in named if uuid in self.providers}
         return source_of(migration.source, held, kept, roots)
 
     def is_others(self, holding: Holding) -> bool:
-        """Whether something of this is another cell's."""
+        """Whether any of these providers is another cell's."""
         return bool(self.foreign) and any(uuid in self.foreign for uuid in holding)
 
     def used_of(self, uuid: str, name: str) -> int:
@@ -138,14 +140,17 @@ class ClaimLedger:
         self._changes.append(uuid)
 
     def _count(self, consumer: ConsumerState | None, sign: int) -> None:
-        """What a project of limits holds follows its consumers."""
+        """The total of a project with limits follows from its consumers."""
         if consumer is not None and consumer.project_id in self.projects:
             held = self.projects[consumer.project_id]
             for name, amount in counted_by_class(consumer).items():
                 held[name] = held.get(name, 0) + sign * amount
 
     def past_limit(self, claim: Claim, option: ClaimOption, held: Holding) -> str:
-        """What the project would hold too much of; empty when nothing. What does not grow is allowed."""
+        """The class of which the project would hold too much; empty when nothing.
+
+        A total that does not grow is allowed.
+        """
         now, before, wanted = (
             self.projects.get(claim.project_id, {}),
             held_by_class(held),
@@ -182,5 +187,5 @@ class ClaimLedger:
 
 
 def holding_of(known: ConsumerState | None) -> Holding:
-    """What a consumer holds; nothing, where it does not exist."""
+    """The allocations of a consumer; nothing, where it does not exist."""
     return known.holding if known is not None else NOTHING

@@ -1,17 +1,18 @@
-"""How a group of claims was decided: each item's verdict, and what is to be written."""
+"""How a group of claims was decided: each item's verdict, and the rows to write."""
 
 from __future__ import annotations
 
 from msgspec import Struct
 
-from bus.contracts.placement import ClaimOutcome
+from bus.contracts.placement import ClaimHolder, ClaimOutcome
 from placement_worker.domain.values import ConsumerState, GroupKey, Holding
 
 
 class ClaimVerdict(Struct, frozen=True, kw_only=True):
     """How one item ended. `changed`: it wrote something, so its reply carries the transaction's feed number.
 
-    of_gang: of a ClaimAll, how each of its claims ended.
+    of_gang: of a ClaimAll, how each of its claims ended. lacking: of a claim that is full, (provider, class)
+    of which there was too little; holders: who holds that.
     """
 
     outcome: str
@@ -25,10 +26,12 @@ class ClaimVerdict(Struct, frozen=True, kw_only=True):
     holding: Holding = {}
     members: dict[str, int] = {}
     of_gang: tuple[ClaimVerdict, ...] = ()
+    lacking: tuple[tuple[str, str], ...] = ()
+    holders: tuple[ClaimHolder, ...] = ()
 
 
 class Decision(Struct, frozen=True):
-    """Every item's verdict, and what is to be written: absolute values, each row once.
+    """Every item's verdict, and the rows to write: absolute values, each row once.
 
     consumers: the new state of those that changed; None = the row goes. used, generations: of touched providers.
     joined: who is a member of a server group now, and the host that its claim named.

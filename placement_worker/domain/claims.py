@@ -43,7 +43,7 @@ _HOPE = (
     ClaimOutcome.GONE,
     ClaimOutcome.INVALID,
 )
-# The code at the head of the reason when a cell names what another cell has.
+# The code at the head of the reason when a cell names a provider of another cell.
 OF_ANOTHER_CELL = "claim.foreign_cell: of another cell"
 _NO_AMOUNTS: Mapping[str, int] = {}
 _CLAIMED, _FULL, _GONE = ClaimOutcome.CLAIMED, ClaimOutcome.FULL, ClaimOutcome.GONE
@@ -60,12 +60,12 @@ def decide(
     groups: Mapping[GroupKey, Members] | None = None,
     projects: Mapping[str, Mapping[str, int]] | None = None,
 ) -> Decision:
-    """Evaluate a group in order; each item sees what the ones before it did.
+    """Evaluate a group in order; each item sees the effects of earlier ones.
 
-    foreign: providers of other cells than the requester's. For it they are gone, and a consumer that holds something
-    of them is another's. groups: the members of every server group that an item names. projects: what the
-    consumers of each project whose claims have limits hold together. Both are locked.
-    `consumers` and `providers` hold every row that an item names or a named consumer holds; absent = does not exist.
+    foreign: providers of other cells than the requester's. For it they are gone, and a consumer that holds allocations
+    of them is another's. groups: the members of every server group that an item names. projects: the total that the
+    consumers of each project with limits hold. Both are locked. `consumers` and `providers` hold every row that an item
+    names or a named consumer holds; absent = does not exist.
     """
     ledger = ClaimLedger(consumers, providers, known_classes, foreign, groups or {})
     ledger.projects.update({project: dict(held) for project, held in (projects or {}).items()})
@@ -95,7 +95,7 @@ def changes_of(decision: Decision) -> list[Change]:
 
 def may_be_new(claim: Claim) -> bool:
     """Whether a claim may be of a consumer that holds nothing."""
-    # A release_first that found nothing to release has what it wanted: it is being repeated after a crash.
+    # A release_first that found nothing to release is satisfied: it is being repeated after a crash.
     return claim.consumer_generation is None or claim.release_first
 
 
@@ -108,7 +108,8 @@ def _claim(ledger: ClaimLedger, claim: Claim) -> ClaimVerdict:
         return _claimed_before(ledger, claim, known)
     if not _may_claim(known, claim):
         generation = known.generation if known is not None and held else None
-        return ClaimVerdict(outcome=ClaimOutcome.CONSUMER_CHANGED, consumer_generation=generation)
+        shown = held if known is not None and known.project_id == claim.project_id else NOTHING
+        return ClaimVerdict(outcome=ClaimOutcome.CONSUMER_CHANGED, consumer_generation=generation, holding=shown)
     source = kept = NOTHING
     if claim.migration is not None:
         flaw = _migration_flaw(ledger, claim, held)
@@ -131,11 +132,42 @@ def _claim(ledger: ClaimLedger, claim: Claim) -> ClaimVerdict:
     overall = next(hope for hope in _HOPE if hope in outcomes)
     if claim.release_first and known is not None and held:
         return _release_only(ledger, claim, known, overall, tuple(outcomes), source=source)
+    return _turned_down(ledger, claim, overall, tuple(outcomes), held=held, others=others, past=past)
+
+
+def _turned_down(
+    ledger: ClaimLedger,
+    claim: Claim,
+    overall: ClaimOutcome,
+    outcomes: tuple[ClaimOutcome, ...],
+    *,
+    held: Holding,
+    others: dict[str, int],
+    past: str,
+) -> ClaimVerdict:
+    """None of the options was taken, and nothing changes. others: members of its server group. past: the limit."""
+    known = ledger.consumer(claim.consumer)
     members = visible_members(claim, ledger.outside(claim, others)) if ClaimOutcome.RULED_OUT in outcomes else {}
     generation = known.generation if known is not None and held else None
     reason = OF_ANOTHER_CELL if any(ledger.is_others(option.allocations) for option in claim.options) else past
     return ClaimVerdict(
-        outcome=overall, outcomes=tuple(outcomes), consumer_generation=generation, reason=reason, members=members
+        outcome=overall,
+        outcomes=outcomes,
+        consumer_generation=generation,
+        reason=reason,
+        members=members,
+        lacking=_lacking(ledger, claim.options[outcomes.index(_FULL)], held) if overall is _FULL else (),
+    )
+
+
+def _lacking(ledger: ClaimLedger, option: ClaimOption, held: Holding) -> tuple[tuple[str, str], ...]:
+    """The inventories that have too little left for this option."""
+    return tuple(
+        (uuid, name)
+        for uuid, resources in option.allocations.items()
+        for name, amount in resources.items()
+        if (inventory := ledger.providers[uuid].inventories.get(name)) is not None
+        and ledger.used_of(uuid, name) + amount - held.get(uuid, _NO_AMOUNTS).get(name, 0) > inventory.capacity
     )
 
 
@@ -273,9 +305,10 @@ def _fence(known: ConsumerState, attempt: int) -> ConsumerState:
 
 
 def _fits(ledger: ClaimLedger, option: ClaimOption, held: Holding, source: Holding = NOTHING) -> ClaimOutcome:
-    """What one option would come to. Full goes before raced, raced before invalid.
+    """The effect of one option. Full goes before raced, raced before invalid.
 
-    held: what the consumer holds now, with its migration. source: of a move; the larger of it and the option counts.
+    held: the consumer's present allocations, with its migration. source: of a move; the larger of it and the option
+    counts.
     """
     invalid = raced = False
     shapes = option.shapes

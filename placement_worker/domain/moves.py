@@ -1,4 +1,5 @@
-"""What a migration holds while its instance moves: the source, less what the destination takes of the same.
+"""The allocation of a migration while its instance moves: the source's amounts, less those that the destination takes
+of the same providers.
 
 While an instance moves, two consumers hold allocations for it: the instance its destination, the migration its source.
 Where both take the same class of one provider (a resize in place, a storage pool that both hosts share) the book counts
@@ -34,15 +35,16 @@ def total_of(holdings: Iterable[Holding]) -> dict[str, dict[str, int]]:
 
 
 def source_of(requested: Holding, held: Holding, kept: Holding, roots: Mapping[str, str]) -> dict[str, dict[str, int]]:
-    """What the source takes, once the move has begun.
+    """The amount that the source takes, once the move has begun.
 
     requested: as in the move's claim; held: by the instance; kept: by the migration; roots: of the providers that
     these name, as far as they exist.
 
-    What source and destination share is in `held` alone. Where inventories have moved within a host, both parts may be
-    at other providers of its tree than `requested` names, and not at the same ones. So what `kept` lacks is counted by
-    class, and taken from what is held in the source's trees: first where `requested` names it, then wherever it is.
-    What neither consumer holds was released by another client: it comes back where the rest of its class still is.
+    Amounts that source and destination share are in `held` alone. Where inventories have moved within a host, both
+    parts may be at other providers of its tree than `requested` names, and not at the same ones. So the amounts missing
+    in `kept` are counted by class, and taken from the allocation in the source's trees: first where `requested` names
+    it, then wherever it is. Amounts that neither consumer holds were released by another client: it comes back where
+    the rest of its class still is.
     """
     trees = {roots[uuid] for uuid in (*requested, *kept) if uuid in roots}
     both = total_of((kept, {uuid: held[uuid] for uuid in sorted(held) if roots.get(uuid) in trees}))
@@ -71,7 +73,7 @@ def _total_by_class(holding: Holding) -> Counter[str]:
 
 
 def kept_beside(source: Holding, taken: Holding) -> dict[str, dict[str, int]]:
-    """What the migration holds while the instance holds `taken`: together they hold the larger of each."""
+    """The migration's allocation while the instance holds `taken`: together they hold the larger of each."""
     kept: dict[str, dict[str, int]] = {}
     for uuid, resources in source.items():
         row = {name: amount - amount_of(taken, uuid, name) for name, amount in resources.items()}

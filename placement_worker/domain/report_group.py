@@ -1,4 +1,4 @@
-"""A group of inventory updates on its way, whatever store it goes to: what is stale, what is new, how each one ends."""
+"""A group of inventory updates on its way, for any store: which updates are stale, which are new, how each one ends."""
 
 from __future__ import annotations
 
@@ -29,19 +29,23 @@ NO_SOURCE = ReportSource(-1, b"", False, ())
 
 
 def digest_of(providers: Sequence[ProviderReport]) -> bytes:
-    """A digest of a report's content, whatever its version."""
+    """A digest of a report's content, without its version."""
     return hashlib.blake2b(encode(providers), digest_size=16).digest()
 
 
 # The last report of a source that has taken its root out.
 TAKEN_OUT = digest_of(())
+# A source whose root the cell's conductor has released, in place of the digest of its last report: the next report of
+# its own makes the root its own again.
+RELEASED = b"released"
+FREE = (RELEASED, TAKEN_OUT)
 
 
 class ReportGroup:
     """One group of updates: what came, the earlier reports of their sources, and the result of each.
 
     bus: where all of them came from. cells: of every root that was ever reported, the cell it belongs to.
-    written: rows of sources to write; changed: (root, source) whose trees are others than before.
+    written: rows of sources to write; changed: (root, source) whose trees have changed.
     """
 
     def __init__(
@@ -64,7 +68,7 @@ class ReportGroup:
         self._taken_over: dict[int, str] = {}  # by update: the source whose root it takes over
 
     def refuse_flawed(self, known_traits: Collection[str]) -> None:
-        """Turn down what is wrong whatever the book holds."""
+        """Refuse updates that are wrong whatever the book holds."""
         for number, update in enumerate(self.updates):
             wrong = flaw(update, known_traits)
             if wrong is not None:
@@ -74,17 +78,18 @@ class ReportGroup:
         """Refuse what another cell's bus reports of a root, before its version can outdate the reports of the root's
         own cell.
 
-        What a report names beside its root, and roots that no source ever reported, are looked at when it is planned.
+        Providers that a report names beside its root, and roots that no source ever reported, are checked when it is
+        planned.
         """
         for number, update in enumerate(self.updates):
             if number not in self.results and is_foreign(self._cells.get(update.root_uuid), self.bus):
                 self.results[number] = foreign(update.root_uuid)
 
     def refuse_owned(self) -> None:
-        """Refuse what a compute service reports of a root that is another one's, before its version counts.
+        """Refuse a compute service's report of a root that is another service's, before its version counts.
 
         Two hosts of one uuid would otherwise have the inventory that was reported last. The report that names its owner
-        takes it over, unless the owner reports the root in this very group.
+        takes it over once the cell's conductor has released it, unless the owner reports the root in this very group.
         """
         owners = _owners(self._sources)
         present = {key for number, key in enumerate(self.keys) if number not in self.results}
@@ -97,11 +102,14 @@ class ReportGroup:
                 continue
             if not has:
                 has.append(source)
-            elif update.takes_over in has and (root, update.takes_over) not in present:
+            elif update.takes_over in has and self._is_free(root, update.takes_over, present):
                 self._taken_over[number] = update.takes_over
                 owners[root] = [source]
             else:
                 self.results[number] = InventoryResult(outcome=OTHER_SERVICE, owner=has[0])
+
+    def _is_free(self, root: str, owner: str, present: Collection[Key]) -> bool:
+        return (root, owner) not in present and self._sources[root, owner].digest in FREE
 
     def sort_out_stale(self) -> None:
         """Of each source and root only the newest report is left without a result, if it is newer than the last one."""
@@ -124,7 +132,7 @@ class ReportGroup:
             newest[self.keys[number]] = number
 
     def fresh(self) -> list[int]:
-        """What is to be planned; a repeated report only moves its source's version."""
+        """The updates to plan; a repeated report only moves its source's version."""
         fresh: list[int] = []
         for number in range(len(self.updates)):
             if number in self.results:
@@ -152,7 +160,8 @@ class ReportGroup:
                 continue
             outcome = "applied" if result.changed else "unchanged"
             self.results[number] = InventoryResult(outcome=outcome, stranded=result.stranded)
-            # From now on this source answers for what it reports, and for what it left stranded.
+            # From now on this source is responsible for the providers that it reports, and for those that it left
+            # stranded.
             answers_for = [*result.reported, *(uuid for uuid in result.stranded if "/" not in uuid)]
             self._write(number, not result.stranded, answers_for)
             if number in self._taken_over:

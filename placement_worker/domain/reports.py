@@ -1,8 +1,8 @@
 """Decides what inventory updates do to the book: whole trees, as their sources see them, against the providers loaded.
 
-An update from the bus is applied or refused whole, and it must never wedge its source: what a report no longer
-mentions but a consumer still uses is not an error, it is *stranded* (capacity 0, nothing new goes there) and goes with
-the first report that finds it unused (docs/decisions/0002-stranded-inventory.md).
+An update from the bus is applied or refused whole, and it must never wedge its source: a provider or class that a
+report no longer mentions but a consumer still uses is not an error, it is *stranded* (capacity 0, no new allocations)
+and is deleted with the first report that finds it unused (docs/decisions/0002-stranded-inventory.md).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class ReportRefusal(Struct, frozen=True):
 
 
 class Applied(Struct, frozen=True):
-    """An update that was applied: what it reported, what had to be stranded, and whether anything changed.
+    """An update that was applied: the reported rows, the stranded ones, and whether anything changed.
 
     stranded: a provider's uuid, or `uuid/CLASS` where only a class of a reported provider is still in use.
     """
@@ -49,7 +49,7 @@ class Applied(Struct, frozen=True):
 
 
 class ReportPlan(Struct, frozen=True):
-    """What a group of updates comes to: each one's result, and the providers loaded as they are to be afterwards.
+    """The result of a group of updates: each one's result, and the providers loaded as they are to be afterwards.
 
     moved: what consumers hold afterwards whose allocations followed a class to another provider.
     """
@@ -65,7 +65,7 @@ def foreign(uuid: str) -> ReportRefusal:
 
 
 def flaw(update: InventoryUpdate, known_traits: Collection[str]) -> ReportRefusal | None:
-    """What is wrong with an update by itself, without a look at the book; or None."""
+    """The error of an update by itself, without a look at the book; or None."""
     reports = update.providers
     if reports and (reports[0].uuid != update.root_uuid or reports[0].parent_uuid is not None):
         return ReportRefusal("inventory.root", "the first provider is the root, and the root has no parent")
@@ -116,7 +116,7 @@ def plan(
 ) -> ReportPlan:
     """Apply flawless updates that came on one bus, in order, each whole or not at all.
 
-    earlier[n]: what the source of updates[n] reported under that root before. book: every provider of every tree that
+    earlier[n]: the previous report of the source of updates[n] about that root. book: every provider of every tree that
     holds a root, a provider or a name in the updates. holdings: of every consumer of a provider that others take from.
     shape: the shape of every provider that changes; higher than any that the book has given.
     """
@@ -237,7 +237,7 @@ class _Draft:
         return any(any(self.providers[uuid].used.values()) for uuid in self.trees.get(root, ()))
 
     def _migrate(self, update: InventoryUpdate, own: set[str]) -> tuple[dict[str, Holding], _Used]:
-        """(what moves, what is used after it). Only from providers that this report is about: `own`."""
+        """(the moves, the usage after them). Only from providers that this report is about: `own`."""
         sources = [uuid for uuid in sources_of(update.providers) if uuid in own and uuid in self._holders]
         used: _Used = {uuid: self.providers[uuid].used if uuid in self.providers else {} for uuid in sorted(own)}
         moved: dict[str, Holding] = {}
@@ -320,7 +320,8 @@ class _Draft:
                 self.trees[before.root].discard(uuid)
                 if before.name != provider.name and self.names.get(before.name) == uuid:
                     del self.names[before.name]
-            # One that moved from report to report goes on from its generation: what is older is known by it.
+            # A provider that moved from one report to another continues its generation: an older generation is
+            # recognised by that.
             generation = provider.generation if before is not None else self._generations.get(uuid, 0)
             self.providers[uuid] = replace(provider, generation=generation + 1, shape=self._shape)
             self.trees.setdefault(provider.root, set()).add(uuid)
@@ -344,7 +345,7 @@ def _reported(
     aggregates = report.aggregates
     if aggregates is None:
         aggregates = before.aggregates if before is not None else ()
-    # What an operator gave a host its service knows nothing of, and so cannot mean to take away.
+    # An operator gave the host these: its service does not have them, and so cannot mean to remove them.
     lasting = before.lasting if before is not None else ()
     return Provider(
         uuid=report.uuid,

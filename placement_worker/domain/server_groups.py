@@ -21,7 +21,7 @@ HARD = frozenset({GroupPolicy.AFFINITY, GroupPolicy.ANTI_AFFINITY})
 
 
 class GroupMember(Struct, frozen=True, order=True):
-    """One member of a server group of a project. Where it is follows from what it holds."""
+    """One member of a server group of a project. The hosts of a consumer follow from its allocations."""
 
     project: str
     group: str
@@ -67,7 +67,7 @@ def group_key(claim: Claim) -> GroupKey | None:
 def hosts_of(providers: Iterable[Provider]) -> tuple[str, ...]:
     """The hosts of a consumer that holds something of these providers: their roots.
 
-    Those of shared pools only if it holds nothing else. The members of server groups are counted so.
+    Roots of shared pools count only if it holds nothing else. The members of server groups are counted so.
     """
     held = list(providers)
     own = [provider for provider in held if SHARING not in provider.traits] or held
@@ -103,7 +103,9 @@ def visible_members(claim: Claim, others: Mapping[str, int]) -> dict[str, int]:
 
 
 def held_by_class(holding: Holding) -> dict[str, int]:
-    """What one consumer counts against a quota: amounts by class over all its providers, and one instance."""
+    """The amounts of one consumer that count against a quota: amounts by class over all its providers, and one
+    instance.
+    """
     held = {INSTANCES: 1} if holding else {}
     for resources in holding.values():
         for name, amount in resources.items():
@@ -112,7 +114,10 @@ def held_by_class(holding: Holding) -> dict[str, int]:
 
 
 def counted_by_class(consumer: ConsumerState) -> dict[str, int]:
-    """What a consumer counts against its project's quota. A migration counts nothing: its instance does, as in Nova."""
+    """The amounts of a consumer that count against its project's quota.
+
+    A migration counts nothing: its instance does, as in Nova.
+    """
     return {} if consumer.consumer_type == MIGRATION_TYPE else held_by_class(consumer.holding)
 
 
@@ -121,7 +126,7 @@ def usage_changes(
 ) -> dict[tuple[str, str], int]:
     """{(project, class): how much more its consumers hold together}, INSTANCES included, of consumers that changed.
 
-    before: all of these that there were. What stays as it was is left out.
+    before: all of these that there were. Unchanged amounts are left out.
     """
     more: dict[tuple[str, str], int] = {}
     for uuid, consumer in after.items():

@@ -1,4 +1,5 @@
-"""What the REST API's writes do to providers: one operation at a time, against the providers loaded and locked for it.
+"""The effects of the REST API's writes on providers: one operation at a time, against the providers loaded and locked
+for it.
 
 Generations move exactly as Placement moves them: every write of inventories adds
 one, even when nothing changes; traits only when they change; aggregates always from 1.19 and never before; a rename
@@ -45,7 +46,7 @@ class DeleteProvider(Caused, frozen=True):
 
 
 class SetInventories(Caused, frozen=True):
-    """These inventories and no others. generation None: any. flaw: what is wrong with one, or nothing."""
+    """These inventories and no others. generation None: any. flaw: the first error among them, or none."""
 
     uuid: str
     inventories: Mapping[str, StoredInventory]

@@ -25,7 +25,9 @@ class UnitRule(Protocol):
 
 
 def is_in_units(amount: Any, min_unit: Any, max_unit: Any, step_size: Any) -> Any:
-    """Whether one allocation may have this amount, whatever is free: of integers a bool, of arrays an array of them."""
+    """Whether one allocation may have this amount, regardless of free capacity: of integers a bool, of arrays an array
+    of them.
+    """
     return (min_unit <= amount) & (amount <= max_unit) & (amount % step_size == 0)
 
 
@@ -36,5 +38,5 @@ def in_units_sql(amount: str, inventory: str = "i") -> str:
 
 
 def is_allowed_amount(amount: int, rule: UnitRule) -> bool:
-    """Whether one allocation may have this amount, whatever is free."""
+    """Whether one allocation may have this amount, regardless of free capacity."""
     return bool(is_in_units(amount, rule.min_unit, rule.max_unit, rule.step_size))

@@ -1,4 +1,4 @@
-"""The book's values as decisions see them: what a provider has, what a consumer holds."""
+"""The book's values as decisions see them: a provider's inventory, a consumer's allocations."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NOTHING: Holding = {}
 GroupKey = tuple[str, str]
 Members = Mapping[str, Sequence[str]]
 
-# Below what a double holds exactly, whatever total and ratio come to.
+# Below the largest integer that a double holds exactly, for any total and ratio.
 MAX_CAPACITY = 2**53
 
 # Where a provider belongs that was first reported above all cells: the API bus, by its name.
@@ -24,7 +24,7 @@ ABOVE_CELLS = "api"
 
 
 class InventoryUsage(Struct, frozen=True, gc=False):
-    """What a claim must respect of one inventory, and how much of it was used when it was read."""
+    """The limits that one inventory puts to a claim, and how much of it was used when it was read."""
 
     capacity: int
     min_unit: int
@@ -43,7 +43,7 @@ class ClaimedProvider(Struct, frozen=True):
 
 
 class ConsumerState(Struct, frozen=True):
-    """Who holds something. With an empty holding it is only a fence: attempts up to this one are over."""
+    """The holder of an allocation. With an empty holding it is only a fence: attempts up to this one are over."""
 
     generation: int
     attempt: int
@@ -98,7 +98,10 @@ def is_foreign(cell: str | None, bus: str) -> bool:
 
 
 def is_closed(cell: str | None, bus: str) -> bool:
-    """Whether a tree of this cell is not to be claimed on this bus. What was reported above cells is open to all."""
+    """Whether a tree of this cell is not to be claimed on this bus.
+
+    A root that was reported above cells is open to all.
+    """
     return cell != ABOVE_CELLS and is_foreign(cell, bus)
 
 
@@ -151,7 +154,7 @@ def state_of(provider: Provider) -> ProviderState:
 
 
 def claimed_provider(provider: Provider) -> ClaimedProvider:
-    """What a claim needs to know of a provider: what fits into it, and whether it has changed."""
+    """The part of a provider that a claim needs: what fits into it, and whether it has changed."""
     inventories = {
         name: InventoryUsage(
             inventory.capacity, inventory.min_unit, inventory.max_unit, inventory.step_size, provider.used.get(name, 0)

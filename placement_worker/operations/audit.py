@@ -109,7 +109,7 @@ async def over_capacity(connection: asyncpg.Connection) -> list[InventoryRow]:
 
 
 async def allocations(connection: asyncpg.Connection) -> dict[str, dict[str, dict[str, int]]]:
-    """What every consumer holds: {consumer: {provider: {class: amount}}}."""
+    """The allocations of every consumer: {consumer: {provider: {class: amount}}}."""
     held: dict[str, dict[str, dict[str, int]]] = {}
     for consumer, provider, name, amount in await connection.fetch(ALLOCATIONS):
         held.setdefault(consumer, {}).setdefault(provider, {})[name] = amount

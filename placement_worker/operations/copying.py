@@ -1,8 +1,8 @@
 """Copies a live Placement's book over its own API, while it runs.
 
-A quick pass reads again only what looks different: what a provider has when its generation moved, a consumer when
-its generation or what it holds did. That misses what moves no generation (aggregates below 1.19, a consumer that was
-removed and made again), so only a whole pass, which reads everything, can prove that the copy is equal.
+A quick pass reads again only what looks different: a provider's rows when its generation moved, a consumer when its
+generation or its allocations did. That misses changes that move no generation (aggregates below 1.19, a consumer that
+was removed and made again), so only a whole pass, which reads everything, can prove that the copy is equal.
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ class CopySource:
         )
 
     async def _get(self, path: str, *, gone: bool = False) -> Any:
-        """The answer's data; with `gone`, None for what is not there (any more)."""
+        """The answer's data; with `gone`, None for rows that do not exist (any more)."""
         headers = {"openstack-api-version": f"{SERVICE} 1.{self._version}"} if self._version else {}
 
         async def ask() -> Any:

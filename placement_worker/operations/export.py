@@ -60,7 +60,10 @@ _line = msgspec.json.Decoder(_Line)
 
 
 def checked(book: BookExport) -> BookExport:
-    """The book, its capacities counted anew: they follow from the rest. Raises InvalidExport for what is no book."""
+    """The book, its capacities counted anew: they follow from the rest.
+
+    Raises InvalidExport for a file that is no book.
+    """
     flaws = (
         flaw_of_names((*book.classes, *book.traits)),
         *map(flaw_of_provider, book.providers.values()),

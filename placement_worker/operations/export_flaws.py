@@ -1,4 +1,4 @@
-"""What is wrong with a book from outside, whatever wrote it: found before anything of it is written."""
+"""The flaws of a book from outside, whatever wrote it: found before anything of it is written."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from placement_worker.domain.names import MAX_NAME
 from placement_worker.domain.server_groups import GroupMember
 from placement_worker.domain.values import ConsumerState, Provider, StoredInventory
 
-MAX_NUMBER = 2**62  # of generations and held amounts: far from what the database cannot add to
+MAX_NUMBER = 2**62  # of generations and held amounts: far from the largest number that the database can add to
 
 _UUID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 _NAME = re.compile(r"[A-Z0-9_]+")

@@ -1,6 +1,6 @@
 """Reads the whole book at one moment, and writes it as one transaction: the value is `export.BookExport`.
 
-What projects hold against their quotas follows from what their consumers hold: it is counted anew.
+The totals that count against projects' quotas follow from their consumers' allocations: it is counted anew.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from placement_worker.store.rows import READ_PROVIDERS_BY_ID, read_providers
 
 CHUNK = 2000  # rows in one statement
 
-# Claims read their group's members and their project's consumers before they lock any consumer. Who has read them is
-# waited for, and who has not waits: else a claim would be decided by the members of a book that is no more. After the
-# writers of trees and before any provider's row, as everywhere.
+# Claims read their group's members and their project's consumers before they lock any consumer. Readers of the old
+# groups are awaited, and later readers wait: else a claim would be decided by the members of a book that is no more.
+# After the writers of trees and before any provider's row, as everywhere.
 HOLD_CLAIMS = "LOCK TABLE group_members, consumers IN ACCESS EXCLUSIVE MODE"
 
 # Rows of those who hold nothing count no more, and are left to be trimmed.
@@ -89,7 +89,7 @@ async def _read(connection: asyncpg.Connection, names: NameTable, ids: str) -> B
 async def assign(connection: asyncpg.Connection, wanted: BookExport, names: NameTable) -> int:
     """Make the book be this, inside the caller's transaction; returns how many providers and consumers changed.
 
-    `names` knows every class and trait in it. Shapes only rise, whatever the export has for them. Raises InvalidExport.
+    `names` knows every class and trait in it. Shapes only rise, whatever the export contains. Raises InvalidExport.
     """
     wanted = checked(wanted)
     shape = await connection.fetchval(ONE_WRITER_OF_TREES)
@@ -100,7 +100,7 @@ async def assign(connection: asyncpg.Connection, wanted: BookExport, names: Name
     await connection.execute(GIVEN, max((provider.shape for provider in after.values()), default=shape))
     ids = dict(await connection.fetch("SELECT uuid, id FROM providers"))
     with_inventories = {uuid: p for uuid, p in before.providers.items() if uuid in after}
-    # What goes, goes last: until the allocations have moved a consumer may hold it.
+    # Deletions come last: until the allocations have moved a consumer may hold it.
     await _write_providers(connection, ids, with_inventories, _with_old_inventories(with_inventories, after), names)
     await _write_consumers(connection, wanted, changed, ids, names)
     used = {row[0] for row in await connection.fetch(COUNT_USED)}
@@ -193,7 +193,7 @@ async def _write_consumers(
 async def _write_members(
     connection: asyncpg.Connection, wanted: BookExport, before: BookExport, changed: list[str]
 ) -> set[str]:
-    """The consumers whose server groups are others than before."""
+    """The consumers whose server groups have changed."""
     if wanted.members is None:
         await _drop_new_members(connection, changed, before.consumers)
         return set()
@@ -208,14 +208,14 @@ async def _read_members(connection: asyncpg.Connection) -> frozenset[GroupMember
 
 
 def _regrouped(before: Iterable[GroupMember], after: Iterable[GroupMember]) -> set[str]:
-    """The consumers whose groups are others than they were."""
+    """The consumers whose groups have changed."""
     return {member.consumer for member in frozenset(before) ^ frozenset(after)}
 
 
 async def _replace_members(
     connection: asyncpg.Connection, wanted: Iterable[GroupMember], changed: Collection[str]
 ) -> None:
-    """Make the groups of these consumers be those that are wanted, whatever older rows have."""
+    """Set the groups of these consumers to the required ones, whatever older rows have."""
     await connection.execute(DELETE_MEMBERS, list(changed))
     rows = [(m.project, m.group, m.consumer) for m in sorted(wanted) if m.consumer in changed]
     if rows:
@@ -225,5 +225,5 @@ async def _replace_members(
 async def _drop_new_members(
     connection: asyncpg.Connection, changed: Collection[str], before: Mapping[str, object]
 ) -> None:
-    """Members stay what they are; who held nothing before is no member of what it once was."""
+    """Members stay what they are; a consumer that held nothing before is no member of its former group."""
     await connection.execute(DELETE_MEMBERS, [uuid for uuid in changed if uuid not in before])

@@ -20,7 +20,7 @@ DELETE_SOURCES = "DELETE FROM sources WHERE root = $1"
 
 
 class Moved(Struct, frozen=True, kw_only=True):
-    """What a move came to. outcome: moved | unchanged | unknown | in_use (holders: how many hold something there)."""
+    """The result of a move. outcome: moved | unchanged | unknown | in_use (holders: how many hold something there)."""
 
     outcome: str
     root: str = ""

@@ -1,4 +1,4 @@
-"""Which allocations are too many: what a consumer holds twice, and what is held beyond an inventory's capacity."""
+"""Which allocations are too many: allocations that a consumer has twice, and usage beyond an inventory's capacity."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ SHARERS = """
 SELECT p.uuid::text FROM providers p JOIN provider_traits pt ON pt.provider_id = p.id
 JOIN traits t ON t.id = pt.trait_id WHERE t.name = $1
 """
-# The newest first: who came last found the host full already, or made it so. What is held back whole while it is in use
-# (a bare-metal node with its instance) is as it should be, as long as it is not used past what there is.
+# The newest first: who came last found the host full already, or made it so. An inventory that is reserved whole while
+# it is in use (a bare-metal node with its instance) is correct, unless it is used beyond its total.
 BEYOND = """
 SELECT p.uuid::text, c.name, i.used, i.capacity, i.stranded,
     array_agg(a.consumer::text ORDER BY k.created_at DESC, a.consumer), array_agg(a.amount ORDER BY k.created_at DESC,
@@ -50,12 +50,13 @@ class Beyond(Struct, frozen=True):
         """For people."""
         place = f"{self.provider} {self.resource_class}: {self.used} of {self.capacity}"
         if self.stranded:
-            return f"{place}, no longer reported; it goes when it is no longer used"
+            return f"{place}, no longer reported; it is removed when it is no longer used"
         return f"{place}; fits without {', '.join(f'{uuid} ({amount})' for uuid, amount in self.newest)}"
 
 
 class Doubled(Struct, frozen=True):
-    """A consumer that lives on one host and holds the same classes of others too. keeps: what it is to hold alone.
+    """A consumer that lives on one host and holds the same classes of others too. keeps: the allocation that it is to
+    keep.
 
     generation: the consumer's, from before its holding was read.
     """
@@ -87,7 +88,7 @@ async def beyond_capacity(connection: asyncpg.Connection) -> list[Beyond]:
 
 
 async def sharers(connection: asyncpg.Connection) -> frozenset[str]:
-    """The providers that share: what is held of them is on no host."""
+    """The providers that share: their allocations are on no host."""
     return frozenset(row[0] for row in await connection.fetch(SHARERS, SHARING))
 
 
@@ -99,9 +100,9 @@ async def generations(connection: asyncpg.Connection) -> dict[str, int]:
 def doubled(  # noqa: PLR0917  (one question)
     consumer: str, host: str, holding: Holding, roots: Mapping[str, str], sharing: frozenset[str], generation: int
 ) -> list[str | Doubled]:
-    """What a consumer that lives on `host` holds elsewhere of classes that it holds there too.
+    """The allocations of a consumer that lives on `host` elsewhere, of classes that it holds there too.
 
-    What it holds elsewhere is only described: nothing shows that it is too much.
+    Its allocations elsewhere are only described: nothing shows that it is too much.
     """
     places = {provider: roots.get(provider, provider) for provider in holding if provider not in sharing}
     elsewhere = sorted({place for place in places.values() if place != host})
@@ -117,7 +118,10 @@ def doubled(  # noqa: PLR0917  (one question)
 
 
 async def give_back(store: PlacementStore, connection: asyncpg.Connection, found: Sequence[Doubled]) -> list[str]:
-    """Leave each consumer what it keeps; who has moved since it was looked at is left alone. A line for each."""
+    """Leave each consumer the allocations to keep; who has moved since it was looked at is left alone.
+
+    A line for each.
+    """
     lines = []
     for each in found:
         row = await connection.fetchrow(CONSUMER, each.consumer)

@@ -21,7 +21,7 @@ DELETE FROM allocations a WHERE NOT EXISTS (
 DELETE_EMPTY = """
 DELETE FROM consumers c WHERE c.released_at IS NULL AND NOT EXISTS (SELECT FROM allocations a WHERE a.consumer = c.uuid)
 """
-# Usage is what the allocations come to.
+# Usage is the sum of the allocations.
 COUNT_USED = """
 UPDATE inventories i SET used = coalesce(s.amount, 0)
 FROM inventories j LEFT JOIN (
@@ -34,7 +34,7 @@ MOVE = "UPDATE providers SET generation = generation + 1, updated_at = now() WHE
 
 
 async def repair(connection: asyncpg.Connection) -> list[str]:
-    """Remove strays and count usage anew, inside the caller's transaction; returns what was done, a line each."""
+    """Remove strays and count usage anew, inside the caller's transaction; returns the repairs, a line each."""
     await connection.execute(ONE_WRITER_OF_TREES)
     await connection.execute(HOLD_CONSUMERS)
     await connection.execute(LOCK_ALL)
@@ -47,8 +47,8 @@ async def repair(connection: asyncpg.Connection) -> list[str]:
     await feed.append(connection, changes_of({}, after))
     done = ((strays, "allocations of no consumer removed"), (empty, "consumers without allocations removed"))
     lines = [f"{count} {what}" for count, what in done if count]
-    lines += [f"{uuid}: usage counted anew" for uuid in after]
-    return lines + [f"project {project}: what it holds counted anew" for project in projects]
+    lines += [f"{uuid}: usage recounted" for uuid in after]
+    return lines + [f"project {project}: its allocations recounted" for project in projects]
 
 
 def _count(tag: str) -> int:

@@ -1,4 +1,4 @@
-"""Claims in flight: what has been requested of placement and is not yet seen in the feed."""
+"""Claims in flight: allocations that were requested of placement and are not yet seen in the feed."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ class Assumptions:
         return list(self._by_key.get(key, ()))
 
     def amount(self, uuid: str, resource_class: str) -> int:
-        """What is assumed of one class of one provider, over all keys."""
+        """The assumed amount of one class of one provider, over all keys."""
         sums = self._sums.get(uuid)
         return 0 if sums is None else sums.get(resource_class, 0)
 
     def sums_of(self, uuid: str) -> Mapping[str, int]:
-        """What is assumed of one provider, by class."""
+        """The assumed amounts of one provider, by class."""
         return self._sums.get(uuid, NOTHING)
 
     def add(self, key: str, allocations: Mapping[str, Mapping[str, int]]) -> Mapping[str, Sequence[str]]:
@@ -75,8 +75,8 @@ class Assumptions:
     def reached(self, uuid: str, generation: int | None, snapshot: int = -1) -> dict[str, list[str]]:
         """The provider is at this generation now (None: it is gone); drops the settled shares that waited for it.
 
-        snapshot: the feed number of a snapshot that contains it: it counts all that was claimed up to there, whatever
-        the generation, which is lower than awaited if the provider was deleted and created again.
+        snapshot: the feed number of a snapshot that contains it: it counts all claims up to there, whatever the
+        generation, which is lower than awaited if the provider was deleted and created again.
         """
         touched: dict[str, list[str]] = {}
         for key, (wanted, sequence) in list(self._awaited.get(uuid, {}).items()):

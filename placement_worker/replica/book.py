@@ -1,4 +1,4 @@
-"""The book in columns: what every provider has, what is used, and what is in flight.
+"""The book in columns: every provider's inventory, usage, and claims in flight.
 
 One writer, no awaits: between two calls a reader sees one consistent state. A row is a provider; rows of removed
 providers are used again. Python objects per provider are strings only, which the cyclic collector never visits.
@@ -38,7 +38,7 @@ SWEEP_FROM = 4096
 CLASS_WEIGHS = 128
 
 
-# What is a book's own whatever snapshot it adopts.
+# A book's own state, which no snapshot replaces.
 _OWN = frozenset({"_caches", "_stamps", "assumptions", "epoch", "history", "moves", "sequence", "shape_moves", "texts"})
 
 
@@ -82,7 +82,7 @@ class Book(Trees):
         self._clear_trees()
         size = self.size
         self.generation = np.zeros(size, dtype=np.int64)
-        self.stamp = np.zeros(size, dtype=np.int64)  # another whenever a row's content is another
+        self.stamp = np.zeros(size, dtype=np.int64)  # changes whenever a row's content changes
         self.shape = np.zeros(size, dtype=np.int64)
         self.traits = np.zeros(size, dtype=np.int32)
         self.aggregates = np.zeros(size, dtype=np.int32)
@@ -116,9 +116,10 @@ class Book(Trees):
     def adopt(self, loaded: Book, sequence: int, history: str = "") -> None:
         """Replace all providers by those of a book that was just made of a snapshot, and is given up for it.
 
-        Claims in flight stay in flight. What claims of another history wait for will not come: they are dropped.
+        Claims in flight stay in flight. Changes of another history that claims wait for will not come: they are
+        dropped.
         """
-        loaded.stamp[: loaded.top] += self._stamps  # what is kept beside rows of before is not taken for theirs
+        loaded.stamp[: loaded.top] += self._stamps  # values kept beside earlier rows are not confused with theirs
         for name, value in vars(loaded).items():
             if name not in _OWN:
                 setattr(self, name, value)
@@ -145,12 +146,15 @@ class Book(Trees):
         return None
 
     def assume(self, key: str, allocations: Mapping[str, Mapping[str, int]]) -> None:
-        """Count a claim in flight as if it were used, at once. A key assumed again replaces what it had."""
+        """Count a claim in flight as if it were used, at once.
+
+        A key that is assumed again replaces its earlier assumption.
+        """
         self._restore(self.assumptions.drop(key))
         self._restore(self.assumptions.add(key, allocations))
 
     def forget(self, key: str) -> None:
-        """Drop what is assumed under this key now: its claim has failed, or is not going to be made."""
+        """Drop the assumption under this key now: its claim has failed, or is not going to be made."""
         self._restore(self.assumptions.drop(key))
 
     def settle(self, key: str, generations: Mapping[str, int], sequence: int = 0) -> None:
@@ -177,7 +181,7 @@ class Book(Trees):
     # --- reading
 
     def cache(self, kind: type[Cache]) -> Cache:
-        """What readers keep beside the columns: one value of each type, made when it is first read."""
+        """Values that readers keep beside the columns: one value of each type, made when it is first read."""
         kept: Cache | None = self._caches.get(kind)
         if kept is None:
             kept = self._caches[kind] = kind()
@@ -234,7 +238,7 @@ class Book(Trees):
         return self._columns.get(resource_class)
 
     def free(self, resource_class: str, roots: Rows) -> Amounts:
-        """Per root: the sum over its tree of what is free and above zero."""
+        """Per root: the sum over its tree of the free amounts above zero."""
         column = self._columns.get(resource_class)
         return np.zeros(len(roots), dtype=np.int64) if column is None else column.root_free[roots]
 
@@ -247,7 +251,7 @@ class Book(Trees):
         return self._sum_over_trees(capacity[column.kind[: self.top]], roots)
 
     def usage(self, resource_class: str, roots: Rows) -> Amounts:
-        """Per root: what is used in its tree and what claims in flight assume."""
+        """Per root: its tree's usage and the assumed claims in flight."""
         column = self._columns.get(resource_class)
         if column is None:
             return np.zeros(len(roots), dtype=np.int64)
@@ -255,7 +259,7 @@ class Book(Trees):
         return self._sum_over_trees(capacity[column.kind[: self.top]] - column.free[: self.top], roots)
 
     def inventory_of(self, row: int) -> dict[str, tuple[InventoryNumbers, int, int]]:
-        """The provider's inventories by class: their numbers, what is used, and what is free with claims in flight."""
+        """The provider's inventories by class: their numbers, usage, and free amounts with claims in flight."""
         found = {}
         for number in self.class_sets.values[self.classes[row]]:
             column = self._by_number[number]
@@ -356,7 +360,8 @@ class Book(Trees):
         self._providers -= 1
         self._names[row] = ""
         self._moved(root, shape=True)
-        # What was in flight on it cannot land any more: drop what was settled, the rest ends by its own settle.
+        # Claims that were in flight on it cannot arrive any more: drop the settled ones, the others end by their own
+        # settle.
         self.assumptions.reached(uuid, None)
         self._drop_row_if_unnamed(row)
 
@@ -378,7 +383,7 @@ class Book(Trees):
             self._restore(self.assumptions.reached(uuid, generation))
 
     def _settle_all(self, *, nothing_comes: bool) -> None:
-        """After a snapshot: drop what is settled and has been reached, or whose provider or history is gone."""
+        """After a snapshot: drop settled assumptions that have been reached, or whose provider or history is gone."""
         for uuid in self.assumptions.awaited():
             row = self.row_of(uuid)
             generation = None if row is None or nothing_comes else int(self.generation[row])

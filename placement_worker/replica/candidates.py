@@ -1,4 +1,5 @@
-"""Allocation candidates: what a request could be claimed as, over all trees (microversions 1.10 to 1.39).
+"""Allocation candidates: the allocations as which a request could be claimed, over all trees (microversions 1.10 to
+1.39).
 
 The order is stated and stable: first one candidate of every root, by the root's row in the book, then a second of
 every root that has one, and so on, so that a limit never hides a root. On one root, providers that can give
@@ -36,7 +37,7 @@ LEAST_SHARE = 256
 LEAST_TRIES = 200_000
 TRIES = 5
 
-# Providers named by all candidates together, slot by slot: what an answer may weigh. Limits are cut to it.
+# Providers named by all candidates together, slot by slot: the bound of an answer's size. Limits are cut to it.
 MAX_CELLS = 400_000
 
 # Compiled requests that a book keeps, the least recently used forgotten first.
@@ -165,7 +166,7 @@ class _CandidateSearch:
     def __init__(self, book: Book, compiled: CompiledRequest, budget: int, time_budget: TimeBudget | None) -> None:
         self._book = book
         self._time_budget = time_budget
-        self._late = False  # the time budget is used up: what is found is all there will be
+        self._late = False  # the time budget is used up: the candidates found so far are all that there will be
         self._compiled = compiled
         self._budget = budget
         self._most = MAX_CELLS // len(compiled.slots)
@@ -220,7 +221,9 @@ class _CandidateSearch:
             self.exhausted = False
 
     def _seek(self, patterns: list[TreePattern], count: int) -> None:
-        """Solve each pattern up to so many assignments; what one does not need of the budget is left to the others."""
+        """Solve each pattern up to this many assignments; the budget that one does not need is left
+        to the others.
+        """
         with self._in_time():
             self._solve(patterns, count)
 

@@ -156,7 +156,7 @@ class ClassColumns:
     """One resource class over all rows. Arrays start as untouched zero pages, so a rare class costs little.
 
     kind: which inventory (0: none); free: capacity - used - assumed, may be negative;
-    root_free: at a root's row, the sum over its tree of what is free and above zero.
+    root_free: at a root's row, the sum over its tree of the free amounts above zero.
     """
 
     __slots__ = ("free", "kind", "kinds", "name", "number", "root_free", "used")

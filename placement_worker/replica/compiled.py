@@ -1,7 +1,7 @@
 """One candidates request against one book: lone providers by columns, trees by patterns; both kept between searches.
 
 Everything that a request requires of one provider is decided for all providers at once (`predicates`). A lone provider
-is decided by that alone. What is left of a tree is a short list of members, each with a signature: the slots it can
+is decided by that alone. The remaining members of a tree are a short list, each with a signature: the slots it can
 give, how much of the contended classes it has (in steps that make a difference), the required traits it meets. Trees
 with equal lists are one pattern, solved once (`tree_solver`), however many hosts it stands for.
 """
@@ -103,7 +103,7 @@ class CompiledRequest:
 
     @cached_property
     def reasons(self) -> Reasons:
-        """What verdict codes mean."""
+        """The meaning of verdict codes."""
         return Reasons(self.request, self.slots)
 
     def _subtrees(self) -> tuple[tuple[int, ...], ...]:
@@ -127,7 +127,7 @@ class CompiledRequest:
         ]
 
     def _sums(self) -> list[ResourceFit]:
-        """What one provider that gives everything must have free, by class."""
+        """The free amounts that a provider needs that gives everything, by class."""
         sums: dict[str, int] = {}
         for fit in self._all_fits:
             sums[fit.name] = sums.get(fit.name, 0) + fit.amount
@@ -153,7 +153,7 @@ class CompiledRequest:
         for contended in self.contended:
             contended.look_up(self.book)
 
-    # --- anchors: what is required of the root itself
+    # --- anchors: the requirements on the root itself
 
     def anchors(self, roots: Rows) -> Rows:
         """The roots that may anchor a candidate: by their own traits and aggregates, and by the requested tree."""
@@ -209,7 +209,7 @@ class CompiledRequest:
             room &= total.column.free[rows] >= total.amount
         return room
 
-    # --- trees and what is shared with them
+    # --- trees and the providers that are shared with them
 
     def patterns(self, roots: Rows, known: dict[bytes, TreePattern], time_budget: TimeBudget | None = None) -> None:
         """Sort these trees into patterns; trees that lack something outright are left out. Raises TooLong."""
@@ -242,7 +242,7 @@ class CompiledRequest:
         return found
 
     def assignments(self, root: int, limit: int) -> Rows:
-        """Up to so many assignments on one tree, best first: per assignment and slot, the row that gives it."""
+        """Up to this many assignments on one tree, best first: per assignment and slot, the row that gives it."""
         roots = np.array([root], dtype=np.intp)
         if not self.possible or not self.book.is_root[root] or self.anchor_codes(roots)[0] != self.reasons.passes:
             return self._none()
@@ -265,7 +265,7 @@ class CompiledRequest:
         return np.zeros((0, len(self.slots)), dtype=np.intp)
 
     def given_by(self, rows: Rows) -> NDArray[np.int64]:
-        """Per row, all that decides what it can give to one request: equal columns mean equal verdicts."""
+        """Per row, all values that decide how much it can give to one request: equal columns mean equal verdicts."""
         given = [fit.now(rows) for fit in self._all_fits]
         limits = [contended.limit(rows) for contended in self.contended]
         return np.array([*given, *limits, self.book.traits[rows], self.book.aggregates[rows]], dtype=np.int64)

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from placement_worker.replica.book import Book
 from placement_worker.replica.columns import ClassColumns
 
-# A column with fewer places in use than one in so many is copied place by place: a rare class stays cheap.
+# A column with fewer used rows than one in this many is copied row by row: a rare class stays cheap.
 SPARSE = 8
 
 

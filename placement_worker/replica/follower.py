@@ -1,7 +1,7 @@
 """Keeps a book up to date: a snapshot, then the change feed; missing changes are requested.
 
-The queue is bound before the snapshot is requested, so no change falls between. What makes it ask placement for
-changes: a hole in the numbers, a head that stays ahead of it, another history (a book that was restored, or whose
+The queue is bound before the snapshot is requested, so no change falls between. The events that make it request changes
+of placement: a hole in the numbers, a head that stays ahead of it, another history (a book that was restored, or whose
 stand-by was promoted), silence, and a connection that was unavailable (its private queue went with it). When the feed
 reaches back no longer, or is of another history, a new snapshot.
 """
@@ -49,7 +49,7 @@ class FollowerLimits(Struct, frozen=True, kw_only=True):
 
     page: changes and providers requested at once. buffered: changes kept that cannot be folded in yet; past it they
     are dropped and requested. head_lag_s: how long a head may stay ahead of the book. silence_s: receiving nothing for
-    so long makes it ask. watch_s: how often it looks for silence. pages: of one snapshot, at most.
+    this long makes it request them. watch_s: how often it looks for silence. pages: of one snapshot, at most.
     """
 
     page: int = 1000
@@ -181,11 +181,11 @@ class Follower:
         return [Done()] * len(batch)
 
     def _is_of_another(self, history: str) -> bool:
-        """Whether a message is of another history than the book; one without a history is taken for the same."""
+        """Whether a message is of another history than the book; one without a history counts as the same."""
         return bool(self.book.history) and history not in ("", self.book.history)
 
     def _take(self, changes: Sequence[Change], history: str) -> None:
-        """Fold in what follows on; keep what does not, and ask for what is between."""
+        """Apply the changes that are next; keep the others, and request those in between."""
         self._head = max(self._head, changes[-1].sequence)
         if self._stale or self._kept:
             if history != self._kept_history:
@@ -210,12 +210,12 @@ class Follower:
             self._request_catch_up("overflow")
 
     async def _apply_buffered(self) -> None:
-        """After an answer of the feed: fold in what follows on now, whatever order it came in.
+        """After an answer of the feed: apply the changes that are next now, in any order of arrival.
 
-        What comes between two turns of the loop is kept, too, as long as something is left.
+        Changes that arrive between two turns of the loop are kept, too, as long as some are left.
         """
         self._kept.sort(key=lambda change: change.sequence)
-        while self._kept:  # ends: each turn takes some of what is bounded
+        while self._kept:  # ends: each turn takes some of a bounded number
             some, self._kept = self._kept[:AT_ONCE], self._kept[AT_ONCE:]
             gap = self.book.apply(some)
             if gap is not None:

@@ -17,7 +17,7 @@ AT_ONCE = 256
 
 
 class Loading:
-    """What has come of one snapshot."""
+    """The received part of one snapshot."""
 
     def __init__(self) -> None:
         self._loaded = Book()

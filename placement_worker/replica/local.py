@@ -30,7 +30,7 @@ class FeedSource(Protocol):
 
 
 class LocalReplica:
-    """A book that is never behind what was committed before it was read."""
+    """A book that is never behind the commits before it was read."""
 
     def __init__(self, source: FeedSource) -> None:
         self.book = Book()

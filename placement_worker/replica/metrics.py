@@ -1,4 +1,4 @@
-"""What a replica measures of itself."""
+"""A replica's metrics about itself."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a request requires of one provider, as tables over distinct values: resources, traits, aggregates."""
+"""The requirements of a request on one provider, as tables over distinct values: resources, traits, aggregates."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ MAX_SUMS = 64
 # Rules of groups that a book keeps, the least recently used forgotten first.
 RULES_KEPT = 256
 
-# Fit levels: how near a provider comes to giving what a slot requires, ascending.
+# Fit levels: how close a provider comes to the requirements of a slot, ascending.
 (
     NOTHING,  # no inventory of the class
     TOO_SMALL,
@@ -89,7 +89,7 @@ class ResourceFit:
         return able
 
     def levels(self, rows: Rows) -> Amounts:
-        """How near each row comes: its fit level by inventory and by what is left of it."""
+        """How near each row comes: its fit level by inventory and by the remaining amounts."""
         if self.column is None or self._levels is None:
             return np.full(len(rows), NOTHING, dtype=np.int64)
         levels = self._levels(self.column.kind[rows])
@@ -165,7 +165,7 @@ class MemberRows(Struct, frozen=True):
 
 
 class GroupRules:
-    """What a group requires of a provider besides resources, per distinct set of traits and of aggregates."""
+    """The requirements of a group on a provider besides resources, per distinct set of traits and of aggregates."""
 
     def __init__(self, book: Book, group: Group) -> None:
         # Sets: a query may name thousands, and is held against every distinct set of traits in the book.
@@ -247,7 +247,7 @@ class GroupRules:
         return self._covers(self._book.traits[rows])
 
     def tree(self) -> int:
-        """The row of the root of the requested tree; NO_ROW when there is no such tree."""
+        """The row of the root of the requested tree; NO_ROW when the tree does not exist."""
         row = None if self._group.in_tree is None else self._book.row_of(self._group.in_tree)
         return NO_ROW if row is None else self._book.root_of(row)
 

@@ -12,7 +12,7 @@ from placement_worker.replica.request import UNNUMBERED, CandidatesRequest, Grou
 
 
 class Query(Struct, frozen=True, kw_only=True):
-    """What one host must give: each class from one provider of its tree or sharing with it, and groups.
+    """The requirements on one host: each class from one provider of its tree or sharing with it, and groups.
 
     resources: requested amounts; a class with an amount of zero or less is not requested (a bare-metal flavor's
     VCPU=0). required: AND of any-of groups, each met by some provider that gives resources; forbidden: on none of them.

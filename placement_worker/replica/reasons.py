@@ -1,4 +1,5 @@
-"""What a verdict code means: the steps at which a root can be rejected, in order, each with its code and its reason.
+"""The meaning of a verdict code: the steps at which a root can be rejected, in order, each with its code and its
+reason.
 
 A root's code is the least of all codes that apply to it, and `passes` is above them all.
 """

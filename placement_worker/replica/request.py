@@ -55,7 +55,9 @@ class CandidatesRequest(Struct, frozen=True, kw_only=True):
 
 
 class Slot(Struct, frozen=True):
-    """What one provider of a candidate gives: a numbered group's whole, or one class of the un-numbered group."""
+    """The allocation from one provider of a candidate: a numbered group's whole, or one class of
+    the un-numbered group.
+    """
 
     suffix: str
     resources: dict[str, int]

@@ -35,7 +35,7 @@ class RowTable:
         return self._providers
 
     def row_of(self, uuid: str) -> int | None:
-        """The row of a provider, None when there is no such provider."""
+        """The row of a provider, None when it does not exist."""
         row = self._rows.get(uuid)
         return row if row is not None and self.live[row] else None
 

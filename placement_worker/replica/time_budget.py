@@ -14,7 +14,7 @@ class TooLong(Exception):
 class TimeBudget:
     """The time until which a search may go on. clock: monotonic seconds.
 
-    keeps_partial: when the budget is used up, the search returns what it has found, as with a budget of steps.
+    keeps_partial: when the budget is used up, the search returns its results so far, as with a budget of steps.
     Otherwise it raises TooLong and returns nothing, so that the caller can start it again elsewhere.
     """
 

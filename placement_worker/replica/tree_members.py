@@ -17,7 +17,8 @@ WORD_BITS = 62
 
 
 class TreeMembers(Struct, frozen=True):
-    """What is known of members, in any order. owners: the position of each one's tree among the roots, ascending.
+    """The known properties of members, in any order. owners: the position of each one's tree among the roots,
+    ascending.
 
     eligible: per slot, which of them can give it alone. limits: per contended class, the most that each can give in
     all. covers: the required traits each meets, as bits. trees: whose tree each is in, 0 for its owner's. room: how

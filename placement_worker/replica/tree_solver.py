@@ -30,7 +30,7 @@ ENDLESS = 1 << 62
 
 
 class TreeProblem(Struct, frozen=True):
-    """One tree (with what is shared with it) as the solver sees it. Members are numbered from 0, best first.
+    """One tree (with the providers shared with it) as the solver sees it. Members are numbered from 0, best first.
 
     eligible: per slot the members that can give it alone. needs and limits: amounts of the classes that several slots
     require, per slot and per member. kinds: members of one kind are alike in all of this. apart: slots that
@@ -54,9 +54,9 @@ class TreeProblem(Struct, frozen=True):
 
 
 class _State(NamedTuple):
-    """What the choices so far mean for the rest."""
+    """The consequences of the choices so far."""
 
-    left: dict[int, tuple[int, ...]]  # of members that were taken: what they have left of the contended classes
+    left: dict[int, tuple[int, ...]]  # of members that were taken: the remaining amounts of the contended classes
     taken: int  # members that no further `apart` slot may have
     common: tuple[int, ...]  # per subtree: ancestors (or self) of all chosen so far
     tops: tuple[int, ...]  # per subtree: those of them that are chosen
@@ -97,8 +97,8 @@ class TreeSolver:
     def find(self, count: int, budget: int, tries: int = ENDLESS, time_budget: TimeBudget | None = None) -> int:
         """Find up to `count` in all, at no more than `budget` further dead ends; how many are found.
 
-        No further assignment is looked for after so many `tries`; there may be more then. Raises TooLong when the time
-        budget is used up: what is found stays found, and nothing more can be.
+        No further assignment is looked for after this many `tries`; there may be more then. Raises TooLong when the
+        time budget is used up: the assignments found stay, and there can be no more.
         """
         self._time_budget = time_budget
         self._allowed = self.dead_ends + budget
@@ -345,7 +345,7 @@ def _by_kind(problem: TreeProblem, slot: int) -> list[list[int]]:
 
 
 def _is_tracked(problem: TreeProblem, slot: int) -> bool:
-    """Whether what a member gave to this slot matters to other slots."""
+    """Whether a member's allocation for this slot matters to other slots."""
     return slot in problem.apart or bool(problem.needs and any(problem.needs[slot]))
 
 

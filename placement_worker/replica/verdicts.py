@@ -2,8 +2,8 @@
 
 A verdict is a small number: a reason to reject the root (see `reasons`), or `passes`. Everything but usage is decided
 once per distinct set of traits, set of aggregates and kind of inventory, so a full evaluation is a few gathers, and
-between two decisions only the roots that claims and the feed touched are looked at. That keeps a search nearly as
-cheap at a million hosts as at a thousand. The reason of a rejection is computed when it is first read.
+between two decisions only the roots that claims and the feed touched are looked at. So a search is nearly as cheap at a
+million hosts as at a thousand. The reason of a rejection is computed when it is first read.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class RootVerdicts:
             self._set(unexplained, explain(self.compiled, unexplained).astype(np.uint16))
 
     def assignments(self, root: int, limit: int) -> list[list[int]]:
-        """Up to so many assignments on one root, best first, as the book is now: per assignment and slot, a row.
+        """Up to this many assignments on one root, best first, as the book is now: per assignment and slot, a row.
 
         A tree is solved by itself: what moved elsewhere is judged by the next search, all at once.
         """
@@ -173,7 +173,7 @@ class RootVerdicts:
         return codes
 
     def _evaluate_trees(self, roots: Rows) -> Codes:
-        """Verdicts of trees: of the root itself, then of what the tree can give."""
+        """Verdicts of trees: of the root itself, then of the tree's resources."""
         codes = self.compiled.anchor_codes(roots)
         open_ones = np.flatnonzero(codes == self.passes)
         codes[open_ones] = self._of_tree[self.compiled.tree_verdicts(roots[open_ones])]

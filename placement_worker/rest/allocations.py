@@ -63,7 +63,7 @@ async def of_provider(api: Api, request: HttpRequest) -> Response:
 
 
 async def put(api: Api, request: HttpRequest) -> Response:
-    """PUT what one consumer is to hold."""
+    """PUT the allocations of one consumer."""
     consumer = request.parts[1]
     if not is_uuid(consumer):
         raise HttpFault(400, f"Malformed consumer_uuid: {consumer}")
@@ -86,7 +86,7 @@ async def post(api: Api, request: HttpRequest) -> Response:
 
 
 async def delete(api: Api, request: HttpRequest) -> Response:
-    """DELETE whatever one consumer holds."""
+    """DELETE all allocations of one consumer."""
     consumer = request.parts[1]
     if not is_canonical(consumer):
         raise HttpFault(404, f"No allocations for consumer '{consumer}'")

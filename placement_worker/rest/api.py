@@ -1,4 +1,6 @@
-"""What handlers share: the book, the groups that writes join, the replica, and how refusals are answered."""
+"""The resources that handlers share: the book, the groups that writes join, the replica, and how
+refusals are answered.
+"""
 
 from __future__ import annotations
 
@@ -104,13 +106,13 @@ class Api:
         return joined() if len(rows) <= LISTED_AT_ONCE else await self.texts.run(joined)
 
     async def write_tree(self, write: TreeWrite) -> Provider | WriteRefusal:
-        """Write one provider, together with what others write at the same time."""
+        """Write one provider, together with other writes at the same time."""
         if not is_canonical(write.uuid):
             raise no_provider(write.uuid)
         return await self._trees.submit(replace(write, cause=CAUSE.get()))
 
     async def write_allocations(self, write: AllocationWrite) -> WriteRefusal | None:
-        """Write allocations, together with what others write at the same time."""
+        """Write allocations, together with other writes at the same time."""
         return await self._allocations.submit(replace(write, cause=CAUSE.get()))
 
     async def reshape(self, item: Reshape) -> WriteRefusal | None:
@@ -127,7 +129,10 @@ class Api:
         return ProviderRow(*rows[0])
 
     async def of_provider(self, uuid: str, read: Callable[[str], Awaitable[T | None]], *, words: str = "{0}") -> T:
-        """What is read of a provider. Raises HttpFault 404, in words of its own where the real Placement has such."""
+        """The result of a read of a provider.
+
+        Raises HttpFault 404, in words of its own where the real Placement has such.
+        """
         found = await read(uuid) if is_canonical(uuid) else None
         if found is None:
             raise HttpFault(404, words.format(no_provider(uuid).words, uuid=uuid))

@@ -1,4 +1,4 @@
-"""The ASGI application: what happens to every request, whatever its route."""
+"""The ASGI application: the steps that every request takes, on any route."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 _GLOBAL_ID = re.compile(r"req-[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}")
 RETRY_AFTER_S = "1"
 
-# A client that sends, but ever so little at a time, is given up after so many times the time-out of one wait.
+# A client that sends very slowly is given up after this many times the time-out of one wait.
 BODY_TIMEOUTS = 10
 
 
@@ -126,7 +126,7 @@ class Application:
         return await self._rest(receive, body) if message.get("more_body") else body
 
     async def _rest(self, receive: Receive, body: bytes) -> bytes:
-        """What comes after the first part of a body, and that part before it."""
+        """The rest of a body after its first part, and that first part."""
         config, clock = self._api.config, self._api.clock
         until = clock.monotonic() + BODY_TIMEOUTS * config.body_timeout_s
         parts, size = [body], len(body)
@@ -173,7 +173,7 @@ class Application:
 
 
 class _Exchange:
-    """A request on its way, and what an error about it needs."""
+    """A request on its way, with the fields that an error about it needs."""
 
     def __init__(self, scope: Scope, headers: Mapping[bytes, bytes], request_id: str) -> None:
         accept = headers.get(b"accept", b"").decode("latin-1")
@@ -241,7 +241,7 @@ def _check_types(route: Route, request: HttpRequest) -> None:
 
 
 def _unexpected(error: Exception) -> HttpFault:
-    """The answer to a fault that is not the client's, or that no check of ours foresaw."""
+    """The answer to a fault that is not the client's, or that no check foresaw."""
     if isinstance(error, Transient):
         log.warning("rest.unavailable", code=error.code, reason=str(error))
         return HttpFault(503, "The book is out of reach for the moment.", **{"retry-after": RETRY_AFTER_S})

@@ -1,4 +1,6 @@
-"""Who is calling: a port, and two ways to know; the third is in `keystone.py`. None: an unknown caller, and so 401."""
+"""The caller of a request: a port, and two ways to know; the third is in `keystone.py`. None: an unknown caller, and so
+401.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,7 @@ class Auth(Protocol):
         """The caller, or None when the token is missing or not good. Raises Transient."""
 
     async def close(self) -> None:
-        """Let go of what it holds."""
+        """Close the resources that it holds."""
 
 
 class NoAuth2:

@@ -1,4 +1,4 @@
-"""Bodies as handlers get them: decoded into types at once; a JSON schema only words what is wrong with a bad one."""
+"""Bodies as handlers get them: decoded into types at once; a JSON schema only words the errors of a bad one."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from placement_worker.rest.schemas import Schema
 
 T = TypeVar("T")
 
-# Deeper than any body of ours, and far from the interpreter's own limit.
+# Deeper than any valid body, and far from the interpreter's own limit.
 MAX_DEPTH = 20
 MAX_ERRORS = 1_000  # of which the best is reported
 # Characters of an error about a body. python-jsonschema repeats the faulty part, twice, however long it is.
@@ -89,7 +89,7 @@ class InventoryBody(_Strict, frozen=True, kw_only=True):
 
     @property
     def product(self) -> float:
-        """What the capacity comes to before it is rounded and kept within bounds."""
+        """The capacity before it is rounded and kept within bounds."""
         return (self.total - self.reserved) * self.allocation_ratio
 
     def inventory(self) -> StoredInventory:
@@ -252,9 +252,9 @@ _Validator = extend(Draft202012Validator, {"uniqueItems": _unique_items})
 
 
 class Body(Generic[T]):
-    """One kind of body: the type it becomes, and the schema that words what is wrong.
+    """One kind of body: the type that it becomes, and the schema that words the errors.
 
-    holds: what the type cannot express and the schema can.
+    holds: the rules that the type cannot express and the schema can.
     """
 
     def __init__(self, kind: Any, schema: Schema, *, holds: Callable[[T], bool] | None = None) -> None:
@@ -277,7 +277,7 @@ class Body(Generic[T]):
         return parsed if self._holds is None or self._holds(parsed) else None
 
     def explain(self, body: bytes) -> T:
-        """What only the fast way could not take (1.0 for 1, a UUID without dashes): 0.3 ms a kilobyte.
+        """Values that only the fast parser rejects (1.0 for 1, a UUID without dashes): 0.3 ms a kilobyte.
 
         Raises HttpFault 400, worded as python-jsonschema words it.
         """
@@ -382,7 +382,7 @@ def at(table: tuple[tuple[int, T], ...], version: int) -> T:
 
 
 def consumer_write(consumer: str, body: AllocationBody, unowned: tuple[str, str]) -> ConsumerWrite:
-    """What a body requests for one consumer. unowned: (project, user) of one that states neither."""
+    """The allocations that a body requests for one consumer. unowned: (project, user) of one that states neither."""
     if isinstance(body, Allocations0):
         project, user = unowned
     else:

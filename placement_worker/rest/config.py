@@ -106,28 +106,28 @@ class RestConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     `randomize_allocation_candidates`.
     """
     search_budget: Annotated[int, Bound(ge=1000)] = 100_000
-    """Steps that one candidate search may take. It is answered with what was found by then."""
+    """Steps that one candidate search may take. It is answered with the results found by then."""
     search_timeout_s: Annotated[float, Bound(gt=0, le=60)] = 5.0
-    """Seconds that one candidate search may take. It is answered with what was found by then."""
+    """Seconds that one candidate search may take. It is answered with the results found by then."""
     default_limit: Annotated[int, Bound(ge=-1)] = -1
-    """Most allocation candidates of an answer, whatever limit is requested, as Placement's
+    """The most allocation candidates of an answer, whatever limit is requested, as Placement's
     `max_allocation_candidates`. -1: no limit.
     """
     max_group: Annotated[int, Bound(ge=1, le=1000)] = 64
-    """Most writes of different requests that one transaction applies."""
+    """The most writes of different requests that one transaction applies."""
     max_waiting: Annotated[int, Bound(ge=1)] = 4096
-    """Most writes that wait for a transaction; a further one is answered 503."""
+    """The most writes that wait for a transaction; a further one is answered 503."""
     max_body_bytes: Annotated[int, Bound(ge=1024, le=16 * 2**20)] = 2**20
-    """Most bytes of one request's body; a larger one is answered 413."""
+    """The most bytes of one request's body; a larger one is answered 413."""
     max_bodies_bytes: Annotated[int, Bound(ge=1024)] = 256 * 2**20
-    """Most bytes of all bodies that are being received; what exceeds it is answered 503."""
+    """The most bytes of all bodies that are being received; what exceeds it is answered 503."""
     max_query_bytes: Annotated[int, Bound(ge=1024)] = 64 * 2**10
-    """Most bytes of a URL's query."""
+    """The most bytes of a URL's query."""
     body_timeout_s: Annotated[float, Bound(gt=0)] = 30.0
     """Seconds between two parts of a body before the request is answered 408."""
     write_timeout_s: Annotated[float, Bound(gt=0)] = 30.0
     """Seconds that a client may leave its answer unread before its connection is closed."""
     max_connections: Annotated[int, Bound(ge=1)] = 2000
-    """Most open connections; requests on further ones are answered 503."""
+    """The most open connections; requests on further ones are answered 503."""
     keep_alive_s: Annotated[int, Bound(ge=1)] = 75
     """Seconds that an idle connection stays open. 75, as nginx and Apache's proxies expect."""

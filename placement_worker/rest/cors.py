@@ -34,7 +34,7 @@ class Cors:
         return bool(self._origins)
 
     def headers(self, headers: Mapping[bytes, bytes]) -> Pairs:
-        """What an answer that is no preflight carries."""
+        """The headers of an answer that is no preflight."""
         origin = _text(headers, b"origin")
         if origin not in self._origins:
             return []
@@ -46,7 +46,7 @@ class Cors:
         return pairs
 
     def preflight(self, headers: Mapping[bytes, bytes]) -> Pairs:
-        """What the answer to OPTIONS carries: nothing, unless origin, method and headers are all allowed."""
+        """The headers of the answer to OPTIONS: nothing, unless origin, method and headers are all allowed."""
         origin = _text(headers, b"origin")
         method = _text(headers, b"access-control-request-method")
         requested = [

@@ -91,7 +91,9 @@ def refused(refusal: WriteRefusal, *, words: str = "{}", status: int = 0, code: 
 
 
 class About(msgspec.Struct, frozen=True):
-    """What of the request an error's text needs. version: the microversion's minor, None before it is known."""
+    """The parts of the request that an error's text needs. version: the microversion's minor, None
+    before it is known.
+    """
 
     method: str
     accept: str

@@ -21,7 +21,7 @@ log = structlog.get_logger("placement.rest")
 TRIES = 5
 
 # Callers who were answered together ask again together, a moment later. A group that started with the first of them
-# would leave the others to the next one, and so on for ever: twice the groups, and all of what one costs. It waits for
+# would leave the others to the next one, and so on for ever: twice the groups, and twice the cost of one. It waits for
 # as many as there were, at most this long; and after it has waited in vain it does not wait 1, 2, 4 ... times.
 GATHER_S = 0.003
 MAX_SKIPPED = 64
@@ -56,8 +56,8 @@ class Groups(Generic[Item, Result]):
         self._gather_s = gather_s
         self._waiting: deque[tuple[Item, asyncio.Future[Result]]] = deque()
         self._running: set[asyncio.Task[None]] = set()
-        # Not the size of the set: a task leaves that a turn after it has looked for more, and what comes in that turn
-        # would wait for ever.
+        # Not the size of the set: a task leaves that a turn after it has looked for more, and a write that comes in
+        # that turn would wait for ever.
         self._working = 0
         self._gathering: tuple[int, asyncio.Future[None]] | None = (
             None  # (how many are awaited, done when they are here)
@@ -95,7 +95,7 @@ class Groups(Generic[Item, Result]):
             self._working -= 1
 
     async def _gather(self, wanted: int) -> None:
-        """Wait a moment for so many, if that has been worth it lately."""
+        """Wait a moment for this many, if that has been worth it lately."""
         if self._under_way > 1 or len(self._waiting) >= wanted or wanted < 2:
             return
         if self._skipped < self._skip:

@@ -119,7 +119,7 @@ class Response:
 
 @lru_cache(maxsize=1024)
 def _http_date(second: int) -> bytes:
-    """Most answers have one of the last few seconds, and putting it in words costs as much as the body does."""
+    """Most answers have one of the last few seconds, and formatting it costs as much as the body does."""
     return formatdate(second, usegmt=True).encode()
 
 

@@ -73,7 +73,7 @@ class InProcessRest:
             raise self._failed
 
     async def drain(self, grace_s: float) -> None:
-        """Take nothing more; finish what is under way."""
+        """Take nothing more; finish the requests under way."""
         self.application.opened = False
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(grace_s):

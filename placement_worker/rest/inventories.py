@@ -30,7 +30,7 @@ def shown(inventory: StoredInventory | InventoryRecord) -> dict[str, Any]:
 
 
 def flaw_of(name: str, body: InventoryBody, uuid: str, version: int) -> str:
-    """What is wrong with an inventory that leaves nothing (from 1.26: less than nothing), or nothing."""
+    """The error of an inventory without any capacity (from 1.26: less than nothing), or nothing."""
     if version >= SINCE_RESERVED_MAY_BE_TOTAL:
         how = "greater than" if body.product <= -1 else ""
     else:

@@ -26,7 +26,7 @@ MAX_TOKEN_BYTES = 8192
 BAD_FOR_S = 10.0  # how long a token that Keystone does not know is not validated again
 SUBJECT = "X-Subject-Token"
 
-# What a header of ours can carry. Whatever else a caller sends is no token of any Keystone.
+# The characters that a header may carry. Whatever else a caller sends is no token of any Keystone.
 _TOKEN = re.compile(rb"[!-~]{1,%d}" % MAX_TOKEN_BYTES)
 
 
@@ -61,7 +61,7 @@ class _Answer(Struct, frozen=True):
 
 
 class CachedToken(Struct, frozen=True):
-    """Whose a token is, None = unknown, and until when (wall time) that is valid."""
+    """The owner of a token, None = unknown, and until when (wall time) that is valid."""
 
     caller: Caller | None
     until: float

@@ -1,4 +1,4 @@
-"""/resource_providers/{uuid}/aggregates and /traits: what a provider belongs to and what it is like."""
+"""/resource_providers/{uuid}/aggregates and /traits: a provider's aggregates and traits."""
 
 from __future__ import annotations
 

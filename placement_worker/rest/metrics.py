@@ -1,4 +1,4 @@
-"""What the REST API counts."""
+"""The metrics of the REST API."""
 
 from __future__ import annotations
 
@@ -22,7 +22,9 @@ GROUP_ITEMS = Histogram(
 
 OFFLOADED = Counter("berth_placement_rest_offloaded", "Work too long for the event loop, done in a thread.", ["kind"])
 LET_GO = Counter(
-    "berth_placement_rest_disconnected", "Clients that were let go, by what they were too slow at.", ["at"]
+    "berth_placement_rest_disconnected",
+    "Clients that were disconnected, by the step that they were too slow at.",
+    ["at"],
 )
 GATHERING = Gauge("berth_placement_rest_buffered_bytes", "Bytes of request bodies that are not whole yet.")
 

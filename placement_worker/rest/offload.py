@@ -1,7 +1,7 @@
 """Work that takes too long for the event loop: done in a thread, one piece at a time.
 
 Reads of the book go there with a copy of it, and so see one state however much is written meanwhile. The interpreter
-lets others go on every so often, so that no other answer waits for theirs.
+lets other threads run at intervals, so that no other answer waits for these.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from placement_worker.rest import metrics
 
 Result = TypeVar("Result")
 
-# How much may wait for what is under way; a request beyond that is answered 503.
+# How many calls may wait for those under way; a request beyond that is answered 503.
 MAX_WAITING = 16
 
 # How long a thread keeps the interpreter from the event loop. An answer takes the loop a dozen turns (sockets, the
-# database), each of which waits so long for it; the interpreter's usual 5 ms would add up.
+# database), each of which waits this long for it; the interpreter's usual 5 ms would add up.
 SWITCH_S = 0.0005
 
 
@@ -57,12 +57,12 @@ class OffloadThread:
         return await self._run(begin)
 
     async def run(self, work: Callable[[], Result]) -> Result:
-        """What the work returns or raises, when its turn has come. Raises TooBusy."""
+        """The result or exception of the work, when its turn has come. Raises TooBusy."""
         return await self._run(lambda: work)
 
     async def _run(self, begin: Callable[[], Callable[[], Result]]) -> Result:
         if self._present > MAX_WAITING:
-            raise TooBusy(f"{MAX_WAITING} wait for what takes long: {self._name}")
+            raise TooBusy(f"{MAX_WAITING} wait for long work: {self._name}")
         self._present += 1
         try:
             async with self._one:
@@ -88,6 +88,6 @@ class OffloadThread:
                 sys.setswitchinterval(OffloadThread._usual_s)
 
     def close(self) -> None:
-        """Take nothing more; what is under way ends by its own bound."""
+        """Take nothing more; work under way ends by its own bound."""
         self._closed = True
         self._thread.shutdown(wait=False, cancel_futures=True)

@@ -1,4 +1,6 @@
-"""What is served, as an OpenAPI document: drawn from the table of routes and the schemas that bodies are checked by."""
+"""The served routes, as an OpenAPI document: drawn from the table of routes and the schemas that
+bodies are checked by.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reads what the REST API needs of an OpenStack `placement.conf`, so that a site keeps the file it has."""
+"""Reads the REST API's settings from an OpenStack `placement.conf`, so that a site keeps its file."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def _laid_over(config: RestConfig, sections: Mapping[str, Mapping[str, str]], fo
 
 
 def _policy(section: Mapping[str, str], folder: Path) -> dict[str, str]:
-    """What oslo.policy would find: files beside the configuration are in force though nothing names them."""
+    """The rules that oslo.policy would find: files beside the configuration are in force though nothing names them."""
     policy = dict(section)
     file, more = policy.pop("policy_file", ""), policy.pop("policy_dirs", "")
     if file or (folder / POLICY_FILE).is_file():

@@ -1,4 +1,4 @@
-"""Who may do what: Placement's rules under Placement's names, decided by oslo.policy."""
+"""The permissions of callers: Placement's rules under Placement's names, decided by oslo.policy."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from placement_worker.rest import metrics
 HEAD_TIMEOUT_S = 30.0
 WRITE_TIMEOUT_S = 30.0
 
-# A client that reads, but ever so little at a time, is let go after so many times the write time-out.
+# A client that reads very slowly is disconnected after this many times the write time-out.
 WRITE_TIMEOUTS = 10
 
 # Answers that wait for their clients, together; beyond it the client that has kept its answer waiting longest goes.
@@ -25,7 +25,7 @@ MAX_IDLE_BYTES = 128 * 2**10
 
 
 class Unsent:
-    """What all connections of one server have to send and cannot, the one that has waited longest first."""
+    """The connections of one server that have bytes to send and cannot, the one that has waited longest first."""
 
     def __init__(self) -> None:
         self._sizes: OrderedDict[Protocol, int] = OrderedDict()
@@ -57,7 +57,7 @@ class Protocol(HttpToolsProtocol):
     _idle_bytes = 0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """A client has connected: it has so long to send its first request's head."""
+        """A client has connected: it has this long to send its first request's head."""
         super().connection_made(transport)
         self._head_since = self.loop.time()
         self._check_head()
@@ -111,7 +111,7 @@ class Protocol(HttpToolsProtocol):
         else:
             super().timeout_keep_alive_handler()
 
-    # --- what it reads
+    # --- reading
 
     def pause_writing(self) -> None:
         """More waits to be sent than the system takes: the client has to read now."""

@@ -1,4 +1,6 @@
-"""What the parameters of query strings mean, by microversion; every way to get one wrong is a 400 with its reason."""
+"""The meaning of the parameters of query strings, by microversion; every way to get one wrong is a
+400 with its reason.
+"""
 
 from __future__ import annotations
 

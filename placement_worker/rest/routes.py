@@ -1,4 +1,4 @@
-"""One table of what is served: method, path, handler, policy rule, versions, and what bodies go in and out."""
+"""One table of the served routes: method, path, handler, policy rule, versions, and what bodies go in and out."""
 
 from __future__ import annotations
 

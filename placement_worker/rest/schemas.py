@@ -14,7 +14,7 @@ NAME = "^[A-Z0-9_]+$"
 CUSTOM_NAME = "^CUSTOM_[A-Z0-9_]+$"
 NUMBER_SUFFIX = "[1-9][0-9]*"
 WORD_SUFFIX = "[a-zA-Z0-9_-]{1,64}"
-MAX_RATIO = 3.40282e38  # what a single-precision column takes
+MAX_RATIO = 3.40282e38  # the largest value of a single-precision column
 
 TEXT: Schema = {"type": "string"}
 INTEGER: Schema = {"type": "integer"}

@@ -142,7 +142,7 @@ class RestServer:
         )
 
     async def drain(self, grace_s: float) -> None:
-        """Take nothing more; finish what is under way."""
+        """Take nothing more; finish the requests under way."""
         self._opened.clear()
         if self._server is not None:
             self._server.should_exit = True

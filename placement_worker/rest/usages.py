@@ -1,4 +1,4 @@
-"""/usages and /resource_providers/{uuid}/usages: what is used, by class."""
+"""/usages and /resource_providers/{uuid}/usages: the usage, by class."""
 
 from __future__ import annotations
 

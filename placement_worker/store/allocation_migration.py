@@ -1,7 +1,7 @@
 """Allocations that follow their class to another provider, written together with the inventory that moved them.
 
-Consumers are locked before providers, as by every writer. Who holds something is known only after looking, and may be
-joined by another before the providers are locked: those late ones are locked without waiting, and when that cannot be
+Consumers are locked before providers, as by every writer. The holders of an allocation are known only after a look, and
+others may join before the providers are locked: those late ones are locked without waiting, and when that cannot be
 done the whole group is tried again.
 """
 
@@ -33,7 +33,7 @@ _NEW_CONSUMER = ConsumerState(0, 0, "", "", "")
 
 
 class HoldersBusy(Transient):
-    """Another transaction is changing what is to be moved."""
+    """Another transaction is changing the allocations to be moved."""
 
     code = "inventory.holders_busy"
 
@@ -48,7 +48,7 @@ async def lock_holders(
 async def lock_late_holders(
     connection: asyncpg.Connection, leaving: Sequence[Leaving], known: Collection[str], names: NameTable
 ) -> dict[str, ConsumerState]:
-    """Those who came between `lock_holders` and the locks of the providers. Raises HoldersBusy."""
+    """The holders that joined between `lock_holders` and the locks of the providers. Raises HoldersBusy."""
     late = [uuid for uuid in await _holders(connection, leaving, names) if uuid not in known]
     if late and len(await connection.fetch(LOCK_WITHOUT_WAITING, late)) < len(late):
         raise HoldersBusy("an allocation that is to be moved is being changed")
@@ -70,7 +70,7 @@ async def write(
     ids: Mapping[str, int],
     names: NameTable,
 ) -> None:
-    """What the consumers hold now, and what is used of the providers. Consumers keep their generation."""
+    """The consumers' present allocations, and the providers' usage. Consumers keep their generation."""
     moved: dict[str, ConsumerState | None] = {
         uuid: replace(consumers[uuid], holding=holding) for uuid, holding in plan.moved.items()
     }
@@ -84,7 +84,7 @@ async def write(
 def _usage(
     before: Mapping[str, Provider], after: Mapping[str, Provider]
 ) -> tuple[dict[str, dict[str, int]], dict[str, int]]:
-    """What is used afterwards where that is another amount than before, and those providers' generations."""
+    """The usage afterwards where the amount has changed, and those providers' generations."""
     used: dict[str, dict[str, int]] = {}
     generations: dict[str, int] = {}
     for uuid in before.keys() | after.keys():

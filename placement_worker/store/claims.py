@@ -18,16 +18,17 @@ from bus.contracts.placement import (
 )
 from bus.faults import BrokenInvariant
 from placement_worker.domain.claim_items import ClaimReply, expected_consumers, projects_of, providers_of, reply
-from placement_worker.domain.claim_verdict import Decision
+from placement_worker.domain.claim_verdict import ClaimVerdict, Decision
 from placement_worker.domain.claims import ClaimItem, changes_of, decide
 from placement_worker.domain.values import (
+    ABOVE_CELLS,
     NOTHING,
     ClaimedProvider,
     ConsumerState,
     InventoryUsage,
     is_closed,
 )
-from placement_worker.store import feed, limits, members
+from placement_worker.store import feed, holders, limits, members
 from placement_worker.store.names import NameTable
 from placement_worker.store.rows import transposed
 
@@ -58,7 +59,7 @@ _rows = msgspec.json.Decoder(_Rows).decode
 
 
 class Locked(Struct, frozen=True):
-    """What a group has locked, as the locks' last holders left it.
+    """The rows that a group has locked, as the locks' last holders left them.
 
     inserted: consumers whose rows this transaction wrote ahead. found: those that were there before. ids: the numbers
     of the providers that exist. cells: those of their roots, where there is one. usage: of projects with limits, rows
@@ -78,7 +79,7 @@ async def apply(
 ) -> list[ClaimReply]:
     """Decide and write one group that came on one bus, inside the caller's transaction.
 
-    alone: no other claim with limits of the same projects goes on beside it. Raises PassedMeanwhile where one has, and
+    alone: no other claim with limits of the same projects runs beside it. Raises PassedMeanwhile where one has, and
     a limit would be passed; alone it does not.
     """
     limited = projects_of(items)
@@ -86,8 +87,8 @@ async def apply(
     locked = await lock(
         connection, expected_consumers(items), providers_of(items, {}), names, limited=limited, alone=alone
     )
-    holders = [uuid for uuid, consumer in locked.found.items() if consumer.holding]
-    groups = await members.read(connection, items, holders)
+    holding = [uuid for uuid, consumer in locked.found.items() if consumer.holding]
+    groups = await members.read(connection, items, holding)
     held = await limits.by_project(connection, locked.usage, names)
     projects = {project: held.get(project, {}) for project in limited}
     foreign = frozenset(uuid for uuid, cell in locked.cells.items() if is_closed(cell, bus))
@@ -103,7 +104,10 @@ async def apply(
         changes=changes_of(decision),
         most=limits.lowest(items) if limited and not alone else {},
     )
-    return [reply(item, verdict, sequence, bus) for item, verdict in zip(items, decision.verdicts, strict=True)]
+    verdicts: Sequence[ClaimVerdict] = decision.verdicts
+    if bus == ABOVE_CELLS:  # a cell learns nothing of other cells' consumers
+        verdicts = await holders.named(connection, items, verdicts, names)
+    return [reply(item, verdict, sequence, bus) for item, verdict in zip(items, verdicts, strict=True)]
 
 
 async def lock(
@@ -128,7 +132,7 @@ async def lock(
 async def as_read(
     connection: asyncpg.Connection, answer: str, names: NameTable
 ) -> tuple[Locked, dict[str, dict[str, int]]]:
-    """What the function `read_claims` has found: as `lock`, but unlocked; and what projects hold."""
+    """The result of the function `read_claims`: as `lock`, but unlocked; and what projects hold."""
     locked = await _as_locked(connection, _rows(answer), {}, names)
     return locked, await limits.by_project(connection, locked.usage, names)
 
@@ -181,7 +185,7 @@ async def write(
     changes: Sequence[Change] = (),
     most: Mapping[tuple[str, str], int] = NO_LIMITS,
 ) -> int:
-    """Write a decision about what is locked, and record the changes. Returns the last one's number, 0 for none.
+    """Write a decision about the locked rows, and record the changes. Returns the last one's number, 0 for none.
 
     most: limits of (project, class). Raises PassedMeanwhile when one would be passed.
     """
@@ -226,7 +230,7 @@ def columns(rows: Sequence[tuple[str, ConsumerState]]) -> tuple[list[object], ..
 def _consumer_columns(
     decision: Decision, found: Mapping[str, ConsumerState], inserted: Mapping[str, ConsumerState]
 ) -> tuple[list[object], ...]:
-    """Those that go, and what differs from the rows as they are now: as found, or as inserted ahead."""
+    """The rows to delete, and the differences from the present rows: as found, or as inserted ahead."""
     changed = decision.consumers
     gone: list[object] = [uuid for uuid in inserted if changed.get(uuid) is None]
     gone += [uuid for uuid in found if uuid in changed and changed[uuid] is None]
@@ -251,7 +255,7 @@ def _same(a: ConsumerState, b: ConsumerState) -> bool:
 def _holding_columns(
     decision: Decision, found: Mapping[str, ConsumerState], ids: Mapping[str, int], names: NameTable
 ) -> tuple[list[object], ...]:
-    """Those whose holdings go, and what is held instead."""
+    """The consumers whose allocations are deleted, and the new allocations."""
     stale: list[object] = [uuid for uuid in decision.consumers if uuid in found and found[uuid].holding]
     class_ids = names.class_ids
     rows = [

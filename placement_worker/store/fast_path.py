@@ -1,8 +1,8 @@
-"""A few new claims in one round trip: a function of the schema that takes what they ask for, or does nothing.
+"""A few new claims in one round trip: a function of the schema that applies the claims, or does nothing.
 
 With locks a claim costs eight round trips, and alone on an idle system that is most of its time; in large groups they
 are shared by all, so only small groups come here. Nearly every claim is of a new consumer, fits, and stays within its
-project's limits. Those the function `claim_new` (schema.sql) takes; it knows no more of the rules in
+project's limits. The claims that the function `claim_new` (schema.sql) takes; it knows no more of the rules in
 `domain/claims.py` than when a first option is claimed, and everything else is decided there.
 """
 
@@ -19,7 +19,7 @@ from placement_worker.domain.claims import ClaimItem, decide, may_be_new
 from placement_worker.domain.moves import MIGRATION_TYPE
 from placement_worker.domain.server_groups import held_by_class
 from placement_worker.domain.values import Holding
-from placement_worker.store import claims, limits
+from placement_worker.store import claims, holders, limits
 from placement_worker.store.names import NameTable
 from placement_worker.store.rows import transposed
 
@@ -39,7 +39,7 @@ _CLAIMED = (ClaimOutcome.CLAIMED,)
 
 
 class _Wanted:
-    """What these claims take together if each takes its first option: rows of the function's arguments."""
+    """The sum of these claims if each takes its first option: rows of the function's arguments."""
 
     def __init__(self) -> None:
         self.shapes: dict[str, int | None] = {}
@@ -67,7 +67,9 @@ class _Wanted:
         return len(self.held) <= MAX_HELD
 
     def _count(self, claim: Claim, holding: Holding) -> None:
-        """What the project holds more; of limits that differ from claim to claim the lowest, for all of them."""
+        """The amounts that the claim adds to the project's total; of limits that differ from claim to claim the lowest,
+        for all of them.
+        """
         counted = {} if claim.consumer_type == MIGRATION_TYPE else held_by_class(holding)
         for name, amount in counted.items():
             key = (claim.project_id, name)
@@ -114,7 +116,8 @@ async def _refusals(
     decision = decide(items, locked.found, locked.providers, names.class_ids, projects=projects)
     if decision.consumers:
         return None
-    return [reply(item, verdict, 0) for item, verdict in zip(items, decision.verdicts, strict=True)]
+    verdicts = await holders.named(connection, items, decision.verdicts, names)
+    return [reply(item, verdict, 0) for item, verdict in zip(items, verdicts, strict=True)]
 
 
 def _arguments(items: Sequence[ClaimItem], wanted: _Wanted, names: NameTable) -> list[object]:

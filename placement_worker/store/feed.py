@@ -16,7 +16,7 @@ from bus.contracts.base import encode
 from bus.contracts.placement import Change, FeedHead
 from placement_worker.store.port import NewestHead
 
-# A row, and what is read at once: bounded in changes and in bytes, well under what one bus message may carry.
+# A row, and the most read at once: bounded in changes and in bytes, well under what one bus message may carry.
 MAX_CHANGES_PER_ROW = 500
 MAX_BYTES_PER_ROW = 2**20
 MAX_BYTES_READ = 4 * 2**20
@@ -59,7 +59,9 @@ async def append(connection: asyncpg.Connection, changes: Sequence[Change]) -> i
 
 
 def rows(changes: Sequence[Change]) -> tuple[list[int], list[int], list[bytes]]:
-    """What the function `append_changes` takes: each row's first and last change, counted from 1, and its body."""
+    """The arguments of the function `append_changes`: each row's first and last change, counted
+    from 1, and its body.
+    """
     counts, bodies = _rows(changes)
     ends = list(accumulate(counts, initial=0))
     return [end + 1 for end in ends[:-1]], ends[1:], bodies
@@ -88,7 +90,7 @@ async def read(
     """(changes numbered above `after`, in order, whether there may be more): at most `limit`, fewer when large.
 
     found: the first rows, if they have been read already. Outside of a transaction rows may be trimmed between two
-    looks; what is returned has no hole, and ends where they were.
+    looks; the returned changes have no hole, and end where they were.
     """
     changes: list[Change] = []
     size = 0
@@ -133,7 +135,7 @@ async def head(connection: asyncpg.Connection) -> FeedHead:
 
 
 async def newest(connection: asyncpg.Connection, seen: FeedHead | None) -> NewestHead:
-    """The head; of another history id where the book is not the one that gave the last, or is behind what was seen."""
+    """The head; of another history id if the book is not the one that gave the last head, or is behind it."""
     last = (seen.history, seen.sequence) if seen is not None else (None, 0)
     found = await connection.fetchrow(NEWEST, *last)
     renewed = found["is_another"] and await connection.fetchval(RENEW, *last) is not None

@@ -15,7 +15,7 @@ from msgspec.structs import astuple
 from bus.contracts.placement import InventoryResult, InventoryUpdate
 from placement_worker.domain.allocation_migration import migrating_classes
 from placement_worker.domain.names import is_class, is_custom
-from placement_worker.domain.report_group import TAKEN_OUT, Key, ReportGroup, ReportSource
+from placement_worker.domain.report_group import RELEASED, TAKEN_OUT, Key, ReportGroup, ReportSource
 from placement_worker.domain.reports import ReportRefusal, changes_of, flaw, plan
 from placement_worker.domain.retired_trees import is_retired
 from placement_worker.domain.values import ABOVE_CELLS, Provider
@@ -32,6 +32,11 @@ SELECT nextval('shapes') FROM writer
 READ_SOURCES = """
 SELECT s.root, s.source, p.cell, s.version, s.digest, s.settled, s.providers
 FROM sources s LEFT JOIN providers p ON p.uuid = s.root WHERE s.root = ANY($1::uuid[])
+"""
+
+RELEASE = """
+UPDATE sources s SET digest = $3, settled = false FROM providers p
+WHERE s.source = $1 AND s.root = ANY($2::uuid[]) AND s.digest <> $4 AND p.uuid = s.root AND p.cell = $5
 """
 
 LOCK_TREES = """
@@ -150,6 +155,12 @@ async def report(
     return group.answers(sequence)
 
 
+async def release_roots(connection: asyncpg.Connection, source: str, roots: Sequence[str], bus: str) -> None:
+    """Until the source reports these roots of the bus's cell again, another compute service may take them over."""
+    await connection.execute(ONE_WRITER_OF_TREES)
+    await connection.execute(RELEASE, source, roots, RELEASED, TAKEN_OUT, bus)
+
+
 async def remove_retired_trees(connection: asyncpg.Connection, names: NameTable, limit: int) -> list[str]:
     """Remove trees whose source removed them while they were in use, as if it had reported that again; their roots.
 
@@ -182,7 +193,7 @@ async def _read_sources(
 
 
 async def _apply(connection: asyncpg.Connection, group: ReportGroup, names: NameTable, shape: int) -> int:
-    """ReportPlan what is new and write what it comes to; `shape` is that of every provider that changes."""
+    """Plan the new ones and write the result: `shape` is that of every provider that changes."""
     fresh = group.fresh()
     updates = [group.updates[number] for number in fresh]
     leaving = [pair for update in updates for pair in migrating_classes(update.providers)]
@@ -229,7 +240,7 @@ async def write_providers(
 ) -> None:
     """Make the rows of `before` into those of `after`; a provider that is the same object in both is left alone.
 
-    `ids` has every provider in `before`, and every parent and root of what is written; new ones are added to it.
+    `ids` has every provider in `before`, and every parent and root of the written rows; new ones are added to it.
     """
     gone = [ids[uuid] for uuid in before if uuid not in after]
     changed = [(before.get(uuid), provider) for uuid, provider in after.items() if before.get(uuid) is not provider]

@@ -1,6 +1,6 @@
-"""What projects hold together, as a row for each project and class, and the limits that claims put to it.
+"""The totals of projects, as a row for each project and class, and the limits that claims put to them.
 
-Each transaction that changes what consumers hold adds the difference to these rows in the end (`rows_of`), whatever
+Each transaction that changes consumers' allocations adds the difference to these rows in the end (`rows_of`), whatever
 the claims' limits: so nothing is added up when a claim has one. Claims with limits lock their project before that, and
 two of them never pass one at once.
 """
@@ -30,7 +30,7 @@ DELETE FROM project_usage u USING (
     LIMIT $2 FOR UPDATE SKIP LOCKED
 ) AS n WHERE u.project_id = n.project_id AND u.class_id = n.class_id AND u.amount = 0
 """
-# (project, class's number, amount, what it should be) where these differ.
+# (project, class's number, amount, correct amount) where these differ.
 WRONG = f"""
 SELECT coalesce(u.project_id, s.project_id) AS project_id, coalesce(u.class_id, s.class_id) AS class_id,
     coalesce(u.amount, 0) AS amount, coalesce(s.amount, 0) AS held
@@ -53,7 +53,10 @@ ON CONFLICT (project_id, class_id) DO UPDATE SET amount = excluded.amount RETURN
 
 
 class PassedMeanwhile(Exception):
-    """What claims add would pass a limit, by what others have added since it was decided. Nothing was written."""
+    """The claims would pass a limit, because of amounts that others have added since the decision.
+
+    Nothing was written.
+    """
 
 
 async def lock(connection: asyncpg.Connection, items: Sequence[ClaimItem]) -> None:

@@ -1,8 +1,8 @@
-"""Who is in which server group: locked while a group's members are claimed for, queried by schedulers.
+"""The members of each server group: locked while a group's members are claimed for, queried by schedulers.
 
-A row counts for as long as its consumer holds something, and where the consumer is follows from what it holds
-(`domain.server_groups.hosts_of`), so nothing that moves allocations or gives them back has to know of groups. Rows that
-count no more are taken up again, or trimmed.
+A row counts for as long as its consumer holds something, and the consumer's hosts follow from its allocations
+(`domain.server_groups.hosts_of`), so code that moves or releases allocations need not handle groups. Rows that count no
+more are taken up again, or trimmed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from placement_worker.store.rows import transposed
 LOCK = "SELECT pg_advisory_xact_lock(key) FROM unnest($1::bigint[]) AS key"
 HASHED = "SELECT DISTINCT hashtextextended(key, 0) AS key FROM unnest($1::text[]) AS key ORDER BY key"
 
-# As `hosts_of` has it: the roots of what is held, those of shared pools only where nothing else is held.
+# As `hosts_of` has it: the roots of its allocations, those of shared pools only if there are no others.
 _HOSTS = f"""
 coalesce(
     array_agg(DISTINCT root.uuid) FILTER (WHERE p.id NOT IN (
@@ -161,7 +161,7 @@ def _columns(items: Sequence[ClaimItem], keys: Sequence[GroupKey], holders: Coll
 
 
 async def write(connection: asyncpg.Connection, joined: Mapping[GroupKey, Iterable[str]]) -> None:
-    """Those who have joined, each once."""
+    """The members that have joined, each once."""
     rows = [(*key, consumer) for key, members in joined.items() for consumer in members]
     if rows:
         await connection.execute(WRITE, *map(list, zip(*rows, strict=True)))
@@ -176,7 +176,7 @@ async def purge(connection: asyncpg.Connection, limit: int) -> int:
 
 
 async def page(connection: asyncpg.Connection, requested: GroupMembersQuery) -> GroupMembersPage:
-    """Who is in a server group, in one statement."""
+    """The members of a server group, in one statement."""
     parameters = (requested.project_id, requested.server_group, requested.after, requested.limit + 1)
     rows = await connection.fetch(PAGE, *parameters)
     found = {consumer: tuple(hosts) for consumer, hosts in rows[: requested.limit]}

@@ -42,11 +42,12 @@ from placement_worker.domain.claim_items import (
     ClaimReply,
     consumers_of,
     groups_of,
+    lost_claims,
     projects_of,
     providers_of,
     reply,
 )
-from placement_worker.domain.claim_verdict import Decision
+from placement_worker.domain.claim_verdict import ClaimVerdict, Decision
 from placement_worker.domain.claims import ClaimItem, changes_of, decide
 from placement_worker.domain.names import is_class, is_custom
 from placement_worker.domain.report_group import Key, ReportGroup
@@ -123,19 +124,25 @@ class MemoryBook:
             await transaction.statement()
             self.write(transaction, decision)
             sequence = await self.append(transaction, changes_of(decision))
-        return [reply(item, verdict, sequence, bus) for item, verdict in zip(items, decision.verdicts, strict=True)]
+        verdicts: Sequence[ClaimVerdict] = decision.verdicts
+        if bus == ABOVE_CELLS:  # a cell learns nothing of other cells' consumers
+            verdicts = [*verdicts]
+            for at, consumer in lost_claims(items, verdicts):
+                newest = table.newest_holders(decision.consumers, verdicts[at].lacking, consumer)
+                verdicts[at] = replace(verdicts[at], holders=newest)
+        return [reply(item, verdict, sequence, bus) for item, verdict in zip(items, verdicts, strict=True)]
 
     async def lock_providers(
         self, transaction: MemoryDatabaseTransaction, wanted: Sequence[str]
     ) -> dict[str, ClaimedProvider]:
-        """Those of these providers that exist, locked in the order of their numbers, as a claim sees them."""
+        """The existing ones of these providers, locked in the order of their numbers, as a claim sees them."""
         await transaction.statement()
         await transaction.lock([provider_key(uuid) for uuid in self.table.by_number(wanted)])
         await transaction.statement()
         return {uuid: claimed_provider(self.table.providers[uuid]) for uuid in self.table.by_number(wanted)}
 
     def write(self, transaction: MemoryDatabaseTransaction, decision: Decision) -> None:
-        """Write a decision about what is locked, at the commit. Raises BrokenInvariant: it exceeds a capacity."""
+        """Write a decision about the locked rows, at the commit. Raises BrokenInvariant: it exceeds a capacity."""
         table = self.table
         for uuid, used in decision.used.items():
             for name, amount in used.items():
@@ -177,8 +184,16 @@ class MemoryBook:
             sequence = await self._apply_reports(transaction, group)
         return group.answers(sequence)
 
+    async def release_roots(self, source: str, roots: Sequence[str], *, bus: str) -> None:
+        """Another compute service may take over these roots of a source, those of the cell of `bus`."""
+        async with self.session.transaction() as transaction:
+            await transaction.lock([TREES])
+            await transaction.statement()
+            keys = [(root, source) for root in roots if self.table.cell(root) == bus]
+            transaction.will(lambda: self.table.free_roots(keys))
+
     async def _apply_reports(self, transaction: MemoryDatabaseTransaction, group: ReportGroup) -> int:
-        """ReportPlan what is new and write what it comes to."""
+        """Plan the new ones and write the result."""
         table = self.table
         fresh = group.fresh()
         planned = [group.updates[number] for number in fresh]
@@ -223,7 +238,7 @@ class MemoryBook:
     async def _lock_late_holders(
         self, transaction: MemoryDatabaseTransaction, leaving: Sequence[Leaving], locked: Sequence[str]
     ) -> None:
-        """Those who came before the providers were locked: without waiting, or the group is tried again."""
+        """The holders that came before the providers were locked: without waiting, or the group is tried again."""
         late = [("consumer", uuid) for uuid in self.table.holders(leaving) if uuid not in locked]
         if not all(transaction.is_free(key) for key in late):
             raise HoldersBusy("an allocation that is to be moved is being changed")
@@ -344,7 +359,7 @@ class MemoryBook:
             )
 
     async def members(self, requested: GroupMembersQuery) -> GroupMembersPage:
-        """Who is in a server group, and on which hosts."""
+        """The members of a server group, and their hosts."""
         table = self.table
         async with self.session.transaction():
             alive = table.alive((requested.project_id, requested.server_group))
@@ -356,7 +371,7 @@ class MemoryBook:
             return GroupMembersPage(members=members, more=len(found) > requested.limit)
 
     async def usage(self, requested: ProjectUsageQuery) -> ProjectUsagePage:
-        """What projects hold, true at one moment."""
+        """The totals of projects, true at one moment."""
         async with self.session.transaction():
             usage: dict[str, dict[str, int]] = {}
             for project, held in sorted(self.table.project_usage.items()):
@@ -373,7 +388,9 @@ class MemoryBook:
             return self.table.newest
 
     async def newest(self) -> NewestHead:
-        """The head, of another history id if the table is another, or behind what this process has seen of it."""
+        """The head, of another history id if the table is another one, or behind the head that this
+        process has seen.
+        """
         seen = self._seen
         async with self.session.transaction() as transaction:
             await transaction.lock([HEAD])
@@ -410,7 +427,7 @@ class MemoryBook:
         return Published(len(changes), len(changes) >= limit)
 
     async def trim(self, *, keep_changes: int, keep_fences_s: float, keep_sources_s: float, limit: int) -> bool:
-        """Purge what is not needed any more."""
+        """Purge rows that are not needed any more."""
         table = self.table
         async with self.session.transaction() as transaction:
             until = min(table.head - keep_changes, table.position)

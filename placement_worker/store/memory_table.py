@@ -1,4 +1,4 @@
-"""The book's rows in memory: what is committed, and outlives the placement workers. See memory.py."""
+"""The book's rows in memory: the committed rows, which outlive the placement workers. See memory.py."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import os_traits
 from msgspec import Struct
 from msgspec.structs import replace
 
-from bus.contracts.placement import Change, FeedHead
+from bus.contracts.placement import MAX_HOLDERS, Change, ClaimHolder, FeedHead
 from bus.persistence.memory_database import MemoryDatabase
 from placement_worker.domain.names import STANDARD_CLASSES
-from placement_worker.domain.report_group import TAKEN_OUT, Key, ReportGroup, ReportSource
+from placement_worker.domain.report_group import RELEASED, TAKEN_OUT, Key, ReportGroup, ReportSource
 from placement_worker.domain.reports import ReportPlan
 from placement_worker.domain.server_groups import hosts_of, usage_changes
 from placement_worker.domain.values import ConsumerState, GroupKey, Provider
@@ -64,7 +64,7 @@ class MemoryBookTable(MemoryDatabase):
         self.written: dict[tuple[str, ...], float] = {}  # when each provider and inventory was
         self.changes: list[Change] = []  # kept ones, in order
         self.head = 0
-        self.place = 1  # no row: what a restore leaves behind, as a cluster and its timeline
+        self.place = 1  # no row: no row: it survives a restore, as a cluster and its timeline do
         self.origin = self.place
         self.histories = 1  # no row: none is given twice
         self.history = "history-1"
@@ -105,7 +105,7 @@ class MemoryBookTable(MemoryDatabase):
         }
 
     def held_by(self, project: str) -> dict[str, int]:
-        """What a project's consumers hold together, and how many they are."""
+        """The total that a project's consumers hold, and their number."""
         return dict(self.project_usage.get(project, {}))
 
     def keep(self, consumers: Mapping[str, ConsumerState | None]) -> None:
@@ -127,7 +127,7 @@ class MemoryBookTable(MemoryDatabase):
         return self.providers[provider.root].cell if provider is not None else None
 
     def by_number(self, uuids: Sequence[str]) -> list[str]:
-        """Those that exist, in lock order."""
+        """The existing ones, in lock order."""
         return sorted((uuid for uuid in uuids if uuid in self.providers), key=self.numbers.__getitem__)
 
     def mark_published(self, number: int, lease: float) -> None:
@@ -144,6 +144,22 @@ class MemoryBookTable(MemoryDatabase):
             if any(name in kept.consumer.holding.get(provider, {}) for provider, name in leaving)
         )
 
+    def newest_holders(
+        self, changed: Mapping[str, ConsumerState | None], lacking: Sequence[tuple[str, str]], claimant: str
+    ) -> tuple[ClaimHolder, ...]:
+        """The consumers other than the claimant that last changed what they hold of what is lacking, newest first.
+
+        changed: those that a transaction is about to write; they are the newest.
+        """
+        known = {uuid: (row.consumer, -row.updated_at) for uuid, row in self.consumers.items() if uuid not in changed}
+        known.update({uuid: (one, -math.inf) for uuid, one in changed.items() if one is not None})
+        held = [
+            (age, uuid, consumer.project_id)
+            for uuid, (consumer, age) in known.items()
+            if uuid != claimant and any(name in consumer.holding.get(provider, {}) for provider, name in lacking)
+        ]
+        return tuple(ClaimHolder(consumer=uuid, project_id=project) for _, uuid, project in sorted(held)[:MAX_HOLDERS])
+
     def put_provider(self, provider: Provider) -> None:
         """Write a provider, and when it and its inventories were written."""
         uuid, old, now = provider.uuid, self.providers.get(provider.uuid), self.clock.time()
@@ -158,7 +174,7 @@ class MemoryBookTable(MemoryDatabase):
                 self.written["inventory", uuid, name] = now
 
     def put_usage(self, generations: Mapping[str, int], used: Mapping[str, Mapping[str, int]]) -> None:
-        """Write what is used of these providers, and their generations."""
+        """Write the usage of these providers, and their generations."""
         for uuid, generation in generations.items():
             provider = self.providers[uuid]
             amounts = {**provider.used, **used[uuid]}
@@ -166,7 +182,7 @@ class MemoryBookTable(MemoryDatabase):
             self.put_provider(replace(provider, generation=generation, used=kept))
 
     def _put(self, before: Mapping[str, Provider], after: Mapping[str, Provider]) -> set[str]:
-        """Make the rows of `before` into those of `after`; the roots of what has changed."""
+        """Make the rows of `before` into those of `after`; the roots of the changed trees."""
         gone = [provider for uuid, provider in before.items() if uuid not in after]
         changed = [provider for uuid, provider in after.items() if before.get(uuid) is not provider]
         for provider in gone:
@@ -191,7 +207,7 @@ class MemoryBookTable(MemoryDatabase):
                 self.sources[key] = replace(report, settled=False)
 
     def write_trees(self, before: Mapping[str, Provider], outcome: ReportPlan, group: ReportGroup) -> None:
-        """What a group of reports comes to."""
+        """The result of a group of reports."""
         after = outcome.after
         self.keep({u: replace(self.consumers[u].consumer, holding=held) for u, held in outcome.moved.items()})
         self._put(before, after)
@@ -204,6 +220,12 @@ class MemoryBookTable(MemoryDatabase):
             for key, report in self.sources.items():
                 if key[0] == root and key[1] != source and report.settled:
                     self.sources[key] = replace(report, settled=False)
+
+    def free_roots(self, keys: Iterable[Key]) -> None:
+        """Another compute service may take over the roots of these sources."""
+        for key in keys:
+            if key in self.sources and self.sources[key].digest != TAKEN_OUT:
+                self.sources[key] = replace(self.sources[key], digest=RELEASED, settled=False)
 
     def add_names(self, classes: Iterable[str], traits: Mapping[str, None]) -> None:
         """Names that reports brought with them."""
@@ -270,7 +292,7 @@ class MemoryBookTable(MemoryDatabase):
         return [provider for provider in self.providers.values() if provider.root == root]
 
     def purge(self, until: int, before: float, fences: Sequence[str], sources: Sequence[Key]) -> None:
-        """What is no longer kept: changes up to a number, fences, and sources."""
+        """The rows that are no longer kept: changes up to a number, fences, and sources."""
         for key in sources:
             self.sources.pop(key, None)
             self.reported_at.pop(key, None)

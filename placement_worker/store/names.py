@@ -1,6 +1,6 @@
 """Names and numbers of resource classes and traits: a process's cache of two small tables.
 
-A number means one name for ever, so what was true of a number stays true; but another process may add names, and take
+A number means one name for ever, so a fact about a number stays true; but another process may add names, and take
 them away. A write with a name that has gone fails on a foreign key; see `NameTable.write`.
 """
 
@@ -58,7 +58,7 @@ class NameTable:
             await self._read(connection)
 
     async def refresh(self) -> None:
-        """Read what other processes have added."""
+        """Read the names that other processes have added."""
         async with self._database.raw() as connection:
             await self._read(connection)
 
@@ -68,7 +68,7 @@ class NameTable:
             await self.refresh()
 
     async def ensure(self, classes: Iterable[str], traits: Iterable[str]) -> None:
-        """Create what is missing, in a transaction of its own: a name left unused is harmless."""
+        """Create missing names, in a transaction of its own: a name left unused is harmless."""
         new_classes = sorted(set(classes) - self.class_ids.keys())
         new_traits = sorted(set(traits) - self.trait_ids.keys())
         if not new_classes and not new_traits:
@@ -86,7 +86,7 @@ class NameTable:
     ) -> Written:
         """One transaction; when it went by names that are no longer so, once more with those that are.
 
-        ahead: what is to be done before it, and before it is tried again.
+        ahead: called before it, and before each retry.
         """
         if ahead is not None:
             await ahead()
@@ -103,7 +103,7 @@ class NameTable:
     async def names_of(self, connection: asyncpg.Connection, class_ids: set[int]) -> dict[int, str]:
         """Class names by number, with at least these in it: another process may have created one since."""
         if not self.class_names.keys() >= class_ids:
-            # Only added: what this transaction sees may be older than what is known, and in use by others meanwhile.
+            # Only added: this transaction may see an older state than the cache, which other tasks may already use.
             classes = await connection.fetch(READ_CLASSES)
             traits = await connection.fetch(READ_TRAITS)
             self.class_names |= {row[1]: row[0] for row in classes}

@@ -1,4 +1,4 @@
-"""What operators ask of the book, by SQL: a tree with its holders, and what projects hold."""
+"""Operators' queries of the book, by SQL: a tree with its holders, and what projects hold."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ async def tree(connection: asyncpg.Connection, requested: HostTreeQuery) -> Host
 
 
 async def usage(connection: asyncpg.Connection, requested: ProjectUsageQuery, names: NameTable) -> ProjectUsagePage:
-    """What projects hold; the caller's transaction is REPEATABLE READ."""
+    """The totals of projects; the caller's transaction is REPEATABLE READ."""
     rows = await connection.fetch(PROJECTS, list(requested.projects), requested.after, requested.limit + 1)
     projects = [row[0] for row in rows[: requested.limit]]
     held = await limits.by_project(connection, await connection.fetch(USAGE, projects), names)

@@ -1,4 +1,4 @@
-"""The port to the book: what a store must do. Adapters: `store.postgres`, `store.memory`."""
+"""The port to the book: the operations of a store. Adapters: `store.postgres`, `store.memory`."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from placement_worker.store.rest_port import RestStore
 
 
 class Published(Struct, frozen=True):
-    """What one turn of publishing came to; `more`: there may be changes left. taken: another process is at it."""
+    """The result of one turn of publishing; `more`: there may be changes left. taken: another process is at it."""
 
     count: int
     more: bool
@@ -41,7 +41,7 @@ class Published(Struct, frozen=True):
 
 
 class NewestHead(Struct, frozen=True):
-    """The newest head. renewed: its history id is another one since this look. unpublished: changes up to it wait."""
+    """The newest head. renewed: its history id has changed since this look. unpublished: changes up to it wait."""
 
     head: FeedHead
     renewed: bool
@@ -83,6 +83,9 @@ class PlacementStore(Protocol):
         bus: where they came from. A new root belongs to it; a cell's bus may report nothing of another cell's.
         """
 
+    async def release_roots(self, source: str, roots: Sequence[str], *, bus: str) -> None:
+        """Another compute service may take over these roots of a source, those of the cell of `bus`."""
+
     async def changes(self, after: int, limit: int, history: str = "") -> ChangesPage:
         """Committed changes after a number, in order. history: whose number it is; of another the page is too old."""
 
@@ -96,10 +99,10 @@ class PlacementStore(Protocol):
         """The tree that a provider is in, and who holds what of it, true at one moment."""
 
     async def members(self, requested: GroupMembersQuery) -> GroupMembersPage:
-        """Who is in a server group, and on which hosts."""
+        """The members of a server group, and their hosts."""
 
     async def usage(self, requested: ProjectUsageQuery) -> ProjectUsagePage:
-        """What projects hold, true at one moment."""
+        """The totals of projects, true at one moment."""
 
     async def head(self) -> FeedHead:
         """The newest committed change's number, and the history that it is of."""
@@ -107,7 +110,8 @@ class PlacementStore(Protocol):
     async def newest(self) -> NewestHead:
         """The newest head, in one look; of another history id if the book was restored, or its stand-by promoted.
 
-        Recognised by what a database does not take along, and by a head that is behind one that was seen before.
+        It is recognised by the part of its state that a backup does not contain, and by a head that is behind one that
+        was seen before.
         """
 
     async def publish(self, send: Callable[[FeedChanges], Awaitable[None]], limit: int) -> Published:
@@ -118,14 +122,14 @@ class PlacementStore(Protocol):
         """
 
     async def trim(self, *, keep_changes: int, keep_fences_s: float, keep_sources_s: float, limit: int) -> bool:
-        """Forget published changes, fences and sources that are not needed any more, at most so many rows of each.
+        """Delete published changes, fences and sources that are not needed any more, up to a bound of rows of each.
 
-        A source: silent for so long, and its root is gone, or a source that has reported since covers all that it did.
-        Returns whether there may be more.
+        A source: silent for this long, and its root is gone, or a source that has reported since covers all that it
+        did. Returns whether there may be more.
         """
 
     async def remove_retired_trees(self, limit: int) -> list[str]:
-        """Remove trees that were taken out while in use and are used no more, at most so many; their roots.
+        """Remove trees that were taken out while in use and are no longer used, up to a bound; their roots.
 
         Their sources may have left for good; one that reports again removes them itself.
         """

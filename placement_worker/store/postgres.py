@@ -44,7 +44,8 @@ DELETE FROM consumers WHERE uuid IN (
     SELECT uuid FROM consumers WHERE released_at < now() - make_interval(secs => $1)
     ORDER BY released_at LIMIT $2 FOR UPDATE SKIP LOCKED)
 """
-# What is left of a source: the version that an older report of it loses against, and what it has to take back.
+# The remaining row of a source: the version that an older report of it is compared with, and the rows that it has to
+# remove.
 PURGE_SOURCES = """
 DELETE FROM sources WHERE ctid = ANY(ARRAY(
     SELECT s.ctid FROM sources s WHERE s.updated_at < now() - make_interval(secs => $1) AND (
@@ -72,7 +73,7 @@ class PostgresStore:
 
     @property
     def names(self) -> NameTable:
-        """What this process knows of class and trait names."""
+        """The class and trait names that this process has read."""
         return self._names
 
     @property
@@ -124,6 +125,10 @@ class PostgresStore:
             ahead=lambda: inventory.know_names(updates, self._names),  # those that have gone are made anew
         )
 
+    async def release_roots(self, source: str, roots: Sequence[str], *, bus: str) -> None:
+        """Another compute service may take over these roots of a source, those of the cell of `bus`."""
+        await self._names.write(lambda connection: inventory.release_roots(connection, source, roots, bus))
+
     async def changes(self, after: int, limit: int, history: str = "") -> ChangesPage:
         """Committed changes after a number, in order."""
         async with self._database.raw() as connection:
@@ -155,12 +160,12 @@ class PostgresStore:
             return await operator_reads.tree(connection, requested)
 
     async def members(self, requested: GroupMembersQuery) -> GroupMembersPage:
-        """Who is in a server group, and on which hosts."""
+        """The members of a server group, and their hosts."""
         async with self._database.single() as connection:
             return await members.page(connection, requested)
 
     async def usage(self, requested: ProjectUsageQuery) -> ProjectUsagePage:
-        """What projects hold, true at one moment."""
+        """The totals of projects, true at one moment."""
         async with self._database.raw() as connection:
             await connection.execute(REPEATABLE)
             return await operator_reads.usage(connection, requested, self._names)
@@ -171,7 +176,9 @@ class PostgresStore:
             return await feed.head(connection)
 
     async def newest(self) -> NewestHead:
-        """The head, of another history id if the database is another, or behind what this process has seen of it."""
+        """The head, of another history id if the database is another one, or behind the head that this process has
+        seen.
+        """
         async with self._database.single() as connection:
             newest = await feed.newest(connection, self._seen)
         self._seen = newest.head
@@ -182,7 +189,7 @@ class PostgresStore:
         return await self._publishing.publish(send, limit)
 
     async def trim(self, *, keep_changes: int, keep_fences_s: float, keep_sources_s: float, limit: int) -> bool:
-        """Purge what is not needed any more, a bounded statement and transaction each."""
+        """Purge rows that are not needed any more, a bounded statement and transaction each."""
         more = False
         for statement, keep in (
             (feed.TRIM, keep_changes),

@@ -5,8 +5,8 @@ and only over changes that the process that moves it has just sent: so it holds 
 crash of the database takes back of it (a visible change is on disk, its number is never given again). Changes may
 repeat, never skip.
 
-That two processes do not send the same is a matter of cost, and kept by a lease: who takes changes takes the position
-for a moment, by the database's clock. A publisher that dies or hangs is waited for so long and no longer.
+A lease keeps two processes from sending the same, which is a matter of cost only: who takes changes takes the position
+for a moment, by the database's clock. Other processes wait for a publisher that dies or hangs no longer than this.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from placement_worker.store.port import Published
 # Much longer than a broker takes to confirm; replicas that miss a dead publisher's changes ask for them meanwhile.
 LEASE_S = 2.0
 
-# What follows the position, taken if it is free: no process has taken it, or it is this process's own from a turn that
-# failed ($3). A lease that ends later than one can is of a clock that was set back. A statement that waited for another
-# publisher's finds the position moved, and takes nothing. Losing any of this in a crash of the database costs a
-# repetition: not worth a disk flush.
+# The changes after the position, which is taken if it is free: no process has taken it, or it is this process's own
+# from a turn that failed ($3). A lease that ends later than one can is of a clock that was set back. A statement that
+# waited for another publisher's finds the position moved, and takes nothing. Losing any of this in a crash of the
+# database costs a repetition: not worth a disk flush.
 TAKE = f"""
 WITH position AS MATERIALIZED (SELECT number FROM feed_position),
 next AS MATERIALIZED (
@@ -63,7 +63,7 @@ class Publishing:
         self._lease: datetime | None = None  # of the last turn, until it has ended well
 
     async def publish(self, send: Callable[[FeedChanges], Awaitable[None]], limit: int) -> Published:
-        """Send what follows the position and move it. No connection is held while the broker confirms."""
+        """Send the changes after the position and move it. No connection is held while the broker confirms."""
         async with self._database.single() as connection:
             found = await connection.fetch(TAKE, min(limit, feed.ROWS_AT_ONCE), LEASE_S, self._lease)
             if not found:

@@ -49,7 +49,7 @@ from placement_worker.store.rest_port import (
 
 
 class MemoryTransactions(Protocol):
-    """What a MemoryBook does in its transactions, for each of its callers."""
+    """The transactions of a MemoryBook, for each of its callers."""
 
     session: MemorySession
     table: MemoryBookTable
@@ -57,10 +57,10 @@ class MemoryTransactions(Protocol):
     async def lock_providers(
         self, transaction: MemoryDatabaseTransaction, wanted: Sequence[str]
     ) -> dict[str, ClaimedProvider]:
-        """Those of these providers that exist, locked in the order of their numbers, as a claim sees them."""
+        """The existing ones of these providers, locked in the order of their numbers, as a claim sees them."""
 
     def write(self, transaction: MemoryDatabaseTransaction, decision: Decision) -> None:
-        """Write a decision about what is locked, at the commit."""
+        """Write a decision about the locked rows, at the commit."""
 
     async def append(self, transaction: MemoryDatabaseTransaction, changes: Sequence[Change]) -> int:
         """Number the changes, as the last act of a transaction."""
@@ -94,7 +94,7 @@ class MemoryRest:
         return outcomes
 
     async def _lock(self, transaction: MemoryDatabaseTransaction, wanted: Iterable[str]) -> dict[str, Provider]:
-        """Those of these providers that exist, locked, as they are then."""
+        """The existing ones of these providers, locked, as they are then."""
         found = self._table.by_number(list(wanted))
         await transaction.lock([provider_key(uuid) for uuid in found])
         await transaction.statement()
@@ -147,11 +147,11 @@ class MemoryRest:
     # --- names
 
     async def unknown_classes(self, named: Iterable[str]) -> list[str]:
-        """Those that are no class of the book, in order."""
+        """The names among these that are no class of the book, in order."""
         return [name for name in dict.fromkeys(named) if name not in self._table.classes]
 
     async def unknown_traits(self, named: Iterable[str]) -> list[str]:
-        """Those that are no trait of the book, in order."""
+        """The names among these that are no trait of the book, in order."""
         return [name for name in dict.fromkeys(named) if name not in self._table.traits]
 
     async def refresh_names(self) -> None:
@@ -278,7 +278,7 @@ class MemoryRest:
             return None if provider is None else (provider.generation, sorted(provider.aggregates))
 
     async def allocations_of_consumer(self, uuid: str) -> list[AllocationRow]:
-        """What a consumer holds, by provider and class."""
+        """The allocations of a consumer, by provider and class."""
         table = self._table
         async with self._session.transaction():
             row = table.consumers.get(uuid)
@@ -286,7 +286,7 @@ class MemoryRest:
             return [each for provider in held if row is not None for each in self._allocations(uuid, row, provider)]
 
     async def allocations_of_provider(self, uuid: str) -> tuple[int, list[AllocationRow]] | None:
-        """(generation, what is held of a provider, by consumer and class), None when there is none."""
+        """(generation, allocations of a provider, by consumer and class), None when it does not exist."""
         table = self._table
         async with self._session.transaction():
             if (provider := table.providers.get(uuid)) is None:
@@ -313,7 +313,10 @@ class MemoryRest:
         ]
 
     async def totals(self, project_id: str, user_id: str | None, consumer_type: str | None) -> Sequence[UsageRow]:
-        """What a project's (and user's, and type's) consumers hold, by type and class. "" is the unknown type."""
+        """The amounts that a project's (and user's, and type's) consumers hold, by type and class.
+
+        "" is the unknown type.
+        """
         _check(project_id, user_id, consumer_type)
         async with self._session.transaction():
             amounts: dict[tuple[str, str], int] = {}

@@ -13,8 +13,8 @@ from placement_worker.store.rows import READ_PROVIDERS_BY_ID, read_providers
 
 _NAME = "name, extract(epoch FROM updated_at)::float8"
 CREATE = "INSERT INTO {table} (name) VALUES ($1) ON CONFLICT (name) DO NOTHING RETURNING id"
-# Under a new number: other processes know names by their numbers, and a number must mean the same for ever. What they
-# have of the old one they cannot write any more; the new one they do not know, and look up.
+# Under a new number: other processes know names by their numbers, and a number must mean the same for ever. Their
+# cached old one can no longer be written; the new one they do not know, and look up.
 RENAME = "INSERT INTO resource_classes (name) SELECT $2 FROM resource_classes WHERE name = $1 RETURNING id"
 MOVE_INVENTORIES = """
 UPDATE inventories SET class_id = $2 WHERE class_id = (SELECT id FROM resource_classes WHERE name = $1)

@@ -76,7 +76,9 @@ class AllocationRow(Struct, frozen=True):
 
 
 class UsageRow(Struct, frozen=True):
-    """What consumers of one type hold of one class; count: how many consumers of that type hold anything."""
+    """The amounts that consumers of one type hold of one class; count: how many consumers of that
+    type hold anything.
+    """
 
     consumer_type: str
     resource_class: str
@@ -85,7 +87,7 @@ class UsageRow(Struct, frozen=True):
 
 
 class Listing(Struct, frozen=True):
-    """What a list of providers is narrowed by; None and empty: not by that. Every uuid is canonical.
+    """The conditions of a list of providers; None and empty: not by that. Every uuid is canonical.
 
     required: of each group of traits a provider has one, and of each of `member_of` one aggregate. resources: amounts
     that its inventories have left and give in one piece.
@@ -118,10 +120,10 @@ class RestStore(Protocol):
     # --- names
 
     async def unknown_classes(self, named: Iterable[str]) -> list[str]:
-        """Those that are no class of the book, in order."""
+        """The names among these that are no class of the book, in order."""
 
     async def unknown_traits(self, named: Iterable[str]) -> list[str]:
-        """Those that are no trait of the book, in order."""
+        """The names among these that are no trait of the book, in order."""
 
     async def refresh_names(self) -> None:
         """Another process may have made, renamed or removed a class: look again."""
@@ -162,10 +164,13 @@ class RestStore(Protocol):
         """(generation, aggregates) of a provider, None when there is none."""
 
     async def allocations_of_consumer(self, uuid: str) -> list[AllocationRow]:
-        """What a consumer holds, by provider and class."""
+        """The allocations of a consumer, by provider and class."""
 
     async def allocations_of_provider(self, uuid: str) -> tuple[int, list[AllocationRow]] | None:
-        """(generation, what is held of a provider, by consumer and class), None when there is none."""
+        """(generation, allocations of a provider, by consumer and class), None when it does not exist."""
 
     async def totals(self, project_id: str, user_id: str | None, consumer_type: str | None) -> Sequence[UsageRow]:
-        """What a project's (and user's, and type's) consumers hold, by type and class. "" is the unknown type."""
+        """The amounts that a project's (and user's, and type's) consumers hold, by type and class.
+
+        "" is the unknown type.
+        """

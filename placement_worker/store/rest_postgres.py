@@ -72,21 +72,21 @@ class PostgresRest:
             await self._names.refresh()
 
     async def unknown_classes(self, named: Iterable[str]) -> list[str]:
-        """Those that are no class of the book, in order."""
+        """The names among these that are no class of the book, in order."""
         wanted = list(dict.fromkeys(named))
         await self._names.refresh_if_old()
         await self._know_classes(wanted)
         return [name for name in wanted if name not in self._names.class_ids]
 
     async def unknown_traits(self, named: Iterable[str]) -> list[str]:
-        """Those that are no trait of the book, in order."""
+        """The names among these that are no trait of the book, in order."""
         wanted = list(dict.fromkeys(named))
         if not self._names.trait_ids.keys() >= set(wanted):
             await self._names.refresh()
         return [name for name in wanted if name not in self._names.trait_ids]
 
     async def refresh_names(self) -> None:
-        """Read what other processes have made of the names."""
+        """Read the names that other processes have changed."""
         await self._names.refresh()
 
     async def name(self, kind: NameKind, name: str) -> NameRow | None:
@@ -160,17 +160,20 @@ class PostgresRest:
             return await rest_reads.aggregates(connection, uuid)
 
     async def allocations_of_consumer(self, uuid: str) -> list[AllocationRow]:
-        """What a consumer holds, by provider and class."""
+        """The allocations of a consumer, by provider and class."""
         async with self._connection() as connection:
             return await rest_reads.allocations_of_consumer(connection, uuid)
 
     async def allocations_of_provider(self, uuid: str) -> tuple[int, list[AllocationRow]] | None:
-        """(generation, what is held of a provider, by consumer and class), None when there is none."""
+        """(generation, allocations of a provider, by consumer and class), None when it does not exist."""
         async with self._connection() as connection:
             return await rest_reads.allocations_of_provider(connection, uuid)
 
     async def totals(self, project_id: str, user_id: str | None, consumer_type: str | None) -> Sequence[UsageRow]:
-        """What a project's (and user's, and type's) consumers hold, by type and class. "" is the unknown type."""
+        """The amounts that a project's (and user's, and type's) consumers hold, by type and class.
+
+        "" is the unknown type.
+        """
         async with self._connection() as connection:
             return await rest_reads.totals(connection, project_id, user_id, consumer_type)
 

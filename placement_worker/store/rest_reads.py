@@ -143,12 +143,12 @@ async def aggregates(connection: asyncpg.Connection, uuid: str) -> tuple[int, li
 
 
 async def allocations_of_consumer(connection: asyncpg.Connection, uuid: str) -> list[AllocationRow]:
-    """What a consumer holds."""
+    """The allocations of a consumer."""
     return [AllocationRow(*row) for row in await connection.fetch(_BY_CONSUMER, uuid)]
 
 
 async def allocations_of_provider(connection: asyncpg.Connection, uuid: str) -> tuple[int, list[AllocationRow]] | None:
-    """(generation, what is held of a provider), None when there is none."""
+    """(generation, allocations of a provider), None when it does not exist."""
     rows = await connection.fetch(_BY_PROVIDER, uuid)
     return (rows[0][2], [AllocationRow(*row) for row in rows if row[0] is not None]) if rows else None
 
@@ -156,5 +156,8 @@ async def allocations_of_provider(connection: asyncpg.Connection, uuid: str) -> 
 async def totals(
     connection: asyncpg.Connection, project_id: str, user_id: str | None, consumer_type: str | None
 ) -> Sequence[UsageRow]:
-    """What a project's (and user's, and type's) consumers hold, by type and class. "" is the unknown type."""
+    """The amounts that a project's (and user's, and type's) consumers hold, by type and class.
+
+    "" is the unknown type.
+    """
     return [UsageRow(*row) for row in await connection.fetch(_TOTALS, project_id, user_id, consumer_type)]

@@ -72,7 +72,7 @@ async def apply(connection: asyncpg.Connection, writes: Sequence[TreeWrite], nam
 def rows_of(
     ids: Mapping[str, int], before: Mapping[str, Provider], after: Mapping[str, Provider], names: NameTable
 ) -> dict[str, object]:
-    """What `write_trees` is to write: rows by kind, a kind only where there are any."""
+    """The rows that `write_trees` is to write: rows by kind, a kind only where there are any."""
     changed = [(before.get(uuid), new) for uuid, new in after.items() if before.get(uuid) is not new]
     gone = [ids[uuid] for uuid in before if uuid not in after]
     created = [_columns(ids, new) | {"uuid": new.uuid} for old, new in changed if old is None]

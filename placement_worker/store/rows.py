@@ -78,5 +78,5 @@ async def _members(connection: asyncpg.Connection, statement: str, numbers: Sequ
 
 
 def transposed(rows: Sequence[tuple[object, ...]], width: int) -> list[list[object]]:
-    """Rows as columns, so many even where there is no row."""
+    """Rows as columns, all of them even where there is no row."""
     return list(map(list, zip(*rows, strict=True))) if rows else [[] for _ in range(width)]

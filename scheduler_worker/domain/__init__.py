@@ -1,1 +1,1 @@
-"""What the scheduler decides, as plain functions and frozen values: no I/O, no clock, no randomness."""
+"""The scheduler's decisions, as plain functions and frozen values: no I/O, no clock, no randomness."""

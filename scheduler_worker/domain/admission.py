@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from bus.consuming.outcome import Done, Outcome, Retry
 from bus.contracts.base import Refusal
 from bus.contracts.build import BuildEvent, BuildState
-from scheduler_worker.domain.builds import MALFORMED, BuildStatus
+from scheduler_worker.domain.builds import OFF_RECORD, BuildStatus
 from scheduler_worker.domain.deletes import UNKNOWN
 from scheduler_worker.domain.pending import PendingBuild, accepted
 from scheduler_worker.domain.placement import CONSUMER_CHANGED
@@ -19,17 +19,17 @@ DUPLICATE = "request.duplicate"
 
 
 class Admission(Struct, frozen=True, kw_only=True):
-    """What follows from the record of a pending build: its outcome, or how to go on.
+    """The consequence of a pending build's record: its outcome, or how to go on.
 
-    label: for the metrics. first_run: this delivery put it on record, so nothing can be claimed for it. cancelled: a
-    delete came before the decision. release: an earlier run may hold a claim that no cell will use. event: published
-    to the project, because nothing else of this request will follow. withdrawn: a delete has ended it, or will: its
-    gang does not wait for it.
+    label: for the metrics. surely_unclaimed: this delivery put it on record and no earlier one can have claimed.
+    cancelled: a delete came before the decision. release: an earlier run may hold a claim that no cell will use.
+    event: published to the project, because no other event of this request will follow. withdrawn: a delete has ended
+    it, or will: its gang does not wait for it.
     """
 
     outcome: Outcome | None = None
     label: str = ""
-    first_run: bool = False
+    surely_unclaimed: bool = False
     cancelled: bool = False
     release: bool = False
     event: BuildEvent | None = None
@@ -52,7 +52,7 @@ def admit(
     *,
     may_have_run: bool,
 ) -> Admission:
-    """What follows for a request of a batch once the batch is on record.
+    """How to go on with each request of a batch once the batch is on record.
 
     firsts: as `first_of_each`. new: instances that this batch has put on record. known: the records of the others.
     may_have_run: an earlier delivery may have come as far as its claim.
@@ -64,7 +64,7 @@ def admit(
         return admit_repeated(pending, first)
     if uuid in new:
         # The record of an earlier run may be lost, but not its claim: they may be in two databases.
-        return admit_new(pending, first_run=not may_have_run)
+        return admit_new(pending, surely_unclaimed=not may_have_run)
     return admit_known(pending, known.get(uuid))
 
 
@@ -79,11 +79,11 @@ def is_clash_of_first(
     )
 
 
-def admit_new(pending: PendingBuild, *, first_run: bool) -> Admission:
-    """It is newly on record. first_run: and no earlier run can have claimed for it."""
+def admit_new(pending: PendingBuild, *, surely_unclaimed: bool) -> Admission:
+    """It is newly on record. surely_unclaimed: no earlier run can have claimed for it."""
     if pending.refusal is not None:
-        return Admission(outcome=Done(reply=pending.refusal), label="refused", first_run=first_run)
-    return Admission(label="accepted", first_run=first_run)
+        return Admission(outcome=Done(reply=pending.refusal), label="refused", surely_unclaimed=surely_unclaimed)
+    return Admission(label="accepted", surely_unclaimed=surely_unclaimed)
 
 
 def admit_repeated(pending: PendingBuild, first: PendingBuild) -> Admission:
@@ -92,25 +92,27 @@ def admit_repeated(pending: PendingBuild, first: PendingBuild) -> Admission:
 
 
 def admit_known(pending: PendingBuild, known: BuildStatus | None) -> Admission:
-    """It was on record already: a redelivery goes on where it was, a repeated request changes nothing."""
+    """It was on record already: a redelivery continues where the earlier delivery ended, a repeated request changes
+    nothing.
+    """
     refusal = pending.refusal
     if known is not None and known.state is BuildState.ACCEPTED and refusal is not None:
-        # It is on record, however old, so it was not purged. Where what it names has been deleted since, the decision
-        # ends it.
+        # The request is still on record, however old it is, so its record was not purged. If an object that it names
+        # has been deleted since, the decision ends it.
         refusal = None
     if known is None:
         # Inserted by a transaction that this one cannot see yet: look again in a moment.
         reason = "the same request is being recorded by another scheduler"
         return Admission(outcome=Retry("request.concurrent", reason))
     if known.code == UNKNOWN and known.project_id == pending.request.project_id:
-        # Its delete came first and was answered "no such instance", which stays true.
+        # Its delete came first, and its client was answered "no such instance", which stays true.
         return Admission(outcome=accepted(pending.instance_uuid), label="deleted", release=True, withdrawn=True)
     if known.digest != pending.digest:
         return _clash(pending)
     if known.state is BuildState.REFUSED and refusal is not None:
         return Admission(outcome=Done(reply=refusal))
     if known.state is not BuildState.ACCEPTED or refusal is not None:
-        # The scheduler that wrote this may have died before it could release the claim.
+        # The scheduler that wrote this record may have died before it could release the claim.
         withdrawn = known.delete_requested or known.state is BuildState.DELETED
         return Admission(
             outcome=accepted(pending.instance_uuid), label="repeated", release=is_unused(known), withdrawn=withdrawn
@@ -119,7 +121,9 @@ def admit_known(pending: PendingBuild, known: BuildStatus | None) -> Admission:
 
 
 def admit_without_first(pending: PendingBuild) -> Admission:
-    """A later member of a request whose first one is on record with other content: nothing of it is put on record."""
+    """A later member of a request whose first member is on record with other content: no member of
+    it is put on record.
+    """
     return replace(_clash(pending), event=None)
 
 
@@ -130,7 +134,7 @@ def _clash(pending: PendingBuild) -> Admission:
         instance_uuid=pending.instance_uuid,
         project_id=pending.request.project_id,
         state=BuildState.REFUSED,
-        sequence=MALFORMED,
+        sequence=OFF_RECORD,
         terminal=True,
         code=refusal.code,
         reason=refusal.reason,

@@ -11,7 +11,7 @@ from scheduler_worker.domain.selector import Selector
 
 
 class MembersDue(Struct, frozen=True):
-    """What is to change in one provider aggregate: uuids of hosts, at most MAX_AGGREGATE_HOSTS each."""
+    """The change of one provider aggregate: uuids of hosts, at most MAX_AGGREGATE_HOSTS each."""
 
     aggregate: str
     joins: tuple[str, ...] = ()
@@ -19,9 +19,9 @@ class MembersDue(Struct, frozen=True):
 
 
 def members_due(selector: Selector, aggregate: Aggregate) -> MembersDue | None:
-    """None: the replica has it as the aggregate names it, or the aggregate names no hosts at all.
+    """Return None when the replica agrees with the aggregate on record, or when the aggregate names no hosts at all.
 
-    A host that is there under a name that this scheduler has not received yet stays until its name is known.
+    A host whose name this scheduler has not received yet stays a member until its name is known.
     """
     if aggregate.hosts is None:
         return None

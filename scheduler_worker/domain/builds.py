@@ -1,4 +1,4 @@
-"""A build as it is on record, and what changes it: the request, the decision, and what its cell announces. Pure.
+"""A build as it is on record, and the changes to it: by the request, the decision, and its cell's announcements. Pure.
 
 A request has exactly one terminal event.
 """
@@ -20,14 +20,15 @@ from bus.contracts.build import (
 )
 
 # The scheduler's own sequence numbers; a conductor starts at 10, so the stream of one instance always rises.
-MALFORMED, ACCEPTED, SCHEDULED, DECIDED, DELETED = 0, 1, 2, 3, 4
+# OFF_RECORD: unreadable, a clash with another request of the same uuid, or a refused delete.
+OFF_RECORD, ACCEPTED, SCHEDULED, FAILED_OR_REFUSED, DELETED = 0, 1, 2, 3, 4
 
 # A build in one of these states has no machine and never will.
 ENDED_WITHOUT_MACHINE = (BuildState.FAILED, BuildState.REFUSED, BuildState.DELETED)
 
 
 def is_search(query: BuildQuery) -> bool:
-    """Whether builds are looked for by what no index has, so that only so many are looked through."""
+    """Whether builds are selected by a column without an index, so that only a bounded number is examined."""
     return any(value is not None for value in (query.cell, query.host, query.flavor, query.code))
 
 
@@ -43,7 +44,7 @@ class Author(Struct, frozen=True):
 
 
 class RecordedBuild(Struct, frozen=True, kw_only=True):
-    """What is on record of one build, and what a cell's announcement is compared with.
+    """The part of a build's record that a cell's announcement is compared with.
 
     terminal: the request's one terminal event was announced. delete_requested: it is to be deleted, and its scheduler
     has not decided yet. history: the attempts that its cell has reported.
@@ -63,12 +64,12 @@ class RecordedBuild(Struct, frozen=True, kw_only=True):
 
     @property
     def awaits_decision(self) -> bool:
-        """Whether a decision may be written: a scheduler still has it in hand, and no delete has come."""
+        """Whether a decision may be written: the build is still being scheduled, and no delete has come."""
         return self.state is BuildState.ACCEPTED and not self.delete_requested
 
 
 class BuildStatus(Struct, frozen=True, kw_only=True):
-    """What is on record of a request that came again. cell: where it was dispatched to, together with its claim."""
+    """The record of a request that came again. cell: where it was dispatched to, together with its claim."""
 
     state: BuildState
     digest: bytes
@@ -81,8 +82,8 @@ class BuildStatus(Struct, frozen=True, kw_only=True):
 class Gang(Struct, frozen=True, kw_only=True):
     """The members of one request that start together or not at all.
 
-    uuid: the request's instance, which is its first member. size: how many members were requested. min_count: so many
-    start together at least.
+    uuid: the request's instance, which is its first member. size: how many members were requested. min_count: the least
+    number that may start.
     """
 
     uuid: str
@@ -103,7 +104,7 @@ class NewBuild(Struct, frozen=True, kw_only=True):
 class BuildDecision(Struct, frozen=True, kw_only=True):
     """The end of scheduling: the build as dispatched to a cell, or as failed with the funnel.
 
-    build: the whole record after the decision. It is written where the record awaits a decision, and nowhere else.
+    build: the whole record after the decision. It is written only if the record still awaits a decision.
     """
 
     build: RecordedBuild
@@ -122,8 +123,9 @@ class BuildUpdate(Struct, frozen=True, kw_only=True):
 def apply_announcement(build: RecordedBuild, event: BuildEvent, cell: str) -> tuple[RecordedBuild, BuildEvent | None]:
     """Apply what a cell announces; returns the build and the event to publish.
 
-    The event is None when it is outdated, or of a build that is not this cell's. `deleted` is the last event of an
-    instance whatever its number: a cell's database that died forgets what it has announced, and numbers anew.
+    The event is None when the announcement is outdated, or when the build is not this cell's. `deleted` is the last
+    event of an instance whatever its number: a cell whose database was lost has forgotten what it announced, and starts
+    its numbers again.
     """
     if build.state is BuildState.DELETED or build.cell != cell:
         return build, None
@@ -131,7 +133,8 @@ def apply_announcement(build: RecordedBuild, event: BuildEvent, cell: str) -> tu
         event = replace(event, sequence=build.sequence + 1)
     if event.sequence <= build.sequence:
         return build, None
-    # Judged by its state too: the event that the cell called the terminal one may have been overtaken, and is outdated.
+    # The state is compared too: the event that the cell called the terminal one may have been overtaken, and is
+    # outdated.
     ends = event.terminal or event.state in TERMINAL_STATES
     terminal = ends and (event.state is BuildState.DELETED or not build.terminal)
     # During a delete the cell still announces what the build does: it is published, and the record stays `deleting`.
@@ -152,8 +155,8 @@ def apply_announcement(build: RecordedBuild, event: BuildEvent, cell: str) -> tu
 def is_early(build: RecordedBuild, event: BuildEvent, cell: str) -> bool:
     """Whether the cell has ended the request by an earlier event, which is not on record here.
 
-    That one is on its way: it was overtaken, or clients had it and a database that died forgot it, and its message is
-    delivered again. Announced now, this event would be a second terminal one.
+    That event is on its way: it was overtaken, or clients had it and a database that crashed lost it, and its message
+    is delivered again. If it were announced now, this event would be a second terminal one.
     """
     applies = event.sequence > build.sequence and build.state is not BuildState.DELETED and build.cell == cell
     return applies and event.state is BuildState.FAILED and not event.terminal and not build.terminal
@@ -162,13 +165,13 @@ def is_early(build: RecordedBuild, event: BuildEvent, cell: str) -> bool:
 def timeline_entries(event: BuildEvent, known: int, now: float) -> tuple[TimelineEntry, ...]:
     """One announcement as lines of the build's timeline: the attempts that it reports for the first time, then itself.
 
-    known: how many attempts are on record already. Each entry has its own time, by which the timeline is sorted.
+    known: how many attempts are on record already. Each entry has its own time; the timeline is sorted by it.
     """
     who = f"conductor {event.cell}" if event.cell else "conductor"
     attempts = tuple(
         TimelineEntry(at=tried.at or now, who=who, what=tried.outcome, detail=_detail(tried.host, tried))
         for tried in event.history[known:]
-        if tried.outcome != "active"  # the announcement itself has it
+        if tried.outcome != "active"  # the announcement itself is the entry of this attempt
     )
     itself = TimelineEntry(
         at=event.at or now,

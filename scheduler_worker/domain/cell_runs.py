@@ -1,15 +1,15 @@
-"""Which cell is chosen in next, among hosts of equal weight: one cell at a time, so that a cell's batches are large.
+"""The cell to choose in next, among hosts of equal weight: one cell at a time, so that a cell's batches are large.
 
-What a scheduler chooses in one round travels to each cell that it chose hosts in as a batch of its own, through the
-cell's conductor, database and compute services, and a batch costs about as much as 25 of its items. Ten boots that are
-spread over four cells cost four batches; in one cell they cost one. So equal hosts are taken from one cell in a run,
-and the next run goes to the cell whose last one is the longest ago: over all runs equal cells take equal shares.
+A scheduler sends the choices of one round to each chosen cell as one batch, which passes the cell's conductor, database
+and compute services, and a batch costs about as much as 25 of its items. Ten boots that are spread over four cells cost
+four batches; in one cell they cost one. So equal hosts are taken from one cell in a run, and the next run goes to the
+cell whose last run is the oldest: over all runs equal cells take equal shares.
 """
 
 from __future__ import annotations
 
-# Choices in one run. Longer ones would leave other cells idle at full load, and save little: a batch of so many costs a
-# third more than its items would in the largest batch.
+# Choices in one run. Longer runs would leave other cells idle at full load, and save little: a batch of this size costs
+# a third more than its items would in the largest batch.
 LONGEST_RUN = 64
 
 
@@ -20,12 +20,12 @@ class CellRuns:
 
     def __init__(self) -> None:
         self._cell: int | None = None
-        self._left = 0  # choices of the run under way
+        self._left = 0  # choices in the current run
         self._runs = 0
         self._last: dict[int, int] = {}  # the number of each cell's last run; bounded by the cells
 
     def begin_round(self) -> None:
-        """End the run under way: the round's choices are sent together, and the next round's are not."""
+        """End the current run: the round's choices are sent together, and those of the next round are not."""
         self._cell = None
 
     def place(self, cell: int) -> int:
@@ -33,7 +33,7 @@ class CellRuns:
         return -1 if cell == self._cell else self._last.get(cell, 0)
 
     def chose(self, cell: int) -> None:
-        """A host of this cell is chosen."""
+        """Count a choice of a host in this cell."""
         if cell != self._cell:
             self._runs += 1
             self._cell, self._left = cell, LONGEST_RUN

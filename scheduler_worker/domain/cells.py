@@ -1,4 +1,4 @@
-"""Which cells there are, and which of them workers connect to. Pure."""
+"""Which cells exist, and which of them workers connect to. Pure."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Decisions = Mapping[str, StoredObject]  # the objects of kind `cell`, by name
 
 
 def known_cells(settings: Sequence[str], decisions: Decisions) -> tuple[str, ...]:
-    """The cells that there are: those of the settings, then those that operators have added, by name."""
+    """The cells that exist: those of the settings, then those that operators have added, by name."""
     added = (name for name, one in sorted(decisions.items()) if cell_decision(one).bus is not None)
     return tuple(dict.fromkeys((*settings, *added)))
 
@@ -25,7 +25,7 @@ def cells_in_use(
 ) -> dict[str, CellBus | None]:
     """The cells that a worker connects to, and where the bus of each is; None: as in its settings.
 
-    occupied: removed cells that are on record for instances all the same. A scheduler had chosen one before it knew of
+    occupied: removed cells that still have instances on record. A scheduler had chosen such a cell before it received
     the removal; the build is carried to its end.
     """
     found: dict[str, CellBus | None] = {}
@@ -38,7 +38,7 @@ def cells_in_use(
 
 
 def removed_cells(decisions: Decisions) -> dict[str, StoredObject]:
-    """The cells that are removed, unless what is there was abandoned."""
+    """The cells that are removed, unless what they held was abandoned."""
     removed = {}
     for name, stored in decisions.items():
         decision = cell_decision(stored)
@@ -48,7 +48,9 @@ def removed_cells(decisions: Decisions) -> dict[str, StoredObject]:
 
 
 def unknown_cell(settings: Sequence[str], changed: Sequence[ChangedObject]) -> Refusal | None:
-    """Why a decision about a cell that there is not is refused: with a mistyped name the cell would go on."""
+    """Why a decision about a cell that does not exist is refused: with a mistyped name the operator's cell would stay
+    in use.
+    """
     for one in changed:
         if one.after is not None and one.name not in settings and one.after.get("bus") is None:
             known = ", ".join(settings)
@@ -58,7 +60,7 @@ def unknown_cell(settings: Sequence[str], changed: Sequence[ChangedObject]) -> R
 
 
 def cells_left(settings: Sequence[str], changed: Sequence[ChangedObject]) -> tuple[str, ...]:
-    """The cells that a change takes out of use, where instances stand in its way."""
+    """The cells that a change takes out of use, if they have instances that prevent it."""
     return tuple(
         one.name
         for one in changed
@@ -74,7 +76,7 @@ def _is_removed(body: Mapping[str, object] | None) -> bool:
 def cell_record(
     name: str, settings: Sequence[str], decisions: Decisions, *, in_use: bool, link: tuple[LinkState, str]
 ) -> CellRecord:
-    """One cell as it is shown. link: of the scheduler that answers."""
+    """One cell as it is shown. link: state of the connection of the scheduler that answers."""
     stored = decisions.get(name)
     if stored is None:
         return CellRecord(name=name, configured=name in settings, in_use=in_use, link=link[0], problem=link[1])

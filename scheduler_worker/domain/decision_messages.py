@@ -1,4 +1,4 @@
-"""What is sent of a decision: the command to its cell, and the event to its client. Pure."""
+"""The messages of a decision: the command to its cell, and the event to its client. Pure."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from bus.contracts.stages import Stamps
 from bus.persistence.outbox import OutboxMessage
 from bus.wire import Malformed
 from scheduler_worker.config import Flavor, SchedulerConfig
-from scheduler_worker.domain.builds import MALFORMED, BuildDecision
+from scheduler_worker.domain.builds import OFF_RECORD, BuildDecision
 from scheduler_worker.domain.evacuation_policy import for_cell, policy_of
 from scheduler_worker.domain.placement import (
     FIRST_ATTEMPT,
     HostClaimed,
 )
 
-# Of a flavor's extra specs: traits of the whole host (of numbered groups they are not the node's own), and what Ironic
-# gets as the instance's capabilities.
+# The parts of a flavor's extra specs that concern the node: traits of the whole host (traits of numbered groups are not
+# the node's own), and the capabilities that Ironic gets as the instance's.
 TRAIT = "trait:"
 CAPABILITY = "capabilities:"
 NO_FLAVOR = Flavor()
@@ -55,7 +55,9 @@ def decided_event(one: BuildDecision, at: float, stamps: Stamps | None = None) -
 def instance_spec(
     request: BuildRequest, flavor: Flavor, on_host_failure: EvacuationPolicy = EvacuationPolicy.WAIT
 ) -> InstanceSpec:
-    """What the cell needs to know of the request and its flavor. on_host_failure: where neither of them sets it."""
+    """The parts of the request and its flavor that the cell needs. on_host_failure: the policy if neither of them sets
+    one.
+    """
     specs = flavor.extra_specs
     return InstanceSpec(
         instance_uuid=request.instance_uuid,
@@ -101,7 +103,7 @@ def messages_of(  # noqa: PLR0917  (hot, so no keywords)
     stamps: Stamps,
     config: SchedulerConfig,
 ) -> list[OutboxMessage]:
-    """What follows from a decision once it is written: the command to the cell, and the event to clients."""
+    """The messages of a decision once it is written: the command to the cell, and the event to clients."""
     event = to_clients(decided_event(decided, at, stamps))
     if claimed is None:
         return [event]
@@ -123,9 +125,9 @@ class _Named(Struct):
 def refused_event(malformed: Malformed) -> Sequence[BuildEvent]:
     """An unreadable request, answered on the event stream of the project whose routing key it came under.
 
-    The broker has let its publisher use that key; the body's project may be forged, so no other project
-    gets an event of it. Sequence 0 is below everything that a build on record ever announced, so the event of a clash
-    with a good request is outdated for a client that follows that one.
+    The broker has permitted its publisher to use that key; the body's project may be forged, so no other project gets
+    an event of it. Sequence 0 is below every event that a build on record has announced, so the event of a clash with a
+    good request is outdated for a client that follows that one.
     """
     project_id = project_of(malformed.key)
     if not project_id:
@@ -135,12 +137,12 @@ def refused_event(malformed: Malformed) -> Sequence[BuildEvent]:
             instance_uuid=msgspec.json.decode(malformed.body, type=_Named).instance_uuid,
             project_id=project_id,
             state=BuildState.REFUSED,
-            sequence=MALFORMED,
+            sequence=OFF_RECORD,
             terminal=True,
             code=malformed.code,
             reason=malformed.reason[:MAX_REASON],
         )
-        # Only what the contract allows.
+        # Only the parts that the contract allows.
         return (msgspec.convert(msgspec.to_builtins(event), BuildEvent),)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return ()

@@ -18,14 +18,14 @@ from scheduler_worker.domain.request_spec import RequestSpec
 from scheduler_worker.domain.selector import Selector
 from scheduler_worker.domain.step import nothing_fits, refused
 
-# Hosts that are tried, one after another, for a gang all of whose members must be on one.
+# The most hosts that are tried, one after another, for a gang all of whose members must be on one.
 MAX_SHARED_HOSTS = 64
 
 
 class GroupExclusions:
     """The rows of hosts that a member of an anti-affinity group may not use: rejected, or full with other members.
 
-    members: {host uuid: members that placement reported}. placed: those that this round has added, not claimed yet.
+    members: {host uuid: members that placement reported}. placed: members that this round has added, not claimed yet.
     """
 
     __slots__ = ("_book", "_max_per_host", "_members", "_placed", "_rejected")
@@ -76,7 +76,7 @@ class DecisionRound:
         self._placed: dict[tuple[str, str], dict[str, int]] = {}  # by project and group: members by host
 
     def decide(self, state: PlacementState) -> PlacementState:
-        """The state with a choice to claim, with a probe to claim, or with what follows when nothing fits."""
+        """The state with a choice to claim, with a probe to claim, or with the result when nothing fits."""
         if state.speculative:
             return replace(state, speculative=False)
         try:
@@ -86,7 +86,7 @@ class DecisionRound:
             return refused(state, error.code, str(error))
 
     def decide_gang(self, states: Sequence[PlacementState]) -> list[PlacementState]:
-        """What `decide` is for one, for members of one gang: each sees where the ones before it are. In their order."""
+        """`decide` for the members of one gang: each sees where the earlier members are. In their order."""
         members = largest_first(with_shared_findings(states))
         try:
             together = members[0].spec.has_policy(GroupPolicy.AFFINITY)
@@ -100,7 +100,7 @@ class DecisionRound:
         return [after[one.request.instance_uuid] for one in states]
 
     def _choose_one_host(self, members: Sequence[PlacementState]) -> list[PlacementState]:
-        """Choices on one host: the first that takes all of the members, else of those tried the one that takes most."""
+        """Choices on one host: the first host that takes all of the members, or else the tried host that takes most."""
         first, *others = members
         best: list[PlacementState] = []
         passed_over: dict[str, str] = {}
@@ -124,7 +124,7 @@ class DecisionRound:
             self._book.forget(one.request.instance_uuid)
             self._placed_of(one).clear()
         for one in members[1:]:
-            self.rankings.pop(one.spec.key, None)  # it was made of the host of the first
+            self.rankings.pop(one.spec.key, None)  # the ranking was made of the first member's host
 
     def choose(self, state: PlacementState) -> PlacementState:
         """The state with its choice, assumed; without one when no host fits. Raises QueryTooWide."""
@@ -150,7 +150,7 @@ class DecisionRound:
     def _group_exclusions(self, state: PlacementState) -> GroupExclusions | None:
         """The hosts that a member of an anti-affinity group may not use; None: its peers matter for its ranking too.
 
-        With them it shares the ranking of all requests like it, so a member costs what any request does.
+        With them it shares the ranking of all requests like it, so a member costs the same as any other request.
         """
         peers = state.spec.peers
         if peers is None or not self._selector.may_share_ranking(state.spec):
@@ -165,7 +165,9 @@ class DecisionRound:
         )
 
     def _seen_by(self, state: PlacementState) -> RequestSpec:
-        """The spec of a gang's member: its server group is also where this round has put the members before it."""
+        """The spec of a gang's member: its server group also counts the members that this round has
+        placed before it.
+        """
         spec, group = state.spec, state.request.server_group
         placed = {} if state.gang is None or group is None else self._placed_of(state)
         if not placed or spec.peers is None:
@@ -182,7 +184,7 @@ class DecisionRound:
         return self._placed.setdefault((state.request.project_id, group.uuid), {})
 
     def _same_host(self, state: PlacementState) -> tuple[PlacementState, Choice | None]:
-        """The host whose shape had changed, if it still fits as it is now; else it is rejected."""
+        """The host whose shape had changed, if it still fits in its new shape; otherwise the host is rejected."""
         host, chosen = state.same_host, state.choice
         if host is None or chosen is None:
             return replace(state, same_host=None) if host is not None else state, None
@@ -203,5 +205,5 @@ class DecisionRound:
 
 
 def _placed_count(members: Sequence[PlacementState]) -> int:
-    """How many have a host; of no members fewer than of members without one."""
+    """How many members have a host; among no members, fewer than among members without one."""
     return sum(one.choice is not None for one in members) if members else -1

@@ -1,4 +1,6 @@
-"""What follows for a build from its placement: the retry of its request, or a decision: the record afterwards. Pure."""
+"""The conclusion about a build from its placement: the retry of its request, or a decision, which is the record
+afterwards. Pure.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +15,11 @@ from bus.contracts.base import MAX_REASON, Refusal
 from bus.contracts.build import BuildRequest, BuildState, FunnelStep
 from bus.contracts.catalogue import BY_QUEUE
 from bus.contracts.stages import Stamps
-from scheduler_worker.domain.builds import DECIDED, SCHEDULED, Author, BuildDecision, RecordedBuild
+from scheduler_worker.domain.builds import FAILED_OR_REFUSED, SCHEDULED, Author, BuildDecision, RecordedBuild
 from scheduler_worker.domain.explain import funnel_step, sentence
 from scheduler_worker.domain.flavors import HOST_UNKNOWN
 from scheduler_worker.domain.pending import PendingBuild
-from scheduler_worker.domain.placed import PlacedBuild, ScheduledBuild
+from scheduler_worker.domain.placed import DecidedBuild, PlacedBuild
 from scheduler_worker.domain.placement import (
     ClaimsContended,
     ClaimStranded,
@@ -35,7 +37,7 @@ from scheduler_worker.domain.selector import NoValidHost, Selector
 RETRIES = len(BY_QUEUE["scheduler.requests"].retry_s)
 HOSTS_UNKNOWN = Retry("hosts.unknown", "not every host has been announced yet")
 
-Conclusion = ScheduledBuild | Outcome
+Conclusion = DecidedBuild | Outcome
 NO_HOST = "no_valid_host"
 CONTENDED = "claims.contended"
 STRANDED = "claim.stranded"
@@ -43,7 +45,7 @@ INCOMPLETE = "gang.incomplete"
 
 
 class Circumstances(Struct, frozen=True, kw_only=True):
-    """What a conclusion depends on besides the placement. author: who concludes, and when.
+    """The inputs of a conclusion besides the placement. author: who concludes, and when.
 
     warming_up: the process has just started; hosts that were not announced yet may still be, and "no host" would be a
     guess. nearest: how many of the nearest misses an explanation names.
@@ -64,24 +66,26 @@ def prepare(
     selector: Selector,
     circumstances: Circumstances,
     *,
-    first_run: bool,
+    surely_unclaimed: bool,
 ) -> PlacementRequest | Conclusion:
-    """What to place for a build; or the conclusion of one that cannot be placed.
+    """The placement request of a build; or its conclusion, if it cannot be placed.
 
-    ahead: a choice made while it was recorded. first_run: nothing can be claimed for it yet.
+    ahead: a choice made while it was recorded. surely_unclaimed: nothing can be claimed for it yet.
     """
     author = circumstances.author
-    if pending.given_up is not None:  # an earlier delivery may have claimed for it, and ended its process
+    if pending.given_up is not None:  # an earlier delivery may have claimed for it before its process ended
         failed = given_up(pending.request, pending.given_up, author)
-        return ScheduledBuild(pending=pending, decision=failed, may_hold_claim=True)
+        return DecidedBuild(pending=pending, decision=failed, may_hold_claim=True)
     spec = selector.request_spec(pending.request) if ahead is None else ahead.spec
     if isinstance(spec, RequestSpec):
-        return PlacementRequest(request=pending.request, spec=spec, first_run=first_run, gang=pending.gang)
+        return PlacementRequest(
+            request=pending.request, spec=spec, surely_unclaimed=surely_unclaimed, gang=pending.gang
+        )
     if spec.code == HOST_UNKNOWN and circumstances.await_hosts(pending):
         return HOSTS_UNKNOWN
     hosts = int(selector.book.rows_of_roots().size)
     failed = unsatisfiable(pending.request, spec, hosts, author)
-    return ScheduledBuild(pending=pending, decision=failed, may_hold_claim=not first_run)
+    return DecidedBuild(pending=pending, decision=failed, may_hold_claim=not surely_unclaimed)
 
 
 def conclude_all(
@@ -89,7 +93,7 @@ def conclude_all(
 ) -> tuple[list[tuple[PendingBuild, Conclusion]], PlacementUnavailable | None]:
     """The conclusion of each build; and the fault of those that placement has not answered, which have none.
 
-    The members of a gang stand side by side, and one that has no answer leaves the whole gang without a conclusion.
+    The members of a gang stand side by side; one member without an answer leaves the whole gang without a conclusion.
     """
     concluded: list[tuple[PendingBuild, Conclusion]] = []
     unavailable: PlacementUnavailable | None = None
@@ -104,7 +108,7 @@ def conclude_all(
 
 
 def conclude(members: Sequence[PlacedBuild], circumstances: Circumstances) -> list[tuple[PendingBuild, Conclusion]]:
-    """What follows for a build, or for all members of a gang: decisions to write, or the outcome of a retry."""
+    """The conclusion about a build, or about all members of a gang: decisions to write, or the outcome of a retry."""
     gang = members[0].pending.gang
     started = sum(isinstance(one.result, HostClaimed) for one in members)
     is_short = started < (1 if gang is None else gang.min_count)
@@ -128,21 +132,21 @@ def _retry_of(placed: PlacedBuild, circumstances: Circumstances) -> Retry | None
     return retry_of(result) if pending.delivery < RETRIES else None
 
 
-def _decided(placed: PlacedBuild, result: PlacementResult, circumstances: Circumstances) -> ScheduledBuild:
+def _decided(placed: PlacedBuild, result: PlacementResult, circumstances: Circumstances) -> DecidedBuild:
     """The decision to write of a placement's result."""
     request = placed.request
-    return ScheduledBuild(
+    return DecidedBuild(
         pending=placed.pending,
         decision=decision(request.request, request.spec, result, circumstances.author, nearest=circumstances.nearest),
         claimed=result if isinstance(result, HostClaimed) else None,
-        may_hold_claim=not request.first_run or may_hold_claim(result),
+        may_hold_claim=not request.surely_unclaimed or may_hold_claim(result),
     )
 
 
 def decision(
     request: BuildRequest, spec: RequestSpec, result: PlacementResult, author: Author, *, nearest: int
 ) -> BuildDecision:
-    """The decision that a result means. PlacementUnavailable means none: the request is tried again."""
+    """The decision that a result leads to. PlacementUnavailable leads to none: the request is tried again."""
     match result:
         case HostClaimed():
             return _dispatched(request, result, author)
@@ -206,7 +210,7 @@ def _dispatched(request: BuildRequest, claimed: HostClaimed, author: Author) -> 
         ),
         host_uuid=main.host_uuid,
         timeline=(
-            *(author.entry("not_claimed", lost) for lost in claimed.lost),
+            *(replace(author.entry("not_claimed", loss.what), holders=loss.holders) for loss in claimed.lost),
             replace(author.entry("chosen", chosen), scores=claimed.scores),
             author.entry("claimed", f"{main.host} after {claimed.claims} claim(s); alternates: {alternates}"),
             author.entry("dispatched", f"to cell {claimed.cell}"),
@@ -222,7 +226,7 @@ def _failed(
             instance_uuid=request.instance_uuid,
             project_id=request.project_id,
             state=BuildState.FAILED,
-            sequence=DECIDED,
+            sequence=FAILED_OR_REFUSED,
             terminal=True,
             code=code,
             reason=reason[:MAX_REASON],

@@ -1,8 +1,8 @@
-"""Delete requests: what a delete does depends on the state of its build. Pure.
+"""Delete requests: the effect of a delete depends on the state of its build. Pure.
 
 A delete of an unknown instance is put on record itself. Its client is answered that there is no such instance, so a
-build request that comes after all must not be built: another scheduler had it in hand, or its record was lost in a
-crash of the database.
+build request that comes later must not be built: another scheduler may have been processing it, or its record may have
+been lost in a crash of the database.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from bus.contracts.base import Refusal
 from bus.contracts.build import BuildAccepted, BuildEvent, BuildRequest, BuildState, DeleteRequest
 from bus.contracts.cell import CellDelete
 from bus.persistence.outbox import OutboxMessage
-from scheduler_worker.domain.builds import DELETED, MALFORMED, Author, BuildUpdate, NewBuild, RecordedBuild
+from scheduler_worker.domain.builds import DELETED, OFF_RECORD, Author, BuildUpdate, NewBuild, RecordedBuild
 
-# A delete may overtake its build request on the way to another scheduler: so often the record is looked for again.
+# A delete may overtake its build request on the way to another scheduler: the record is looked for this often.
 DELETE_RETRIES = 2
 UNKNOWN = "instance.unknown"
 UNKNOWN_REASON = "there is no such instance in this project"
@@ -36,7 +36,9 @@ class PendingDelete(Struct, frozen=True, kw_only=True):
 
 
 class DeletePlan(Struct, frozen=True, kw_only=True):
-    """What a batch of deletes does. outcomes: by position; accepted: the instances; unknown: without a record, late."""
+    """The effect of a batch of deletes. outcomes: by position; accepted: the instances; unknown: without a record,
+    late.
+    """
 
     outcomes: dict[int, Outcome]
     accepted: set[str]
@@ -46,7 +48,7 @@ class DeletePlan(Struct, frozen=True, kw_only=True):
 
 
 class BuildEnd(Struct, frozen=True):
-    """What a delete does to one build: its new record, and the message that follows from it, if any."""
+    """The effect of a delete on one build: its new record, and the message that it leads to, if any."""
 
     update: BuildUpdate
     message: OutboxMessage | None = None
@@ -59,7 +61,7 @@ def pending_delete(received: Received, position: int) -> PendingDelete:
 
 
 def plan_deletes(deletes: Sequence[PendingDelete], builds: Mapping[str, RecordedBuild], author: Author) -> DeletePlan:
-    """What deletes do to the builds on record; `unknown` of it is left to `tombstones` and `refuse_unknown`."""
+    """Apply deletes to the builds on record; its `unknown` is left to `tombstones` and `refuse_unknown`."""
     plan = DeletePlan(outcomes={}, accepted=set(), updates=[], messages=[], unknown=[])
     ended: set[str] = set()
     for pending in deletes:
@@ -70,7 +72,8 @@ def plan_deletes(deletes: Sequence[PendingDelete], builds: Mapping[str, Recorded
             if pending.delivery >= DELETE_RETRIES:
                 plan.unknown.append(pending)
         elif build.project_id != request.project_id:
-            # Another project learns nothing of it, and no event is published: the instance's stream is its owner's.
+            # The answer reveals nothing to another project, and no event is published: the instance's event stream is
+            # its owner's.
             plan.outcomes[pending.position] = Refuse(UNKNOWN, UNKNOWN_REASON)
         else:
             plan.outcomes[pending.position] = Done(reply=BuildAccepted(instance_uuid=uuid))
@@ -84,11 +87,12 @@ def plan_deletes(deletes: Sequence[PendingDelete], builds: Mapping[str, Recorded
 
 
 def _delete(build: RecordedBuild, author: Author) -> BuildEnd | None:
-    """What a delete does to one build; None: it was requested before."""
+    """The effect of a delete on one build; None: it was requested before."""
     if build.state in (BuildState.DELETING, BuildState.DELETED):
         return None
     if build.state is BuildState.ACCEPTED:
-        # The scheduler that decides it sees this before it dispatches, releases the claim and publishes `deleted`.
+        # The scheduler that decides the build sees this before it dispatches; it releases the claim and publishes
+        # `deleted`.
         if build.delete_requested:
             return None
         return BuildEnd(
@@ -128,7 +132,10 @@ def tombstones(unknown: Sequence[PendingDelete], on_record: Collection[str], aut
 def refuse_unknown(
     unknown: Sequence[PendingDelete], on_record: Collection[str], author: Author
 ) -> tuple[dict[int, Outcome], list[OutboxMessage]]:
-    """The outcomes and events of deletes of unknown instances. Where no tombstone is on record, the build just came."""
+    """The outcomes and events of deletes of unknown instances.
+
+    Where no tombstone is on record, the build request has just been recorded.
+    """
     final = [one for one in unknown if one.request.instance_uuid in on_record]
     refused: dict[int, Outcome] = {
         one.position: Done(reply=Refusal(code=UNKNOWN, reason=UNKNOWN_REASON)) for one in final
@@ -139,7 +146,8 @@ def refuse_unknown(
 
 
 def refusal_of(request: DeleteRequest, why: Refusal, build: RecordedBuild | None, author: Author) -> BuildEvent | None:
-    """The end of a delete that its queue has given up; None: it has one, or gets it, or the project has no such build.
+    """The end of a delete whose retries are exhausted; None: it has ended, or another scheduler will end it, or the
+    project has no such build.
 
     Sequence 0: the build goes on as it is, and its events with it.
     """
@@ -154,7 +162,7 @@ def refusal_of(request: DeleteRequest, why: Refusal, build: RecordedBuild | None
         instance_uuid=request.instance_uuid,
         project_id=request.project_id,
         state=BuildState.REFUSED,
-        sequence=MALFORMED,
+        sequence=OFF_RECORD,
         terminal=True,
         code=why.code,
         reason=why.reason,

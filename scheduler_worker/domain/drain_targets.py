@@ -23,7 +23,7 @@ def hosts_of(
 ) -> tuple[DrainTarget, tuple[DrainedHost, ...]] | Refusal:
     """The hosts of a target by name, and what kind of target it is. An aggregate may have none.
 
-    target: None: the one kind that has something of this name.
+    target: None: the one kind that has an object of this name.
     """
     tried = tuple(DrainTarget) if target is None else (target,)
     found: dict[DrainTarget, tuple[DrainedHost, ...]] = {}

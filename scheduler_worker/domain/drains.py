@@ -1,7 +1,8 @@
-"""What becomes of a drain: which of its instances are requested to move next, and what their ends mean. Pure.
+"""The course of a drain: which of its instances are requested to move next, and how the ends of their moves change it.
+Pure.
 
-Any number of schedulers carry a drain out. Each pass holds the drain's row, and writes what it has decided together
-with the requests that follow, so a scheduler may end between any two of them. The id of a request follows from the
+Any number of schedulers carry out a drain together. Each pass locks the drain's row, and writes its decisions together
+with the requests that follow, so a scheduler may end between any two passes. The id of a request follows from the
 drain, the instance and the number of the try.
 """
 
@@ -26,9 +27,9 @@ from scheduler_worker.domain.recorded_moves import MoveContext, RecordedMove
 DRAIN_KINDS = frozenset({MoveKind.LIVE_MIGRATE, MoveKind.MIGRATE})
 USER = "drain"  # the user_id of these requests
 NOT_RUNNING = "instance.not_running"  # a cell's refusal of a live migration
-MAX_FAILURES = 4  # of one instance in one direction; then it has failed
+MAX_FAILURES = 4  # tries of one instance in one direction; then it has failed
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 2.0, 60.0  # before an instance is tried again; doubled with each failure
-AGAIN_S = 60.0  # a request that is not on record so long after it was sent is sent again
+AGAIN_S = 60.0  # a request that is not on record this long after it was sent is sent again
 _NAMESPACE = UUID("0f1f2b0e-7d0c-5c57-8f5e-0b8a1c2f9d63")
 
 State = DrainMoveState
@@ -38,8 +39,8 @@ DONE, LEFT, DEADLINE, STOPPED, UNDONE = "drain.done", "drain.left", "drain.deadl
 
 class DrainMove(Struct, frozen=True, kw_only=True):
     """One instance of a drain. position: in the order of the plan. source: the host that is drained; host: where it was
-    moved. tries: requests made so far, failures: those in this direction that ended in vain. due_at, begun_at: when it
-    may be tried next, and when it was tried last (seconds since the epoch).
+    moved. tries: requests made so far, failures: those in this direction that failed. due_at, begun_at: when it may be
+    tried next, and when it was tried last (seconds since the epoch).
     """
 
     drain: str
@@ -78,15 +79,15 @@ class OpenDrain(Struct, frozen=True, kw_only=True):
 
 
 class DrainStep(Struct, frozen=True):
-    """What one pass changes: rows to write, requests to publish."""
+    """The changes of one pass: rows to write, requests to publish."""
 
     changed: tuple[DrainMove, ...] = ()
     requests: tuple[MoveRequest, ...] = ()
 
 
 def step(drain: OpenDrain, known: Mapping[str, MoveContext], hosts: Mapping[str, str], now: float) -> DrainStep:
-    """One pass. known: by instance, with the move of the row's request, or of its next one. hosts: {uuid of a host that
-    is in the drain now: why nothing can be moved away from it at present, "" where it can}.
+    """One pass. known: by instance, the record of the move that the row requested, or of its next one. hosts: {uuid of
+    a host that is in the drain now: why nothing can be moved away from it at present, "" where it can}.
     """
     changed: list[DrainMove] = []
     requests: list[MoveRequest] = []
@@ -133,8 +134,8 @@ def _begun(row: DrainMove, now: float) -> DrainMove:
 
 
 def end_of(drain: OpenDrain, now: float) -> str | None:
-    """Why the drain is over, where it is so; of a running one whose instances have all been dealt with, it has still to
-    be looked whether its hosts have others.
+    """Why the drain is over, if it is; when all instances of a running drain have ended, its hosts still have to be
+    searched for others.
     """
     counts, record = drain.counts, drain.record
     if any(counts.get(state) for state in UNDER_WAY) or record.state is DrainState.ENDED:
@@ -149,7 +150,7 @@ def end_of(drain: OpenDrain, now: float) -> str | None:
 
 
 def commanded(record: DrainRecord, command: DrainCommand, now: float) -> DrainRecord | Refusal:
-    """A drain after an operator's command; the same one where it has no effect."""
+    """A drain after an operator's command; the same one if the command has no effect."""
     state, action = record.state, command.action
     if record.is_undone and action is not DrainAction.UNDO:
         return Refusal(code="drain.undone", reason="it was undone: begin another one")
@@ -170,7 +171,7 @@ def commanded(record: DrainRecord, command: DrainCommand, now: float) -> DrainRe
 
 
 def retried(row: DrainMove, action: DrainAction) -> DrainMove:
-    """An instance of a drain that is resumed (what has failed is tried again) or undone (what was moved goes back)."""
+    """An instance of a drain that is resumed (failed instances are tried again) or undone (moved instances go back)."""
     fresh = {"failures": 0, "due_at": 0.0, "code": "", "reason": ""}
     if action is DrainAction.RESUME and row.state is State.FAILED:
         return replace(row, state=State.WAITING, **fresh)
@@ -182,9 +183,9 @@ def retried(row: DrainMove, action: DrainAction) -> DrainMove:
 
 
 def drained(decision: HostDecision | None, drain: str, host: str, reason: str) -> HostDecision:
-    """The decision about a host that a drain begins with: disabled, where it is not kept away from builds already.
+    """The decision about a host that a drain begins with: disabled, unless builds are kept away from it already.
 
-    A host of an earlier drain keeps what it was before that.
+    A host of an earlier drain keeps the decision from before that drain.
     """
     if decision is None:
         decision = HostDecision(host=host, state=AdminState.ENABLED)
@@ -203,7 +204,7 @@ def drained(decision: HostDecision | None, drain: str, host: str, reason: str) -
 
 
 def given_back(decision: HostDecision) -> HostDecision:
-    """The decision about a host whose drain is undone: what it was before."""
+    """The decision about a host whose drain is undone: the one from before the drain."""
     return HostDecision(host=decision.host, state=decision.before or AdminState.ENABLED, reason=decision.reason_before)
 
 
@@ -213,7 +214,7 @@ def drain_of(stored: StoredObject) -> DrainRecord:
 
 
 def pause_s(failures: int) -> float:
-    """How long the next try waits after so many that have failed."""
+    """How long the next try waits after this many failures."""
     return min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2.0 ** min(failures - 1, 32))
 
 
@@ -239,7 +240,7 @@ def _free_slots(drain: OpenDrain, under_way: int, now: float) -> int:
 
 
 def _followed(row: DrainMove, known: MoveContext, record: DrainRecord, now: float) -> DrainMove | None:
-    """What has become of a request. None: it is to be sent again."""
+    """The end of a request's move, applied to its row. None: the request is to be sent again."""
     move = known.move
     if known.build is None:
         return replace(row, state=State.LEFT, code="instance.deleted")
@@ -266,7 +267,7 @@ def _arrived(row: DrainMove, move: RecordedMove, record: DrainRecord) -> DrainMo
 
 
 def _unless_undone(row: DrainMove, record: DrainRecord) -> DrainMove:
-    """What could not leave its host before the drain was undone is where it is to be."""
+    """An instance that could not leave its host before the drain was undone is already where it belongs."""
     is_undone = record.state is DrainState.UNDOING and row.state in (State.WAITING, State.FAILED)
     return replace(row, state=State.LEFT, code=UNDONE) if is_undone else row
 

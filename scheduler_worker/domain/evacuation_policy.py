@@ -1,4 +1,4 @@
-"""What becomes of an instance whose host is fenced: by its request, else its flavor, else the settings. Pure."""
+"""The policy for an instance whose host is fenced: of its request, else its flavor, else the settings. Pure."""
 
 from __future__ import annotations
 

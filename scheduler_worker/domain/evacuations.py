@@ -1,7 +1,7 @@
 """Which instances of fenced hosts are evacuated by their policy, and under which request ids. Pure.
 
-The id of a request follows from the fence, the instance and the number of the try, so that any number of schedulers
-that decide the same make one request of it.
+The id of a request follows from the fence, the instance and the number of the try, so schedulers that decide the same
+make one request of it.
 """
 
 from __future__ import annotations
@@ -21,10 +21,11 @@ from scheduler_worker.domain.evacuation_policy import policy_of
 from scheduler_worker.domain.recorded_moves import MoveContext, flavor_of
 
 USER = "evacuation"  # the user_id of these requests
-MAX_TRIES = 24  # of one instance under one fence; after that it waits for a person
+MAX_TRIES = 24  # tries of one instance under one fence; after that it waits for an operator
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 2.0, 600.0  # between a try that has failed and the next; doubled with each
 _NAMESPACE = UUID("6b0f4c9e-3f0e-5d0a-9c55-2f6c8e1d7a41")
-# What has a machine, or the claim of one, on its host. A move that has not been confirmed is ended by its cell.
+# The states of an instance that has a machine, or the claim of one, on its host. A move that has not been confirmed is
+# ended by its cell.
 _ON_HOST = frozenset({Condition.ACTIVE, Condition.STOPPED, Condition.SHELVED, Condition.RESCUED})
 
 
@@ -37,7 +38,7 @@ class FencedHost(Struct, frozen=True):
     version: int
 
     def request_id(self, instance_uuid: str, tried: int) -> str:
-        """The id of the request for one instance after so many that have failed."""
+        """The id of the request for one instance after this many failures."""
         return str(uuid5(_NAMESPACE, f"{self.uuid} {self.version} {instance_uuid} {tried}"))
 
 
@@ -53,9 +54,9 @@ def fenced_hosts(fences: Mapping[str, FenceRecord]) -> frozenset[FencedHost]:
 
 
 def host_of(build: RecordedBuild, fenced: Mapping[str, list[FencedHost]]) -> FencedHost | None:
-    """The fenced host ({name: hosts}) that a build is on. One whose cell is not known is taken by its name alone:
+    """The fenced host ({name: hosts}) that a build is on. An instance whose cell is not known is selected by
 
-    the request for an instance that is on another host is refused.
+    the host's name alone: the request for an instance that is on another host is refused.
     """
     if build.host is None:
         return None
@@ -63,7 +64,7 @@ def host_of(build: RecordedBuild, fenced: Mapping[str, list[FencedHost]]) -> Fen
 
 
 def is_restarted(known: MoveContext, config: SchedulerConfig) -> bool:
-    """Whether this instance is on record on its host, and is to be built again elsewhere when that is fenced."""
+    """Whether this instance is on record on its host, and is to be rebuilt elsewhere when that host is fenced."""
     if known.build is None or known.build_request is None or known.build.state is not BuildState.ACTIVE:
         return False
     if known.build.delete_requested or known.now.condition not in _ON_HOST:
@@ -84,5 +85,5 @@ def evacuation(request_id: str, build: RecordedBuild) -> MoveRequest:
 
 
 def pause_s(tried: int) -> float:
-    """How long the next try waits after so many that have failed."""
+    """How long the next try waits after this many failures."""
     return min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2.0 ** min(tried, 32))

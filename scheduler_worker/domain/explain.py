@@ -8,7 +8,7 @@ from bus.contracts.build import FunnelStep
 from placement_worker.replica.query import total_resources
 from scheduler_worker.domain.request_spec import RequestSpec
 
-# What the stable codes of the funnel mean, for a person. A code that is not here is shown as it is.
+# The meaning of the funnel's stable codes, in words. A code that is not here is shown as it is.
 PHRASES = {
     "host.disabled": "are disabled",
     "service.down": "have a compute service that is down",
@@ -17,7 +17,7 @@ PHRASES = {
     "host.ignored": "were ignored as requested",
     "host.not_forced": "cannot be forced by this request",
     "flavor.not_listed": "are reserved for other flavors",
-    "image.not_supported": "do not run what the image is made for",
+    "image.not_supported": "do not support the image's properties",
     "group.no_room": "have as many of the server group as they may",
     "group.elsewhere": "are not where the server group is",
     "hint.different_host": "have an instance that it is to keep away from",
@@ -34,7 +34,7 @@ PHRASES = {
     "too many combinations to try": "have too many combinations of providers to try them all",
 }
 
-# The search's own words about an amount of a resource class.
+# The search's phrases for an amount of a resource class.
 AMOUNTS = {
     "none here": "have no {}",
     "capacity too small": "are too small in {}",
@@ -46,7 +46,7 @@ AMOUNTS = {
     "not in the requested tree": "have {} only outside the tree that was requested",
 }
 
-# ... and about a numbered group, which one provider of the host has to give whole.
+# ... and for a numbered group, which one provider of the host has to satisfy whole.
 GROUPS = {
     "none here": "have no provider for {}",
     "capacity too small": "have only providers that are too small for {}",
@@ -60,7 +60,7 @@ GROUPS = {
     "not in the requested tree": "are not in the tree that {} requests",
 }
 
-# ... and about traits and aggregates: the step, how the reason begins, and what that means.
+# ... and for traits and aggregates: the step, how the reason begins, and its meaning.
 CONDITIONS = (
     ("traits", "root lacks ", "lack {} on the host itself"),
     ("traits", "root has ", "have {} on the host itself, which is forbidden"),

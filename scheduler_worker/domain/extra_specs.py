@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Mapping
 
-# Nova: `=` means "at least" for numbers, whatever it looks like; `s==` is equality of strings.
+# As in Nova, `=` means "at least" for numbers, although it looks like equality; `s==` is equality of strings.
 _NUMBERS: dict[str, Callable[[float, float], bool]] = {
     "=": operator.ge,
     "==": operator.eq,
@@ -56,7 +56,7 @@ def _compare_numbers(compare: Callable[[float, float], bool], value: str, wanted
 
 
 def scoped_specs(extra_specs: Mapping[str, str], scope: str) -> dict[str, str]:
-    """The extra specs that are a filter's own: those of its scope (`scope:name`), and those without any."""
+    """The extra specs that concern a filter: those of its scope (`scope:name`), and those without any."""
     specs: dict[str, str] = {}
     for key, value in extra_specs.items():
         found, colon, name = key.partition(":")

@@ -27,10 +27,12 @@ def followed(
     *,
     force: bool = False,
 ) -> tuple[ChangedObject, ...]:
-    """What decisions about hosts change of their fences, under this revision. cell_of: of a host, where it is known.
+    """The changes of fences that decisions about hosts lead to, under this revision. cell_of: of a host, where it is
+    known.
 
-    A decision to fence makes a fence. Any other, or none, about a host that has one requests that it is lifted: the
-    host stays fenced until its cell has done so. force: it does not, because its cell may be gone for good.
+    A decision to fence creates a fence. Any other decision, or none, about a fenced host requests that its fence is
+    lifted: the host stays fenced until its cell has done so. force: the fence ends at once, because its cell may be
+    gone for good.
     """
     found = []
     for one in changed:
@@ -57,28 +59,28 @@ def followed(
 
 
 def acknowledge(host_uuid: str, known: FenceRecord, report: HostFence) -> ChangedObject | None:
-    """What a cell's report changes of a fence; None: nothing.
+    """The change of a fence that a cell's report leads to; None: no change.
 
-    A report about an older decision is late, and a report of a cell that the host is not in is ignored. A cell that
-    knows a later decision than this record (it was set back) is notified again, with a version above that one.
+    A late report about an older decision is ignored, and so is a report of a cell that the host is not in. A cell that
+    has a later decision than this record (which was set back) is notified again, with a version above that one.
     """
     if known.cell not in (None, report.cell) or report.version < known.version:
         return None
     if report.version > known.version:
         return _change(host_uuid, known, replace(known, version=report.version + 1))
     if report.state is FenceState.LIFTED:
-        # else its record was set back: notified again
+        # else the cell's record was set back: notified again
         return _change(host_uuid, known, None) if known.lifting else None
     after = replace(known, acknowledged=report.version, losses=report.losses)
     return None if after == known else _change(host_uuid, known, after)
 
 
 def lift_of_unknown(report: HostFence, revision: int, host: str) -> ChangedObject | None:
-    """What a cell's fence that is not on record leads to: it is requested to be lifted. None: it is, or will be.
+    """The answer to a cell's fence that is not on record: a request to lift it. None: a fence is on record, or will be.
 
     A decision is on record before its cell is notified, so this record was set back to before the decision, or the
-    announcement is late. What is not decided is not in force; the cell lifts the fence when the host has destroyed
-    what it lost by it, and answers a late announcement's lift with `lifted`.
+    announcement is late. A fence without a decision is not in force; the cell lifts it when the host has destroyed the
+    machines that it lost by it, and answers a late announcement's lift with `lifted`.
     """
     if report.state is not FenceState.FENCED:
         return None
@@ -103,7 +105,9 @@ def command(host_uuid: str, fence: FenceRecord, decision: HostAdminState | None)
 
 
 def fenced(decision: HostAdminState | None, host_uuid: str, fence: FenceRecord) -> HostAdminState:
-    """The decision about a host as it is in force while there is a fence: one that was ended by force is none."""
+    """The decision about a host as it is in force while the host has a fence; a fence that was ended by force does not
+    count.
+    """
     if decision is None:
         decision = HostAdminState(host_uuid=host_uuid, host=fence.host, state=AdminState.ENABLED)
     if fence.forced:

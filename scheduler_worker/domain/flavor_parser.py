@@ -160,7 +160,7 @@ def _known(reading: _FlavorSpec, key: str, word: str) -> str:
 
 
 def _check(reading: _FlavorSpec, own: _GroupSpec, specs: Mapping[str, str]) -> None:
-    """What Placement requires of the groups of a request."""
+    """Placement's rules for the groups of a request."""
     groups = reading.groups
     if not own.resources and not any(words.resources for words in groups.values()):
         raise FlavorInvalid(f"flavor {reading.name} requests nothing")
@@ -182,7 +182,7 @@ def _check(reading: _FlavorSpec, own: _GroupSpec, specs: Mapping[str, str]) -> N
 
 
 def _of_root(reading: _FlavorSpec, value: str) -> tuple[tuple[tuple[str, ...], ...], tuple[str, ...]]:
-    """Traits that the root must have, and those that it must not (microversion 1.35)."""
+    """Traits that the root must have, and traits that it must not have (microversion 1.35)."""
     words = [word.strip() for word in value.split(",") if word.strip()]
     names = {word: _known(reading, "root_required", word.removeprefix("!")) for word in words}
     return (

@@ -66,7 +66,7 @@ def request_spec(
 def _tenant_aggregate(
     request: BuildRequest, query: Query, membership: Membership, config: SchedulerConfig
 ) -> Query | Unsatisfiable:
-    """The aggregates of the project, if it has any; optionally a project without one fits nowhere."""
+    """The project's aggregates, if it has any; a setting decides whether a project without one gets no host."""
     if not config.limit_tenants_to_placement_aggregate:
         return query
     named = [a for a in membership.with_prefix(TENANT_KEY) if request.project_id in tenants(a.metadata)]

@@ -14,7 +14,8 @@ from scheduler_worker.domain.view import HostsView
 UP, DISABLED, SILENT, UNANNOUNCED = "up", "disabled", "silent", "unannounced"
 STATES = (UP, DISABLED, SILENT, UNANNOUNCED)
 
-# Resource classes that are added up; of more, the first by name. Every Ironic node may bring a class of its own.
+# The most resource classes that are added up; of more, the first by name. Every Ironic node may have a resource class
+# of its own.
 MAX_CLASSES = 200
 
 

@@ -1,8 +1,8 @@
-"""Gangs: requests for several machines that start together or not at all, and what one member means for the others.
+"""Gangs: requests for several machines that start together or not at all, and the effects of one member on the others.
 
-A gang's members choose one after another, each seeing the ones before it, and are claimed in one `placement.claim.all`.
-While a member may still find a host the gang waits for it. A member that finds none leaves the gang; the others go on
-while they are at least `min_count`.
+A gang's members choose one after another, each seeing the earlier choices, and are claimed in one
+`placement.claim.all`. While a member may still find a host the gang waits for it. A member that finds no host leaves
+the gang; the others go on while they are at least `min_count`.
 """
 
 from __future__ import annotations
@@ -34,12 +34,15 @@ def by_gang(states: Iterable[PlacementState]) -> list[list[PlacementState]]:
 
 
 def largest_first(states: Sequence[PlacementState]) -> list[PlacementState]:
-    """In the order in which members choose: what is large has the fewest places. Sizes: the sum of all amounts."""
+    """In the order in which members choose: large members first, because the fewest hosts fit them.
+
+    Sizes: the sum of all amounts.
+    """
     return sorted(states, key=lambda one: -sum(total_resources(one.spec.query).values()))
 
 
 def with_shared_findings(states: Sequence[PlacementState]) -> list[PlacementState]:
-    """The members of an affinity gang, each with what all of them know of rejected hosts and of the group's members."""
+    """The members of an affinity gang, each with the rejected hosts and group members that any of them has found."""
     if not states or not states[0].spec.has_policy(GroupPolicy.AFFINITY):
         return list(states)
     rejected = {host: why for one in states for host, why in one.rejected.items()}
@@ -50,10 +53,10 @@ def with_shared_findings(states: Sequence[PlacementState]) -> list[PlacementStat
 
 
 def with_gang_results(states: Sequence[PlacementState]) -> list[PlacementState]:
-    """The states, in their order, with the results that follow from one member's for the others of its gang.
+    """The states, in their order, with the results that one member's result means for the others of its gang.
 
-    Where placement did not answer for one member, the whole gang is tried again. Where members hold claims of an
-    earlier run, that run has decided which start. Where fewer than `min_count` are left, none starts.
+    If placement did not answer for one member, the whole gang is tried again. If members hold claims of an earlier run,
+    that run has decided which start. If fewer than `min_count` are left, none starts.
     """
     if all(one.gang is None for one in states):
         return list(states)
@@ -104,7 +107,7 @@ def merged(states: Sequence[PlacementState], newer: Iterable[PlacementState]) ->
 
 
 def without_withdrawn(pending: PendingBuild, withdrawn_of: Mapping[str, int]) -> PendingBuild:
-    """A build whose gang starts without the members that were withdrawn: no more are needed than there are left."""
+    """A build whose gang starts without the members that were withdrawn: it needs no more than are left."""
     gang = pending.gang
     if gang is None or gang.uuid not in withdrawn_of:
         return pending

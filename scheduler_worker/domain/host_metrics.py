@@ -18,7 +18,7 @@ from scheduler_worker.domain.hosts import Floats, HostTable, Rows
 
 MAX_METRICS = 64  # names kept in all; the settings' own always have a place
 MAX_SOURCES = 1000
-MAX_AHEAD_S = 30.0  # a publisher's clock may be ahead by so much; what is later than that is dropped
+MAX_AHEAD_S = 30.0  # a publisher's clock may be ahead by this much; a number that is later is dropped
 
 TAKEN, STALE, AHEAD, OLDER = "taken", "stale", "ahead", "older"
 UNKNOWN_HOST, FOREIGN, TOO_MANY = "unknown_host", "foreign", "too_many"
@@ -70,7 +70,8 @@ class HostMetricsTable:
         return len(self._columns)
 
     def apply(self, message: HostMetrics, cell: str | None, *, now: float, now_s: float) -> Counter[str]:
-        """Take the numbers over; how many met which outcome. cell: on whose bus it came; None: on the API bus.
+        """Take the numbers over; returns how many had which outcome. cell: on whose bus the message came; None: on the
+        API bus.
 
         now: wall-clock time. now_s: monotonic time.
         """
@@ -101,7 +102,7 @@ class HostMetricsTable:
         self._now_s = now_s
 
     def known_of(self, index: Rows) -> dict[str, Floats]:
-        """{metric: the numbers of these hosts, as `values` has them} of all metrics that there are."""
+        """{metric: the numbers of these hosts, as `values` has them}, of all metrics that are kept."""
         return {name: self.values(name, index) for name in sorted(self._columns)}
 
     def values(self, name: str, index: Rows) -> Floats:
@@ -137,7 +138,7 @@ class HostMetricsTable:
                 return TOO_MANY
             column = self._columns[name] = _Column()
         column.grow(len(self._table))
-        # A number from a clock that was ahead stands until it is stale by our own, and no longer.
+        # A number from a clock that was ahead stays until it is stale by our own clock, and no longer.
         if number.at < column.at[index] and column.expires_s[index] > self._now_s:
             return OLDER
         column.value[index], column.at[index] = number.value, number.at
@@ -148,7 +149,7 @@ class HostMetricsTable:
         known = self._source_index.get(source)
         if known is not None:
             return known
-        if len(self._sources) >= MAX_SOURCES:  # the last place is that of all further ones
+        if len(self._sources) >= MAX_SOURCES:  # the last place is shared by all further ones
             return MAX_SOURCES - 1
         self._source_index[source] = len(self._sources)
         self._sources.append(source if len(self._sources) < MAX_SOURCES - 1 else "other")
@@ -156,6 +157,6 @@ class HostMetricsTable:
 
 
 def _longer(column: npt.NDArray[Any], more: int, fill: float) -> npt.NDArray[Any]:
-    # In steps, so that a fleet that is announced host by host is not copied for each.
+    # In steps, so that a fleet that is announced host by host is not copied for each host.
     room = max(more, len(column) // 2)
     return np.concatenate([column, np.full(room, fill, dtype=column.dtype)])

@@ -1,9 +1,9 @@
-"""What compute services announce about hosts: the managing service, its cell, whether it takes builds.
+"""The announcements of compute services about hosts: the managing service, its cell, whether it takes builds.
 
 Placement knows the resources of a host; this table knows whether the host can be reached. It is kept in columns,
 because every decision reads all of them. Announcements may come late or twice; a service's epoch and sequence reveal
-that. Which services are down is in the digest of a cell's conductor; no heartbeat is received here. What an operator
-has decided about a host stands in a column of its own, which no announcement changes.
+that. Which services are down is in the digest of a cell's conductor; no heartbeat is received here. An operator's
+decision about a host stands in a column of its own, which no announcement changes.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ Floats = npt.NDArray[np.float64]
 NO_RING = (0, 0)
 NO_SERVICE = -1  # no service manages this host any more
 PROJECT = "project_id"  # the attribute of a host that takes builds of one project only
-HEALTH = "health"  # the attribute of a host that something is wrong with: `warning`
-OPEN, CLOSED = -1, -2  # instead of the place of a project: a host takes builds of all, or of none
+HEALTH = "health"  # the attribute of a host that reports a problem: `warning`
+OPEN, CLOSED = -1, -2  # no project: a host takes builds of all, or of none
 MAX_PROJECTS = 1_000_000
 MAX_HOSTS = 4_000_000  # announced hosts kept; a cell that announces more is broken
 MAX_SERVICES = 100_000  # compute services kept; announcements of further names are ignored
 INITIAL_CAPACITY = 1024
-# A host stays with its cell for so long after its service was there last: another cell cannot take its builds over.
+# A host stays with its cell this long after its service was last up: another cell cannot take its builds over.
 CELL_HOLD_S = 60.0
-# The hosts of a service that is down for so long have no service, until they are announced again. Conductors purge
+# The hosts of a service that is down for this long have no service, until they are announced again. Conductors purge
 # such a service much later, and do not list it then.
 DOWN_HOLD_S = 3600.0
-# So many questions in a row (`HostTable.count_request`) are left unanswered by a service that is there, at most.
+# A service that is up leaves at most this many requests in a row (`HostTable.count_request`) unanswered.
 MAX_UNANSWERED = 3
 STOPPED = "service.stopped"
 UNRESPONSIVE = "service.unresponsive"
-ADMIN_STATES = tuple(AdminState)  # a column holds the place of a state in here; 0 is enabled
+ADMIN_STATES = tuple(AdminState)  # a column holds the index of a state in this tuple; 0 is enabled
 
 
 class ServiceState(Struct):
@@ -67,7 +67,7 @@ class ServiceState(Struct):
 
 
 class CellDigest(Struct):
-    """The newest digest of one cell. last_seen_s: when it, or the same again, came (monotonic).
+    """The newest digest of one cell. last_seen_s: when it, or an equal one, came (monotonic).
 
     page: the last page of it that came. up: how many services it counts; -1: no digest has come yet.
     """
@@ -102,11 +102,11 @@ class HostTable:
         self.enabled = np.zeros(INITIAL_CAPACITY, dtype=np.bool_)
         self.failed_builds = np.zeros(INITIAL_CAPACITY, dtype=np.float64)
         self.admin = np.zeros(INITIAL_CAPACITY, dtype=np.int8)
-        self.project = np.full(INITIAL_CAPACITY, OPEN, dtype=np.int32)  # whose builds alone: its place in `projects`
+        self.project = np.full(INITIAL_CAPACITY, OPEN, dtype=np.int32)  # index of the one project that it serves
         self.projects: dict[str, int] = {}
-        self.warning = np.zeros(INITIAL_CAPACITY, dtype=np.bool_)  # its service reports that something is wrong with it
+        self.warning = np.zeros(INITIAL_CAPACITY, dtype=np.bool_)  # its service reports a problem with it
         self._decided: dict[str, HostAdminState] = {}
-        # {uuid: (the service that reports this host, too, and was refused it; its listing then)}
+        # {uuid: (the service that also reports this host, and was refused it; its listing then)}
         self._contested: dict[str, tuple[int, int]] = {}
         self.disabled_cells: frozenset[str] = frozenset()  # by operators: they take no new builds
 
@@ -147,16 +147,17 @@ class HostTable:
         return True
 
     def knows_more(self, cell: str) -> bool:
-        """Whether more services of this cell are taken for there than its digest counts.
+        """Whether more services of this cell count as up here than in its digest.
 
-        Conductors whose database was emptied or set back while a service died do not know it, and miss nothing.
+        A conductor whose database was emptied or set back while a service died has no record of it, and cannot list it
+        as down.
         """
         digest = self._digests.get(cell)
         there = sum(service.cell == cell and service.down is None for service in self.services)
         return digest is not None and 0 <= digest.up < there
 
     def count_request(self, cell: str, now_s: float) -> None:
-        """Every service of this cell was requested to announce its hosts; one that never does so is taken for down."""
+        """Every service of this cell was requested to announce its hosts; one that never does so counts as down."""
         digest = self._digests.get(cell, CellDigest())
         for service in self.services:
             if service.cell == cell:
@@ -177,12 +178,12 @@ class HostTable:
         self._decided = dict(decisions)
 
     def last_cell_of(self, uuid: str) -> str | None:
-        """The cell that a host was last announced in, also when no service manages it any more."""
+        """The cell that last announced a host, also when no service manages it any more."""
         index = self._index.get(uuid)
         return None if index is None or self.cell[index] == NO_SERVICE else self.cells[int(self.cell[index])]
 
     def last_name_of(self, uuid: str) -> str | None:
-        """The name that a host was last announced under."""
+        """The name under which a host was last announced."""
         index = self._index.get(uuid)
         return None if index is None else self.names[index]
 
@@ -195,7 +196,7 @@ class HostTable:
         return service.name if service.down is None else None
 
     def contested_by(self, uuid: str) -> str | None:
-        """The service which is up and reports this host, too, although the book has it as another one's."""
+        """The service that is up and also reports this host, although the book has it as another service's."""
         refused = self._contested.get(uuid)
         service = None if refused is None else self.services[refused[0]]
         return service.name if service is not None and service.down is None else None
@@ -220,7 +221,9 @@ class HostTable:
         return self.services[int(self.service[index])].down is not None
 
     def _apply_digest(self, digest: ServicesDigest, now_s: float) -> bool:
-        """A digest counts when all its pages have come; until then, and for ever if one is lost, the last one does."""
+        """A digest counts when all its pages have come; until then, and for ever if a page is lost, the previous digest
+        counts.
+        """
         known = self._digests.setdefault(digest.cell, CellDigest())
         version = (digest.term, digest.number)
         if digest.page == 1:
@@ -242,7 +245,9 @@ class HostTable:
         return True
 
     def _assess(self, service: ServiceState, digest: CellDigest, now_s: float) -> None:
-        """The state that its cell lists for this service's present epoch or a later one; otherwise by its silence."""
+        """The state that its cell lists for this service's present epoch or a later one; otherwise
+        its silence decides.
+        """
         down = digest.down.get(service.name)
         if down is not None and down.epoch < service.epoch:
             down = None
@@ -279,16 +284,16 @@ class HostTable:
         if not first_sequence:
             return
         state.pages_received += 1
-        # A lost page would remove its hosts: only a complete report shows which hosts have left.
+        # A lost page must not remove its hosts: only a complete report shows which hosts have left.
         if message.complete and state.pages_received == message.pages:
-            # A host that the service no longer lists is managed by another one (a node re-homed) or gone.
+            # A host that the service no longer lists is managed by another service (a node re-homed) or gone.
             mine = self.service[: len(self)] == service
             self.service[: len(self)][mine & (self.listed[: len(self)] != state.listing)] = NO_SERVICE
             for uuid in [uuid for uuid, at in self._contested.items() if at[0] == service and at[1] != state.listing]:
                 del self._contested[uuid]
 
     def _is_held(self, uuid: str, cell: int, now_s: float) -> bool:
-        """Whether a living service of another cell manages this host."""
+        """Whether a service of another cell that is up manages this host."""
         index = self._index.get(uuid)
         if index is None or self.service[index] == NO_SERVICE or self.cell[index] == cell:
             return False
@@ -298,12 +303,12 @@ class HostTable:
         return self._is_seen(holder, now_s)
 
     def _is_seen(self, service: ServiceState, now_s: float) -> bool:
-        """Whether this service or its cell's conductor has published something a short time ago."""
+        """Whether this service or its cell's conductor has published something recently."""
         digest = self._digests.get(service.cell)
         return now_s - max(service.last_seen_s, digest.last_seen_s if digest else -math.inf) <= CELL_HOLD_S
 
     def _refuse(self, uuid: str, service: int) -> None:
-        """The book has this host as another service's: it is none of this one's."""
+        """The book has this host as another service's, so it does not belong to this one."""
         if uuid in self._contested or len(self._contested) < MAX_HOSTS:
             self._contested[uuid] = (service, self.services[service].listing)
         index = self._index.get(uuid)
@@ -313,8 +318,9 @@ class HostTable:
     def _is_anothers(self, uuid: str, service: int, now_s: float) -> bool:
         """Whether another service of this cell has the host, and this one does not take it over.
 
-        In a ring, by a membership that this one does not know yet. Otherwise while the other one is up and lists it:
-        two services have a host of one uuid, and the book decides which one has it.
+        In a ring, a newer membership, which this service does not have yet, gave the host to the other one. Otherwise
+        as long as the other one is up and lists it: two services report a host of one uuid, and the book decides which
+        one has it.
         """
         index, ring = self._index.get(uuid), self.services[service].ring
         if index is None or self.service[index] in (NO_SERVICE, service):
@@ -344,7 +350,7 @@ class HostTable:
         self.failed_builds[index] = host.failed_builds
 
     def _place_of(self, project: str | None) -> int:
-        """Hosts of projects beyond the most that are kept take no builds, which is safe."""
+        """Hosts of projects beyond the bound take no builds, which is safe."""
         if not project:
             return OPEN
         if project not in self.projects and len(self.projects) >= MAX_PROJECTS:

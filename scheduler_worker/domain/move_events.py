@@ -1,4 +1,4 @@
-"""Events of requests about instances: what the scheduler decides of one, and what a cell announces of it. Pure."""
+"""Events of requests about instances: the scheduler's decisions and the cells' announcements. Pure."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from bus.wire import Malformed
 from scheduler_worker.domain.builds import Author
 from scheduler_worker.domain.recorded_moves import InstanceRecord, MoveContext, PendingMove, RecordedMove, flavor_of
 
-# The scheduler's own sequence numbers of a request's events; a conductor's begin above them.
-MALFORMED, SCHEDULED, DECIDED = 0, 2, 3
+# The scheduler's own sequence numbers of a request's events; a conductor's numbers are above them.
+OFF_RECORD, SCHEDULED, FAILED_OR_REFUSED = 0, 2, 3
 
 
 def recorded(pending: PendingMove, state: MoveState, author: Author, **more: object) -> RecordedMove:
-    """The record of a request that was dispatched, refused, or failed for want of a host."""
+    """The record of a request that was dispatched, refused, or failed because no host fits."""
     request = pending.request
     ended = state is not MoveState.SCHEDULED
     return RecordedMove(
@@ -31,7 +31,7 @@ def recorded(pending: PendingMove, state: MoveState, author: Author, **more: obj
         kind=request.kind,
         digest=pending.digest,
         state=state,
-        sequence=DECIDED if ended else SCHEDULED,
+        sequence=FAILED_OR_REFUSED if ended else SCHEDULED,
         terminal=ended,
         created_at=author.at,
         **more,  # type: ignore[arg-type]
@@ -39,7 +39,7 @@ def recorded(pending: PendingMove, state: MoveState, author: Author, **more: obj
 
 
 def event_of(move: RecordedMove, known: MoveContext, at: float) -> MoveEvent:
-    """The scheduler's event of a request that it has decided about."""
+    """The scheduler's event about its decision on a request."""
     is_theirs = known.build is not None and known.build.project_id == move.project_id
     return MoveEvent(
         request_id=move.request_id,
@@ -69,7 +69,7 @@ def clash_event(pending: PendingMove, refusal: Refusal) -> MoveEvent:
         project_id=request.project_id,
         kind=request.kind,
         state=MoveState.REFUSED,
-        sequence=MALFORMED,
+        sequence=OFF_RECORD,
         terminal=True,
         condition=Condition.UNKNOWN,
         code=refusal.code,
@@ -82,7 +82,7 @@ def clash_event(pending: PendingMove, refusal: Refusal) -> MoveEvent:
 
 
 class Announced(Struct, frozen=True, kw_only=True):
-    """What an announcement changes. event: to publish; None: outdated."""
+    """The change that an announcement makes. event: to publish; None: outdated."""
 
     move: RecordedMove
     instance: InstanceRecord
@@ -96,12 +96,13 @@ def apply_announcement(
 ) -> Announced:
     """Apply a cell's event of a request. host: on record of the instance."""
     ends = event.terminal and not move.terminal
-    # What follows the end (source gone, confirmed by itself) may overtake it on the way here; the end is still the end.
+    # An event after the end (source gone, confirmed by itself) may overtake the end on the way here; the end is still
+    # applied.
     if (event.sequence <= move.sequence and not ends) or (event.terminal and move.terminal):
         return Announced(move=move, instance=instance, host=host)
-    event = replace(event, cell=cell, project_id=move.project_id, instance_uuid=move.instance_uuid)
+    event = replace(event, cell=cell, project_id=move.project_id, instance_uuid=move.instance_uuid, departure=None)
     if not move.terminal or event.terminal:
-        # What follows a terminal event (confirmed by itself, source gone) does not reopen the request.
+        # An event after the terminal one (confirmed by itself, source gone) does not reopen the request.
         after = replace(
             move,
             state=event.state,
@@ -111,14 +112,16 @@ def apply_announcement(
             code=event.code,
             reason=event.reason,
             history=event.history or move.history,
+            command=None if event.terminal else move.command,
         )
     else:
         after = replace(move, sequence=event.sequence)
     is_newest, is_awaited = event.sequence > instance.sequence, instance.under_way == move.request_id
     if is_newest or (event.terminal and is_awaited and instance.condition is Condition.MOVING):
-        # A cell whose database was set back counts from lower numbers again; its word ends what was under way.
+        # A cell whose database was set back numbers from lower numbers again; its event ends the request under way.
         instance = replace(instance, condition=event.condition, sequence=max(event.sequence, instance.sequence))
-    # Before the end they are where it goes to. What follows the end (source gone, undone by itself) names what it is.
+    # Before the end, host and cell are the destination's. An event after the end (source gone, undone by itself) names
+    # the reason itself.
     names_what_it_is = event.terminal or (move.terminal and event.condition is not Condition.MOVING)
     if names_what_it_is and (is_newest or (event.terminal and is_awaited)):
         host = None if event.condition is Condition.OFFLOADED else event.host or host
@@ -130,7 +133,7 @@ def apply_announcement(
 
 
 def timeline_of(event: MoveEvent, known: int, now: float) -> tuple[TimelineEntry, ...]:
-    """One event as entries of the instance's timeline: first the hosts tried that it names, then itself."""
+    """One event as entries of the instance's timeline: first the tried hosts that it names, then itself."""
     who = f"conductor {event.cell}" if event.cell else "conductor"
     tried = tuple(
         TimelineEntry(at=one.at or now, who=who, what=f"{event.kind} {one.outcome}", detail=_detail(one.host, one))
@@ -159,7 +162,7 @@ class _Named(Struct):
 
 
 class _Kind(Struct):
-    """What else may be readable of it."""
+    """Other fields that may be readable."""
 
     kind: MoveKind | None = None
 
@@ -167,7 +170,7 @@ class _Kind(Struct):
 def refused_move(malformed: Malformed) -> tuple[MoveEvent, ...]:
     """An unreadable request, answered on the event stream of the project whose routing key it came under.
 
-    Nothing where its ids are unreadable, too.
+    Nothing is answered if its ids are unreadable, too.
     """
     project_id = project_of(malformed.key)
     if not project_id:
@@ -186,7 +189,7 @@ def refused_move(malformed: Malformed) -> tuple[MoveEvent, ...]:
             project_id=project_id,
             kind=kind,
             state=MoveState.REFUSED,
-            sequence=MALFORMED,
+            sequence=OFF_RECORD,
             terminal=True,
             condition=Condition.UNKNOWN,
             code=malformed.code,

@@ -1,6 +1,7 @@
-"""Requests about an instance after its build: which may be carried out, and what hosts are chosen for. Pure.
+"""Requests about an instance after its build: which of them may be carried out, and which of them need hosts. Pure.
 
-A request has exactly one terminal event. While one is under way another is refused; only an abort may follow it.
+A request has exactly one terminal event. While one request is under way another is refused; only an abort may follow
+it.
 """
 
 from __future__ import annotations
@@ -42,9 +43,9 @@ BUSY = "instance.busy"
 NOT_ACTIVE = "instance.not_active"
 CHANGED = Retry("request.concurrent", "the instance changed while hosts were chosen for it")
 
-# A request may overtake its instance's build on the way to another scheduler: so often it is looked for again.
+# A request may overtake its instance's build on the way to another scheduler: the build is looked for this often.
 UNKNOWN_RETRIES = 2
-# Ends of an instance: no request is taken for it any more.
+# End states of an instance: no further request is accepted for it.
 _ENDED = frozenset({Condition.DELETED, Condition.FAILED})
 
 _encode = msgspec.json.Encoder(order="deterministic").encode
@@ -66,7 +67,9 @@ def pending_move(received: Received, position: int, *, now: float, max_age_s: fl
 
 
 class Clash(Struct, frozen=True):
-    """The request_id is on record with other content, or is an instance's: refused, and nothing goes on record."""
+    """The request_id is on record with other content, or is an instance's: the request is refused, and nothing goes on
+    record.
+    """
 
     refusal: Refusal
 
@@ -74,7 +77,10 @@ class Clash(Struct, frozen=True):
 def check_move(
     pending: PendingMove, known: MoveContext, flavors: FlavorAccess, *, same_host: bool
 ) -> Outcome | Clash | Refusal | None:
-    """An outcome: it was handled before, or comes too early. A refusal goes on record. None: it may be carried out."""
+    """An outcome: the request was handled before, or comes too early.
+
+    A refusal goes on record. None: it may be carried out.
+    """
     request, move, build = pending.request, known.move, known.build
     if move is not None:
         if move.digest != pending.digest or move.project_id != request.project_id:
@@ -85,7 +91,7 @@ def check_move(
     if known.names_instance or request.request_id == request.instance_uuid:
         return Clash(Refusal(code=DUPLICATE, reason="the request_id is the uuid of an instance"))
     if build is None or build.project_id != request.project_id:
-        # Another project learns nothing of it.
+        # The answer reveals nothing to another project.
         if build is None and pending.delivery < UNKNOWN_RETRIES and pending.given_up is None:
             return Retry(UNKNOWN, "not on record (yet)")
         return Refusal(code=UNKNOWN, reason="there is no such instance in this project")
@@ -97,7 +103,7 @@ def check_move(
 
 
 def _misfit(request: MoveRequest, known: MoveContext, flavors: FlavorAccess, *, same_host: bool) -> Refusal | None:
-    """Why this cannot be requested of the instance as it is. The cell decides the rest."""
+    """Why this cannot be requested of the instance in its state. The cell checks the rest."""
     build, now = known.build, known.now
     assert build is not None and known.build_request is not None
     if build.state is not BuildState.ACTIVE or build.cell is None or now.condition in _ENDED:
@@ -139,7 +145,7 @@ def changes_image(request: MoveRequest, known: MoveContext) -> bool:
 
 def under_way(request: MoveRequest, known: MoveContext) -> InstanceRecord:
     """The record of an instance whose request is dispatched."""
-    if request.kind is MoveKind.ABORT:  # it goes beside the request that it ends, which stays the one under way
+    if request.kind is MoveKind.ABORT:  # it does not replace the request that it ends, which stays under way
         return known.now
     begun = replace(known.now, under_way=request.request_id)
     if not changes_image(request, known):
@@ -150,26 +156,28 @@ def under_way(request: MoveRequest, known: MoveContext) -> InstanceRecord:
 
 
 def chooses_hosts(request: MoveRequest, known: MoveContext) -> bool:
-    """Whether hosts are chosen for it; a shelved instance that still has its host starts there."""
+    """Whether hosts are chosen for it; a shelved instance that still has its host starts on that host."""
     if request.kind is MoveKind.UNSHELVE:
         return known.now.condition is Condition.OFFLOADED
     return request.kind in CHOOSES_HOSTS
 
 
 def looks_at_hosts(request: MoveRequest, known: MoveContext) -> bool:
-    """Whether it depends on hosts: those that are chosen for it, or its own, which may not support another image."""
+    """Whether it depends on hosts: chosen ones, or the instance's own, which may not support another image."""
     return chooses_hosts(request, known) or changes_image(request, known)
 
 
 def leaves_source(request: MoveRequest, *, same_host: bool) -> bool:
-    """Whether the host that the instance is on may not be chosen."""
+    """Whether the instance's present host may not be chosen."""
     if request.kind is MoveKind.RESIZE:
         return request.policy is ResizePolicy.OTHER_HOST or (request.policy is ResizePolicy.ANY and not same_host)
     return request.kind is not MoveKind.UNSHELVE
 
 
 def placed_as(request: MoveRequest, known: MoveContext) -> BuildRequest:
-    """The request for which hosts are chosen: that of the build, with what the instance has now and this one names."""
+    """The request for which hosts are chosen: that of the build, with the instance's present flavor and image and those
+    that this request names.
+    """
     built = known.build_request
     assert built is not None
     is_rebuilt = request.kind is MoveKind.REBUILD

@@ -1,4 +1,4 @@
-"""Objects that operators define: parsing, what a change does, and the configuration that they add up to. Pure."""
+"""Objects that operators define: parsing, the effect of a change, and the configuration that they form. Pure."""
 
 from __future__ import annotations
 
@@ -72,12 +72,12 @@ BODIES: Mapping[ObjectKind, type[Body]] = {
     ObjectKind.DRAIN: DrainRecord,
     ObjectKind.GROUP: GroupDefinition,
 }
-# What no change of objects changes, and why.
+# The reasons why a change of objects refuses certain kinds.
 DERIVED: Mapping[ObjectKind, str] = {
     ObjectKind.FENCE: "follows from a decision about its host, and is not changed",
     ObjectKind.DRAIN: "has commands of its own (drain.command.v1), and is not changed",
 }
-# What is about the hosts there are, and not part of a configuration.
+# Kinds that are about existing hosts, and not part of a configuration.
 NOT_CONFIGURATION = frozenset({ObjectKind.HOST, ObjectKind.FENCE, ObjectKind.CELL, ObjectKind.DRAIN})
 
 Key = tuple[ObjectKind, str]
@@ -85,7 +85,7 @@ Objects = Mapping[Key, StoredObject]
 
 
 class ChangeAuthor(Struct, frozen=True):
-    """What the log of changes keeps about a change beside the objects. at: seconds since the epoch."""
+    """The entry that the log of changes keeps about a change beside the objects. at: seconds since the epoch."""
 
     who: str
     why: str
@@ -104,20 +104,20 @@ _encode = msgspec.json.Encoder(order="deterministic").encode
 
 
 class ChangePlan(Struct, frozen=True):
-    """What a change does: the objects to write under the new revision, and those to delete."""
+    """The effect of a change: the objects to write under the new revision, and those to delete."""
 
     changed: tuple[ChangedObject, ...]
 
     @property
     def flavors_deleted(self) -> tuple[str, ...]:
-        """The names of flavors that there will be no more."""
+        """The names of flavors that the change deletes."""
         return tuple(one.name for one in self.changed if one.kind is ObjectKind.FLAVOR and one.after is None)
 
     @property
     def flavors_remade(self) -> tuple[str, ...]:
-        """The names of flavors that are to make other machines than before: another size, or other extra specs.
+        """The names of flavors whose machines would change: another size, or other extra specs.
 
-        A move of an instance claims what its flavor is then, not what it was at the build.
+        A move of an instance claims by its flavor at the time of the move, not of the build.
         """
         return tuple(
             one.name
@@ -130,7 +130,7 @@ class ChangePlan(Struct, frozen=True):
 
     @property
     def groups_changed(self) -> tuple[tuple[str, ServerGroup], ...]:
-        """(name, group as it was) of the server groups that have another rule now, another uuid, or are no more."""
+        """(name, group before the change) of the server groups that get another rule, another uuid, or are deleted."""
         found = []
         for one in self.changed:
             if one.kind is ObjectKind.GROUP and one.before is not None:
@@ -157,7 +157,7 @@ class ChangePlan(Struct, frozen=True):
 
     @property
     def hosts_fenced(self) -> tuple[str, ...]:
-        """The uuids of hosts that a fence is requested for and that had none."""
+        """The uuids of hosts that get a fence and had none."""
         return tuple(
             one.name
             for one in self.changed
@@ -230,7 +230,7 @@ def _uuid(where: str, text: str) -> str:
 
 
 def plan(requested: ObjectsChange, present: Objects) -> ChangePlan | Refusal:
-    """What a change would do to the objects there are. A refusal names the first object that cannot be changed so."""
+    """The effect of a change on the present objects. A refusal names the first object that cannot be changed so."""
     after: dict[Key, dict[str, Any] | None] = {}
     for change in requested.changes:
         key = (change.kind, change.name)
@@ -291,7 +291,7 @@ def applied(present: RecordedObjects, changed: Iterable[ChangedObject], author: 
 
 
 def configuration_bodies(present: Objects, changed: Iterable[ChangedObject] = ()) -> dict[Key, dict[str, Any]]:
-    """The bodies that make a configuration, once these changes are made: all but NOT_CONFIGURATION."""
+    """The bodies that make a configuration, once these changes are made: all kinds but NOT_CONFIGURATION."""
     bodies = {key: stored.body for key, stored in present.items()}
     for one in changed:
         if one.after is None:
@@ -337,7 +337,7 @@ def effective_config(settings: SchedulerConfig, bodies: Mapping[Key, Mapping[str
 
 
 def seeds(settings: SchedulerConfig) -> tuple[ChangedObject, ...]:
-    """What an empty system begins with: the objects of the settings. Scheduling rules stay settings until changed.
+    """The initial objects of an empty system: those of the settings. Scheduling rules stay settings until changed.
 
     Raises ValueError: two aggregates have one name.
     """
@@ -356,7 +356,7 @@ def seeds(settings: SchedulerConfig) -> tuple[ChangedObject, ...]:
 
 
 def host_decisions(present: Objects) -> dict[str, HostAdminState]:
-    """What is in force about each host: {uuid: decision}. Raises ValueError when a body is not valid."""
+    """The decisions in force about each host: {uuid: decision}. Raises ValueError when a body is not valid."""
     decisions = {
         stored.name: host_decision(stored) for (kind, _), stored in sorted(present.items()) if kind is ObjectKind.HOST
     }
@@ -418,7 +418,7 @@ def host_decision(stored: StoredObject) -> HostAdminState:
 def zones_that_move(
     before: Mapping[str, str], after: Mapping[str, str], in_use: Sequence[str], *, named: int = 5
 ) -> str | None:
-    """Why a change of aggregates is refused: hosts with instances that it would take to another zone. None: none.
+    """Why a change of aggregates is refused: hosts with instances whose zone it would change. None: there are none.
 
     before, after: {host: zone}; in_use: hosts with allocations.
     """

@@ -18,12 +18,14 @@ def has_peers(request: BuildRequest) -> bool:
     return bool(request.server_group or request.different_host or request.same_host)
 
 
-def locate_request(request: BuildRequest, *, first_run: bool = False) -> LocateRequest:
-    """The question to placement. first_run: the instance holds nothing yet, so that all of its group ask the same."""
+def locate_request(request: BuildRequest, *, surely_unclaimed: bool = False) -> LocateRequest:
+    """The query to placement. surely_unclaimed: the instance holds nothing yet, so that all members of its
+    group send the same query.
+    """
     return LocateRequest(
         project_id=request.project_id,
         server_group=request.server_group.uuid if request.server_group is not None else None,
-        besides=None if first_run else request.instance_uuid,
+        besides=None if surely_unclaimed else request.instance_uuid,
         consumers=tuple(dict.fromkeys((*request.different_host, *request.same_host))),
     )
 

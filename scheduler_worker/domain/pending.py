@@ -1,4 +1,4 @@
-"""One build request of a batch: what is known of it when it is taken, and what goes on record of it. Pure."""
+"""One build request of a batch: the request as received, and its first record. Pure."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from bus.contracts.groups import ServerGroup
 from bus.contracts.stages import Stamps
 from scheduler_worker.domain.builds import (
     ACCEPTED,
-    DECIDED,
+    FAILED_OR_REFUSED,
     Author,
     Gang,
     NewBuild,
@@ -36,16 +36,16 @@ _encode = msgspec.json.Encoder(order="deterministic").encode
 
 
 class FlavorAccess(Protocol):
-    """Which flavors there are, and for which projects; which server groups a project has."""
+    """The flavors that exist, and for which projects; and each project's server groups."""
 
     def allows(self, flavor: str, project: str) -> bool:
-        """Whether there is this flavor, and the project may request it."""
+        """Whether this flavor exists, and the project may request it."""
 
     def flavors_for(self, project: str) -> Collection[str]:
         """The names of the flavors that a project may request."""
 
     def group_of(self, project: str, name: str) -> ServerGroup | None:
-        """The server group on record that a project calls so."""
+        """The server group on record that a project calls by this name."""
 
     def group_by_uuid(self, project: str, uuid: str) -> tuple[str, ServerGroup] | None:
         """(name, server group) on record of a project with this uuid."""
@@ -55,9 +55,9 @@ class PendingBuild(Struct, frozen=True, kw_only=True):
     """A build request that has no outcome yet, or one member of a request for several.
 
     position: of its outcome; of a request for several, each member has one. requested_at, taken_at: when it was sent,
-    and when this batch was taken (seconds since the epoch). gang: what it is a member of. redelivered: an earlier
-    delivery may have come as far as its claim. delivery: how often its queue has retried it. given_up: why its queue
-    has given it up, or is about to; None: it has not. refusal: why it is refused at once, if it is new.
+    and when this batch was taken (seconds since the epoch). gang: the gang that it is a member of. redelivered: an
+    earlier delivery may have come as far as its claim. delivery: how often its queue has retried it. given_up: why its
+    retries are exhausted, or are about to be; None: they are not. refusal: why it is refused at once, if it is new.
     """
 
     position: int
@@ -85,7 +85,9 @@ class PendingBuild(Struct, frozen=True, kw_only=True):
 def pending_build(
     received: Received, position: int, *, now: float, flavors: FlavorAccess, max_age_s: float
 ) -> PendingBuild:
-    """A request that has just been taken. max_age_s: sent longer ago, its record may have been purged."""
+    """A request that has just been received. max_age_s: the record of a request that was sent longer ago may have been
+    purged.
+    """
     request, meta = received.message, received.meta
     assert isinstance(request, BuildRequest)
     refusal: Refusal | None
@@ -104,7 +106,7 @@ def pending_build(
         position=position,
         request=_with_group(request, flavors),
         digest=blake2b(_encode(request), digest_size=16).digest(),
-        # A request without a time of sending is taken to have been sent just now.
+        # A request without a time of sending counts as sent just now.
         requested_at=meta.sent_at or now,
         taken_at=now,
         redelivered=received.redelivered or meta.attempt > 0,
@@ -173,7 +175,7 @@ def members_of(pending: PendingBuild, start: int) -> list[PendingBuild]:
 
 
 def new_build(pending: PendingBuild, author: Author) -> NewBuild:
-    """What goes on record of a new request: accepted, or refused at once."""
+    """The first record of a new request: accepted, or refused at once."""
     request, refusal = pending.request, pending.refusal
     of_gang = "" if pending.gang is None else f", one of {pending.gang.size} of gang {pending.gang.uuid}"
     requested = author.entry("requested", f"{request.flavor} for {request.project_id}{of_gang}")
@@ -184,7 +186,7 @@ def new_build(pending: PendingBuild, author: Author) -> NewBuild:
             instance_uuid=request.instance_uuid,
             project_id=request.project_id,
             state=BuildState.REFUSED if refusal else BuildState.ACCEPTED,
-            sequence=DECIDED if refusal else ACCEPTED,
+            sequence=FAILED_OR_REFUSED if refusal else ACCEPTED,
             terminal=refusal is not None,
             code=refusal.code if refusal else "",
             reason=refusal.reason if refusal else "",
@@ -201,7 +203,7 @@ def first_event(pending: PendingBuild, now: float) -> BuildEvent:
         instance_uuid=pending.request.instance_uuid,
         project_id=pending.request.project_id,
         state=BuildState.REFUSED if refusal else BuildState.ACCEPTED,
-        sequence=DECIDED if refusal else ACCEPTED,
+        sequence=FAILED_OR_REFUSED if refusal else ACCEPTED,
         terminal=refusal is not None,
         code=refusal.code if refusal else "",
         reason=refusal.reason if refusal else "",

@@ -1,4 +1,4 @@
-"""A build between its claim and its record: how it was placed, and the decision that is to be written."""
+"""A build between its claim and its record: the result of its placement, and the decision that is to be written."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ from scheduler_worker.domain.pending import PendingBuild
 from scheduler_worker.domain.placement import HostClaimed, PlacementRequest, PlacementResult
 
 
-class ScheduledBuild(Struct, frozen=True, kw_only=True):
-    """A decision to write. may_hold_claim: it has failed, and a claim of it may stand, or may still be in flight."""
+class DecidedBuild(Struct, frozen=True, kw_only=True):
+    """A decision to write: scheduled or failed. may_hold_claim: a claim of it may stand or be in flight;
+    only read when it has failed.
+    """
 
     pending: PendingBuild
     decision: BuildDecision
@@ -19,7 +21,7 @@ class ScheduledBuild(Struct, frozen=True, kw_only=True):
 
 
 class PlacedBuild(Struct, frozen=True):
-    """A build that is placed, and how that ended."""
+    """A build with the result of its placement."""
 
     pending: PendingBuild
     request: PlacementRequest

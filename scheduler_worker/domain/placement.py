@@ -1,4 +1,4 @@
-"""One request on its way to a host: its state, every result that it can have, its claim, and what a step commands."""
+"""One request on its way to a host: its state, its possible results, its claim, and the commands of a step."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from bus.contracts.build import BuildRequest, HostScore
 from bus.contracts.cell import Selection
-from bus.contracts.placement import Claim, ClaimOption, ClaimOutcome, ClaimResult
+from bus.contracts.placement import Claim, ClaimHolder, ClaimOption, ClaimOutcome, ClaimResult
 from bus.faults import Fault, Transient
 from scheduler_worker.domain.builds import Gang
 from scheduler_worker.domain.ranking import Choice, RankedHost
@@ -44,11 +44,18 @@ def unavailable_after(fault: Fault) -> PlacementUnavailable:
     return PlacementUnavailable(f"{fault.code} {fault.reason}".strip())
 
 
+class ClaimLoss(Struct, frozen=True):
+    """A claim that got nothing. what: "host: outcome". holders: of what it was to take, where placement names them."""
+
+    what: str
+    holders: tuple[ClaimHolder, ...] = ()
+
+
 class HostClaimed(Struct, frozen=True, kw_only=True):
     """A claim holds. selections: the selected host, where the claim is, then the alternates.
 
-    passed: candidates to choose from. lost: claims before this one that got nothing, in order: "host: outcome".
-    decided_at: of the first choice. scores: of the selections, where the choice weighed them.
+    passed: candidates to choose from. lost: claims before this one that got nothing, in order. decided_at: of the
+    first choice. scores: of the selections, where the choice weighed them.
     """
 
     cell: str
@@ -59,7 +66,7 @@ class HostClaimed(Struct, frozen=True, kw_only=True):
     claims: int
     decided_at: float = 0.0
     claimed_at: float = 0.0
-    lost: tuple[str, ...] = ()
+    lost: tuple[ClaimLoss, ...] = ()
     scores: tuple[HostScore, ...] = ()
 
 
@@ -71,19 +78,21 @@ class PlacementRefused(Struct, frozen=True):
 
 
 class ClaimsContended(Struct, frozen=True):
-    """The bounds of this delivery are used up, and not every host was claimed."""
+    """The bounds of this delivery are used up, and a host that may fit is left unclaimed."""
 
     claims: int
 
 
 class ClaimStranded(Struct, frozen=True):
-    """An earlier run holds a claim on a host that no compute service announces any more."""
+    """A claim is held, by this run or an earlier one, on a host that no compute service announces any more."""
 
     reason: str
 
 
 class GangIncomplete(Struct, frozen=True):
-    """It had a host, but fewer of its gang had one than start together. claims: submitted for it until then."""
+    """The build had a host, but fewer members of its gang had one than must start together. claims: submitted for it
+    until then.
+    """
 
     gang: Gang
     placed: int
@@ -105,14 +114,14 @@ PlacementResult = (
 
 
 class PlacementRequest(Struct, frozen=True, kw_only=True):
-    """A request to place. first_run: this delivery put it on record, so no earlier run can hold a claim of it.
+    """A request to place. surely_unclaimed: no earlier run can hold a claim of it.
 
-    gang: it is claimed together with its gang's other members; min_count is without those that were withdrawn.
+    gang: it is claimed together with its gang's other members; its min_count leaves out members that were withdrawn.
     """
 
     request: BuildRequest
     spec: RequestSpec
-    first_run: bool = True
+    surely_unclaimed: bool = True
     gang: Gang | None = None
 
 
@@ -121,7 +130,8 @@ class PlacementState(Struct, frozen=True, kw_only=True):
 
     rejected: {host uuid: reason} of hosts that it may not use any more. max_alternates: hosts to name beside the
     selected one. speculative: the choice was made and assumed while the request was recorded; it is claimed first.
-    same_host: its shape had changed; claim it again. refreshed: nothing fitted, and the newest changes were requested.
+    same_host: its shape had changed; claim it again. needs_newest: nothing fitted; each later
+    choice is made on the newest state of the replica.
     partly_full: hosts of which only some children are known to be full. probe: an option that never fits; a claim of it
     shows whether an earlier run of this request holds a claim. recovered: the host where such a claim was found.
     gang: as in PlacementRequest.
@@ -129,7 +139,7 @@ class PlacementState(Struct, frozen=True, kw_only=True):
 
     request: BuildRequest
     spec: RequestSpec
-    first_run: bool
+    surely_unclaimed: bool
     rejected: Mapping[str, str]
     max_alternates: int
     choice: Choice | None = None
@@ -138,8 +148,8 @@ class PlacementState(Struct, frozen=True, kw_only=True):
     raced: int = 0
     claims: int = 0
     decided_at: float = 0.0
-    lost: tuple[str, ...] = ()
-    refreshed: bool = False
+    lost: tuple[ClaimLoss, ...] = ()
+    needs_newest: bool = False
     partly_full: tuple[str, ...] = ()
     retried_partly_full: int = 0
     probe: ClaimOption | None = None
@@ -149,8 +159,8 @@ class PlacementState(Struct, frozen=True, kw_only=True):
 
     @property
     def needs_refresh(self) -> bool:
-        """Whether the next decision has to be made on the newest state: an older one never proves "no host"."""
-        return self.same_host is not None or self.refreshed
+        """Whether the next decision has to be made on the newest state: an older state never proves "no host"."""
+        return self.same_host is not None or self.needs_newest
 
     @property
     def has_claim_to_submit(self) -> bool:
@@ -165,7 +175,7 @@ def initial_state(placement: PlacementRequest, selector: Selector) -> PlacementS
     return PlacementState(
         request=request,
         spec=placement.spec,
-        first_run=placement.first_run,
+        surely_unclaimed=placement.surely_unclaimed,
         rejected=ignored,
         # One host fewer than may be tried; a request may ask for fewer.
         max_alternates=(request.max_attempts or selector.config.max_attempts) - 1,
@@ -206,7 +216,7 @@ class Assume(Struct, frozen=True):
 
 
 class Forget(Struct, frozen=True):
-    """The claim has failed: its choice is assumed no longer."""
+    """The claim that holds is not the chosen one: the replica drops the assumption; the feed brings the claim."""
 
 
 class Settle(Struct, frozen=True):
@@ -223,7 +233,7 @@ Command = Assume | Settle | Forget
 
 
 class PlacementStep(Struct, frozen=True):
-    """The state afterwards, and what is to be done to the replica, in order."""
+    """The state afterwards, and the commands to the replica, in order."""
 
     state: PlacementState
     commands: tuple[Command, ...] = ()

@@ -1,4 +1,4 @@
-"""What a filter and a weigher are. Both work on columns of hosts; a verdict carries its reasons."""
+"""The interfaces of filters and weighers. Both work on columns of hosts; a verdict carries its reasons."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def runs_on_rebuild(plugin: Filter) -> bool:
 
 
 def is_own(plugin: Filter | Weigher) -> bool:
-    """Whether it is one of berth's own, so that it is known which requests' peers it reads."""
+    """Whether it is one of berth's own plug-ins, so that it is known which requests' peers it reads."""
     return type(plugin).__module__.startswith("scheduler_worker.")
 
 

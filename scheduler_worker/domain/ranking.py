@@ -26,10 +26,10 @@ from scheduler_worker.domain.request_spec import RequestSpec
 from scheduler_worker.domain.view import HostsView
 from scheduler_worker.domain.weights import KEPT_HOSTS, reweigh, score
 
-CHUNK = 128  # hosts sorted at a time, over all cells; more are drawn in when a cell's are used up
+CHUNK = 128  # hosts sorted at a time, over all cells; when a cell's are used up, the next ones are sorted
 LEAST_CHUNK = 16  # ... of one cell
-RADIX_KEYS = 2**16  # so many places (cell and service) are sorted in linear time, as numpy does it for 16 bits
-ALTERNATE_WALK = 64  # hosts looked at for alternates of the same cell; there may be fewer
+RADIX_KEYS = 2**16  # up to this many places (cell and service) are sorted in linear time, as numpy does for 16 bits
+ALTERNATE_WALK = 64  # hosts looked at for alternates of the same cell; fewer alternates may result
 OTHER_SERVICE_WALK = 4  # ... and of each other compute service
 
 
@@ -68,7 +68,7 @@ Weights = Mapping[str, float]
 class Choice(Struct, frozen=True):
     """The host to claim, and those to try in its cell when the build fails there. `passed`: hosts to choose from.
 
-    weights: of the selected host and of each alternate, as they were when it was chosen; empty: only one passed.
+    weights: of the selected host and of each alternate, at the time of the choice; empty: only one passed.
     """
 
     selected: RankedHost
@@ -114,7 +114,7 @@ class Ranking:
     def pick(self, excluded: Container[int], *, subset: int, alternates: int) -> Choice | None:
         """The best host that still fits and is not excluded (rows of the book), with its alternates.
 
-        `subset`: the choice is drawn at random from so many of the best.
+        `subset`: the choice is drawn at random from this many of the best.
         """
         drawn: list[Entry] = []
         viable: list[RankedHost] = []
@@ -129,7 +129,7 @@ class Ranking:
         return Choice(selected, same_cell, len(self.view), self._weights_of((selected, *same_cell)))
 
     def _weights_of(self, hosts: Sequence[RankedHost]) -> tuple[Weights, ...]:
-        """Why these are where they are: the parts of their scores."""
+        """The parts of the scores of these hosts."""
         if len(self.view) <= KEPT_HOSTS:  # one by one: an index of several costs more than a handful of numbers
             return tuple({name: weight(host.position) for name, weight in self._kept} for host in hosts)
         some = self.view.subset(np.array([host.position for host in hosts], dtype=np.intp))
@@ -164,9 +164,10 @@ class Ranking:
         drawn: list[Entry],
         count: int,
     ) -> tuple[RankedHost, ...]:
-        """Hosts of the same cell, best first; not claimed, and other requests may name them too.
+        """Hosts of the same cell, best first; they are not claimed, and other requests may name them too.
 
-        Each is of another compute service while there are some: one service that dies must not take all of them along.
+        Each is of another compute service as long as there are others: the death of one service must not take all of
+        them along.
         """
         cell = int(self._cells[selected.position])
         others = [other for other in others if int(self._cells[other.position]) == cell]
@@ -219,11 +220,13 @@ class Ranking:
             found = options(self.view.book, self.spec.query, row, limit=limit)
             if found:
                 return RankedHost(self.view.book.uuid_of(row), row, position, -entry[0], found)
-            drawn.pop()  # full by now, and in this round it can only get fuller
+            drawn.pop()  # full by now, and in this round it can only become fuller
         return None
 
     def _best_heap(self) -> HostHeap | None:
-        """The heap of the cell whose best host is the best of all; of equal ones that of the cell whose turn it is."""
+        """The heap of the cell whose best host is the best of all; of equally good cells, that of the cell whose turn
+        it is.
+        """
         best: list[HostHeap] = []
         first: tuple[float, int] | None = None
         for cell, heap in self._heaps.items():
@@ -272,9 +275,10 @@ def _runs(order: Rows, column: Rows) -> list[Rows]:
 
 
 class ServiceRotation:
-    """The hosts of one compute service as alternates: best first, each once before the first comes again.
+    """The hosts of one compute service as alternates: best first, and each once before any is repeated.
 
-    A host that is named is not taken, so its score stays; without rotations all builds would name the same few.
+    A host that is only named is not claimed, so its score does not change; without rotations all builds would name the
+    same few hosts.
     """
 
     def __init__(self, service: int, positions: Rows, scores: Floats, rng: RandomSource | None) -> None:
@@ -286,7 +290,7 @@ class ServiceRotation:
         self._named: list[Entry] = []
 
     def draw(self, count: int) -> Iterator[Entry]:
-        """The next so many."""
+        """The next hosts, up to this many."""
         if self._heap is None:
             self._heap = HostHeap(self._positions, self._scores, LEAST_CHUNK, self._rng)
         for _ in range(min(count, len(self._positions))):
@@ -303,7 +307,7 @@ class ServiceRotation:
 class HostHeap:
     """The hosts of one cell, best first: a heap of the best ones, refilled from the rest chunk by chunk.
 
-    Nothing is sorted before a host is drawn: of most cells' heaps only the best score is asked.
+    Nothing is sorted before a host is drawn: most cells' heaps only have to give their best score.
     """
 
     def __init__(self, positions: Rows, scores: Floats, chunk: int, rng: RandomSource | None) -> None:

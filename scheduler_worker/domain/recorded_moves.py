@@ -1,4 +1,4 @@
-"""What is on record of requests about instances: the requests, and what the instances have become since."""
+"""The records of requests about instances: the requests, and the changes of the instances since."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ from msgspec import Struct
 
 from bus.contracts.base import Refusal
 from bus.contracts.build import AttemptRecord, BuildRequest, FunnelStep
-from bus.contracts.moves import Condition, MoveKind, MoveRecord, MoveRequest, MoveState
+from bus.contracts.moves import CellMove, Condition, MoveKind, MoveRecord, MoveRequest, MoveState
 from scheduler_worker.domain.builds import RecordedBuild
 
 
 class RecordedMove(Struct, frozen=True, kw_only=True):
-    """What is on record of one request. digest: of its whole content. sequence: of the newest event that it had.
+    """The record of one request. digest: of its whole content. sequence: of its newest event.
 
-    cell: where it was dispatched to. created_at: seconds since the epoch.
+    cell: where it was dispatched to. created_at: seconds since the epoch. command: of one that ends in another cell
+    than it begins in, what its cell is to do now; None: of every other one, and once it has ended.
     """
 
     request_id: str
@@ -33,6 +34,7 @@ class RecordedMove(Struct, frozen=True, kw_only=True):
     funnel: tuple[FunnelStep, ...] = ()
     history: tuple[AttemptRecord, ...] = ()
     created_at: float = 0.0
+    command: CellMove | None = None
 
 
 def record_of(move: RecordedMove, updated_at: float) -> MoveRecord:
@@ -56,12 +58,11 @@ def record_of(move: RecordedMove, updated_at: float) -> MoveRecord:
 
 
 class InstanceRecord(Struct, frozen=True, kw_only=True):
-    """What an instance has become since its build. Without a record it is as it was built.
+    """The changes of an instance since its build. Without this record the instance is as it was built.
 
-    flavor, image: what it has now; "": as it was built. image_properties: {image: its properties}, of the image that
-    a rebuild gave it, and of the one that the rebuild under way names. under_way: the request that has no terminal
-    event yet.
-    sequence: of the newest event of its cell that changed this.
+    flavor, image: its present ones; "": as it was built. image_properties: {image: its properties}, of the image that a
+    rebuild gave it, and of the one that the rebuild under way names. under_way: the request that has no terminal event
+    yet. sequence: of the newest event of its cell that changed this.
     """
 
     instance_uuid: str
@@ -76,8 +77,8 @@ class InstanceRecord(Struct, frozen=True, kw_only=True):
 class PendingMove(Struct, frozen=True, kw_only=True):
     """A request that has no outcome yet. position: in its batch. delivery: how often its queue has retried it.
 
-    too_old: it was sent so long ago that its record may have been purged. given_up: why its queue has given it up, or
-    is about to; None: it has not.
+    too_old: it was sent so long ago that its record may have been purged. given_up: why its retries are exhausted, or
+    are about to be; None: they are not.
     """
 
     position: int
@@ -90,7 +91,7 @@ class PendingMove(Struct, frozen=True, kw_only=True):
 
 
 class MoveContext(Struct, frozen=True, kw_only=True):
-    """What is on record of what a request names. build_request: as it was built.
+    """The records that a request concerns. build_request: as it was built.
 
     names_instance: the request_id is the uuid of an instance.
     """
@@ -103,7 +104,7 @@ class MoveContext(Struct, frozen=True, kw_only=True):
 
     @property
     def now(self) -> InstanceRecord:
-        """What the instance is now."""
+        """The instance's present state."""
         assert self.build is not None
         return self.instance or InstanceRecord(instance_uuid=self.build.instance_uuid)
 
@@ -117,7 +118,7 @@ def known_of(
     instances: Mapping[str, InstanceRecord],
     named: Collection[str],
 ) -> dict[str, MoveContext]:
-    """What is on record of requests ({request_id: instance}), from what is on record by id and by instance.
+    """The records of requests ({request_id: instance}), from the rows by id and by instance.
 
     named: the request_ids that are uuids of instances.
     """

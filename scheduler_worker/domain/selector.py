@@ -44,13 +44,13 @@ class NoValidHost(Struct, frozen=True):
 
     @property
     def may_be_early(self) -> bool:
-        """Whether reports may only be late: hosts not announced yet, or no host in the replica at all."""
+        """Whether reports may just be late: hosts not announced yet, or no host in the replica at all."""
         hosts = self.funnel[0].remaining + sum(self.funnel[0].rejected.values()) if self.funnel else 1
         return self.unannounced > 0 or hosts == 0
 
 
 class Selector:
-    """All that a decision reads: replica, host table, configuration, flavors, filters and weighers."""
+    """The inputs of all decisions: replica, host table, configuration, flavors, filters and weighers."""
 
     def __init__(
         self,
@@ -89,12 +89,14 @@ class Selector:
         self.membership = Membership(config.aggregates)
         self._zoned = self.membership.with_key(ZONE_KEY)
         self.revision = revision
-        # A plug-in of an operator's may read the peers of any request.
+        # An operator's plug-in may read the peers of any request.
         self._own_plugins_alone = all(map(is_own, filters)) and all(is_own(one.weigher) for one in weighings)
         self._keeps_groups_apart = any(one.name == ANTI_AFFINITY_FILTER for one in filters)
 
     def may_share_ranking(self, spec: RequestSpec) -> bool:
-        """Whether of a request's peers nothing counts but on which hosts its anti-affinity group is full."""
+        """Whether a decision depends on the request's peers only through the hosts on which its anti-affinity group is
+        full.
+        """
         peers = spec.peers
         return (
             spec.has_policy(GroupPolicy.ANTI_AFFINITY)
@@ -160,7 +162,9 @@ class Selector:
         return {row: why for uuid, why in tried.items() if (row := self.book.row_of(uuid)) is not None}
 
     def rank(self, spec: RequestSpec, rng: RandomSource, runs: CellRuns | None = None) -> Ranking:
-        """All hosts that can take the request now, best first; there may be none. runs: of the round it is made for."""
+        """All hosts that can take the request now, best first; the list may be empty. runs: of the round it is made
+        for.
+        """
         view, funnel = self._passing(spec, explain=False)
         return Ranking(
             view,
@@ -306,7 +310,7 @@ def filtered(view: HostsView, spec: RequestSpec, filters: Sequence[Filter]) -> t
         verdict = host_filter.filter(view, spec)
         if not verdict.passed.all():
             view = view.subset(verdict.passed)
-        # A plug-in may count carelessly; the funnel must add up all the same.
+        # A plug-in may count wrongly; the funnel must add up all the same.
         rejected = (
             verdict.rejected
             if sum(verdict.rejected.values()) == before - len(view)
@@ -319,7 +323,7 @@ def filtered(view: HostsView, spec: RequestSpec, filters: Sequence[Filter]) -> t
 def recovered_allocations(
     book: Book, resources: Mapping[str, int], providers: Sequence[str]
 ) -> dict[str, dict[str, int]] | None:
-    """What a claim of an earlier run holds, derived from the providers that the answer names.
+    """The allocation that a claim of an earlier run holds, derived from the providers that the answer names.
 
     Each class is held by the one of these providers that has it; None when several have it, or none.
     """

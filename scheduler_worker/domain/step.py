@@ -1,4 +1,4 @@
-"""The step of a placement: what follows when no host fits, and what follows from placement's answer to its claim. Pure.
+"""The step of a placement: the consequences of finding no host, and of placement's answer to its claim. Pure.
 
 Each outcome of a claim has its own reaction: claimed: done; raced: apply the newer shape and claim the
 same host again; full or gone: the next host, down the whole list; ruled out by the server group: the next host,
@@ -25,6 +25,7 @@ from scheduler_worker.domain.placement import (
     CONSUMER_CHANGED,
     LOST,
     Assume,
+    ClaimLoss,
     ClaimStranded,
     Command,
     Forget,
@@ -40,9 +41,9 @@ from scheduler_worker.domain.ranking import Choice, RankedHost, Weights
 from scheduler_worker.domain.request_spec import RequestSpec
 from scheduler_worker.domain.selector import Selector, recovered_allocations
 
-# How often a request that fits nowhere else looks again at hosts of which only some children were full.
+# How often a request without any other host looks again at hosts of which only some children were full.
 MAX_PARTLY_FULL_RETRIES = 3
-DIGITS = 3  # of a weight on record
+DIGITS = 3  # bound of a weight on record
 # Placement counts shapes from 1.
 NO_SHAPE = 0
 
@@ -62,7 +63,7 @@ def step(state: PlacementState, answer: ClaimResult | Fault, selector: Selector,
     if choice is None:
         return PlacementStep(no_valid_host(state, selector))
     if answer.outcome is ClaimOutcome.INCOMPLETE:
-        # Where the gang stays together the host is the others' too, and one of them did not fit there.
+        # The gang stays together, so the host is the other members' too, and one of them did not fit there.
         stays = not state.spec.has_policy(GroupPolicy.AFFINITY)
         return PlacementStep(replace(state, same_host=choice.selected if stays else None))
     if answer.outcome in LOST:
@@ -87,16 +88,16 @@ def with_probe(state: PlacementState, selector: Selector) -> PlacementState:
 
 def nothing_fits(state: PlacementState, selector: Selector) -> PlacementState:
     """No candidate is left: look again on the newest state; then make sure that no earlier run holds a claim."""
-    if not state.refreshed or (state.partly_full and state.retried_partly_full < MAX_PARTLY_FULL_RETRIES):
-        # A full child does not make its host full: another scheduler may have taken what was claimed, and left the like
-        # of it beside. On the newest state the host is a candidate again, or is none.
+    if not state.needs_newest or (state.partly_full and state.retried_partly_full < MAX_PARTLY_FULL_RETRIES):
+        # A full child does not make its host full: another scheduler may have taken the claimed child, and left an
+        # equal one beside it. On the newest state the host is either a candidate again, or not.
         rejected = {uuid: reason for uuid, reason in state.rejected.items() if uuid not in state.partly_full}
         retried_partly_full = state.retried_partly_full + 1
         return replace(
-            state, rejected=rejected, partly_full=(), retried_partly_full=retried_partly_full, refreshed=True
+            state, rejected=rejected, partly_full=(), retried_partly_full=retried_partly_full, needs_newest=True
         )
-    if not state.first_run and state.probe is None:
-        # After a crash the only host that fits may be the one that this request holds already, which looks full.
+    if not state.surely_unclaimed and state.probe is None:
+        # After a crash the only host that fits may be the one that this request holds already, and that looks full.
         probe = _unclaimable(state.spec, selector)
         if probe is not None:
             return replace(state, probe=probe)
@@ -124,7 +125,8 @@ def _after_fault(fault: Fault) -> PlacementResult:
 def _after_loss(state: PlacementState, choice: Choice, answer: ClaimResult, selector: Selector) -> PlacementState:
     """The claim was lost: which host may be claimed next."""
     host = choice.selected.uuid
-    state = replace(state, lost=(*state.lost, f"{selector.name_of(host)}: {answer.outcome.value}"))
+    loss = ClaimLoss(f"{selector.name_of(host)}: {answer.outcome.value}", answer.holders)
+    state = replace(state, lost=(*state.lost, loss))
     rejected = {**state.rejected, host: f"claim.{answer.outcome.value}"}
     match answer.outcome:
         case ClaimOutcome.RACED if state.raced < selector.config.raced_retries:
@@ -160,7 +162,7 @@ def _unclaimable(spec: RequestSpec, selector: Selector) -> ClaimOption | None:
         return None
     resource_class = min(total_resources(spec.query))
     uuid = selector.book.uuid_of(int(roots[0]))
-    # A host may have as much as can be requested; none has ever been of shape 0.
+    # A host may have as much as can be requested; but placement counts shapes from 1: shape 0 matches none.
     return ClaimOption(allocations={uuid: {resource_class: MAX_AMOUNT}}, shapes={uuid: NO_SHAPE})
 
 
@@ -263,7 +265,7 @@ def _recovered_selection(state: PlacementState, answer: ClaimResult, selector: S
     providers = sorted(answer.generations)
     held = answer.holding or recovered_allocations(book, total_resources(state.spec.query), providers)
     rows = {provider: row for provider in providers if (row := book.row_of(provider)) is not None}
-    # A sharing provider is no host: of the trees that give something, only the host's root is in the host table.
+    # A sharing provider is no host: of the trees that take part, only the host's root is in the host table.
     roots = dict.fromkeys(book.uuid_of(book.root_of(row)) for row in rows.values())
     hosts = [root for root in roots if selector.table.index_of(root) is not None]
     if held is None or len(hosts) != 1:

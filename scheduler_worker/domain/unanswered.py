@@ -1,6 +1,6 @@
-"""Which requests have had no news from their cells for too long, and are queried about. Pure.
+"""Which requests have had no event from their cells for too long, and are queried. Pure.
 
-Time is one process's own (monotonic): clocks of different hosts do not decide how old news is.
+Times are one process's own (monotonic): clocks of different hosts do not decide how old an event is.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from msgspec.structs import replace
 
 from scheduler_worker.domain.recorded_moves import RecordedMove
 
-# So many questions remain without an answer before the record of the request states that its cell is silent.
+# After this many queries without an answer the record of the request states that its cell is silent.
 SILENT_AFTER = 2
-MAX_PAUSE_S = 600.0  # between two questions about one request
+MAX_PAUSE_S = 600.0  # between two queries about one request
 CELL_SILENT = "cell.silent"
 CELL_UNKNOWN = "cell.unknown"
 
@@ -32,9 +32,9 @@ class Watched(Struct, frozen=True):
 
 
 class Watching(Struct, frozen=True):
-    """What one look has found. query: about these. silent: of these the record is to state it.
+    """The findings of one pass. query: about these. silent: the records of these are to state it.
 
-    waiting: how many have been queried about in vain.
+    waiting: how many have been queried without an answer.
     """
 
     watched: dict[str, Watched]
@@ -44,7 +44,7 @@ class Watching(Struct, frozen=True):
 
 
 def look(watched: dict[str, Watched], moves: Iterable[RecordedMove], *, now_s: float, pause_s: float) -> Watching:
-    """All requests that are open now, beside those that were open at the last look."""
+    """All requests that are open now, with the counts of those that were open at the last pass."""
     after: dict[str, Watched] = {}
     query: list[RecordedMove] = []
     silent: list[RecordedMove] = []
@@ -67,7 +67,7 @@ def look(watched: dict[str, Watched], moves: Iterable[RecordedMove], *, now_s: f
 
 
 def marked(move: RecordedMove, queried: Watched, now_s: float, *, known: bool) -> RecordedMove:
-    """Its record, which states that nothing is received of it. known: whether this deployment has its cell."""
+    """Its record, which states that no event arrives. known: whether this deployment has its cell."""
     code = CELL_SILENT if known else CELL_UNKNOWN
     why = (
         f"nothing is received of it from cell {move.cell}"

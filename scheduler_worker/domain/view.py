@@ -17,7 +17,7 @@ from scheduler_worker.domain.hosts import ADMIN_STATES, NO_SERVICE, OPEN, Floats
 class Membership:
     """Which roots are in which configured aggregate, by row of the book.
 
-    named: {aggregate: uuids of its hosts} where that is about to be otherwise than the book has it.
+    named: {aggregate: uuids of its hosts} where these will soon differ from the book.
     """
 
     def __init__(self, aggregates: Sequence[Aggregate], named: Mapping[str, Collection[str]] | None = None) -> None:
@@ -124,7 +124,7 @@ class HostsView:
 
     @property
     def up(self) -> Mask:
-        """Whether the host's service is there. A host without a service is not up."""
+        """Whether the host's service is up. A host without a service is not up."""
         # NO_SERVICE (-1) indexes the last entry of `down`, which is always True.
         return ~self.down[self.table.service[self.index]]
 

@@ -1,4 +1,6 @@
-"""Which builds wait for what manages their hosts, as the compute services last announced it. Pure: times come in."""
+"""The builds that wait for the managers of their hosts, as the compute services last announced it.
+Pure: times come in.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +9,12 @@ from msgspec import Struct
 from bus.contracts.build import BuildRecord, BuildState, TimelineEntry
 from bus.contracts.cell import BuildsWaiting, WaitingBuild
 
-MAX_SERVICES = 10_000  # services with waiting builds; a bus that makes up more is not listened to
+MAX_SERVICES = 10_000  # services with waiting builds; a bus that invents more is ignored
 WAITING = "waiting"  # in a timeline
 
 
 class AnnouncedWaits(Struct, frozen=True):
-    """What one service announced, by instance, and until when it holds (monotonic, seconds)."""
+    """The announcement of one service, by instance, and until when it holds (monotonic, seconds)."""
 
     waiting: dict[str, WaitingBuild]
     until_s: float
@@ -35,7 +37,7 @@ class WaitingTable:
             self._announced[key] = AnnouncedWaits(waiting, now_s + message.lasts_s)
 
     def line_of(self, build: BuildRecord, now_s: float) -> TimelineEntry | None:
-        """What a build that is under way waits for, as the last line of its timeline; None: for nothing that is known.
+        """The last line of the timeline of a build under way: what it waits for; None: nothing is known.
 
         A cell announces its own builds only, and an attempt that has ended waits no more.
         """

@@ -20,7 +20,7 @@ KEPT_HOSTS = 20_000
 class Scale(Struct, frozen=True):
     """One weigher's scale over a set of hosts: the raw weight of 0, and the span to 1 (0: all hosts weigh 0).
 
-    weights: what each host weighs on it; None: not kept, or nothing.
+    weights: of each host on it; None: not kept, or nothing.
     """
 
     weighing: Weighing
@@ -69,7 +69,7 @@ def score(view: HostsView, spec: RequestSpec, weighings: Sequence[Weighing]) -> 
 
 
 def reweigh(view: HostsView, spec: RequestSpec, scales: Sequence[Scale]) -> list[Floats | None]:
-    """What some hosts weigh on each of the scales, after their free amounts have changed; None: nothing."""
+    """The weights of some hosts on each of the scales, after their free amounts have changed; None: nothing."""
     weighers = [scale.weighing.weigher for scale in scales]
     return [
         _weights(view, scale, clamp(weigher, weigher.weigh(view, spec)))

@@ -6,7 +6,7 @@ from msgspec import Struct
 
 from bus.contracts.workers import WorkerHeartbeat, WorkerRecord, WorkersPage, WorkersQuery
 
-MAX_WORKERS = 100_000  # workers kept; a bus that makes up more is not listened to
+MAX_WORKERS = 100_000  # workers kept; a bus that invents more is ignored
 SILENT_AFTER = 3  # heartbeats missed
 RETENTION_S = 3600.0  # a worker that was silent for so long is dropped
 

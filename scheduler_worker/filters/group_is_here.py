@@ -15,7 +15,7 @@ from scheduler_worker.domain.view import HostsView
 class ServerGroupAffinityFilter:
     """Passes the host that has the members; all hosts while there is none. Of two first members the claim grants one.
 
-    While a member moves it is on two hosts and may end on either: none passes until its move is over.
+    While a member moves it is on two hosts and may end on either: no host passes until its move is over.
     """
 
     name: ClassVar[str] = "ServerGroupAffinityFilter"

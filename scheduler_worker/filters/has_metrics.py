@@ -1,4 +1,4 @@
-"""Does the host report every metric that its weight is made of?"""
+"""Does the host report every metric that is part of its weight?"""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from scheduler_worker.domain.view import HostsView
 
 
 class MetricsFilter:
-    """Passes hosts of which every metric in `metrics.weights` is known; one that is too old is not."""
+    """Passes hosts of which every metric in `metrics.weights` is known; a number that is too old is not known."""
 
     name: ClassVar[str] = "MetricsFilter"
 

@@ -12,7 +12,7 @@ from scheduler_worker.domain.view import HostsView
 
 # The properties of an image, in the order of a host's triples.
 PROPERTIES = ("hw_architecture", "img_hv_type", "hw_vm_mode")
-# What a host announces: `architecture/hypervisor/mode` triples, comma-separated.
+# The attribute that a host announces: `architecture/hypervisor/mode` triples, comma-separated.
 SUPPORTED = "supported_instances"
 
 

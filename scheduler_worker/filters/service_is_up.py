@@ -1,4 +1,4 @@
-"""Is the host enabled, by its compute service and by the operator, and is its compute service there?"""
+"""Is the host enabled, by its compute service and by the operator, and is its compute service up?"""
 
 from __future__ import annotations
 

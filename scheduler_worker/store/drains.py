@@ -1,4 +1,4 @@
-"""Instances of drains as rows: the statements of the store's PostgreSQL adapter, and what its memory adapter keeps."""
+"""Instances of drains as rows: the statements of the store's PostgreSQL adapter, and the rows of its memory adapter."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ _record = msgspec.json.Decoder(DrainRecord).decode
 
 
 async def lock(connection: asyncpg.Connection, drain: str, now: float, limit: int) -> OpenDrain | None:
-    """A drain, held by its object's row, with what is under way and what is due."""
+    """A drain, locked by its object's row, with its instances that are under way and that are due."""
     body = await connection.fetchval(LOCK, drain)
     if body is None:
         return None
@@ -82,12 +82,12 @@ async def counts(connection: asyncpg.Connection, drains: Sequence[str]) -> dict[
 
 
 async def drop(connection: asyncpg.Connection, drains: Sequence[str]) -> None:
-    """Delete what belongs to these drains."""
+    """Delete the rows of these drains."""
     await connection.execute(DROP, drains)
 
 
 def opened(record: DrainRecord, moves: Iterable[DrainMove], now: float, limit: int) -> OpenDrain:
-    """What `lock` reads, from all instances of a drain."""
+    """The result of `lock`, from all instances of a drain."""
     ordered = in_order(moves)
     due = [one for one in ordered if one.state in WAITS and one.due_at <= now]
     return OpenDrain(
@@ -99,7 +99,7 @@ def opened(record: DrainRecord, moves: Iterable[DrainMove], now: float, limit: i
 
 
 def in_order(moves: Iterable[DrainMove]) -> list[DrainMove]:
-    """As a drain moves them."""
+    """In the order in which a drain moves them."""
     return sorted(moves, key=lambda one: (one.position, one.instance_uuid))
 
 

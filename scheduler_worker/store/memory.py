@@ -59,7 +59,7 @@ class MemoryBuilds:
         self._relay = relay
 
     def unit(self, *, durable: bool = True, optimistic: bool = False) -> AbstractAsyncContextManager[BuildUnit]:
-        """A transaction; what it emits is published once it has committed."""
+        """A transaction; the messages that it emits are published once it has committed."""
         if optimistic:
             rows = MemoryBuildRows(self._table, self._session)
             return published(self._relay, OptimisticBuildUnit(rows, self._cache, durable=durable))
@@ -74,7 +74,7 @@ class MemoryBuilds:
             unit.row = await transaction.send_later(unit.outbox)
 
     def operation(self) -> AbstractAsyncContextManager[OperationUnit]:
-        """A transaction; what it emits is published once it has committed."""
+        """A transaction; the messages that it emits are published once it has committed."""
         return published(self._relay, self._operation())
 
     @asynccontextmanager
@@ -127,7 +127,7 @@ class MemoryBuilds:
             return sum(1 for _ in islice(found, limit))
 
     async def purge(self, before: float, limit: int, start_at: float = 0.0) -> Purged:
-        """Those that no transaction holds."""
+        """The records that no transaction holds."""
         table = self._table
         async with self._session.transaction() as transaction:
             await transaction.statement()
@@ -216,13 +216,13 @@ class MemoryBuilds:
         ][: query.limit]
 
     async def builds_named(self, instances: Sequence[str]) -> dict[str, BuildRecord]:
-        """Those that are on record."""
+        """The builds that are on record."""
         async with self._session.transaction():
             records, now = self._table.records, self._table.instances
             return {uuid: _as_it_is(records[uuid], now.get(uuid)) for uuid in instances if uuid in records}
 
     async def searched_to(self, query: BuildQuery) -> float | None:
-        """When the last build was requested that such a search looks at; None: it looks at all."""
+        """The request time of the last build that such a search looks at; None: it looks at all."""
         async with self._session.transaction():
             found = self._of_query(query)
         return found[rows.MAX_SEARCHED - 1].created_at if len(found) >= rows.MAX_SEARCHED else None

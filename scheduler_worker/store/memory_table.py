@@ -49,12 +49,12 @@ class MemoryBuildTable(MemoryDatabase):
 
 
 def key_of(uuid: str) -> tuple[str, str]:
-    """By which a build is locked and its versions are counted."""
+    """The key by which a build is locked and its versions are counted."""
     return "build", uuid
 
 
 def insert_build(table: MemoryBuildTable, new: NewBuild, now: float) -> None:
-    """A new row of all columns."""
+    """Insert a row with all columns."""
     request = new.request
     uuid = request.instance_uuid
     table.digests[uuid] = new.digest
@@ -74,7 +74,7 @@ def insert_build(table: MemoryBuildTable, new: NewBuild, now: float) -> None:
 
 
 def decide_build(table: MemoryBuildTable, decision: BuildDecision, now: float) -> None:
-    """What was decided, and the cell that the instance is mapped to, which never changes."""
+    """Write a decision, and the instance's cell, which never changes."""
     uuid, cell = decision.build.instance_uuid, decision.build.cell
     update_build(table, decision.build, decision.timeline, now)
     table.records[uuid] = replace(table.records[uuid], funnel=decision.funnel)
@@ -85,7 +85,7 @@ def decide_build(table: MemoryBuildTable, decision: BuildDecision, now: float) -
 def update_build(
     table: MemoryBuildTable, build: RecordedBuild, timeline: tuple[TimelineEntry, ...], now: float
 ) -> None:
-    """A build as it is now, with more of its timeline."""
+    """Replace a build's record and append to its timeline."""
     record = table.records[build.instance_uuid]
     table.recorded[build.instance_uuid] = build
     table.records[build.instance_uuid] = replace(
@@ -102,7 +102,7 @@ def update_build(
 
 
 def drop_drain_moves(table: MemoryBuildTable, drains: frozenset[str]) -> None:
-    """Those of drains that are over."""
+    """Delete the rows of drains that are over."""
     for key in [key for key in table.drain_moves if key[0] in drains]:
         del table.drain_moves[key]
 
@@ -114,7 +114,7 @@ def drop_moves(table: MemoryBuildTable, requests: Sequence[str]) -> None:
 
 
 def delete_builds(table: MemoryBuildTable, uuids: Sequence[str]) -> None:
-    """Instances leave all columns."""
+    """Delete instances' rows from all tables."""
     for uuid in uuids:
         for column in (
             table.records,

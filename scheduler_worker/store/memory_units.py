@@ -50,7 +50,7 @@ class MemoryBuildUnit:
             return set()
         await self._transaction.statement()
         new = {build.build.instance_uuid: build for build in builds}
-        # Only rows that are absent: an insert that meets a committed row does not wait.
+        # It reads only rows that exist: an insert that meets a committed row does not wait.
         await self._lock([uuid for uuid in new if uuid not in self._table.recorded])
         fresh = {uuid: build for uuid, build in new.items() if uuid not in self._table.recorded}
         for uuid, build in fresh.items():
@@ -76,7 +76,7 @@ class MemoryBuildUnit:
             if (build := table.recorded.get(uuid)) is not None
         }
 
-    async def decide(self, decisions: Sequence[BuildDecision], now: float) -> set[str]:
+    async def write_decisions(self, decisions: Sequence[BuildDecision], now: float) -> set[str]:
         """The guard is what makes two schedulers with the same request dispatch it once."""
         if not decisions:
             return set()
@@ -107,7 +107,7 @@ class MemoryBuildUnit:
                 self._transaction.will(partial(update_build, self._table, update.build, update.timeline, now), key)
 
     def emit(self, message: OutboxMessage) -> None:
-        """Kept for the end, in the outbox."""
+        """Kept until the end of the unit, in the outbox."""
         self.outbox.append(message)
 
     async def _lock(self, uuids: Collection[str]) -> None:
@@ -115,7 +115,7 @@ class MemoryBuildUnit:
 
 
 class MemoryOperationUnit(MemoryBuildUnit):
-    """A build unit that also writes what is rarer than builds."""
+    """A build unit that also writes records that are rarer than builds."""
 
     async def first_time(self, handler: str, message_id: str) -> bool:
         """Among the handled messages."""
@@ -146,13 +146,18 @@ class MemoryOperationUnit(MemoryBuildUnit):
         return set(new)
 
     async def update_moves(self, moves: Sequence[RecordedMove], now: float) -> None:
-        """Those of instances that this unit has locked."""
+        """The instances must be locked by this unit."""
         await self._transaction.statement()
         after = {one.request_id: (one, now) for one in moves}
         self._transaction.will(lambda: self._table.moves.update(after))
 
+    async def put_cells(self, cells: Mapping[str, str], now: float) -> None:
+        """The builds must be locked by this unit."""
+        await self._transaction.statement()
+        self._transaction.will(partial(self._table.cells.update, dict(cells)))
+
     async def put_instances(self, instances: Sequence[InstanceRecord]) -> None:
-        """Those that this unit has locked."""
+        """The objects must be locked by this unit."""
         await self._transaction.statement()
         after = {one.instance_uuid: one for one in instances}
         self._transaction.will(lambda: self._table.instances.update(after))
@@ -164,7 +169,7 @@ class MemoryOperationUnit(MemoryBuildUnit):
         return self._table.objects.present
 
     async def write_objects(self, changed: Sequence[ChangedObject], author: ChangeAuthor) -> int:
-        """Those that this unit has locked."""
+        """The instances of drains must be locked by this unit."""
         await self._transaction.statement()
         after = self._table.objects.changed(changed, author)
         self._transaction.will(partial(setattr, self._table, "objects", after), OBJECTS)
@@ -180,7 +185,7 @@ class MemoryOperationUnit(MemoryBuildUnit):
         return drain_rows.opened(drain_of(stored), self._of_drain(drain), now, limit)
 
     async def put_drain_moves(self, moves: Sequence[DrainMove]) -> None:
-        """Those of drains that this unit has locked."""
+        """The objects of the drains must be locked by this unit."""
         await self._transaction.statement()
         after = {(one.drain, one.instance_uuid): one for one in moves}
         self._transaction.will(lambda: self._table.drain_moves.update(after))
@@ -237,7 +242,7 @@ class MemoryBuildRows:
             unit = MemoryBuildUnit(self._table, transaction)
             if len(await unit.insert(writes.inserts, writes.at)) != len(writes.inserts):
                 raise PreconditionFailed
-            if len(await unit.decide(writes.decisions, writes.at)) != len(writes.decisions):
+            if len(await unit.write_decisions(writes.decisions, writes.at)) != len(writes.decisions):
                 raise PreconditionFailed
             if writes.versions and len(await unit.lock(list(writes.versions))) != len(writes.versions):
                 raise PreconditionFailed

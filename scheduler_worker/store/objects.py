@@ -63,14 +63,14 @@ SELECT count(*) FROM (SELECT FROM build_requests WHERE flavor = $1
 
 
 async def lock(connection: asyncpg.Connection) -> RecordedObjects:
-    """All objects, held until the end of the transaction. The row of the revision is the lock."""
+    """All objects, locked until the end of the transaction. The row of the revision is the lock."""
     revision = await connection.fetchval(f"{REVISION} FOR UPDATE")
     return RecordedObjects(revision, await _objects(connection))
 
 
 async def read(connection: asyncpg.Connection, unless: int) -> RecordedObjects | None:
     """All objects; None when the revision is `unless`."""
-    # The revision first: what a later one has added is newer, and is read again.
+    # The revision is read first: a later change is newer than it, and is read again.
     revision = await connection.fetchval(REVISION)
     return None if revision == unless else RecordedObjects(revision, await _objects(connection))
 
@@ -121,7 +121,7 @@ async def _objects(connection: asyncpg.Connection) -> dict[Key, StoredObject]:
             changed_by=row["changed_by"],
         )
         for row in await connection.fetch(OBJECTS)
-        if row["kind"] in KINDS  # a newer scheduler, side by side with this one, may know more
+        if row["kind"] in KINDS  # a newer scheduler, side by side with this one, may have more fields
     }
 
 

@@ -1,4 +1,4 @@
-"""What the scheduler stores, as its handlers see it: a unit of work commits state and outgoing messages together."""
+"""The scheduler's store, as its handlers see it: a unit of work commits state and outgoing messages together."""
 
 from __future__ import annotations
 
@@ -31,18 +31,18 @@ class Purged(Struct, frozen=True):
 
 
 class BuildUnit(Protocol):
-    """One transaction. What it emits is published after it has committed, and only then."""
+    """One transaction. The messages that it emits are published after it has committed, and only then."""
 
     async def insert(self, builds: Sequence[NewBuild], now: float) -> set[str]:
-        """Put requests on record; returns those that were not there."""
+        """Put requests on record; returns those that were new."""
 
     async def read(self, instances: Sequence[str]) -> dict[str, BuildStatus]:
-        """What is on record now, without locks."""
+        """The present records, without locks."""
 
-    async def decide(self, decisions: Sequence[BuildDecision], now: float) -> set[str]:
+    async def write_decisions(self, decisions: Sequence[BuildDecision], now: float) -> set[str]:
         """Write decisions on the builds that await one; returns those written.
 
-        Dispatched builds are mapped to their cell, once and for all.
+        Dispatched builds are mapped to their cell, for good.
         """
 
     async def lock(self, instances: Sequence[str]) -> dict[str, RecordedBuild]:
@@ -56,25 +56,28 @@ class BuildUnit(Protocol):
 
 
 class OperationUnit(BuildUnit, Protocol):
-    """A transaction that locks what it reads, for what is rarer than builds."""
+    """A transaction that locks the rows that it reads, for records that are rarer than builds."""
 
     async def first_time(self, handler: str, message_id: str) -> bool:
         """Record that a handler has taken a message; False: it was on record already."""
 
     async def known(self, requests: Mapping[str, str], *, lock: bool = False) -> dict[str, MoveContext]:
-        """What is on record of these requests ({request_id: instance}), by request_id.
+        """The records of these requests ({request_id: instance}), by request_id.
 
-        lock: hold the instances' builds until the end of the unit, which holds what belongs to them as well.
+        lock: hold the instances' builds until the end of the unit, which holds the rows that belong to them as well.
         """
 
     async def insert_moves(self, moves: Sequence[RecordedMove], now: float) -> set[str]:
-        """Put requests on record; returns those that were not there."""
+        """Put requests on record; returns those that were new."""
 
     async def update_moves(self, moves: Sequence[RecordedMove], now: float) -> None:
         """Write records whose instances were locked."""
 
+    async def put_cells(self, cells: Mapping[str, str], now: float) -> None:
+        """Map instances, which were locked, to the cells that have them now ({instance: cell})."""
+
     async def put_instances(self, instances: Sequence[InstanceRecord]) -> None:
-        """Write what instances have become; they were locked."""
+        """Write the present state of instances; they were locked."""
 
     async def lock_objects(self) -> RecordedObjects:
         """Hold all objects until the end of the unit, and read them."""
@@ -83,7 +86,8 @@ class OperationUnit(BuildUnit, Protocol):
         """Write objects that were locked, and their log, under the next revision, which it returns. Once a unit."""
 
     async def lock_drain(self, drain: str, now: float, limit: int) -> OpenDrain | None:
-        """Hold a drain and its instances until the end of the unit: what is under way, and so many that are due.
+        """Lock a drain and its instances until the end of the unit; returns those under way, and up to a bound of those
+        that are due.
 
         None: it is not on record. After `lock_objects`, where a unit needs both.
         """
@@ -126,10 +130,10 @@ class SchedulerStore(Protocol):
         """Set the relay that publishes what units emit. Before the first unit."""
 
     def unit(self, *, durable: bool = True, optimistic: bool = False) -> AbstractAsyncContextManager[BuildUnit]:
-        """A transaction. Not durable: for what a redelivered message would write again after a crash.
+        """A transaction. Not durable: for rows that a redelivered message would write again after a crash.
 
         optimistic: it expects that every request is new, every decided build awaits its decision, and every locked one
-        is as this process left it; at its end it raises Conflict when that is not so. For PostgreSQL this is one round
+        is as this process left it; at its end it raises Conflict if that is not so. For PostgreSQL this is one round
         trip instead of five.
         """
 
@@ -152,7 +156,8 @@ class SchedulerStore(Protocol):
         """How many builds of a cell have a machine there, or may get one, up to `limit`. Reads all builds."""
 
     async def purge(self, before: float, limit: int, start_at: float = 0.0) -> Purged:
-        """Delete builds that ended without a machine and last changed before, oldest first from a creation time on.
+        """Delete builds that ended without a machine and last changed before this time, oldest first from a creation
+        time on.
 
         Their cell mapping goes with them. A build that has a machine, or may get one, is kept whatever its age.
         """
@@ -166,26 +171,28 @@ class SchedulerStore(Protocol):
     async def active_on(
         self, hosts: Sequence[str], cell: str | None, limit: int, *, after: str = FIRST_UUID
     ) -> list[str]:
-        """The active instances on hosts, by their names, in order of their uuids, at most so many. Reads all builds."""
+        """The active instances on hosts, by their names, in order of their uuids, up to a bound. Reads all builds."""
 
     async def purge_moves(self, before: float, limit: int) -> int:
-        """Delete requests that ended and last changed before, at most so many; returns how many there were."""
+        """Delete requests that ended and last changed before this time, up to a bound; returns how
+        many were deleted.
+        """
 
     async def flush(self) -> None:
-        """Return when everything committed is on disk, what was not durable too."""
+        """Return when every commit is on disk, those that were not durable too."""
 
     @property
     def losses(self) -> int:
-        """How many connections to the database have ended by themselves: what was not flushed may be lost with them."""
+        """How many connections to the database have ended by themselves: unflushed commits may be lost with them."""
 
     def flushed(self, losses: int) -> asyncio.Future[None]:
-        """Done when everything committed so far is on disk; fails when that is not so, or `losses` is another by then.
+        """Done when every commit so far is on disk; fails if that is not so, or if `losses` has changed by then.
 
-        losses: taken before those commits. Many share one flush, so it takes a tenth of a second.
+        losses: taken before those commits. Many callers share one flush, so it takes a tenth of a second.
         """
 
     async def searched_to(self, query: BuildQuery) -> float | None:
-        """When the last build was requested that such a search looks at; None: it looks at all."""
+        """The request time of the last build that such a search looks at; None: it looks at all."""
         ...
 
     async def builds(self, query: BuildQuery) -> list[BuildRecord]:

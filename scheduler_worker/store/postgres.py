@@ -54,7 +54,8 @@ LOCK = (
     f"SELECT {rows.BUILD} FROM build_requests WHERE instance_uuid = ANY($1::uuid[]) ORDER BY instance_uuid FOR UPDATE"
 )
 
-# Whatever plan an UPDATE gets: for a large batch it may scan the table, and lock in that order.
+# The order does not depend on the plan that an UPDATE gets: for a large batch it may scan the table, and lock in that
+# order.
 LOCK_ONLY = "SELECT FROM build_requests WHERE instance_uuid = ANY($1::uuid[]) ORDER BY instance_uuid FOR UPDATE"
 
 READ = """
@@ -62,7 +63,8 @@ SELECT instance_uuid, state, digest, delete_requested, project_id, cell, code
 FROM build_requests WHERE instance_uuid = ANY($1::uuid[])
 """
 
-# Along an index, whose order is that of the answer. By what has none a bounded number of builds is looked through.
+# Along an index, whose order is that of the answer. For a column without an index a bounded number of builds is
+# examined.
 OF_QUERY = """
 SELECT * FROM build_requests
 WHERE ($1::uuid IS NULL OR instance_uuid = $1) AND ($2::text IS NULL OR project_id = $2)
@@ -119,14 +121,15 @@ ORDER BY request_id LIMIT $2
 NAMED_BUILDS = "SELECT instance_uuid FROM build_requests WHERE instance_uuid = ANY($1::uuid[])"
 INSTANCES_OF = f"SELECT {rows.INSTANCE} FROM instances WHERE instance_uuid = ANY($1::uuid[])"
 INSERT_MOVE = f"""
-INSERT INTO moves ({rows.MOVE}, updated_at) VALUES ({", ".join(f"${number}" for number in range(1, 17))})
+INSERT INTO moves ({rows.MOVE}, updated_at) VALUES ({", ".join(f"${number}" for number in range(1, 18))})
 ON CONFLICT (request_id) DO NOTHING RETURNING request_id
 """
 UPDATE_MOVE = """
 UPDATE moves SET state = $2, sequence = $3, terminal = $4, cell = $5, host = $6, code = $7, reason = $8, history = $9,
-    updated_at = $10
+    command = $10, updated_at = $11
 WHERE request_id = $1
 """
+PUT_CELL = "UPDATE instance_cells SET cell = $2, mapped_at = $3 WHERE instance_uuid = $1"
 PUT_INSTANCE = f"""
 INSERT INTO instances ({rows.INSTANCE}) VALUES ($1, $2, $3, $4, $5, $6, $7)
 ON CONFLICT (instance_uuid) DO UPDATE SET condition = excluded.condition, flavor = excluded.flavor,
@@ -210,7 +213,7 @@ class PostgresBuildUnit:
             for row in await self._connection.fetch(READ, instances)
         }
 
-    async def decide(self, decisions: Sequence[BuildDecision], now: float) -> set[str]:
+    async def write_decisions(self, decisions: Sequence[BuildDecision], now: float) -> set[str]:
         """The guard in the statement is what makes two schedulers with the same request dispatch it once.
 
         The rows are locked in uuid order first, so that those two never deadlock.
@@ -246,7 +249,7 @@ class PostgresBuildUnit:
 
 
 class PostgresOperationUnit(PostgresBuildUnit):
-    """A build unit that also writes what is rarer than builds."""
+    """A build unit that also writes records that are rarer than builds."""
 
     async def first_time(self, handler: str, message_id: str) -> bool:
         """In the table of handled messages."""
@@ -281,10 +284,15 @@ class PostgresOperationUnit(PostgresBuildUnit):
         return new
 
     async def update_moves(self, moves: Sequence[RecordedMove], now: float) -> None:
-        """What a cell can change of them."""
+        """The columns of an instance that a cell can change."""
         for one in moves:
             row = rows.move_row(one, now)
-            await self._connection.execute(UPDATE_MOVE, row[0], *row[5:12], row[13], now)
+            await self._connection.execute(UPDATE_MOVE, row[0], *row[5:12], row[13], row[15], now)
+
+    async def put_cells(self, cells: Mapping[str, str], now: float) -> None:
+        """One statement an instance: a change of cell is rare."""
+        for uuid, cell in sorted(cells.items()):
+            await self._connection.execute(PUT_CELL, uuid, cell, now)
 
     async def put_instances(self, instances: Sequence[InstanceRecord]) -> None:
         """One statement an instance."""
@@ -336,7 +344,7 @@ class PostgresBuilds:
         return self._database.ready
 
     async def open(self) -> None:
-        """Migrate, and learn whose it is. Waits for a database that is unavailable."""
+        """Migrate, and read the identity of the database. Waits for a database that is unavailable."""
         await self._database.open(MIGRATIONS)
         self.deployment = await read_identity(self._database)
 
@@ -349,7 +357,7 @@ class PostgresBuilds:
         self._relay = relay
 
     def unit(self, *, durable: bool = True, optimistic: bool = False) -> AbstractAsyncContextManager[BuildUnit]:
-        """A transaction; what it emits is published once it has committed."""
+        """A transaction; the messages that it emits are published once it has committed."""
         if optimistic:
             return published(self._relay, self._optimistic(durable))
         return published(self._relay, self._locking(durable))
@@ -371,7 +379,7 @@ class PostgresBuilds:
             unit.row = await outbox.add(connection, unit.outbox)
 
     def operation(self) -> AbstractAsyncContextManager[OperationUnit]:
-        """A durable transaction; what it emits is published once it has committed."""
+        """A durable transaction; the messages that it emits are published once it has committed."""
         return published(self._relay, self._operation())
 
     @asynccontextmanager
@@ -417,7 +425,7 @@ class PostgresBuilds:
         return Purged(row[0], row[1])
 
     async def moves(self, query: MoveQuery) -> list[MoveRecord]:
-        """Along the index that the question fits."""
+        """Along the index that suits the query."""
         async with self._database.raw() as connection:
             found = await connection.fetch(
                 MOVES, query.request_id, query.instance_uuid, query.project_id, query.under_way, query.limit
@@ -470,7 +478,7 @@ class PostgresBuilds:
         return {row["instance_uuid"]: rows.record(row) for row in found}
 
     async def searched_to(self, query: BuildQuery) -> float | None:
-        """When the last build was requested that such a search looks at; None: it looks at all."""
+        """The request time of the last build that such a search looks at; None: it looks at all."""
         async with self._database.raw() as connection:
             found: float | None = await connection.fetchval(SEARCHED_TO, *_of_query(query), rows.MAX_SEARCHED)
         return found

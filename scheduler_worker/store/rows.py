@@ -9,7 +9,7 @@ import asyncpg
 import msgspec
 
 from bus.contracts.build import AttemptRecord, BuildRecord, BuildRequest, BuildState, FunnelStep, TimelineEntry
-from bus.contracts.moves import Condition, MoveKind, MoveRecord, MoveState
+from bus.contracts.moves import CellMove, Condition, MoveKind, MoveRecord, MoveState
 from scheduler_worker.domain.builds import BuildDecision, BuildUpdate, NewBuild, RecordedBuild
 from scheduler_worker.domain.recorded_moves import InstanceRecord, RecordedMove, record_of
 
@@ -31,8 +31,8 @@ ON CONFLICT (instance_uuid) DO NOTHING
 RETURNING instance_uuid
 """
 
-# Planned by key, as an optimistic unit has it, the values are looked up one by one: rows are locked in the order of the
-# values (tests/integration/scheduler/test_lock_order.py). A locking unit locks them before.
+# If the statement is planned by key, as in an optimistic unit, the values are looked up one by one: rows are locked in
+# the order of the values (tests/integration/scheduler/test_lock_order.py). A locking unit locks them before.
 DECIDE = """
 UPDATE build_requests
 SET state = n.state, sequence = n.sequence, terminal = n.terminal, cell = n.cell, host = n.host, code = n.code,
@@ -53,7 +53,7 @@ ON CONFLICT (instance_uuid) DO NOTHING
 RETURNING instance_uuid
 """
 
-# Builds that a search looks through, the newest first, for what no index has.
+# The builds that a search examines, the newest first, for a column without an index.
 MAX_SEARCHED = 100_000
 
 RECORD = """b.instance_uuid, project_id, coalesce(nullif(i.flavor, ''), b.flavor) AS flavor, name, state, cell, host,
@@ -210,8 +210,9 @@ def record(row: asyncpg.Record) -> BuildRecord:
     )
 
 
+_commands = msgspec.json.Decoder(CellMove)
 MOVE = """request_id, instance_uuid, project_id, kind, digest, state, sequence, terminal, cell, host, code, reason,
-       funnel, history, created_at"""
+       funnel, history, created_at, command"""
 
 
 def move(row: asyncpg.Record) -> RecordedMove:
@@ -232,6 +233,7 @@ def move(row: asyncpg.Record) -> RecordedMove:
         funnel=_funnels.decode(row["funnel"]),
         history=_histories.decode(row["history"]),
         created_at=row["created_at"],
+        command=_commands.decode(row["command"]) if row["command"] else None,
     )
 
 
@@ -258,6 +260,7 @@ def move_row(one: RecordedMove, now: float) -> tuple[Any, ...]:
         _encode(one.funnel).decode(),
         _encode(one.history).decode(),
         one.created_at,
+        "" if one.command is None else clean(_encode(one.command).decode()),
         now,
     )
 

@@ -45,7 +45,8 @@ CREATE TABLE instance_cells (
 );
 
 -- Requests about instances after their builds: one row each. digest: of the whole message. sequence: of the newest
--- event of the request. cell: where it was dispatched to. A row is written under the lock of its instance's row above.
+-- event of the request. cell: where it was dispatched to. command: JSON, what that cell is to do now, of a request that leads
+-- into another cell ('': of every other one). A row is written under the lock of its instance's row above.
 CREATE TABLE moves (
     request_id uuid PRIMARY KEY,
     instance_uuid uuid NOT NULL,
@@ -62,6 +63,7 @@ CREATE TABLE moves (
     funnel text NOT NULL,
     history text NOT NULL,
     created_at double precision NOT NULL,
+    command text NOT NULL DEFAULT '',
     updated_at double precision NOT NULL
 );
 CREATE INDEX moves_of_instance ON moves (instance_uuid, created_at DESC);

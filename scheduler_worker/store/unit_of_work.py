@@ -12,7 +12,7 @@ from scheduler_worker.domain.builds import BuildDecision, BuildStatus, BuildUpda
 
 
 class BuildWrites(WriteSet, kw_only=True):
-    """What one unit writes: inserts must be new, decisions must be awaited. at: the time of all writes."""
+    """The writes of one unit: inserts must be new, decisions must be awaited. at: the time of all writes."""
 
     inserts: Sequence[NewBuild] = ()
     decisions: Sequence[BuildDecision] = ()
@@ -33,21 +33,22 @@ class OptimisticBuildUnit(OptimisticUnitOfWork[RecordedBuild, BuildWrites]):
         super().__init__(rows, cache, BuildWrites(durable=durable))
 
     async def insert(self, builds: Sequence[NewBuild], now: float) -> set[str]:
-        """Expected to be new, all of them."""
+        """All of them are expected to be new."""
         self.writes.inserts, self.writes.at = [*self.writes.inserts, *builds], now
         self._after.update((new.build.instance_uuid, new.build) for new in builds)
         return {new.build.instance_uuid for new in builds}
 
     async def read(self, instances: Sequence[str]) -> dict[str, BuildStatus]:
-        """Raises Conflict: a read of what is on record takes the locking unit."""
+        """Raises Conflict: a read of existing records takes the locking unit."""
         if instances:
             raise Conflict
         return {}
 
-    async def decide(self, decisions: Sequence[BuildDecision], now: float) -> set[str]:
-        """Expected to be awaited, all of them."""
+    async def write_decisions(self, decisions: Sequence[BuildDecision], now: float) -> set[str]:
+        """All of them are expected to be awaited."""
         self.writes.decisions, self.writes.at = decisions, now
-        # What is not cached was redelivered: another scheduler may have it in hand too, so it is read again next time.
+        # A record that is not cached belongs to a redelivered request: another scheduler may be processing it too, so
+        # it is read again next time.
         cached = [one.build for one in decisions if self._cache.get(one.build.instance_uuid) is not None]
         self._after.update((build.instance_uuid, build) for build in cached)
         return {one.build.instance_uuid for one in decisions}

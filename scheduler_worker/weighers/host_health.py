@@ -14,7 +14,8 @@ class HealthWeigher:
     """Puts hosts with a warning below all without, and above those with failed builds.
 
     A warning is the host's attribute `health`, or a sensor of it that reads warning or critical. (A critical sensor
-    alone, as of one of two power supplies, stops nothing: what manages the host disables it when it is not to be used.)
+    alone, for instance one of two power supplies, stops nothing: the host's manager disables a host that is not to be
+    used.)
     """
 
     name: ClassVar[str] = "health"

@@ -1,4 +1,4 @@
-"""What do the host's own metrics (temperature, power, ...) weigh?"""
+"""How much do the host's own metrics (temperature, power, ...) weigh?"""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class MetricsWeigher:
         return cls(config.metrics.weights, config.metrics.weight_of_unavailable)
 
     def applies_to(self, spec: RequestSpec) -> bool:
-        """Whether there is anything to add up."""
+        """Whether there are weights to add up."""
         del spec
         return bool(self._weights)
 

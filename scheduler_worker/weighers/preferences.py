@@ -12,7 +12,7 @@ from scheduler_worker.domain.view import HostsView
 
 
 class PreferenceWeigher:
-    """Prefers hosts with what the flavor prefers; by default its multiplier outweighs all but build failures.
+    """Prefers hosts that have the flavor's preferences; by default its multiplier outweighs all but build failures.
 
     A trait counts on any provider of the host's tree, a class when any of it is free. A flavor without preferences adds
     no weight.

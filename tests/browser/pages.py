@@ -1,4 +1,4 @@
-"""What a person sees and does on the pages, in a real browser before a live berth; see scripts/pages.
+"""The pages as a person uses them, in a real browser before a live berth; see scripts/pages.
 
 Run by an interpreter of its own, not by berth's: it imports nothing of berth's. Each step names what it expects to see.
 """
@@ -34,7 +34,7 @@ WAIT_S = 60.0
 SCRIPT_TIMEOUT_S = 300.0
 STOP_TIMEOUT_S = 60.0
 HOSTILE = "<script>document.title='owned'</script>\n\u202eevil"
-# What has a name for those who do not see it.
+# The names of elements for users who do not see them.
 NAMED = "input:not([type=hidden]), select, textarea, meter, progress, #map"
 # The processor's time of the browser's main thread, which a busy machine does not change: for one movement of the
 # pointer or one colouring (half a frame; a map that is drawn whole each time takes 13 ms), and for reading and drawing
@@ -96,7 +96,7 @@ def line_starting_with(process: subprocess.Popen[str], start: str) -> str:
 
 
 class Person:
-    """Who looks at the pages."""
+    """The user of the pages."""
 
     def __init__(self, driver: WebDriver, url: str, link: str, hosts: int, *, berth: str, env: dict[str, str]) -> None:
         self.berth = berth
@@ -146,7 +146,7 @@ class Person:
         subprocess.run(command, env=self.env, check=True, timeout=WAIT_S, stdout=subprocess.DEVNULL)
 
     def api(self, path: str) -> Any:
-        """What the HTTP API answers, as a program reads it."""
+        """The HTTP API's answers, as a program reads them."""
         with urllib.request.urlopen(self.url + path, timeout=WAIT_S) as answer:
             return json.load(answer)
 
@@ -167,7 +167,7 @@ class Person:
         )  # fmt: skip
 
     def errors(self) -> list[str]:
-        """What the browser complains of: a script's fault, or what its policy has stopped."""
+        """The browser's complaints: a script's fault, or what its policy has stopped."""
         kinds = ("javascript", "security", "network")
         return [one["message"] for one in self.driver.get_log("browser") if one.get("source") in kinds]
 

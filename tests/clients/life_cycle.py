@@ -1,4 +1,4 @@
-"""What an operator does to Placement, done to a live berth with OpenStack's own clients; see scripts/clients.
+"""An operator's work on Placement, done to a live berth with OpenStack's own clients; see scripts/clients.
 
 Run by the clients' own interpreter, not by berth's: it imports nothing of berth's. Two lives: one through the
 `openstack` command with its plugin osc-placement, one through openstacksdk. Each step names what it expects back.

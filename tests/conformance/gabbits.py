@@ -34,7 +34,7 @@ START_TIMEOUT_S = 90.0
 STOP_TIMEOUT_S = 60.0
 SUITE = Path(functional.__file__).parent / "gabbits"
 
-# What cannot be sent over a real connection: gabbi's HTTP client refuses `content-length: hi mom`.
+# Values that cannot be sent over a real connection: gabbi's HTTP client refuses `content-length: hi mom`.
 EXCLUDED = {("basic-http", "bad content length not int")}
 
 OLD_DEFAULTS = {"oslo_policy": {"enforce_new_defaults": "False"}}

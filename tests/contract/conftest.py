@@ -1,4 +1,4 @@
-"""What the suites of the contracts open and put away."""
+"""The resources that the suites of the contracts open and close."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the suites of the transport declare and send, and which adapters are asked."""
+"""The queues and messages of the transport's suites, and the adapters that they test."""
 
 from __future__ import annotations
 

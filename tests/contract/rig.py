@@ -1,4 +1,4 @@
-"""What the contract tests need of a broker, whichever it is: connections, and a way to cut them."""
+"""The operations that the contract tests need of any broker: connections, and a way to cut them."""
 
 from __future__ import annotations
 

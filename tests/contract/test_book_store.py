@@ -159,7 +159,7 @@ class Sends:
 
 
 async def publish_when_free(store: PlacementStore, limit: int) -> list[int]:
-    """What a store sends once no other worker publishes."""
+    """A store's messages once no other worker publishes."""
     sends = Sends()
     sends.confirmed.set()
     async with asyncio.timeout(PATIENCE_S):

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from bus.clock import SystemClock
 from bus.contracts.build import AttemptRecord, BuildEvent, BuildQuery, BuildRequest, BuildState, TimelineEntry
-from bus.contracts.moves import Condition, MoveKind, MoveQuery, MoveState
+from bus.contracts.moves import CellMove, Condition, MoveKind, MoveQuery, MoveState
 from bus.faults import DatabaseUnavailable
 from bus.persistence.conflict import Conflict
 from bus.persistence.database import Database
@@ -95,7 +95,7 @@ async def insert(store: SchedulerStore, *builds: NewBuild, now: float = 1.0) -> 
 
 async def decide(store: SchedulerStore, *decisions: BuildDecision) -> set[str]:
     async with store.unit() as unit:
-        return await unit.decide(decisions, 2.0)
+        return await unit.write_decisions(decisions, 2.0)
 
 
 async def test_a_request_is_recorded_once(make: Make, store: SchedulerStore) -> None:
@@ -291,7 +291,7 @@ async def put(store: SchedulerStore, *uuids: str) -> set[str]:
 
 async def dispatch(store: SchedulerStore, *uuids: str) -> set[str]:
     async def work(unit: BuildUnit) -> set[str]:
-        written = await unit.decide([placed(uuid) for uuid in uuids], 2.0)
+        written = await unit.write_decisions([placed(uuid) for uuid in uuids], 2.0)
         if written:
             unit.emit(event(BuildState.SCHEDULED))
         return written
@@ -360,7 +360,7 @@ async def test_a_conflict_writes_nothing(make: Make, sent: Sent) -> None:
         await unit.update([BuildUpdate(build=replace(kept[B], delete_requested=True))], 5.0)
     with pytest.raises(Conflict):
         async with other.unit(optimistic=True) as unit:
-            await unit.decide([placed(A), placed(B)], 5.0)
+            await unit.write_decisions([placed(A), placed(B)], 5.0)
             unit.emit(event(BuildState.SCHEDULED))
     assert [row for row, _ in sent.rows if row is not None] == before
     found = await one.builds(BuildQuery())
@@ -396,6 +396,9 @@ async def test_a_message_is_handled_the_first_time_only_and_not_in_a_unit_that_f
         assert await unit.first_time("h", "m2")
 
 
+LEAVING = CellMove(request_id=B, instance_uuid=A, project_id="p", kind=MoveKind.UNSHELVE, to_cell="c2")
+
+
 def moved(request_id: str = B, uuid: str = A, **more: Any) -> RecordedMove:
     fields: dict[str, Any] = {"state": MoveState.SCHEDULED, "sequence": 2, "cell": "c1", "created_at": 5.0, **more}
     return RecordedMove(
@@ -416,7 +419,7 @@ async def test_a_move_is_on_record_with_what_its_instance_has_become(make: Make,
     )
     async with store.operation() as unit:
         assert (await unit.known({B: A}, lock=True))[B].now == InstanceRecord(instance_uuid=A)
-        assert await unit.insert_moves([moved()], 6.0) == {B}
+        assert await unit.insert_moves([moved(command=LEAVING)], 6.0) == {B}
         await unit.put_instances([instance])
     with pytest.raises(RuntimeError):
         async with store.operation() as unit:
@@ -427,7 +430,7 @@ async def test_a_move_is_on_record_with_what_its_instance_has_become(make: Make,
     async with other.operation() as unit:
         assert await unit.insert_moves([moved(cell="c9")], 7.0) == set()
         found = await unit.known({B: A, C: B, A: C})
-    assert found[B].move == moved() and found[B].instance == instance and not found[B].names_instance
+    assert found[B].move == moved(command=LEAVING) and found[B].instance == instance and not found[B].names_instance
     assert found[B].build_request == new(A).request and found[B].build is not None and found[B].build.instance_uuid == A
     assert (found[C].move, found[C].build, found[C].names_instance) == (None, None, True)
     assert found[A].names_instance and found[A].build is not None and found[A].build.instance_uuid == C

@@ -1,4 +1,4 @@
-"""What is published: how it travels and what its publisher learns, over both transports alike."""
+"""Published messages: how it travels and what its publisher learns, over both transports alike."""
 
 from __future__ import annotations
 

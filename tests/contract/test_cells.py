@@ -1,4 +1,4 @@
-"""What comes on a cell's bus may create, report and claim what belongs to that cell, and nothing of another's."""
+"""Messages on a cell's bus may create, report and claim objects that belong to that cell, and nothing of another's."""
 
 from __future__ import annotations
 

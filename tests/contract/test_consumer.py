@@ -1,4 +1,4 @@
-"""What a consumer makes of outcomes, faults and what cannot be read, over both transports alike."""
+"""A consumer's handling of outcomes, faults and unreadable messages, over both transports alike."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What becomes of deliveries whose consumer dies with them in its hands, over both transports alike."""
+"""The deliveries of a consumer that dies with them, over both transports alike."""
 
 from __future__ import annotations
 

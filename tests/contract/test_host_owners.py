@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from bus.clock import SystemClock
 from bus.consuming.outcome import Done, Received
 from bus.contracts.base import Message, Meta
-from bus.contracts.placement import InventoryResult, InventoryTaken, InventoryUpdate
+from bus.contracts.placement import InventoryReleased, InventoryResult, InventoryTaken, InventoryUpdate
 from placement_worker.domain.reports import ReportRefusal
 from placement_worker.handlers import PlacementHandlers
 from placement_worker.store.port import PlacementStore
@@ -70,6 +70,7 @@ async def test_other_sources_may_report_below_a_host_and_beside_it(store: Placem
 
 async def test_the_next_one_takes_it_over_and_the_former_one_is_refused(store: PlacementStore) -> None:
     await outcomes(store, first(1, CHILD))
+    await store.release_roots(FIRST, [MINE], bus="c1")
     assert await outcomes(store, second(1, takes_over=THIRD)) == [TAKEN], "it is not that one's"
     assert await outcomes(store, second(1, takes_over=FIRST)) == ["applied"]
     assert await capacity(store) == 9
@@ -78,12 +79,41 @@ async def test_the_next_one_takes_it_over_and_the_former_one_is_refused(store: P
     )
     assert await outcomes(store, first(2, CHILD)) == [TAKEN]
     assert await outcomes(store, second(2, takes_over=FIRST)) == ["unchanged"], "delivered once more"
+    await store.release_roots(SECOND, [MINE], bus="c1")
     assert await outcomes(store, replace(first(3), takes_over=SECOND)) == ["applied"]
     assert await outcomes(store, second(3)) == [TAKEN]
 
 
+async def test_what_the_conductor_has_not_released_is_taken_over_by_none(store: PlacementStore) -> None:
+    """A worker with its cell's rights could name any owner, and have its hosts."""
+    await outcomes(store, first(1))
+    assert await outcomes(store, second(1, takes_over=FIRST)) == [TAKEN]
+    for source, root, bus in ((THIRD, MINE, "c1"), (FIRST, CHILD, "c1"), (FIRST, MINE, "c2")):
+        await store.release_roots(source, [root], bus=bus)
+        assert await outcomes(store, second(2, takes_over=FIRST)) == [TAKEN], (source, root, bus)
+    await store.release_roots(FIRST, [MINE], bus="c1")
+    assert await outcomes(store, first(2)) == ["unchanged"], "it has come back"
+    assert await outcomes(store, second(3, takes_over=FIRST)) == [TAKEN]
+    await store.release_roots(FIRST, [MINE], bus="c1")
+    assert await outcomes(store, second(4, takes_over=FIRST)) == ["applied"]
+    assert await capacity(store) == 9
+
+
+async def test_a_release_counts_for_the_reports_that_come_with_it(store: PlacementStore) -> None:
+    handlers = PlacementHandlers(store, clock=SystemClock(), committed=lambda: None, claimed=lambda: None)
+    await outcomes(store, first(1))
+    released = InventoryReleased(source=FIRST, roots=(MINE,))
+    batch = [
+        Received(one, Meta(id=str(number)), "c1", "placement.inventory")
+        for number, one in enumerate((second(1, takes_over=FIRST), released))
+    ]
+    assert [type(one) for one in await handlers.inventory(batch)] == [Done, Done]
+    assert await capacity(store) == 9
+
+
 async def test_it_is_not_taken_over_while_its_owner_reports_it(store: PlacementStore) -> None:
     await outcomes(store, first(1))
+    await store.release_roots(FIRST, [MINE], bus="c1")
     assert await outcomes(store, second(1, takes_over=FIRST), first(2, vcpus=5)) == [TAKEN, "applied"]
     assert await capacity(store) == 5
 
@@ -91,6 +121,7 @@ async def test_it_is_not_taken_over_while_its_owner_reports_it(store: PlacementS
 async def test_a_takeover_that_is_refused_otherwise_leaves_the_owner(store: PlacementStore) -> None:
     other = host(CHILD, 1, source=FIRST)
     await outcomes(store, first(1), other)
+    await store.release_roots(FIRST, [MINE], bus="c1")
     (report,) = second(1).providers
     named = replace(second(1, takes_over=FIRST), providers=(replace(report, name=other.providers[0].name),))
     assert await outcomes(store, named) == ["provider.name_taken"]

@@ -1,4 +1,4 @@
-"""What any client may put into properties, headers and bodies costs that message, and nothing else."""
+"""Hostile properties, headers and bodies of any client cost that message, and nothing else."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from bus.faults import DatabaseReplaced, DatabaseUnavailable
 from bus.persistence.conflict import Conflict
 from bus.persistence.database import Database
 from bus.persistence.outbox import OutboxMessage
-from cell_conductor.domain.instance import MOVING, SET_BACK_GAP, Instance, Move, State
+from cell_conductor.domain.instance import MACHINE_EXISTS, MOVING, SET_BACK_GAP, Instance, Move, State
 from cell_conductor.store.memory import MemoryInstances, MemoryInstanceTable
 from cell_conductor.store.port import InstanceStore
 from cell_conductor.store.postgres import PostgresInstances, PostgresTransaction
@@ -291,8 +291,13 @@ async def test_a_brief_has_the_numbers_that_were_given_out_twice(store: Instance
     assert found == {A: 3, B: 0}
 
 
+async def test_a_brief_has_that_the_build_was_refused_because_of_a_machine(store: InstanceStore) -> None:
+    await insert(store, replace(instance(A, State.ACTIVE), code=MACHINE_EXISTS), instance(B, State.ACTIVE))
+    assert {brief.uuid: brief.machine_exists for brief in await store.briefs([HOST], [])} == {A: True, B: False}
+
+
 async def step(store: InstanceStore, message_id: str, uuids: list[str], *, new: set[str], state: State) -> set[str]:
-    """What the engine does: optimistic first, with locks after a conflict. Returns which ids were new."""
+    """The engine's operations: optimistic first, with locks after a conflict. Returns which ids were new."""
     for attempt in range(2):
         begun = store.transaction() if attempt else store.optimistic(new)
         try:

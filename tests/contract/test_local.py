@@ -1,4 +1,4 @@
-"""What is the socket's own: who may open it, what it survives, and that its end is noticed."""
+"""The socket's own behaviour: who may open it, what it survives, and that its end is noticed."""
 
 from __future__ import annotations
 

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from bus.contracts.groups import GroupPolicy, ServerGroup
 from bus.contracts.placement import (
@@ -130,6 +131,16 @@ async def test_the_source_is_kept_until_the_move_is_confirmed(store: PlacementSt
     assert await used(store) == at(0, 4) | at(1, 4)
     await store.apply([Release(consumer=MOVE)])
     assert await used(store) == at(1, 4)
+
+
+async def test_a_claim_by_an_old_generation_is_answered_with_what_its_project_holds(store: PlacementStore) -> None:
+    await claimed(store, build(0, 0))
+    (refused,) = await claimed(store, move(option(1), source=option(0), generation=7))
+    assert (refused.outcome, refused.consumer_generation, refused.holding) == ("consumer_changed", 1, at(0, 4))
+    (small,) = await claimed(store, build(0, 1, attempt=2, consumer_generation=7))
+    assert (small.outcome, small.consumer_generation, small.holding) == ("consumer_changed", 1, at(0, 4))
+    other = replace(move(option(1), source=option(0), generation=7), project_id="q")
+    assert [one.holding for one in await claimed(store, other)] == [{}], "it is another project's"
 
 
 async def test_a_reverted_move_gives_the_destination_back(store: PlacementStore) -> None:

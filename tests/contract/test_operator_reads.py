@@ -1,4 +1,4 @@
-"""What an operator reads from the book, on both books: a host's tree with its holders, and what projects hold."""
+"""An operator's reads of the book, on both books: a host's tree with its holders, and what projects hold."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What each project holds is kept beside its consumers, on both books: always their sum, whatever moves them."""
+"""Each project's total is kept beside its consumers, on both books: always their sum, whatever moves them."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ JOIN allocations a ON a.consumer = c.uuid WHERE c.consumer_type <> 'MIGRATION' G
 
 
 async def kept_and_held(store: PlacementStore) -> tuple[Amounts, Amounts]:
-    """What is kept of each project and class, and what its consumers hold."""
+    """The total of each project and class, and its consumers' allocations."""
     if isinstance(store, PostgresStore):
         async with store.database.raw() as connection:
             kept, held = await connection.fetch(KEPT), await connection.fetch(HELD)

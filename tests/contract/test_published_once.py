@@ -26,7 +26,7 @@ def event(sequence: int = 1, state: BuildState = BuildState.ACCEPTED, project: s
 
 
 def watched(transport: Transport) -> list[Outgoing]:
-    """What leaves on this transport from now on."""
+    """The messages that leave on this transport from now on."""
     sent: list[Outgoing] = []
     publish = transport.publish
 

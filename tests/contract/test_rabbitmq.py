@@ -1,4 +1,4 @@
-"""What only a real RabbitMQ can show: it is killed, and it refuses."""
+"""Behaviour that only a real RabbitMQ can show: it is killed, and it refuses."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ from tests.contract.rig import until
 pytestmark = pytest.mark.rabbitmq
 
 PATIENCE_S = 60.0
-# What `rabbitmqctl close_all_connections` does, once there is one: the broker lists a connection a moment after it has
-# opened it, and each rabbitmqctl takes seconds, on a slow machine many.
+# The same as `rabbitmqctl close_all_connections`, once there is one: the broker lists a connection a moment after it
+# has opened it, and each rabbitmqctl takes seconds, on a slow machine many.
 CLOSE_ALL = """
 Close = fun Again([]) -> timer:sleep(20), Again(rabbit_networking:connections());
             Again(Found) -> [rabbit_networking:close_connection(One, "maintenance") || One <- Found]
@@ -49,7 +49,10 @@ Close = fun Again([]) -> timer:sleep(20), Again(rabbit_networking:connections())
 Close([]).
 """
 
-# What `rabbitmqctl delete_queue scheduler.requests` does.
+# The same as `rabbitmqctl set_vm_memory_high_watermark`. %s: a share of the machine's memory.
+MEMORY_LIMIT = "vm_memory_monitor:set_vm_memory_high_watermark(%s)."
+
+# The same as `rabbitmqctl delete_queue scheduler.requests`.
 DELETE_REQUESTS = """
 {ok, Queue} = rabbit_amqqueue:lookup(rabbit_misc:r(<<"/">>, queue, <<"scheduler.requests">>)),
 {ok, _} = rabbit_amqqueue:delete(Queue, false, false, <<"tests">>).
@@ -109,7 +112,7 @@ async def test_a_broker_short_of_memory_shows_on_readyz_and_what_waits_for_it_le
     await service.ready.wait()
     await bus.declare("scheduler.requests")
     with capture_logs() as logged:
-        await asyncio.to_thread(own_broker.control, "set_vm_memory_high_watermark", "0.000001")
+        await asyncio.to_thread(own_broker.evaluate, MEMORY_LIMIT % "0.000001")
         waiting: list[asyncio.Task[None]] = []
 
         async def blocked() -> bool:
@@ -123,7 +126,7 @@ async def test_a_broker_short_of_memory_shows_on_readyz_and_what_waits_for_it_le
         await until(blocked)
         assert service.not_ready() == ["bus api: the broker takes no messages: low on memory"]
         assert metrics.BLOCKED.labels("api")._value.get() == 1
-        await asyncio.to_thread(own_broker.control, "set_vm_memory_high_watermark", "0.6")
+        await asyncio.to_thread(own_broker.evaluate, MEMORY_LIMIT % "0.6")
         async with asyncio.timeout(PATIENCE_S):
             await asyncio.gather(*waiting)
 
@@ -173,7 +176,7 @@ async def test_a_killed_broker_loses_nothing_that_it_confirmed(own_broker: Rabbi
     await until(lambda: len(confirmed) > 50)
     # RabbitMQ 3.10 registers a new quorum queue in a table that it writes out half a second later. A broker killed
     # before that has a queue without a leader (declare and publish hang); here we ask about messages, not about that.
-    await asyncio.to_thread(own_broker.control, "eval", "[dets:sync(Table) || Table <- dets:all()].")
+    await asyncio.to_thread(own_broker.evaluate, "[dets:sync(Table) || Table <- dets:all()].")
     await asyncio.to_thread(own_broker.kill)
     await until(lambda: failures and not publisher.transport.connected)
     await asyncio.to_thread(own_broker.start)
@@ -202,7 +205,7 @@ async def test_connections_closed_by_an_operator_come_back(own_broker: RabbitMQ)
     back = asyncio.Event()
     bus.transport.on_reconnect(back.set)
     await bus.declare("scheduler.feed.{process}")
-    await asyncio.to_thread(own_broker.control, "eval", CLOSE_ALL)
+    await asyncio.to_thread(own_broker.evaluate, CLOSE_ALL)
     async with asyncio.timeout(PATIENCE_S):
         await back.wait()
     assert await bus.transport.depth("scheduler.feed.p") == 0

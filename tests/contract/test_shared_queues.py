@@ -1,4 +1,6 @@
-"""What a bus has once for all its consumers: the queues of delayed messages, and the queue of dead letters."""
+"""The topology that a bus has once for all its consumers: the queues of delayed messages, and the queue of dead
+letters.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a transport must do, asked of every adapter alike: memory, memory behind a socket, RabbitMQ."""
+"""The behaviour of a transport, tested on every adapter alike: memory, memory behind a socket, RabbitMQ."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a queue without room refuses, drops and still takes, asked of every adapter alike."""
+"""The messages that a queue without room refuses, drops and still takes, tested on every adapter alike."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a consumer holds, settles, gives back and gives up, asked of every adapter alike."""
+"""The messages that a consumer holds, settles, gives back and gives up, tested on every adapter alike."""
 
 from __future__ import annotations
 

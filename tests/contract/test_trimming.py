@@ -1,4 +1,4 @@
-"""What placement purges, in both books: nothing that any client may still need, and never much at once."""
+"""Placement's purges, in both books: nothing that any client may still need, and never much at once."""
 
 from __future__ import annotations
 

@@ -71,7 +71,7 @@ def resolved(body: Any, provider: Callable[[str], int], consumer: Callable[[str]
 
 
 def content_of(body: Any) -> bytes | None:
-    """What is sent."""
+    """The body to send."""
     if body is None:
         return None
     return body.encode() if isinstance(body, str) else json.dumps(body).encode()

@@ -15,7 +15,7 @@ SINCE_MAPPINGS = 34
 
 
 def differences(call: Call, real: httpx.Response, ours: httpx.Response) -> list[str]:
-    """What is different, a line each."""
+    """The differences, a line each."""
     found = []
     if real.status_code != ours.status_code:
         return [f"status {real.status_code} / {ours.status_code}"]
@@ -85,7 +85,7 @@ def not_negative(answer: Any) -> Any:
 
 
 def part_of(part: Any, whole: Any, limit: int) -> list[str]:
-    """What is wrong with a limited answer about candidates, given the whole one: as many as there are, of those."""
+    """The error of a limited answer about candidates, given the whole one: as many as there are, of those."""
     offered = without_order(whole["allocation_requests"])
     taken = without_order(part["allocation_requests"])
     found = []

@@ -74,7 +74,7 @@ class Pair:
         return real.status_code, data_of(real), found
 
     def _queried_otherwise(self, call: Call, ours: httpx.Response) -> list[str]:
-        """What differs from a question that means the same and that the real one answers right, if there is one."""
+        """The difference from an equivalent question that the real one answers right, if there is one."""
         same = known.same_question(call)
         if same is None:
             return []
@@ -96,7 +96,7 @@ class Pair:
             self.wordings.setdefault(key, {"call": call.to_json(), "real": real[:600], "berth": ours[:600]})
 
     def books(self) -> list[str]:
-        """What differs between the two books."""
+        """The differences between the two books."""
         real, ours = without_order(self.real.state()), without_order(self.ours.state())
         return [
             f"book: {kind} {key}: {json.dumps(real[kind].get(key))} / {json.dumps(ours[kind].get(key))}"

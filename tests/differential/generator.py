@@ -68,7 +68,7 @@ class Generator:
         return self._spoil(call) if rng.random() < SPOILED else call
 
     def note(self, call: Call, status: int, answer: Any) -> None:
-        """What the real Placement made of a request."""
+        """The real Placement's answer to a request."""
         self.world.note(call, status, answer)
 
     # --- parts
@@ -205,7 +205,7 @@ class Generator:
         return Call("POST", "/allocations", version, body)
 
     def _claim(self) -> Call:
-        """What a client does with a candidate that it was offered."""
+        """A client's use of a candidate that it was offered."""
         offered = self.world.offered
         if not offered:
             return self._candidates()

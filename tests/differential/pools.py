@@ -30,7 +30,9 @@ MAX_OFFERED = 40
 
 
 class World:
-    """What a story has made so far, roughly: providers with their classes, and candidates that were offered."""
+    """The objects that a sequence has made so far, roughly: providers with their classes, and candidates that were
+    offered.
+    """
 
     def __init__(self) -> None:
         self.sent = 0

@@ -107,7 +107,7 @@ async def age(url: str) -> None:
 
 
 async def repaired(site: Site) -> dict[str, list[str]]:
-    """What `berth placement audit --repair` leaves and has done."""
+    """The findings that `berth placement audit --repair` leaves, and its repairs."""
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "berth", "placement", "audit", "--repair", "--json"),
         env={**os.environ, **variables(site.settings)},
@@ -218,7 +218,7 @@ async def test_after_a_restore_each_machine_runs_on_and_what_differs_is_found_an
         assert unclaimed(facts) == {}
 
         # An operator decides about the rest, and the client deletes what it has: then every invariant holds.
-        # What the cell has and schedulers do not know, the client requests once more: it is one request.
+        # The client requests the instances again that the cell has and schedulers do not know: it is one request.
         await decide(it.site, facts)
         await request_again(
             client, sorted({one.instance_uuid for one in facts.instances} - set(gone) - set(facts.requests))

@@ -113,7 +113,9 @@ async def begin(it: Rig, moves: MoveClient, rng: random.Random, old: list[str]) 
 
 
 async def go_on(it: Rig, moves: MoveClient, rng: random.Random, old: list[str]) -> tuple[list[str], list[str]]:
-    """What the restored databases know nothing of: (deleted, booted) since the backup; then the workers are killed."""
+    """The machines that the restored databases do not know: (deleted, booted) since the backup; then the workers are
+    killed.
+    """
     await define(it, ObjectChange(kind=ObjectKind.QUOTA, name="late", body={"limits": {"VCPU": 1}}))
     gone = rng.sample(old[12:20], 2)
     await delete(it.client, gone)

@@ -134,7 +134,7 @@ def workers(directory: Path, buses: dict[str, str], database: str) -> Iterator[t
 async def builds_go_on(site: Site, disturb: Callable[[], Awaitable[None]]) -> None:
     """Disturb a load in its middle: each build ends once, active, and all that was confirmed is in the book."""
     process = process_name("test")
-    # What a private queue is given while it is away is gone, by design; this test judges every event.
+    # Messages for a private queue while it is away are lost, by design; this test judges every event.
     client = BuildClient(site.bus(process), clock=site.clock, process=process, keep_events=True, durable=True)
     await client.open()
     try:

@@ -76,7 +76,7 @@ class Clone:
                 shutil.copy(ROOT / name, self.path / name)
 
     def _make_virtualenv(self) -> None:
-        """What is installed here, without pip: an installation from the network would take minutes."""
+        """The packages installed here, without pip: an installation from the network would take minutes."""
         place = self.path / ".venv"
         subprocess.run([PYTHON, "-m", "venv", "--without-pip", str(place)], check=True)
         packages = next(place.glob("lib/python*/site-packages"))
@@ -126,7 +126,7 @@ def test_the_commands_of_the_readme_run_in_a_clone_below_a_private_directory(clo
     demo = json.loads((clone.path / "demo.json").read_text())
     assert demo["requests"] == demo["active"] + demo["failed"] == 1000
     assert all(demo["invariants"].values())
-    # What scripts/test does first: a private RabbitMQ and a private PostgreSQL.
+    # The first steps of scripts/test: a private RabbitMQ and a private PostgreSQL.
     output = clone.run(".venv/bin/python", "-m", "berth.embedded", "--", "printenv", "DATABASE_URL", "AMQP_URL")
     assert output.startswith("postgresql://") and "amqp://" in output
     assert not [*clone.temporary.glob("berth-pg-*"), *clone.temporary.glob("berth-mq-*")], "servers leave nothing"

@@ -35,7 +35,7 @@ LIVE_INPUTS = 1_500
 
 
 def tried(name: str, door: Door, seed: int, numbers: range, until: float) -> dict[str, Any]:
-    """What came of these inputs of one door."""
+    """The results of these inputs of one door."""
     defects: list[dict[str, Any]] = []
     count, slowest, slowest_at, began = 0, 0.0, -1, time.monotonic()
     for number in numbers:
@@ -116,7 +116,7 @@ def main() -> int:
 
 
 def summed(seed: int, doors: dict[str, Any]) -> dict[str, Any]:
-    """What all doors came to; passed when each took something and nothing was wrong."""
+    """The results of all doors; passed when each took something and nothing was wrong."""
     inputs = sum(result["inputs"] for result in doors.values())
     defects = sum(len(result["defects"]) for result in doors.values())
     passed = bool(doors) and not defects and all(result["inputs"] > 0 for result in doors.values())

@@ -67,7 +67,7 @@ FRAME_MAX = 131_072
 
 
 class Defect(AssertionError):
-    """What came out of a door may not."""
+    """A result of a door that is not allowed."""
 
 
 class Door(Protocol):
@@ -174,7 +174,7 @@ class Amqp:
         )
 
     def _check_travels(self, raw: bytes, sent: Outgoing) -> None:
-        """What is published is read back as what was meant."""
+        """A published message is read back unchanged."""
         start = 8 + int.from_bytes(raw[3:7])
         length = int.from_bytes(raw[start + 3 : start + 7])
         payload = raw[start + 7 : start + 7 + length]

@@ -248,7 +248,7 @@ def broken(raw: bytes, rng: random.Random) -> bytes:
 
 
 def kinds(types: Sequence[Any]) -> list[inspect.Type]:
-    """What msgspec knows of these types."""
+    """msgspec's information about these types."""
     return list(inspect.multi_type_info(types))
 
 

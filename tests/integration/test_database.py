@@ -6,6 +6,7 @@ import asyncio
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import asyncpg
 import pytest
@@ -14,7 +15,8 @@ from sqlalchemy import text
 from berth.embedded.postgres import Postgres
 from bus.faults import DatabaseForbidden, DatabaseUnavailable, Transient
 from bus.persistence import database as module
-from bus.persistence.database import Database
+from bus.persistence.address import DatabaseAddress
+from bus.persistence.database import Database, lock_key
 
 pytestmark = pytest.mark.postgres
 
@@ -54,6 +56,47 @@ async def test_several_processes_open_at_once_and_migrate_once(empty_database: s
         tables = await connection.fetch("SELECT tablename FROM pg_tables WHERE schemaname = 'cell_C-1' ORDER BY 1")
     assert [row["tablename"] for row in tables] == ["alembic_version", "thing"]
     await asyncio.gather(*(database.close() for database in databases))
+
+
+WAITING = """
+SELECT count(*) FROM pg_locks JOIN pg_database d ON d.oid = database AND d.datname = current_database()
+WHERE locktype = 'advisory' AND NOT granted
+"""
+
+
+async def test_a_schema_at_head_is_opened_with_the_connection_that_then_works(
+    postgres_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To look for what there is to migrate cost a connection of its own."""
+    made: list[object] = []
+    connect = DatabaseAddress.connect
+
+    async def counted(*arguments: Any, **options: Any) -> Any:
+        made.append(connection := await connect(*arguments, **options))
+        return connection
+
+    monkeypatch.setattr(DatabaseAddress, "connect", counted)
+    database = Database(postgres_url, "placement")
+    await database.open("placement_worker.store.migrations")
+    async with database.raw() as connection:
+        assert await connection.fetchval("SELECT count(*) FROM providers") == 0
+    await database.close()
+    assert len(made) == 1 and database.place
+
+
+async def test_a_schema_that_is_being_restored_is_opened_afterwards(postgres_url: str) -> None:
+    restoring, opened = Database(postgres_url, "scheduler"), Database(postgres_url, "placement")
+    await restoring.open()
+    async with restoring.raw() as connection:
+        await connection.execute("SELECT pg_advisory_xact_lock(hashtextextended($1, 0))", lock_key("placement"))
+        opening = asyncio.create_task(opened.open("placement_worker.store.migrations"))
+        async with asyncio.timeout(60):
+            while not await connection.fetchval(WAITING):  # noqa: ASYNC110  (the server does not announce it)
+                await asyncio.sleep(0.01)
+        assert not opening.done()
+    await opening
+    await opened.close()
+    await restoring.close()
 
 
 async def test_uuids_are_text_alone_and_in_arrays_through_both_doors(empty_database: str) -> None:

@@ -198,7 +198,7 @@ def test_a_server_that_cannot_start_gives_its_reason(tmp_path: Path) -> None:
 
 @pytest.mark.rabbitmq
 async def test_a_broker_made_again_on_its_directory_goes_on_with_its_messages(tmp_path: Path) -> None:
-    """What `berth up --processes` was asked and had not done survives its end."""
+    """A request to `berth up --processes` that it has not carried out survives its end."""
     first = RabbitMQ(tmp_path)
     await asyncio.to_thread(first.start)
     try:

@@ -21,7 +21,7 @@ CLASS = "INSERT INTO placement.resource_classes (name) SELECT 'CUSTOM_' || n FRO
 
 
 async def look(url: str) -> tuple[object, set[str]]:
-    """What is there and what was counted, and the identities."""
+    """The rows and the counters, and the identities."""
     connection = await asyncpg.connect(plain(url))
     try:
         tables = [name for (name,) in await connection.fetch(TABLES, list(SCHEMAS))]

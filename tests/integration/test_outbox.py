@@ -34,7 +34,7 @@ PATIENCE_S = 60.0
 
 
 class StubBus:
-    """What the relay needs of a bus: `publish_all` and `publish`, which a test makes fail or wait."""
+    """The operations that the relay needs of a bus: `publish_all` and `publish`, which a test makes fail or wait."""
 
     def __init__(self, name: str) -> None:
         self.name = name

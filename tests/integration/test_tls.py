@@ -132,7 +132,7 @@ async def test_a_broker_of_another_ca_or_name_is_refused(
 async def test_a_client_without_a_certificate_and_a_port_without_tls_are_an_unavailable_bus(
     broker: TlsBroker, authority: Authority
 ) -> None:
-    """What the other side dislikes may be mended there, so a worker waits; the reason is in its log."""
+    """The fault may be mended on the other side, so a worker waits; the reason is in its log."""
     with pytest.raises(BusUnavailable) as unavailable:
         await connected(broker.url(f"cacertfile={authority.file}"))
     assert str(unavailable.value)

@@ -1,31 +1,45 @@
-"""What runs by its cell's record and holds nothing in the book, as after a restore: it is found and claimed again."""
+"""An instance that runs by its cell's record and holds nothing in the book, as after a restore: it is found and claimed
+again.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import random
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 
-import msgspec
 import pytest
+from msgspec.structs import replace
 
 from berth.commands.book import audited
 from berth.settings import DatabaseSettings, Settings
 from berth.site import Site
 from berth.unclaimed import claim_again, find_unclaimed
+from bus.bus import Bus
 from bus.clock import SystemClock, new_uuid
 from bus.contracts.cell import InstanceSpec, Selection
-from bus.contracts.placement import Release
+from bus.contracts.moves import CellMove, MoveKind
+from bus.contracts.placement import Inventory, InventoryUpdate, ProviderReport, Release
+from bus.memory import MemoryBroker, MemoryTransport
 from bus.persistence.database import Database
+from cell_conductor.domain.events import MoveRequested
 from cell_conductor.domain.instance import Instance, State
+from cell_conductor.domain.steps import StepContext
+from cell_conductor.domain.table import step
+from cell_conductor.placement_requests import PlacementRequests, due_questions
 from cell_conductor.store.postgres import MIGRATIONS
 from cell_conductor.store.rows import INSERT, columns, numbered
+from placement_worker.handlers import PlacementHandlers
 from placement_worker.operations.overcommit import generations
+from placement_worker.store.port import PlacementStore
 from scheduler_worker.store.postgres import MIGRATIONS as SCHEDULER_MIGRATIONS
 from tests.integration.placement.conftest import Book, claim
 
 pytestmark = pytest.mark.postgres
 
 GRACE_S = 900.0
+ASK_S = 60.0
+VCPUS = {"VCPU": 2}
 HOUR_S = 3600.0
 
 
@@ -41,11 +55,17 @@ class Restored:
         self.hosts: list[str] = []
 
     async def instance(
-        self, *, host: int = 0, age_s: float = HOUR_S, state: State = State.ACTIVE, newest: int = 1
+        self,
+        *,
+        host: int = 0,
+        age_s: float = HOUR_S,
+        state: State = State.ACTIVE,
+        newest: int = 1,
+        amounts: Mapping[str, int] = VCPUS,
     ) -> str:
-        """An instance of two VCPUs by its cell's record."""
+        """An instance by its cell's record, of two VCPUs unless `amounts` differ."""
         uuid, place = new_uuid(self.rng), self.hosts[host]
-        selection = Selection(host_uuid=place, host="h", service="s", allocations={place: {"VCPU": 2}})
+        selection = Selection(host_uuid=place, host="h", service="s", allocations={place: dict(amounts)})
         record = Instance(
             uuid=uuid,
             state=state,
@@ -77,6 +97,21 @@ async def restored(empty_database: str) -> AsyncIterator[Restored]:
     await made.book.store.close()
 
 
+@contextlib.asynccontextmanager
+async def requests_to(
+    store: PlacementStore, clock: SystemClock, rng: random.Random
+) -> AsyncIterator[PlacementRequests]:
+    """A conductor's requests to placement, answered by this book."""
+    handlers = PlacementHandlers(store, clock=clock, committed=lambda: None, claimed=lambda: None)
+    bus = Bus("cell1", MemoryTransport(MemoryBroker(clock), "cell1"), process="both", clock=clock, rng=rng)
+    await bus.open()
+    consumer = bus.consumer("placement.requests", handlers.requests)
+    await consumer.start()
+    yield PlacementRequests(bus, clock, ASK_S)
+    await consumer.drain(ASK_S)
+    await bus.close()
+
+
 async def test_what_holds_nothing_is_claimed_again_on_its_own_host(restored: Restored) -> None:
     uuid = await restored.instance()
     assert await restored.found() == {uuid}
@@ -103,6 +138,40 @@ async def test_where_there_is_no_room_nothing_is_claimed_and_the_audit_goes_on_s
     assert await restored.book.allocations() == {other: {restored.hosts[0]: {"VCPU": 3}}}
 
 
+async def test_what_runs_on_a_node_is_claimed_though_a_node_in_use_is_reserved(restored: Restored) -> None:
+    """Its project's usage was one short until the delete: `left alone, full`, for ever."""
+    node, gold = new_uuid(restored.rng), "CUSTOM_GOLD"
+    reserved = Inventory(total=1, reserved=1, max_unit=1)
+    report = ProviderReport(uuid=node, name="node", inventories={gold: reserved})
+    update = InventoryUpdate(source="ironic", version=1, root_uuid=node, providers=(report,))
+    await restored.book.store.report([update])
+    restored.hosts.append(node)
+    before = await restored.book.store.head()
+    uuid = await restored.instance(host=2, amounts={gold: 1})
+    assert await restored.repair() == [f"{uuid}: claimed again"]
+    assert await restored.book.allocations() == {uuid: {node: {gold: 1}}}
+    assert await restored.book.findings() == [], "usage of its project, too"
+    page = await restored.book.store.changes(before.sequence, 10)
+    assert [(one.used, one.state) for one in page.changes] == [({gold: 1}, None)], "no replica ever sees room there"
+    [(capacity, *_)] = [
+        one.inventories[gold] for one in (await restored.book.store.snapshot(None, 10)).providers if one.uuid == node
+    ]
+    assert capacity == 0
+    again = await restored.book.store.report([replace(update, version=2)])
+    assert [getattr(one, "outcome", None) for one in again] == ["unchanged"]
+    other = await restored.instance(host=2, amounts={gold: 1})
+    assert await restored.repair() == [f"{other}: left alone, full"], "one holds it"
+
+
+async def test_what_a_hypervisor_has_reserved_is_not_claimed_for_what_runs_there(restored: Restored) -> None:
+    held = restored.book.host(restored.hosts[0], VCPU=4)
+    (report,) = held.providers
+    kept = replace(report, inventories={"VCPU": Inventory(total=4, reserved=4)})
+    await restored.book.store.report([replace(held, providers=(kept,))])
+    uuid = await restored.instance()
+    assert await restored.repair() == [f"{uuid}: left alone, full"]
+
+
 async def test_what_was_deleted_while_the_audit_read_is_not_claimed(restored: Restored) -> None:
     uuid = await restored.instance()
     seen = await find_unclaimed(restored.site, restored.book.database, GRACE_S)
@@ -120,7 +189,7 @@ async def test_what_was_refused_a_claim_by_a_later_attempt_is_claimed_once_there
     await restored.book.store.apply([claim(uuid, {restored.hosts[1]: {"VCPU": 2}}), full])
     async with restored.book.database.raw() as connection:
         known = await generations(connection)
-    await restored.book.store.apply([msgspec.structs.replace(refused, consumer_generation=known[uuid])])
+    await restored.book.store.apply([replace(refused, consumer_generation=known[uuid])])
     assert await restored.repair() == [f"{uuid}: left alone, full"]
     await restored.book.store.apply([Release(consumer=other)])
     assert await restored.repair() == [f"{uuid}: claimed again"]
@@ -128,11 +197,38 @@ async def test_what_was_refused_a_claim_by_a_later_attempt_is_claimed_once_there
     assert await restored.book.findings() == []
 
 
+async def test_what_the_audit_has_claimed_can_be_moved(restored: Restored) -> None:
+    """Its record has the generation from before, by which every move was refused: `placement.consumer_changed`."""
+    uuid = await restored.instance()
+    [record] = await find_unclaimed(restored.site, restored.book.database, GRACE_S)
+    assert await restored.repair() == [f"{uuid}: claimed again"]
+    there = Selection(host_uuid=restored.hosts[1], host="h2", service="s", allocations={restored.hosts[1]: {"VCPU": 2}})
+    request = CellMove(
+        request_id=new_uuid(restored.rng),
+        instance_uuid=uuid,
+        project_id="p",
+        kind=MoveKind.MIGRATE,
+        selections=(there,),
+    )
+    context, clock = StepContext(cell="cell1"), SystemClock()
+    moving = step(record.instance, MoveRequested(at=clock.time(), request=request), context).instance
+    async with requests_to(restored.book.store, clock, restored.rng) as placement:
+        for _ in range(2):  # refused for its old generation, then with the book's
+            [question] = due_questions({}, {uuid: moving}, again=())
+            [answer] = await placement.ask([question])
+            moving = step(moving, answer.event, context).instance
+    assert moving.state is State.PREPARING
+    assert await restored.book.allocations() == {
+        uuid: {restored.hosts[1]: {"VCPU": 2}},
+        request.request_id: {restored.hosts[0]: {"VCPU": 2}},
+    }
+
+
 async def test_what_changed_its_holding_while_the_audit_read_is_left_alone(restored: Restored) -> None:
     uuid = await restored.instance(host=1)
     await restored.book.store.apply([claim(uuid, {restored.hosts[0]: {"VCPU": 2}})])
     seen = await find_unclaimed(restored.site, restored.book.database, GRACE_S)
-    seen = [msgspec.structs.replace(each, generation=(each.generation or 0) + 1) for each in seen]
+    seen = [replace(each, generation=(each.generation or 0) + 1) for each in seen]
     assert await claim_again(restored.book.store, seen) == [f"{uuid}: left alone, consumer_changed"]
     assert await restored.book.allocations() == {uuid: {restored.hosts[0]: {"VCPU": 2}}}
 

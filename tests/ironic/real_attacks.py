@@ -1,4 +1,5 @@
-"""What may not harm a machine, tried on a real Ironic: foreign machines, shares, operators, wrong databases, losses.
+"""Attacks that may not harm a machine, tried on a real Ironic: foreign machines, shares, operators, wrong databases,
+losses.
 
 The same attacks as tests/system/test_no_harm.py, which has a simulated Ironic and more of each.
 """
@@ -151,7 +152,7 @@ async def test_an_empty_or_anothers_database_destroys_nothing(nodes: Nodes, cell
 
 
 async def test_a_restored_database_destroys_nothing_newer(nodes: Nodes, cells: list[LoneCell]) -> None:
-    """What was built since the backup has no record there, and what was deleted since has one."""
+    """An instance that was built since the backup has no record there, and one that was deleted since has one."""
     first, second, third = await nodes.enroll(3)
     cell = cells[0]
     await cell.start()

@@ -52,7 +52,8 @@ MINUTES = float(os.environ.get("IRONIC_MINUTES", "inf"))
 AT_ONCE = max(1, min(40, CYCLES // len(KINDS)))  # every kind has a round at least
 NODES = 4 + AT_ONCE
 FIELDS = "uuid,provision_state,instance_uuid,instance_info,maintenance,power_state"
-# One Ironic on SQLite answers some thirty requests a second. What only looks leaves them to what changes something.
+# One Ironic on SQLite answers some thirty requests a second. Steps that only look leave them to steps that change
+# something.
 LOOK_S = 1.0
 CALM: dict[str, Any] = {"poll_interval_s": 0.5, "watch_interval_s": 2.0}
 OUTAGE_S = (0.0, 5.0)
@@ -110,7 +111,7 @@ class Soak:
         return self.metal.request(image_source=image, config_drive=drive() if self.rng.random() < 0.5 else None)
 
     async def fault(self, kind: str) -> None:
-        """What an operator, another user or a power cut does while nodes are deployed."""
+        """The actions of an operator, another user or a power cut while nodes are deployed."""
         self.faults[kind] += 1
         node, ironic = self.rng.choice(self.nodes), self.metal.lab.ironic
         match kind:

@@ -1,1 +1,1 @@
-"""What tests share: private servers, fresh databases, brokers to break. See fixtures.py."""
+"""The parts that tests share: private servers, fresh databases, brokers to break. See fixtures.py."""

@@ -1,4 +1,4 @@
-"""What a schema of PostgreSQL holds, as lines of text that can be compared: definitions first, rows counted."""
+"""The content of a schema of PostgreSQL, as lines of text that can be compared: definitions first, rows counted."""
 
 from __future__ import annotations
 

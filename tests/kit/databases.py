@@ -15,6 +15,7 @@ from importlib.resources import files
 import asyncpg
 
 from bus.persistence.database import Database
+from bus.persistence.known_types import TypedConnection
 from tests.kit.servers import administer, in_thread, named, plain
 
 # The schemas that are there, and the package that owns each.
@@ -129,14 +130,14 @@ class LentDatabases:
             database = Database(named(self._admin_url, name), schema, pool_size=1)
             await database.open(f"{package}.store.migrations")
             await database.close()
-        connection = await asyncpg.connect(plain(named(self._admin_url, name)))
+        connection = await asyncpg.connect(plain(named(self._admin_url, name)), connection_class=TypedConnection)
         try:
             self._structure[name] = await connection.fetchval(_STRUCTURE, list(SCHEMAS))
         finally:
             await connection.close()
 
     async def _clean(self, name: str) -> None:
-        connection = await asyncpg.connect(plain(named(self._admin_url, name)))
+        connection = await asyncpg.connect(plain(named(self._admin_url, name)), connection_class=TypedConnection)
         try:
             await connection.fetch(_OTHERS, GOODBYE_MS)
             schemas = list(SCHEMAS)

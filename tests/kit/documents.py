@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-# What a user reads; laboratory notes and decision records are of the past.
+# The pages for users; laboratory notes and decision records are of the past.
 KINDS = ("tutorial", "howto", "explanation", "reference")
 PAGES = (
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md")),
@@ -31,7 +31,7 @@ def blocks_of_all_pages(language: str) -> Iterator[tuple[str, str]]:
 
 
 def typed(console: str) -> str:
-    """What is typed in a block of console output: the lines after a prompt, with those that continue them."""
+    """The commands of a block of console output: the lines after a prompt, with those that continue them."""
     lines, goes_on = [], False
     for line in console.splitlines():
         if line.startswith("$ ") or goes_on:

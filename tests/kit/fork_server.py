@@ -1,7 +1,7 @@
 """A process that has imported berth, and forks the `berth` processes that tests want: real ones, which start at once.
 
 Python and its imports take most of a second of processor, in every process anew. A line of JSON on its input starts
-for one thing, and is answered by a line. What is forked has the arguments, environment, directory and files that it
+for one thing, and is answered by a line. A forked program has the arguments, environment, directory and files that it
 would have had, is a session of its own, and ends when this process does.
 """
 

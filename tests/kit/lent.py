@@ -18,7 +18,7 @@ from berth.embedded.rabbitmq import ADMIN, RabbitMQ
 from berth.servers import RealServers
 from tests.kit.servers import fresh_database
 
-# What a new broker has: the administrator with its password, the virtual host `/`, its own limit of memory.
+# The content of a new broker: the administrator with its password, the virtual host `/`, its own limit of memory.
 AS_NEW = f"""
     By = <<"tests">>,
     [rabbit_vhost:delete(Name, By) || Name <- rabbit_vhost:list_names()],

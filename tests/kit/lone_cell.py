@@ -129,7 +129,7 @@ class LoneCell:
         await self.look()
 
     def release(self) -> None:
-        """What `berth bus release` does."""
+        """The effect of `berth bus release`."""
         self.broker.marks.clear()
 
     async def stop(self) -> None:

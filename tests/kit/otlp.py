@@ -35,7 +35,7 @@ class ReceivedSpan(Struct, frozen=True):
 
 
 class OtlpReceiver:
-    """What has arrived."""
+    """The spans that have arrived."""
 
     def __init__(self) -> None:
         self.spans: list[ReceivedSpan] = []

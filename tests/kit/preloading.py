@@ -1,4 +1,5 @@
-"""What a `berth` process imports only when it needs it, imported once in a process that others are forked from.
+"""The modules that a `berth` process imports only when it needs them, imported once in a process that others are forked
+from.
 
 Typer builds what turns arguments into values when a first command is run, a tenth of a second of processor.
 """

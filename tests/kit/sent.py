@@ -1,4 +1,4 @@
-"""What a store's units emit."""
+"""The messages that a store's units emit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the house rules look for in a syntax tree: growing waits, slots, exceptions, docstrings, numbers and fields."""
+"""The checks of the house rules on a syntax tree: growing waits, slots, exceptions, docstrings, numbers and fields."""
 
 from __future__ import annotations
 

@@ -6,6 +6,7 @@ import io
 import re
 import tokenize
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 # Words of our own for things that the field has a name for, and the name. A part of an identifier is compared.
@@ -29,11 +30,15 @@ PRIVATE_PROSE = re.compile(r"\b(nobody|somebody|everybody|anybody|whoever|whomev
 CONVERSATION = re.compile(
     r"\b(said|says?|told|tells?|asks|hears?|heard|speaks?|spoken|believes?|believed)\b", re.IGNORECASE
 )
+# A sentence names its subject: "The rows that a claim needs", not "What a claim needs". A question may begin so, and so
+# may a heading of a page or the text of a link.
+NO_SUBJECT = re.compile(r"(?:^[^\w\[\n]*|[.:!] )(?:What|Whose|Those|Who) (?!.*\?)", re.MULTILINE)
 
 
-def words_of(name: str) -> list[str]:
+@cache
+def words_of(name: str) -> tuple[str, ...]:
     """The words of an identifier, in lower case: of `camelCase`, `snake_case` and `CONSTANTS`."""
-    return re.findall(r"[a-z]+", re.sub(r"([a-z0-9])([A-Z])", r"\1_\2", name).lower())
+    return tuple(re.findall(r"[a-z]+", re.sub(r"([a-z0-9])([A-Z])", r"\1_\2", name).lower()))
 
 
 def comments(path: Path) -> Iterator[tuple[int, str]]:
@@ -43,10 +48,13 @@ def comments(path: Path) -> Iterator[tuple[int, str]]:
             yield number, line
 
 
-def prose(path: Path) -> Iterator[tuple[int, str]]:
-    """The lines of a source that have a comment or a text, those parts alone."""
-    lines = path.read_text().splitlines()
-    for token in tokenize.generate_tokens(io.StringIO(path.read_text()).readline):
+def prose(path: Path, refused: re.Pattern[str]) -> Iterator[tuple[int, str]]:
+    """The lines of a source that have a comment or a text, those parts alone; none where nothing of it is refused."""
+    source = path.read_text()
+    if not refused.search(source):  # to take a source apart costs a hundred times as much
+        return
+    lines = source.splitlines()
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type == tokenize.COMMENT:
             yield token.start[0], token.string
         elif token.type == tokenize.STRING and not token.string.strip("\"'").isidentifier():

@@ -1,9 +1,10 @@
-"""What a machine makes of our OpenAPI document, sent to a live berth: no answer may be a 500. See scripts/bad-input.
+"""Inputs that a machine makes from our OpenAPI document, sent to a live berth: no answer may be a 500. See
+scripts/bad-input.
 
 Run by the interpreter of schemathesis, which reads a document and invents requests from it, valid ones and broken ones,
 from a seed: that of Placement's API, which `berth placement openapi` prints (door `placement`), or that of `/api/v1`,
-which `berth web` serves (door `web`; there each answer is held to the document, too). What schemathesis prints goes to
-files; here one line of JSON holds what came of it, read from schemathesis's own report: one that cannot be read, or
+which `berth web` serves (door `web`; there each answer is held to the document, too). The output of schemathesis goes
+to files; here one line of JSON holds what came of it, read from schemathesis's own report: one that cannot be read, or
 holds no request, has failed.
 """
 
@@ -27,7 +28,7 @@ from typing import Any
 
 START_TIMEOUT_S = 90.0
 STOP_TIMEOUT_S = 60.0
-# What is looked at. Placement's own document describes less of its answers than berth's of its own.
+# The routes that are tested. Placement's own document describes less of its answers than berth's of its own.
 CHECKS = {
     "placement": "not_a_server_error",
     "web": "not_a_server_error,status_code_conformance,content_type_conformance,response_schema_conformance",
@@ -109,7 +110,7 @@ def _answers(url: str) -> bool:
 
 
 def judged(status: int, report: Path) -> dict[str, Any]:
-    """What schemathesis did by its report; `passed` when all of it was done and nothing was wrong."""
+    """The work of schemathesis by its report; `passed` when all of it was done and nothing was wrong."""
     try:
         parsed = json.loads(report.read_text())
         cases, operations = parsed["test_cases"], parsed["operations"]

@@ -59,7 +59,7 @@ def outbox_skipped() -> AbstractContextManager[Any]:
 
 
 def outbox_never_swept() -> AbstractContextManager[Any]:
-    """What a dead process left in its outbox stays there."""
+    """A dead process's messages in its outbox stay there."""
 
     async def claim_stale(
         self: MemoryRows, age_s: float, limit: int, closed: Sequence[str], confirmed: Sequence[int] = ()
@@ -241,7 +241,7 @@ def late_success_accepted() -> AbstractContextManager[Any]:
 
 
 def old_attempt_not_destroyed() -> AbstractContextManager[Any]:
-    """What a failed or late attempt left on its host stays there."""
+    """The machine of a failed or late attempt stays on its host."""
     stepped = table.step
 
     def step(instance: Any, event: Any, context: Any) -> Any:

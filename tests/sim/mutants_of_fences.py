@@ -26,7 +26,7 @@ def fence_never_lifted() -> AbstractContextManager[Any]:
 
 
 def losses_never_forgotten() -> AbstractContextManager[Any]:
-    """What a host has destroyed stays on record as its loss."""
+    """A machine that a host has destroyed stays on record as its loss."""
 
     async def keep(self: FenceKeeper, losses: Sequence[Any]) -> None:
         return None
@@ -48,5 +48,5 @@ def delete_on_a_fenced_host_keeps_its_claim() -> AbstractContextManager[Any]:
 
 
 def choice_never_released() -> AbstractContextManager[Any]:
-    """What was chosen for an evacuation counts as used until the next move."""
+    """A choice for an evacuation counts as used until the next move."""
     return patch.object(MoveEngine, "_release_later", lambda self: None)

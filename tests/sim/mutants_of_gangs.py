@@ -26,7 +26,7 @@ def gang_claimed_one_by_one() -> AbstractContextManager[Any]:
 
 
 def refused_gang_written_all_the_same() -> AbstractContextManager[Any]:
-    """What was tried for a gang is taken over though one of its claims did not hold."""
+    """The trial of a gang is kept although one of its claims did not hold."""
     trial = claims.ClaimLedger.trial
 
     def tried(self: Any, gang: Any) -> Any:

@@ -49,7 +49,7 @@ def stale_notice_applied() -> AbstractContextManager[Any]:
 
 
 def overtaken_read_applied() -> AbstractContextManager[Any]:
-    """What was read gives a node back, also when an event of it came since the read was sent."""
+    """A read gives a node back, also when an event of it came since the read was sent."""
     apply_read = position.apply_read
 
     def applied(before: Any, node: Any, *, seq: int, now: float, timing: Any) -> Any:

@@ -23,7 +23,7 @@ from cell_conductor.engine import Engine
 from compute_sim.agent import Agent
 from placement_worker.domain import claims
 from scheduler_worker.domain import admission, decisions, step
-from scheduler_worker.domain.placed import ScheduledBuild
+from scheduler_worker.domain.placed import DecidedBuild
 from scheduler_worker.engine import RequestRecorder
 from scheduler_worker.hosts_listener import HostsListener
 
@@ -53,7 +53,7 @@ def parcel_acked_at_its_first() -> AbstractContextManager[Any]:
 
 
 def full_queue_forgets() -> AbstractContextManager[Any]:
-    """What a full queue has refused is forgotten like what it has taken."""
+    """Messages that a full queue has refused are dropped like those that it has taken."""
 
     async def one_by_one(self: Any, items: list[Any]) -> None:
         for item in items:
@@ -65,7 +65,7 @@ def full_queue_forgets() -> AbstractContextManager[Any]:
 
 
 def progress_lingers_for_ever() -> AbstractContextManager[Any]:
-    """What may wait for the next message waits for it, however long that takes."""
+    """A message that may wait for the next one waits for it, however long that takes."""
 
     async def end_lingering(self: Any) -> None:
         await asyncio.get_running_loop().create_future()
@@ -82,12 +82,12 @@ def failed_build_keeps_its_claim() -> AbstractContextManager[Any]:
 
     stack = ExitStack()
     stack.enter_context(patch.object(admission, "admit_known", admit_known))
-    stack.enter_context(patch.object(decisions, "ScheduledBuild", _without_claim))
+    stack.enter_context(patch.object(decisions, "DecidedBuild", _without_claim))
     return stack
 
 
 def _without_claim(**fields: Any) -> Any:
-    return ScheduledBuild(**{**fields, "may_hold_claim": False})
+    return DecidedBuild(**{**fields, "may_hold_claim": False})
 
 
 def taken_for_new() -> AbstractContextManager[Any]:
@@ -121,7 +121,7 @@ def draining_acknowledges() -> AbstractContextManager[Any]:
 
 
 def destroys_given_up() -> AbstractContextManager[Any]:
-    """What a compute service could not destroy at once it does not try again by itself."""
+    """A compute service does not try again by itself to destroy a machine that it could not destroy at once."""
     return patch.object(Agent, "resume_destroys", lambda self: None)
 
 

@@ -242,7 +242,7 @@ def flavor_of_an_undone_resize_kept() -> AbstractContextManager[Any]:
 
 
 def source_over_before_it_is_confirmed() -> AbstractContextManager[Any]:
-    """What the source has is destroyed by the next report, while the destination is being built."""
+    """The source's machine is destroyed by the next report, while the destination is being built."""
     early = proof.SOURCE_OVER | {State.FINISHING, State.RESIZED}
     return patch.object(proof, "SOURCE_OVER", early)
 

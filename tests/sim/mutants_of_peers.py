@@ -65,7 +65,7 @@ def alternates_without_limits() -> AbstractContextManager[Any]:
 
 
 def living_members_forgotten() -> AbstractContextManager[Any]:
-    """What trims the book forgets members of server groups that hold something."""
+    """The trimming of the book deletes members of server groups that hold something."""
 
     def purge(table_: MemoryBookTable, gone: Sequence[Any]) -> None:
         table_.members.clear()
@@ -85,7 +85,7 @@ def hints_not_looked_up() -> AbstractContextManager[Any]:
 
 
 def quota_with_one_more() -> AbstractContextManager[Any]:
-    """What a project requests may pass its quota by one."""
+    """A project's requests may pass its quota by one."""
     past = claims.ClaimLedger.past_limit
 
     def past_limit(self: Any, claim: Claim, option: Any, held: Any) -> str:
@@ -96,7 +96,7 @@ def quota_with_one_more() -> AbstractContextManager[Any]:
 
 
 def quota_never_given_back() -> AbstractContextManager[Any]:
-    """What a project once held counts for ever."""
+    """A project's former allocations count for ever."""
     counted = MemoryBookTable.held_by
     most: dict[tuple[int, str], Counter[str]] = {}
 

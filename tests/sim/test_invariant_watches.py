@@ -1,4 +1,4 @@
-"""What the simulation calls a breach, and what it does not."""
+"""The states that the simulation calls a breach, and those that it does not."""
 
 from __future__ import annotations
 
@@ -333,17 +333,21 @@ def test_what_a_dead_process_of_a_name_built_unreported_may_be_destroyed_in_vain
 
 
 @pytest.mark.parametrize(
-    ("first_died", "has_name", "was_active", "attempts", "machines"),
+    ("first_died", "has_name", "was_active", "forgot", "attempts", "machines"),
     [
-        pytest.param(True, False, False, (1, 1), 1, id="the first one died unheard"),  # seed 35 at 937c756
-        pytest.param(False, False, False, (1, 1), 1, id="the first one lost the name unheard"),  # seed 60078 at f11870b
-        pytest.param(False, True, False, (1, 1), 2, id="two processes act under one name"),
-        pytest.param(True, False, True, (1, 1), 2, id="what a conductor has on record is built again"),
-        pytest.param(True, False, False, (1, 2), 2, id="another attempt"),
+        pytest.param(True, False, False, False, (1, 1), 1, id="the first one died unheard"),  # seed 35 at 937c756
+        pytest.param(
+            False, False, False, False, (1, 1), 1, id="the first one lost the name unheard"
+        ),  # seed 60078 at f11870b
+        pytest.param(False, True, False, False, (1, 1), 2, id="two processes act under one name"),
+        pytest.param(True, False, True, False, (1, 1), 2, id="what a conductor has on record is built again"),
+        # Seed 92123 at 3e863844: the cell's database forgot that the outbox had sent the command.
+        pytest.param(True, False, True, True, (1, 1), 1, id="a command is sent again after its record"),
+        pytest.param(True, False, False, False, (1, 2), 2, id="another attempt"),
     ],
 )
 def test_what_a_dead_process_of_a_name_built_unreported_is_no_second_machine(
-    *, first_died: bool, has_name: bool, was_active: bool, attempts: tuple[int, int], machines: int
+    *, first_died: bool, has_name: bool, was_active: bool, forgot: bool, attempts: tuple[int, int], machines: int
 ) -> None:
     """The command came again, to the next process of the name, on other machines: neither could know of the first."""
 
@@ -360,6 +364,7 @@ def test_what_a_dead_process_of_a_name_built_unreported_is_no_second_machine(
             active = Instance(uuid=INSTANCE, state=State.ACTIVE, attempt=1, selections=(chosen,))
             world.machines.instances({INSTANCE: active})
         first.dead = first_died
+        world.cells[world.cell_of(service).name].taken_back = int(forgot)
         if has_name:
             cell = world.cell_of(service).name
             connection = MemoryTransport(world.brokers[cell], first.name)

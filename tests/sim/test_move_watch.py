@@ -1,4 +1,4 @@
-"""What the simulation calls a breach of what must hold of instances that move, and what it does not."""
+"""The states of moving instances that the simulation calls a breach, and those that it does not."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from tests.sim.test_drains import DRAINS, SEED
 
 
 def moves_of_drains_are_not_followed() -> AbstractContextManager[Any]:
-    """What has become of a move that a drain has begun is never read."""
+    """The end of a move that a drain has begun is never read."""
     step = drains.step
 
     def unfollowed(found: Any, known: Any, *more: Any) -> Any:

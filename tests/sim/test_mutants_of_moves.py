@@ -1,6 +1,6 @@
 """Deliberate defects of moves are found: each by the seed on record, or another of the first with moves in it.
 
-Those that no seed has found are found by a test of the table of states.
+The defects that no seed has found are found by a test of the table of states.
 """
 
 from __future__ import annotations

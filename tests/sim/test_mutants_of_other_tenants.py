@@ -1,4 +1,4 @@
-"""What others do finds the defect that it is there for."""
+"""Each kind of others' actions finds the defect that it is there for."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from unittest.mock import patch
 import pytest
 
 from berth.sim.run import run
-from cell_conductor.domain import move_events
+from cell_conductor.domain import departure_rules, move_events
 from cell_conductor.domain.rules import Step
 from scheduler_worker.unanswered import UnansweredMoves
 from tests.sim.mutants import Mutant
@@ -27,17 +27,17 @@ def cells_are_not_queried() -> AbstractContextManager[Any]:
 
 def lost_requests_are_not_ended() -> AbstractContextManager[Any]:
     """A cell that has no record of a request does not answer."""
-    right = move_events.answer_query
+    right = departure_rules.answer_query
 
     def answer(instance: Any, event: Any, context: Any) -> Step:
         answered = right(instance, event, context)
         is_lost = any(getattr(one, "code", "") == move_events.MOVE_LOST for one in answered.commands)
         return Step(instance) if is_lost else answered
 
-    return patch.object(move_events, "answer_query", answer)
+    return patch.object(departure_rules, "answer_query", answer)
 
 
 @pytest.mark.parametrize("mutant", [cells_are_not_queried, lost_requests_are_not_ended])
 def test_a_request_that_waits_for_ever_is_found(mutant: Mutant) -> None:
     with mutant():
-        assert run(a_cell_forgets(1)).breach == "one_terminal_event"
+        assert run(a_cell_forgets(2)).breach == "one_terminal_event"

@@ -1,4 +1,4 @@
-"""What others do, in plans made for it: each holds. Its defects: `test_mutants_of_other_tenants.py`."""
+"""The actions of others, in plans made for them: each holds. Its defects: `test_mutants_of_other_tenants.py`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the simulation calls a breach of server groups, hints and quotas, and what it does not."""
+"""The states of server groups, hints and quotas that the simulation calls a breach, and those that it does not."""
 
 from __future__ import annotations
 

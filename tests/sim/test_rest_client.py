@@ -13,6 +13,7 @@ from berth.sim.draw import plan_of
 from berth.sim.event_log import EventLog
 from berth.sim.plan import Action, Order, Plan
 from berth.sim.run import run
+from berth.sim.widening import Widening
 from placement_worker.domain import allocations
 from placement_worker.rest import groups, members
 from placement_worker.store.rest_memory import MemoryRest
@@ -38,8 +39,22 @@ def calm() -> Plan:
     return replace(plan, orders=tuple(sorted((*builds, *made, *acts), key=lambda one: one.at)), load_s=25.0)
 
 
+def set_back() -> Plan:
+    """The book is set back to before a reservation, which its client deletes afterwards."""
+    plan, consumer = calm(), "00000000-0000-4000-8000-00000000000a"
+    backup = "e0000000-0000-4000-8000-000000000001"
+    acts = (
+        Order(at=11.0, action=Action.BACKUP, service="placement", uuid=backup),
+        Order(at=12.0, action=Action.REST, verb="reserve", host=1, uuid=consumer),
+        Order(at=14.0, action=Action.RESTORE, service="placement", uuid=backup, seconds=1.0),
+        Order(at=18.0, action=Action.REST, verb="release", host=2, uuid=consumer),
+    )
+    made = [order for order in plan.orders if order.verb == "provider"]
+    return replace(plan, orders=(*made, *acts), widenings=(Widening.BOOK_RESTORED,))
+
+
 def swap_leaves_its_source() -> AbstractContextManager[Any]:
-    """What one consumer gives another in a swap it holds itself, too."""
+    """An amount that one consumer gives another in a swap is held by that one."""
     whole = allocations.replace
 
     def replaced(ledger: Any, writes: Any) -> Any:
@@ -85,6 +100,13 @@ def test_every_act_is_carried_out_and_every_invariant_holds() -> None:
     wrote = [(method, status) for method, _, status in answers if method != "GET"]
     assert {("PUT", "200"), ("PUT", "204"), ("POST", "204"), ("DELETE", "204")} <= set(wrote)
     assert result.states["active"] > 0
+
+
+def test_a_reservation_that_a_restore_took_is_not_missed_after_its_delete() -> None:
+    event_log = EventLog(keep=True)
+    result = run(set_back(), event_log=event_log)
+    assert result.breach == "", result.detail
+    assert any("DELETE /allocations" in line and line.endswith("404") for line in result.lines)
 
 
 @pytest.mark.parametrize(

@@ -7,11 +7,10 @@ from unittest.mock import patch
 import pytest
 from msgspec.structs import replace
 
-from berth.sim.draw import plan_of
-from berth.sim.plan import Action, Cell, FaultEvent, FaultType, Order, Plan, Rates
+from berth.sim.plan import Action, Cell, FaultEvent, FaultType, Order, Plan
 from berth.sim.run import Result, run
-from compute_sim.domain.faults import Faults
 from placement_worker.domain.report_group import ReportGroup
+from tests.sim.plans import plan_of_case
 
 BUILDS = tuple(
     Order(
@@ -29,20 +28,12 @@ SECOND = Order(at=4.0, action=Action.SECOND_SERVICE, service="s00", seconds=40.0
 
 def plan(*orders: Order, faults: tuple[FaultEvent, ...] = ()) -> Plan:
     """Two services of two hosts each; a build a second."""
-    return replace(
-        plan_of(7),
-        cells=(Cell(name="cell0", conductors=2, services=(("s00", 2), ("s01", 2))),),
-        computes=Faults(delay_max_s=1.0),
-        orders=tuple(sorted((*BUILDS, *orders), key=lambda order: order.at)),
-        fault_events=faults,
-        rates=Rates(),
-        metal=None,
-        flat=(),
-        skew_s=0.0,
-        quota={},
-        quotas={},
-        keep_s=0.0,
-        batch=0,
+    return plan_of_case(
+        7,
+        (Cell(name="cell0", conductors=2, services=(("s00", 2), ("s01", 2))),),
+        tuple(sorted((*BUILDS, *orders), key=lambda order: order.at)),
+        faults,
+        builds_s=1.0,
     )
 
 

@@ -6,16 +6,14 @@ import asyncio
 from unittest.mock import patch
 
 import pytest
-from msgspec.structs import replace
 
-from berth.sim.draw import plan_of
-from berth.sim.plan import Action, Cell, FaultEvent, FaultType, Order, Plan, Rates
+from berth.sim.plan import Action, Cell, FaultEvent, FaultType, Order, Plan
 from berth.sim.run import Result, run
 from berth.sim.watch import Listener
 from berth.sim.wiring import BUILD_TIMEOUT_S
 from bus.contracts.build import BuildEvent, BuildState
 from cell_conductor.domain.leases import Lease, LeaseTable
-from compute_sim.domain.faults import Faults
+from tests.sim.plans import plan_of_case
 
 SILENT_AT = 10.0
 LEASE_S = 5 * 2.0  # missed_heartbeats, of a heartbeat every two seconds
@@ -34,20 +32,12 @@ def plan(seed: int, kind: FaultType, seconds: float, *, target: str = "compute-s
         )
         for number in range(12)
     )
-    return replace(
-        plan_of(seed),
-        cells=(Cell(name="cell0", conductors=2, services=(("s00", 3), ("s01", 3))),),
-        computes=Faults(delay_max_s=BUILDS_S),
-        orders=builds,
-        fault_events=(FaultEvent(at=SILENT_AT, kind=kind, target=target, seconds=seconds),),
-        rates=Rates(),
-        metal=None,
-        flat=(),
-        skew_s=0.0,
-        quota={},
-        quotas={},
-        keep_s=0.0,
-        batch=0,
+    return plan_of_case(
+        seed,
+        (Cell(name="cell0", conductors=2, services=(("s00", 3), ("s01", 3))),),
+        builds,
+        (FaultEvent(at=SILENT_AT, kind=kind, target=target, seconds=seconds),),
+        builds_s=BUILDS_S,
     )
 
 
@@ -73,7 +63,7 @@ CASES = [
     (FaultType.CRASH, 60.0),  # it is killed, and starts again with what it remembers
     (FaultType.MUTE, 25.0),  # it works on, and its heartbeats do not arrive
 ]
-# What a lease takes, a claim and a build elsewhere, and looks in between; far below an attempt's own deadline.
+# The time of a lease, a claim and a build elsewhere, and looks in between; far below an attempt's own deadline.
 BOUND_S = LEASE_S + BUILDS_S + 5.0
 
 

@@ -30,7 +30,7 @@ NO, USAGE, UNREACHABLE, TIME = 1, 2, 3, 4
 
 
 class Ran(Struct):
-    """What a command left."""
+    """The results of a command."""
 
     status: int
     out: str
@@ -38,7 +38,7 @@ class Ran(Struct):
 
     @property
     def data(self) -> Any:
-        """What --json printed."""
+        """The output of --json."""
         return json.loads(self.out)
 
 
@@ -56,6 +56,7 @@ class Berth:
             "BERTH_COMPUTE__HOSTS": "4",
             # One host always fails: builds that begin there go to an alternate.
             "BERTH_COMPUTE__FAULTS__FAIL_HOSTS": '["cell1-c1-00000"]',
+            "BERTH_SCHEDULER__MOVES_ACROSS_CELLS": "true",
             "COLUMNS": "200",
         }
 

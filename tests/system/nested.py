@@ -1,4 +1,4 @@
-"""What docs/howto/nested-hosts.md shows, read out of the page: settings and messages of each example."""
+"""The blocks of docs/howto/nested-hosts.md, read out of the page: settings and messages of each example."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def page_settings(directory: Path) -> Settings:
 
 
 class Example:
-    """What a test holds in its hands: a client, and eyes on the book."""
+    """The objects of a test: a client, and eyes on the book."""
 
     def __init__(self, system: LocalSystem, client: BuildClient, old: Fleet) -> None:
         self.system = system

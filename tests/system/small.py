@@ -29,7 +29,7 @@ PLAN = SystemPlan(
 
 
 class Small(Struct):
-    """What a test holds in its hands."""
+    """The objects of a test."""
 
     servers: RealServers
     processes: WorkerProcesses

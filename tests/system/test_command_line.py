@@ -76,7 +76,9 @@ def test_the_timeline_of_a_build_that_needed_an_alternate(berth: Berth) -> None:
 
 
 def test_metrics_of_a_host(berth: Berth) -> None:
-    """What an operator's program publishes about a host is there for weighers, with its time and its source."""
+    """A measurement that an operator's program publishes about a host is there for weighers, with its time and its
+    source.
+    """
     given = ["--set", "power.watts=210.5", "--set", "rack.inlet_celsius=-3", "--source", "rack7"]
     assert berth("host-metrics", "cell1-c1-00001", *given).status == 0
     (host,) = berth("host-metrics", "cell1-c1-00001", "--json").data
@@ -313,7 +315,7 @@ def test_settings_are_shown_without_their_secrets(berth: Berth) -> None:
     as_text = berth("config", settings=secrets)
     assert "hunter2" not in as_json.out + as_text.out
     assert as_json.data["database"]["url"] == "postgresql://me:***@db/berth"
-    # What is printed is a settings file.
+    # The output is a settings file.
     (berth.directory / "again.toml").write_text(berth("config").out)
     assert berth("--config", "again.toml", "config", "--json").data == berth("config", "--json").data
 

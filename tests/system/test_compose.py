@@ -1,7 +1,7 @@
 """`deploy/compose.yaml` without an engine: its services' own commands and settings, as processes on real servers.
 
-What an engine adds (the image, a network with names, volumes) is left out: the servers' addresses and the directory of
-a volume take the places of theirs.
+The parts that an engine adds (the image, a network with names, volumes) are left out: the servers' addresses and the
+directory of a volume take the places of theirs.
 """
 
 from __future__ import annotations

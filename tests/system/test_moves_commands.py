@@ -75,6 +75,21 @@ def test_an_instance_is_stopped_shelved_offloaded_and_unshelved(berth: Berth, in
     assert all(one["state"] == "done" for one in moves)
 
 
+def test_an_offloaded_instance_is_unshelved_in_another_cell_and_comes_back(berth: Berth, instance: str) -> None:
+    assert shown(berth, instance)["cell"] == "cell2"
+    for host, cell in (("cell1-c1-00001", "cell1"), (TARGET, "cell2")):
+        assert berth("shelve", instance, "--offload", "--wait").status == 0
+        done = berth("unshelve", instance, "--host", host, "--wait", "--json")
+        assert (done.status, done.data["state"], done.data["cell"]) == (0, "done", cell), done.out
+        there = shown(berth, instance)
+        assert (there["host"], there["cell"], there["condition"]) == (host, cell, "active")
+        checked = berth("check", "--json")
+        assert (checked.status, checked.data["at_rest"]) == (0, True), checked.out
+    history = berth("show", instance, "--history").out
+    assert history.count("departed") == 2, history
+    assert berth("audit").status == 0
+
+
 def test_mistakes_are_sentences_with_codes(berth: Berth, instance: str) -> None:
     for arguments, status, code in (
         (["resize", instance, "--flavor", "nope"], NO, "flavor.unknown"),

@@ -1,4 +1,6 @@
-"""What is not ours, or not proved to be over, is never changed: conductor, compute service and Ironic stand-in."""
+"""Objects that are not ours, or not proved to be over, are never changed: conductor, compute service and Ironic
+stand-in.
+"""
 
 from __future__ import annotations
 

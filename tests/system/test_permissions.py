@@ -389,7 +389,7 @@ async def _of_all_keys(one: Tenant) -> None:
     await (await one.channel.get_queue("compute.cell1-c1", ensure=False)).bind("berth.dead", "#")
 
 
-# A compute service is on every host. What its cell's bus shares it uses for its own queue and for nothing else.
+# A compute service is on every host. It uses its cell's shared topology for its own queue and for nothing else.
 FORBIDDEN_TO_AN_AGENT: dict[str, Attempt] = {
     "reads dead letters": getting("berth.dead-letters"),
     "consumes dead letters": consuming("berth.dead-letters"),

@@ -1,4 +1,6 @@
-"""What `deploy/` gives to an operator of Prometheus and Grafana, on a real Prometheus that scrapes a running berth."""
+"""The files of `deploy/` for an operator of Prometheus and Grafana, on a real Prometheus that
+scrapes a running berth.
+"""
 
 from __future__ import annotations
 

@@ -5,19 +5,23 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import AsyncIterator, Callable
+from pathlib import Path
 
 import pytest_asyncio
 from msgspec.structs import replace
 
 import compute_sim.app
 from berth.client import BuildClient
+from berth.commands.run import durable_compute
+from berth.gather import gather, rest
+from berth.invariants import check_invariants
 from berth.ironic_stand_in import Behaviour, IronicStandIn
 from berth.metal import announcer
 from berth.settings import BusSettings, CellSettings, DatabaseSettings, Settings, UpSettings
 from berth.site import Site, process_name
 from berth.up import LocalSystem, site
 from bus.clock import new_uuid
-from bus.contracts.build import BuildRequest, HostsPage, HostsQuery
+from bus.contracts.build import BuildPage, BuildQuery, BuildRecord, BuildRequest, HostsPage, HostsQuery
 from cell_conductor.config import ConductorConfig
 from compute_sim.config import ComputeConfig, IronicConfig
 from compute_sim.fleet import Fleet
@@ -36,10 +40,12 @@ class Metal:
         self.ironic = ironic
         self.client = client
 
-    async def start(self, service: str) -> None:
-        """One more process; nothing else is configured with it."""
+    async def start(self, service: str, state: Path | None = None) -> None:
+        """One more process; nothing else is configured with it. state: where `berth run` finds berth's state."""
         base = self.place.settings.compute
         config = replace(base, driver="ironic", hosts=0, ironic=replace(base.ironic, url=self.ironic.url))
+        if state is not None:
+            config = durable_compute(replace(self.place.settings, state_dir=str(state), compute=config))
         fleet = Fleet.planned(config, CELL, service)
         built = compute_sim.app.build(self.place.environment(service), config, CELL, service, fleet=fleet)
         await self.system.in_process.start((service, built))
@@ -111,3 +117,31 @@ async def test_a_service_more_or_less_is_a_process_more_or_less(metal: Metal) ->
         [BuildRequest(instance_uuid=new_uuid(random.Random(9)), flavor="bm.gold", project_id="p")]
     )
     assert await metal.client.wait(WAIT_S) and tracks[0].state == "active"
+
+
+async def test_a_service_that_starts_again_knows_its_machines_at_once(metal: Metal, tmp_path: Path) -> None:
+    """`berth run compute` keeps records by default. Without, `berth check` called healthy machines broken for 67 s."""
+    first = f"{CELL}-metal"
+    await metal.until(all_of(first))
+    await metal.start("kept", tmp_path)
+    await metal.until(all_of(first, "kept"))
+    await metal.system.kill_compute(first)
+    await metal.until(lambda found: found.keys() == {"kept"})
+    builds = [
+        BuildRequest(instance_uuid=new_uuid(random.Random(n)), flavor="bm.gold", project_id="p") for n in range(4)
+    ]
+    tracks = await metal.client.boot(builds)
+    assert await metal.client.wait(WAIT_S) and {track.state for track in tracks} == {"active"}
+    await metal.system.in_process.kill("kept")
+    await metal.start("kept", tmp_path)
+    assert await rest(metal.place, timeout_s=WAIT_S)
+    wrong = [verdict for verdict in check_invariants(await gather(metal.place)) if not verdict.holds]
+    assert not wrong, wrong
+    await metal.client.delete([await record_of(metal.client, one.instance_uuid) for one in builds], retry_for_s=WAIT_S)
+    assert await metal.client.wait(WAIT_S)
+    await metal.until(lambda found: sum(map(len, found.values())) == NODES)
+
+
+async def record_of(client: BuildClient, instance: str) -> BuildRecord:
+    page = await client.bus.request(BuildQuery(instance_uuid=instance), BuildPage, timeout_s=WAIT_S)
+    return page.builds[0]

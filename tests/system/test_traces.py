@@ -103,7 +103,7 @@ class TracedSystem(Struct):
 
     @property
     def environment(self) -> dict[str, str]:
-        """What a command needs to reach this system, and to have its traces received."""
+        """The settings that a command needs to reach this system, and to have its traces received."""
         settings = self.site.settings
         inherited = {name: value for name, value in os.environ.items() if not name.startswith("BERTH_")}
         return inherited | {

@@ -1,4 +1,4 @@
-"""What an operator does over HTTP: objects, hosts, drains, workers, cells, dead letters; and who else may not."""
+"""An operator's work over HTTP: objects, hosts, drains, workers, cells, dead letters; and who else may not."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def web() -> Iterator[Web]:
 
 
 def until(what: Callable[[], Any]) -> Any:
-    """What is true in the end."""
+    """The state in the end."""
     for _ in range(int(TIMEOUT_S * 20)):
         if found := what():
             return found

@@ -23,7 +23,7 @@ REST_TIMEOUT_S = 60.0
 
 
 class Rig(Struct):
-    """What a test of the whole system holds in its hands."""
+    """The objects of a test of the whole system."""
 
     servers: RealServers
     processes: WorkerProcesses

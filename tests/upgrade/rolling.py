@@ -55,7 +55,7 @@ MAX_STOP_S = 60.0
 
 
 class Tally(Struct):
-    """What the load has come to."""
+    """The progress of the load."""
 
     requested: int = 0
     deleted: int = 0

@@ -42,9 +42,10 @@ function startNow() {
   const style = getComputedStyle(document.documentElement);
   const colour = (name) => style.getPropertyValue(name).trim();
   const box = byId("rates");
-  const axis = { stroke: colour("--soft"), grid: { stroke: colour("--line") } };
+  const line = { stroke: colour("--line"), width: 1 }, axis = { stroke: colour("--soft"), grid: line, ticks: line };
+  const clock = (_, ticks) => ticks.map((at) => when(at).slice(11, ticks[1] - ticks[0] < 60 ? 19 : 16));
   const plot = new uPlot({
-    width: box.clientWidth, height: 220, axes: [axis, axis], cursor: { show: false }, legend: { live: false },
+    width: box.clientWidth, height: 220, axes: [{ ...axis, space: 90, values: clock }, axis], cursor: { show: false }, legend: { live: false },
     series: [{}, { label: "active a second", stroke: colour("--good"), width: 2 }, { label: "failed a second", stroke: colour("--bad"), width: 2 }],
   }, [[], [], []], box);
   new ResizeObserver(() => plot.setSize({ width: box.clientWidth, height: 220 })).observe(box);
@@ -109,7 +110,10 @@ async function startFleet() {
     byId("scale-to").textContent = texts[1];
   };
   const SHADES = 32;
-  const shades = Array.from({ length: SHADES + 1 }, (_, n) => `hsl(215 ${55 + (25 * n) / SHADES}% ${88 - (68 * n) / SHADES}%)`);
+  // What is little stays near the page's background: light or dark.
+  const dark = matchMedia("(prefers-color-scheme: dark)");
+  const shadesOf = (isDark) => Array.from({ length: SHADES + 1 }, (_, n) => isDark ? `hsl(212 ${28 + (52 * n) / SHADES}% ${22 + (58 * n) / SHADES}%)` : `hsl(215 ${55 + (25 * n) / SHADES}% ${88 - (68 * n) / SHADES}%)`);
+  let shades = shadesOf(dark.matches);
   const share = (host) => {
     const [kind, name] = split(colour.value);
     if (kind === "failed") return Math.min(1, map.failed_builds[host] / 5);
@@ -177,6 +181,7 @@ async function startFleet() {
     if (event.key === "Enter") open();
   });
   colour.addEventListener("change", draw);
+  dark.addEventListener("change", () => { shades = shadesOf(dark.matches); if (map) draw(); });
   new ResizeObserver(() => { if (map) draw(); }).observe(canvas.parentElement);
   const load = async () => {
     const answer = await fetch("/fleet/map" + location.search);
@@ -263,6 +268,18 @@ async function hostKnows(decision) {
     const { ok, reply } = await request("GET", "/api/v1/hosts/" + decision.host_uuid);
     if (ok && (reply.host.admin?.version ?? 0) >= decision.version) return;
     await new Promise((go) => setTimeout(go, 250));
+  }
+}
+
+// A fence is lifted when its cell says so: until then the host is fenced, and the decision waits.
+async function followPending(uuid) {
+  for (;;) {
+    await new Promise((go) => setTimeout(go, 1000));
+    if (document.hidden || document.querySelector("form.action [name=reason]")?.value) continue; // what is being typed stays
+    let answer = { ok: false };
+    try { answer = await request("GET", "/api/v1/hosts/" + uuid, undefined, AbortSignal.timeout(5000)); } catch { /* again */ }
+    if (answer.ok && !answer.reply.host.admin?.pending) return location.reload();
+    if (answer.status === 404) return;
   }
 }
 
@@ -356,6 +373,8 @@ document.addEventListener("DOMContentLoaded", () => {
   }
   document.querySelectorAll("form.action").forEach(startAction);
   document.querySelectorAll("form.object").forEach(startObject);
+  const pending = document.querySelector("[data-pending]");
+  if (pending) followPending(pending.dataset.pending);
   const drain = document.querySelector("[data-drain]");
   if (drain && byId("drain-state").textContent !== "ended") followDrain(drain.dataset.drain);
   const button = document.querySelector("[data-delete]");

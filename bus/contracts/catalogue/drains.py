@@ -28,7 +28,7 @@ DRAIN_MESSAGES: tuple[MessageRow, ...] = (
         reply=drains.DrainResult,
         public=True,
         max_batch=1,
-        idempotency="drain; what is on record under this id is not begun again",
+        idempotency="drain; a drain on record under this id is not begun again",
     ),
     MessageRow(
         message=drains.DrainCommand,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bus.contracts import cell, placement
-from bus.contracts.catalogue.rows import EVENTS, MessageRow, Where
+from bus.contracts.catalogue.rows import COMMANDS, EVENTS, MessageRow, Where
 
 HOST_OWNER_MESSAGES: tuple[MessageRow, ...] = (
     MessageRow(
@@ -15,6 +15,16 @@ HOST_OWNER_MESSAGES: tuple[MessageRow, ...] = (
         key="inventory.taken.{source}",
         persistent=False,
         idempotency="source, root_uuid and owner",
+    ),
+    MessageRow(
+        message=placement.InventoryReleased,
+        owner="placement_worker",
+        publishers=("cell_conductor",),
+        where=Where.CELL,
+        exchange=COMMANDS,
+        key="inventory.released",
+        persistent=False,
+        idempotency="source and roots",
     ),
     MessageRow(
         message=cell.HostsContested,

@@ -1,4 +1,4 @@
-"""What follows from the rows: where a message goes, and what a queue takes."""
+"""Derived from the rows: where a message goes, and which messages a queue takes."""
 
 from __future__ import annotations
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from bus.contracts.catalogue.rows import COMMANDS, DEAD, EVENTS, GIVEN_UP, QueueKind, QueueRow, Where
 
-# Requests that no scheduler has taken yet. Past this a client is refused at once (bus.full), so that what is
-# accepted is answered within seconds: some thirteen thousand requests, at two thousand a second seven seconds' work.
+# Requests that no scheduler has taken yet. Past this a client is refused at once (bus.full), so that accepted requests
+# are answered within seconds: some thirteen thousand requests, at two thousand a second seven seconds' work.
 MAX_WAITING_BYTES = 2 * 2**20
 MAX_WAITING_MESSAGES = 20_000
 # A scheduler takes a few hundred broker messages ahead. With few requests in each it does not take the queue's whole
@@ -130,7 +130,11 @@ QUEUES: tuple[QueueRow, ...] = (
         where=Where.BOTH,
         kind=QueueKind.DURABLE,
         consumer="placement_worker",
-        bindings=((COMMANDS, "inventory.update.#"), (COMMANDS, "inventory.members")),
+        bindings=(
+            (COMMANDS, "inventory.update.#"),
+            (COMMANDS, "inventory.members"),
+            (COMMANDS, "inventory.released"),
+        ),
         retry_s=RETRY_S,
     ),
     QueueRow(

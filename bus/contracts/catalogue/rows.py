@@ -11,9 +11,11 @@ from bus.contracts.base import Message, tag_of
 COMMANDS = "berth"  # topic; mandatory: a command that no queue takes is an error of its publisher
 EVENTS = "berth.events"  # topic; an event may have no listener
 DEAD = "berth.dead"  # topic; routing key = the queue that gave the message up
-GIVEN_UP = "berth.given-up"  # topic; what the broker gives up of a queue that `keeps_keys`, under its own routing key
+GIVEN_UP = (
+    "berth.given-up"  # topic; messages that the broker gives up of a queue that `keeps_keys`, under their own keys
+)
 DELAY = "berth.delay"  # + a delay in ms: topic; routing key = the queue that gets the message when the delay is over
-RETURN = "berth.return"  # topic, for the broker alone: what has been delayed goes by it to the queue that its key names
+RETURN = "berth.return"  # topic, for the broker alone: a delayed message goes by it to the queue that its key names
 # On these three, as on the default exchange, a routing key is the name of a queue.
 
 DEAD_LETTERS = "berth.dead-letters"  # the queue behind DEAD: what every queue of the bus gave up
@@ -51,9 +53,9 @@ class QueueRow(Struct, frozen=True, kw_only=True):
     redeliveries (a consumer died or gave no answer) before the broker gives it up. max_length: messages; past it a
     publisher is refused (durable, expiring) or the oldest goes (private).
     declared_by: a worker that declares it besides its reader, so that its messages there are kept from the beginning.
-    keeps_keys: programs that are not berth's publish to it; what the broker gives up of it keeps its routing key, which
-    the broker alone knows to be its publisher's.
-    max_bytes: the same of their bodies; 0: not bounded. (One message may carry many requests; bytes go with them.)
+    keeps_keys: programs that are not berth's publish to it; a message of it that the broker gives up keeps its routing
+    key, which the broker alone knows to be its publisher's. max_bytes: the same of their bodies; 0: not bounded. (One
+    message may carry many requests; bytes go with them.)
     """
 
     name: str
@@ -71,7 +73,10 @@ class QueueRow(Struct, frozen=True, kw_only=True):
 
     @property
     def takes_letters(self) -> bool:
-        """Whether it gets copies of dead letters. What it gives up itself is no second letter: the first one stays."""
+        """Whether it gets copies of dead letters.
+
+        A message that this queue gives up itself is no second letter: the first one stays.
+        """
         return any(exchange == DEAD for exchange, _ in self.bindings)
 
 
@@ -79,12 +84,11 @@ class MessageRow(Struct, frozen=True, kw_only=True):
     """One message: who may publish it, where it goes, its reply, and what makes it idempotent.
 
     publishers: packages of workers; "client": any program of the project that its key names; "operator": the operator's
-    programs, of which the command line is one. What a program may publish the broker's permissions decide
-    (`berth permissions`).
-    batch_key: a public event on the API bus leaves twice: alone under `key`, as any program can read it, and with
-    what else has gathered under this key, for listeners that read batches (a tenth of the cost under load). Where
-    nothing has gathered it leaves once, as a plain message under both keys. On a cell's bus, where no other program
-    listens, it leaves under this key only.
+    programs, of which the command line is one. The broker's permissions decide what a program may publish (`berth
+    permissions`). batch_key: a public event on the API bus leaves twice: alone under `key`, as any program can read it,
+    and with what else has gathered under this key, for listeners that read batches (a tenth of the cost under load).
+    Where nothing has gathered it leaves once, as a plain message under both keys. On a cell's bus, where no other
+    program listens, it leaves under this key only.
     """
 
     message: type[Message]
@@ -98,7 +102,7 @@ class MessageRow(Struct, frozen=True, kw_only=True):
     persistent: bool = True
     public: bool = False  # part of the interface for programs that are not berth's
     batch_key: str = ""
-    max_batch: int = 0  # at most so many in one broker message; 0: as many as the bus's limits allow
+    max_batch: int = 0  # at most this many in one broker message; 0: as many as the bus's limits allow
 
     @property
     def tag(self) -> str:

@@ -53,7 +53,7 @@ class Refused(Struct, frozen=True):
 
 
 class IronicApi:
-    """What of the API is used here. What time or an operator may heal is DriverUnavailable."""
+    """The used part of the API. A fault that time or an operator may heal is DriverUnavailable."""
 
     def __init__(
         self, config: IronicConfig, *, clock: Clock, transport: httpx.AsyncBaseTransport | None = None
@@ -230,7 +230,10 @@ class IronicApi:
     async def _call(
         self, method: str, path: str, body: Any = None, *, params: Mapping[str, str] | None = None
     ) -> httpx.Response:
-        """One request. What time or an operator may heal is DriverUnavailable; other answers are the caller's."""
+        """One request.
+
+        A fault that time or an operator may heal is DriverUnavailable; other answers are the caller's.
+        """
         if self._client is None:
             raise DriverUnavailable("the driver is closed")
         scope = CURRENT.get()

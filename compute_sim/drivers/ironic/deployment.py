@@ -1,7 +1,7 @@
 """One attempt to deploy one instance on one node, as a loop: look at the node, do the next thing, look again.
 
 Every pass starts from Ironic's present state, so that an attempt that was interrupted, or whose request's answer was
-lost, goes on where it stands. Nova's order: take the node, attach its networks, validate, deploy with a config drive.
+lost, continues from there. Nova's order: take the node, attach its networks, validate, deploy with a config drive.
 """
 
 from __future__ import annotations
@@ -25,14 +25,15 @@ from compute_sim.drivers.ironic.volume import WITHOUT_VOLUMES, Volumes, target_b
 
 log = structlog.get_logger()
 
-# Whose verdict decides, as in Nova; the others (console, inspect, rescue ...) have nothing to do with a deployment.
+# The service whose verdict decides, as in Nova; the others (console, inspect, rescue ...) have nothing to do with a
+# deployment.
 VALIDATED = ["boot", "deploy", "network", "power", "storage"]
 # A poll waits this part of the time that the deployment has taken: a deployment of minutes is not polled twice a
 # second.
 POLL_SHARE = 0.05
 CLOCKS_APART_S = 30.0  # Ironic's clock and ours
-# So many refusals in a row are one lock that lasts. Under load two looks are seconds apart, and two short locks, as of
-# a power sync, would count as one.
+# This many refusals in a row are one lock that lasts. Under load two looks are seconds apart, and two short locks, as
+# of a power sync, would count as one.
 LOCK_TRIES = 8
 
 
@@ -275,7 +276,7 @@ class NodeDeployment:
     async def _attach_volumes(self, node: IronicNode) -> bool:
         """Make the instance's volumes targets of the node; False: look again.
 
-        What another instance of this deployment has left there is removed first: it would be attached to this one.
+        The remains of another instance of this deployment are removed first: it would be attached to this one.
         """
         wanted = await self._volumes.prepare(node.uuid, self._build.spec)
         if node.storage_interface in WITHOUT_VOLUMES:

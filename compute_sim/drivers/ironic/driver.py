@@ -1,7 +1,7 @@
 """Bare metal through Ironic's REST API.
 
-Inventory is not reported here: ironic_sync does that, for all nodes, from Ironic's own word. What is at a node is
-always read again before acting, because the book may be behind.
+Inventory is not reported here: ironic_sync does that, for all nodes, from Ironic's own word. A node's state is always
+read again before acting, because the book may be behind.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from compute_sim.drivers.ironic.request import free_patch
 from compute_sim.drivers.ironic.volume import WITHOUT_VOLUMES, NoVolumes, StaticVolumes, Volumes
 from compute_sim.ring import Ring
 
-# Looking for new nodes is to take one part in so many of this service's time, however many nodes there are.
+# Looking for new nodes takes one part in this many of this service's time, however many nodes there are.
 LOOK_SHARE = 20
 OUTAGE_RETRY_S = 1.0  # after a look that Ironic has not answered: a node is offered soon after an outage
 ATTRIBUTES = {"hypervisor_type": "ironic"}
@@ -141,7 +141,7 @@ class BareMetal:
         return sorted(found, key=lambda one: (one.since, one.instance_uuid))
 
     async def destroy(self, host_uuid: str, instance_uuid: str, attempt: int, deployment: str | None) -> None:
-        """Undeploy the node when it has our mark; return when it is not deployed any more (cleaning goes on).
+        """Undeploy the node when it has our mark; return when it is not deployed any more (cleaning continues).
 
         When undeploying fails (as its power does), Ironic drops instance and mark, and the machine may run on: it is
         undeployed again then, as long as this process runs, which has seen the mark.
@@ -212,7 +212,7 @@ class BareMetal:
         return await NodeChange(change, api=self._api, config=self._config, clock=self._clock).run()
 
     async def list(self, hosts: Sequence[str] | None = None) -> Mapping[str, Sequence[Machine]]:
-        """What every node carries, whatever its provision state; the mark names its deployment and its attempt."""
+        """The instances on all nodes, in any provision state; the mark names its deployment and its attempt."""
         wanted = None if hosts is None else frozenset(hosts)
         nodes = await self._nodes()
         return {

@@ -1,4 +1,4 @@
-"""Networks of a node: a small port with its adapters. What Ironic attaches is a VIF: the id of a network port."""
+"""Networks of a node: a small port with its adapters. Ironic attaches a VIF: the id of a network port."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 PORTS = "/v2.0/ports"
 MAX_BODY = 2**20
-# Of a request that Neutron refuses for what it names: an unknown network, no address left, a quota.
+# For a request that Neutron refuses because of an object that it names: an unknown network, no address left, a quota.
 REFUSALS = frozenset({400, 404, 409, 413})
 
 
@@ -136,7 +136,10 @@ class NeutronNetwork:
     async def _call(
         self, method: str, path: str, body: Any = None, *, params: dict[str, str] | None = None
     ) -> httpx.Response:
-        """One request. What time or an operator may heal is DriverUnavailable; other answers are the caller's."""
+        """One request.
+
+        A fault that time or an operator may heal is DriverUnavailable; other answers are the caller's.
+        """
         try:
             answer = await self._client.request(method, path, json=body, params=params)
         except httpx.HTTPError as error:
@@ -151,7 +154,7 @@ class NeutronNetwork:
 
 
 def _name(node: str, instance: str, number: str) -> str:
-    """What a port of ours is called."""
+    """The name of a port of ours."""
     return f"berth-{instance}-{node}-{number}"
 
 

@@ -14,7 +14,7 @@ from msgspec import Struct
 from bus.contracts.base import Uuid, Word
 from compute_sim.driver import Machine
 
-# What a list requests of each node; a page of a thousand is then some 300 kB.
+# The fields that a list requests of each node; a page of a thousand is then some 300 kB.
 FIELDS = (
     "uuid,name,provision_state,power_state,maintenance,instance_uuid,instance_info"
     ",conductor_group,owner,lessee,retired,retired_reason,fault"
@@ -68,7 +68,7 @@ DEPLOYED = BUILT | DELETABLE
 
 
 class Mark(Struct, frozen=True, omit_defaults=True):
-    """What proves that a node's instance is ours: written in the same PATCH as its `instance_uuid`."""
+    """The proof that a node's instance is ours: written in the same PATCH as its `instance_uuid`."""
 
     deployment: Uuid
     cell: Word
@@ -98,7 +98,7 @@ class InstanceInfo(Struct, frozen=True):
 
 
 class IronicNode(Struct, frozen=True):
-    """What of an Ironic node is needed here. Anything else in the answer is ignored."""
+    """The fields of an Ironic node that are needed here. Anything else in the answer is ignored."""
 
     uuid: str
     name: str | None = None
@@ -185,7 +185,7 @@ class IronicNode(Struct, frozen=True):
 
     @property
     def mark(self) -> Mark | None:
-        """Our mark for the machine that is on it. Anything that is not one is another's business, and no fault.
+        """Our mark for the machine that is on it. An instance of another form is another's, and no fault.
 
         Of a node that carries an instance it counts for that one; of one that carries none, while it is deployed: an
         operator has cleared `instance_uuid` alone, and that does not prove the machine gone.
@@ -236,13 +236,13 @@ class HistoryEvent(Struct, frozen=True):
 
 
 class History(Struct, frozen=True):
-    """What Ironic remembers of a node."""
+    """Ironic's record of a node."""
 
     history: list[HistoryEvent] = []
 
 
 def machines_of(node: IronicNode) -> tuple[Machine, ...]:
-    """What is on the node; a text that is no uuid names no instance that a report could name."""
+    """The machine on the node; a text that is no uuid names no instance that a report could name."""
     machine, mark = node.machine, node.mark
     if machine is None or not _is_uuid(machine):
         return ()

@@ -25,7 +25,7 @@ CRITICAL, WARNING = "Critical", "Warning"  # Ironic's words
 
 
 def failure_of(node: IronicNode) -> str:
-    """What is wrong with the node that a repair should have proved, in Ironic's words; empty: nothing."""
+    """The fault of the node whose repair is on trial, in Ironic's words; empty: nothing."""
     if node.health == CRITICAL:
         return "health is Critical"
     if node.fault:

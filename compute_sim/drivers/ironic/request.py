@@ -1,4 +1,6 @@
-"""What Ironic is sent about an instance: `instance_info`, as Nova writes it, and the config drive. Plain functions."""
+"""The content of a request to Ironic about an instance: `instance_info`, as Nova writes it, and the config drive. Plain
+functions.
+"""
 
 from __future__ import annotations
 
@@ -104,6 +106,6 @@ def config_drive(spec: InstanceSpec, network_data: Mapping[str, Any]) -> dict[st
 
 
 def _hostname(spec: InstanceSpec) -> str:
-    """Of the name what a host name may hold, else of the uuid."""
+    """The part of the name that a host name may hold, else the uuid."""
     plain = "".join(letter if letter.isascii() and letter.isalnum() else "-" for letter in spec.name).strip("-")
     return plain[:MAX_HOSTNAME].strip("-").lower() or f"host-{spec.instance_uuid}"

@@ -1,4 +1,4 @@
-"""Volumes of a node: a small port with its adapters. What Ironic attaches, or boots from, is a volume target."""
+"""Volumes of a node: a small port with its adapters. Ironic attaches, or boots from, a volume target."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from compute_sim.drivers.ironic.node import Mark
 
 # With these a node attaches none; Ironic's others (`cinder`, `external`) read the node's volume targets.
 WITHOUT_VOLUMES = frozenset({None, "noop"})
-ROOT = 0  # the boot index of what the machine boots from
+ROOT = 0  # the boot index of the volume that the machine boots from
 
 
 class Volumes(Protocol):
@@ -72,7 +72,7 @@ def boots_from_volume(spec: InstanceSpec) -> bool:
 
 
 class TargetMark(Struct, frozen=True):
-    """What proves that a volume target is ours, in its `extra`: for which attempt of which instance it was made."""
+    """The proof that a volume target is ours, in its `extra`: for which attempt of which instance it was made."""
 
     deployment: Uuid
     instance: Uuid
@@ -94,7 +94,7 @@ class VolumeTarget(Struct, frozen=True):
 
     @property
     def mark(self) -> TargetMark | None:
-        """Our mark; anything that is not one is another's business."""
+        """Our mark; a target without it is another's."""
         try:
             return msgspec.json.decode(self.extra, type=TargetExtra).berth
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):

@@ -1,4 +1,4 @@
-"""What a bare-metal build gives Ironic, and how it ends when Ironic, a node or an earlier attempt is in its way."""
+"""The data that a bare-metal build gives Ironic, and its end when Ironic, a node or an earlier attempt prevents it."""
 
 from __future__ import annotations
 

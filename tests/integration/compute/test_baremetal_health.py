@@ -110,6 +110,9 @@ async def test_a_warning_is_an_attribute(ironic: IronicStandIn, node: dict[str, 
         ({"health": "Critical"}, "health is Critical"),
         ({"fault": "power failure", "maintenance": True}, "fault: power failure"),
         ({"provision_state": "clean failed", "last_error": "disk 2"}, "the node was in clean failed: disk 2"),
+        ({"provision_state": "inspect failed", "last_error": "no BMC"}, "the node was in inspect failed: no BMC"),
+        ({"provision_state": "adopt failed", "last_error": "no disk"}, "the node was in adopt failed: no disk"),
+        ({"provision_state": "service failed", "last_error": "bios"}, "the node was in service failed: bios"),
     ],
 )
 async def test_a_repaired_node_takes_a_canary_before_customers(

@@ -1,4 +1,4 @@
-"""What a compute service does about hosts that the book has as another service's, on both transports."""
+"""A compute service's handling of hosts that the book has as another service's, on both transports."""
 
 from __future__ import annotations
 

@@ -86,7 +86,7 @@ async def test_a_returning_service_offers_a_host_when_it_has_destroyed_what_is_l
 async def test_nothing_is_announced_or_begun_before_all_that_waited_in_the_queue_has_been_taken(
     cell: Cell, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What the queue holds is known only when the service's own marker, behind all of it, has come."""
+    """The content of the queue is known only when the service's own marker, behind all of it, has come."""
     markers: list[QueueMarker] = []
     on_marker = offering.Offering.on_marker
     monkeypatch.setattr(offering.Offering, "on_marker", lambda _self, marker, _owed: markers.append(marker))

@@ -183,7 +183,7 @@ async def test_a_fence_survives_its_conductor_and_is_answered_again(cell: Fenced
 
 
 async def test_a_doubted_build_on_a_dead_host_goes_on_elsewhere_once_its_host_is_fenced(cell: FencedCell) -> None:
-    """What its host has, and the set-back record forgot, is destroyed before the fence is lifted."""
+    """A machine that its host has, and that the set-back record forgot, is destroyed before the fence is lifted."""
     cell.around.hangs = {cell.host(1)}
     build = cell.build(1, 2)
     uuid = build.spec.instance_uuid

@@ -1,4 +1,4 @@
-"""What a cell's queue of requests gives up ends with one event: its client does not wait for ever."""
+"""A message that a cell's queue of requests gives up ends with one event: its client does not wait for ever."""
 
 from __future__ import annotations
 

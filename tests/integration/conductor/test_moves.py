@@ -37,7 +37,7 @@ SERVICES = ("s1", "s2")
 
 
 class Rig:
-    """What runs, and what the cell has announced."""
+    """The running machines, and the cell's announcements."""
 
     def __init__(self, broker: RabbitMQ, database_url: str) -> None:
         self._broker = broker

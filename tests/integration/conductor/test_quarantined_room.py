@@ -1,4 +1,6 @@
-"""What a machine in quarantine takes is not offered: a conductor, a compute service, and the inventory it reports."""
+"""The resources of a machine in quarantine are not offered: a conductor, a compute service, and the inventory it
+reports.
+"""
 
 from __future__ import annotations
 

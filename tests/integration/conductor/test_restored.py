@@ -10,6 +10,7 @@ from msgspec.structs import replace
 from structlog.testing import capture_logs
 
 from bus.contracts.build import BuildState
+from bus.contracts.cell import CellDelete
 from bus.faults import DatabaseReplaced
 from cell_conductor.domain.instance import State
 from tests.integration.conductor.neighbours import WAIT_S, Cell, opened
@@ -127,3 +128,28 @@ async def test_a_conductor_does_not_go_on_with_the_database_that_replaces_its_ow
     with pytest.raises(DatabaseReplaced):
         await cell.engine.sweep()
     assert cell.store.deployment == before
+
+
+@pytest.mark.parametrize("is_lost", [False, True], ids=["its machine runs", "its machine is gone"])
+async def test_a_delete_of_what_a_set_back_cell_has_forgotten_is_answered(cell: Cell, *, is_lost: bool) -> None:
+    """It left a tombstone: the client waited for ever, and the machine went on running in quarantine."""
+    uuid, _ = await _active(cell)
+    if is_lost:
+        cell.around.running.clear()
+    async with cell.database.raw() as connection:
+        await connection.execute("DELETE FROM instances")
+        await connection.execute("UPDATE identity SET origin = 'another cluster'")
+    await cell.engine.sweep()
+    await cell.around.bus.publish(CellDelete(instance_uuid=uuid, project_id="p"))
+    await cell.around.until(lambda: cell.around.ends(uuid) == [BuildState.ACTIVE, BuildState.DELETED])
+    assert await cell.state(uuid) is State.DELETED
+    await cell.check_at_rest()
+    assert cell.around.running == {} and cell.around.held == {}
+
+
+async def test_a_delete_that_overtakes_its_build_is_remembered_by_a_cell_that_was_never_set_back(cell: Cell) -> None:
+    build = cell.build(1)
+    uuid = build.spec.instance_uuid
+    await cell.around.bus.publish(CellDelete(instance_uuid=uuid, project_id="p"))
+    await cell.drain()
+    assert (await cell.state(uuid), cell.around.events) == (State.TOMBSTONE, [])

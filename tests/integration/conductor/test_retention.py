@@ -1,4 +1,4 @@
-"""What is forgotten, and what an old report does not prove."""
+"""The purged records, and the limits of an old report's proof."""
 
 from __future__ import annotations
 

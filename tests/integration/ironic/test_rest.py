@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import random
 from collections.abc import AsyncIterator, Callable
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -17,6 +19,8 @@ from ironic_sync.config import IronicSyncConfig
 from ironic_sync.domain.node import Allocation, Node, Unreadable
 from ironic_sync.source.port import SourceRefused, SourceUnavailable
 from ironic_sync.source.rest import RestSource
+from tests.integration.compute.test_baremetal_access import served
+from tests.kit.certificates import Authority
 
 UUID = "8296eb22-b44b-4cba-95b1-3a66b31189a4"
 
@@ -49,6 +53,52 @@ async def test_nodes_are_read(ironic: IronicStandIn) -> None:
     assert await reading.get_allocation(UUID) == Allocation(uuid=UUID, state="active", node_uuid=first["uuid"])
     assert await reading.get_allocation(first["uuid"]) is None
     await reading.close()
+
+
+@pytest.mark.parametrize("suffix", ["", "/", "/v1", "/v1/"])
+async def test_the_address_is_taken_with_the_version_or_without(ironic: IronicStandIn, suffix: str) -> None:
+    ironic.pool.plan(1)
+    reading = source(ironic.url + suffix)
+    assert [len(page) async for page in reading.list_nodes()] == [1]
+    await reading.close()
+
+
+async def test_a_microversion_that_ironic_does_not_support_is_answered_with_what_to_do() -> None:
+    limits = {"X-OpenStack-Ironic-API-Minimum-Version": "1.1", "X-OpenStack-Ironic-API-Maximum-Version": "1.38"}
+    reading = answering(lambda _: httpx.Response(406, headers=limits))
+    with pytest.raises(SourceRefused) as caught:
+        await reading.ping()
+    advice = "Ironic supports microversions 1.1 to 1.38: set ironic_sync.microversion to one of them"
+    assert (caught.value.code, caught.value.reason) == ("ironic.microversion", advice)
+    await reading.close()
+
+
+async def test_basic_sign_in() -> None:
+    expected = b"Basic " + base64.b64encode(b"berth:secret")
+    async with served(lambda headers: headers.get(b"authorization") == expected) as (pool, url):
+        assert await count(source(url, username="berth", password="secret")) == len(pool.nodes)
+        with pytest.raises(SourceRefused) as refused:
+            await count(source(url, username="berth", password="other"))
+    assert refused.value.code == "ironic.http_401"
+
+
+async def test_tls_with_an_authority_of_the_operators(tmp_path: Path) -> None:
+    authority = Authority(tmp_path)
+    async with served(lambda _: True, authority.issue("ironic", "IP:127.0.0.1")) as (pool, url):
+        assert await count(source(url, ca_file=str(authority.file))) == len(pool.nodes)
+        assert await count(source(url, verify_tls=False)) == len(pool.nodes)
+        with pytest.raises(SourceUnavailable):  # this system does not know the authority
+            await count(source(url))
+    async with served(lambda _: True, authority.issue("ironic", "DNS:ironic.example.org")) as (_, url):
+        with pytest.raises(SourceUnavailable):
+            await count(source(url, ca_file=str(authority.file)))
+
+
+async def count(reading: RestSource) -> int:
+    try:
+        return sum([len(page) async for page in reading.list_nodes()])
+    finally:
+        await reading.close()
 
 
 async def test_an_unreachable_address() -> None:

@@ -8,14 +8,20 @@ from functools import partial
 
 import pytest
 
+import cell_conductor.app
+import compute_sim.app
 import ironic_sync.app
 import placement_worker.app
 import scheduler_worker.app
 from berth.in_process import InProcessWorkers
 from berth.ironic_stand_in import IronicStandIn, MemoryAnnouncer
+from bus.bus import Bus
 from bus.clock import SystemClock
+from bus.contracts.build import BuildRequest
 from bus.memory import MemoryBroker, MemoryTransport
 from bus.service.environment import Environment
+from cell_conductor.config import ConductorConfig
+from compute_sim.config import ComputeConfig, IronicConfig
 from ironic_sync.config import IronicSyncConfig
 from placement_worker.config import PlacementConfig
 from placement_worker.replica.book import Book
@@ -72,10 +78,35 @@ class Regions:
         process = f"ironic-sync-{cell}"
         await self.workers.start((process, ironic_sync.app.build(self.environment(process), config)))
 
+    async def serve(self, cell: str) -> None:
+        """Start a conductor of one cell, and a compute service on its Ironic."""
+        config = ComputeConfig(
+            driver="ironic",
+            ironic=IronicConfig(url=self.ironics[cell].url, poll_interval_s=0.01),
+            report_interval_s=0.1,
+        )
+        conductor, metal = f"conductor-{cell}", f"metal-{cell}"
+        built = cell_conductor.app.build(self.environment(conductor), ConductorConfig(), cell)
+        await self.workers.start((conductor, built))
+        await self.workers.start((metal, compute_sim.app.build(self.environment(metal), config, cell, metal)))
+
+    async def boot(self, instance: str, host: str) -> None:
+        """Request an instance on one node, as a client does."""
+        transport = MemoryTransport(self._brokers["api"], "client")
+        api = Bus("api", transport, process="client", clock=SystemClock(), rng=random.Random(7))
+        await api.open()
+        await api.publish(BuildRequest(instance_uuid=instance, flavor="bm.gold", project_id="p", host=host))
+        await api.close()
+
     async def stop(self) -> None:
         await self.workers.stop()
         for ironic in self.ironics.values():
             await ironic.stop()
+
+    def state(self, cell: str, node: str) -> tuple[str, str | None]:
+        """A node's provision state and instance, by its cell's Ironic."""
+        found = self.ironics[cell].pool.nodes[node]
+        return found["provision_state"], found["instance_uuid"]
 
     def free(self) -> set[str]:
         """Nodes that a scheduler can place on."""
@@ -115,5 +146,26 @@ async def test_each_ironic_is_followed_and_a_uuid_that_both_have_stays_the_first
         for node in theirs:
             await maintain(west.pool.nodes[node], False)
         await here.until_free(mine.union(theirs) - {SHARED})
+    finally:
+        await here.stop()
+
+
+async def test_builds_on_two_ironics_in_one_system(postgres_url: str) -> None:
+    here = Regions(postgres_url)
+    nodes = {cell: [add(here.ironics[cell]) for _ in range(2)] for cell in CELLS}
+    instances = {cell: f"10000000-0000-4000-8000-00000000000{number}" for number, cell in enumerate(CELLS)}
+    try:
+        await here.start()
+        for cell in CELLS:
+            await here.follow(cell)
+            await here.serve(cell)
+        await here.until_free({node for both in nodes.values() for node in both})
+        for cell in CELLS:
+            await here.boot(instances[cell], nodes[cell][0])
+        async with asyncio.timeout(PATIENCE_S):
+            while not all(here.state(cell, nodes[cell][0]) == ("active", instances[cell]) for cell in CELLS):  # noqa: ASYNC110
+                await asyncio.sleep(POLL_S)
+        await here.until_free({nodes[cell][1] for cell in CELLS})
+        assert [here.state(cell, nodes[cell][1]) for cell in CELLS] == [("available", None)] * 2
     finally:
         await here.stop()

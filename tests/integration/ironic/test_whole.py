@@ -25,7 +25,7 @@ from bus.rabbitmq import RabbitTransport
 from bus.service.environment import Environment
 from bus.service.service import Service
 from ironic_sync.app import build
-from ironic_sync.config import IronicSyncConfig
+from ironic_sync.config import IronicSyncConfig, NotificationBroker
 
 LIMIT_S = 60.0
 
@@ -199,6 +199,21 @@ async def test_one_of_two_processes_works_and_the_other_takes_over(site: Site) -
                 await ironic.pool.set_maintenance(ironic.pool.nodes[uuid], True, "x", "req-1")
                 await book.until(lambda: book.offered() == set())
                 assert book.newest[uuid].version > version
+
+
+@pytest.mark.rabbitmq
+async def test_ironic_has_a_broker_and_a_vhost_of_its_own(own_broker: RabbitMQ, postgres_url: str) -> None:
+    """It had to publish into the API bus's vhost. Here nothing of Ironic's is on the API bus."""
+    theirs = await asyncio.to_thread(own_broker.add_vhost, "ironic")
+    transports = partial(MemoryTransport, MemoryBroker(SystemClock()))
+    site = Site(transports, AmqpAnnouncer(theirs), "ironic", postgres_url)
+    settings: dict[str, Any] = {"resync_interval_s": 3600.0, "broker": NotificationBroker(url=theirs)}
+    async with stand_in(site, 2) as ironic, book_on(site) as book, running(site, ironic.url, **settings):
+        first, second = ironic.pool.nodes
+        await book.until(lambda: book.offered() == {first, second})
+        await ironic.pool.set_maintenance(ironic.pool.nodes[first], True, "x", "req-1")
+        await book.until(lambda: book.offered() == {second})
+        assert book.causes[first] == "req-1"
 
 
 @pytest.mark.rabbitmq

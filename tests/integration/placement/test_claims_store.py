@@ -25,7 +25,7 @@ from bus.contracts.placement import (
 from bus.faults import DatabaseUnavailable
 from bus.persistence.database import Database
 from placement_worker.domain.claims import ClaimItem
-from placement_worker.store import claims, fast_path
+from placement_worker.store import claims, fast_path, holders
 from placement_worker.store.postgres import PostgresStore
 
 from .conftest import Book
@@ -332,10 +332,13 @@ async def test_small_groups_of_two_stores_at_once_lose_nothing(
     await second.close()
 
 
-async def test_a_lost_claim_costs_one_statement_that_does_not_fail_and_writes_nothing(
+async def test_a_lost_claim_costs_two_statements_that_do_not_fail_and_write_nothing(
     book: Book, rng: random.Random, make_claim: MakeClaim, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It cost a transaction that undid itself, which is an error in PostgreSQL's log, and a second one with locks."""
+    """It cost a transaction that undid itself, which is an error in PostgreSQL's log, and a second one with locks.
+
+    The second statement finds who holds what was lost.
+    """
     (host,) = await book.hosts(1, rng, VCPU=1)
     first = make_claim(new_uuid(rng), {host: {"VCPU": 1}})
     assert (await one(book.store, first)).outcome is ClaimOutcome.CLAIMED
@@ -368,5 +371,7 @@ async def test_a_lost_claim_costs_one_statement_that_does_not_fail_and_writes_no
     monkeypatch.undo()
     await asyncio.sleep(0)  # what was sent is noted by the loop
     assert lost.outcome is ClaimOutcome.FULL
-    assert [(one.query.split("(")[0].split()[-1], one.exception) for one in sent] == [("claim_new", None)]
+    assert [one.exception for one in sent] == [None, None]
+    assert "claim_new" in sent[0].query and sent[1].query == holders.NEWEST
+    assert [one.consumer for one in lost.holders] == [first.consumer]
     assert await rows() == before

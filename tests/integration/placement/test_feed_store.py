@@ -209,7 +209,7 @@ async def test_the_next_changes_are_found_by_key(book: Book) -> None:
 
 
 async def test_what_is_read_ends_before_changes_that_were_trimmed_meanwhile(book: Book, rng: random.Random) -> None:
-    """Who publishes reads without a transaction: a process that has overtaken it may have published and trimmed."""
+    """A publisher reads without a transaction: a process that has overtaken it may have published and trimmed."""
     for _ in range(feed.ROWS_AT_ONCE + 4):
         await book.hosts(1, rng, VCPU=1)
     async with book.database.single() as connection:

@@ -1,4 +1,4 @@
-"""What a claim reads of its server group: no more than decides, and nothing that has just been moved."""
+"""A claim's reads of its server group: no more than decides, and nothing that has just been moved."""
 
 from __future__ import annotations
 

@@ -121,7 +121,7 @@ class Placement:
         return self.store
 
     async def findings(self) -> list[str]:
-        """What is wrong with the book."""
+        """The flaws of the book."""
         if not isinstance(self.book, str):
             return findings_in_memory(self.book)
         async with self.postgres.database.raw() as connection:

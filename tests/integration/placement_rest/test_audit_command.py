@@ -153,7 +153,7 @@ async def test_what_its_source_no_longer_reports_is_left_to_it(placement: Placem
     assert await report(2, VCPU=8)
     names = tmp_path / "ids"
     names.write_text(consumer)
-    line = f"{host} CUSTOM_CARD: 1 of 0, no longer reported; it goes when it is no longer used"
+    line = f"{host} CUSTOM_CARD: 1 of 0, no longer reported; it is removed when it is no longer used"
     for words in ((), ("--repair", "--evict")):
         status, found = await audit(placement, "--consumers", str(names), *words)
         assert (status, found["over_capacity"], found["repaired"]) == (1, [line], [])

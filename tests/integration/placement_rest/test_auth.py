@@ -1,4 +1,4 @@
-"""Who may do what: the three ways to know a caller, the policy, and when the API refuses to start."""
+"""The permissions of callers: the three ways to know a caller, the policy, and when the API refuses to start."""
 
 from __future__ import annotations
 

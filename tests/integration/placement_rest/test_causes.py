@@ -79,7 +79,7 @@ async def test_writes_that_were_written_together_keep_their_own_causes(placement
 
 @asynccontextmanager
 async def listening(placement: Placement) -> AsyncIterator[asyncio.Queue[Received]]:
-    """What comes on the bus."""
+    """The messages on the bus."""
     events: asyncio.Queue[Received] = asyncio.Queue()
 
     async def listen(batch: Sequence[Received]) -> list[Outcome]:

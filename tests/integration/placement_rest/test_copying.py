@@ -1,4 +1,4 @@
-"""What moves no generation must not be missed by a copy that is reported equal."""
+"""A change that moves no generation must not be missed by a copy that is reported equal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What takes long with what a client sends, or requests, leaves the event loop: others are answered meanwhile."""
+"""Long work on a client's body or request leaves the event loop: others are answered meanwhile."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What Nova does with allocations in a move, through the REST API: group membership and quota stay right."""
+"""Nova's changes of allocations in a move, through the REST API: group membership and quota stay right."""
 
 from __future__ import annotations
 

@@ -141,7 +141,7 @@ async def test_a_cell_with_instances_is_removed_by_force_only_and_left_by_every_
 
 
 async def test_a_request_for_a_cell_that_was_left_reaches_it_when_it_is_added_again(running: World) -> None:
-    """What is to be sent there stays in the table meanwhile."""
+    """Messages to it stay in the table meanwhile."""
     request = await active_in_added_cell(running, "c3")
     await decide(running, "c3", "removed", bus={}, abandoned=True, force=True)
     await linked(running, "c3", count=0)

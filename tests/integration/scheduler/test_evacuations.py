@@ -167,7 +167,7 @@ async def test_what_found_no_room_is_tried_again_under_another_id(
     await world.until(lambda: evacuated(world))
     (command,) = evacuated(world)
     assert command.instance_uuid == built.instance_uuid
-    # What the cell could not do is tried again, too, and no other instance's request has the same id.
+    # A request that the cell could not carry out is tried again, too, and no other instance's request has the same id.
     await ends(world, command, MoveState.FAILED, code="move.no_host", host="c1-0")
     await world.until(lambda: len(evacuated(world)) == 2)
     assert len({one.request_id for one in evacuated(world)}) == 2

@@ -1,4 +1,4 @@
-"""What an operator decides about hosts: in effect on every scheduler at once, on record, and beyond a restart."""
+"""An operator's decisions about hosts: in effect on every scheduler at once, on record, and beyond a restart."""
 
 from __future__ import annotations
 

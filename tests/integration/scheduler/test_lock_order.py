@@ -59,7 +59,7 @@ async def store(database: Database) -> PostgresBuilds:
 
 
 async def decide(unit: BuildUnit) -> set[str]:
-    return await unit.decide([placed(LAST), placed(FIRST)], 2.0)
+    return await unit.write_decisions([placed(LAST), placed(FIRST)], 2.0)
 
 
 @pytest.mark.parametrize("optimistic", [False, True])

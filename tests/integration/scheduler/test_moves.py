@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import asyncio
 
+import asyncpg
 import pytest
 from msgspec.structs import replace
 
 from bus.bus import API
 from bus.clock import new_uuid
 from bus.contracts.build import BuildRequest, BuildState
+from bus.contracts.cell import Selection
 from bus.contracts.groups import GroupPolicy, ServerGroup
 from bus.contracts.moves import (
     Condition,
+    Departure,
     MoveAccepted,
     MoveKind,
     MoveRequest,
@@ -327,3 +330,73 @@ async def test_what_was_chosen_for_the_last_move_is_offered_again_soon(world: Wo
     await world.dispatched(move)
     await world.eventually(lambda: move.request_id not in list(world.replicas["s1"].assumed_keys()))
     assert [one.request_id for _, one in world.moves] == [move.request_id], "given back, and not sent once more"
+
+
+async def to_be_unshelved_elsewhere(world: World, config: SchedulerConfig) -> tuple[BuildRequest, MoveRequest]:
+    """An offloaded instance of c1, and a request to unshelve it on the host of c2."""
+    built = await one_active(world, config=config)
+    shelve = world.move(built, MoveKind.SHELVE, offload=True)
+    await world.ask(shelve)
+    await world.dispatched(shelve)
+    await world.move_announced("c1", shelve, MoveState.DONE, 15, terminal=True, condition=Condition.OFFLOADED)
+    await world.moved(shelve)
+    return built, world.move(built, MoveKind.UNSHELVE, host="c2-0")
+
+
+async def test_an_offloaded_instance_is_unshelved_in_its_own_cell_unless_moves_across_cells_are_allowed(
+    world: World,
+) -> None:
+    _, move = await to_be_unshelved_elsewhere(world, WARM)
+    await world.ask(move)
+    assert (await world.moved(move)).state is MoveState.FAILED
+
+
+async def test_an_offloaded_instance_leaves_for_the_cell_that_has_a_host(world: World) -> None:
+    built, move = await to_be_unshelved_elsewhere(world, replace(WARM, moves_across_cells=True))
+    await world.ask(move)
+    leaving = await world.dispatched(move)
+    assert (leaving.to_cell, leaving.selections, leaving.arrival) == ("c2", (), None)
+    assert leaving.spec is not None
+    last = Selection(
+        host_uuid=new_uuid(world.rng), host="c1-0", service="compute-c1", allocations={new_uuid(world.rng): {"VCPU": 1}}
+    )
+    departure = Departure(cell="c2", spec=leaving.spec, image="snapshot", last=last, newest=4, sequence=16)
+    await world.move_announced("c1", move, MoveState.SCHEDULED, 16, departure=departure)
+    found = await world.until(lambda: [one for cell, one in world.moves if cell == "c2"])
+    assert (found[0].request_id, found[0].arrival, found[0].to_cell) == (move.request_id, departure, None)
+    assert [one.host for one in found[0].selections] == ["c2-0"]
+    await world.move_announced("c2", move, MoveState.DONE, 20, host="c2-0", **DONE)
+    end = await world.moved(move)
+    assert (end.state, end.cell, end.departure) == (MoveState.DONE, "c2", None)
+    record = await world.show(built.instance_uuid)
+    assert record is not None and (record.cell, record.host, record.condition) == ("c2", "c2-0", "active")
+    # Further requests go to its new cell.
+    await world.delete(built)
+    deletes = await world.until(lambda: list(world.deletes))
+    assert [cell for cell, _ in deletes] == ["c2"]
+    database = await asyncpg.connect(world.url)
+    try:
+        mapped = "SELECT cell FROM scheduler.instance_cells WHERE instance_uuid = $1"
+        assert await database.fetchval(mapped, built.instance_uuid) == "c2"
+    finally:
+        await database.close()
+
+
+async def test_a_next_cell_that_is_silent_is_commanded_again_and_not_queried(world: World) -> None:
+    """Queried it would end the request as lost before it has come there, and the instance would be in no cell."""
+    config = replace(WARM, moves_across_cells=True, move_query_s=0.2)
+    _, move = await to_be_unshelved_elsewhere(world, config)
+    await world.ask(move)
+    leaving = await world.dispatched(move)
+    assert leaving.spec is not None
+    last = Selection(
+        host_uuid=new_uuid(world.rng),
+        host="c1-0",
+        service="compute-c1",
+        allocations={new_uuid(world.rng): {"VCPU": 1}},
+    )
+    departure = Departure(cell="c2", spec=leaving.spec, image="snapshot", last=last, newest=4, sequence=16)
+    await world.move_announced("c1", move, MoveState.SCHEDULED, 16, departure=departure)
+    found = await world.until(lambda: [one for cell, one in world.moves if cell == "c2"][1:])
+    assert (found[0].arrival, found[0].request_id) == (departure, move.request_id)
+    assert [one for one in world.queries if one[1].request_id == move.request_id] == []

@@ -330,7 +330,7 @@ async def test_an_accepted_request_survives_its_scheduler(world: World, monkeypa
 
     request = world.request("bm.gold")
     with monkeypatch.context() as patched:
-        patched.setattr(OptimisticBuildUnit, "decide", dies)
+        patched.setattr(OptimisticBuildUnit, "write_decisions", dies)
         await world.ask(request)
         async with asyncio.timeout(PATIENCE_S):
             await claimed.wait()
@@ -422,14 +422,14 @@ async def test_a_delete_seen_while_scheduling_frees_the_claim(world: World, monk
     await world.scheduler("s2")
     await world.add_hosts("c1", 2)
     claimed, deleted = asyncio.Event(), asyncio.Event()
-    decide = OptimisticBuildUnit.decide
+    decide = OptimisticBuildUnit.write_decisions
 
     async def later(self: OptimisticBuildUnit, *arguments: Any) -> set[str]:
         claimed.set()
         await deleted.wait()
         return await decide(self, *arguments)
 
-    monkeypatch.setattr(OptimisticBuildUnit, "decide", later)
+    monkeypatch.setattr(OptimisticBuildUnit, "write_decisions", later)
     request = world.request()
     await world.ask(request)
     async with asyncio.timeout(PATIENCE_S):
@@ -451,7 +451,7 @@ async def test_a_request_that_the_database_forgets_while_it_is_claimed_is_record
     """The record waits for no disk. Gone at the decision it was taken for deleted: a boot lost, its claim leaked."""
     await world.scheduler()
     await world.add_hosts("c1", 2)
-    decide, crashes = OptimisticBuildUnit.decide, iter(("one",))
+    decide, crashes = OptimisticBuildUnit.write_decisions, iter(("one",))
 
     async def after_a_crash(self: OptimisticBuildUnit, *arguments: Any) -> set[str]:
         if next(crashes, None) is not None:
@@ -461,7 +461,7 @@ async def test_a_request_that_the_database_forgets_while_it_is_claimed_is_record
             await database.close()
         return await decide(self, *arguments)
 
-    monkeypatch.setattr(OptimisticBuildUnit, "decide", after_a_crash)
+    monkeypatch.setattr(OptimisticBuildUnit, "write_decisions", after_a_crash)
     request = world.request()
     await world.ask(request)
     await world.ended(request.instance_uuid, BuildState.SCHEDULED)

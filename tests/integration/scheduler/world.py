@@ -270,7 +270,7 @@ class World:
         return [event.state.value for event in self.events if event.instance_uuid == uuid]
 
     async def announced(self, cell: str, request: BuildRequest, state: BuildState, sequence: int, **more: Any) -> None:
-        """What the cell's conductor would announce."""
+        """The announcements that the cell's conductor would make."""
         event = BuildEvent(
             instance_uuid=request.instance_uuid, project_id=request.project_id, state=state, sequence=sequence, **more
         )
@@ -312,7 +312,7 @@ class World:
         return found[0]
 
     async def move_announced(self, cell: str, move: MoveRequest, state: MoveState, sequence: int, **more: Any) -> None:
-        """What the cell's conductor would announce of a move."""
+        """The announcements that the cell's conductor would make of a move."""
         event = MoveEvent(
             request_id=move.request_id,
             instance_uuid=move.instance_uuid,

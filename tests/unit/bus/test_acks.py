@@ -14,7 +14,7 @@ MULTIPLE = 1
 
 
 class Channel:
-    """What acknowledgements are written to."""
+    """The target of acknowledgements."""
 
     number = 1
     is_closed = False

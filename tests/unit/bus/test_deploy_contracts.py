@@ -1,4 +1,4 @@
-"""What a client may ask of a deployed machine: its bounds, and that secrets are not shown."""
+"""The requests that a client may send about a deployed machine: its bounds, and that secrets are not shown."""
 
 from __future__ import annotations
 

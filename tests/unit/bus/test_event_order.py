@@ -126,7 +126,7 @@ def test_the_ways_mix() -> None:
 
 
 def test_a_busy_bus_gathers_what_comes_one_by_one() -> None:
-    """Those that leave alone count as batches under way: behind the two that may be, the others gather."""
+    """Batches that leave alone count as under way: behind the two that may be, the others gather."""
     published, client, _, sent = asyncio.run(play([("call", [state]) for state in STATES * 2], listens=False))
     assert client.numbers() == list(range(published))
     assert [bool(message.also) for message in sent[:3]] == [True, True, False]

@@ -21,7 +21,7 @@ from bus.persistence.outbox import OutboxMessage
 from bus.persistence.relay import Relay
 from bus.persistence.relay_lane import Lingering, StreamPosition
 from bus.port import Outgoing
-from cell_conductor.app import is_progress
+from cell_conductor.app import is_progress, position_of
 from scheduler_worker.app import position_of_event
 
 UUID = "0b2d1c9e-6f7a-4d53-9a40-2f1a3b4c5d6e"
@@ -37,6 +37,7 @@ def event(state: BuildState, sequence: int) -> BuildEvent:
 
 BUILDING = event(BuildState.BUILDING, 2)
 ACTIVE = event(BuildState.ACTIVE, 3)
+AGAIN = event(BuildState.BUILDING, 5)
 
 
 class Gate(SystemClock):
@@ -47,10 +48,23 @@ class Gate(SystemClock):
         self.over = asyncio.Event()
 
     async def sleep(self, seconds: float) -> None:
-        if seconds != LINGER_S:
+        if seconds != LINGER_S / 2:
             await asyncio.Event().wait()
         self.waiting.set()
         await self.over.wait()
+        await asyncio.sleep(0)
+
+
+class Halves(Gate):
+    """Each half of the lingering ends when the test ends it."""
+
+    async def sleep(self, seconds: float) -> None:
+        await super().sleep(seconds)
+        self.over.clear()
+
+    async def pass_one(self) -> None:
+        self.over.set()
+        await turns()
 
 
 class NoRows:
@@ -82,8 +96,10 @@ class Receiver:
 async def relaying(
     clock: Gate, receiver: Receiver, place: Callable[[Message], StreamPosition | None] | None = None
 ) -> AsyncIterator[Relay]:
+    """As a cell's conductor has it; place: as a scheduler has it."""
     buses: dict[str, Bus] = {CELL: receiver}  # type: ignore[dict-item]
-    relay = Relay(NoRows(), buses, clock=clock, lingering=Lingering(LINGER_S, is_progress, place))
+    lingering = Lingering(LINGER_S, is_progress, place or position_of, keeps=place is None)
+    relay = Relay(NoRows(), buses, clock=clock, lingering=lingering)
     running = asyncio.create_task(relay.run())
     await turns()  # its first sweep is over
     try:
@@ -108,6 +124,54 @@ async def test_progress_leaves_with_the_end_that_follows_it_and_before_it() -> N
         relay.send(2, [OutboxMessage(CELL, ACTIVE)])
         await turns()
         assert receiver.batches == [[BUILDING, ACTIVE]]
+
+
+async def test_progress_does_not_leave_with_what_is_about_another_instance() -> None:
+    """Under load something always leaves: the next round's commands, other builds' ends."""
+    clock, receiver = Gate(), Receiver()
+    others = structs.replace(ACTIVE, instance_uuid=OTHER.instance_uuid)
+    async with relaying(clock, receiver) as relay:
+        relay.send(1, [OutboxMessage(CELL, BUILDING)])
+        relay.send(2, [OutboxMessage(CELL, others)])
+        await turns()
+        assert receiver.batches == [[others]]
+        relay.send(3, [OutboxMessage(CELL, AGAIN)])  # on another host
+        relay.send(4, [OutboxMessage(CELL, structs.replace(ACTIVE, sequence=9))])
+        await turns()
+        assert receiver.batches[1:] == [[BUILDING, AGAIN, structs.replace(ACTIVE, sequence=9)]], "none is dropped"
+        relay.send(5, [OutboxMessage(CELL, BUILDING)])
+        relay.send(6, [OutboxMessage(CELL, AGAIN)])
+        clock.over.set()
+        await turns()
+        assert receiver.batches[2:] == [[BUILDING, AGAIN]]
+        assert not relay._tickets
+
+
+async def test_progress_that_has_just_come_lingers_on_when_older_progress_leaves() -> None:
+    clock, receiver = Halves(), Receiver()
+    younger = structs.replace(BUILDING, instance_uuid=OTHER.instance_uuid)
+    async with relaying(clock, receiver) as relay:
+        relay.send(1, [OutboxMessage(CELL, BUILDING)])
+        await turns()
+        await clock.pass_one()
+        assert receiver.batches == []
+        relay.send(2, [OutboxMessage(CELL, younger)])
+        await clock.pass_one()
+        assert receiver.batches == [[BUILDING]]
+        await clock.pass_one()
+        assert receiver.batches == [[BUILDING], [younger]]
+
+
+async def test_a_process_that_ends_waits_for_no_lingering() -> None:
+    receiver = Receiver()
+    async with relaying(Gate(), receiver) as relay:
+        relay.send(1, [OutboxMessage(CELL, BUILDING)])
+        await turns()
+        draining = asyncio.create_task(relay.drain(60.0))
+        await turns()
+        relay.send(2, [OutboxMessage(CELL, AGAIN)])
+        await asyncio.wait_for(draining, 10)
+        assert receiver.batches == [[BUILDING], [AGAIN]]
 
 
 async def test_progress_that_nothing_follows_leaves_after_a_moment() -> None:

@@ -1,4 +1,4 @@
-"""What a compute service answers when it is queried which of its hosts have a machine of an instance."""
+"""A compute service's answer to the query which of its hosts have a machine of an instance."""
 
 from __future__ import annotations
 

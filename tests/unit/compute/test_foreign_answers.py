@@ -1,4 +1,4 @@
-"""What Ironic answers and what others wrote to a node, where it is no text or nested without end."""
+"""Ironic's answers and others' fields of a node, if they are no text or nested without end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What machines in quarantine take is kept out of their host's inventory."""
+"""The resources of machines in quarantine are kept out of their host's inventory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the reporter publishes of its own scans."""
+"""The reporter's messages about its own scans."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ class QuickWorld(SlowWorld):
 
 
 async def test_the_inventory_of_a_host_that_changed_is_published_once_more() -> None:
-    """What its service of before had published, and was late, undid the first one; for ten reports that stayed so."""
+    """A late message of the service's former process undid the first one; for ten reports that stayed so."""
     world: Any = QuickWorld()
     records = Records()
     changes, offering = HostChanges(world), everything_offered(world, records)

@@ -1,4 +1,4 @@
-"""What a compute service publishes of its builds that wait."""
+"""A compute service's messages about its builds that wait."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the suites of the instance state machine put in, and what they read from its answer."""
+"""The inputs of the suites of the instance state machine, and the parts of its answer that they read."""
 
 from __future__ import annotations
 

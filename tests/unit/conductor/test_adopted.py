@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 from msgspec.structs import replace
 
 from bus.contracts.build import BuildState
 from bus.contracts.cell import FoundMachine
+from bus.contracts.moves import MoveKind
 from bus.contracts.placement import Claim
 from bus.contracts.stages import Stamps
 from cell_conductor.domain import events as e
-from cell_conductor.domain.adopt_rules import MACHINE_EXISTS
-from cell_conductor.domain.instance import Instance, State
+from cell_conductor.domain.adopt_rules import CLAIM_AGAIN_MAX_S, CLAIM_AGAIN_S, MAX_CLAIMS
+from cell_conductor.domain.instance import MACHINE_EXISTS, Instance, State
 from cell_conductor.domain.proof import is_over
 from cell_conductor.domain.rules import is_doubted_request
 from cell_conductor.domain.steps import Step
 from cell_conductor.domain.table import question_of
+from tests.unit.conductor.move_scenario import Scenario, request
 from tests.unit.conductor.scenario import (
     DELETE,
     RELEASED,
@@ -106,6 +110,20 @@ def test_a_machine_not_proved_to_be_its_projects_is_neither_adopted_nor_doubled(
     assert not is_over(ended.instance, 1, host(3)) and not is_over(ended.instance, 2, host(3))
 
 
+@pytest.mark.parametrize("deleted_first", [False, True])
+def test_a_machine_of_another_project_survives_the_delete_of_the_build_that_it_stood_in_the_way_of(
+    deleted_first: bool,
+) -> None:
+    """The record was `deleted` then, which proved every machine of the uuid unwanted."""
+    over = found(machine(project_id="theirs"))
+    events = (DELETE, RELEASED) if deleted_first else (RELEASED, DELETE)
+    ended = run(*events, start=over.instance)
+    assert ended.instance.state is State.DELETED and not destroys(ended)
+    assert not is_over(ended.instance, 1, host(3)) and not is_over(ended.instance, 2, host(1))
+    later = run(reported("s2", n=3), start=ended.instance)
+    assert not destroys(later)
+
+
 def test_its_first_hosts_first_attempt_is_the_command_repeated() -> None:
     assert spawns(found(machine(n=1))) == [(1, host(1))]
 
@@ -155,3 +173,68 @@ def test_when_its_client_sent_it_counts_and_not_when_it_was_decided_again() -> N
     late = replace(again, requested_at=SET_BACK_AT + 200.0, stamps=Stamps(requested=SET_BACK_AT - 5.0, queued=0.0))
     assert is_doubted_request(late, SET_BACK_AT) and not is_doubted_request(late, 0.0)
     assert not is_doubted_request(replace(late, stamps=None), SET_BACK_AT)
+
+
+def unclaimed() -> Instance:
+    """Active on host 3, and the book had no room for it."""
+    return run(refused(attempt=2), start=found(machine()).instance).instance
+
+
+def test_a_claim_that_was_refused_is_requested_again_and_nothing_is_announced() -> None:
+    """Only `berth placement audit --repair` made it, however much room there was later."""
+    waiting = unclaimed()
+    assert waiting.deadline == waiting.since + CLAIM_AGAIN_S
+    again = run(e.TimedOut(at=waiting.deadline), start=waiting)
+    claim = claim_of(again.instance)
+    assert (claim.attempt, claim.release_first, claim.consumer_generation) == (3, True, None)
+    assert [option.allocations for option in claim.options] == [{host(3): {"VCPU": 1}}]
+    ended = run(taken(attempt=3, generation=4), start=again.instance)
+    assert again.commands == ended.commands == ()
+    assert replace(ended.instance, newest=0, consumer_generation=None, claims_refused=0) == replace(
+        waiting, newest=0, consumer_generation=None, claims_refused=0, deadline=None
+    )
+    assert (ended.instance.consumer_generation, ended.instance.is_unclaimed) == (4, False)
+
+
+def test_a_claim_that_is_always_refused_is_requested_less_and_less_often_and_then_left_to_the_audit() -> None:
+    instance = unclaimed()
+    times = [instance.since]
+    while instance.deadline is not None and len(times) <= MAX_CLAIMS:
+        times.append(instance.deadline)
+        adopting = run(e.TimedOut(at=times[-1]), start=instance).instance
+        instance = run(replace(refused(attempt=adopting.next_attempt), at=times[-1]), start=adopting).instance
+    waits = [later - earlier for earlier, later in pairwise(times)]
+    assert len(waits) == MAX_CLAIMS - 1 and instance.state is State.ACTIVE and instance.is_unclaimed
+    assert waits[:3] == [CLAIM_AGAIN_S, 2 * CLAIM_AGAIN_S, 4 * CLAIM_AGAIN_S]
+    assert max(waits) == CLAIM_AGAIN_MAX_S
+
+
+def test_what_the_audit_has_claimed_meanwhile_is_its_claim() -> None:
+    """The refusal is of the old generation; what is held is what the machine takes."""
+    waiting = unclaimed()
+    assert waiting.deadline is not None
+    adopting = run(e.TimedOut(at=waiting.deadline), start=waiting).instance
+    changed = replace(refused(attempt=3, changed=True), consumer_generation=12)
+    own = run(replace(changed, holding={host(3): {"VCPU": 1}}), start=adopting).instance
+    assert (own.state, own.consumer_generation, own.deadline) == (State.ACTIVE, 12, None)
+    other = run(replace(changed, holding={host(2): {"VCPU": 1}}), start=adopting).instance
+    assert (other.consumer_generation, other.is_unclaimed) == (None, True)
+    assert other.deadline is not None, "another client has it, who may give it back"
+
+
+def test_a_second_build_while_the_claim_is_requested_again_is_announced_active() -> None:
+    waiting = unclaimed()
+    assert waiting.deadline is not None
+    adopting = run(e.TimedOut(at=waiting.deadline), start=waiting).instance
+    (event,) = announced(run(requested(SET_BACK_AT - 10.0), start=adopting))
+    assert (event.state, event.terminal) == (BuildState.ACTIVE, True)
+    assert announced(run(requested(SET_BACK_AT - 10.0), start=found(machine()).instance)) == []
+
+
+def test_what_an_unclaimed_instance_is_requested_meanwhile_does_not_end_its_claims() -> None:
+    stopped = Scenario(unclaimed())
+    stopped.apply(request(MoveKind.STOP))
+    stopped.end(3, 1, runs=False)
+    assert stopped.instance.state is State.ACTIVE and stopped.instance.deadline is not None
+    leaving = run(DELETE, start=unclaimed())
+    assert leaving.instance.state is State.DELETING and destroys(leaving) == [(1, host(3))]

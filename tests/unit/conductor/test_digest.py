@@ -1,4 +1,4 @@
-"""What a keeper publishes must be readable for its listeners."""
+"""A keeper's messages must be readable for its listeners."""
 
 from __future__ import annotations
 

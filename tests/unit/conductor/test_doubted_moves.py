@@ -188,7 +188,7 @@ def test_a_report_of_the_destination_answers_as_well() -> None:
 
 
 def test_a_move_that_began_after_the_set_back_is_like_any_other() -> None:
-    """What a database that was set back once leaves of its doubt belongs to the move that was under way."""
+    """The doubt of a database that was set back once belongs to the move that was under way."""
     made = to_resized(auto_confirm_s=5.0)
     assert made.instance.move is not None
     later = replace(made.instance.move, began=SET_BACK_AT + 60.0)

@@ -1,4 +1,4 @@
-"""What one conductor knows of its cell's fences, while reads and decisions overlap."""
+"""One conductor's copy of its cell's fences, while reads and decisions overlap."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any, cast
 
 from bus.bus import Bus
 from bus.clock import SystemClock
+from bus.contracts.cell import ComputeHosts, ComputeOutcome, ComputeResult, Destroy, HostReport
 from bus.memory import MemoryBroker, MemoryTransport
 from cell_conductor.config import ConductorConfig
 from cell_conductor.domain.fences import Fence, Loss
@@ -75,3 +76,42 @@ async def test_a_loss_recorded_during_a_read_makes_another_read_due() -> None:
     fences.answer.set()
     await reading
     assert not keeper._is_fresh
+
+
+class SentOrders:
+    """A bus that keeps the published commands."""
+
+    def __init__(self) -> None:
+        self.orders: list[Destroy] = []
+
+    async def publish(self, message: Destroy, *, cause: str) -> None:
+        self.orders.append(message)
+
+
+async def test_a_loss_is_ordered_again_from_a_host_whose_clock_is_behind() -> None:
+    """Seed 93608: by the host's clock no report was later than the loss, so its fence was not lifted for minutes."""
+    store = MemoryInstances(MemoryInstanceTable(SystemClock()).session())
+    await store.open()
+    await store.fences.put(Fence(host_uuid=HOST, host="h1", version=1, at=1_000.0))
+    keeper = keeper_of(HeldReads(store))
+    await keeper.load()
+    sent = keeper._bus = SentOrders()  # type: ignore[assignment]
+    keeper.note_losses([Loss(host_uuid=HOST, instance_uuid=INSTANCE, attempt=2, service="s", at=1_000.0)])
+    report = ComputeHosts(
+        service="s",
+        cell="c1",
+        epoch=1,
+        sequence=1,
+        hosts=(HostReport(uuid=HOST, name="h1", running=()),),
+        complete=True,
+    )
+    for _ in range(2):
+        await keeper.without_losses(report, 800.0, "d")
+    (order,) = sent.orders
+    assert (order.instance_uuid, order.attempt, order.host_uuid) == (INSTANCE, 2, HOST)
+    destroyed = ComputeResult(
+        instance_uuid=INSTANCE, attempt=2, host_uuid=HOST, service="s", outcome=ComputeOutcome.DESTROYED, at=801.0
+    )
+    await keeper.on_results([destroyed])
+    await keeper.without_losses(report, 801.0, "d")
+    assert not keeper._losses and not keeper._ordered and len(sent.orders) == 1

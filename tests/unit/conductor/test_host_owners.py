@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from bus.contracts.cell import ComputeHosts, HostReport, HostsContested, HostsReleased
+from bus.contracts.placement import InventoryReleased
 from cell_conductor.domain.leases import Lease, LeaseState, LeaseTable
 from cell_conductor.domain.listings import Listings
 from cell_conductor.owners import HostOwners
@@ -15,7 +16,7 @@ from tests.unit.conductor.test_host_reported_twice import Quiet, listing
 
 
 class Known:
-    """Who is gone, at the keeper or elsewhere."""
+    """The services that are gone, at the keeper or elsewhere."""
 
     def __init__(self, *gone: str, is_keeper: bool = True) -> None:
         self.gone = gone
@@ -56,6 +57,7 @@ async def test_what_a_refused_service_reports_of_the_host_counts_for_nothing() -
 async def test_the_owner_keeps_what_it_lists_and_the_other_one_gets_what_it_has_given_up() -> None:
     published, _ = await answered(Known(), listing("s1", 1, 3))
     assert published == [
+        InventoryReleased(source="compute-s1", roots=(host(2),)),
         HostsReleased(service="s2", cell="c1", owner="s1", hosts=(host(2),)),
         HostsContested(service="s1", cell="c1", other="s2", hosts=(host(1),)),
     ]
@@ -63,7 +65,10 @@ async def test_the_owner_keeps_what_it_lists_and_the_other_one_gets_what_it_has_
 
 async def test_all_hosts_of_a_service_that_is_gone_are_released() -> None:
     published, _ = await answered(Known("s1"), listing("s1", 1, 2))
-    assert published == [HostsReleased(service="s2", cell="c1", owner="s1", hosts=(host(1), host(2)))]
+    assert published == [
+        InventoryReleased(source="compute-s1", roots=(host(1), host(2))),
+        HostsReleased(service="s2", cell="c1", owner="s1", hosts=(host(1), host(2))),
+    ]
 
 
 async def test_nothing_is_released_by_a_conductor_that_is_not_the_keeper_or_has_no_list() -> None:

@@ -1,4 +1,4 @@
-"""What a host's report and the record disagree about."""
+"""The disagreements of a host's report and the record."""
 
 from __future__ import annotations
 

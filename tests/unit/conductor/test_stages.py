@@ -1,4 +1,4 @@
-"""What a cell adds to the stages of a build: when the first host began, and when the last attempt ended."""
+"""A cell's additions to the stages of a build: when the first host began, and when the last attempt ended."""
 
 from __future__ import annotations
 

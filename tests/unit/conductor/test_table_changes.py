@@ -1,4 +1,4 @@
-"""What is done to a machine where it is, as scenarios of the table: resized, stopped, rescued, shelved, rebuilt."""
+"""Changes of a machine in place, as scenarios of the table: resized, stopped, rescued, shelved, rebuilt."""
 
 from __future__ import annotations
 

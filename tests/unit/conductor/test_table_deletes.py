@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from msgspec.structs import replace
+
 from bus.contracts.build import BuildState
+from bus.contracts.cell import FoundMachine
 from bus.contracts.placement import Claim, Release
 from cell_conductor.domain import events as e
-from cell_conductor.domain.instance import State
+from cell_conductor.domain.delete_rules import FORGOTTEN_ATTEMPTS
+from cell_conductor.domain.instance import Instance, State
+from cell_conductor.domain.steps import Step
 from cell_conductor.domain.table import question_of, step
 from tests.unit.conductor.scenario import (
     DELETE,
@@ -158,3 +163,38 @@ def test_an_active_machine_follows_its_host_so_that_its_delete_is_sent_to_the_he
     moved = run(queried(), spawned(), reported("heir"))
     assert (moved.instance.state, moved.commands) == (State.ACTIVE, ())
     assert orders(run(DELETE, start=moved.instance)) == [("heir", host(1), 1)]
+
+
+def forgotten(*machines: FoundMachine, start: Instance | None = None) -> Step:
+    return run(e.DeleteRequested(at=120.0, project_id="p", found=machines), start=start)
+
+
+def machine_of(n: int, attempt: int, **other: object) -> FoundMachine:
+    known = FoundMachine(
+        instance_uuid=UUID, host_uuid=host(n), host=f"host-{n}", service="s1", attempt=attempt, project_id="p"
+    )
+    return replace(known, **other)
+
+
+def test_a_delete_of_what_the_record_has_forgotten_destroys_what_is_found_and_is_answered() -> None:
+    leaving = forgotten(machine_of(1, 1, built=False), machine_of(2, 3))
+    assert sorted(destroys(leaving)) == [(1, host(1)), (3, host(2))]
+    assert (leaving.instance.state, leaving.instance.host_uuid) == (State.DELETING, host(2))
+    releasing = run(e.Destroyed(at=130.0, attempt=3, host_uuid=host(2)), start=leaving.instance)
+    release = question_of(releasing.instance)
+    assert isinstance(release, Release) and release.attempt is not None
+    assert release.attempt > 3 + FORGOTTEN_ATTEMPTS, "the book may have an attempt that is forgotten"
+    (event,) = announced(run(RELEASED, start=releasing.instance))
+    assert (event.state, event.terminal, event.project_id) == (BuildState.DELETED, True, "p")
+
+
+def test_a_delete_of_what_no_service_has_is_answered_also_after_its_tombstone() -> None:
+    for before in (Instance(uuid=UUID), run(DELETE).instance):
+        releasing = forgotten(start=before)
+        assert (releasing.instance.state, destroys(releasing)) == (State.RELEASING, [])
+        (event,) = announced(run(RELEASED, start=releasing.instance))
+        assert (event.state, event.terminal, event.host) == (BuildState.DELETED, True, None)
+
+
+def test_another_projects_machine_is_not_ordered_destroyed_by_a_delete() -> None:
+    assert destroys(forgotten(machine_of(1, 1, project_id="theirs"))) == []

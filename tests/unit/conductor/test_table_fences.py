@@ -204,7 +204,7 @@ def test_what_is_still_wanted_there_is_no_loss() -> None:
 
 
 def follow(made: Scenario, *happened: e.Event, fences: dict[str, Fence]) -> tuple[Message, ...]:
-    """What is sent after these, as an engine takes them while the hosts are fenced."""
+    """The messages after these, as an engine takes them while the hosts are fenced."""
     context, sent = replace(PATIENCE, fences=fences), ()
     for event in happened:
         before = made.instance

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
+from msgspec.structs import replace
 
 from bus.contracts.cell import Destroy
 from bus.contracts.moves import (
@@ -340,3 +341,20 @@ def test_a_stopped_machine_is_stopped_where_it_has_been_moved_to() -> None:
     assert not spawn.origin.runs
     made.apply(spawned(attempt=2, at=210.0))
     assert (made.instance.state, made.instance.power) == (State.RESIZED, Power.STOPPED)
+
+
+def test_a_move_goes_on_with_the_generation_that_an_audits_claim_has_left() -> None:
+    """A running, claimed instance was refused to move for ever: the record has the generation from before the audit."""
+    made = begun(MoveKind.MIGRATE, 2, 3)
+    changed = e.ClaimRefused(
+        at=201.0, attempt=2, consumer_changed=True, consumer_generation=12, holding={host(1): {"VCPU": 1}}
+    )
+    made.apply(changed)
+    question = question_of(made.instance)
+    assert isinstance(question, Claim)
+    assert (question.attempt, question.consumer_generation, made.instance.state) == (2, 12, State.CLAIMING)
+    made.apply(changed)
+    assert made.instance.state is State.REVERTING, "once: another client goes on changing it"
+    other = begun(MoveKind.MIGRATE, 2, 3)
+    other.apply(replace(changed, holding={host(1): {"VCPU": 2}}))
+    assert other.instance.state is State.REVERTING, "another client holds something else"

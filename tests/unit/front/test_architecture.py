@@ -18,7 +18,7 @@ NAMED = re.findall(r"`([\w./]+/[\w./]*?)(?:::(\w+))?`", TABLE)
 # A worker imports itself and `bus`. The one exception: schedulers embed the public, read-only copy of the book.
 MAY_IMPORT = {"scheduler_worker": ("placement_worker.replica",)}
 
-# What a domain must be given instead of reaching for it.
+# The inputs that a domain must be given instead of reaching for them.
 IMPURE = {
     "asyncio", "logging", "structlog", "time", "datetime", "random", "secrets", "uuid", "os", "pathlib", "socket",
     "asyncpg", "sqlalchemy", "aio_pika", "httpx", "prometheus_client", "threading", "subprocess",
@@ -180,7 +180,7 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
             del left[name]
         for found in left.values():
             found.difference_update(free)
-    # What is left is in a circle or imports one; of those that nothing in it imports, none is in one.
+    # The remaining modules are in a circle or import one; of those that nothing in it imports, none is in one.
     while loose := [name for name in left if not any(name in found for found in left.values())]:
         for name in loose:
             del left[name]

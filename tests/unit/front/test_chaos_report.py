@@ -1,4 +1,4 @@
-"""What of a chaos run counts as a bug, and that a person can read the report."""
+"""The results of a chaos run that count as a bug, and that a person can read the report."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is counted as lost, doubled, leaked, overcommitted; and how stalls and recoveries are measured."""
+"""The counts of lost, doubled, leaked, overcommitted; and how stalls and recoveries are measured."""
 
 from __future__ import annotations
 

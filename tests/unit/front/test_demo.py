@@ -1,4 +1,4 @@
-"""What the demonstration calls its undisturbed part."""
+"""The demonstration's undisturbed part."""
 
 from __future__ import annotations
 

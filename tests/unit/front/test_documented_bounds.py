@@ -1,4 +1,4 @@
-"""What clients have to know of messages and is a rule of the code: the page documents it, and the code keeps it."""
+"""The rules of the code that clients have to know about messages: the page documents it, and the code keeps it."""
 
 from __future__ import annotations
 

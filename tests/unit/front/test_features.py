@@ -23,7 +23,7 @@ EXPECTED = [
     *numbered("W", 0, 13), *numbered("R", 1, 15),
     *numbered("N", 1, 34), "N-rt", "N-upt", "N-33a", "N-33b",
     *numbered("C", 1, 24), *numbered("M", 1, 14), *numbered("I", 1, 19), *numbered("D", 1, 15), *numbered("B", 1, 11),
-    *numbered("O", 1, 11), *numbered("G", 1, 11), *numbered("T", 1, 20), *numbered("V", 1, 8), *numbered("K", 1, 2),
+    *numbered("O", 1, 11), *numbered("G", 1, 11), *numbered("T", 1, 20), *numbered("V", 1, 8), *numbered("K", 1, 3),
 ]  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""What an audit finds in gathered facts: each kind once, nothing while something is under way, nothing foreign."""
+"""An audit's findings in gathered facts: each kind once, nothing while something is under way, nothing foreign."""
 
 from __future__ import annotations
 

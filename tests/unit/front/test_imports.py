@@ -1,4 +1,4 @@
-"""What a process imports before it does anything: each worker and each command pays for it at its start."""
+"""The imports of a process before it does anything: each worker and each command pays for it at its start."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ DATABASE = {"alembic", "sqlalchemy"}  # most of what a start costs; only what ha
 
 
 def imported_by(program: str) -> set[str]:
-    """What a new process has imported after a program."""
+    """The imports of a new process after a program."""
     program = f"import json, sys; {program}; print(json.dumps([*sys.modules]))"
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=COMMAND_TIMEOUT_S

@@ -69,7 +69,7 @@ def test_other_requests_are_named_first() -> None:
     assert ("rate_per_s", "1,000", "500") in found.differences
     assert ("machine: cpus", "2", "8") in found.differences
     moved = compare(one, replace(one, machine=other.machine))
-    assert moved.verdict[0] == "The requests are the same; what differs: machine: cpus."
+    assert moved.verdict[0] == "The requests are the same; the differences: machine: cpus."
 
 
 def test_no_run_is_faster_at_requests_that_the_other_did_not_have() -> None:

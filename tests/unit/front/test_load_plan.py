@@ -1,4 +1,4 @@
-"""What a load is to be: arrivals of every mode, mixes by short names, ramps, traces, and where a ramp bends."""
+"""The definition of a load: arrivals of every mode, mixes by short names, ramps, traces, and where a ramp bends."""
 
 from __future__ import annotations
 

@@ -80,7 +80,7 @@ def test_a_large_run_shows_everything_requested_of_it() -> None:
     page = read(made_up(20_000, hosts=100))
     for figure in (
         "Throughput, in pieces of", "Sent and not ended", "Latency of 19,600 active boots",
-        "Latency of what ended then", "Mean time in each stage", "Time in each stage: p1 to p99",
+        "Latency of requests that ended then", "Mean time in each stage", "Time in each stage: p1 to p99",
         "Retries and conflicts", "Messages waiting in queues", "How full the hosts are",
     ):  # fmt: skip
         assert figure in page.text

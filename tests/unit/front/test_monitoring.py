@@ -1,4 +1,4 @@
-"""What deploy/ queries of Prometheus are metrics that there are."""
+"""The metrics that deploy/ queries of Prometheus exist."""
 
 from __future__ import annotations
 

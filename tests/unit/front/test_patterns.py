@@ -1,4 +1,4 @@
-"""What is accepted of a text is given in words: no user reads a regular expression of msgspec's."""
+"""The accepted texts are given in words: no user reads a regular expression of msgspec's."""
 
 from __future__ import annotations
 

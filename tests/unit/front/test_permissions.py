@@ -24,6 +24,7 @@ REAL = Settings(
     },
 )
 RUNNER = CliRunner()
+HOST = "10000000-0000-4000-8000-000000000001"
 
 
 def all_of(settings: Settings) -> list[Grant]:
@@ -155,3 +156,14 @@ def test_a_mistake_is_a_sentence(
     monkeypatch.chdir(tmp_path)
     shown = RUNNER.invoke(app, ["permissions", *arguments])
     assert (shown.exit_code, code in shown.stderr, "Traceback" in shown.stderr) == (2, True, False)
+
+
+def test_only_a_cells_conductor_may_release_a_host_to_another_compute_service() -> None:
+    """A compute service that could would have any host of its cell by naming its owner."""
+    for role in (PermissionRole.CONDUCTOR, PermissionRole.COMPUTE):
+        written = [topic.write for grant in of_role(role, REAL) for topic in grant.topics.values()]
+        for key, owner in (
+            ("inventory.released", PermissionRole.CONDUCTOR),
+            (f"inventory.update.{HOST}", PermissionRole.COMPUTE),
+        ):
+            assert any(allows(pattern, key) for pattern in written) is (role is owner), (role, key, written)

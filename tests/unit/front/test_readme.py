@@ -1,4 +1,6 @@
-"""What README, tutorial and how-to guides show is what berth takes: command lines, settings, the request."""
+"""The commands in README, tutorial and how-to guides are ones that berth takes: command lines,
+settings, the request.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a person is shown: nothing cut off, nothing that controls the terminal behind their back."""
+"""The output for a person: nothing cut off, nothing that controls the terminal behind their back."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `berth run compute` adds to its settings."""
+"""The settings that `berth run compute` adds."""
 
 from __future__ import annotations
 

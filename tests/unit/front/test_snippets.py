@@ -48,7 +48,7 @@ TAKEN_BY = {
     "yaml": "this file",
     "{toctree}": "test_docs.py",
 }
-# What a reader runs beside berth's own commands.
+# The programs that a reader runs beside berth's own commands.
 PROGRAMS = {
     ".venv/bin/berth",
     ".venv/bin/python",

@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from benchmarks import scale, street, street_systems
+from benchmarks import scale, street, street_pair, street_systems
 from benchmarks.scale import Run, Scale, parse_parts, read, spread, tables, with_run
 from benchmarks.street_report import Result
 
@@ -36,6 +36,17 @@ def test_the_line_that_the_issue_names_is_there_to_be_typed() -> None:
     path = ROOT / "benchmarks" / "street"
     assert os.access(path, os.X_OK)
     assert "benchmarks.street" in path.read_text()
+
+
+def test_the_earlier_and_the_present_street_are_compared_by_what_both_have() -> None:
+    assert os.access(ROOT / "benchmarks" / "pair", os.X_OK)
+    earlier, now = (msgspec.to_builtins(result(rate)) for rate in (1_000.0, 1_500.0))
+    now["idle_spent_ms"] = {"queued": 1.0}
+    lines = list(street_pair.table(earlier, now))
+    assert lines[2:] == [
+        "| boots a second, at once | 1000.00 | 1500.00 | 1.50 |",
+        "| alone, p50 ms | 1.00 | 1.00 | 1.00 |",
+    ]
 
 
 def test_by_default_the_street_measures_all_that_it_can_in_one_run() -> None:

@@ -240,7 +240,7 @@ def plain(kind: Any) -> Any:
 
 
 def item_of(kind: Any) -> Any:
-    """What a loop over it yields."""
+    """The values that a loop over it yields."""
     kind = plain(kind)
     origin, parts = typing.get_origin(kind), typing.get_args(kind)
     if isinstance(origin, type) and issubclass(origin, Sequence) and parts:

@@ -1,4 +1,4 @@
-"""What `berth up` prints: where everything answers, what to type next, and no password."""
+"""The output of `berth up`: where everything answers, what to type next, and no password."""
 
 from __future__ import annotations
 

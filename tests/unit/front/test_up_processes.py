@@ -15,7 +15,7 @@ from berth.embedded.process import Account, GuardedProcess, ServerFailed
 from berth.settings import Settings, UpSettings
 from berth.site import Brokers, Site
 from berth.supervisor import MAX_DEATHS, WITHIN_S, Supervisor, supervised
-from berth.up_processes import HOSTS_WAIT_S, ProcessCounts, _hosts_known, numbers
+from berth.up_processes import HOSTS_WAIT_S, ProcessCounts, _hosts_known, computes_on_record, numbers
 from berth.worker_processes import Worker, WorkerProcesses
 from bus.clock import SystemClock
 from scheduler_worker.domain.waiting import WaitingTable
@@ -38,6 +38,19 @@ NOTHING: dict[str, int | None] = {"schedulers": None, "placements": None, "condu
 )
 def test_numbers_suit_the_machine(cpus: int, cells: int, expected: ProcessCounts) -> None:
     assert numbers(cpus, cells, UpSettings(), NOTHING) == expected
+
+
+def test_each_compute_service_that_has_machines_here_is_started_again(tmp_path: Path) -> None:
+    """`berth up` has two for each cell; `berth up --processes` started one, and the other was silent."""
+    for name in ("cell1.cell1-c2", "cell1.cell1-metal", "gone.gone-c7", "cell1.cell2-c5", "x.y.x.y-c3"):
+        (tmp_path / f"{name}.machines").touch()
+    assert computes_on_record(tmp_path, ("cell1", "cell2")) == 2
+    assert computes_on_record(tmp_path, ("x.y",)) == 3
+    assert computes_on_record(tmp_path / "none", ("cell1",)) == 0
+    assert numbers(2, 2, UpSettings(), NOTHING, earlier=2).computes == 2
+    assert numbers(16, 2, UpSettings(), NOTHING, earlier=1).computes == 2, "no fewer than suit the machine"
+    assert numbers(2, 2, UpSettings(), {**NOTHING, "computes": 1}, earlier=2).computes == 1
+    assert numbers(2, 2, UpSettings(computes_per_cell=3), NOTHING, earlier=4).computes == 3
 
 
 def test_settings_come_before_what_suits_and_options_before_both() -> None:

@@ -1,4 +1,4 @@
-"""What the pages keep of the event stream is bounded, and a reader that falls behind is notified."""
+"""The part of the event stream that the pages keep is bounded, and a reader that falls behind is notified."""
 
 from __future__ import annotations
 

@@ -1,46 +1,42 @@
-"""What the pages compute of schedulers' answers."""
+"""The pages' computations on schedulers' answers."""
 
 from __future__ import annotations
 
-from typing import Any, cast
+import pytest
 
 from berth.web.access import WebCaller, WebRole
-from berth.web.api import WebApi
-from berth.web.pages import AROUND_S, Pages
-from bus.clock import SystemClock
-from bus.contracts.build import BuildPage, BuildQuery, BuildRecord, BuildState, TimelineEntry
+from berth.web.api import as_seen
+from berth.web.pages import lost_claims
+from bus.contracts.build import BuildRecord, BuildState, TimelineEntry
+from bus.contracts.placement import ClaimHolder
 
-MINE, OTHER = (f"00000000-0000-4000-8000-00000000000{number}" for number in (1, 2))
-
-
-def record(uuid: str, *timeline: TimelineEntry) -> BuildRecord:
-    return BuildRecord(
-        instance_uuid=uuid, project_id="p", flavor="m1.small", state=BuildState.ACTIVE, host="h2", timeline=timeline
-    )
-
-
-class Records(WebApi):
-    """An API whose scheduler has these builds; the queries that it was sent."""
-
-    def __init__(self, builds: tuple[BuildRecord, ...]) -> None:
-        self.queries: list[BuildQuery] = []
-        self._builds = builds
-
-    async def builds(self, query: BuildQuery) -> BuildPage:
-        self.queries.append(query)
-        return BuildPage(builds=self._builds)
+MINE, THEIRS = ("10000000-0000-4000-8000-000000000001", "20000000-0000-4000-8000-000000000002")
+LOST = TimelineEntry(
+    at=1.0,
+    who="scheduler s",
+    what="not_claimed",
+    detail="rack: h1: full",
+    holders=(ClaimHolder(consumer=THEIRS, project_id="theirs"), ClaimHolder(consumer=MINE, project_id="mine")),
+)
+BUILD = BuildRecord(
+    instance_uuid="30000000-0000-4000-8000-000000000003",
+    project_id="mine",
+    flavor="m1.tiny",
+    state=BuildState.ACTIVE,
+    timeline=(LOST, TimelineEntry(at=2.0, who="scheduler s", what="claimed")),
+)
 
 
-async def test_a_lost_claim_is_shown_with_the_builds_that_are_on_its_host() -> None:
-    lost = TimelineEntry(at=100.0, who="scheduler", what="not_claimed", detail="rack: h1: full")
-    mine = record(MINE, TimelineEntry(at=99.0, who="scheduler", what="requested"), lost)
-    api = Records((mine, record(OTHER)))
-    none = cast("Any", None)
-    pages = Pages(api, none, none, none, none, queues=none, clock=SystemClock())
-    (shown,) = await pages._lost_claims(mine, WebCaller("op", WebRole.OPERATOR))
-    assert (shown.host, shown.outcome, shown.taken) == ("rack: h1", "full", (OTHER,))
-    (query,) = api.queries
-    assert (query.host, query.after, query.before) == ("rack: h1", 100.0 - AROUND_S, 100.0 + AROUND_S)
-    # Who else builds there is no project's affair.
-    (shown,) = await pages._lost_claims(mine, WebCaller("alice", WebRole.PROJECT, "p"))
-    assert shown.taken == () and len(api.queries) == 1
+def test_a_lost_claim_is_shown_with_those_that_hold_what_was_lost() -> None:
+    (shown,) = lost_claims(BUILD)
+    assert (shown.at, shown.host, shown.outcome, shown.holders) == (1.0, "rack: h1", "full", (THEIRS, MINE))
+
+
+@pytest.mark.parametrize(
+    ("role", "shown"),
+    [(WebRole.PROJECT, [MINE]), (WebRole.READER, [THEIRS, MINE]), (WebRole.OPERATOR, [THEIRS, MINE])],
+)
+def test_a_project_learns_only_of_its_own_instances_that_were_faster(role: WebRole, shown: list[str]) -> None:
+    seen = as_seen(BUILD, WebCaller(name="c", role=role, project="mine"))
+    assert [one.consumer for one in seen.timeline[0].holders] == shown
+    assert (seen.timeline[0].detail, seen.timeline[1]) == (LOST.detail, BUILD.timeline[1])

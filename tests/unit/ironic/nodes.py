@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any
 
 from ironic_sync.domain.node import Allocation, Node, Unreadable, parse_node
@@ -36,6 +36,7 @@ class Nodes:
         self.lists = 0
         self.pings = 0
         self.list_fault: Exception | None = None
+        self.list_takes: Callable[[], Awaitable[None]] | None = None
         self.under_way = 0
         self.most_under_way = 0
 
@@ -59,6 +60,8 @@ class Nodes:
         self.lists += 1
         raw = [dict(node) for node in self.nodes.values()]
         await self.gate.wait()
+        if self.list_takes is not None:
+            await self.list_takes()
         fault = self.fault or self.list_fault
         if fault is not None:
             raise fault

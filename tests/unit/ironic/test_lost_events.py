@@ -1,4 +1,4 @@
-"""What Ironic shows as free is offered within one read of all nodes, whatever was announced before or lost."""
+"""A node that Ironic shows as free is offered within one read of all nodes, whatever was announced before or lost."""
 
 from __future__ import annotations
 

@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable
+from functools import partial
+from itertools import pairwise
 
+import pytest
+
+from bus.clock import Clock
 from ironic_sync.domain.rules import NO_CLASS
+from ironic_sync.reader import READS_A_SECOND
 from ironic_sync.source.port import SourceUnavailable
 from ironic_sync.sync_state import UNREADABLE
+from ironic_sync.waiting import event_or_time
 from tests.unit.ironic.nodes import INSTANCE, NODE, OTHER, Nodes, notification, reserved, turns, world
 from tests.unit.ironic.test_notification import body
+from tests.unit.ironic.world import World
 
 PATIENCE_S = 60.0
 
@@ -137,6 +146,88 @@ async def test_a_storm_is_read_as_a_list() -> None:
             await here.settle()
             assert {reserved(here, uuid) for uuid in uuids} == {int(on)}
         assert nodes.reads <= 40 and nodes.lists - lists <= 6, (nodes.reads, nodes.lists)
+
+
+async def test_single_reads_of_a_storm_leave_time_for_its_notifications() -> None:
+    """Two thousand nodes went into maintenance in 1.9 s; 2,001 single reads had the last notification wait 10 s."""
+    nodes, here = world()
+    uuids = storm(nodes, 1000)
+    async with here.running():
+        await here.settle()
+        lists = nodes.lists
+        for uuid in uuids:
+            nodes.put(uuid, maintenance=True)
+            await here.notify(notification("node.maintenance_set.end", uuid, maintenance=True))
+        await here.settle()
+        assert all(reserved(here, uuid) == 1 for uuid in uuids)
+        reads, lists_of_storm = nodes.reads, nodes.lists - lists
+        assert reads <= 2 * READS_A_SECOND and 0 < lists_of_storm <= 15, (reads, lists_of_storm)
+        await here.notify(notification("node.update.end", uuids[0]))
+        await here.pass_time(60)
+        assert (nodes.reads - reads, nodes.lists - lists) == (1, lists_of_storm), "what a list had is not read again"
+
+
+async def test_nothing_turns_while_a_list_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The loop over due nodes did not wait while a list was read in their place, and used a whole core."""
+    nodes, here = world()
+    uuids = storm(nodes)
+    async with here.running():
+        await here.settle()
+        nodes.gate.clear()
+        for uuid in uuids:
+            await here.notify(notification("node.update.end", uuid))
+        await turns(2000)
+        answered = asyncio.Event()
+        nodes.list_takes = waiting_for(answered)
+        nodes.gate.set()  # single reads that had begun end; the list goes on
+        await turns(500)
+        waits: list[float | None] = []
+        monkeypatch.setattr("ironic_sync.reader.event_or_time", partial(counted, waits))
+        await turns(500)
+        assert not waits, len(waits)
+        answered.set()
+        await here.settle()
+
+
+def waiting_for(event: asyncio.Event) -> Callable[[], Awaitable[None]]:
+    async def wait() -> None:
+        await event.wait()
+
+    return wait
+
+
+async def counted(waits: list[float | None], event: asyncio.Event, clock: Clock, seconds: float | None) -> bool:
+    waits.append(seconds)
+    return await event_or_time(event, clock, seconds)
+
+
+async def test_after_a_list_the_next_one_of_a_storm_waits_as_long_as_it_took() -> None:
+    """Lists one after the other took what the notifications of the storm needed."""
+    nodes, here = world()
+    uuids = storm(nodes)
+    async with here.running():
+        await here.settle()
+        began: list[float] = []
+        nodes.list_takes = partial(list_of, here, began)
+        until = here.clock.now + 60
+        while here.clock.now < until:
+            for uuid in uuids:
+                await here.notify(notification("node.update.end", uuid))
+            await turns(1000)
+            here.clock.advance(here.clock.now + 0.5)
+        nodes.list_takes = None
+        await here.settle()
+        gaps = [later - earlier for earlier, later in pairwise(began)]
+        assert len(gaps) >= 2 and min(gaps) >= 2 * LIST_S, gaps
+
+
+LIST_S = 5.0
+
+
+async def list_of(here: World, began: list[float]) -> None:
+    """A list that takes its time."""
+    began.append(here.clock.now)
+    await here.clock.sleep(LIST_S)
 
 
 async def test_a_storm_while_lists_fail_is_read_node_by_node() -> None:

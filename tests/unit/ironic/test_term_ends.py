@@ -1,4 +1,4 @@
-"""What ends a term of the synchronisation when several of its tasks fail at once."""
+"""The end of a term of the synchronisation when several of its tasks fail at once."""
 
 from __future__ import annotations
 

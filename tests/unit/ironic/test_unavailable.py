@@ -85,7 +85,9 @@ async def test_after_a_reconnection_it_binds_and_reads_all() -> None:
 
 
 async def test_ironic_unavailable() -> None:
-    """What takes away needs no Ironic; what gives back waits for it; reads come at longer and longer intervals."""
+    """A change that takes something away needs no Ironic; what gives back waits for it; reads come at longer and longer
+    intervals.
+    """
     nodes, here = world()
     async with here.running():
         await here.settle()

@@ -65,7 +65,7 @@ class VirtualClock:
 
 
 class Book:
-    """What a placement worker would hold: the newest version of each root. Keeps all it was sent."""
+    """The book that a placement worker would hold: the newest version of each root. Keeps all it was sent."""
 
     def __init__(self) -> None:
         self.updates: list[InventoryUpdate] = []

@@ -41,7 +41,7 @@ groups = st.lists(st.lists(claims | releases | swaps, min_size=1, max_size=8), m
 
 
 class Model:
-    """What is written down after each group, as a database would have it."""
+    """The rows after each group, as a database would have them."""
 
     def __init__(self) -> None:
         inventories = {name: InventoryUsage(amount, 1, 100, 1, 0) for name, amount in CAPACITY.items()}

@@ -242,7 +242,7 @@ def test_a_second_source_withdraws_its_own_and_the_first_one_keeps_off() -> None
     assert planned.after[CHILD] is both[CHILD]
     result, planned = after(planned.after, update(place(ROOT)), [CHILD])
     assert (result.changed, list(planned.after)) == (True, [ROOT])
-    # What it once owned and now calls another's it leaves.
+    # A provider that it once owned and now calls another's stays.
     result, planned = after(both, update(place(ROOT), place(CHILD, ROOT)), [CHILD])
     assert (result.reported, result.changed) == ((), False)
 

@@ -75,7 +75,7 @@ def check_nothing_lost(before: dict[str, Provider], after: dict[str, Provider]) 
 
 
 def check_changes(before: dict[str, Provider], after: dict[str, Provider]) -> None:
-    """What differs has a higher generation, and a replica that folds the changes in has the book."""
+    """A changed row has a higher generation, and a replica that applies the changes has the book."""
     for uuid in before.keys() & after.keys():
         if after[uuid] != before[uuid]:
             assert after[uuid].generation > before[uuid].generation

@@ -1,4 +1,4 @@
-"""What the REST API's writes come to, decided without a database: Placement's generations, capacity, and refusals."""
+"""The results of the REST API's writes, decided without a database: Placement's generations, capacity, and refusals."""
 
 from __future__ import annotations
 

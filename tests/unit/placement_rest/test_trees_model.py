@@ -36,7 +36,7 @@ def created(uuid: str, parent: str | None = None) -> CreateProvider:
     return CreateProvider(uuid, f"name-{uuid[0]}", parent)
 
 
-# What is written together: one write, or a provider deleted and created again.
+# Objects that are written together: one write, or a provider deleted and created again.
 WRITES: st.SearchStrategy[list[TreeWrite]] = st.one_of(
     st.builds(created, SOME, st.none() | SOME).map(lambda write: [write]),
     st.builds(lambda uuid: [DeleteProvider(uuid), created(uuid)], SOME),

@@ -96,7 +96,7 @@ def _excluded(one: ProviderState, group: Group) -> bool:
 
 
 def _holds(world: dict[str, ProviderState], request: CandidatesRequest, choice: tuple[Assignment, ...]) -> bool:
-    """What holds between groups: policy, subtrees, and that all of it together fits."""
+    """The rules between groups: policy, subtrees, and that all of it together fits."""
     by_suffix = {group.suffix: set(way.values()) for group, way in zip(request.groups, choice, strict=True)}
     numbered = [uuids for suffix, uuids in by_suffix.items() if suffix]
     if request.group_policy == "isolate" and len(set().union(*numbered)) != len(numbered):

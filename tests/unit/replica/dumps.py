@@ -1,4 +1,4 @@
-"""What a book holds of every provider, for comparing two of them."""
+"""The content of a book for every provider, for comparing two of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Placement's rules written slowly: every combination of providers is tried. What the replica is compared with."""
+"""Placement's rules written slowly: every combination of providers is tried. The book that the replica is compared
+with.
+"""
 
 from __future__ import annotations
 

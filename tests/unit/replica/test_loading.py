@@ -23,7 +23,7 @@ MANY = 10 * AT_ONCE
 
 
 class Turns:
-    """What was done to books in each turn of the loop."""
+    """The work on books in each turn of the loop."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.most = 0

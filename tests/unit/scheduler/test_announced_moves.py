@@ -1,4 +1,4 @@
-"""What a cell announces of a request about an instance, applied in whatever order it comes to the scheduler."""
+"""A cell's announcements of a request about an instance, applied in any order of their arrival at the scheduler."""
 
 from __future__ import annotations
 

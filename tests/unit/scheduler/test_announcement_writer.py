@@ -1,4 +1,4 @@
-"""What several cells announce at once is one transaction; what one of them announces wrongly is its own."""
+"""Announcements of several cells at once are one transaction; what one of them announces wrongly is its own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a decision costs in function calls, which no other program on the machine can change."""
+"""The cost of a decision in function calls, which no other program on the machine can change."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a delete does, by the state of its build."""
+"""The effect of a delete, by the state of its build."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What becomes of the instances of a drain, and of the drain: going, failing, and coming back."""
+"""The ends of the instances of a drain, and of the drain: going, failing, and coming back."""
 
 from __future__ import annotations
 

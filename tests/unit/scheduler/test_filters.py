@@ -92,7 +92,7 @@ def test_old_announcements_lose_and_a_host_moves_between_services() -> None:
     assert table.service[0] == -1
     assert table.apply(ComputeHosts(service="b", cell="c1", epoch=1, sequence=2, hosts=host), 3.0)
     assert table.services[table.service[0]].name == "b"
-    # What b no longer lists, no service manages; a's own full list without it does not take it from b.
+    # A host that b no longer lists has no service; a's own full list without it does not take it from b.
     assert table.apply(ComputeHosts(service="a", cell="c1", epoch=2, sequence=7, complete=True), 3.0)
     assert table.services[table.service[0]].name == "b"
     assert table.apply(ComputeHosts(service="b", cell="c1", epoch=1, sequence=3, complete=True), 3.0)

@@ -110,7 +110,7 @@ def test_they_are_enabled_by_name_and_explain_themselves() -> None:
     hosts = Hosts([PLENTY] * 2, config=config)
     spec = hosts.spec(image_properties={"hw_architecture": "arm"})
     text = sentence(spec, hosts.selector.explain(spec, {}).funnel, 3)
-    assert text.endswith(": 2 do not run what the image is made for.")
+    assert text.endswith(": 2 do not support the image's properties.")
 
 
 def test_images_that_differ_share_no_ranking() -> None:

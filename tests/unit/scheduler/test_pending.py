@@ -1,4 +1,4 @@
-"""What the record decides about a build request that came again: a table, and nothing else decides it."""
+"""The effect of the record on a build request that came again: a table, and nothing else decides it."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ def status(state: BuildState = BuildState.ACCEPTED, **more: object) -> BuildStat
 
 
 def test_a_new_request_is_accepted_or_refused_at_once() -> None:
-    assert admit_new(taken(), first_run=True).outcome is None
+    assert admit_new(taken(), surely_unclaimed=True).outcome is None
     for pending, code in ((taken(replace(REQUEST, flavor="f")), "flavor.unknown"), (taken(sent_at=1.0), TOO_OLD)):
-        outcome = admit_new(pending, first_run=True).outcome
+        outcome = admit_new(pending, surely_unclaimed=True).outcome
         assert isinstance(outcome, Done) and isinstance(outcome.reply, Refusal) and outcome.reply.code == code
         build = new_build(pending, Author("s", 1.0)).build
         assert (build.state, build.terminal, build.code) == (BuildState.REFUSED, True, code)
@@ -64,7 +64,7 @@ def assert_clash(admission: Admission) -> None:
 
 def test_a_redelivery_goes_on_where_it_was() -> None:
     admission = admit_known(taken(), status())
-    assert (admission.outcome, admission.first_run, admission.cancelled) == (None, False, False)
+    assert (admission.outcome, admission.surely_unclaimed, admission.cancelled) == (None, False, False)
     assert admit_known(taken(), status(delete_requested=True)).cancelled
     assert admit_known(taken(sent_at=1.0), status()).outcome is None, "on record, however old: it was not purged"
     assert isinstance(admit_known(taken(), None).outcome, Retry)

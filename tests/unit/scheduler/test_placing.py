@@ -73,13 +73,15 @@ class Cluster:
     def host_of(self, claim: Claim) -> str:
         return self.hosts.name(self.hosts.book.row_of(next(iter(claim.options[0].allocations))) or 0)
 
-    def asking(self, request: BuildRequest, *, first_run: bool = True) -> PlacementRequest:
+    def asking(self, request: BuildRequest, *, surely_unclaimed: bool = True) -> PlacementRequest:
         spec = self.hosts.selector.request_spec(request)
         assert isinstance(spec, RequestSpec)
-        return PlacementRequest(request=request, spec=spec, first_run=first_run)
+        return PlacementRequest(request=request, spec=spec, surely_unclaimed=surely_unclaimed)
 
-    async def place(self, *requests: BuildRequest, first_run: bool = True) -> list[PlacementResult]:
-        return await self.placer.place([self.asking(request, first_run=first_run) for request in requests])
+    async def place(self, *requests: BuildRequest, surely_unclaimed: bool = True) -> list[PlacementResult]:
+        return await self.placer.place(
+            [self.asking(request, surely_unclaimed=surely_unclaimed) for request in requests]
+        )
 
     def pending(self, request: BuildRequest) -> PendingBuild:
         return PendingBuild(position=0, request=request, digest=b"", requested_at=0.0, taken_at=0.0)
@@ -133,7 +135,8 @@ async def test_full_or_gone_goes_to_the_next_host(cluster: Cluster) -> None:
     assert len({cluster.host_of(claim) for claim in cluster.claims}) == 3
     assert placed.selections[0].host == cluster.host_of(cluster.claims[2])
     first, second, _ = map(cluster.host_of, cluster.claims)
-    assert placed.lost == (f"{first}: full", f"{second}: gone"), "a build's timeline names each claim's outcome"
+    lost = [loss.what for loss in placed.lost]
+    assert lost == [f"{first}: full", f"{second}: gone"], "a build's timeline names each claim's outcome"
     assert not {s.host for s in placed.selections} & {cluster.host_of(claim) for claim in cluster.claims[:2]}
 
 
@@ -221,7 +224,7 @@ async def test_an_earlier_claim_of_ours_is_where_it_is_built(cluster: Cluster) -
     cluster.answer = lambda _: ClaimResult(
         outcome=ClaimOutcome.CLAIMED, option=None, consumer_generation=1, generations={held: 7}
     )
-    (placed,) = await cluster.place(hosts.request(), first_run=False)
+    (placed,) = await cluster.place(hosts.request(), surely_unclaimed=False)
     assert isinstance(placed, HostClaimed) and placed.cell == "c2"
     main = placed.selections[0]
     assert main.host_uuid == held and main.allocations == {held: {"VCPU": 1, "MEMORY_MB": 2048, "DISK_GB": 20}}
@@ -250,7 +253,7 @@ async def test_an_earlier_claim_carries_itself_what_it_holds(cluster: Cluster) -
     cluster.answer = lambda _: ClaimResult(
         outcome=ClaimOutcome.CLAIMED, consumer_generation=1, generations=dict.fromkeys(holding, 7), holding=holding
     )
-    (placed,) = await cluster.place(hosts.request(), first_run=False)
+    (placed,) = await cluster.place(hosts.request(), surely_unclaimed=False)
     assert isinstance(placed, HostClaimed)
     main = placed.selections[0]
     assert (main.host_uuid, main.allocations) == (hosts.uuids[1], holding)
@@ -297,7 +300,7 @@ async def test_a_host_that_takes_over_the_row_of_one_that_left_is_not_taken_for_
 
 
 async def test_a_host_in_the_row_of_a_full_host_that_left_is_claimed(cluster: Cluster) -> None:
-    """What a request may not use any more is a host, not the row it once had."""
+    """A request may not use a host any more; the row that the host once had does not count."""
     hosts = cluster.hosts
     late = new_uuid(hosts.rng)
 
@@ -327,12 +330,12 @@ async def test_a_redelivered_request_without_a_host_queries_whether_it_holds_one
     (nothing,) = await cluster.place(hosts.request())
     assert isinstance(nothing, NoValidHost) and cluster.claims == []
     cluster.answer = lambda _: result(ClaimOutcome.FULL)
-    (nothing,) = await cluster.place(hosts.request(), first_run=False)
+    (nothing,) = await cluster.place(hosts.request(), surely_unclaimed=False)
     assert isinstance(nothing, NoValidHost) and len(cluster.claims) == 1
     cluster.answer = lambda _: ClaimResult(
         outcome=ClaimOutcome.CLAIMED, consumer_generation=1, generations={hosts.uuids[2]: 7}
     )
-    (placed,) = await cluster.place(hosts.request(), first_run=False)
+    (placed,) = await cluster.place(hosts.request(), surely_unclaimed=False)
     assert isinstance(placed, HostClaimed) and placed.selections[0].host_uuid == hosts.uuids[2]
 
 
@@ -427,7 +430,7 @@ async def test_who_is_ruled_out_goes_where_its_server_group_is(cluster: Cluster)
         assert placed.selections[0].host_uuid == last.options[0].host == there
         assert len(before) <= 1
         assert last.server_group == together
-        assert placed.lost == tuple(f"{cluster.host_of(claim)}: ruled_out" for claim in before)
+        assert [loss.what for loss in placed.lost] == [f"{cluster.host_of(claim)}: ruled_out" for claim in before]
 
 
 async def test_what_was_chosen_speculatively_is_claimed_first_and_only_once(cluster: Cluster) -> None:

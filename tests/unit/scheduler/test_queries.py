@@ -1,4 +1,4 @@
-"""What a scheduler answers about hosts when some of them are queried."""
+"""A scheduler's answer about hosts when some of them are queried."""
 
 from __future__ import annotations
 

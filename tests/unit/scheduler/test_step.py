@@ -13,12 +13,14 @@ from msgspec.structs import replace
 from bus.clock import new_uuid
 from bus.contracts.base import MAX_AMOUNT
 from bus.contracts.groups import GroupPolicy, ServerGroup
-from bus.contracts.placement import ClaimOutcome, ClaimResult
+from bus.contracts.placement import ClaimHolder, ClaimOutcome, ClaimResult
 from bus.faults import RequestRefused, RequestTimeout
 from placement_worker.domain.claims import decide
 from placement_worker.domain.values import ClaimedProvider, InventoryUsage
 from scheduler_worker.config import SchedulerConfig
+from scheduler_worker.domain.builds import Author
 from scheduler_worker.domain.decision_round import DecisionRound
+from scheduler_worker.domain.decisions import decision
 from scheduler_worker.domain.placement import (
     ClaimStranded,
     Forget,
@@ -45,10 +47,10 @@ CONFIG = SchedulerConfig(raced_retries=2)
 class ClaimCase:
     """Three hosts, and a placement that has chosen one of them."""
 
-    def __init__(self, *, first_run: bool = True) -> None:
+    def __init__(self, *, surely_unclaimed: bool = True) -> None:
         self.hosts = Hosts([PLENTY] * 3, config=CONFIG)
         request = self.hosts.request()
-        placement = PlacementRequest(request=request, spec=self.hosts.spec(), first_run=first_run)
+        placement = PlacementRequest(request=request, spec=self.hosts.spec(), surely_unclaimed=surely_unclaimed)
         self.round = DecisionRound(self.hosts.selector, self.hosts.rng, subset=1)
         self.state = self.round.choose(initial_state(placement, self.hosts.selector))
         assert self.state.choice is not None
@@ -84,9 +86,24 @@ def test_a_lost_host_is_rejected_and_another_is_chosen(outcome: ClaimOutcome) ->
     case = ClaimCase()
     after = case.step(outcome).state
     assert after.rejected == {case.chosen: f"claim.{outcome.value}"} and after.result is None
-    assert len(after.lost) == 1 and after.lost[0].endswith(f": {outcome.value}")
+    assert len(after.lost) == 1 and after.lost[0].what.endswith(f": {outcome.value}")
     again = case.round.decide(after)
     assert again.choice is not None and again.choice.selected.uuid != case.chosen
+
+
+def test_the_timeline_names_who_holds_what_was_lost() -> None:
+    case = ClaimCase()
+    winner = ClaimHolder(consumer=new_uuid(case.hosts.rng), project_id="q")
+    again = case.round.decide(case.step(ClaimOutcome.FULL, holders=(winner,)).state)
+    assert again.choice is not None
+    generations = {again.choice.selected.uuid: 2}
+    placed = case.step(ClaimOutcome.CLAIMED, state=again, option=0, generations=generations).state.result
+    assert isinstance(placed, HostClaimed)
+    author = Author(who="scheduler s", at=1.0)
+    decided = decision(case.state.request, case.state.spec, placed, author, nearest=3)
+    lost, *others = decided.timeline
+    assert (lost.what, lost.holders) == ("not_claimed", (winner,))
+    assert [line.what for line in others if not line.holders] == ["chosen", "claimed", "dispatched"]
 
 
 def test_a_raced_host_is_claimed_again_within_its_bound() -> None:
@@ -121,11 +138,11 @@ def test_no_answer_is_not_no_valid_host() -> None:
 
 
 def test_no_valid_host_is_answered_on_the_newest_state_and_after_a_probe() -> None:
-    case = ClaimCase(first_run=False)
+    case = ClaimCase(surely_unclaimed=False)
     none = replace(case.state, choice=None)
-    refreshed = nothing_fits(none, case.hosts.selector)
-    assert refreshed.needs_refresh and refreshed.result is None
-    probing = nothing_fits(refreshed, case.hosts.selector)
+    needing = nothing_fits(none, case.hosts.selector)
+    assert needing.needs_refresh and needing.result is None
+    probing = nothing_fits(needing, case.hosts.selector)
     assert probing.probe is not None and probing.has_claim_to_submit and probing.result is None
     ended = case.step(ClaimOutcome.FULL, state=probing).state
     assert isinstance(ended.result, NoValidHost) and ended.result.claims == 1
@@ -144,8 +161,8 @@ def test_hosts_that_are_partly_full_are_looked_at_again_so_often() -> None:
 
 def test_the_option_that_never_fits_does_not_fit_the_largest_host() -> None:
     """It asked for as much as can be asked for, and a host of 2^31-1 had it: a request that found no host held one."""
-    case = ClaimCase(first_run=False)
-    probing = nothing_fits(replace(case.state, choice=None, refreshed=True), case.hosts.selector)
+    case = ClaimCase(surely_unclaimed=False)
+    probing = nothing_fits(replace(case.state, choice=None, needs_newest=True), case.hosts.selector)
     probe = claim_of(probing, {})
     (host, resources), *_ = probe.options[0].allocations.items()
     inventories = {name: InventoryUsage(MAX_AMOUNT, 1, MAX_AMOUNT, 1, 0) for name in resources}

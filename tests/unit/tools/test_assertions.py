@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[3]
 PRODUCT = ("bus", "placement_worker", "scheduler_worker", "cell_conductor", "compute_sim", "ironic_sync", "berth")
 # Calls that fail by themselves: pytest's, those with a limit by the clock, jsonschema's.
 FAILING = {"raises", "warns", "fail", "timeout", "check_schema"}
-# What they are about is that nothing is raised.
+# They test that no exception is raised.
 NOTHING_RAISED = {"test_a_defect_can_be_planted", "test_a_deliberate_defect_replaces_what_there_is"}
 
 # A function of berth's own, wherever it is defined.
@@ -23,7 +23,9 @@ DEFINED = re.compile(r"^\s*(?:async )?def (\w+)", re.MULTILINE)
 
 
 class Function(NamedTuple):
-    """What matters of a function. methods: names of what it calls on something; names: of what it calls plainly."""
+    """The relevant parts of a function. methods: names of what it calls on something; names: of
+    what it calls plainly.
+    """
 
     name: str
     line: int

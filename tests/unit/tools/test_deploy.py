@@ -1,4 +1,4 @@
-"""What `deploy/` ships is what the programs that read it accept."""
+"""The files of `deploy/` are accepted by the programs that read them."""
 
 from __future__ import annotations
 

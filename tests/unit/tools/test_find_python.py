@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[3]
 BASH = "/bin/bash"
 TIMEOUT_S = 60.0
 
-# What a Python answers when it is asked for its rank.
+# A Python's answer to the query for its rank.
 OPTIMISED, SLOW, WITHOUT_VENV, TOO_OLD = "echo 0", "echo 1", "echo 2", "exit 1"
 NONSENSE = "echo nothing of the kind"
 

@@ -60,6 +60,24 @@ PLANTED: dict[str, tuple[Callable[[], None], str, str, str]] = {
         "# it tells the broker",
         "# it notifies the broker",
     ),
+    "docstring: no subject": (
+        test_house.test_a_sentence_begins_with_its_subject,
+        "bus/one.py",
+        '"""What a claim names."""',
+        '"""The rows that a claim names."""',
+    ),
+    "comment: no subject in its second sentence": (
+        test_house.test_a_sentence_begins_with_its_subject,
+        "tests/one.py",
+        "# It is late. What is late is dropped.",
+        "# It is late. A late message is dropped.",
+    ),
+    "page: no subject": (
+        test_house.test_a_sentence_begins_with_its_subject,
+        "docs/one.md",
+        "Those in quarantine are reserved.",
+        "Machines in quarantine are reserved.",
+    ),
     "name: a function": (
         test_house.test_no_private_word_for_what_the_field_has_a_name_for,
         "bus/one.py",

@@ -1,0 +1,45 @@
+"""Claims what runs on a bare-metal node that is wholly reserved, as it is in use: no build is ever offered the node."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import asyncpg
+
+from bus.contracts.placement import Swap
+from placement_worker.domain.claim_items import ClaimReply
+from placement_worker.domain.values import ABOVE_CELLS
+from placement_worker.operations.repair import HOLD_CONSUMERS
+from placement_worker.store import claims, members
+from placement_worker.store.inventory import ONE_WRITER_OF_TREES
+from placement_worker.store.names import NameTable
+
+LOCK = "SELECT id FROM providers WHERE uuid = ANY($1::uuid[]) ORDER BY id FOR NO KEY UPDATE"
+# A node is one unit of its class. On another host what is reserved is not there for what runs.
+OPEN = """
+UPDATE inventories SET reserved = 0, capacity = total
+WHERE provider_id = ANY($1::bigint[]) AND total = 1 AND reserved = 1 AND used = 0 AND NOT stranded
+RETURNING provider_id, class_id
+"""
+CLOSE = """
+UPDATE inventories i SET reserved = total, capacity = 0
+FROM unnest($1::bigint[], $2::int[]) AS n (provider_id, class_id)
+WHERE i.provider_id = n.provider_id AND i.class_id = n.class_id
+"""
+
+
+async def claim_occupied(connection: asyncpg.Connection, swap: Swap, names: NameTable) -> ClaimReply:
+    """Apply a swap as if the nodes that it names were not reserved, inside the caller's transaction.
+
+    They are reserved again when it commits, so neither a claim nor a replica ever sees room there. The
+    consumer of `swap` has to run there, by its cell's record.
+    """
+    await connection.execute(ONE_WRITER_OF_TREES)
+    await members.lock(connection, [swap])
+    await connection.execute(HOLD_CONSUMERS)
+    named = sorted({uuid for entry in swap.consumers for uuid in entry.allocations})
+    locked = [row[0] for row in await connection.fetch(LOCK, named)]
+    opened: Sequence[asyncpg.Record] = await connection.fetch(OPEN, locked)
+    [reply] = await claims.apply(connection, [swap], names, ABOVE_CELLS)
+    await connection.execute(CLOSE, [row[0] for row in opened], [row[1] for row in opened])
+    return reply

@@ -1,0 +1,54 @@
+"""The holders of the amounts that a claim was to take: read after a group was decided, for claims that were full."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import asyncpg
+from msgspec.structs import replace
+
+from bus.contracts.placement import MAX_HOLDERS, ClaimHolder
+from placement_worker.domain.claim_items import lost_claims
+from placement_worker.domain.claim_verdict import ClaimVerdict
+from placement_worker.domain.claims import ClaimItem
+from placement_worker.store.names import NameTable
+
+# Allocations of one provider that are looked through. A pool that more share has no newest holder worth its price.
+MAX_ALLOCATIONS = 1000
+
+NEWEST = """
+WITH lacking AS (
+    SELECT n.claim, n.claimant, p.id, n.class_id
+    FROM unnest($1::int[], $2::uuid[], $3::uuid[], $4::int[]) AS n (claim, claimant, provider, class_id)
+    JOIN providers p ON p.uuid = n.provider
+), held AS (
+    SELECT DISTINCT l.claim, a.consumer FROM lacking l CROSS JOIN LATERAL (
+        SELECT s.consumer, s.class_id, count(*) OVER () AS every
+        FROM (SELECT consumer, class_id FROM allocations WHERE provider_id = l.id LIMIT $5 + 1) s
+    ) a WHERE a.every <= $5 AND a.class_id = l.class_id AND a.consumer <> l.claimant
+), ranked AS (
+    SELECT h.claim, c.uuid, c.project_id,
+        row_number() OVER (PARTITION BY h.claim ORDER BY c.updated_at DESC, c.uuid) AS place
+    FROM held h JOIN consumers c ON c.uuid = h.consumer
+)
+SELECT claim, uuid::text, project_id FROM ranked WHERE place <= $6 ORDER BY claim, place
+"""
+
+
+async def named(
+    connection: asyncpg.Connection, items: Sequence[ClaimItem], verdicts: Sequence[ClaimVerdict], names: NameTable
+) -> Sequence[ClaimVerdict]:
+    """The verdicts, with the newest holders of what the first few full claims lacked."""
+    lost = lost_claims(items, verdicts)
+    rows = [
+        (at, consumer, provider, names.class_ids[name])
+        for at, consumer in lost
+        for provider, name in verdicts[at].lacking
+    ]
+    if not rows:
+        return verdicts
+    columns = [list(column) for column in zip(*rows, strict=True)]
+    found: dict[int, list[ClaimHolder]] = {}
+    for at, consumer, project in await connection.fetch(NEWEST, *columns, MAX_ALLOCATIONS, MAX_HOLDERS):
+        found.setdefault(at, []).append(ClaimHolder(consumer=consumer, project_id=project))
+    return [replace(one, holders=tuple(found[at])) if at in found else one for at, one in enumerate(verdicts)]

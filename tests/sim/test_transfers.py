@@ -1,0 +1,29 @@
+"""Instances leave their cell for another one while everything fails: it holds. `mutants_of_transfers.py`: defects."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from msgspec.structs import replace
+
+from berth.sim.draw import plan_of
+from berth.sim.plan import Plan
+from berth.sim.run import run
+from berth.sim.widening import DRAWS, Widening
+from tests.sim.mutants_of_transfers import FOUND_BY
+
+
+def transfers(seed: int) -> Plan:
+    """The plan of this seed, and instances that are unshelved in another cell."""
+    plan = plan_of(seed)
+    drawn = DRAWS[Widening.TRANSFERS](random.Random(seed), plan)
+    assert drawn is not plan, "it has one cell"
+    orders = tuple(sorted(drawn.orders, key=lambda order: order.at))
+    return replace(drawn, widenings=(*plan.widenings, Widening.TRANSFERS), orders=orders)
+
+
+@pytest.mark.parametrize("seed", sorted(set(FOUND_BY.values())))
+def test_it_holds(seed: int) -> None:
+    held = run(transfers(seed))
+    assert held.breach == "", held.detail

@@ -1,0 +1,186 @@
+"""An instance without a host leaves one cell for another: never in both, never in neither, whatever comes late."""
+
+from __future__ import annotations
+
+import pytest
+from msgspec.structs import replace
+
+from bus.contracts.base import Refusal
+from bus.contracts.build import BuildEvent, BuildState
+from bus.contracts.moves import Condition, Departure, MoveEvent, MoveKind, MoveState
+from bus.contracts.placement import Claim, Release
+from cell_conductor.domain import events as e
+from cell_conductor.domain.instance import Instance, State
+from cell_conductor.domain.steps import Step
+from cell_conductor.domain.table import question_of, step
+from tests.unit.conductor.move_scenario import MOVE, OTHER, Scenario, active, claimed, ended, refused, request
+from tests.unit.conductor.scenario import PATIENCE, UUID, host, spawned
+
+ELSEWHERE = "e0000000-0000-4000-8000-000000000009"
+BACK = "e0000000-0000-4000-8000-000000000010"
+THERE = replace(PATIENCE, cell="c2")
+
+
+def deleted() -> e.DeleteRequested:
+    return e.DeleteRequested(at=206.0, cause=UUID)
+
+
+def offloaded() -> Scenario:
+    """Built as attempt 1, shelved and offloaded by another request."""
+    made = Scenario(active())
+    made.apply(request(MoveKind.SHELVE, request_id=OTHER, offload=True))
+    made.end(1, 1, image="snapshot-1")
+    made.apply(e.Destroyed(at=203.0, attempt=1, host_uuid=host(1)), e.Released(at=204.0))
+    assert made.instance.state is State.OFFLOADED
+    return made
+
+
+def leaves(cell: str = "c2", request_id: str = MOVE) -> e.MoveRequested:
+    return request(MoveKind.UNSHELVE, request_id=request_id, to_cell=cell)
+
+
+def departed() -> tuple[Scenario, Departure]:
+    made = offloaded()
+    made.apply(leaves())
+    event = made.commands[-1]
+    assert isinstance(event, MoveEvent) and event.departure is not None
+    return made, event.departure
+
+
+def arrives(departure: Departure, *hosts: int, request_id: str = MOVE) -> e.MoveRequested:
+    return request(MoveKind.UNSHELVE, *hosts, request_id=request_id, arrival=departure)
+
+
+def in_next_cell(*happened: e.Event) -> Scenario:
+    made = Scenario(Instance(uuid=UUID), THERE)
+    made.apply(*happened)
+    return made
+
+
+def last_event(stepped: Step) -> MoveEvent:
+    event = stepped.commands[-1]
+    assert isinstance(event, MoveEvent)
+    return event
+
+
+def test_it_leaves_with_all_that_its_next_cell_goes_on_from() -> None:
+    made, departure = departed()
+    before = offloaded().instance
+    assert (made.instance.state, made.instance.deadline, question_of(made.instance)) == (State.DEPARTED, None, None)
+    assert (departure.cell, departure.image, departure.spec) == ("c2", "snapshot-1", before.spec)
+    assert departure.newest > before.last_attempt and departure.sequence == before.sequence
+    event = made.commands[-1]
+    assert isinstance(event, MoveEvent)
+    assert (event.state, event.terminal, event.condition) == (MoveState.SCHEDULED, False, Condition.MOVING)
+
+
+def test_its_next_cell_claims_above_every_attempt_that_the_former_one_can_give_out() -> None:
+    former, departure = departed()
+    there = in_next_cell(arrives(departure, 2))
+    question = question_of(there.instance)
+    assert there.instance.state is State.CLAIMING and isinstance(question, Claim)
+    # A former cell that is set back to before the departure gives out the next attempt, and is refused.
+    assert question.attempt > offloaded().instance.next_attempt
+    there.apply(claimed(question.attempt))
+    there.apply(replace(ended(there.instance, 2, question.attempt), host_uuid=host(2)))
+    (spawn,) = there.spawns
+    assert spawn.origin is not None and (spawn.origin.image, spawn.attempt) == ("snapshot-1", question.attempt)
+    there.apply(spawned(n=2, attempt=question.attempt, at=210.0))
+    assert there.instance.state is State.ACTIVE
+    assert there.terminals == [(MoveKind.UNSHELVE, MoveState.DONE, "")]
+    sequences = [one.sequence for one in (*former.commands, *there.commands) if isinstance(one, MoveEvent)]
+    assert sequences == sorted(set(sequences))
+
+
+def test_without_a_host_there_it_stays_in_its_next_cell() -> None:
+    _, departure = departed()
+    there = in_next_cell(arrives(departure, 2))
+    there.apply(refused(there.instance.next_attempt), e.Released(at=220.0))
+    assert (there.instance.state, there.instance.image) == (State.OFFLOADED, "snapshot-1")
+    assert there.terminals == [(MoveKind.UNSHELVE, MoveState.FAILED, "max_retries_exceeded")]
+
+
+@pytest.mark.parametrize("late", [leaves(), request(MoveKind.STOP, request_id=ELSEWHERE), deleted()])
+def test_what_still_comes_to_the_former_cell_is_answered_with_the_departure_and_changes_nothing(late: e.Event) -> None:
+    made, departure = departed()
+    before = made.instance
+    stepped = made.apply(late)
+    event = last_event(stepped)
+    assert made.instance == before
+    assert (event.departure, event.sequence) == (departure, departure.sequence)
+    if isinstance(late, e.MoveRequested) and late.request.request_id == ELSEWHERE:
+        assert (event.state, event.code, event.terminal) == (MoveState.REFUSED, "instance.departed", True)
+    else:
+        assert not event.terminal
+
+
+def test_a_query_of_the_former_cell_ends_an_unknown_request_and_states_where_it_is() -> None:
+    made, departure = departed()
+    query = replace(request(MoveKind.STOP, request_id=ELSEWHERE), is_query=True)
+    event = last_event(made.apply(query))
+    assert (event.state, event.code, event.departure) == (MoveState.FAILED, "move.lost", departure)
+
+
+def test_a_late_copy_does_not_bring_it_back_to_a_cell_that_it_has_left_again() -> None:
+    _, first = departed()
+    there = in_next_cell(arrives(first, 2))
+    there.apply(refused(there.instance.next_attempt), e.Released(at=220.0))
+    there.apply(leaves("c1", BACK))
+    left = there.instance
+    assert left.state is State.DEPARTED
+    there.apply(arrives(first, 2))
+    assert there.instance == left
+
+
+def test_it_comes_back_to_a_cell_that_it_has_left() -> None:
+    former, first = departed()
+    there = in_next_cell(arrives(first, 2))
+    there.apply(refused(there.instance.next_attempt), e.Released(at=220.0))
+    second = last_event(there.apply(leaves("c1", BACK))).departure
+    assert second is not None
+    former.apply(arrives(second, 3, request_id=BACK))
+    assert former.instance.state is State.CLAIMING
+    assert former.instance.next_attempt > first.newest
+    former.apply(leaves())  # a late copy of the first one: it has been carried out
+    assert former.instance.state is State.CLAIMING
+
+
+@pytest.mark.parametrize("how", ["query", "given_up"])
+def test_it_is_on_record_in_its_next_cell_though_its_request_is_not_carried_out(how: str) -> None:
+    _, departure = departed()
+    arrival = arrives(departure, 2)
+    more = {"is_query": True} if how == "query" else {"given_up": Refusal(code="delivery.exhausted", reason="")}
+    there = in_next_cell(replace(arrival, **more))
+    assert (there.instance.state, there.instance.image) == (State.OFFLOADED, "snapshot-1")
+    ((_, state, code),) = there.terminals
+    assert (state, code) in {(MoveState.FAILED, "move.lost"), (MoveState.REFUSED, "delivery.exhausted")}
+
+
+def test_a_delete_that_was_there_first_ends_it() -> None:
+    _, departure = departed()
+    there = in_next_cell(deleted(), arrives(departure, 2))
+    assert there.instance.state is State.RELEASING
+    assert question_of(there.instance) == Release(consumer=UUID, attempt=there.instance.next_attempt)
+    there.apply(e.Released(at=230.0))
+    announced = [one for one in there.commands if isinstance(one, BuildEvent)]
+    assert [(one.state, one.terminal) for one in announced] == [(BuildState.DELETED, True)]
+    assert there.terminals == [(MoveKind.UNSHELVE, MoveState.REFUSED, "instance.deleted")]
+
+
+def test_a_cell_that_does_not_have_it_gives_nothing_up() -> None:
+    stepped = step(Instance(uuid=UUID), leaves(), PATIENCE)
+    assert (last_event(stepped).code, stepped.instance.state) == ("instance.unknown", State.ABSENT)
+    running = Scenario(active())
+    running.apply(leaves())
+    assert (running.instance.state, running.terminals[0][2]) == (State.ACTIVE, "instance.not_shelved")
+
+
+def test_a_former_cell_that_was_set_back_takes_it_again_only_by_an_arrival() -> None:
+    set_back = offloaded()
+    _, first = departed()
+    there = in_next_cell(arrives(first, 2))
+    there.apply(refused(there.instance.next_attempt), e.Released(at=220.0))
+    second = last_event(there.apply(leaves("c1", BACK))).departure
+    assert second is not None
+    set_back.apply(arrives(second, 3, request_id=BACK))
+    assert (set_back.instance.state, set_back.instance.last_attempt) == (State.CLAIMING, second.newest)

@@ -1,0 +1,129 @@
+"""An instance leaves its cell for another one: what schedulers make of the announcement of it. Pure."""
+
+from __future__ import annotations
+
+from msgspec.structs import replace
+
+from bus.contracts.build import BuildRequest, BuildState
+from bus.contracts.cell import CellDelete, InstanceSpec, Selection
+from bus.contracts.moves import CellMove, CellMoveQuery, Condition, Departure, MoveEvent, MoveKind, MoveState
+from scheduler_worker.domain.announced_moves import AnnouncedMoves
+from scheduler_worker.domain.builds import RecordedBuild
+from scheduler_worker.domain.recorded_moves import InstanceRecord, MoveContext, RecordedMove
+from scheduler_worker.domain.transfers import for_former_cell, repeated
+
+REQUEST = "d0000000-0000-4000-8000-000000000001"
+UUID = "a0000000-0000-4000-8000-000000000001"
+HOST = Selection(host_uuid="b0000000-0000-4000-8000-000000000001", host="there", service="s2", allocations={})
+SPEC = InstanceSpec(instance_uuid=UUID, project_id="p", name="n", image="i", flavor="m1.small")
+COMMAND = CellMove(
+    request_id=REQUEST,
+    instance_uuid=UUID,
+    project_id="p",
+    kind=MoveKind.UNSHELVE,
+    spec=SPEC,
+    selections=(HOST,),
+    limits={"VCPU": 3},
+    to_cell="c2",
+)
+DEPARTURE = Departure(
+    cell="c2", spec=replace(SPEC, project_id="another"), image="snapshot", last=HOST, newest=5, sequence=20
+)
+LEFT = MoveEvent(
+    request_id=REQUEST,
+    instance_uuid=UUID,
+    project_id="p",
+    kind=MoveKind.UNSHELVE,
+    state=MoveState.SCHEDULED,
+    sequence=20,
+    departure=DEPARTURE,
+)
+
+
+def on_record(*, state: BuildState = BuildState.ACTIVE, cell: str = "c1", sequence: int = 19) -> MoveContext:
+    return MoveContext(
+        move=RecordedMove(
+            request_id=REQUEST,
+            instance_uuid=UUID,
+            project_id="p",
+            kind=MoveKind.UNSHELVE,
+            digest=b"",
+            state=MoveState.SCHEDULED,
+            sequence=2,
+            cell=cell,
+            command=COMMAND,
+        ),
+        build=RecordedBuild(instance_uuid=UUID, project_id="p", state=state, sequence=11, terminal=True, cell=cell),
+        build_request=BuildRequest(instance_uuid=UUID, project_id="p", flavor="m1.small"),
+        instance=InstanceRecord(
+            instance_uuid=UUID, condition=Condition.OFFLOADED, under_way=REQUEST, sequence=sequence
+        ),
+    )
+
+
+def applied(known: MoveContext, event: MoveEvent = LEFT, cell: str = "c1") -> AnnouncedMoves:
+    batch = AnnouncedMoves(cell, {REQUEST: known}, 100.0)
+    batch.apply(event)
+    return batch
+
+
+def sent(batch: AnnouncedMoves, bus: str) -> list[object]:
+    return [one.message for one in batch.messages if one.bus == bus]
+
+
+def test_the_next_cell_is_commanded_and_named_by_the_map_in_one_batch() -> None:
+    batch = applied(on_record())
+    (command,) = sent(batch, "c2")
+    assert isinstance(command, CellMove) and command.arrival is not None
+    assert (command.to_cell, command.selections, command.limits) == (None, (HOST,), {"VCPU": 3})
+    # The former cell's statement about the owner does not count.
+    assert command.arrival.spec.project_id == "p"
+    assert (batch.departed, batch.builds[UUID].cell, batch.moves[REQUEST].cell) == ({UUID: "c2"}, "c2", "c2")
+    (event,) = sent(batch, "api")
+    assert isinstance(event, MoveEvent) and event.departure is None and not event.terminal
+
+
+def test_an_announcement_that_comes_again_or_late_moves_nothing() -> None:
+    for known in (on_record(cell="c2"), on_record(sequence=20), on_record(sequence=35)):
+        batch = applied(known)
+        assert (batch.departed, sent(batch, "c2")) == ({}, [])
+
+
+def test_one_that_is_being_deleted_is_deleted_in_the_cell_that_has_it() -> None:
+    batch = applied(on_record(state=BuildState.DELETING))
+    command, delete = sent(batch, "c2")
+    assert isinstance(command, CellMove)
+    assert delete == CellDelete(instance_uuid=UUID, project_id="p")
+
+
+def test_schedulers_that_have_forgotten_the_request_query_the_next_cell_which_begins_nothing() -> None:
+    known = replace(on_record(), move=None)
+    batch = AnnouncedMoves("c1", {REQUEST: known}, 100.0)
+    batch.apply(LEFT)
+    (query,) = sent(batch, "c2")
+    assert isinstance(query, CellMoveQuery) and query.arrival is not None
+    assert batch.departed == {UUID: "c2"}
+
+
+def test_the_former_cell_learns_no_host_of_the_next_one_and_what_is_silent_is_commanded_again() -> None:
+    former = for_former_cell(COMMAND)
+    assert (former.selections, former.limits, former.to_cell) == ((), {}, "c2")
+    before = on_record().move
+    after = applied(on_record()).moves[REQUEST]
+    assert before is not None and repeated(before) == former
+    again = repeated(after)
+    assert isinstance(again, CellMove) and again.arrival is not None and again.to_cell is None
+    assert repeated(replace(after, command=None)) is None
+
+
+def test_the_end_of_the_request_ends_its_command() -> None:
+    known = on_record()
+    assert known.move is not None and known.instance is not None
+    there = applied(known)
+    in_c2 = MoveContext(move=there.moves[REQUEST], build=there.builds[UUID], instance=there.instances[UUID])
+    done = replace(
+        LEFT, state=MoveState.DONE, terminal=True, sequence=24, departure=None, condition=Condition.ACTIVE, host="there"
+    )
+    batch = applied(in_c2, done, "c2")
+    assert (batch.moves[REQUEST].command, batch.instances[UUID].condition) == (None, Condition.ACTIVE)
+    assert (batch.builds[UUID].host, batch.ignored) == ("there", [])
