@@ -255,8 +255,8 @@ class FenceKeeper:
             for loss in [loss for uuid, loss in losses.items() if uuid not in listed]:
                 if seen_at > loss.at + self._config.report_grace_s:
                     gone.append(loss)
-                else:
-                    await self._destroy_unlisted(loss, report.service, deployment)
+                elif report.service == loss.service:
+                    await self._destroy_unlisted(loss, deployment)
             hosts.append(replace(host, running=tuple(kept)))
         await self._delete_losses(gone)
         return replace(report, hosts=tuple(hosts))
@@ -270,15 +270,16 @@ class FenceKeeper:
             if one.deployment == deployment and not (one.stopped or one.destroying)
         }
 
-    async def _destroy_unlisted(self, loss: Loss, service: str, deployment: str) -> None:
+    async def _destroy_unlisted(self, loss: Loss, deployment: str) -> None:
         """Order it again, at most once in `report_grace_s`: the host lists it no more, but its clock may be behind.
 
-        The host's answer ends the loss whatever the clocks show.
+        The answer ends the loss whatever the clocks show, so only the service that lost it is ordered: another one that
+        reports the host would answer at once of a machine that it never had.
         """
         now = self._clock.monotonic()
         if now >= self._ordered.get(loss.place, -math.inf) + self._config.report_grace_s:
             self._ordered[loss.place] = now
-            await self._destroy(loss, service, deployment)
+            await self._destroy(loss, loss.service, deployment)
 
     async def _destroy(self, loss: Loss, service: str, deployment: str) -> None:
         order = Destroy(

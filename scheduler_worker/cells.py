@@ -86,7 +86,10 @@ class CellKeeper:
 
     async def page(self, query: CellsQuery) -> CellsPage:
         """All cells, as of the revision that the query names or a later one. Raises Transient."""
-        await self._registry.announced(query.revision)
+        if query.revision:
+            await self._registry.announced(query.revision)
+        else:
+            await self._registry.reload()  # one round trip; another scheduler may have written the newest just now
         decisions = self._registry.cells
         used = cells_in_use(self._settings, decisions, self._occupied)
         names = sorted({*known_cells(self._settings, decisions), *decisions})

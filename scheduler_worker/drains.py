@@ -209,7 +209,6 @@ class DrainKeeper:
     async def _pass(self, drain: str) -> bool:
         """Look at one drain once; returns whether the next look is due soon. Raises Transient."""
         now = self._clock.time()
-        hosts = self._hosts(drain)
         async with self._store.operation() as unit:
             found = await unit.lock_drain(drain, now, 2 * MAX_AT_ONCE)
             if found is None or found.record.state is DrainState.ENDED:
@@ -219,6 +218,7 @@ class DrainKeeper:
                 for one in found.open
             }
             known = {ids[request_id]: context for request_id, context in (await unit.known(ids)).items()}
+            hosts = self._hosts(drain)  # after all that was waited for: a host may have left the drain meanwhile
             done = step(found, known, {uuid: code for uuid, (_, code) in hosts.items()}, now)
             await unit.put_drain_moves(done.changed)
             for request in done.requests:

@@ -19,7 +19,10 @@ class LinkState(StrEnum):
 
 
 class CellsQuery(Message, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="cells.query.v1"):
-    """Query a scheduler for all cells. revision: of the objects, or a later one; the scheduler loads it first."""
+    """Query a scheduler for all cells. revision: of the objects, or a later one; 0: the newest on record.
+
+    The scheduler loads it before it answers.
+    """
 
     revision: Version = 0
 

@@ -81,6 +81,10 @@ FIRST_SEQUENCE = 10
 SET_BACK_GAP = 1_000_000
 
 
+# A client has requested the delete, and nothing revokes that: no attempt is wanted, whatever its number.
+DELETE_REQUESTED = frozenset({State.TOMBSTONE, State.ABANDONING, State.DELETING, State.RELEASING, State.DELETED})
+# A build that was refused is in one of these, or its client has deleted it since.
+REFUSED = DELETE_REQUESTED | {State.GIVING_UP, State.FAILED}
 # Why a build is refused: it has a machine already that is not proved to be its project's; an operator decides about it.
 MACHINE_EXISTS = "build.machine_exists"
 # Of an alternate, or a first host, whose service was down when its turn came.
@@ -269,7 +273,7 @@ class Instance(Struct, frozen=True, kw_only=True, omit_defaults=True):
     @property
     def machine_exists(self) -> bool:
         """Whether the build was refused because of a machine that is not proved to be its project's."""
-        return self.code == MACHINE_EXISTS
+        return self.state in REFUSED and self.code == MACHINE_EXISTS
 
     @property
     def alternates_and_here(self) -> tuple[Selection, ...]:

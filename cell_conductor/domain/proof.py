@@ -8,14 +8,10 @@ from uuid import UUID, uuid5
 from bus.contracts.cell import UNKNOWN_ATTEMPT
 
 from .events import Event, HostMissing, HostRuns
-from .instance import Instance, ScanId, State
+from .instance import DELETE_REQUESTED, Instance, ScanId, State
 
 _RESCANS = UUID("6d1f7b0e-1c57-4f1b-9a57-3f6a1c6f2d11")
 
-# A client has requested the delete, and nothing revokes that: no attempt is wanted, whatever its number.
-DELETE_REQUESTED = frozenset({State.TOMBSTONE, State.ABANDONING, State.DELETING, State.RELEASING, State.DELETED})
-# A build that was refused is in one of these, or its client has deleted it since.
-REFUSED = DELETE_REQUESTED | {State.GIVING_UP, State.FAILED}
 # The current attempt is wanted on its host. While a destination is claimed or checked, the source is no other machine.
 WANTED = frozenset(
     {
@@ -106,7 +102,7 @@ def is_over(record: InstanceFacts, attempt: int, host_uuid: str) -> bool:
     """
     if record.state is State.ABSENT or attempt == UNKNOWN_ATTEMPT:
         return False
-    if record.machine_exists and record.state in REFUSED:
+    if record.machine_exists:
         return False
     if record.state in DELETE_REQUESTED:
         return True

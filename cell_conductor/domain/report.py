@@ -11,9 +11,8 @@ from msgspec import Struct
 from bus.contracts.cell import ComputeHosts, Running
 
 from .events import Event, HostMissing, HostRuns
-from .instance import ScanId, State
+from .instance import DELETE_REQUESTED, ScanId, State
 from .proof import (
-    DELETE_REQUESTED,
     NOT_COMMANDED,
     InstanceFacts,
     is_over,

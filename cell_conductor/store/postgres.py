@@ -26,6 +26,7 @@ from cell_conductor.domain.instance import (
     MACHINE_EXISTS,
     MOVING,
     NOT_TRIED,
+    REFUSED,
     SET_BACK_GAP,
     UNDER_WAY,
     Instance,
@@ -70,6 +71,7 @@ READ_VERSIONS = "SELECT xmin, record::text FROM instances WHERE uuid = ANY($1::u
 
 # The states of `report.EXPECTED`: the partial index's condition.
 _SERVICE = "coalesce(record #>> ARRAY['selections', coalesce(record ->> 'position', '0'), 'service'], '')"
+_REFUSED = ", ".join(f"'{state}'" for state in sorted(REFUSED))
 _BRIEF = f"""
 SELECT uuid, state, host_uuid,
     {_SERVICE} AS service,
@@ -78,7 +80,8 @@ SELECT uuid, state, host_uuid,
         AS first_not_tried,
     coalesce((record ->> 'doubted')::boolean, false) AS doubted,
     coalesce((record ->> 'reused_from')::integer, 0) AS reused_from,
-    coalesce(record ->> 'code' = '{MACHINE_EXISTS}', false) AS machine_exists
+    CASE WHEN state IN ({_REFUSED}) THEN coalesce(record ->> 'code' = '{MACHINE_EXISTS}', false) ELSE false END
+        AS machine_exists
 FROM instances
 """
 BRIEFS_OF_HOSTS = f"""

@@ -285,15 +285,17 @@ async def test_a_brief_has_whether_the_first_host_was_passed_over(store: Instanc
     assert found == {A: True, B: False, C: False}
 
 
+async def test_a_brief_has_whether_the_build_was_refused_because_of_a_machine(store: InstanceStore) -> None:
+    refused = replace(instance(A, State.DELETED), code=MACHINE_EXISTS)
+    await insert(store, refused, instance(B, State.DELETED), replace(instance(C, State.ACTIVE), code=MACHINE_EXISTS))
+    found = {brief.uuid: brief.machine_exists for brief in await store.briefs([], [A, B, C])}
+    assert found == {A: True, B: False, C: False}
+
+
 async def test_a_brief_has_the_numbers_that_were_given_out_twice(store: InstanceStore) -> None:
     await insert(store, replace(instance(A, State.ACTIVE), reused_from=3), instance(B, State.ACTIVE))
     found = {brief.uuid: brief.reused_from for brief in await store.briefs([HOST], [])}
     assert found == {A: 3, B: 0}
-
-
-async def test_a_brief_has_that_the_build_was_refused_because_of_a_machine(store: InstanceStore) -> None:
-    await insert(store, replace(instance(A, State.ACTIVE), code=MACHINE_EXISTS), instance(B, State.ACTIVE))
-    assert {brief.uuid: brief.machine_exists for brief in await store.briefs([HOST], [])} == {A: True, B: False}
 
 
 async def step(store: InstanceStore, message_id: str, uuids: list[str], *, new: set[str], state: State) -> set[str]:

@@ -7,6 +7,8 @@ import random
 from types import SimpleNamespace
 from typing import Any, cast
 
+from msgspec.structs import replace
+
 from bus.bus import Bus
 from bus.clock import SystemClock
 from bus.contracts.cell import ComputeHosts, ComputeOutcome, ComputeResult, Destroy, HostReport
@@ -105,6 +107,8 @@ async def test_a_loss_is_ordered_again_from_a_host_whose_clock_is_behind() -> No
         hosts=(HostReport(uuid=HOST, name="h1", running=()),),
         complete=True,
     )
+    await keeper.without_losses(replace(report, service="another"), 800.0, "d")
+    assert not sent.orders, "it never had the machine, and would answer at once"
     for _ in range(2):
         await keeper.without_losses(report, 800.0, "d")
     (order,) = sent.orders
