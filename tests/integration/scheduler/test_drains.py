@@ -225,6 +225,7 @@ async def test_a_drain_moves_so_many_at_a_time_and_ends_when_nothing_is_left(wor
     ended = await carried_out(world, begun, at_once=2, count=5)
     assert (ended.code, sorted(ended.moved)) == ("drain.done", sorted(one.instance_uuid for one in builds))
     assert all("c1-0" not in {one.host for one in move.selections} for move in commanded(world))
+    await world.eventually(lambda: world.tables["s2"].hosts_of_drain(begun.id))
     decision = next(iter(world.tables["s2"].hosts_of_drain(begun.id).values()))
     assert (decision.host, decision.state, decision.reason) == ("c1-0", AdminState.DISABLED, "fan")
     log = await world.buses[API].request(ObjectLogQuery(kind=ObjectKind.DRAIN), ObjectLogPage, timeout_s=PATIENCE_S)

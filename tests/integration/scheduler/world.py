@@ -209,7 +209,7 @@ class World:
     # --- hosts
 
     async def add_hosts(self, cell: str, count: int, **inventory: int) -> list[str]:
-        """New hosts with these amounts, in the book, in every scheduler's copy of it, and announced. Their uuids."""
+        """New hosts with these amounts, in the book and announced, and known to every scheduler. Their uuids."""
         amounts = inventory or {"VCPU": 16, "MEMORY_MB": 32768, "DISK_GB": 500}
         uuids = []
         for _ in range(count):
@@ -220,6 +220,7 @@ class World:
             uuids.append(uuid)
         await self.announce(cell)
         await self.eventually(lambda: all(b.row_of(u) is not None for u in uuids for b in self.replicas.values()))
+        await self.eventually(lambda: all(t.index_of(u) is not None for u in uuids for t in self.tables.values()))
         return uuids
 
     async def report(
