@@ -56,6 +56,12 @@ STEPS = (
         "{} drills",
     ),
     Step(
+        "postgresql-16.xml",
+        lambda content: _suites(content, "tests") - _suites(content, "skipped"),
+        lambda content: _suites(content, "failures") == _suites(content, "errors") == 0,
+        "{} tests on PostgreSQL 16.2",
+    ),
+    Step(
         "demo.json",
         lambda content: content["requests"],
         lambda content: bool(content["verdicts"]) and all(verdict["holds"] is True for verdict in content["verdicts"]),

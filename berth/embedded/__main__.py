@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 from contextlib import ExitStack
+from pathlib import Path
 from types import FrameType
 
 from berth.embedded.postgres import Postgres
@@ -24,6 +25,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Start missing servers, run the command, return its exit status."""
     parser = argparse.ArgumentParser(prog="python -m berth.embedded", description=__doc__)
     parser.add_argument("--durable", action="store_true", help="PostgreSQL with fsync, as in production")
+    parser.add_argument("--postgresql", type=Path, help="the directory of another PostgreSQL's programs")
     parser.add_argument("command", nargs="+", help="the command to run, after --")
     given = parser.parse_args(arguments)
     environment = dict(os.environ)
@@ -31,7 +33,9 @@ def main(arguments: list[str] | None = None) -> int:
     with ExitStack() as servers:
         try:
             if not environment.get("DATABASE_URL"):
-                environment["DATABASE_URL"] = servers.enter_context(Postgres(durable=given.durable)).url()
+                environment["DATABASE_URL"] = servers.enter_context(
+                    Postgres(durable=given.durable, binaries=given.postgresql)
+                ).url()
             if not environment.get("AMQP_URL"):
                 environment["AMQP_URL"] = servers.enter_context(RabbitMQ()).url()
         except (ServerFailed, ServerMissing) as error:

@@ -26,7 +26,7 @@ from berth.embedded.process import (
 from berth.embedded.server import PrivateServer
 
 ADMIN = "berth"
-COMMAND_TIMEOUT_S = 60.0
+COMMAND_TIMEOUT_S = 180.0  # as START_TIMEOUT_S: a broker that is starved for a minute is not gone
 STARTED_TIMEOUT_S = 60.0
 # %s: the path of a file with definitions. Fails in a node whose broker has not started.
 IMPORT = "true = rabbit:is_running(), {ok, Raw} = file:read_file(%s), ok = rabbit_definitions:import_raw(Raw)."

@@ -33,6 +33,7 @@ def folder(tmp_path: Path) -> Path:
     (tmp_path / "pytest.xml").write_text(PYTEST.format(0, 0, 0, 2858))
     (tmp_path / "mutants.xml").write_text(PYTEST.format(0, 0, 0, 71))
     (tmp_path / "drills.xml").write_text(PYTEST.format(0, 0, 0, 20))
+    (tmp_path / "postgresql-16.xml").write_text(PYTEST.format(0, 0, 0, 130))
     (tmp_path / "ironic.xml").write_text(PYTEST.format(0, 0, 0, 7))
     for name, content in FIGURES.items():
         (tmp_path / name).write_text(json.dumps(content))
@@ -41,7 +42,8 @@ def folder(tmp_path: Path) -> Path:
 
 def test_what_every_step_did_is_printed_in_one_line(folder: Path) -> None:
     assert executed(folder) == (
-        "all passed: 2858 tests (pytest), 71 tests of deliberate defects, 20 drills, demo 1000 boots, "
+        "all passed: 2858 tests (pytest), 71 tests of deliberate defects, 20 drills, "
+        "130 tests on PostgreSQL 16.2, demo 1000 boots, "
         "conformance 1315, differential 3000 requests, "
         "simulation 4466 requests, simulation alone 540 requests, clients 57 calls, "
         "bad input 1524 requests, "
