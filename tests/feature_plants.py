@@ -78,6 +78,11 @@ PLANTS: dict[str, tuple[str, str, str]] = {
         "return view.counted({})",
     ),
     "W-9": (_WEIGHERS + "recent_build_failures.py", "return view.failed_builds", "return 0 * view.failed_builds"),
+    "W-10": (
+        "scheduler_worker/moves.py",
+        "spec = replace(spec, cell=known.build.cell, key",
+        "spec = replace(spec, cell=None, key",
+    ),
     "F-21": (_FILTERS + "has_metrics.py", "passed &= ~np.isnan(view.metric(name))", "passed &= True"),
     "W-12": (_WEIGHERS + "host_metrics.py", "view.metric(name) * ratio", "0 * ratio"),
     "R-1": (_FLAVORS, _PREFILTERS, "for prefilter in (_availability_zone, _isolated_aggregates):"),

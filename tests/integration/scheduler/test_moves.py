@@ -351,6 +351,16 @@ async def test_an_offloaded_instance_is_unshelved_in_its_own_cell_unless_moves_a
     assert (await world.moved(move)).state is MoveState.FAILED
 
 
+async def test_its_own_cell_is_preferred_to_a_cell_with_far_more_room(world: World) -> None:
+    built, _ = await to_be_unshelved_elsewhere(world, replace(WARM, moves_across_cells=True))
+    await world.add_hosts("c2", 3, VCPU=512, MEMORY_MB=4_194_304, DISK_GB=65_536)
+    move = world.move(built, MoveKind.UNSHELVE)
+    await world.ask(move)
+    staying = await world.dispatched(move)
+    assert (staying.to_cell, [cell for cell, one in world.moves if one == staying]) == (None, ["c1"])
+    assert {one.host.partition("-")[0] for one in staying.selections} == {"c1"}
+
+
 async def test_an_offloaded_instance_leaves_for_the_cell_that_has_a_host(world: World) -> None:
     built, move = await to_be_unshelved_elsewhere(world, replace(WARM, moves_across_cells=True))
     await world.ask(move)
