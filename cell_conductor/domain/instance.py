@@ -169,7 +169,9 @@ class Instance(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     position: the selection of the current attempt. attempt: the fencing number last commanded (or claimed).
     consumer_generation: the consumer's generation in placement as last received. sequence: the number of the next
-    announcement. deadline: when the sweep looks at it again (None: never). since: when the current state was entered.
+    announcement. build_sequence: that of the last announcement of its build (0: none, or an older version's record);
+    those of moves are numbered on from there. deadline: when the sweep looks at it again (None: never). since: when the
+    current state was entered.
     up_at, up_scan: when its host was first known to run it, by that host's own clock, and which scan of its machines
     had begun then (None: never, or unknown). answered: the build request got its terminal event. cause: the last
     request about it. queried: the attempt's deadline has passed, and its host was queried. doubted: the database was
@@ -194,6 +196,7 @@ class Instance(Struct, frozen=True, kw_only=True, omit_defaults=True):
     attempt: int = 0
     consumer_generation: int | None = None
     sequence: int = FIRST_SEQUENCE
+    build_sequence: int = 0
     build_timeout_s: float = 0.0
     requested_at: float = 0.0
     deadline: float | None = None

@@ -38,6 +38,9 @@ def announce_deleted_again(instance: Instance, event: BuildRequested | DeleteReq
 
 
 def _announce_again(instance: Instance, state: BuildState, context: StepContext, *, terminal: bool = True) -> Step:
-    """Publish the last announcement once more, under its number: it changes nothing where it is on record."""
-    last = replace(instance, sequence=instance.sequence - 1, stamps=None)
+    """Publish the last announcement of the build once more, under its number: it changes nothing where it is on record.
+
+    Under a later one, which the end of a move may have taken since, clients would get a second terminal event.
+    """
+    last = replace(instance, sequence=instance.build_sequence or instance.sequence - 1, stamps=None)
     return Step(instance, announce(last, state, instance.since, context, terminal=terminal).commands)

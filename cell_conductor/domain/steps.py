@@ -98,7 +98,8 @@ def announce(
         zone=instance.here.zone if instance.selections else "",
     )
     stamps = None if terminal else instance.stamps  # published once, and of no further use
-    return Step(replace(instance, sequence=instance.sequence + 1, stamps=stamps), (*first, announcement))
+    announced = replace(instance, sequence=instance.sequence + 1, build_sequence=instance.sequence, stamps=stamps)
+    return Step(announced, (*first, announcement))
 
 
 _ENDS = (BuildState.ACTIVE, BuildState.FAILED, BuildState.DELETED)

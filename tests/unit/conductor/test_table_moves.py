@@ -35,7 +35,8 @@ from tests.unit.conductor.move_scenario import (
     request,
     to_resized,
 )
-from tests.unit.conductor.scenario import PATIENCE, UUID, host, spawned
+from tests.unit.conductor.scenario import PATIENCE, UUID, host, queried, run, spawned
+from tests.unit.conductor.scenario import announced as builds
 
 
 def test_a_cold_migration_from_claim_to_confirm() -> None:
@@ -249,6 +250,25 @@ def test_an_abort_that_was_refused_before_a_move_does_not_abort_it_when_it_comes
     made.apply(claimed(), stop)
     assert made.instance.state is State.PREPARING
     assert made.terminals == [(MoveKind.ABORT, MoveState.REFUSED, "move.none")] * 3
+
+
+@pytest.mark.parametrize("is_moving", [False, True])
+def test_a_second_build_is_announced_under_the_number_of_its_first_whatever_moves_have_taken_since(
+    is_moving: bool,
+) -> None:
+    """A refused abort had taken the number before the next one: its clients got a second terminal event (seed
+    1795337330088).
+    """
+    built = run(queried(hosts=1), spawned())
+    (first,) = builds(built)
+    made = Scenario(built.instance)
+    made.apply(request(MoveKind.ABORT, request_id=OTHER))
+    if is_moving:
+        made.apply(request(MoveKind.MIGRATE, 2), claimed())
+    (again,) = builds(made.apply(queried(hosts=1)))
+    assert (again.state, again.sequence, again.terminal) == (first.state, first.sequence, True)
+    numbers = [one.sequence for one in made.commands if isinstance(one, MoveEvent)]
+    assert numbers == list(range(first.sequence + 1, made.instance.sequence))
 
 
 STAGES = ["claiming", "preparing", "handing over", "finishing", "resized", "confirming", "releasing source", "undoing"]
