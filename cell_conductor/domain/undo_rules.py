@@ -59,11 +59,9 @@ def revert_destroyed(instance: Instance, event: Destroyed | HostMissing, context
 
 
 def undo_again(instance: Instance, event: TimedOut, context: StepContext) -> Step:
-    """The destination has not confirmed: the command is repeated, without a limit."""
-    later = replace(instance, deadline=repeat_at(instance, event.at, context))
-    if not instance.is_in_place:
-        return end_here(later, context)
-    return resize_back(later, event.at, context)
+    """The destination has not confirmed: the command is repeated, without a limit, and less and less often."""
+    step = resize_back(instance, event.at, context) if instance.is_in_place else end_here(instance, context)
+    return Step(replace(step.instance, deadline=repeat_at(instance, event.at, context)), step.commands)
 
 
 def return_to_source(instance: Instance, event: Reverted, context: StepContext) -> Step:

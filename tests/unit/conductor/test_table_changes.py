@@ -70,6 +70,22 @@ def test_a_reverted_resize_in_place_is_given_its_old_size_before_the_book_is() -
     assert (made.instance.state, made.instance.attempt, made.destroys) == (State.ACTIVE, 1, [])
 
 
+def test_an_old_size_that_no_host_confirms_is_commanded_less_and_less_often() -> None:
+    """Its host had burnt down: one command every 30 s was left in the queue of its service (seed 1795337330120)."""
+    made = begun(MoveKind.RESIZE, 1, spec=replace(SPEC, flavor="larger"))
+    made.apply(claimed())
+    made.end(1, 1, runs=True)
+    made.apply(request(MoveKind.REVERT, request_id=OTHER))
+    waits, now = [], made.instance.since
+    while len(waits) < 7:
+        assert (made.instance.state, made.instance.deadline is None) == (State.UNDOING, False)
+        waits.append((made.instance.deadline or 0.0) - now)
+        now += waits[-1]
+        (back,) = changes(made.apply(e.TimedOut(at=now)))
+        assert (back.change, back.spec.flavor) == (ChangeKind.RESIZE, "")
+    assert waits == [30.0, 30.0, 60.0, 120.0, 240.0, 480.0, 600.0]
+
+
 def test_a_machine_that_is_gone_is_not_waited_for_to_take_its_old_size() -> None:
     made = begun(MoveKind.RESIZE, 1, 2, spec=replace(SPEC, flavor="larger"))
     made.apply(claimed())
