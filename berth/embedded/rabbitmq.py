@@ -30,6 +30,8 @@ COMMAND_TIMEOUT_S = 180.0  # as START_TIMEOUT_S: a broker that is starved for a 
 STARTED_TIMEOUT_S = 60.0
 # %s: the path of a file with definitions. Fails in a node whose broker has not started.
 IMPORT = "true = rabbit:is_running(), {ok, Raw} = file:read_file(%s), ok = rabbit_definitions:import_raw(Raw)."
+# The listener takes connections a moment before the broker has started.
+STARTED = "rabbit:is_running()."
 # %s: a node of the cluster to join, which then has all that this broker has. 4.0 and later have another module.
 JOIN = "rabbit:stop(), ok = rabbit_mnesia:join_cluster('%s', disc), ok = rabbit:start()."
 NOT_STARTED = "requires the 'rabbit' app to be running"
@@ -271,7 +273,15 @@ class RabbitMQ(PrivateServer):
         self._epmd.wait_until(lambda: listening(self._epmd_port))
 
     def _ready(self) -> bool:
-        return listening(self.port)
+        """Whether it takes connections and, where `erl_call` reaches it, definitions."""
+        if not listening(self.port):
+            return False
+        if shutil.which("erl_call") is None:
+            return True
+        try:
+            return "true" in self.evaluate(STARTED)
+        except ServerFailed:  # not reached by erl_call: `define` uses rabbitmqctl
+            return True
 
     def _environment(self) -> dict[str, str]:
         home = self._work.path

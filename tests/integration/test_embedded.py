@@ -16,6 +16,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import aio_pika
 import asyncpg
@@ -219,34 +220,31 @@ async def test_a_broker_made_again_on_its_directory_goes_on_with_its_messages(tm
             await message.ack()
     finally:
         await asyncio.to_thread(again.stop)
+    assert not listening(again.port)
 
 
 @pytest.mark.rabbitmq
-async def test_a_killed_broker_comes_back_with_its_vhosts_users_and_messages() -> None:
-    broker = await asyncio.to_thread(RabbitMQ().start)
-    try:
-        url = await asyncio.to_thread(broker.add_vhost, "cell-1")
-        await asyncio.to_thread(broker.add_user, "cell", "secret", ["cell-1"])  # before: it is on disk when q is
-        async with await aio_pika.connect(url) as connection:
-            channel = await connection.channel()
-            queue = await channel.declare_queue("q", durable=True, arguments={"x-queue-type": "quorum"})
-            await channel.default_exchange.publish(aio_pika.Message(b"kept", delivery_mode=2), queue.name)
-        await asyncio.to_thread(broker.wait_registered, "cell-1", "q")
-        await asyncio.to_thread(broker.kill)
-        assert not listening(broker.port)
-        await asyncio.to_thread(broker.start)
-        async with await aio_pika.connect(broker.url("cell-1", user="cell", password="secret")) as connection:
-            channel = await connection.channel()
-            queue = await channel.get_queue("q")
-            async with queue.iterator(timeout=PATIENCE_S) as messages:
-                async for message in messages:
-                    assert message.body == b"kept"
-                    await message.ack()
-                    break
-        assert "cell\t" not in await asyncio.to_thread(broker.control, "list_permissions", "-p", "/")
-    finally:
-        await asyncio.to_thread(broker.stop)
+async def test_a_killed_broker_comes_back_with_its_vhosts_users_and_messages(own_broker: RabbitMQ) -> None:
+    broker = own_broker
+    url = await asyncio.to_thread(broker.add_vhost, "cell-1")
+    await asyncio.to_thread(broker.add_user, "cell", "secret", ["cell-1"])  # before: it is on disk when q is
+    async with await aio_pika.connect(url) as connection:
+        channel = await connection.channel()
+        queue = await channel.declare_queue("q", durable=True, arguments={"x-queue-type": "quorum"})
+        await channel.default_exchange.publish(aio_pika.Message(b"kept", delivery_mode=2), queue.name)
+    await asyncio.to_thread(broker.wait_registered, "cell-1", "q")
+    await asyncio.to_thread(broker.kill)
     assert not listening(broker.port)
+    await asyncio.to_thread(broker.start)
+    async with await aio_pika.connect(broker.url("cell-1", user="cell", password="secret")) as connection:
+        channel = await connection.channel()
+        queue = await channel.get_queue("q")
+        async with queue.iterator(timeout=PATIENCE_S) as messages:
+            async for message in messages:
+                assert message.body == b"kept"
+                await message.ack()
+                break
+    assert "cell\t" not in await asyncio.to_thread(broker.control, "list_permissions", "-p", "/")
 
 
 @pytest.mark.rabbitmq
@@ -261,16 +259,64 @@ async def test_what_the_broker_confirms_is_on_disk_when_it_is_written(own_broker
 
 
 @pytest.mark.rabbitmq
-async def test_a_broker_is_lent_with_the_administrator_it_was_made_with() -> None:
-    lender = Lender(RabbitMQ, lent.as_new)
-    try:
-        with lender.lend() as broker:
-            broker.add_user(ADMIN, "another")
-        with lender.lend() as again:
-            assert again is broker
-            await (await aio_pika.connect(again.url())).close()
-    finally:
-        lender.close()
+async def test_a_broker_is_lent_with_the_administrator_it_was_made_with(own_broker: RabbitMQ) -> None:
+    lender = Lender(lambda: own_broker, lent.as_new)  # to start one that runs already would be a second process
+    lender.keep(own_broker)
+    with lender.lend() as broker:
+        broker.add_user(ADMIN, "another")
+    with lender.lend() as again:
+        assert again is broker is own_broker
+        await (await aio_pika.connect(again.url())).close()
+
+
+class Server:
+    """Stands in for a server. Counts its starts."""
+
+    def __init__(self) -> None:
+        self.pid = 0
+        self.starts = 0
+
+    def start(self) -> Server:
+        self.starts += 1
+        self.pid = self.starts
+        return self
+
+    def stop(self) -> None:
+        self.pid = 0
+
+
+def test_a_server_is_lent_again_when_it_runs_and_can_be_cleaned() -> None:
+    cleaned: list[int] = []
+    made: list[Server] = []
+
+    def make() -> Any:
+        made.append(Server())
+        return made[-1]
+
+    def clean(server: Any) -> None:
+        cleaned.append(server.pid)
+        if server.pid == 3:
+            raise ServerFailed("it does not answer")
+
+    lender = Lender(make, clean)
+    with lender.lend() as first:
+        first.stop()  # as a test that restarts its broker does
+        first.start()
+    with lender.lend() as again:
+        assert again is first and cleaned == [2]
+        with lender.lend() as another:  # while that one is lent
+            assert another is not first
+        again.stop()
+    assert [one.starts for one in made] == [2, 1] and cleaned == [2, 1]  # what a test left stopped is not asked
+    with lender.lend() as kept:
+        assert kept is another
+        kept.start()
+        kept.start()
+    assert not kept.pid and cleaned == [2, 1, 3]
+    with lender.lend() as new:
+        assert new is made[2]
+    lender.close()
+    assert not new.pid
 
 
 def open_files() -> Iterator[Path]:
@@ -362,6 +408,29 @@ def test_where_no_port_is_free_it_fails_with_a_reason(monkeypatch: pytest.Monkey
 def test_where_the_system_gives_out_all_ports_a_free_one_is_of_its_choice(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_lowest_given_out", lambda: 1024)
     assert not listening(free_port())
+
+
+def test_a_broker_that_takes_connections_before_it_has_started_is_not_ready(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It refused definitions, and the `rabbitmqctl` that asked again took over a minute beside four busy loops."""
+    answers: list[str | Exception] = ["{ok, false}", "{ok, true}", ServerFailed("another cookie")]
+
+    def evaluate(_broker: RabbitMQ, _expressions: str) -> str:
+        answer = answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    monkeypatch.setattr(RabbitMQ, "evaluate", evaluate)
+    monkeypatch.setattr(shutil, "which", lambda _name: "/usr/bin/erl_call")
+    broker = RabbitMQ()
+    try:
+        assert not broker._ready()  # nothing listens
+        with socket.create_server(("127.0.0.1", broker.port)):
+            assert [broker._ready() for _ in range(3)] == [False, True, True]
+            monkeypatch.setattr(shutil, "which", lambda _name: None)
+            assert broker._ready() and not answers
+    finally:
+        broker.stop()
 
 
 def test_a_broker_that_takes_connections_before_it_has_started_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
