@@ -1,15 +1,22 @@
 """How tests are handed to pytest's processes: what is long first, and a file's tests to one process.
 
 A file's tests share what its fixtures start, or the runs of the simulation that they look at; two processes with some
-of them each would do all of it twice.
+of them each would do all of it twice. Of each four processes one begins with the files that never wait, so that the
+processor has work while the others' tests wait, and two with the files that borrow a broker, so that the others start
+none (`lent`). A process takes what is left when its own kind is done.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache, partial
+from pathlib import Path
 
 import pytest
+from xdist.remote import Producer
 from xdist.scheduler import LoadScopeScheduling
+from xdist.workermanage import WorkerController
 
 # The files that take longest. One that begins last would have the machine to itself, most of it idle.
 LONGEST = (
@@ -35,8 +42,48 @@ def in_order(items: Sequence[pytest.Item]) -> list[pytest.Item]:
     return sorted(items, key=lambda item: rank(item.nodeid.partition("::")[0]))
 
 
+PROCESSES = 4  # with a kind of files each; fewer have none
+NEVER_WAITING = ("tests/sim/", "tests/unit/", "tests/test_")
+# How a test file comes to a broker of `tests/kit/lent.py`.
+BORROWING = re.compile(r"\b(own_broker|lent_servers|small_processes)\b|^from tests.system.*\brig\b", re.MULTILINE)
+
+
+def never_waits(path: str) -> bool:
+    """Whether a file's tests only compute."""
+    return path.startswith(NEVER_WAITING)
+
+
+def borrows(root: Path, path: str) -> bool:
+    """Whether a file's tests have a broker of their own, for a time."""
+    return not never_waits(path) and BORROWING.search((root / path).read_text(encoding="utf-8")) is not None
+
+
+def next_of(paths: Sequence[str], process: int, processes: int, borrowing: Callable[[str], bool]) -> str:
+    """The file that a process is handed, of those that are left, in their order."""
+    if processes < PROCESSES:
+        return paths[0]
+    kind = process % PROCESSES
+    if kind == PROCESSES - 1:
+        wanted: Iterator[str] = filter(never_waits, paths)
+    elif kind == PROCESSES - 2:
+        wanted = (path for path in paths if not never_waits(path) and not borrowing(path))
+    else:
+        wanted = filter(borrowing, paths)
+    return next(wanted, paths[0])
+
+
 class ByFile(LoadScopeScheduling):
     """A unit of work is a file."""
 
+    def __init__(self, config: pytest.Config, log: Producer | None = None) -> None:
+        super().__init__(config, log)
+        self._borrows = cache(partial(borrows, config.rootpath))
+
     def _split_scope(self, nodeid: str) -> str:
         return nodeid.partition("::")[0]
+
+    def _assign_work_unit(self, node: WorkerController) -> None:
+        processes = list(self.registered_collections)
+        chosen = next_of([*self.workqueue], processes.index(node), len(processes), self._borrows)
+        self.workqueue.move_to_end(chosen, last=False)
+        super()._assign_work_unit(node)
