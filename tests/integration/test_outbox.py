@@ -121,6 +121,12 @@ async def until_equal(look: Callable[[], Awaitable[T]], wanted: T) -> None:
             pass
 
 
+async def called(bus: StubBus) -> None:
+    async with asyncio.timeout(PATIENCE_S):
+        while not bus.calls:  # noqa: ASYNC110  (a counter has no event)
+            await asyncio.sleep(0)
+
+
 async def test_a_committed_row_is_published_with_its_causes_and_deleted(database: Database) -> None:
     api, cell = StubBus("api"), StubBus("cell1")
     outgoing = [
@@ -306,8 +312,7 @@ async def test_rows_for_an_unreachable_cell_do_not_starve_those_that_can_leave(d
         await outbox.add(connection, [OutboxMessage("api", event("left"))])
     async with running(database, api, cell, sweep_age_s=0.0):
         await api.until(1)
-        while not cell.calls:  # noqa: ASYNC110  (a counter has no event)
-            await asyncio.sleep(0)
+        await called(cell)
         taken_at = []
         for turn in range(4):  # each is another sweep; the second one began when the cell was known to be away
             await commit(database, [OutboxMessage("api", event(sequence=turn))])
@@ -355,8 +360,7 @@ async def test_a_row_for_two_buses_leaves_where_it_can_and_is_not_repeated(datab
     task = asyncio.create_task(relay.run())
     filler = [OutboxMessage("cell1", CellDelete(instance_uuid=UUID, project_id="p"))] * (5 * LANE_BATCH)
     relay.send(await commit(database, filler), filler)
-    while not cell.calls:  # noqa: ASYNC110  (a counter has no event)
-        await asyncio.sleep(0)
+    await called(cell)
     both = [OutboxMessage("api", event("both")), *to_cell]
     row = await commit(database, both)
     relay.send(row, both)

@@ -15,6 +15,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+PATIENCE_S = 60.0
+
 
 class KeystoneStandIn:
     """As much of Keystone as services see: tokens are given and validated."""
@@ -84,9 +86,10 @@ async def keystone_stand_in() -> AsyncIterator[tuple[KeystoneStandIn, str]]:
     listening = socket.create_server(("127.0.0.1", 0))
     server = _Server(uvicorn.Config(keystone.app, log_config=None, lifespan="off", loop="none"))
     serving = asyncio.create_task(server.serve(sockets=[listening]))
-    while not server.started:  # noqa: ASYNC110  # uvicorn has a flag, not an event
-        await asyncio.sleep(0.01)  # until it listens
     try:
+        async with asyncio.timeout(PATIENCE_S):
+            while not server.started:  # noqa: ASYNC110  # uvicorn has a flag, not an event
+                await asyncio.sleep(0.01)  # until it listens
         yield keystone, f"http://127.0.0.1:{listening.getsockname()[1]}"
     finally:
         server.should_exit = True

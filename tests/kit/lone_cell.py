@@ -173,8 +173,9 @@ class LoneCell:
             earlier = len(self.reports)
             await self.bus.publish(ReportHosts(why="test"))
             await self.until(lambda earlier=earlier: any(report.complete for report in self.reports[earlier:]))
-        while not self.is_idle():  # noqa: ASYNC110  (what was ordered is carried out over HTTP)
-            await asyncio.sleep(0.01)
+        async with asyncio.timeout(WAIT_S):
+            while not self.is_idle():  # noqa: ASYNC110  (what was ordered is carried out over HTTP)
+                await asyncio.sleep(0.01)
         return [report for report in self.reports if report.complete][-1]
 
     def hosts(self) -> set[str]:

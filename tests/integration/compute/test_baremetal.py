@@ -131,8 +131,9 @@ async def test_a_failed_deployment_is_for_another_host_and_can_be_cleared(
 
 
 async def half_undeployed(ironic: IronicStandIn, node: str) -> None:
-    while ironic.pool.nodes[node]["provision_state"] != "error":  # noqa: ASYNC110  (the stand-in takes its time)
-        await asyncio.sleep(0.001)
+    async with asyncio.timeout(PATIENCE_S):
+        while ironic.pool.nodes[node]["provision_state"] != "error":  # noqa: ASYNC110  (the stand-in takes its time)
+            await asyncio.sleep(0.001)
 
 
 async def test_a_node_whose_undeploying_failed_is_undeployed_again(ironic: IronicStandIn, driver: BareMetal) -> None:

@@ -23,7 +23,7 @@ from bus.openstack.keystone import KeystoneLogin
 from compute_sim.config import IronicConfig
 from compute_sim.driver import DriverUnavailable
 from compute_sim.drivers.ironic.driver import BareMetal
-from tests.integration.compute.harness import DEPLOYMENT
+from tests.integration.compute.harness import DEPLOYMENT, PATIENCE_S
 from tests.integration.compute.test_baremetal import bare_metal, build
 from tests.kit.certificates import Authority, Certificate
 from tests.kit.keystone import KeystoneStandIn, keystone_stand_in
@@ -55,9 +55,10 @@ async def served(
     listening = socket.create_server(("127.0.0.1", 0))
     server = Server(uvicorn.Config(guard, log_config=None, lifespan="off", loop="none", **tls))  # type: ignore[arg-type]
     serving = asyncio.create_task(server.serve(sockets=[listening]))
-    while not server.started:  # noqa: ASYNC110  # uvicorn has a flag, not an event
-        await asyncio.sleep(0.01)  # until it listens
     try:
+        async with asyncio.timeout(PATIENCE_S):
+            while not server.started:  # noqa: ASYNC110  # uvicorn has a flag, not an event
+                await asyncio.sleep(0.01)  # until it listens
         yield ironic.pool, f"{'http' if certificate is None else 'https'}://127.0.0.1:{listening.getsockname()[1]}"
     finally:
         server.should_exit = True
@@ -94,7 +95,7 @@ async def test_a_deployment_outlives_its_token() -> None:
         async with driver(url, keystone=login) as made:
             node = next(iter(pool.nodes))
             building = asyncio.create_task(made.spawn(build(node, INSTANCE)))
-            async with asyncio.timeout(60):
+            async with asyncio.timeout(PATIENCE_S):
                 while pool.nodes[node]["provision_state"] != "deploying":  # noqa: ASYNC110  (what is asked is a server)
                     await asyncio.sleep(0.005)
             keystone.services.clear()

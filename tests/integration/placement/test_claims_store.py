@@ -33,6 +33,7 @@ from .conftest import Book
 pytestmark = pytest.mark.postgres
 
 MakeClaim = Callable[..., Claim]
+PATIENCE_S = 60.0
 
 WAITING = "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND wait_event_type = 'Lock'"
 
@@ -113,8 +114,9 @@ async def test_groups_that_name_consumers_in_opposite_orders_do_not_deadlock(
     )
     second = await another(book)
     both = asyncio.gather(book.store.apply(group), second.apply(group[::-1]))
-    while await watcher.fetchval(WAITING) < 2:
-        assert not both.done()
+    async with asyncio.timeout(PATIENCE_S):
+        while await watcher.fetchval(WAITING) < 2:
+            assert not both.done()
     await holding.rollback()
     mine, theirs = await both
     assert {getattr(reply, "outcome", None) for reply in [*mine, *theirs]} == {ClaimOutcome.CLAIMED}
