@@ -1,9 +1,9 @@
 """Migrates allocations when a provider loses a class to others of its tree: a flat host that turns nested.
 
-A report names the providers that take over (`ProviderReport.takes_from`); this decides which consumer goes where. The
-largest go first, each whole to the first taker with room for all of it; one that fits nowhere whole is split.
-Allocations that do not fit stay on their provider, stranded like all inventory in use that is no longer reported, and
-migrate with a later report.
+A report names the providers that take over (`ProviderReport.takes_from`); this module decides which consumer moves to
+which of them. The largest allocations move first, each whole to the first taker with room for all of it. An allocation
+that no taker has room for is split. Allocations that do not fit at all stay on their provider, whose inventory is then
+stranded, and migrate with a later report.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def sources_of(reports: Sequence[ProviderReport]) -> list[str]:
 
 
 def migrating_classes(reports: Sequence[ProviderReport]) -> list[tuple[str, str]]:
-    """(provider, class) pairs whose allocations, if there are any, migrate."""
+    """The (provider, class) pairs whose allocations migrate, if there are allocations of them."""
     kept = {report.uuid: set(report.inventories) for report in reports}
     pairs = [(report.takes_from, name) for report in reports for name in report.inventories]
     return list(dict.fromkeys((uuid, name) for uuid, name in pairs if uuid and name not in kept.get(uuid, ())))
@@ -36,7 +36,7 @@ def migrate_allocations(
     used: Used,
     holdings: Mapping[str, Holding],
 ) -> dict[str, Holding]:
-    """The allocations of the moving consumers afterwards; those that stay as they are are left out.
+    """Return the new allocations of the consumers that move; unchanged consumers are left out.
 
     inventories: of every reported provider; used: of every provider of the tree; holdings: of all consumers that hold
     something of `source`.
@@ -53,7 +53,7 @@ def migrate_allocations(
 def usage_after(
     used: Mapping[str, int], provider: str, before: Iterable[Holding], after: Iterable[Holding]
 ) -> dict[str, int]:
-    """The usage of one provider after its allocations are replaced; classes at 0 are left out."""
+    """Return the usage of one provider after its allocations are replaced; classes without usage are left out."""
     amounts = dict(used)
     for sign, holdings in ((-1, before), (1, after)):
         for holding in holdings:
@@ -65,7 +65,7 @@ def usage_after(
 def _bundles(
     reports: Sequence[ProviderReport], source: str, inventories: Inventories
 ) -> Iterator[tuple[list[str], list[ProviderReport]]]:
-    """(classes, who takes them): amounts of the same providers move together (processors and memory)."""
+    """Yield (classes, takers): classes that the same providers take move together (VCPU and MEMORY_MB)."""
     kept = inventories.get(source, {})
     takers: dict[str, list[ProviderReport]] = {}
     for report in reports:
@@ -83,7 +83,9 @@ def _bundles(
 def _in_order(
     holdings: Mapping[str, Holding], source: str, classes: Sequence[str], takers: Sequence[ProviderReport]
 ) -> list[str]:
-    """Allocations whose destination is known first, then the largest: they are the hardest to place."""
+    """Sort the consumers: those whose destination is known come first, then the largest, which are the hardest to
+    place.
+    """
     known = {consumer for report in takers for consumer in report.takes}
 
     def rank(consumer: str) -> tuple[bool, list[int], str]:
@@ -94,7 +96,7 @@ def _in_order(
 
 
 class _Migration:
-    """Holdings and room as the moves so far have left them."""
+    """The holdings and the free amounts after the moves so far."""
 
     def __init__(self, source: str, inventories: Inventories, used: Used, holdings: Mapping[str, Holding]) -> None:
         self.moved: dict[str, Holding] = {}
@@ -104,7 +106,7 @@ class _Migration:
         self._used = {uuid: dict(amounts) for uuid, amounts in used.items()}
 
     def move(self, consumer: str, classes: Sequence[str], takers: Sequence[str]) -> None:
-        """Give these classes of one consumer to the takers, as far as there is room."""
+        """Move these classes of one consumer to the takers, as far as they have room."""
         held = self._held(consumer).get(self._source, {})
         wanted = {name: held[name] for name in classes if name in held}
         if not wanted:
@@ -126,7 +128,9 @@ class _Migration:
         return self.moved.get(consumer, self._holdings[consumer])
 
     def _takes(self, consumer: str, taker: str, name: str, amount: int) -> int:
-        """How much of an amount this taker can hold of this consumer, by its room and the inventory's constraints."""
+        """Return how much of the amount fits on this taker, by its free capacity and by the inventory's unit
+        constraints.
+        """
         inventory = self._inventories[taker].get(name)
         if inventory is None:
             return 0

@@ -1,8 +1,11 @@
-"""Decides a group of REST allocation writes, in order, by Placement's rules, against the rows locked for them.
+"""Decides a group of REST allocation writes, in order, by Placement's rules and against the rows that are locked for
+it.
 
-Different from bus claims (`claims.py`) where Placement's API is: a provider's generation moves for what is requested of
-it and for what is emptied, not for what a replacement merely no longer names, and not with DELETE; amounts must be
-allowed even where they do not change; no shapes, no attempts.
+These writes differ from claims of the bus (`claims.py`) where Placement's API does. A write increments the generation
+of each provider that it names, and of each provider that a consumer holds when the write leaves that consumer nothing.
+It does not increment the generation of a provider that a replacement no longer names, and DELETE increments none.
+Amounts must satisfy the inventory's unit constraints even where they do not change. There are no shapes and no
+attempts.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ from placement_worker.domain.values import NOTHING, ClaimedProvider, ConsumerSta
 
 
 class AnyGeneration(Struct, frozen=True):
-    """The caller, before 1.28, does not state the consumer generation that it knows."""
+    """The write names no consumer generation, as all writes before microversion 1.28."""
 
 
 ANY = AnyGeneration()
@@ -29,8 +32,8 @@ Expected = int | None | AnyGeneration
 class ConsumerWrite(Struct, frozen=True):
     """The new allocations of one consumer; an empty holding removes it.
 
-    expects: the generation the consumer must have, None = it must not exist. consumer_type None (before 1.38): an
-    existing consumer keeps its own, a new one has none.
+    expects: the generation that the consumer must have; None: the consumer must not exist. consumer_type: None before
+    1.38; an existing consumer then keeps its type, and a new one has none.
     """
 
     consumer: str
@@ -42,13 +45,13 @@ class ConsumerWrite(Struct, frozen=True):
 
 
 class Replace(Caused, frozen=True):
-    """Several consumers at once, all or none (microversion 1.13)."""
+    """Replace the allocations of several consumers, all or none (microversion 1.13)."""
 
     writes: tuple[ConsumerWrite, ...]
 
 
 class Remove(Caused, frozen=True):
-    """DELETE: all that the consumer holds, at any generation (microversion 1.28)."""
+    """Remove all allocations of a consumer, whatever its generation (DELETE)."""
 
     consumer: str
 
@@ -58,7 +61,7 @@ AllocationOutcome = WriteRefusal | None
 
 
 def expected_rows(items: Iterable[AllocationWrite]) -> tuple[dict[str, ConsumerState], set[str]]:
-    """(each named consumer as its row will be if it is new, the providers that are named)."""
+    """Return (the row that each named consumer gets if it is new, the providers that are named)."""
     expected: dict[str, ConsumerState] = {}
     wanted: set[str] = set()
     for item in items:
@@ -78,7 +81,7 @@ def classes_of_allocations(items: Iterable[AllocationWrite]) -> set[str]:
 def touched(
     items: Sequence[AllocationWrite], outcomes: Sequence[AllocationOutcome], consumers: Mapping[str, ConsumerState]
 ) -> Iterator[tuple[str, set[str]]]:
-    """Of each write that was done: its cause, and the providers that it could move."""
+    """For each write that was applied, yield its cause and the providers whose usage it may have changed."""
     for item, outcome in zip(items, outcomes, strict=True):
         if isinstance(outcome, WriteRefusal):
             continue
@@ -90,7 +93,7 @@ def touched(
 
 
 def expect(writes: Iterable[ConsumerWrite], expected: dict[str, ConsumerState], wanted: set[str]) -> None:
-    """Add each consumer as its row will be if it is new, and the providers that the writes name."""
+    """Add the row that each consumer gets if it is new, and the providers that the writes name."""
     for each in writes:
         wanted.update(each.holding)
         if each.consumer not in expected:
@@ -103,7 +106,7 @@ def providers_held(consumers: Mapping[str, ConsumerState]) -> set[str]:
 
 
 class AllocationLedger:
-    """The running state of one group: the loaded rows, overlaid by the decisions so far."""
+    """The state of one group while it is decided: the loaded rows, overlaid by the decisions so far."""
 
     def __init__(
         self,
@@ -123,18 +126,20 @@ class AllocationLedger:
         return Decision([], self.changed, self.used, self.generations)
 
     def consumer(self, uuid: str) -> ConsumerState | None:
-        """The consumer as it is now. One that holds nothing is only a fence against old attempts."""
+        """The consumer after the decisions so far. A consumer that holds nothing is only a fence against old
+        attempts.
+        """
         return self.changed[uuid] if uuid in self.changed else self._consumers.get(uuid)
 
     def used_of(self, uuid: str, name: str) -> int:
-        """The present usage of one class."""
+        """The usage of one class of a provider after the decisions so far."""
         touched = self.used.get(uuid)
         if touched is not None and name in touched:
             return touched[name]
         return self.providers[uuid].inventories[name].used
 
     def move(self, before: Holding, after: Holding) -> None:
-        """Usage follows a holding; generations stay."""
+        """Change the usage by the difference between two holdings, and leave the generations as they are."""
         for sign, holding in ((-1, before), (1, after)):
             for uuid, resources in holding.items():
                 touched = self.used.setdefault(uuid, {})
@@ -143,7 +148,7 @@ class AllocationLedger:
                 self.generations.setdefault(uuid, self.providers[uuid].generation)
 
     def bump(self, uuids: Iterable[str]) -> None:
-        """Each of these providers has been written once more."""
+        """Increment the generation of each of these providers."""
         for uuid in uuids:
             self.generations[uuid] = self.generations.get(uuid, self.providers[uuid].generation) + 1
 
@@ -154,14 +159,14 @@ def decide(
     providers: Mapping[str, ClaimedProvider],
     known_classes: Mapping[str, int],
 ) -> tuple[list[AllocationOutcome], Decision]:
-    """Evaluate a group in order; each item sees the effects of earlier ones, and is applied whole or not at all."""
+    """Decide a group in order. Each item sees the effects of earlier ones, and is applied as a whole or not at all."""
     ledger = AllocationLedger(consumers, providers, known_classes)
     outcomes = [remove(ledger, item) if isinstance(item, Remove) else replace(ledger, item.writes) for item in items]
     return outcomes, ledger.decision()
 
 
 def remove(ledger: AllocationLedger, item: Remove) -> AllocationOutcome:
-    """Take everything from one consumer."""
+    """Remove all allocations of one consumer."""
     known = ledger.consumer(item.consumer)
     if known is None or not known.holding:
         return WriteRefusal(Why.NO_ALLOCATIONS, f"No allocations for consumer '{item.consumer}'", item.consumer)
@@ -171,7 +176,7 @@ def remove(ledger: AllocationLedger, item: Remove) -> AllocationOutcome:
 
 
 def replace(ledger: AllocationLedger, writes: Sequence[ConsumerWrite]) -> AllocationOutcome:
-    """Give each consumer exactly the allocations of the write, or return the objection and change nothing."""
+    """Give each consumer exactly the allocations of its write, or return the refusal and change nothing."""
     known = {write.consumer: _holder(ledger, write.consumer) for write in writes}
     for write in writes:
         refusal = _check_generation(write, known[write.consumer])
@@ -251,7 +256,7 @@ def _check_names(ledger: AllocationLedger, writes: Sequence[ConsumerWrite]) -> A
 def _check_capacity(
     ledger: AllocationLedger, writes: Sequence[ConsumerWrite], known: Mapping[str, ConsumerState | None]
 ) -> AllocationOutcome:
-    """Checks capacity and the amount rules over the sum of what all the consumers hold before and after."""
+    """Compare the total that all these consumers hold before and after with the capacities and unit constraints."""
     more: dict[tuple[str, str], int] = {}
     for write in writes:
         consumer = known[write.consumer]

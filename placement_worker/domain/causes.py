@@ -17,9 +17,9 @@ class Caused(Struct, frozen=True, kw_only=True):
 
 
 def caused(changes: Sequence[Change], touched: Iterable[tuple[str, Iterable[str]]]) -> list[Change]:
-    """The changes with their causes. touched: each write's cause, and the providers that it was about.
+    """Return the changes with their causes. touched: each write's cause, and the providers that the write named.
 
-    A provider that no write named (a child whose root has moved) changed because of any of them.
+    A provider that no write named (a child whose root has moved) gets the causes of all writes.
     """
     by_provider: dict[str, dict[str, None]] = {}
     everything: dict[str, None] = {}

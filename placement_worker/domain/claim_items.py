@@ -1,4 +1,4 @@
-"""The rows that one group of claims names: the rows that are locked for it, and how each item is answered."""
+"""The rows that a group of claims names, which are locked for the group, and the reply to each item."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ ClaimReply = ClaimResult | ClaimAllResult | ReleaseResult | RevertResult | SwapR
 
 
 def single_items(items: Sequence[ClaimItem]) -> Iterator[Claim | Release | Revert | Swap]:
-    """The items with each gang's claims in its place: the group names the union of what its claims name."""
+    """Yield the items, with the claims of a gang in place of the gang."""
     for item in items:
         if isinstance(item, ClaimAll):
             yield from item.claims
@@ -38,7 +38,7 @@ def single_items(items: Sequence[ClaimItem]) -> Iterator[Claim | Release | Rever
 
 
 def claims_of(items: Sequence[ClaimItem]) -> Iterator[Claim]:
-    """All claims, those of gangs too."""
+    """All claims, including those of gangs."""
     return (item for item in single_items(items) if isinstance(item, Claim))
 
 
@@ -86,7 +86,7 @@ def projects_of(items: Sequence[ClaimItem]) -> list[str]:
 
 
 def expected_consumers(items: Sequence[ClaimItem]) -> dict[str, ConsumerState]:
-    """Each named consumer as its row will be if it is new and the first write of it succeeds."""
+    """Return the row that each named consumer gets if it is new and its first write succeeds."""
     expected: dict[str, ConsumerState] = {}
     for item in single_items(items):
         if isinstance(item, Claim):
@@ -110,7 +110,9 @@ def expected_consumers(items: Sequence[ClaimItem]) -> dict[str, ConsumerState]:
 
 
 def lost_claims(items: Sequence[ClaimItem], verdicts: Sequence[ClaimVerdict]) -> list[tuple[int, str]]:
-    """(place, consumer) of the first few claims that found their provider full: holders are looked up for no more."""
+    """Return (index, consumer) of the first claims that found a provider full, at most MAX_LOST_NAMED: the holders are
+    looked up for these alone.
+    """
     full = ((at, item.consumer) for at, item in enumerate(items) if isinstance(item, Claim) and verdicts[at].lacking)
     return list(islice(full, MAX_LOST_NAMED))
 

@@ -1,4 +1,4 @@
-"""The running state of a group of claims: the loaded rows, overlaid by the decisions so far."""
+"""The state of a group of claims while it is decided: the loaded rows, overlaid by the decisions so far."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from placement_worker.domain.values import NOTHING, ClaimedProvider, ConsumerSta
 
 
 class ClaimLedger:
-    """The state that the items of one group see and change. Made for one call of `claims.decide`.
+    """The state that the items of one group read and change. Each call of `claims.decide` makes one.
 
     joined: {server group: {consumer: the host that it was claimed on}}. projects: the total that the consumers of each
     project with limits hold. changed_consumers, used, generations: the differences from the loaded rows. gang: the
-    consumers whose claims are tried together.
+    consumers whose claims are tried together, empty outside of a gang's trial.
     """
 
     def __init__(
@@ -41,8 +41,8 @@ class ClaimLedger:
         self.gang: Collection[str] = ()
 
     def trial(self, gang: Collection[str]) -> ClaimLedger:
-        """A copy on which a gang's claims (of these consumers) are tried; its decisions are not
-        made in the original.
+        """Return a copy on which the claims of a gang are tried, so that the original stays as it is. gang: the
+        consumers.
         """
         copy = ClaimLedger(self._consumers, self.providers, self.known_classes, self.foreign, self._groups)
         copy.joined = {key: dict(hosts) for key, hosts in self.joined.items()}
@@ -55,22 +55,22 @@ class ClaimLedger:
         return copy
 
     def adopt(self, trial: ClaimLedger) -> None:
-        """Take the decisions of the trial over."""
+        """Take over the decisions of the trial."""
         self.joined, self.projects = trial.joined, trial.projects
         self.changed_consumers, self._changes = trial.changed_consumers, trial._changes
         self.used, self.generations = trial.used, trial.generations
 
     def consumer(self, uuid: str) -> ConsumerState | None:
-        """A consumer as it is by now; None: there is none."""
+        """The consumer after the decisions so far; None when it does not exist."""
         if uuid in self.changed_consumers:
             return self.changed_consumers[uuid]
         return self._consumers.get(uuid)
 
     def others(self, claim: Claim) -> dict[str, int]:
-        """How many members of the claim's server group each host has, without the claim's own consumer.
+        """Return how many members of the claim's server group each host has, without the claim's own consumer.
 
-        A migration is a member as long as it holds the source, so that the instance may return there; it does not stand
-        in its own instance's way.
+        A migration is a member as long as it holds allocations on the source, so that the instance may return there.
+        The claim's own migration is not counted either.
         """
         key = group_key(claim)
         if key is None:
@@ -87,24 +87,28 @@ class ClaimLedger:
         return group.without([claim.consumer, *([] if claim.migration is None else [claim.migration.uuid])])
 
     def outside(self, claim: Claim, others: dict[str, int]) -> dict[str, int]:
-        """Of the other members those that are not of the gang that is tried: its own choices are not yet anywhere."""
+        """Return the other members without those of the gang that is tried, because the gang's claims are not
+        committed.
+        """
         key = group_key(claim)
         return others if key is None or not self.gang else self._counts[key].without({claim.consumer, *self.gang})
 
     def _hosts_now(self, consumer: str, claimed: str | None) -> Sequence[str]:
-        """Where a consumer is that this group has changed: by its claim, or where a swap has moved it."""
+        """The hosts of a consumer that this group has changed: the claimed host, or the hosts to which a swap has moved
+        it.
+        """
         roots = {self.providers[uuid].root for uuid in holding_of(self.changed_consumers[consumer])}
         return (claimed,) if claimed in roots else sorted(roots)
 
     def join(self, claim: Claim, host: str | None) -> None:
-        """The claim's consumer is on this host now, for its server group."""
+        """Record that the claim's consumer is on this host, for its server group."""
         key = group_key(claim)
         if key is not None and host is not None:
             self.joined.setdefault(key, {})[claim.consumer] = host
             self._changes.append(claim.consumer)
 
     def join_migration(self, claim: Claim, migration: str) -> None:
-        """The migration is where the claim's consumer was, for its server group."""
+        """Record that the migration is on the host where the claim's consumer was, for its server group."""
         key = group_key(claim)
         if key is not None:
             joined = self.joined.setdefault(key, {})
@@ -115,24 +119,24 @@ class ClaimLedger:
                 self._changes.append(migration)
 
     def source_of(self, migration: Migration, held: Holding, kept: Holding) -> Holding:
-        """The amount that the source of a move takes once it has begun."""
+        """The allocations that the source of a move holds once the move has begun."""
         named = (uuid for holding in (migration.source, held, kept) for uuid in holding)
         roots = {uuid: self.providers[uuid].root for uuid in named if uuid in self.providers}
         return source_of(migration.source, held, kept, roots)
 
     def is_others(self, holding: Holding) -> bool:
-        """Whether any of these providers is another cell's."""
+        """Whether one of these providers belongs to another cell."""
         return bool(self.foreign) and any(uuid in self.foreign for uuid in holding)
 
     def used_of(self, uuid: str, name: str) -> int:
-        """How much of one class of a provider is used by now."""
+        """The usage of one class of a provider after the decisions so far."""
         touched = self.used.get(uuid)
         if touched is not None and name in touched:
             return touched[name]
         return self.providers[uuid].inventories[name].used
 
     def write(self, uuid: str, consumer: ConsumerState | None) -> None:
-        """Put a consumer down as changed; None: it holds nothing and is forgotten."""
+        """Record the new state of a consumer; None: its row is deleted."""
         if self.projects:
             self._count(self.consumer(uuid), -1)
             self._count(consumer, 1)
@@ -140,16 +144,16 @@ class ClaimLedger:
         self._changes.append(uuid)
 
     def _count(self, consumer: ConsumerState | None, sign: int) -> None:
-        """The total of a project with limits follows from its consumers."""
+        """Add a consumer's amounts to the total of its project, if the project has limits; sign -1 subtracts them."""
         if consumer is not None and consumer.project_id in self.projects:
             held = self.projects[consumer.project_id]
             for name, amount in counted_by_class(consumer).items():
                 held[name] = held.get(name, 0) + sign * amount
 
     def past_limit(self, claim: Claim, option: ClaimOption, held: Holding) -> str:
-        """The class of which the project would hold too much; empty when nothing.
+        """Describe the first class of which the project would exceed its limit; empty when there is none.
 
-        A total that does not grow is allowed.
+        A claim that does not increase the consumer's amount of a class is allowed.
         """
         now, before, wanted = (
             self.projects.get(claim.project_id, {}),
@@ -163,7 +167,9 @@ class ClaimLedger:
         return ""
 
     def move(self, before: Holding, after: Holding) -> None:
-        """Usage follows one consumer's holding; every provider named moves its generation once."""
+        """Change the usage from one holding of a consumer to another, and increment the generation of each provider
+        once.
+        """
         for uuid, resources in after.items():
             self._touch(uuid, resources, 1)
         for uuid, resources in before.items():
@@ -181,11 +187,11 @@ class ClaimLedger:
             self.generations[uuid] = self.generations.get(uuid, provider.generation) + 1
 
     def generations_of(self, holding: Holding) -> dict[str, int]:
-        """{provider: its generation by now} of what is held."""
+        """Return {provider: generation} of the providers in a holding, after the decisions so far."""
         generations = self.generations
         return {uuid: generations[uuid] if uuid in generations else self.providers[uuid].generation for uuid in holding}
 
 
 def holding_of(known: ConsumerState | None) -> Holding:
-    """The allocations of a consumer; nothing, where it does not exist."""
+    """The allocations of a consumer, empty when the consumer does not exist."""
     return known.holding if known is not None else NOTHING

@@ -1,4 +1,4 @@
-"""How a group of claims was decided: each item's verdict, and the rows to write."""
+"""The decision about a group of claims: the verdict on each item, and the rows to write."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from placement_worker.domain.values import ConsumerState, GroupKey, Holding
 
 
 class ClaimVerdict(Struct, frozen=True, kw_only=True):
-    """How one item ended. `changed`: it wrote something, so its reply carries the transaction's feed number.
+    """The result of one item. changed: the item wrote something, so its reply carries the transaction's feed number.
 
-    of_gang: of a ClaimAll, how each of its claims ended. lacking: of a claim that is full, (provider, class)
-    of which there was too little; holders: who holds that.
+    of_gang: the result of each claim of a ClaimAll. lacking: for a claim that is full, the (provider, class) pairs with
+    too little free; holders: the newest consumers that hold allocations of these pairs.
     """
 
     outcome: str
@@ -31,10 +31,10 @@ class ClaimVerdict(Struct, frozen=True, kw_only=True):
 
 
 class Decision(Struct, frozen=True):
-    """Every item's verdict, and the rows to write: absolute values, each row once.
+    """The verdict on every item, and the rows to write. Each row occurs once and has absolute values.
 
-    consumers: the new state of those that changed; None = the row goes. used, generations: of touched providers.
-    joined: who is a member of a server group now, and the host that its claim named.
+    consumers: the new state of each changed consumer; None: the row is deleted. used, generations: the new values of
+    each changed provider. joined: the new members of each server group, with the host that the member's claim named.
     """
 
     verdicts: list[ClaimVerdict]

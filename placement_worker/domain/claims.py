@@ -1,8 +1,9 @@
-"""Decides a group of claims, releases and swaps, in order, against the rows that were loaded and locked for them.
+"""Decides a group of claims, releases, reverts and swaps, in order, against the rows that are locked for the group.
 
-Two generations (Placement has one): a provider's `generation` moves with every write, allocations included; its `shape`
-only with inventory, traits, aggregates and parentage. A claim never conflicts because of usage alone: it is `raced`
-when the shape it was chosen for is gone, and `full` when it does not fit.
+A provider has two generations (Placement has one). Every write increments its `generation`, writes of allocations
+included. Its `shape` changes only with inventory, traits, aggregates and parentage. So usage alone never makes a claim
+conflict: the claim is `raced` when the provider's shape has changed since the host was chosen, and `full` when the
+allocations do not fit.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ from placement_worker.domain.values import NOTHING, ClaimedProvider, ConsumerSta
 
 ClaimItem = Claim | ClaimAll | Release | Revert | Swap
 
-# The outcome of a claim none of whose options was taken: the most hopeful of the options' own outcomes.
+# The outcome of a claim none of whose options was taken is the first of these that one of the options has: the earlier
+# an outcome stands here, the sooner a retry may succeed.
 _HOPE = (
     ClaimOutcome.RACED,
     ClaimOutcome.OVER_LIMIT,
@@ -60,12 +62,12 @@ def decide(
     groups: Mapping[GroupKey, Members] | None = None,
     projects: Mapping[str, Mapping[str, int]] | None = None,
 ) -> Decision:
-    """Evaluate a group in order; each item sees the effects of earlier ones.
+    """Decide a group in order; each item sees the effects of earlier ones.
 
-    foreign: providers of other cells than the requester's. For it they are gone, and a consumer that holds allocations
-    of them is another's. groups: the members of every server group that an item names. projects: the total that the
-    consumers of each project with limits hold. Both are locked. `consumers` and `providers` hold every row that an item
-    names or a named consumer holds; absent = does not exist.
+    consumers, providers: every row that an item names or that a named consumer holds; a missing row does not exist.
+    foreign: providers of other cells than the requester's. For the requester these providers are gone, and a consumer
+    that holds allocations of them belongs to another cell. groups: the members of every server group that an item
+    names. projects: the total that the consumers of each project with limits hold. Both are locked.
     """
     ledger = ClaimLedger(consumers, providers, known_classes, foreign, groups or {})
     ledger.projects.update({project: dict(held) for project, held in (projects or {}).items()})
@@ -86,7 +88,7 @@ def decide(
 
 
 def changes_of(decision: Decision) -> list[Change]:
-    """The feed's words for a decision: usage merged per provider, numbers still to be given."""
+    """Return a decision as changes of the feed, one for each provider. `feed.append` numbers them."""
     return [
         Change(sequence=0, provider=uuid, generation=generation, used=decision.used[uuid])
         for uuid, generation in decision.generations.items()
@@ -94,8 +96,8 @@ def changes_of(decision: Decision) -> list[Change]:
 
 
 def may_be_new(claim: Claim) -> bool:
-    """Whether a claim may be of a consumer that holds nothing."""
-    # A release_first that found nothing to release is satisfied: it is being repeated after a crash.
+    """Whether the claim allows that its consumer holds nothing."""
+    # A claim with release_first may be repeated after a crash, and then finds nothing left to release.
     return claim.consumer_generation is None or claim.release_first
 
 
@@ -145,7 +147,9 @@ def _turned_down(
     others: dict[str, int],
     past: str,
 ) -> ClaimVerdict:
-    """None of the options was taken, and nothing changes. others: members of its server group. past: the limit."""
+    """Return the verdict on a claim none of whose options was taken; nothing changes. others: the other members of its
+    server group. past: the limit that was exceeded.
+    """
     known = ledger.consumer(claim.consumer)
     members = visible_members(claim, ledger.outside(claim, others)) if ClaimOutcome.RULED_OUT in outcomes else {}
     generation = known.generation if known is not None and held else None
@@ -161,7 +165,7 @@ def _turned_down(
 
 
 def _lacking(ledger: ClaimLedger, option: ClaimOption, held: Holding) -> tuple[tuple[str, str], ...]:
-    """The inventories that have too little left for this option."""
+    """The (provider, class) pairs that have too little free for this option."""
     return tuple(
         (uuid, name)
         for uuid, resources in option.allocations.items()
@@ -172,7 +176,7 @@ def _lacking(ledger: ClaimLedger, option: ClaimOption, held: Holding) -> tuple[t
 
 
 def _claim_all(ledger: ClaimLedger, item: ClaimAll) -> ClaimVerdict:
-    """All or none. Each claim is tried, so that one answer names all that stand in the way."""
+    """Take all claims of a gang or none. Every claim is tried, so that the answer names all conflicts at once."""
     consumers = frozenset(claim.consumer for claim in item.claims)
     if len(consumers) != len(item.claims) or any(one.release_first or one.migration for one in item.claims):
         wrong = ClaimVerdict(
@@ -190,7 +194,9 @@ def _claim_all(ledger: ClaimLedger, item: ClaimAll) -> ClaimVerdict:
 
 
 def _may_claim(known: ConsumerState | None, claim: Claim) -> bool:
-    """Whether this attempt is the newest, and the consumer is still as the asker knew it (microversion 1.28)."""
+    """Whether this attempt is the newest, and the consumer has the generation that the claim names (as in microversion
+    1.28).
+    """
     if known is not None and claim.attempt <= known.attempt:
         return False
     if known is None or not known.holding:
@@ -210,7 +216,7 @@ def _claimed_before(ledger: ClaimLedger, claim: Claim, known: ConsumerState) -> 
 
 
 def _migration_flaw(ledger: ClaimLedger, claim: Claim, held: Holding) -> ClaimVerdict | None:
-    """Why the consumer cannot move under this migration; None: it can."""
+    """The verdict when the consumer cannot move under this migration; None when it can."""
     assert claim.migration is not None
     uuid = claim.migration.uuid
     if uuid == claim.consumer:
@@ -222,7 +228,7 @@ def _migration_flaw(ledger: ClaimLedger, claim: Claim, held: Holding) -> ClaimVe
     if ledger.is_others(kept):
         return ClaimVerdict(outcome=ClaimOutcome.CONSUMER_CHANGED, consumer=uuid, reason=OF_ANOTHER_CELL)
     if claim.release_first:
-        # Of an alternate's claim: the migration holds the source of this very instance, or nothing of it is left over.
+        # This is the claim of an alternate: the migration already holds the source of the same instance, or nothing.
         taken = kept and migration is not None and migration.project_id != claim.project_id
     elif not held:
         return ClaimVerdict(outcome=ClaimOutcome.CONSUMER_CHANGED, reason="claim.nothing_to_move: it holds nothing")
@@ -263,7 +269,7 @@ def _take(
 
 
 def _keep_source(ledger: ClaimLedger, claim: Claim, wanted: Holding) -> None:
-    """The migration holds this of the source from now on."""
+    """Replace the allocations of the migration by `wanted`, the part of the source that it keeps."""
     assert claim.migration is not None
     uuid = claim.migration.uuid
     known = ledger.consumer(uuid)
@@ -290,7 +296,9 @@ def _release_only(
     *,
     source: Holding,
 ) -> ClaimVerdict:
-    """release_first, and nothing fits: the older attempts are over, this one may still be repeated."""
+    """Release what the consumer holds, for a claim with release_first that does not fit. The fence refuses older
+    attempts; this attempt may still be repeated.
+    """
     if claim.migration is not None:
         _keep_source(ledger, claim, source)
     ledger.move(known.holding, NOTHING)
@@ -305,10 +313,10 @@ def _fence(known: ConsumerState, attempt: int) -> ConsumerState:
 
 
 def _fits(ledger: ClaimLedger, option: ClaimOption, held: Holding, source: Holding = NOTHING) -> ClaimOutcome:
-    """The effect of one option. Full goes before raced, raced before invalid.
+    """Return the outcome of one option. GONE takes precedence over FULL, FULL over RACED, and RACED over INVALID.
 
-    held: the consumer's present allocations, with its migration. source: of a move; the larger of it and the option
-    counts.
+    held: the present allocations of the consumer and of its migration. source: the allocations of a move's source; of
+    each class the larger of the source's and the option's amount counts.
     """
     invalid = raced = False
     shapes = option.shapes
@@ -326,11 +334,12 @@ def _fits(ledger: ClaimLedger, option: ClaimOption, held: Holding, source: Holdi
         for name, amount in resources.items():
             more = (max(amount, amount_of(source, uuid, name)) if source else amount) - before.get(name, 0)
             if more <= 0:
-                continue  # over capacity or not, what does not worsen it is allowed
+                continue  # an amount that does not grow is allowed, even when the provider is over capacity
             inventory = inventories.get(name)
             if inventory is None:
                 known, shape = name in ledger.known_classes, ledger.providers[uuid].shape
-                # Gone since it was chosen, perhaps to a child of the same host: raced, not full.
+                # The inventory was removed after the host was chosen, perhaps moved to a child provider: raced, not
+                # full.
                 if known and shapes.get(uuid, shape) == shape:
                     return _FULL
                 invalid = invalid or not known
@@ -349,7 +358,7 @@ def _release(ledger: ClaimLedger, release: Release) -> ClaimVerdict:
     attempt = release.attempt
     if known is None or not known.holding:
         if attempt is not None and (known is None or known.attempt < attempt):
-            # A claim of this attempt may still be on its way; the fence turns it down when it comes.
+            # A claim of this attempt may still be in flight; the fence refuses the claim when it arrives.
             fence = _fence(known, attempt) if known is not None else ConsumerState(0, attempt, "", "", "")
             ledger.write(release.consumer, fence)
         return ClaimVerdict(outcome="absent")
@@ -363,7 +372,9 @@ def _release(ledger: ClaimLedger, release: Release) -> ClaimVerdict:
 
 
 def _revert(ledger: ClaimLedger, revert: Revert) -> ClaimVerdict:
-    """The instance holds its source again. Judged like a swap: by what both consumers hold before and after."""
+    """Give the source's allocations back to the instance. Capacity is compared with the sum that the instance and its
+    migration hold before and after, as for a swap.
+    """
     if revert.consumer == revert.migration.uuid:
         return ClaimVerdict(outcome="consumer_changed", reason="revert.migration: it is the instance itself")
     known, migration = ledger.consumer(revert.consumer), ledger.consumer(revert.migration.uuid)
@@ -401,7 +412,9 @@ def _revert(ledger: ClaimLedger, revert: Revert) -> ClaimVerdict:
 
 
 def _swap(ledger: ClaimLedger, swap: Swap) -> ClaimVerdict:
-    """All or none. Usage is judged by the sum of what all its consumers hold before and after (microversion 1.13)."""
+    """Replace the allocations of several consumers, all or none. Capacity is compared with the sum that all of them
+    hold before and after (microversion 1.13).
+    """
     entries = swap.consumers
     if len({entry.consumer for entry in entries}) != len(entries):
         return ClaimVerdict(outcome=ClaimOutcome.INVALID, reason="a consumer is named twice")
@@ -457,5 +470,5 @@ def _replace(ledger: ClaimLedger, entry: ConsumerAllocations, known: ConsumerSta
         after = ConsumerState(generation, attempt, entry.project_id, entry.user_id, entry.consumer_type, wanted)
         ledger.write(entry.consumer, after)
     elif before and known is not None:
-        # A late claim of an attempt that is over must not bring the consumer back.
+        # The fence stays, so that a late claim of an old attempt cannot create the consumer again.
         ledger.write(entry.consumer, _fence(known, known.attempt) if known.attempt else None)

@@ -1,9 +1,10 @@
 """The allocation of a migration while its instance moves: the source's amounts, less those that the destination takes
 of the same providers.
 
-While an instance moves, two consumers hold allocations for it: the instance its destination, the migration its source.
-Where both take the same class of one provider (a resize in place, a storage pool that both hosts share) the book counts
-the larger of the two once, never the sum: only one of the two machines runs, and either may be the one that stays.
+While an instance moves, two consumers hold allocations for it: the instance holds those on the destination, the
+migration those on the source. Where both take the same class of one provider (a resize in place, a storage pool that
+both hosts share) the book counts the larger amount and not the sum, because only one of the two machines runs at a
+time, and either of them may stay in the end.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ _NO_AMOUNTS: Mapping[str, int] = {}
 
 
 def amount_of(holding: Holding, provider: str, resource_class: str) -> int:
-    """How much of a class a holding takes of a provider."""
+    """The amount of one class of one provider in a holding."""
     return holding.get(provider, _NO_AMOUNTS).get(resource_class, 0)
 
 
@@ -35,16 +36,16 @@ def total_of(holdings: Iterable[Holding]) -> dict[str, dict[str, int]]:
 
 
 def source_of(requested: Holding, held: Holding, kept: Holding, roots: Mapping[str, str]) -> dict[str, dict[str, int]]:
-    """The amount that the source takes, once the move has begun.
+    """Return the allocations that the source of a move holds once the move has begun.
 
-    requested: as in the move's claim; held: by the instance; kept: by the migration; roots: of the providers that
-    these name, as far as they exist.
+    requested: as in the move's claim; held: by the instance; kept: by the migration; roots: of the providers that these
+    name, as far as they exist.
 
-    Amounts that source and destination share are in `held` alone. Where inventories have moved within a host, both
-    parts may be at other providers of its tree than `requested` names, and not at the same ones. So the amounts missing
-    in `kept` are counted by class, and taken from the allocation in the source's trees: first where `requested` names
-    it, then wherever it is. Amounts that neither consumer holds were released by another client: it comes back where
-    the rest of its class still is.
+    Amounts that source and destination share are in `held` alone. Where inventories have moved within a host, `held`
+    and `kept` may name other providers of its tree than `requested`, and not the same ones. So the amounts that are
+    missing in `kept` are counted by class and taken from the allocations in the source's trees, first from providers
+    that `requested` names, then from any. Amounts that neither consumer holds were released by another client: these
+    are added again at the providers where the rest of their class is.
     """
     trees = {roots[uuid] for uuid in (*requested, *kept) if uuid in roots}
     both = total_of((kept, {uuid: held[uuid] for uuid in sorted(held) if roots.get(uuid) in trees}))
@@ -73,7 +74,9 @@ def _total_by_class(holding: Holding) -> Counter[str]:
 
 
 def kept_beside(source: Holding, taken: Holding) -> dict[str, dict[str, int]]:
-    """The migration's allocation while the instance holds `taken`: together they hold the larger of each."""
+    """Return the allocations of the migration while the instance holds `taken`: the sum of both is the larger amount of
+    each class.
+    """
     kept: dict[str, dict[str, int]] = {}
     for uuid, resources in source.items():
         row = {name: amount - amount_of(taken, uuid, name) for name, amount in resources.items()}

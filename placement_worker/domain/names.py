@@ -1,4 +1,6 @@
-"""Names of resource classes and traits: which the book takes, and which known one a mistyped name may have meant."""
+"""Names of resource classes and traits: which names the book accepts, and which known name a mistyped one is
+close to.
+"""
 
 from __future__ import annotations
 
@@ -17,12 +19,14 @@ _CUSTOM_NAME = re.compile(r"CUSTOM_[A-Z0-9_]+")
 
 
 def is_class(name: str) -> bool:
-    """Whether this is a standard resource class, or a site's own (`CUSTOM_` and upper-case letters, digits, `_`)."""
+    """Whether this is a standard or a custom resource class (`CUSTOM_` and upper-case letters, digits, `_`)."""
     return name in STANDARD_CLASSES or (len(name) <= MAX_NAME and _CUSTOM_NAME.fullmatch(name) is not None)
 
 
 def suggestion(name: str, known: Collection[str] = STANDARD_CLASSES) -> str:
-    """`; did you mean X?` for a name that is not taken: the nearest known one, else the name as a site's own."""
+    """Return `; did you mean X?` for a name that is refused: X is the closest known name, or else the name with
+    CUSTOM_.
+    """
     near = difflib.get_close_matches(name[:MAX_NAME].upper(), sorted(known), n=1)
     own = CUSTOM + _FOREIGN.sub("_", name.removeprefix(CUSTOM)).strip("_").upper()
     suggested = near[0] if near else own if len(own) <= MAX_NAME and own != CUSTOM else ""
@@ -30,5 +34,5 @@ def suggestion(name: str, known: Collection[str] = STANDARD_CLASSES) -> str:
 
 
 def is_custom(name: str) -> bool:
-    """Whether a class or trait is a site's own, and so may be created on demand."""
+    """Whether a class or trait is custom, and may therefore be created on demand."""
     return name.startswith(CUSTOM)

@@ -1,4 +1,4 @@
-"""Why a write of the REST API is refused: a code that callers act on, and a sentence for the client."""
+"""The refusal of a write of the REST API: a code that callers act on, and a sentence for the client."""
 
 from __future__ import annotations
 
@@ -8,27 +8,28 @@ from msgspec import Struct
 
 
 class Why(StrEnum):
-    """Why a write is refused: one code for each reaction of callers."""
+    """The reason why a write is refused. Reasons that call for different reactions have different codes."""
 
     NO_PROVIDER = "no_provider"
-    NO_SUCH = "no_such"  # a class or trait that the book does not know
+    NO_SUCH = "no_such"  # the book does not know the class or trait
     NO_INVENTORY = "no_inventory"
     NO_ALLOCATIONS = "no_allocations"
-    GENERATION = "generation"  # the provider has moved since the caller read it
+    GENERATION = "generation"  # the provider's generation has changed since the caller read it
     CONSUMER_GENERATION = "consumer_generation"
     DUPLICATE = "duplicate"
-    IN_USE = "in_use"  # inventory that a consumer holds
+    IN_USE = "in_use"  # a consumer holds allocations of the inventory
     PROVIDER_IN_USE = "provider_in_use"
     IS_PARENT = "is_parent"
     BAD_PARENT = "bad_parent"
-    BAD_INVENTORY = "bad_inventory"  # an inventory that leaves nothing
+    BAD_INVENTORY = "bad_inventory"  # the inventory has no capacity
     DOES_NOT_FIT = "does_not_fit"
 
 
 class WriteRefusal(Struct, frozen=True):
-    """A write that is refused. words: Placement's own, because its clients show and sometimes match them.
+    """A write that is refused. words: the text of Placement's own API, because clients show this text and some match
+    it.
 
-    about: the provider, class or consumer that the refusal is about, where the answer names it apart from the words.
+    about: the provider, class or consumer that is refused, where the answer names it in addition to the text.
     """
 
     why: Why

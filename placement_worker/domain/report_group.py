@@ -1,4 +1,6 @@
-"""A group of inventory updates on its way, for any store: which updates are stale, which are new, how each one ends."""
+"""A group of inventory updates while a store applies it: which updates are stale, which are new, and each one's
+result.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ SourceRow = tuple[str, str, int, bytes, bool, str]
 
 
 class ReportSource(Struct, frozen=True):
-    """The last report of one source about one root. settled: the book holds exactly that. providers: its own."""
+    """The last report of one source about one root. settled: the book holds exactly this report. providers: the
+    providers that the source is responsible for.
+    """
 
     version: int
     digest: bytes
@@ -33,19 +37,19 @@ def digest_of(providers: Sequence[ProviderReport]) -> bytes:
     return hashlib.blake2b(encode(providers), digest_size=16).digest()
 
 
-# The last report of a source that has taken its root out.
+# The digest of the last report of a source that has removed its root.
 TAKEN_OUT = digest_of(())
-# A source whose root the cell's conductor has released, in place of the digest of its last report: the next report of
-# its own makes the root its own again.
+# This value replaces the digest of a source's last report when the cell's conductor has released the root. The next
+# report of that source makes the root its own again.
 RELEASED = b"released"
 FREE = (RELEASED, TAKEN_OUT)
 
 
 class ReportGroup:
-    """One group of updates: what came, the earlier reports of their sources, and the result of each.
+    """One group of updates: the updates, the earlier reports of their sources, and the result of each update.
 
-    bus: where all of them came from. cells: of every root that was ever reported, the cell it belongs to.
-    written: rows of sources to write; changed: (root, source) whose trees have changed.
+    bus: the bus on which all of them arrived. cells: the cell of every root that was ever reported. written: the rows
+    of sources to write. changed: the (root, source) pairs whose trees have changed.
     """
 
     def __init__(
@@ -68,28 +72,29 @@ class ReportGroup:
         self._taken_over: dict[int, str] = {}  # by update: the source whose root it takes over
 
     def refuse_flawed(self, known_traits: Collection[str]) -> None:
-        """Refuse updates that are wrong whatever the book holds."""
+        """Refuse updates that are invalid in themselves, whatever the book holds."""
         for number, update in enumerate(self.updates):
             wrong = flaw(update, known_traits)
             if wrong is not None:
                 self.results[number] = wrong
 
     def refuse_foreign(self) -> None:
-        """Refuse what another cell's bus reports of a root, before its version can outdate the reports of the root's
-        own cell.
+        """Refuse a report about a root of another cell, before its version can make the reports of the root's own cell
+        stale.
 
-        Providers that a report names beside its root, and roots that no source ever reported, are checked when it is
-        planned.
+        The other providers of a report, and roots that no source ever reported, are checked when the report is planned.
         """
         for number, update in enumerate(self.updates):
             if number not in self.results and is_foreign(self._cells.get(update.root_uuid), self.bus):
                 self.results[number] = foreign(update.root_uuid)
 
     def refuse_owned(self) -> None:
-        """Refuse a compute service's report of a root that is another service's, before its version counts.
+        """Refuse a compute service's report of a root that belongs to another service, before the report's version is
+        recorded.
 
-        Two hosts of one uuid would otherwise have the inventory that was reported last. The report that names its owner
-        takes it over once the cell's conductor has released it, unless the owner reports the root in this very group.
+        Otherwise two hosts with one uuid would overwrite each other's inventory. A report that names the owner
+        (`takes_over`) takes the root over once the cell's conductor has released it, unless the owner reports the root
+        in the same group.
         """
         owners = _owners(self._sources)
         present = {key for number, key in enumerate(self.keys) if number not in self.results}
@@ -112,7 +117,9 @@ class ReportGroup:
         return (root, owner) not in present and self._sources[root, owner].digest in FREE
 
     def sort_out_stale(self) -> None:
-        """Of each source and root only the newest report is left without a result, if it is newer than the last one."""
+        """Set the result of stale reports: for each source and root, only the newest report stays without a result, and
+        only if it is newer than the last recorded one.
+        """
         newest: dict[Key, int] = {}
         for number, update in enumerate(self.updates):
             if number in self.results:
@@ -132,7 +139,9 @@ class ReportGroup:
             newest[self.keys[number]] = number
 
     def fresh(self) -> list[int]:
-        """The updates to plan; a repeated report only moves its source's version."""
+        """Return the indices of the updates to plan. A report of the same content as the last one only updates the
+        version of its source.
+        """
         fresh: list[int] = []
         for number in range(len(self.updates)):
             if number in self.results:
@@ -153,14 +162,14 @@ class ReportGroup:
         return cell is not None
 
     def settle(self, fresh: Sequence[int], results: Sequence[Applied | ReportRefusal]) -> None:
-        """How the planned ones ended."""
+        """Record the results of the planned updates."""
         for number, result in zip(fresh, results, strict=True):
             if isinstance(result, ReportRefusal):
                 self.results[number] = result
                 continue
             outcome = "applied" if result.changed else "unchanged"
             self.results[number] = InventoryResult(outcome=outcome, stranded=result.stranded)
-            # From now on this source is responsible for the providers that it reports, and for those that it left
+            # From now on this source is responsible for the providers that it reports, and for its former ones that are
             # stranded.
             answers_for = [*result.reported, *(uuid for uuid in result.stranded if "/" not in uuid)]
             self._write(number, not result.stranded, answers_for)
@@ -183,7 +192,7 @@ class ReportGroup:
         return tuple(dict.fromkeys((*own, *taken)))
 
     def answers(self, sequence: int) -> list[InventoryResult | ReportRefusal]:
-        """Every result, in order; those that changed something carry the transaction's feed number."""
+        """Every result, in order; a result that changed the book carries the transaction's feed number."""
         return [_numbered(self.results[number], sequence) for number in range(len(self.updates))]
 
     def _write(self, number: int, settled: bool, providers: Iterable[str]) -> None:
@@ -199,9 +208,9 @@ def _numbered(result: InventoryResult | ReportRefusal, sequence: int) -> Invento
 
 
 def _owners(sources: Mapping[Key, ReportSource]) -> dict[str, list[str]]:
-    """{root: the compute services' sources that have reported it as their own}.
+    """Return {root: the compute services (as sources) that have reported the root as their own}.
 
-    One of each root, unless a berth that did not refuse the second one wrote them.
+    A root has one owner, unless an earlier version of berth, which did not refuse the second one, wrote the rows.
     """
     owners: dict[str, list[str]] = {}
     for (root, source), last in sorted(sources.items()):

@@ -1,8 +1,9 @@
-"""Decides what inventory updates do to the book: whole trees, as their sources see them, against the providers loaded.
+"""Decides the effect of inventory updates on the book. An update is a whole tree, as its source sees it.
 
-An update from the bus is applied or refused whole, and it must never wedge its source: a provider or class that a
-report no longer mentions but a consumer still uses is not an error, it is *stranded* (capacity 0, no new allocations)
-and is deleted with the first report that finds it unused (docs/decisions/0002-stranded-inventory.md).
+An update from the bus is applied or refused as a whole, and must not block the later updates of its source. So a
+provider or class that a report no longer names and a consumer still uses is no error: it becomes *stranded* (capacity
+0, no new allocations), and the first report that finds it unused deletes it
+(docs/decisions/0002-stranded-inventory.md).
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from placement_worker.domain.values import (
     stored_inventory,
 )
 
-MAX_SHOWN = 64  # of a name that is refused
+MAX_SHOWN = 64  # characters of a refused name
 NO_HOLDINGS: Mapping[str, Holding] = {}
 _Used = dict[str, dict[str, int]]
 
@@ -38,9 +39,9 @@ class ReportRefusal(Struct, frozen=True):
 
 
 class Applied(Struct, frozen=True):
-    """An update that was applied: the reported rows, the stranded ones, and whether anything changed.
+    """An update that was applied: the reported providers, the stranded ones, and whether anything changed.
 
-    stranded: a provider's uuid, or `uuid/CLASS` where only a class of a reported provider is still in use.
+    stranded: a provider's uuid, or `uuid/CLASS` where a class of a reported provider is stranded.
     """
 
     reported: tuple[str, ...]
@@ -49,9 +50,9 @@ class Applied(Struct, frozen=True):
 
 
 class ReportPlan(Struct, frozen=True):
-    """The result of a group of updates: each one's result, and the providers loaded as they are to be afterwards.
+    """The plan of a group of updates: the result of each update, and the loaded providers as they are to be written.
 
-    moved: what consumers hold afterwards whose allocations followed a class to another provider.
+    moved: the new allocations of the consumers whose allocations have followed a class to another provider.
     """
 
     results: list[Applied | ReportRefusal]
@@ -60,12 +61,12 @@ class ReportPlan(Struct, frozen=True):
 
 
 def foreign(uuid: str) -> ReportRefusal:
-    """A cell's bus reports what belongs to another cell."""
+    """The refusal of a report that came on a cell's bus and names a provider of another cell."""
     return ReportRefusal("inventory.foreign_cell", f"{uuid} belongs to another cell")
 
 
 def flaw(update: InventoryUpdate, known_traits: Collection[str]) -> ReportRefusal | None:
-    """The error of an update by itself, without a look at the book; or None."""
+    """Return the error of an update that can be found without the book; None when there is none."""
     reports = update.providers
     if reports and (reports[0].uuid != update.root_uuid or reports[0].parent_uuid is not None):
         return ReportRefusal("inventory.root", "the first provider is the root, and the root has no parent")
@@ -114,11 +115,12 @@ def plan(
     *,
     shape: int,
 ) -> ReportPlan:
-    """Apply flawless updates that came on one bus, in order, each whole or not at all.
+    """Plan valid updates that came on one bus, in order. Each is applied as a whole or not at all.
 
-    earlier[n]: the previous report of the source of updates[n] about that root. book: every provider of every tree that
-    holds a root, a provider or a name in the updates. holdings: of every consumer of a provider that others take from.
-    shape: the shape of every provider that changes; higher than any that the book has given.
+    earlier[n]: the providers in the previous report of the source of updates[n] about that root. book: every provider
+    of every tree that contains a root, a provider or a provider name of the updates. holdings: the allocations of every
+    consumer of a provider that others take from. shape: the new shape of every provider that changes; it is higher than
+    any shape in the book.
     """
     draft = _Draft(book, holdings, bus, shape)
     results = [draft.apply(update, before) for update, before in zip(updates, earlier, strict=True)]
@@ -126,10 +128,11 @@ def plan(
 
 
 def changes_of(before: Mapping[str, Provider], after: Mapping[str, Provider]) -> list[Change]:
-    """The feed's words for the way from one book to the other: whole states, parents before children, removals last.
+    """Return the changes of the feed that turn `before` into `after`: whole states, parents before children, removals
+    last.
 
-    A generation that went back is of a provider that was deleted and created again on the way (by the REST API, where
-    it starts from 0): that it was removed comes first, or readers of the feed would take its state for an older one.
+    A provider whose generation decreases was deleted and created again in between (by the REST API, where generations
+    start at 0). Its removal comes first, otherwise a reader of the feed would ignore the new state as an older one.
     """
     created_again = [uuid for uuid, old in before.items() if uuid in after and after[uuid].generation < old.generation]
     changes = [_removed(before[uuid]) for uuid in created_again]
@@ -147,13 +150,13 @@ def _removed(provider: Provider) -> Change:
 
 
 class _Draft:
-    """The book as the updates so far have left it. A refused update leaves no trace."""
+    """The book after the updates so far. A refused update changes nothing."""
 
     def __init__(self, book: Mapping[str, Provider], holdings: Mapping[str, Holding], bus: str, shape: int) -> None:
         self.providers = dict(book)
         self._bus = bus
         self._shape = shape
-        self._generations: dict[str, int] = {}  # of providers that an update has removed, and another may report again
+        self._generations: dict[str, int] = {}  # of providers that an update removed; a later one may report them
         self.moved: dict[str, Holding] = {}
         self._holdings = holdings
         self._holders: dict[str, list[str]] = {}
@@ -184,7 +187,7 @@ class _Draft:
         gone, stranded = self._partition_leaving(leaving, set(reported), used)
         for report in own:
             owner = self.names.get(report.name)
-            # An owner that this update removes, or reports under another name, gives the name up.
+            # A provider that this update removes, or reports under another name, does not keep the name.
             if owner is not None and owner not in gone and owner not in reported:
                 return ReportRefusal("provider.name_taken", f"the name {report.name!r} is {owner}'s")
         touched: dict[str, Provider] = {}
@@ -205,15 +208,15 @@ class _Draft:
         return Applied(reported, (*stranded, *classes), self._commit(touched, gone))
 
     def _cell(self, uuid: str) -> str | None:
-        """The cell that a provider belongs to: its root's."""
+        """The cell that a provider belongs to, which is the cell of its root."""
         provider = self.providers.get(uuid)
         return self.providers[provider.root].cell if provider is not None else None
 
     def _bound(self, update: InventoryUpdate) -> str | None:
-        """The cell of a root once this bus has reported it. The API bus leaves an unbound root to its cell.
+        """Return the cell of a root after a report on this bus. A report on the API bus does not bind an unbound root.
 
-        A source above cells may name the cell of an unbound root that no consumer uses: a consumer there may be of
-        another cell, which could not release it any more.
+        A source on the API bus may name the cell of a root that has none, unless a consumer uses the root: that
+        consumer may belong to another cell, which could then no longer release its allocations.
         """
         root = update.root_uuid
         named = update.cell if self._bus == ABOVE_CELLS else None
@@ -225,7 +228,8 @@ class _Draft:
         return known or (self._bus if self._bus != ABOVE_CELLS else None)
 
     def _is_anothers(self, update: InventoryUpdate, earlier: Sequence[str]) -> bool:
-        """Whether a source above cells reports, for one cell, a root that it never had and that is another cell's.
+        """Whether a source on the API bus reports, for one cell, a root that it never reported before and that belongs
+        to another cell.
 
         Two Ironics may have a node of one uuid.
         """
@@ -237,7 +241,9 @@ class _Draft:
         return any(any(self.providers[uuid].used.values()) for uuid in self.trees.get(root, ()))
 
     def _migrate(self, update: InventoryUpdate, own: set[str]) -> tuple[dict[str, Holding], _Used]:
-        """(the moves, the usage after them). Only from providers that this report is about: `own`."""
+        """Return (the new holdings, the usage after them). Allocations move only away from the providers in `own`,
+        which this report covers.
+        """
         sources = [uuid for uuid in sources_of(update.providers) if uuid in own and uuid in self._holders]
         used: _Used = {uuid: self.providers[uuid].used if uuid in self.providers else {} for uuid in sorted(own)}
         moved: dict[str, Holding] = {}
@@ -254,7 +260,7 @@ class _Draft:
         return self.moved.get(consumer, self._holdings[consumer])
 
     def _leaving(self, update: InventoryUpdate, earlier: Sequence[str], reported: set[str]) -> list[str]:
-        """Providers of this tree that this source no longer reports, deepest first."""
+        """The providers of this tree that the source no longer reports, deepest first."""
         tree = self.trees.get(update.root_uuid, set())
         leaving = [u for u in (sorted(tree) if not reported else earlier) if u in tree and u not in reported]
         return sorted(leaving, key=lambda uuid: (-self._depth(uuid), uuid))
@@ -268,7 +274,9 @@ class _Draft:
         return depth
 
     def _partition_leaving(self, leaving: Sequence[str], reported: set[str], used: _Used) -> tuple[set[str], list[str]]:
-        """(those that can go, those that a consumer still uses or a child still hangs on)."""
+        """Return (the providers to delete, the providers to strand because a consumer uses them or a child
+        needs them).
+        """
         gone: set[str] = set()
         stranded: list[str] = []
         needed: set[str | None] = set()
@@ -286,7 +294,9 @@ class _Draft:
         return gone, stranded
 
     def _follow_moves(self, touched: dict[str, Provider], gone: set[str]) -> None:
-        """Unreported descendants stay under their parent: their root follows it, wherever it went."""
+        """Set the root of the descendants that were not reported: they stay under their parent, which may have moved to
+        another tree.
+        """
         moved = {
             self.providers[uuid].root
             for uuid, provider in touched.items()
@@ -320,8 +330,8 @@ class _Draft:
                 self.trees[before.root].discard(uuid)
                 if before.name != provider.name and self.names.get(before.name) == uuid:
                     del self.names[before.name]
-            # A provider that moved from one report to another continues its generation: an older generation is
-            # recognised by that.
+            # A provider that one update removes and another one reports continues its generation, so that older states
+            # can be recognised.
             generation = provider.generation if before is not None else self._generations.get(uuid, 0)
             self.providers[uuid] = replace(provider, generation=generation + 1, shape=self._shape)
             self.trees.setdefault(provider.root, set()).add(uuid)
@@ -345,7 +355,8 @@ def _reported(
     aggregates = report.aggregates
     if aggregates is None:
         aggregates = before.aggregates if before is not None else ()
-    # An operator gave the host these: its service does not have them, and so cannot mean to remove them.
+    # These traits were set through the REST API. The service does not know them, so a report without them does not
+    # remove them.
     lasting = before.lasting if before is not None else ()
     return Provider(
         uuid=report.uuid,
@@ -364,7 +375,7 @@ def _reported(
 
 
 def _strand(provider: Provider) -> Provider:
-    """Nothing new goes to it. Classes that no consumer uses go at once."""
+    """Strand a provider: it takes no new allocations, and its unused classes are removed at once."""
     inventories = {
         name: _closed(inventory) for name, inventory in provider.inventories.items() if provider.used.get(name)
     }

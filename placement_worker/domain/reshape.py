@@ -1,4 +1,6 @@
-"""Decides one reshape: inventories and the allocations that follow them, all or none (microversion 1.30)."""
+"""Decides one reshape, which replaces inventories and the allocations that follow them, all or none (microversion
+1.30).
+"""
 
 from __future__ import annotations
 
@@ -16,14 +18,18 @@ from placement_worker.domain.values import ConsumerState, Provider, StoredInvent
 
 
 class Reshape(Caused, frozen=True):
-    """{provider: (the generation it must have, its inventories)}, and what consumers hold afterwards."""
+    """One reshape. inventories: {provider: (the generation that it must have, its new inventories)}. writes: the new
+    allocations.
+    """
 
     inventories: Mapping[str, tuple[int, Mapping[str, StoredInventory]]]
     writes: tuple[ConsumerWrite, ...]
 
 
 class Reshaped(Struct, frozen=True):
-    """How to write it: `interim` holds old and new inventories together, so that allocations can move between them."""
+    """The rows of a reshape. interim: providers with their old and new inventories together, so that allocations can
+    move between them. final: providers with their new inventories alone.
+    """
 
     interim: dict[str, Provider]
     decision: Decision
@@ -38,9 +44,10 @@ def reshape(
     *,
     shape: int,
 ) -> Reshaped | WriteRefusal:
-    """The new world, or what stands against it.
+    """Return the rows to write, or the refusal.
 
-    providers: every one that is named or held. shape: of those whose inventories are written.
+    providers: every provider that the reshape names or that a named consumer holds. shape: the new shape of the
+    providers whose inventories are written.
     """
     refusal = _check(item, providers, known_classes)
     if refusal is not None:
@@ -59,7 +66,8 @@ def reshape(
         left = [name for name in interim[uuid].inventories if name not in inventories and used.get(name)]
         if left:
             return in_use(uuid, left)
-        # As Placement counts: once for the interim inventory if there is any, once for allocations, once at the end.
+        # Placement increments the generation once for the interim inventories if there are any, once for the
+        # allocations, and once for the final inventories.
         generation = ledger.generations.get(uuid, interim[uuid].generation) + bool(inventories) + 1
         kept = {name: amount for name, amount in used.items() if amount}
         final[uuid] = changed(interim[uuid], inventories=dict(inventories), used=kept, generation=generation)

@@ -1,4 +1,6 @@
-"""Retired trees: taken out by their source while consumers used them, and removed when the last consumer is gone."""
+"""Retired trees: trees that their source removed while consumers used them. They are deleted when the last consumer is
+gone.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Server groups and quotas: the rules that a claim must keep besides capacity."""
+"""Server groups and quotas: the rules that a claim must satisfy besides capacity."""
 
 from __future__ import annotations
 
@@ -12,16 +12,18 @@ from bus.contracts.placement import INSTANCES, MAX_LOCATED_HOSTS, Claim, ClaimOp
 from placement_worker.domain.moves import MIGRATION_TYPE
 from placement_worker.domain.values import ConsumerState, GroupKey, Holding, Provider
 
-# A provider with this trait gives to other trees: a consumer that holds something of it need not be on its host.
+# A provider with this trait shares its inventory with other trees, so a consumer of it need not be on its host.
 SHARING = "MISC_SHARES_VIA_AGGREGATE"
 
 
-# Policies that a claim is held to. The others are wishes, which the scheduler weighs.
+# The policies that placement enforces with each claim. The soft policies are left to the scheduler's weighers.
 HARD = frozenset({GroupPolicy.AFFINITY, GroupPolicy.ANTI_AFFINITY})
 
 
 class GroupMember(Struct, frozen=True, order=True):
-    """One member of a server group of a project. The hosts of a consumer follow from its allocations."""
+    """One member of a server group of a project. The member's hosts are not stored; they follow from its
+    allocations.
+    """
 
     project: str
     group: str
@@ -29,25 +31,27 @@ class GroupMember(Struct, frozen=True, order=True):
 
 
 class GroupCount:
-    """Where the members of one server group are by now: kept up with the changes, not counted anew for each claim."""
+    """The number of members of one server group on each host. It is updated with each change instead of counted for
+    each claim.
+    """
 
     __slots__ = ("by_host", "hosts", "seen")
 
     def __init__(self, members: Mapping[str, Sequence[str]]) -> None:
         self.hosts: dict[str, Sequence[str]] = dict(members)  # of each member
         self.by_host: dict[str, int] = {}
-        self.seen = 0  # how many of the ledger's changes are counted
+        self.seen = 0  # the number of the ledger's changes that are counted
         for hosts in members.values():
             self._count(hosts, 1)
 
     def put(self, consumer: str, hosts: Sequence[str]) -> None:
-        """Where a member is now."""
+        """Set the hosts of a member."""
         self._count(self.hosts.get(consumer, ()), -1)
         self.hosts[consumer] = hosts
         self._count(hosts, 1)
 
     def without(self, consumers: Iterable[str]) -> dict[str, int]:
-        """Members by host, without these."""
+        """Return the number of members by host, without these consumers."""
         counted = dict(self.by_host)
         for consumer in consumers:
             for host in self.hosts.get(consumer, ()):
@@ -65,9 +69,10 @@ def group_key(claim: Claim) -> GroupKey | None:
 
 
 def hosts_of(providers: Iterable[Provider]) -> tuple[str, ...]:
-    """The hosts of a consumer that holds something of these providers: their roots.
+    """Return the hosts of a consumer that holds allocations of these providers: the roots of the providers.
 
-    Roots of shared pools count only if it holds nothing else. The members of server groups are counted so.
+    The root of a sharing provider counts only if the consumer holds nothing else. Members of server groups are counted
+    by this rule.
     """
     held = list(providers)
     own = [provider for provider in held if SHARING not in provider.traits] or held
@@ -75,9 +80,10 @@ def hosts_of(providers: Iterable[Provider]) -> tuple[str, ...]:
 
 
 def permitted(claim: Claim, option: ClaimOption, others: Mapping[str, int]) -> ClaimOutcome:
-    """Whether the server group's hard rule allows the member on this host. Its own host is always allowed.
+    """Return whether the hard policy of the server group allows the claim's consumer on the option's host.
 
-    Of a group that stays together a member that moves is on two hosts: it may end on either, so neither is allowed.
+    A member that moves is on two hosts. With affinity no host is then allowed for other members, because the move may
+    end on either host.
     """
     group = claim.server_group
     assert group is not None
@@ -93,7 +99,7 @@ def permitted(claim: Claim, option: ClaimOption, others: Mapping[str, int]) -> C
 def visible_members(claim: Claim, others: Mapping[str, int]) -> dict[str, int]:
     """The other members by host, for the answer to a claim that the rule has refused.
 
-    With anti-affinity only of the hosts that it named: the group may be on any number of them.
+    With anti-affinity these are only the hosts that the claim named, because the group may be on very many others.
     """
     assert claim.server_group is not None
     if claim.server_group.policy is GroupPolicy.ANTI_AFFINITY:
@@ -103,8 +109,8 @@ def visible_members(claim: Claim, others: Mapping[str, int]) -> dict[str, int]:
 
 
 def held_by_class(holding: Holding) -> dict[str, int]:
-    """The amounts of one consumer that count against a quota: amounts by class over all its providers, and one
-    instance.
+    """Return the amounts of one consumer that count against a quota: the sum of each class over all its providers, and
+    one instance.
     """
     held = {INSTANCES: 1} if holding else {}
     for resources in holding.values():
@@ -114,9 +120,9 @@ def held_by_class(holding: Holding) -> dict[str, int]:
 
 
 def counted_by_class(consumer: ConsumerState) -> dict[str, int]:
-    """The amounts of a consumer that count against its project's quota.
+    """Return the amounts of a consumer that count against its project's quota.
 
-    A migration counts nothing: its instance does, as in Nova.
+    A migration does not count, because its instance does, as in Nova.
     """
     return {} if consumer.consumer_type == MIGRATION_TYPE else held_by_class(consumer.holding)
 
@@ -124,9 +130,9 @@ def counted_by_class(consumer: ConsumerState) -> dict[str, int]:
 def usage_changes(
     before: Mapping[str, ConsumerState], after: Mapping[str, ConsumerState | None]
 ) -> dict[tuple[str, str], int]:
-    """{(project, class): how much more its consumers hold together}, INSTANCES included, of consumers that changed.
+    """Return {(project, class): the change of the project's usage}, INSTANCES included, for the consumers that changed.
 
-    before: all of these that there were. Unchanged amounts are left out.
+    before: the former states of those that existed. Amounts that do not change are left out.
     """
     more: dict[tuple[str, str], int] = {}
     for uuid, consumer in after.items():

@@ -1,10 +1,10 @@
-"""The effects of the REST API's writes on providers: one operation at a time, against the providers loaded and locked
-for it.
+"""The effects of the REST API's writes on providers, decided one write at a time, against the providers that are locked
+for the group.
 
-Generations move exactly as Placement moves them: every write of inventories adds
-one, even when nothing changes; traits only when they change; aggregates always from 1.19 and never before; a rename
-or a new parent adds none. Our own `shape` moves with everything that a claim was chosen for, to a number that the book
-has never given before: a provider that is deleted and created again has none of its old ones.
+Generations are incremented exactly as Placement does: by every write of inventories, even when nothing changes; by a
+write of traits only when they change; by every write of aggregates from 1.19 on and by none before; not by a rename or
+a new parent. berth's own `shape` changes with inventory, traits, aggregates and parentage. Each new shape is a number
+that the book has never given before, so a provider that is deleted and created again has none of its old shapes.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _STANDARD_ORDER = {name: number for number, name in enumerate(os_resource_classe
 
 
 class CreateProvider(Caused, frozen=True):
-    """A new provider, a root or below a parent."""
+    """Create a provider, as a root or below a parent."""
 
     uuid: str
     name: str
@@ -31,7 +31,9 @@ class CreateProvider(Caused, frozen=True):
 
 
 class UpdateProvider(Caused, frozen=True):
-    """Another name, and another parent unless UNSET. may_move: from 1.37, also away from a parent it has."""
+    """Rename a provider, and give it another parent unless `parent` is UNSET. may_move: whether a provider that has a
+    parent may be moved or become a root (from 1.37).
+    """
 
     uuid: str
     name: str
@@ -40,13 +42,15 @@ class UpdateProvider(Caused, frozen=True):
 
 
 class DeleteProvider(Caused, frozen=True):
-    """The provider goes, with its inventory; not while it has allocations or children."""
+    """Delete a provider and its inventory, unless it has allocations or children."""
 
     uuid: str
 
 
 class SetInventories(Caused, frozen=True):
-    """These inventories and no others. generation None: any. flaw: the first error among them, or none."""
+    """Replace all inventories of a provider. generation: the one that the provider must have; None: any. flaw: the
+    first error among the inventories, empty when there is none.
+    """
 
     uuid: str
     inventories: Mapping[str, StoredInventory]
@@ -55,7 +59,7 @@ class SetInventories(Caused, frozen=True):
 
 
 class ReplaceInventory(Caused, frozen=True):
-    """One inventory, there already, as it is to be now."""
+    """Replace one inventory, which must exist."""
 
     uuid: str
     resource_class: str
@@ -65,7 +69,7 @@ class ReplaceInventory(Caused, frozen=True):
 
 
 class AddInventory(Caused, frozen=True):
-    """One inventory that is not there yet."""
+    """Add one inventory, which must not exist."""
 
     uuid: str
     resource_class: str
@@ -74,14 +78,14 @@ class AddInventory(Caused, frozen=True):
 
 
 class DeleteInventory(Caused, frozen=True):
-    """One inventory goes."""
+    """Delete one inventory."""
 
     uuid: str
     resource_class: str
 
 
 class SetTraits(Caused, frozen=True):
-    """These traits and no others."""
+    """Replace all traits of a provider."""
 
     uuid: str
     traits: Sequence[str]
@@ -89,7 +93,9 @@ class SetTraits(Caused, frozen=True):
 
 
 class SetAggregates(Caused, frozen=True):
-    """These aggregates and no others. generation None: before 1.19, where it neither counts nor moves."""
+    """Replace all aggregates of a provider. generation: None before 1.19, where the generation is neither compared nor
+    incremented.
+    """
 
     uuid: str
     aggregates: Sequence[str]
@@ -97,7 +103,9 @@ class SetAggregates(Caused, frozen=True):
 
 
 class ChangeMembership(Caused, frozen=True):
-    """One aggregate comes or goes; the others stay. The generation moves when it does."""
+    """Add a provider to one aggregate or remove it from one; the other aggregates stay. The generation is incremented
+    when something changes.
+    """
 
     uuid: str
     aggregate: str
@@ -136,7 +144,7 @@ def traits_of_trees(writes: Iterable[TreeWrite]) -> set[str]:
 
 
 class ProviderTrees:
-    """The providers of one group of writes: as loaded, then as each write in turn leaves them.
+    """The providers of one group of writes: first as loaded, then as the writes so far have left them.
 
     shape: the shape of every provider that the group creates or changes.
     """
@@ -156,7 +164,9 @@ class ProviderTrees:
         self._known_traits = known_traits
 
     def apply(self, write: TreeWrite) -> TreeOutcome:
-        """The provider as the write leaves it (for a delete: as it was), or why nothing was done."""
+        """Apply one write. Returns the provider as the write leaves it (for a delete: as it was before), or the
+        refusal.
+        """
         if isinstance(write, CreateProvider):
             return self._create(write)
         before = self.providers.get(write.uuid)
@@ -193,7 +203,7 @@ class ProviderTrees:
         return created
 
     def update(self, before: Provider, write: UpdateProvider) -> TreeOutcome:
-        """Rename, re-parent."""
+        """Rename the provider and give it another parent."""
         moved = before
         subtree: list[str] = []
         if write.parent is not UNSET and (write.parent is not None or before.parent is not None):
@@ -218,7 +228,7 @@ class ProviderTrees:
         return moved
 
     def _target(self, before: Provider, write: UpdateProvider) -> str | WriteRefusal:
-        """The root that the provider comes under."""
+        """Return the root of the provider after the write, or the refusal."""
         if write.parent is None or write.parent is UNSET:
             if not write.may_move:
                 return _bad_parent("update", "un-parenting a provider is not currently allowed.")
@@ -237,7 +247,7 @@ class ProviderTrees:
             if provider.root == top.root and provider.parent is not None:
                 children.setdefault(provider.parent, []).append(provider.uuid)
         found = [top.uuid]
-        for uuid in found:  # grows as it goes; a tree, so it ends
+        for uuid in found:  # `found` grows while it is read; the loop ends because a tree has no cycles
             found.extend(children.get(uuid, ()))
         return found
 
@@ -341,7 +351,9 @@ _APPLY: dict[type[TreeWrite], Callable[..., TreeOutcome]] = {
 
 
 def with_inventories(before: Provider, shape: int, inventories: Mapping[str, StoredInventory]) -> TreeOutcome:
-    """The provider with these inventories, and of this shape if they differ; or why it cannot lose one."""
+    """Return the provider with these inventories, and with this shape if they differ from its own; or the refusal when
+    an inventory in use would be removed.
+    """
     missing = [name for name in before.inventories if name not in inventories and before.used.get(name)]
     if missing:
         return in_use(before.uuid, missing)
@@ -350,7 +362,9 @@ def with_inventories(before: Provider, shape: int, inventories: Mapping[str, Sto
 
 
 def in_use(provider: str, classes: Iterable[str]) -> WriteRefusal:
-    """Inventories that consumers hold; the standard classes in their own order, then custom ones."""
+    """The refusal to remove inventories in use. It lists the standard classes in Placement's order, then custom
+    ones.
+    """
     named = ", ".join(sorted(classes, key=lambda name: (_STANDARD_ORDER.get(name, len(_STANDARD_ORDER)), name)))
     return WriteRefusal(Why.IN_USE, f"Inventory for '{named}' on resource provider '{provider}' in use.", provider)
 

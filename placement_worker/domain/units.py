@@ -1,6 +1,7 @@
-"""Which amounts an inventory gives: Placement's rule of min_unit, max_unit and step_size.
+"""The amounts that an inventory allows for one allocation: Placement's rule of min_unit, max_unit and step_size.
 
-Here once for numbers and for columns of them, and once as SQL; `store/schema.sql` has that text, which a test compares.
+The rule stands here twice: for numbers and for columns of numbers, and as SQL. `store/schema.sql` contains the same SQL
+text, and a test compares the two.
 """
 
 from __future__ import annotations
@@ -13,26 +14,28 @@ class UnitRule(Protocol):
 
     @property
     def min_unit(self) -> int:
-        """The least that one allocation may have."""
+        """The smallest amount of one allocation."""
 
     @property
     def max_unit(self) -> int:
-        """The most that one allocation may have."""
+        """The largest amount of one allocation."""
 
     @property
     def step_size(self) -> int:
-        """Of which every allocation is a multiple."""
+        """Every allocation is a multiple of this amount."""
 
 
 def is_in_units(amount: Any, min_unit: Any, max_unit: Any, step_size: Any) -> Any:
-    """Whether one allocation may have this amount, regardless of free capacity: of integers a bool, of arrays an array
-    of them.
+    """Whether one allocation may have this amount, regardless of free capacity. For integers the result is a bool, for
+    arrays an array of bools.
     """
     return (min_unit <= amount) & (amount <= max_unit) & (amount % step_size == 0)
 
 
 def in_units_sql(amount: str, inventory: str = "i") -> str:
-    """The same as a condition in SQL. amount: an expression, repeated. inventory: the alias of its row."""
+    """Return the same rule as an SQL condition. amount: an expression, which the condition repeats. inventory: the
+    alias of the inventory's row.
+    """
     low, high, step = (f"{inventory}.{name}" for name in ("min_unit", "max_unit", "step_size"))
     return f"{amount} >= {low} AND {amount} <= {high} AND {amount} % {step} = 0"
 

@@ -1,4 +1,4 @@
-"""The book's values as decisions see them: a provider's inventory, a consumer's allocations."""
+"""The values of the book that decisions read: a provider's inventory, a consumer's allocations."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from bus.contracts.placement import Inventory, ProviderState
 Holding = Mapping[str, Mapping[str, int]]  # {provider: {class: amount}}
 NOTHING: Holding = {}
 
-# A server group: (project, its uuid). Its members that hold something: {consumer: the hosts that it is on}.
+# GroupKey names a server group: (project, uuid). Members has its members that hold allocations: {consumer: its hosts}.
 GroupKey = tuple[str, str]
 Members = Mapping[str, Sequence[str]]
 
-# Below the largest integer that a double holds exactly, for any total and ratio.
+# The largest integer up to which a double represents every integer exactly. Capacities are cut to it.
 MAX_CAPACITY = 2**53
 
-# Where a provider belongs that was first reported above all cells: the API bus, by its name.
+# The `cell` of a root that was first reported on the API bus: the name of that bus.
 ABOVE_CELLS = "api"
 
 
 class InventoryUsage(Struct, frozen=True, gc=False):
-    """The limits that one inventory puts to a claim, and how much of it was used when it was read."""
+    """The limits that one inventory sets for a claim, and its usage when it was read."""
 
     capacity: int
     min_unit: int
@@ -34,7 +34,9 @@ class InventoryUsage(Struct, frozen=True, gc=False):
 
 
 class ClaimedProvider(Struct, frozen=True):
-    """A provider as a claim sees it, locked. root: the provider at the top of its tree, its host."""
+    """A provider as a claim sees it; its row is locked. root: the uuid of the provider at the top of its tree, the
+    host.
+    """
 
     generation: int
     shape: int
@@ -43,7 +45,9 @@ class ClaimedProvider(Struct, frozen=True):
 
 
 class ConsumerState(Struct, frozen=True):
-    """The holder of an allocation. With an empty holding it is only a fence: attempts up to this one are over."""
+    """A consumer and its allocations. With an empty holding the row is only a fence: attempts up to `attempt` are
+    refused.
+    """
 
     generation: int
     attempt: int
@@ -54,9 +58,11 @@ class ConsumerState(Struct, frozen=True):
 
 
 class StoredInventory(Struct, frozen=True, gc=False):
-    """One inventory of one provider. capacity is computed here, once, and read everywhere after.
+    """One inventory of one provider. capacity: computed when the inventory is written (`stored_inventory`), and only
+    read afterwards.
 
-    stranded: its source no longer reports it, but it is in use: capacity 0 until the last user has gone.
+    stranded: its source no longer reports the inventory, but consumers use it. Its capacity is 0 until it is unused and
+    deleted.
     """
 
     total: int
@@ -70,12 +76,12 @@ class StoredInventory(Struct, frozen=True, gc=False):
 
 
 class Provider(Struct, frozen=True):
-    """A provider whole, as an inventory update sees it. `used` has every class that is not at 0.
+    """A whole provider, as an inventory update sees it. used: the usage of every class that has any.
 
-    cell: of a root alone, and its whole tree follows it: the bus that first reported it, a cell's or the API bus
-    (ABOVE_CELLS). None: no report has stated it yet (the REST API made it, or a book older than cells' bounds).
-    lasting: the traits that the REST API gave it; a report neither brings nor takes them. Only read for reports and
-    exports; the REST API's own writes leave it to the database.
+    cell: set on roots, and valid for the whole tree: the cell whose bus first reported the root, or ABOVE_CELLS for the
+    API bus. None: no report has named the root yet (the REST API created it, or the rows are older than this column).
+    lasting: the traits that were set through the REST API; reports neither add nor remove them. This field is read for
+    reports and exports; the REST API's own writes leave it to the database.
     """
 
     uuid: str
@@ -93,20 +99,22 @@ class Provider(Struct, frozen=True):
 
 
 def is_foreign(cell: str | None, bus: str) -> bool:
-    """Whether a root of this cell is not to be reported on this bus."""
+    """Whether reports of a root of this cell are refused on this bus."""
     return bus != ABOVE_CELLS and cell not in (None, bus)
 
 
 def is_closed(cell: str | None, bus: str) -> bool:
-    """Whether a tree of this cell is not to be claimed on this bus.
+    """Whether claims of a tree of this cell are refused on this bus.
 
-    A root that was reported above cells is open to all.
+    A root that was reported on the API bus is open to claims on every bus.
     """
     return cell != ABOVE_CELLS and is_foreign(cell, bus)
 
 
 def capacity(total: int, reserved: int, allocation_ratio: float) -> int:
-    """How much can be handed out: Placement's rule, rounded down, within bounds."""
+    """Return the capacity by Placement's rule, (total - reserved) * allocation_ratio, rounded down and between 0 and
+    MAX_CAPACITY.
+    """
     product = (total - reserved) * allocation_ratio
     if not product > 0:
         return 0
@@ -114,7 +122,7 @@ def capacity(total: int, reserved: int, allocation_ratio: float) -> int:
 
 
 def stored_inventory(inventory: Inventory) -> StoredInventory:
-    """A reported inventory with its capacity."""
+    """Return a reported inventory with its capacity."""
     return StoredInventory(
         inventory.total,
         inventory.reserved,
@@ -127,7 +135,7 @@ def stored_inventory(inventory: Inventory) -> StoredInventory:
 
 
 def state_of(provider: Provider) -> ProviderState:
-    """A provider as it is in the feed and in the snapshot."""
+    """Return a provider in the form of the feed and of the snapshot."""
     return ProviderState(
         uuid=provider.uuid,
         name=provider.name,
@@ -154,7 +162,7 @@ def state_of(provider: Provider) -> ProviderState:
 
 
 def claimed_provider(provider: Provider) -> ClaimedProvider:
-    """The part of a provider that a claim needs: what fits into it, and whether it has changed."""
+    """Return the part of a provider that the decision about a claim needs."""
     inventories = {
         name: InventoryUsage(
             inventory.capacity, inventory.min_unit, inventory.max_unit, inventory.step_size, provider.used.get(name, 0)

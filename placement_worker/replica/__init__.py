@@ -1,5 +1,7 @@
-"""The public, read-only copy of the resource book: columns, candidate search, and the follower that keeps it true.
+"""The public, read-only copy of the resource book: columns, candidate search, and the follower that keeps it up to
+date.
 
-`book.Book` holds the providers, `search.search` and `search.options` find hosts in it, `follower.Follower` feeds it
-from the bus. Schedulers embed it; the REST API answers from it. It imports `bus` and nothing else of ours.
+`book.Book` holds the providers, `search.search` and `search.options` find hosts in it, and `follower.Follower` updates
+it from the bus. Schedulers embed this package, and the REST API answers from it. Of berth's packages it imports `bus`
+alone.
 """

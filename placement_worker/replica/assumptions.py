@@ -1,4 +1,4 @@
-"""Claims in flight: allocations that were requested of placement and are not yet seen in the feed."""
+"""Claims in flight: allocations that were requested of placement and that the feed does not contain yet."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ NOTHING: Mapping[str, int] = {}
 
 
 class Assumptions:
-    """Amounts by key and provider, and their sums by provider. Every change returns which sums moved."""
+    """The amounts by key and provider, and their sums by provider. Every method that changes amounts returns the sums
+    that have changed.
+    """
 
     def __init__(self) -> None:
         self._by_key: dict[str, dict[str, Share]] = {}
@@ -20,15 +22,15 @@ class Assumptions:
         self._awaited: dict[str, dict[str, tuple[int, int]]] = {}
 
     def keys(self) -> Iterator[str]:
-        """Keys that still assume something."""
+        """The keys that have assumed amounts."""
         return iter(self._by_key)
 
     def providers(self) -> list[str]:
-        """Providers that anything is assumed of."""
+        """The providers that have assumed amounts."""
         return list(self._sums)
 
     def providers_of(self, key: str) -> list[str]:
-        """Providers that the key assumes something of."""
+        """The providers of which the key assumes amounts."""
         return list(self._by_key.get(key, ()))
 
     def amount(self, uuid: str, resource_class: str) -> int:
@@ -41,7 +43,7 @@ class Assumptions:
         return self._sums.get(uuid, NOTHING)
 
     def add(self, key: str, allocations: Mapping[str, Mapping[str, int]]) -> Mapping[str, Sequence[str]]:
-        """A new key (an old one of that name has been dropped)."""
+        """Add a key. The caller has dropped an earlier key of this name."""
         assert key not in self._by_key, key
         if allocations:
             self._by_key[key] = {uuid: dict(share) for uuid, share in allocations.items()}
@@ -52,31 +54,34 @@ class Assumptions:
         return {uuid: list(share) for uuid, share in allocations.items()}
 
     def drop(self, key: str) -> Mapping[str, Sequence[str]]:
-        """The whole key."""
+        """Drop a key with all its amounts."""
         return self._drop(key, self.providers_of(key))
 
     def settle(
         self, key: str, generations: Mapping[str, int], reached: Sequence[str], sequence: int
     ) -> Mapping[str, Sequence[str]]:
-        """The key stands: drop its shares on `reached`, await the others' generations, or this feed number."""
+        """Record that the claim of this key has succeeded. Its shares on the providers in `reached` are dropped now,
+        the others when their provider reaches the given generation or a snapshot this feed number.
+        """
         touched = self._drop(key, reached)
         for uuid in self.providers_of(key):
             self._awaited.setdefault(uuid, {})[key] = (generations[uuid], sequence)
         return touched
 
     def is_awaited(self, uuid: str) -> bool:
-        """Whether a settled share waits for this provider."""
+        """Whether a settled share waits for changes of this provider."""
         return uuid in self._awaited
 
     def awaited(self) -> list[str]:
-        """Providers that settled shares wait for."""
+        """The providers for whose changes settled shares wait."""
         return list(self._awaited)
 
     def reached(self, uuid: str, generation: int | None, snapshot: int = -1) -> dict[str, list[str]]:
-        """The provider is at this generation now (None: it is gone); drops the settled shares that waited for it.
+        """Record that the provider has this generation (None: it was removed), and drop the settled shares that waited
+        for it.
 
-        snapshot: the feed number of a snapshot that contains it: it counts all claims up to there, whatever the
-        generation, which is lower than awaited if the provider was deleted and created again.
+        snapshot: the feed number of the snapshot that contains the provider. The snapshot counts all claims up to this
+        number, even if the generation is lower than the awaited one because the provider was deleted and created again.
         """
         touched: dict[str, list[str]] = {}
         for key, (wanted, sequence) in list(self._awaited.get(uuid, {}).items()):

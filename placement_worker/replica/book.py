@@ -1,7 +1,8 @@
 """The book in columns: every provider's inventory, usage, and claims in flight.
 
-One writer, no awaits: between two calls a reader sees one consistent state. A row is a provider; rows of removed
-providers are used again. Python objects per provider are strings only, which the cyclic collector never visits.
+There is one writer, and no method awaits, so a reader sees a consistent state between two calls. Each provider has one
+row; the rows of removed providers are used again. The only Python objects for each provider are strings, which the
+cyclic garbage collector does not visit.
 """
 
 from __future__ import annotations
@@ -32,28 +33,26 @@ if TYPE_CHECKING:
 
 Cache = TypeVar("Cache")
 
-# Distinct values are swept when this many have gathered, and then when they have doubled.
+# Unused distinct values are swept when there are this many values, and again whenever their number has doubled.
 SWEEP_FROM = 4096
-# A class counts for so many of them: its columns take 28 bytes of every row.
+# A resource class counts as this many distinct values, because its columns take 28 bytes of every row.
 CLASS_WEIGHS = 128
 
 
-# A book's own state, which no snapshot replaces.
+# The state of a book that a snapshot does not replace.
 _OWN = frozenset({"_caches", "_stamps", "assumptions", "epoch", "history", "moves", "sequence", "shape_moves", "texts"})
 
 
 class Gap(Struct, frozen=True):
-    """A hole in the feed: the next change should have been `expected`, and `got` came."""
+    """A hole in the feed: the next change should have had the number `expected`, and has the number `got`."""
 
     expected: int
     got: int
 
 
 class Book(Trees):
-    """All providers that the feed has named, and the claims in flight that it has not.
-
-    `sequence` is the number of the last change in it. Rows are stable while their provider exists. Arrays that it
-    hands out are read-only views or copies; indices are rows.
+    """All providers as of one number of the feed (`sequence`), and the claims in flight. The row of a provider does not
+    change while the provider exists. The returned arrays are read-only views or copies, and are indexed by row.
     """
 
     _filled = (
@@ -68,12 +67,12 @@ class Book(Trees):
 
     def __init__(self) -> None:
         self.sequence = 0
-        self.history = ""  # of which the sequence is a number
-        self.moves = Moves()  # roots whose tree moved in any way
-        self.shape_moves = Moves()  # roots whose tree changed in more than usage
-        self.epoch = 0  # moves when the numbers of distinct values are dealt anew
+        self.history = ""  # the history that the sequence is a number of
+        self.moves = Moves()  # roots whose tree has changed in any way
+        self.shape_moves = Moves()  # roots whose tree has changed in more than usage
+        self.epoch = 0  # incremented when distinct values are numbered anew
         self._caches: dict[type, Any] = {}  # see `cache`
-        self.texts: dict[Hashable, object] = {}  # what answers keep beside the columns
+        self.texts: dict[Hashable, object] = {}  # texts that the REST API caches for its answers
         self.assumptions = Assumptions()
         self._stamps = 0
         self._clear()
@@ -100,26 +99,26 @@ class Book(Trees):
     # --- changes of the feed, and claims
 
     def load(self, providers: Sequence[ProviderState], sequence: int, history: str = "") -> None:
-        """Replace all providers by a snapshot that is true at `sequence` of a history. `loading` does so in turns."""
+        """Replace all providers by a snapshot of one feed number and history, without a pause. `loading` does the same
+        with turns of the event loop in between.
+        """
         loaded = Book()
         loaded.add(providers)
         self.adopt(loaded, sequence, history)
 
     def add(self, providers: Sequence[ProviderState]) -> None:
-        """Put in a part of the snapshot that this book is made of, before another one adopts it."""
+        """Add a part of a snapshot to this book, before another book adopts it."""
         self._reserve_rows(len(providers))
         for state in providers:
             self._put(state)
         for column in self._by_number:
-            column.kinds.columns()  # part by part here, and not all of them in the first search
+            column.kinds.columns()  # computed for each part, so that the first search need not compute all
 
     def adopt(self, loaded: Book, sequence: int, history: str = "") -> None:
-        """Replace all providers by those of a book that was just made of a snapshot, and is given up for it.
-
-        Claims in flight stay in flight. Changes of another history that claims wait for will not come: they are
-        dropped.
+        """Replace all providers by those of a book that was made from a snapshot and is not used any more. Claims in
+        flight are kept, except settled ones that wait for changes of another history, which will not come.
         """
-        loaded.stamp[: loaded.top] += self._stamps  # values kept beside earlier rows are not confused with theirs
+        loaded.stamp[: loaded.top] += self._stamps  # so that values cached for earlier rows are not taken for theirs
         for name, value in vars(loaded).items():
             if name not in _OWN:
                 setattr(self, name, value)
@@ -134,7 +133,7 @@ class Book(Trees):
         self.shape_moves.clear()
 
     def apply(self, changes: Sequence[Change]) -> Gap | None:
-        """Fold in changes, in order. Known ones are ignored; at a hole it stops and returns it."""
+        """Apply changes in order. Known changes are ignored. At a hole the method stops and returns the hole."""
         for change in changes:
             if change.sequence <= self.sequence:
                 continue
@@ -146,23 +145,21 @@ class Book(Trees):
         return None
 
     def assume(self, key: str, allocations: Mapping[str, Mapping[str, int]]) -> None:
-        """Count a claim in flight as if it were used, at once.
-
-        A key that is assumed again replaces its earlier assumption.
-        """
+        """Count a claim in flight as usage from now on. An earlier assumption under the same key is replaced."""
         self._restore(self.assumptions.drop(key))
         self._restore(self.assumptions.add(key, allocations))
 
     def forget(self, key: str) -> None:
-        """Drop the assumption under this key now: its claim has failed, or is not going to be made."""
+        """Drop the assumption under this key: its claim has failed, will not be made, or was released."""
         self._restore(self.assumptions.drop(key))
 
     def settle(self, key: str, generations: Mapping[str, int], sequence: int = 0) -> None:
-        """The claim holds. generations: {provider: the generation that its changes gave it}.
+        """Record that the claim has succeeded. generations: {provider: the generation that the claim gave it}.
 
-        Its share on each provider is dropped when the feed has brought that provider to the given generation, which
-        then counts it as used. A share on a provider not named is dropped now. sequence: the feed's number of the
-        claim's changes, 0 when they were made before it was requested again; a book that is there already counts it.
+        The share on each provider is dropped when the feed has brought the provider to the given generation and so
+        counts the amount as usage. A share on a provider that is not named is dropped now. sequence: the feed number of
+        the claim's changes; a book that has reached it counts the amounts already. It is 0 in the answer to a repeated
+        claim.
         """
         reached = [
             uuid
@@ -181,7 +178,7 @@ class Book(Trees):
     # --- reading
 
     def cache(self, kind: type[Cache]) -> Cache:
-        """Values that readers keep beside the columns: one value of each type, made when it is first read."""
+        """The cache of this type. Each reader caches values in a type of its own, which is created at its first use."""
         kept: Cache | None = self._caches.get(kind)
         if kept is None:
             kept = self._caches[kind] = kind()
@@ -189,13 +186,12 @@ class Book(Trees):
 
     @property
     def version(self) -> int:
-        """Moves with everything that can change an answer; see `changed_roots`."""
+        """A number that changes with everything that can change an answer (see `changed_roots`)."""
         return self.moves.end
 
     def changed_roots(self, since: int) -> Rows | None:
-        """Roots whose tree moved since that version, ascending; None: too long ago, look at everything.
-
-        A row in it may meanwhile be no root any more.
+        """The rows of roots whose tree has changed since that version, ascending. None: the version is too old, and
+        every root may have changed. Some of the rows may no longer be roots.
         """
         return self.moves.since(since)
 
@@ -216,7 +212,7 @@ class Book(Trees):
         return trait in self.traits_of(row)
 
     def with_trait(self, trait: str, rows: Rows) -> NDArray[np.bool_]:
-        """Which of the rows have the trait themselves."""
+        """Per row, whether the provider itself has the trait."""
         has = np.array([trait in traits for traits in self.trait_sets.values], dtype=np.bool_)
         return has[self.traits[rows]]
 
@@ -225,12 +221,12 @@ class Book(Trees):
         return self.aggregate_sets.values[int(self.aggregates[row])]
 
     def in_aggregate(self, aggregate: str, rows: Rows) -> NDArray[np.bool_]:
-        """Which of the rows are in the aggregate themselves."""
+        """Per row, whether the provider itself is in the aggregate."""
         has = np.array([aggregate in aggregates for aggregates in self.aggregate_sets.values], dtype=np.bool_)
         return has[self.aggregates[rows]]
 
     def resource_classes(self) -> list[str]:
-        """Classes that any provider has or had, sorted."""
+        """The classes that a provider has or had, sorted."""
         return sorted(self._columns)
 
     def column(self, resource_class: str) -> ClassColumns | None:
@@ -238,12 +234,12 @@ class Book(Trees):
         return self._columns.get(resource_class)
 
     def free(self, resource_class: str, roots: Rows) -> Amounts:
-        """Per root: the sum over its tree of the free amounts above zero."""
+        """Per root, the sum of the positive free amounts in its tree."""
         column = self._columns.get(resource_class)
         return np.zeros(len(roots), dtype=np.int64) if column is None else column.root_free[roots]
 
     def totals(self, resource_class: str, roots: Rows) -> Amounts:
-        """Per root: the capacity of its tree."""
+        """Per root, the capacity of its tree."""
         column = self._columns.get(resource_class)
         if column is None:
             return np.zeros(len(roots), dtype=np.int64)
@@ -251,7 +247,7 @@ class Book(Trees):
         return self._sum_over_trees(capacity[column.kind[: self.top]], roots)
 
     def usage(self, resource_class: str, roots: Rows) -> Amounts:
-        """Per root: its tree's usage and the assumed claims in flight."""
+        """Per root, the usage of its tree, including the claims in flight."""
         column = self._columns.get(resource_class)
         if column is None:
             return np.zeros(len(roots), dtype=np.int64)
@@ -259,7 +255,9 @@ class Book(Trees):
         return self._sum_over_trees(capacity[column.kind[: self.top]] - column.free[: self.top], roots)
 
     def inventory_of(self, row: int) -> dict[str, tuple[InventoryNumbers, int, int]]:
-        """The provider's inventories by class: their numbers, usage, and free amounts with claims in flight."""
+        """The provider's inventories by class: their numbers, usage, and free amounts, which take the claims in flight
+        into account.
+        """
         found = {}
         for number in self.class_sets.values[self.classes[row]]:
             column = self._by_number[number]
@@ -275,12 +273,12 @@ class Book(Trees):
         elif change.used is not None:
             self._use(change.provider, change.generation, change.used)
         elif change.removed:
-            # No look at generations: a provider made again under the same uuid starts from 0, and every later
-            # change of it follows in the feed anyway.
+            # The generation is not compared: a provider that was created again starts at 0, and its later changes
+            # follow in the feed.
             self._remove(change.provider)
 
     def _put(self, state: ProviderState) -> None:
-        """The whole of one provider; an older generation than the known one loses."""
+        """Write a whole provider, unless the known generation is newer."""
         row = self._rows.get(state.uuid)
         if row is None:
             row = self._new_row(state.uuid)
@@ -307,7 +305,7 @@ class Book(Trees):
         self._reached(state.uuid, state.generation)
 
     def _set_inventories(self, row: int, before: tuple[int, ...], state: ProviderState) -> None:
-        """Set inventories and usage; classes it had before and has no more become nothing."""
+        """Set the inventories and usage of a row, and clear the classes that the provider no longer has."""
         names = {**state.inventories, **state.used, **self.assumptions.sums_of(state.uuid)}
         numbers = [self._column(name).number for name in names]
         for number in before:
@@ -324,7 +322,9 @@ class Book(Trees):
             self._recount(self._by_number[number], row, state.uuid)
 
     def _use(self, uuid: str, generation: int, used: Mapping[str, int]) -> None:
-        """Only usage moved. Of a provider that is not known (it came and went within a snapshot): nothing."""
+        """Apply a change of usage alone. A provider that is not known was removed while the snapshot was read: ignore
+        it.
+        """
         row = self.row_of(uuid)
         if row is None or self.generation[row] > generation:
             return
@@ -360,13 +360,13 @@ class Book(Trees):
         self._providers -= 1
         self._names[row] = ""
         self._moved(root, shape=True)
-        # Claims that were in flight on it cannot arrive any more: drop the settled ones, the others end by their own
-        # settle.
+        # The feed will not report claims on it any more: drop the settled ones. The others are dropped when they are
+        # settled or forgotten.
         self.assumptions.reached(uuid, None)
         self._drop_row_if_unnamed(row)
 
     def _restore(self, touched: Mapping[str, Sequence[str]]) -> None:
-        """Count anew what assumptions moved: {provider: classes}."""
+        """Compute the free amounts again where assumptions have changed. touched: {provider: classes}."""
         for uuid, names in touched.items():
             row = self.row_of(uuid)
             if row is None:
@@ -383,7 +383,9 @@ class Book(Trees):
             self._restore(self.assumptions.reached(uuid, generation))
 
     def _settle_all(self, *, nothing_comes: bool) -> None:
-        """After a snapshot: drop settled assumptions that have been reached, or whose provider or history is gone."""
+        """After a snapshot, drop the settled assumptions that the snapshot counts, or whose provider or history no
+        longer exists.
+        """
         for uuid in self.assumptions.awaited():
             row = self.row_of(uuid)
             generation = None if row is None or nothing_comes else int(self.generation[row])
@@ -428,7 +430,7 @@ class Book(Trees):
             self.classes[row] = self.class_sets.id_of(tuple(sorted((*classes, column.number))))
 
     def _sweep(self) -> None:
-        """Forget distinct values and classes that no row has any more, once enough have gathered."""
+        """Remove distinct values and classes that no row has any more, once there are enough of them."""
         gathered = len(self.trait_sets) + len(self.aggregate_sets) + len(self.class_sets)
         gathered += sum(len(column.kinds) + CLASS_WEIGHS for column in self._by_number)
         if gathered < self._sweep_at:
@@ -441,7 +443,7 @@ class Book(Trees):
         self.epoch += 1
 
     def _keep_columns(self) -> None:
-        """Free the columns of classes that no row has, and number the others anew."""
+        """Free the columns of classes that no row has, and number the distinct inventories of the others anew."""
         left = sorted({number for classes in self.class_sets.values for number in classes})
         self._by_number = [self._by_number[number] for number in left]
         moved = {old: new for new, old in enumerate(left)}

@@ -1,9 +1,10 @@
-"""Allocation candidates: the allocations as which a request could be claimed, over all trees (microversions 1.10 to
+"""Allocation candidates: the allocations by which a request could be satisfied, over all trees (microversions 1.10 to
 1.39).
 
-The order is stated and stable: first one candidate of every root, by the root's row in the book, then a second of
-every root that has one, and so on, so that a limit never hides a root. On one root, providers that can give
-most slots come first, of like ones those with most room, and the slot with the widest choice changes first.
+The order is stable: first one candidate of every root, in the order of the roots' rows in the book, then a second one
+of every root that has one, and so on, so that a limit does not favour some roots. On one root, the providers that can
+give the most slots come first, among equal ones those with the most free, and the slot with the most possible providers
+changes first.
 """
 
 from __future__ import annotations
@@ -27,30 +28,32 @@ from placement_worker.replica.tree_solver import ENDLESS
 
 __all__ = ["UNNUMBERED", "AllocationCandidate", "CandidateSet", "CandidatesRequest", "Group", "Slot", "candidates"]
 
-# Steps that lead nowhere, and candidates beyond each root's first, before a search stops as not exhausted.
+# The dead ends and the candidates beyond each root's first after which a search stops as not exhausted.
 BUDGET = 100_000
 
-# Steps that every pattern may waste, however many patterns share the budget.
+# The dead ends that every pattern is allowed, however many patterns share the budget.
 LEAST_SHARE = 256
 
-# Tries for candidates beyond each root's first: some, and some per unit of budget.
+# The steps that a search for candidates beyond each root's first may take: at least this many, and a number for each
+# unit of budget.
 LEAST_TRIES = 200_000
 TRIES = 5
 
-# Providers named by all candidates together, slot by slot: the bound of an answer's size. Limits are cut to it.
+# The bound of an answer's size: candidates times slots. Larger limits are cut to it.
 MAX_CELLS = 400_000
 
-# Compiled requests that a book keeps, the least recently used forgotten first.
+# The compiled requests that a book caches; the least recently used one is dropped first.
 COMPILED_KEPT = 64
 
-# Roots looked at first; each further step looks at as many as all before it.
+# The number of roots in the first step of a search; each further step takes as many roots as all steps before.
 FIRST_STEP = 2048
 
 
 class AllocationCandidate(Struct, frozen=True):
-    """One way to satisfy a request. mappings: per suffix the providers that satisfy that group (microversion 1.34).
+    """One way to satisfy a request. mappings: for each suffix, the providers that satisfy that group (microversion
+    1.34).
 
-    shapes: of the providers in the allocations, the shape generation that they were chosen for.
+    shapes: the shape of each provider in the allocations when it was chosen.
     """
 
     allocations: dict[str, dict[str, int]]
@@ -61,7 +64,7 @@ class AllocationCandidate(Struct, frozen=True):
 class CandidateSet:
     """Candidates in columns: `rows[i, s]` is the row of the provider that gives `slots[s]` in candidate i.
 
-    exhausted: there are no others. Otherwise the limit or the budget cut it, and there may be.
+    exhausted: there are no further candidates. Otherwise the limit or the budget was reached, and there may be more.
     """
 
     def __init__(self, book: Book, compiled: CompiledRequest, rows: Rows, *, exhausted: bool) -> None:
@@ -94,18 +97,20 @@ class CandidateSet:
         return (self[index] for index in range(len(self)))
 
     def columns(self) -> list[list[str]]:
-        """Per slot, the uuid of the provider that gives it, candidate by candidate."""
+        """For each slot, the uuid of the provider that gives it in each candidate."""
         return [self._book.uuids_of(column) for column in self.rows.T]
 
     @property
     def single_provider(self) -> bool:
-        """Whether in every candidate one provider gives all, as on flat hosts: then one column is the whole answer."""
+        """Whether one provider gives all slots in every candidate, as on flat hosts: one column is then the whole
+        answer.
+        """
         return bool((self.rows == self.rows[:, :1]).all())
 
     def touched(self) -> Rows:
-        """Rows for the provider summaries, ascending: every member of each tree that gives resources.
+        """The rows for the provider summaries, ascending: every member of each tree that gives resources.
 
-        Only the providers that give resources when the request is of a version before trees (`one_per_tree`).
+        For a request of a version before trees (`one_per_tree`), only the providers that give resources.
         """
         giving = [at for at, slot in enumerate(self.slots) if slot.resources]
         given = np.unique(self.rows[:, giving])
@@ -123,10 +128,12 @@ def candidates(
     budget: int = BUDGET,
     time_budget: TimeBudget | None = None,
 ) -> CandidateSet:
-    """Up to `limit` candidates, in the stated order; with `rng`, a random sample of them all, in random order.
+    """Return up to `limit` candidates, in the stated order; with `rng`, a random sample of all candidates, in random
+    order.
 
-    budget: steps that lead nowhere, and candidates beyond each root's first. When it runs out, `exhausted` is False:
-    then "none" only means that none was found. time_budget: the same for time. Raises QueryTooWide, TooLong.
+    budget: the bound of dead ends and of candidates beyond each root's first. When the budget is used up, `exhausted`
+    is False, and an empty answer only means that no candidate was found. time_budget: the bound of the time. Raises
+    QueryTooWide, TooLong.
     """
     compiled = compiled_for(book, request)
     if not compiled.possible:
@@ -142,11 +149,11 @@ def candidates(
 
 
 class CompiledCache(OrderedDict[bytes, CompiledRequest]):
-    """The compiled requests that a book keeps."""
+    """The compiled requests that a book caches."""
 
 
 def compiled_for(book: Book, request: CandidatesRequest) -> CompiledRequest:
-    """The request's tables, refreshed."""
+    """Return the request's tables, refreshed."""
     cache = book.cache(CompiledCache)
     key = msgspec.msgpack.encode(request)
     compiled = cache.get(key)
@@ -166,7 +173,7 @@ class _CandidateSearch:
     def __init__(self, book: Book, compiled: CompiledRequest, budget: int, time_budget: TimeBudget | None) -> None:
         self._book = book
         self._time_budget = time_budget
-        self._late = False  # the time budget is used up: the candidates found so far are all that there will be
+        self._late = False  # the time budget is used up, and the search returns the candidates that it has found
         self._compiled = compiled
         self._budget = budget
         self._most = MAX_CELLS // len(compiled.slots)
@@ -177,7 +184,7 @@ class _CandidateSearch:
         self.exhausted = True
 
     def rows(self, limit: int | None) -> Rows:
-        """Per candidate and slot, the row of the provider that gives it."""
+        """Return, for each candidate and slot, the row of the provider that gives the slot."""
         book = self._book
         if limit is not None and limit <= 0:
             self.exhausted = False
@@ -199,7 +206,7 @@ class _CandidateSearch:
         return self._all(limit, reach)
 
     def _look_at(self, roots: Rows) -> None:
-        """Sort these roots into lone providers that give everything, and patterns of trees."""
+        """Divide these roots into lone providers that give everything, and patterns of trees."""
         alone = self._compiled.stand_alone(roots)
         self._flat.append(self._compiled.flat(roots[alone]))
         if alone.all():
@@ -211,7 +218,7 @@ class _CandidateSearch:
 
     @contextmanager
     def _in_time(self) -> Iterator[None]:
-        """A part that may use up the time budget: then the part ends where it is, or the whole search does."""
+        """Run a part that may use up the time budget: then this part ends early, or TooLong ends the whole search."""
         try:
             yield
         except TooLong:
@@ -221,8 +228,8 @@ class _CandidateSearch:
             self.exhausted = False
 
     def _seek(self, patterns: list[TreePattern], count: int) -> None:
-        """Solve each pattern up to this many assignments; the budget that one does not need is left
-        to the others.
+        """Solve each pattern up to this many assignments. The budget that one pattern does not need is left to the
+        others.
         """
         with self._in_time():
             self._solve(patterns, count)
@@ -238,13 +245,15 @@ class _CandidateSearch:
             self.exhausted = self.exhausted and not solver.cut
 
     def _all(self, limit: int | None, reach: int) -> Rows:
-        """Further assignments of every pattern, twice as many each time, until the limit or the end is reached."""
+        """Search further assignments of every pattern, twice as many each time, until the limit or the end is
+        reached.
+        """
         count = 1
         most = self._gather(1)
         bound = min(reach, len(most) + self._budget) if limit is None else reach
         while len(most) < bound and self._tries > 0 and not self._late and (open_ones := self._open(count)):
             trees = sum(sum(len(rows) for rows in pattern.rows) for pattern in open_ones)
-            # No more than the bound can use: a tree may have more assignments than there is room to list.
+            # Not more than the bound allows: a tree may have more assignments than an answer can hold.
             count = min(2 * count, count + max(1, -(-(bound - len(most)) // trees)))
             self._seek(open_ones, count)
             most = self._gather(count)
@@ -253,12 +262,12 @@ class _CandidateSearch:
         return most[:bound]
 
     def _open(self, count: int) -> list[TreePattern]:
-        """Patterns with assignments beyond `count`, or that may have some."""
+        """The patterns that have, or may have, assignments beyond `count`."""
         patterns = self._patterns.values()
         return [p for p in patterns if len(p.solver.found) > count or not (p.solver.done or p.solver.cut)]
 
     def _gather(self, count: int) -> Rows:
-        """The first `count` candidates of every root, in the stated order, none twice."""
+        """Return the first `count` candidates of every root, in the stated order and without repetitions."""
         slots = len(self._compiled.slots)
         flat = np.concatenate([np.zeros(0, dtype=np.intp), *self._flat])
         if not self._patterns:
@@ -276,7 +285,7 @@ class _CandidateSearch:
         return self._once(np.concatenate(rows)[order])
 
     def _once(self, rows: Rows) -> Rows:
-        """Leave out repetitions: a candidate of sharing providers alone is found on each root that they serve."""
+        """Remove repetitions: a candidate of sharing providers alone is found on each root that they serve."""
         if not self._may_repeat or not len(rows):
             return rows
         shared = np.flatnonzero(sharing_of(self._book).are_sharers(rows).all(axis=1))

@@ -1,8 +1,8 @@
-"""The parts a book is made of: distinct values with small numbers, one class's columns, and the log of what moved.
+"""The parts of a book: numbered distinct values, the columns of one class, and the log of changed rows.
 
-Nearly everything static about a provider is shared with many others: its traits, its aggregates, its inventory's
-numbers. Such values are kept once and a row holds their small number, so that a predicate about traits is evaluated
-once per distinct set of traits and answered for a million rows by one gather.
+A provider shares nearly all its static values with many others: its traits, its aggregates, the numbers of its
+inventories. Such values are stored once and numbered, and a row holds the number. A predicate about traits is so
+evaluated once for each distinct set of traits, and one gather answers it for a million rows.
 """
 
 from __future__ import annotations
@@ -23,12 +23,14 @@ Flags = NDArray[np.bool_]
 
 T = TypeVar("T", bound=Hashable)
 
-# Moves remembered. A search that last looked longer ago than this evaluates everything anew.
+# The number of changes in the log. A search whose last refresh is older evaluates every row again.
 MOVES_KEPT = 1 << 15
 
 
 class Distinct(Generic[T]):
-    """Distinct values, numbered from 0 in order of first sight; 0 is the empty value. Numbers are never reused."""
+    """Distinct values, numbered from 0 in the order of their first use; 0 is the empty value. Numbers are not reused
+    until `keep` deals new ones.
+    """
 
     def __init__(self, empty: T) -> None:
         self.values: list[T] = [empty]
@@ -38,7 +40,7 @@ class Distinct(Generic[T]):
         return len(self.values)
 
     def id_of(self, value: T) -> int:
-        """The value's number; a new value gets the next."""
+        """Return the number of a value; a new value gets the next number."""
         found = self._ids.get(value)
         if found is None:
             found = self._ids[value] = len(self.values)
@@ -46,18 +48,18 @@ class Distinct(Generic[T]):
         return found
 
     def replace_values(self, replaced: Callable[[T], T]) -> None:
-        """Give every value's number to another value; distinct ones stay distinct."""
+        """Replace every value by another one, which gets its number. Distinct values must stay distinct."""
         self.values = [replaced(value) for value in self.values]
         self._ids = {value: number for number, value in enumerate(self.values)}
 
     def copy(self) -> Distinct[T]:
-        """The same values, to look numbers up in."""
+        """Return a copy, from which numbers can be looked up."""
         copy: Distinct[T] = Distinct(self.values[0])
         copy.values, copy._ids = list(self.values), dict(self._ids)
         return copy
 
     def keep(self, used: NDArray[np.int32]) -> Ids:
-        """Forget the values whose number is not in `used`; returns new numbers by old number."""
+        """Remove the values whose number is not in `used`. Returns the new numbers by old number."""
         survivors = sorted({0, *used.tolist()})
         moved = np.zeros(len(self.values), dtype=np.int32)
         moved[survivors] = np.arange(len(survivors), dtype=np.int32)
@@ -67,9 +69,9 @@ class Distinct(Generic[T]):
 
 
 class LookupTable:
-    """A function of a distinct value, evaluated once per value and gathered by number.
+    """A function of distinct values, evaluated once for each value and read by number.
 
-    answers: for a number, the answers of all values from that number on.
+    answers: a function that returns, for a number, the answers of all values from that number on.
     """
 
     def __init__(self, values: Distinct[T], answers: Callable[[int], NDArray[np.int64]]) -> None:
@@ -78,7 +80,7 @@ class LookupTable:
         self._answers: NDArray[np.int64] = np.zeros(0, dtype=np.int64)
 
     def __call__(self, numbers: Ids) -> NDArray[np.int64]:
-        """The answers for rows that hold these numbers."""
+        """Return the answers for rows with these numbers."""
         known = self._answers.size
         if known < len(self._values):
             self._answers = np.concatenate([self._answers, self._answers_from(known)])
@@ -86,14 +88,14 @@ class LookupTable:
 
 
 def lookup_table(values: Distinct[T], answer: Callable[[T], int]) -> LookupTable:
-    """A table of a function that is called value by value."""
+    """Return the lookup table of a function that is called for each value."""
     return LookupTable(
         values, lambda known: np.array([answer(value) for value in values.values[known:]], dtype=np.int64)
     )
 
 
 class InventoryNumbers(NamedTuple):
-    """One inventory's numbers. Capacity is what placement computed when the inventory was written."""
+    """The numbers of one inventory. capacity: as placement computed it when the inventory was written."""
 
     capacity: int
     min_unit: int
@@ -111,8 +113,8 @@ CAPACITY, MIN_UNIT, MAX_UNIT, STEP_SIZE, TOTAL, UNRESERVED = range(6)
 
 
 class DistinctInventories(Distinct[InventoryNumbers]):
-    """The distinct inventories of one class, with their numbers as columns too: amounts vary from request to request,
-    and a site may have as many inventories as hosts.
+    """The distinct inventories of one class, whose numbers are also kept as columns: requested amounts vary, and a site
+    may have as many distinct inventories as hosts.
     """
 
     def __init__(self) -> None:
@@ -121,7 +123,9 @@ class DistinctInventories(Distinct[InventoryNumbers]):
         self._filled = 0
 
     def columns(self) -> NDArray[np.int64]:
-        """By number: CAPACITY, MIN_UNIT, MAX_UNIT, STEP_SIZE, TOTAL, and UNRESERVED: capacity if none were reserved."""
+        """The columns by number: CAPACITY, MIN_UNIT, MAX_UNIT, STEP_SIZE, TOTAL and UNRESERVED, the capacity if nothing
+        were reserved.
+        """
         many = len(self.values)
         if self._filled < many:
             if self._columns.shape[1] < many:
@@ -137,26 +141,26 @@ class DistinctInventories(Distinct[InventoryNumbers]):
         return self._columns[:, :many]
 
     def copy(self) -> DistinctInventories:
-        """The same values, to look numbers up in."""
+        """Return a copy, from which numbers can be looked up."""
         copy = DistinctInventories()
         copy.values, copy._ids = list(self.values), dict(self._ids)
         copy._columns, copy._filled = self.columns().copy(), len(self.values)
         return copy
 
     def keep(self, used: NDArray[np.int32]) -> Ids:
-        """Forget the values whose number is not in `used`; returns new numbers by old number."""
+        """Remove the values whose number is not in `used`. Returns the new numbers by old number."""
         columns = self.columns()
         moved = super().keep(used)
-        self._columns = columns[:, [0, *np.flatnonzero(moved).tolist()]]  # 0, the empty value, is always kept
+        self._columns = columns[:, [0, *np.flatnonzero(moved).tolist()]]  # the empty value, 0, is always kept
         self._filled = len(self.values)
         return moved
 
 
 class ClassColumns:
-    """One resource class over all rows. Arrays start as untouched zero pages, so a rare class costs little.
+    """One resource class over all rows. The arrays start as untouched zero pages, so a rare class takes little memory.
 
-    kind: which inventory (0: none); free: capacity - used - assumed, may be negative;
-    root_free: at a root's row, the sum over its tree of the free amounts above zero.
+    kind: the number of the distinct inventory (0: none). free: capacity - used - assumed, which may be negative.
+    root_free: at the row of a root, the sum of the positive free amounts in its tree.
     """
 
     __slots__ = ("free", "kind", "kinds", "name", "number", "root_free", "used")
@@ -177,7 +181,7 @@ class ClassColumns:
 
 
 class Moves:
-    """The last rows that moved, in order; a position is how many moved before it."""
+    """The log of the last changed rows, in order. A position is the number of changes before it."""
 
     __slots__ = ("_ring", "end", "start")
 
@@ -187,17 +191,19 @@ class Moves:
         self.start = 0
 
     def add(self, row: int) -> None:
-        """A row moved."""
+        """Record that a row has changed."""
         self._ring[self.end % MOVES_KEPT] = row
         self.end += 1
 
     def clear(self) -> None:
-        """Make all positions too old: every row may have moved."""
+        """Make all positions too old: every row may have changed."""
         self.end += 1
         self.start = self.end
 
     def since(self, position: int) -> Rows | None:
-        """Distinct rows that moved at or after `position`, ascending; None when that is too long ago to be known."""
+        """The distinct rows that have changed at or after `position`, ascending; None when the log does not reach back
+        that far.
+        """
         if position < self.start or self.end - position > MOVES_KEPT:
             return None
         low, high = position % MOVES_KEPT, self.end % MOVES_KEPT
@@ -211,7 +217,7 @@ class Moves:
 
 
 def grown(column: NDArray[np.generic], size: int, fill: int = 0) -> NDArray[np.generic]:
-    """A longer copy of a column; new places hold `fill`."""
+    """Return a longer copy of a column, filled up with `fill`."""
     longer = np.zeros(size, dtype=column.dtype)
     if fill:
         longer[column.size :] = fill

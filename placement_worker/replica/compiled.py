@@ -1,9 +1,10 @@
-"""One candidates request against one book: lone providers by columns, trees by patterns; both kept between searches.
+"""Evaluates one candidates request against one book: lone providers by columns, trees by patterns. The results are kept
+between searches.
 
-Everything that a request requires of one provider is decided for all providers at once (`predicates`). A lone provider
-is decided by that alone. The remaining members of a tree are a short list, each with a signature: the slots it can
-give, how much of the contended classes it has (in steps that make a difference), the required traits it meets. Trees
-with equal lists are one pattern, solved once (`tree_solver`), however many hosts it stands for.
+The requirements on a single provider are evaluated for all providers at once (`predicates`). For a lone provider that
+is sufficient. Of a tree, the members that meet them form a short list, each with a signature: the slots that the member
+can give, its free amounts of the contended classes (rounded to steps that make a difference), and the required traits
+that it has. Trees with equal lists are one pattern, which is solved once (`tree_solver`), however many hosts have it.
 """
 
 from __future__ import annotations
@@ -25,28 +26,28 @@ from placement_worker.replica.time_budget import TimeBudget
 from placement_worker.replica.tree_members import OrderedMembers, TreeMembers, kinds_of
 from placement_worker.replica.tree_solver import TreeProblem, TreeSolver
 
-# More slots or any-of groups than this are refused; Placement's largest real requests have a dozen.
+# Requests with more slots or any-of groups are refused; the largest real requests have a dozen.
 MAX_SLOTS = 128
 MAX_REQUIRED = 60
 
-# Dead ends looked into for one pattern of trees before its verdict is "unknown".
+# The dead ends after which the verdict on a pattern of trees is "unknown".
 BUDGET = 20_000
 
-# Patterns whose verdict is kept.
+# The number of patterns whose verdict is cached.
 VERDICTS_KEPT = 10_000
 
-# Patterns whose solver is kept for its next assignments, the least recently used forgotten first.
+# The number of patterns whose solver is kept for further assignments; the least recently used one is dropped first.
 SOLVERS_KEPT = 256
 
-# Bits that distinguish trees (a row and one).
+# The bits of a tree's number in a signature (the root's row plus one).
 TREE_BITS = 32
 
-# Verdicts on a tree.
+# The verdicts on a tree.
 NO, YES, UNKNOWN = 0, 1, 2
 
 
 class TreePattern:
-    """Trees that are equal for the request: `rows[t, m]` is member m of tree t."""
+    """Trees that are equal for the request. `rows[t, m]` is the row of member m of tree t."""
 
     def __init__(self, solver: TreeSolver) -> None:
         self.solver = solver
@@ -54,19 +55,19 @@ class TreePattern:
         self.rows: list[Rows] = []
 
     def add(self, anchors: Rows, rows: Rows) -> None:
-        """More trees of this pattern."""
+        """Add trees of this pattern."""
         self.anchors.append(anchors)
         self.rows.append(rows)
 
     def gather(self) -> tuple[Rows, Rows]:
-        """All its trees: the rows of their roots, and their members."""
+        """Return all trees of the pattern: the rows of their roots, and the rows of their members."""
         if len(self.anchors) > 1:
             self.anchors, self.rows = [np.concatenate(self.anchors)], [np.concatenate(self.rows)]
         return self.anchors[0], self.rows[0]
 
 
 class CompiledRequest:
-    """The tables that decide one request against one book. Call `refresh` before a search, after the book has moved."""
+    """The tables that evaluate one request against one book. Call `refresh` before each search."""
 
     def __init__(self, book: Book, request: CandidatesRequest) -> None:
         self.book = book
@@ -78,7 +79,7 @@ class CompiledRequest:
             if len(group.required) > MAX_REQUIRED or len(group.member_of) > MAX_REQUIRED:
                 raise QueryTooWide(f"more than {MAX_REQUIRED} required traits or aggregates in one group")
         requested = [group for group in request.groups if group.suffix == UNNUMBERED]
-        # An un-numbered group without resources is met by nothing, as in Placement.
+        # No provider satisfies an un-numbered group without resources, as in Placement.
         self.possible = all(any(amount > 0 for amount in group.resources.values()) for group in requested) and bool(
             any(slot.resources for slot in self.slots)
         )
@@ -107,7 +108,7 @@ class CompiledRequest:
         return Reasons(self.request, self.slots)
 
     def _subtrees(self) -> tuple[tuple[int, ...], ...]:
-        """The sets of slots that `same_subtree` names; a set of one slot requires nothing."""
+        """The sets of slots that `same_subtree` names. Sets of one slot are left out, because they require nothing."""
         sets = [
             tuple(at for at, slot in enumerate(self.slots) if slot.suffix in suffixes and slot.suffix != UNNUMBERED)
             for suffixes in self.request.same_subtree
@@ -115,7 +116,7 @@ class CompiledRequest:
         return tuple(slots for slots in sets if len(slots) > 1)
 
     def _contended(self) -> list[ContendedClass]:
-        """Classes that several slots could ask of one provider: slots that must be apart never do."""
+        """The classes that several slots may take from one provider, which slots that must be apart never do."""
         slots_of_class: dict[str, list[int]] = {}
         for at, slot in enumerate(self.slots):
             for name in slot.resources:
@@ -127,7 +128,7 @@ class CompiledRequest:
         ]
 
     def _sums(self) -> list[ResourceFit]:
-        """The free amounts that a provider needs that gives everything, by class."""
+        """The free amounts by class that a provider needs to give all slots."""
         sums: dict[str, int] = {}
         for fit in self._all_fits:
             sums[fit.name] = sums.get(fit.name, 0) + fit.amount
@@ -156,7 +157,9 @@ class CompiledRequest:
     # --- anchors: the requirements on the root itself
 
     def anchors(self, roots: Rows) -> Rows:
-        """The roots that may anchor a candidate: by their own traits and aggregates, and by the requested tree."""
+        """Return the roots that may anchor a candidate, by their own traits and aggregates and by the requested
+        tree.
+        """
         if self._any_root_rules:
             roots = roots[self.anchor_codes(roots) == self.reasons.passes]
         if self.unnumbered is not None and self.unnumbered.in_tree is not None:
@@ -164,7 +167,7 @@ class CompiledRequest:
         return roots
 
     def anchor_codes(self, roots: Rows) -> NDArray[np.int64]:
-        """The verdicts of the roots' own traits and aggregates, as codes."""
+        """Return the codes of the verdicts on the roots' own traits and aggregates."""
         book = self.book
         if self._root_traits is None or self._root_aggregates is None:
             self._root_traits = lookup_table(book.trait_sets, self.reasons.of_root_traits)
@@ -174,7 +177,7 @@ class CompiledRequest:
     # --- lone providers: roots without children that nothing is shared with
 
     def stand_alone(self, roots: Rows) -> Flags:
-        """Which roots have no children and no provider that shares with them."""
+        """Per root, whether it has no children and no provider shares with it."""
         nested: Flags = self.book.first_member[roots] != NO_ROW
         return ~(nested | sharing_of(self.book).serves(roots))
 
@@ -183,12 +186,12 @@ class CompiledRequest:
         return bool(self.book.first_member[root] == NO_ROW) and not sharing_of(self.book).serves_root(root)
 
     def flat(self, roots: Rows) -> Rows:
-        """Which of these lone providers can give everything now."""
+        """Per lone provider, whether it can give all slots now."""
         left = self.flat_by_shape(roots)
         return left[self.flat_has_capacity(left)]
 
     def flat_by_shape(self, roots: Rows) -> Rows:
-        """Which of these lone providers could give everything if they were empty."""
+        """Per lone provider, whether it could give all slots if it were unused."""
         if len(self.apart) > 1 or not self.possible:
             return roots[:0]
         left = roots
@@ -201,7 +204,7 @@ class CompiledRequest:
         return left
 
     def flat_has_capacity(self, rows: Rows) -> Flags:
-        """Which rows have free what all slots ask together."""
+        """Per row, whether the sum of all slots is free."""
         room = np.ones(len(rows), dtype=np.bool_)
         for total in self._totals:
             if total.column is None:
@@ -212,7 +215,7 @@ class CompiledRequest:
     # --- trees and the providers that are shared with them
 
     def patterns(self, roots: Rows, known: dict[bytes, TreePattern], time_budget: TimeBudget | None = None) -> None:
-        """Sort these trees into patterns; trees that lack something outright are left out. Raises TooLong."""
+        """Divide these trees into patterns, without trees that have no member for some slot or rule. Raises TooLong."""
         members = self._ordered_members(roots, time_budget)
         if members is None:
             return
@@ -225,7 +228,7 @@ class CompiledRequest:
             pattern.add(roots[trees], members.rows[indices])
 
     def tree_verdicts(self, roots: Rows) -> NDArray[np.int8]:
-        """Per root YES, NO, or UNKNOWN where the budget for one pattern of trees ended before that was clear."""
+        """Per root, YES or NO; UNKNOWN when the budget for its pattern ended before a verdict."""
         found = np.full(len(roots), NO, dtype=np.int8)
         members = self._ordered_members(roots) if self.possible and len(roots) else None
         if members is None:
@@ -242,7 +245,9 @@ class CompiledRequest:
         return found
 
     def assignments(self, root: int, limit: int) -> Rows:
-        """Up to this many assignments on one tree, best first: per assignment and slot, the row that gives it."""
+        """Return up to this many assignments on one tree, best first. An assignment has, for each slot, the row that
+        gives it.
+        """
         roots = np.array([root], dtype=np.intp)
         if not self.possible or not self.book.is_root[root] or self.anchor_codes(roots)[0] != self.reasons.passes:
             return self._none()
@@ -265,13 +270,15 @@ class CompiledRequest:
         return np.zeros((0, len(self.slots)), dtype=np.intp)
 
     def given_by(self, rows: Rows) -> NDArray[np.int64]:
-        """Per row, all values that decide how much it can give to one request: equal columns mean equal verdicts."""
+        """Per row, the values that decide what it can give to one request: rows with equal values have equal
+        verdicts.
+        """
         given = [fit.now(rows) for fit in self._all_fits]
         limits = [contended.limit(rows) for contended in self.contended]
         return np.array([*given, *limits, self.book.traits[rows], self.book.aggregates[rows]], dtype=np.int64)
 
     def _ordered_members(self, roots: Rows, time_budget: TimeBudget | None = None) -> OrderedMembers | None:
-        """The members that can give anything, of the trees that have one for each slot."""
+        """The members that can give a slot, of the trees that have a member for each slot."""
         members = self.members(roots)
         allowed = {suffix: rules.allowed(members) for suffix, rules in self.rules.items()}
         eligible = np.zeros((len(self.slots), len(members.rows)), dtype=np.bool_)
@@ -292,7 +299,7 @@ class CompiledRequest:
         return OrderedMembers(self.book, described, subtrees=bool(self.subtrees))
 
     def members(self, roots: Rows) -> MemberRows:
-        """All members of these trees, and the providers that share with them."""
+        """Return all members of these trees, and the providers that share with them."""
         rows, owners = self.book.members(roots)
         sharing, own = sharing_of(self.book), len(rows)
         if len(sharing.givers):
@@ -325,7 +332,7 @@ class CompiledRequest:
         )
 
     def _problem(self, members: OrderedMembers, indices: NDArray[np.intp]) -> TreeProblem:
-        """One tree of a pattern, as plain numbers for the solver."""
+        """Return one tree of a pattern in plain numbers, for the solver."""
         eligible = [np.flatnonzero(members.eligible[slot, indices]).tolist() for slot in range(len(self.slots))]
         unnumbered = frozenset(at for at, slot in enumerate(self.slots) if slot.suffix == UNNUMBERED)
         above = members.above(indices) if self.subtrees else []

@@ -1,6 +1,6 @@
-"""A read-only copy of a book, for reads that would hold the event loop for too long.
+"""Makes a read-only copy of a book, for reads that would block the event loop for too long.
 
-Numbers are copied, strings are shared, and what only writing needs is left out.
+Numbers are copied, strings are shared, and fields that only writes need are left out.
 """
 
 from __future__ import annotations
@@ -11,12 +11,14 @@ from numpy.typing import NDArray
 from placement_worker.replica.book import Book
 from placement_worker.replica.columns import ClassColumns
 
-# A column with fewer used rows than one in this many is copied row by row: a rare class stays cheap.
+# A column with fewer than one used row in this many is copied row by row, so that a rare class costs little.
 SPARSE = 8
 
 
 def copy_of(book: Book) -> Book:
-    """The book as it is now. Call it on the thread that writes the book; one thread at a time may read the copy."""
+    """Return a copy of the book as it is now. Call this function on the thread that writes the book. One thread at a
+    time may read the copy.
+    """
     copy = Book.__new__(Book)
     vars(copy).update(vars(book))
     copy.texts = {}

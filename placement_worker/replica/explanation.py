@@ -1,4 +1,4 @@
-"""Why roots cannot take a request: the first step of `reasons` at which each is rejected."""
+"""Explains why roots cannot take a request: the first step of `reasons` at which each root is rejected."""
 
 from __future__ import annotations
 
@@ -22,7 +22,9 @@ Codes = NDArray[np.int64]
 
 
 def explain(compiled: CompiledRequest, roots: Rows) -> Codes:
-    """Per root that cannot take the request, its code. A root that is rejected for several reasons gets the first."""
+    """Return the code of each of these roots, none of which can take the request. A root that is rejected for several
+    reasons has the code of the first.
+    """
     reasons = compiled.reasons
     codes = compiled.anchor_codes(roots)
     if not compiled.possible:
@@ -42,7 +44,7 @@ def explain(compiled: CompiledRequest, roots: Rows) -> Codes:
 
 
 def _levels(compiled: CompiledRequest, slot: int, group: Group, members: MemberRows) -> Amounts:
-    """How near each member comes to giving the slot: its fit level."""
+    """Return the fit level of each member: how close it comes to giving the slot."""
     levels = np.full(len(members.rows), GIVES, dtype=np.int64)
     rules = compiled.rules[group.suffix]
     levels[~rules.in_tree(members)] = WRONG_TREE
@@ -57,12 +59,16 @@ def _levels(compiled: CompiledRequest, slot: int, group: Group, members: MemberR
 
 
 def _ranked(levels: Amounts, slot: int, slots: int) -> Amounts:
-    """A level and the slot that it is of in one number: a higher level is more, of equal ones the first slot."""
+    """Return levels and slots in one number each: a higher level is a larger number, and among equal levels an earlier
+    slot.
+    """
     return levels * slots + slots - 1 - slot
 
 
 def _no_member_left(compiled: CompiledRequest, group: Group, members: MemberRows) -> Codes:
-    """Steps at which the un-numbered group's rules leave no member of a tree, whatever the members have."""
+    """Return the codes of roots for which a rule of the un-numbered group rejects all members of the tree, whatever
+    resources they have.
+    """
     reasons, rules = compiled.reasons, compiled.rules[UNNUMBERED]
     left = rules.clean(members)
     codes = _unless(left, reasons.has, compiled, members)
@@ -83,9 +89,10 @@ def _unless(left: NDArray[np.bool_], code: int, compiled: CompiledRequest, membe
 
 
 def _traits_out_of_reach(compiled: CompiledRequest, members: MemberRows, best: Amounts) -> Codes:
-    """Where a required trait is only on members that give no resources, or that would if they were not in use.
+    """Return the codes of roots where a required trait is only on members that give no resources, or that would give
+    them if they were not in use.
 
-    best: per member its highest level over the un-numbered group's slots (see _ranked).
+    best: the highest level of each member over the un-numbered group's slots (see _ranked).
     """
     reasons, slots = compiled.reasons, len(compiled.slots)
     in_use = np.array([codes[IN_USE] for codes in reasons.of_level])

@@ -1,9 +1,9 @@
-"""Keeps a book up to date: a snapshot, then the change feed; missing changes are requested.
+"""Keeps a book up to date: loads a snapshot, then applies the change feed, and requests missing changes.
 
-The queue is bound before the snapshot is requested, so no change falls between. The events that make it request changes
-of placement: a hole in the numbers, a head that stays ahead of it, another history (a book that was restored, or whose
-stand-by was promoted), silence, and a connection that was unavailable (its private queue went with it). When the feed
-reaches back no longer, or is of another history, a new snapshot.
+The queue is bound before the snapshot is requested, so no change is missed in between. The follower requests changes
+from placement after a hole in the numbers, a head that stays ahead of the book, another history (the book was restored,
+or its standby promoted), silence, and a lost connection, with which the broker has deleted the private queue. It
+requests a new snapshot when the feed no longer reaches back to the book, or has another history.
 """
 
 from __future__ import annotations
@@ -47,9 +47,10 @@ QUEUE = "scheduler.feed.{process}"
 class FollowerLimits(Struct, frozen=True, kw_only=True):
     """Bounds of a follower.
 
-    page: changes and providers requested at once. buffered: changes kept that cannot be folded in yet; past it they
-    are dropped and requested. head_lag_s: how long a head may stay ahead of the book. silence_s: receiving nothing for
-    this long makes it request them. watch_s: how often it looks for silence. pages: of one snapshot, at most.
+    page: changes or providers in one request. buffered: changes that may wait for earlier ones; above this bound they
+    are dropped and requested. head_lag_s: how long the head may stay ahead of the book. silence_s: time without
+    messages after which changes are requested. watch_s: interval between checks for silence. pages: bound of the pages
+    of one snapshot.
     """
 
     page: int = 1000
@@ -64,16 +65,18 @@ class FollowerLimits(Struct, frozen=True, kw_only=True):
 
 
 class SnapshotEndless(Exception):
-    """A snapshot did not end within its bound, or did not go on: the sender is broken."""
+    """A snapshot did not end within the bound of pages, or a page did not continue the one before: the sender is
+    broken.
+    """
 
     code = "replica.snapshot_endless"
 
 
 class Follower:
-    """Follows the change feed on the API bus into one book.
+    """Applies the change feed of the API bus to one book.
 
-    start() declares and consumes the queue and returns; `ready` is set when the book has been complete once. run()
-    ends only with the fault that stopped it.
+    start() declares and consumes the queue and returns; `ready` is set when the book is complete for the first time.
+    run() ends when the follower is closed, or raises the fault that stopped it.
     """
 
     def __init__(
@@ -92,15 +95,15 @@ class Follower:
         self._clock = clock
         self._rng = rng or bus.rng
         self._limits = limits
-        # One at a time: changes are folded in the order in which they arrive.
+        # One batch at a time, so that changes are applied in the order in which they arrive.
         self._consumer = bus.consumer(QUEUE, self.handle, concurrency=1, prefetch=1024, process=process or bus.process)
-        self._stale = True  # a snapshot is due; until it is loaded changes are only kept
+        self._stale = True  # a snapshot is due; changes are only buffered until it is loaded
         self._kept: list[Change] = []
         self._kept_history = ""
         self._wanted = asyncio.Event()
-        self._begun = self._ended = 0  # rounds of requests
+        self._begun = self._ended = 0  # the number of rounds of requests begun and ended
         self._head = 0
-        self._off_since: float | None = None  # since when the head and the book disagree
+        self._off_since: float | None = None  # the time since which the head and the book differ
         self._off_target = 0
         self._received_at = 0.0
         self._callbacks: list[Callable[[], None]] = []
@@ -110,7 +113,7 @@ class Follower:
     # --- life
 
     async def start(self) -> None:
-        """Bind and consume the queue, then take a snapshot in the background."""
+        """Bind and consume the queue, then load a snapshot in the background."""
         self._received_at = self._clock.monotonic()
         self._bus.transport.on_reconnect(lambda: self._request_catch_up("reconnected"))
         await self._consumer.start()
@@ -119,7 +122,7 @@ class Follower:
         self._tasks = [loop.create_task(part()) for part in (self._consumer.run, self._poll_feed, self._watch)]
 
     async def run(self) -> None:
-        """Until closed; raises what stopped it otherwise."""
+        """Wait until the follower is closed. Raises the fault that stopped it."""
         done, _ = await asyncio.wait(self._tasks, return_when=asyncio.FIRST_COMPLETED)
         for task in done:
             if not task.cancelled():
@@ -137,27 +140,31 @@ class Follower:
     # --- what users ask
 
     def on_change(self, callback: Callable[[], None]) -> None:
-        """Call back (in the loop, it must not block) after changes or a snapshot have been folded in."""
+        """Call this function after changes or a snapshot have been applied. It runs in the event loop and must not
+        block.
+        """
         self._callbacks.append(callback)
 
     @property
     def lag(self) -> int:
-        """How many changes the book is behind the newest number received."""
+        """The number of changes by which the book is behind the newest known number."""
         return max(0, self._head - self.book.sequence)
 
     def is_fresh(self) -> bool:
-        """For /readyz: complete once, and not off the head for long."""
+        """For /readyz: whether the book has been complete, and has not been different from the head for long."""
         if not self.ready.is_set() or self._stale:
             return False
         off = self._off_since
         return off is None or self._clock.monotonic() - off < 2 * self._limits.head_lag_s
 
     async def wait_until(self, sequence: int, *, timeout_s: float) -> bool:
-        """Wait until the book holds the change of this number; False when it does not come in time."""
+        """Wait until the book contains the change of this number. Returns False after the time-out (seconds)."""
         return await self._wait_for(lambda: not self._stale and self.book.sequence >= sequence, timeout_s)
 
     async def refresh(self, *, timeout_s: float) -> bool:
-        """Ask placement for its newest changes now; callers at the same time share one request. False: no answer."""
+        """Request the newest changes from placement now. Concurrent callers share one request. Returns False when there
+        is no answer in time (seconds).
+        """
         target = self._begun + 1
         self._request_catch_up("asked")
         return await self._wait_for(lambda: self._ended >= target, timeout_s)
@@ -170,7 +177,7 @@ class Follower:
         for received in batch:
             message = received.message
             if isinstance(message, FeedChanges | FeedHead) and self._is_of_another(message.history):
-                self._request_catch_up("history")  # its changes come with the snapshot
+                self._request_catch_up("history")  # the snapshot contains its changes
             elif isinstance(message, FeedChanges):
                 self._take(message.changes, message.history)
                 metrics.DELAY.observe(max(0.0, self._clock.time() - received.meta.sent_at))
@@ -181,11 +188,13 @@ class Follower:
         return [Done()] * len(batch)
 
     def _is_of_another(self, history: str) -> bool:
-        """Whether a message is of another history than the book; one without a history counts as the same."""
+        """Whether a message has another history than the book. A message without a history counts as one of the
+        same.
+        """
         return bool(self.book.history) and history not in ("", self.book.history)
 
     def _take(self, changes: Sequence[Change], history: str) -> None:
-        """Apply the changes that are next; keep the others, and request those in between."""
+        """Apply the changes that come next, buffer the others, and request those in between."""
         self._head = max(self._head, changes[-1].sequence)
         if self._stale or self._kept:
             if history != self._kept_history:
@@ -210,12 +219,11 @@ class Follower:
             self._request_catch_up("overflow")
 
     async def _apply_buffered(self) -> None:
-        """After an answer of the feed: apply the changes that are next now, in any order of arrival.
-
-        Changes that arrive between two turns of the loop are kept, too, as long as some are left.
+        """Apply the buffered changes that come next after an answer of placement, in whatever order they arrived.
+        Changes that arrive meanwhile are buffered, too.
         """
         self._kept.sort(key=lambda change: change.sequence)
-        while self._kept:  # ends: each turn takes some of a bounded number
+        while self._kept:  # ends: each round removes some of a bounded number
             some, self._kept = self._kept[:AT_ONCE], self._kept[AT_ONCE:]
             gap = self.book.apply(some)
             if gap is not None:
@@ -225,7 +233,9 @@ class Follower:
                 await asyncio.sleep(0)
 
     def _compare(self) -> None:
-        """A head that stays away from the book means that something was lost without a hole to show for it."""
+        """Request changes when the head has differed from the book for long: the last changes were lost, so no later
+        one shows a hole.
+        """
         now, sequence = self._clock.monotonic(), self.book.sequence
         if self._head == sequence:
             self._off_since = None
@@ -284,7 +294,7 @@ class Follower:
             self._log_catch_up()
 
     async def _retry_until_answered(self) -> None:
-        """One round, again and again while placement or the bus is unavailable."""
+        """Run one round of requests, and repeat it while placement or the bus is unavailable."""
         policy = RetryPolicy(first_s=self._limits.first_wait_s, longest_s=self._limits.longest_wait_s)
 
         def may_pass(error: BaseException) -> bool:
@@ -294,20 +304,20 @@ class Follower:
             code = getattr(error, "code", "")
             log.warning("replica.waits", code=code, reason=str(error), sequence=self.book.sequence)
 
-        # Until there is an answer the replica is not ready, or grows old and reports it.
+        # Until there is an answer, the replica is not ready, or reports that it is out of date.
         await Retrying(policy, self._clock, self._rng).call(self._catch_up_once, may_pass, on_failure=log_failure)
 
     async def _catch_up_once(self) -> None:
-        """Up to the feed's head, by a snapshot when that is due."""
+        """Request changes up to the feed's head, after a snapshot when one is due."""
         if self._stale:
             await self._load_snapshot()
-        while True:  # ends: each page moves the book on, or ends the round
+        while True:  # ends: each page advances the book, or ends the round
             after = self.book.sequence
             page = await self._request_changes(after)
             if page.too_old or page.head < after or self._is_of_another(page.history):
                 log.info("replica.stale", too_old=page.too_old, head=page.head, sequence=after)
                 self._stale = True
-                self._kept.clear()  # of a book that was set back, or older than the snapshot to come
+                self._kept.clear()  # the book was set back, or the snapshot will contain these changes
                 raise RequestRefused("the feed does not reach back to this replica", code="replica.stale")
             gap = await apply(self.book, page.changes)
             if gap is not None and self.book.sequence == after:
@@ -318,7 +328,8 @@ class Follower:
             metrics.APPLIED.inc(self.book.sequence - after)
             self._log_catch_up()
             if self.book.sequence >= page.head:
-                # Kept numbers above this head were committed after the answer: requested when the next head comes.
+                # Buffered changes above this head were committed after the answer. They are requested when the next
+                # head arrives.
                 self._kept.clear()
                 return
             if self.book.sequence == after:

@@ -1,6 +1,8 @@
-"""A snapshot on its way into a book: page by page, with turns of the event loop between, and at once when it is whole.
+"""Loads a snapshot page by page, with turns of the event loop in between, and replaces the book's content when it is
+complete.
 
-The book that readers have stays as it is until then; claims go in flight and end in it meanwhile.
+Until then the book keeps its former content for readers, and claims in flight are still added to it and dropped from
+it.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ from bus.contracts.placement import Change, ProviderState
 from placement_worker.replica.book import Book, Gap
 from placement_worker.replica.sharing import sharing_of
 
-# Providers or changes that are taken in one turn of the event loop: 4 ms of it.
+# The providers or changes that are applied in one turn of the event loop, which takes some 4 ms.
 AT_ONCE = 256
 
 
@@ -26,20 +28,22 @@ class Loading:
         return len(self._loaded)
 
     async def add(self, providers: Sequence[ProviderState]) -> None:
-        """A page."""
+        """Add one page."""
         for start in range(0, len(providers), AT_ONCE):
             self._loaded.add(providers[start : start + AT_ONCE])
             await asyncio.sleep(0)
 
     def finish(self, book: Book, sequence: int, history: str) -> None:
-        """Make it all providers of a book, true at `sequence` of a history; what every search needs is built now."""
+        """Replace all providers of a book by the snapshot, which is of one feed number and history, and compute the
+        tables that every search needs.
+        """
         book.adopt(self._loaded, sequence, history)
         book.rows_of_roots()
         sharing_of(book)
 
 
 async def apply(book: Book, changes: Sequence[Change]) -> Gap | None:
-    """Fold in changes as `Book.apply`, with turns of the event loop between."""
+    """Apply changes as `Book.apply` does, with turns of the event loop in between."""
     for start in range(0, len(changes), AT_ONCE):
         gap = book.apply(changes[start : start + AT_ONCE])
         if gap is not None:

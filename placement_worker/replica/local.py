@@ -1,7 +1,7 @@
-"""A replica in the process that owns the book: brought up to date before each read, straight from the store.
+"""A replica in the process that owns the book. It is brought up to date from the store before each read.
 
-A read that begins after a write was committed sees it: every read waits for a look at the feed's head that began after
-the read did. Reads that come together share one look.
+A read sees every write that was committed before the read began: each read waits for a query of the feed's head that
+began after the read. Concurrent reads share one query.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ class FeedSource(Protocol):
     """The book's own store."""
 
     async def head(self) -> FeedHead:
-        """The newest committed change's number, and the history that it is of."""
+        """The number of the newest committed change, and the id of its history."""
 
     async def changes(self, after: int, limit: int, history: str = "") -> ChangesPage:
-        """Committed changes after a number of a history, in order."""
+        """The committed changes after a number of a history, in order."""
 
     async def snapshot(self, after: str | None, limit: int) -> SnapshotPage:
-        """A page of whole providers by uuid, true at one feed number."""
+        """A page of whole providers in the order of their uuids, as of one number of the feed."""
 
 
 class LocalReplica:
-    """A book that is never behind the commits before it was read."""
+    """A book that contains, at each read, everything that was committed before the read."""
 
     def __init__(self, source: FeedSource) -> None:
         self.book = Book()
@@ -40,13 +40,13 @@ class LocalReplica:
         self._next: asyncio.Task[None] | None = None
 
     async def fresh(self) -> Book:
-        """The book with everything that was committed before this call. Raises Transient."""
+        """Return the book with everything that was committed before this call. Raises Transient."""
         if self._next is not None:
-            look = self._next  # it has not looked yet
+            look = self._next  # it has not queried the head yet
         elif self._running is None or self._running.done():
             look = self._running = asyncio.create_task(self._catch_up(), name="replica catch-up")
         else:
-            # One under way may have looked before this caller's write was there.
+            # A query under way may have begun before this caller's write was committed.
             look = self._next = asyncio.create_task(self._after(self._running), name="replica catch-up")
         await asyncio.shield(look)
         return self.book
@@ -62,11 +62,11 @@ class LocalReplica:
             return
         head = await self._source.head()
         if head.history != self.book.history or head.sequence < self.book.sequence:
-            await self._load()  # the book was set back: restored, or a stand-by promoted
+            await self._load()  # the book was set back: restored, or its standby promoted
             return
         if head.sequence == self.book.sequence:
             return
-        while True:  # ends: each page brings the book closer to a head that was read with it
+        while True:  # ends: each page brings the book closer to the head that was read with it
             page = await self._source.changes(self.book.sequence, PAGE, self.book.history)
             if page.too_old or await apply(self.book, page.changes) is not None:
                 await self._load()
@@ -75,11 +75,11 @@ class LocalReplica:
                 return
 
     async def _load(self) -> None:
-        """Take the whole book, then what changed while it was read."""
+        """Read the whole book, then the changes that were committed meanwhile."""
         loading = Loading()
         first: SnapshotPage | None = None
         after: str | None = None
-        while True:  # ends: pages go on by uuid, and histories do not change all the time
+        while True:  # ends: pages continue by uuid, and the history seldom changes
             page = await self._source.snapshot(after, PAGE)
             if first is None or page.history != first.history:
                 first, after = page, None

@@ -1,4 +1,4 @@
-"""Whether every slot can have a member of its own: a matching of slots to members (Kuhn's algorithm on bits)."""
+"""Decides whether every slot can have a member of its own: a bipartite matching (Kuhn's algorithm on bits)."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 
 def can_match(choices: Sequence[int]) -> bool:
-    """Whether each slot can be given one of its choices (members as bits), no member twice."""
+    """Whether each slot can be given one of its choices (members as bits) and no member is used twice."""
     holders: dict[int, int] = {}  # member's bit -> the slot that has it
     taken = 0
     for slot, members in enumerate(choices):
@@ -23,11 +23,13 @@ def can_match(choices: Sequence[int]) -> bool:
 
 
 def _augment(slot: int, choices: Sequence[int], holders: dict[int, int]) -> bool:
-    """Find a chain of slots that each move on to another member, so that the first gets one; breadth first."""
-    came_from: dict[int, int] = {}  # member's bit -> the slot that would take it
+    """Find an augmenting path, breadth first: slots that each change to another member, so that the first slot gets
+    one.
+    """
+    came_from: dict[int, int] = {}  # member's bit -> the slot that would take the member
     frontier = [slot]
     seen = 0
-    while frontier:  # ends: each member is looked at once
+    while frontier:  # ends: each member is visited once
         onward = []
         for taker in frontier:
             fresh = choices[taker] & ~seen
@@ -45,8 +47,10 @@ def _augment(slot: int, choices: Sequence[int], holders: dict[int, int]) -> bool
 
 
 def _flip_path(bit: int, first: int, came_from: dict[int, int], holders: dict[int, int]) -> None:
-    """Each slot of the chain takes the member it came for, and leaves the one it had to the slot before it."""
-    while True:  # ends: a chain visits a member once
+    """Assign the members along the path: each slot takes its new member and leaves its former one to the slot before
+    it.
+    """
+    while True:  # ends: a path visits a member once
         taker = came_from[bit]
         had = next((held for held, holder in holders.items() if holder == taker), None)
         holders[bit] = taker

@@ -1,4 +1,4 @@
-"""A replica's metrics about itself."""
+"""The metrics of a replica."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The requirements of a request on one provider, as tables over distinct values: resources, traits, aggregates."""
+"""The requirements of a request on a single provider (resources, traits, aggregates), evaluated once for each distinct
+value.
+"""
 
 from __future__ import annotations
 
@@ -29,17 +31,18 @@ from placement_worker.replica.columns import (
 from placement_worker.replica.request import UNNUMBERED, Group
 from placement_worker.replica.rows import NO_ROW
 
-# Distinct sums of what several slots require of one class; beyond it each amount is compared by itself.
+# The bound of distinct sums of the amounts that several slots require of one class. Above it, amounts are not rounded
+# to these sums.
 MAX_SUMS = 64
 
-# Rules of groups that a book keeps, the least recently used forgotten first.
+# The group rules that a book caches; the least recently used ones are dropped first.
 RULES_KEPT = 256
 
-# Fit levels: how close a provider comes to the requirements of a slot, ascending.
+# The fit levels: how close a provider comes to giving a slot, ascending.
 (
     NOTHING,  # no inventory of the class
     TOO_SMALL,
-    RESERVED,  # large enough, but held back
+    RESERVED,  # large enough, but reserved
     WRONG_UNIT,  # min_unit, max_unit, step_size
     WRONG_TRAITS,  # a forbidden trait; for a numbered group also a required one that is missing
     WRONG_AGGREGATES,
@@ -51,7 +54,7 @@ RULES_KEPT = 256
 
 
 class ResourceFit:
-    """One class and an amount of it: which rows can give that much."""
+    """Decides which rows can give an amount of one class."""
 
     def __init__(self, name: str, amount: int) -> None:
         self.name = name
@@ -66,30 +69,30 @@ class ResourceFit:
             self._levels = LookupTable(column.kinds, lambda known: self._levels_of(column.kinds.columns()[:, known:]))
 
     def _levels_of(self, kinds: Amounts) -> Amounts:
-        """Per kind of inventory, its fit level if it were empty."""
+        """The fit level of each kind of inventory, if it were unused."""
         capacity, amount = kinds[CAPACITY], self.amount
         able = is_in_units(amount, kinds[MIN_UNIT], kinds[MAX_UNIT], kinds[STEP_SIZE])
-        # A bare-metal node in use, in maintenance or being cleaned is not small: its unit is held back.
+        # A bare-metal node that is in use, in maintenance or being cleaned is not too small: its unit is reserved.
         small = np.where(kinds[UNRESERVED] >= amount, RESERVED, TOO_SMALL)
         levels = np.where(capacity < amount, small, np.where(able, GIVES, WRONG_UNIT))
         return np.where((capacity <= 0) & (kinds[TOTAL] == 0), NOTHING, levels)
 
     def by_inventory(self, rows: Rows) -> Flags:
-        """Which rows could give it if they were empty."""
+        """Per row, whether it could give the amount if it were unused."""
         if self.column is None or self._levels is None:
             return np.zeros(len(rows), dtype=np.bool_)
         able: Flags = self._levels(self.column.kind[rows]) == GIVES
         return able
 
     def now(self, rows: Rows) -> Flags:
-        """Which rows can give it now."""
+        """Per row, whether it can give the amount now."""
         able = self.by_inventory(rows)
         if self.column is not None:
             able &= self.column.free[rows] >= self.amount
         return able
 
     def levels(self, rows: Rows) -> Amounts:
-        """How near each row comes: its fit level by inventory and by the remaining amounts."""
+        """Per row, its fit level by inventory and by free amounts."""
         if self.column is None or self._levels is None:
             return np.full(len(rows), NOTHING, dtype=np.int64)
         levels = self._levels(self.column.kind[rows])
@@ -97,7 +100,9 @@ class ResourceFit:
 
 
 class ContendedClass:
-    """A class that several slots ask for: how much one provider may give in all, in steps that make a difference."""
+    """A class that several slots require: how much one provider can give to all of them, in steps that make a
+    difference.
+    """
 
     def __init__(self, name: str, amounts: Sequence[int]) -> None:
         self.name = name
@@ -118,7 +123,7 @@ class ContendedClass:
             self._max_unit = LookupTable(column.kinds, lambda known: column.kinds.columns()[MAX_UNIT, known:])
 
     def limit(self, rows: Rows) -> Amounts:
-        """The most that each row can give to all slots together, rounded down to a sum that can be required."""
+        """Per row, the most that it can give to all slots together, rounded down to a sum that can be required."""
         if self.column is None or self._max_unit is None:
             return np.zeros(len(rows), dtype=np.int64)
         limit = np.clip(np.minimum(self.column.free[rows], self._max_unit(self.column.kind[rows])), 0, self.total)
@@ -128,14 +133,16 @@ class ContendedClass:
         return rounded
 
     def by_inventory(self, rows: Rows) -> Flags:
-        """Which rows could give all slots together if they were empty; each slot's own amount is judged elsewhere."""
+        """Per row, whether it could give the sum of all slots if it were unused. ResourceFit checks the amount of each
+        slot.
+        """
         if self.column is None or self._max_unit is None:
             return np.zeros(len(rows), dtype=np.bool_)
         able: Flags = self._max_unit(self.column.kind[rows]) >= self.total
         return able
 
     def bits(self) -> int:
-        """Bits that a limit takes."""
+        """The number of bits of a limit."""
         return self.total.bit_length()
 
 
@@ -152,23 +159,26 @@ class MemberRows(Struct, frozen=True):
     own: int
 
     def have(self, which: Flags) -> Flags:
-        """Per tree: whether any of its members is marked."""
+        """Per tree, whether any of its members is marked."""
         marked = np.zeros(len(self.roots), dtype=np.bool_)
         marked[self.owners[which]] = True
         return marked
 
     def greatest(self, values: Amounts) -> Amounts:
-        """Per tree: the greatest value of its members, at least 0."""
+        """Per tree, the greatest value of its members, at least 0."""
         greatest = np.zeros(len(self.roots), dtype=np.int64)
         np.maximum.at(greatest, self.owners, values)
         return greatest
 
 
 class GroupRules:
-    """The requirements of a group on a provider besides resources, per distinct set of traits and of aggregates."""
+    """The requirements of a group on a provider besides resources, evaluated for each distinct set of traits and of
+    aggregates.
+    """
 
     def __init__(self, book: Book, group: Group) -> None:
-        # Sets: a query may name thousands, and is held against every distinct set of traits in the book.
+        # These are sets, because a query may name thousands of traits and is compared with every distinct set of traits
+        # in the book.
         every = [frozenset(names) for names in group.required]
         self._unnumbered = group.suffix == UNNUMBERED
         required = [] if self._unnumbered else every
@@ -188,7 +198,7 @@ class GroupRules:
         )
 
     def flat(self, rows: Rows) -> Rows:
-        """Which of these providers, each a tree by itself, meet everything."""
+        """Per provider, each a tree by itself, whether it meets all requirements."""
         book, group = self._book, self._group
         if group.in_tree is not None:
             rows = rows[rows == self.tree()]
@@ -201,7 +211,9 @@ class GroupRules:
         return rows
 
     def allowed(self, members: MemberRows) -> Flags:
-        """Which members meet everything; required traits of the un-numbered group are met together (`covers`)."""
+        """Per member, whether it meets all requirements, except the required traits of the un-numbered group, which
+        members meet together (`covers`).
+        """
         allowed: Flags = self._book.live[members.rows]
         if self._any_traits:
             allowed &= self.clean(members)
@@ -214,21 +226,23 @@ class GroupRules:
         return allowed
 
     def clean(self, members: MemberRows) -> Flags:
-        """Which members' traits the group allows: a numbered group's all, of an un-numbered one's the forbidden."""
+        """Per member, whether its traits meet the group's rules: all of them for a numbered group, the forbidden traits
+        alone for the un-numbered one.
+        """
         clean: Flags = self._traits(self._book.traits[members.rows]) == 1
         return clean
 
     def in_tree(self, members: MemberRows) -> Flags:
-        """Which members are in the requested tree, if one is requested."""
+        """Per member, whether it is in the requested tree, if one is requested."""
         if self._group.in_tree is None:
             return np.ones(len(members.rows), dtype=np.bool_)
-        if self._unnumbered:  # its tree is chosen among the roots
+        if self._unnumbered:  # its tree restricts the roots
             return np.arange(len(members.rows)) < members.own
         inside: Flags = self._book.root[members.rows] == self.tree()
         return inside
 
     def in_aggregates(self, members: MemberRows) -> Flags:
-        """Which members are in the requested aggregates: themselves, or for the un-numbered group by their root."""
+        """Per member, whether it is in the requested aggregates: itself or, for the un-numbered group, by its root."""
         member: Flags = self._member(self._book.aggregates[members.rows]) == 1
         if self._unnumbered:
             of_root = self._member(self._book.aggregates[members.roots]) == 1
@@ -236,14 +250,16 @@ class GroupRules:
         return member
 
     def in_forbidden_aggregates(self, members: MemberRows) -> Flags:
-        """Which members are in a forbidden aggregate: themselves, or for the un-numbered group by the tree's root."""
+        """Per member, whether it is in a forbidden aggregate: itself or, for the un-numbered group, by the
+        tree's root.
+        """
         is_excluded: Flags = self._is_excluded(self._book.aggregates[members.rows]) == 1
         if self._unnumbered:
             is_excluded |= (self._is_excluded(self._book.aggregates[members.roots]) == 1)[members.owners]
         return is_excluded
 
     def covers(self, rows: Rows) -> Amounts:
-        """Per row, which of the required any-of groups its traits meet, as bits."""
+        """Per row, the required any-of groups that its traits meet, as bits."""
         return self._covers(self._book.traits[rows])
 
     def tree(self) -> int:
@@ -253,26 +269,26 @@ class GroupRules:
 
 
 def flags(values: Distinct[tuple[str, ...]], answer: Callable[[tuple[str, ...]], bool]) -> LookupTable:
-    """A yes or no per distinct value, as 1 and 0."""
+    """Return the answers for these values as 1 and 0."""
     return lookup_table(values, lambda value: int(answer(value)))
 
 
 def meets_all(own: Sequence[str], groups: Iterable[frozenset[str]]) -> bool:
-    """Whether each group has one of these."""
+    """Whether each group contains one of these names."""
     return all(not group.isdisjoint(own) for group in groups)
 
 
 def meets_any(own: Sequence[str], names: frozenset[str]) -> bool:
-    """Whether one of these is among the names."""
+    """Whether one of the names is in this set."""
     return not names.isdisjoint(own)
 
 
 class RulesCache(OrderedDict[tuple[int, bytes], GroupRules]):
-    """The rules that a book keeps: requests that differ in amounts alone share them."""
+    """The group rules that a book caches. Requests that differ only in amounts share them."""
 
 
 def rules_of(book: Book, group: Group) -> GroupRules:
-    """The group's rules as the book numbers its distinct values now."""
+    """Return the group's rules for the present numbering of the book's distinct values."""
     cache = book.cache(RulesCache)
     key = (book.epoch, msgspec.msgpack.encode(structs.replace(group, resources={})))
     rules = cache.get(key)

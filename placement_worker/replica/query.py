@@ -12,15 +12,17 @@ from placement_worker.replica.request import UNNUMBERED, CandidatesRequest, Grou
 
 
 class Query(Struct, frozen=True, kw_only=True):
-    """The requirements on one host: each class from one provider of its tree or sharing with it, and groups.
+    """The requirements on one host: amounts of classes, each from one provider of its tree or one that shares with it,
+    and groups.
 
     resources: requested amounts; a class with an amount of zero or less is not requested (a bare-metal flavor's
     VCPU=0). required: AND of any-of groups, each met by some provider that gives resources; forbidden: on none of them.
     member_of: AND of any-of groups of aggregates, met by one provider itself or by its root; forbidden_aggregates:
-    neither the provider nor its root is in any of them. in_tree: only the tree that this provider is in. root_required,
-    root_forbidden: traits of the root (from 1.35). root_member_of, root_forbidden_aggregates: the same of the root's
-    aggregates, which determine where a host belongs. only_roots, ignore_roots: uuids of roots; an empty only_roots
-    means any. groups: numbered groups, each from one provider; group_policy and same_subtree as in CandidatesRequest.
+    neither the provider nor its root is in any of them. in_tree: the host must be in the tree of this provider.
+    root_required, root_forbidden: traits of the root (from 1.35). root_member_of, root_forbidden_aggregates: conditions
+    on the root's own aggregates, such as those of an availability zone. only_roots, ignore_roots: uuids of roots; an
+    empty only_roots means any. groups: numbered groups, each from one provider; group_policy and same_subtree as in
+    CandidatesRequest.
     """
 
     resources: dict[str, int] = {}
@@ -41,7 +43,9 @@ class Query(Struct, frozen=True, kw_only=True):
 
 
 def request_of(query: Query) -> CandidatesRequest:
-    """The query as a candidates request; its pins (only_roots, ignore_roots) are left to the caller."""
+    """Return the query as a candidates request without its pins (only_roots, ignore_roots), which the caller
+    applies.
+    """
     own = Group(
         suffix=UNNUMBERED,
         resources=query.resources,
@@ -64,7 +68,7 @@ def request_of(query: Query) -> CandidatesRequest:
 
 
 def total_resources(query: Query) -> dict[str, int]:
-    """The sums over all groups, by class."""
+    """Return the sums over all groups, by class."""
     sums: dict[str, int] = {}
     for resources in (query.resources, *(group.resources for group in query.groups)):
         for name, amount in resources.items():

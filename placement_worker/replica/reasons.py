@@ -1,7 +1,7 @@
-"""The meaning of a verdict code: the steps at which a root can be rejected, in order, each with its code and its
+"""The codes of verdicts: the steps at which a root can be rejected, in order, with the code and the text of each
 reason.
 
-A root's code is the least of all codes that apply to it, and `passes` is above them all.
+A root's code is the smallest of the codes that apply to it; `passes` is larger than all of them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ UNIT = "amount not allowed (min_unit, max_unit, step_size)"
 
 
 class Reason(Struct, frozen=True):
-    """One way to be rejected: the funnel's step and the reason."""
+    """One reason for a rejection: the step of the funnel, and the text."""
 
     step: str
     reason: str
@@ -41,7 +41,7 @@ class Reasons:
         self.root_bad_member = self._code("aggregates", f"in {_any_of(request.root_forbidden_aggregates)}")
         self.not_member = self._code("aggregates", f"not in {_all_of(own.member_of)}")
         self.bad_member = self._code("aggregates", f"in {_any_of(own.forbidden_aggregates)}")
-        # Per slot, the code of each fit level.
+        # For each slot, the code of each fit level.
         self.of_level = [np.array(self._of_levels(slot), dtype=np.int64) for slot in slots]
         self.apart = self._code("together", "traits and resources not on the same providers")
         self.nothing = self._code("resources", "nothing is requested")
@@ -78,7 +78,7 @@ class Reasons:
         return self.root_bad_member if meets_any(own, self._request.root_forbidden_aggregates) else self.passes
 
     def _of_levels(self, slot: Slot) -> list[int]:
-        """The codes of a slot's fit levels, ascending; GIVES is none."""
+        """The codes of a slot's fit levels, ascending, without GIVES."""
         name = f"group {_short(slot.suffix)}"
         if slot.suffix == UNNUMBERED:
             (name,) = slot.resources
@@ -110,5 +110,5 @@ def _all_of(groups: Sequence[Sequence[str]]) -> str:
 
 
 def meets_any(own: Sequence[str], names: Sequence[str]) -> bool:
-    """Whether one of the names is there."""
+    """Whether one of the names is in this set."""
     return any(name in own for name in names)

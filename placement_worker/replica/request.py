@@ -10,20 +10,20 @@ UNNUMBERED = ""
 
 
 class QueryTooWide(Exception):
-    """The request has more groups, classes or any-of groups than a search takes."""
+    """The request has more groups, classes or any-of groups than a search supports."""
 
     code = "search.too_wide"
 
 
 class Group(Struct, frozen=True, kw_only=True):
-    """One request group. Suffix "": each class from any provider of the tree or sharing with it; else all from one.
+    """One request group. With the suffix "" each class may come from any provider of the tree or one that shares with
+    it; in other groups all classes come from one provider.
 
     required: AND of any-of groups of traits. The un-numbered group's are met by the providers that give it resources,
-    together; a numbered group's by its one provider. forbidden: on none of them.
-    member_of: AND of any-of groups of aggregates; forbidden_aggregates: in none. A provider counts as in its root's
-    aggregates for the un-numbered group only (as Placement does it).
-    in_tree: only the tree that this provider is in. A numbered group without resources picks a provider that meets
-    the rest; it only serves `same_subtree`.
+    together; a numbered group's by its one provider. forbidden: on none of them. member_of: AND of any-of groups of
+    aggregates; forbidden_aggregates: in none. A provider counts as in its root's aggregates for the un-numbered group
+    only (as Placement does it). in_tree: only the tree that this provider is in. A numbered group without resources
+    picks a provider that meets the rest; it only serves `same_subtree`.
     """
 
     suffix: str = UNNUMBERED
@@ -36,7 +36,7 @@ class Group(Struct, frozen=True, kw_only=True):
 
 
 class CandidatesRequest(Struct, frozen=True, kw_only=True):
-    """All groups of one request, and what holds between them.
+    """All groups of one request, and the rules between them.
 
     group_policy: "isolate" puts numbered groups on different providers. root_required (AND of any-of groups),
     root_forbidden: traits of the root that anchors a candidate (from 1.35). root_member_of, root_forbidden_aggregates:
@@ -55,8 +55,8 @@ class CandidatesRequest(Struct, frozen=True, kw_only=True):
 
 
 class Slot(Struct, frozen=True):
-    """The allocation from one provider of a candidate: a numbered group's whole, or one class of
-    the un-numbered group.
+    """The part of a candidate that comes from one provider: a whole numbered group, or one class of the un-numbered
+    group.
     """
 
     suffix: str
@@ -64,7 +64,7 @@ class Slot(Struct, frozen=True):
 
 
 def slots_of(request: CandidatesRequest) -> tuple[Slot, ...]:
-    """The request's slots: groups in order, the un-numbered group's classes by name."""
+    """Return the request's slots: groups in order, with the classes of the un-numbered group sorted by name."""
     slots: list[Slot] = []
     for group in request.groups:
         requested = {name: amount for name, amount in sorted(group.resources.items()) if amount > 0}

@@ -1,4 +1,4 @@
-"""Iterators side by side."""
+"""Takes items of several iterators in turn."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ T = TypeVar("T")
 
 
 def round_robin(iterators: Iterable[Iterator[T]]) -> Iterator[T]:
-    """One item of each iterator in turn, until all have ended."""
+    """Yield one item of each iterator in turn, until all have ended."""
     open_ones = list(iterators)
     while open_ones:  # ends: every round takes an item or drops an iterator
         still_open = []

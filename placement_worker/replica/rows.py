@@ -1,4 +1,4 @@
-"""The rows of providers: their uuids and names, and reuse of the rows of removed providers."""
+"""The table of rows: the providers' uuids and names, and the reuse of rows of removed providers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class RowTable:
     A subclass that adds columns names them in `_filled`, or extends `_grown` and `_emptied`.
     """
 
-    # Columns by name, and the value of a row that was never used.
+    # The columns by name, with the value of a row that was never used.
     _filled: tuple[tuple[str, int], ...] = (("live", 0), ("named_by", 0))
 
     def _clear_rows(self) -> None:
@@ -90,7 +90,7 @@ class RowTable:
         self.size = size
 
     def _grown(self, size: int) -> None:
-        """Columns have been made this long."""
+        """Called when the columns have been extended to this size."""
 
     def _emptied(self, row: int) -> None:
-        """The row is free for another provider."""
+        """Called when the row is free for another provider."""

@@ -1,8 +1,8 @@
-"""Which roots can take a request, and with which allocations.
+"""Finds the roots that can take a request, and the allocations on one root.
 
-`search` is complete: it leaves out no root that can take the request, and "none" is true, except for roots that the
-funnel counts as "too many combinations to try". `options` lists the allocations on one root, best first, and stops
-at its limit. Both ask one search: `compiled` judges providers and trees, `verdicts` keeps the answers between calls.
+`search` is complete: it finds every root that can take the request, except roots that the funnel counts as "too many
+combinations to try". `options` lists the allocations on one root, best first, up to its limit. Both use the same
+tables: `compiled` evaluates providers and trees, and `verdicts` keeps the results between calls.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from placement_worker.replica.verdicts import RootVerdicts, cached_verdicts, ver
 
 __all__ = ["Found", "Query", "options", "search"]
 
-# At most this many options are looked for, whatever the caller requests.
+# The bound of options, whatever limit the caller requests.
 MAX_OPTIONS = 64
 
 
 def search(book: Book, query: Query, *, explain: bool = False) -> Found:
-    """All roots that can take the request now, ascending by row. Raises QueryTooWide."""
+    """Return all roots that can take the request now, ascending by row. Raises QueryTooWide."""
     verdicts = verdicts_of(book, query)
     if explain:
         verdicts.explain()
@@ -51,10 +51,12 @@ def search(book: Book, query: Query, *, explain: bool = False) -> Found:
 
 
 def options(book: Book, query: Query, root_row: int, *, limit: int = 4) -> list[ClaimOption]:
-    """The claimable allocations on one root, best first; empty when it does not fit. Raises QueryTooWide.
+    """Return the possible allocations on one root, best first; empty when the request does not fit. Raises
+    QueryTooWide.
 
-    Best: from few providers, then from those with most room. The provider with the widest choice changes first from
-    option to option, so that the second option is a real alternative to the first.
+    Allocations from few providers come first, then those from the providers with the most free. From option to option
+    the slot with the most possible providers changes first, so that the second option is a real alternative to the
+    first.
     """
     verdicts = cached_verdicts(book, query)
     slots = verdicts.compiled.slots
@@ -62,7 +64,7 @@ def options(book: Book, query: Query, root_row: int, *, limit: int = 4) -> list[
 
 
 def _option(book: Book, slots: Sequence[Slot], rows: Sequence[int]) -> ClaimOption:
-    """One assignment, with the amounts that several slots have from one provider added up."""
+    """Return an assignment as an option: the amounts that several slots take from one provider are added up."""
     allocations: dict[str, dict[str, int]] = {}
     shapes: dict[str, int] = {}
     for slot, row in zip(slots, rows, strict=True):
@@ -78,7 +80,7 @@ def _option(book: Book, slots: Sequence[Slot], rows: Sequence[int]) -> ClaimOpti
 
 
 def _pinned(book: Book, query: Query) -> Rows | None:
-    """The roots that the query's pins leave; None when it has none that name roots."""
+    """Return the roots that the query's pins allow; None when the query does not pin roots."""
     pinned: Rows | None = _rows_of(book, query.only_roots) if query.only_roots else None
     if query.in_tree is not None:
         row = book.row_of(query.in_tree)
@@ -99,7 +101,7 @@ def _rows_of(book: Book, uuids: Sequence[str]) -> Rows:
 
 
 def _funnel(verdicts: RootVerdicts, counts: Rows, pins: dict[str, int]) -> tuple[FunnelStep, ...]:
-    """Step by step: how many roots are left, and why the others were rejected."""
+    """Return the steps of the funnel: how many roots each leaves, and why it rejects the others."""
     left = int(counts[1:].sum())
     funnel = [FunnelStep(step="providers", remaining=left, rejected={why: many for why, many in pins.items() if many})]
     rejected: dict[str, dict[str, int]] = {step: {} for step in verdicts.reasons.steps()}

@@ -1,7 +1,7 @@
-"""Sharing providers and the trees that they serve.
+"""Finds the sharing providers and the trees that they serve.
 
-A provider with the sharing trait serves each tree with a member in one of its aggregates. Shapes alone decide this, so
-the pairs are kept until a shape moves.
+A provider with the sharing trait serves each tree that has a member in one of the provider's aggregates. Traits,
+aggregates and parentage alone decide this, so the pairs are kept until a shape changes.
 """
 
 from __future__ import annotations
@@ -16,7 +16,9 @@ SHARING_TRAIT = "MISC_SHARES_VIA_AGGREGATE"
 
 
 class Sharing:
-    """Pairs of a sharing provider and the root of a tree that it serves, by root; its own tree is left out."""
+    """The pairs of a sharing provider and the root of a tree that it serves, by root. The provider's own tree is left
+    out.
+    """
 
     def __init__(self, book: Book) -> None:
         self.true_at = book.shape_moves.end
@@ -24,10 +26,12 @@ class Sharing:
         self._is_sharer = np.zeros(book.top, dtype=np.bool_)
         self._is_sharer[self.rows] = True
         self._roots, self._sharers = _served(book, self.rows)
-        self.givers = np.unique(self._sharers)  # those that serve any tree
+        self.givers = np.unique(self._sharers)  # the sharing providers that serve a tree
 
     def serving(self, roots: Rows) -> tuple[Rows, Rows]:
-        """The sharing providers from other trees that serve these; per provider, the position of the root it serves."""
+        """Return the sharing providers that serve these trees from other trees, and for each the position of the root
+        that it serves.
+        """
         first = np.searchsorted(self._roots, roots, side="left")
         many = np.searchsorted(self._roots, roots, side="right") - first
         owners = np.repeat(np.arange(len(roots)), many)
@@ -36,7 +40,7 @@ class Sharing:
         return self._sharers[np.repeat(first, many) + within], owners
 
     def serves(self, roots: Rows) -> Flags:
-        """Which of these trees a sharing provider of another tree serves."""
+        """Per tree, whether a sharing provider of another tree serves it."""
         if not len(self._roots):
             return np.zeros(len(roots), dtype=np.bool_)
         place = np.minimum(np.searchsorted(self._roots, roots), len(self._roots) - 1)
@@ -44,14 +48,14 @@ class Sharing:
         return served
 
     def serves_root(self, root: int) -> bool:
-        """Whether a sharing provider of another tree serves this one."""
+        """Whether a sharing provider of another tree serves this tree."""
         if not len(self._roots):
             return False
         place = int(np.searchsorted(self._roots, root))
         return place < len(self._roots) and int(self._roots[place]) == root
 
     def served_by(self, rows: Rows) -> Rows:
-        """Roots of the other trees that these rows serve, ascending."""
+        """Return the roots of the other trees that these rows serve, ascending."""
         return np.unique(self._roots[np.isin(self._sharers, rows)])
 
     def same_pairs(self, other: Sharing) -> bool:
@@ -59,19 +63,19 @@ class Sharing:
         return np.array_equal(self._roots, other._roots) and np.array_equal(self._sharers, other._sharers)
 
     def are_sharers(self, rows: Rows) -> Flags:
-        """Which rows are sharing providers."""
+        """Per row, whether it is a sharing provider."""
         return self._is_sharer[rows]
 
 
 class LatestSharing:
-    """The pairs that a book keeps, until a shape moves."""
+    """The pairs that a book caches until a shape changes."""
 
     def __init__(self) -> None:
         self.pairs: Sharing | None = None
 
 
 def sharing_of(book: Book) -> Sharing:
-    """Which provider shares with which trees, as shapes are now."""
+    """Return the sharing providers and the trees that they serve, by the present shapes."""
     latest = book.cache(LatestSharing)
     if latest.pairs is None or latest.pairs.true_at != book.shape_moves.end:
         latest.pairs = Sharing(book)
@@ -79,7 +83,9 @@ def sharing_of(book: Book) -> Sharing:
 
 
 def _sharers(book: Book) -> Rows:
-    """Rows of sharing providers; one without an aggregate serves only its own tree."""
+    """Return the rows of sharing providers. A sharing provider without an aggregate serves only its own tree, and is
+    left out.
+    """
     shares = np.array([SHARING_TRAIT in traits for traits in book.trait_sets.values], dtype=np.bool_)
     if not shares.any():
         return np.zeros(0, dtype=np.intp)
@@ -87,7 +93,7 @@ def _sharers(book: Book) -> Rows:
 
 
 def _served(book: Book, sharers: Rows) -> tuple[Rows, Rows]:
-    """(root, sharer) pairs, by root and then by sharer."""
+    """Return (root, sharer) pairs, sorted by root and then by sharer."""
     nothing = np.zeros(0, dtype=np.intp)
     if not sharers.size:
         return nothing, nothing

@@ -1,4 +1,4 @@
-"""A bound on the time of a search, for searches whose number of steps does not bound their duration."""
+"""A bound of the duration of a search, for searches that a bound of steps does not keep short enough."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class TooLong(Exception):
 
 
 class TimeBudget:
-    """The time until which a search may go on. clock: monotonic seconds.
+    """The time until which a search may run. clock: monotonic seconds.
 
     keeps_partial: when the budget is used up, the search returns its results so far, as with a budget of steps.
     Otherwise it raises TooLong and returns nothing, so that the caller can start it again elsewhere.

@@ -1,4 +1,4 @@
-"""The members of all trees that matter for a request, tree by tree, best first, each with its signature."""
+"""The members of trees that can give something to a request, tree by tree, best first, each with its signature."""
 
 from __future__ import annotations
 
@@ -12,13 +12,12 @@ from placement_worker.replica.book import Book
 from placement_worker.replica.columns import Rows
 from placement_worker.replica.rows import NO_ROW
 
-# Bits of a signature's word that are used.
+# The bits of a word that signatures use.
 WORD_BITS = 62
 
 
 class TreeMembers(Struct, frozen=True):
-    """The known properties of members, in any order. owners: the position of each one's tree among the roots,
-    ascending.
+    """The properties of members, in any order. owners: the position of each one's tree among the roots, ascending.
 
     eligible: per slot, which of them can give it alone. limits: per contended class, the most that each can give in
     all. covers: the required traits each meets, as bits. trees: whose tree each is in, 0 for its owner's. room: how
@@ -39,7 +38,8 @@ class OrderedMembers:
     """Members in order: tree by tree, ancestors before descendants, first those that can give most slots, like ones
     together, most room first.
 
-    signatures: what makes two members alike; where subtrees matter, also the place of the nearest ancestor.
+    signatures: members with equal signatures are alike; where subtrees matter, a signature also has the position of the
+    nearest ancestor.
     """
 
     def __init__(self, book: Book, members: TreeMembers, *, subtrees: bool) -> None:
@@ -66,7 +66,9 @@ class OrderedMembers:
         self.signatures = columns[0][:, None] if len(columns) == 1 else np.stack(columns, axis=1)
 
     def alike(self) -> Iterator[tuple[bytes, Rows, NDArray[np.intp]]]:
-        """Trees that look the same: a key of the looks, the trees' positions, and per tree its members as indices."""
+        """Yield the groups of trees with equal members: a key, the positions of the trees, and for each tree the
+        indices of its members.
+        """
         if len(self._starts) == 1:
             yield self.signatures.tobytes(), self._owners, np.arange(len(self.rows))[None]
             return
@@ -82,7 +84,7 @@ class OrderedMembers:
                 yield key, self._owners[trees[chosen]], members[chosen]
 
     def above(self, members: Rows) -> list[int]:
-        """Per member of one tree, itself and those of its ancestors that are members too, as bits."""
+        """Per member of one tree, the bits of the member and of its ancestors that are members, too."""
         above: list[int] = []
         for at, up in enumerate(self._nearest[members].tolist()):  # ancestors come first
             above.append((1 << at) | (0 if up == NO_ROW else above[up]))
@@ -90,7 +92,9 @@ class OrderedMembers:
 
 
 def kinds_of(signatures: NDArray[np.int64], above: Sequence[int]) -> list[int]:
-    """Members alike in signature and, where it matters, in place: under the same parent, with no member below."""
+    """Return the kind of each member. Members of one kind have equal signatures and, where subtrees matter, the same
+    parent and no members below them.
+    """
     with_some_below = 0
     for at, bits in enumerate(above):
         with_some_below |= bits & ~(1 << at)
@@ -103,7 +107,7 @@ def kinds_of(signatures: NDArray[np.int64], above: Sequence[int]) -> list[int]:
 
 
 def _packed(members: TreeMembers) -> list[NDArray[np.int64]]:
-    """Each member's signature, in as few words as hold it."""
+    """Return each member's signature, packed into as few words as possible."""
     limit_bits, cover_bits, tree_bits = members.bits
     slots = len(members.eligible)
     words: list[NDArray[np.int64]] = []
@@ -124,7 +128,7 @@ def _packed(members: TreeMembers) -> list[NDArray[np.int64]]:
 
 
 def _order(members: TreeMembers, words: Sequence[NDArray[np.int64]], nearest: Rows | None) -> Rows:
-    """See OrderedMembers."""
+    """Return the order of the members that OrderedMembers describes."""
     owners = members.owners
     keys = (members.rows, -members.room, *reversed(words), -members.eligible.sum(axis=0))
     if nearest is None:
@@ -144,7 +148,7 @@ def _order(members: TreeMembers, words: Sequence[NDArray[np.int64]], nearest: Ro
 
 
 def _nearest_above(book: Book, rows: Rows, owners: Rows) -> Rows:
-    """Per member, the index of its nearest ancestor that is a member of the same tree too; NO_ROW without one."""
+    """Per member, the index of its nearest ancestor among the members of the same tree; NO_ROW when there is none."""
     keys = owners * book.size + rows
     order = np.argsort(keys)
     ordered = keys[order]

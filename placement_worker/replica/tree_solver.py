@@ -1,9 +1,8 @@
-"""All assignments of one tree's members to a request's slots, lazily, within a budget of dead ends.
+"""Finds the assignments of one tree's members to a request's slots, lazily and within a budget of dead ends.
 
-Before the solver takes a member, it looks ahead whether the remaining slots can still be satisfied. It computes that
-once per kind of member: members that are alike and in the same condition are one kind, and the answer for a situation
-holds for every situation that differs only in which of the like members were taken. Eight like devices for eight groups
-cost eight steps, not 8^8.
+Before the solver takes a member, it checks whether the remaining slots can still be satisfied. Members that are alike,
+and of which the same was taken, count as one kind: the result of the check holds for all situations that differ only in
+which members of a kind were taken. So eight equal devices for eight groups take eight steps, not 8^8.
 """
 
 from __future__ import annotations
@@ -19,24 +18,24 @@ from placement_worker.replica.time_budget import TimeBudget
 
 Assignment = tuple[int, ...]  # per slot, the member that gives it
 
-# Bits of a set of ancestors before anything was chosen: all of them.
+# The set of common ancestors before a member is chosen: all bits.
 ANYWHERE = -1
 
-# Dead ends after which it pays to prove that slots cannot all be apart before trying.
+# The number of dead ends after which the solver first checks by a matching whether all slots can be apart.
 MATCH_AFTER = 32
 
-# More tries than any search makes.
+# A bound of steps that no search reaches.
 ENDLESS = 1 << 62
 
 
 class TreeProblem(Struct, frozen=True):
-    """One tree (with the providers shared with it) as the solver sees it. Members are numbered from 0, best first.
+    """One tree, with the providers that share with it, as the solver's input. Members are numbered from 0, best first.
 
     eligible: per slot the members that can give it alone. needs and limits: amounts of the classes that several slots
-    require, per slot and per member. kinds: members of one kind are alike in all of this. apart: slots that
-    must be on different members (isolate). covers: per member the required traits it has, as bits, which count when
-    it gives one of the `covering` slots; together they must be `everything`. above: per member the bits of itself and
-    its ancestors; subtrees: sets of slots. trees: where given, at most one member of each tree gives `giving` slots.
+    require, per slot and per member. kinds: members of one kind are alike in all of this. apart: slots that must be on
+    different members (isolate). covers: per member the required traits it has, as bits, which count when it gives one
+    of the `covering` slots; together they must be `everything`. above: per member the bits of itself and its ancestors;
+    subtrees: sets of slots. trees: where given, at most one member of each tree gives `giving` slots.
     """
 
     eligible: list[list[int]]
@@ -54,25 +53,26 @@ class TreeProblem(Struct, frozen=True):
 
 
 class _State(NamedTuple):
-    """The consequences of the choices so far."""
+    """The state after the choices so far."""
 
-    left: dict[int, tuple[int, ...]]  # of members that were taken: the remaining amounts of the contended classes
-    taken: int  # members that no further `apart` slot may have
-    common: tuple[int, ...]  # per subtree: ancestors (or self) of all chosen so far
-    tops: tuple[int, ...]  # per subtree: those of them that are chosen
+    left: dict[int, tuple[int, ...]]  # by member that was taken: the remaining amounts of the contended classes
+    taken: int  # the members that no further `apart` slot may take, as bits
+    common: tuple[int, ...]  # per subtree: the common ancestors (or self) of all chosen members, as bits
+    tops: tuple[int, ...]  # per subtree: those of the common ancestors that are chosen
     cover: int
     givers: dict[int, int]  # per tree, the member that gives
 
 
 class OutOfBudget(Exception):
-    """The budget of dead ends is used up: whether there are further assignments is not known."""
+    """The budget of dead ends is used up, so it is not known whether there are further assignments."""
 
 
 class TreeSolver:
-    """The assignments found so far, and the rest on demand. `done`: there are no others; `cut`: the budget ended it.
+    """The assignments found so far; `find` searches further ones. done: there are no others. cut: the budget has ended
+    the search.
 
-    dead_ends: steps of looking ahead that led nowhere; the budget is for them alone. tries: all steps, for callers
-    that stop early.
+    dead_ends: checks ahead that have failed, which the budget counts. tries: all steps, for callers with a bound of
+    steps.
     """
 
     def __init__(self, problem: TreeProblem) -> None:
@@ -95,10 +95,11 @@ class TreeSolver:
         self._source = self._spread()
 
     def find(self, count: int, budget: int, tries: int = ENDLESS, time_budget: TimeBudget | None = None) -> int:
-        """Find up to `count` in all, at no more than `budget` further dead ends; how many are found.
+        """Search until `count` assignments are found in all, with at most `budget` further dead ends. Returns the
+        number found.
 
-        No further assignment is looked for after this many `tries`; there may be more then. Raises TooLong when the
-        time budget is used up: the assignments found stay, and there can be no more.
+        After this many `tries` the search stops, and there may be further assignments. Raises TooLong when the time
+        budget is used up; the found assignments are kept, and no further search is possible.
         """
         self._time_budget = time_budget
         self._allowed = self.dead_ends + budget
@@ -117,11 +118,13 @@ class TreeSolver:
         return min(count, len(self.found))
 
     def _spread(self) -> Iterator[Assignment]:
-        """In turn by the member that gives the slot with the widest choice: the second is a real alternative."""
+        """Yield assignments with another member for the slot with the most choices each time, so that the second one is
+        a real alternative.
+        """
         yield from round_robin(self._search(member) for member in self.problem.eligible[self._order[0]])
 
     def _search(self, first: int) -> Iterator[Assignment]:
-        """All assignments in which `first` gives the first slot in order; members already in use come first."""
+        """Yield all assignments in which `first` gives the first slot in order; members already in use come first."""
         start = _State({}, 0, (ANYWHERE,) * len(self.problem.subtrees), (0,) * len(self.problem.subtrees), 0, {})
         state = self._take(start, 0, first)
         if state is None or not self._is_completable(1, state):
@@ -145,7 +148,7 @@ class TreeSolver:
                 stack.append(self._choices(len(chosen), step[1], chosen))
 
     def _choices(self, place: int, state: _State, chosen: list[int]) -> Iterator[tuple[int, _State]]:
-        """The members that this slot can have so that all the others can be satisfied too."""
+        """The members that can give this slot so that all remaining slots can still be satisfied."""
         if self._time_budget is not None:
             self._time_budget.check()
         promise: dict[object, bool] = {}
@@ -163,11 +166,11 @@ class TreeSolver:
             yield member, after
 
     def _ranked(self, place: int, state: _State, chosen: list[int]) -> Iterator[int]:
-        """The members that can give this slot, those already in use first; none that may not be used again."""
+        """The members that can give this slot, those already in use first, without those that may not be used again."""
         slot = self._order[place]
         if slot in self.problem.apart:
             free = self._bits[slot] & ~state.taken
-            while free:  # ends: each round takes a bit away
+            while free:  # ends: each round clears a bit
                 first = free & -free
                 free ^= first
                 yield first.bit_length() - 1
@@ -203,7 +206,7 @@ class TreeSolver:
             if problem.needs:
                 limits = problem.limits[member] if remaining is None else remaining
                 remaining = tuple(limit - need for limit, need in zip(limits, problem.needs[slot], strict=True))
-                # Only what this slot requires counts: a member may have none of a class that it does not give.
+                # Only the classes that this slot requires count: the member may have none of another class.
                 if any(rest < 0 < need for rest, need in zip(remaining, problem.needs[slot], strict=True)):
                     return None
             left = {**left, member: remaining or ()}
@@ -223,7 +226,9 @@ class TreeSolver:
         return _State(left, taken, common, tops, cover, givers)
 
     def _within(self, state: _State, place: int, member: int) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-        """Each subtree after this choice: one of the chosen, or of those still to choose, must be above the rest."""
+        """Update the subtrees for this choice: one of the members that are chosen, or can still be chosen, must be an
+        ancestor of the rest.
+        """
         problem, slot = self.problem, self._order[place]
         common, tops = list(state.common), list(state.tops)
         for number, slots in enumerate(problem.subtrees):
@@ -238,7 +243,7 @@ class TreeSolver:
     # --- looking ahead
 
     def _is_completable(self, place: int, state: _State) -> bool:
-        """Whether the slots from this place on can be satisfied; computed once per kind of situation."""
+        """Whether the slots from this place on can be satisfied. The result is computed once for equal situations."""
         if self._loose or place == len(self._order):
             return True
         if self._time_budget is not None:
@@ -272,11 +277,11 @@ class TreeSolver:
         return known
 
     def _can_match(self, place: int, taken: int) -> bool:
-        """Whether the slots that must be apart can be, if nothing else stood in the way."""
+        """Whether the slots that must be apart can have different members, by this rule alone."""
         return can_match([self._bits[slot] & ~taken for slot in self._order[place:] if slot in self.problem.apart])
 
     def _distinct_members(self, place: int, state: _State) -> Iterator[int]:
-        """The members to try: all that were touched by a choice, and of the others one of each kind."""
+        """The members to try: all that a choice has changed, and one of each kind of the others."""
         touched = 0
         for member in (*state.left, *state.givers.values()):
             touched |= 1 << member
@@ -293,14 +298,14 @@ class TreeSolver:
                     yield member
 
     def _condition(self, state: _State, after: _State, place: int, member: int) -> object:
-        """Equal for members whose choice leaves the rest in like situations."""
+        """Return a key that is equal for members whose choice leads to equal situations."""
         bits = (state.taken >> member & 1, *(common >> member & 1 for common in state.common))
         giving = member in state.givers.values()
         return self.problem.kinds[member], state.left.get(member), bits, after.common, after.tops, giving
 
     def _situation(self, place: int, state: _State) -> tuple[object, ...]:
-        """Equal for situations that differ only in which of the like members were taken."""
-        if not self.problem.needs and not self.problem.subtrees:  # all that is known of a member is that it was taken
+        """Return a key that is equal for situations that differ only in which members of a kind were taken."""
+        if not self.problem.needs and not self.problem.subtrees:  # the only state of a member is whether it was taken
             kinds = tuple(sorted(map(self.problem.kinds.__getitem__, state.left)))
             return place, kinds, state.cover, tuple(sorted(state.givers.items()))
         taken = sorted(
@@ -314,10 +319,11 @@ class TreeSolver:
 
 
 def _apart_by_amounts(problem: TreeProblem) -> TreeProblem:
-    """The same problem, with amounts that no member has twice expressed as slots that must be apart: cheaper to solve.
+    """Return an equal problem that is cheaper to solve: where no member can give two slots, the slots must be apart
+    instead of having amounts.
 
-    Only where all the slots that contend ask for one class: then any two of them on one member would be too much, and
-    each alone is given by `eligible`.
+    This is possible only where all contending slots require one class and no member can give any two of them;
+    `eligible` then decides each slot alone.
     """
     requesting = frozenset(slot for slot, needs in enumerate(problem.needs) if any(needs))
     if len(requesting) < 2 or not problem.apart <= requesting:
@@ -330,14 +336,16 @@ def _apart_by_amounts(problem: TreeProblem) -> TreeProblem:
 
 
 def _order(problem: TreeProblem) -> list[int]:
-    """The slot with the widest choice first, then those with the least choice, where dead ends show early."""
+    """Return the order of the slots: the one with the most choices first, then those with the fewest, where dead ends
+    show early.
+    """
     slots = range(len(problem.eligible))
     pivot = max(slots, key=lambda slot: (len(problem.eligible[slot]), -slot))
     return [pivot, *sorted((s for s in slots if s != pivot), key=lambda slot: (len(problem.eligible[slot]), slot))]
 
 
 def _by_kind(problem: TreeProblem, slot: int) -> list[list[int]]:
-    """The members that can give the slot, like ones together."""
+    """The members that can give the slot, grouped by kind."""
     kinds: dict[int, list[int]] = {}
     for member in problem.eligible[slot]:
         kinds.setdefault(problem.kinds[member], []).append(member)
@@ -350,7 +358,7 @@ def _is_tracked(problem: TreeProblem, slot: int) -> bool:
 
 
 def _open_subtrees(problem: TreeProblem, order: list[int]) -> list[list[int]]:
-    """Per place and subtree, the members that slots from there on could still bring into it, as bits."""
+    """Per place and subtree, the members that the slots from this place on can still add to the subtree, as bits."""
     still = [[0] * len(problem.subtrees)]
     for slot in reversed(order):
         bits = sum(1 << member for member in problem.eligible[slot]) if problem.subtrees else 0
@@ -360,7 +368,7 @@ def _open_subtrees(problem: TreeProblem, order: list[int]) -> list[list[int]]:
 
 
 def _reach(problem: TreeProblem, order: list[int]) -> list[int]:
-    """Per place, the required traits that slots from there on could still meet, as bits."""
+    """Per place, the required traits that the slots from this place on can still meet, as bits."""
     reach = [0] * (len(order) + 1)
     for place in range(len(order) - 1, -1, -1):
         reach[place] = reach[place + 1]

@@ -1,4 +1,4 @@
-"""Provider trees as columns: parents, roots, and the members of each tree."""
+"""The provider trees in columns: parents, roots, and the members of each tree."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from placement_worker.replica.rows import NO_ROW, RowTable
 
 
 class Trees(RowTable):
-    """Rows with their trees. A tree's other members hang on its root as a doubly linked list, in no order."""
+    """Rows with their trees. The other members of a tree are a doubly linked list at its root, in no order."""
 
     _filled = (
         *RowTable._filled,
@@ -34,7 +34,7 @@ class Trees(RowTable):
         self._roots: Rows | None = None
 
     def rows_of_roots(self) -> Rows:
-        """Rows of all root providers, ascending. Shared: do not write to it."""
+        """The rows of all root providers, ascending. The array is shared and must not be changed."""
         if self._roots is None:
             self._roots = np.flatnonzero(self.is_root[: self.top])
             self._roots.flags.writeable = False
@@ -50,18 +50,18 @@ class Trees(RowTable):
         return None if parent == NO_ROW else parent
 
     def tree(self, root_row: int) -> list[int]:
-        """Rows of the tree: the root, then depth by depth, each depth by name."""
+        """The rows of the tree: the root, then each depth in turn, sorted by name."""
         members = self._members(root_row)
         return sorted(members, key=lambda row: (self._depth(row), self._names[row], self._uuids[row]))
 
     def members(self, roots: Rows) -> tuple[Rows, Rows]:
-        """All rows of these trees, the roots first; per row, the position of its root in `roots`."""
+        """Return all rows of these trees, the roots first, and for each row the position of its root in `roots`."""
         if len(roots) == 1:  # following one list costs less than columns of length one
             tree = np.array(self._members(int(roots[0])), dtype=np.intp)
             return tree, np.zeros(len(tree), dtype=np.intp)
         rows, owners = [roots], [np.arange(len(roots))]
         frontier, owner = self.first_member[roots], owners[0]
-        while True:  # ends: each round follows the lists by one member
+        while True:  # ends: each round advances in the lists by one member
             more = frontier != NO_ROW
             if not more.any():
                 return np.concatenate(rows), np.concatenate(owners)
@@ -73,12 +73,12 @@ class Trees(RowTable):
     # --- writing
 
     def _link(self, row: int, state: ProviderState) -> None:
-        """Put the row into its tree. Parents and roots that are not known yet get a row that is not live."""
+        """Add the row to its tree. Parents and roots that are not known yet get a row that is not live."""
         root = row if state.root_uuid == state.uuid else self._named(state.root_uuid)
         parent = NO_ROW if state.parent_uuid is None else self._named(state.parent_uuid)
         if self.root[row] == root and self.parent[row] == parent and self.is_root[row] == (root == row):
             return
-        for named in (root, parent):  # before the old names are dropped: a row in both must not be freed between
+        for named in (root, parent):  # before the old references are dropped, so that a row in both stays
             if named not in {row, NO_ROW}:
                 self.named_by[named] += 1
         self._unlink(row)

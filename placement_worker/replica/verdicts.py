@@ -1,9 +1,9 @@
-"""One query's verdict on each root, kept up to date by judging only the roots that moved.
+"""The verdicts of one query on all roots. Only roots that have changed are evaluated again.
 
-A verdict is a small number: a reason to reject the root (see `reasons`), or `passes`. Everything but usage is decided
-once per distinct set of traits, set of aggregates and kind of inventory, so a full evaluation is a few gathers, and
-between two decisions only the roots that claims and the feed touched are looked at. So a search is nearly as cheap at a
-million hosts as at a thousand. The reason of a rejection is computed when it is first read.
+A verdict is a small number: the code of a reason to reject the root (see `reasons`), or `passes`. Everything but usage
+is evaluated once for each distinct set of traits, set of aggregates and kind of inventory, so a full evaluation takes a
+few gathers. Between two decisions only the roots that claims and the feed have changed are evaluated, so a search is
+nearly as cheap with a million hosts as with a thousand. The reason of a rejection is computed when it is first read.
 """
 
 from __future__ import annotations
@@ -24,12 +24,13 @@ from placement_worker.replica.sharing import Sharing, sharing_of
 
 Codes = NDArray[np.uint16]
 
-# Queries whose verdicts are kept, the least recently used forgotten first. One costs about 12 bytes a row.
+# The queries whose verdicts are cached; the least recently used one is dropped first. A query takes about 12 bytes for
+# each row.
 QUERIES_KEPT = 64
 
 
 class RootVerdicts:
-    """The verdicts of one query without its pins (in_tree, only_roots, ignore_roots)."""
+    """The verdicts of one query, regardless of its pins (in_tree, only_roots, ignore_roots)."""
 
     def __init__(self, book: Book, query: Query) -> None:
         self.book = book
@@ -42,11 +43,11 @@ class RootVerdicts:
         self._begin()
 
     def _begin(self) -> None:
-        """Forget all verdicts; the next refresh evaluates every root."""
+        """Drop all verdicts; the next refresh evaluates every root."""
         self._epoch = self.book.epoch
         self._sharing: Sharing | None = None
         self._given = np.zeros((0, 0), dtype=np.int64)
-        # the verdicts of shapes alone; `_tree` where that is not all
+        # the verdicts by shapes alone; `_tree` where the tree must be evaluated
         self._by_shape: Codes = np.zeros(0, dtype=np.uint16)
         self.verdicts: Codes = np.zeros(0, dtype=np.uint16)
         self.counts = np.zeros(self.passes + 1, dtype=np.int64)
@@ -55,7 +56,7 @@ class RootVerdicts:
 
     @property
     def roots(self) -> Rows:
-        """Rows of the roots that pass, ascending. Shared: not writeable."""
+        """The rows of the roots that pass, ascending. The array is shared and read-only."""
         if self._roots is None:
             self._roots = np.flatnonzero(self.verdicts == self.passes)
             self._roots.flags.writeable = False
@@ -79,15 +80,16 @@ class RootVerdicts:
         self._moved_at, self._shaped_at = book.moves.end, book.shape_moves.end
 
     def explain(self) -> None:
-        """Replace each verdict "not looked into" by the reason why the root is rejected."""
+        """Replace each rejection without a reason by the reason why the root is rejected."""
         if self.counts[self.reasons.unexplained]:
             unexplained = np.flatnonzero(self.verdicts == self.reasons.unexplained)
             self._set(unexplained, explain(self.compiled, unexplained).astype(np.uint16))
 
     def assignments(self, root: int, limit: int) -> list[list[int]]:
-        """Up to this many assignments on one root, best first, as the book is now: per assignment and slot, a row.
+        """Return up to this many assignments on one root, best first, as the book is now. An assignment has a row for
+        each slot.
 
-        A tree is solved by itself: what moved elsewhere is judged by the next search, all at once.
+        Only this tree is solved. Changes of other trees are left to the next refresh.
         """
         if not self.compiled.stands_alone(root):
             self.compiled.refresh()
@@ -97,10 +99,9 @@ class RootVerdicts:
         return [[root] * len(self.compiled.slots)] if limit > 0 and self.verdicts[root] == self.passes else []
 
     def _affected(self, moved: Rows | None) -> Rows | None:
-        """The roots to judge again when these moved; None: all. A sharing provider that moved draws in its trees.
-
-        Usage of a shared pool moves with every claim, but as long as it can give the same as before to one more
-        request of this kind, no verdict changes.
+        """Return the roots to evaluate again when these have changed; None: all roots. A sharing provider that has
+        changed affects the trees that it serves. Its usage changes with every claim, but no verdict changes as long as
+        the provider can give the same as before to one more such request.
         """
         sharing = sharing_of(self.book)
         if sharing is self._sharing and not len(sharing.givers):
@@ -144,7 +145,7 @@ class RootVerdicts:
         self._move_roots(rows, before == self.passes, after == self.passes)
 
     def _move_roots(self, moved: Rows, passed: Flags, pass_now: Flags) -> None:
-        """Update the list of passing roots: two copies instead of a scan of all rows."""
+        """Update the list of passing roots, by two copies instead of a scan of all rows."""
         if self._roots is None:
             return
         gone, come = moved[passed & ~pass_now], moved[pass_now & ~passed]
@@ -157,14 +158,16 @@ class RootVerdicts:
         self._roots = roots
 
     def _evaluate_shapes(self, roots: Rows) -> None:
-        """The verdicts of inventory, traits and aggregates alone for lone roots; trees are judged whole each time."""
+        """Return the verdicts on lone roots by inventory, traits and aggregates alone. Trees are evaluated as a whole
+        each time.
+        """
         flat = self.compiled.stand_alone(roots)
         self._by_shape[roots] = np.where(flat, self.reasons.unexplained, self._tree)
         fit = self.compiled.flat_by_shape(roots[flat])
         self._by_shape[fit[self.compiled.anchor_codes(fit) == self.passes]] = self.passes
 
     def _evaluate(self, rows: Rows) -> Codes:
-        """Verdicts of rows that are, or were, roots."""
+        """Return the verdicts on rows that are, or were, roots."""
         codes = self._by_shape[rows]
         codes[~self.compiled.flat_has_capacity(rows) & (codes == self.passes)] = self.reasons.unexplained
         trees = codes == self._tree
@@ -173,7 +176,7 @@ class RootVerdicts:
         return codes
 
     def _evaluate_trees(self, roots: Rows) -> Codes:
-        """Verdicts of trees: of the root itself, then of the tree's resources."""
+        """Return the verdicts on trees: on the root itself, then on the resources of the tree."""
         codes = self.compiled.anchor_codes(roots)
         open_ones = np.flatnonzero(codes == self.passes)
         codes[open_ones] = self._of_tree[self.compiled.tree_verdicts(roots[open_ones])]
@@ -181,18 +184,18 @@ class RootVerdicts:
 
 
 class VerdictsCache(OrderedDict[object, RootVerdicts]):
-    """The verdicts that a book keeps, by query: a repeated query finds them nearly up to date."""
+    """The verdicts that a book caches by query, so that a repeated query finds them nearly up to date."""
 
 
 def verdicts_of(book: Book, query: Query) -> RootVerdicts:
-    """The query's verdicts, refreshed."""
+    """Return the query's verdicts, refreshed."""
     verdicts = cached_verdicts(book, query)
     verdicts.refresh()
     return verdicts
 
 
 def cached_verdicts(book: Book, query: Query) -> RootVerdicts:
-    """The query's verdicts as they were last."""
+    """Return the query's verdicts as of their last refresh."""
     key = (
         tuple(sorted(query.resources.items())),
         query.required,

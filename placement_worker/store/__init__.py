@@ -1,1 +1,1 @@
-"""Where the book is kept: the port and its PostgreSQL adapter."""
+"""The store of the book: the ports, and their adapters for PostgreSQL and for memory."""

@@ -1,8 +1,9 @@
-"""Allocations that follow their class to another provider, written together with the inventory that moved them.
+"""Writes allocations that follow their class to another provider, in the transaction of the report that moves the
+class.
 
-Consumers are locked before providers, as by every writer. The holders of an allocation are known only after a look, and
-others may join before the providers are locked: those late ones are locked without waiting, and when that cannot be
-done the whole group is tried again.
+Every writer locks consumers before providers. Here the consumers to lock are read first, and further ones may appear
+before the providers are locked. These are locked without waiting. When one of them is locked by another transaction,
+the group is rolled back and retried (HoldersBusy).
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ HOLDERS = """
 SELECT DISTINCT a.consumer FROM unnest($1::uuid[], $2::int[]) AS n (provider, class_id)
 JOIN providers p ON p.uuid = n.provider JOIN allocations a ON a.provider_id = p.id AND a.class_id = n.class_id
 """
-# Waiting here could deadlock with a transaction that holds the consumer and waits for the providers.
+# To wait here could deadlock with a transaction that has locked the consumer and waits for the providers.
 LOCK_WITHOUT_WAITING = "SELECT uuid FROM consumers WHERE uuid = ANY($1::uuid[]) FOR NO KEY UPDATE SKIP LOCKED"
 READ_IDS = "SELECT uuid, id FROM providers WHERE uuid = ANY($1::uuid[])"
 
@@ -33,7 +34,7 @@ _NEW_CONSUMER = ConsumerState(0, 0, "", "", "")
 
 
 class HoldersBusy(Transient):
-    """Another transaction is changing the allocations to be moved."""
+    """Another transaction is changing allocations that the report moves."""
 
     code = "inventory.holders_busy"
 
@@ -41,14 +42,16 @@ class HoldersBusy(Transient):
 async def lock_holders(
     connection: asyncpg.Connection, leaving: Sequence[Leaving], names: NameTable
 ) -> dict[str, ConsumerState]:
-    """All consumers that hold something of these classes of these providers, locked."""
+    """Lock and return all consumers that hold allocations of these classes of these providers."""
     return await _lock(connection, await _holders(connection, leaving, names), names)
 
 
 async def lock_late_holders(
     connection: asyncpg.Connection, leaving: Sequence[Leaving], known: Collection[str], names: NameTable
 ) -> dict[str, ConsumerState]:
-    """The holders that joined between `lock_holders` and the locks of the providers. Raises HoldersBusy."""
+    """Lock and return the consumers that appeared between `lock_holders` and the locks of the providers. Raises
+    HoldersBusy.
+    """
     late = [uuid for uuid in await _holders(connection, leaving, names) if uuid not in known]
     if late and len(await connection.fetch(LOCK_WITHOUT_WAITING, late)) < len(late):
         raise HoldersBusy("an allocation that is to be moved is being changed")
@@ -56,7 +59,7 @@ async def lock_late_holders(
 
 
 def between(before: Mapping[str, Provider], after: Mapping[str, Provider]) -> dict[str, Provider]:
-    """Old and new providers and inventories together, so that allocations can go from one to the other."""
+    """Return the old and the new providers and inventories together, so that allocations can move between them."""
     both = {uuid: _with_old(before.get(uuid), provider) for uuid, provider in after.items()}
     return {**both, **{uuid: provider for uuid, provider in before.items() if uuid not in after}}
 
@@ -70,7 +73,7 @@ async def write(
     ids: Mapping[str, int],
     names: NameTable,
 ) -> None:
-    """The consumers' present allocations, and the providers' usage. Consumers keep their generation."""
+    """Write the new allocations of the consumers, and the usage of the providers. Consumers keep their generation."""
     moved: dict[str, ConsumerState | None] = {
         uuid: replace(consumers[uuid], holding=holding) for uuid, holding in plan.moved.items()
     }
@@ -84,7 +87,7 @@ async def write(
 def _usage(
     before: Mapping[str, Provider], after: Mapping[str, Provider]
 ) -> tuple[dict[str, dict[str, int]], dict[str, int]]:
-    """The usage afterwards where the amount has changed, and those providers' generations."""
+    """Return the new usage where the amount has changed, and the generations of those providers."""
     used: dict[str, dict[str, int]] = {}
     generations: dict[str, int] = {}
     for uuid in before.keys() | after.keys():
@@ -108,7 +111,7 @@ async def _lock(connection: asyncpg.Connection, uuids: Sequence[str], names: Nam
     if not uuids:
         return {}
     inserted, found = await claims.lock_consumers(connection, dict.fromkeys(uuids, _NEW_CONSUMER), names)
-    if inserted:  # gone since we looked: the row made ahead of it is not wanted
+    if inserted:  # the consumer was deleted after it was read; `lock_consumers` has inserted it again
         await connection.execute(claims.DELETE_CONSUMERS, list(inserted))
     return {uuid: consumer for uuid, consumer in found.items() if consumer.holding}
 

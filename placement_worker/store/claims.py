@@ -1,8 +1,7 @@
-"""A group of claims as one transaction of a few set-based statements.
+"""Applies a group of claims in one transaction of a few set-based statements.
 
-Locks are taken in one order by every writer: server groups, consumers by uuid, providers by id, projects with limits,
-what projects hold by project and class, the feed's counter last. A transaction that waits therefore waits for one
-further along, and there is no deadlock, swaps included.
+Every writer takes locks in one order, so that claims and swaps cannot deadlock: server groups, consumers by uuid,
+providers by id, projects with limits, the usage of projects by project and class, and the feed's counter last.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from placement_worker.store import feed, holders, limits, members
 from placement_worker.store.names import NameTable
 from placement_worker.store.rows import transposed
 
-# Functions of the schema (schema.sql), a round trip each.
+# Both call functions of schema.sql, so that each takes one round trip.
 LOCK = """
 SELECT lock_claims($1::uuid[], $2::text[], $3::text[], $4::text[], $5::bigint[], $6::int[], $7::uuid[], $8::text[], $9)
 """
@@ -59,11 +58,11 @@ _rows = msgspec.json.Decoder(_Rows).decode
 
 
 class Locked(Struct, frozen=True):
-    """The rows that a group has locked, as the locks' last holders left them.
+    """The rows that a group has locked, read after the locks were granted.
 
-    inserted: consumers whose rows this transaction wrote ahead. found: those that were there before. ids: the numbers
-    of the providers that exist. cells: those of their roots, where there is one. usage: of projects with limits, rows
-    as `limits.by_project` takes them.
+    inserted: new consumers, whose rows this transaction has inserted. found: consumers that existed. ids: the row ids
+    of the providers that exist. cells: the cell of each provider's root, where it has one. usage: the usage of projects
+    with limits, as rows for `limits.by_project`.
     """
 
     inserted: dict[str, ConsumerState]
@@ -77,10 +76,10 @@ class Locked(Struct, frozen=True):
 async def apply(
     connection: asyncpg.Connection, items: Sequence[ClaimItem], names: NameTable, bus: str, *, alone: bool = False
 ) -> list[ClaimReply]:
-    """Decide and write one group that came on one bus, inside the caller's transaction.
+    """Decide and write one group of claims from one bus, inside the caller's transaction.
 
-    alone: no other claim with limits of the same projects runs beside it. Raises PassedMeanwhile where one has, and
-    a limit would be passed; alone it does not.
+    alone: lock projects with limits exclusively instead of shared. Raises PassedMeanwhile when concurrent claims have
+    used up a limit since the decision; with `alone` there are none.
     """
     limited = projects_of(items)
     await members.lock(connection, items)
@@ -93,7 +92,7 @@ async def apply(
     projects = {project: held.get(project, {}) for project in limited}
     foreign = frozenset(uuid for uuid, cell in locked.cells.items() if is_closed(cell, bus))
     decision = decide(items, locked.found, locked.providers, names.class_ids, foreign, groups=groups, projects=projects)
-    await members.write(connection, decision.joined)  # before the feed's counter is locked
+    await members.write(connection, decision.joined)  # before `write` locks the feed's counter
     sequence = await write(
         connection,
         decision,
@@ -119,10 +118,10 @@ async def lock(
     limited: Sequence[str] = (),
     alone: bool = False,
 ) -> Locked:
-    """Lock and read consumers, by uuid, then providers, by id: those wanted and those that the consumers hold.
+    """Lock and read consumers by uuid, then providers by id: the wanted ones, and those of the consumers' allocations.
 
-    expected: each consumer as its row will most likely be if it is new. wanted None: no providers. limited: projects
-    whose claims have limits, locked after that; alone: against each other, too.
+    expected: the row that each consumer most likely gets if it is new. wanted: uuids of providers; None: lock no
+    providers. limited: projects whose claims have limits, locked after the providers. alone: lock them exclusively.
     """
     uuids = None if wanted is None else list(wanted)
     answer = await connection.fetchval(LOCK, *columns(sorted(expected.items())), uuids, limited, alone)
@@ -132,7 +131,9 @@ async def lock(
 async def as_read(
     connection: asyncpg.Connection, answer: str, names: NameTable
 ) -> tuple[Locked, dict[str, dict[str, int]]]:
-    """The result of the function `read_claims`: as `lock`, but unlocked; and what projects hold."""
+    """Decode the result of the SQL function `read_claims`: the rows as in `lock`, but not locked, and the projects'
+    usage.
+    """
     locked = await _as_locked(connection, _rows(answer), {}, names)
     return locked, await limits.by_project(connection, locked.usage, names)
 
@@ -169,7 +170,7 @@ async def _as_locked(
 async def lock_consumers(
     connection: asyncpg.Connection, expected: Mapping[str, ConsumerState], names: NameTable
 ) -> tuple[dict[str, ConsumerState], dict[str, ConsumerState]]:
-    """(rows this transaction inserted ahead, consumers that were there before): as `lock`, without providers."""
+    """Lock consumers as `lock` does, without providers. Returns (inserted, found) as in Locked."""
     locked = await lock(connection, expected, None, names)
     return locked.inserted, locked.found
 
@@ -185,9 +186,10 @@ async def write(
     changes: Sequence[Change] = (),
     most: Mapping[tuple[str, str], int] = NO_LIMITS,
 ) -> int:
-    """Write a decision about the locked rows, and record the changes. Returns the last one's number, 0 for none.
+    """Write a decision and append the changes to the feed. Returns the number of the last change, 0 without changes.
 
-    most: limits of (project, class). Raises PassedMeanwhile when one would be passed.
+    most: {(project, class): limit}. Raises PassedMeanwhile when the new usage would exceed one. Raises BrokenInvariant
+    when the usage would exceed a capacity.
     """
     used = [
         (ids[provider], names.class_ids[name], amount)
@@ -216,7 +218,7 @@ async def write(
 
 
 def columns(rows: Sequence[tuple[str, ConsumerState]]) -> tuple[list[object], ...]:
-    """Consumers as the statements that write them take them."""
+    """Return consumers as the columns that the statements take."""
     return (
         [uuid for uuid, _ in rows],
         [c.project_id for _, c in rows],
@@ -230,7 +232,7 @@ def columns(rows: Sequence[tuple[str, ConsumerState]]) -> tuple[list[object], ..
 def _consumer_columns(
     decision: Decision, found: Mapping[str, ConsumerState], inserted: Mapping[str, ConsumerState]
 ) -> tuple[list[object], ...]:
-    """The rows to delete, and the differences from the present rows: as found, or as inserted ahead."""
+    """Return the consumers to delete, and the columns of those whose rows differ from the found or inserted ones."""
     changed = decision.consumers
     gone: list[object] = [uuid for uuid in inserted if changed.get(uuid) is None]
     gone += [uuid for uuid in found if uuid in changed and changed[uuid] is None]
@@ -255,7 +257,7 @@ def _same(a: ConsumerState, b: ConsumerState) -> bool:
 def _holding_columns(
     decision: Decision, found: Mapping[str, ConsumerState], ids: Mapping[str, int], names: NameTable
 ) -> tuple[list[object], ...]:
-    """The consumers whose allocations are deleted, and the new allocations."""
+    """Return the consumers whose allocations are deleted, and the columns of the new allocations."""
     stale: list[object] = [uuid for uuid in decision.consumers if uuid in found and found[uuid].holding]
     class_ids = names.class_ids
     rows = [

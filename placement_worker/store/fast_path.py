@@ -1,9 +1,10 @@
-"""A few new claims in one round trip: a function of the schema that applies the claims, or does nothing.
+"""Applies a few simple claims in one round trip, by an SQL function that applies all of them or changes nothing.
 
-With locks a claim costs eight round trips, and alone on an idle system that is most of its time; in large groups they
-are shared by all, so only small groups come here. Nearly every claim is of a new consumer, fits, and stays within its
-project's limits. The claims that the function `claim_new` (schema.sql) takes; it knows no more of the rules in
-`domain/claims.py` than when a first option is claimed, and everything else is decided there.
+The general path (`claims.py`) takes several round trips, which are most of the latency of a single claim on an idle
+system. The claims of a large group share these round trips, so only small groups take the fast path. Nearly every claim
+is for a new consumer, fits, and stays within its project's limits: such claims the function `claim_new` (schema.sql)
+applies. It checks only whether the first option of each claim can be taken. All other decisions are made by
+`domain/claims.py`.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from placement_worker.store import claims, holders, limits
 from placement_worker.store.names import NameTable
 from placement_worker.store.rows import transposed
 
-# More share the way with locks, which is as quick for them; and the function writes its changes as one row of the feed.
+# A larger group is as quick on the general path. The bounds also keep the changes within one row of the feed, because
+# the function writes one.
 MAX_ITEMS = 8
 MAX_HELD = 64
 
@@ -39,7 +41,7 @@ _CLAIMED = (ClaimOutcome.CLAIMED,)
 
 
 class _Wanted:
-    """The sum of these claims if each takes its first option: rows of the function's arguments."""
+    """The sum of the claims when each takes its first option, in the form of the function's arguments."""
 
     def __init__(self) -> None:
         self.shapes: dict[str, int | None] = {}
@@ -50,7 +52,9 @@ class _Wanted:
         self.limits: dict[tuple[str, str], int] = {}
 
     def add(self, claim: Claim) -> bool:
-        """Whether its first option can be claimed, judged by the claim alone; otherwise it may be added in part."""
+        """Add a claim. Returns False when its first option cannot be taken here; the claim may then be added in
+        part.
+        """
         option = claim.options[0]
         for provider, resources in option.allocations.items():
             shape = option.shapes.get(provider)
@@ -67,8 +71,8 @@ class _Wanted:
         return len(self.held) <= MAX_HELD
 
     def _count(self, claim: Claim, holding: Holding) -> None:
-        """The amounts that the claim adds to the project's total; of limits that differ from claim to claim the lowest,
-        for all of them.
+        """Add the claim's amounts to its project's total. When claims state different limits, the lowest is used for
+        all.
         """
         counted = {} if claim.consumer_type == MIGRATION_TYPE else held_by_class(holding)
         for name, amount in counted.items():
@@ -79,7 +83,7 @@ class _Wanted:
 
 
 def is_small(items: Sequence[ClaimItem]) -> bool:
-    """Whether it is worth a try: a few claims, each of another consumer, none of a server group or of a move."""
+    """Whether the fast path is worth a try: few claims of different consumers, without server groups and migrations."""
     wanted = {
         item.consumer
         for item in items
@@ -91,7 +95,9 @@ def is_small(items: Sequence[ClaimItem]) -> bool:
 async def apply(
     connection: asyncpg.Connection, items: Sequence[ClaimItem], names: NameTable
 ) -> list[ClaimReply] | None:
-    """Claim for new consumers, each its first option, outside of a transaction. None: it is not as simple as that."""
+    """Take the first option of each claim, outside of a transaction. Returns None when the group needs the general
+    path.
+    """
     wanted = _Wanted()
     for claim in items:
         if not isinstance(claim, Claim) or not may_be_new(claim) or not wanted.add(claim):
@@ -110,7 +116,9 @@ async def apply(
 async def _refusals(
     connection: asyncpg.Connection, items: Sequence[ClaimItem], read: str, names: NameTable
 ) -> list[ClaimReply] | None:
-    """The replies to claims none of which writes anything; None when one does, and needs locks."""
+    """Return the refusals when no claim of the group writes anything; None when one does, which needs the
+    general path.
+    """
     locked, usage = await claims.as_read(connection, read, names)
     projects = {**{project: {} for project in projects_of(items)}, **usage}
     decision = decide(items, locked.found, locked.providers, names.class_ids, projects=projects)
@@ -144,7 +152,7 @@ def _arguments(items: Sequence[ClaimItem], wanted: _Wanted, names: NameTable) ->
 def _replies(
     items: Sequence[ClaimItem], wanted: _Wanted, sequence: int, generations: Sequence[int]
 ) -> list[ClaimReply]:
-    """Each claim moved its providers by one, in order."""
+    """Return the replies. Each claim has incremented the generations of its providers by one, in order."""
     now = {
         uuid: generation - times for (uuid, times), generation in zip(wanted.times.items(), generations, strict=True)
     }

@@ -1,7 +1,8 @@
-"""The change feed's rows: numbered in commit order, read in order, trimmed by a bound. Published by `publishing`.
+"""The rows of the change feed: numbered and read in commit order, and trimmed by a bound. `publishing` publishes them.
 
-A sequence would not do: numbers drawn by transactions that commit in another order leave holes that fill later. Here
-every writing transaction locks one counter row last and commits, so that number order is commit order.
+The numbers do not come from an SQL sequence, because transactions may commit in another order than they draw numbers,
+so readers would see holes that are filled later. Instead every writing transaction locks one counter row as its last
+step before the commit, so that the order of numbers is the order of commits.
 """
 
 from __future__ import annotations
@@ -16,13 +17,14 @@ from bus.contracts.base import encode
 from bus.contracts.placement import Change, FeedHead
 from placement_worker.store.port import NewestHead
 
-# A row, and the most read at once: bounded in changes and in bytes, well under what one bus message may carry.
+# The bounds of a row and of one read, in changes and in bytes: well below the size of one bus message.
 MAX_CHANGES_PER_ROW = 500
 MAX_BYTES_PER_ROW = 2**20
 MAX_BYTES_READ = 4 * 2**20
 ROWS_AT_ONCE = 16
 
-# A function (schema.sql): the counter is locked until the commit, and every round trip makes others wait.
+# One SQL function (schema.sql), because the counter stays locked until the commit and other writers wait during each
+# round trip.
 APPEND = "SELECT append_changes($1::bigint[], $2::bigint[], $3::bytea[])"
 READ = "SELECT first, last, body FROM changes WHERE last > $1 ORDER BY last LIMIT $2"
 HEAD = "SELECT number, history FROM feed_head"
@@ -31,7 +33,7 @@ SELECT number, history, origin <> feed_origin() OR coalesce(history = $1::uuid A
     number > (SELECT number FROM feed_position) AS unpublished
 FROM feed_head
 """
-# Of writers that find it at once only the first gives it another.
+# When several processes find at once that the history has ended, only the first one sets a new id.
 RENEW = """
 UPDATE feed_head SET history = gen_random_uuid(), origin = feed_origin()
 WHERE origin <> feed_origin() OR (history = $1::uuid AND number < $2)
@@ -50,17 +52,19 @@ _decode = msgspec.json.Decoder(list[Change]).decode
 
 
 async def append(connection: asyncpg.Connection, changes: Sequence[Change]) -> int:
-    """Number the changes and write them, as the last act of a transaction. Returns the last number, 0 for none."""
+    """Number the changes and write them, as the last statement of a transaction. Returns the last number, 0 when there
+    are no changes.
+    """
     if not changes:
         return 0
-    # Made before the counter is locked: the lock is the narrow place.
+    # The rows are encoded before the counter is locked, because all writers contend for this lock.
     last: int = await connection.fetchval(APPEND, *rows(changes))
     return last
 
 
 def rows(changes: Sequence[Change]) -> tuple[list[int], list[int], list[bytes]]:
-    """The arguments of the function `append_changes`: each row's first and last change, counted
-    from 1, and its body.
+    """Return the arguments of the SQL function `append_changes`: each row's first and last change, counted from 1, and
+    its body.
     """
     counts, bodies = _rows(changes)
     ends = list(accumulate(counts, initial=0))
@@ -68,7 +72,7 @@ def rows(changes: Sequence[Change]) -> tuple[list[int], list[int], list[bytes]]:
 
 
 def _rows(changes: Sequence[Change]) -> tuple[list[int], list[bytes]]:
-    """(how many changes each row carries, each row's body)."""
+    """Return (the number of changes in each row, the body of each row)."""
     counts: list[int] = []
     bodies: list[bytes] = []
     parts: list[bytes] = []
@@ -87,10 +91,11 @@ def _rows(changes: Sequence[Change]) -> tuple[list[int], list[bytes]]:
 async def read(
     connection: asyncpg.Connection, after: int, limit: int, found: Sequence[asyncpg.Record] | None = None
 ) -> tuple[list[Change], bool]:
-    """(changes numbered above `after`, in order, whether there may be more): at most `limit`, fewer when large.
+    """Return (the changes numbered above `after`, in order; whether there may be more). At most `limit` changes, fewer
+    when they are large.
 
-    found: the first rows, if they have been read already. Outside of a transaction rows may be trimmed between two
-    looks; the returned changes have no hole, and end where they were.
+    found: the first rows, if the caller has read them. Outside of a transaction, rows may be trimmed between two
+    statements; the returned changes then end before the hole.
     """
     changes: list[Change] = []
     size = 0
@@ -129,13 +134,15 @@ def _numbered(first: int, body: bytes, after: int) -> list[Change]:
 
 
 async def head(connection: asyncpg.Connection) -> FeedHead:
-    """The newest committed number, and the history that it is of."""
+    """The newest committed number, and the id of its history."""
     row = await connection.fetchrow(HEAD)
     return FeedHead(sequence=row["number"], history=row["history"])
 
 
 async def newest(connection: asyncpg.Connection, seen: FeedHead | None) -> NewestHead:
-    """The head; of another history id if the book is not the one that gave the last head, or is behind it."""
+    """Return the head. The history gets a new id when the database was restored or promoted, or when its head is behind
+    `seen`.
+    """
     last = (seen.history, seen.sequence) if seen is not None else (None, 0)
     found = await connection.fetchrow(NEWEST, *last)
     renewed = found["is_another"] and await connection.fetchval(RENEW, *last) is not None
@@ -145,6 +152,6 @@ async def newest(connection: asyncpg.Connection, seen: FeedHead | None) -> Newes
 
 
 async def too_old(connection: asyncpg.Connection, after: int, newest: int) -> bool:
-    """Whether the change after this number has been trimmed already."""
+    """Whether the change after this number has been trimmed."""
     oldest: int | None = await connection.fetchval(OLDEST)
     return after < newest if oldest is None else after < oldest - 1

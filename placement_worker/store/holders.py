@@ -1,4 +1,4 @@
-"""The holders of the amounts that a claim was to take: read after a group was decided, for claims that were full."""
+"""The consumers that hold the amounts that a full claim lacked, read after the group was decided."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from placement_worker.domain.claim_verdict import ClaimVerdict
 from placement_worker.domain.claims import ClaimItem
 from placement_worker.store.names import NameTable
 
-# Allocations of one provider that are looked through. A pool that more share has no newest holder worth its price.
+# Allocations of one provider that are searched. For a provider with more, the newest holders are not looked up, because
+# that would cost too much.
 MAX_ALLOCATIONS = 1000
 
 NEWEST = """
@@ -38,7 +39,7 @@ SELECT claim, uuid::text, project_id FROM ranked WHERE place <= $6 ORDER BY clai
 async def named(
     connection: asyncpg.Connection, items: Sequence[ClaimItem], verdicts: Sequence[ClaimVerdict], names: NameTable
 ) -> Sequence[ClaimVerdict]:
-    """The verdicts, with the newest holders of what the first few full claims lacked."""
+    """Return the verdicts; the first full claims name the newest holders of the amounts that they lacked."""
     lost = lost_claims(items, verdicts)
     rows = [
         (at, consumer, provider, names.class_ids[name])

@@ -1,8 +1,8 @@
-"""Inventory updates as one transaction of set-based statements.
+"""Applies inventory updates in one transaction of set-based statements.
 
-Writers of trees are one at a time across all processes (an advisory lock): two that create under the same name or move
-the same provider cannot meet half-way. Claims run beside them and meet them only at the providers' row locks, which
-both take by id; neither has to try again.
+An advisory lock serializes the writers of trees across all processes, so that two of them cannot create providers of
+one name or move the same provider at once. Claims run concurrently and wait only for row locks, which both sides take
+in the same order. Only a report that moves allocations may have to be retried (`allocation_migration`).
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from placement_worker.store import allocation_migration, feed
 from placement_worker.store.names import NameTable
 from placement_worker.store.rows import READ_PROVIDERS_BY_ID, read_providers
 
-# With the shape that this writer gives: drawn under the lock, so that who writes later has the higher one.
+# Take the lock and draw the shape for this transaction. The shape is drawn under the lock, so that a later writer has a
+# higher one.
 ONE_WRITER_OF_TREES = """
 WITH writer AS MATERIALIZED (SELECT pg_advisory_xact_lock(hashtextextended('berth.placement.trees', 0)))
 SELECT nextval('shapes') FROM writer
@@ -45,7 +46,7 @@ WHERE root_id IN (SELECT root_id FROM providers WHERE uuid = ANY($1::uuid[]) OR 
 ORDER BY id FOR NO KEY UPDATE
 """
 
-# From one provider to another, in any order; it is checked when all is written.
+# Names may pass from one provider to another in any order; the constraint is checked at the commit.
 NAMES_MAY_PASS = "SET CONSTRAINTS providers_name_key DEFERRED"
 
 DELETE_PROVIDERS = "DELETE FROM providers WHERE id = ANY($1::bigint[])"
@@ -71,7 +72,7 @@ DELETE FROM inventories i USING unnest($1::bigint[], $2::int[]) AS n (provider_i
 WHERE i.provider_id = n.provider_id AND i.class_id = n.class_id
 """
 
-# `used` is not named: claims own it.
+# `used` is left out, because only writes of allocations change it.
 WRITE_STOCKS = """
 INSERT INTO inventories AS i (provider_id, class_id, total, reserved, min_unit, max_unit, step_size, allocation_ratio,
     capacity, stranded)
@@ -109,13 +110,14 @@ ON CONFLICT (root, source) DO UPDATE SET version = EXCLUDED.version, digest = EX
     settled = EXCLUDED.settled, providers = EXCLUDED.providers, updated_at = now()
 """
 
-# Another writer has changed the tree: these sources' last reports no longer prove what the book holds.
+# One source has changed the trees, so the last reports of their other sources no longer prove what the book holds.
 UNSETTLE_OTHERS = """
 UPDATE sources s SET settled = false FROM unnest($1::uuid[], $2::text[]) AS n (root, source)
 WHERE s.root = n.root AND s.source <> n.source AND s.settled
 """
 
-# Removed while in use; it is not in use any more, and no source has reported anything of it since.
+# Trees that their source removed while they were in use, that are no longer in use, and that no source has reported
+# since.
 FIND_RETIRED_TREES = """
 SELECT s.root, s.source, s.version, s.digest, s.settled, s.providers
 FROM sources s JOIN providers r ON r.uuid = s.root AND r.root_id = r.id
@@ -156,15 +158,18 @@ async def report(
 
 
 async def release_roots(connection: asyncpg.Connection, source: str, roots: Sequence[str], bus: str) -> None:
-    """Until the source reports these roots of the bus's cell again, another compute service may take them over."""
+    """Release these roots of the bus's cell: another compute service may take them over until the source reports them
+    again.
+    """
     await connection.execute(ONE_WRITER_OF_TREES)
     await connection.execute(RELEASE, source, roots, RELEASED, TAKEN_OUT, bus)
 
 
 async def remove_retired_trees(connection: asyncpg.Connection, names: NameTable, limit: int) -> list[str]:
-    """Remove trees whose source removed them while they were in use, as if it had reported that again; their roots.
+    """Remove retired trees, as if their sources had reported the removal again. Returns the roots.
 
-    The source may be gone for good: no other would. Inside the caller's transaction.
+    A source that has ended for good will not report again, so no report would remove them. The caller opens the
+    transaction.
     """
     shape = await connection.fetchval(ONE_WRITER_OF_TREES)
     rows = await connection.fetch(FIND_RETIRED_TREES, TAKEN_OUT, limit)
@@ -178,7 +183,7 @@ async def remove_retired_trees(connection: asyncpg.Connection, names: NameTable,
     trees: dict[str, list[Provider]] = {}
     for provider in locked.values():
         trees.setdefault(provider.root, []).append(provider)
-    # A claim or the REST API may have come between the look and the locks.
+    # A claim or a write of the REST API may have changed the tree before it was locked.
     empty = [update for update in updates if is_retired(trees.get(update.root_uuid, ()))]
     await _apply(connection, ReportGroup(empty, sources, cells={}, bus=ABOVE_CELLS), names, shape)
     return list(dict.fromkeys(update.root_uuid for update in empty))
@@ -187,13 +192,13 @@ async def remove_retired_trees(connection: asyncpg.Connection, names: NameTable,
 async def _read_sources(
     connection: asyncpg.Connection, updates: Sequence[InventoryUpdate]
 ) -> tuple[dict[Key, ReportSource], dict[str, str | None]]:
-    """(the last report of each source, the cell of every root that was ever reported)."""
+    """Return (the last report of each source, the cell of every root that was ever reported)."""
     rows = await connection.fetch(READ_SOURCES, list({update.root_uuid for update in updates}))
     return {(row[0], row[1]): ReportSource(*row[3:]) for row in rows}, {row[0]: row[2] for row in rows}
 
 
 async def _apply(connection: asyncpg.Connection, group: ReportGroup, names: NameTable, shape: int) -> int:
-    """Plan the new ones and write the result: `shape` is that of every provider that changes."""
+    """Plan the fresh updates and write the result. shape: the new shape of every provider that changes."""
     fresh = group.fresh()
     updates = [group.updates[number] for number in fresh]
     leaving = [pair for update in updates for pair in migrating_classes(update.providers)]
@@ -222,7 +227,7 @@ async def _apply(connection: asyncpg.Connection, group: ReportGroup, names: Name
 async def _lock_trees(
     connection: asyncpg.Connection, updates: Sequence[InventoryUpdate]
 ) -> tuple[dict[str, int], dict[str, Provider]]:
-    """Lock every tree that an update touches by root, provider or name, then read it as it is now."""
+    """Lock every tree that contains a root, a provider or a name of the updates, then read the trees."""
     if not updates:
         return {}, {}
     uuids = {update.root_uuid for update in updates} | {r.uuid for update in updates for r in update.providers}
@@ -238,9 +243,10 @@ async def write_providers(
     after: Mapping[str, Provider],
     names: NameTable,
 ) -> None:
-    """Make the rows of `before` into those of `after`; a provider that is the same object in both is left alone.
+    """Write the differences between `before` and `after`; a provider that is the same object in both is skipped.
 
-    `ids` has every provider in `before`, and every parent and root of the written rows; new ones are added to it.
+    ids: the row ids of every provider in `before` and of every parent and root of the written rows; those of new
+    providers are added.
     """
     gone = [ids[uuid] for uuid in before if uuid not in after]
     changed = [(before.get(uuid), provider) for uuid, provider in after.items() if before.get(uuid) is not provider]
@@ -301,7 +307,7 @@ async def _write_inventories(
 def _difference(
     rows: Iterable[tuple[int, Sequence[object], Sequence[object]]],
 ) -> tuple[list[tuple[object, ...]], list[tuple[object, ...]]]:
-    """(pairs that go, pairs that come) between two versions of a provider's members."""
+    """Return (pairs to delete, pairs to insert) for the traits or aggregates of providers."""
     gone: list[tuple[object, ...]] = []
     come: list[tuple[object, ...]] = []
     for provider_id, before, after in rows:

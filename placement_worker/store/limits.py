@@ -1,8 +1,9 @@
-"""The totals of projects, as a row for each project and class, and the limits that claims put to them.
+"""The usage of projects, one row for each project and class, and the limits that claims state for it.
 
-Each transaction that changes consumers' allocations adds the difference to these rows in the end (`rows_of`), whatever
-the claims' limits: so nothing is added up when a claim has one. Claims with limits lock their project before that, and
-two of them never pass one at once.
+Every transaction that changes allocations adds the difference to these rows at its end (`rows_of`), with or without
+limits, so that a claim with limits need not sum up allocations. Claims with limits take a shared lock on their projects
+and decide concurrently. The write compares the new usage with the limit once more; a group that would exceed it is
+rolled back (PassedMeanwhile) and repeated under an exclusive lock.
 """
 
 from __future__ import annotations
@@ -20,17 +21,17 @@ from placement_worker.domain.server_groups import usage_changes
 from placement_worker.domain.values import ConsumerState
 from placement_worker.store.names import NameTable
 
-INSTANCES_ID = -1  # instead of a class's number: how many consumers hold something
+INSTANCES_ID = -1  # the class id of the row that counts the consumers with allocations
 
 LOCK = "SELECT lock_projects($1::text[], true)"
-# Rows of projects that hold nothing any more. One that is being written is left alone.
+# Delete rows whose amount is 0. Rows that another transaction has locked are skipped.
 PURGE_EMPTY = """
 DELETE FROM project_usage u USING (
     SELECT project_id, class_id FROM project_usage WHERE amount = 0 AND $1::float8 >= 0
     LIMIT $2 FOR UPDATE SKIP LOCKED
 ) AS n WHERE u.project_id = n.project_id AND u.class_id = n.class_id AND u.amount = 0
 """
-# (project, class's number, amount, correct amount) where these differ.
+# (project, class id, recorded amount, correct amount) where the amounts differ.
 WRONG = f"""
 SELECT coalesce(u.project_id, s.project_id) AS project_id, coalesce(u.class_id, s.class_id) AS class_id,
     coalesce(u.amount, 0) AS amount, coalesce(s.amount, 0) AS held
@@ -45,7 +46,7 @@ FROM project_usage u FULL JOIN (
 ) s ON s.project_id = u.project_id AND s.class_id = u.class_id
 WHERE coalesce(u.amount, 0) <> coalesce(s.amount, 0)
 """
-# Where no consumer changes meanwhile.
+# Correct the wrong rows. The caller ensures that no consumer changes meanwhile.
 COUNT_ANEW = f"""
 INSERT INTO project_usage (project_id, class_id, amount) SELECT project_id, class_id, held FROM ({WRONG}) AS wrong
 ON CONFLICT (project_id, class_id) DO UPDATE SET amount = excluded.amount RETURNING project_id
@@ -53,21 +54,21 @@ ON CONFLICT (project_id, class_id) DO UPDATE SET amount = excluded.amount RETURN
 
 
 class PassedMeanwhile(Exception):
-    """The claims would pass a limit, because of amounts that others have added since the decision.
+    """The claims would exceed a limit, because concurrent claims have added to the project's usage since the decision.
 
     Nothing was written.
     """
 
 
 async def lock(connection: asyncpg.Connection, items: Sequence[ClaimItem]) -> None:
-    """Lock the projects whose claims have limits, alone, as `claims.lock` does for a group that was passed."""
+    """Lock the projects whose claims have limits exclusively, as `claims.lock` does with `alone`."""
     projects = projects_of(items)
     if projects:
         await connection.execute(LOCK, projects)
 
 
 def lowest(items: Sequence[ClaimItem]) -> dict[tuple[str, str], int]:
-    """{(project, class): the lowest of the limits that claims put to it}."""
+    """Return {(project, class): the lowest limit that the claims state}."""
     found: dict[tuple[str, str], int] = {}
     for claim in claims_of(items):
         for name, limit in claim.limits.items():
@@ -79,7 +80,7 @@ def lowest(items: Sequence[ClaimItem]) -> dict[tuple[str, str], int]:
 async def by_project(
     connection: asyncpg.Connection, rows: Iterable[Sequence[Any]], names: NameTable
 ) -> dict[str, dict[str, int]]:
-    """Rows of (project, class's number, amount) as {project: {class: amount}}."""
+    """Return rows of (project, class id, amount) as {project: {class: amount}}."""
     rows = list(rows)
     held: dict[str, dict[str, int]] = {}
     class_names = await names.names_of(connection, {row[1] for row in rows if row[1] != INSTANCES_ID})
@@ -95,9 +96,9 @@ def rows_of(
     names: NameTable,
     most: Mapping[tuple[str, str], int],
 ) -> list[tuple[str, int, int, int | None]]:
-    """(project, class's number, how much more, its limit) of consumers that change, as the schema's function takes it.
+    """Return (project, class id, difference, limit) rows for the consumers that change, as the SQL function takes them.
 
-    most: the limits to look at once more when it is written.
+    most: the limits to compare once more when the rows are written.
     """
     return [
         (project, class_number(name, names), more, most.get((project, name)))
@@ -106,5 +107,5 @@ def rows_of(
 
 
 def class_number(name: str, names: NameTable) -> int:
-    """The number under which a project's amount of a class is kept."""
+    """The class id under which a project's usage of a class is stored."""
     return INSTANCES_ID if name == INSTANCES else names.class_ids[name]

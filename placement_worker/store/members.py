@@ -1,8 +1,8 @@
-"""The members of each server group: locked while a group's members are claimed for, queried by schedulers.
+"""The members of server groups. Claims lock their group; schedulers query the members.
 
-A row counts for as long as its consumer holds something, and the consumer's hosts follow from its allocations
-(`domain.server_groups.hosts_of`), so code that moves or releases allocations need not handle groups. Rows that count no
-more are taken up again, or trimmed.
+A row counts as long as its consumer holds allocations, and the consumer's hosts follow from its allocations
+(`domain.server_groups.hosts_of`), so code that moves or releases allocations need not handle groups. A row that no
+longer counts is used again when its consumer claims again, or else trimmed.
 """
 
 from __future__ import annotations
@@ -20,11 +20,13 @@ from placement_worker.domain.server_groups import HARD, SHARING, group_key
 from placement_worker.domain.values import GroupKey
 from placement_worker.store.rows import transposed
 
-# Before any consumer, in one order. Two groups whose keys hash alike only wait for each other.
+# These locks come before those of consumers, in the order of the keys. Two groups with the same hash wait for each
+# other, which does no harm.
 LOCK = "SELECT pg_advisory_xact_lock(key) FROM unnest($1::bigint[]) AS key"
 HASHED = "SELECT DISTINCT hashtextextended(key, 0) AS key FROM unnest($1::text[]) AS key ORDER BY key"
 
-# As `hosts_of` has it: the roots of its allocations, those of shared pools only if there are no others.
+# The same rule as `hosts_of`: the roots of the consumer's providers; those of sharing providers count only if there are
+# no others.
 _HOSTS = f"""
 coalesce(
     array_agg(DISTINCT root.uuid) FILTER (WHERE p.id NOT IN (
@@ -36,8 +38,9 @@ JOIN allocations a ON a.consumer = m.consumer
 JOIN providers p ON p.id = a.provider_id JOIN providers root ON root.id = p.root_id
 """
 
-# Members that decide: who holds something of the hosts named, found from there however large the group is; who may be
-# moved there by the same transaction; and of groups that stay together so many that one is left that does not move.
+# The members that a decision needs: those on the hosts that the claims name, found from the hosts' allocations, so that
+# the size of the group does not matter; those that the same transaction may move there; and, of groups with affinity,
+# enough members that at least one of them does not move.
 READ = f"""
 WITH m AS (
     SELECT m.project_id, m.group_uuid, m.consumer
@@ -59,17 +62,17 @@ WITH m AS (
 SELECT m.project_id, m.group_uuid, m.consumer, {_HOSTS} FROM m {_HELD}
 GROUP BY m.project_id, m.group_uuid, m.consumer
 """
-MAX_GROUP_MEMBERS_READ = 100  # members of such a group, beside those that the transaction names
+MAX_GROUP_MEMBERS_READ = 100  # members of a group with affinity, beside the consumers that the transaction names
 
-# A row that is there is written all the same, and so locked: it is not trimmed before the claim has committed.
+# An existing row is updated all the same, which locks it, so that it is not trimmed before the claim has committed.
 WRITE = """
 INSERT INTO group_members (project_id, group_uuid, consumer)
 SELECT * FROM unnest($1::text[], $2::uuid[], $3::uuid[])
 ON CONFLICT (project_id, group_uuid, consumer) DO UPDATE SET consumer = excluded.consumer
 """
 
-# Two statements: whether a consumer holds something is in another table, and a statement that has waited for a row, or
-# come after the commit of who had it, still sees that table as it was when the statement began.
+# These are two statements, because the allocations are in another table: a statement that has waited for a row's lock
+# still reads other tables as they were when the statement began.
 LOCK_LEFT = """
 SELECT m.project_id, m.group_uuid, m.consumer FROM group_members m
 WHERE NOT EXISTS (SELECT FROM allocations a WHERE a.consumer = m.consumer) LIMIT $1 FOR UPDATE OF m SKIP LOCKED
@@ -117,7 +120,7 @@ GROUP BY member.consumer ORDER BY member.consumer
 
 
 async def lock(connection: asyncpg.Connection, items: Sequence[ClaimItem]) -> None:
-    """Of two claims of one group one goes first."""
+    """Lock the server groups of the items, so that claims of one group are decided one after the other."""
     keys = groups_of(items)
     if keys:
         hashed = await connection.fetch(HASHED, ["/".join(key) for key in keys])
@@ -127,11 +130,11 @@ async def lock(connection: asyncpg.Connection, items: Sequence[ClaimItem]) -> No
 async def read(
     connection: asyncpg.Connection, items: Sequence[ClaimItem], holders: Collection[str] | None = None
 ) -> dict[GroupKey, dict[str, Sequence[str]]]:
-    """Of every named group the members that decide, {consumer: hosts}.
+    """Return {consumer: hosts} of the members that the decision needs, for every named group.
 
-    holders: of the consumers that the items name those that hold something, where that is known; others are on no host.
-    To be called when the hosts are locked, too: what moves a member to one of them without being a claim of the group
-    (PUT /allocations, a swap) has then committed, or comes later.
+    holders: the consumers among those that the items name that hold allocations, if known. Call this function after the
+    hosts are locked: writes that move a member there without the group's lock (PUT /allocations, a swap) have then
+    either committed or wait.
     """
     keys = groups_of(items)
     if not keys:
@@ -143,7 +146,9 @@ async def read(
 
 
 def _columns(items: Sequence[ClaimItem], keys: Sequence[GroupKey], holders: Collection[str] | None) -> list[object]:
-    """Hosts named by groups with a hard rule, consumers that may move, groups that stay together, and how many."""
+    """Return the columns of READ: hosts that claims of groups with a hard policy name, consumers that may move, groups
+    with affinity, and the number of members to read.
+    """
     hosts: set[tuple[str, str, str]] = set()
     together: set[GroupKey] = set()
     for claim in claims_of(items):
@@ -161,14 +166,16 @@ def _columns(items: Sequence[ClaimItem], keys: Sequence[GroupKey], holders: Coll
 
 
 async def write(connection: asyncpg.Connection, joined: Mapping[GroupKey, Iterable[str]]) -> None:
-    """The members that have joined, each once."""
+    """Insert the new members, each once."""
     rows = [(*key, consumer) for key, members in joined.items() for consumer in members]
     if rows:
         await connection.execute(WRITE, *map(list, zip(*rows, strict=True)))
 
 
 async def purge(connection: asyncpg.Connection, limit: int) -> int:
-    """Trim rows of those who hold nothing, inside the caller's transaction; returns how many were looked at."""
+    """Delete rows of consumers without allocations, inside the caller's transaction. Returns the number of rows
+    examined.
+    """
     left = await connection.fetch(LOCK_LEFT, limit)
     if left:
         await connection.execute(DELETE_LEFT, *map(list, zip(*left, strict=True)))
@@ -184,7 +191,7 @@ async def page(connection: asyncpg.Connection, requested: GroupMembersQuery) -> 
 
 
 async def where(connection: asyncpg.Connection, requested: Sequence[LocateRequest]) -> list[LocatePage]:
-    """On which hosts they are, for each request in order: at most two statements for all of them."""
+    """Return the hosts for each request, in order. There are at most two statements for all requests."""
     groups = [
         (at, one.project_id, one.server_group, one.besides) for at, one in enumerate(requested) if one.server_group
     ]

@@ -1,7 +1,8 @@
 """The book in memory: for simulation and tests. It passes the same suite as PostgreSQL (tests/contract).
 
-The decisions are the same pure functions; only rows, locks and commits are here. The order of locks is PostgreSQL's:
-one writer of trees, consumers by uuid, providers by number, the feed's counter last.
+The decisions are the same pure functions; this module has only rows, locks and commits. The order of locks is that of
+PostgreSQL (writers of trees, server groups, consumers by uuid, providers by number, the feed's counter last), except
+that projects with limits are locked, exclusively, before consumers.
 """
 
 from __future__ import annotations
@@ -82,7 +83,7 @@ class MemoryBook:
         self.table = session.database
         self.session = session
         self.deployment = session.database.deployment
-        self._lease: float | None = None  # the end of the last turn of publishing, until it has ended well
+        self._lease: float | None = None  # the end of the last turn's lease, until the turn has succeeded
         self._seen: FeedHead | None = None  # the last head that `newest` has looked at
         self.ready = False
 
@@ -92,19 +93,21 @@ class MemoryBook:
         return MemoryRest(self)
 
     async def open(self) -> None:
-        """Nothing to migrate; of another history when the table was set back."""
+        """Open the book. There is nothing to migrate; the history gets a new id when the table was set back."""
         await self.newest()
         self.ready = True
 
     async def close(self) -> None:
-        """The connections go; the rows stay."""
+        """Close the connections; the rows stay."""
         self.ready = False
         self.session.cut()
 
     # --- claims
 
     async def apply(self, items: Sequence[ClaimItem], *, bus: str = ABOVE_CELLS) -> list[ClaimReply]:
-        """Claims, releases and swaps as one group, in order, each with its own outcome. Raises Transient."""
+        """Apply claims, releases, reverts and swaps as one group, in order, each with its own outcome. Raises
+        Transient.
+        """
         if not items:
             return []
         table = self.table
@@ -135,20 +138,20 @@ class MemoryBook:
     async def lock_providers(
         self, transaction: MemoryDatabaseTransaction, wanted: Sequence[str]
     ) -> dict[str, ClaimedProvider]:
-        """The existing ones of these providers, locked in the order of their numbers, as a claim sees them."""
+        """Lock these providers in the order of their numbers. Returns those that exist, as a claim sees them."""
         await transaction.statement()
         await transaction.lock([provider_key(uuid) for uuid in self.table.by_number(wanted)])
         await transaction.statement()
         return {uuid: claimed_provider(self.table.providers[uuid]) for uuid in self.table.by_number(wanted)}
 
     def write(self, transaction: MemoryDatabaseTransaction, decision: Decision) -> None:
-        """Write a decision about the locked rows, at the commit. Raises BrokenInvariant: it exceeds a capacity."""
+        """Write a decision about the locked rows at the commit. Raises BrokenInvariant when it exceeds a capacity."""
         table = self.table
         for uuid, used in decision.used.items():
             for name, amount in used.items():
                 inventory = table.providers[uuid].inventories.get(name)
                 before = table.providers[uuid].used.get(name, 0)
-                # The database's own guard (invariant 1): usage neither rises past capacity nor falls below nothing.
+                # The database's own check: usage neither rises above the capacity nor falls below zero.
                 if inventory is None or amount < 0 or (amount > inventory.capacity and amount > before):
                     raise BrokenInvariant(f"usage past capacity, or an inventory is gone: {uuid} {name} {amount}")
 
@@ -165,7 +168,7 @@ class MemoryBook:
     async def report(
         self, updates: Sequence[InventoryUpdate], *, bus: str = ABOVE_CELLS
     ) -> list[InventoryResult | ReportRefusal]:
-        """Inventory updates as one group, in order, each with its own outcome. Raises Transient."""
+        """Apply inventory updates as one group, in order, each with its own outcome. Raises Transient."""
         if not updates:
             return []
         table = self.table
@@ -185,7 +188,9 @@ class MemoryBook:
         return group.answers(sequence)
 
     async def release_roots(self, source: str, roots: Sequence[str], *, bus: str) -> None:
-        """Another compute service may take over these roots of a source, those of the cell of `bus`."""
+        """Release the roots of a source that belong to the cell of `bus`: another compute service may take them
+        over.
+        """
         async with self.session.transaction() as transaction:
             await transaction.lock([TREES])
             await transaction.statement()
@@ -193,7 +198,7 @@ class MemoryBook:
             transaction.will(lambda: self.table.free_roots(keys))
 
     async def _apply_reports(self, transaction: MemoryDatabaseTransaction, group: ReportGroup) -> int:
-        """Plan the new ones and write the result."""
+        """Plan the fresh updates and write the result."""
         table = self.table
         fresh = group.fresh()
         planned = [group.updates[number] for number in fresh]
@@ -210,7 +215,7 @@ class MemoryBook:
         return await self.append(transaction, changes_of_reports(before, outcome.after))
 
     async def remove_retired_trees(self, limit: int) -> list[str]:
-        """Remove trees that were taken out while in use and are used no more; their roots."""
+        """Remove retired trees that are no longer used, at most `limit`. Returns their roots."""
         table = self.table
         async with self.session.transaction() as transaction:
             await transaction.lock([TREES])
@@ -227,7 +232,7 @@ class MemoryBook:
         return list(dict.fromkeys(update.root_uuid for update in empty))
 
     async def _lock_holders(self, transaction: MemoryDatabaseTransaction, leaving: Sequence[Leaving]) -> list[str]:
-        """All consumers that hold something of these classes of these providers."""
+        """Lock and return all consumers that hold allocations of these classes of these providers."""
         if not leaving:
             return []
         await transaction.statement()
@@ -238,7 +243,9 @@ class MemoryBook:
     async def _lock_late_holders(
         self, transaction: MemoryDatabaseTransaction, leaving: Sequence[Leaving], locked: Sequence[str]
     ) -> None:
-        """The holders that came before the providers were locked: without waiting, or the group is tried again."""
+        """Lock the holders that appeared before the providers were locked, without waiting. Raises HoldersBusy, so that
+        the group is retried.
+        """
         late = [("consumer", uuid) for uuid in self.table.holders(leaving) if uuid not in locked]
         if not all(transaction.is_free(key) for key in late):
             raise HoldersBusy("an allocation that is to be moved is being changed")
@@ -262,7 +269,7 @@ class MemoryBook:
     async def _lock_trees(
         self, transaction: MemoryDatabaseTransaction, updates: Sequence[InventoryUpdate]
     ) -> dict[str, Provider]:
-        """Lock every tree that an update touches by root, provider or name, then read it as it is now."""
+        """Lock every tree that contains a root, a provider or a name of the updates, then read the trees."""
         if not updates:
             return {}
         await transaction.statement()
@@ -278,7 +285,9 @@ class MemoryBook:
     # --- the feed
 
     async def append(self, transaction: MemoryDatabaseTransaction, changes: Sequence[Change]) -> int:
-        """Number the changes, as the last act of a transaction."""
+        """Number the changes, as the last statement of a transaction. Returns the last number, 0 when there are no
+        changes.
+        """
         if not changes:
             return 0
         await transaction.statement()
@@ -313,7 +322,9 @@ class MemoryBook:
             return SnapshotPage(sequence=table.head, providers=states, more=more, history=table.history)
 
     async def locate(self, requested: Sequence[LocateRequest]) -> list[LocatePage]:
-        """For each: on which hosts consumers of a project hold something, and the members of one of its groups."""
+        """Return, for each request, the hosts on which consumers of a project hold allocations, and the members of a
+        group by host.
+        """
         return [await self._locate(one) for one in requested]
 
     async def _locate(self, requested: LocateRequest) -> LocatePage:
@@ -332,7 +343,7 @@ class MemoryBook:
             return LocatePage(members=dict(sorted(counted.items())[:MAX_LOCATED_HOSTS]), hosts=hosts)
 
     async def tree(self, requested: HostTreeQuery) -> HostTree:
-        """The tree that a provider is in, and who holds what of it, true at one moment."""
+        """Return the tree that a provider is in, and its holders with their allocations, as of one moment."""
         table = self.table
         async with self.session.transaction():
             if (known := table.providers.get(requested.provider)) is None:
@@ -371,7 +382,7 @@ class MemoryBook:
             return GroupMembersPage(members=members, more=len(found) > requested.limit)
 
     async def usage(self, requested: ProjectUsageQuery) -> ProjectUsagePage:
-        """The totals of projects, true at one moment."""
+        """The usage of projects, as of one moment."""
         async with self.session.transaction():
             usage: dict[str, dict[str, int]] = {}
             for project, held in sorted(self.table.project_usage.items()):
@@ -383,13 +394,13 @@ class MemoryBook:
             return ProjectUsagePage(usage=shown, more=len(usage) > requested.limit)
 
     async def head(self) -> FeedHead:
-        """The newest committed change's number, and the history that it is of."""
+        """The number of the newest committed change, and the id of its history."""
         async with self.session.transaction():
             return self.table.newest
 
     async def newest(self) -> NewestHead:
-        """The head, of another history id if the table is another one, or behind the head that this
-        process has seen.
+        """Return the head. The history gets a new id when the table was replaced, or is behind the head that this
+        process has read before.
         """
         seen = self._seen
         async with self.session.transaction() as transaction:
@@ -403,7 +414,7 @@ class MemoryBook:
         return NewestHead(newest, is_another, newest.sequence > self.table.position)
 
     async def publish(self, send: Callable[[FeedChanges], Awaitable[None]], limit: int) -> Published:
-        """Hand the next unpublished changes to `send`, and remember them as published once it returns."""
+        """Pass the next unpublished changes to `send`, and record them as published when it returns."""
         table = self.table
         async with self.session.transaction() as transaction:
             position, changes, history = table.position, self._after(table.position, limit), table.history
@@ -415,7 +426,7 @@ class MemoryBook:
             if table.position != position or is_taken:
                 return Published(0, True, taken=True)
             until = now + publishing.LEASE_S
-            transaction.durable = False  # lost in a crash, they are published once more
+            transaction.durable = False  # if a crash loses this, the changes are published again
             transaction.will(lambda: setattr(table, "taken_until", until))
         self._lease = until
         await send(FeedChanges(changes=tuple(changes), history=history))

@@ -1,4 +1,4 @@
-"""The book's rows in memory: the committed rows, which outlive the placement workers. See memory.py."""
+"""The committed rows of the book in memory, which outlive the placement workers that use them (memory.py)."""
 
 from __future__ import annotations
 
@@ -26,61 +26,63 @@ TREES = ("trees",)  # the lock of the writers of trees
 
 
 def provider_key(uuid: str) -> tuple[str, str]:
-    """A provider's row, as it is locked and as its time is kept."""
+    """The key of a provider's row, for its lock and for the time of its last write."""
     return ("provider", uuid)
 
 
 class ConsumerRow(Struct):
-    """A consumer's row; `released_at` when it is only a fence. Times are seconds since the epoch."""
+    """A consumer's row. released_at: set when the row is only a fence. Times are seconds since the epoch."""
 
     consumer: ConsumerState
     released_at: float | None
     updated_at: float
 
     def is_over(self, before: float) -> bool:
-        """Whether it is only a fence, and was released before."""
+        """Whether the row is only a fence and was released before this time (seconds since the epoch)."""
         return self.released_at is not None and self.released_at < before
 
 
 class MemoryBookTable(MemoryDatabase):
-    """The committed book; it outlives the placement workers. `numbers` give providers their place in lock order."""
+    """The committed book, which outlives the placement workers. numbers: the row ids of providers, which order the
+    locks.
+    """
 
-    ROWS = (*MemoryDatabase.ROWS, "position", "taken_until")  # all else is flushed by its commit
+    ROWS = (*MemoryDatabase.ROWS, "position", "taken_until")  # other rows are flushed by their commit
 
     def __init__(self, *arguments: object, **named: object) -> None:
         super().__init__(*arguments, **named)  # type: ignore[arg-type]
         self.providers: dict[str, Provider] = {}
         self.numbers: dict[str, int] = {}
         self.consumers: dict[str, ConsumerRow] = {}
-        self.project_usage: dict[str, dict[str, int]] = {}  # by class, as a row each
+        self.project_usage: dict[str, dict[str, int]] = {}  # by class; each amount stands for a row
         self.members: dict[GroupKey, dict[str, None]] = {}
         self.sources: dict[Key, ReportSource] = {}
         self.reported_at: dict[Key, float] = {}  # the time of each source's last report
         self.classes: dict[str, int] = {name: number for number, name in enumerate(sorted(STANDARD_CLASSES))}
         self.traits: dict[str, None] = dict.fromkeys(sorted(os_traits.get_traits()))
         now = self.clock.time()
-        self.made = {(NameKind.CLASS, name): now for name in self.classes}  # when each name was
+        self.made = {(NameKind.CLASS, name): now for name in self.classes}  # the time at which each name was created
         self.made.update({(NameKind.TRAIT, name): now for name in self.traits})
-        self.written: dict[tuple[str, ...], float] = {}  # when each provider and inventory was
-        self.changes: list[Change] = []  # kept ones, in order
+        self.written: dict[tuple[str, ...], float] = {}  # the time of each provider's and each inventory's last write
+        self.changes: list[Change] = []  # the changes that are kept, in order
         self.head = 0
-        self.place = 1  # no row: no row: it survives a restore, as a cluster and its timeline do
+        self.place = 1  # not a row: like a cluster and its timeline, it is not restored from a backup
         self.origin = self.place
-        self.histories = 1  # no row: none is given twice
+        self.histories = 1  # not a row: no history id is given twice
         self.history = "history-1"
         self.position = 0
-        self.taken_until = -math.inf  # by the publishing process
+        self.taken_until = -math.inf  # the end of the publishing process's lease
         self._next_number = 0
         self._next_class = len(self.classes)
         self._shapes = 0
 
     @property
     def newest(self) -> FeedHead:
-        """The newest number and its history."""
+        """The newest number and the id of its history."""
         return FeedHead(sequence=self.head, history=self.history)
 
     def renew_history(self) -> None:
-        """Another history id."""
+        """Give the history a new id."""
         self.histories += 1
         self.history, self.origin = f"history-{self.histories}", self.place
 
@@ -90,14 +92,14 @@ class MemoryBookTable(MemoryDatabase):
         return self._shapes
 
     def number(self, uuid: str) -> int:
-        """The number of a provider, given when it is first seen."""
+        """The row id of a provider, which is given at its first use."""
         if uuid not in self.numbers:
             self._next_number += 1
             self.numbers[uuid] = self._next_number
         return self.numbers[uuid]
 
     def alive(self, key: GroupKey) -> dict[str, tuple[str, ...]]:
-        """A server group's members that hold something, and the hosts that they are on."""
+        """The members of a server group that hold allocations, and their hosts."""
         return {
             uuid: hosts_of([self.providers[provider] for provider in self.consumers[uuid].consumer.holding])
             for uuid in self.members.get(key, {})
@@ -105,11 +107,11 @@ class MemoryBookTable(MemoryDatabase):
         }
 
     def held_by(self, project: str) -> dict[str, int]:
-        """The total that a project's consumers hold, and their number."""
+        """The amounts that a project's consumers hold by class, and the number of consumers."""
         return dict(self.project_usage.get(project, {}))
 
     def keep(self, consumers: Mapping[str, ConsumerState | None]) -> None:
-        """Write consumers, and what their projects hold with them. None: the row goes."""
+        """Write consumers and the usage of their projects. None: the row is deleted."""
         before = {uuid: self.consumers[uuid].consumer for uuid in consumers if uuid in self.consumers}
         for (project, name), more in usage_changes(before, consumers).items():
             usage = self.project_usage.setdefault(project, {})
@@ -122,22 +124,22 @@ class MemoryBookTable(MemoryDatabase):
                 self.consumers[uuid] = ConsumerRow(consumer, None if consumer.holding else now, now)
 
     def cell(self, uuid: str) -> str | None:
-        """The cell of a provider: its root's."""
+        """The cell of a provider, which is the cell of its root."""
         provider = self.providers.get(uuid)
         return self.providers[provider.root].cell if provider is not None else None
 
     def by_number(self, uuids: Sequence[str]) -> list[str]:
-        """The existing ones, in lock order."""
+        """The existing ones of these providers, in lock order."""
         return sorted((uuid for uuid in uuids if uuid in self.providers), key=self.numbers.__getitem__)
 
     def mark_published(self, number: int, lease: float) -> None:
-        """A turn of publishing has come so far; its lease ends, if it is still its own."""
+        """Record that changes up to this number are published, and end the lease if it still belongs to this turn."""
         self.position = max(self.position, number)
         if self.taken_until == lease:
             self.taken_until = -math.inf
 
     def holders(self, leaving: Sequence[Leaving]) -> list[str]:
-        """Consumers that hold something of what leaves, in lock order."""
+        """The consumers that hold allocations of the leaving (provider, class) pairs, in lock order."""
         return sorted(
             uuid
             for uuid, kept in self.consumers.items()
@@ -147,9 +149,10 @@ class MemoryBookTable(MemoryDatabase):
     def newest_holders(
         self, changed: Mapping[str, ConsumerState | None], lacking: Sequence[tuple[str, str]], claimant: str
     ) -> tuple[ClaimHolder, ...]:
-        """The consumers other than the claimant that last changed what they hold of what is lacking, newest first.
+        """The consumers, without the claimant, that hold allocations of the lacking (provider, class) pairs, last
+        changed first.
 
-        changed: those that a transaction is about to write; they are the newest.
+        changed: the consumers that a transaction is about to write; these are the newest.
         """
         known = {uuid: (row.consumer, -row.updated_at) for uuid, row in self.consumers.items() if uuid not in changed}
         known.update({uuid: (one, -math.inf) for uuid, one in changed.items() if one is not None})
@@ -161,7 +164,7 @@ class MemoryBookTable(MemoryDatabase):
         return tuple(ClaimHolder(consumer=uuid, project_id=project) for _, uuid, project in sorted(held)[:MAX_HOLDERS])
 
     def put_provider(self, provider: Provider) -> None:
-        """Write a provider, and when it and its inventories were written."""
+        """Write a provider, and the times at which it and its changed inventories were written."""
         uuid, old, now = provider.uuid, self.providers.get(provider.uuid), self.clock.time()
         self.number(uuid)
         self.providers[uuid] = provider
@@ -182,7 +185,7 @@ class MemoryBookTable(MemoryDatabase):
             self.put_provider(replace(provider, generation=generation, used=kept))
 
     def _put(self, before: Mapping[str, Provider], after: Mapping[str, Provider]) -> set[str]:
-        """Make the rows of `before` into those of `after`; the roots of the changed trees."""
+        """Write the differences between `before` and `after`. Returns the roots of the changed trees."""
         gone = [provider for uuid, provider in before.items() if uuid not in after]
         changed = [provider for uuid, provider in after.items() if before.get(uuid) is not provider]
         for provider in gone:
@@ -198,16 +201,18 @@ class MemoryBookTable(MemoryDatabase):
         return {provider.root for provider in (*gone, *changed, *moved)}
 
     def put_trees(self, before: Mapping[str, Provider], after: Mapping[str, Provider]) -> None:
-        """After a write of the REST API: the last reports of the trees' sources no longer prove what the book holds."""
+        """Write the providers of a write of the REST API. The last reports of the trees' sources no longer prove what
+        the book holds.
+        """
         roots = self._put(before, after)
         for uuid in before.keys() - after.keys():
-            del self.numbers[uuid]  # made again, it is the newest
+            del self.numbers[uuid]  # a provider that is created again is the newest one
         for key, report in self.sources.items():
             if key[0] in roots and report.settled:
                 self.sources[key] = replace(report, settled=False)
 
     def write_trees(self, before: Mapping[str, Provider], outcome: ReportPlan, group: ReportGroup) -> None:
-        """The result of a group of reports."""
+        """Write the result of a group of reports."""
         after = outcome.after
         self.keep({u: replace(self.consumers[u].consumer, holding=held) for u, held in outcome.moved.items()})
         self._put(before, after)
@@ -222,13 +227,13 @@ class MemoryBookTable(MemoryDatabase):
                     self.sources[key] = replace(report, settled=False)
 
     def free_roots(self, keys: Iterable[Key]) -> None:
-        """Another compute service may take over the roots of these sources."""
+        """Release the roots of these sources: another compute service may take them over."""
         for key in keys:
             if key in self.sources and self.sources[key].digest != TAKEN_OUT:
                 self.sources[key] = replace(self.sources[key], digest=RELEASED, settled=False)
 
     def add_names(self, classes: Iterable[str], traits: Mapping[str, None]) -> None:
-        """Names that reports brought with them."""
+        """Add the names that are missing."""
         now = self.clock.time()
         for name in classes:
             if name not in self.classes:
@@ -241,16 +246,16 @@ class MemoryBookTable(MemoryDatabase):
                 self.made[NameKind.TRAIT, name] = now
 
     def names(self, kind: NameKind) -> Collection[str]:
-        """The classes or the traits, oldest first."""
+        """The names of the classes or of the traits, oldest first."""
         return self.classes if kind is NameKind.CLASS else self.traits
 
     def remove_name(self, kind: NameKind, name: str) -> None:
-        """A class or trait that no provider has goes."""
+        """Remove a class or trait. The caller has checked that no provider has it."""
         (self.classes if kind is NameKind.CLASS else self.traits).pop(name)
         del self.made[kind, name]
 
     def rename_class(self, old: str, new: str, providers: Mapping[str, Provider]) -> None:
-        """A class by another name. providers: those that have it, renamed."""
+        """Give a class another name. providers: the providers that have it, already renamed."""
         self.add_names((new,), {})
         for uuid, provider in providers.items():
             self.providers[uuid] = provider
@@ -264,7 +269,9 @@ class MemoryBookTable(MemoryDatabase):
         self.remove_name(NameKind.CLASS, old)
 
     def silent(self, before: float) -> list[Key]:
-        """Sources that reported last before a time, of roots that are gone or that another source reports since."""
+        """The sources whose last report is older than `before` (seconds since the epoch) and whose root does not exist
+        or is covered by a newer report of another source.
+        """
 
         def is_of_no_use(key: Key) -> bool:
             mine = set(self.sources[key].providers)
@@ -276,7 +283,9 @@ class MemoryBookTable(MemoryDatabase):
         return [key for key in self.sources if self.reported_at[key] < before and is_of_no_use(key)]
 
     def is_taken_out(self, key: Key) -> bool:
-        """Whether a source's last report removed its root, is not carried out, and no source reported it since."""
+        """Whether a source's last report removed its root, has not been completed, and no source has reported the root
+        since.
+        """
         report = self.sources[key]
         return (
             not report.settled
@@ -288,11 +297,13 @@ class MemoryBookTable(MemoryDatabase):
         )
 
     def tree(self, root: str) -> list[Provider]:
-        """A root's providers."""
+        """The providers of a root's tree."""
         return [provider for provider in self.providers.values() if provider.root == root]
 
     def purge(self, until: int, before: float, fences: Sequence[str], sources: Sequence[Key]) -> None:
-        """The rows that are no longer kept: changes up to a number, fences, and sources."""
+        """Delete rows that are no longer kept: changes up to `until`, fences released before `before` (seconds since
+        the epoch), and sources.
+        """
         for key in sources:
             self.sources.pop(key, None)
             self.reported_at.pop(key, None)
@@ -305,5 +316,5 @@ class MemoryBookTable(MemoryDatabase):
 
 
 def renamed_key(amounts: Mapping[str, Amount], old: str, new: str) -> dict[str, Amount]:
-    """The same by class, one class under another name."""
+    """Return the amounts by class, with one class under its new name."""
     return {new if name == old else name: amount for name, amount in amounts.items()}

@@ -1,7 +1,7 @@
-"""Names and numbers of resource classes and traits: a process's cache of two small tables.
+"""The names and ids of resource classes and traits: a process's cache of two small tables.
 
-A number means one name for ever, so a fact about a number stays true; but another process may add names, and take
-them away. A write with a name that has gone fails on a foreign key; see `NameTable.write`.
+An id always means the same name, so a cached pair cannot become wrong. But other processes may add and remove names: a
+write with an id that was removed fails on a foreign key and is repeated (`NameTable.write`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from placement_worker.domain.names import STANDARD_CLASSES
 
 Written = TypeVar("Written")
 
-# How long names may be cached that another process has perhaps removed meanwhile.
+# How long names are cached before `refresh_if_old` reads them again.
 TRUSTED_FOR_S = 5.0
 
 READ_CLASSES = "SELECT name, id FROM resource_classes"
@@ -30,14 +30,14 @@ class StaleNames(Exception):
 
 
 class _Numbers(dict[str, int]):
-    """Numbers by name."""
+    """Ids by name. A missing name raises StaleNames."""
 
     def __missing__(self, name: str) -> int:
         raise StaleNames(name)
 
 
 class NameTable:
-    """The numbers of class and trait names. A name that is missing is looked up again before it is called unknown."""
+    """The ids of class and trait names. The stores call `refresh` before they treat a missing name as unknown."""
 
     def __init__(self, database: Database) -> None:
         self._database = database
@@ -46,12 +46,13 @@ class NameTable:
         self.trait_ids: dict[str, int] = {}
         self._read_at = 0.0
         self._reads = 0
-        self._newest = 0  # of the reads, by when they began
+        self._newest = 0  # the number of the latest read whose result is in the cache
 
     async def open(self) -> None:
-        """Write down the standard classes and traits of the installed libraries, and read all."""
+        """Insert the standard classes and traits of the installed libraries, and read all names."""
         async with self._database.raw() as connection:
-            # One at a time: processes that start together would wait for each other's unique keys in any order.
+            # Processes that start at the same time insert one after the other; otherwise they could deadlock on unique
+            # keys.
             await connection.execute("SELECT pg_advisory_xact_lock(hashtextextended('berth.placement.names', 0))")
             await _add(connection, "resource_classes", STANDARD_CLASSES)
             await _add(connection, "traits", os_traits.get_traits())
@@ -63,12 +64,12 @@ class NameTable:
             await self._read(connection)
 
     async def refresh_if_old(self) -> None:
-        """Read them again when they have been cached for long enough."""
+        """Read the names again when they have been cached for more than TRUSTED_FOR_S."""
         if monotonic() - self._read_at > TRUSTED_FOR_S:
             await self.refresh()
 
     async def ensure(self, classes: Iterable[str], traits: Iterable[str]) -> None:
-        """Create missing names, in a transaction of its own: a name left unused is harmless."""
+        """Create missing names in a transaction of their own; an unused name does no harm."""
         new_classes = sorted(set(classes) - self.class_ids.keys())
         new_traits = sorted(set(traits) - self.trait_ids.keys())
         if not new_classes and not new_traits:
@@ -76,7 +77,7 @@ class NameTable:
         async with self._database.raw() as connection:
             await _add(connection, "resource_classes", new_classes)
             await _add(connection, "traits", new_traits)
-        # Read when it is committed: a number seen in a transaction that was lost would be trusted for ever.
+        # The ids are read after the commit: an id from a transaction that was rolled back would stay in the cache.
         await self.refresh()
 
     async def write(
@@ -84,9 +85,9 @@ class NameTable:
         apply: Callable[[asyncpg.Connection], Awaitable[Written]],
         ahead: Callable[[], Awaitable[None]] | None = None,
     ) -> Written:
-        """One transaction; when it went by names that are no longer so, once more with those that are.
+        """Run one transaction. When it fails because of stale names, refresh them and run it once more.
 
-        ahead: called before it, and before each retry.
+        ahead: called before each of the two.
         """
         if ahead is not None:
             await ahead()
@@ -101,9 +102,9 @@ class NameTable:
             return await apply(connection)
 
     async def names_of(self, connection: asyncpg.Connection, class_ids: set[int]) -> dict[int, str]:
-        """Class names by number, with at least these in it: another process may have created one since."""
+        """Return class names by id, at least these: another process may have created a class since the last read."""
         if not self.class_names.keys() >= class_ids:
-            # Only added: this transaction may see an older state than the cache, which other tasks may already use.
+            # Names are only added here: this transaction may see an older state than the cache, which other tasks use.
             classes = await connection.fetch(READ_CLASSES)
             traits = await connection.fetch(READ_TRAITS)
             self.class_names |= {row[1]: row[0] for row in classes}
@@ -117,7 +118,7 @@ class NameTable:
         classes = await connection.fetch(READ_CLASSES)
         traits = await connection.fetch(READ_TRAITS)
         if number < self._newest:
-            return  # a reader that began later was done sooner, and has seen more
+            return  # a read that began later has already ended, and is newer
         self._newest = number
         self.class_ids = _Numbers(classes)
         self.class_names = {row[1]: row[0] for row in classes}

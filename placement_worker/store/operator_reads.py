@@ -1,4 +1,4 @@
-"""Operators' queries of the book, by SQL: a tree with its holders, and what projects hold."""
+"""The queries that operators make of the book, in SQL: a tree with its holders, and the usage of projects."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ USAGE = "SELECT project_id, class_id, amount FROM project_usage WHERE project_id
 
 
 async def tree(connection: asyncpg.Connection, requested: HostTreeQuery) -> HostTree:
-    """The tree and its holders; the caller's transaction is REPEATABLE READ, so that they belong together."""
+    """Return a tree and its holders. The caller's transaction is REPEATABLE READ, so that both are of one moment."""
     ids = [row[0] for row in await connection.fetch(TREE_IDS, requested.provider, MAX_TREE + 1)]
     more, ids = len(ids) > MAX_TREE, ids[:MAX_TREE]
     _, providers = await read_providers(connection, READ_PROVIDERS_BY_ID, ids)
@@ -51,7 +51,7 @@ async def tree(connection: asyncpg.Connection, requested: HostTreeQuery) -> Host
 
 
 async def usage(connection: asyncpg.Connection, requested: ProjectUsageQuery, names: NameTable) -> ProjectUsagePage:
-    """The totals of projects; the caller's transaction is REPEATABLE READ."""
+    """Return the usage of projects. The caller's transaction is REPEATABLE READ."""
     rows = await connection.fetch(PROJECTS, list(requested.projects), requested.after, requested.limit + 1)
     projects = [row[0] for row in rows[: requested.limit]]
     held = await limits.by_project(connection, await connection.fetch(USAGE, projects), names)

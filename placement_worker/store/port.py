@@ -1,4 +1,4 @@
-"""The port to the book: the operations of a store. Adapters: `store.postgres`, `store.memory`."""
+"""The port to the book. Its adapters are `store.postgres` and `store.memory`."""
 
 from __future__ import annotations
 
@@ -33,7 +33,9 @@ from placement_worker.store.rest_port import RestStore
 
 
 class Published(Struct, frozen=True):
-    """The result of one turn of publishing; `more`: there may be changes left. taken: another process is at it."""
+    """The result of one turn of publishing. count: the changes that were published. more: further changes may be
+    unpublished. taken: another process is publishing.
+    """
 
     count: int
     more: bool
@@ -41,7 +43,7 @@ class Published(Struct, frozen=True):
 
 
 class NewestHead(Struct, frozen=True):
-    """The newest head. renewed: its history id has changed since this look. unpublished: changes up to it wait."""
+    """The newest head. renewed: this call has given the history a new id. unpublished: there are changes to publish."""
 
     head: FeedHead
     renewed: bool
@@ -49,87 +51,100 @@ class NewestHead(Struct, frozen=True):
 
 
 class PlacementStore(Protocol):
-    """The book. Every write is one transaction together with its numbered changes."""
+    """The book. Every write commits in one transaction together with its numbered changes."""
 
     @property
     def ready(self) -> bool:
-        """Whether it is open (for /readyz)."""
+        """Whether the store is open (for /readyz)."""
 
     @property
     def rest(self) -> RestStore:
-        """The same book as the REST API uses it."""
+        """The same book with the operations of the REST API."""
 
     @property
     def deployment(self) -> str:
-        """The identity of this database: a uuid made once with its schema. Known once it has been open."""
+        """The identity of this database, a uuid that was created with its schema. It is known after `open`."""
 
     async def open(self) -> None:
-        """Connect and migrate; waits while the database is unavailable."""
+        """Connect and migrate. Waits while the database is unavailable."""
 
     async def close(self) -> None:
         """Disconnect."""
 
     async def apply(self, items: Sequence[ClaimItem], *, bus: str = ABOVE_CELLS) -> list[ClaimReply]:
-        """Claims, releases and swaps as one group, in order, each with its own outcome. Raises Transient.
+        """Apply claims, releases, reverts and swaps as one group, in order, each with its own outcome. Raises
+        Transient.
 
-        bus: where they came from. On a cell's bus what belongs to another cell is gone, or another's.
+        bus: the bus on which they arrived. For items of a cell's bus, providers of another cell are `gone`, and a
+        consumer that holds them is `consumer_changed`.
         """
 
     async def report(
         self, updates: Sequence[InventoryUpdate], *, bus: str = ABOVE_CELLS
     ) -> list[InventoryResult | ReportRefusal]:
-        """Inventory updates as one group, in order, each with its own outcome. Raises Transient.
+        """Apply inventory updates as one group, in order, each with its own outcome. Raises Transient.
 
-        bus: where they came from. A new root belongs to it; a cell's bus may report nothing of another cell's.
+        bus: the bus on which they arrived. A new root belongs to the cell of that bus, and reports about roots of other
+        cells are refused.
         """
 
     async def release_roots(self, source: str, roots: Sequence[str], *, bus: str) -> None:
-        """Another compute service may take over these roots of a source, those of the cell of `bus`."""
+        """Release the roots of a source that belong to the cell of `bus`: another compute service may take them
+        over.
+        """
 
     async def changes(self, after: int, limit: int, history: str = "") -> ChangesPage:
-        """Committed changes after a number, in order. history: whose number it is; of another the page is too old."""
+        """Return the committed changes after a number, in order. history: the history of the number; when the book has
+        another one, the page is `too_old`.
+        """
 
     async def snapshot(self, after: str | None, limit: int) -> SnapshotPage:
-        """A page of whole providers by uuid, true at one feed number."""
+        """Return a page of whole providers in the order of their uuids, as of one number of the feed."""
 
     async def locate(self, requested: Sequence[LocateRequest]) -> list[LocatePage]:
-        """For each: on which hosts consumers of a project hold something, and the members of one of its groups."""
+        """Return, for each request, the hosts on which consumers of a project hold allocations, and the members of a
+        group by host.
+        """
 
     async def tree(self, requested: HostTreeQuery) -> HostTree:
-        """The tree that a provider is in, and who holds what of it, true at one moment."""
+        """Return the tree that a provider is in, and its holders with their allocations, as of one moment."""
 
     async def members(self, requested: GroupMembersQuery) -> GroupMembersPage:
-        """The members of a server group, and their hosts."""
+        """Return a page of the members of a server group, with their hosts."""
 
     async def usage(self, requested: ProjectUsageQuery) -> ProjectUsagePage:
-        """The totals of projects, true at one moment."""
+        """Return the usage of projects, as of one moment."""
 
     async def head(self) -> FeedHead:
-        """The newest committed change's number, and the history that it is of."""
+        """Return the number of the newest committed change, and the id of its history."""
 
     async def newest(self) -> NewestHead:
-        """The newest head, in one look; of another history id if the book was restored, or its stand-by promoted.
+        """Return the newest head. The history gets a new id when the database was restored or its standby promoted.
 
-        It is recognised by the part of its state that a backup does not contain, and by a head that is behind one that
-        was seen before.
+        A restore is recognised by state of the database that a backup does not contain, and by a head that is behind
+        one that this process has read before.
         """
 
     async def publish(self, send: Callable[[FeedChanges], Awaitable[None]], limit: int) -> Published:
-        """Hand the next unpublished changes to `send`, and remember them as published once it returns.
+        """Pass the next unpublished changes to `send`, and record them as published when it returns.
 
-        One publisher at a time among all processes; the others find it taken. One that dies or hangs keeps it for
-        `publishing.LEASE_S`; its changes are repeated. Not to be called twice at once.
+        One process publishes at a time; for the others the result is `taken`. A process that dies or hangs blocks the
+        others for `publishing.LEASE_S`, and its changes are published again. A process must not call this method
+        concurrently.
         """
 
     async def trim(self, *, keep_changes: int, keep_fences_s: float, keep_sources_s: float, limit: int) -> bool:
-        """Delete published changes, fences and sources that are not needed any more, up to a bound of rows of each.
+        """Delete published changes, fences and sources that are no longer needed, at most `limit` rows of each. Returns
+        whether there may be more.
 
-        A source: silent for this long, and its root is gone, or a source that has reported since covers all that it
-        did. Returns whether there may be more.
+        keep_changes: the newest changes to keep. keep_fences_s: seconds after the release. keep_sources_s: seconds
+        after the last report; a source is deleted if its root no longer exists, or if a newer report of another source
+        covers all its providers.
         """
 
     async def remove_retired_trees(self, limit: int) -> list[str]:
-        """Remove trees that were taken out while in use and are no longer used, up to a bound; their roots.
+        """Remove retired trees that are no longer used, at most `limit`. Returns their roots.
 
-        Their sources may have left for good; one that reports again removes them itself.
+        Their sources may have ended for good. A source that still reports removes its retired trees with the next
+        report.
         """

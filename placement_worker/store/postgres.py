@@ -44,8 +44,8 @@ DELETE FROM consumers WHERE uuid IN (
     SELECT uuid FROM consumers WHERE released_at < now() - make_interval(secs => $1)
     ORDER BY released_at LIMIT $2 FOR UPDATE SKIP LOCKED)
 """
-# The remaining row of a source: the version that an older report of it is compared with, and the rows that it has to
-# remove.
+# A source's row holds the version that later reports are compared with and the providers that the source may remove. So
+# a row is deleted only if its root no longer exists, or if a newer report of another source covers these providers.
 PURGE_SOURCES = """
 DELETE FROM sources WHERE ctid = ANY(ARRAY(
     SELECT s.ctid FROM sources s WHERE s.updated_at < now() - make_interval(secs => $1) AND (
@@ -57,7 +57,7 @@ DELETE FROM sources WHERE ctid = ANY(ARRAY(
 
 
 class PostgresStore:
-    """`PlacementStore` on one PostgreSQL schema. Any number of processes may work on the same one."""
+    """`PlacementStore` on one PostgreSQL schema, which any number of processes may use."""
 
     def __init__(self, database: Database) -> None:
         self._database = database
@@ -68,12 +68,12 @@ class PostgresStore:
 
     @property
     def database(self) -> Database:
-        """Where the book is, for the REST API's own statements."""
+        """The database of the book, for the statements of the REST API."""
         return self._database
 
     @property
     def names(self) -> NameTable:
-        """The class and trait names that this process has read."""
+        """The class and trait names that this process has cached."""
         return self._names
 
     @property
@@ -87,7 +87,7 @@ class PostgresStore:
         return self._database.ready
 
     async def open(self) -> None:
-        """Migrate, and write down the standard names. Waits for a database that is unavailable."""
+        """Migrate, and insert the standard names. Waits while the database is unavailable."""
         await self._database.open(MIGRATIONS)
         self.deployment = await read_identity(self._database)
         await self._names.open()
@@ -122,7 +122,7 @@ class PostgresStore:
             return []
         return await self._names.write(
             lambda connection: inventory.report(connection, updates, self._names, bus),
-            ahead=lambda: inventory.know_names(updates, self._names),  # those that have gone are made anew
+            ahead=lambda: inventory.know_names(updates, self._names),  # names that were removed are created again
         )
 
     async def release_roots(self, source: str, roots: Sequence[str], *, bus: str) -> None:
@@ -176,8 +176,8 @@ class PostgresStore:
             return await feed.head(connection)
 
     async def newest(self) -> NewestHead:
-        """The head, of another history id if the database is another one, or behind the head that this process has
-        seen.
+        """Return the head. The history gets a new id when the database was restored or promoted, or is behind the head
+        that this process has read before.
         """
         async with self._database.single() as connection:
             newest = await feed.newest(connection, self._seen)
@@ -185,11 +185,11 @@ class PostgresStore:
         return newest
 
     async def publish(self, send: Callable[[FeedChanges], Awaitable[None]], limit: int) -> Published:
-        """Hand the next unpublished changes to `send`; see `publishing`."""
+        """Pass the next unpublished changes to `send` (see `publishing`)."""
         return await self._publishing.publish(send, limit)
 
     async def trim(self, *, keep_changes: int, keep_fences_s: float, keep_sources_s: float, limit: int) -> bool:
-        """Purge rows that are not needed any more, a bounded statement and transaction each."""
+        """Purge rows that are no longer needed, with one bounded transaction for each kind."""
         more = False
         for statement, keep in (
             (feed.TRIM, keep_changes),
@@ -211,7 +211,7 @@ class PostgresStore:
         )
 
     async def _know_classes(self, items: Sequence[ClaimItem]) -> None:
-        """A class that another process has just created is not unknown."""
+        """Refresh the names when the items name a class that is not cached: another process may have created it."""
         known = self._names.class_ids
         for item in single_items(items):
             if isinstance(item, Claim):

@@ -1,12 +1,14 @@
-"""Publishing the feed: one statement to take the next changes, one to record how far they are published.
+"""Publishes the feed: one statement takes the next changes, and one records the position up to which they are
+published.
 
-Every change up to the position has been confirmed by the broker at least once. It is moved forward alone,
-and only over changes that the process that moves it has just sent: so it holds however many publish, and whatever a
-crash of the database takes back of it (a visible change is on disk, its number is never given again). Changes may
-repeat, never skip.
+The broker has confirmed every change up to the position at least once. The position only moves forward, and only over
+changes that the moving process has just sent. This holds with any number of publishers, and also if a crash of the
+database loses the latest position: visible changes are on disk, and their numbers are never given again. So changes may
+be published twice, but none is skipped.
 
-A lease keeps two processes from sending the same, which is a matter of cost only: who takes changes takes the position
-for a moment, by the database's clock. Other processes wait for a publisher that dies or hangs no longer than this.
+A lease keeps two processes from sending the same changes, which would only be a waste: a process that takes changes
+holds the position until a time of the database's clock. So other processes wait no longer than LEASE_S for a publisher
+that dies or hangs.
 """
 
 from __future__ import annotations
@@ -20,13 +22,13 @@ from bus.persistence.guarded_statement import ASYNCHRONOUS_COMMIT
 from placement_worker.store import feed
 from placement_worker.store.port import Published
 
-# Much longer than a broker takes to confirm; replicas that miss a dead publisher's changes ask for them meanwhile.
+# Much longer than a broker takes to confirm. Replicas that miss the changes of a dead publisher request them meanwhile.
 LEASE_S = 2.0
 
-# The changes after the position, which is taken if it is free: no process has taken it, or it is this process's own
-# from a turn that failed ($3). A lease that ends later than one can is of a clock that was set back. A statement that
-# waited for another publisher's finds the position moved, and takes nothing. Losing any of this in a crash of the
-# database costs a repetition: not worth a disk flush.
+# Read the changes after the position, and take the lease if it is free: it has ended, or this process holds it from a
+# turn that failed ($3). A lease with an end beyond LEASE_S from now was written before the clock was set back, and
+# counts as free. A statement that has waited for another publisher's statement finds the position moved, and takes
+# nothing. If a crash of the database loses the lease, changes are published twice, so no disk flush is needed.
 TAKE = f"""
 WITH position AS MATERIALIZED (SELECT number FROM feed_position),
 next AS MATERIALIZED (
@@ -45,7 +47,7 @@ SELECT next.first, next.last, CASE WHEN mine.until IS NOT NULL THEN next.body EN
        (SELECT history FROM feed_head) AS history, {ASYNCHRONOUS_COMMIT}
 FROM position CROSS JOIN next LEFT JOIN mine ON true ORDER BY next.last
 """
-# Forward alone, and no other's lease is ended.
+# Move the position forward, and end the lease if it is still this process's own.
 MOVE = f"""
 WITH moved AS (
     UPDATE feed_position SET number = GREATEST(number, $1),
@@ -56,14 +58,16 @@ SELECT {ASYNCHRONOUS_COMMIT}
 
 
 class Publishing:
-    """One process's turns at publishing, one at a time."""
+    """Publishes for one process, one turn at a time."""
 
     def __init__(self, database: Database) -> None:
         self._database = database
-        self._lease: datetime | None = None  # of the last turn, until it has ended well
+        self._lease: datetime | None = None  # of the last turn, until the turn has succeeded
 
     async def publish(self, send: Callable[[FeedChanges], Awaitable[None]], limit: int) -> Published:
-        """Send the changes after the position and move it. No connection is held while the broker confirms."""
+        """Send the changes after the position and move the position. No connection is held while the broker
+        confirms.
+        """
         async with self._database.single() as connection:
             found = await connection.fetch(TAKE, min(limit, feed.ROWS_AT_ONCE), LEASE_S, self._lease)
             if not found:

@@ -1,6 +1,7 @@
-"""The REST API's writes of allocations: a group is one transaction, each write with its own outcome; and reshapes.
+"""The REST API's writes of allocations and its reshapes. A group of writes is one transaction; each write has its own
+outcome.
 
-Same order of locks as claims: consumers by uuid, providers by id, the feed's counter.
+The order of locks is that of claims: consumers by uuid, providers by id, the feed's counter.
 """
 
 from __future__ import annotations
@@ -48,7 +49,9 @@ async def apply(
 
 
 async def apply_reshape(connection: asyncpg.Connection, item: Reshape, names: NameTable) -> WriteRefusal | None:
-    """Decide and write one reshape inside the caller's transaction; alone, because it is rare and large."""
+    """Decide and write one reshape inside the caller's transaction. Reshapes are not grouped, because they are rare and
+    large.
+    """
     shape = await connection.fetchval(ONE_WRITER_OF_TREES)
     expected: dict[str, ConsumerState] = {}
     wanted: set[str] = set(item.inventories)

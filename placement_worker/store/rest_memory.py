@@ -57,13 +57,13 @@ class MemoryTransactions(Protocol):
     async def lock_providers(
         self, transaction: MemoryDatabaseTransaction, wanted: Sequence[str]
     ) -> dict[str, ClaimedProvider]:
-        """The existing ones of these providers, locked in the order of their numbers, as a claim sees them."""
+        """Lock these providers in the order of their numbers. Returns those that exist, as a claim sees them."""
 
     def write(self, transaction: MemoryDatabaseTransaction, decision: Decision) -> None:
-        """Write a decision about the locked rows, at the commit."""
+        """Write a decision about the locked rows at the commit."""
 
     async def append(self, transaction: MemoryDatabaseTransaction, changes: Sequence[Change]) -> int:
-        """Number the changes, as the last act of a transaction."""
+        """Number the changes, as the last statement of a transaction."""
 
 
 class MemoryRest:
@@ -94,7 +94,7 @@ class MemoryRest:
         return outcomes
 
     async def _lock(self, transaction: MemoryDatabaseTransaction, wanted: Iterable[str]) -> dict[str, Provider]:
-        """The existing ones of these providers, locked, as they are then."""
+        """Lock these providers and return those that exist, as they are under the lock."""
         found = self._table.by_number(list(wanted))
         await transaction.lock([provider_key(uuid) for uuid in found])
         await transaction.statement()
@@ -117,7 +117,7 @@ class MemoryRest:
         return outcomes
 
     async def reshape(self, item: Reshape) -> WriteRefusal | None:
-        """One reshape."""
+        """Apply one reshape."""
         expected: dict[str, ConsumerState] = {}
         wanted = set(item.inventories)
         expect(item.writes, expected, wanted)
@@ -155,7 +155,7 @@ class MemoryRest:
         return [name for name in dict.fromkeys(named) if name not in self._table.traits]
 
     async def refresh_names(self) -> None:
-        """There is nothing between this process and the names."""
+        """Do nothing: there is no cache of names."""
 
     async def name(self, kind: NameKind, name: str) -> NameRow | None:
         """A class or trait by name."""
@@ -163,7 +163,7 @@ class MemoryRest:
             return NameRow(name, self._table.made[kind, name]) if name in self._table.names(kind) else None
 
     async def create_name(self, kind: NameKind, name: str) -> bool:
-        """Make a class or trait; False when it was there."""
+        """Create a class or trait. Returns False when it exists."""
         async with self._session.transaction() as transaction:
             await transaction.lock([("name", name)])
             if name in self._table.names(kind):
@@ -174,7 +174,7 @@ class MemoryRest:
         return True
 
     async def delete_name(self, kind: NameKind, name: str) -> bool:
-        """Remove a class or trait; False when it was not there. Raises NameInUse."""
+        """Remove a class or trait. Returns False when it does not exist. Raises NameInUse."""
         table = self._table
         async with self._session.transaction() as transaction:
             await transaction.lock([TREES, ("name", name)])
@@ -186,7 +186,7 @@ class MemoryRest:
         return True
 
     async def rename_class(self, old: str, new: str) -> bool | None:
-        """Give a class another name; False when there is none, None when the name is taken."""
+        """Give a class another name. Returns False when the class does not exist, None when the name is taken."""
         table = self._table
         async with self._session.transaction() as transaction:
             await transaction.lock([TREES, *(("name", name) for name in sorted({old, new}))])
@@ -223,7 +223,9 @@ class MemoryRest:
     # --- reads
 
     async def providers(self, listing: Listing) -> Sequence[Sequence[Any]]:
-        """Providers that the listing leaves, oldest first: the fields of a ProviderRow each."""
+        """Return the providers that meet the conditions, oldest first. Each is a sequence of the fields of
+        ProviderRow.
+        """
         _check(listing.name)
         table = self._table
         async with self._session.transaction():
@@ -335,13 +337,15 @@ class MemoryRest:
 
 
 def _check(*texts: str | None) -> None:
-    """PostgreSQL holds no text with a NUL in it."""
+    """Raise Unstorable for a text with a NUL, as PostgreSQL cannot store one."""
     if any(text is not None and "\x00" in text for text in texts):
         raise Unstorable("a text has a NUL in it")
 
 
 def _named_by(table: MemoryBookTable, writes: Sequence[TreeWrite]) -> set[str]:
-    """The providers that are locked: those named by uuid or name; of those that move or go, the whole tree."""
+    """The providers to lock: those that the writes name by uuid or name, and the whole tree of a provider that is
+    updated or deleted.
+    """
     uuids: set[str] = set()
     names: set[str] = set()
     trees: set[str] = set()
@@ -360,7 +364,9 @@ def _named_by(table: MemoryBookTable, writes: Sequence[TreeWrite]) -> set[str]:
 
 
 def _with_lasting(old: Provider | None, new: Provider) -> Provider:
-    """The traits that the API gave outlast reports; those that a report brought stay the report's."""
+    """Mark new traits as lasting: they were set through the API, and reports do not remove them. Other traits keep
+    their mark.
+    """
     if old is new or (old is not None and old.traits == new.traits):
         return new
     known = old.traits if old is not None else ()

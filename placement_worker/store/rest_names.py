@@ -1,4 +1,4 @@
-"""Resource classes and traits as the REST API makes, renames and removes them."""
+"""The statements with which the REST API creates, renames and removes resource classes and traits."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from placement_worker.store.rows import READ_PROVIDERS_BY_ID, read_providers
 
 _NAME = "name, extract(epoch FROM updated_at)::float8"
 CREATE = "INSERT INTO {table} (name) VALUES ($1) ON CONFLICT (name) DO NOTHING RETURNING id"
-# Under a new number: other processes know names by their numbers, and a number must mean the same for ever. Their
-# cached old one can no longer be written; the new one they do not know, and look up.
+# The renamed class gets a new id, because other processes cache names by id and an id must always mean the same name.
+# They can no longer write the old id, and they look up the new one, which they have not cached.
 RENAME = "INSERT INTO resource_classes (name) SELECT $2 FROM resource_classes WHERE name = $1 RETURNING id"
 MOVE_INVENTORIES = """
 UPDATE inventories SET class_id = $2 WHERE class_id = (SELECT id FROM resource_classes WHERE name = $1)
@@ -25,7 +25,7 @@ UPDATE allocations SET class_id = $2 WHERE class_id = (SELECT id FROM resource_c
 MOVE_PROJECT_USAGE = """
 UPDATE project_usage SET class_id = $2 WHERE class_id = (SELECT id FROM resource_classes WHERE name = $1)
 """
-# Held by a provider or not: a foreign key refuses the delete when it is.
+# A foreign key refuses the delete while a provider has the class or trait.
 DELETE = "DELETE FROM {table} WHERE name = $1"
 HOLDERS = """
 SELECT p.id FROM providers p JOIN inventories i ON i.provider_id = p.id JOIN resource_classes c ON c.id = i.class_id
@@ -59,18 +59,22 @@ async def traits(
 
 
 async def create(connection: asyncpg.Connection, table: str, name: str) -> bool:
-    """Make it; False when it was there."""
+    """Create a class or trait. Returns False when it exists."""
     return await connection.fetchval(CREATE.format(table=table), name) is not None
 
 
 async def delete(connection: asyncpg.Connection, table: str, name: str) -> bool:
-    """Remove it; False when it was not there. Raises asyncpg's ForeignKeyViolationError while a provider has it."""
+    """Remove a class or trait. Returns False when it does not exist. Raises asyncpg's ForeignKeyViolationError while a
+    provider has it.
+    """
     tag: str = await connection.execute(DELETE.format(table=table), name)
     return tag != "DELETE 0"
 
 
 async def rename_class(connection: asyncpg.Connection, old: str, new: str) -> bool:
-    """Give a class another name (below 1.7), and record it for every provider that has it; False when there is none."""
+    """Give a class another name (below 1.7), and append a change for every provider that has it. Returns False when the
+    class does not exist.
+    """
     await connection.execute(ONE_WRITER_OF_TREES)
     holders = [row[0] for row in await connection.fetch(HOLDERS, old)]
     number = await connection.fetchval(RENAME, old, new)

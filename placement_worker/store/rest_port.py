@@ -1,4 +1,4 @@
-"""The port to the book as the REST API uses it. Adapters: `store.rest_postgres`, `store.rest_memory`."""
+"""The port to the book for the REST API. Its adapters are `store.rest_postgres` and `store.rest_memory`."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from placement_worker.domain.trees import TreeOutcome, TreeWrite
 
 
 class NameKind(StrEnum):
-    """Which names: the value is the schema's table."""
+    """The kind of a name. The value is the name of its table."""
 
     CLASS = "resource_classes"
     TRAIT = "traits"
 
 
 class NameInUse(Exception):
-    """A class or trait that some provider has cannot go."""
+    """A class or trait cannot be removed while a provider has it."""
 
 
 class Unstorable(Exception):
-    """A value that the book cannot hold, such as a text with a NUL in it."""
+    """The book cannot store a value, such as a text with a NUL."""
 
 
 class NameRow(Struct, frozen=True):
@@ -87,10 +87,11 @@ class UsageRow(Struct, frozen=True):
 
 
 class Listing(Struct, frozen=True):
-    """The conditions of a list of providers; None and empty: not by that. Every uuid is canonical.
+    """The conditions of a list of providers. A condition that is None or empty does not apply. Every uuid is in
+    canonical form.
 
-    required: of each group of traits a provider has one, and of each of `member_of` one aggregate. resources: amounts
-    that its inventories have left and give in one piece.
+    required: the provider has at least one trait of each group; member_of: it is in at least one aggregate of each
+    group. resources: each amount is free and satisfies the inventory's unit constraints.
     """
 
     uuid: str | None = None
@@ -104,52 +105,58 @@ class Listing(Struct, frozen=True):
 
 
 class RestStore(Protocol):
-    """Groups of writes as transactions; reads that are each true at one moment. All raise Transient and Unstorable."""
+    """The book for the REST API. A group of writes is one transaction, and each read is of one moment. Every method
+    raises Transient and Unstorable.
+    """
 
     # --- writes
 
     async def write_trees(self, writes: Sequence[TreeWrite]) -> list[TreeOutcome]:
-        """A group of writes of providers, in order, each with its own outcome."""
+        """Apply a group of writes of providers, in order, each with its own outcome."""
 
     async def write_allocations(self, items: Sequence[AllocationWrite]) -> list[AllocationOutcome]:
-        """A group of writes of allocations, in order, each with its own outcome."""
+        """Apply a group of writes of allocations, in order, each with its own outcome."""
 
     async def reshape(self, item: Reshape) -> WriteRefusal | None:
-        """One reshape."""
+        """Apply one reshape. Returns the refusal, None when it was applied."""
 
     # --- names
 
     async def unknown_classes(self, named: Iterable[str]) -> list[str]:
-        """The names among these that are no class of the book, in order."""
+        """Return those of these names that are not resource classes of the book, in order."""
 
     async def unknown_traits(self, named: Iterable[str]) -> list[str]:
-        """The names among these that are no trait of the book, in order."""
+        """Return those of these names that are not traits of the book, in order."""
 
     async def refresh_names(self) -> None:
-        """Another process may have made, renamed or removed a class: look again."""
+        """Read the names again: another process may have created, renamed or removed a class."""
 
     async def name(self, kind: NameKind, name: str) -> NameRow | None:
-        """A class or trait by name."""
+        """Return a class or trait by name, None when it does not exist."""
 
     async def create_name(self, kind: NameKind, name: str) -> bool:
-        """Make a class or trait; False when it was there."""
+        """Create a class or trait. Returns False when it exists."""
 
     async def delete_name(self, kind: NameKind, name: str) -> bool:
-        """Remove a class or trait; False when it was not there. Raises NameInUse."""
+        """Remove a class or trait. Returns False when it does not exist. Raises NameInUse."""
 
     async def rename_class(self, old: str, new: str) -> bool | None:
-        """Give a class another name; False when there is none, None when the name is taken."""
+        """Give a class another name. Returns False when the class does not exist, None when the name is taken."""
 
     async def resource_classes(self) -> list[NameRow]:
         """All classes, standard ones first."""
 
     async def trait_names(self, names: list[str] | None, prefix: str | None, associated: bool | None) -> list[NameRow]:
-        """All traits with one of these names, with this prefix, that some provider has, or that none has."""
+        """Return the traits with one of these names and with this prefix. associated: only those that a provider has
+        (True) or none has (False). None: the condition does not apply.
+        """
 
     # --- reads
 
     async def providers(self, listing: Listing) -> Sequence[Sequence[Any]]:
-        """Providers that the listing leaves, oldest first: the fields of a ProviderRow each. There may be very many."""
+        """Return the providers that meet the conditions, oldest first. Each is a sequence of the fields of ProviderRow.
+        There may be very many.
+        """
 
     async def inventories(self, uuid: str) -> tuple[int, list[InventoryRecord]] | None:
         """(generation, inventories by class) of a provider, None when there is none."""

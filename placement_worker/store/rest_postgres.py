@@ -1,4 +1,4 @@
-"""The book as the REST API uses it, in PostgreSQL: groups of writes as transactions, reads as single statements."""
+"""The book for the REST API in PostgreSQL. A group of writes is one transaction, and each read is one statement."""
 
 from __future__ import annotations
 
@@ -30,7 +30,9 @@ Written = TypeVar("Written")
 
 
 class PostgresRest:
-    """`RestStore` that shares its pool and its names with the store that serves the bus."""
+    """`RestStore` on PostgreSQL. It shares the connection pool and the cached names with the store that serves
+    the bus.
+    """
 
     def __init__(self, database: Database, names: NameTable) -> None:
         self._database = database
@@ -50,7 +52,7 @@ class PostgresRest:
         return await self._write(lambda connection: rest_allocations.apply(connection, items, self._names))
 
     async def reshape(self, item: Reshape) -> WriteRefusal | None:
-        """One reshape."""
+        """Apply one reshape."""
         await self._know_classes(name for _, inventories in item.inventories.values() for name in inventories)
         return await self._write(lambda connection: rest_allocations.apply_reshape(connection, item, self._names))
 
@@ -67,7 +69,7 @@ class PostgresRest:
     # --- names
 
     async def _know_classes(self, named: Iterable[str]) -> None:
-        """A class that another process has just created is not unknown."""
+        """Refresh the names when the writes name a class that is not cached: another process may have created it."""
         if not self._names.class_ids.keys() >= set(named):
             await self._names.refresh()
 
@@ -95,7 +97,7 @@ class PostgresRest:
             return await rest_names.one(connection, kind, name)
 
     async def create_name(self, kind: NameKind, name: str) -> bool:
-        """Make a class or trait; False when it was there."""
+        """Create a class or trait. Returns False when it exists."""
         async with self._connection() as connection:
             created = await rest_names.create(connection, kind, name)
         if created:
@@ -103,7 +105,7 @@ class PostgresRest:
         return created
 
     async def delete_name(self, kind: NameKind, name: str) -> bool:
-        """Remove a class or trait; False when it was not there. Raises NameInUse."""
+        """Remove a class or trait. Returns False when it does not exist. Raises NameInUse."""
         try:
             async with self._connection() as connection:
                 deleted = await rest_names.delete(connection, kind, name)
@@ -113,7 +115,7 @@ class PostgresRest:
         return deleted
 
     async def rename_class(self, old: str, new: str) -> bool | None:
-        """Give a class another name; False when there is none, None when the name is taken."""
+        """Give a class another name. Returns False when the class does not exist, None when the name is taken."""
         try:
             async with self._connection() as connection:
                 renamed = await rest_names.rename_class(connection, old, new)
@@ -135,7 +137,9 @@ class PostgresRest:
     # --- reads
 
     async def providers(self, listing: Listing) -> Sequence[Sequence[Any]]:
-        """Providers that the listing leaves, oldest first: the fields of a ProviderRow each."""
+        """Return the providers that meet the conditions, oldest first. Each is a sequence of the fields of
+        ProviderRow.
+        """
         async with self._connection() as connection:
             return await rest_reads.providers(connection, listing, self._names)
 

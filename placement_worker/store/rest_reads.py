@@ -1,4 +1,4 @@
-"""The REST API's reads in PostgreSQL: one statement each, so that each is true at one moment."""
+"""The REST API's reads in PostgreSQL. Each read is one statement, so that its rows are of one moment."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from placement_worker.domain.units import in_units_sql
 from placement_worker.store.names import NameTable
 from placement_worker.store.rest_port import AllocationRow, InventoryRecord, Listing, UsageRow
 
-NO_NUMBER = 0  # no class or trait has it
+NO_NUMBER = 0  # no class or trait has this id
 
 _PROVIDERS = """
 SELECT p.uuid, p.name, p.generation, parent.uuid, root.uuid, extract(epoch FROM p.updated_at)::float8
@@ -70,7 +70,9 @@ GROUP BY held.consumer_type, rc.name, counted.consumers ORDER BY held.consumer_t
 
 
 async def providers(connection: asyncpg.Connection, listing: Listing, names: NameTable) -> list[asyncpg.Record]:
-    """Providers that the listing leaves, oldest first; a name that the book does not know matches nothing."""
+    """Return the providers that meet the conditions, oldest first. A name that the book does not know matches
+    nothing.
+    """
     conditions, arguments = _conditions(listing, names)
     where = f"WHERE {' AND '.join(conditions)} " if conditions else ""
     rows: list[asyncpg.Record] = await connection.fetch(f"{_PROVIDERS}{where}ORDER BY p.id", *arguments)
@@ -78,7 +80,7 @@ async def providers(connection: asyncpg.Connection, listing: Listing, names: Nam
 
 
 def _conditions(listing: Listing, names: NameTable) -> tuple[list[str], list[object]]:
-    """A listing as SQL conditions on providers p, and the arguments that they number from $1 on."""
+    """Return a listing as SQL conditions on `providers p`, and the arguments of their parameters $1 and following."""
     arguments: list[object] = []
     conditions: list[str] = []
 

@@ -1,6 +1,6 @@
-"""The REST API's writes of providers: a group is one transaction, each write with its own outcome.
+"""The REST API's writes of providers. A group of writes is one transaction; each write has its own outcome.
 
-Same order of locks as every writer of trees: the advisory lock, the providers by id, the feed's counter.
+The order of locks is that of every writer of trees: the advisory lock, providers by id, the feed's counter.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from placement_worker.domain.values import Provider, StoredInventory
 from placement_worker.store import feed
 from placement_worker.store.names import NameTable
 
-# Both are functions of the schema (schema.sql): a round trip each. Providers named by uuid or by
-# name alone; of those that move or go, the whole tree.
+# Both call functions of schema.sql, so that each takes one round trip. LOCK locks the providers that the writes name by
+# uuid or name, and the whole tree of a provider that is updated or deleted.
 LOCK = "SELECT lock_trees($1::uuid[], $2::text[], $3::uuid[], $4)"
 WRITE = "SELECT write_trees($1, $2::bigint[], $3::bigint[], $4::bytea[])"
 READ_IDS = "SELECT uuid, id FROM providers WHERE uuid = ANY($1::uuid[])"
 
-# The last reports of these trees' sources no longer prove what the book holds.
+# The trees have changed, so the last reports of their sources no longer prove what the book holds.
 UNSETTLE = "UPDATE sources SET settled = false WHERE root = ANY($1::uuid[]) AND settled"
 
 
@@ -72,7 +72,7 @@ async def apply(connection: asyncpg.Connection, writes: Sequence[TreeWrite], nam
 def rows_of(
     ids: Mapping[str, int], before: Mapping[str, Provider], after: Mapping[str, Provider], names: NameTable
 ) -> dict[str, object]:
-    """The rows that `write_trees` is to write: rows by kind, a kind only where there are any."""
+    """Return the rows for the SQL function `write_trees`, by kind. A kind without rows is left out."""
     changed = [(before.get(uuid), new) for uuid, new in after.items() if before.get(uuid) is not new]
     gone = [ids[uuid] for uuid in before if uuid not in after]
     created = [_columns(ids, new) | {"uuid": new.uuid} for old, new in changed if old is None]
@@ -96,7 +96,7 @@ def rows_of(
         "left": left,
         "joined": joined,
         "roots": sorted(roots),
-        # From one provider to another, in any order; it is checked when all is written.
+        # Names may pass from one provider to another in any order; the constraint is then checked at the commit.
         "names_pass": (renamed or bool(gone)) and (renamed or bool(created)),
     }
     return {kind: value for kind, value in rows.items() if value}
@@ -121,7 +121,7 @@ def _columns(ids: Mapping[str, int], provider: Provider) -> dict[str, object]:
 def _inventories(
     rows: Iterable[tuple[int, Mapping[str, StoredInventory], Mapping[str, StoredInventory]]], names: NameTable
 ) -> tuple[list[object], list[object]]:
-    """(inventories that go, those that are new or others than before)."""
+    """Return (inventories to delete, inventories that are new or changed)."""
     class_ids = names.class_ids
     dropped: list[object] = []
     stored: list[object] = []
@@ -138,7 +138,7 @@ def _inventories(
 def difference(
     rows: Iterable[tuple[int, Sequence[str], Sequence[str]]], number: Callable[[str], object]
 ) -> tuple[list[object], list[object]]:
-    """(memberships that go, those that come) between two versions of providers' traits or aggregates."""
+    """Return (rows to delete, rows to insert) for the traits or aggregates of providers."""
     gone: list[object] = []
     come: list[object] = []
     for provider_id, before, after in rows:
@@ -151,7 +151,7 @@ def difference(
 async def complete_ids(
     connection: asyncpg.Connection, ids: dict[str, int], before: Mapping[str, Provider], after: Mapping[str, Provider]
 ) -> None:
-    """Numbers of parents and roots that are not among the providers loaded."""
+    """Add the row ids of parents and roots that are not among the loaded providers."""
     missing = {
         uuid
         for provider in after.values()
@@ -166,7 +166,9 @@ async def complete_ids(
 async def unsettle(
     connection: asyncpg.Connection, before: Mapping[str, Provider], after: Mapping[str, Provider]
 ) -> None:
-    """The sources of every tree that changed are to look again with their next report."""
+    """Mark the last reports of the sources of every changed tree as unsettled, so that the next report is compared with
+    the book.
+    """
     roots = {p.root for p in after.values() if before.get(p.uuid) is not p}
     roots |= {p.root for uuid, p in before.items() if after.get(uuid) is not p}
     await connection.execute(UNSETTLE, list(roots))
@@ -175,9 +177,10 @@ async def unsettle(
 async def _load(
     connection: asyncpg.Connection, writes: Sequence[TreeWrite]
 ) -> tuple[int, list[int], dict[str, int], dict[str, Provider]]:
-    """(the shape to give, numbers for those to be made, {uuid: number} of providers, parents and roots, the providers).
+    """Lock and load the providers. Returns (the new shape, row ids for new providers, {uuid: row id} of providers,
+    parents and roots, the providers).
 
-    All are locked.
+    All returned providers are locked.
     """
     uuids: set[str] = set()
     provider_names: set[str] = set()

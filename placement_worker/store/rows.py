@@ -1,4 +1,4 @@
-"""Whole providers, read in four statements however many there are."""
+"""Reads whole providers in four statements, however many providers there are."""
 
 from __future__ import annotations
 
@@ -78,5 +78,5 @@ async def _members(connection: asyncpg.Connection, statement: str, numbers: Sequ
 
 
 def transposed(rows: Sequence[tuple[object, ...]], width: int) -> list[list[object]]:
-    """Rows as columns, all of them even where there is no row."""
+    """Return rows as columns; without rows, `width` empty columns."""
     return list(map(list, zip(*rows, strict=True))) if rows else [[] for _ in range(width)]

@@ -1,4 +1,4 @@
-"""The whole book, a page at a time, each page true at one feed number."""
+"""Reads the whole book page by page. Each page is of one number of the feed."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from placement_worker.domain.values import Provider, state_of
 from placement_worker.store import feed
 from placement_worker.store.rows import READ_PROVIDERS_AFTER, read_providers
 
-# A page is cut short before its reply outgrows a bus message. Generous guesses of JSON bytes, not measurements.
+# A page ends before its reply exceeds the size of a bus message. The sizes are generous estimates of JSON bytes, not
+# measurements.
 MAX_PAGE_BYTES = 8 * 2**20
 BYTES_A_PROVIDER = 600
 BYTES_AN_INVENTORY = 400
@@ -17,7 +18,7 @@ BYTES_A_NAME = 300
 
 
 async def page(connection: asyncpg.Connection, after: str | None, limit: int) -> SnapshotPage:
-    """Read one page; the caller's transaction is REPEATABLE READ, so that page and number belong together."""
+    """Read one page. The caller's transaction is REPEATABLE READ, so that the page and the number are of one moment."""
     head = await feed.head(connection)
     _, providers = await read_providers(connection, READ_PROVIDERS_AFTER, after, limit + 1)
     states: list[ProviderState] = []
