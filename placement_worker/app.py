@@ -1,4 +1,6 @@
-"""Wiring of one placement worker: the book in PostgreSQL, the API bus, and every cell's bus (it connects down)."""
+"""Wires one placement worker: the book in PostgreSQL, the API bus, and the buses of the cells, to which placement
+connects.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,7 @@ def build(
     health_with_rest: bool = False,
     answer: Callable[[Application], None] | None = None,
 ) -> Service:
-    """A placement worker that serves the API bus, these cells, and those that operators add, ready to run.
+    """Return a placement worker, ready to run, that serves the API bus, these cells, and the cells that operators add.
 
     store: instead of the schema `placement` in the environment's database. health_with_rest: the REST API's port
     answers /healthz, /readyz and /metrics too, and from the very start. answer: takes the REST API's application, for
@@ -57,12 +59,12 @@ def build(
     for bus in buses.values():
         claim(bus)
     publisher = FeedPublisher(store, buses[API], clock=env.clock, config=config)
-    in_use = {API: buses[API]}  # with the cells in use, as they are now
+    in_use = {API: buses[API]}  # with the cells that are in use at present
     handlers = _handlers(env, store, publisher, in_use)
     rest = _rest(env, config, store, publisher)
     if rest is not None and health_with_rest:
         rest.add_health(Health(service.not_ready))
-        service.add_resource(rest.open, rest.close)  # before the book: /readyz shows what it waits for
+        service.add_resource(rest.open, rest.close)  # before the book, so that /readyz shows what is awaited
     _add_book(service, store, buses[API])
     _add_consumers(service, buses[API], handlers, config)
     _add_feed(service, publisher)
@@ -87,7 +89,7 @@ def _store(
     config: PlacementConfig,
     store: PlacementStore | None,
 ) -> tuple[PlacementStore, Callable[[Bus], None]]:
-    """The book, and the function that has a bus claimed for it; with PostgreSQL also the check that detects another
+    """Return the book, and the function that claims a bus for it. With PostgreSQL, add the check that detects another
     schema.
     """
     database: Database | None = None
@@ -106,7 +108,7 @@ def _handlers(
     env: Environment, store: PlacementStore, publisher: FeedPublisher, buses: Mapping[str, Bus]
 ) -> PlacementHandlers:
     async def publish(bus: str, messages: Sequence[Message]) -> None:
-        if bus not in buses:  # the cell was left meanwhile
+        if bus not in buses:  # the cell was taken out of use meanwhile
             return
         with contextlib.suppress(BusError):
             await buses[bus].publish_all([(message, "") for message in messages])
@@ -148,7 +150,7 @@ def _links(
     claim: Callable[[Bus], None],
     in_use: dict[str, Bus],
 ) -> CellLinks:
-    """The links to the cells in use. in_use: kept up to date."""
+    """Return the links to the cells in use. in_use: a mapping that the links keep up to date."""
 
     def reach(name: str, where: CellBus | None) -> Bus:
         bus = env.cell_bus(name, where)
@@ -165,7 +167,7 @@ def _links(
 
 
 def _add_link(service: Service, bus: Bus, links: CellLinks) -> CellLink:
-    """The link to a cell of the settings."""
+    """Add the link to a cell of the settings."""
     name = bus.name
     link = links.configure(bus)
     service.add_resource(open_nothing, partial(links.close_cell, name))
@@ -175,7 +177,7 @@ def _add_link(service: Service, bus: Bus, links: CellLinks) -> CellLink:
 
 
 def _add_cells(service: Service, api: Bus, links: CellLinks) -> None:
-    """The task that takes cells into use and out of use, where this process can."""
+    """Add the task that takes cells into use and out of use, if this process can."""
     service.add_drain(links.drain)
     if not links.may_change:
         return
@@ -211,7 +213,7 @@ def _rest(
 
 
 def _writers(bus: Bus, handlers: PlacementHandlers, config: PlacementConfig) -> list[Consumer]:
-    """The queues of placement on every bus: claims, and inventory from the hosts there."""
+    """Return the consumers on every bus: of claims, and of inventory from the hosts there."""
     return [
         bus.consumer(
             "placement.requests",
@@ -224,11 +226,11 @@ def _writers(bus: Bus, handlers: PlacementHandlers, config: PlacementConfig) -> 
             "placement.inventory",
             handlers.inventory,
             max_batch=config.inventory_batch,
-            concurrency=1,  # writers of trees are one at a time anyway; waiting messages make larger groups
+            concurrency=1,  # writers of trees run one at a time anyway, and waiting messages make larger groups
             prefetch=config.inventory_prefetch,
         ),
     ]
 
 
 async def open_nothing() -> None:
-    """A cell's bus is opened by its own side task."""
+    """Open nothing here: a side task opens the bus of a cell."""

@@ -1,4 +1,4 @@
-"""Takes cells into use and out of use in a placement worker, as the schedulers have them on record."""
+"""Takes cells into use and out of use in a placement worker, as the schedulers have recorded them."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from bus.port import BusError
 log = structlog.get_logger("placement")
 
 ASK_TIMEOUT_S = 5.0
-ASK_AGAIN_S = 2.0  # after a query that was not answered; until then the cells are those known before
-LOOK_S = 10.0  # an announcement of a change that was lost is made up for after this
+ASK_AGAIN_S = 2.0  # wait after a query without an answer; the known cells stay in use
+LOOK_S = 10.0  # interval of queries, in case an announcement is lost
 
 
 class CellFollower:
-    """One placement worker's."""
+    """Follows the recorded cells for one placement worker."""
 
     def __init__(self, api: Bus, links: CellLinks) -> None:
         self._api = api
         self._links = links
-        self._revision = 0  # the newest that was announced
+        self._revision = 0  # the newest announced revision
         self._announced = asyncio.Event()
 
     async def __call__(self, batch: Sequence[Received]) -> Sequence[Outcome]:
-        """Queue `placement.control.{process}`: objects have changed, cells perhaps."""
+        """Handle queue `placement.control.{process}`: objects, possibly cells, have changed."""
         for received in batch:
             if isinstance(received.message, ObjectsRevision):
                 self._revision = received.message.revision
@@ -40,7 +40,9 @@ class CellFollower:
         return [Done()] * len(batch)
 
     def on_reconnected(self) -> None:
-        """The private queue was deleted with the connection, and so were the announcements in it."""
+        """Query again: the broker has deleted the private queue with the connection, and the announcements in it are
+        lost.
+        """
         self._announced.set()
 
     async def run(self) -> None:
@@ -51,13 +53,13 @@ class CellFollower:
             await self._wait(LOOK_S if answered else ASK_AGAIN_S)
 
     async def _look(self) -> bool:
-        """Whether a scheduler has answered."""
+        """Query the cells and apply the answer. Returns whether a scheduler has answered."""
         try:
             page = await self._api.request(CellsQuery(revision=self._revision), CellsPage, timeout_s=ASK_TIMEOUT_S)
         except (Transient, RequestRefused, BusError) as fault:
             log.info("cells.not_known", code=fault.code, reason=str(fault))
             return False
-        # A cell that only the settings of this worker name is in use.
+        # A cell that only this worker's settings name is in use, too.
         unknown = self._links.configured - {one.name for one in page.cells}
         self._links.want({**dict.fromkeys(unknown), **{one.name: one.bus for one in page.cells if one.in_use}})
         return True

@@ -1,4 +1,4 @@
-"""Everything about a placement worker that an operator may set."""
+"""The settings of a placement worker."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The bus's side of the book: a batch of messages in, one outcome each out."""
+"""The handlers of placement's queues. A handler takes a batch of messages and returns one outcome for each."""
 
 from __future__ import annotations
 
@@ -43,10 +43,11 @@ UNEXPECTED = "message.unexpected"
 
 
 class PlacementHandlers:
-    """Handlers of placement's queues; a batch is of one queue, and so of one bus.
+    """The handlers of placement's queues. All messages of a batch are from one queue, and so from one bus.
 
-    `committed` is called after every transaction that may have written changes, `claimed` after one of claims: the
-    requester of those has its own answer. `publish` publishes on a bus, at once or not at all.
+    committed: a function that is called after every transaction of inventory or aggregates, to publish its changes at
+    once. claimed: the same after a transaction of claims, whose changes need not leave before the reply. publish: a
+    function that publishes messages on a bus, without the outbox.
     """
 
     def __init__(
@@ -65,7 +66,9 @@ class PlacementHandlers:
         self._publish = publish
 
     async def requests(self, batch: Sequence[Received]) -> list[Outcome]:
-        """placement.requests: all claims, releases, reverts and swaps of the batch are one group, one transaction."""
+        """Handle placement.requests: all claims, releases, reverts and swaps of the batch are one group in one
+        transaction.
+        """
         items: list[ClaimItem] = [r.message for r in batch if isinstance(r.message, ClaimItem)]
         started = self._clock.monotonic()
         replies = iter(await self._store.apply(items, bus=batch[0].bus))
@@ -79,8 +82,8 @@ class PlacementHandlers:
         ]
 
     async def inventory(self, batch: Sequence[Received]) -> list[Outcome]:
-        """placement.inventory: what is released first, then all updates of the batch as one transaction, and each
-        change of members.
+        """Handle placement.inventory: first the released roots, then all updates of the batch in one transaction, then
+        each change of aggregate members in its own.
         """
         updates = [r.message for r in batch if isinstance(r.message, InventoryUpdate)]
         for released in (r.message for r in batch if isinstance(r.message, InventoryReleased)):
@@ -127,7 +130,9 @@ class PlacementHandlers:
         return outcomes
 
     async def _set_members(self, requested: AggregateMembers, received: Received) -> Outcome:
-        """Only from above the cells: a cell's own bus has no word about who is in an aggregate."""
+        """Change the members of an aggregate. The message is accepted on the API bus alone, because a cell must not
+        change aggregates.
+        """
         if received.bus != ABOVE_CELLS:
             return _unexpected(requested)
         wanted = [(uuid, True) for uuid in requested.joins] + [(uuid, False) for uuid in requested.leaves]
@@ -140,7 +145,9 @@ class PlacementHandlers:
         return Done(AggregateMembersSet(unknown=tuple(unknown)))
 
     async def reads(self, batch: Sequence[Received]) -> list[Outcome]:
-        """placement.reads: pages of the feed and of the book, where consumers are, and what operators ask."""
+        """Handle placement.reads: pages of the feed and of the book, the hosts of consumers, and queries of
+        operators.
+        """
         outcomes: list[Outcome] = []
         located = iter(await self._store.locate([r.message for r in batch if isinstance(r.message, LocateRequest)]))
         for received in batch:
@@ -178,7 +185,7 @@ class PlacementHandlers:
 
 
 def _count_claim(received: Received, claim: Claim, result: ClaimResult) -> None:
-    """Count one claim, and log it when it was turned down. An obstacle of a gang is logged by itself."""
+    """Count one claim, and log it when it was refused. Claims of a gang that are only `incomplete` are not logged."""
     metrics.CLAIMS.labels(result.outcome).inc()
     if result.outcome not in (ClaimOutcome.CLAIMED, ClaimOutcome.INCOMPLETE):
         log.info(
@@ -199,5 +206,5 @@ def _measure(kind: str, items: int, seconds: float) -> None:
 
 
 def _unexpected(message: Message) -> Outcome:
-    """The catalogue admits no such message to this queue."""
+    """Refuse a message that the catalogue does not route to this queue."""
     return Refuse(UNEXPECTED, type(message).__name__)

@@ -1,4 +1,4 @@
-"""Placement's metrics."""
+"""The metrics of a placement worker."""
 
 from __future__ import annotations
 

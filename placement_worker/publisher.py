@@ -1,4 +1,4 @@
-"""Publishes the change feed: at once after this process's commits, now and then for a process that died too soon."""
+"""Publishes the change feed: soon after this process's commits, and periodically what a process that died has left."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from placement_worker.store.port import PlacementStore
 
 log = structlog.get_logger("placement.feed")
 
-MAX_NAMED_ROOTS = 10  # roots in one line of the log
-STALL_S = 0.5  # between tries while the database or the bus is unavailable
-TAKEN_WAIT_S = 0.02  # before looking again whether the process that publishes has published this one's changes, too
+MAX_NAMED_ROOTS = 10  # roots in one line of the log, at most
+STALL_S = 0.5  # wait between attempts while the database or the bus is unavailable
+TAKEN_WAIT_S = 0.02  # wait before checking whether the publishing process has published this one's changes, too
 
 
 class FeedPublisher:
-    """Every placement process runs one; the store lets one at a time publish, in order."""
+    """Publishes for one placement process. The store lets one process publish at a time, in order."""
 
     def __init__(self, store: PlacementStore, bus: Bus, *, clock: Clock, config: PlacementConfig) -> None:
         self._store = store
@@ -34,15 +34,17 @@ class FeedPublisher:
         self._at_once = False
 
     def wake(self, *, at_once: bool = True) -> None:
-        """Something was committed. at_once: do not wait; a claim's answer leaves before its changes."""
+        """Record that changes were committed. at_once: publish without lingering; False after claims, so that their
+        replies leave first.
+        """
         self._at_once |= at_once
         self._committed.set()
 
     async def run(self) -> None:
-        """Publish whenever something was committed, until cancelled.
+        """Publish whenever changes were committed, until cancelled.
 
-        At once after a pause (but see `wake`); while commits continue, at this interval and no shorter: a turn costs
-        two round trips, for one change or a thousand.
+        After a pause the changes are published at once (but see `wake`). While commits continue, they are published at
+        the interval, because a turn takes two round trips, for one change or a thousand.
         """
         while True:
             await self._committed.wait()
@@ -58,14 +60,14 @@ class FeedPublisher:
             await self._clock.sleep(self._config.feed_gap_s)
 
     async def announce(self) -> None:
-        """Publish the newest number at intervals, and look for changes that others left
-        unpublished, until cancelled.
+        """Publish the newest number at intervals, and look for changes that other processes left unpublished, until
+        cancelled.
         """
         while True:
             try:
                 newest = await self._store.newest()
                 if newest.renewed:
-                    log.warning("feed.new_history")  # restored, or a stand-by promoted: replicas take snapshots
+                    log.warning("feed.new_history")  # restored, or its standby promoted: replicas load snapshots
                 metrics.HEAD.set(newest.head.sequence)
                 await self._bus.publish(newest.head)
                 if newest.unpublished:
@@ -76,7 +78,7 @@ class FeedPublisher:
             await self._clock.sleep(self._config.head_interval_s)
 
     async def trim(self) -> None:
-        """Purge rows that are not needed any more, until cancelled; a full batch is followed by the next at once."""
+        """Purge rows that are no longer needed, until cancelled. After a full batch the next one follows at once."""
         config = self._config
         more = False
         while True:
@@ -102,7 +104,7 @@ class FeedPublisher:
         return len(removed) >= self._config.trim_batch
 
     async def drain(self, grace_s: float) -> None:
-        """Publish committed changes, within the grace time; another process publishes the rest."""
+        """Publish committed changes within the grace time (seconds). Another process publishes the rest."""
         try:
             async with asyncio.timeout(grace_s):
                 await self._publish_all()
@@ -120,13 +122,13 @@ class FeedPublisher:
 
     async def _send(self, changes: FeedChanges) -> None:
         causes = {cause for change in changes.changes for cause in change.causes or ("",)}
-        # A message has one cause or none to name; each change in it names its own.
+        # A message names one cause or none; each change in it names its own.
         cause = causes.pop() if len(causes) == 1 else ""
         await self._bus.publish(changes, cause=cause)
 
     async def _stall(self, error: Transient | BusError) -> None:
         if isinstance(error, BusForbidden):
-            raise error  # waiting does not help: the process must log it and stop
+            raise error  # a wait does not help: the process must log the error and stop
         metrics.FEED_STALLS.labels(error.code).inc()
         log.warning("feed.waits", code=error.code, reason=str(error))
         await self._clock.sleep(STALL_S)

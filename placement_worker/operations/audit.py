@@ -1,4 +1,4 @@
-"""Questions about the whole book, for `berth check` and for tests. Each reads; none repairs."""
+"""Checks of the whole book, for `berth check` and for tests. They read and repair nothing."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from placement_worker.store import limits
 
 
 class InventoryRow(Struct, frozen=True):
-    """One inventory, by names. stranded: its source no longer reports it, but it is in use."""
+    """One inventory, with names instead of ids. stranded: its source no longer reports it, but it is in use."""
 
     provider: str
     resource_class: str
@@ -24,7 +24,7 @@ class InventoryRow(Struct, frozen=True):
 
 
 class UsageMismatch(Struct, frozen=True):
-    """An inventory whose `used` is not the sum of its allocations. used is None: allocations without an inventory."""
+    """An inventory whose `used` is not the sum of its allocations. used: None for allocations without an inventory."""
 
     provider: str
     resource_class: str
@@ -33,7 +33,9 @@ class UsageMismatch(Struct, frozen=True):
 
 
 class FeedHole(Struct, frozen=True):
-    """Two neighbouring rows of the feed that are not consecutive, or a last one that is not the head."""
+    """Two neighbouring rows of the feed whose numbers are not consecutive, or a last row whose number is not the
+    head.
+    """
 
     after: int
     before: int
@@ -72,7 +74,7 @@ UNION ALL
 SELECT max(last), (SELECT number + 1 FROM feed_head) FROM changes HAVING max(last) <> (SELECT number FROM feed_head)
 """
 
-# Consumers that hold nothing and are no fence, and allocations whose consumer is unknown or only a fence.
+# Consumers without allocations that are no fence, and allocations whose consumer is unknown or only a fence.
 STRAYS = """
 SELECT 'consumer ' || c.uuid || ' holds nothing' FROM consumers c
 WHERE c.released_at IS NULL AND NOT EXISTS (SELECT FROM allocations a WHERE a.consumer = c.uuid)
@@ -99,17 +101,17 @@ ORDER BY w.project_id, c.name
 
 
 async def inventories(connection: asyncpg.Connection) -> list[InventoryRow]:
-    """Every inventory, by provider and class."""
+    """Return every inventory, by provider and class."""
     return [InventoryRow(*row) for row in await connection.fetch(INVENTORIES + IN_ORDER)]
 
 
 async def over_capacity(connection: asyncpg.Connection) -> list[InventoryRow]:
-    """Inventories with more used than there is: allowed only where the inventory shrank under it."""
+    """Return inventories whose usage exceeds their capacity, which is only correct where the inventory has shrunk."""
     return [InventoryRow(*row) for row in await connection.fetch(OVER_CAPACITY + IN_ORDER)]
 
 
 async def allocations(connection: asyncpg.Connection) -> dict[str, dict[str, dict[str, int]]]:
-    """The allocations of every consumer: {consumer: {provider: {class: amount}}}."""
+    """Return the allocations of every consumer: {consumer: {provider: {class: amount}}}."""
     held: dict[str, dict[str, dict[str, int]]] = {}
     for consumer, provider, name, amount in await connection.fetch(ALLOCATIONS):
         held.setdefault(consumer, {}).setdefault(provider, {})[name] = amount
@@ -117,28 +119,30 @@ async def allocations(connection: asyncpg.Connection) -> dict[str, dict[str, dic
 
 
 async def usage_mismatches(connection: asyncpg.Connection) -> list[UsageMismatch]:
-    """Where `used` is not the sum of the allocations."""
+    """Return the inventories whose `used` is not the sum of the allocations."""
     return [UsageMismatch(*row) for row in await connection.fetch(MISMATCHES)]
 
 
 async def strays(connection: asyncpg.Connection) -> list[str]:
-    """Consumers without allocations and allocations without consumers, one line each."""
+    """Return consumers without allocations and allocations without consumers, one line each."""
     return [row[0] for row in await connection.fetch(STRAYS)]
 
 
 async def feed_holes(connection: asyncpg.Connection) -> list[FeedHole]:
-    """Holes in the kept part of the change feed."""
+    """Return the holes in the part of the feed that is kept."""
     return [FeedHole(*row) for row in await connection.fetch(HOLES)]
 
 
 async def doubled(connection: asyncpg.Connection) -> list[str]:
-    """Consumers that hold one class of two trees, neither of which shares it; one line each."""
+    """Return consumers that hold one class of two trees, neither of which shares it; one line each."""
     rows = await connection.fetch(DOUBLED, SHARING)
     return [f"{row[0]}: {row[1]} of {' and '.join(row[2])}" for row in rows]
 
 
 async def project_usage(connection: asyncpg.Connection) -> list[str]:
-    """Projects whose kept amounts are not the sums of what their consumers hold; one line each and class."""
+    """Return projects whose recorded usage is not the sum of their consumers' allocations, one line for each project
+    and class.
+    """
     return [
         f"project {project} {INSTANCES if name is None else name}: {amount} counted, {held} held"
         for project, name, amount, held in await connection.fetch(PROJECTS)
@@ -146,7 +150,7 @@ async def project_usage(connection: asyncpg.Connection) -> list[str]:
 
 
 async def findings(connection: asyncpg.Connection) -> list[str]:
-    """Everything that is wrong with the book, one line each; empty when it is sound."""
+    """Return all findings about the book, one line each; none when the book is consistent."""
     lines = [
         f"{wrong.provider} {wrong.resource_class}: used {wrong.used}, allocated {wrong.allocated}"
         for wrong in await usage_mismatches(connection)

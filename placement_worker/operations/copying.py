@@ -1,8 +1,8 @@
-"""Copies a live Placement's book over its own API, while it runs.
+"""Copies the book of a running Placement service over its API.
 
-A quick pass reads again only what looks different: a provider's rows when its generation moved, a consumer when its
-generation or its allocations did. That misses changes that move no generation (aggregates below 1.19, a consumer that
-was removed and made again), so only a whole pass, which reads everything, can prove that the copy is equal.
+A quick pass reads a provider's rows again only if its generation has changed, and a consumer only if its generation or
+its allocations have changed. It misses changes without a new generation (aggregates below 1.19, a consumer that was
+removed and created again), so only a whole pass, which reads everything, proves that the copy is equal.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from placement_worker.rest.bodies import InventoryBody
 from placement_worker.rest.usages import UNKNOWN
 from placement_worker.rest.versions import NEWEST, SERVICE
 
-SINCE_CONSUMER_GENERATIONS = 28  # the oldest with everything that a copy needs
+SINCE_CONSUMER_GENERATIONS = 28  # the oldest version that returns everything that a copy needs
 AT_ONCE = 8
 TIMEOUT_S = 60.0
-ASK = RetryPolicy(first_s=0.4, longest_s=3.2, least=1.0, attempts=5)  # one page of the other service's
+ASK = RetryPolicy(first_s=0.4, longest_s=3.2, least=1.0, attempts=5)  # for one page of the other service
 
 Holdings = dict[str, dict[str, Any]]  # {provider: {class: amount}}
 
 
 class CopySource:
-    """A live Placement, of any release that supports 1.28 (Rocky) or newer."""
+    """A running Placement service of a release that supports 1.28 (Rocky) or newer."""
 
     def __init__(self, url: str, token: str, *, clock: Clock | None = None) -> None:
         headers = {"x-auth-token": token, "accept": "application/json"}
@@ -53,7 +53,7 @@ class CopySource:
         await self._client.aclose()
 
     async def read(self, *, whole: bool = True) -> BookExport:
-        """One pass, quick or whole. Raises InvalidExport when the source cannot be read."""
+        """Read one pass, quick or whole. Raises InvalidExport when the source cannot be read."""
         if not self._version:
             self._version = await self._newest()
         if whole:
@@ -66,7 +66,7 @@ class CopySource:
             ) from error
 
     async def _newest(self) -> int:
-        """The newest version that both support."""
+        """Return the newest version that both sides support."""
         home = await self._get("")
         try:
             major, _, minor = home["versions"][0]["max_version"].partition(".")
@@ -107,7 +107,8 @@ class CopySource:
             return None
         found = {name: _stored(fields) for name, fields in inventories["inventories"].items()}
         own_traits, own_aggregates = sorted(traits["traits"]), sorted(aggregates["aggregates"])
-        # Of reads at different generations the oldest is recorded: the next pass then reads again.
+        # If the parts were read at different generations, the oldest is recorded, so that the next pass reads them
+        # again.
         parts = (row, inventories, traits, aggregates)
         generation = min(part.get("resource_provider_generation", row["generation"]) for part in parts)
         return Provider(
@@ -135,7 +136,7 @@ class CopySource:
         found = await self._get(f"allocations/{uuid}")
         if not found["allocations"]:
             return None
-        kind = found.get("consumer_type", UNKNOWN)  # from before 1.38 there is none
+        kind = found.get("consumer_type", UNKNOWN)  # answers before 1.38 have none
         holding = {provider: fields["resources"] for provider, fields in found["allocations"].items()}
         return uuid, ConsumerState(
             found["consumer_generation"],
@@ -147,7 +148,7 @@ class CopySource:
         )
 
     async def _get(self, path: str, *, gone: bool = False) -> Any:
-        """The answer's data; with `gone`, None for rows that do not exist (any more)."""
+        """Return the answer's data; with `gone`, None for rows that do not exist."""
         headers = {"openstack-api-version": f"{SERVICE} 1.{self._version}"} if self._version else {}
 
         async def ask() -> Any:
@@ -156,7 +157,7 @@ class CopySource:
                     answer = await self._client.get(path, headers=headers)
             except httpx.TransportError as error:
                 raise Transient(f"{type(error).__name__} {error}") from error
-            except (httpx.InvalidURL, httpx.RequestError) as error:  # of an answer's uuid; of what it is packed with
+            except (httpx.InvalidURL, httpx.RequestError) as error:  # the answer's uuid or encoding is invalid
                 raise InvalidExport(f"{path[:200]!r}: {type(error).__name__} {error}") from error
             if answer.status_code >= 500 or answer.status_code == 429:
                 raise Transient(f"{answer.status_code} {answer.reason_phrase}")

@@ -1,6 +1,6 @@
-"""The whole book as a value, kept as JSON lines: for backups and for moving a site's book.
+"""The whole book as a value that is stored as JSON lines, for backups and for moving a site's book.
 
-Not for the running system, which never needs all of it at once. Read and written by `export_store`.
+`export_store` reads and writes it. The workers do not use it, because they never need the whole book at once.
 """
 
 from __future__ import annotations
@@ -25,11 +25,13 @@ T = TypeVar("T")
 
 
 class InvalidExport(Exception):
-    """A file that is no book, or a book that does not fit together."""
+    """A file is not an export of a book, or its parts contradict each other."""
 
 
 class BookExport(Struct, frozen=True):
-    """Everything: custom names, providers, who holds what, and who is in which server group (None: unknown)."""
+    """The whole book: custom names, providers, consumers with their allocations, and members of server groups (None:
+    unknown).
+    """
 
     classes: frozenset[str]
     traits: frozenset[str]
@@ -45,14 +47,14 @@ class _Head(Struct, frozen=True):
 
 class _Line(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
     format: str | None = None
-    # Of the first line: the source knows no server groups. Where the file is imported they stay as they are.
+    # Set in the first line when the source knows no server groups. An import then leaves the server groups as they are.
     without_members: bool = False
     resource_class: str | None = None
     trait: str | None = None
     provider: Provider | None = None
     consumer: tuple[str, ConsumerState] | None = None
     member: GroupMember | None = None
-    end: int | None = None  # the last line: how many came before it, so that half a file is not taken for a book
+    end: int | None = None  # in the last line: the number of lines before it, so that a truncated file is recognised
 
 
 _head = msgspec.json.Decoder(_Head)
@@ -60,10 +62,7 @@ _line = msgspec.json.Decoder(_Line)
 
 
 def checked(book: BookExport) -> BookExport:
-    """The book, its capacities counted anew: they follow from the rest.
-
-    Raises InvalidExport for a file that is no book.
-    """
+    """Return the book with its capacities computed anew. Raises InvalidExport when the book is invalid."""
     flaws = (
         flaw_of_names((*book.classes, *book.traits)),
         *map(flaw_of_provider, book.providers.values()),
@@ -106,7 +105,7 @@ def _check_together(book: BookExport) -> None:
 
 
 def lines(book: BookExport) -> Iterator[bytes]:
-    """The book as lines, each ending in a newline."""
+    """Return the book as lines, each of which ends in a newline."""
     rows = [_Line(format=FORMAT, without_members=book.members is None)]
     rows += [_Line(resource_class=name) for name in sorted(book.classes)]
     rows += [_Line(trait=name) for name in sorted(book.traits)]
@@ -118,7 +117,7 @@ def lines(book: BookExport) -> Iterator[bytes]:
 
 
 def parse(rows: Iterable[bytes]) -> BookExport:
-    """A book from its lines. Raises InvalidExport."""
+    """Parse a book from its lines. Raises InvalidExport."""
     classes: set[str] = set()
     traits: set[str] = set()
     providers: dict[str, Provider] = {}
@@ -152,7 +151,7 @@ def parse(rows: Iterable[bytes]) -> BookExport:
 
 
 def _head_of(row: bytes) -> _Head:
-    """The first line. Raises InvalidExport unless the file is of this format."""
+    """Parse the first line. Raises InvalidExport unless the file has this format."""
     head = _decoded(_head, row, 0)
     if head.format == FORMAT:
         return head

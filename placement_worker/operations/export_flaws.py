@@ -1,4 +1,4 @@
-"""The flaws of a book from outside, whatever wrote it: found before anything of it is written."""
+"""Finds the errors of an imported book before anything of it is written."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from placement_worker.domain.names import MAX_NAME
 from placement_worker.domain.server_groups import GroupMember
 from placement_worker.domain.values import ConsumerState, Provider, StoredInventory
 
-MAX_NUMBER = 2**62  # of generations and held amounts: far from the largest number that the database can add to
+MAX_NUMBER = 2**62  # the bound of generations and amounts, far below the largest number that the database can add to
 
 _UUID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 _NAME = re.compile(r"[A-Z0-9_]+")
 
 
 def flaw_of_names(names: Iterable[str]) -> str | None:
-    """Why these cannot all be resource classes or traits, or None."""
+    """Return why one of these cannot be a resource class or trait, or None."""
     return next((f"{name!r} is no class or trait" for name in names if not _is_name(name)), None)
 
 
 def flaw_of_provider(provider: Provider) -> str | None:
-    """Why this cannot be a provider by itself, or None."""
+    """Return the error of a provider that can be found without the others, or None."""
     uuids = [provider.uuid, provider.root, *provider.aggregates]
     for uuid in [*uuids, provider.parent] if provider.parent is not None else uuids:
         if _UUID.fullmatch(uuid) is None:
@@ -38,7 +38,7 @@ def flaw_of_provider(provider: Provider) -> str | None:
 
 
 def flaw_of_consumer(uuid: str, consumer: ConsumerState) -> str | None:
-    """Why this cannot be a consumer that holds something, or None."""
+    """Return why this cannot be a consumer with allocations, or None."""
     if _UUID.fullmatch(uuid) is None:
         return f"{uuid!r} is no uuid"
     if not 0 <= consumer.generation <= MAX_NUMBER or not 0 <= consumer.attempt <= MAX_AMOUNT:
@@ -54,7 +54,7 @@ def flaw_of_consumer(uuid: str, consumer: ConsumerState) -> str | None:
 
 
 def flaw_of_member(member: GroupMember, consumers: Container[str]) -> str | None:
-    """Why this cannot be a member of a server group, or None."""
+    """Return why this cannot be a member of a server group, or None."""
     for uuid in (member.group, member.consumer):
         if _UUID.fullmatch(uuid) is None:
             return f"{uuid!r} is no uuid"

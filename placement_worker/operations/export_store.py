@@ -1,6 +1,6 @@
-"""Reads the whole book at one moment, and writes it as one transaction: the value is `export.BookExport`.
+"""Reads the whole book as of one moment, and writes it in one transaction, as an `export.BookExport`.
 
-The totals that count against projects' quotas follow from their consumers' allocations: it is counted anew.
+The export does not contain the usage of projects, which an import computes from the consumers' allocations.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from placement_worker.store.rows import READ_PROVIDERS_BY_ID, read_providers
 
 CHUNK = 2000  # rows in one statement
 
-# Claims read their group's members and their project's consumers before they lock any consumer. Readers of the old
-# groups are awaited, and later readers wait: else a claim would be decided by the members of a book that is no more.
-# After the writers of trees and before any provider's row, as everywhere.
+# This lock waits for claims that have read the old members of their server groups, and later claims wait for the
+# import; otherwise a claim would be decided by members that no longer exist. As everywhere, it is taken after the lock
+# of the writers of trees and before any provider's row.
 HOLD_CLAIMS = "LOCK TABLE group_members, consumers IN ACCESS EXCLUSIVE MODE"
 
-# Rows of those who hold nothing count no more, and are left to be trimmed.
+# Rows of consumers without allocations no longer count, and are left to be trimmed.
 READ_MEMBERS = """
 SELECT m.project_id, m.group_uuid, m.consumer FROM group_members m
 WHERE EXISTS (SELECT FROM allocations a WHERE a.consumer = m.consumer)
@@ -58,12 +58,12 @@ INSERT_ALLOCATIONS = """
 INSERT INTO allocations (consumer, provider_id, class_id, amount)
 SELECT * FROM unnest($1::uuid[], $2::bigint[], $3::int[], $4::bigint[])
 """
-# Shapes up to this one have been given.
+# Record that shapes up to this one have been given.
 GIVEN = "SELECT setval('shapes', GREATEST($1::bigint, (SELECT last_value FROM shapes)))"
 
 
 async def read(connection: asyncpg.Connection, names: NameTable) -> BookExport:
-    """The book at one moment. The caller's transaction has done nothing yet."""
+    """Read the book as of one moment. The caller's transaction must not have run any statement yet."""
     await connection.execute(REPEATABLE)
     return await _read(connection, names, ALL_IDS_READ)
 
@@ -87,9 +87,11 @@ async def _read(connection: asyncpg.Connection, names: NameTable, ids: str) -> B
 
 
 async def assign(connection: asyncpg.Connection, wanted: BookExport, names: NameTable) -> int:
-    """Make the book be this, inside the caller's transaction; returns how many providers and consumers changed.
+    """Replace the book by this one, inside the caller's transaction. Returns how many providers and consumers have
+    changed.
 
-    `names` knows every class and trait in it. Shapes only rise, whatever the export contains. Raises InvalidExport.
+    names: knows every class and trait of the book. Shapes only increase, whatever the export contains. Raises
+    InvalidExport.
     """
     wanted = checked(wanted)
     shape = await connection.fetchval(ONE_WRITER_OF_TREES)
@@ -100,7 +102,7 @@ async def assign(connection: asyncpg.Connection, wanted: BookExport, names: Name
     await connection.execute(GIVEN, max((provider.shape for provider in after.values()), default=shape))
     ids = dict(await connection.fetch("SELECT uuid, id FROM providers"))
     with_inventories = {uuid: p for uuid, p in before.providers.items() if uuid in after}
-    # Deletions come last: until the allocations have moved a consumer may hold it.
+    # Deletions come last, because consumers hold allocations of these providers until the allocations are replaced.
     await _write_providers(connection, ids, with_inventories, _with_old_inventories(with_inventories, after), names)
     await _write_consumers(connection, wanted, changed, ids, names)
     used = {row[0] for row in await connection.fetch(COUNT_USED)}
@@ -122,13 +124,13 @@ def _differs(uuid: str, before: BookExport, wanted: BookExport) -> bool:
 
 
 def _next(old: Provider | None, new: Provider, shape: int) -> Provider:
-    """The provider as it is to be; the very same object when nothing of it changes.
+    """Return the provider as it is to be written, the same object as before when nothing of it changes.
 
-    shape: one that this book has not given yet; nor has it given a higher one, such as the wanted may have.
+    shape: higher than any shape that this book has given. The shape of the export may be higher still.
     """
     if old is None:
         return replace(new, used={}, shape=max(shape, new.shape))
-    # Of a trait that is there already the book knows best whose it is.
+    # For an existing trait the book's own mark stays.
     lasting = {*old.lasting}.intersection(new.traits).union({*new.lasting}.difference(old.traits))
     new = replace(new, lasting=tuple(sorted(lasting)))
     same = replace(new, shape=old.shape, used=old.used)
@@ -140,7 +142,7 @@ def _next(old: Provider | None, new: Provider, shape: int) -> Provider:
 
 
 def _with_old_inventories(before: Mapping[str, Provider], after: Mapping[str, Provider]) -> dict[str, Provider]:
-    """`after`, with the inventories that it no longer has still there."""
+    """Return `after` with the inventories of `before` that it no longer has."""
     return {
         uuid: provider
         if uuid not in before or before[uuid].inventories.keys() <= provider.inventories.keys()
@@ -156,9 +158,9 @@ async def _write_providers(
     after: Mapping[str, Provider],
     names: NameTable,
 ) -> None:
-    """New providers first, each after its parent and root: one that moves may move below one of them."""
+    """Write new providers first, each after its parent and root, because existing providers may move below them."""
     new = [provider for uuid, provider in after.items() if uuid not in before]
-    while new:  # ends: `checked` has seen that every parent is there
+    while new:  # ends: `checked` has verified that every parent exists
         ready = [p for p in new if p.parent is None or p.parent in ids][:CHUNK]
         await write_providers(connection, ids, {}, {p.uuid: p for p in ready}, names)
         new = [p for p in new if p.uuid not in ids]
@@ -193,7 +195,7 @@ async def _write_consumers(
 async def _write_members(
     connection: asyncpg.Connection, wanted: BookExport, before: BookExport, changed: list[str]
 ) -> set[str]:
-    """The consumers whose server groups have changed."""
+    """Write the members of server groups. Returns the consumers whose server groups have changed."""
     if wanted.members is None:
         await _drop_new_members(connection, changed, before.consumers)
         return set()
@@ -203,19 +205,19 @@ async def _write_members(
 
 
 async def _read_members(connection: asyncpg.Connection) -> frozenset[GroupMember]:
-    """All members that hold something."""
+    """Read all members that hold allocations."""
     return frozenset(GroupMember(*row) for row in await connection.fetch(READ_MEMBERS))
 
 
 def _regrouped(before: Iterable[GroupMember], after: Iterable[GroupMember]) -> set[str]:
-    """The consumers whose groups have changed."""
+    """Return the consumers whose groups have changed."""
     return {member.consumer for member in frozenset(before) ^ frozenset(after)}
 
 
 async def _replace_members(
     connection: asyncpg.Connection, wanted: Iterable[GroupMember], changed: Collection[str]
 ) -> None:
-    """Set the groups of these consumers to the required ones, whatever older rows have."""
+    """Set the groups of these consumers to those of the export, whatever their rows have."""
     await connection.execute(DELETE_MEMBERS, list(changed))
     rows = [(m.project, m.group, m.consumer) for m in sorted(wanted) if m.consumer in changed]
     if rows:
@@ -225,5 +227,5 @@ async def _replace_members(
 async def _drop_new_members(
     connection: asyncpg.Connection, changed: Collection[str], before: Mapping[str, object]
 ) -> None:
-    """Members stay what they are; a consumer that held nothing before is no member of its former group."""
+    """Keep the groups of consumers that held allocations. A consumer that held none leaves its former group."""
     await connection.execute(DELETE_MEMBERS, [uuid for uuid in changed if uuid not in before])

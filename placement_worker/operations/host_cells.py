@@ -1,4 +1,4 @@
-"""Which cell a host belongs to, and the operator's way to give it to another."""
+"""Reads the cell that a host belongs to, and moves a host to another cell for an operator."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from msgspec import Struct
 
 from placement_worker.store.inventory import ONE_WRITER_OF_TREES
 
-# The whole tree is locked: a claim of any of its providers is before or after, never beside.
+# The whole tree is locked, so that claims of its providers are decided before or after the move.
 LOCK_TREE = """
 SELECT p.id, root.id, root.uuid, root.cell FROM providers p JOIN providers root ON root.id = p.root_id
 WHERE p.root_id = (SELECT root_id FROM providers WHERE uuid::text = $1 OR name = $1 LIMIT 1)
@@ -15,7 +15,7 @@ ORDER BY p.id FOR NO KEY UPDATE OF p
 """
 HOLDERS = "SELECT count(DISTINCT consumer) FROM allocations WHERE provider_id = ANY($1::bigint[])"
 MOVE = "UPDATE providers SET cell = $2, updated_at = now() WHERE id = $1"
-# The next cell's reports begin anew: their versions are not to be compared with another cell's.
+# The sources are deleted, because versions of the new cell's reports do not compare with those of the old cell.
 DELETE_SOURCES = "DELETE FROM sources WHERE root = $1"
 
 
@@ -29,10 +29,10 @@ class Moved(Struct, frozen=True, kw_only=True):
 
 
 async def move_host(connection: asyncpg.Connection, host: str, cell: str) -> Moved:
-    """Give the tree of this provider (a uuid or a name) to another cell, inside the caller's transaction.
+    """Move the tree of this provider (a uuid or a name) to another cell, inside the caller's transaction.
 
-    Not while a consumer holds something there: the instances are the old cell's, and it could not release them any
-    more.
+    The move is refused while a consumer holds allocations there: its instances belong to the old cell, which could no
+    longer release them.
     """
     await connection.execute(ONE_WRITER_OF_TREES)
     rows = await connection.fetch(LOCK_TREE, host)

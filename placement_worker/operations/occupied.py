@@ -1,4 +1,6 @@
-"""Claims what runs on a bare-metal node that is wholly reserved, as it is in use: no build is ever offered the node."""
+"""Claims a bare-metal node for the instance that already runs there. The node is reserved as a whole, so no other claim
+can take it meanwhile.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ from placement_worker.store.inventory import ONE_WRITER_OF_TREES
 from placement_worker.store.names import NameTable
 
 LOCK = "SELECT id FROM providers WHERE uuid = ANY($1::uuid[]) ORDER BY id FOR NO KEY UPDATE"
-# A node is one unit of its class. On another host what is reserved is not there for what runs.
+# This applies to nodes with one unit of a class alone; on other hosts the reserved amount is not meant for instances.
 OPEN = """
 UPDATE inventories SET reserved = 0, capacity = total
 WHERE provider_id = ANY($1::bigint[]) AND total = 1 AND reserved = 1 AND used = 0 AND NOT stranded
@@ -29,10 +31,10 @@ WHERE i.provider_id = n.provider_id AND i.class_id = n.class_id
 
 
 async def claim_occupied(connection: asyncpg.Connection, swap: Swap, names: NameTable) -> ClaimReply:
-    """Apply a swap as if the nodes that it names were not reserved, inside the caller's transaction.
+    """Apply a swap as if the named nodes were not reserved, inside the caller's transaction.
 
-    They are reserved again when it commits, so neither a claim nor a replica ever sees room there. The
-    consumer of `swap` has to run there, by its cell's record.
+    They are reserved again at the commit, so neither a claim nor a replica ever sees them free. The caller has verified
+    by the cell's records that the consumer runs there.
     """
     await connection.execute(ONE_WRITER_OF_TREES)
     await members.lock(connection, [swap])

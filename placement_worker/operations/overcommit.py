@@ -1,4 +1,4 @@
-"""Which allocations are too many: allocations that a consumer has twice, and usage beyond an inventory's capacity."""
+"""Finds excess allocations: allocations that a consumer has twice, and usage beyond an inventory's capacity."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ SHARERS = """
 SELECT p.uuid::text FROM providers p JOIN provider_traits pt ON pt.provider_id = p.id
 JOIN traits t ON t.id = pt.trait_id WHERE t.name = $1
 """
-# The newest first: who came last found the host full already, or made it so. An inventory that is reserved whole while
-# it is in use (a bare-metal node with its instance) is correct, unless it is used beyond its total.
+# The newest consumers come first, because the last one found the host full or made it so. An inventory that is wholly
+# reserved while it is in use (a bare-metal node with its instance) is correct, unless the usage exceeds its total.
 BEYOND = """
 SELECT p.uuid::text, c.name, i.used, i.capacity, i.stranded,
     array_agg(a.consumer::text ORDER BY k.created_at DESC, a.consumer), array_agg(a.amount ORDER BY k.created_at DESC,
@@ -37,7 +37,7 @@ GENERATIONS = "SELECT uuid::text, generation FROM consumers WHERE released_at IS
 
 
 class Beyond(Struct, frozen=True):
-    """An inventory with more used than there is, and the newest consumers without whom it would fit."""
+    """An inventory whose usage exceeds its capacity, and the newest consumers without which the usage would fit."""
 
     provider: str
     resource_class: str
@@ -47,7 +47,7 @@ class Beyond(Struct, frozen=True):
     newest: tuple[tuple[str, int], ...]
 
     def line(self) -> str:
-        """For people."""
+        """Return the finding as a line of text."""
         place = f"{self.provider} {self.resource_class}: {self.used} of {self.capacity}"
         if self.stranded:
             return f"{place}, no longer reported; it is removed when it is no longer used"
@@ -55,10 +55,8 @@ class Beyond(Struct, frozen=True):
 
 
 class Doubled(Struct, frozen=True):
-    """A consumer that lives on one host and holds the same classes of others too. keeps: the allocation that it is to
-    keep.
-
-    generation: the consumer's, from before its holding was read.
+    """A consumer that runs on one host and holds allocations of the same classes on others, too. keeps: the allocations
+    that it is to keep. generation: the consumer's generation, read before its allocations.
     """
 
     consumer: str
@@ -68,12 +66,12 @@ class Doubled(Struct, frozen=True):
     generation: int
 
     def line(self) -> str:
-        """For people."""
+        """Return the finding as a line of text."""
         return f"{self.consumer}: runs on {self.host}, holds {', '.join(self.others)}"
 
 
 async def beyond_capacity(connection: asyncpg.Connection) -> list[Beyond]:
-    """Every inventory that is over its capacity, by provider and class."""
+    """Return every inventory whose usage exceeds its capacity, by provider and class."""
     found = []
     for provider, name, used, capacity, stranded, consumers, amounts in await connection.fetch(BEYOND):
         newest: list[tuple[str, int]] = []
@@ -88,21 +86,23 @@ async def beyond_capacity(connection: asyncpg.Connection) -> list[Beyond]:
 
 
 async def sharers(connection: asyncpg.Connection) -> frozenset[str]:
-    """The providers that share: their allocations are on no host."""
+    """Return the sharing providers, whose allocations belong to no host."""
     return frozenset(row[0] for row in await connection.fetch(SHARERS, SHARING))
 
 
 async def generations(connection: asyncpg.Connection) -> dict[str, int]:
-    """The generation of every consumer. To be read before anything else about them: see `give_back`."""
+    """Return the generation of every consumer. Call this function before anything else about the consumers is read (see
+    `give_back`).
+    """
     return dict(await connection.fetch(GENERATIONS))
 
 
 def doubled(  # noqa: PLR0917  (one question)
     consumer: str, host: str, holding: Holding, roots: Mapping[str, str], sharing: frozenset[str], generation: int
 ) -> list[str | Doubled]:
-    """The allocations of a consumer that lives on `host` elsewhere, of classes that it holds there too.
-
-    Its allocations elsewhere are only described: nothing shows that it is too much.
+    """Find the allocations of a consumer on other hosts than `host`, where it runs, of classes that it holds on `host`,
+    too. A consumer that holds only other classes elsewhere is described by a line, because nothing shows that they are
+    excess.
     """
     places = {provider: roots.get(provider, provider) for provider in holding if provider not in sharing}
     elsewhere = sorted({place for place in places.values() if place != host})
@@ -118,9 +118,8 @@ def doubled(  # noqa: PLR0917  (one question)
 
 
 async def give_back(store: PlacementStore, connection: asyncpg.Connection, found: Sequence[Doubled]) -> list[str]:
-    """Leave each consumer the allocations to keep; who has moved since it was looked at is left alone.
-
-    A line for each.
+    """Reduce each consumer to the allocations to keep. A consumer whose generation has changed meanwhile is skipped.
+    Returns a line for each.
     """
     lines = []
     for each in found:

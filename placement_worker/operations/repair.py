@@ -1,4 +1,6 @@
-"""Puts right what `audit` finds wrong with the book itself. Each repair is one transaction, with its changes."""
+"""Repairs inconsistencies that `audit` finds in the book. Each repair is one transaction together with its changes of
+the feed.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +11,11 @@ from placement_worker.store import feed, limits
 from placement_worker.store.inventory import ONE_WRITER_OF_TREES
 from placement_worker.store.rows import READ_PROVIDERS_BY_ID, read_providers
 
-# Writers of consumers wait, readers do not. After the writers of trees and before any provider's row: the one order.
+# Writers of consumers wait, readers do not. The lock is taken after that of the writers of trees and before any
+# provider's row, as everywhere.
 HOLD_CONSUMERS = "LOCK TABLE consumers IN EXCLUSIVE MODE"
 LOCK_ALL = "SELECT id FROM providers ORDER BY id FOR NO KEY UPDATE"
-# Allocations of no consumer, of no provider, or of no inventory: no client can ever release them.
+# Allocations without a consumer, a provider or an inventory, which no client can release.
 DELETE_STRAYS = """
 DELETE FROM allocations a WHERE NOT EXISTS (
     SELECT FROM consumers c WHERE c.uuid = a.consumer AND c.released_at IS NULL
@@ -34,7 +37,9 @@ MOVE = "UPDATE providers SET generation = generation + 1, updated_at = now() WHE
 
 
 async def repair(connection: asyncpg.Connection) -> list[str]:
-    """Remove strays and count usage anew, inside the caller's transaction; returns the repairs, a line each."""
+    """Remove stray allocations and consumers and recompute the usage, inside the caller's transaction. Returns a line
+    for each repair.
+    """
     await connection.execute(ONE_WRITER_OF_TREES)
     await connection.execute(HOLD_CONSUMERS)
     await connection.execute(LOCK_ALL)

@@ -1,1 +1,1 @@
-"""The Placement REST API 1.0 to 1.39, over the same book, feed and candidate search that the bus uses."""
+"""The Placement REST API, microversions 1.0 to 1.39. It uses the same book, feed and candidate search as the bus."""

@@ -1,4 +1,4 @@
-"""/allocations, and /resource_providers/{uuid}/allocations: who holds what; and /reshaper."""
+"""The routes /allocations, /resource_providers/{uuid}/allocations and /reshaper."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SINCE_CONSUMER_TYPES = 38
 
 
 async def show(api: Api, request: HttpRequest) -> Response:
-    """GET of one consumer; nothing held is an empty answer, not an error."""
+    """GET the allocations of one consumer. For a consumer without allocations the answer is empty and no error."""
     consumer = request.parts[1]
     rows = []
     if is_canonical(consumer):
@@ -45,7 +45,7 @@ async def show(api: Api, request: HttpRequest) -> Response:
 
 
 async def of_provider(api: Api, request: HttpRequest) -> Response:
-    """GET of one provider."""
+    """GET the allocations of one provider."""
     words = "Resource provider '{uuid}' not found: {0}"
     generation, rows = await api.of_provider(request.parts[1], api.store.allocations_of_provider, words=words)
     with_generation = request.version >= SINCE_CONSUMER_GENERATIONS
@@ -77,7 +77,7 @@ async def put(api: Api, request: HttpRequest) -> Response:
 
 
 async def post(api: Api, request: HttpRequest) -> Response:
-    """POST what several consumers are to hold, all or none."""
+    """POST the allocations of several consumers, all or none."""
     body = await api.parse(at(bodies.POST_ALLOCATIONS, request.version), request.body)
     outcome = await api.write_allocations(Replace(_writes(api, body)))
     if outcome is not None:
@@ -130,7 +130,7 @@ def _writes(api: Api, body: dict[str, Any]) -> tuple[Any, ...]:
 
 
 def _refused(refusal: WriteRefusal, unknown: str) -> HttpFault:
-    """unknown: the words for a class that does not exist."""
+    """Return the answer to a refused write. unknown: the text for a class that does not exist."""
     if refusal.why is Why.NO_SUCH:
         return refused(refusal, words=unknown)
     if refusal.why is Why.NO_PROVIDER:

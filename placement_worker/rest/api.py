@@ -1,5 +1,5 @@
-"""The resources that handlers share: the book, the groups that writes join, the replica, and how
-refusals are answered.
+"""The resources that handlers share: the store, the groups of concurrent writes, the replica, and the answers to
+refusals.
 """
 
 from __future__ import annotations
@@ -29,21 +29,22 @@ from placement_worker.store.rest_port import Listing, ProviderRow, RestStore
 T = TypeVar("T")
 Row = TypeVar("Row")
 
-# Bytes of a body whose flaw is looked for on the event loop, and rows of an answer that is written there: 5 ms of it.
+# The bytes of an invalid body that is examined on the event loop, and the rows of an answer that is rendered there: 5
+# ms each.
 EXPLAINED_AT_ONCE = 8 * 2**10
 LISTED_AT_ONCE = 500
 
-# One transaction of each kind at a time: what gathers meanwhile makes a larger group, and that saves more than a
-# second one beside it would gain (measured: 30 % less CPU). More processes serve more.
+# One transaction of each kind runs at a time. The writes that arrive meanwhile make a larger group, which saves more
+# than a second concurrent transaction would gain (measured: 30 % less CPU). More processes increase the throughput.
 ALLOCATION_GROUPS = 1
 TREE_GROUPS = 1
 
-# Of the request that is being answered: its caller's own id (a global request id), or else ours.
+# The id of the request that is being answered: the caller's global request id, or else the id that this process gave.
 CAUSE: ContextVar[str] = ContextVar("cause", default="")
 
 
 class Api:
-    """The REST API's parts, as handlers use them."""
+    """The parts of the REST API that handlers use."""
 
     def __init__(
         self,
@@ -58,8 +59,8 @@ class Api:
         self.store = store
         self.replica = replica
         self.searches = OffloadThread("search")
-        self.texts = OffloadThread("text")  # bodies that are wrong, and long answers
-        self.classes_seen = (0, 0)  # the classes that the replica had when names were last read for its sake
+        self.texts = OffloadThread("text")  # examines invalid bodies, renders long answers
+        self.classes_seen = (0, 0)  # the replica's classes when the names were last read because of them
         self.config = config
         self.clock = clock
         self.rng = rng
@@ -82,14 +83,14 @@ class Api:
         )
 
     async def drain(self) -> None:
-        """Until nothing is under way."""
+        """Wait until no write is in progress."""
         await self._trees.drain()
         await self._allocations.drain()
         self.searches.close()
         self.texts.close()
 
     async def parse(self, kind: Body[T], body: bytes) -> T:
-        """A body as its type; a long one that is wrong is examined in a thread. Raises HttpFault 400, TooBusy."""
+        """Decode a body as its type. A long invalid body is examined in a thread. Raises HttpFault 400, TooBusy."""
         parsed = kind.decode(body)
         if parsed is not None:
             return parsed
@@ -98,7 +99,7 @@ class Api:
         return await self.texts.run(lambda: kind.explain(body))
 
     async def listed(self, rows: Sequence[Row], text: Callable[[Row], bytes]) -> bytes:
-        """The rows' texts with commas between; those of many are made in a thread. Raises TooBusy."""
+        """Return the rows as text, separated by commas. Many rows are rendered in a thread. Raises TooBusy."""
 
         def joined() -> bytes:
             return b",".join(map(text, rows))
@@ -106,32 +107,31 @@ class Api:
         return joined() if len(rows) <= LISTED_AT_ONCE else await self.texts.run(joined)
 
     async def write_tree(self, write: TreeWrite) -> Provider | WriteRefusal:
-        """Write one provider, together with other writes at the same time."""
+        """Write one provider, in one transaction with concurrent writes."""
         if not is_canonical(write.uuid):
             raise no_provider(write.uuid)
         return await self._trees.submit(replace(write, cause=CAUSE.get()))
 
     async def write_allocations(self, write: AllocationWrite) -> WriteRefusal | None:
-        """Write allocations, together with other writes at the same time."""
+        """Write allocations, in one transaction with concurrent writes."""
         return await self._allocations.submit(replace(write, cause=CAUSE.get()))
 
     async def reshape(self, item: Reshape) -> WriteRefusal | None:
-        """Reshape, alone."""
+        """Apply a reshape in a transaction of its own."""
         outcome = await self.store.reshape(replace(item, cause=CAUSE.get()))
         self.committed()
         return outcome
 
     async def provider(self, uuid: str) -> ProviderRow:
-        """A provider. Raises HttpFault 404."""
+        """Return a provider. Raises HttpFault 404."""
         rows = await self.store.providers(Listing(uuid=uuid)) if is_canonical(uuid) else ()
         if not rows:
             raise no_provider(uuid)
         return ProviderRow(*rows[0])
 
     async def of_provider(self, uuid: str, read: Callable[[str], Awaitable[T | None]], *, words: str = "{0}") -> T:
-        """The result of a read of a provider.
-
-        Raises HttpFault 404, in words of its own where the real Placement has such.
+        """Return the result of a read of a provider. Raises HttpFault 404, with the text `words` where Placement has
+        one of its own.
         """
         found = await read(uuid) if is_canonical(uuid) else None
         if found is None:
@@ -140,12 +140,12 @@ class Api:
 
 
 def no_provider(uuid: str) -> HttpFault:
-    """No provider has this uuid."""
+    """The answer when no provider has this uuid."""
     return HttpFault(404, f"No resource provider with uuid {uuid} found")
 
 
 def written(outcome: Provider | WriteRefusal) -> Provider:
-    """The provider that was written. Raises the HttpFault of a refusal in its usual words."""
+    """Return the provider that was written. Raises the HttpFault of a refusal, with its usual text."""
     if isinstance(outcome, WriteRefusal):
         raise refused(outcome)
     return outcome

@@ -31,20 +31,20 @@ Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
-# As oslo.middleware has it; what looks otherwise is no request id, and goes no further.
+# The pattern of oslo.middleware. Other values of the header are ignored.
 _GLOBAL_ID = re.compile(r"req-[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}")
 RETRY_AFTER_S = "1"
 
-# A client that sends very slowly is given up after this many times the time-out of one wait.
+# The bound of the time for a whole body, as a multiple of the time-out of one wait.
 BODY_TIMEOUTS = 10
 
 
 class Gone(Exception):
-    """The client went away before its request was whole."""
+    """The client disconnected before its request was complete."""
 
 
 class Application:
-    """Placement's REST API as an ASGI application. broken: called with a broken invariant."""
+    """Placement's REST API as an ASGI application. broken: a function that is called with a broken invariant."""
 
     def __init__(
         self, api: Api, auth: Auth, policy: Policy, cors: Cors, *, broken: Callable[[BrokenInvariant], None]
@@ -55,11 +55,11 @@ class Application:
         self._policy = policy
         self._cors = cors
         self.opened = True  # until the book is open every answer is 503
-        self._gathering = 0  # bytes of bodies that are not whole yet
+        self._gathering = 0  # bytes of incomplete bodies
         self._router = Router((*ROUTES, OPENAPI) if api.config.openapi else ROUTES)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """One request."""
+        """Answer one request."""
         assert scope["type"] == "http", scope["type"]
         headers: dict[bytes, bytes] = dict(scope["headers"])
         exchange = _Exchange(scope, headers, f"req-{new_uuid(self._api.rng)}")
@@ -115,7 +115,7 @@ class Application:
             raise HttpFault(403, f"Policy does not allow {route.rule} to be performed.")
 
     async def _body(self, receive: Receive, length: int) -> bytes:
-        """The whole body, within its bounds of bytes and of time."""
+        """Read the whole body, within the bounds of bytes and of time."""
         limit = self._api.config.max_body_bytes
         if length > limit:
             raise _too_large(limit)
@@ -126,7 +126,7 @@ class Application:
         return await self._rest(receive, body) if message.get("more_body") else body
 
     async def _rest(self, receive: Receive, body: bytes) -> bytes:
-        """The rest of a body after its first part, and that first part."""
+        """Read the rest of a body. Returns the body with its first part."""
         config, clock = self._api.config, self._api.clock
         until = clock.monotonic() + BODY_TIMEOUTS * config.body_timeout_s
         parts, size = [body], len(body)
@@ -173,7 +173,7 @@ class Application:
 
 
 class _Exchange:
-    """A request on its way, with the fields that an error about it needs."""
+    """A request that is being answered, with the fields that an error about it needs."""
 
     def __init__(self, scope: Scope, headers: Mapping[bytes, bytes], request_id: str) -> None:
         accept = headers.get(b"accept", b"").decode("latin-1")
@@ -189,16 +189,15 @@ class _Exchange:
         self.version_known = False
         self.base = scope.get("scheme", "http").encode() + b"://" + headers.get(b"host", b"")
         self.route = "none"
-        # A header that comes several times is one with commas, here for each service's version.
+        # A header that occurs several times, here once for each service's version, equals one header with commas.
         self.versions = b",".join(value for name, value in scope["headers"] if name == HEADER).decode("latin-1")
         header = headers.get(b"x-openstack-request-id", b"").decode("latin-1")
         self._global_id = header if _GLOBAL_ID.fullmatch(header) else ""
 
     def bind_ids(self) -> None:
-        """The fields of every log line of this request.
-
-        Nothing is taken back: each request is a task with a context of its own. It is a copy of the context that the
-        task was made in, which for a pipelined request is its forerunner's.
+        """Bind the fields that every log line of this request has. They need not be unbound: each request is a task
+        with a context of its own. For a pipelined request that context is a copy of the preceding request's, so every
+        field is set or unbound.
         """
         CAUSE.set(self._global_id or self.request.id)
         structlog.contextvars.bind_contextvars(request_id=self.request.id)
@@ -208,7 +207,7 @@ class _Exchange:
             structlog.contextvars.unbind_contextvars("global_request_id")
 
     def error(self, fault: HttpFault) -> Response:
-        """The answer that a fault is."""
+        """Return the answer to a fault."""
         request = self.request
         version = request.version if self.version_known else None
         about = About(request.method, request.accept, request.content_type, request.id, version)
@@ -219,7 +218,7 @@ class _Exchange:
 
 
 def _length(headers: Mapping[bytes, bytes]) -> int:
-    """The body's length as the client states it; 0 for none, -1 for one of unknown length."""
+    """Return the length of the body as the client states it; 0 without a body, -1 when the length is unknown."""
     header = headers.get(b"content-length")
     if header is None:
         return -1 if b"transfer-encoding" in headers else 0
@@ -241,7 +240,7 @@ def _check_types(route: Route, request: HttpRequest) -> None:
 
 
 def _unexpected(error: Exception) -> HttpFault:
-    """The answer to a fault that is not the client's, or that no check foresaw."""
+    """Return the answer to a fault that the client has not caused, or that no check has foreseen."""
     if isinstance(error, Transient):
         log.warning("rest.unavailable", code=error.code, reason=str(error))
         return HttpFault(503, "The book is out of reach for the moment.", **{"retry-after": RETRY_AFTER_S})

@@ -1,5 +1,5 @@
-"""The caller of a request: a port, and two ways to know; the third is in `keystone.py`. None: an unknown caller, and so
-401.
+"""Identifies the caller of a request: the port, and two of its adapters. The third adapter is in `keystone.py`. An
+unknown caller (None) is answered 401.
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ TOKEN = b"x-auth-token"
 
 
 class Caller(Struct, frozen=True, kw_only=True):
-    """A caller as policy sees it. system_scope: "all" for a token of the whole system, which has no project."""
+    """A caller, with the attributes that policies read. system_scope: "all" for a system-scoped token, which has no
+    project.
+    """
 
     user_id: str
     project_id: str | None = None
@@ -33,17 +35,19 @@ class Caller(Struct, frozen=True, kw_only=True):
 
 
 class Auth(Protocol):
-    """Knows callers by their headers."""
+    """Identifies callers by their headers."""
 
     async def identify(self, headers: Headers) -> Caller | None:
-        """The caller, or None when the token is missing or not good. Raises Transient."""
+        """Return the caller, or None when the token is missing or invalid. Raises Transient."""
 
     async def close(self) -> None:
-        """Close the resources that it holds."""
+        """Release the resources of this object."""
 
 
 class NoAuth2:
-    """Placement's test mode: the token is `user[:project]`, and everything else is as the caller states."""
+    """Placement's test mode: the token is `user[:project]`, and all other attributes are taken from the caller's
+    headers.
+    """
 
     async def identify(self, headers: Headers) -> Caller | None:
         """Trust the caller."""
@@ -65,11 +69,11 @@ class NoAuth2:
         )
 
     async def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: there are no resources."""
 
 
 class TokenRow(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One token of the file: whose it is, by the SHA-256 of the token in hex, so that the file holds no secret."""
+    """One token of the file: its owner, and the SHA-256 of the token in hex, so that the file contains no secret."""
 
     sha256: str
     user_id: str
@@ -93,7 +97,7 @@ class TokenFile:
         ]
 
     async def identify(self, headers: Headers) -> Caller | None:
-        """Look the token up, in a time that does not depend on how much of it was right."""
+        """Look up the token in a time that does not depend on how many of its characters are right."""
         token = headers.get(TOKEN)
         if token is None:
             return None
@@ -105,11 +109,11 @@ class TokenFile:
         return found
 
     async def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: there are no resources."""
 
 
 def local_auth(config: RestConfig, host: str) -> Auth:
-    """noauth2 or the token file. Raises SettingsError when it must not be used like this."""
+    """Return noauth2 or the token file, by the settings. Raises SettingsError when the settings do not allow it."""
     if config.auth == "tokens":
         if not config.token_file:
             raise SettingsError("rest.token_file", "auth = tokens needs token_file")
@@ -124,7 +128,7 @@ def local_auth(config: RestConfig, host: str) -> Auth:
 
 
 def noauth2_may_listen(config: RestConfig, host: str) -> bool:
-    """Whether every caller may be accepted there: on loopback, or when confirmed by a second setting."""
+    """Whether noauth2 may be used on this address: on loopback, or when a second setting confirms it."""
     return config.noauth2_anywhere or _is_loopback(host)
 
 

@@ -1,4 +1,4 @@
-"""Bodies as handlers get them: decoded into types at once; a JSON schema only words the errors of a bad one."""
+"""Decodes bodies into types. A JSON schema is only used to word the errors of an invalid body."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ from placement_worker.rest.schemas import Schema
 
 T = TypeVar("T")
 
-# Deeper than any valid body, and far from the interpreter's own limit.
+# More than the depth of any valid body, and far below the interpreter's own limit.
 MAX_DEPTH = 20
-MAX_ERRORS = 1_000  # of which the best is reported
-# Characters of an error about a body. python-jsonschema repeats the faulty part, twice, however long it is.
+MAX_ERRORS = 1_000  # the most relevant of these is reported
+# The bound of an error's text in characters. python-jsonschema repeats the faulty part twice, however long it is.
 MAX_WORDS = 8_192
 
 
 def _whole(pattern: str) -> str:
-    """A schema's pattern as Python needs it: `$` would let a line end follow."""
+    """Return a schema's pattern for Python, where `$` would also match before a line end."""
     return pattern.removesuffix("$") + r"\Z"
 
 
@@ -48,7 +48,7 @@ Resources = Annotated[dict[ClassKey, Positive], Bound(min_length=1)]
 
 
 class _Strict(Struct, frozen=True, forbid_unknown_fields=True):
-    """Base of bodies: no field that is not named."""
+    """The base of bodies, which refuses unknown fields."""
 
 
 class PostProvider(_Strict, frozen=True):
@@ -89,11 +89,11 @@ class InventoryBody(_Strict, frozen=True, kw_only=True):
 
     @property
     def product(self) -> float:
-        """The capacity before it is rounded and kept within bounds."""
+        """The capacity before it is rounded and bounded."""
         return (self.total - self.reserved) * self.allocation_ratio
 
     def inventory(self) -> StoredInventory:
-        """As the book keeps it."""
+        """Return the inventory in the form of the book."""
         room = capacity(self.total, self.reserved, self.allocation_ratio)
         return StoredInventory(
             self.total, self.reserved, self.min_unit, self.max_unit, self.step_size, self.allocation_ratio, room
@@ -176,7 +176,7 @@ class Allocations12(_Strict, frozen=True):
 
 
 class Allocations13(_Strict, frozen=True):
-    """POST from 1.13: may be empty."""
+    """POST from 1.13, where the allocations may be empty."""
 
     allocations: dict[UuidKey, _OfProvider]
     project_id: Owner
@@ -196,7 +196,9 @@ Mappings = Annotated[
 
 
 class Allocations34(Allocations28, frozen=True):
-    """From 1.34. mappings: taken so that a candidate can be sent back as it came, and not looked at."""
+    """From 1.34. mappings: accepted so that a client can send an allocation candidate back unchanged; they are not
+    read.
+    """
 
     mappings: Mappings | UnsetType = UNSET
 
@@ -243,7 +245,9 @@ _LENIENT.checks("uuid")(lambda value: not isinstance(value, str) or is_uuid(valu
 
 
 def _unique_items(_: object, unique: bool, listed: Any, __: object) -> Iterator[ValidationError]:
-    """The error of python-jsonschema, which compares objects pair by pair: 20 s for 51 kB of them."""
+    """Check `uniqueItems` and word the error as python-jsonschema does, which would compare objects pair by pair: 20 s
+    for 51 kB.
+    """
     if unique and isinstance(listed, list) and len({json.dumps(one, sort_keys=True) for one in listed}) < len(listed):
         yield ValidationError(f"{listed!r} has non-unique elements")
 
@@ -252,9 +256,8 @@ _Validator = extend(Draft202012Validator, {"uniqueItems": _unique_items})
 
 
 class Body(Generic[T]):
-    """One kind of body: the type that it becomes, and the schema that words the errors.
-
-    holds: the rules that the type cannot express and the schema can.
+    """One kind of body: its type, and the schema that words its errors. holds: checks the rules that the schema can
+    express and the type cannot.
     """
 
     def __init__(self, kind: Any, schema: Schema, *, holds: Callable[[T], bool] | None = None) -> None:
@@ -264,12 +267,14 @@ class Body(Generic[T]):
         self._validator = _Validator(schema, format_checker=_LENIENT)
 
     def parse(self, body: bytes) -> T:
-        """Whichever way it takes. Raises HttpFault 400."""
+        """Decode a body, by `decode` or else by `explain`. Raises HttpFault 400."""
         parsed = self.decode(body)
         return self.explain(body) if parsed is None else parsed
 
     def decode(self, body: bytes) -> T | None:
-        """The body as its type, in a few milliseconds a megabyte; None for what `explain` has to look at."""
+        """Return the body as its type, in a few milliseconds for each megabyte; None when `explain` must examine the
+        body.
+        """
         try:
             parsed: T = self._decode(body)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
@@ -277,12 +282,11 @@ class Body(Generic[T]):
         return parsed if self._holds is None or self._holds(parsed) else None
 
     def explain(self, body: bytes) -> T:
-        """Values that only the fast parser rejects (1.0 for 1, a UUID without dashes): 0.3 ms a kilobyte.
-
-        Raises HttpFault 400, worded as python-jsonschema words it.
+        """Return a body with values that only the fast parser rejects (1.0 for 1, a UUID without dashes), in 0.3 ms for
+        each kilobyte. Raises HttpFault 400 with the text of python-jsonschema.
         """
         try:
-            data = json.loads(body.decode(), parse_constant=_no_constant)  # of bytes it would take UTF-16, too
+            data = json.loads(body.decode(), parse_constant=_no_constant)  # given bytes, it would accept UTF-16, too
             _check_depth(data)
         except (ValueError, RecursionError) as error:
             raise HttpFault(400, f"Malformed JSON: {error}") from error
@@ -297,7 +301,9 @@ class Body(Generic[T]):
 
 
 def _words(wrong: ValidationError, body: bytes) -> str:
-    """The error of python-jsonschema; of a long body without all that it repeats, but for the reason at the end."""
+    """Return the error's text as python-jsonschema words it. For a long body, the repeated parts are cut and the reason
+    at the end is kept.
+    """
     if len(body) <= MAX_WORDS:
         return str(wrong)
     words, half = wrong.message, MAX_WORDS // 4
@@ -318,9 +324,11 @@ def _check_depth(data: object, depth: int = 0) -> None:
 
 
 def _canonical(data: Any, key: str = "") -> Any:
-    """UUIDs as we spell them, where the schema accepts other spellings; identifiers of berth's own only."""
+    """Return UUIDs in the canonical form where the schema accepts other forms. Only identifiers that berth stores are
+    changed.
+    """
     if isinstance(data, dict):
-        # Mappings have been checked, and are not read: whatever they are must not stand in the way.
+        # Mappings have been checked and are not read, so they are left out.
         return {name: _canonical(value, name) for name, value in data.items() if name != "mappings"}
     if isinstance(data, list):
         return data if key == "traits" else [_canonical(value, "uuid") for value in data]
@@ -329,7 +337,7 @@ def _canonical(data: Any, key: str = "") -> Any:
 
 
 def text_of(value: str) -> str:
-    """A name fit for the database. Raises HttpFault 400."""
+    """Return a name that the database can store. Raises HttpFault 400."""
     try:
         value.encode()
     except UnicodeEncodeError as error:
@@ -377,12 +385,14 @@ RESHAPE: tuple[tuple[int, Body[ReshapeBody]], ...] = (
 
 
 def at(table: tuple[tuple[int, T], ...], version: int) -> T:
-    """The row for a microversion: the newest that is not newer than it."""
+    """Return the row for a microversion: the newest row that is not newer than the version."""
     return next(row for since, row in table if version >= since)
 
 
 def consumer_write(consumer: str, body: AllocationBody, unowned: tuple[str, str]) -> ConsumerWrite:
-    """The allocations that a body requests for one consumer. unowned: (project, user) of one that states neither."""
+    """Return the write that a body requests for one consumer. unowned: the (project, user) of a body that states
+    neither.
+    """
     if isinstance(body, Allocations0):
         project, user = unowned
     else:

@@ -1,4 +1,4 @@
-"""/allocation_candidates: the search, rendered straight from columns."""
+"""The route /allocation_candidates: searches candidates and renders them directly from columns."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from placement_worker.rest.faults import HttpFault
 from placement_worker.rest.http import HttpRequest, Response
 from placement_worker.rest.summaries import summaries
 
-# How long a search may hold the event loop before it is begun anew in a thread.
+# The time that a search may block the event loop before it is started again in a thread.
 AT_ONCE_S = 0.02
 
-# Providers named in an answer, candidate by candidate and slot by slot, that are written on the event loop.
+# The bound of candidates times slots up to which an answer is rendered on the event loop.
 CELLS_AT_ONCE = 20_000
 
 SINCE_DICTS = 12
@@ -45,7 +45,8 @@ async def search(api: Api, request: HttpRequest) -> Response:
 
     book = api.replica.book
     try:
-        # No await in it: the book stays as it is. By this thread's own time: a busy machine is no reason to begin anew.
+        # This does not await, so the book does not change. The budget is the CPU time of this thread, so that a search
+        # is not started again because the machine is busy.
         body = answer(book, TimeBudget(thread_time, AT_ONCE_S, keeps_partial=False))
     except QueryTooWide as error:
         raise HttpFault(400, f"Invalid query string parameters: {error}") from None
@@ -57,7 +58,7 @@ async def search(api: Api, request: HttpRequest) -> Response:
 
 
 def _rendered(book: Book, found: CandidateSet, requested: ParsedQuery, version: int, time_budget: TimeBudget) -> bytes:
-    """The whole body. Raises HttpFault 400 when "none" would be answered without knowing; TooLong."""
+    """Return the whole body. Raises HttpFault 400 when no candidate was found before the budget ended; TooLong."""
     if not len(found) and not found.exhausted:
         raise HttpFault(
             400,
@@ -73,7 +74,7 @@ def _rendered(book: Book, found: CandidateSet, requested: ParsedQuery, version: 
 
 async def _check_names(api: Api, requested: ParsedQuery, book: Book) -> None:
     seen = (book.epoch, len(book.resource_classes()))
-    if seen != api.classes_seen:  # one that this process does not know may be a renamed one
+    if seen != api.classes_seen:  # a class that this process does not know may have been renamed
         api.classes_seen = seen
         await api.store.refresh_names()
     unknown = await api.store.unknown_classes(requested.classes())
@@ -89,7 +90,7 @@ async def _check_names(api: Api, requested: ParsedQuery, book: Book) -> None:
 
 
 def _requests(found: CandidateSet, version: int) -> bytes:
-    """Each candidate as text. Candidates with the same pattern of shared providers differ in their uuids alone."""
+    """Return each candidate as text. Candidates in which the same slots share a provider differ only in their uuids."""
     if not len(found):
         return b""
     columns = found.columns()
@@ -112,7 +113,7 @@ def _requests(found: CandidateSet, version: int) -> bytes:
 
 
 def _template(found: CandidateSet, pattern: tuple[int, ...], version: int) -> tuple[str, tuple[int, ...]]:
-    """(text with a place for each uuid, the slot whose provider goes into each place)."""
+    """Return (the text with a placeholder for each uuid, the slot whose provider replaces each placeholder)."""
     given: dict[int, dict[str, int]] = {}
     groups: dict[str, dict[int, None]] = {}
     for number, slot in zip(pattern, found.slots, strict=True):

@@ -1,4 +1,4 @@
-"""The query string of /allocation_candidates as a search request, by microversion."""
+"""Parses the query string of /allocation_candidates into a search request, by microversion."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SINCE_NESTED = 29
 SINCE_WORDS = 33
 SINCE_SUBTREES = 36
 
-# Far more than any flavor has; a query beyond it is turned down instead of searched.
+# Far more groups than any flavor has. A query with more is refused.
 MAX_GROUPS = 100
 
 _LIMIT = re.compile(r"[1-9][0-9]*\n?")
@@ -39,7 +39,7 @@ _KEYS = tuple(
 
 
 class ParsedQuery(Struct, frozen=True):
-    """A parsed query. limit None: as many as there are."""
+    """A parsed query. limit: the bound of candidates; None: no bound."""
 
     request: CandidatesRequest
     limit: int | None
@@ -87,17 +87,17 @@ def parse_candidates(query: QueryString, version: int) -> ParsedQuery:
 
 
 def _limit(values: list[str]) -> int | None:
-    """The first one counts; the schema has looked at the last."""
+    """Return the limit. The first value counts; the schema has checked the last one."""
     if not values:
         return None
     if _LIMIT.fullmatch(values[0]) is None:
         raise HttpFault(400, f"Invalid query string parameters: '{values[0]}' is no limit")
-    # More than there can ever be is simply all of them.
+    # A larger number than any number of candidates means all of them.
     return int(values[0]) if len(values[0]) <= MAX_AMOUNT_DIGITS else int(10**MAX_AMOUNT_DIGITS)
 
 
 def _groups(query: QueryString, version: int) -> list[Group]:
-    """The request groups by suffix, in the order in which they appear."""
+    """Return the request groups by suffix, in the order in which they appear."""
     pattern = at(_KEYS, version)
     found: dict[str, set[str]] = {}
     for key, _ in query.pairs:
@@ -170,7 +170,7 @@ def _check_subtrees(groups: list[Group], subtrees: tuple[tuple[str, ...], ...]) 
 
 
 def _check_orphans(groups: list[Group]) -> None:
-    """Below 1.36 every group has resources."""
+    """Check that every group has resources, which is required below 1.36."""
     orphans = [f"required{group.suffix}" for group in groups if group.required and not group.resources]
     if orphans:
         raise HttpFault(

@@ -1,4 +1,4 @@
-"""Everything about the REST API that an operator may set."""
+"""The settings of the REST API."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ UNOWNED = "00000000-0000-0000-0000-000000000000"
 
 
 class CorsConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Which origins' pages may use the API, as in oslo.middleware's [cors]. No origin: no CORS."""
+    """The origins whose pages may use the API, as in oslo.middleware's [cors]. Without an origin, CORS is off."""
 
     allowed_origin: tuple[str, ...] = ()
     """Origins (`https://host[:port]`), or `*`."""
@@ -30,7 +30,7 @@ class CorsConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class PolicyConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Access rules, as in oslo.policy's [oslo_policy]."""
+    """The access rules, as in oslo.policy's [oslo_policy]."""
 
     policy_file: str = ""
     """A file of rules by name (YAML or JSON) that override Placement's. Empty: none."""

@@ -1,4 +1,4 @@
-"""CORS as oslo.middleware does it: preflight answers, and a header on every other answer to a known origin."""
+"""CORS as in oslo.middleware: answers to preflight requests, and headers of other answers to a known origin."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _SIMPLE = (
 
 
 class Cors:
-    """Adds the headers for pages of other origins."""
+    """Returns the headers for pages of other origins."""
 
     def __init__(self, config: CorsConfig) -> None:
         self._config = config
@@ -30,11 +30,11 @@ class Cors:
 
     @property
     def on(self) -> bool:
-        """Whether any origin is allowed."""
+        """Whether an origin is allowed."""
         return bool(self._origins)
 
     def headers(self, headers: Mapping[bytes, bytes]) -> Pairs:
-        """The headers of an answer that is no preflight."""
+        """Return the headers of an answer to a request that is no preflight."""
         origin = _text(headers, b"origin")
         if origin not in self._origins:
             return []
@@ -46,7 +46,7 @@ class Cors:
         return pairs
 
     def preflight(self, headers: Mapping[bytes, bytes]) -> Pairs:
-        """The headers of the answer to OPTIONS: nothing, unless origin, method and headers are all allowed."""
+        """Return the headers of the answer to OPTIONS, none unless origin, method and headers are all allowed."""
         origin = _text(headers, b"origin")
         method = _text(headers, b"access-control-request-method")
         requested = [

@@ -1,6 +1,5 @@
-"""The API's error answers: one table of statuses and codes, rendered as the caller accepts it.
-
-The texts are Placement's, because its clients show them, and some match them.
+"""The error answers of the API: a table of statuses and codes, and their rendering as the caller accepts it. The texts
+are Placement's, because clients show them and some match them.
 """
 
 from __future__ import annotations
@@ -55,7 +54,7 @@ STATUS = {
     503: ("Service Unavailable", "The server is currently unavailable. Please try again at a later time."),
 }
 
-# How a refused write is answered, unless its handler knows better.
+# The status and code of a refused write, unless its handler states others.
 REFUSED: Mapping[Why, tuple[int, str]] = {
     Why.NO_PROVIDER: (404, UNDEFINED),
     Why.NO_SUCH: (400, UNDEFINED),
@@ -74,7 +73,7 @@ REFUSED: Mapping[Why, tuple[int, str]] = {
 
 
 class HttpFault(Exception):
-    """An answer that is an error."""
+    """An error as the answer to a request."""
 
     def __init__(self, status: int, words: str = "", code: str = UNDEFINED, **headers: str) -> None:
         super().__init__(words)
@@ -85,15 +84,13 @@ class HttpFault(Exception):
 
 
 def refused(refusal: WriteRefusal, *, words: str = "{}", status: int = 0, code: str = "") -> HttpFault:
-    """The answer to a refused write. words: where the refusal's own are put."""
+    """Return the answer to a refused write. words: the text, with a place for the refusal's own."""
     usual_status, usual_code = REFUSED[refusal.why]
     return HttpFault(status or usual_status, words.replace("{}", refusal.words), code or usual_code)
 
 
 class About(msgspec.Struct, frozen=True):
-    """The parts of the request that an error's text needs. version: the microversion's minor, None
-    before it is known.
-    """
+    """The parts of the request that an error's text needs. version: the minor microversion, None before it is known."""
 
     method: str
     accept: str
@@ -103,7 +100,7 @@ class About(msgspec.Struct, frozen=True):
 
 
 def render(fault: HttpFault, about: About, versions: tuple[str, str]) -> tuple[str, bytes]:
-    """(content type, body) of an error."""
+    """Return (content type, body) of an error."""
     title, explanation = STATUS[fault.status]
     explanation = explanation.format(method=about.method, accept=about.accept, content_type=about.content_type)
     kind = best(about.accept, ("text/html", "application/json")) or "text/plain"
@@ -137,7 +134,9 @@ def _json(
 
 
 def best(accept: str, offers: tuple[str, ...]) -> str | None:
-    """The offer that an Accept header likes best, the first of equals; None when it likes none."""
+    """Return the offer with the highest quality in an Accept header, the first of equal ones; None when none is
+    accepted.
+    """
     if accept in offers:
         return accept
     if not accept:
@@ -151,7 +150,7 @@ def best(accept: str, offers: tuple[str, ...]) -> str | None:
 
 
 def _quality(accept: str, offer: str) -> float:
-    """How much an Accept header likes a media type: its most specific range decides."""
+    """Return the quality of a media type in an Accept header, by the most specific range."""
     family = offer.partition("/")[0] + "/*"
     quality, rank = 0.0, 0
     for part in accept.split(","):

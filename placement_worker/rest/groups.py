@@ -1,4 +1,4 @@
-"""Writes that arrive together are applied together: what gathers while one transaction runs makes the next group."""
+"""Groups concurrent writes: the writes that arrive while one transaction runs make the next group."""
 
 from __future__ import annotations
 
@@ -17,24 +17,25 @@ Result = TypeVar("Result")
 
 log = structlog.get_logger("placement.rest")
 
-# A transaction that the database gave up in favour of another (deadlock, serialization) is tried again this often.
+# The attempts at a transaction that the database aborts (deadlock, serialization failure).
 TRIES = 5
 
-# Callers who were answered together ask again together, a moment later. A group that started with the first of them
-# would leave the others to the next one, and so on for ever: twice the groups, and twice the cost of one. It waits for
-# as many as there were, at most this long; and after it has waited in vain it does not wait 1, 2, 4 ... times.
+# Callers that are answered together send their next writes together, a moment later. A group that started with the
+# first of these writes would leave the others to the next group, and so on: twice the groups, at twice the cost. So a
+# group waits for as many writes as the last one had, at most this long. After it has waited in vain, the next 1, 2, 4
+# ... groups do not wait.
 GATHER_S = 0.003
 MAX_SKIPPED = 64
 
 
 class TooMany(Transient):
-    """More writes are waiting than may."""
+    """More writes are waiting than the bound allows."""
 
     code = "rest.too_many"
 
 
 class Groups(Generic[Item, Result]):
-    """Gathers items into groups, at most `under_way` of them at a time."""
+    """Gathers items into groups, of which at most `under_way` run at a time."""
 
     def __init__(
         self,
@@ -56,16 +57,16 @@ class Groups(Generic[Item, Result]):
         self._gather_s = gather_s
         self._waiting: deque[tuple[Item, asyncio.Future[Result]]] = deque()
         self._running: set[asyncio.Task[None]] = set()
-        # Not the size of the set: a task leaves that a turn after it has looked for more, and a write that comes in
-        # that turn would wait for ever.
+        # This is not the size of the set, because a task leaves the set one turn of the loop after it has looked for
+        # further writes; a write that came in that turn would wait for ever.
         self._working = 0
         self._gathering: tuple[int, asyncio.Future[None]] | None = (
-            None  # (how many are awaited, done when they are here)
+            None  # (the number of writes that are awaited, a future that is done when they are there)
         )
         self._skip = self._skipped = 0
 
     async def submit(self, item: Item) -> Result:
-        """The item's own outcome, once its group has been committed. Raises Transient."""
+        """Apply an item with its group. Returns the item's own outcome after the commit. Raises Transient."""
         if len(self._waiting) >= self._waiting_max:
             raise TooMany(f"{len(self._waiting)} writes are waiting")
         future: asyncio.Future[Result] = asyncio.get_running_loop().create_future()
@@ -80,13 +81,13 @@ class Groups(Generic[Item, Result]):
         return await future
 
     async def drain(self) -> None:
-        """Until nothing is waiting or under way."""
+        """Wait until no item is waiting or being applied."""
         while self._running:
             await asyncio.wait(self._running)
 
     async def _work(self) -> None:
         try:
-            while self._waiting:  # ends: each round takes some
+            while self._waiting:  # ends: each round takes some items
                 group = [self._waiting.popleft() for _ in range(min(len(self._waiting), self._group_max))]
                 metrics.GROUP_ITEMS.labels(self._name).observe(len(group))
                 await self._run(group)
@@ -95,7 +96,7 @@ class Groups(Generic[Item, Result]):
             self._working -= 1
 
     async def _gather(self, wanted: int) -> None:
-        """Wait a moment for this many, if that has been worth it lately."""
+        """Wait for this many items for at most GATHER_S, unless recent waits were in vain."""
         if self._under_way > 1 or len(self._waiting) >= wanted or wanted < 2:
             return
         if self._skipped < self._skip:
@@ -116,7 +117,7 @@ class Groups(Generic[Item, Result]):
     async def _run(self, group: list[tuple[Item, asyncio.Future[Result]]]) -> None:
         try:
             results = await self._tried([item for item, _ in group])
-        except Exception as error:  # the fault belongs to its caller alone; one bad item fails alone
+        except Exception as error:  # the fault is raised to the item's own caller
             if len(group) > 1 and not isinstance(error, Transient):
                 for one in group:
                     await self._run([one])

@@ -1,4 +1,4 @@
-"""Health and metrics on the REST API's own port. Placement has no such paths, so nothing of its API is hidden."""
+"""Serves health and metrics on the port of the REST API. Placement has no such paths, so none of its own is hidden."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from placement_worker.rest.application import App, Receive, Scope, Send
 
 
 def with_health(application: App, health: Health) -> App:
-    """The application, but for /healthz, /readyz and /metrics, which need no token and no book."""
+    """Return the application with /healthz, /readyz and /metrics, which need neither a token nor the book."""
 
     async def served(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["path"] not in PATHS:

@@ -1,4 +1,4 @@
-"""A request and a response as handlers see them."""
+"""The request and the response of handlers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MAX_PARAMETERS = 1000
 
 
 class HttpRequest:
-    """One request, its version negotiated and its caller known."""
+    """One request, whose version is negotiated and whose caller is known."""
 
     __slots__ = (
         "_query",
@@ -70,7 +70,7 @@ class QueryString:
                 errors="strict",
                 max_num_fields=MAX_PARAMETERS,
             )
-            for name, value in self.pairs:  # a byte that was not ASCII
+            for name, value in self.pairs:  # a byte is not ASCII
                 (name + value).encode()
         except (UnicodeError, ValueError) as error:
             raise HttpFault(400, f"Invalid query string parameters: {error}") from error
@@ -92,7 +92,7 @@ class QueryString:
 
 
 class Response:
-    """An answer: a status, a body that is JSON already or none, and headers."""
+    """An answer: a status, a body (JSON text or empty), and headers."""
 
     __slots__ = ("body", "content_type", "headers", "path", "status")
 
@@ -109,7 +109,9 @@ class Response:
         return self
 
     def set_modified(self, request: HttpRequest, at: float | None) -> Response:
-        """Set Last-Modified (None: there is nothing that could change) and no caching, from 1.15 on."""
+        """From 1.15 on, set Cache-Control: no-cache, and Last-Modified. at: seconds since the epoch; None: no
+        Last-Modified.
+        """
         if request.version >= SINCE_CACHE_HEADERS:
             if at is not None:
                 self.headers.append((b"last-modified", _http_date(int(at))))
@@ -119,10 +121,12 @@ class Response:
 
 @lru_cache(maxsize=1024)
 def _http_date(second: int) -> bytes:
-    """Most answers have one of the last few seconds, and formatting it costs as much as the body does."""
+    """Format a time in seconds since the epoch. The result is cached: most answers have one of the last few seconds,
+    and formatting costs as much as the body.
+    """
     return formatdate(second, usegmt=True).encode()
 
 
 def json_response(data: Any, status: int = 200) -> Response:
-    """A response with this data as JSON."""
+    """Return a response with this data as JSON."""
     return Response(status, msgspec.json.encode(data))

@@ -1,4 +1,6 @@
-"""The REST API without a socket: the application over a book, and its service for callers in the same process."""
+"""The REST API without a socket: the ASGI application for a book, and the service that runs it for callers in the same
+process.
+"""
 
 from __future__ import annotations
 
@@ -29,9 +31,9 @@ def application_over(
     committed: Callable[[], None],
     broken: Callable[[BrokenInvariant], None],
 ) -> tuple[Api, Application]:
-    """The application over a book, closed until its server opens it, and the API behind it.
+    """Return the application for a book, closed until its server opens it, and its API object.
 
-    committed: called after each write. broken: called with a broken invariant.
+    committed: a function that is called after each write. broken: a function that is called with a broken invariant.
     """
     api = Api(store.rest, LocalReplica(store), config, clock=clock, rng=rng, committed=committed)
     application = Application(api, auth, Policy(config.policy, clock), Cors(config.cors), broken=broken)
@@ -40,7 +42,7 @@ def application_over(
 
 
 class InProcessRest:
-    """Opens the application while its placement worker runs. Every caller is accepted, as by noauth2 on loopback."""
+    """Opens the application while its placement worker runs. It accepts every caller, as noauth2 on loopback does."""
 
     def __init__(
         self,
@@ -59,11 +61,11 @@ class InProcessRest:
 
     @property
     def ready(self) -> bool:
-        """Whether it answers, from the book."""
+        """Whether requests are answered from the book."""
         return self.application.opened
 
     async def run(self) -> None:
-        """Answer until drained. Raises BrokenInvariant."""
+        """Answer requests until drained. Raises BrokenInvariant."""
         self.application.opened = True
         try:
             await self._ended.wait()
@@ -73,7 +75,7 @@ class InProcessRest:
             raise self._failed
 
     async def drain(self, grace_s: float) -> None:
-        """Take nothing more; finish the requests under way."""
+        """Accept no further requests, and finish those in progress within the grace time (seconds)."""
         self.application.opened = False
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(grace_s):
@@ -81,6 +83,6 @@ class InProcessRest:
         self._ended.set()
 
     def _fail(self, error: BrokenInvariant) -> None:
-        """The process must stop; requests under way still get their answers."""
+        """Stop the process because of this error. Requests in progress are still answered."""
         self._failed = self._failed or error
         self._ended.set()

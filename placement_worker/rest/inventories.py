@@ -1,4 +1,4 @@
-"""/resource_providers/{uuid}/inventories."""
+"""The routes /resource_providers/{uuid}/inventories and .../inventories/{resource_class}."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SINCE_RESERVED_MAY_BE_TOTAL = 26
 
 
 def shown(inventory: StoredInventory | InventoryRecord) -> dict[str, Any]:
-    """An inventory as the API shows it."""
+    """Return an inventory as the API shows it."""
     return {
         "total": inventory.total,
         "reserved": inventory.reserved,
@@ -30,7 +30,9 @@ def shown(inventory: StoredInventory | InventoryRecord) -> dict[str, Any]:
 
 
 def flaw_of(name: str, body: InventoryBody, uuid: str, version: int) -> str:
-    """The error of an inventory without any capacity (from 1.26: less than nothing), or nothing."""
+    """Return the error of an inventory without capacity (from 1.26 on: with a negative one); empty when there is
+    none.
+    """
     if version >= SINCE_RESERVED_MAY_BE_TOTAL:
         how = "greater than" if body.product <= -1 else ""
     else:
@@ -41,7 +43,7 @@ def flaw_of(name: str, body: InventoryBody, uuid: str, version: int) -> str:
 
 
 async def _parsed(api: Api, uuid: str, kind: Body[T], body: bytes) -> T:
-    """The body; an unknown provider is reported before an invalid body."""
+    """Decode the body. An unknown provider is reported before an invalid body."""
     try:
         return await api.parse(kind, body)
     except HttpFault:
@@ -54,7 +56,7 @@ async def _read(api: Api, uuid: str) -> tuple[int, list[InventoryRecord]]:
 
 
 async def show_all(api: Api, request: HttpRequest) -> Response:
-    """GET all."""
+    """GET all inventories of a provider."""
     generation, rows = await _read(api, request.parts[1])
     data = {
         "resource_provider_generation": generation,
@@ -64,7 +66,7 @@ async def show_all(api: Api, request: HttpRequest) -> Response:
 
 
 async def show(api: Api, request: HttpRequest) -> Response:
-    """GET one."""
+    """GET one inventory."""
     uuid, name = request.parts[1], request.parts[3]
     generation, rows = await _read(api, uuid)
     for row in rows:
@@ -75,7 +77,7 @@ async def show(api: Api, request: HttpRequest) -> Response:
 
 
 async def set_all(api: Api, request: HttpRequest) -> Response:
-    """PUT all."""
+    """PUT all inventories of a provider."""
     uuid = request.parts[1]
     body = await _parsed(api, uuid, bodies.PUT_INVENTORIES, request.body)
     flaws = [flaw_of(name, inventory, uuid, request.version) for name, inventory in body.inventories.items()]
@@ -98,7 +100,7 @@ async def set_all(api: Api, request: HttpRequest) -> Response:
 
 
 async def create(api: Api, request: HttpRequest) -> Response:
-    """POST one that is not there yet."""
+    """POST an inventory that does not exist."""
     uuid = request.parts[1]
     body = await _parsed(api, uuid, bodies.POST_INVENTORY, request.body)
     name = body.resource_class
@@ -116,7 +118,7 @@ async def create(api: Api, request: HttpRequest) -> Response:
 
 
 async def update(api: Api, request: HttpRequest) -> Response:
-    """PUT one that is there."""
+    """PUT an existing inventory."""
     uuid, name = request.parts[1], request.parts[3]
     body = await _parsed(api, uuid, bodies.PUT_INVENTORY, request.body)
     flaw = flaw_of(name, body, uuid, request.version)
@@ -137,7 +139,7 @@ async def update(api: Api, request: HttpRequest) -> Response:
 
 
 async def delete(api: Api, request: HttpRequest) -> Response:
-    """DELETE one."""
+    """DELETE one inventory."""
     uuid, name = request.parts[1], request.parts[3]
     outcome = await api.write_tree(DeleteInventory(uuid, name))
     if isinstance(outcome, WriteRefusal):

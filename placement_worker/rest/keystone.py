@@ -1,4 +1,4 @@
-"""Keystone tokens: validated by Keystone once, then remembered until they expire or the cache time is over."""
+"""Validates tokens with Keystone. The result is cached until the token expires or the cache time ends."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from placement_worker.rest.config import KeystoneConfig
 
 MAX_KNOWN = 10_000
 MAX_TOKEN_BYTES = 8192
-BAD_FOR_S = 10.0  # how long a token that Keystone does not know is not validated again
+BAD_FOR_S = 10.0  # how long the result for an unknown token is cached
 SUBJECT = "X-Subject-Token"
 
-# The characters that a header may carry. Whatever else a caller sends is no token of any Keystone.
+# The characters that a header may contain. A value with others is no Keystone token.
 _TOKEN = re.compile(rb"[!-~]{1,%d}" % MAX_TOKEN_BYTES)
 
 
@@ -37,7 +37,9 @@ class KeystoneUnavailable(Transient):
 
 
 class KeystoneForbidden(Fault):
-    """Keystone does not take our own credentials. Waiting does not help, but the caller can do nothing else."""
+    """Keystone refuses the credentials of the service user. The caller can only retry, although an operator must
+    correct the settings.
+    """
 
     code = "rest.keystone_forbidden"
 
@@ -61,14 +63,16 @@ class _Answer(Struct, frozen=True):
 
 
 class CachedToken(Struct, frozen=True):
-    """The owner of a token, None = unknown, and until when (wall time) that is valid."""
+    """The owner of a token (None: unknown token), and the wall-clock time until which this result is valid."""
 
     caller: Caller | None
     until: float
 
 
 class Keystone:
-    """Knows callers by their Keystone tokens. Never blocks the loop; a token is validated once at a time."""
+    """Identifies callers by their Keystone tokens, without blocking the event loop. A token is validated once at a
+    time.
+    """
 
     def __init__(self, config: KeystoneConfig, clock: Clock) -> None:
         self._config = config
@@ -81,11 +85,11 @@ class Keystone:
         self._validating: dict[bytes, asyncio.Task[CachedToken]] = {}
 
     async def identify(self, headers: Headers) -> Caller | None:
-        """The token's owner. Raises KeystoneUnavailable, KeystoneForbidden."""
+        """Return the owner of the token. Raises KeystoneUnavailable, KeystoneForbidden."""
         token = headers.get(TOKEN, b"")
         if _TOKEN.fullmatch(token) is None:
             return None
-        digest = hashlib.sha256(token).digest()  # the cache must not be a list of good tokens
+        digest = hashlib.sha256(token).digest()  # the cache must not contain valid tokens
         known = self._known.get(digest)
         if known is None or known.until <= self._clock.time():
             known = await self._look_up_once(digest, token)
@@ -105,7 +109,7 @@ class Keystone:
     async def _look_up(self, digest: bytes, token: bytes) -> CachedToken:
         own = self._own or await self._sign_in("")
         answer = await self._validate(own, token)
-        if answer.status_code == 401:  # ours has expired, or was revoked
+        if answer.status_code == 401:  # the service user's token has expired or was revoked
             answer = await self._validate(await self._sign_in(own), token)
         known = self._understood(answer)
         self._known[digest] = known
@@ -141,7 +145,7 @@ class Keystone:
         return await self._send("GET", "?nocatalog", headers, None)
 
     async def _sign_in(self, stale: str) -> str:
-        """A token of our own, unless another has just fetched a newer one than `stale`."""
+        """Fetch a token for the service user, unless another request has just fetched one newer than `stale`."""
         async with self._signing_in:
             if self._own != stale:
                 return self._own
@@ -179,7 +183,7 @@ def _domain(by_id: str, by_name: str) -> dict[str, str]:
 
 
 def _verify(config: KeystoneConfig) -> ssl.SSLContext | bool:
-    """The certificates that Keystone's is verified with. Raises SettingsError."""
+    """Return the TLS verification of Keystone's certificate by the settings. Raises SettingsError."""
     if config.insecure:
         return False
     if not config.cafile:

@@ -1,4 +1,4 @@
-"""/resource_providers/{uuid}/aggregates and /traits: a provider's aggregates and traits."""
+"""The routes /resource_providers/{uuid}/aggregates and /resource_providers/{uuid}/traits."""
 
 from __future__ import annotations
 
@@ -15,13 +15,15 @@ SINCE_AGGREGATE_GENERATION = 19
 
 
 async def show_aggregates(api: Api, request: HttpRequest) -> Response:
-    """GET aggregates."""
+    """GET the aggregates of a provider."""
     generation, listed = await api.of_provider(request.parts[1], api.store.aggregates)
     return _aggregates(api, request, listed, generation)
 
 
 async def set_aggregates(api: Api, request: HttpRequest) -> Response:
-    """PUT aggregates; from 1.19 guarded by the provider's generation, which then moves."""
+    """PUT the aggregates of a provider. From 1.19 on, the body states the provider's generation, and the write
+    increments it.
+    """
     uuid = request.parts[1]
     generation: int | None = None
     try:
@@ -45,14 +47,14 @@ def _aggregates(api: Api, request: HttpRequest, listed: list[str], generation: i
 
 
 async def show_traits(api: Api, request: HttpRequest) -> Response:
-    """GET traits."""
+    """GET the traits of a provider."""
     generation, named = await api.of_provider(request.parts[1], api.store.traits, words="{0}: {0}")
     data = {"traits": list(named), "resource_provider_generation": generation}
     return json_response(data).set_modified(request, max(named.values(), default=api.clock.time()))
 
 
 async def set_traits(api: Api, request: HttpRequest) -> Response:
-    """PUT traits."""
+    """PUT the traits of a provider."""
     body = await api.parse(bodies.PROVIDER_TRAITS, request.body)
     named = [text_of(name) for name in body.traits]
     provider = written(await api.write_tree(SetTraits(request.parts[1], named, body.resource_provider_generation)))
@@ -61,6 +63,6 @@ async def set_traits(api: Api, request: HttpRequest) -> Response:
 
 
 async def delete_traits(api: Api, request: HttpRequest) -> Response:
-    """DELETE all traits."""
+    """DELETE all traits of a provider."""
     written(await api.write_tree(SetTraits(request.parts[1], ())))
     return Response(204)

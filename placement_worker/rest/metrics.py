@@ -28,14 +28,17 @@ LET_GO = Counter(
 )
 GATHERING = Gauge("berth_placement_rest_buffered_bytes", "Bytes of request bodies that are not whole yet.")
 
-# Looking labels up costs as much as all the rest of counting, and there are few: methods times routes times statuses.
+# The labelled counters are cached: to look labels up costs as much as the rest of the counting, and there are only as
+# many as methods times routes times statuses.
 _requests: dict[tuple[str, str, int], Counter] = {}
 _seconds: dict[tuple[str, str], Histogram] = {}
 METHODS = frozenset({"GET", "POST", "PUT", "DELETE"})
 
 
 def count_answer(method: str, route: str, status: int, seconds: float) -> None:
-    """Count one answer. route: a path of the table, never one that a client made up."""
+    """Count one answer. route: a path of the route table, never the client's own path, which could have any number of
+    values.
+    """
     method = method if method in METHODS else "other"
     counter = _requests.get((method, route, status))
     if counter is None:

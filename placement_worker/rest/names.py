@@ -1,4 +1,4 @@
-"""/traits and /resource_classes: the words of the book."""
+"""The routes /traits and /resource_classes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _may_exist(name: str) -> bool:
 
 
 async def put_trait(api: Api, request: HttpRequest) -> Response:
-    """PUT: 201 when it is new, 204 when it was there."""
+    """PUT a custom trait. The status is 201 when it is new, and 204 when it exists."""
     name = request.parts[1]
     if not _CUSTOM.fullmatch(name) or len(name) > MAX_NAME:
         raise HttpFault(
@@ -43,7 +43,7 @@ async def put_trait(api: Api, request: HttpRequest) -> Response:
 
 
 async def show_trait(api: Api, request: HttpRequest) -> Response:
-    """GET: 204 when it is there."""
+    """GET one trait. The status is 204 when it exists."""
     name = request.parts[1]
     row = await api.store.name(NameKind.TRAIT, name) if _may_exist(name) else None
     if row is None:
@@ -52,7 +52,7 @@ async def show_trait(api: Api, request: HttpRequest) -> Response:
 
 
 async def delete_trait(api: Api, request: HttpRequest) -> Response:
-    """DELETE a custom one that no provider has."""
+    """DELETE a custom trait that no provider has."""
     name = request.parts[1]
     if not _may_exist(name) or await api.store.name(NameKind.TRAIT, name) is None:
         raise _no_trait(name)
@@ -66,7 +66,7 @@ async def delete_trait(api: Api, request: HttpRequest) -> Response:
 
 
 async def list_traits(api: Api, request: HttpRequest) -> Response:
-    """GET many, by `name=in:A,B` or `name=startswith:C`, and by whether some provider has them."""
+    """GET traits, filtered by `name=in:A,B` or `name=startswith:C`, and by whether a provider has them."""
     query = request.query
     _LIST_TRAITS.check(query)
     names: list[str] | None = None
@@ -110,14 +110,14 @@ def _no_class(name: str) -> HttpFault:
 
 
 async def list_classes(api: Api, request: HttpRequest) -> Response:
-    """GET all."""
+    """GET all resource classes."""
     rows = await api.store.resource_classes()
     data = {"resource_classes": [_shown(row.name) for row in rows]}
     return json_response(data).set_modified(request, _newest(api, rows))
 
 
 async def create_class(api: Api, request: HttpRequest) -> Response:
-    """POST a custom one."""
+    """POST a custom resource class."""
     name = (await api.parse(bodies.RESOURCE_CLASS, request.body)).name
     if not await api.store.create_name(NameKind.CLASS, name):
         raise HttpFault(409, f"Conflicting resource class already exists: {name}")
@@ -125,13 +125,13 @@ async def create_class(api: Api, request: HttpRequest) -> Response:
 
 
 async def show_class(api: Api, request: HttpRequest) -> Response:
-    """GET one."""
+    """GET one resource class."""
     row = await _class(api, request.parts[1])
     return json_response(_shown(row.name)).set_modified(request, row.updated_at)
 
 
 async def rename_class(api: Api, request: HttpRequest) -> Response:
-    """PUT below 1.7: a custom class gets another name."""
+    """PUT below 1.7, which renames a custom class."""
     old = request.parts[1]
     new = (await api.parse(bodies.RESOURCE_CLASS, request.body)).name
     await _class(api, old)
@@ -147,7 +147,7 @@ async def rename_class(api: Api, request: HttpRequest) -> Response:
 
 
 async def ensure_class(api: Api, request: HttpRequest) -> Response:
-    """PUT from 1.7: 201 when it is new, 204 when it was there."""
+    """PUT from 1.7 on. The status is 201 when the class is new, and 204 when it exists."""
     name = request.parts[1]
     bodies.RESOURCE_CLASS.parse(msgspec.json.encode({"name": name.encode("utf-8", "replace").decode()}))
     known = await api.store.name(NameKind.CLASS, name)
@@ -156,7 +156,7 @@ async def ensure_class(api: Api, request: HttpRequest) -> Response:
 
 
 async def delete_class(api: Api, request: HttpRequest) -> Response:
-    """DELETE a custom one that no inventory is of."""
+    """DELETE a custom class that no provider has an inventory of."""
     name = request.parts[1]
     await _class(api, name)
     if name in STANDARD_CLASSES:

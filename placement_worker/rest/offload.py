@@ -1,7 +1,7 @@
-"""Work that takes too long for the event loop: done in a thread, one piece at a time.
+"""Runs work that takes too long for the event loop in a thread, one piece at a time.
 
-Reads of the book go there with a copy of it, and so see one state however much is written meanwhile. The interpreter
-lets other threads run at intervals, so that no other answer waits for these.
+Reads of the book get a copy of it, so that they see one state whatever is written meanwhile. The interpreter switches
+threads at intervals, so that other answers need not wait for this work.
 """
 
 from __future__ import annotations
@@ -20,16 +20,17 @@ from placement_worker.rest import metrics
 
 Result = TypeVar("Result")
 
-# How many calls may wait for those under way; a request beyond that is answered 503.
+# The number of calls that may wait. A request beyond this bound is answered 503.
 MAX_WAITING = 16
 
-# How long a thread keeps the interpreter from the event loop. An answer takes the loop a dozen turns (sockets, the
-# database), each of which waits this long for it; the interpreter's usual 5 ms would add up.
+# The interpreter's switch interval, after which the event loop gets the interpreter from a thread. An answer takes a
+# dozen turns of the loop (sockets, the database), each of which may wait this long; with the default of 5 ms that would
+# add up.
 SWITCH_S = 0.0005
 
 
 class TooBusy(Transient):
-    """More is waiting than may."""
+    """More calls are waiting than the bound allows."""
 
     code = "rest.too_busy"
 
@@ -37,7 +38,7 @@ class TooBusy(Transient):
 class OffloadThread:
     """One thread and the requests that wait for it. name: the kind of work, for the metric and the errors."""
 
-    _busy = 0  # of all of them; they belong to one event loop
+    _busy = 0  # of all instances, which belong to one event loop
     _usual_s = 0.0
 
     def __init__(self, name: str) -> None:
@@ -48,16 +49,16 @@ class OffloadThread:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"rest-{name}")
 
     async def read(self, book: Book, work: Callable[[Book], Result]) -> Result:
-        """Run the work on the book as it is when its turn comes. Raises TooBusy."""
+        """Run the work on a copy of the book, made when its turn comes. Raises TooBusy."""
 
         def begin() -> Callable[[], Result]:
-            copy = copy_of(book)  # nothing is written meanwhile: no await, and the loop is the only writer
+            copy = copy_of(book)  # there is no await, and the event loop is the only writer
             return lambda: work(copy)
 
         return await self._run(begin)
 
     async def run(self, work: Callable[[], Result]) -> Result:
-        """The result or exception of the work, when its turn has come. Raises TooBusy."""
+        """Run the work when its turn comes. Returns its result or raises its exception. Raises TooBusy."""
         return await self._run(lambda: work)
 
     async def _run(self, begin: Callable[[], Callable[[], Result]]) -> Result:
@@ -88,6 +89,6 @@ class OffloadThread:
                 sys.setswitchinterval(OffloadThread._usual_s)
 
     def close(self) -> None:
-        """Take nothing more; work under way ends by its own bound."""
+        """Accept no further work. Running work ends by its own bound."""
         self._closed = True
         self._thread.shutdown(wait=False, cancel_futures=True)

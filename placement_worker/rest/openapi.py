@@ -1,6 +1,4 @@
-"""The served routes, as an OpenAPI document: drawn from the table of routes and the schemas that
-bodies are checked by.
-"""
+"""The OpenAPI document of the served routes, derived from the route table and from the schemas of bodies."""
 
 from __future__ import annotations
 
@@ -22,7 +20,7 @@ from placement_worker.rest.versions import NEWEST, RANGE, SERVICE
 _ONE = "/resource_providers/{uuid}"
 _INVENTORIES = f"{_ONE}/inventories"
 
-# At the newest version that the operation has.
+# The schemas are those of each operation's newest version.
 BODIES: Mapping[tuple[str, str], Schema] = {
     ("POST", "/resource_classes"): schemas.RESOURCE_CLASS,
     ("POST", "/resource_providers"): schemas.POST_PROVIDER_14,
@@ -42,7 +40,7 @@ QUERIES: Mapping[tuple[str, str], Schema] = {
     ("GET", "/traits"): schemas.LIST_TRAITS,
     ("GET", "/usages"): schemas.USAGES_38,
 }
-# Names of a granular request, with the suffix of a group where the pattern leaves room for one.
+# The parameters of a granular request, which may have the suffix of a group.
 _GROUPED = ("resources", "required", "member_of", "in_tree")
 
 _ANSWERS = {
@@ -76,12 +74,12 @@ _ERROR: Schema = {
 
 
 async def show(api: Api, request: HttpRequest) -> Response:
-    """GET: this document."""
+    """GET this document."""
     del api, request
     return Response(200, _written())
 
 
-# Served only where the settings enable it: Placement has no such path, and answers 404.
+# This route is served only if the settings enable it, because Placement has no such path and answers 404.
 OPENAPI = Route("GET", "/openapi.json", show, gives=True)
 
 
@@ -91,7 +89,7 @@ def _written() -> bytes:
 
 
 def document() -> dict[str, Any]:
-    """The document, at the newest microversion."""
+    """Return the document for the newest microversion."""
     paths: dict[str, dict[str, Any]] = {}
     for route in ROUTES:
         if route.until == NEWEST:

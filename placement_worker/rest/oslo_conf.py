@@ -16,7 +16,7 @@ from placement_worker.rest.config import RestConfig
 
 FILE = "placement.conf"
 
-# oslo.policy's defaults, and keystoneauth1's names of what we can do.
+# The defaults of oslo.policy, and keystoneauth1's names of the supported authentication plugins.
 POLICY_FILE, POLICY_DIR = "policy.yaml", "policy.d"
 SIGN_IN = frozenset({"password", "v3password"})
 
@@ -24,7 +24,7 @@ T = TypeVar("T", bound=msgspec.Struct)
 
 
 def with_oslo_conf(config: RestConfig) -> RestConfig:
-    """The configuration with the file in conf_dir laid over it. Raises SettingsError."""
+    """Return the configuration, overridden by the file in conf_dir. Raises SettingsError."""
     if not config.conf_dir:
         return config
     folder = Path(config.conf_dir)
@@ -72,7 +72,9 @@ def _laid_over(config: RestConfig, sections: Mapping[str, Mapping[str, str]], fo
 
 
 def _policy(section: Mapping[str, str], folder: Path) -> dict[str, str]:
-    """The rules that oslo.policy would find: files beside the configuration are in force though nothing names them."""
+    """Return the policy settings as oslo.policy finds them: policy files beside the configuration apply even if no
+    setting names them.
+    """
     policy = dict(section)
     file, more = policy.pop("policy_file", ""), policy.pop("policy_dirs", "")
     if file or (folder / POLICY_FILE).is_file():

@@ -1,4 +1,4 @@
-"""The permissions of callers: Placement's rules under Placement's names, decided by oslo.policy."""
+"""Decides the permissions of callers by oslo.policy, with Placement's rules under Placement's names."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from placement_worker.rest.config import PolicyConfig
 if TYPE_CHECKING:
     from oslo_policy import policy
 
-# Verdicts are kept this long: a changed policy file acts after it, and oslo.policy is evaluated once per caller and
-# rule.
+# Verdicts are cached this long, so that oslo.policy is evaluated once for each caller and rule. A changed policy file
+# takes effect after this time.
 REFRESH_S = 2.0
 MAX_VERDICTS = 10_000
 
@@ -73,7 +73,7 @@ RULES = {
 
 
 class Policy:
-    """Verdicts by rule, caller and target, remembered for a moment."""
+    """Decides by rule, caller and target, and caches the verdicts for REFRESH_S."""
 
     def __init__(self, config: PolicyConfig, clock: Clock) -> None:
         self._clock = clock
@@ -82,7 +82,7 @@ class Policy:
         self._until = 0.0
 
     def allows(self, rule: str, caller: Caller, project_id: str | None) -> bool:
-        """Whether the caller may do it. project_id: whose affairs it is about."""
+        """Whether the rule allows the caller the operation. project_id: the project that the operation is about."""
         now = self._clock.monotonic()
         if now >= self._until or len(self._verdicts) >= MAX_VERDICTS:
             self._verdicts.clear()
@@ -107,7 +107,7 @@ class Policy:
 
 
 def _enforcer(config: PolicyConfig) -> policy.Enforcer:
-    # Here, not above: a third of a second of imports that no command but the one that serves should pay.
+    # Imported here and not above, because the import takes a third of a second, and only the serving command needs it.
     from oslo_config import cfg  # noqa: PLC0415
     from oslo_policy import opts, policy  # noqa: PLC0415
 
@@ -120,7 +120,7 @@ def _enforcer(config: PolicyConfig) -> policy.Enforcer:
         conf.set_override("policy_file", config.policy_file, "oslo_policy")
     else:
         conf.set_override("policy_file", "berth-has-no-policy-file", "oslo_policy")
-    # Its own default would also look into /etc/placement/policy.d, whatever our settings name.
+    # The default would also read /etc/placement/policy.d, whatever berth's settings name.
     conf.set_override("policy_dirs", [config.policy_dir] if config.policy_dir else [], "oslo_policy")
     conf.set_override("enforce_new_defaults", config.enforce_new_defaults, "oslo_policy")
     enforcer = policy.Enforcer(conf)

@@ -1,4 +1,4 @@
-"""/resource_providers: create, list, show, rename, re-parent, delete."""
+"""The routes /resource_providers and /resource_providers/{uuid}: create, list, show, rename, re-parent, delete."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _LIST = tuple((since, Checked(schema)) for since, schema in schemas.LIST_PROVIDE
 
 
 def shown(provider: Provider | ProviderRow, version: int) -> dict[str, Any]:
-    """A provider as the API shows it."""
+    """Return a provider as the API shows it."""
     path = f"/resource_providers/{provider.uuid}"
     links = [{"rel": "self", "href": path}]
     links += [{"rel": rel, "href": f"{path}/{rel}"} for since, rel in _LINKS if version >= since]
@@ -46,7 +46,7 @@ def shown(provider: Provider | ProviderRow, version: int) -> dict[str, Any]:
 
 
 async def create(api: Api, request: HttpRequest) -> Response:
-    """POST: 201 without a body, from 1.20 200 with it."""
+    """POST a provider. The answer is 201 without a body, and from 1.20 on 200 with the provider."""
     kind = bodies.POST_PROVIDER_14 if request.version >= SINCE_PARENTS else bodies.POST_PROVIDER
     body = await api.parse(kind, request.body)
     uuid = new_uuid(api.rng) if body.uuid is UNSET else body.uuid
@@ -73,13 +73,13 @@ def _cannot(action: str, name: str, uuid: str, why: str) -> str:
 
 
 async def show(api: Api, request: HttpRequest) -> Response:
-    """GET one."""
+    """GET one provider."""
     row = await api.provider(request.parts[1])
     return json_response(shown(row, request.version)).set_modified(request, row.updated_at)
 
 
 async def update(api: Api, request: HttpRequest) -> Response:
-    """PUT: another name, another parent."""
+    """PUT a provider with another name or another parent."""
     uuid = request.parts[1]
     kind = bodies.PUT_PROVIDER_14 if request.version >= SINCE_PARENTS else bodies.PUT_PROVIDER
     try:
@@ -100,7 +100,7 @@ async def update(api: Api, request: HttpRequest) -> Response:
 
 
 async def delete(api: Api, request: HttpRequest) -> Response:
-    """DELETE."""
+    """DELETE a provider."""
     uuid = request.parts[1]
     try:
         outcome = await api.write_tree(DeleteProvider(uuid))
@@ -121,7 +121,7 @@ def _not_there(uuid: str) -> HttpFault:
 
 
 async def list_all(api: Api, request: HttpRequest) -> Response:
-    """GET many, narrowed by the query."""
+    """GET the providers that meet the conditions of the query."""
     query = request.query
     at(_LIST, request.version).check(query)
     listing = await _listing(api, query, request.version)
@@ -134,7 +134,7 @@ async def list_all(api: Api, request: HttpRequest) -> Response:
 
 
 async def _listing(api: Api, query: QueryString, version: int) -> Listing | None:
-    """The query in the book's terms; None when it cannot match anything."""
+    """Return the query as a Listing; None when it cannot match any provider."""
     members = members_of(query.all("member_of"), version)
     traits = traits_of(query.all("required"), version) if query.all("required") else traits_of([], 39)
     requested = resources_of(text) if (text := query.get("resources")) is not None else {}

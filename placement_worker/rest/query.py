@@ -1,6 +1,4 @@
-"""The meaning of the parameters of query strings, by microversion; every way to get one wrong is a
-400 with its reason.
-"""
+"""Parses the parameters of query strings, by microversion. An invalid parameter is answered 400 with its reason."""
 
 from __future__ import annotations
 
@@ -18,19 +16,19 @@ from placement_worker.rest.schemas import Schema
 _CANONICAL = re.compile(r"[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}")
 _STRICT = FormatChecker()
 
-# The wording of Placement's own example, part of several of its messages.
+# The example in several of Placement's own error messages.
 _ANY_FORM = "in:HW_CPU_X86_VMX,CUSTOM_MAGIC"
 
 MAX_AMOUNT_DIGITS = 18
 
 
 def is_canonical(text: str) -> bool:
-    """Whether this is a UUID as the book spells them: lower case, with dashes."""
+    """Whether this is a UUID in the canonical form: lower case, with dashes."""
     return _CANONICAL.fullmatch(text) is not None
 
 
 def is_uuid(text: str) -> bool:
-    """Whether Placement takes this for a UUID: also upper case, without dashes, in braces or as a URN."""
+    """Whether Placement accepts this as a UUID: also in upper case, without dashes, in braces or as a URN."""
     plain = text.replace("urn:", "").replace("uuid:", "").strip("{}").replace("-", "").lower()
     try:
         return uuid.UUID(text).hex == plain
@@ -39,39 +37,39 @@ def is_uuid(text: str) -> bool:
 
 
 def canonical(text: str) -> str:
-    """A UUID that `is_uuid` takes, as the book spells it."""
+    """Return the canonical form of a UUID that `is_uuid` accepts."""
     return str(uuid.UUID(text))
 
 
 class Checked:
-    """A query string's schema."""
+    """The schema of a query string."""
 
     def __init__(self, schema: Schema) -> None:
         self._validator = Draft202012Validator(schema, format_checker=_STRICT)
 
     def check(self, query: QueryString) -> None:
-        """Raises HttpFault 400, worded as python-jsonschema words it."""
+        """Check a query string. Raises HttpFault 400 with the text of python-jsonschema."""
         wrong = best_match(self._validator.iter_errors(query.last()))
         if wrong is not None:
             raise HttpFault(400, f"Invalid query string parameters: {wrong}")
 
 
 class Traits(Struct, frozen=True):
-    """required: AND of any-of groups; forbidden: none of these."""
+    """The conditions on traits. required: AND of any-of groups. forbidden: none of these traits."""
 
     required: tuple[tuple[str, ...], ...] = ()
     forbidden: tuple[str, ...] = ()
 
 
 class Members(Struct, frozen=True):
-    """required: AND of any-of groups of aggregates; forbidden: in none of these."""
+    """The conditions on aggregates. required: AND of any-of groups. forbidden: none of these aggregates."""
 
     required: tuple[tuple[str, ...], ...] = ()
     forbidden: tuple[str, ...] = ()
 
 
 def resources_of(text: str) -> dict[str, int]:
-    """`VCPU:2,MEMORY_MB:1024` as amounts by class."""
+    """Parse `VCPU:2,MEMORY_MB:1024` into amounts by class."""
     form = (
         "Badly formed resources parameter. Expected resources query string parameter in form: "
         "?resources=VCPU:2,MEMORY_MB:1024. Got: "
@@ -91,13 +89,13 @@ def resources_of(text: str) -> dict[str, int]:
             ) from None
         if number < 1:
             raise HttpFault(400, f"Requested resource {name} requires amount >= 1. Got: {number}.")
-        # More than any inventory can hold is simply more than fits.
+        # An amount larger than any inventory does not fit, however large it is, so it is cut.
         requested[name] = min(number, 10**MAX_AMOUNT_DIGITS)
     return requested
 
 
 def traits_of(values: list[str], version: int) -> Traits:
-    """All values of one `required` parameter. Below 1.39 the last alone counts."""
+    """Parse all values of one `required` parameter. Below 1.39 only the last one counts."""
     required: dict[tuple[str, ...], None] = {}
     forbidden: dict[str, None] = {}
     for value in values if version >= 39 else values[-1:]:
@@ -138,7 +136,7 @@ def _one_required(value: str, *, allow_forbidden: bool, allow_any: bool) -> Trai
 
 
 def members_of(values: list[str], version: int, suffix: str = "") -> Members:
-    """All values of one `member_of` parameter."""
+    """Parse all values of one `member_of` parameter."""
     if version < 24 and len(values) > 1:
         raise HttpFault(400, f"Multiple member_of{suffix} parameters are not supported")
     required: list[tuple[str, ...]] = []
@@ -157,7 +155,7 @@ def members_of(values: list[str], version: int, suffix: str = "") -> Members:
 
 
 def _one_member_of(value: str) -> tuple[bool, tuple[str, ...]]:
-    """(whether they are forbidden, the aggregates)."""
+    """Parse one value into (whether the aggregates are forbidden, the aggregates)."""
     unwanted = value.startswith("!")
     listed = value.removeprefix("!")
     if "," in value and not listed.startswith("in:"):
@@ -178,7 +176,7 @@ def _one_member_of(value: str) -> tuple[bool, tuple[str, ...]]:
 
 
 def in_tree_of(value: str) -> str:
-    """A provider whose tree is meant."""
+    """Parse `in_tree`: the uuid of a provider of the requested tree."""
     text = value.strip()
     if not is_uuid(text):
         raise HttpFault(

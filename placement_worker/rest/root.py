@@ -1,4 +1,4 @@
-"""/: which versions are served."""
+"""The route /, which lists the served versions."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from placement_worker.rest.versions import RANGE
 
 
 async def home(api: Api, request: HttpRequest) -> Response:
-    """GET: the version document; no token is needed."""
+    """GET the version document, which needs no token."""
     version = {
         "id": f"v{RANGE[0]}",
         "max_version": RANGE[1],

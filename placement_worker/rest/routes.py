@@ -1,4 +1,4 @@
-"""One table of the served routes: method, path, handler, policy rule, versions, and what bodies go in and out."""
+"""The table of the served routes: method, path, handler, policy rule, versions, and bodies."""
 
 from __future__ import annotations
 
@@ -17,9 +17,8 @@ Handler = Callable[[Api, HttpRequest], Awaitable[Response]]
 
 
 class Route(Struct, frozen=True):
-    """One operation. rule None: open to all. too_new: the status below `since`.
-
-    takes, gives: whether its request, its answer is JSON; the caller must then send, or accept, that content type.
+    """One operation. rule: the policy rule; None: open to all. too_new: the status below microversion `since`. takes,
+    gives: whether the request or the answer is JSON; the caller must then send or accept that content type.
     """
 
     method: str
@@ -85,7 +84,7 @@ Shape = tuple[str, ...]
 
 
 class Router:
-    """Finds the route of a path: the fixed words of each path shape are a key."""
+    """Finds the route of a path. The key is the sequence of the path's fixed words."""
 
     def __init__(self, routes: tuple[Route, ...] = ROUTES) -> None:
         self._by_shape: dict[Shape, dict[str, list[Route]]] = {}
@@ -94,7 +93,9 @@ class Router:
             self._by_shape.setdefault(shape, {}).setdefault(route.method, []).append(route)
 
     def find(self, method: str, parts: tuple[str, ...], version: int) -> Route:
-        """The route. Raises HttpFault 404 for a path or version, 405 for a method that is not served."""
+        """Return the route. Raises HttpFault 404 for a path or version that is not served, and 405 for a method that is
+        not.
+        """
         by_method = self._by_shape.get(_shape(parts))
         if by_method is None or not all(parts):
             raise HttpFault(404)
@@ -108,10 +109,10 @@ class Router:
 
 
 def parts_of(path: str) -> tuple[str, ...]:
-    """A path's segments; none for the root."""
+    """Return the segments of a path, none for the root."""
     return tuple(path[1:].split("/")) if len(path) > 1 else ()
 
 
 def _shape(parts: tuple[str, ...]) -> Shape:
-    """The words at even places; what stands at odd places is a name."""
+    """Return the fixed words of a path, which stand at the even places; names stand at the odd ones."""
     return (str(len(parts)), *parts[::2])

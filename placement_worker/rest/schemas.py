@@ -1,4 +1,4 @@
-"""JSON schemas of bodies and query strings, by microversion; their errors have the texts that clients know."""
+"""The JSON schemas of bodies and query strings, by microversion. Their errors have the texts of Placement."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ CUSTOM_TRAIT: Schema = {**TRAIT, "pattern": CUSTOM_NAME}
 
 
 def record(properties: Mapping[str, Schema], *required: str) -> Schema:
-    """An object with these properties, some of them required, and no others."""
+    """Return the schema of an object with these properties, some of them required, and no others."""
     schema: Schema = {"type": "object", "properties": dict(properties)}
     if required:
         schema["required"] = list(required)
@@ -34,7 +34,7 @@ def record(properties: Mapping[str, Schema], *required: str) -> Schema:
 
 
 def mapping(pattern: str, value: Schema, *, at_least: int = 0, closed: bool = True) -> Schema:
-    """An object whose keys match the pattern."""
+    """Return the schema of an object whose keys match the pattern."""
     schema: Schema = {"type": "object", "patternProperties": {pattern: value}}
     if at_least:
         schema["minProperties"] = at_least
@@ -163,12 +163,12 @@ ALLOCATIONS_38 = record(
 
 
 def many(allocations: Schema, *, at_least: int = 1) -> Schema:
-    """POST /allocations: one of these for each consumer."""
+    """Return the schema of POST /allocations: an object with allocations for each consumer."""
     return mapping(UUID_KEY, allocations, at_least=at_least)
 
 
 def reshape(allocations: Schema) -> Schema:
-    """POST /reshaper."""
+    """Return the schema of POST /reshaper."""
     return record(
         {
             "inventories": mapping(UUID_KEY, PUT_INVENTORIES, at_least=1),

@@ -1,4 +1,4 @@
-"""The REST API as a part of the placement service: listens, serves, and stops within the grace time."""
+"""Runs the REST API as a part of the placement service: listens, serves, and stops within the grace time."""
 
 from __future__ import annotations
 
@@ -33,22 +33,22 @@ NOAUTH2 = "noauth2"  # when no `auth` is set
 
 
 class CannotListen(Forbidden):
-    """The address is taken, or not ours: starting again does not help."""
+    """The address is in use, or does not belong to this machine. A restart does not help."""
 
     code = "rest.cannot_listen"
 
 
 class _Server(uvicorn.Server):
-    """Without uvicorn's signal handlers: signals are the process's own business."""
+    """uvicorn's server without its signal handlers, because the process handles signals itself."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None, None, None]:
-        """Leave signals alone."""
+        """Install no signal handlers."""
         yield
 
 
 class RestServer:
-    """Serves the API at `config.listen`; port 0 takes a free one, which `port` then names."""
+    """Serves the API at `config.listen`. With port 0 the system chooses a free port, which `port` then names."""
 
     def __init__(
         self,
@@ -72,11 +72,11 @@ class RestServer:
         self._opened, self._ended = asyncio.Event(), asyncio.Event()
 
     def add_health(self, health: Health) -> None:
-        """Answer /healthz, /readyz and /metrics too."""
+        """Serve /healthz, /readyz and /metrics, too."""
         self._served = with_health(self.application, health)
 
     async def open(self) -> None:
-        """Listen; every answer is 503 until `run` has the book. Raises CannotListen."""
+        """Start to listen. Every answer is 503 until `run` has loaded the book. Raises CannotListen."""
         listening = self._listen()
         self._server = _Server(self._uvicorn())
         self._serving = asyncio.create_task(self._server.serve(sockets=[listening]), name="rest server")
@@ -84,15 +84,15 @@ class RestServer:
         log.info("rest.listening", host=self.host, port=self.port, auth=self.config.auth or NOAUTH2)
 
     async def run(self) -> None:
-        """Serve until drained, listening first when it was not opened. Raises CannotListen, BrokenInvariant."""
+        """Serve until drained; `open` is called first if it was not. Raises CannotListen, BrokenInvariant."""
         try:
-            await self.api.replica.fresh()  # the first search shall not pay for loading the book
+            await self.api.replica.fresh()  # loads the book before the first search needs it
             if self._serving is None:
                 await self.open()
             assert self._serving is not None
             self.application.opened = True
             self._opened.set()
-            await asyncio.wait({self._serving})  # cancelled, it does not take the server with it: `close` ends that
+            await asyncio.wait({self._serving})  # a cancellation of `run` does not end the server; `close` does
             self._serving.result()
         finally:
             await self.close()
@@ -102,15 +102,15 @@ class RestServer:
 
     @property
     def ready(self) -> bool:
-        """Whether it answers, from the book."""
+        """Whether requests are answered from the book."""
         return self._opened.is_set()
 
     async def wait_ready(self) -> None:
-        """Until it does. Bounded by `run`: when that ends, so does the service."""
+        """Wait until the server is ready. The service ends when `run` does, which bounds the wait."""
         await self._opened.wait()
 
     async def close(self) -> None:
-        """End what drained or not still listens. May be called again."""
+        """Stop listening and end the server, drained or not. It may be called again."""
         self.application.opened = False
         self._opened.clear()
         if self._serving is not None and not self._serving.done():
@@ -120,7 +120,7 @@ class RestServer:
         await self._auth.close()
 
     def _fail(self, error: BrokenInvariant) -> None:
-        """The process must stop; requests under way still get their answers."""
+        """Stop the process because of this error. Requests in progress are still answered."""
         self._failed = self._failed or error
         if self._server is not None:
             self._server.should_exit = True
@@ -142,7 +142,7 @@ class RestServer:
         )
 
     async def drain(self, grace_s: float) -> None:
-        """Take nothing more; finish the requests under way."""
+        """Accept no further requests, and finish those in progress within the grace time (seconds)."""
         self._opened.clear()
         if self._server is not None:
             self._server.should_exit = True
@@ -170,7 +170,7 @@ def _auth_of(config: RestConfig, host: str, clock: Clock) -> Auth:
 
 
 def address_of(listen: str) -> tuple[str, int]:
-    """HOST:PORT as its parts. Raises SettingsError."""
+    """Split HOST:PORT into its parts. Raises SettingsError."""
     host, _, port = listen.rpartition(":")
     if not port.isdigit() or int(port) > 65_535:
         raise SettingsError("rest.listen", f"not HOST:PORT: {listen!r}")

@@ -1,7 +1,7 @@
-"""The provider summaries of allocation candidates, as text straight from columns.
+"""Renders the provider summaries of allocation candidates as text, directly from columns.
 
-A provider's text is kept until its row changes, for the versions that clients use: of a thousand summaries
-in an answer few have changed since the last one.
+The text of a provider is cached until its row changes, for the versions that clients use: few of the thousand summaries
+in an answer have changed since the last one.
 """
 
 from __future__ import annotations
@@ -21,12 +21,14 @@ SINCE_TRAITS = 17
 SINCE_ALL_CLASSES = 27
 SINCE_NESTED = 29
 
-# Rows of a book whose texts are kept, some 300 bytes each.
+# The number of rows of a book whose texts are cached, some 300 bytes each.
 ROWS_KEPT = 1 << 18
 
 
 def summaries(book: Book, found: CandidateSet, classes: Collection[str], version: int) -> bytes:
-    """Every provider that is touched. classes: those that were requested, all that is listed below 1.27."""
+    """Return the summaries of every provider of the candidates. classes: the requested classes; below 1.27 only these
+    are listed.
+    """
     if not len(found):
         return b""
     if version < SINCE_NESTED:
@@ -42,14 +44,14 @@ def summaries(book: Book, found: CandidateSet, classes: Collection[str], version
 
 
 class _Kept:
-    """Texts by row, and the stamp that each row had then."""
+    """The texts by row, with the stamp that the row had when the text was rendered."""
 
     def __init__(self) -> None:
         self._texts: list[bytes] = []
         self._stamps: Amounts = np.zeros(0, dtype=np.int64)
 
     def of(self, book: Book, rows: Rows) -> bytes:
-        """The texts of these rows, in their order."""
+        """Return the texts of these rows, in the order of the rows."""
         if len(self._texts) < book.size:
             self._texts += [b""] * (book.size - len(self._texts))
             stamps, self._stamps = self._stamps, np.zeros(book.size, dtype=np.int64)
@@ -65,7 +67,7 @@ class _Kept:
 
 
 def _texts(book: Book, rows: Rows, only: Collection[str] | None, version: int) -> tuple[Rows, list[bytes]]:
-    """(the rows in another order, and their texts); providers with the same classes and traits share a template."""
+    """Return (the rows in another order, their texts). Providers with the same classes and traits share a template."""
     kinds = np.stack([book.classes[rows], book.traits[rows]], axis=1)
     distinct, which = np.unique(kinds, axis=0, return_inverse=True)
     by_number = {column.number: column for name in book.resource_classes() if (column := book.column(name))}
@@ -87,7 +89,9 @@ def _giving(found: CandidateSet) -> Rows:
 
 
 def _by_inventory(rows: Rows, classes: Sequence[ClassColumns]) -> Iterator[tuple[Rows, list[ClassColumns]]]:
-    """Rows with the classes that they have inventory of: one that is only used, or was removed, is not listed."""
+    """Group the rows by the classes that they have inventory of. A class that is used without inventory, or was
+    removed, is not listed.
+    """
     has = np.array([column.kind[rows] > 0 for column in classes], dtype=np.bool_).reshape(len(classes), len(rows))
     if has.all():
         yield rows, list(classes)
@@ -98,13 +102,13 @@ def _by_inventory(rows: Rows, classes: Sequence[ClassColumns]) -> Iterator[tuple
 
 
 def _alike(book: Book, rows: Rows, classes: Sequence[ClassColumns], traits: Sequence[str], version: int) -> list[bytes]:
-    """Summaries of providers that have inventory of the same classes, and the same traits."""
+    """Render the summaries of providers that have inventory of the same classes, and the same traits."""
     names, figures = _figures(rows, classes)
     resources = ",".join(f'"{name}":{{"capacity":%s,"used":%s}}' for name in names)
     template = f'"%s":{{"resources":{{{resources}}}'
     columns: list[list[object]] = [[book.uuid_of(row) for row in rows.tolist()], *figures]
     if version >= SINCE_TRAITS:
-        listed = sorted(traits, key=lambda trait: (is_custom(trait), trait))  # Placement lists standard ones first
+        listed = sorted(traits, key=lambda trait: (is_custom(trait), trait))  # Placement lists standard traits first
         template += f',"traits":{msgspec.json.encode(listed).decode()}'
     if version >= SINCE_NESTED:
         template += ',"parent_provider_uuid":%s,"root_provider_uuid":"%s"'
@@ -117,7 +121,7 @@ def _alike(book: Book, rows: Rows, classes: Sequence[ClassColumns], traits: Sequ
 
 
 def _figures(rows: Rows, classes: Sequence[ClassColumns]) -> tuple[list[str], list[list[object]]]:
-    """(the classes, for each a column of capacities and one of amounts used)."""
+    """Return (the classes, and for each class a column of capacities and a column of usage)."""
     figures: list[list[object]] = []
     for column in classes:
         figures.append(column.kinds.columns()[CAPACITY][column.kind[rows]].tolist())

@@ -1,4 +1,4 @@
-"""/usages and /resource_providers/{uuid}/usages: the usage, by class."""
+"""The routes /usages and /resource_providers/{uuid}/usages."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ _USAGES_9, _USAGES_38 = Checked(schemas.USAGES_9), Checked(schemas.USAGES_38)
 
 
 async def of_provider(api: Api, request: HttpRequest) -> Response:
-    """GET of one provider."""
+    """GET the usage of one provider by class."""
     generation, used = await api.of_provider(request.parts[1], api.store.usages, words="{0}: {0}")
     data = {"resource_provider_generation": generation, "usages": used}
     return json_response(data).set_modified(request, api.clock.time())
 
 
 async def of_project(api: Api, request: HttpRequest) -> Response:
-    """GET of a project, perhaps of one user, perhaps of one type of consumers."""
+    """GET the usage of a project by class, optionally of one user and of one consumer type."""
     query = request.query
     typed = request.version >= SINCE_CONSUMER_TYPES
     (_USAGES_38 if typed else _USAGES_9).check(query)

@@ -1,4 +1,6 @@
-"""Microversions: which one a request names. All that is served is 1.x, so a version is its minor number."""
+"""Parses the microversion of a request. All served versions are 1.x, so a version is represented by its minor
+number.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +13,9 @@ RANGE = (f"1.{OLDEST}", f"1.{NEWEST}")
 
 
 def version_of(header: str) -> int:
-    """The minor version for placement in an `openstack-api-version` header; without one the oldest.
+    """Return the minor version for placement in an `openstack-api-version` header, or else the oldest version.
 
-    Raises HttpFault 406 for a version that is not served, 400 for one that is none.
+    Raises HttpFault 406 for a version that is not served, and 400 for an invalid one.
     """
     for value in reversed(header.split(",")):
         service, _, version = value.strip().partition(" ")
