@@ -334,7 +334,7 @@ def _fits(ledger: ClaimLedger, option: ClaimOption, held: Holding, source: Holdi
         for name, amount in resources.items():
             more = (max(amount, amount_of(source, uuid, name)) if source else amount) - before.get(name, 0)
             if more <= 0:
-                continue  # an amount that does not grow is allowed, even when the provider is over capacity
+                continue  # over capacity or not, an amount that does not grow is allowed
             inventory = inventories.get(name)
             if inventory is None:
                 known, shape = name in ledger.known_classes, ledger.providers[uuid].shape
