@@ -1,4 +1,4 @@
-"""One bus as its users see it: publish, ask, declare, consume."""
+"""The interface of one bus: publish, request, declare, consume."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ __all__ = ["API", "Bus", "BusLimits"]
 
 R = TypeVar("R", bound=Message)
 
-# A call that publishes more than this batches: also messages that leave under a key of their own.
+# A call with more messages than this publishes batches, also of messages that otherwise leave under a key of their own.
 FEW = 2
 
 log = structlog.get_logger("bus")
@@ -66,17 +66,17 @@ class Bus:
 
     @property
     def unavailable_reason(self) -> str:
-        """Why nothing can be published on it now; "": it can."""
+        """The reason why nothing can be published on the bus now; "" when it can."""
         if not self.transport.connected:
             return "not connected"
         blocked = self.transport.blocked
         return f"the broker takes no messages: {blocked}" if blocked else ""
 
     def belongs_to(self, role: str, deployment: Callable[[], str], place: Callable[[], str] = lambda: "") -> None:
-        """Enter the bus only if it is this deployment's, or no other's yet.
+        """Have `open` enter the bus only if the bus belongs to this deployment or to none yet.
 
-        deployment: the identity of the role's database; place: of the database that all roles above cells share
-        ("": none). Both are known by the time the bus is opened.
+        deployment: a function that returns the identity of the role's database. place: one that returns the identity of
+        the database that all roles above cells share ("": none). Both are called when the bus is opened.
         """
         self._owner = role, deployment, place
 
@@ -93,7 +93,7 @@ class Bus:
         await self.transport.declare_shared()
 
     async def close(self) -> None:
-        """Send the gathered messages, within the bound, and close the connection."""
+        """Send the gathered messages within the time bound, and close the connection."""
         await self.publisher.close()
         await self.transport.close()
 
@@ -111,10 +111,10 @@ class Bus:
         await waiter.wait()
 
     async def publish_all(self, messages: Sequence[tuple[Message, str]], traceparents: Sequence[str] = ()) -> None:
-        """Publish many messages, each with its cause; raises the first error after all are settled.
+        """Publish many messages, each with its cause. Raises the first error, after all are settled.
 
-        traceparents: of each message, where it is known before ("": none); otherwise the trace of the message that is
-        being handled.
+        traceparents: the trace of each message, where the caller knows it ("": none). By default it is the trace of the
+        message that is being handled.
         """
         waiter = Waiter()
         few = len(messages) <= FEW
@@ -143,7 +143,9 @@ class Bus:
         return [place.error for place in places]
 
     async def request(self, message: Message, reply: type[R], *, timeout_s: float, cause: str = "") -> R:
-        """Ask and wait for the reply. Raises RequestTimeout or RequestRefused (with the other side's code)."""
+        """Send a request and wait for the reply. Raises RequestTimeout or RequestRefused (with the other side's
+        code).
+        """
         answer = (await self._requester.ask([message], reply, timeout_s=timeout_s, causes=[cause]))[0]
         if isinstance(answer, Fault):
             raise answer
@@ -152,14 +154,13 @@ class Bus:
     async def request_all(
         self, messages: Sequence[Message], reply: type[R], *, timeout_s: float, causes: Sequence[str]
     ) -> list[R | Fault]:
-        """Ask many at once, in one round trip; each place holds its reply or its fault."""
+        """Send many requests in one round trip. Returns the reply or the fault of each, in order."""
         return await self._requester.ask(messages, reply, timeout_s=timeout_s, causes=causes)
 
     async def declare(self, queue: str, **fill: str) -> str:
-        """Declare a queue of the catalogue by its row's name; returns its real name.
-
-        `{process}` is this bus's own process unless another is given. While another connection has a private queue
-        of this name (a former one of ours, perhaps), it waits. Raises QueueLocked when the policy of that name ends.
+        """Declare a queue of the catalogue by its row's name, and return its real name. `{process}` is this bus's own
+        process unless another is given. While another connection, perhaps a former one of this process, has a private
+        queue of this name, the call is retried. Raises QueueLocked when the policy QUEUE_LOCKED ends.
         """
 
         def log_failure(error: BaseException, _failures: int) -> None:
@@ -190,9 +191,9 @@ class Bus:
         paced: bool = False,
         **fill: str,
     ) -> Consumer:
-        """A consumer of a queue of the catalogue; it declares the queue when it starts.
+        """Return a consumer of a queue of the catalogue. It declares the queue when it starts.
 
-        paced: between two batches it leaves time for the next one to gather (`bus.consuming.batch_interval`).
+        paced: the consumer waits between two batches, so that the next one gathers (`bus.consuming.batch_interval`).
         """
         return Consumer(
             self,
@@ -227,14 +228,15 @@ class Bus:
             traceparent=(traceparent_of(cause) if traceparent is None else traceparent) or None,
         )
         packed = pack(message, meta)
-        # Where only berth's own processes listen it leaves in batches alone, of all states and projects together.
+        # On a bus where only berth's processes listen, the message leaves in batches only, of all states and projects
+        # together.
         key = row.batch_key if row.batch_key and not mode.probes_first else routing_key(message)
         has_two_keys = mode.probes_first
         if has_two_keys and few and self.publisher.post_once(row.exchange, key, mode, row.batch_key, packed, waiter):
             return
         self.publisher.post(row.exchange, key, mode, packed, waiter)
         if has_two_keys:
-            # An id of its own: it distinguishes the broker's answers on this connection.
+            # A new id, because the id distinguishes the broker's answers on this connection.
             again = Packed(packed.body, structs.replace(meta, id=f"{meta.id}.b"), packed.type)
             self.publisher.post(row.exchange, row.batch_key, BATCHED, again, waiter)
 
@@ -242,8 +244,8 @@ class Bus:
         found = self._modes.get(kind)
         if found is None:
             row = BY_TYPE[kind]
-            # Programs that are not ours listen to public events on the API bus, and read one JSON object a message.
-            # Without them the cost is almost nothing.
+            # Other programs may listen to public events on the API bus, and read one JSON object in each message.
+            # Without listeners this costs almost nothing.
             alone = row.public and row.exchange == EVENTS and self.name == API
             probes_first = alone and bool(row.batch_key)
             found = self._modes[kind] = (

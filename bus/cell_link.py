@@ -1,4 +1,6 @@
-"""A worker's presence on a cell's bus below it. An unavailable cell delays no other: it is served when it comes."""
+"""A worker's connection to the bus of a cell. An unavailable cell does not delay the others; it is served when it
+becomes available.
+"""
 
 from __future__ import annotations
 
@@ -17,9 +19,8 @@ log = structlog.get_logger(__name__)
 
 
 class CellLink:
-    """Opens one cell's bus and consumes there, as a side task of the service.
-
-    beside: side tasks of the link, which run while it is up.
+    """Opens the bus of one cell and consumes there, as a side task of the service. beside: further tasks, which run
+    while the link is up.
     """
 
     def __init__(
@@ -36,11 +37,11 @@ class CellLink:
 
     @property
     def ready(self) -> bool:
-        """Whether this cell is served now (for /readyz)."""
+        """Whether the cell is served now (for /readyz)."""
         return self.up.is_set() and all(consumer.ready for consumer in self._consumers)
 
     async def run(self) -> None:
-        """Connect, however long that takes, and consume until drained; raises what ended a consumer otherwise."""
+        """Connect, however long that takes, and consume until drained. Raises the fault that ended a consumer."""
         await self._bus.transport.open()
         await Retrying(CELL_UNAVAILABLE, self._bus.clock).call(
             self._start,
@@ -61,7 +62,7 @@ class CellLink:
                 await consumer.start()
 
     async def drain(self, grace_s: float) -> None:
-        """Take no further messages, finish the batches under way."""
+        """Take no further messages, and finish the batches in progress within the grace time (seconds)."""
         await asyncio.gather(*(consumer.drain(grace_s) for consumer in self._consumers if consumer.started))
 
     async def close(self) -> None:
@@ -70,7 +71,9 @@ class CellLink:
 
 
 async def wait_for(links: Sequence[CellLink], wait_s: float) -> None:
-    """Wait for the cells for a bounded time, so that a system that starts together is complete when it is ready."""
+    """Wait a bounded time (seconds) for the cells, so that in a system whose processes start together all cells are
+    served when it is ready.
+    """
     try:
         async with asyncio.timeout(wait_s):
             await asyncio.gather(*(link.up.wait() for link in links))

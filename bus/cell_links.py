@@ -20,16 +20,16 @@ from bus.service.service import Reached
 
 log = structlog.get_logger(__name__)
 
-REOPEN_S = 5.0  # the bus of an added cell that a worker may not enter, or does not find, is tried again after this
-DRAIN_S = 5.0  # the most that batches under way may take when a cell is taken out of use
-MAX_ADDED = 200  # cells beyond those of the settings; each is a connection
+REOPEN_S = 5.0  # the interval at which an added cell's bus is tried again after it could not be entered or found
+DRAIN_S = 5.0  # the grace time for batches in progress when a cell is taken out of use
+MAX_ADDED = 200  # the bound of cells beyond those of the settings; each has a connection
 
-# How a worker reaches a cell: by its settings (None), or as an operator has decided.
+# Opens the bus of a cell: by the settings (None), or at the address that an operator has defined.
 Reach = Callable[[str, CellBus | None], Bus]
 
 
 class _CellSlot:
-    """One cell. configured: the settings name it, so that what ends its link ends the worker."""
+    """One cell. configured: the settings name the cell, so a fault that ends its link ends the worker."""
 
     def __init__(self, name: str, where: CellBus | None, link: CellLink | None) -> None:
         self.name = name
@@ -48,7 +48,7 @@ class _ReachedCell:
 
     @property
     def unavailable_reason(self) -> str:
-        """Why nothing can be published to it; "": it can, or it is not in use."""
+        """The reason why nothing can be published to the cell; "" when it can, or when the cell is not in use."""
         if not self._slot.wanted:
             return ""
         bus = self._buses.get(self._slot.name)
@@ -56,11 +56,9 @@ class _ReachedCell:
 
 
 class CellLinks:
-    """The links of one worker.
-
-    make: the link of a bus, with its consumers. reach: opens buses while the worker runs; None: the cells are those of
-    the settings. opened, closed: called with a bus that is connected to from now on, or not any more. buses: of the
-    cells in use, by name, as they are now.
+    """The links of one worker. make: a function that makes the link of a bus, with its consumers. reach: opens buses
+    while the worker runs; None: the cells are those of the settings. opened, closed: called with a bus when the worker
+    connects to it or disconnects. buses: the buses of the cells that are in use, by name.
     """
 
     def __init__(
@@ -94,7 +92,7 @@ class CellLinks:
         return frozenset(name for name, slot in self._slots.items() if slot.configured)
 
     def configure(self, bus: Bus) -> CellLink:
-        """A cell of the settings, before the start; `hold` is its side task."""
+        """Add a cell of the settings, before the start. `hold` is its side task."""
         link = self._make(bus)
         self._slots[bus.name] = _CellSlot(bus.name, None, link)
         self.buses[bus.name] = bus
@@ -102,7 +100,7 @@ class CellLinks:
         return link
 
     def state_of(self, name: str) -> tuple[LinkState, str]:
-        """Of the link to one cell, and why it is not up."""
+        """Return the state of the link to one cell, and why the link is not up."""
         slot = self._slots.get(name)
         if slot is None or not slot.wanted:
             return LinkState.CLOSED, ""
@@ -111,16 +109,16 @@ class CellLinks:
         return LinkState.CONNECTING, slot.problem
 
     def is_ready(self, name: str) -> bool:
-        """Whether a cell of the settings is served now, or is not to be."""
+        """Whether a cell of the settings is served now, or is out of use."""
         slot = self._slots[name]
         return not slot.wanted or (slot.link is not None and slot.link.ready)
 
     def reached(self, name: str) -> Reached:
-        """The state of a cell of the settings for /readyz."""
+        """Return the state of a cell of the settings for /readyz."""
         return _ReachedCell(self._slots[name], self.buses)
 
     def want(self, cells: Mapping[str, CellBus | None]) -> None:
-        """The cells to be in use, and where they are; None: as in the settings."""
+        """Set the cells that are to be in use, with the addresses of their buses; None: the address in the settings."""
         if self._reach is None or self._stopping:
             return
         for name, slot in self._slots.items():
@@ -138,7 +136,7 @@ class CellLinks:
             log.error("cells.too_many", most=MAX_ADDED, left_out=added[room : room + 10])
 
     async def run(self) -> None:
-        """Hold the links to added cells, until cancelled."""
+        """Keep the links to added cells, until cancelled."""
         async with asyncio.TaskGroup() as group:
             while True:
                 for name in sorted(self._slots.keys() - self._held):
@@ -148,7 +146,7 @@ class CellLinks:
                 await self._added.wait()
 
     async def hold(self, name: str) -> None:
-        """Serve one cell while it is in use; raises what ended the link to a cell of the settings."""
+        """Serve one cell while it is in use. Raises the fault that ended the link to a cell of the settings."""
         slot = self._slots[name]
         if self._reach is None:
             assert slot.link is not None, name
@@ -166,13 +164,15 @@ class CellLinks:
                 return
 
     async def _serve(self, slot: _CellSlot) -> None:
-        """Until the cell is out of use, elsewhere, or, if it was added, cannot be entered for now."""
+        """Serve a cell until it is out of use or its address changes; an added cell also until it cannot be entered for
+        now.
+        """
         slot.changed.clear()
         try:
             link = slot.link or self._open(slot)
             await self._until_changed(slot, link)
             slot.problem = ""
-        except Exception as error:  # of a group the worst decides
+        except Exception as error:  # the worst fault of a group decides
             first = first_fault(error)
             if slot.configured or not isinstance(first, BusError | CellAddressInvalid):
                 raise
@@ -226,7 +226,9 @@ class CellLinks:
             await link.close()
 
     async def drain(self, grace_s: float) -> None:
-        """Take no further messages from any cell, finish the batches under way."""
+        """Take no further messages from any cell, and finish the batches in progress within the grace time
+        (seconds).
+        """
         self._stopping = True
         links = [slot.link for slot in self._slots.values() if slot.link is not None]
         await asyncio.gather(*(link.drain(grace_s) for link in links))

@@ -9,20 +9,20 @@ from typing import Protocol
 
 
 class Clock(Protocol):
-    """Wall time for records, monotonic time for measurements, and the only way to wait."""
+    """The wall time for records, the monotonic time for measurements, and the only way to wait."""
 
     def time(self) -> float:
         """Seconds since the epoch."""
 
     def monotonic(self) -> float:
-        """Seconds that never go back."""
+        """Monotonic seconds."""
 
     async def sleep(self, seconds: float) -> None:
-        """Wait."""
+        """Wait this many seconds."""
 
 
 class SystemClock:
-    """The machine's clock; waits on the running loop, so a virtual-time loop moves it too."""
+    """The machine's clock. It waits on the running loop, so that a loop with virtual time controls the waits."""
 
     def time(self) -> float:
         """Seconds since the epoch."""
@@ -38,19 +38,20 @@ class SystemClock:
 
 
 def shared_delay_s(now: float, every_s: float) -> float:
-    """Seconds until the next multiple of `every_s` on the machine's clock that is at least half of it away, so between
-    a half and one and a half of it. now: the running loop's time, which all processes of a machine share.
+    """Return the seconds until the next multiple of `every_s` on the machine's clock that is at least `every_s / 2`
+    away, so between 0.5 and 1.5 times `every_s`. now: the time of the running loop, whose clock all processes of a
+    machine share.
 
-    Work that nothing waits for is done at these times by all processes of a machine: one wake-up of the broker and of
-    the database, and one flush, serves all of them.
+    All processes of a machine do work that no task waits for at these times, so that one wake-up of the broker and of
+    the database, and one flush, serve all of them.
     """
     left_s = every_s - now % every_s
     return left_s if left_s >= every_s / 2 else left_s + every_s
 
 
 def new_uuid(rng: random.Random) -> str:
-    """A random (version 4) UUID from the given source, in canonical text."""
-    # The same as uuid.UUID(int=..., version=4), in a third of the time: every message has one.
+    """Return a random (version 4) UUID from the given generator, in canonical form."""
+    # This equals uuid.UUID(int=..., version=4) in a third of the time; every message needs one.
     text = f"{rng.getrandbits(128) & _FREE_BITS | _VERSION_4:032x}"
     return f"{text[:8]}-{text[8:12]}-{text[12:16]}-{text[16:20]}-{text[20:]}"
 

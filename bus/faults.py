@@ -1,10 +1,12 @@
-"""Faults, by what happens next. Expected outcomes are values; these are for unexpected failures."""
+"""Exceptions for unexpected failures, divided by the reaction to them. Expected outcomes are values and no
+exceptions.
+"""
 
 from __future__ import annotations
 
 
 class Fault(Exception):
-    """Base. `code` is stable and dotted."""
+    """The base of faults. code: stable and dotted."""
 
     code = "fault"
 
@@ -16,13 +18,15 @@ class Fault(Exception):
 
 
 class Transient(Fault):
-    """Something we depend on is unavailable. The consumer waits and calls the handler again; no retry is used up."""
+    """A server that the process depends on is unavailable. The consumer waits and calls the handler again; no retry is
+    used up.
+    """
 
     code = "fault.transient"
 
 
 class DatabaseUnavailable(Transient):
-    """The database cannot be reached, or went away in the middle: the transaction may or may not have committed."""
+    """The database cannot be reached, or the connection was lost: the transaction may or may not have committed."""
 
     code = "database.unavailable"
 
@@ -38,25 +42,27 @@ class RequestUnconfirmed(RequestTimeout):
 
 
 class Forbidden(Fault):
-    """Our own credentials or settings are turned down. Neither waiting nor another message helps: the process stops."""
+    """A server refuses this process's credentials or settings. Neither a wait nor another message helps, so the process
+    stops.
+    """
 
     code = "fault.forbidden"
 
 
 class DatabaseForbidden(Forbidden):
-    """These credentials or this database name are wrong. Waiting does not help."""
+    """The credentials or the name of the database are wrong. A wait does not help."""
 
     code = "database.forbidden"
 
 
 class DatabaseUnprepared(DatabaseForbidden):
-    """The schema has not the tables that our migrations make: no worker was there yet, or they were dropped."""
+    """The schema lacks tables of berth's migrations: no worker has started yet, or the tables were dropped."""
 
     code = "database.unprepared"
 
 
 class DatabaseReplaced(DatabaseForbidden):
-    """The schema was made anew under this process: its cached state is another database's."""
+    """The schema was created anew while this process ran, so the cached state belongs to another database."""
 
     code = "database.replaced"
 
@@ -68,13 +74,13 @@ class RequestRefused(Fault):
 
 
 class BrokenInvariant(Fault):
-    """An invariant is broken. The process stops, non-zero, rather than make it worse."""
+    """An invariant is broken. The process stops with a non-zero status, so that it does no further harm."""
 
     code = "invariant.broken"
 
 
 def first_fault(error: BaseException) -> BaseException:
-    """The fault worth reporting: out of a group, a broken invariant before all else, otherwise the first."""
+    """Return the fault to report: of a group, a broken invariant if there is one, otherwise the first fault."""
     if not isinstance(error, BaseExceptionGroup):
         return error
     broken = error.subgroup(BrokenInvariant)

@@ -1,4 +1,4 @@
-"""Counters of the bus, in the process's Prometheus registry. Children are looked up once and kept."""
+"""The metrics of the bus, in the process's Prometheus registry. Labelled children are looked up once and cached."""
 
 from __future__ import annotations
 

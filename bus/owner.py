@@ -1,12 +1,11 @@
-"""The owner of a bus: the database of each role leaves its identity there, and a worker of another database does not
-enter.
+"""The owner of a bus: each role leaves the identity of its database there, and a worker with another database does not
+enter the bus.
 
-Two deployments on one bus would take each other's messages. A mark is left by the first worker of a role that
-enters the bus, for good; an operator takes it away (`berth bus release`).
-
-Two deployments may start at once on an empty bus. So a role that enters a bus for the first time claims the bus first,
-for the database that its roles share: one deployment has it, and no role of the other enters. A conductor with a
-database of its own (`conductor.own_database`) claims its role alone.
+Two deployments on one bus would take each other's messages. The first worker of a role that enters the bus leaves a
+durable mark, which only an operator removes (`berth bus release`). Two deployments may start at the same time on an
+empty bus. So before a role enters a bus for the first time, it claims the bus for the database that the deployment's
+roles share: one deployment gets the bus, and no role of the other one enters. A conductor with a database of its own
+(`conductor.own_database`) claims only its role.
 """
 
 from __future__ import annotations
@@ -21,16 +20,18 @@ OWN_DATABASE = "; where the conductors of one deployment have a database of thei
 
 
 class BusOwnedByAnother(BusForbidden):
-    """Another deployment's worker of this role has entered the bus before. Permanent, until an operator decides."""
+    """A worker of this role of another deployment has entered the bus before. A wait does not help; an operator must
+    decide.
+    """
 
     code = "bus.owned_by_another"
 
 
 async def enter(transport: Transport, bus: str, role: str, deployment: str, place: str = "") -> None:
-    """Leave the mark of this role's database on a bus, or find it there. Raises BusOwnedByAnother.
+    """Leave the mark of this role's database on a bus, unless it is there. Raises BusOwnedByAnother.
 
-    deployment: the identity of the database of this process. place: of the database that the roles of this deployment
-    share ("": they share none), which claims the bus before a role enters it for the first time.
+    deployment: the identity of this process's database. place: the identity of the database that the roles of this
+    deployment share ("": they share none), for which the bus is claimed before a role enters it for the first time.
     """
     if place and not await transport.owner_of(role):
         await _mark(transport, bus, DEPLOYMENT, place)

@@ -20,14 +20,17 @@ class BusError(Exception):
 
 
 class BusUnavailable(BusError):
-    """The broker cannot be reached or went away before it confirmed. Transient: the message may have arrived."""
+    """The broker cannot be reached, or the connection was lost before the confirm. Transient: the message may have
+    arrived.
+    """
 
     code = "bus.unavailable"
 
 
 class QueueLocked(BusUnavailable):
-    """Another connection has this private queue: another process's, or a broken one of this process that the broker has
-    not closed yet (half a minute)."""
+    """Another connection has this private queue: that of another process, or a lost one of this process that the broker
+    has not closed yet (this takes up to half a minute).
+    """
 
     code = "bus.queue_locked"
 
@@ -51,19 +54,19 @@ class QueueMissing(BusError):
 
 
 class QueueDiffers(BusError):
-    """A queue of this name is there, with other properties than those declared."""
+    """A queue of this name exists with other properties than those declared."""
 
     code = "bus.queue_differs"
 
 
 class BusForbidden(BusError):
-    """These credentials may not do this. Permanent."""
+    """The broker refuses the operation to these credentials. A wait does not help."""
 
     code = "bus.forbidden"
 
 
 class BusMarked(BusError):
-    """A mark of this name is there, with another owner, which is all of its text."""
+    """A mark of this name exists with another owner. The error's text is the owner."""
 
     code = "bus.marked"
 
@@ -73,7 +76,7 @@ class BusMarked(BusError):
         return str(self)
 
 
-# The header that carries `Outgoing.also`, by the name that RabbitMQ has for it; deliveries show it.
+# The header that carries `Outgoing.also`, which RabbitMQ calls CC; deliveries contain it.
 CC = "CC"
 
 
@@ -101,7 +104,7 @@ class Outgoing(Struct, frozen=True, kw_only=True):
 
 
 class Delivery(Protocol):
-    """One broker message received. Exactly one of ack and nack is called, once; both never wait."""
+    """One received broker message. Either ack or nack is called, once; neither waits."""
 
     body: bytes
     exchange: str
@@ -113,29 +116,35 @@ class Delivery(Protocol):
     reply_to: str | None
     headers: Mapping[str, object]
     redelivered: bool
-    delivery_count: int  # deliveries before this one that were not acknowledged, where the broker counts them
+    delivery_count: int  # earlier deliveries without an acknowledgement, where the broker counts them
     timestamp: float | None
 
     @property
     def is_lost(self) -> bool:
-        """Whether its connection is lost: then the broker delivers it again, whatever the result of this delivery."""
+        """Whether the connection of the delivery is lost. The broker then delivers the message again, whatever the
+        result of this delivery.
+        """
 
     def ack(self) -> None:
-        """Done with it. On a lost connection this does nothing: the broker delivers again."""
+        """Acknowledge the message. On a lost connection this does nothing, and the broker delivers the message
+        again.
+        """
 
     def nack(self, *, requeue: bool) -> None:
         """Requeue it (which counts towards the delivery limit), or let the broker dead-letter it."""
 
 
-# The fields of every delivery, for the adapters' slots: there are thousands a second.
+# The fields of every delivery. The adapters declare them as slots, because there are thousands of deliveries a second.
 DELIVERY_FIELDS = tuple(Delivery.__annotations__)
 
 
 class Subscription(Protocol):
-    """A running consumption. It survives reconnections until cancelled."""
+    """A subscription to a queue. It survives reconnections until it is cancelled."""
 
     async def cancel(self) -> None:
-        """No new deliveries after this returns; those already handed over may still be acknowledged."""
+        """End the subscription. There are no new deliveries after this returns; earlier ones may still be
+        acknowledged.
+        """
 
 
 class Transport(Protocol):
@@ -158,26 +167,27 @@ class Transport(Protocol):
 
     @property
     def blocked(self) -> str:
-        """Why the broker takes no messages now: in its own words, short of memory or disk. "": it takes them.
+        """The reason why the broker accepts no messages now, in its own words (short of memory or disk); "" when it
+        accepts them.
 
-        A broker reports this once something is published; published messages then wait, and none of them is lost.
+        A broker reports this after the next publish. Published messages then wait, and none of them is lost.
         """
 
     async def declare_shared(self) -> None:
         """Declare the shared topology of the bus: exchanges, the queues of delayed messages, the queue of dead letters.
 
-        Existing exchanges and queues are left as they are. Raises BusUnavailable: something is missing and not these
-        credentials' to make.
+        Existing exchanges and queues are left as they are. Raises BusUnavailable when something is missing that these
+        credentials may not declare.
         """
 
     async def mark(self, name: str, owner: str) -> None:
-        """Leave a durable mark on the bus, or find it there; nothing is routed by it. Restored with each connection.
-
-        Of several that leave one at the same time all but one find it there. Raises BusMarked: it is another owner's.
+        """Leave a durable mark on the bus, unless it is there. The mark routes no messages, and is restored after each
+        reconnection. Of several transports that leave a mark at the same time, one succeeds. Raises BusMarked when the
+        mark has another owner.
         """
 
     async def owner_of(self, name: str) -> str:
-        """The owner of a mark; "" if there is none."""
+        """Return the owner of a mark; "" when there is no mark."""
 
     async def unmark(self, name: str) -> None:
         """Remove a mark, whichever deployment left it."""
@@ -193,9 +203,8 @@ class Transport(Protocol):
         """Declare a private queue for replies: exclusive, transient, no bindings."""
 
     async def bind_foreign(self, queue: str, exchange: str, keys: Sequence[str]) -> None:
-        """A durable queue bound to an exchange of another system, which is checked passively and never declared.
-
-        Raises QueueMissing while that exchange does not exist.
+        """Declare a durable queue and bind it to an exchange of another system. The exchange is checked passively and
+        never declared. Raises QueueMissing while the exchange does not exist.
         """
 
     async def publish(self, message: Outgoing) -> None:
@@ -208,17 +217,20 @@ class Transport(Protocol):
         """
 
     async def get(self, queue: str) -> Delivery | None:
-        """Take one message, or None when the queue is empty (to inspect dead letters). Raises QueueMissing."""
+        """Take one message; None when the queue is empty. It serves to inspect dead letters. Raises QueueMissing."""
 
     async def depth(self, queue: str) -> int:
-        """The number of messages ready in a queue. Raises QueueMissing."""
+        """Return the number of ready messages in a queue. Raises QueueMissing."""
 
     async def purge(self, queue: str) -> int:
-        """Drop the messages ready in a queue; returns how many there were. Raises QueueMissing."""
+        """Drop the ready messages of a queue, and return their number. Raises QueueMissing."""
 
     def on_reconnect(self, callback: Callable[[], None]) -> None:
-        """Called (in the loop) each time the connection is back and everything is declared and consumed again."""
+        """Have a function called (in the event loop) after each reconnection, when all declarations and subscriptions
+        are restored.
+        """
 
     def on_locked(self, callback: Callable[[], None]) -> None:
-        """Called (in the loop) each time a lost connection does not come back because another has a private queue of
-        this one's. The transport tries again."""
+        """Have a function called (in the event loop) each time a reconnection fails because another connection has a
+        private queue of this one. The transport tries again.
+        """

@@ -1,7 +1,8 @@
-"""Publishing with coalescing: an idle link sends at once, a busy one sends the gathered messages as one broker message.
+"""Publishes with coalescing: an idle link sends at once, and a busy one sends the gathered messages as one broker
+message.
 
-A link is one exchange and routing key. A broker message costs a hundred microseconds and more, an item in a batch
-about ten; so while one batch waits for its confirm the next one gathers.
+A link is one exchange and routing key. A broker message costs a hundred microseconds and more, an item in a batch about
+ten; so while one batch waits for its confirm the next one gathers.
 """
 
 from __future__ import annotations
@@ -20,18 +21,15 @@ from bus.wire import Packed, batch, single
 log = structlog.get_logger("bus.publishing")
 
 
-# This many messages that go both alone and in batches may be in flight at once; further ones gather.
+# The bound of messages in flight that leave under both keys, their own and their batch's; further ones gather.
 ONCE_FLIGHTS = 2
 
 
 class BusLimits(Struct, frozen=True, kw_only=True):
-    """The bounds of one bus.
-
-    batch_items, batch_bytes: the most that is sent as one broker message.
-    link_in_flight: broker messages of one batching link that wait for their confirm at once; full_in_flight: as many
-    when each is full, because waiting would not make them any larger (a slow disk confirms late).
-    in_flight: the same over all links; waiting: messages gathered over all links before publishers must wait.
-    close_s: how long close() waits for the gathered messages.
+    """The bounds of one bus. batch_items, batch_bytes: the bounds of one broker message. link_in_flight: unconfirmed
+    broker messages of one batching link; full_in_flight: the same while each is full, because a wait would not make
+    them larger (a slow disk confirms late). in_flight: unconfirmed broker messages of all links. waiting: messages
+    gathered in all links before publishers must wait. close_s: how long close() waits for the gathered messages.
     """
 
     batch_items: int = 128
@@ -44,11 +42,12 @@ class BusLimits(Struct, frozen=True, kw_only=True):
 
 
 class Mode(Struct, frozen=True):
-    """How the messages of a link travel. `batches` False: each one alone, as any client reads it.
+    """The form in which a link sends messages. batches: False when each message leaves alone, so that any client can
+    read it.
 
-    probes_first: when several have gathered the first one leaves `mandatory`. If it comes back no queue is bound to its
-    routing key, so the broker would drop the others too, and they are settled without being sent.
-    max_batch: in one broker message; 0: as the bus's limits allow.
+    probes_first: when several messages have gathered, the first one is sent as `mandatory`. If the broker returns it,
+    no queue is bound to the routing key, so the broker would drop the others, too; these are settled without being
+    sent. max_batch: messages in one broker message; 0: as many as the bus's limits allow.
     """
 
     batches: bool
@@ -58,16 +57,16 @@ class Mode(Struct, frozen=True):
     max_batch: int = 0
 
     def at_most(self, limits: BusLimits) -> int:
-        """How many messages of this kind one broker message carries."""
+        """Return the number of messages that one broker message may carry."""
         return min(self.max_batch, limits.batch_items) if self.max_batch else limits.batch_items
 
 
-# Messages that are also published one by one, batched under a key of their own.
+# The mode of batches of messages that are also published one by one, under other keys.
 BATCHED = Mode(True)
 
 
 class Waiter:
-    """Waits for any number of messages to be settled; raises the first error after all are."""
+    """Waits until any number of messages are settled, then raises the first error."""
 
     __slots__ = ("_future", "error", "pending")
 
@@ -77,7 +76,7 @@ class Waiter:
         self._future: asyncio.Future[None] | None = None
 
     def settle(self, error: BaseException | None) -> None:
-        """One message is confirmed (None) or failed."""
+        """Record that one message is confirmed (None) or has failed."""
         self.pending -= 1
         if error is not None and self.error is None:
             self.error = error
@@ -85,7 +84,7 @@ class Waiter:
             self._future.set_result(None)
 
     async def wait(self) -> None:
-        """Until all are settled."""
+        """Wait until all messages are settled."""
         if self.pending:
             self._future = asyncio.get_running_loop().create_future()
             await self._future
@@ -94,7 +93,9 @@ class Waiter:
 
 
 class Confirmation(Waiter):
-    """One message among many whose publisher wants to know of each how it went: `error`, once the group has waited."""
+    """One of many messages whose publisher needs the result of each. error: the result, valid after the group has
+    waited.
+    """
 
     __slots__ = ("_group",)
 
@@ -104,7 +105,9 @@ class Confirmation(Waiter):
         group.pending += 1
 
     def settle(self, error: BaseException | None) -> None:
-        """Confirmed or failed. The group learns it when nothing more of this message is under way."""
+        """Record that the message is confirmed or has failed. The group is settled when nothing of this message is in
+        flight any more.
+        """
         super().settle(error)
         if not self.pending:
             self._group.settle(None)
@@ -126,11 +129,11 @@ class _BatchingPublisher:
         self.mode = mode
         self.entries: deque[_Entry] = deque()
         self.flying = 0
-        self.probed = 0  # entries that wait for the answer to the first one of them
-        self.routable = 0  # entries that a queue takes, so they may leave
+        self.probed = 0  # the entries that wait for the broker's answer to the first of them
+        self.routable = 0  # the entries for which a queue is bound, so that they may be sent
 
     def take(self, limits: BusLimits) -> list[_Entry]:
-        """The content of the next broker message."""
+        """Return the entries of the next broker message."""
         if not self.mode.batches:
             return [self.entries.popleft()]
         taken: list[_Entry] = []
@@ -145,11 +148,11 @@ class _BatchingPublisher:
 
     @property
     def must_probe(self) -> bool:
-        """Whether the next entry leaves to find out about those behind it."""
+        """Whether the next entry is sent as mandatory on behalf of those behind it."""
         return self.mode.probes_first and not self.routable and len(self.entries) > 1
 
     def answer(self, error: BaseException | None) -> list[_Entry]:
-        """The entry that probed is settled. Returns those that no queue would take."""
+        """Record the broker's answer to the mandatory entry. Returns the entries that no queue would get."""
         probed, self.probed = self.probed, 0
         if isinstance(error, Unroutable):
             return [self.entries.popleft() for _ in range(probed)]
@@ -157,7 +160,7 @@ class _BatchingPublisher:
         return []
 
     def message(self, entries: Sequence[_Entry], *, probes: bool) -> Outgoing:
-        """The broker message that carries them."""
+        """Return the broker message that carries these entries."""
         waits = [entry.expiration_s for entry in entries]
         expiration_s = None if None in waits else max(wait for wait in waits if wait is not None)
         options = {
@@ -173,13 +176,13 @@ class _BatchingPublisher:
 
 
 class Publisher:
-    """All links of one bus. A link exists while it has something to send."""
+    """All links of one bus. A link exists while it has messages to send."""
 
     def __init__(self, bus: str, transport: Transport, limits: BusLimits) -> None:
         self._transport = transport
         self._limits = limits
         self._links: dict[tuple[str, str, Mode], _BatchingPublisher] = {}
-        self._stalled: dict[_BatchingPublisher, None] = {}  # have entries; the bus has `in_flight` already
+        self._stalled: dict[_BatchingPublisher, None] = {}  # links that wait for the bus's `in_flight`
         self._in_flight: set[asyncio.Task[None]] = set()
         self._waiting_for_capacity: deque[asyncio.Future[None]] = deque()
         self.waiting = 0
@@ -189,7 +192,7 @@ class Publisher:
         metrics.IN_FLIGHT.labels(bus).set_function(lambda: len(self._in_flight))
 
     async def wait_for_capacity(self) -> None:
-        """Waits while as much is gathered as may be."""
+        """Wait while the bound of gathered messages is reached."""
         while self.waiting >= self._limits.waiting:
             future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             self._waiting_for_capacity.append(future)
@@ -198,7 +201,7 @@ class Publisher:
     def post(  # noqa: PLR0917  (hot, so no keywords)
         self, exchange: str, key: str, mode: Mode, packed: Packed, waiter: Waiter, expires_s: float | None = None
     ) -> None:
-        """Queue one message; it leaves when `flush` is called. Await `wait_for_capacity` first."""
+        """Queue one message, which is sent when `flush` is called. Await `wait_for_capacity` first."""
         name = (exchange, key, mode)
         link = self._links.get(name)
         if link is None:
@@ -213,13 +216,12 @@ class Publisher:
     def post_once(  # noqa: PLR0917  (hot, so no keywords)
         self, exchange: str, key: str, mode: Mode, together: str, packed: Packed, waiter: Waiter
     ) -> bool:
-        """Send a message of both keys, its own and its batch's, as one broker message, at once.
-
-        False: something waits under one of the keys, and it may not overtake that; or so much is on its way that it
-        gathers. (Messages in flight stay before it: all leave on one channel.) It never checks who listens:
-        that a queue takes batches implies nothing about queues that take single messages.
+        """Send a message under both keys, its own and its batch's, as one broker message, at once. Returns False when a
+        message that it may not overtake waits under one of the keys, or when so many are in flight that it gathers.
+        (Messages in flight stay before it, because all use one channel.) The message is never mandatory: a queue that
+        takes batches implies nothing about queues that take single messages.
         """
-        self.flush()  # messages that were posted earlier leave before it
+        self.flush()  # messages that were posted earlier are sent before it
         alone = self._links.get((exchange, key, mode))
         name = (exchange, together, BATCHED)
         link = self._links.get(name) or _BatchingPublisher(*name)
@@ -237,14 +239,14 @@ class Publisher:
         return True
 
     def flush(self) -> None:
-        """Send what may be sent now."""
+        """Send the messages that may be sent now."""
         while self._stalled and len(self._in_flight) < self._limits.in_flight:
             link = next(iter(self._stalled))
             del self._stalled[link]
             self._pump_link(link)
 
     async def close(self) -> None:
-        """Wait for the gathered messages, within the bound; the remaining ones then fail as unavailable."""
+        """Wait for the gathered messages within the time bound. The remaining ones fail as unavailable."""
         if self._in_flight:
             await self._drained()
         for task in list(self._in_flight):
@@ -281,7 +283,7 @@ class Publisher:
         task.add_done_callback(self._in_flight.discard)
 
     def _most(self, link: _BatchingPublisher) -> int:
-        """How many broker messages of a link may fly now."""
+        """Return how many broker messages of a link may be in flight now."""
         if not link.mode.batches:
             return self._limits.in_flight
         full = len(link.entries) >= link.mode.at_most(self._limits)
@@ -295,7 +297,7 @@ class Publisher:
             error = fault
         except asyncio.CancelledError:
             error = BusUnavailable("the bus is closed")
-        except Exception as fault:  # a defect of ours must reach the publisher, not vanish with this task
+        except Exception as fault:  # a defect of berth must reach the publisher, and not be lost with this task
             log.exception("bus.publish_failed", bus=self._bus, exchange=link.exchange)
             error = fault
         link.flying -= 1

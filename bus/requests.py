@@ -1,4 +1,4 @@
-"""Requests with a deadline: one private reply queue per bus, replies found again by their correlation id."""
+"""Requests with a deadline. Each bus has one private reply queue, and replies are matched by their correlation id."""
 
 from __future__ import annotations
 
@@ -24,12 +24,14 @@ log = structlog.get_logger("bus.requests")
 
 R = TypeVar("R", bound=Message)
 
-# Replies are taken off the queue as they come; this only bounds how much the broker may send ahead.
+# Replies are taken from the queue as they arrive; this bounds how many the broker sends ahead.
 REPLY_PREFETCH = 1_000
 
 
 class _PendingRequests:
-    """The requests of one call, and the reply to each. spans: of those whose trace is sampled, by place."""
+    """The requests of one call, and the reply to each. spans: the spans of sampled traces, by the index of the
+    request.
+    """
 
     def __init__(self, count: int, spans: Mapping[int, Span]) -> None:
         self.spans = spans
@@ -47,7 +49,7 @@ class _PendingRequests:
 
 
 class Requester:
-    """Sends a request and waits for its reply. Opens the reply queue at the first request."""
+    """Sends requests and waits for their replies. It opens the reply queue at the first request."""
 
     def __init__(
         self, bus: str, transport: Transport, publisher: Publisher, *, process: str, clock: Clock, rng: random.Random
@@ -68,7 +70,7 @@ class Requester:
     async def ask(
         self, messages: Sequence[Message], reply: type[R], *, timeout_s: float, causes: Sequence[str]
     ) -> list[R | Fault]:
-        """Ask for all of them at once; each gets its reply or its fault."""
+        """Send all requests at once. Returns the reply or the fault of each, in order."""
         if not messages:
             return []
         pending = _PendingRequests(len(messages), _spans(messages, causes))
@@ -106,7 +108,9 @@ class Requester:
         pending: _PendingRequests,
         timeout_s: float,
     ) -> None:
-        """Publish until the broker takes them: the other side may be starting, and a request may be repeated."""
+        """Publish the requests until the broker accepts them: the other side may be starting, and requests may be
+        repeated.
+        """
         deadline = self._clock.time() + timeout_s
 
         async def publish_unanswered() -> None:
@@ -120,7 +124,7 @@ class Requester:
             try:
                 await waiter.wait()
             except Exception:
-                pending.unconfirmed = False  # the broker has answered, or is out of reach
+                pending.unconfirmed = False  # the broker has answered, or is unavailable
                 raise
             pending.unconfirmed = False
             await pending.done
@@ -169,7 +173,7 @@ class Requester:
 
 
 def _spans(messages: Sequence[Message], causes: Sequence[str]) -> dict[int, Span]:
-    """A span for each request of a sampled trace, by its place: from its publication to its reply."""
+    """Begin a span for each request of a sampled trace, by index. It lasts from the publication to the reply."""
     scope = CURRENT.get()
     if scope is None:
         return {}
@@ -189,7 +193,7 @@ def _result(answer: Message | None, reply: type[R], timeout_s: float, pending: _
     if isinstance(answer, reply):
         return answer
     if isinstance(answer, Refusal) and answer.code == DatabaseUnavailable.code:
-        return DatabaseUnavailable(answer.reason)  # the other side's; as transient as one's own
+        return DatabaseUnavailable(answer.reason)  # the other side's database is unavailable
     if isinstance(answer, Refusal):
         return RequestRefused(answer.reason, code=answer.code)
     return RequestRefused(f"the reply is a {type(answer).__name__}, not a {reply.__name__}", code="reply.unexpected")

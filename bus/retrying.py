@@ -1,7 +1,7 @@
-"""Retries: how long to wait and when to stop. The only module that decides it.
+"""Retries: how long to wait and when to stop. No other module decides that.
 
-Tenacity does the calling. Waits pass on our clock and are drawn from our random generator, so that a simulation owns
-both. A policy without a bound continues until it works or its task is cancelled, which ends every wait at once.
+Tenacity makes the calls. Waits use the Clock and the random generator of the caller, so that a simulation controls
+both. A policy without a bound continues until a call succeeds or the task is cancelled, which ends every wait at once.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from bus.port import BusError, BusForbidden
 
 T = TypeVar("T")
 
-# A wait is doubled at most this often: no number overflows.
+# A wait is doubled at most this often, so that no number overflows.
 MAX_DOUBLINGS = 30
 
 
 class RetryPolicy(Struct, frozen=True, kw_only=True):
     """How long to wait between calls, and when to stop calling.
 
-    The wait after failure n is drawn evenly between `least` of and all of first_s * 2**(n - 1), at most longest_s
-    (least 1: it is not drawn). attempts: calls in all; lasts_s: after this, counted from the first call, no other
-    begins. Both None: unbounded.
+    The wait after failure n is drawn evenly from `least` times to 1 times first_s * 2**(n - 1), at most longest_s; with
+    least 1 it is not random. attempts: the number of calls. lasts_s: no call begins later than this after the first
+    one. Both None: there is no bound.
     """
 
     first_s: float
@@ -38,7 +38,7 @@ class RetryPolicy(Struct, frozen=True, kw_only=True):
     lasts_s: float | None = None
 
     def wait_s(self, failures: int, rng: random.Random | None) -> float:
-        """How long to wait after this many failures in a row, 1 or more. rng None: this policy draws nothing."""
+        """Return the wait after this many failures in a row, 1 or more. rng: None for a policy without randomness."""
         longest = doubled_s(self.first_s, self.longest_s, failures - 1)
         if self.least >= 1:
             return longest
@@ -46,38 +46,39 @@ class RetryPolicy(Struct, frozen=True, kw_only=True):
         return longest * rng.uniform(self.least, 1.0)
 
 
-# A server that a consumer, a worker's start or a report depends on is unavailable: until it is there.
+# For a server that a consumer, the start of a worker or a report depends on: until the server is available.
 UNTIL_AVAILABLE = RetryPolicy(first_s=0.05, longest_s=5.0)
-# A request that the broker did not take, and the reply queue that it needs: within the request's own timeout.
+# For a request that the broker did not accept, and for its reply queue: within the time-out of the request.
 WITHIN_A_REQUEST = RetryPolicy(first_s=0.02, longest_s=1.0)
-# The outbox: until database and bus are there; its rows wait in the database meanwhile.
+# For the outbox: until database and bus are available; the rows wait in the database meanwhile.
 RELAY = RetryPolicy(first_s=0.05, longest_s=2.0, least=1.0)
-# The connection to the broker: until it is back.
+# For the connection to the broker: until it is restored.
 RECONNECT = RetryPolicy(first_s=0.2, longest_s=5.0)
-# Declaring and beginning to consume, which outlive the loss of a connection. When several processes declare one quorum
-# queue for the first time RabbitMQ ends some of their connections, and trying again is all that helps.
+# For declarations and subscriptions across the loss of a connection. When several processes declare one quorum queue
+# for the first time, RabbitMQ closes some of their connections, and a retry succeeds.
 SET_UP = RetryPolicy(first_s=0.15, longest_s=0.15, least=1 / 3, lasts_s=60.0)
-# A private queue that another connection has: a broker needs half a minute to notice that the former one is gone.
+# For a private queue that another connection has: a broker takes half a minute to notice that a former connection is
+# lost.
 QUEUE_LOCKED = RetryPolicy(first_s=1.0, longest_s=1.0, least=1.0, lasts_s=60.0)
-# A cell's bus that went away while its queues were declared: until it is back.
+# For a cell's bus that was lost while its queues were declared: until it is available.
 CELL_UNAVAILABLE = RetryPolicy(first_s=0.5, longest_s=0.5, least=1.0)
-# The database at the start of a process, or after its connections were lost: until it answers.
+# For the database at the start of a process, or after its connections were lost: until it answers.
 DATABASE = RetryPolicy(first_s=0.1, longest_s=3.0)
-# The broker does not take a client's message: until the request's own deadline.
+# For a client's message that the broker does not accept: until the deadline of the request.
 CLIENT_PUBLISH = RetryPolicy(first_s=0.25, longest_s=0.25, least=1.0)
-# A conductor's request for reports: until it is published.
+# For a conductor's request for reports: until it is published.
 REPORT_REQUEST = RetryPolicy(first_s=2.0, longest_s=2.0, least=1.0)
-# Operators' objects at the start of a scheduler: until the database answers.
+# For loading the operators' objects at the start of a scheduler: until the database answers.
 OBJECTS = RetryPolicy(first_s=0.1, longest_s=3.0, least=1.0)
 
 
 def passes_with_time(error: BaseException) -> bool:
-    """Whether waiting helps: what we depend on is unavailable, and our credentials have not been turned down."""
+    """Whether a wait helps: a server is unavailable, and has not refused the credentials."""
     return isinstance(error, Transient | BusError) and not isinstance(error, BusForbidden)
 
 
 def doubled_s(first_s: float, longest_s: float, times: int) -> float:
-    """`first_s`, doubled this often, at most `longest_s`."""
+    """Return `first_s` (seconds) doubled this often, at most `longest_s` (seconds)."""
     return min(longest_s, first_s * 2.0 ** min(times, MAX_DOUBLINGS))
 
 
@@ -96,12 +97,12 @@ class Retrying:
         *,
         on_failure: Callable[[BaseException, int], None] = lambda _error, _failures: None,
     ) -> T:
-        """Call until it returns. Raises the last error: a fault that does not pass, or when the policy stops.
+        """Call until it returns. Raises the last error when a wait does not help, or when the policy stops.
 
-        on_failure: called with each fault that another call follows, and with the number of faults so far.
+        on_failure: called before each retry with the fault and the number of faults so far.
         """
         is_first = True
-        try:  # nearly every call is the only one, and tenacity takes longer than some of them
+        try:  # nearly every first call succeeds, and tenacity would take longer than some of them
             return await function()
         except Exception as error:  # `passes` decides which of them are retried
             if not passes(error):
@@ -131,7 +132,7 @@ class Retrying:
         return await retrying(once)
 
     async def until(self, is_done: Callable[[], Awaitable[bool]]) -> bool:
-        """Call until it returns True; False: the policy stopped before."""
+        """Call the function until it returns True. Returns False when the policy stops before."""
         retrying = tenacity.AsyncRetrying(
             sleep=self._clock.sleep,
             wait=self._wait_s,
@@ -157,9 +158,7 @@ class Retrying:
 
 
 class Backoff:
-    """The waits of a loop that continues whatever fails in it: longer with each failure, short
-    again after a success.
-    """
+    """The waits of a loop that continues after failures: longer with each failure, short again after a success."""
 
     def __init__(self, policy: RetryPolicy, clock: Clock, rng: random.Random | None = None) -> None:
         self.failures = 0
@@ -168,10 +167,10 @@ class Backoff:
         self._rng = rng
 
     async def wait(self) -> None:
-        """It failed: wait, longer than the last time."""
+        """Wait after a failure, longer than the last time."""
         self.failures += 1
         await self._clock.sleep(self._policy.wait_s(self.failures, self._rng))
 
     def reset(self) -> None:
-        """It went well."""
+        """Record a success: the next wait is short again."""
         self.failures = 0

@@ -1,7 +1,7 @@
 """URLs of servers: `scheme://user:password@host:port,host:port/name?parameter=value`, one or several hosts.
 
-Several hosts are written as libpq has them: one login, one name, hosts with a comma between. No sentence here shows a
-part of a URL: where one stands in the wrong place it may be the password.
+Several hosts are written as in libpq: one login, one name, and the hosts separated by commas. No error message here
+shows a part of a URL, because a misplaced part may be the password.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ MAX_URL = 8_192
 MAX_HOSTS = 16
 MAX_PORT = 65_535
 
-# Host names that getaddrinfo takes without an error of its own.
+# The host names that getaddrinfo accepts.
 _LABEL = r"[A-Za-z0-9_](?:[A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?"
 _NAME = re.compile(rf"{_LABEL}(?:\.{_LABEL})*\.?")
 _MAX_NAME = 253
@@ -26,11 +26,11 @@ _ENCODE = "in a user, password or name each of @ : / ? # % and , is percent-enco
 
 
 class BadUrl(ValueError):
-    """A text that is no URL of a server. The message has the reason, and no part of the text."""
+    """A text is no URL of a server. The message has the reason, and no part of the text."""
 
 
 class Endpoint(Struct, frozen=True):
-    """One server: a name, an address, or the directory of a Unix socket. port None: the protocol's."""
+    """One server: a name, an address, or the directory of a Unix socket. port: None for the default port."""
 
     name: str
     port: int | None = None
@@ -41,7 +41,7 @@ class Endpoint(Struct, frozen=True):
 
 
 class ServerUrl(Struct, frozen=True, kw_only=True):
-    """A URL taken apart, its parts percent-decoded. user, password, name None: not given."""
+    """The parts of a URL, percent-decoded. user, password, name: None when not given."""
 
     scheme: str
     user: str | None
@@ -52,7 +52,7 @@ class ServerUrl(Struct, frozen=True, kw_only=True):
 
 
 def parse_server_url(text: str, *, schemes: Collection[str], parameters: Collection[str]) -> ServerUrl:
-    """Take a URL apart. parameters: those that may stand behind `?`. Raises BadUrl."""
+    """Parse a URL. parameters: the names that are allowed after `?`. Raises BadUrl."""
     if len(text) > MAX_URL:
         raise BadUrl(f"it is longer than {MAX_URL} characters")
     if any(not letter.isprintable() or letter.isspace() for letter in text):
@@ -77,7 +77,7 @@ def parse_server_url(text: str, *, schemes: Collection[str], parameters: Collect
 
 
 def parse_hosts(text: str) -> tuple[Endpoint, ...]:
-    """`host:port,host:port`; nothing is no host. Raises BadUrl."""
+    """Parse `host:port,host:port`. An empty text has no hosts. Raises BadUrl."""
     if not text:
         return ()
     parts = text.split(",")
@@ -87,7 +87,7 @@ def parse_hosts(text: str) -> tuple[Endpoint, ...]:
 
 
 def parse_port(text: str) -> int:
-    """A TCP port. Raises BadUrl."""
+    """Parse a TCP port. Raises BadUrl."""
     if not (text.isascii() and text.isdigit() and len(text) <= len(str(MAX_PORT)) and 0 < int(text) <= MAX_PORT):
         raise BadUrl(f"a port is a number from 1 to {MAX_PORT}")
     return int(text)

@@ -1,4 +1,4 @@
-"""The meaning of a catalogue row to a broker: the queues to declare, their bounds and bindings."""
+"""Derives from catalogue rows what a broker declares: exchanges, queues, bounds and bindings."""
 
 from __future__ import annotations
 
@@ -20,42 +20,38 @@ from bus.contracts.catalogue import (
     QueueRow,
 )
 
-# The queue of dead letters, and that of each delay, holds at most this many messages.
+# The bound of messages in the queue of dead letters and in the queue of each delay.
 MAX_PARKED = 1_000_000
 
-# The delays that a bus offers for a message: a queue and an exchange each.
+# The delays that a bus has for messages. Each is a queue and an exchange.
 DELAYS_S = RETRY_S
 
-# The binding key that takes every routing key.
+# The binding key that matches every routing key.
 ALL_KEYS = "#"
 
-# Replies that wait in one reply queue; the oldest goes first.
+# The bound of replies in one reply queue; the oldest is dropped first.
 MAX_REPLIES = 100_000
 
-# The exchange of a mark (`Transport.mark`) is this and the mark's name. Its alternate exchange, which never exists
-# and has no prefix, names the owner: the broker refuses to declare an exchange anew with another one.
+# The name of a mark's exchange (`Transport.mark`) is this prefix and the mark's name. Its alternate exchange, which
+# never exists and has no prefix, names the owner: the broker refuses a declaration with another alternate exchange.
 MARK = "berth.owner."
 MARK_OF = "berth.of."
 
-# A name that starts with this is another program's (a client's reply queue): it gets no prefix.
+# The mark of a name that belongs to another program (a client's reply queue), and gets no prefix.
 FOREIGN = "="
 
 
 class ExchangePlan(Struct, frozen=True):
-    """One topic exchange of the broker.
-
-    A message that it routes nowhere goes to the exchange `alternate` ("": there is none).
-    """
+    """One topic exchange of the broker. alternate: the exchange for messages that it cannot route ("": none)."""
 
     name: str
     alternate: str = ""
 
 
 class QueuePlan(Struct, frozen=True, kw_only=True):
-    """One queue of the broker. `dead_exchange` None: messages that it gives up are gone; `dead_key` "": under its own
-    key.
-
-    disposable: where a queue of other properties has its name, as an older berth declared, that one is deleted.
+    """One queue of the broker. dead_exchange: the exchange for messages that the queue gives up; None: they are
+    dropped. dead_key: their routing key there; "": the message's own. disposable: an existing queue of this name with
+    other properties, as an older berth declared, is deleted.
     """
 
     name: str
@@ -73,39 +69,41 @@ class QueuePlan(Struct, frozen=True, kw_only=True):
 
 
 class QueueNames:
-    """Names as the broker knows them: ours have the prefix, so that several systems share one virtual host."""
+    """Translates names of berth to names of the broker, which have a prefix, so that several systems can share one
+    virtual host.
+    """
 
     def __init__(self, prefix: str) -> None:
         self._prefix = prefix
 
     def exchange(self, name: str) -> str:
-        """One of our exchanges."""
+        """Return the broker's name of an exchange of berth."""
         return self._prefix + name if name else ""
 
     def queue(self, name: str) -> str:
-        """A queue: berth's, or another program's when it is marked so."""
+        """Return the broker's name of a queue of berth, or of another program when the name is marked so."""
         return name[1:] if name.startswith(FOREIGN) else self._prefix + name
 
     def key(self, exchange: str, key: str) -> str:
-        """A routing or binding key, which on some exchanges is a queue's name."""
+        """Return the broker's routing or binding key, which on some exchanges is the name of a queue."""
         return self.queue(key) if keys_are_queues(exchange) and key != ALL_KEYS else key
 
     def local_key(self, exchange: str, key: str) -> str:
-        """The routing key of a delivery as the code calls it; `exchange` is given so."""
+        """Return the local form of a delivery's routing key. exchange: in its local form."""
         return self.local(key) if keys_are_queues(exchange) else key
 
     def local(self, name: str) -> str:
-        """An exchange or queue of ours as the code calls it."""
+        """Return the local form of the name of an exchange or queue of berth."""
         return name.removeprefix(self._prefix)
 
     def local_reply(self, reply_to: str | None) -> str | None:
-        """A reply queue as the code calls it; a foreign client's is marked."""
+        """Return the local form of a reply queue's name; that of a foreign client is marked."""
         if not reply_to or not self._prefix:
             return reply_to or None
         return self.local(reply_to) if reply_to.startswith(self._prefix) else FOREIGN + reply_to
 
     def plan(self, planned: QueuePlan) -> QueuePlan:
-        """A planned queue under its real names."""
+        """Return a planned queue with the broker's names."""
         dead = planned.dead_exchange
         return structs.replace(
             planned,
@@ -116,40 +114,42 @@ class QueueNames:
         )
 
     def plan_exchange(self, planned: ExchangePlan) -> ExchangePlan:
-        """A planned exchange under its real names."""
+        """Return a planned exchange with the broker's names."""
         return ExchangePlan(self.exchange(planned.name), self.exchange(planned.alternate))
 
 
 def keys_are_queues(exchange: str) -> bool:
-    """Whether routing keys of this exchange (as the code calls it) are names of queues."""
+    """Whether the routing keys of this exchange (local name) are names of queues."""
     return exchange in ("", DEAD, RETURN) or is_delay(exchange)
 
 
 def is_delay(exchange: str) -> bool:
-    """Whether an exchange is one of those that delay."""
+    """Whether this is an exchange of delayed messages."""
     return exchange.startswith(DELAY + ".")
 
 
 def delayed_it(real_exchange: str) -> bool:
-    """Whether this, as the broker calls it, is an exchange that delays, of whichever system."""
+    """Whether this (by the broker's name) is an exchange of delayed messages, of any system."""
     return is_delay(real_exchange[real_exchange.rfind(DELAY) :])
 
 
 def delay_exchange(delay_s: float) -> str:
-    """The exchange that delays a message by so much; its routing key names the queue that gets it then."""
+    """Return the exchange that delays a message by this time (seconds). The routing key names the queue that gets the
+    message afterwards.
+    """
     return f"{DELAY}.{_ms(delay_s)}"
 
 
 def delayed_queue(delay_s: float) -> str:
-    """The queue in which messages wait that are delayed by so much."""
+    """Return the queue in which messages with this delay (seconds) wait."""
     return f"{DELAYED}.{_ms(delay_s)}"
 
 
 def shared_exchanges() -> tuple[ExchangePlan, ...]:
-    """The exchanges of a bus, in the order in which they can be declared.
+    """Return the exchanges of a bus, in the order in which they can be declared.
 
-    A message that was delayed for a queue that is gone meanwhile is a dead letter. Without that the broker would offer
-    it again and again, and a few of them would hold up all that is delayed
+    A delayed message whose queue no longer exists becomes a dead letter. Otherwise the broker would try to route it
+    again and again, and a few such messages would block all delayed ones
     (docs/decisions/0016-one-set-of-delays-a-bus.md).
     """
     delays = (ExchangePlan(delay_exchange(delay_s)) for delay_s in DELAYS_S)
@@ -164,7 +164,7 @@ def shared_exchanges() -> tuple[ExchangePlan, ...]:
 
 
 def shared_queues() -> tuple[QueuePlan, ...]:
-    """The queues that a bus has for all its consumers."""
+    """Return the queues that all consumers of a bus share."""
     dead = QueuePlan(
         name=DEAD_LETTERS,
         durable=True,
@@ -188,7 +188,7 @@ def shared_queues() -> tuple[QueuePlan, ...]:
 
 
 def plan(row: QueueRow, name: str, bindings: Sequence[tuple[str, str]]) -> QueuePlan:
-    """The queue that a catalogue row describes."""
+    """Return the queue that a catalogue row describes."""
     durable = row.kind is QueueKind.DURABLE
     private = row.kind is QueueKind.PRIVATE
     dies = durable and not row.takes_letters
@@ -209,17 +209,19 @@ def plan(row: QueueRow, name: str, bindings: Sequence[tuple[str, str]]) -> Queue
 
 
 def reply_plan(name: str) -> QueuePlan:
-    """A private queue for replies: the oldest goes when they are not fetched."""
+    """Return a private queue for replies, which drops the oldest when it is full."""
     return QueuePlan(name=name, durable=False, exclusive=True, max_length=MAX_REPLIES, drop_head=True)
 
 
 def foreign_plan(name: str) -> QueuePlan:
-    """A durable queue that will be bound to an exchange of another system."""
+    """Return a durable queue that is to be bound to an exchange of another system."""
     return QueuePlan(name=name, durable=True, exclusive=False, max_length=MAX_PARKED, drop_head=True)
 
 
 def fill_in(row: QueueRow, values: Mapping[str, str]) -> tuple[str, tuple[tuple[str, str], ...]]:
-    """The queue's real name and bindings, placeholders filled in. ValueError: a value is not one safe word."""
+    """Return the queue's name and bindings with the placeholders filled in. Raises ValueError when a value is not one
+    safe word.
+    """
     for key, value in values.items():
         if not value or any(letter in value for letter in ".#*{} \n") or len(value) > 128:
             raise ValueError(f"{key}={value!r} cannot be part of a queue name")
@@ -228,7 +230,9 @@ def fill_in(row: QueueRow, values: Mapping[str, str]) -> tuple[str, tuple[tuple[
 
 
 def matches(pattern: Sequence[str], key: Sequence[str]) -> bool:
-    """Whether a topic pattern takes a routing key, both split into words: `*` is one word, `#` any number."""
+    """Whether a topic pattern matches a routing key, both split into words: `*` is one word, `#` any number of
+    words.
+    """
     if not pattern:
         return not key
     if pattern[0] == "#":

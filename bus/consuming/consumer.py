@@ -1,4 +1,4 @@
-"""The consumer: gathers deliveries into batches, calls the handler, and alone acknowledges.
+"""The consumer gathers deliveries into batches, calls the handler, and acknowledges the messages. No other part does.
 
 The handling of one message, by its outcome. Done: it is acknowledged. Retry: it is delivered again after the queue's
 next delay, and after the last delay it is a dead letter. Refuse: its requester gets a Refusal; a message without a
@@ -41,28 +41,32 @@ __all__ = ["Consumer", "Malformed"]
 
 log = structlog.get_logger("bus.consuming.consumer")
 
-# A consumer that has waited this long for a server that it depends on is not ready.
+# A consumer is not ready after it has waited this long for a server that it depends on.
 NOT_READY_AFTER_S = 10.0
 
 CRASHED = "handler.crashed"
 
-# A message is `exhausted` in the last deliveries before the broker dead-letters it: its end can still be announced.
+# The number of last deliveries, before the broker dead-letters a message, in which the message is `exhausted`: its
+# handler can still announce the end.
 LAST_DELIVERIES = 3
 
-# This many deliveries that were lost untried are remembered; the oldest are forgotten first, and count as tries again.
+# The bound of remembered messages that were lost with their connection before a handler had them. The oldest are
+# dropped first, and their deliveries count as tries again.
 MAX_UNTRIED = 10_000
 
-# Batches of other messages that are taken before a suspect: a message delivered often and never acknowledged.
+# The number of batches of other messages that may be taken before a suspect, a message that was delivered often and
+# never acknowledged.
 MAX_PASSED_OVER = 8
 
-# A batch in hand for longer is slow: another batch is taken beside it, however small.
+# A batch that takes longer is slow, and another batch is taken beside it, however small.
 SLOW_BATCH_S = 0.05
 
-# How long a drain waits until the effects of handled messages are on disk; the others are requeued.
+# The bound of a drain's wait until the effects of handled messages are on disk. Messages whose effects are not are
+# requeued.
 FLUSHED_TIMEOUT_S = 2.0
 
-# How long a consumer waits for more suspects after the first: the one to take is drawn from all of them at random. The
-# first to arrive would be the same each time, and the others would be requeued with it each time.
+# The time that a consumer waits for further suspects after the first, and then takes one of them at random. The first
+# to arrive would be the same each time, and the others would be requeued with it each time.
 SUSPECT_WAIT_S = 0.1
 
 
@@ -98,15 +102,15 @@ class Consumer:
         self._items: deque[InFlightMessage] = deque()
         self._suspects: list[InFlightMessage] = []
         self._passed_over = 0
-        self._untried: dict[str, int] = {}  # {message id: how often it was lost with its connection, untried}
-        self._suspect_until = 0.0  # by the monotonic clock, when a suspect may be taken
+        self._untried: dict[str, int] = {}  # {message id: how often it was lost before a handler had it}
+        self._suspect_until = 0.0  # the monotonic time from which a suspect may be taken
         self._in_hand: set[InFlightDelivery] = set()
-        self._unflushed: set[asyncio.Future[None]] = set()  # of messages whose effects are on their way to the disk
+        self._unflushed: set[asyncio.Future[None]] = set()  # flushes that handled messages wait for
         self._arrived = asyncio.Event()
         self._draining = False
         self._broken: BrokenInvariant | None = None
         self._busy = 0
-        self._slow = False  # the youngest batch in hand has been there for SLOW_BATCH_S
+        self._slow = False  # the youngest batch in progress has taken SLOW_BATCH_S
         self._subscription: Subscription | None = None
         self._workers: list[asyncio.Task[None]] = []
         self._failed: asyncio.Future[None] | None = None
@@ -115,23 +119,23 @@ class Consumer:
 
     @property
     def ready(self) -> bool:
-        """Whether it gets on with its work (for /readyz)."""
+        """Whether the consumer makes progress (for /readyz)."""
         if self._subscription is None or not self._bus.transport.connected:
             return False
         return self._until_available.waited_s < NOT_READY_AFTER_S
 
     @property
     def started(self) -> bool:
-        """Whether it consumes."""
+        """Whether the consumer is started."""
         return self._subscription is not None
 
     @property
     def in_hand(self) -> int:
-        """Deliveries that were taken and are not answered."""
+        """The number of deliveries that were taken and are not settled."""
         return len(self._in_hand)
 
     async def start(self) -> None:
-        """Declare the queue and begin. When the bus goes away meanwhile it may be called again."""
+        """Declare the queue and begin to consume. It may be called again when the bus was lost meanwhile."""
         self.queue = await self._bus.declare(self._row.name, **self._fill)
         self._outcome_handler.queue = self._until_available.queue = self.queue
         self._subscription = await self._bus.transport.consume(self.queue, self._on_delivery, prefetch=self._prefetch)
@@ -142,11 +146,11 @@ class Consumer:
             worker.add_done_callback(self._worker_ended)
 
     async def run(self) -> None:
-        """Until drained; raises what ended the consumer otherwise. Cancelled, it stops where it stands."""
+        """Run until drained. Raises the fault that ended the consumer. A cancellation stops it at once."""
         assert self._failed is not None, "start() first"
         try:
             await asyncio.shield(self._failed)
-        except GeneratorExit:  # collected, its loop closed: no worker runs any more, and there is nothing to wait with
+        except GeneratorExit:  # collected after its loop has closed: no worker runs any more
             raise
         except BaseException:
             await self._cancel_workers()
@@ -154,13 +158,15 @@ class Consumer:
         await self._cancel_workers()
 
     async def _cancel_workers(self) -> None:
-        """No worker outlives its service; its unacknowledged messages go back when the connection closes."""
+        """Cancel the workers. Their unacknowledged messages return to the queue when the connection closes."""
         for worker in self._workers:
             worker.cancel()
         await asyncio.gather(*self._workers, return_exceptions=True)
 
     async def drain(self, grace_s: float) -> None:
-        """Take no further messages, finish the batches under way within the grace time, and give back the rest."""
+        """Take no further messages, finish the batches in progress within the grace time (seconds), and requeue the
+        rest.
+        """
         self._draining = True
         if self._subscription is not None:
             await self._subscription.cancel()
@@ -225,9 +231,9 @@ class Consumer:
                 await self._arrived.wait()
 
     def _may_take(self) -> bool:
-        """Whether a batch may be taken now: one at a time, so that messages that arrive meanwhile gather for the next.
-
-        A second batch is started only if it could not be any larger, or if the batch under way takes too long.
+        """Whether a batch may be taken now. Batches are taken one at a time, so that messages that arrive meanwhile
+        gather for the next one. A second batch is started only if it could not be larger, or if the batch in progress
+        is slow.
         """
         return not self._busy or self._slow or self._waiting() >= self._max_batch
 
@@ -236,7 +242,7 @@ class Consumer:
         self._arrived.set()
 
     async def _turn(self) -> None:
-        """Until it is time for a batch; messages that have arrived by then are part of it."""
+        """Wait until it is time for a batch. Messages that have arrived by then are part of it."""
         if self._suspect_until and not self._draining and self._broken is None:
             left_s = self._suspect_until - self._bus.clock.monotonic()
             self._suspect_until = 0.0
@@ -249,15 +255,16 @@ class Consumer:
             await self._bus.clock.sleep(left_s)
 
     def _waiting(self) -> int:
-        """At least this many messages have arrived that are in no batch."""
+        """Return a lower bound of the messages that have arrived and are in no batch."""
         return len(self._deliveries) + len(self._items) + len(self._suspects)
 
     def _take(self) -> list[InFlightMessage]:
-        """At most `max_batch` of the messages that have arrived; suspects apart, and late.
+        """Take at most `max_batch` of the messages that have arrived. Suspects are taken separately, and later than
+        others.
 
-        A message that ends its process takes the messages delivered beside it along. In the order of the queue the same
-        ones would be lost with it each time, until the broker gives up all of them; one by one in a random order, each
-        process settles half of those that are left, and in the end it dies alone.
+        When a message ends its process, the messages that were delivered beside it are delivered again, too. In the
+        order of the queue these would be the same each time, until the broker gives up all of them. Taken one by one in
+        a random order, each process settles half of the remaining ones, until the message is the only one left.
         """
         self._drop_lost()
         while self._deliveries and len(self._items) < self._max_batch and not self._draining:
@@ -273,7 +280,7 @@ class Consumer:
         return [self._items.popleft() for _ in range(count)]
 
     def _take_suspects(self) -> list[InFlightMessage]:
-        """One suspect at random, with as many others of its delivery as are to be tried together."""
+        """Take one suspect at random, with as many others of its delivery as are to be tried together."""
         first = self._suspects.pop(self._bus.rng.randrange(len(self._suspects)))
         most = min(first.in_flight.part, self._max_batch)
         if most == 1:
@@ -284,11 +291,13 @@ class Consumer:
         return [first, *beside]
 
     def _drop_lost(self) -> None:
-        """Drop what waits of a lost connection: it comes again, and no acknowledgement of this one would arrive.
+        """Drop the waiting messages of a lost connection: they are delivered again, and acknowledgements of these
+        deliveries would be lost.
 
-        If it were handled all the same, it would be processed once for each loss, while the messages delivered in its
-        place are lost in turn, until the broker gives up all of them. No handler had it, so this delivery was no try of
-        it. Of a queue that is gone with its connection nothing comes again.
+        If they were handled all the same, each would be processed once for each loss, while the messages that are
+        delivered in their place are lost in turn, until the broker gives up all of them. No handler had these messages,
+        so the delivery does not count as a try. Messages of a queue that was deleted with its connection are not
+        delivered again.
         """
         if self._row.kind is not QueueKind.DURABLE:
             return
@@ -305,7 +314,7 @@ class Consumer:
                     self._close(item)
             self._suspects = [item for item in self._suspects if not item.in_flight.delivery.is_lost]
         for in_flight in lost:
-            if not in_flight.open:  # else a handler has another message of it now
+            if not in_flight.open:  # otherwise a handler has another message of this delivery
                 self._note_untried(in_flight.delivery)
 
     def _note_untried(self, delivery: Delivery) -> None:
@@ -316,7 +325,9 @@ class Consumer:
                 del self._untried[next(iter(self._untried))]
 
     def _tries(self, delivery: Delivery) -> int:
-        """Deliveries before this one that may have been tries: all that this process has not lost untried itself."""
+        """Return the number of earlier deliveries that may have been tries: all but those that this process lost before
+        a handler had them.
+        """
         return max(0, delivery.delivery_count - self._untried.get(delivery.message_id or "", 0))
 
     def _open(self, delivery: Delivery) -> None:
@@ -340,10 +351,10 @@ class Consumer:
             opened.append(InFlightMessage(in_flight, received, self._until(read.meta)))
 
     def _until(self, meta: Meta) -> float | None:
-        """When an answer is of no use any more, on our clock.
+        """Return the time, on this process's clock, after which an answer is of no use.
 
-        Counted from now: two machines' clocks may be minutes apart, and the broker drops what waits there for too long.
-        A message without its publisher's time of sending is judged by the consumer's clock.
+        The time is counted from now, because the clocks of two machines may differ by minutes, and the broker drops
+        messages that wait there for too long. For a message without the time of sending, the consumer's clock decides.
         """
         if meta.deadline is None:
             return None
@@ -374,14 +385,14 @@ class Consumer:
                 self._count(kind.__name__.lower(), times)
 
     async def _apply_outcomes(self, items: Sequence[InFlightMessage], outcomes: Sequence[Outcome], number: int) -> None:
-        """Carry out the outcomes; what cannot be done for one message is that message's end alone."""
+        """Carry out the outcomes. When that fails for one message, only this message is parked."""
         if len(items) == 1:
             return await self._settle_one(items[0], number, lambda: self._outcome_handler.apply(items, outcomes))
         try:
             await self._until_available.call(number, lambda: self._outcome_handler.apply(items, outcomes))
         except BusForbidden:
             raise
-        except Exception as error:  # one outcome that cannot be applied must not hold up its neighbours'
+        except Exception as error:  # an outcome that cannot be applied must not hold up the others
             log.warning("consumer.settled_apart", queue=self.queue, items=len(items), error=type(error).__name__)
             for item, outcome in zip(items, outcomes, strict=True):
                 await self._apply_outcomes([item], [outcome], number)
@@ -399,12 +410,12 @@ class Consumer:
             await self._until_available.call(number, lambda: self._outcome_handler.park(item, cause))
         except BusForbidden:
             raise
-        except Exception:  # nothing of it can be written: the broker parks it as it came
+        except Exception:  # the dead letter cannot be written: the broker parks the message as it came
             log.exception("consumer.cannot_park", queue=self.queue)
             item.in_flight.rejected = True
 
     def _close_all(self, items: Sequence[InFlightMessage], outcomes: Sequence[Outcome]) -> None:
-        """Done messages are acknowledged; those that must be on disk first, once they are."""
+        """Acknowledge the handled messages, after the flush where their effects must be on disk first."""
         unflushed: dict[asyncio.Future[None], list[InFlightMessage]] = {}
         for item, outcome in zip(items, outcomes, strict=True):
             if isinstance(outcome, Done) and outcome.after is not None:
@@ -421,7 +432,7 @@ class Consumer:
         if lost:
             log.warning("consumer.not_flushed", queue=self.queue, items=len(items), reason=str(_reason(after)))
         for item in items:
-            if item.in_flight in self._in_hand:  # else it was drained, and is given back already
+            if item.in_flight in self._in_hand:  # otherwise a drain has requeued it
                 item.in_flight.again |= lost
                 self._close(item)
 
@@ -439,13 +450,15 @@ class Consumer:
         counter.inc(times)
 
     async def _ask(self, items: Sequence[InFlightMessage], number: int) -> Sequence[Outcome]:
-        """The handler's answers; a crash is narrowed down to the items that cause it."""
+        """Call the handler and return its outcomes. After a crash each item is tried alone, to find those that cause
+        it.
+        """
         received = [item.received for item in items if isinstance(item.received, Received)]
         last = max((math.inf if item.until is None else item.until) for item in items)
         try:
             return await self._until_available.call(number, lambda: self._call(received, last))
         except (BusForbidden, Forbidden):
-            # not the message's fault: the broker gets it back with the connection, and the process logs why it ends
+            # not the message's fault: the message is requeued with the connection, and the process logs why it ends
             raise
         except BrokenInvariant as broken:
             await self._end_with(broken)
@@ -453,7 +466,7 @@ class Consumer:
             if len(items) == 1:
                 metrics.BROKEN.labels(self._bus.name, self._row.name).inc()
                 return [Refuse(broken.code, broken.reason[:MAX_REASON])]
-        except Exception as error:  # an error of a handler must not stop its neighbours
+        except Exception as error:  # a handler's error for one item must not stop the others
             if len(items) == 1:
                 log.exception("consumer.crashed", queue=self.queue, cause=received[0].meta.cause)
                 return [Refuse(CRASHED, f"{type(error).__name__}: {error}"[:MAX_REASON])]
@@ -461,22 +474,21 @@ class Consumer:
         return [(await self._ask([item], number))[0] for item in items]
 
     async def _end_with(self, broken: BrokenInvariant) -> None:
-        """Take nothing more; the workers end with it once nothing is left in hand.
+        """Take no further messages, and end the workers with this fault when no delivery is left in progress.
 
-        Batches under way are settled first: given back, it would have used up deliveries for another message's fault.
+        Batches in progress are settled first; if they were requeued, another message's fault would use up their
+        deliveries.
         """
         if self._broken is None:
             self._broken = broken
             self._arrived.set()
             if self._subscription is not None:
-                with contextlib.suppress(BusError):  # away: then nothing more comes, either
+                with contextlib.suppress(BusError):  # the bus is unavailable: then no message arrives, either
                     await self._subscription.cancel()
 
     async def _call(self, received: Sequence[Received], until: float) -> Sequence[Outcome]:
         if until < self._bus.clock.monotonic():
-            return [Done()] * len(
-                received
-            )  # a server that it depends on was unavailable for so long that no requester waits any more
+            return [Done()] * len(received)  # a server was unavailable for so long that no requester waits any more
         tracer = self._bus.tracer
         if tracer is None:
             outcomes = await self._handler(received)

@@ -1,4 +1,6 @@
-"""Parking a dead letter. Without room for it the letter is dropped and logged, and no consumer stops."""
+"""Parks a dead letter. When the queue of dead letters is full, the letter is dropped and logged, and the consumer goes
+on.
+"""
 
 from __future__ import annotations
 
@@ -14,12 +16,11 @@ log = structlog.get_logger(__name__)
 
 
 async def park(bus: ConsumedBus, queue: str, letter: Outgoing) -> None:
-    """Park a letter of this queue; never stops a consumer because the others have not been dealt with.
+    """Park a dead letter of this queue.
 
-    Where a million letters are parked already this one is dropped and logged. No older one makes way for it: all
-    workers of a bus park in one queue, and who may take letters out may read those of the others.
-
-    Raises BusUnavailable, and what else a publish may raise, except that the queue of dead letters is full.
+    When the queue of dead letters is full, with a million letters, this one is dropped and logged. It does not replace
+    an older one, because all workers of a bus park in one queue, and a worker that may take letters out could read
+    those of the others. Raises BusUnavailable and the other errors of a publish, except PublishRefused.
     """
     try:
         await bus.transport.publish(letter)

@@ -1,8 +1,8 @@
-"""Looking at dead letters, and sending them back. Nothing is lost on the way: a letter leaves its queue last.
+"""Lists dead letters and sends them back. None is lost: a letter is removed from its queue as the last step.
 
 A bus has one queue of dead letters. The routing key of a letter is the name of the queue that gave it up: the broker
 writes it there by that queue's own settings, and permissions bind a consumer that parks a letter to its own queues. No
-header has it, as a publisher may have written any header.
+header is used for it, because a publisher may have written any header.
 """
 
 from __future__ import annotations
@@ -37,27 +37,26 @@ from bus.wire import (
 
 log = structlog.get_logger(__name__)
 
-# Why a message was given up, on the dead letter.
+# The header of a dead letter with the reason for which its message was given up.
 REASON = "berth-reason"
 EXCHANGE = "berth-exchange"
 DIED_AT = "berth-died-at-ms"
 
-# Letters that are passed over or shown in one go; those behind them wait for the next.
+# The bound of letters that one call reads. Letters behind them are left for the next call.
 MAX_LOOKED_AT = 10_000
 
-# The origin of a letter without one: another program wrote it into the queue of dead letters.
+# The origin of a letter that another program wrote into the queue of dead letters.
 UNKNOWN = "unknown"
 
-# The properties that go back with a letter, beside the time at which it was sent. A deadline has long passed, and its
-# retries begin anew.
+# The headers that go back with a letter, beside the time at which it was sent. A deadline has long passed, and retries
+# begin anew.
 _KEPT = (CAUSE, TRACEPARENT)
 
 
 class DeadLetter(Struct, frozen=True, kw_only=True):
-    """One message that a queue gave up, and why. The body may hold secrets.
-
-    position: from the oldest letter of the bus. queue: which gave it up; UNKNOWN: no trustworthy header names it.
-    sent_at: when it was sent, at the latest; None when unknown. batch: the body holds several messages.
+    """One message that a queue gave up, and the reason. The body may hold secrets. position: counted from the oldest
+    letter of the bus. queue: the queue that gave the message up; UNKNOWN: nothing trustworthy names it. sent_at: the
+    latest time at which it may have been sent; None when unknown. batch: the body holds several messages.
     """
 
     position: int
@@ -77,16 +76,16 @@ class DeadLetter(Struct, frozen=True, kw_only=True):
 
 
 class Counts(Struct, frozen=True):
-    """Dead letters of a bus by the queue that gave them up; `more` lie behind those that were looked at."""
+    """The numbers of dead letters of a bus by the queue that gave them up. more: the letters that were not read."""
 
     by_queue: Mapping[str, int]
     more: int
 
 
 async def list_dead(transport: Transport, queue: str | None = None, limit: int = 100) -> list[DeadLetter]:
-    """The oldest dead letters (of one queue, or of all), which stay where they are.
+    """Return the oldest dead letters (of one queue or of all), which stay in place.
 
-    Raises QueueMissing: there is no letter of that queue, or no such queue.
+    Raises QueueMissing when there is no letter of that queue, or no such queue.
     """
     found: list[DeadLetter] = []
     with _given_back() as kept:
@@ -102,7 +101,7 @@ async def list_dead(transport: Transport, queue: str | None = None, limit: int =
 
 
 async def count(transport: Transport) -> Counts:
-    """How many letters of which queue there are, by the names of the queues."""
+    """Return the number of letters of each queue, sorted by the name of the queue."""
     by_queue: Counter[str] = Counter()
     with _given_back() as kept:
         async for letter, delivery in _each(transport, kept):
@@ -113,7 +112,9 @@ async def count(transport: Transport) -> Counts:
 
 
 async def count_dead_letters(bus: str, transport: Transport) -> None:
-    """Set the gauge of a bus to its number of dead letters; a broker that is unavailable leaves it as it was."""
+    """Set the gauge of a bus to its number of dead letters. While the broker is unavailable, the gauge keeps its
+    value.
+    """
     if not transport.connected:
         return
     try:
@@ -133,10 +134,10 @@ async def replay(
     *,
     may_go: Callable[[DeadLetter], bool] = _any,
 ) -> list[str]:
-    """Send dead letters of a queue (those with these ids, or all) back to it; returns the ids sent.
+    """Send dead letters of a queue (those with these ids, or all) back to it. Returns the ids that were sent.
 
-    Each is confirmed there before it leaves here, so a crash in between may double one, never lose it. A letter that
-    may not go stays in its queue.
+    Each letter is confirmed there before it is removed here, so a crash in between may duplicate a letter but not lose
+    it. A letter that `may_go` refuses stays in place.
     """
     wanted = None if ids is None else set(ids)
     sent: list[str] = []
@@ -156,7 +157,7 @@ async def replay(
 
 
 async def purge(transport: Transport, queue: str) -> int:
-    """Drop the dead letters of a queue; returns how many."""
+    """Drop the dead letters of a queue. Returns their number."""
     gone = 0
     with _given_back() as kept:
         async for letter, delivery in _each(transport, kept):
@@ -170,7 +171,7 @@ async def purge(transport: Transport, queue: str) -> int:
 
 @contextmanager
 def _given_back() -> Iterator[list[Delivery]]:
-    """Letters that are held until the end, so that the next ones are seen, and then given back."""
+    """Hold letters until the end of the block, so that the next ones can be read, and then requeue them."""
     kept: list[Delivery] = []
     try:
         yield kept
@@ -180,16 +181,16 @@ def _given_back() -> Iterator[list[Delivery]]:
 
 
 def _keep(kept: list[Delivery], delivery: Delivery) -> None:
-    delivery.body = b""  # its queue has it; thousands of large ones here would be more than a process may hold
+    delivery.body = b""  # the queue keeps the body; thousands of large ones would be too much memory here
     kept.append(delivery)
 
 
 async def _each(transport: Transport, kept: list[Delivery]) -> AsyncIterator[tuple[DeadLetter, Delivery]]:
-    """The letters of a bus, the oldest first, until too many are kept; messages that are parked meanwhile are not among
-    them.
+    """Yield the letters of a bus, the oldest first, until too many are held. Messages that are parked meanwhile are not
+    among them.
     """
     delivery = await transport.get(DEAD_LETTERS)
-    behind = await transport.depth(DEAD_LETTERS)  # after a get, which the broker handles after earlier returns
+    behind = await transport.depth(DEAD_LETTERS)  # after a get, which the broker handles after earlier requeues
     position = 0
     while delivery is not None:
         yield read_letter(position, delivery), delivery
@@ -210,7 +211,8 @@ def _revived(queue: str, delivery: Delivery) -> Outgoing:
     headers: dict[str, str | int | float] = {
         name: value for name in _KEPT if isinstance(value := delivery.headers.get(name), str)
     }
-    # The consumer has to see how old it is: the record of a later delete or release may have been purged.
+    # The consumer must see how old the message is, because the record of a later delete or release may have been
+    # purged.
     sent_at = _sent_at(delivery.headers)
     if sent_at is not None:
         headers[SENT_AT] = int(sent_at * 1000)
@@ -229,9 +231,9 @@ def _revived(queue: str, delivery: Delivery) -> Outgoing:
 
 
 def read_letter(position: int, delivery: Delivery) -> DeadLetter:
-    """A letter as a person wants to see it."""
+    """Return a letter in readable form."""
     code, reason = letters_code(delivery) or "unknown", _text(delivery, REASON)
-    if code.startswith(BROKERS):  # then it has the headers of its publisher, who may have written any
+    if code.startswith(BROKERS):  # the letter then has its publisher's headers, which may be anything
         gone = delivery.exchange == RETURN
         reason = "its queue was gone when its retry was due" if gone else "given up by the broker"
     return DeadLetter(
@@ -253,7 +255,7 @@ def read_letter(position: int, delivery: Delivery) -> DeadLetter:
 
 
 def _origin(delivery: Delivery) -> str:
-    """The queue that gave it up."""
+    """Return the queue that gave the message up."""
     if delivery.exchange == GIVEN_UP:
         return KEEPING[0]  # there is one such queue (tests/test_house.py)
     if delivery.exchange in (DEAD, RETURN) and delivery.routing_key:
@@ -267,7 +269,7 @@ def _text(delivery: Delivery, name: str) -> str:
 
 
 def _sent_at(headers: Mapping[str, object]) -> float | None:
-    """When it was sent, or else died: it was sent no later than that."""
+    """Return the time of sending (seconds since the epoch), or else that of its death, which is later."""
     written = headers.get(SENT_AT)
     if isinstance(written, int | float) and 0 < written < MAX_TIME_S * 1000:
         return written / 1000
@@ -275,7 +277,7 @@ def _sent_at(headers: Mapping[str, object]) -> float | None:
 
 
 def _died_at(headers: Mapping[str, object]) -> float | None:
-    """By our consumer's header, or by the broker's own record of its first death."""
+    """Return the time of death by the consumer's header, or else by the broker's record of the first death."""
     written = headers.get(DIED_AT)
     if isinstance(written, int | float) and 0 < written < MAX_TIME_S * 1000:
         return written / 1000

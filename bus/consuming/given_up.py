@@ -1,4 +1,4 @@
-"""Why a message is given up, in the words for the client whose request it is."""
+"""The reason why a message is given up, worded for the client that sent the request."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ GIVEN_UP_BY_BROKER = Refusal(code=GIVEN_UP, reason="its queue gave it up; its de
 
 
 def given_up_of(received: Received) -> Refusal | None:
-    """Why the queue of a request has given it up, or is about to; None: it does not."""
+    """Return why the queue has given up a request, or is about to; None when it has not."""
     if received.given_up == EXPIRED:
         return Refusal(code=EXPIRED, reason="it waited longer than the expiration that its publisher gave it")
     if received.exhausted or received.given_up == f"{BROKERS}delivery_limit":

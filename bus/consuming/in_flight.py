@@ -1,4 +1,4 @@
-"""The messages that a consumer has under way: messages, and the deliveries that brought them."""
+"""The messages that a consumer has taken, and the deliveries that they came in."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ from bus.consuming.outcome import Received
 from bus.port import Delivery
 from bus.wire import Malformed
 
-# From the third try on (two were not acknowledged) a delivery is taken apart from all others, its messages in parts of
-# half of them, then a quarter, ... and at last one at a time. One at a time from the first would take so long that on
-# an unstable bus a large delivery never ends.
+# From the third try on (after two without an acknowledgement) a delivery is handled separately from all others, in
+# parts of half of its messages, then a quarter, ... and at last one message at a time. If single messages were tried at
+# once, a large delivery would take so long that it might never end on an unstable bus.
 SUSPECT_FROM = 2
 
 
 class InFlightDelivery:
-    """One delivery, which may hold many messages; it is acknowledged when the last of them is settled.
+    """One delivery, which may contain many messages. It is acknowledged when the last of them is settled.
 
-    tries: deliveries before this one after which a handler had it when it was lost, as far as this process knows.
-    rejected: one of its messages can neither be settled nor parked, so the broker is to dead-letter all of it.
-    again: the effects of one of its messages may be lost, so all of it is to be delivered again.
+    tries: earlier deliveries that a handler may have had, as far as this process knows. rejected: one of the messages
+    can neither be settled nor parked, so the broker is to dead-letter the delivery. again: the effects of one of the
+    messages may be lost, so the delivery is to be requeued.
     """
 
     __slots__ = ("again", "delivery", "open", "part", "rejected", "tries")
@@ -25,18 +25,18 @@ class InFlightDelivery:
     def __init__(self, delivery: Delivery, count: int, tries: int) -> None:
         self.delivery = delivery
         self.tries = tries
-        self.part = max(1, count >> max(0, tries - SUSPECT_FROM + 1))  # this many of its messages are tried together
+        self.part = max(1, count >> max(0, tries - SUSPECT_FROM + 1))  # the messages that are tried together
         self.open = count
         self.rejected = False
         self.again = False
 
     @property
     def is_suspect(self) -> bool:
-        """Whether it has been tried so often without an end that it may have ended its consumers."""
+        """Whether the delivery was tried so often without a result that it may have ended its consumers."""
         return self.tries >= SUSPECT_FROM
 
     def settle(self) -> None:
-        """One of its messages is settled."""
+        """Record that one of its messages is settled."""
         self.open -= 1
         if self.open:
             return
@@ -49,7 +49,9 @@ class InFlightDelivery:
 
 
 class InFlightMessage:
-    """One message in hand. until: by this process's own clock, when its answer is of no use any more; None: never."""
+    """One message that was taken. until: the time, on this process's clock, after which an answer is of no use; None:
+    there is no such time.
+    """
 
     __slots__ = ("in_flight", "received", "until")
 

@@ -1,4 +1,4 @@
-"""Outcomes: a handler's return value for each message. The consumer alone acts on them."""
+"""Outcomes: the value that a handler returns for each message. Only the consumer acts on them."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from bus.contracts.base import Message, Meta
 
 
 class Done(Struct, frozen=True):
-    """Handled, or known to be handled already. `reply` goes to the requester, if there is one.
+    """The message is handled, now or by an earlier delivery. reply: sent to the requester, if there is one.
 
-    after: a flush (`bus.persistence.group_flush`); it is acknowledged after this, or delivered again if this fails.
+    after: a flush (`bus.persistence.group_flush`). The message is acknowledged after the flush, or requeued if the
+    flush fails.
     """
 
     reply: Message | None = None
@@ -21,14 +22,18 @@ class Done(Struct, frozen=True):
 
 
 class Retry(Struct, frozen=True):
-    """Not now: deliver it again after the queue's next delay; after the last delay it is a dead letter."""
+    """The message cannot be handled now: it is delivered again after the queue's next delay. After the last delay it is
+    a dead letter.
+    """
 
     code: str
     reason: str = ""
 
 
 class Refuse(Struct, frozen=True):
-    """Never: a Refusal to the requester, or, if there is none, a dead letter with this code and reason."""
+    """The message can never be handled: the requester gets a Refusal; without a requester, the message is a dead letter
+    with this code and reason.
+    """
 
     code: str
     reason: str = ""
@@ -38,11 +43,12 @@ Outcome = Done | Retry | Refuse
 
 
 class Received(Struct, frozen=True):
-    """One message as a handler gets it: parsed, bounded, with what travelled beside it.
+    """One message as a handler gets it: parsed, within its bounds, and with its metadata.
 
-    exhausted: it was delivered so often without an end that the broker is about to give it up. A handler that must
-    inform its client of every end publishes it now, and does nothing else for it: its effects may have ended its
-    process before. given_up: why another queue gave it up, the code of its dead letter; empty: this is none.
+    exhausted: the message was delivered so often without a result that the broker is about to give it up. A handler
+    that must announce the end to a client does so now, and does nothing else, because handling the message may have
+    ended earlier processes. given_up: the code of a dead letter, which states why another queue gave it up; empty when
+    the message is no dead letter.
     """
 
     message: Message
@@ -54,5 +60,5 @@ class Received(Struct, frozen=True):
     given_up: str = ""
 
 
-# A handler gets all that has gathered (at least one) and answers for each, in the same order.
+# A handler gets the gathered messages (at least one) and returns an outcome for each, in the same order.
 Handler = Callable[[Sequence[Received]], Awaitable[Sequence[Outcome]]]

@@ -1,5 +1,5 @@
-"""The consequences of a handler's outcomes: replies, retries, refusals, and dead letters, confirmed
-before it is over.
+"""Carries out the outcomes of a handler: sends replies, retries, refusals and dead letters, and waits for their
+confirms.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ CANNOT_APPLY = "outcome.not_applied"
 
 
 class OutcomeHandler:
-    """One consumer's: it sends what outcomes ask for; the consumer acknowledges afterwards."""
+    """Carries out outcomes for one consumer, which acknowledges the messages afterwards."""
 
     def __init__(
         self, bus: ConsumedBus, row: QueueRow, on_malformed: Callable[[Malformed], Sequence[Message]] | None
@@ -51,7 +51,9 @@ class OutcomeHandler:
         self._on_malformed = on_malformed
 
     async def apply(self, items: Sequence[InFlightMessage], outcomes: Sequence[Outcome]) -> None:
-        """Send the messages of the outcomes. Returns when it is confirmed, so that the messages may be acknowledged."""
+        """Send the messages of the outcomes. Returns after the confirms, so that the handled messages may be
+        acknowledged.
+        """
         moves, replies = Waiter(), Waiter()
         parked: list[Outgoing] = []
         for item, outcome in zip(items, outcomes, strict=True):
@@ -76,7 +78,7 @@ class OutcomeHandler:
         try:
             await replies.wait()
         except BusError as error:
-            # A reply that cannot be delivered is the asker's timeout; it must not hold up the queue.
+            # For a reply that cannot be delivered, the requester has a time-out; the reply must not hold up the queue.
             log.info("consumer.reply_lost", queue=self.queue, code=error.code)
         await moves.wait()
 
@@ -98,9 +100,8 @@ class OutcomeHandler:
         self._bus.publisher.post(exchange, self.queue, mode, pack(received.message, meta), waiter)
 
     def _give_up(self, item: InFlightMessage, code: str, reason: str, replies: Waiter) -> list[Outgoing]:
-        """A Refusal to the requester, else a dead letter; a queue without dead letters loses it, and logs that.
-
-        Where it is a copy of a dead letter, that one stays.
+        """Send a Refusal to the requester, or park a dead letter. For a queue without dead letters the message is
+        logged and lost. When the message is a copy of a dead letter, the letter itself stays.
         """
         received = item.received
         if received.meta.reply_to is not None:
@@ -140,7 +141,7 @@ class OutcomeHandler:
         )
 
     async def park(self, item: InFlightMessage, error: Exception) -> None:
-        """Dead-letter one message whose outcome could not be carried out, with its body and nothing else of its own."""
+        """Dead-letter one message whose outcome could not be carried out. Of the message only its body is kept."""
         received, reason = item.received, f"{type(error).__name__}: {error}"
         log.error("consumer.cannot_settle", queue=self.queue, error=type(error).__name__, exc_info=error)
         if self._row.kind is not QueueKind.DURABLE or self._row.takes_letters:
@@ -160,8 +161,8 @@ class OutcomeHandler:
         await park(self._bus, self.queue, letter)
 
     async def refuse_malformed(self, item: InFlightMessage) -> None:
-        """Answer what could not be read: as the queue's owner decides, and on the reply queue; otherwise it is a dead
-        letter.
+        """Answer an unreadable message by the outcome that the queue's owner returns and on its reply queue; otherwise
+        dead-letter it.
         """
         bad = item.received
         assert isinstance(bad, Malformed)
@@ -176,7 +177,9 @@ class OutcomeHandler:
         await self._sent(moves, replies, parked)
 
     def _answers(self, bad: Malformed) -> Sequence[Message]:
-        """The queue owner's outcome for it; an exception there makes it a dead letter and does not end the worker."""
+        """Return the outcome of the queue's owner. An exception there makes the message a dead letter and does not end
+        the worker.
+        """
         try:
             return self._on_malformed(bad) if self._on_malformed is not None else ()
         except Exception:  # the input is hostile

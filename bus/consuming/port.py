@@ -1,4 +1,4 @@
-"""The operations that consuming needs of a bus: `bus.bus.Bus` has it all, and makes the consumers."""
+"""The operations that consumers need of a bus. `bus.bus.Bus` implements them and makes the consumers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Calling until the servers that a consumer depends on are available: an outage uses up no retries."""
+"""Repeats a handler's call until the servers that it depends on are available, so that an outage uses up no retries."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ T = TypeVar("T")
 
 
 class RetryUntilAvailable:
-    """One consumer's: each of its workers, by its number, may be waiting for a server that it depends on."""
+    """The calls of one consumer. Each of its workers, identified by a number, may wait for a server that it
+    depends on.
+    """
 
     def __init__(self, bus: ConsumedBus, row: str) -> None:
         self.queue = row
@@ -27,12 +29,12 @@ class RetryUntilAvailable:
 
     @property
     def waited_s(self) -> float:
-        """For how long the longest waiting worker has waited; 0: none waits."""
+        """The time (seconds) that the longest waiting worker has waited; 0 when none waits."""
         oldest = min(self._since.values(), default=None)
         return 0.0 if oldest is None else self._bus.clock.monotonic() - oldest
 
     async def call(self, number: int, function: Callable[[], Awaitable[T]]) -> T:
-        """Call until what we depend on is there; anything but a passing fault is raised."""
+        """Call the function until no transient fault occurs. Other exceptions are raised."""
         retrying = Retrying(UNTIL_AVAILABLE, self._bus.clock, self._bus.rng)
         try:
             return await retrying.call(function, on_failure=lambda error, _: self._stalled(number, error))

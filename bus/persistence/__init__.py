@@ -1,1 +1,1 @@
-"""How workers keep their state: database, migrations, the optimistic unit of work, the outbox."""
+"""The persistence of workers: database, migrations, the optimistic unit of work, the outbox."""

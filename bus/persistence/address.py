@@ -1,4 +1,4 @@
-"""Where PostgreSQL is: one server, or a primary and its stand-bys; the login, the database, and TLS."""
+"""The address of PostgreSQL: one server, or a primary and its standbys; the login, the database, and TLS."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ from bus.server_url import BadUrl, Endpoint, ServerUrl, parse_hosts, parse_port,
 SCHEMES = ("postgresql", "postgres", "postgresql+asyncpg")
 SSL_MODES = ("disable", "allow", "prefer", "require", "verify-ca", "verify-full")
 TLS = ("sslmode", "sslrootcert", "sslcert", "sslkey", "sslcrl")
-# Which of several servers is the one: libpq's words. Every worker writes, so no other value makes sense.
+# The accepted values of libpq's target_session_attrs. Every worker writes, so other values make no sense.
 TARGETS = ("read-write", "primary")
 PARAMETERS = ("host", "port", "user", "password", "dbname", *TLS, "target_session_attrs")
 
 
 class ServerUntrusted(ConnectionError):
-    """The server's certificate is not what sslmode requires."""
+    """The server's certificate does not satisfy sslmode."""
 
 
 class TakesNoWrites(ConnectionError):
-    """The server is a stand-by, or was made read-only."""
+    """The server is a standby, or was made read-only."""
 
 
 # The errors of asyncpg when no connection can be made, or a session ends under a statement. InternalClientError: the
-# server's last word arrived in the very moment of our next statement, where no answer is expected.
+# server closed the session at the moment of the next statement, where asyncpg expects no message.
 CONNECTION_LOST = (asyncpg.PostgresError, asyncpg.InterfaceError, asyncpg.InternalClientError, OSError)
 
 
 class DatabaseAddress(Struct, frozen=True, kw_only=True):
-    """Servers of one database and how to enter it. hosts (): asyncpg's default, as libpq's."""
+    """The servers of one database, and the login. hosts: empty for asyncpg's default, which is libpq's."""
 
     hosts: tuple[Endpoint, ...]
     user: str | None
@@ -52,9 +52,8 @@ class DatabaseAddress(Struct, frozen=True, kw_only=True):
     async def connect(
         self, *, timeout_s: float, command_timeout_s: float | None, settings: Mapping[str, str]
     ) -> asyncpg.Connection:
-        """A connection to the first of the servers that takes writes, each given `timeout_s`.
-
-        Raises what asyncpg raises, ServerUntrusted, TakesNoWrites; of several what may pass by itself.
+        """Connect to the first server that accepts writes, with `timeout_s` seconds for each server. Raises asyncpg's
+        errors, ServerUntrusted, TakesNoWrites; of several errors, one that a wait may help against.
         """
         errors: list[Exception] = []
         for host in self.hosts or (None,):
@@ -88,7 +87,7 @@ class DatabaseAddress(Struct, frozen=True, kw_only=True):
 
 
 def parse_database_url(text: str) -> DatabaseAddress:
-    """`postgresql://user:password@host:port,host:port/database?sslmode=...`, as libpq has it.
+    """Parse `postgresql://user:password@host:port,host:port/database?sslmode=...`, as libpq does.
 
     Raises DatabaseForbidden (`database.url`), which shows no part of it.
     """
@@ -125,7 +124,9 @@ def _address(url: ServerUrl) -> DatabaseAddress:
 
 
 def _hosts(url: ServerUrl) -> tuple[Endpoint, ...]:
-    """The address of the authority, else of the parameter `host`; `port` is one for all, or one for each."""
+    """Return the hosts of the authority, or else of the parameter `host`. The parameter `port` has one port for all, or
+    one for each.
+    """
     given = url.parameters
     hosts = url.hosts or parse_hosts(given.get("host", ""))
     ports = [parse_port(port) for port in given.get("port", "").split(",") if port]
@@ -138,7 +139,7 @@ def _hosts(url: ServerUrl) -> tuple[Endpoint, ...]:
 
 
 def _check_files(tls: Mapping[str, str]) -> None:
-    """Read them once: asyncpg reports a missing one as it reports an unavailable server."""
+    """Read the files once, because asyncpg reports a missing file like an unavailable server."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     name = ""
     try:
@@ -154,5 +155,5 @@ def _check_files(tls: Mapping[str, str]) -> None:
 
 
 def _lasting(error: Exception) -> bool:
-    """Whether waiting does not help: the login or the certificate is wrong."""
+    """Whether a wait does not help: the login or the certificate is wrong."""
     return isinstance(error, ServerUntrusted | asyncpg.InvalidAuthorizationSpecificationError)

@@ -1,4 +1,4 @@
-"""Outbox rows whose messages the broker has confirmed: they gather, and are deleted many at a time."""
+"""The outbox rows whose messages the broker has confirmed. They gather and are deleted many at a time."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ DELETE_BATCH = 2_000  # rows deleted by one statement
 
 
 class ConfirmedRows:
-    """Ids of rows to delete, in order, and of those that a statement is deleting.
+    """The ids of rows to delete, in order, and of rows that a statement is deleting.
 
-    `wait` returns while some are to be deleted. Its event is set and cleared here alone, together with the list, so the
-    two cannot differ.
+    `wait` returns while there are rows to delete. Its event is set and cleared only here, together with the list, so
+    the two cannot differ.
     """
 
     def __init__(self) -> None:
@@ -29,26 +29,26 @@ class ConfirmedRows:
 
     @property
     def to_delete(self) -> int:
-        """How many no statement is deleting."""
+        """The number of rows that no statement is deleting yet."""
         return len(self._to_delete)
 
     @property
     def fill_a_batch(self) -> bool:
-        """Whether there are so many that more would not fit into one statement."""
+        """Whether there are enough rows for a full statement."""
         return len(self._to_delete) >= DELETE_BATCH
 
     def add(self, row_id: int) -> None:
-        """The messages of this row are confirmed."""
+        """Record that the messages of this row are confirmed."""
         self._to_delete.append(row_id)
         self._some.set()
 
     async def wait(self) -> None:
-        """Return when there are rows to delete. They may be taken along by another statement before the caller runs."""
+        """Wait until there are rows to delete. Another statement may take them before the caller runs."""
         await self._some.wait()
 
     @contextmanager
     def batch(self) -> Iterator[list[int]]:
-        """The oldest rows, for a statement that deletes them; where it fails they are to be deleted again."""
+        """Return the oldest rows for a statement that deletes them. If the block fails, they are queued again."""
         ids = self._to_delete[:DELETE_BATCH]
         self._replace(self._to_delete[len(ids) :])
         self._under_way.update(ids)

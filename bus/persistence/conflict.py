@@ -1,11 +1,11 @@
-"""The two ways in which a write finds a row other than expected. After both nothing was written."""
+"""The two errors of a write that finds a row in another state than expected. After either, nothing was written."""
 
 from __future__ import annotations
 
 
 class Conflict(Exception):
-    """Another process has written one of the rows first. Read again and decide again; with locks it cannot repeat."""
+    """Another process has written one of the rows first. The work is repeated with locks, where this cannot happen."""
 
 
 class PreconditionFailed(Conflict):
-    """A guarded statement touched another number of rows than it had to, and undid itself."""
+    """A guarded statement has touched another number of rows than required, and was rolled back."""
