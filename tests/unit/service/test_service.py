@@ -186,6 +186,23 @@ async def test_a_closing_that_fails_does_not_keep_the_others_open() -> None:
     assert recorder.logged[-2:] == ["close two", "close one"]
 
 
+async def test_a_closing_that_hangs_keeps_no_other_open_in_a_service_that_is_cancelled(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A killed compute service had not closed its connection, which held its name: the next one waited in vain."""
+    monkeypatch.setattr("bus.service.service.CLOSE_TIMEOUT_S", 0.01)
+    recorder = Recorder()
+    service = service_of(recorder)
+    service.add_resource(recorder.step("open slow"), until_cancelled)  # type: ignore[arg-type]
+    life = asyncio.create_task(service.run(asyncio.Event()))
+    await service.ready.wait()
+    life.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await life
+    assert recorder.logged[-2:] == ["close two", "close one"]
+    assert service.phase == "closed"
+
+
 async def test_a_side_task_dead_while_draining_is_reported_after_the_drain() -> None:
     recorder = Recorder()
     service = service_of(recorder)
