@@ -298,8 +298,12 @@ class Mover:
         world.event_log.record("order", f"fenced hosts of {cell} {order.service} are enabled")
 
     async def _decide(self, host: str, state: AdminState, tries: int | None) -> bool:
-        """An operator decides, who knows that the host is off. tries: at most; None: until it is decided."""
-        command = SetAdminState(host=host, state=state, reason="dead", by="operator", force=True)
+        """An operator decides, who knows that the host is off. tries: at most; None: until it is decided.
+
+        A fence is ended without force, by its cell: force is for a cell that is gone for good, and cells are back here.
+        """
+        force = state is AdminState.FENCED
+        command = SetAdminState(host=host, state=state, reason="dead", by="operator", force=force)
         return await self._answered(command, AdminStateSet, tries)
 
     async def _answered(self, command: Message, reply: type[Message], tries: int | None) -> bool:

@@ -161,7 +161,9 @@ class Operator:
         world = self._world
         here = {guest.instance_uuid: None for at, guest in world.fleets[service].guests() if at == host}
         for uuid, instance in world.cells[world.cell_of(service).name].instances.items():
-            if instance.host_uuid == host and instance.state.value not in ("failed", "deleted", "tombstone"):
+            # The source of a move is held by the migration: its machine may be lost, and the instance goes back there.
+            is_here = host in (instance.host_uuid, instance.source_host_uuid)
+            if is_here and instance.state.value not in ("failed", "deleted", "tombstone"):
                 here[uuid] = None
         for uuid, kept in world.book.consumers.items():
             if any(world.book.providers[one].root == host for one in kept.consumer.holding):
