@@ -168,9 +168,15 @@ def unclearable(world: World) -> set[str]:
 
 
 def _leftovers(world: World) -> Iterator[str]:
-    """Half-built machines of a failed build are removed from their host too."""
+    """Half-built machines of a failed build are removed from their host too.
+
+    Not those that were removed and came back with an older disk: no driver lists what is half-built.
+    """
+    brought_back = world.move_watch.brought_back
     for service, fleet in world.fleets.items():
         for host, guest in fleet.guests() if service not in world.dead else ():
+            if (host, guest.instance_uuid, guest.attempt) in brought_back:
+                continue
             if not guest.complete and guest.instance_uuid not in world.taken_back:
                 yield f"no_leftovers: {guest.instance_uuid} attempt {guest.attempt} is half-built on {host}"
 
@@ -215,9 +221,12 @@ def _holdings(world: World, client: Client) -> Iterator[str]:
 def _inventories(world: World) -> Iterator[str]:
     """Every host is in the book as it is; what has left for good is not."""
     for uuid, how in world.left.items():
-        # Inventory in use when it was taken out is stranded: a shell, for as long as it is used.
+        # Inventory in use when it was taken out is stranded: a shell, for as long as its tree is used.
         shell = world.book.providers.get(uuid) if how == "drained" else None
-        if shell is not None and (is_reported(shell) or not any(shell.used.values())):
+        if shell is None:
+            continue
+        is_used = any(any(one.used.values()) for one in world.book.providers.values() if one.root == uuid)
+        if is_reported(shell) or not is_used:
             yield f"left_for_good: the book still has {uuid}"
     for service, fleet in world.fleets.items():
         for host in fleet.hosts if service not in world.dead else ():

@@ -18,10 +18,12 @@ from berth.sim.harm_watch import LATE_REPORT_S, RACE_S, HarmWatch
 from berth.sim.load import Client
 from berth.sim.loop import Process
 from berth.sim.message_watch import MessageWatch
+from berth.sim.moves import Mover
 from berth.sim.network import SimTransport
+from berth.sim.operator import Operator
 from berth.sim.other_tenants import OtherTenants
 from berth.sim.plan import Action, Order
-from berth.sim.rest import _inventories, _running
+from berth.sim.rest import _inventories, _leftovers, _running
 from berth.sim.run import run
 from berth.sim.shrink import _without_metal
 from berth.sim.watch import Breach
@@ -31,17 +33,19 @@ from bus.bus import API
 from bus.contracts.base import MAX_AMOUNT, Message, Meta
 from bus.contracts.catalogue import BY_QUEUE
 from bus.contracts.cell import CellBuild, ComputeOutcome, ComputeResult, InstanceSpec, Selection
+from bus.contracts.moves import MoveKind
+from bus.contracts.operations import AdminState, SetAdminState
 from bus.contracts.placement import Claim, ClaimOption, Inventory
 from bus.memory import MemoryTransport
 from bus.topology import QueuePlan
 from bus.wire import pack, single
 from cell_conductor.domain.breaker import Breaker
-from cell_conductor.domain.instance import Instance, State
+from cell_conductor.domain.instance import Instance, Move, State
 from cell_conductor.side_tasks import purge_forever
 from cell_conductor.store.memory import MemoryInstances, MemoryInstanceTable
 from compute_sim.drivers.ironic.node import Mark
 from compute_sim.drivers.ironic.request import take_patch
-from compute_sim.fleet import Guest
+from compute_sim.fleet import Fleet, Guest
 from placement_worker.domain.values import ConsumerState, Provider, stored_inventory
 from placement_worker.store.memory_table import ConsumerRow
 
@@ -98,6 +102,86 @@ async def test_what_was_taken_out_stays_only_while_it_is_in_use(*, stranded: boo
     )  # fmt: skip
     world.left[LEFT] = "drained"
     assert any("left_for_good" in words for words in _inventories(world)) is breaks
+
+
+@pytest.mark.parametrize(("used", "breaks"), [(1, False), (0, True)])
+async def test_what_was_taken_out_stays_while_a_part_of_its_tree_is_in_use(*, used: int, breaks: bool) -> None:
+    """Another client had a reservation on a NUMA node of it (seed 1795337330465)."""
+    world = World(replace(plan_of(1), metal=None), EventLog())
+    world.fleets.clear()
+    root = Provider(
+        uuid=LEFT, name="h", parent=None, root=LEFT, generation=1, shape=1, inventories={}, used={}, traits=(),
+        aggregates=(),
+    )  # fmt: skip
+    world.book.providers[LEFT] = root
+    world.book.providers[HERE] = replace(root, uuid=HERE, name="h-node", parent=LEFT, used={"VCPU": used})
+    world.left[LEFT] = "drained"
+    assert any("left_for_good" in words for words in _inventories(world)) is breaks
+
+
+async def test_a_half_built_machine_that_came_back_with_an_older_disk_is_not_waited_for() -> None:
+    """Its service had removed it, and no driver lists what is half-built (seed 1795337330351)."""
+    world = World(replace(plan_of(1), metal=None), EventLog())
+    fleet = world.fleets[world.plan.services[0][1]]
+    host = next(iter(fleet.hosts)).plan.uuid
+
+    def left() -> list[str]:
+        return [words.partition(":")[0] for words in _leftovers(world)]
+
+    Fleet.put(fleet, host, Guest(INSTANCE, 1, {}, False))
+    assert left() == ["no_leftovers"]
+    world.move_watch.brought_back.add((host, INSTANCE, 1))
+    assert left() == []
+    Fleet.put(fleet, host, Guest(INSTANCE, 2, {}, False))
+    assert left() == ["no_leftovers"]
+
+
+def test_a_host_that_a_move_has_left_is_not_empty_until_the_move_has_ended() -> None:
+    """Its machine was lost, and the move went back to a host that its service did not have any more (seed
+    1795337330129).
+    """
+    found: list[list[str]] = []
+
+    async def main() -> None:
+        world = World(replace(plan_of(1), metal=None), EventLog())
+        cell, service = world.plan.services[0]
+        source, here = (
+            Selection(host_uuid=uuid, host="h", service=service, allocations={uuid: {"VCPU": 1}})
+            for uuid in (LEFT, HERE)
+        )
+        spec = InstanceSpec(instance_uuid=INSTANCE, project_id="red")
+        move = Move(request_id="m", kind=MoveKind.MIGRATE, source=source, source_attempt=1, spec=spec)
+        moving = Instance(
+            uuid=INSTANCE, state=State.PREPARING, spec=spec, selections=(source, here), position=1, attempt=2, move=move
+        )
+        arrived = replace(moving, state=State.ACTIVE, selections=(here,), position=0, move=None)
+        operator = Operator(world, Client(world))
+        world.harm.requested[INSTANCE] = None
+        for instance in (moving, arrived):
+            world.cells[cell].instances[INSTANCE] = instance
+            found.extend(operator._tenants(service, host) for host in (LEFT, HERE))
+
+    virtual.run(main, on_unseen=pytest.fail)
+    assert found == [[INSTANCE], [INSTANCE], [], [INSTANCE]]
+
+
+@pytest.mark.parametrize("state", [AdminState.FENCED, AdminState.ENABLED])
+def test_an_operator_ends_a_fence_without_force(state: AdminState, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By force its cell is notified every five minutes only, longer than the bound on rest (seed 1795337330435)."""
+    sent: list[Message] = []
+
+    async def answered(_mover: Mover, command: Message, _reply: type[Message], _tries: int | None) -> bool:
+        sent.append(command)
+        return True
+
+    async def main() -> None:
+        assert await Mover(World(plan_of(1), EventLog()))._decide(HERE, state, None)
+
+    monkeypatch.setattr(Mover, "_answered", answered)
+    virtual.run(main, on_unseen=pytest.fail)
+    (command,) = sent
+    assert isinstance(command, SetAdminState)
+    assert command.force is (state is AdminState.FENCED)
 
 
 def test_a_service_that_dies_while_it_stops_has_stopped() -> None:
