@@ -63,7 +63,7 @@ class ChangeHandler:
             return await self._drain(message, received)
         assert isinstance(message, ObjectsChange), message
         try:
-            changed = await self._registry.change(message, received.meta.id)
+            changed = await self._registry.change(message, received.meta.id, until=received.until)
         except Transient as fault:  # answered at once: the requester does not wait for the database
             return Refuse(fault.code, fault.reason)
         return Refuse(changed.code, changed.reason) if isinstance(changed, Refusal) else Done(reply=changed)
@@ -102,7 +102,7 @@ class ChangeHandler:
             why=command.reason,
             force=command.force,
         )
-        changed = await self._registry.change(change, received.meta.id, ends_fences=command.force)
+        changed = await self._registry.change(change, received.meta.id, ends_fences=command.force, until=received.until)
         if isinstance(changed, Refusal):
             return Refuse(changed.code, changed.reason)
         await self._registry.announced(changed.revision)

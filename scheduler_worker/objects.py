@@ -78,6 +78,7 @@ NOT_LOADED = -1
 HANDLER = "scheduler.changes"
 MAX_BUILDS_COUNTED = 1000
 SEEDED_BY = "settings"
+TOO_LATE = "request.too_late"  # its requester waits no longer
 
 
 # The effect of a special change on the objects that it holds, who made it and why; or why it is refused.
@@ -214,19 +215,24 @@ class ObjectRegistry:
         return ObjectLogPage(entries=tuple(await self._store.object_log(query)))
 
     async def change(
-        self, change: ObjectsChange, message_id: str, *, ends_fences: bool = False
+        self, change: ObjectsChange, message_id: str, *, ends_fences: bool = False, until: float | None = None
     ) -> ObjectsChanged | Refusal:
         """Change objects, all of them or none; in force here when this returns. Raises Transient.
 
         message_id: of the message that requests it; a repeat of a message changes nothing again. ends_fences: of hosts
-        that it no longer fences, without their cells' reports.
+        that it no longer fences, without their cells' reports. until: by the monotonic clock, when its requester waits
+        no longer (None: never). After that nothing is changed: what has been decided since would be undone.
         """
         async with self._loading:
-            return await self._change(change, message_id, ends_fences)
+            return await self._change(change, message_id, ends_fences, until)
 
-    async def _change(self, change: ObjectsChange, message_id: str, ends_fences: bool) -> ObjectsChanged | Refusal:
+    async def _change(
+        self, change: ObjectsChange, message_id: str, ends_fences: bool, until: float | None
+    ) -> ObjectsChanged | Refusal:
         async with self._store.operation() as unit:
             present = await unit.lock_objects()
+            if (late := self._too_late(until)) is not None:
+                return late
             if not await unit.first_time(HANDLER, message_id):
                 # The message was delivered again; a later change may have come since, and it stays.
                 return ObjectsChanged(revision=present.revision)
@@ -303,6 +309,13 @@ class ObjectRegistry:
             self._load(after)
         for one in reports:
             log.info("host.fence", uuid=one.host_uuid, state=one.state.value, losses=one.losses, cell=one.cell)
+
+    def _too_late(self, until: float | None) -> Refusal | None:
+        """Judged once the objects are locked: a process may stand still, or wait for the lock, for longer than that."""
+        if until is None or self._clock.monotonic() <= until:
+            return None
+        log.warning("objects.too_late")
+        return Refusal(code=TOO_LATE, reason="the requester's time was over before the objects could be locked")
 
     def decision_of(self, host_uuid: str) -> HostAdminState | None:
         """The decision in force about a host."""

@@ -345,10 +345,11 @@ class Consumer:
             if isinstance(read, Malformed):
                 opened.append(InFlightMessage(in_flight, read))
                 continue
+            until = self._until(read.meta)
             received = Received(
-                read.message, read.meta, self._bus.name, self.queue, delivery.redelivered, exhausted, given_up
+                read.message, read.meta, self._bus.name, self.queue, delivery.redelivered, exhausted, given_up, until
             )
-            opened.append(InFlightMessage(in_flight, received, self._until(read.meta)))
+            opened.append(InFlightMessage(in_flight, received, until))
 
     def _until(self, meta: Meta) -> float | None:
         """Return the time, on this process's clock, after which an answer is of no use.

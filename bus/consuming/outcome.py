@@ -48,7 +48,8 @@ class Received(Struct, frozen=True):
     exhausted: the message was delivered so often without a result that the broker is about to give it up. A handler
     that must announce the end to a client does so now, and does nothing else, because handling the message may have
     ended earlier processes. given_up: the code of a dead letter, which states why another queue gave it up; empty when
-    the message is no dead letter.
+    the message is no dead letter. until: the time, on this process's monotonic clock, after which the answer
+    is of no use (None: never).
     """
 
     message: Message
@@ -58,6 +59,7 @@ class Received(Struct, frozen=True):
     redelivered: bool = False
     exhausted: bool = False
     given_up: str = ""
+    until: float | None = None
 
 
 # A handler gets the gathered messages (at least one) and returns an outcome for each, in the same order.

@@ -18,6 +18,8 @@ from bus.contracts.objects import (
     ObjectLogQuery,
     ObjectsChange,
     ObjectsChanged,
+    ObjectsPage,
+    ObjectsQuery,
 )
 from bus.contracts.operations import (
     AdminState,
@@ -28,7 +30,7 @@ from bus.contracts.operations import (
     SetAdminState,
 )
 from bus.contracts.placement import InventoryResult, InventoryUpdate
-from bus.faults import RequestRefused
+from bus.faults import RequestRefused, RequestTimeout
 from bus.persistence.database import Database
 from bus.port import Outgoing
 from scheduler_worker.config import SchedulerConfig
@@ -39,6 +41,8 @@ from tests.integration.scheduler.world import PATIENCE_S, World
 from tests.kit.sent import Sent
 
 pytestmark = pytest.mark.postgres
+
+LATE_S = 0.3  # a requester's patience that is shorter than a lock is held
 
 
 async def decide(world: World, host: str, state: AdminState, reason: str = "fan", **more: Any) -> HostAdminState:
@@ -149,6 +153,29 @@ async def test_a_decision_that_is_delivered_again_does_not_undo_a_later_one(worl
     log = await world.buses[API].request(ObjectLogQuery(name=host), ObjectLogPage, timeout_s=PATIENCE_S)
     assert [(one.after or {})["state"] for one in log.entries] == ["enabled", "enabled", "disabled", "disabled"]
     assert {(one.kind, one.who) for one in log.entries} == {(ObjectKind.HOST, "ann")}
+
+
+async def test_a_decision_that_waits_longer_than_its_requester_is_not_made(world: World) -> None:
+    """Its requester decides anew, and perhaps otherwise by then: a host that was enabled again would be fenced."""
+    await world.scheduler()
+    (host,) = await world.add_hosts("c1", 1)
+    await decide(world, host, AdminState.ENABLED)
+    store = PostgresBuilds(Database(world.url, "scheduler", pool_size=1))
+    store.publish_through(Sent())  # type: ignore[arg-type]
+    await store.open()
+    fence = SetAdminState(host=host, state=AdminState.FENCED, reason="late", by="ann", force=True)
+    async with store.operation() as unit:
+        await unit.lock_objects()
+        with pytest.raises(RequestTimeout):
+            await world.buses[API].request(fence, AdminStateSet, timeout_s=LATE_S)
+        over = world.clock.monotonic() + LATE_S  # it came a moment after it was sent
+        while world.clock.monotonic() < over:
+            await world.buses[API].request(ObjectsQuery(), ObjectsPage, timeout_s=PATIENCE_S)
+    await decide(world, host, AdminState.ENABLED, reason="last")
+    log = await world.buses[API].request(ObjectLogQuery(name=host), ObjectLogPage, timeout_s=PATIENCE_S)
+    assert [one.why for one in log.entries] == ["last", "fan"]
+    assert world.fences == []
+    await store.close()
 
 
 async def test_unknown_and_ambiguous_hosts_are_refused_by_name(world: World) -> None:
