@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import heapq
 import selectors
 from collections import deque
 from collections.abc import Callable, Coroutine
@@ -54,15 +53,13 @@ class Process:
         """Go on where it stopped, in the same order."""
         self.paused = False
         if not self.dead:
-            loop = asyncio.get_running_loop()
-            assert isinstance(loop, VirtualLoop)
-            self.unwind(loop)
+            self.unwind(asyncio.get_running_loop())
 
-    def unwind(self, loop: VirtualLoop) -> None:
+    def unwind(self, loop: asyncio.AbstractEventLoop) -> None:
         """Let every step run that was held back."""
         held, self._held = self._held, deque()
         for step in held:
-            loop.call_again(step)
+            loop.call_soon(step.again, context=step.context)
 
     def hold(self, step: _Step) -> None:
         """Keep a step for later."""
@@ -75,47 +72,29 @@ PROCESS: ContextVar[Process | None] = ContextVar("process", default=None)
 NO_CONTEXT = copy_context()
 
 
-class _Step(asyncio.Handle):
+class _Step:
     """One callback of one process, run only while its process does."""
 
-    __slots__ = ()
-    process: Process
-    _callback: Callable[..., object]
-    _context: Context
+    __slots__ = ("args", "callback", "context", "handle", "process")
 
-    def _run(self) -> None:
-        if self.process.dead or self.process.paused:
-            self.process.hold(self)
-        else:
-            asyncio.Handle._run(self)
+    def __init__(self, process: Process, callback: Callable[..., object], args: Any, context: Context) -> None:
+        self.process = process
+        self.callback = callback
+        self.args = args
+        self.context = context
+        self.handle: asyncio.Handle | None = None
+
+    def __call__(self) -> None:
+        process = self.process
+        if process.dead or process.paused:
+            process.hold(self)
+            return
+        self.callback(*self.args)
 
     def again(self) -> None:
-        """After a pause, in its context: unless it was cancelled meanwhile."""
-        if self._cancelled:
-            return
-        if self.process.dead or self.process.paused:
-            self.process.hold(self)
-        else:
-            self._callback(*self._args)
-
-
-class _SoonStep(_Step):
-    """A step of the next turn."""
-
-    __slots__ = ("process",)
-
-
-class _TimedStep(_Step, asyncio.TimerHandle):
-    """A step at its time."""
-
-    __slots__ = ("process",)
-    _when: float
-    _scheduled: bool
-
-    def __lt__(self, other: Any) -> bool:
-        """As ever, without a look at the other's type: a turn compares eight timers."""
-        due: float = other._when
-        return self._when < due
+        """After a pause: unless it was cancelled meanwhile."""
+        if self.handle is None or not self.handle.cancelled():
+            self()
 
 
 class _Jump(selectors.DefaultSelector):
@@ -130,15 +109,7 @@ class _Jump(selectors.DefaultSelector):
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):
-    """A loop on virtual time. Sockets and threads do not exist in it.
-
-    Steps go into asyncio's own queues as asyncio's own would, in the same order; only the calls between are left out,
-    which took a tenth of a run.
-    """
-
-    _ready: deque[asyncio.Handle]
-    _scheduled: list[asyncio.TimerHandle]
-    _check_closed: Callable[[], None]
+    """A loop on virtual time. Sockets and threads do not exist in it."""
 
     def __init__(self, *, max_turn_cpu_s: float = MAX_TURN_CPU_S) -> None:
         self.now = 0.0
@@ -181,7 +152,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         self.limit.check()
         if timeout is None:
             raise Deadlock(f"at {self.now:.3f} s all tasks wait and no timer is set")
-        self.now += timeout
+        self.now += max(timeout, 0.0)
         if self.now - self._since >= AT_ONCE_S:
             self._turns_now, self._since = 0, self.now
         self._turns_now += 1
@@ -192,42 +163,31 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         self, callback: Any, *args: Any, context: Context | None = None
     ) -> asyncio.Handle:
         """As ever, but a step of a process that is dead or paused does not run."""
-        if context is None:
-            context = copy_context()
-        process = context.get(PROCESS)
-        if process is None:
+        step = _step(callback, args, context)
+        if step is None:
             return super().call_soon(callback, *args, context=context)
-        self._check_closed()
-        step = _SoonStep(callback, args, self, context)
-        step.process = process
-        self._ready.append(step)
-        return step
-
-    def call_later(  # type: ignore[override]
-        self, delay: float, callback: Any, *args: Any, context: Context | None = None
-    ) -> asyncio.TimerHandle:
-        """As ever."""
-        return self.call_at(self.now + delay, callback, *args, context=context)
+        step.handle = super().call_soon(step, context=step.context)
+        return step.handle
 
     def call_at(  # type: ignore[override]
         self, when: float, callback: Any, *args: Any, context: Context | None = None
     ) -> asyncio.TimerHandle:
         """As ever, but a step of a process that is dead or paused does not run."""
-        if context is None:
-            context = copy_context()
-        process = context.get(PROCESS)
-        if process is None:
+        step = _step(callback, args, context)
+        if step is None:
             return super().call_at(when, callback, *args, context=context)
-        self._check_closed()
-        step = _TimedStep(when, callback, args, self, context)
-        step.process = process
-        heapq.heappush(self._scheduled, step)
-        step._scheduled = True
-        return step
+        handle = super().call_at(when, step, context=step.context)
+        step.handle = handle
+        return handle
 
-    def call_again(self, step: _Step) -> None:
-        """Run a step that was held back."""
-        super().call_soon(step.again, context=step._context)
+
+def _step(callback: Any, args: Any, context: Context | None) -> _Step | None:
+    if isinstance(callback, _Step) or getattr(callback, "__func__", None) is _Step.again:
+        return None
+    process = PROCESS.get() if context is None else context.get(PROCESS)
+    if process is None:
+        return None
+    return _Step(process, callback, args, context if context is not None else copy_context())
 
 
 def run(
