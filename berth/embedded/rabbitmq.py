@@ -41,6 +41,8 @@ STOP_TIMEOUT_S = 60.0
 # A message for which its queue has no room when its retry is due is offered to it again this often; RabbitMQ's own is
 # three minutes.
 DEAD_LETTER_AGAIN_MS = 2_000
+# RabbitMQ's own is 10 s, for connections from anywhere. Ours are local, and a starved machine takes longer to sign in.
+HANDSHAKE_TIMEOUT_MS = 120_000
 # The log of the quorum queues is opened with O_SYNC: a batch is on disk when its write returns, and needs no fdatasync
 # after it, which would be a second job of another thread.
 FLUSH_AS_WRITTEN = "{ra, [{wal_write_strategy, o_sync}]}"
@@ -251,6 +253,7 @@ class RabbitMQ(PrivateServer):
             f"listeners.tcp.1 = 127.0.0.1:{self.port}\n"
             f"load_definitions = {secret}\n"
             "loopback_users = none\n"
+            f"handshake_timeout = {HANDSHAKE_TIMEOUT_MS}\n"
             "log.file.level = warning\n"
             "vm_memory_high_watermark.absolute = 2GB\n"
             "disk_free_limit.absolute = 50MB\n"

@@ -248,6 +248,12 @@ async def test_a_killed_broker_comes_back_with_its_vhosts_users_and_messages(own
 
 
 @pytest.mark.rabbitmq
+def test_a_client_that_signs_in_slowly_is_not_disconnected(own_broker: RabbitMQ) -> None:
+    """On a starved machine a test's connection was lost while it was opened: RabbitMQ's own limit is 10 s."""
+    assert own_broker.evaluate("application:get_env(rabbit, handshake_timeout).") == "{ok, {ok, 120000}}"
+
+
+@pytest.mark.rabbitmq
 async def test_what_the_broker_confirms_is_on_disk_when_it_is_written(own_broker: RabbitMQ) -> None:
     connection = await aio_pika.connect(own_broker.url())
     async with connection, connection.channel() as channel:
