@@ -1,9 +1,10 @@
-"""The compute service itself: takes commands, has its driver carry them out, and answers for every attempt.
+"""The compute service itself: it takes commands, has its driver carry them out, and reports the result of every
+attempt.
 
-A command is remembered (`Records`) before its message is acknowledged, so an accepted build survives the service:
-the next start finishes it. Work on one instance on one host goes through one chain, one job at a time (`jobs`); a
-Destroy cancels the build before it. Answers that change nothing on record (to a late or repeated command) may be lost
-with the process: a requester that still waits repeats its request.
+A command is recorded (`Records`) before its message is acknowledged, so an accepted build survives the service: the
+next start finishes it. The jobs on one instance on one host form a chain and run one at a time (`jobs`); a Destroy
+cancels the build before it. Answers that change no record (to a late or repeated command) may be lost with the process,
+because a requester that still waits repeats its request.
 """
 
 from __future__ import annotations
@@ -56,9 +57,9 @@ from compute_sim.survey import Survey, made_by
 
 log = structlog.get_logger()
 
-DESTROY = RetryPolicy(first_s=0.2, longest_s=30.0, least=0.0)  # as often as the service's limits allow
-DESTROY_AGAIN_S = 60.0  # work that was given up as impossible is tried again after this
-MAX_AGAIN = 1_000  # ... this many at a time: the driver has just been away
+DESTROY = RetryPolicy(first_s=0.2, longest_s=30.0, least=0.0)  # repeated as often as the service's limits allow
+DESTROY_AGAIN_S = 60.0  # the interval at which destructions that were given up are tried again
+MAX_AGAIN = 1_000  # the number of them that are tried at a time, because the driver may have just been unavailable
 
 
 class Limits(Struct, frozen=True, kw_only=True):
@@ -118,7 +119,7 @@ class Agent:
             clock=clock,
             begun=self._begun,
         )
-        self._undone: dict[Key, None] = {}  # destructions that were given up, the oldest first
+        self._undone: dict[Key, None] = {}  # the destructions that were given up, oldest first
         self._accepted = 0
         self._slots = asyncio.Semaphore(limits.builds)
         self._host_slots: dict[str, asyncio.Semaphore] = {}
@@ -131,7 +132,7 @@ class Agent:
     # --- commands
 
     def take(self, commands: Sequence[Spawn | Destroy | ChangeMachine]) -> None:
-        """Decide and start what these commands ask, in order. When this returns they are remembered."""
+        """Decide these commands in order and start their work. They are recorded when this method returns."""
         rows: list[EntryRow] = []
         for command in commands:
             match command:
@@ -200,7 +201,7 @@ class Agent:
             self._refuse_destroy(key, command.attempt, "the machine here was built for another deployment")
             return None
         if verdict is DestroyVerdict.DESTROY or (verdict is DestroyVerdict.JOIN and chain is None):
-            # Joining work that was given up as impossible starts it again.
+            # A command that joins a destruction that was given up starts it again.
             self._start_destroy(key, command.attempt, entry.deployment)
         elif chain is not None and (verdict is DestroyVerdict.JOIN or chain.clearing):
             chain.answers.add(command.attempt)
@@ -227,15 +228,17 @@ class Agent:
         self._jobs.start(key, chain, self._destroy_leftovers(key, chain, attempt, deployment))
 
     async def _look_then_destroy(self, key: Key, chain: Chain, command: Destroy) -> None:
-        """Nothing is on record: the machine's own mark shows whether the attempt is complete. If so, it is recorded."""
+        """Handle a Destroy without a record: the machine's own mark shows whether the attempt is complete, which is
+        then recorded.
+        """
         async with chain.lock:
             try:
                 listed = await self._driver.list((key[0],))
-            except DriverUnavailable as fault:  # no answer; a conductor that needs one repeats its command
+            except DriverUnavailable as fault:  # not answered; a conductor that needs an answer repeats its command
                 log.warning("destroy.not_checked", instance=key[1], cause=key[1], host=key[0], reason=str(fault))
                 return
             entry = Entry(command.attempt, Phase.RUNNING, deployment=command.deployment)
-            if self._records.get(key) is not None:  # another command has come meanwhile
+            if self._records.get(key) is not None:  # another command has arrived meanwhile
                 self.take((command,))
             elif any(m.instance_uuid == key[1] and m.built and made_by(entry, m) for m in listed.get(key[0], ())):
                 self._records.put(key, entry)
@@ -254,7 +257,7 @@ class Agent:
         slot = self._host_slots.get(key[0])
         if slot is None:
             slot = self._host_slots[key[0]] = asyncio.Semaphore(self._limits.per_host)
-        # The host's slot first: builds queueing for one stuck host must not use up the service's slots.
+        # The host's slot is taken first, so that builds that wait for a stuck host do not use up the service's slots.
         with work_for("build", key[1], host=key[0], attempt=command.attempt):
             async with chain.lock, slot, self._slots:
                 entry = await self._attempt(key, chain, command, clear)
@@ -267,7 +270,7 @@ class Agent:
         self._answers.report_end(key, entry, started_at)
 
     async def _attempt(self, key: Key, chain: Chain, command: Spawn, clear: int) -> Entry | None:
-        """Have the driver build; how it ended, as the entry to remember."""
+        """Have the driver build. Returns the result as the entry to record."""
         number = command.attempt
         try:
             if clear:
@@ -298,13 +301,14 @@ class Agent:
             try:
                 await self._clear(key, attempt, deployment)
             except NotOurs as fault:
-                # Not taken up again by itself: only an operator changes that, and then the next Destroy finds out.
+                # This destruction is not repeated by itself, because only an operator can change the reason; the next
+                # Destroy checks again.
                 for owed in sorted(chain.answers):
                     self._refuse_destroy(key, owed, str(fault))
                 chain.answers.clear()
                 return
             except DriverUnavailable as fault:
-                # Never claim anything that is not certain. The entry stays `destroying`: a repeated Destroy, `insist`,
+                # Only certain results are reported. The entry stays `destroying`: a repeated Destroy, `retry_destroys`,
                 # or the next start of the service tries again.
                 code = "destroy.protected" if isinstance(fault, MachineProtected) else "destroy.failed"
                 log.error(code, instance=key[1], cause=key[1], host=key[0], reason=str(fault))
@@ -318,7 +322,7 @@ class Agent:
             self._answers.report_cleared(key, chain)
 
     async def retry_destroys(self) -> None:
-        """Take up what could not be destroyed, again and again, until cancelled.
+        """Repeat the destructions that have failed, until cancelled.
 
         No conductor sends a second command for an instance that has failed, and the remains of its machine would keep
         its host.
@@ -328,7 +332,7 @@ class Agent:
             self.resume_destroys()
 
     def resume_destroys(self) -> None:
-        """Start the oldest destructions that were given up, unless something else has happened there meanwhile."""
+        """Start the oldest destructions that were given up, unless their records have changed meanwhile."""
         for key in list(itertools.islice(self._undone, MAX_AGAIN)):
             del self._undone[key]
             entry = self._records.get(key)
@@ -336,7 +340,9 @@ class Agent:
                 self._start_destroy(key, entry.fence, entry.deployment)
 
     def owed(self) -> list[Key]:
-        """The machines that are being destroyed now, and those that could not be so far: (host, instance)."""
+        """The (host, instance) pairs of machines that are being destroyed, and of those whose destruction has failed so
+        far.
+        """
         found = dict.fromkeys(self._undone)
         for key, chain in self._jobs.chains():
             entry = self._records.get(key)
@@ -362,10 +368,10 @@ class Agent:
     # --- start, stop
 
     async def resume(self) -> None:
-        """Read what the hosts run, and continue the work that the last run of this service left unfinished or
+        """Read the machines of the hosts, and continue work that the last run of this service left unfinished or
         unreported.
 
-        A machine that is not on record is reported as its mark has it, and not made a record of: the conductor decides.
+        A machine without a record is reported by its mark and gets no record, because the conductor decides about it.
         """
         await self._survey.load_hosts()
         listed = await self._driver.list()
@@ -383,7 +389,7 @@ class Agent:
             entry = replace(entry, phase=Phase.RUNNING)
             self._records.put(key, entry)
         command = self._records.spawn_of(key)
-        # A machine at or below its fence: its destruction was on record, but did not come true.
+        # A machine of an attempt at or below its fence: its destruction was recorded, but did not take place.
         survived_destroy = (
             machine is not None
             and machine.attempt is not None
@@ -415,7 +421,7 @@ class Agent:
         await self._jobs.watch()
 
     async def stop(self, grace_s: float) -> None:
-        """Let builds end within the grace time, then leave the rest on record for the next start."""
+        """Let builds end within the grace time (seconds), and leave the rest on record for the next start."""
         await self._jobs.stop(grace_s)
 
 

@@ -1,4 +1,4 @@
-"""Publishes how attempts ended to the conductor, again and again until the broker has confirmed it."""
+"""Publishes the results of attempts to the conductor, and repeats this until the broker has confirmed them."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ log = structlog.get_logger()
 Result = ComputeResult | MachineChanged
 
 MAX_BATCH = 500  # results published at once
-GATHER_TURNS = 8  # this often the loop goes on before the gathered messages are published, while more come each time
-MAX_WAITING = 50_000  # results not confirmed yet; beyond it no more commands are taken
+GATHER_TURNS = 8  # the turns of the event loop before the gathered results are published, while further ones arrive
+MAX_WAITING = 50_000  # the bound of unconfirmed results; above it no commands are taken
 # Until the results are published: the jobs that ended have been done, and their conductor must get the results.
 RESULTS = RetryPolicy(first_s=0.1, longest_s=5.0, least=0.0)
 
@@ -41,8 +41,8 @@ class ResultBus(Protocol):
 class ResultSender:
     """A queue of results, published in the order they came, in batches that grow under load.
 
-    on_reported: called with the results that were confirmed. A batch that was not wholly confirmed is published again
-    wholly: results may come twice, and conductors know.
+    on_reported: called with the results that were confirmed. A batch that was confirmed only in part is published again
+    as a whole: results may arrive twice, which conductors expect.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class ResultSender:
             await self._step()
 
     async def _gather(self) -> None:
-        """Let the jobs that end in this very moment end first: they began together, and travel on together."""
+        """Let jobs that end at this moment end first: they began together, and their results are published together."""
         for _ in range(GATHER_TURNS):
             had = len(self._waiting)
             await asyncio.sleep(0)
@@ -119,7 +119,9 @@ class ResultSender:
             self._some.clear()
 
     async def _publish(self, batch: Sequence[tuple[Result, str]]) -> None:
-        """Until confirmed: away, full and unroutable (no conductor has declared its queue yet) all pass with time."""
+        """Publish a batch until it is confirmed. An unavailable broker, a full queue and an unroutable message (no
+        conductor has declared its queue yet) are all temporary.
+        """
         messages = [(result, result.instance_uuid) for result, _ in batch]
         traces = [trace for _, trace in batch]
         await self._retrying.call(lambda: self._bus.publish_all(messages, traces), on_failure=self._log_state)

@@ -1,9 +1,9 @@
-"""Changes of a machine where it is: started, stopped, handed over, resized, rebuilt, made an image of.
+"""Changes machines in place: start, stop, hand over, resize, rebuild, snapshot.
 
 One at a time for one instance on one host, in the chain that its builds and destructions go through. A change with a
 higher order takes the place of the one before, wherever that stands; one with a lower order is late and is dropped. The
-order is on record before the message is acknowledged. A change that its service did not survive is not taken up again:
-then it is unknown whether it has happened, and the conductor, which gets no answer, repeats its command.
+order is on record before the message is acknowledged. A change that was in progress when its service died is not
+resumed: it is unknown whether it has taken place, and the conductor repeats its command because it gets no answer.
 """
 
 from __future__ import annotations
@@ -53,13 +53,13 @@ class Changes:
         self._begun = begun
 
     def take(self, command: ChangeMachine, *, is_host: bool) -> EntryRow | None:
-        """Start the work that the command requests. Returns the entry to record before it is acknowledged."""
+        """Start the work of the command. Returns the entry to record before the command is acknowledged."""
         key = (command.host_uuid, command.spec.instance_uuid)
         if not is_host:
             self._answer(command, done=False, code="host.unknown", reason="this service has no such host")
             return None
         if command.change is ChangeKind.CHECK:
-            # It changes nothing, so it waits for nothing.
+            # A check changes nothing, so it need not wait for other jobs.
             self._jobs.start(key, Chain(), self._check(command))
             return None
         entry = self._records.get(key)
@@ -125,7 +125,7 @@ class Changes:
                 self._answer(command, done=True, runs=ended.runs, image=ended.image)
 
     async def _is_here(self, key: Key, command: ChangeMachine) -> bool:
-        """Whether the machine is this attempt's; where nothing is on record its own mark decides."""
+        """Whether the machine belongs to this attempt; without a record the machine's own mark decides."""
         entry = self._records.get(key)
         if entry is None:
             listed = await self._listed(key)
@@ -139,13 +139,13 @@ class Changes:
             self._records.put(key, replace(entry, order=command.order))
             return True
         if _is_its_machine(entry, command):
-            return entry.order == command.order  # else a later change is on record, and answers
+            return entry.order == command.order  # otherwise a later change is on record, whose answer counts
         reason = "another attempt's machine is here"
         self._answer(command, done=False, code="machine.other", reason=reason, runs=False)
         return False
 
     async def _listed(self, key: Key) -> tuple[int | None, str | None] | None:
-        """The mark of the machine; None: its host was not seen."""
+        """Return the mark of the machine; None when its host was not listed."""
         try:
             listed = await self._driver.list((key[0],))
         except DriverUnavailable:

@@ -1,4 +1,5 @@
-"""Hosts that the resource book has as another compute service's: refused here until that one is gone for good.
+"""Hosts that the resource book assigns to another compute service: builds for them are refused here until that service
+has given them up or ended for good.
 
 Two services with a host of one uuid would send one host's builds to two machines. The book keeps the first one's
 inventory and refuses the second one's report (`InventoryTaken`). The second one takes no builds for the host and
@@ -21,14 +22,14 @@ from compute_sim.name import source_of
 
 log = structlog.get_logger(__name__)
 
-AGAIN_S = 10.0  # between two announcements of hosts that are refused: the conductor releases them in answer to one
+AGAIN_S = 10.0  # the interval of announcements of refused hosts, in answer to which the conductor releases them
 MAX_HOSTS = 100_000  # refused hosts kept; the book refuses the hosts beyond them again
 LOGGED = 10  # hosts of one message
 HINT = "two compute services have a host of this uuid: give one of the hosts another uuid, or stop one of the services"
 
 
 class ContestedHosts:
-    """One service's. It has the refusals since its start; the book keeps who has which host."""
+    """The contested hosts of one service, by the refusals since its start. The owners are stored in the book."""
 
     def __init__(self, *, service: str, changes: HostChanges, clock: Clock) -> None:
         self._service = service
@@ -51,7 +52,7 @@ class ContestedHosts:
         return None if owner is None else source_of(owner)
 
     def keep(self, hosts: Collection[str]) -> None:
-        """These are all hosts of this service now: nothing is contested about others."""
+        """Set all hosts of this service, and drop contested hosts that are no longer among them."""
         for known in (self._owners, self._taking_over, self._others):
             for host in [one for one in known if one not in hosts]:
                 del known[host]
@@ -61,7 +62,7 @@ class ContestedHosts:
         host, owner = refused.root_uuid, refused.owner.removeprefix(COMPUTE_SOURCE)
         if self._owners.get(host) == owner or owner == self._service:
             return
-        if self._taking_over.get(host) == owner:  # of a report from before the release: the next one takes it over
+        if self._taking_over.get(host) == owner:  # a report from before the release
             return
         if host not in self._owners and len(self._owners) >= MAX_HOSTS:
             return
@@ -70,8 +71,8 @@ class ContestedHosts:
         self._changes.announcements.add((host,))
 
     def on_contested(self, message: HostsContested) -> None:
-        """Another service was refused these hosts, which are this one's. They are announced once more: a scheduler
-        that has just started may have received the other one's announcement first.
+        """Another service was refused these hosts, which are this one's. The hosts are announced once more, because a
+        scheduler that has just started may have received the other service's announcement first.
         """
         new = [host for host in message.hosts if self._others.get(host) != message.other]
         self._others.update(dict.fromkeys(new[: max(0, MAX_HOSTS - len(self._others))], message.other))

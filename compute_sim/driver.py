@@ -29,11 +29,11 @@ class BuildFault(Exception):
 
 
 class Reschedule(BuildFault):
-    """This host cannot; another may. The conductor tries the next alternate."""
+    """This host cannot build the instance, but another one may. The conductor tries the next alternate."""
 
 
 class BuildAbort(BuildFault):
-    """No host can (a broken image, a forbidden request). The conductor gives the build up."""
+    """No host can build the instance (a broken image, a forbidden request). The conductor gives the build up."""
 
 
 class ChangeFault(Exception):
@@ -47,7 +47,9 @@ class ChangeFault(Exception):
 
 
 class NotOurs(Exception):
-    """The host carries this instance, and nothing proves that this deployment built it: it is left as it is."""
+    """The host has a machine of this instance, and nothing proves that this deployment built it. The machine is left as
+    it is.
+    """
 
     code = "destroy.not_ours"
 
@@ -71,7 +73,7 @@ class DriverBusy(DriverUnavailable):
 
 
 class MachineProtected(DriverUnavailable):
-    """An operator has protected the machine where it is managed: asking again at once is of no use."""
+    """An operator has protected the machine where it is managed, so an immediate retry is of no use."""
 
 
 class DriverHost(Struct, frozen=True, kw_only=True):

@@ -39,7 +39,7 @@ class Guest(Struct, frozen=True, array_like=True):
 
 
 class GuestRow(Struct, frozen=True, array_like=True, tag="g"):
-    """A machine came to be, or was completed."""
+    """A machine was created, or was completed."""
 
     host: str
     guest: Guest
@@ -77,7 +77,7 @@ class Host:
         self.guests: dict[str, Guest] | None = None  # made when first needed: most of a large fleet is empty
 
     def row(self) -> HostRow:
-        """How it differs from its plan, for the journal."""
+        """Return the differences from the plan, for the journal."""
         return HostRow(self.plan.uuid, self.enabled, self.disabled_reason, self.size)
 
 
@@ -93,7 +93,7 @@ class Fleet:
 
     @classmethod
     def planned(cls, config: ComputeConfig, cell: str, service: str) -> Fleet:
-        """The fleet this configuration means: the same uuids and names every time."""
+        """Return the fleet of this configuration, with the same uuids and names each time."""
         plans = plan_hosts(config, cell, service) if config.driver == "hypervisor" else ()
         if config.state_dir is None:
             return cls(plans, Records())
@@ -112,9 +112,9 @@ class Fleet:
                 self._journal.rewrite(self._snapshot())
 
     def _assume_what_is_recorded(self) -> None:
-        """After damage: a machine that the records have running runs, for its line may be one of those unread.
-
-        Taken for gone it would be reported lost; an older one in its place would count as a leftover, and be destroyed.
+        """After damage to the journal, assume that machines run which the records have as running, because their lines
+        may be among the unreadable ones. Otherwise such a machine would be reported as lost, or an older one in its
+        place would be destroyed as a leftover.
         """
         for (host, instance), entry in self.records.running().items():
             found = self.guest(host, instance)
@@ -153,30 +153,30 @@ class Fleet:
     # --- what drivers do
 
     def put(self, host: str, guest: Guest) -> None:
-        """A machine is on this host from now on."""
+        """Add a machine to this host."""
         self._write(GuestRow(host, guest))
 
     def remove(self, host: str, instance: str) -> None:
-        """It is not any more. Removing a machine that does not exist succeeds."""
+        """Remove a machine from this host. Removing a machine that does not exist succeeds."""
         if self.guest(host, instance) is not None:
             self._write(GoneRow(host, instance))
 
     # --- what operators and chaos do
 
     def disable(self, host: str, reason: str = "disabled by its operator") -> None:
-        """No new builds here, please."""
+        """Disable the host for new builds."""
         self._change(host, enabled=False, reason=reason)
 
     def enable(self, host: str) -> None:
-        """Builds are welcome again."""
+        """Enable the host for new builds."""
         self._change(host, enabled=True, reason="")
 
     def resize(self, host: str, size: HostSize) -> None:
-        """More or less hardware. Running machines stay, also when they no longer fit."""
+        """Change the size of the host. Running machines stay, even when they no longer fit."""
         self._change(host, size=size)
 
     def lose(self, host: str) -> None:
-        """Everything that ran on this host is gone without an announcement: it was reinstalled."""
+        """Remove all machines of the host without an announcement, as a reinstallation does."""
         found = self._hosts[host]
         for instance in list(found.guests or ()):
             self._write(GoneRow(host, instance))

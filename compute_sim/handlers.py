@@ -103,7 +103,8 @@ class ComputeHandlers:
             return Refuse("driver.unavailable", str(fault))
 
     async def control(self, batch: Sequence[Received]) -> Sequence[Outcome]:
-        """ReportHosts: one announcement answers all requests. Heartbeats under this service's name: are they ours?
+        """ReportHosts: one announcement answers all requests. Heartbeats under this service's name: shows whether
+        another process has the name.
 
         ServiceOutdated, InventoryOutdated: the messages that the cell and the book have received under this name.
         ReserveMachines: the quarantined machines on its hosts. RescanHosts: hosts to announce by a scan that begins

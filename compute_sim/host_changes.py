@@ -1,4 +1,4 @@
-"""Where all changes of a host meet: which hosts are to be announced, and whose inventory is to be published.
+"""Collects all changes of hosts: which hosts are to be announced, and whose inventory is to be published.
 
 The driver, the agent, the quarantine and the offering record here which hosts have changed; the reporter and the
 inventory reporter wait here for hosts that are due. None of them knows the others.
@@ -28,7 +28,7 @@ class PendingReport:
         self._some.set()
 
     def add(self, hosts: Sequence[str] | None = None) -> None:
-        """These hosts, or everything."""
+        """Add these hosts, or everything."""
         if hosts is None:
             self.everything = True
         else:
@@ -36,7 +36,7 @@ class PendingReport:
         self._some.set()
 
     async def wait(self, seconds: float) -> None:
-        """Until something is wanted; after `seconds` everything is."""
+        """Wait until something is to be reported; after `seconds` everything is."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 await self._some.wait()
@@ -44,7 +44,7 @@ class PendingReport:
         self.everything = True
 
     def take(self) -> list[str] | None:
-        """The hosts that are requested, None for all; nothing is any more."""
+        """Return the hosts to report (None: all of them), and clear them."""
         taken = None if self.everything else list(self.hosts)
         self.everything, self.hosts = False, {}
         self._some.clear()
@@ -64,7 +64,7 @@ class HostChanges:
         self._changed: dict[str, float] = {}  # hosts whose inventory is due once more, and when they changed
 
     def on_request(self) -> None:
-        """A listener has just started and wants to know everything."""
+        """Report everything: a listener has just started."""
         self.announcements.add()
 
     def on_rescan(self, order: RescanHosts) -> None:
@@ -85,7 +85,7 @@ class HostChanges:
             self._rescans.pop(rescan, None)
 
     def on_host_changed(self, hosts: Sequence[str]) -> None:
-        """These hosts are enabled or disabled, offer another amount, or may be offered from now on."""
+        """Report these hosts: they were enabled or disabled, offer other amounts, or may be offered from now on."""
         self.announcements.add(hosts)
         self.inventory.add(hosts)
         self._changed.update(dict.fromkeys(hosts, self._clock.monotonic()))
@@ -100,7 +100,7 @@ class HostChanges:
         self.inventory.add()
 
     def repeat_changed(self) -> None:
-        """Publish the inventory of those hosts once more that changed `UNDONE_S` ago or earlier."""
+        """Publish the inventory of hosts once more that changed `UNDONE_S` ago or earlier."""
         before = self._clock.monotonic() - UNDONE_S
         due = [host for host, at in self._changed.items() if at <= before]
         for host in due:

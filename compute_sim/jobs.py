@@ -48,7 +48,7 @@ class Jobs:
         return self._chains.items()
 
     def without_build(self, key: Key) -> Chain:
-        """The chain of this key, for new work, with its build (if any) on the way out."""
+        """Return the chain of this key for new work, after cancelling its build, if there is one."""
         chain = self._chains.get(key)
         if chain is None:
             chain = self._chains[key] = Chain()
@@ -58,7 +58,7 @@ class Jobs:
         return chain
 
     def start(self, key: Key, chain: Chain, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """Have this work done as one more job of its chain."""
+        """Start this work as a further job of its chain."""
         chain.jobs += 1
         task = asyncio.get_running_loop().create_task(work)
         self.tasks.add(task)
@@ -87,7 +87,7 @@ class Jobs:
         await self._fault
 
     async def stop(self, grace_s: float) -> None:
-        """Let what runs end within the grace time, then cancel the rest."""
+        """Let running jobs end within the grace time (seconds), then cancel the rest."""
         if self.tasks and grace_s > 0:
             await asyncio.wait(self.tasks, timeout=grace_s)
         tasks = list(self.tasks)

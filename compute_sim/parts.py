@@ -41,9 +41,9 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger()
 
-STOP_GRACE_S = 3.0  # builds may end within this; later ones are taken up by the next start
+STOP_GRACE_S = 3.0  # builds may end within this time; later ones are resumed by the next start
 FLUSH_S = 3.0  # results that the broker has not confirmed within this are published by the next start
-DRIVER = RetryPolicy(first_s=0.2, longest_s=10.0, least=0.0)  # at the start: until it is there
+DRIVER = RetryPolicy(first_s=0.2, longest_s=10.0, least=0.0)  # for the driver at the start, until it is available
 
 
 class Parts:
@@ -242,13 +242,15 @@ class Parts:
         await self.agent.resume()
 
     async def drain(self, grace_s: float) -> None:
-        """Let builds end for a while, publish all results and the departure. The unfinished rest is on record."""
+        """Let builds end within the grace time (seconds), publish all results and the departure. Unfinished builds stay
+        on record.
+        """
         await self.agent.stop(min(STOP_GRACE_S, grace_s / 2))
         await self.announcer.flush(min(FLUSH_S, grace_s / 2))
         await self.reporter.leave()
 
     async def close(self) -> None:
-        """Stop where it stands."""
+        """Stop at once."""
         await self.agent.stop(0)
         self.result_sender.stop()
         await self.driver.close()

@@ -1,4 +1,5 @@
-"""Keeps what machines in quarantine take out of the inventory of their hosts, until they are gone or explained.
+"""Reserves the resources of machines in quarantine in the inventory of their hosts, until the machines are gone or
+explained.
 
 Such a machine may have no claim in the book, so its resources would be offered to others, and a build there would take
 more than its host has. The cell's conductor names these machines (`ReserveMachines`); they are on record here, so that
@@ -36,7 +37,7 @@ class Quarantine:
         metrics.RESERVED.labels(service, "unknown").set_function(lambda: records.count_reserved(sized=False))
 
     async def reserve(self, order: ReserveMachines) -> None:
-        """Go by an order, as far as it is the newest about its hosts, and its machines are there."""
+        """Apply an order, as far as it is the newest about its hosts and its machines exist."""
         page = (order.epoch, order.sequence)
         newer = {one.host_uuid: one.machines for one in order.hosts if page > self._newest.get(one.host_uuid, (0, 0))}
         if not newer:
@@ -56,7 +57,7 @@ class Quarantine:
                 self._log(host, trees[host])
 
     def drop_gone(self, listed: Mapping[str, Sequence[Machine]]) -> None:
-        """Offer again what machines took that these hosts do not carry any more."""
+        """Offer the resources again of machines that these hosts no longer have."""
         kept = {
             host: tuple(one for one in reserved if any(_is_this(one, machine) for machine in machines))
             for host, machines in listed.items()

@@ -117,7 +117,7 @@ class Records:
         return row
 
     def write(self, rows: Sequence[Row]) -> None:
-        """Make these rows, and the forgetting that they lead to, outlive the process."""
+        """Write these rows, and the purges that they cause, to the journal."""
         forgotten: list[Row] = []
         while len(self._ended) > MAX_ENDED:
             row = PurgeRow(*next(iter(self._ended)))
@@ -193,7 +193,7 @@ class Records:
         return True
 
     def start(self, now_s: float) -> int:
-        """A new start: its epoch is higher than every one before, also when the clock went back."""
+        """Record a start. Its epoch is higher than all earlier ones, also when the clock was set back."""
         self._numbers(NumbersRow(max(self.epoch + 1, int(now_s * 1000)), self.version, self.starts + 1))
         return self.epoch
 

@@ -1,11 +1,12 @@
-"""Which free nodes are this service's, of those that several services of a cell share. Pure, but for one event.
+"""Decides which free nodes belong to this service, of those that several services of a cell share. It is pure, except
+for one event.
 
 Rendezvous hashing: of a ring's members the one whose hash with the node is highest has the node. A member that comes or
-goes moves the nodes that become or were its own, one part in as many as there are members, and no others. No library
-is needed: a ring of points would have to be tuned for an even spread, and is no smaller.
+goes moves the nodes that become or were its own, one part in as many as there are members, and no others. No library is
+needed: a ring of points would have to be tuned for an even spread, and is no smaller.
 
-The members are the cell's word (`RingMembers`), not this service's opinion: all that go by the same number agree. Until
-it comes no free node is this service's.
+The cell's conductor publishes the members (`RingMembers`), so all services with the same number agree. Before the first
+such message no free node belongs to this service.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from hashlib import blake2b
 from bus.contracts.cell import RingMembers
 
 UNKNOWN = (0, 0)
-MAX_NODES = 100_000  # whose owner is remembered; of more it is worked out again
+MAX_NODES = 100_000  # the bound of nodes whose owner is cached; for others the owner is computed each time
 
 
 def owner_of(node: str, members: Sequence[str]) -> str | None:
@@ -42,7 +43,7 @@ class Ring:
         self._owned: dict[str, bool] = {}  # of this version
 
     def apply(self, message: RingMembers) -> bool:
-        """Go by these members, unless they are older than those known. True: the members have changed."""
+        """Use these members, unless they are older than the known ones. Returns whether the members have changed."""
         version = (message.term, message.number)
         if message.ring != self.name or version <= self.version:
             return False

@@ -1,4 +1,6 @@
-"""A result sender that lies as planned: results that come twice, and successes that come long after their deadline."""
+"""A result sender with planned faults: results that are sent twice, and successes that are sent long after their
+deadline.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,7 @@ class FaultyResultSender:
         self._late: set[asyncio.Task[None]] = set()
 
     def send(self, result: ComputeResult | MachineChanged) -> None:
-        """Pass a result on as the attempt's fate has it."""
+        """Pass a result on as the plan of the attempt determines."""
         host = self._fleet.host(result.host_uuid)
         if host is None or self._faults == NO_FAULTS or isinstance(result, MachineChanged):
             self._forward(result)

@@ -1,1 +1,1 @@
-"""Ironic node state to inventory, at once."""
+"""Reports the state of Ironic's nodes as inventory, as soon as it changes."""

@@ -1,4 +1,6 @@
-"""One term after another: wait to be the only writer, load, listen, read, save and publish until that ends."""
+"""Runs one term after another: it waits to become the only writer, then loads, listens, reads, saves and publishes
+until the term ends.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,9 @@ DRAIN_POLL_S = 0.01
 
 
 class SyncLoop:
-    """Keeps the book true to Ironic. Several may run on the same positions; one of them works, the others wait."""
+    """Keeps the book in step with Ironic. Several processes may run on the same positions; one of them works, and the
+    others wait.
+    """
 
     def __init__(
         self,

@@ -1,4 +1,6 @@
-"""How many single reads may begin: in a storm of notifications they would leave no time to receive the rest of it."""
+"""Bounds the rate of single reads: in a storm of notifications they would leave no time to receive further
+notifications.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,7 @@ ROUNDING_S = 1e-3  # a clock that was asked to sleep to the end of the window ma
 
 
 class Pace:
-    """So many in each window of a second, all of them at once if need be."""
+    """Allows a number of reads in each window of a second, all of them at once if necessary."""
 
     def __init__(self, per_window: int) -> None:
         self._per_window = per_window
@@ -20,7 +22,7 @@ class Pace:
         return left_s if self._taken >= self._per_window and left_s > ROUNDING_S else 0.0
 
     def take(self, now: float) -> None:
-        """One begins."""
+        """Record that a read begins."""
         if now - self._began >= WINDOW_S - ROUNDING_S:
             self._began, self._taken = now, 0
         self._taken += 1

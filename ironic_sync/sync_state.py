@@ -1,4 +1,4 @@
-"""The positions of one term in memory, and the work that is still to be done about them. Nothing here waits."""
+"""The positions of one term in memory, and the work that they still need. No method here waits."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ FARTHEST = 2**62 - 2**52  # no clock comes near it, and no contract lets version
 
 
 class SyncState:
-    """Where the book stands with every node. The listener and the reader move it, the writer takes what moved.
+    """The positions of all nodes. The listener and the reader change positions, and the writer takes the changed ones.
 
     unsaved: nodes that moved since they were last taken to be saved.
     """

@@ -1,4 +1,4 @@
-"""A changed position is saved, then published, then marked as published. The saved position is the outbox.
+"""Saves each changed position, then publishes it, then marks it as published. The saved positions serve as the outbox.
 
 A position is whole, so only a node's newest one is worth publishing: while the bus is unavailable nothing piles up but
 one update a node, and a process that starts publishes every position that was saved and not confirmed.

@@ -1,1 +1,1 @@
-"""The meaning of Ironic's words, as plain functions over frozen values."""
+"""The meaning of Ironic's notifications and node states, as plain functions over frozen values."""

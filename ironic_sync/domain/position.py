@@ -1,4 +1,5 @@
-"""Where the book stands with one node, and how notifications and reads move it. Pure: time and order are arguments.
+"""The position of one node: its last report to the book, and how notifications and reads change it. Pure: time and
+order are arguments.
 
 `seq` numbers what happens in one process: each notification received and each read sent takes the next number. A read
 shows the node as it was at some moment after it was sent, so its number decides which notifications it may contradict.
@@ -65,12 +66,16 @@ def update_of(position: Position, cell: str = "", source: str = SOURCE) -> Inven
 
 
 def next_version(last: int, now: float) -> int:
-    """Rises always, and ahead of every version of a process before, whose positions may have been lost."""
+    """Return a version that is higher than the last one, and higher than those of former processes, whose positions may
+    have been lost.
+    """
     return max(last + 1, int(now * 1_000_000))
 
 
 def notified(position: Position, *, taken: bool, seq: int, now: float) -> Position:
-    """A notification named the node: read it now; and reserve it at once when it is taken away."""
+    """A notification named the node: plan a read now, and reserve the node at once if the notification takes it
+    away.
+    """
     wanted = replace(position, notified_seq=seq, due_at=now, tries=0)
     if not taken or position.report is None:
         return wanted
@@ -133,7 +138,7 @@ def apply_unreadable(position: Position, problem: str, *, seq: int, now: float, 
 
 
 def failed(position: Position, *, now: float, timing: Timing) -> Position:
-    """The read failed: again, later and later."""
+    """The read failed: plan another one, after a growing delay."""
     return replace(
         position,
         tries=position.tries + 1,

@@ -1,4 +1,4 @@
-"""Nova's rules for a node's place in the book (virt/ironic/driver.py of Nova 34), and ours where we differ.
+"""Nova's rules for the inventory of a node (virt/ironic/driver.py of Nova 34), and berth's rules where they differ.
 
 The differences, each on purpose, are listed in this package's README.
 """
@@ -90,7 +90,7 @@ def place(node: Node, last: ProviderReport | None) -> Placed:
 
 
 def reserve_all(last: ProviderReport) -> ProviderReport:
-    """The same provider with all it has held back; the same object when nothing was on offer."""
+    """Return the same provider with all of its inventory reserved; the same object when nothing was offered."""
     if all(inventory.reserved >= inventory.total for inventory in last.inventories.values()):
         return last
     held = {name: replace(inventory, reserved=inventory.total) for name, inventory in last.inventories.items()}
@@ -98,7 +98,7 @@ def reserve_all(last: ProviderReport) -> ProviderReport:
 
 
 def offers_more(new: ProviderReport, last: ProviderReport | None) -> bool:
-    """Whether the new report offers anything that the last one did not."""
+    """Whether the new report offers something that the last one did not offer."""
     offered = {name for name, inventory in new.inventories.items() if inventory.reserved < inventory.total}
     if last is None:
         return bool(offered)

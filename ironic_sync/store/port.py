@@ -11,7 +11,7 @@ from ironic_sync.domain.position import Position
 
 
 class NotLeader(Fault):
-    """Another process is the writer, or has become it: step back and wait."""
+    """Another process is the writer. This process must end its term and wait."""
 
     code = "ironic_sync.not_leader"
 

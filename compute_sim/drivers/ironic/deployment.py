@@ -1,4 +1,4 @@
-"""One attempt to deploy one instance on one node, as a loop: look at the node, do the next thing, look again.
+"""One attempt to deploy one instance on one node, as a loop: read the node, take the next step, and read it again.
 
 Every pass starts from Ironic's present state, so that an attempt that was interrupted, or whose request's answer was
 lost, continues from there. Nova's order: take the node, attach its networks, validate, deploy with a config drive.
@@ -166,7 +166,7 @@ class NodeDeployment:
         return f"waited {seconds:.1f} s for Ironic ({self._outage_reason})" if self._outage_reason else ""
 
     def _waits_for(self, fault: DriverUnavailable) -> bool:
-        """Whether this build waits on: any other node is asked of the same Ironic."""
+        """Whether this build continues to wait: another node would have to be requested of the same Ironic."""
         if isinstance(fault, DriverBusy):
             since, limit_s = self._busy_since, self._config.lock_timeout_s
         else:
@@ -210,7 +210,7 @@ class NodeDeployment:
             raise Reschedule("node.not_available", f"the node is {node.condition}")
 
     async def _take(self) -> None:
-        """Write our instance and our mark on the node. Ironic answers 409 to what cannot be just now."""
+        """Write the instance and berth's mark on the node. Ironic answers 409 when that is not possible now."""
         self._taken = True
         refused = await self._api.patch(self._build.host_uuid, take_patch(self._build.spec, self._mark, self._image))
         if refused is None:
@@ -244,7 +244,9 @@ class NodeDeployment:
             self._turned_down()
 
     async def _deploy(self, node: IronicNode) -> None:
-        """Networks, Ironic's own check, and the order. A conflict (the node is locked) is seen at the next look."""
+        """Attach the networks, call Ironic's validation, and command the deployment. A conflict (the node is locked) is
+        found by the next read.
+        """
         spec = self._build.spec
         if self._attachments is None:
             self._attachments = await self._network.prepare(node.uuid, spec)

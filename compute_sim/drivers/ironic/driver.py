@@ -1,7 +1,7 @@
 """Bare metal through Ironic's REST API.
 
-Inventory is not reported here: ironic_sync does that, for all nodes, from Ironic's own word. A node's state is always
-read again before acting, because the book may be behind.
+This driver reports no inventory: ironic_sync does so for all nodes, by Ironic's own state. The driver reads a node
+again before each action, because the book may be out of date.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from compute_sim.drivers.ironic.request import free_patch
 from compute_sim.drivers.ironic.volume import WITHOUT_VOLUMES, NoVolumes, StaticVolumes, Volumes
 from compute_sim.ring import Ring
 
-# Looking for new nodes takes one part in this many of this service's time, however many nodes there are.
+# The search for new nodes takes at most one part in this many of the service's time, however many nodes there are.
 LOOK_SHARE = 20
 OUTAGE_RETRY_S = 1.0  # after a look that Ironic has not answered: a node is offered soon after an outage
 ATTRIBUTES = {"hypervisor_type": "ironic"}
@@ -194,7 +194,9 @@ class BareMetal:
             await self._clock.sleep(max(self._config.poll_interval_s, min(self._config.max_poll_interval_s, took)))
 
     async def _let_go(self, node: IronicNode) -> Refused | None:
-        """The next thing to undo. A refusal decides nothing (the node may be locked now): the next read shows it."""
+        """Undo the next step. A refusal decides nothing, because the node may be locked now; the next read shows its
+        state.
+        """
         if node.provision_state == "available":  # taken, and not deployed
             for vif in await self._api.vifs(node.uuid):
                 await self._api.detach_vif(node.uuid, vif)
