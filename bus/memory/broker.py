@@ -22,7 +22,8 @@ class MemoryBroker:
 
     def __init__(self, clock: Clock) -> None:
         self.clock = clock
-        # Its turns are its own: a worker that is killed in a simulation takes no delivery of others with it.
+        # Deliveries run in the broker's own context, so that a worker that is killed in a simulation stops no
+        # deliveries to others.
         self.context = contextvars.copy_context()
         self.up = True
         self.transports: list[Connection] = []

@@ -1,4 +1,4 @@
-"""One schema of one PostgreSQL: a bounded pool, named timeouts, and faults by what happens next.
+"""One schema of one PostgreSQL: a bounded pool, named time-outs, and faults divided by the reaction to them.
 
 Cold statements go through SQLAlchemy Core (`transaction`), hot ones through asyncpg itself (`raw`): same pool, same
 faults. Nothing here retries a transaction; the consumer does, because it alone knows the purpose of the transaction.
@@ -36,9 +36,9 @@ log = structlog.get_logger(__name__)
 
 CONNECT_TIMEOUT_S = 10.0  # one attempt to connect to one server, the handshake included
 STATEMENT_TIMEOUT_S = 25.0  # the server gives a statement up after this ...
-COMMAND_TIMEOUT_S = 30.0  # ... and we after this, when the server does not answer at all
+COMMAND_TIMEOUT_S = 30.0  # ... and the client after this, when the server does not answer at all
 IDLE_IN_TRANSACTION_S = 60.0  # a process that hangs in a transaction must not hold its locks for ever
-POOL_TIMEOUT_S = 30.0  # waiting for a free connection; past it the process is overloaded
+POOL_TIMEOUT_S = 30.0  # the wait for a free connection; after it the process counts as overloaded
 PROBE_CLOSE_S = 1.0  # the time that a closing process grants a probe under way
 
 # A commit waits for the log up to its own record, and so for all before it; it needs something to commit.
@@ -54,7 +54,7 @@ BY_KEY = (
 )
 BY_SIZE = "RESET plan_cache_mode; RESET enable_seqscan; RESET enable_hashjoin; RESET enable_mergejoin"
 
-PLACES = UUID("5d0e9f57-6f6a-4b7e-8c1c-3a1d2f5b8c12")  # so that these uuids meet no other's
+PLACES = UUID("5d0e9f57-6f6a-4b7e-8c1c-3a1d2f5b8c12")  # so that these uuids equal no others
 
 LOCK = "hashtextextended(:key, 0)"
 SCHEMA_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_\-]{0,62}")
@@ -67,7 +67,7 @@ TRANSIENT_STATES = {
     "53": _UNAVAILABLE,  # out of connections, memory or disk
     "57P": _UNAVAILABLE,  # shut down, crashed, starting up, database dropped
     "58": _UNAVAILABLE,  # system errors of the server's machine
-    READ_ONLY: _UNAVAILABLE,  # we are talking to a stand-by, a fail-over is under way
+    READ_ONLY: _UNAVAILABLE,  # the server is a standby: a failover is in progress
     "25P03": _UNAVAILABLE,  # idle in transaction for too long: the connection is gone
     "40001": "database.serialization",
     "40P01": "database.deadlock",
@@ -103,12 +103,12 @@ class Database:
             pool_size=pool_size,
             max_overflow=0,
             pool_timeout=POOL_TIMEOUT_S,
-            pool_use_lifo=True,  # the warm connections stay warm, the others idle
+            pool_use_lifo=True,  # the last used connection is used first, so that others stay idle
         )
         self._opened = False
         self._closed = False
-        # Taking a connection out of SQLAlchemy's pool and giving it back costs more than BEGIN and COMMIT together, so
-        # between two transactions it stays out, here, the last used first.
+        # To check a connection out of SQLAlchemy's pool and in again costs more than BEGIN and COMMIT together, so
+        # between two transactions connections stay checked out, in this list, the last used first.
         self._spare: list[_Held] = []
         self._slots = asyncio.Semaphore(pool_size)
         self._pool_size = pool_size
@@ -123,15 +123,14 @@ class Database:
 
     @property
     def place(self) -> str:
-        """A uuid of the PostgreSQL database that the schema is in: the same for every schema in it.
-
-        Unlike a schema's identity it changes when a dump is restored elsewhere. Known once it has been open.
+        """A uuid of the PostgreSQL database of the schema, which is the same for every schema in it. Unlike a schema's
+        identity it changes when a dump is restored elsewhere. It is known after `open`.
         """
         return self._place
 
     @property
     def losses(self) -> int:
-        """How many connections have ended by themselves; the server may have restarted, and lost commits that were not
+        """The number of connections that were lost; the server may have restarted then, and lost commits that were not
         on disk.
         """
         return self._losses
@@ -150,10 +149,10 @@ class Database:
         return self._engine
 
     async def open(self, migrations: str | None = None) -> None:
-        """Make the schema (and upgrade it to head), waiting for the server while it is unavailable, and logging that.
+        """Create the schema or upgrade it to head. While the server is unavailable, the call logs that and waits.
 
-        `migrations` is the package that holds `versions/`. Several processes may open at once: an advisory lock
-        lets one migrate and the others find it done.
+        `migrations` is the package that holds `versions/`. Several processes may open at once: an advisory lock lets
+        one migrate and the others find it done.
         """
         try:
             await self._retrying.call(lambda: self._prepare(migrations), on_failure=self._log_waiting)
@@ -168,7 +167,7 @@ class Database:
         await self._group_flush.close()
         self._closed = True
         if (probing := self._probing) is not None:
-            await asyncio.wait({probing}, timeout=PROBE_CLOSE_S)  # a connection half made is better not cut off
+            await asyncio.wait({probing}, timeout=PROBE_CLOSE_S)  # a connection attempt should not be cut off
             probing.cancel()
             await asyncio.gather(probing, return_exceptions=True)
         while self._spare:
@@ -184,16 +183,16 @@ class Database:
         return self._raw()
 
     def single(self) -> AbstractAsyncContextManager[asyncpg.Connection]:
-        """An asyncpg connection on which every statement is a transaction of its own, planned once (BY_KEY).
-
-        For statements that find their rows by key, whatever the sizes of the tables.
+        """An asyncpg connection on which every statement is a transaction of its own and is planned once (BY_KEY). It
+        is for statements that find their rows by key, whatever the sizes of the tables.
         """
         return self._raw(begin=False)
 
     async def flush(self) -> None:
         """Return when everything that was committed here before, without waiting for the disk too, is on disk.
 
-        Messages that were published after those commits leave first: its flush by the broker would wait for this one.
+        Messages that were published after these commits are sent first, because the broker's flush would otherwise wait
+        for this one.
         """
         await asyncio.sleep(FLUSH_LINGER_S)
         async with self.single() as connection:
@@ -232,7 +231,7 @@ class Database:
 
     @asynccontextmanager
     async def _checked_out(self, *, by_key: bool = False) -> AsyncIterator[_Held]:
-        """A pooled connection. One that died in our hands is thrown away instead of being kept."""
+        """Check out a pooled connection. A connection that was lost in use is discarded."""
         scope = CURRENT.get()
         span = None if scope is None else scope.begin("transaction", **self._traced)
         await self._slot()
@@ -282,7 +281,7 @@ class Database:
         return self._spare.pop() if self._spare and self._open >= self._pool_size else None
 
     async def _switch_plan(self, held: _Held, *, by_key: bool) -> None:
-        """Have its statements planned the other way."""
+        """Switch the planning of the connection's statements."""
         try:
             await held.driver.execute(BY_KEY if by_key else BY_SIZE)
         except BaseException as error:
@@ -293,7 +292,7 @@ class Database:
         held.by_key = by_key
 
     async def _connect(self) -> _Held:
-        self._open += 1  # now: another task must not take the last place meanwhile
+        self._open += 1  # counted now, so that no other task takes the last place meanwhile
         try:
             connection = await self._engine.connect()
             driver = (await connection.get_raw_connection()).driver_connection
@@ -308,13 +307,13 @@ class Database:
             raise
 
     def _connection_lost(self, _connection: object = None) -> None:
-        """A connection ended, or none could be made: find out whether the server still answers."""
+        """Handle a lost connection or a failed attempt: probe whether the server still answers."""
         if not self._closed and self._probing is None:
             self._probing = asyncio.get_running_loop().create_task(self._probe(), name=f"{self.schema} database probe")
             self._probing.add_done_callback(self._probed)
 
     async def _probe(self) -> None:
-        """Ask the server until it answers; not reachable from the first refusal on."""
+        """Probe the server until it answers. It counts as unavailable from the first failure on."""
         engine = self._make_engine(poolclass=NullPool)
 
         async def ask() -> None:
@@ -365,7 +364,7 @@ class Database:
             await engine.dispose()
 
     async def _found(self, package: str | None, lock: Mapping[str, str]) -> bool:
-        """Whether there is nothing to make, which is most often so; the connection is kept for what follows."""
+        """Whether nothing needs to be created, which is the usual case. The connection is kept for later use."""
         async with self._engine.begin() as connection:
             free = await connection.scalar(text(f"SELECT pg_try_advisory_xact_lock({LOCK})"), lock)
             if not free or not await self._is_made(connection, package):
@@ -413,7 +412,7 @@ class Database:
             "plan_cache_mode": "force_custom_plan",
             # Our tables are read by key and are in memory or on an SSD: a thousand keys of 100,000 are looked up.
             "random_page_cost": "1.1",
-            "jit": "off",  # our statements are short; compiling one costs more than running it
+            "jit": "off",  # the statements are short; to compile one costs more than to run it
         }
         engine = create_async_engine(
             "postgresql+asyncpg://",
@@ -440,7 +439,7 @@ _MIGRATING: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Lock] = WeakKey
 
 
 def _alembic() -> asyncio.Lock:
-    """Held by the one migration that may run in this process."""
+    """The lock of the one migration that may run in this process."""
     return _MIGRATING.setdefault(asyncio.get_running_loop(), asyncio.Lock())
 
 
@@ -453,7 +452,7 @@ async def _place_of(connection: AsyncConnection) -> str:
 
 
 def raise_fault(error: Exception, *, closed: bool = False) -> NoReturn:
-    """Raise the bus's own error for a database error; an error of our own making is raised as it is."""
+    """Raise the bus's own error for a database error. An error of berth itself is raised unchanged."""
     state = _sqlstate(error)
     code = _transient_code(state)
     if isinstance(error, ServerUntrusted) and not closed:

@@ -1,9 +1,9 @@
-"""One flush for all who have committed without waiting for the disk.
+"""One flush for all commits that did not wait for the disk.
 
-A handler whose commits may be done again hands its messages back at once, and they are acknowledged when a flush that
-came after those commits is done: two flushes a second, however many batches there are, and at the same times in all
-processes of a machine, so that one flush of the disk serves all of them. A commit of anything else that waits for the
-disk is such a flush, too (`GroupFlush.by_commit`): mostly no statement is needed for the flush alone.
+A handler whose commits may be repeated returns at once, and its messages are acknowledged after a flush that follows
+these commits. There are at most two flushes a second, however many batches there are, and at the same times in all
+processes of a machine, so that one flush of the disk serves all of them. Every other commit that waits for the disk is
+such a flush, too (`GroupFlush.by_commit`), so a statement for the flush alone is seldom needed.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ AFTER_OTHERS_S = 0.01
 
 
 class FlushedDatabase(Protocol):
-    """The object that it flushes."""
+    """The database that is flushed."""
 
     @property
     def losses(self) -> int:
-        """How many connections have ended by themselves; the server may have restarted, and lost commits that were not
+        """The number of connections that were lost; the server may have restarted then, and lost commits that were not
         on disk.
         """
 
@@ -37,9 +37,8 @@ class FlushedDatabase(Protocol):
 
 
 class FlushingCommit:
-    """A commit that may flush what others have committed before. wanted: something waits for a flush.
-
-    `done` is called once it is on disk; a commit that wrote nothing flushes nothing, and may not call it.
+    """A commit that may flush earlier commits. wanted: something waits for a flush. Call `done` when the commit is on
+    disk. A commit that wrote nothing flushes nothing, and must not call it.
     """
 
     __slots__ = ("is_done", "wanted")
@@ -49,7 +48,7 @@ class FlushingCommit:
         self.is_done = False
 
     def done(self) -> None:
-        """It has written something, waited for the disk, and ended."""
+        """Record that the commit has written something and is on disk."""
         self.is_done = True
 
 
@@ -63,10 +62,9 @@ class GroupFlush:
         self._closed = False
 
     def after(self, losses: int) -> asyncio.Future[None]:
-        """Done when everything committed so far is on disk.
-
-        losses: the database's before those commits. It fails with DatabaseUnavailable when a connection was lost since,
-        with the flush's own error, or is cancelled by `close`: then those commits may be lost and are to be done again.
+        """Return a future that is done when everything committed so far is on disk. losses: the database's `losses`
+        before those commits. The future fails with DatabaseUnavailable when a connection was lost since, or with the
+        flush's own error, or is cancelled by `close`: the commits may then be lost, and must be repeated.
         """
         loop = asyncio.get_running_loop()
         flushed: asyncio.Future[None] = loop.create_future()
@@ -76,7 +74,7 @@ class GroupFlush:
 
     @contextmanager
     def by_commit(self) -> Iterator[FlushingCommit]:
-        """Around a commit that begins within: once it is done, so is the flush of all that was committed before it."""
+        """Use this around a commit that begins inside: when the commit is done, all earlier commits are flushed."""
         waiting, self._waiting = self._waiting, []
         commit = FlushingCommit(wanted=bool(waiting))
         try:
@@ -91,7 +89,7 @@ class GroupFlush:
                 self._ensure_running()
 
     async def close(self) -> None:
-        """Flush no more."""
+        """Stop flushing."""
         self._closed = True
         task, self._task = self._task, None
         if task is not None:
@@ -112,7 +110,7 @@ class GroupFlush:
                 break
             try:
                 await self._database.flush()
-            except BaseException as error:  # all who wait get it, a cancellation too
+            except BaseException as error:  # all waiters get the error, a cancellation, too
                 self._end(waiting, error)
                 if not isinstance(error, Exception):
                     raise

@@ -2,7 +2,7 @@
 
 A transaction with locks costs BEGIN, a SELECT FOR UPDATE, one to three writes and COMMIT, each a round trip. Most
 transactions find the rows as expected: a new request is new, an instance is as this process has left it. So all parts
-are sent at once, each with the number of rows that it has to touch. A wrong number undoes the whole statement and
+are sent at once, each with the number of rows that it must touch. A wrong number rolls the whole statement back and
 raises `PreconditionFailed`; the caller then runs the same work in a transaction with locks.
 """
 
@@ -18,7 +18,7 @@ from bus.persistence.conflict import PreconditionFailed
 # A setting of the implicit transaction: read at its commit, gone after it.
 ASYNCHRONOUS_COMMIT = "set_config('synchronous_commit', 'off', true) AS asynchronous_commit"
 
-# Locks the rows that were read, in key order, where they still have the version in which they were read.
+# Locks the rows that were read, in the order of their keys, if they still have the version that was read.
 _HELD = """
 SELECT t.{key} FROM {table} t JOIN unnest({{}}::uuid[], {{}}::xid[]) AS v (key, version) ON t.{key} = v.key
 WHERE t.xmin = v.version ORDER BY t.{key} FOR UPDATE OF t
@@ -55,12 +55,12 @@ class GuardedStatement:
         return f"(SELECT count(*) FROM held) = {self._value(len(versions))}::bigint" if updates else "true"
 
     def column(self, expression: str) -> None:
-        """Return this too."""
+        """Add a column to the result."""
         self._columns.append(expression)
 
     async def execute(self, connection: asyncpg.Connection, *, durable: bool = True) -> asyncpg.Record:
         """Run it on a connection outside of any transaction. Raises PreconditionFailed."""
-        # Dividing by zero is how a plain statement undoes itself.
+        # A division by zero is the way for a plain statement to roll itself back.
         columns = [f"1 / ({' AND '.join(self._checks) or 'true'})::int AS checked", *self._columns]
         if not durable:
             columns.append(ASYNCHRONOUS_COMMIT)

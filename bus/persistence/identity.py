@@ -13,7 +13,7 @@ from bus.persistence.database import Database
 
 # Every worker's schema has this table of one row.
 READ = "SELECT deployment::text FROM identity"
-WATCH_S = 5.0  # a schema that is made anew under a worker is noticed within this
+WATCH_S = 5.0  # the interval within which a worker notices that its schema was created anew
 
 
 async def read_identity(database: Database) -> str:
@@ -25,8 +25,8 @@ async def read_identity(database: Database) -> str:
 async def watch_identity(database: Database, known: Callable[[], str], clock: Clock) -> None:
     """A side task: ends the worker when its schema is made anew while it runs. Until cancelled.
 
-    Raises DatabaseReplaced, and DatabaseUnprepared where the schema is gone or has no identity. A database that is
-    unavailable is looked at again.
+    Raises DatabaseReplaced, and DatabaseUnprepared where the schema is gone or has no identity. An unavailable database
+    is compared later.
     """
     while True:
         await clock.sleep(WATCH_S)

@@ -1,4 +1,4 @@
-"""Alembic, once for every worker: a package of `versions/`, one schema, the version table inside that schema.
+"""Runs Alembic for all workers: a package with `versions/`, one schema, and the version table in that schema.
 
 A worker's `store/schema.sql` is its whole schema at the newest revision. `0001_initial` applies it.
 """

@@ -1,9 +1,9 @@
 """The outbox: messages commit with the state that caused them, and leave afterwards, at least once.
 
-`add` writes all messages of a transaction as one row. After the commit the process hands the same messages to its
-relay (`bus.persistence.relay`), which publishes them and deletes the row once the broker has confirmed. A process that
-dies in between leaves its rows behind; the relay of any process of that role finds them when they are old enough.
-Readers are idempotent, so twice is harmless and never is not possible.
+`add` writes all messages of a transaction as one row. After the commit the process hands the same messages to its relay
+(`bus.persistence.relay`), which publishes them and deletes the row once the broker has confirmed. A process that dies
+in between leaves its rows behind; the relay of any process of that role finds them when they are old enough. Consumers
+are idempotent, so a message that is sent twice does no harm, and no message is lost.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def traced(outgoing: Sequence[OutboxMessage]) -> Sequence[OutboxMessage]:
 
 
 async def add(conn: asyncpg.Connection, outgoing: Sequence[OutboxMessage]) -> int | None:
-    """Record this transaction's messages, as one row; returns its id for `Relay.send`, None when it is empty."""
+    """Record this transaction's messages as one row. Returns the row's id for `Relay.send`, None without messages."""
     if not outgoing:
         return None
     row_id: int = await conn.fetchval(INSERT.format("$1", "$2"), buses_of(outgoing), encode_row(traced(outgoing)))
@@ -90,7 +90,8 @@ def add_to(statement: GuardedStatement, outgoing: Sequence[OutboxMessage]) -> No
 
 async def first_time(conn: asyncpg.Connection, handler: str, message_ids: Sequence[str]) -> set[str]:
     """Record message ids as handled by this transaction; returns those not seen before."""
-    # In one order, so that two processes with the same messages wait for each other instead of deadlocking.
+    # The rows are inserted in one order, so that two processes with the same messages wait for each other instead of
+    # deadlocking.
     rows = await conn.fetch(
         "INSERT INTO handled (handler, message_id) SELECT $1, unnest($2::text[]) ON CONFLICT DO NOTHING "
         "RETURNING message_id",

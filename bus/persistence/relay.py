@@ -1,4 +1,5 @@
-"""The relay of an outbox: publishes after the commit, deletes a row once the broker has confirmed, and sweeps.
+"""The relay of an outbox: it publishes messages after the commit, deletes a row after the broker's confirms, and
+sweeps.
 
 One row is one `Ticket` while its messages are under way; each bus has a `Lane`; rows that are confirmed gather in
 `ConfirmedRows` until one statement deletes them.
@@ -27,14 +28,14 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger(__name__)
 
-MAX_ROWS = 10_000  # rows a relay holds in memory; one more stays in the table for the sweep
+MAX_ROWS = 10_000  # the bound of rows in a relay's memory; further rows stay in the table for the sweep
 # Confirmed rows gather about this long before they are deleted together, at the times at which commits are flushed
 # (bus.persistence.group_flush): one statement does both. Rows that a process had not deleted when it died are published
 # again; and they must be far too young for another's sweep meanwhile.
 DELETE_PAUSE_S = GATHER_S
 SWEEP_EVERY_S = 2.0
-AFTER_SWEEP_S = 0.005  # a sweep at the same moment comes first, and takes the rows to delete along
-# A row this old belongs to a process that died, or to one whose broker is unavailable: publish it again.
+AFTER_SWEEP_S = 0.005  # a sweep at the same moment runs first, and also deletes the confirmed rows
+# A row of this age belongs to a process that died, or to one whose broker is unavailable, and is published again.
 SWEEP_AGE_S = 5.0
 SWEEP_BATCH = 200
 HANDLED_KEEP_S = 3600.0  # longer than any redelivery: retries end after half a minute, an outage is not a duplicate
@@ -78,17 +79,17 @@ class Relay:
         self._to_shorten: asyncio.Queue[Ticket] = asyncio.Queue()  # bounded by the tickets
         self._confirmed = ConfirmedRows()
         self._gathering: asyncio.Task[None] | None = None
-        self._at_once = False  # a drain waits for the end of all rows
+        self._at_once = False  # a drain waits until all rows have ended
         self._changed = asyncio.Event()  # pulsed when a ticket ends
         self._running = False
 
     @property
     def held(self) -> int:
-        """Rows that wait for the broker's confirm or for being deleted."""
+        """The number of rows that wait for the broker's confirm or for their deletion."""
         return len(self._tickets) + len(self._confirmed)
 
     def add_bus(self, bus: Bus) -> None:
-        """Publish on one more bus from now on; what waits for it in the table is swept."""
+        """Publish on a further bus from now on. A sweep publishes the rows that wait for it in the table."""
         assert bus.name not in self._lanes, bus.name
         self._lanes[bus.name] = Lane(bus, self._clock, self._settle, self._lingering)
         self._lane_share = _lane_share(self._max_rows, len(self._lanes))
@@ -96,7 +97,7 @@ class Relay:
         self._run_lane(bus.name)
 
     def remove_bus(self, name: str) -> None:
-        """Publish on this bus no more; what waits for it stays in the table."""
+        """Stop publishing on this bus. Rows that wait for it stay in the table."""
         for task in self._lane_tasks.pop(name, ()):
             task.cancel()
         self._lanes.pop(name).close()
@@ -112,7 +113,9 @@ class Relay:
         self._lane_tasks[name] = [self._group.create_task(body) for body in bodies]
 
     def send(self, row_id: int | None, outgoing: Sequence[OutboxMessage]) -> None:
-        """Publish the messages of a committed row soon. Never blocks: past the bound the row waits for the sweep."""
+        """Publish the messages of a committed row soon. It never blocks: above the bound the row is left to the
+        sweep.
+        """
         if row_id is None or row_id in self._tickets:
             assert row_id is not None or not outgoing, "messages without their outbox row would not survive a crash"
             return
@@ -133,7 +136,7 @@ class Relay:
             self._lanes[item.bus].put((ticket, item))
 
     def _is_closed(self, bus: str, row_id: int) -> bool:
-        """Whether messages for this bus are better left in the table."""
+        """Whether messages for this bus are to be left in the table."""
         lane = self._lanes.get(bus)
         if lane is not None:
             return lane.is_behind(self._lane_share)
@@ -143,7 +146,7 @@ class Relay:
         return True
 
     async def wait_for_capacity(self) -> None:
-        """Return when `send` would keep a row in memory."""
+        """Wait until `send` would keep a row in memory."""
         while len(self._tickets) >= self._max_rows:
             await self._change()
 
@@ -164,7 +167,9 @@ class Relay:
             self._group = None
 
     async def drain(self, grace_s: float) -> None:
-        """Return when all that was sent is confirmed and deleted; after the grace time the rest is the sweep's."""
+        """Wait until all sent rows are confirmed and deleted. After the grace time (seconds) the rest is left to the
+        sweep.
+        """
         self._at_once = True
         self._end_gathering()
         for lane in self._lanes.values():
@@ -205,7 +210,7 @@ class Relay:
         self._changed.set()
 
     async def _shorten(self) -> None:
-        """Remove confirmed messages from rows that stay, so that they are not repeated with each sweep."""
+        """Remove confirmed messages from rows that stay, so that sweeps do not publish them again."""
         while True:
             ticket = await self._to_shorten.get()
             try:
@@ -215,7 +220,7 @@ class Relay:
             self._end(ticket)
 
     def _is_due(self) -> bool:
-        """Whether confirmed rows have nothing to gather for."""
+        """Whether confirmed rows are to be deleted without gathering."""
         return self._at_once or self._confirmed.fill_a_batch
 
     def _end_gathering(self) -> None:
@@ -250,7 +255,7 @@ class Relay:
 
     @contextmanager
     def _deleting(self) -> Iterator[list[int]]:
-        """Confirmed rows for one statement to delete; a drain looks again after it."""
+        """Yield confirmed rows for one statement that deletes them. A drain checks again afterwards."""
         try:
             with self._confirmed.batch() as ids:
                 yield ids
@@ -273,7 +278,9 @@ class Relay:
                 await self._clock.sleep(shared_delay_s(self._clock.monotonic(), self._sweep_every_s))
 
     async def _send_again(self, row_id: int, body: bytes) -> None:
-        """Publish a row that was left behind. One that another version has written stays for that one."""
+        """Publish a row that was left behind. A row that another version of berth has written is left to that
+        version.
+        """
         try:
             outgoing = decode_row(body)
         except UNREADABLE as error:

@@ -1,4 +1,4 @@
-"""The messages that wait for one bus: the relay's messages leave in batches, in order, and wait while the bus is
+"""The messages of a relay that wait for one bus. They are published in batches and in order, and wait while the bus is
 unavailable.
 """
 
@@ -26,10 +26,10 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger(__name__)
 
-LANE_PUBLISHES = 4  # publishes of one bus under way at a time, if all but the last are full or slow
+LANE_PUBLISHES = 4  # the bound of concurrent publishes on one bus, if all but the last are full or slow
 LANE_SLOW_S = 0.05  # a publish that takes this long no longer holds up the messages gathered behind it
 LANE_BATCH = 512  # messages handed to the bus at once
-UNAVAILABLE_LOG_INTERVAL_S = 30.0  # an unavailable bus is logged this often, whatever the number of tries
+UNAVAILABLE_LOG_INTERVAL_S = 30.0  # the interval at which an unavailable bus is logged, whatever the number of attempts
 
 _published = Counter("berth_outbox_messages", "Outbox messages confirmed by the broker", ["bus"])
 _overtaken = Counter("berth_outbox_overtaken_messages", "Outbox messages that a newer one replaced", ["bus"])
@@ -38,7 +38,7 @@ StreamPosition = tuple[Hashable, int]  # the subject of a message, and its numbe
 
 
 class Ticket:
-    """One outbox row under way: it is deleted when all its messages are confirmed."""
+    """One outbox row whose messages are being published. It is deleted when all of them are confirmed."""
 
     __slots__ = ("failed", "left", "row_id", "waiting")
 
@@ -101,13 +101,13 @@ class Lane:
         self._lingering: dict[Hashable, _LingeringReports] = {}
         self._numbers = itertools.count()
         self._some_linger = asyncio.Event()
-        self._halves = 0  # of the time of lingering that have passed
+        self._halves = 0  # the number of half linger times that have passed
         self._at_once = False  # the process is ending, and nothing lingers
         self._waiting: deque[QueuedMessage] = deque()
         self._some = asyncio.Event()
         self._publishing = 0
         self._slow = False  # the youngest publish has been under way for LANE_SLOW_S
-        self.is_unavailable = False  # while True one of its publishers tries again and again
+        self.is_unavailable = False  # while True one of its publishers retries
         self._logged_at = -math.inf
         self._closed = False
 
@@ -164,7 +164,7 @@ class Lane:
         return is_newer
 
     async def end_lingering(self) -> None:
-        """A lingering message leaves in the end, whatever else is to be sent."""
+        """Publish lingering messages at the end of their time, whatever else is to be sent."""
         while True:
             await self._some_linger.wait()
             await self._clock.sleep(self._linger_s / 2)
@@ -174,7 +174,7 @@ class Lane:
                 self._some_linger.clear()
 
     def publish_at_once(self) -> None:
-        """The process is ending: the lingering messages leave, and none lingers any more."""
+        """Publish the lingering messages and let none linger any more, because the process is ending."""
         self._at_once = True
         self._wake()
 
@@ -193,8 +193,8 @@ class Lane:
             self._some.set()
 
     def _may_publish(self) -> bool:
-        """One publish at a time, so that messages that come meanwhile gather; a full one beside it,
-        or when it is slow.
+        """Whether a publish may begin. Publishes run one at a time, so that messages that arrive meanwhile gather; a
+        second one may begin when its batch is full, or when the first is slow.
         """
         count = len(self._waiting) + (len(self._lingering) if self._is_due() else 0)
         if not count or not self._publishing:
@@ -235,9 +235,8 @@ class Lane:
                 self._publishing -= 1
 
     def close(self) -> None:
-        """Leave all that waits here in the table.
-
-        The messages that are being published are left by its cancellation.
+        """Leave all waiting messages in the table. The messages that are being published are left when their publish is
+        cancelled.
         """
         self._closed = True
         left = [*self._waiting, *(item for one in self._lingering.values() for item in one.items)]
@@ -264,7 +263,7 @@ class Lane:
             self._settle(items)
 
     def _log_unavailable(self, error: BaseException) -> None:
-        """Logged when it becomes unavailable, and at intervals while it stays so."""
+        """Log that the bus is unavailable, once at first and then at intervals."""
         now = self._clock.monotonic()
         if not self.is_unavailable or now - self._logged_at >= UNAVAILABLE_LOG_INTERVAL_S:
             self._logged_at = now

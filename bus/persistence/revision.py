@@ -1,4 +1,4 @@
-"""At which revision a schema is, without Alembic: a process that has nothing to migrate does not import it.
+"""Finds the revision of a schema without Alembic, so that a process without a migration need not import Alembic.
 
 Alembic takes a sixth of a worker's start, and of the processes of a system only the first finds something to migrate.
 """

@@ -1,4 +1,4 @@
-"""The optimistic unit of work: decide on cached rows, write everything at the end if they are still as cached.
+"""The optimistic unit of work: it decides on cached rows, and writes everything at the end if the rows are unchanged.
 
 Nearly always the cache is right: one process handles all messages of an instance. Then a unit costs one round trip
 instead of five. Every row that the unit has read is compared with its version at the end, whether it changes or not. A
@@ -32,9 +32,8 @@ Result = TypeVar("Result")
 
 
 class WriteSet(Struct, kw_only=True):
-    """All that one unit writes. versions: of every row that it has read; outbox: messages to publish afterwards.
-
-    durable: whether the commit waits for the disk.
+    """Everything that one unit writes. versions: the versions of all rows that it has read. outbox: messages to publish
+    afterwards. durable: whether the commit waits for the disk.
     """
 
     versions: dict[str, int] = {}
@@ -47,7 +46,7 @@ class WriteSet(Struct, kw_only=True):
 
 
 class Committed(Struct, frozen=True):
-    """A write set on record: the version of the rows that were written, and the id of the outbox row, if any."""
+    """A committed write set: the version of the written rows, and the id of the outbox row, if there is one."""
 
     version: int
     outbox_row: int | None
@@ -60,7 +59,7 @@ class RowStore(Protocol[Row_co, Writes_contra]):
         """Rows with their versions, without locks."""
 
     async def write(self, writes: Writes_contra) -> Committed:
-        """Write all of it or nothing. Raises PreconditionFailed."""
+        """Write the whole set or nothing. Raises PreconditionFailed."""
 
 
 class EmittingUnit(Protocol):
@@ -101,7 +100,7 @@ class OptimisticUnitOfWork(Generic[Row, Writes]):
             raise Conflict from None
 
     async def _read(self, keys: Collection[str], *, absent: Collection[str] = ()) -> dict[str, Row]:
-        """Rows as cached; rows that are not cached are read, unless they are expected to be absent."""
+        """Return rows from the cache. Rows that are not cached are read, unless they are expected to be absent."""
         found: dict[str, Row] = {}
         missing: list[str] = []
         for key in dict.fromkeys(keys):
@@ -128,7 +127,7 @@ class OptimisticUnitOfWork(Generic[Row, Writes]):
         """Write the whole set. Raises Conflict."""
         if self.writes.is_empty():
             return
-        self.invalidate()  # whatever follows: the write may be cancelled, or the connection lost
+        self.invalidate()  # before the write, which may be cancelled or lose its connection
         committed = await self._rows.write(self.writes)
         self.row = committed.outbox_row
         self._cache.put(committed.version, self._after)
@@ -136,9 +135,8 @@ class OptimisticUnitOfWork(Generic[Row, Writes]):
 
 @asynccontextmanager
 async def published(relay: Relay | None, unit: AbstractAsyncContextManager[Emitting]) -> AsyncIterator[Emitting]:
-    """Run a unit and hand its messages to the relay once it has committed, and only then.
-
-    Waits first while the relay holds as many rows as it may.
+    """Run a unit, and pass its messages to the relay after the commit. The call first waits while the relay holds its
+    maximum of rows.
     """
     assert relay is not None, "publish_through() first"
     await relay.wait_for_capacity()

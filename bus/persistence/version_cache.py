@@ -1,4 +1,4 @@
-"""The rows that a process has written lately, each with the version that it wrote (xmin)."""
+"""The rows that a process has written recently, each with the version that it wrote (xmin)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Generic, Protocol, TypeVar
 
 Row = TypeVar("Row")
 
-# Rows kept: more than are in flight at once, few enough to take little memory.
+# The bound of cached rows: more than are in use at once, and few enough to take little memory.
 MAX_CACHED = 5_000
 
 
@@ -21,10 +21,9 @@ class Connections(Protocol):
 
 
 class VersionCache(Generic[Row]):
-    """Rows by key with their versions; the oldest are evicted first, and all of them when a connection is lost.
-
-    A server that crashed may have lost its last commits, and gives their transaction numbers again: the version of a
-    lost row may then be that of a row that another process has written there since.
+    """Rows by key with their versions. The oldest rows are evicted first, and all of them when a connection is lost. A
+    server that has crashed may have lost its last commits and gives their transaction numbers again, so a row that
+    another process has written since may have the version of a lost row.
     """
 
     def __init__(self, database: Connections) -> None:

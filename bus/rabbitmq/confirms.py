@@ -1,4 +1,4 @@
-"""Publishing on one channel: frames leave together, confirms come back through aiormq's bookkeeping."""
+"""Publishes on one channel: frames are written together, and aiormq matches the confirms."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Deliveries and their acknowledgements, gathered so that many leave as one frame."""
+"""Deliveries and their acknowledgements, which gather so that one frame acknowledges many."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _MULTIPLE, _REQUEUE = 1, 1
 # the message that its handler has just published wait for two flushes. No task waits for them, so they gather;
 # and all processes of a machine send them at the same times (`shared_delay_s`): one flush for all of them.
 LINGER_S = 0.5
-WRITE_TIMEOUT_S = 1.0  # a connection that takes nothing for this long is closed as it is
+WRITE_TIMEOUT_S = 1.0  # a connection that accepts nothing for this long is closed without a further write
 GATHERED_SHARE = 4  # ... but no longer than until this part of what may be delivered ahead is waiting
 
 
@@ -40,11 +40,11 @@ class Acks:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def register(self, tag: int) -> None:
-        """Remember a delivery that was handed out."""
+        """Record a delivery that was handed out."""
         self._open[tag] = None
 
     def ack(self, tag: int, *, now: bool = False) -> None:
-        """One is done. now: it is not to wait for others."""
+        """Acknowledge a delivery. now: do not wait for others."""
         if tag in self._open:
             self._acked.add(tag)
             if now or len(self._acked) >= self._at_most:
@@ -54,7 +54,7 @@ class Acks:
                 self._timer = loop.call_later(shared_delay_s(loop.time(), LINGER_S), self._send)
 
     def nack(self, tag: int, *, requeue: bool) -> None:
-        """One is given back, or given up."""
+        """Reject a delivery, to be requeued or dead-lettered."""
         if tag in self._open and tag not in self._acked:
             del self._open[tag]
             # Not basic.nack: what that gives back RabbitMQ 4.3 does not count towards the delivery limit.

@@ -1,4 +1,4 @@
-"""The broker's answers in the words of the port."""
+"""Translates the broker's errors to the errors of the port."""
 
 from __future__ import annotations
 
@@ -64,8 +64,8 @@ def translated(about: str = "") -> Iterator[None]:
     except (AMQPError, ChannelInvalidStateError, OSError, TimeoutError, RuntimeError, *BROKEN_OFF) as error:
         raise port_error(error, about) from error
     except Exception as error:  # re-raised but for one
-        # aiormq ends what waits on a closed connection with a bare Exception when it knows no reason. A more special
-        # error is a bug of ours and stays one.
+        # aiormq ends what waits on a closed connection with a bare Exception when it knows no reason. An error of
+        # another type is a defect of berth and is raised unchanged.
         if type(error) is Exception:
             raise BusUnavailable("the connection was closed") from error
         raise
@@ -96,7 +96,7 @@ def port_error(error: BaseException, about: str = "") -> BusError:
 
 
 def _channel(error: ChannelClosed, text: str, about: str) -> BusError:
-    """Why the broker closed a channel. Others who used that channel are bystanders: for them it was unavailable.
+    """Why the broker closed a channel. For other users of that channel the bus was unavailable.
 
     The text is the broker's own and names the thing meant, the only way to distinguish them.
     """
@@ -117,7 +117,8 @@ def _refused_connection(error: InvalidFrameError, text: str) -> BusError:
     """Why the broker closed a connection that was being opened.
 
     aiormq 7.2 reports only "expected OpenOk" and drops the Close frame with its code and text; it is still a local
-    variable of the frame that raised. Where it is not found the broker counts as away, and we try again.
+    variable of the frame that raised. When it is not found, the broker counts as unavailable, and the connection is
+    retried.
     """
     for frame, _ in traceback.walk_tb(error.__traceback__):
         close = frame.f_locals.get("frame")

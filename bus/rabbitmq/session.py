@@ -1,4 +1,4 @@
-"""One connection to the broker, from its opening to its loss. The transport makes a new one each time."""
+"""One connection to the broker, from its opening to its loss. The transport makes a new session for each connection."""
 
 from __future__ import annotations
 
@@ -53,9 +53,9 @@ class Session:
 
     @classmethod
     async def connect(cls, address: BrokerAddress, names: QueueNames, connection_name: str) -> Session:
-        """Connect to one of the broker's nodes, tried in no order. Raises BusUnavailable or BusForbidden.
-
-        A node may come back and a login stays wrong, so of several errors the one about an unavailable node is raised.
+        """Connect to one of the broker's nodes, which are tried in a random order. Raises BusUnavailable or
+        BusForbidden. Of several errors the one about an unavailable node is raised, because that node may become
+        available.
         """
         errors: list[BusError] = []
         for host in random.sample(address.hosts, len(address.hosts)):

@@ -1,5 +1,5 @@
-"""The resources that a worker's `app.py` receives: who it is, the clock, randomness, buses and databases. It chooses
-none of them.
+"""The resources that a worker's `app.py` receives: its identity, the clock, the random generator, buses and databases.
+The worker chooses none of them.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class Environment:
         return self._bus(name, self._cell_transports(name, where))
 
     def _bus(self, name: str, transport: Transport) -> Bus:
-        rng = random.Random(self.rng.getrandbits(64))  # its own stream: one bus's traffic does not move another's ids
+        rng = random.Random(self.rng.getrandbits(64))  # so that buses do not change each other's ids
         return Bus(
             name,
             transport,
@@ -101,7 +101,7 @@ class Environment:
         )
 
     def transport(self, name: str) -> Transport:
-        """A connection of its own to a bus, for traffic that is no worker's."""
+        """Return a separate connection to a bus, for traffic that belongs to no worker."""
         return self._transports(name)
 
     def database(self, role: str, *, pool_size: int | None = None) -> Database:

@@ -25,8 +25,8 @@ Answer = tuple[int, str, bytes]
 class Health:
     """The health server. `not_ready` names the parts that are not ready; an empty answer means ready.
 
-    refresh: awaited before metrics are answered, for gauges that have to ask a server for their value.
-    Never opened it is only its answers, for a server that serves them beside something else.
+    refresh: awaited before metrics are answered, for gauges that have to ask a server for their value. Without `open`
+    it only computes answers, for another server that serves them.
     """
 
     def __init__(
@@ -47,19 +47,19 @@ class Health:
         self._open = 0
 
     async def open(self) -> None:
-        """Listen; with port 0 on a free one, which `port` then names."""
+        """Listen on the port; with port 0 on a free one, which `port` then names."""
         self._server = await asyncio.start_server(self._serve, self.host, self.port, limit=MAX_HEAD_BYTES)
         self.port = self._server.sockets[0].getsockname()[1]
         log.info("health.listening", host=self.host, port=self.port)
 
     async def close(self) -> None:
-        """Stop listening; answers under way have their own time limit."""
+        """Stop listening. Answers in progress have their own time limit."""
         if self._server is not None:
             self._server.close()
             self._server = None
 
     def answer(self, method: str, path: str) -> Answer:
-        """Status, content type and body for one request."""
+        """Return status, content type and body for one request."""
         if method not in {"GET", "HEAD"}:
             return 405, JSON, b'{"error":"only GET"}'
         match path.partition("?")[0]:
@@ -67,7 +67,7 @@ class Health:
                 return 200, JSON, b'{"alive":true}'
             case "/readyz":
                 missing = list(self._not_ready())
-                # The pid: the port of a process that was started may by now be another's, which would answer instead.
+                # The pid is included, because another process may have taken the port meanwhile and answer instead.
                 body = msgspec.json.encode({"ready": not missing, "not_ready": missing, "pid": os.getpid()})
                 return (503 if missing else 200), JSON, body
             case "/metrics":
@@ -82,7 +82,7 @@ class Health:
                 async with asyncio.timeout(REQUEST_TIMEOUT_S):
                     await self._exchange(reader, writer)
         except (TimeoutError, ConnectionError, asyncio.IncompleteReadError):
-            pass  # the other side went away or was too slow: its own affair
+            pass  # the client disconnected or was too slow
         finally:
             self._open -= 1
             writer.close()

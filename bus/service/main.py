@@ -1,4 +1,4 @@
-"""A worker as a process: logs, loop, signals, health, and an exit status for each way to end."""
+"""Runs a worker as a process: logs, event loop, signals, health, and an exit status for each kind of end."""
 
 from __future__ import annotations
 
@@ -26,13 +26,14 @@ from bus.service.watchdog import show_stacks_on_abort, watchdog_of_this_process,
 EXIT_CLEAN = 0
 EXIT_FAULT = 1
 EXIT_SETTINGS = 2  # wrong settings or credentials: starting again does not help
-EXIT_INVARIANT = 70  # what must never happen did (EX_SOFTWARE)
-# A terminal that hangs up stops a worker as SIGTERM does: drained.
+EXIT_INVARIANT = 70  # an invariant is broken (EX_SOFTWARE)
+# SIGHUP of a terminal drains a worker as SIGTERM does.
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 EXIT_SIGNAL = 128  # plus the signal's number: the second signal ends the process at once
 
-# The book lives in columns and the rest is short-lived acyclic values, so the cyclic collector need not look often.
+# The book is stored in arrays, and most other values are short-lived and acyclic, so the cyclic garbage collector need
+# not run often.
 GC_THRESHOLD = (50_000, 20, 50)
 
 log = structlog.get_logger(__name__)
@@ -64,7 +65,7 @@ def run_process(
     except (Forbidden, BusForbidden, NotConfigured, SettingsError) as fault:
         log.error("process.cannot_start", code=fault.code, reason=str(fault))
         return EXIT_SETTINGS
-    except Exception as fault:  # the process's last word
+    except Exception as fault:  # the last log line of the process
         log.critical(
             "process.died", code=getattr(fault, "code", type(fault).__name__), reason=str(fault), exc_info=True
         )
@@ -80,14 +81,14 @@ async def live(
     http: tuple[str, int] | None = None,
     stop: asyncio.Event | None = None,
 ) -> None:
-    """The life of one worker on the running loop, signals included."""
+    """Run one worker on the running event loop, with signal handling."""
     stop = stop if stop is not None else asyncio.Event()
     _on_signals(stop)
     surroundings = environment()
     service = build(surroundings)
     health = None if http is None else Health(service.not_ready, host=http[0], port=http[1], refresh=service.refresh)
     if health is not None:
-        await health.open()  # before the worker opens: /readyz shows what it waits for
+        await health.open()  # before the worker opens, so that /readyz shows what it waits for
     freezing = asyncio.create_task(_freeze_when_ready(service))
     try:
         async with watched_loop(watchdog_of_this_process()):
@@ -101,7 +102,9 @@ async def live(
 
 
 async def _freeze_when_ready(service: Service) -> None:
-    """Objects that were loaded to get ready stay for the life of the process: the collector need not walk it again."""
+    """Freeze the objects that were loaded before readiness: they live as long as the process, so the collector need not
+    traverse them.
+    """
     await service.ready.wait()
     gc.collect()
     gc.freeze()

@@ -1,4 +1,4 @@
-"""One lifecycle for every worker: open, declare, ready, consume, drain within a grace time, close.
+"""The lifecycle of every worker: open, declare, ready, consume, drain within a grace time, close.
 
 A side task that ends while the service runs ends the service, and `run` raises the first fault. After a fault nothing
 is drained: unacknowledged messages go back to their queue, and another process, or this one restarted, takes them.
@@ -62,7 +62,9 @@ class Reached(Protocol):
 
 
 class Service:
-    """One worker's life. Register everything, then `run(stop)`; `ready` is set while it consumes."""
+    """The lifecycle of one worker. Register all parts, then call `run(stop)`; `ready` is set while the worker
+    consumes.
+    """
 
     def __init__(self, name: str, *, clock: Clock, grace_s: float = DEFAULT_GRACE_S, log: Any = None) -> None:
         self.name = name
@@ -84,43 +86,55 @@ class Service:
         self._failed: asyncio.Future[None] | None = None
 
     def add_resource(self, opening: Callable[[], Awaitable[Any]], closing: Callable[[], Awaitable[Any]]) -> None:
-        """Opened in order before anything else; closed in the opposite order at the end, if it was opened."""
+        """Add a resource. Resources are opened in order before anything else, and those that were opened are closed in
+        the opposite order at the end.
+        """
         self._resources.append((opening, closing))
 
     def add_declaration(self, declaring: Callable[[], Awaitable[Any]]) -> None:
-        """Done when everything is open: queues that must exist before this worker is ready."""
+        """Add a declaration of a queue that must exist before the worker is ready. Declarations run when everything is
+        open.
+        """
         self._declarations.append(declaring)
 
     def add_preparation(self, preparing: Callable[[], Awaitable[Any]]) -> None:
-        """Done with the side tasks running and before the first message is taken: a replica is loaded here."""
+        """Add a preparation, such as the loading of a replica. Preparations run beside the side tasks and before the
+        first message is taken.
+        """
         self._preparations.append(preparing)
 
     def add_consumer(self, consumer: Consumes) -> None:
-        """Started last, drained first."""
+        """Add a consumer. Consumers are started last and drained first."""
         self._consumers.append(consumer)
 
     def add_task(self, name: str, body: Callable[[], Coroutine[Any, Any, Any]]) -> None:
-        """A side task. It runs until it is cancelled; when it ends before that, the service ends."""
+        """Add a side task. It runs until it is cancelled; when it ends before that, the service ends."""
         self._task_makers.append((name, body))
 
     def add_drain(self, draining: Callable[[float], Awaitable[Any]]) -> None:
-        """Called with the rest of the grace time after the consumers have drained (an outbox relay, a batcher)."""
+        """Add a drain, such as that of an outbox relay. It is called after the consumers have drained, with the rest of
+        the grace time (seconds).
+        """
         self._drains.append(draining)
 
     def add_check(self, name: str, fn: Callable[[], bool]) -> None:
-        """One line of /readyz: true while that part can do its work."""
+        """Add a line of /readyz, which is true while that part can do its work."""
         self._checks[name] = lambda: "" if fn() else name
 
     def add_bus_check(self, name: str, bus: Reached) -> None:
-        """One line of /readyz: the bus is connected, and its broker takes messages; otherwise the reason."""
+        """Add a line of /readyz for a bus: whether it is connected and its broker accepts messages, otherwise the
+        reason.
+        """
         self._checks[name] = lambda: f"{name}: {bus.unavailable_reason}" if bus.unavailable_reason else ""
 
     def add_refresh(self, refreshing: Callable[[], Awaitable[Any]]) -> None:
-        """Called before metrics are scraped: sets gauges whose value has to be queried. It raises nothing."""
+        """Add a function that sets gauges whose value must be queried. It is called before metrics are scraped and must
+        not raise.
+        """
         self._refreshes.append(refreshing)
 
     async def refresh(self) -> None:
-        """Set those gauges, within REFRESH_TIMEOUT_S; one that takes longer keeps its last value."""
+        """Set these gauges within REFRESH_TIMEOUT_S. A gauge that takes longer keeps its last value."""
         try:
             async with asyncio.timeout(REFRESH_TIMEOUT_S):
                 await asyncio.gather(*(refreshing() for refreshing in self._refreshes))
@@ -137,7 +151,7 @@ class Service:
         return failing if self.ready.is_set() else [f"service is {self.phase}", *failing]
 
     async def run(self, stop: asyncio.Event) -> None:
-        """Live until `stop` is set (drain, close, return) or something dies (close, raise the first fault)."""
+        """Run until `stop` is set (drain, close, return) or a part fails (close, raise the first fault)."""
         self._failed = asyncio.get_running_loop().create_future()
         stopping: asyncio.Future[Any] = asyncio.create_task(stop.wait(), name=f"{self.name} stop")
         starting: asyncio.Future[Any] = asyncio.create_task(self._start(), name=f"{self.name} start")
@@ -237,7 +251,7 @@ async def _cancel(tasks: Collection[asyncio.Future[Any]]) -> None:
 
 
 async def _gather(work: Any) -> None:
-    """Let all finish, then raise the first failure."""
+    """Wait for all, then raise the first failure."""
     results = await asyncio.gather(*work, return_exceptions=True)
     for result in results:
         if isinstance(result, BaseException):
