@@ -28,7 +28,7 @@ SINCE_MAPPINGS = 34
 
 
 async def search(api: Api, request: HttpRequest) -> Response:
-    """GET."""
+    """GET the allocation candidates of a request."""
     requested = parse_candidates(request.query, request.version)
     await _check_names(api, requested, await api.replica.fresh())
     config = api.config

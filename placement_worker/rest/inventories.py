@@ -153,7 +153,7 @@ async def delete(api: Api, request: HttpRequest) -> Response:
 
 
 async def delete_all(api: Api, request: HttpRequest) -> Response:
-    """DELETE all."""
+    """DELETE all inventories of a provider."""
     outcome = await api.write_tree(SetInventories(request.parts[1], {}))
     if isinstance(outcome, WriteRefusal) and outcome.why is Why.IN_USE:
         raise refused(outcome, code=INVENTORY_IN_USE)

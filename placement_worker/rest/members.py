@@ -21,8 +21,9 @@ async def show_aggregates(api: Api, request: HttpRequest) -> Response:
 
 
 async def set_aggregates(api: Api, request: HttpRequest) -> Response:
-    """PUT the aggregates of a provider. From 1.19 on, the body states the provider's generation, and the write
-    increments it.
+    """PUT the aggregates of a provider.
+
+    From 1.19 on, the body states the provider's generation, and the write increments it.
     """
     uuid = request.parts[1]
     generation: int | None = None
