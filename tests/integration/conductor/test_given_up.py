@@ -71,8 +71,12 @@ async def test_a_build_that_was_begun_before_its_message_was_given_up_goes_on(ce
     await cell.around.bus.publish(build)
     await cell.around.until(lambda: cell.around.ends(uuid) == [BuildState.ACTIVE])
     await hand_over_as_given_up(cell, build)
+    await cell.around.until(lambda: len(cell.around.ends(uuid)) > 1)
     await cell.drain()
-    assert await cell.state(uuid) is State.ACTIVE and cell.around.ends(uuid) == [BuildState.ACTIVE]
+    assert await cell.state(uuid) is State.ACTIVE
+    ends = [event for event in cell.around.events if event.instance_uuid == uuid and event.terminal]
+    assert {(event.state, event.sequence) for event in ends} == {(BuildState.ACTIVE, ends[0].sequence)}, "the same end"
+    assert len([spawn for spawn in cell.around.spawns if spawn.spec.instance_uuid == uuid]) == 1
     await cell.check_at_rest()
 
 
