@@ -11,6 +11,7 @@ import httpx
 import msgspec
 import pytest
 import pytest_asyncio
+from msgspec.structs import replace
 
 from berth.ironic_stand_in import Behaviour, IronicStandIn, Silent
 from bus.clock import SystemClock
@@ -113,6 +114,15 @@ async def test_ironic_receives_what_to_deploy(ironic: IronicStandIn) -> None:
     assert drive["meta_data"]["public_keys"] == {"key0": "ssh-ed25519 AAAA me"}
     assert (drive["meta_data"]["hostname"], drive["meta_data"]["uuid"]) == ("web-1", INSTANCE)
     assert [method for method, _ in ironic.requested] == ["PATCH", "PUT"], "all of it is written with the instance"
+
+
+async def test_a_partition_image_is_written_with_its_kernel_and_ramdisk(ironic: IronicStandIn) -> None:
+    node = next(iter(ironic.pool.nodes))
+    image = replace(IMAGE, type="partition", kernel="http://images/vmlinuz", ramdisk="http://images/initrd")
+    await deployed(config(ironic), build(node, image_source=image, root_gb=50))
+    info = ironic.pool.nodes[node]["instance_info"]
+    assert (info["kernel"], info["ramdisk"]) == ("http://images/vmlinuz", "http://images/initrd")
+    assert (info["image_type"], info["root_gb"]) == ("partition", 50)
 
 
 async def test_an_image_is_known_by_name_or_the_build_is_given_up(ironic: IronicStandIn) -> None:
