@@ -24,7 +24,15 @@ from bus.contracts.build import (
     HostsQuery,
     member_uuids,
 )
-from bus.contracts.operations import AdminStateSet, HostAdminState, ServicesPage, ServicesQuery, SetAdminState
+from bus.contracts.operations import (
+    AdminStateSet,
+    ForgetHost,
+    HostAdminState,
+    HostForgotten,
+    ServicesPage,
+    ServicesQuery,
+    SetAdminState,
+)
 from bus.faults import Fault, Transient
 from bus.port import BusError, BusUnavailable, PublishRefused
 from bus.retrying import CLIENT_PUBLISH, Retrying
@@ -278,6 +286,10 @@ class BuildClient:
         """Decide about a host. Raises RequestTimeout, or RequestRefused (`host.unknown`, `host.ambiguous`)."""
         answer = await self.bus.request(decision, AdminStateSet, timeout_s=timeout_s)
         return answer.host
+
+    async def forget_host(self, command: ForgetHost, *, timeout_s: float) -> HostForgotten:
+        """Forget a host that is gone for good. Raises RequestTimeout, or RequestRefused with what stands in the way."""
+        return await self.bus.request(command, HostForgotten, timeout_s=timeout_s)
 
     async def _on_events(self, batch: Sequence[Received]) -> Sequence[Outcome]:
         own = [self._note(received.message) for received in batch if isinstance(received.message, BuildEvent)]

@@ -19,6 +19,8 @@ from bus.contracts.placement import (
     ClaimAllResult,
     ClaimOutcome,
     ClaimResult,
+    InventoryForget,
+    InventoryForgotten,
     InventoryOutdated,
     InventoryReleased,
     InventoryTaken,
@@ -32,14 +34,16 @@ from bus.contracts.placement import (
 from placement_worker import metrics
 from placement_worker.domain.claim_items import ClaimReply
 from placement_worker.domain.claims import ClaimItem
+from placement_worker.domain.refusal import Why
 from placement_worker.domain.reports import ReportRefusal
-from placement_worker.domain.trees import ChangeMembership
+from placement_worker.domain.trees import ChangeMembership, DeleteTree
 from placement_worker.domain.values import ABOVE_CELLS, Provider
 from placement_worker.store.port import PlacementStore
 
 log = structlog.get_logger("placement")
 
 UNEXPECTED = "message.unexpected"
+HOST_IN_USE = "host.in_use"
 
 
 class PlacementHandlers:
@@ -83,7 +87,7 @@ class PlacementHandlers:
 
     async def inventory(self, batch: Sequence[Received]) -> list[Outcome]:
         """Handle placement.inventory: first the released roots, then all updates of the batch in one transaction, then
-        each change of aggregate members in its own.
+        each change of aggregate members and each deletion of a host in its own.
         """
         updates = [r.message for r in batch if isinstance(r.message, InventoryUpdate)]
         for released in (r.message for r in batch if isinstance(r.message, InventoryReleased)):
@@ -98,6 +102,9 @@ class PlacementHandlers:
             update = received.message
             if isinstance(update, AggregateMembers):
                 outcomes.append(await self._set_members(update, received))
+                continue
+            if isinstance(update, InventoryForget):
+                outcomes.append(await self._forget(update, received))
                 continue
             if not isinstance(update, InventoryUpdate):
                 outcomes.append(Done() if isinstance(update, InventoryReleased) else _unexpected(update))
@@ -143,6 +150,18 @@ class PlacementHandlers:
         self._committed()
         unknown = [uuid for (uuid, _), one in zip(wanted, outcomes, strict=True) if not isinstance(one, Provider)]
         return Done(AggregateMembersSet(unknown=tuple(unknown)))
+
+    async def _forget(self, requested: InventoryForget, received: Received) -> Outcome:
+        """Delete the tree of a host. Accepted on the API bus alone: the schedulers know who still reports the host."""
+        if received.bus != ABOVE_CELLS:
+            return _unexpected(requested)
+        (outcome,) = await self._store.rest.write_trees([DeleteTree(requested.root_uuid, cause=received.meta.cause)])
+        self._committed()
+        if isinstance(outcome, Provider):
+            log.warning("inventory.forgotten", cause=received.meta.cause, root=requested.root_uuid, name=outcome.name)
+        elif outcome.why is Why.PROVIDER_IN_USE:
+            return Refuse(HOST_IN_USE, outcome.words)
+        return Done(InventoryForgotten(removed=isinstance(outcome, Provider)))
 
     async def reads(self, batch: Sequence[Received]) -> list[Outcome]:
         """Handle placement.reads: pages of the feed and of the book, the hosts of consumers, and queries of

@@ -43,6 +43,7 @@ from scheduler_worker.engine import SchedulingEngine
 from scheduler_worker.evacuations import EvacuationTask
 from scheduler_worker.fences import FencePublisher
 from scheduler_worker.fleet_metrics import FLEET
+from scheduler_worker.forgetting import HostForgetter
 from scheduler_worker.handlers import RequestHandler
 from scheduler_worker.host_metrics import QUEUE as METRICS_QUEUE
 from scheduler_worker.host_metrics import HostMetricsListener, age
@@ -268,7 +269,14 @@ def _add_objects(parts: SchedulerParts, registry: ObjectRegistry, drains: DrainK
     service, bus = parts.service, parts.api
     bus.transport.on_reconnect(registry.on_reconnected)
     listener = ControlListener(registry, parts.workers, bus.name, clock=bus.clock)
-    changes = ChangeHandler(registry, parts.selector, drains, clock=bus.clock, warmup_s=parts.config.hosts_warmup_s)
+    changes = ChangeHandler(
+        registry,
+        parts.selector,
+        drains,
+        HostForgetter(parts.store, registry, parts.selector, bus, clock=bus.clock),
+        clock=bus.clock,
+        warmup_s=parts.config.hosts_warmup_s,
+    )
     # The queue is declared before the objects are read, so that it receives the announcement of a change in between.
     service.add_declaration(lambda: bus.declare("scheduler.control.{process}"))
     service.add_preparation(registry.open)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from uuid import UUID
 
 import msgspec
 
@@ -12,13 +13,14 @@ from bus.contracts.base import Refusal
 from bus.contracts.catalogue import BY_QUEUE
 from bus.contracts.drains import DrainCommand, DrainStart
 from bus.contracts.objects import HostDecision, ObjectChange, ObjectKind, ObjectsChange, ObjectsRevision
-from bus.contracts.operations import AdminState, AdminStateSet, HostAdminState, SetAdminState
+from bus.contracts.operations import AdminState, AdminStateSet, ForgetHost, HostAdminState, SetAdminState
 from bus.contracts.workers import WorkerHeartbeat
 from bus.faults import Transient
 from scheduler_worker.domain.selector import Selector
 from scheduler_worker.domain.workers import WorkerTable
 from scheduler_worker.drains import DrainKeeper
-from scheduler_worker.objects import ObjectRegistry
+from scheduler_worker.forgetting import CELL_SILENT, HostForgetter
+from scheduler_worker.objects import TOO_LATE, ObjectRegistry
 
 RETRIES = len(BY_QUEUE["scheduler.changes"].retry_s)
 HOST_UNKNOWN = "host.unknown"
@@ -38,12 +40,14 @@ class ChangeHandler:
         registry: ObjectRegistry,
         selector: Selector,
         drains: DrainKeeper,
+        forgetter: HostForgetter,
         *,
         clock: Clock,
         warmup_s: float,
     ) -> None:
         self._registry = registry
         self._drains = drains
+        self._forgetter = forgetter
         self._selector = selector
         self._clock = clock
         self._warmup_s = warmup_s
@@ -59,6 +63,8 @@ class ChangeHandler:
         message = received.message
         if isinstance(message, SetAdminState):
             return await self._decide(message, received)
+        if isinstance(message, ForgetHost):
+            return await self._forget(message, received)
         if isinstance(message, DrainStart | DrainCommand):
             return await self._drain(message, received)
         assert isinstance(message, ObjectsChange), message
@@ -83,15 +89,9 @@ class ChangeHandler:
         return Refuse(answer.code, answer.reason)
 
     async def _decide(self, command: SetAdminState, received: Received) -> Outcome:
-        found = self._find(command)
-        if len(found) > 1:
-            places = ", ".join(found)
-            return Refuse(HOST_AMBIGUOUS, f"{len(found)} hosts are called {command.host}: name one of {places}")
-        if not found:
-            if self._is_warming_up() and received.meta.attempt < RETRIES:
-                return Retry("hosts.unknown", "not every host has been announced yet")
-            return Refuse(HOST_UNKNOWN, f"there is no host {command.host}")
-        (uuid,) = found
+        uuid = self._one_of(self._find(command), command.host, received)
+        if not isinstance(uuid, str):
+            return uuid
         if command.force and command.state is not AdminState.FENCED and not command.reason:
             return Refuse(REASON_MISSING, "a fence that is ended by force needs a reason")
         host = self._name_of(uuid)
@@ -111,7 +111,36 @@ class ChangeHandler:
             decision = HostAdminState(host_uuid=uuid, host=host, state=AdminState.ENABLED)
         return Done(reply=AdminStateSet(host=decision))
 
-    def _find(self, command: SetAdminState) -> list[str]:
+    async def _forget(self, command: ForgetHost, received: Received) -> Outcome:
+        found = self._find(command)
+        if not found and _is_uuid(command.host):
+            found = [command.host]  # it may be forgotten already
+        named = self._one_of(found, command.host, received)
+        if not isinstance(named, str):
+            return named
+        if received.until is not None and self._clock.monotonic() > received.until:
+            return Refuse(TOO_LATE, "the requester's time was over")
+        try:
+            answer = await self._forgetter.forget(command, named, self._name_of(named))
+        except Transient as fault:
+            return Refuse(fault.code, fault.reason)
+        if not isinstance(answer, Refusal):
+            return Done(reply=answer)
+        if answer.code == CELL_SILENT and self._is_warming_up() and received.meta.attempt < RETRIES:
+            return Retry(answer.code, answer.reason)
+        return Refuse(answer.code, answer.reason)
+
+    def _one_of(self, found: Sequence[str], name: str, received: Received) -> str | Outcome:
+        """The uuid of the one host that was found; the outcome of a request that names none, or several."""
+        if len(found) == 1:
+            return found[0]
+        if found:
+            return Refuse(HOST_AMBIGUOUS, f"{len(found)} hosts are called {name}: name one of {', '.join(found)}")
+        if self._is_warming_up() and received.meta.attempt < RETRIES:
+            return Retry("hosts.unknown", "not every host has been announced yet")
+        return Refuse(HOST_UNKNOWN, f"there is no host {name}")
+
+    def _find(self, command: SetAdminState | ForgetHost) -> list[str]:
         """The hosts (uuids) with this name, or the host with this uuid, in the cell that the command names.
 
         A host with a decision on record counts even if no service has announced it to this scheduler: a fenced host may
@@ -134,6 +163,13 @@ class ChangeHandler:
     def _is_warming_up(self) -> bool:
         assert self._started_s is not None
         return self._clock.monotonic() - self._started_s < self._warmup_s
+
+
+def _is_uuid(host: str) -> bool:
+    try:
+        return str(UUID(host)) == host
+    except ValueError:
+        return False
 
 
 class ControlListener:

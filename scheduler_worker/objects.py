@@ -8,7 +8,7 @@ make the scheduler's configuration; decisions about hosts are columns of its hos
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -316,6 +316,10 @@ class ObjectRegistry:
             return None
         log.warning("objects.too_late")
         return Refusal(code=TOO_LATE, reason="the requester's time was over before the objects could be locked")
+
+    def cells_in_use(self) -> Collection[str]:
+        """The cells that workers connect to."""
+        return cell_rules.cells_in_use(self._cells, self.cells)
 
     def decision_of(self, host_uuid: str) -> HostAdminState | None:
         """The decision in force about a host."""

@@ -35,7 +35,14 @@ from berth.site import Site
 from bus.clock import SystemClock
 from bus.contracts.base import MAX_REASON
 from bus.contracts.build import HostRecord
-from bus.contracts.operations import AdminState, HostAdminState, ServiceRecord, SetAdminState
+from bus.contracts.operations import (
+    AdminState,
+    ForgetHost,
+    HostAdminState,
+    HostForgotten,
+    ServiceRecord,
+    SetAdminState,
+)
 from bus.faults import Fault, RequestRefused
 from cell_conductor.domain.report import UnexplainedKind
 
@@ -170,6 +177,44 @@ def enable(
     )
 
 
+@app.command("forget")
+def forget(
+    context: typer.Context,
+    names: Hosts,
+    reason: Reason,
+    cell: CellOfName = None,
+    by: By = None,
+    timeout: Timeout = 30.0,
+    as_json: AsJson = False,
+) -> None:
+    """Forget these hosts, which are gone for good: their providers leave the book, their decisions the record.
+
+    Refused while something shows that a host may not be gone: a compute service that is up reports it, instances are on
+    record there, consumers hold something of it, it is fenced, or it is being drained.
+    """
+    _check_size(names, reason)
+    who = decided_by(by)
+
+    async def body() -> int:
+        settings = settings_of(context)
+        if cell is not None:
+            Site(settings).check_cell(cell)
+        forgotten: list[HostForgotten] = []
+        refused: list[tuple[str, Fault]] = []
+        async with client(settings) as berth:
+            for name in dict.fromkeys(names):
+                command = ForgetHost(host=name, reason=reason, by=who, cell=cell)
+                try:
+                    forgotten.append(await berth.forget_host(command, timeout_s=timeout))
+                except RequestRefused as fault:
+                    refused.append((name, fault))
+        for one in [] if as_json else forgotten:
+            out.print(Text(printable(f"{one.host}: {_forgotten(one)}")), soft_wrap=True)
+        return _finish(forgotten, refused, as_json)
+
+    run(body)
+
+
 def services(
     context: typer.Context,
     limit: Annotated[int, typer.Option(min=1, max=100_000, help="So many, by cell and name.")] = 1000,
@@ -208,10 +253,7 @@ def _decide(
     as_json: bool,
     switch_off: bool = False,
 ) -> None:
-    if len(reason) > MAX_REASON:
-        raise typer.BadParameter(f"at most {MAX_REASON} characters", param_hint="--reason")
-    if len(names) > MAX_DECIDED:
-        raise typer.BadParameter(f"at most {MAX_DECIDED} hosts", param_hint="HOST")
+    _check_size(names, reason)
     who = decided_by(by)
 
     async def body() -> int:
@@ -223,21 +265,41 @@ def _decide(
             for name in dict.fromkeys(names)
         ]
         decided, refused = await _set_states(settings, commands, timeout_s, switch_off=switch_off)
-        if as_json:
-            print_json(
-                {
-                    "hosts": decided,
-                    "refused": [{"host": name, "code": why.code, "reason": why.reason} for name, why in refused],
-                }
-            )
         for one in [] if as_json else decided:
             show_decision(one)
-        if refused and not as_json:
-            name, first = refused[0]
-            raise Stop(EXIT_NO, first.code, f"{len(refused)} refused; {name}: {first.reason}")
-        return EXIT_NO if refused else 0
+        return _finish(decided, refused, as_json)
 
     run(body)
+
+
+def _check_size(names: list[str], reason: str) -> None:
+    if len(reason) > MAX_REASON:
+        raise typer.BadParameter(f"at most {MAX_REASON} characters", param_hint="--reason")
+    if len(names) > MAX_DECIDED:
+        raise typer.BadParameter(f"at most {MAX_DECIDED} hosts", param_hint="HOST")
+
+
+def _finish(
+    hosts: Sequence[HostAdminState] | Sequence[HostForgotten], refused: Sequence[tuple[str, Fault]], as_json: bool
+) -> int:
+    """Print the hosts as JSON where that is requested, and end with the exit status."""
+    if as_json:
+        print_json(
+            {
+                "hosts": hosts,
+                "refused": [{"host": name, "code": why.code, "reason": why.reason} for name, why in refused],
+            }
+        )
+    elif refused:
+        name, first = refused[0]
+        raise Stop(EXIT_NO, first.code, f"{len(refused)} refused; {name}: {first.reason}")
+    return EXIT_NO if refused else 0
+
+
+def _forgotten(one: HostForgotten) -> str:
+    if not one.removed:
+        return "nothing of it was on record"
+    return f"forgotten; taken out of {', '.join(one.aggregates)}" if one.aggregates else "forgotten"
 
 
 async def _set_states(

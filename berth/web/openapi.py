@@ -28,7 +28,7 @@ from bus.contracts.objects import (
     SchedulingRules,
     StoredObject,
 )
-from bus.contracts.operations import HostAdminState, ServiceRecord
+from bus.contracts.operations import HostAdminState, HostForgotten, ServiceRecord
 from bus.contracts.workers import WorkerRecord
 
 _REF = "#/components/schemas/{name}"
@@ -87,7 +87,7 @@ def _of_hosts() -> dict[str, _Operation]:
     from berth.web.drains import DrainBody, DrainCommandBody, TargetBody  # noqa: PLC0415
     from berth.web.fleet import CellView, HostDetail  # noqa: PLC0415
     from berth.web.metal import MetalView  # noqa: PLC0415
-    from berth.web.operations import AdminStateRequest  # noqa: PLC0415
+    from berth.web.operations import AdminStateRequest, ForgetRequest  # noqa: PLC0415
 
     listed = {"cell": Word, "up": bool, "limit": int}
     plan = {"kind": Literal["live-migrate", "migrate"], "cell": Word}
@@ -96,6 +96,7 @@ def _of_hosts() -> dict[str, _Operation]:
         "list_hosts": _Operation(tuple[HostRecord, ...], query=listed, errors=_READS),
         "show_host": _Operation(HostDetail, errors=(404, 409, *_READS)),
         "decide_about_host": _Operation(HostAdminState, body=AdminStateRequest, errors=_WRITES),
+        "forget_host": _Operation(HostForgotten, body=ForgetRequest, errors=_WRITES),
         "list_services": _Operation(tuple[ServiceRecord, ...], query=listed, errors=_READS),
         "list_workers": _Operation(tuple[WorkerRecord, ...], query={"role": Word, "limit": int}, errors=_READS),
         "list_cells": _Operation(tuple[CellView, ...], errors=_READS),

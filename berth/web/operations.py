@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import msgspec
+from msgspec import Meta as Bound
 from msgspec import Struct
 from starlette.requests import Request
 from starlette.responses import Response
@@ -24,7 +27,14 @@ from berth.web.api import (
 from berth.web.fleet import MAX_SERVICES, FleetReader
 from bus.bus import Bus
 from bus.contracts.base import Reason, Word
-from bus.contracts.operations import AdminState, AdminStateSet, ServicesQuery, SetAdminState
+from bus.contracts.operations import (
+    AdminState,
+    AdminStateSet,
+    ForgetHost,
+    HostForgotten,
+    ServicesQuery,
+    SetAdminState,
+)
 from bus.contracts.workers import WorkersQuery
 
 MAX_WORKERS = 100_000
@@ -42,6 +52,13 @@ class AdminStateRequest(Struct, frozen=True, kw_only=True, forbid_unknown_fields
     force: bool = False
 
 
+class ForgetRequest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The body of a request to forget a host. cell: where a name is looked for; the caller's name goes on record."""
+
+    reason: Annotated[Reason, Bound(min_length=1)]
+    cell: Word | None = None
+
+
 class WebOperations:
     """The handlers. Each takes a request of a caller that is known."""
 
@@ -54,6 +71,7 @@ class WebOperations:
         return [
             Route("/hosts/{host}", self.show_host, methods=["GET"]),
             Route("/hosts/{host}/admin-state", self.decide_about_host, methods=["PUT"]),
+            Route("/hosts/{host}/forget", self.forget_host, methods=["POST"]),
             Route("/services", self.list_services, methods=["GET"]),
             Route("/workers", self.list_workers, methods=["GET"]),
             Route("/cells", self.list_cells, methods=["GET"]),
@@ -79,6 +97,19 @@ class WebOperations:
         )
         answer = await self._bus.request(command, AdminStateSet, timeout_s=ASK_TIMEOUT_S)
         return json_response(answer.host)
+
+    async def forget_host(self, request: Request) -> Response:
+        """Forget a host that is gone for good: its providers leave the book, its decision the record. For operators."""
+        caller = caller_of(request)
+        need(caller, WebRole.OPERATOR)
+        only(request)
+        body = converted(await object_of(request), ForgetRequest)
+        command = parsed(
+            lambda: msgspec.convert(
+                {"host": request.path_params["host"], "by": caller.name, **msgspec.to_builtins(body)}, ForgetHost
+            )
+        )
+        return json_response(await self._bus.request(command, HostForgotten, timeout_s=ASK_TIMEOUT_S))
 
     async def list_services(self, request: Request) -> Response:
         """Compute services: ?cell=&up=true|false&limit=. Not for role project."""

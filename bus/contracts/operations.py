@@ -75,6 +75,34 @@ class AdminStateSet(Message, frozen=True, kw_only=True, tag="hosts.set.result.v1
     host: HostAdminState
 
 
+class ForgetHost(Message, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="hosts.forget.v1"):
+    """Forget a host that is gone for good: `host` is its uuid, or its name when one host has it. Idempotent.
+
+    Its provider tree leaves the book, and the decision about it and its place in aggregates leave the schedulers'
+    record. Refused while something shows that it may not be gone: a compute service that is up reports it
+    (`host.service_up`), not every service of a cell is known (`host.cell_silent`), its fence is open
+    (`host.fence_open`), a drain that has not ended has it (`host.draining`), instances are on record there
+    (`host.has_instances`), or consumers hold something of it (`host.in_use`). A host that is reported once more is a
+    new host.
+    """
+
+    host: Label
+    reason: Annotated[Reason, Bound(min_length=1)]
+    by: Label
+    cell: Word | None = None
+
+
+class HostForgotten(Message, frozen=True, kw_only=True, tag="hosts.forgotten.v1"):
+    """Reply to a ForgetHost. removed: False: nothing of the host was on record any more. aggregates: those that named
+    it.
+    """
+
+    host_uuid: Uuid
+    host: Label
+    removed: bool
+    aggregates: tuple[str, ...] = ()
+
+
 class ServicesQuery(Message, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="services.query.v1"):
     """Ask a scheduler which compute services it knows. cell: only this cell's. up: only those up, or not."""
 

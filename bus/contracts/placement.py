@@ -162,6 +162,22 @@ class AggregateMembersSet(Message, frozen=True, kw_only=True, tag="inventory.mem
     unknown: tuple[Uuid, ...] = ()
 
 
+class InventoryForget(Message, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="inventory.forget.v1"):
+    """Delete a host that is gone for good: its root provider and everything below it, of all sources. Idempotent.
+
+    Refused while a consumer holds something of it (`host.in_use`). A source that reports the root once more makes it
+    anew.
+    """
+
+    root_uuid: Uuid
+
+
+class InventoryForgotten(Message, frozen=True, kw_only=True, tag="inventory.forgotten.v1"):
+    """Reply to InventoryForget. removed: False: the book did not have it."""
+
+    removed: bool
+
+
 class ClaimOutcome(StrEnum):
     """How a claim ended. Each outcome calls for another reaction (docs/explanation/architecture.md, "One boot")."""
 

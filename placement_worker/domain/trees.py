@@ -9,6 +9,7 @@ that the book has never given before, so a provider that is deleted and created 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 import os_resource_classes
@@ -43,6 +44,12 @@ class UpdateProvider(Caused, frozen=True):
 
 class DeleteProvider(Caused, frozen=True):
     """Delete a provider and its inventory, unless it has allocations or children."""
+
+    uuid: str
+
+
+class DeleteTree(Caused, frozen=True):
+    """Delete a provider with everything below it, unless one of these providers has allocations."""
 
     uuid: str
 
@@ -116,6 +123,7 @@ TreeWrite = (
     CreateProvider
     | UpdateProvider
     | DeleteProvider
+    | DeleteTree
     | SetInventories
     | ReplaceInventory
     | AddInventory
@@ -141,6 +149,12 @@ def classes_of_trees(writes: Iterable[TreeWrite]) -> set[str]:
 def traits_of_trees(writes: Iterable[TreeWrite]) -> set[str]:
     """The traits that the writes name."""
     return {trait for write in writes if isinstance(write, SetTraits) for trait in write.traits}
+
+
+def deleted_trees(writes: Iterable[TreeWrite], outcomes: Iterable[TreeOutcome]) -> list[str]:
+    """The providers that writes of a group have deleted with everything below them."""
+    pairs = zip(writes, outcomes, strict=True)
+    return [write.uuid for write, outcome in pairs if isinstance(write, DeleteTree) and isinstance(outcome, Provider)]
 
 
 class ProviderTrees:
@@ -173,7 +187,7 @@ class ProviderTrees:
         if before is None:
             return no_provider(write.uuid)
         outcome = _APPLY[type(write)](self, before, write)
-        if isinstance(outcome, Provider) and not isinstance(write, DeleteProvider):
+        if isinstance(outcome, Provider) and not isinstance(write, DeleteProvider | DeleteTree):
             self.providers[write.uuid] = outcome
         return outcome
 
@@ -261,6 +275,17 @@ class ProviderTrees:
         self._names.pop(before.name, None)
         return before
 
+    def delete_tree(self, before: Provider, _write: DeleteTree) -> TreeOutcome:
+        """Remove the provider and everything below it."""
+        tree = [self.providers[uuid] for uuid in self._subtree(before)]
+        if used := used_of(tree):
+            amounts = ", ".join(f"{name} {amount}" for name, amount in sorted(used.items()))
+            return WriteRefusal(Why.PROVIDER_IN_USE, f"consumers hold {amounts} of it", before.uuid)
+        for provider in tree:
+            del self.providers[provider.uuid]
+            self._names.pop(provider.name, None)
+        return before
+
     def set_inventories(self, before: Provider, write: SetInventories) -> TreeOutcome:
         """Replace all inventories."""
         if write.generation is not None and write.generation != before.generation:
@@ -340,6 +365,7 @@ _CHANGED = "Resource provider's generation already changed. Please update the ge
 _APPLY: dict[type[TreeWrite], Callable[..., TreeOutcome]] = {
     UpdateProvider: ProviderTrees.update,
     DeleteProvider: ProviderTrees.delete,
+    DeleteTree: ProviderTrees.delete_tree,
     SetInventories: ProviderTrees.set_inventories,
     ReplaceInventory: ProviderTrees.replace_inventory,
     AddInventory: ProviderTrees.add_inventory,
@@ -348,6 +374,14 @@ _APPLY: dict[type[TreeWrite], Callable[..., TreeOutcome]] = {
     SetAggregates: ProviderTrees.set_aggregates,
     ChangeMembership: ProviderTrees.change_membership,
 }
+
+
+def used_of(providers: Iterable[Provider]) -> Counter[str]:
+    """How much consumers hold of these providers together, by resource class; only classes of which they hold some."""
+    used: Counter[str] = Counter()
+    for provider in providers:
+        used.update(provider.used)
+    return +used
 
 
 def with_inventories(before: Provider, shape: int, inventories: Mapping[str, StoredInventory]) -> TreeOutcome:

@@ -200,15 +200,19 @@ class MemoryBookTable(MemoryDatabase):
         moved = [before[provider.uuid] for provider in changed if provider.uuid in before]
         return {provider.root for provider in (*gone, *changed, *moved)}
 
-    def put_trees(self, before: Mapping[str, Provider], after: Mapping[str, Provider]) -> None:
+    def put_trees(
+        self, before: Mapping[str, Provider], after: Mapping[str, Provider], deleted: Collection[str] = ()
+    ) -> None:
         """Write the providers of a write of the REST API. The last reports of the trees' sources no longer prove what
-        the book holds.
+        the book holds. deleted: the roots that were deleted with their trees, for which no source answers any more.
         """
         roots = self._put(before, after)
         for uuid in before.keys() - after.keys():
             del self.numbers[uuid]  # a provider that is created again is the newest one
         for key, report in self.sources.items():
-            if key[0] in roots and report.settled:
+            if key[0] in deleted:
+                self.sources[key] = replace(report, digest=b"", settled=False, providers=())
+            elif key[0] in roots and report.settled:
                 self.sources[key] = replace(report, settled=False)
 
     def write_trees(self, before: Mapping[str, Provider], outcome: ReportPlan, group: ReportGroup) -> None:

@@ -28,10 +28,12 @@ from placement_worker.domain.reshape import Reshape, Reshaped, reshape
 from placement_worker.domain.trees import (
     CreateProvider,
     DeleteProvider,
+    DeleteTree,
     ProviderTrees,
     TreeOutcome,
     TreeWrite,
     UpdateProvider,
+    deleted_trees,
 )
 from placement_worker.domain.units import is_allowed_amount
 from placement_worker.domain.values import ClaimedProvider, ConsumerState, Provider
@@ -89,7 +91,7 @@ class MemoryRest:
             after = {uuid: _with_lasting(before.get(uuid), new) for uuid, new in trees.providers.items()}
             if changes := changes_of(before, after):
                 done = (write for write, each in zip(writes, outcomes, strict=True) if isinstance(each, Provider))
-                transaction.will(lambda: table.put_trees(before, after))
+                transaction.will(lambda: table.put_trees(before, after, deleted_trees(writes, outcomes)))
                 await self._book.append(transaction, caused(changes, ((write.cause, (write.uuid,)) for write in done)))
         return outcomes
 
@@ -355,7 +357,7 @@ def _named_by(table: MemoryBookTable, writes: Sequence[TreeWrite]) -> set[str]:
             names.add(write.name)
             if isinstance(write.parent, str):
                 uuids.add(write.parent)
-        if isinstance(write, UpdateProvider | DeleteProvider):
+        if isinstance(write, UpdateProvider | DeleteProvider | DeleteTree):
             trees.add(write.uuid)
             if isinstance(write, UpdateProvider) and isinstance(write.parent, str):
                 trees.add(write.parent)

@@ -16,10 +16,12 @@ from placement_worker.domain.reports import changes_of
 from placement_worker.domain.trees import (
     CreateProvider,
     DeleteProvider,
+    DeleteTree,
     ProviderTrees,
     TreeOutcome,
     TreeWrite,
     UpdateProvider,
+    deleted_trees,
 )
 from placement_worker.domain.values import Provider, StoredInventory
 from placement_worker.store import feed
@@ -34,6 +36,9 @@ READ_IDS = "SELECT uuid, id FROM providers WHERE uuid = ANY($1::uuid[])"
 # The trees have changed, so the last reports of their sources no longer prove what the book holds.
 UNSETTLE = "UPDATE sources SET settled = false WHERE root = ANY($1::uuid[]) AND settled"
 
+# A root that was deleted with its tree belongs to no source: the compute service that reports it next has it. The
+# versions stay, so that a late copy of an older report does not bring it back.
+DISOWN = "UPDATE sources SET digest = '', settled = false, providers = '{}' WHERE root = ANY($1::uuid[])"
 
 _InventoryRow = tuple[str, int, int, int, int, int, float, int, bool, int]
 _ProviderRow = tuple[
@@ -66,6 +71,8 @@ async def apply(connection: asyncpg.Connection, writes: Sequence[TreeWrite], nam
         ids.update(zip((uuid for uuid in provider_trees.providers if uuid not in before), fresh_ids, strict=False))
         written = msgspec.json.encode(rows_of(ids, before, provider_trees.providers, names)).decode()
         await connection.fetchval(WRITE, written, *feed.rows(changes))
+        if disowned := deleted_trees(writes, outcomes):
+            await connection.execute(DISOWN, disowned)
     return outcomes
 
 
@@ -194,7 +201,7 @@ async def _load(
                 uuids.add(write.parent)
         if isinstance(write, CreateProvider):
             creating += 1
-        elif isinstance(write, UpdateProvider | DeleteProvider):
+        elif isinstance(write, UpdateProvider | DeleteProvider | DeleteTree):
             trees.add(write.uuid)
             if isinstance(write, UpdateProvider) and isinstance(write.parent, str):
                 trees.add(write.parent)

@@ -156,6 +156,15 @@ class HostTable:
         there = sum(service.cell == cell and service.down is None for service in self.services)
         return digest is not None and 0 <= digest.up < there
 
+    def is_complete(self, cell: str, now_s: float) -> bool:
+        """Whether every service that this cell's newest digest counts as up has announced its hosts here.
+
+        Not so of a cell without a digest, or with one that is older than CELL_HOLD_S.
+        """
+        digest = self._digests.get(cell)
+        there = sum(service.cell == cell and service.down is None for service in self.services)
+        return digest is not None and 0 <= digest.up <= there and now_s - digest.last_seen_s <= CELL_HOLD_S
+
     def count_request(self, cell: str, now_s: float) -> None:
         """Every service of this cell was requested to announce its hosts; one that never does so counts as down."""
         digest = self._digests.get(cell, CellDigest())

@@ -151,11 +151,18 @@ class Selector:
         }
 
     def uuids_of(self, host: str) -> list[str]:
-        """The hosts with this name or uuid."""
+        """The hosts with this name or uuid. Of several with one name, those that have left do not count."""
         known = self.table.find(host)
+        if len(known) > 1:
+            known = [one for one in known if self._is_there(one)] or known
         if known or self.book.row_of(host) is None:
             return known
         return [host]
+
+    def _is_there(self, uuid: str) -> bool:
+        """Whether a service manages a host, the book has it, or a decision about it is on record."""
+        is_decided = self.table.decision_of(uuid) is not None
+        return is_decided or self.cell_of(uuid) is not None or self.book.row_of(uuid) is not None
 
     def rows_of(self, tried: Mapping[str, str]) -> dict[int, str]:
         """The present rows of rejected hosts, and why; hosts that have left have no row."""

@@ -213,9 +213,9 @@ def test_the_document_describes_every_route(web: Web) -> None:
         paths = document["paths"]
         assert set(paths) == {
             "/builds", "/builds/{uuid}", "/builds/{uuid}/events", "/events", "/builds/{uuid}/moves", "/moves",
-            "/moves/{uuid}", "/hosts", "/hosts/{host}", "/hosts/{host}/admin-state", "/hosts/{host}/drain-plan",
-            "/hosts/{host}/drain", "/drain-plan", "/drains", "/drains/{uuid}", "/drains/{uuid}/pause",
-            "/drains/{uuid}/resume", "/drains/{uuid}/undo", "/services", "/workers", "/cells",
+            "/moves/{uuid}", "/hosts", "/hosts/{host}", "/hosts/{host}/admin-state", "/hosts/{host}/forget",
+            "/hosts/{host}/drain-plan", "/hosts/{host}/drain", "/drain-plan", "/drains", "/drains/{uuid}",
+            "/drains/{uuid}/pause", "/drains/{uuid}/resume", "/drains/{uuid}/undo", "/services", "/workers", "/cells",
             "/cells/{name}", "/metal", "/zones",
             "/flavors", "/flavors/{name}", "/aggregates", "/aggregates/{name}", "/quotas", "/quotas/{project}",
             "/groups", "/groups/{name}", "/rules", "/rules/{name}", "/objects", "/objects/log",

@@ -296,6 +296,7 @@ function startAction(form) {
       showStatus(form, "Done.", false);
       if (form.dataset.then === "host") await hostKnows(reply);
       if (form.dataset.then === "move") await followMove(form, reply.request_id);
+      else if (form.dataset.then === "fleet") location.href = "/fleet";
       else if (form.dataset.then === "location") location.href = where.replace("/api/v1", "");
       else location.reload();
     } catch (fault) {

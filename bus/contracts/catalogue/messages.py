@@ -8,13 +8,13 @@ from bus.contracts import (
     cell,
     fences,
     host_metrics,
-    operations,
     placement,
     workers,
 )
 from bus.contracts.base import Message, Refusal
 from bus.contracts.catalogue.drains import DRAIN_MESSAGES
 from bus.contracts.catalogue.host_owners import HOST_OWNER_MESSAGES
+from bus.contracts.catalogue.hosts import HOST_MESSAGES
 from bus.contracts.catalogue.moves import CELL_MOVE_MESSAGES, MACHINE_MESSAGES, MOVE_MESSAGES
 from bus.contracts.catalogue.objects import OBJECT_MESSAGES
 from bus.contracts.catalogue.queues import BUILD_EVENTS, MAX_REQUESTS_PER_MESSAGE
@@ -128,29 +128,7 @@ MESSAGES: tuple[MessageRow, ...] = (
         public=True,
         idempotency="reads only",
     ),
-    MessageRow(
-        message=operations.SetAdminState,
-        owner="scheduler_worker",
-        publishers=("operator",),
-        where=Where.API,
-        exchange=COMMANDS,
-        key="hosts.set",
-        reply=operations.AdminStateSet,
-        public=True,
-        idempotency="the message's id",
-    ),
-    MessageRow(
-        message=operations.ServicesQuery,
-        owner="scheduler_worker",
-        publishers=("operator",),
-        where=Where.API,
-        exchange=COMMANDS,
-        key="services.query",
-        reply=operations.ServicesPage,
-        persistent=False,
-        public=True,
-        idempotency="reads only",
-    ),
+    *HOST_MESSAGES,
     *OBJECT_MESSAGES,
     # --- the resource book
     MessageRow(
@@ -174,6 +152,17 @@ MESSAGES: tuple[MessageRow, ...] = (
         reply=placement.AggregateMembersSet,
         persistent=False,
         idempotency="the members that it names",
+    ),
+    MessageRow(
+        message=placement.InventoryForget,
+        owner="placement_worker",
+        publishers=("scheduler_worker",),
+        where=Where.API,
+        exchange=COMMANDS,
+        key="inventory.forget",
+        reply=placement.InventoryForgotten,
+        persistent=False,
+        idempotency="root_uuid",
     ),
     MessageRow(
         message=placement.Claim,

@@ -64,6 +64,7 @@ QUEUES: tuple[QueueRow, ...] = (
         bindings=(
             (COMMANDS, "objects.change"),
             (COMMANDS, "hosts.set"),
+            (COMMANDS, "hosts.forget"),
             (COMMANDS, "drain.start"),
             (COMMANDS, "drain.command"),
         ),
@@ -133,6 +134,7 @@ QUEUES: tuple[QueueRow, ...] = (
         bindings=(
             (COMMANDS, "inventory.update.#"),
             (COMMANDS, "inventory.members"),
+            (COMMANDS, "inventory.forget"),
             (COMMANDS, "inventory.released"),
         ),
         retry_s=RETRY_S,
