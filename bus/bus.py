@@ -13,6 +13,7 @@ from bus.clock import Clock, new_uuid
 from bus.consuming.batch_interval import BatchInterval
 from bus.consuming.consumer import Consumer
 from bus.consuming.outcome import Handler
+from bus.consuming.stall_watch import StallWatch
 from bus.contracts.base import Message, Meta
 from bus.contracts.catalogue import BY_QUEUE, BY_TYPE, EVENTS, MessageRow, routing_key
 from bus.faults import Fault
@@ -59,6 +60,7 @@ class Bus:
         self.rng = rng
         self.limits = limits
         self.tracer = tracer
+        self.stall_watch = StallWatch()
         self.publisher = Publisher(name, transport, limits)
         self._requester = Requester(name, transport, self.publisher, process=process, clock=clock, rng=rng)
         self._modes: dict[type[Message], tuple[MessageRow, Mode]] = {}

@@ -91,7 +91,9 @@ def build(
     engine, moves = _engines(parts, follower)
     _add_store_and_replica(parts, relay, follower)
     announce_presence(service, env, parts.api, "scheduler")
-    registry = ObjectRegistry(parts.store, parts.selector, config, clock=env.clock, cells=cells)
+    registry = ObjectRegistry(
+        parts.store, parts.selector, config, clock=env.clock, cells=cells, stall_watch=parts.api.stall_watch
+    )
     drains = _add_drains(parts, registry, moves)
     _add_objects(parts, registry, drains)
     measured = _add_host_metrics(parts)

@@ -77,9 +77,9 @@ class ChangeHandler:
     async def _drain(self, message: DrainStart | DrainCommand, received: Received) -> Outcome:
         try:
             if isinstance(message, DrainStart):
-                answer = await self._drains.start(message)
+                answer = await self._drains.start(message, received.until)
             else:
-                answer = await self._drains.command(message, received.meta.id)
+                answer = await self._drains.command(message, received.meta.id, received.until)
         except Transient as fault:
             return Refuse(fault.code, fault.reason)
         if not isinstance(answer, Refusal):

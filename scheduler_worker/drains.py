@@ -102,8 +102,11 @@ class DrainKeeper:
         made = await self._planner.plan(query)
         return made if isinstance(made, Refusal) else made.plan
 
-    async def start(self, command: DrainStart) -> DrainResult | Refusal:
-        """Put a drain on record and disable its hosts, unless an instance cannot move. Raises Transient."""
+    async def start(self, command: DrainStart, until: float | None = None) -> DrainResult | Refusal:
+        """Put a drain on record and disable its hosts, unless an instance cannot move. Raises Transient.
+
+        until: as for `ObjectRegistry.change`.
+        """
         known = self._registry.drains.get(command.drain)
         if known is None:
             query = DrainQuery(host=command.name, cell=command.cell, kind=command.kind, target=command.target)
@@ -113,7 +116,7 @@ class DrainKeeper:
             if made.stuck and not command.force:
                 return _stuck(made)
             begun = _Begun(command, made, self._clock.time())
-            refusal = await self._registry.write(begun.make)
+            refusal = await self._registry.write(begun.make, until)
             if refusal is not None:
                 return refusal
             await self._registry.reload()  # another scheduler may have been first
@@ -123,8 +126,10 @@ class DrainKeeper:
             return Refusal(code="request.duplicate", reason=f"drain {command.drain} is of {known.name}")
         return DrainResult(drain=await self._progress(command.drain, known))
 
-    async def command(self, command: DrainCommand, message_id: str) -> DrainResult | Refusal:
-        """Pause, resume, stop or undo a drain. Raises Transient."""
+    async def command(
+        self, command: DrainCommand, message_id: str, until: float | None = None
+    ) -> DrainResult | Refusal:
+        """Pause, resume, stop or undo a drain. Raises Transient. until: as for `ObjectRegistry.change`."""
         now = self._clock.time()
         author = ChangeAuthor(command.by, command.reason or f"drain {command.action}", now)
 
@@ -146,7 +151,7 @@ class DrainKeeper:
                 changed += _hosts_given_back(present, command.drain)
             return changed, author
 
-        refusal = await self._registry.write(make)
+        refusal = await self._registry.write(make, until)
         if refusal is not None:
             return refusal
         await self._registry.reload()  # a repeat changes nothing, and may have been carried out by another scheduler

@@ -17,6 +17,7 @@ from msgspec import Struct
 
 from bus.bus import API
 from bus.clock import Clock
+from bus.consuming.stall_watch import StallWatch
 from bus.contracts.base import MAX_REASON, Refusal
 from bus.contracts.drains import DrainRecord
 from bus.contracts.fences import HostFence
@@ -123,7 +124,7 @@ def check_objects(settings: SchedulerConfig, changes: ObjectsChange | None = Non
 class ObjectRegistry:
     """Keeps a scheduler's configuration and its host table up to date with the objects on record.
 
-    settings: the scheduler's own, without objects. cells: those that it serves.
+    settings: the scheduler's own, without objects. cells: those that it serves. stall_watch: of the bus of changes.
     """
 
     def __init__(
@@ -134,12 +135,14 @@ class ObjectRegistry:
         *,
         clock: Clock,
         cells: Sequence[str] = (),
+        stall_watch: StallWatch | None = None,
     ) -> None:
         self._store = store
         self._selector = selector
         self._settings = settings
         self._clock = clock
         self._cells = tuple(cells)
+        self._stall_watch = stall_watch
         self._loading = asyncio.Lock()  # one load at a time, so that an older revision is not adopted after a newer one
         self._is_fresh = True  # False: announcements may have been lost
         self._in_force: tuple[dict[Key, dict[str, Any]], Configured] | None = None
@@ -160,6 +163,8 @@ class ObjectRegistry:
         """Read the revision every RELOAD_S, and soon after each reconnect."""
         due = self._clock.monotonic() + RELOAD_S
         while True:
+            if self._stall_watch is not None:
+                self._stall_watch.look(self._clock.monotonic())
             await self._clock.sleep(RELOAD_CHECK_S)
             if not self._is_fresh or self._clock.monotonic() >= due:
                 self._is_fresh = True  # read before: a connection that is lost meanwhile has it read again
@@ -263,13 +268,15 @@ class ObjectRegistry:
         self._adopt(made, after)
         return ObjectsChanged(revision=after.revision, changed=planned.changed)
 
-    async def write(self, make: MakeChange) -> Refusal | None:
+    async def write(self, make: MakeChange, until: float | None = None) -> Refusal | None:
         """A special change, in one transaction with the other rows that `make` writes; in force here when this returns.
-        Raises Transient.
+        Raises Transient. until: as for `change`.
         """
         async with self._loading:
             async with self._store.operation() as unit:
                 present = await unit.lock_objects()
+                if (late := self._too_late(until)) is not None:
+                    return late
                 made = await make(unit, present)
                 if isinstance(made, Refusal):
                     return made

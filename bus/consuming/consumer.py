@@ -26,7 +26,7 @@ from prometheus_client import Counter
 from bus import metrics
 from bus.clock import new_uuid
 from bus.consuming.batch_interval import BatchInterval
-from bus.consuming.in_flight import SUSPECT_FROM, InFlightDelivery, InFlightMessage
+from bus.consuming.in_flight import SUSPECT_FROM, ArrivedDelivery, InFlightDelivery, InFlightMessage
 from bus.consuming.outcome import Done, Handler, Outcome, Received, Refuse
 from bus.consuming.outcome_handling import OutcomeHandler
 from bus.consuming.port import ConsumedBus
@@ -35,7 +35,7 @@ from bus.contracts.base import MAX_REASON, Message, Meta
 from bus.contracts.catalogue import BY_QUEUE, QueueKind, taken_by
 from bus.faults import BrokenInvariant, Forbidden
 from bus.port import BusError, BusForbidden, Delivery, Subscription
-from bus.wire import Codec, Malformed, letters_code
+from bus.wire import Codec, Malformed, Read, letters_code
 
 __all__ = ["Consumer", "Malformed"]
 
@@ -98,11 +98,12 @@ class Consumer:
         self._until_available = RetryUntilAvailable(bus, queue)
         self._fill = dict(fill)
         self._codec = Codec([row.message for row in taken_by(queue)], queue=queue)
-        self._deliveries: deque[Delivery] = deque()
+        self._deliveries: deque[ArrivedDelivery] = deque()
         self._items: deque[InFlightMessage] = deque()
         self._suspects: list[InFlightMessage] = []
         self._passed_over = 0
         self._untried: dict[str, int] = {}  # {message id: how often it was lost before a handler had it}
+        self._given_back: dict[str, float] = {}  # {message id: when it was given back after a stall}
         self._suspect_until = 0.0  # the monotonic time from which a suspect may be taken
         self._in_hand: set[InFlightDelivery] = set()
         self._unflushed: set[asyncio.Future[None]] = set()  # flushes that handled messages wait for
@@ -171,7 +172,7 @@ class Consumer:
         if self._subscription is not None:
             await self._subscription.cancel()
         while self._deliveries:
-            self._deliveries.popleft().nack(requeue=True)
+            self._deliveries.popleft().delivery.nack(requeue=True)
         self._arrived.set()
         if self._workers:
             _, late = await asyncio.wait(self._workers, timeout=max(grace_s, 0.0))
@@ -191,9 +192,12 @@ class Consumer:
         if self._draining or self._broken is not None:
             delivery.nack(requeue=True)
             return
-        self._deliveries.append(delivery)
+        now = self._bus.clock.monotonic()
+        given_back_at = self._given_back.get(delivery.message_id or "", -math.inf)
+        since = max(self._bus.stall_watch.waiting_since(now), given_back_at)
+        self._deliveries.append(ArrivedDelivery(delivery, now, since))
         if self._tries(delivery) >= SUSPECT_FROM:
-            self._suspect_until = self._bus.clock.monotonic() + SUSPECT_WAIT_S
+            self._suspect_until = now + SUSPECT_WAIT_S
         if self._may_take():
             self._arrived.set()
 
@@ -301,8 +305,8 @@ class Consumer:
         """
         if self._row.kind is not QueueKind.DURABLE:
             return
-        while self._deliveries and self._deliveries[0].is_lost:
-            self._note_untried(self._deliveries.popleft())
+        while self._deliveries and self._deliveries[0].delivery.is_lost:
+            self._note_untried(self._deliveries.popleft().delivery)
         lost: dict[InFlightDelivery, None] = {}
         while self._items and self._items[0].in_flight.delivery.is_lost:
             lost[self._items[0].in_flight] = None
@@ -330,8 +334,11 @@ class Consumer:
         """
         return max(0, delivery.delivery_count - self._untried.get(delivery.message_id or "", 0))
 
-    def _open(self, delivery: Delivery) -> None:
+    def _open(self, arrival: ArrivedDelivery) -> None:
+        delivery = arrival.delivery
         reads = self._codec.read(delivery, new_uuid(self._bus.rng))
+        if arrival.may_have_waited and self._give_back(arrival, reads):
+            return
         self._consumed.inc(len(reads))
         if not reads:
             delivery.ack()
@@ -345,22 +352,40 @@ class Consumer:
             if isinstance(read, Malformed):
                 opened.append(InFlightMessage(in_flight, read))
                 continue
-            until = self._until(read.meta)
+            until = self._until(read.meta, arrival.since)
             received = Received(
                 read.message, read.meta, self._bus.name, self.queue, delivery.redelivered, exhausted, given_up, until
             )
             opened.append(InFlightMessage(in_flight, received, until))
 
-    def _until(self, meta: Meta) -> float | None:
+    def _until(self, meta: Meta, since: float) -> float | None:
         """Return the time, on this process's clock, after which an answer is of no use.
 
-        The time is counted from now, because the clocks of two machines may differ by minutes, and the broker drops
-        messages that wait there for too long. For a message without the time of sending, the consumer's clock decides.
+        The time is counted from the arrival, because the clocks of two machines may differ by minutes, and the broker
+        drops messages that wait there for too long. For a message without the time of sending, the consumer's clock
+        decides.
         """
         if meta.deadline is None:
             return None
-        left_s = meta.deadline - (meta.sent_at or self._bus.clock.time())
-        return self._bus.clock.monotonic() + left_s
+        return since + meta.deadline - (meta.sent_at or self._bus.clock.time())
+
+    def _give_back(self, arrival: ArrivedDelivery, reads: Sequence[Read | Malformed]) -> bool:
+        """Requeue a delivery whose requester may have given it up while this process stood still.
+
+        The broker has counted the whole time: it drops the delivery or delivers it again. A delivery that comes again
+        has waited since it was given back, not longer, so it is given back once a stall.
+        """
+        now, name = self._bus.clock.monotonic(), arrival.delivery.message_id
+        ends = [self._until(read.meta, arrival.since) for read in reads if isinstance(read, Read)]
+        if not name or all(until is None or until >= now for until in ends):
+            return False
+        self._given_back[name] = now
+        if len(self._given_back) > MAX_UNTRIED:
+            del self._given_back[next(iter(self._given_back))]
+        log.warning("consumer.given_back", queue=self.queue, items=len(reads), may_have_waited_s=now - arrival.since)
+        arrival.delivery.nack(requeue=True)
+        self._note_untried(arrival.delivery)
+        return True
 
     async def _settle_all(self, items: list[InFlightMessage], number: int) -> None:
         now = self._bus.clock.monotonic()

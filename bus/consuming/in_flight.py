@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from bus.consuming.outcome import Received
 from bus.port import Delivery
 from bus.wire import Malformed
@@ -10,6 +12,21 @@ from bus.wire import Malformed
 # parts of half of its messages, then a quarter, ... and at last one message at a time. If single messages were tried at
 # once, a large delivery would take so long that it might never end on an unstable bus.
 SUSPECT_FROM = 2
+
+
+class ArrivedDelivery(NamedTuple):
+    """A delivery that waits to be taken. at: when it was read, by the monotonic clock. since: the earliest time from
+    which it can have waited in this process; earlier than `at` where the process stood still.
+    """
+
+    delivery: Delivery
+    at: float
+    since: float
+
+    @property
+    def may_have_waited(self) -> bool:
+        """Whether it may have waited before it was read."""
+        return self.since < self.at
 
 
 class InFlightDelivery:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from bus.clock import Clock
+from bus.consuming.stall_watch import StallWatch
 from bus.contracts.base import Message
 from bus.port import Transport
 from bus.publishing import Publisher
@@ -22,6 +23,7 @@ class ConsumedBus(Protocol):
     transport: Transport
     publisher: Publisher
     tracer: Tracer | None
+    stall_watch: StallWatch
 
     async def declare(self, queue: str, **fill: str) -> str:
         """Declare a queue of the catalogue by its row's name; returns its real name."""

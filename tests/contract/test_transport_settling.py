@@ -10,7 +10,7 @@ from bus import topology
 from bus.contracts.catalogue import DEAD, DEAD_LETTERS, QueueKind
 from bus.port import Outgoing
 from bus.topology import delay_exchange, delayed_queue
-from tests.contract.queues import EVERY_ADAPTER, command, declare, depth_is
+from tests.contract.queues import EVERY_ADAPTER, command, declare, depth_is, row
 from tests.contract.rig import PATIENCE_S, Collector, Rig, until
 
 pytestmark = EVERY_ADAPTER
@@ -34,6 +34,29 @@ async def test_what_is_given_back_comes_again_before_the_rest_and_in_order(rig: 
     assert got.bodies == [b"1", b"2", b"3", b"4"]
     assert [delivery.redelivered for delivery in got.got] == [True, True, False, False]
     assert [delivery.delivery_count for delivery in got.got] == [1, 1, 0, 0]
+
+
+async def test_what_expired_while_it_was_held_does_not_come_again(rig: Rig) -> None:
+    """It keeps its time when it is given back; what has no end, or a later one, comes again."""
+    transport = await rig.transport()
+    queue, other = await declare(transport), "work.other"
+    await transport.declare_queue(row(), other, ())
+    held = Collector(ack=False)
+    first = await transport.consume(queue, held, prefetch=10)
+    await transport.publish(command(b"1", expiration_s=0.05))
+    await transport.publish(command(b"2", expiration_s=60.0))
+    await transport.publish(command(b"3"))
+    await held.wait(3)
+    await first.cancel()
+    await transport.publish(Outgoing(exchange="", routing_key=other, body=b"4", expiration_s=0.05))
+    await until(lambda: depth_is(transport, other, 0))  # so much time has passed
+    for delivery in held.got:
+        delivery.nack(requeue=True)
+    got = Collector()
+    await transport.consume(queue, got, prefetch=10)
+    await got.wait(2)
+    await until(lambda: depth_is(transport, queue, 0))
+    assert got.bodies == [b"2", b"3"]
 
 
 async def test_no_more_than_prefetch_is_outstanding(rig: Rig) -> None:

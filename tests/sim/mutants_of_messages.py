@@ -114,7 +114,7 @@ def draining_acknowledges() -> AbstractContextManager[Any]:
 
     async def forgetful(self: Consumer, grace_s: float) -> None:
         while self._deliveries:
-            self._deliveries.popleft().ack()
+            self._deliveries.popleft().delivery.ack()
         await drain(self, grace_s)
 
     return patch.object(Consumer, "drain", forgetful)

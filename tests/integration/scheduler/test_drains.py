@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -31,10 +32,11 @@ from bus.contracts.groups import GroupPolicy, ServerGroup
 from bus.contracts.moves import CellMove, Condition, MoveKind, MoveState
 from bus.contracts.objects import Aggregate, ObjectKind, ObjectLogPage, ObjectLogQuery
 from bus.contracts.operations import AdminState
-from bus.faults import RequestRefused
+from bus.faults import RequestRefused, RequestTimeout
 from scheduler_worker import drains
 from scheduler_worker.config import SchedulerConfig
 from scheduler_worker.domain.drains import DrainStep, OpenDrain, step
+from scheduler_worker.domain.objects import RecordedObjects
 from scheduler_worker.store.postgres import PostgresOperationUnit
 from tests.integration.scheduler.test_host_decisions import decide
 from tests.integration.scheduler.world import PATIENCE_S, World
@@ -455,6 +457,49 @@ async def test_what_does_not_run_is_moved_cold(world: World) -> None:
     assert (commanded(world)[0].kind, cold.kind, cold.auto_confirm_s) == (MoveKind.LIVE_MIGRATE, MoveKind.MIGRATE, 0.0)
     await ends(world, cold, sequence=40)
     assert (await until(world, begun, DrainState.ENDED)).code == "drain.done"
+
+
+async def given_up(world: World, monkeypatch: pytest.MonkeyPatch, request: DrainStart | DrainCommand) -> None:
+    """The objects are locked by others until the request's time is over, and its requester has given it up."""
+    name = "start" if isinstance(request, DrainStart) else "command"
+    handle, lock = getattr(drains.DrainKeeper, name), PostgresOperationUnit.lock_objects
+    ends: list[float | None] = []
+    locked: list[RecordedObjects] = []
+
+    async def handled(keeper: Any, *arguments: Any) -> Any:
+        ends.append(next((one for one in arguments if isinstance(one, float)), None))
+        return await handle(keeper, *arguments)
+
+    async def locked_late(unit: PostgresOperationUnit) -> RecordedObjects:
+        locked.append(await lock(unit))
+        await world.eventually(lambda: world.clock.monotonic() > (ends[-1] or 0.0))
+        return locked[-1]
+
+    with monkeypatch.context() as patched:
+        patched.setattr(drains.DrainKeeper, name, handled)
+        patched.setattr(PostgresOperationUnit, "lock_objects", locked_late)
+        while not ends:  # a request that did not arrive in time was not handled at all
+            with suppress(RequestTimeout, RequestRefused):
+                await world.buses[API].request(request, DrainResult, timeout_s=0.5)
+        await world.eventually(lambda: locked)
+
+
+async def test_a_request_about_a_drain_that_was_given_up_is_not_carried_out(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its operator may have decided otherwise since: it waited for the record's lock for longer than that."""
+    await world.scheduler(config=WARM)
+    await world.add_hosts("c1", 1, **AMOUNTS)
+    build = (await active(world, 1, "c1-0"))[0]
+    await world.add_hosts("c1", 1, **AMOUNTS)
+    start = DrainStart(drain=new_uuid(world.rng), name="c1-0", by="ann")
+    await given_up(world, monkeypatch, start)
+    drain = await begin(world, "c1-0")  # otherwise the host belongs to the other one
+    await given_up(world, monkeypatch, DrainCommand(drain=drain.id, action=DrainAction.PAUSE, by="bob"))
+    assert (await shown(world, drain)).state is DrainState.RUNNING
+    await world.until(partial(has_begun, world, 1))
+    await ends(world, commanded(world)[0])
+    assert (await until(world, drain, DrainState.ENDED)).moved == (build.instance_uuid,)
 
 
 async def test_other_kinds_of_moves_and_unknown_drains_are_refused(world: World) -> None:
