@@ -68,7 +68,10 @@ def traced(outgoing: Sequence[OutboxMessage]) -> Sequence[OutboxMessage]:
     """The messages, each in the trace of the handled message that caused it (the same ones, if none is handled)."""
     if CURRENT.get() is None:
         return outgoing
-    return [item if item.traceparent else replace(item, traceparent=traceparent_of(item.cause)) for item in outgoing]
+    return [
+        replace(item, traceparent=header) if not item.traceparent and (header := traceparent_of(item.cause)) else item
+        for item in outgoing
+    ]
 
 
 async def add(conn: asyncpg.Connection, outgoing: Sequence[OutboxMessage]) -> int | None:

@@ -185,9 +185,9 @@ class Tracer:
         """({position: span} of the sampled messages of a batch, {the cause or subject of a message: its span})."""
         spans: dict[int, Span] = {}
         by_cause: dict[str, TraceContext] = {}
+        is_edge = queue in EDGES
         for position, received in enumerate(batch):
-            parent = self._parent_of(received, queue)
-            if parent is None:
+            if not (is_edge or received.meta.traceparent) or (parent := self._parent_of(received, queue)) is None:
                 continue
             subject = _subject_of(received)
             attributes: dict[str, str | int] = {
