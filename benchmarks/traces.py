@@ -9,8 +9,8 @@ every second (Prometheus: every 15 s).
 All workers and the client run in this process (memory buses, a private PostgreSQL), and the processor time of this
 process is counted: making, encoding and exporting spans is in it, the broker's and the database's time are not, so the
 share is higher than that of a whole system. The collector is a process of its own. Turns alternate, so that a machine
-that becomes slower does so for both. Garbage is collected between turns: a whole collection takes as long as a turn, and
-came in every second one.
+that becomes slower does so for both. Garbage is collected between turns: a whole collection came in every second one,
+and took a third of it.
 """
 
 from __future__ import annotations
@@ -157,7 +157,7 @@ async def measure(
 
 async def _turn(client: BuildClient, switched: SwitchedTraces, rng: random.Random, boots: int, *, on: bool) -> float:
     switched.turn(on=on)
-    gc.collect()  # what the turn before has left is not this turn's, and a whole collection would be every second turn's
+    gc.collect()  # what the turn before has left
     began = time.process_time()
     requests = [BuildRequest(instance_uuid=new_uuid(rng), flavor="m1.tiny", project_id="p") for _ in range(boots)]
     for start in range(0, boots, 40):

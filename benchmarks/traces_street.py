@@ -3,9 +3,9 @@
     python -m benchmarks.traces_street [--ratio 0.05] [--turns 20] [--boots 2000] [--hosts 2000]
 
 One system of real processes on a private RabbitMQ and a private PostgreSQL, as `benchmarks.street` has it. Its workers
-trace what their client has sampled and nothing else, and the client samples in every second turn. So both turns have the
-same processes, caches and database, and a machine that becomes slower does so for both. The collector's own CPU is not
-counted; exporting to it is.
+trace what their client has sampled and nothing else, and the client samples in every second turn. So both turns have
+the same processes, caches and database, and a machine that becomes slower does so for both. The collector's own CPU is
+not counted; exporting to it is.
 """
 
 from __future__ import annotations
