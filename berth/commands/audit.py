@@ -51,7 +51,10 @@ def audit(
                 passes += 1
                 for state, changed in (("found", seen.new), ("gone", seen.gone)):
                     for one in changed:
-                        _print(state, one, as_json)
+                        if as_json:
+                            _print_json(state, one)
+                        else:
+                            show_finding(state, one)
                 if repair and seen.confirmed.lasting(REPAIRABLE, grace, seen.at_s):
                     await _repair(here, grace, as_json)
                 if passes >= 2 and not follow:
@@ -76,11 +79,13 @@ async def _repair(here: Site, grace_s: float, as_json: bool) -> None:
             out.print(Text(printable(f"{_now()} repaired: {line}")), soft_wrap=True)
 
 
-def _print(state: str, one: AuditFinding, as_json: bool) -> None:
-    if as_json:
-        fields = {"kind": one.kind.value, "subject": one.subject, "reason": one.reason, "repair": one.repair}
-        print_json_line({"at": _now(), "state": state, **fields})
-        return
+def _print_json(state: str, one: AuditFinding) -> None:
+    fields = {"kind": one.kind.value, "subject": one.subject, "reason": one.reason, "repair": one.repair}
+    print_json_line({"at": _now(), "state": state, **fields})
+
+
+def show_finding(state: str, one: AuditFinding) -> None:
+    """Print a finding. state: found | gone."""
     proposed = f"; {one.repair}" if state == "found" else ""
     line = f"{_now()} {state}: {one.kind.value.replace('_', ' ')}: {one.subject}: {one.reason}{proposed}"
     out.print(Text(printable(line)), soft_wrap=True)

@@ -153,8 +153,7 @@ async def _drain(settings: Settings, command: DrainStart, *, detach: bool, timeo
             _show(begun, as_json)
             return 0
         if not as_json:
-            what = f"{counted(begun.planned, 'instance')} on {counted(begun.hosts, 'host')}"
-            out.print(Text(f"drain {begun.id}: {what}"), soft_wrap=True)
+            show_begun(begun)
         stop = DrainCommand(drain=command.drain, action=DrainAction.STOP, by=command.by, reason="Ctrl-C")
         return _ended(await _follow(berth, command.drain, timeout_s, stop, as_json), as_json)
 
@@ -276,9 +275,10 @@ async def _follow(
 
     def look(seen: DrainProgress) -> None:
         line = _counted(seen)
-        if not as_json and last[-1:] != [line]:
+        is_over = seen.state is DrainState.ENDED  # the caller shows all of that
+        if not as_json and not is_over and last[-1:] != [line]:
             last.append(line)
-            out.print(Text(line), soft_wrap=True)
+            show_progress(seen)
 
     try:
         seen = await client_drains.follow(berth.bus, ident, clock=berth.clock, timeout_s=timeout_s, on_progress=look)
@@ -327,7 +327,23 @@ def _when(at: float | None) -> str:
 def _show(one: DrainProgress, as_json: bool) -> None:
     if as_json:
         print_json(one)
-        return
+    else:
+        show_drain(one)
+
+
+def show_begun(begun: DrainProgress) -> None:
+    """Print the extent of a drain that has begun."""
+    what = f"{counted(begun.planned, 'instance')} on {counted(begun.hosts, 'host')}"
+    out.print(Text(f"drain {begun.id}: {what}"), soft_wrap=True)
+
+
+def show_progress(seen: DrainProgress) -> None:
+    """Print how many of its instances are in each state."""
+    out.print(Text(_counted(seen)), soft_wrap=True)
+
+
+def show_drain(one: DrainProgress) -> None:
+    """Print a drain with the instances that it has not moved."""
     why = f" ({one.code})" if one.code else ""
     until = "" if one.deadline_at is None else f", until {_when(one.deadline_at)} UTC"
     out.print(Text(printable(f"drain {one.id} of {one.target} {one.host}, by {one.by}: {one.reason}")), soft_wrap=True)
