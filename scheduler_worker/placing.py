@@ -32,7 +32,6 @@ from scheduler_worker.domain.peers import has_peers, locate_request, peers_of
 from scheduler_worker.domain.pending import PendingBuild
 from scheduler_worker.domain.placement import (
     Assume,
-    ClaimsContended,
     Forget,
     HostClaimed,
     PlacementRequest,
@@ -43,6 +42,7 @@ from scheduler_worker.domain.placement import (
     claim_of,
     initial_state,
     is_lost,
+    result_of,
     unavailable_after,
 )
 from scheduler_worker.domain.request_spec import RequestSpec
@@ -113,7 +113,7 @@ class Placer:
             return all(state.result is not None for state in states)
 
         await rounds.until(next_round)
-        return [state.result or ClaimsContended(state.claims) for state in states]
+        return [result_of(state) for state in states]
 
     async def _round(self, states: Sequence[PlacementState]) -> list[PlacementState]:
         """One round for all placements without a result: decide, claim them together, apply the answers."""

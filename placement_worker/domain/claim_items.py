@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import islice
+from itertools import count, islice
+
+from msgspec.structs import replace
 
 from bus.contracts.placement import (
     MAX_LOST_NAMED,
     Claim,
     ClaimAll,
     ClaimAllResult,
+    ClaimHolder,
     ClaimOutcome,
     ClaimResult,
     Release,
@@ -19,7 +22,7 @@ from bus.contracts.placement import (
     Swap,
     SwapResult,
 )
-from placement_worker.domain.claim_verdict import ClaimVerdict
+from placement_worker.domain.claim_verdict import ClaimVerdict, Lacking
 from placement_worker.domain.claims import ClaimItem
 from placement_worker.domain.moves import MIGRATION_TYPE
 from placement_worker.domain.server_groups import group_key
@@ -109,12 +112,39 @@ def expected_consumers(items: Sequence[ClaimItem]) -> dict[str, ConsumerState]:
     return expected
 
 
-def lost_claims(items: Sequence[ClaimItem], verdicts: Sequence[ClaimVerdict]) -> list[tuple[int, str]]:
-    """Return (index, consumer) of the first claims that found a provider full, at most MAX_LOST_NAMED: the holders are
-    looked up for these alone.
+def lost_claims(items: Sequence[ClaimItem], verdicts: Sequence[ClaimVerdict]) -> dict[int, tuple[str, Lacking]]:
+    """Return {place among the single items: (consumer, what it lacked)} of the first claims that found a provider full,
+    at most MAX_LOST_NAMED: the holders are looked up for these alone.
     """
-    full = ((at, item.consumer) for at, item in enumerate(items) if isinstance(item, Claim) and verdicts[at].lacking)
-    return list(islice(full, MAX_LOST_NAMED))
+    full = (
+        (place, (item.consumer, verdict.lacking))
+        for place, (item, verdict) in enumerate(zip(single_items(items), _single_verdicts(verdicts), strict=True))
+        if isinstance(item, Claim) and verdict.lacking
+    )
+    return dict(islice(full, MAX_LOST_NAMED))
+
+
+def with_holders(
+    verdicts: Sequence[ClaimVerdict], found: Mapping[int, tuple[ClaimHolder, ...]]
+) -> Sequence[ClaimVerdict]:
+    """Return the verdicts with the holders that were found for lost claims. found: by the places of `lost_claims`."""
+    if not found:
+        return verdicts
+    places = count()
+
+    def named(verdict: ClaimVerdict) -> ClaimVerdict:
+        if verdict.of_gang:
+            return replace(verdict, of_gang=tuple(map(named, verdict.of_gang)))
+        holders = found.get(next(places))
+        return replace(verdict, holders=holders) if holders else verdict
+
+    return [named(one) for one in verdicts]
+
+
+def _single_verdicts(verdicts: Sequence[ClaimVerdict]) -> Iterator[ClaimVerdict]:
+    """Yield the verdicts on the single items, in their order."""
+    for verdict in verdicts:
+        yield from verdict.of_gang or (verdict,)
 
 
 def reply(item: ClaimItem, verdict: ClaimVerdict, sequence: int, bus: str = ABOVE_CELLS) -> ClaimReply:

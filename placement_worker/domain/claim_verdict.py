@@ -7,12 +7,15 @@ from msgspec import Struct
 from bus.contracts.placement import ClaimHolder, ClaimOutcome
 from placement_worker.domain.values import ConsumerState, GroupKey, Holding
 
+# (provider, class) pairs with too little free.
+Lacking = tuple[tuple[str, str], ...]
+
 
 class ClaimVerdict(Struct, frozen=True, kw_only=True):
     """The result of one item. changed: the item wrote something, so its reply carries the transaction's feed number.
 
-    of_gang: the result of each claim of a ClaimAll. lacking: for a claim that is full, the (provider, class) pairs with
-    too little free; holders: the newest consumers that hold allocations of these pairs.
+    of_gang: the result of each claim of a ClaimAll. lacking: of a claim that is full. holders: the newest consumers
+    that hold allocations of these pairs.
     """
 
     outcome: str
@@ -26,7 +29,7 @@ class ClaimVerdict(Struct, frozen=True, kw_only=True):
     holding: Holding = {}
     members: dict[str, int] = {}
     of_gang: tuple[ClaimVerdict, ...] = ()
-    lacking: tuple[tuple[str, str], ...] = ()
+    lacking: Lacking = ()
     holders: tuple[ClaimHolder, ...] = ()
 
 

@@ -24,7 +24,7 @@ from bus.contracts.placement import (
     Swap,
 )
 from placement_worker.domain.claim_ledger import ClaimLedger, holding_of
-from placement_worker.domain.claim_verdict import ClaimVerdict, Decision
+from placement_worker.domain.claim_verdict import ClaimVerdict, Decision, Lacking
 from placement_worker.domain.moves import MIGRATION_TYPE, amount_of, kept_beside, total_of
 from placement_worker.domain.server_groups import (
     permitted,
@@ -164,7 +164,7 @@ def _turned_down(
     )
 
 
-def _lacking(ledger: ClaimLedger, option: ClaimOption, held: Holding) -> tuple[tuple[str, str], ...]:
+def _lacking(ledger: ClaimLedger, option: ClaimOption, held: Holding) -> Lacking:
     """The (provider, class) pairs that have too little free for this option."""
     return tuple(
         (uuid, name)

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import asyncpg
-from msgspec.structs import replace
 
 from bus.contracts.placement import MAX_HOLDERS, ClaimHolder
-from placement_worker.domain.claim_items import lost_claims
+from placement_worker.domain.claim_items import lost_claims, with_holders
 from placement_worker.domain.claim_verdict import ClaimVerdict
 from placement_worker.domain.claims import ClaimItem
 from placement_worker.store.names import NameTable
@@ -39,17 +38,18 @@ SELECT claim, uuid::text, project_id FROM ranked WHERE place <= $6 ORDER BY clai
 async def named(
     connection: asyncpg.Connection, items: Sequence[ClaimItem], verdicts: Sequence[ClaimVerdict], names: NameTable
 ) -> Sequence[ClaimVerdict]:
-    """Return the verdicts; the first full claims name the newest holders of the amounts that they lacked."""
-    lost = lost_claims(items, verdicts)
+    """Return the verdicts; the first full claims name the newest holders of the amounts that they lacked, those of a
+    gang as well.
+    """
     rows = [
-        (at, consumer, provider, names.class_ids[name])
-        for at, consumer in lost
-        for provider, name in verdicts[at].lacking
+        (place, consumer, provider, names.class_ids[name])
+        for place, (consumer, lacking) in lost_claims(items, verdicts).items()
+        for provider, name in lacking
     ]
     if not rows:
         return verdicts
     columns = [list(column) for column in zip(*rows, strict=True)]
     found: dict[int, list[ClaimHolder]] = {}
-    for at, consumer, project in await connection.fetch(NEWEST, *columns, MAX_ALLOCATIONS, MAX_HOLDERS):
-        found.setdefault(at, []).append(ClaimHolder(consumer=consumer, project_id=project))
-    return [replace(one, holders=tuple(found[at])) if at in found else one for at, one in enumerate(verdicts)]
+    for place, consumer, project in await connection.fetch(NEWEST, *columns, MAX_ALLOCATIONS, MAX_HOLDERS):
+        found.setdefault(place, []).append(ClaimHolder(consumer=consumer, project_id=project))
+    return with_holders(verdicts, {place: tuple(holders) for place, holders in found.items()})

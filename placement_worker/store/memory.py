@@ -47,6 +47,7 @@ from placement_worker.domain.claim_items import (
     projects_of,
     providers_of,
     reply,
+    with_holders,
 )
 from placement_worker.domain.claim_verdict import ClaimVerdict, Decision
 from placement_worker.domain.claims import ClaimItem, changes_of, decide
@@ -129,10 +130,11 @@ class MemoryBook:
             sequence = await self.append(transaction, changes_of(decision))
         verdicts: Sequence[ClaimVerdict] = decision.verdicts
         if bus == ABOVE_CELLS:  # a cell learns nothing of other cells' consumers
-            verdicts = [*verdicts]
-            for at, consumer in lost_claims(items, verdicts):
-                newest = table.newest_holders(decision.consumers, verdicts[at].lacking, consumer)
-                verdicts[at] = replace(verdicts[at], holders=newest)
+            found = {
+                place: table.newest_holders(decision.consumers, lacking, consumer)
+                for place, (consumer, lacking) in lost_claims(items, verdicts).items()
+            }
+            verdicts = with_holders(verdicts, found)
         return [reply(item, verdict, sequence, bus) for item, verdict in zip(items, verdicts, strict=True)]
 
     async def lock_providers(

@@ -23,6 +23,7 @@ from scheduler_worker.domain.placed import DecidedBuild, PlacedBuild
 from scheduler_worker.domain.placement import (
     ClaimsContended,
     ClaimStranded,
+    DecidedResult,
     GangIncomplete,
     HostClaimed,
     PlacementRefused,
@@ -119,7 +120,7 @@ def conclude(members: Sequence[PlacedBuild], circumstances: Circumstances) -> li
     for one in members:
         result = one.result
         if gang is not None and is_short and isinstance(result, HostClaimed):
-            result = GangIncomplete(gang, started, result.claims)
+            result = GangIncomplete(gang, started, result.claims, result.lost)
         concluded.append((one.pending, _decided(one, result, circumstances)))
     return concluded
 
@@ -147,6 +148,15 @@ def decision(
     request: BuildRequest, spec: RequestSpec, result: PlacementResult, author: Author, *, nearest: int
 ) -> BuildDecision:
     """The decision that a result leads to. PlacementUnavailable leads to none: the request is tried again."""
+    assert not isinstance(result, PlacementUnavailable), result
+    decided = _decision(request, spec, result, author, nearest=nearest)
+    lost = (replace(author.entry("not_claimed", one.what), holders=one.holders) for one in result.lost)
+    return replace(decided, timeline=(*lost, *decided.timeline))
+
+
+def _decision(
+    request: BuildRequest, spec: RequestSpec, result: DecidedResult, author: Author, *, nearest: int
+) -> BuildDecision:
     match result:
         case HostClaimed():
             return _dispatched(request, result, author)
@@ -165,8 +175,6 @@ def decision(
                 "together or none; each other member has its own reason"
             )
             return _failed(request, INCOMPLETE, reason, author)
-        case PlacementUnavailable():
-            raise AssertionError(result)
 
 
 def retry_of(result: PlacementResult) -> Retry | None:
@@ -210,7 +218,6 @@ def _dispatched(request: BuildRequest, claimed: HostClaimed, author: Author) -> 
         ),
         host_uuid=main.host_uuid,
         timeline=(
-            *(replace(author.entry("not_claimed", loss.what), holders=loss.holders) for loss in claimed.lost),
             replace(author.entry("chosen", chosen), scores=claimed.scores),
             author.entry("claimed", f"{main.host} after {claimed.claims} claim(s); alternates: {alternates}"),
             author.entry("dispatched", f"to cell {claimed.cell}"),

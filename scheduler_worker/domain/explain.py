@@ -1,12 +1,23 @@
-"""A request that fits nowhere, explained: the funnel, and a sentence for a person."""
+"""A request that fits nowhere, explained: the funnel, a sentence for a person, and the claims that got nothing."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from msgspec import Struct
+
 from bus.contracts.build import FunnelStep
+from bus.contracts.placement import ClaimHolder
 from placement_worker.replica.query import total_resources
 from scheduler_worker.domain.request_spec import RequestSpec
+
+
+class ClaimLoss(Struct, frozen=True):
+    """A claim that got nothing. what: "host: outcome". holders: of what it was to take, where placement names them."""
+
+    what: str
+    holders: tuple[ClaimHolder, ...] = ()
+
 
 # The meaning of the funnel's stable codes, in words. A code that is not here is shown as it is.
 PHRASES = {

@@ -9,9 +9,10 @@ from msgspec.structs import replace
 
 from bus.contracts.build import BuildRequest, HostScore
 from bus.contracts.cell import Selection
-from bus.contracts.placement import Claim, ClaimHolder, ClaimOption, ClaimOutcome, ClaimResult
+from bus.contracts.placement import Claim, ClaimOption, ClaimOutcome, ClaimResult
 from bus.faults import Fault, Transient
 from scheduler_worker.domain.builds import Gang
+from scheduler_worker.domain.explain import ClaimLoss
 from scheduler_worker.domain.ranking import Choice, RankedHost
 from scheduler_worker.domain.request_spec import RequestSpec
 from scheduler_worker.domain.selector import NoValidHost, Selector
@@ -28,7 +29,7 @@ def is_lost(answer: ClaimResult | Fault) -> bool:
     return isinstance(answer, ClaimResult) and answer.outcome in LOST
 
 
-# --- results
+# --- results. Of each that leads to a decision, lost: the claims that got nothing before it, in order.
 
 
 class PlacementUnavailable(Transient):
@@ -44,18 +45,11 @@ def unavailable_after(fault: Fault) -> PlacementUnavailable:
     return PlacementUnavailable(f"{fault.code} {fault.reason}".strip())
 
 
-class ClaimLoss(Struct, frozen=True):
-    """A claim that got nothing. what: "host: outcome". holders: of what it was to take, where placement names them."""
-
-    what: str
-    holders: tuple[ClaimHolder, ...] = ()
-
-
 class HostClaimed(Struct, frozen=True, kw_only=True):
     """A claim holds. selections: the selected host, where the claim is, then the alternates.
 
-    passed: candidates to choose from. lost: claims before this one that got nothing, in order. decided_at: of the
-    first choice. scores: of the selections, where the choice weighed them.
+    passed: candidates to choose from. decided_at: of the first choice. scores: of the selections, where the choice
+    weighed them.
     """
 
     cell: str
@@ -75,18 +69,21 @@ class PlacementRefused(Struct, frozen=True):
 
     code: str
     reason: str
+    lost: tuple[ClaimLoss, ...] = ()
 
 
 class ClaimsContended(Struct, frozen=True):
     """The bounds of this delivery are used up, and a host that may fit is left unclaimed."""
 
     claims: int
+    lost: tuple[ClaimLoss, ...] = ()
 
 
 class ClaimStranded(Struct, frozen=True):
     """A claim is held, by this run or an earlier one, on a host that no compute service announces any more."""
 
     reason: str
+    lost: tuple[ClaimLoss, ...] = ()
 
 
 class GangIncomplete(Struct, frozen=True):
@@ -97,17 +94,11 @@ class GangIncomplete(Struct, frozen=True):
     gang: Gang
     placed: int
     claims: int
+    lost: tuple[ClaimLoss, ...] = ()
 
 
-PlacementResult = (
-    HostClaimed
-    | NoValidHost
-    | PlacementRefused
-    | ClaimsContended
-    | ClaimStranded
-    | PlacementUnavailable
-    | GangIncomplete
-)
+DecidedResult = HostClaimed | NoValidHost | PlacementRefused | ClaimsContended | ClaimStranded | GangIncomplete
+PlacementResult = DecidedResult | PlacementUnavailable
 
 
 # --- the state
@@ -181,6 +172,12 @@ def initial_state(placement: PlacementRequest, selector: Selector) -> PlacementS
         max_alternates=(request.max_attempts or selector.config.max_attempts) - 1,
         gang=placement.gang,
     )
+
+
+def result_of(state: PlacementState) -> PlacementResult:
+    """The result after the last round, with the claims that got nothing before it."""
+    result = state.result or ClaimsContended(state.claims)
+    return result if isinstance(result, PlacementUnavailable) else replace(result, lost=state.lost)
 
 
 def claim_of(state: PlacementState, limits: Mapping[str, int]) -> Claim:

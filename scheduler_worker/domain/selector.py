@@ -18,7 +18,7 @@ from placement_worker.replica.book import Book
 from placement_worker.replica.search import search
 from scheduler_worker.config import Aggregate, SchedulerConfig
 from scheduler_worker.domain.cell_runs import CellRuns
-from scheduler_worker.domain.explain import funnel_step
+from scheduler_worker.domain.explain import ClaimLoss, funnel_step
 from scheduler_worker.domain.flavors import ZONE_KEY, ParsedFlavor, request_spec
 from scheduler_worker.domain.host_metrics import HostMetricsTable
 from scheduler_worker.domain.hosts import NO_SERVICE, HostTable, Rows
@@ -35,12 +35,13 @@ ANTI_AFFINITY_FILTER = "ServerGroupAntiAffinityFilter"
 class NoValidHost(Struct, frozen=True):
     """No host can take the request now. `unannounced`: hosts that only lacked a compute service's announcement.
 
-    claims: how many claims were submitted before that was known.
+    claims: how many claims were submitted before that was known. lost: those of them that got nothing, in order.
     """
 
     funnel: tuple[FunnelStep, ...]
     unannounced: int = 0
     claims: int = 0
+    lost: tuple[ClaimLoss, ...] = ()
 
     @property
     def may_be_early(self) -> bool:

@@ -21,11 +21,11 @@ from bus.contracts.groups import GroupPolicy
 from bus.contracts.placement import ClaimOption, ClaimOutcome, ClaimResult
 from bus.faults import Fault, RequestRefused
 from placement_worker.replica.query import total_resources
+from scheduler_worker.domain.explain import ClaimLoss
 from scheduler_worker.domain.placement import (
     CONSUMER_CHANGED,
     LOST,
     Assume,
-    ClaimLoss,
     ClaimStranded,
     Command,
     Forget,
@@ -236,7 +236,6 @@ def _host_claimed(
         claims=state.claims,
         decided_at=state.decided_at,
         claimed_at=now,
-        lost=state.lost,
         scores=tuple(
             HostScore(host=one.host, weights={name: round(weight, DIGITS) for name, weight in found.items()})
             for one in selections

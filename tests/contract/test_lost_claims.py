@@ -8,6 +8,8 @@ from bus.contracts.placement import (
     MAX_HOLDERS,
     MAX_LOST_NAMED,
     Claim,
+    ClaimAll,
+    ClaimAllResult,
     ClaimOption,
     ClaimOutcome,
     ClaimResult,
@@ -69,15 +71,41 @@ async def test_of_one_group_the_winner_is_named(store: PlacementStore) -> None:
         assert [one.consumer for one in lost.holders] == [VMS[first]]
 
 
+async def of_gang(store: PlacementStore, *claims: Claim, bus: str = "api") -> list[tuple[str, list[str]]]:
+    """The outcome of each member's claim, and whom it names."""
+    (reply,) = await store.apply([ClaimAll(claims=claims)], bus=bus)
+    assert isinstance(reply, ClaimAllResult)
+    return [(one.outcome.value, [holder.consumer for holder in one.holders]) for one in reply.results]
+
+
+async def test_the_member_of_a_gang_that_lost_names_who_took_it(store: PlacementStore) -> None:
+    """The other members would have fitted: they lost nothing."""
+    await apply(store, wants(0, {HOST: {"VCPU": 60}}), wants(1, {OTHER: {"VCPU": 60}}))
+    members = [wants(2, {OTHER: {"VCPU": 40}}), wants(3, {HOST: {"VCPU": 50}}), wants(4, {HOST: {"VCPU": 30}})]
+    assert await of_gang(store, *members) == [("incomplete", []), ("full", [VMS[0]]), ("incomplete", [])]
+
+
+async def test_a_gang_and_claims_beside_it_name_the_winner_of_their_group(store: PlacementStore) -> None:
+    gang = ClaimAll(claims=(wants(1, {OTHER: {"VCPU": 10}}), wants(2, {HOST: {"VCPU": 80}})))
+    items = [wants(0, {HOST: {"VCPU": 80}}), gang, wants(3, {OTHER: {"VCPU": 5}}), wants(4, {HOST: {"VCPU": 90}})]
+    _, lost, won, last = await store.apply(items)
+    assert isinstance(lost, ClaimAllResult) and isinstance(won, ClaimResult) and isinstance(last, ClaimResult)
+    named = [[holder.consumer for holder in one.holders] for one in (*lost.results, won, last)]
+    assert named == [[], [VMS[0]], [], [VMS[0]]]
+
+
 async def test_a_cell_learns_nothing_of_others_consumers(store: PlacementStore) -> None:
     await apply(store, wants(0, {HOST: {"VCPU": 100}}))
     assert await lost_to(store, wants(1, {HOST: {"VCPU": 1}}), bus="cell1") == []
+    assert await of_gang(store, wants(1, {HOST: {"VCPU": 1}}), bus="cell1") == [("full", [])]
 
 
 async def test_of_a_group_of_many_lost_claims_the_first_few_are_looked_up(store: PlacementStore) -> None:
     await apply(store, wants(0, {HOST: {"VCPU": 100}}))
     replies = await apply(store, *(wants(vm, {HOST: {"VCPU": 1}}) for vm in range(1, MAX_LOST_NAMED + 5)))
     assert [len(reply.holders) for reply in replies] == [1] * MAX_LOST_NAMED + [0] * 4
+    members = [wants(vm, {HOST: {"VCPU": 1}}) for vm in range(1, MAX_LOST_NAMED + 5)]
+    assert [len(named) for _, named in await of_gang(store, *members)] == [1] * MAX_LOST_NAMED + [0] * 4
 
 
 @pytest.mark.parametrize("make", [pytest.param("postgres", marks=pytest.mark.postgres)], indirect=True)

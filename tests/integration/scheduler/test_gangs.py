@@ -217,6 +217,23 @@ async def test_a_gangs_claim_that_lands_after_the_other_copy_has_failed_holds_no
     assert await world.used() == {} and world.builds == []
 
 
+async def test_a_member_names_to_whom_its_gang_lost(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another client takes one of two places while the gang's claim is on its way; no other host is left."""
+    claiming = Gate(monkeypatch, BusClaims, "submit_gangs")
+    await world.scheduler("s1", SchedulerConfig(hosts_warmup_s=0.001))
+    (host,) = await world.add_hosts("c1", 1, **room_for(2))
+    request = world.request(count=2)
+    await world.ask(request)
+    await claiming.wait()
+    other = await fill(world, host)
+    claiming.open.set()
+    events = await ends(world, request)
+    assert codes(events) == {"no_valid_host": 1, "gang.incomplete": 1}
+    shown = [await world.show(event.instance_uuid) for event in events if event.code == "no_valid_host"]
+    (lost,) = [line for one in shown if one is not None for line in one.timeline if line.what == "not_claimed"]
+    assert (lost.detail, [(one.consumer, one.project_id) for one in lost.holders]) == ("c1-0: full", [(other, "other")])
+
+
 class Watch:
     """Looks at the book again and again: every look is one snapshot. partial: gangs that were seen in part."""
 

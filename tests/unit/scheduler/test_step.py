@@ -18,21 +18,24 @@ from bus.faults import RequestRefused, RequestTimeout
 from placement_worker.domain.claims import decide
 from placement_worker.domain.values import ClaimedProvider, InventoryUsage
 from scheduler_worker.config import SchedulerConfig
-from scheduler_worker.domain.builds import Author
+from scheduler_worker.domain.builds import Author, Gang
 from scheduler_worker.domain.decision_round import DecisionRound
 from scheduler_worker.domain.decisions import decision
 from scheduler_worker.domain.placement import (
     ClaimStranded,
     Forget,
+    GangIncomplete,
     HostClaimed,
     PlacementRefused,
     PlacementRequest,
+    PlacementResult,
     PlacementState,
     PlacementStep,
     PlacementUnavailable,
     Settle,
     claim_of,
     initial_state,
+    result_of,
 )
 from scheduler_worker.domain.plugins import Verdict
 from scheduler_worker.domain.request_spec import Peers, RequestSpec
@@ -97,13 +100,33 @@ def test_the_timeline_names_who_holds_what_was_lost() -> None:
     again = case.round.decide(case.step(ClaimOutcome.FULL, holders=(winner,)).state)
     assert again.choice is not None
     generations = {again.choice.selected.uuid: 2}
-    placed = case.step(ClaimOutcome.CLAIMED, state=again, option=0, generations=generations).state.result
+    placed = result_of(case.step(ClaimOutcome.CLAIMED, state=again, option=0, generations=generations).state)
     assert isinstance(placed, HostClaimed)
     author = Author(who="scheduler s", at=1.0)
     decided = decision(case.state.request, case.state.spec, placed, author, nearest=3)
     lost, *others = decided.timeline
     assert (lost.what, lost.holders) == ("not_claimed", (winner,))
     assert [line.what for line in others if not line.holders] == ["chosen", "claimed", "dispatched"]
+
+
+@pytest.mark.parametrize(
+    "end",
+    [
+        None,  # its rounds are used up
+        NoValidHost(()),
+        PlacementRefused("quota.exceeded", "no"),
+        ClaimStranded("gone"),
+        GangIncomplete(Gang(uuid="g", size=2, min_count=2), 1, 1),
+    ],
+)
+def test_a_build_that_ends_without_a_host_names_who_holds_what_it_lost(end: PlacementResult | None) -> None:
+    case = ClaimCase()
+    winner = ClaimHolder(consumer=new_uuid(case.hosts.rng), project_id="q")
+    ended = result_of(replace(case.step(ClaimOutcome.FULL, holders=(winner,)).state, result=end))
+    author = Author(who="scheduler s", at=1.0)
+    lost, failed = decision(case.state.request, case.state.spec, ended, author, nearest=3).timeline
+    assert (lost.what, lost.holders, failed.what, failed.holders) == ("not_claimed", (winner,), "failed", ())
+    assert lost.detail == f"{case.hosts.selector.name_of(case.chosen)}: full"
 
 
 def test_a_raced_host_is_claimed_again_within_its_bound() -> None:
