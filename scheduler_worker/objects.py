@@ -418,14 +418,16 @@ class ObjectRegistry:
             return None
         after = applied(present, planned.changed, ChangeAuthor("", "", 0.0)).objects
         left = set(cell_rules.known_cells(self._cells, cells_of(after))) - disabled_cells(after)
-        return None if left else Refusal(code=IN_USE, reason="no cell would be left that takes builds")
+        reason = "no cell would be left that takes builds: enable another first, or force the change"
+        return None if left else Refusal(code=IN_USE, reason=reason)
 
     async def _occupied_cells(self, planned: ChangePlan) -> Refusal | None:
         """The machines of a cell that workers no longer connect to would be out of reach."""
         for name in cell_rules.cells_left(self._cells, planned.cells_decided):
             count = await self._store.builds_in_cell(name, MAX_BUILDS_COUNTED)
             if count:
-                reason = f"cell {name!r} has {_some(count)} instances, which would be out of reach: delete them first"
+                have = f"cell {name!r} has {_some(count, 'instance')}, which would be out of reach"
+                reason = f"{have}: delete them first, or force the change"
                 return Refusal(code=cell_rules.IN_USE, reason=reason)
         return None
 
@@ -469,20 +471,23 @@ class ObjectRegistry:
         for name in planned.flavors_deleted:
             count = await self._store.builds_of(name, MAX_BUILDS_COUNTED)
             if count:
-                return Refusal(code=IN_USE, reason=f"flavor {name!r} is that of {_some(count)} instances"[:MAX_REASON])
+                have = f"flavor {name!r} has {_some(count, 'instance')}"
+                reason = f"{have}: delete or resize them first, or force the change"
+                return Refusal(code=IN_USE, reason=reason[:MAX_REASON])
         for name in planned.flavors_remade:
             count = await self._store.builds_of(name, MAX_BUILDS_COUNTED)
             if count:
                 reason = (
-                    f"flavor {name!r} is that of {_some(count)} instances: their next moves would claim another size; "
-                    "make a flavor of another name, and resize them"
+                    f"flavor {name!r} has {_some(count, 'instance')}, whose next moves would claim another size: make "
+                    "a flavor of another name and resize them, or force the change"
                 )
                 return Refusal(code=IN_USE, reason=reason[:MAX_REASON])
         for name, was in planned.groups_changed:
             count = await self._store.builds_of_group(name.partition("/")[0], was.uuid, MAX_BUILDS_COUNTED)
             if count:
                 reason = (
-                    f"server group {name!r} has {_some(count)} members, which keep the rule that they were built under"
+                    f"server group {name!r} has {_some(count, 'member')}: delete them first, or force the change; they "
+                    "keep the rule that they were built under"
                 )
                 return Refusal(code=IN_USE, reason=reason[:MAX_REASON])
         return None
@@ -508,8 +513,9 @@ class ObjectRegistry:
         return zones_that_move(before, then, [name for name, has in zip(names, used.tolist(), strict=True) if has])
 
 
-def _some(count: int) -> str:
-    return f"{count} or more" if count == MAX_BUILDS_COUNTED else str(count)
+def _some(count: int, what: str) -> str:
+    number = f"{count} or more" if count == MAX_BUILDS_COUNTED else str(count)
+    return f"{number} {what}" if count == 1 else f"{number} {what}s"
 
 
 def _named(changed: Sequence[ChangedObject], limit: int = 10) -> list[str]:

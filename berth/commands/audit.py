@@ -36,7 +36,7 @@ def audit(
 ) -> None:
     """Find allocations, records and machines that disagree.
 
-    Orphaned, missing and doubled allocations, machines without instance, instances without machine, capacity exceeded
+    Orphaned, missing and doubled allocations, machines without instance, instances without machine, capacity exceeded,
     usage miscounted, hosts outside the zone that a request names; each with its reason and the repair that is proposed.
 
     Requests under way are not judged, and a finding counts when two passes in a row have it, so one run makes two. With

@@ -227,7 +227,8 @@ def _run(body: Any) -> Any:
         except InvalidExport as error:
             raise Stop(EXIT_USAGE, "book.export", str(error)) from error
         except OSError as error:
-            raise Stop(EXIT_USAGE, "book.file", str(error)) from error
+            reason = f"cannot use {error.filename}: {error.strerror}" if error.filename else str(error)
+            raise Stop(EXIT_USAGE, "book.file", reason) from error
         return result
 
     return inner
@@ -325,7 +326,8 @@ def uuids_of(path: Path) -> frozenset[str]:
                     except ValueError:
                         raise Stop(EXIT_USAGE, "audit.consumers", f"{path}, line {number}: not a UUID") from None
     except (OSError, UnicodeError) as error:
-        raise Stop(EXIT_USAGE, "audit.consumers", f"cannot read {path}: {error}") from error
+        reason = getattr(error, "strerror", None) or error
+        raise Stop(EXIT_USAGE, "audit.consumers", f"cannot read {path}: {reason}") from error
     if not found:  # an empty list would make an orphan of every consumer
         raise Stop(EXIT_USAGE, "audit.consumers", f"{path} names no consumer")
     return frozenset(found)

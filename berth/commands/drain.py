@@ -182,7 +182,7 @@ def list_drains(
 
 @drains.command("show")
 def show(context: typer.Context, drain_id: Id, as_json: AsJson = False) -> None:
-    """Show the progress of a drain, and the rest. Exit status 1 when something could not move."""
+    """Show the progress of a drain, and what it has not moved. Exit status 1 when something could not move."""
     ident = parse_uuid(drain_id)
 
     async def body() -> int:
@@ -295,7 +295,8 @@ def _ended(seen: DrainProgress, as_json: bool) -> int:
         raise Stop(EXIT_TIME, "drain.under_way", f"it continues; see berth drains show {seen.id}")
     if left:
         if not as_json:
-            raise Stop(EXIT_TIME, seen.code, f"{left} instances are left; see berth drains resume {seen.id}")
+            reason = f"{counted(left, 'instance')} not moved; see berth drains resume {seen.id}"
+            raise Stop(EXIT_TIME, seen.code, reason)
         return EXIT_TIME
     return EXIT_NO if seen.failed else 0
 

@@ -64,7 +64,7 @@ Name = Annotated[str, typer.Argument(help="The name.", metavar="NAME")]
 Names = Annotated[list[str], typer.Argument(help="The names.", metavar="NAME...")]
 Why = Annotated[str, typer.Option("--reason", help="Why, for those who read the log.")]
 Force = Annotated[
-    bool, typer.Option("--force", help="Also if instances would be outside of the zone that they requested.")
+    bool, typer.Option("--force", help="Also if instances depend on it: on their flavor, group, zone or cell.")
 ]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Print the changes, and make none.")]
 
@@ -144,6 +144,7 @@ def set_flavor(
     project: Annotated[list[str] | None, typer.Option(help="Only for this project; repeatable.")] = None,
     why: Why = "",
     by: By = None,
+    force: Force = False,
     dry_run: DryRun = False,
     as_json: AsJson = False,
 ) -> None:
@@ -156,7 +157,7 @@ def set_flavor(
         "projects": project or [],
     }
     changes = [ObjectChange(kind=ObjectKind.FLAVOR, name=name, body=body)]
-    change_objects(context, changes, why=why, by=by, force=False, dry_run=dry_run, as_json=as_json)
+    change_objects(context, changes, why=why, by=by, force=force, dry_run=dry_run, as_json=as_json)
 
 
 @quotas.command("set")
@@ -378,8 +379,10 @@ def read_file(file: Path) -> tuple[list[ObjectChange], tuple[ObjectKind, ...]]:
         if len(text) > MAX_FILE_BYTES:
             raise typer.BadParameter(f"{file} is larger than {MAX_FILE_BYTES} bytes")
         tree = tomllib.loads(text.decode())
-    except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise typer.BadParameter(f"{file}: {error}") from error
+    except OSError as error:
+        raise typer.BadParameter(f"cannot read {file}: {error.strerror or error}") from error
+    except (ValueError, RecursionError) as error:  # besides what tomllib raises: a number of thousands of digits
+        raise typer.BadParameter(f"{file} is not TOML: {error}") from error
     if unknown := tree.keys() - SECTIONS.keys():
         known = ", ".join(SECTIONS)
         raise typer.BadParameter(f"{file}: {', '.join(sorted(unknown))}: a file has the sections {known}")

@@ -428,4 +428,7 @@ def zones_that_move(
     shown = ", ".join(f"{host} ({before.get(host)} to {after.get(host)})" for host in moved[:named])
     more = f" and {len(moved) - named} more" if len(moved) > named else ""
     hosts = "1 host" if len(moved) == 1 else f"{len(moved)} hosts"
-    return f"{hosts} with instances would be in another availability zone: {shown}{more}"
+    return (
+        f"{hosts} with instances would be in another availability zone: {shown}{more}; drain them first, or force the "
+        "change"
+    )
