@@ -209,7 +209,7 @@ def forget(
                 except RequestRefused as fault:
                     refused.append((name, fault))
         for one in [] if as_json else forgotten:
-            out.print(Text(printable(f"{one.host}: {_forgotten(one)}")), soft_wrap=True)
+            show_forgotten(one)
         return _finish(forgotten, refused, as_json)
 
     run(body)
@@ -296,10 +296,12 @@ def _finish(
     return EXIT_NO if refused else 0
 
 
-def _forgotten(one: HostForgotten) -> str:
-    if not one.removed:
-        return "nothing of it was on record"
-    return f"forgotten; taken out of {', '.join(one.aggregates)}" if one.aggregates else "forgotten"
+def show_forgotten(one: HostForgotten) -> None:
+    """Print a host that is forgotten, and the aggregates that named it."""
+    what = "forgotten" if one.removed else "nothing of it was on record"
+    if one.removed and one.aggregates:
+        what = f"{what}; taken out of {', '.join(one.aggregates)}"
+    out.print(Text(printable(f"{one.host}: {what}")), soft_wrap=True)
 
 
 async def _set_states(

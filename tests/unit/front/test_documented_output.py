@@ -8,12 +8,12 @@ import pytest
 
 from berth.commands.audit import show_finding
 from berth.commands.drain import show_begun, show_drain, show_progress
-from berth.commands.hosts import show_decision, show_hosts
+from berth.commands.hosts import show_decision, show_forgotten, show_hosts
 from berth.findings import findings
 from bus.contracts.build import HostRecord
 from bus.contracts.drains import DrainMoveState, DrainProgress, DrainState, DrainTarget
 from bus.contracts.moves import MoveKind
-from bus.contracts.operations import AdminState, HostAdminState
+from bus.contracts.operations import AdminState, HostAdminState, HostForgotten
 from tests.kit.documents import PAGES, ROOT
 from tests.unit.front.test_findings import HELD, look
 
@@ -56,6 +56,7 @@ def test_the_output_about_hosts_is_what_berth_prints(capsys: pytest.CaptureFixtu
 
     show_decision(decided(AdminState.DISABLED))
     show_decision(decided(AdminState.FENCED, pending=AdminState.ENABLED, losses=12))
+    show_forgotten(HostForgotten(host_uuid=UUID, host=HOST, removed=True))
     contested = HostRecord(
         uuid=UUID,
         name=HOST,
