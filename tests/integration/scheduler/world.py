@@ -90,7 +90,7 @@ class World:
         await self._consume(cell, "compute.control.{service}", self._answer, service=f"compute-{cell}", source="s")
 
     async def close(self) -> None:
-        for name in list(self.services):
+        for name in reversed(list(self.services)):  # a scheduler waits for the answers of placement when it stops
             await self.stop(name)
         for consumer in self._consumers:
             await consumer.drain(1.0)
