@@ -1,9 +1,9 @@
 """How tests are handed to pytest's processes: what is long first, and a file's tests to one process.
 
 A file's tests share what its fixtures start, or the runs of the simulation that they look at; two processes with some
-of them each would do all of it twice. Of each four processes one begins with the files that never wait, so that the
-processor has work while the others' tests wait, and two with the files that borrow a broker, so that the others start
-none (`lent`). A process takes what is left when its own kind is done.
+of them each would do all of it twice. One process begins with the files that never wait, so that the processor has work
+while the others' tests wait, and two with the files that borrow a broker, so that the others start none (`lent`). A
+process takes what is left when its own kind is done.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def in_order(items: Sequence[pytest.Item]) -> list[pytest.Item]:
     return sorted(items, key=lambda item: rank(item.nodeid.partition("::")[0]))
 
 
-PROCESSES = 4  # with a kind of files each; fewer have none
+LEAST_PROCESSES = 4  # with a kind of files each; fewer have none
 NEVER_WAITING = ("tests/sim/", "tests/unit/", "tests/test_")
 # How a test file comes to a broker of `tests/kit/lent.py`.
 BORROWING = re.compile(r"\b(own_broker|lent_servers|small_processes)\b|^from tests.system.*\brig\b", re.MULTILINE)
@@ -60,15 +60,14 @@ def borrows(root: Path, path: str) -> bool:
 
 def next_of(paths: Sequence[str], process: int, processes: int, borrowing: Callable[[str], bool]) -> str:
     """The file that a process is handed, of those that are left, in their order."""
-    if processes < PROCESSES:
+    if processes < LEAST_PROCESSES:
         return paths[0]
-    kind = process % PROCESSES
-    if kind == PROCESSES - 1:
-        wanted: Iterator[str] = filter(never_waits, paths)
-    elif kind == PROCESSES - 2:
-        wanted = (path for path in paths if not never_waits(path) and not borrowing(path))
+    if process < 2:
+        wanted: Iterator[str] = filter(borrowing, paths)
+    elif process == processes - 1:
+        wanted = filter(never_waits, paths)
     else:
-        wanted = filter(borrowing, paths)
+        wanted = (path for path in paths if not never_waits(path) and not borrowing(path))
     return next(wanted, paths[0])
 
 
