@@ -30,6 +30,10 @@ class ConductorConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """Seconds between the first two Destroy commands to a host that does not confirm; the wait doubles."""
     destroy_retry_max_s: Seconds = 600.0
     """Longest such wait, in seconds."""
+    live_copy_mb_s: Annotated[float, Bound(ge=0, le=1_000_000)] = 32.0
+    """MiB of memory that a live migration copies per second, at least. Its source may take the time of copying the
+    instance's memory at this rate beyond that of one step; then the move is given up. 0: only the time of one step.
+    """
     doubt_limit_s: Seconds = 3600.0
     """Seconds that a conductor waits for a build under way after the database was set back, while its host is silent.
     After that the build has failed for its client, and a machine found later goes to quarantine.

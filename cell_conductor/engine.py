@@ -131,6 +131,7 @@ class Engine:
             destroy_retry_max_s=config.destroy_retry_max_s,
             report_grace_s=config.report_grace_s,
             doubt_limit_s=config.doubt_limit_s,
+            live_copy_mb_s=config.live_copy_mb_s,
         )
 
     async def take(self, incoming: Sequence[InstanceEvent], *, source: str) -> asyncio.Future[None] | None:

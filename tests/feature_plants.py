@@ -157,7 +157,7 @@ PLANTS: dict[str, tuple[str, str, str]] = {
     ),
     "M-2": (
         _MOVES,
-        "return change(earlier, State.HANDING_OVER, kind, event.at, context)",
+        "return change(earlier, State.HANDING_OVER, hand_over_of(move), event.at, context)",
         "return finish(earlier, event.at, context)",
     ),
     "M-3": (_MOVES, "    if event.final:\n", "    if event.attempt:\n"),

@@ -57,6 +57,7 @@ CONDUCTOR = ConductorConfig(
     purge_interval_s=5.0,
     # A host that is reinstalled loses all its machines at once, and only plans with a limit have an operator for that.
     breaker_limit=10_000,
+    live_copy_mb_s=0.0,  # simulated machines are copied at once, so more time would only delay the end of a hang
 )
 IRONIC = IronicSyncConfig(
     url=URL,

@@ -60,6 +60,7 @@ from .move_steps import (
     confirm,
     destroy_source,
     finish,
+    hand_over_of,
     is_awaited,
     is_doubted,
     leave,
@@ -69,6 +70,7 @@ from .move_steps import (
     over,
     repeat_at,
     source_gone,
+    step_s,
     summary_of_hosts,
     try_next,
     undo,
@@ -221,10 +223,8 @@ def go_on(instance: Instance, event: ChangeEnded, context: StepContext) -> Step:
     move = move_of(instance)
     if move.source is None or move.kind is MoveKind.EVACUATE or move.handed_over:
         return finish(instance, event.at, context)
-    live = move.kind is MoveKind.LIVE_MIGRATE
-    kind = ChangeKind.HAND_OVER_LIVE if live else ChangeKind.HAND_OVER
     earlier = replace(instance, move=replace(move, handed_over=True))
-    return change(earlier, State.HANDING_OVER, kind, event.at, context)
+    return change(earlier, State.HANDING_OVER, hand_over_of(move), event.at, context)
 
 
 def skip_destination(instance: Instance, event: TimedOut | ServiceLost, context: StepContext) -> Step:
@@ -261,7 +261,8 @@ def give_up_hand_over(instance: Instance, event: TimedOut, context: StepContext)
 
     It is started again, which cancels the hand-over that it may have begun.
     """
-    reason = f"the source did not hand over within {move_of(instance).step_timeout_s:g} s"
+    waited_s = step_s(instance, hand_over_of(move_of(instance)), context)
+    reason = f"the source did not hand over within {waited_s:g} s"
     return undo(instance, event.at, context, TIMED_OUT, reason)
 
 

@@ -362,12 +362,29 @@ PROGRESS = {
     State.RESTARTING: MoveState.UNDOING,
     State.CHANGING: MoveState.CHANGING,
 }
+MAX_STEP_S = 86_400.0  # as bus.contracts.moves bounds the time of one step
 _OF_SOURCE = frozenset({ChangeKind.HAND_OVER, ChangeKind.HAND_OVER_LIVE})
+
+
+def step_s(instance: Instance, kind: ChangeKind, context: StepContext) -> float:
+    """The most seconds that a host may take for one change: those of one step, and for a live migration those of
+    copying the memory that the source holds.
+    """
+    move = move_of(instance)
+    if kind is not ChangeKind.HAND_OVER_LIVE or move.source is None or not context.live_copy_mb_s:
+        return move.step_timeout_s
+    memory_mb = sum(amounts.get("MEMORY_MB", 0) for amounts in move.source.allocations.values())
+    return min(move.step_timeout_s + memory_mb / context.live_copy_mb_s, MAX_STEP_S)
+
+
+def hand_over_of(move: Move) -> ChangeKind:
+    """How the source of a move hands its machine over."""
+    return ChangeKind.HAND_OVER_LIVE if move.kind is MoveKind.LIVE_MIGRATE else ChangeKind.HAND_OVER
 
 
 def change(instance: Instance, state: State, kind: ChangeKind, at: float, context: StepContext) -> Step:
     """Enter a state that waits for one change of one machine."""
-    deadline = at + move_of(instance).step_timeout_s
+    deadline = at + step_s(instance, kind, context)
     entered = replace(instance, state=state, deadline=deadline, since=at, queried=False)
     earlier = order(entered, kind, at, context)
     return after(earlier, report_progress(earlier.instance, PROGRESS[state], at, context))
@@ -396,7 +413,7 @@ def order(instance: Instance, kind: ChangeKind, at: float, context: StepContext,
         deployment=context.deployment,
         to_host=instance.here.host_uuid if kind in _OF_SOURCE else None,
         rescue_password=move.rescue_password if kind is ChangeKind.RESCUE else "",
-        timeout_s=move.step_timeout_s,
+        timeout_s=step_s(instance, kind, context),
     )
     return Step(replace(instance, order=order, move=replace(move, order=order)), (command,))
 

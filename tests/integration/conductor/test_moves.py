@@ -18,12 +18,13 @@ from bus.consuming.outcome import Done, Outcome, Received
 from bus.contracts.base import Message
 from bus.contracts.build import BuildEvent, BuildState
 from bus.contracts.cell import CellBuild, CellDelete, InstanceSpec, Selection
-from bus.contracts.moves import CellMove, Condition, MoveEvent, MoveKind, MoveState
+from bus.contracts.moves import CellMove, ChangeKind, ChangeMachine, Condition, MoveEvent, MoveKind, MoveState
 from bus.contracts.placement import Claim, ClaimOption, ClaimResult, LocatePage, LocateRequest, Release, ReleaseResult
 from bus.rabbitmq import RabbitTransport
 from bus.service.environment import Environment
 from bus.service.service import Service
 from cell_conductor.config import ConductorConfig
+from compute_sim.changes import Changes
 from compute_sim.config import ComputeConfig
 from compute_sim.domain.faults import Faults
 from compute_sim.fleet import Fleet
@@ -206,6 +207,25 @@ async def test_a_live_migration_leaves_nothing_behind(rig: Rig) -> None:
     await rig.until(lambda: any(isinstance(m, MoveEvent) and m.state is MoveState.SOURCE_GONE for m in rig.published))
     assert rig.machines(uuid) == {"s2": True}
     assert await rig.held(uuid, moved.request_id) == ["s2"]
+
+
+async def test_a_live_migration_may_take_as_long_as_copying_its_memory_takes(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """512 MiB at 32 MiB/s (`conductor.live_copy_mb_s`) beyond the time of a step; the check has that of a step."""
+    commands: list[ChangeMachine] = []
+    take = Changes.take
+
+    def taken(self: Changes, command: ChangeMachine, *, is_host: bool) -> object:
+        commands.append(command)
+        return take(self, command, is_host=is_host)
+
+    monkeypatch.setattr(Changes, "take", taken)
+    uuid = await rig.build()
+    moved = await rig.move(uuid, MoveKind.LIVE_MIGRATE, "s2", step_timeout_s=120.0)
+    assert moved.state is MoveState.DONE
+    times = {one.change: one.timeout_s for one in commands}
+    assert times == {ChangeKind.CHECK: 120.0, ChangeKind.HAND_OVER_LIVE: 136.0}
 
 
 async def test_a_resize_in_place_confirms_by_itself(rig: Rig) -> None:

@@ -212,6 +212,42 @@ def test_a_failed_live_migration_leaves_the_machine_active() -> None:
     assert made.terminals == [(MoveKind.LIVE_MIGRATE, MoveState.FAILED, "live.too_slow")]
 
 
+def test_a_live_migration_may_take_the_time_of_copying_its_memory() -> None:
+    """Its deadline was that of any other step: a large machine was given up in the middle of its copying."""
+    made = begun(MoveKind.LIVE_MIGRATE, 2, step_timeout_s=60.0)
+    made.context = replace(PATIENCE, live_copy_mb_s=32.0)
+    assert made.instance.move is not None and made.instance.move.source is not None
+    held = replace(made.instance.move.source, allocations={host(1): {"VCPU": 1, "MEMORY_MB": 3200}})
+    made.instance = replace(made.instance, move=replace(made.instance.move, source=held))
+    (check,) = changes(made.apply(claimed()))
+    assert (check.timeout_s, made.instance.deadline) == (60.0, 261.0)
+    (copy,) = changes(made.end(2, 2))
+    assert (copy.timeout_s, made.instance.deadline) == (160.0, 362.0)
+    made.apply(e.TimedOut(at=362.0))
+    assert made.instance.move is not None
+    assert made.instance.move.lost_reason == "the source did not hand over within 160 s"
+
+
+@pytest.mark.parametrize(("kind", "rate"), [(MoveKind.MIGRATE, 32.0), (MoveKind.LIVE_MIGRATE, 0.0)])
+def test_other_steps_take_the_time_of_a_step(kind: MoveKind, rate: float) -> None:
+    made = begun(kind, 2, step_timeout_s=60.0)
+    made.context = replace(PATIENCE, live_copy_mb_s=rate)
+    made.apply(claimed())
+    (copy,) = changes(made.end(2, 2))
+    assert (copy.timeout_s, made.instance.deadline) == (60.0, 262.0)
+
+
+def test_no_step_takes_longer_than_a_day() -> None:
+    made = begun(MoveKind.LIVE_MIGRATE, 2, step_timeout_s=86_000.0)
+    made.context = replace(PATIENCE, live_copy_mb_s=0.001)
+    assert made.instance.move is not None and made.instance.move.source is not None
+    held = replace(made.instance.move.source, allocations={host(1): {"MEMORY_MB": 1_000_000}})
+    made.instance = replace(made.instance, move=replace(made.instance.move, source=held))
+    made.apply(claimed())
+    (copy,) = changes(made.end(2, 2))
+    assert copy.timeout_s == 86_400.0
+
+
 def test_a_live_migration_awaits_no_confirm() -> None:
     made = to_resized(MoveKind.LIVE_MIGRATE)
     assert (made.instance.state, made.destroys) == (State.CONFIRMING, [(1, host(1))])
