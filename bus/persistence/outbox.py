@@ -19,7 +19,7 @@ from msgspec.structs import replace
 from bus.contracts.base import Message
 from bus.contracts.catalogue import MESSAGES
 from bus.persistence.guarded_statement import GuardedStatement
-from bus.tracing.context import CURRENT, traceparent_of
+from bus.tracing.context import CURRENT
 
 
 class OutboxMessage(Struct, frozen=True, omit_defaults=True):
@@ -66,10 +66,11 @@ def buses_of(outgoing: Sequence[OutboxMessage]) -> list[str]:
 
 def traced(outgoing: Sequence[OutboxMessage]) -> Sequence[OutboxMessage]:
     """The messages, each in the trace of the handled message that caused it (the same ones, if none is handled)."""
-    if CURRENT.get() is None:
+    if (scope := CURRENT.get()) is None:
         return outgoing
+    header_of = scope.header_of
     return [
-        replace(item, traceparent=header) if not item.traceparent and (header := traceparent_of(item.cause)) else item
+        replace(item, traceparent=header) if not item.traceparent and (header := header_of(item.cause)) else item
         for item in outgoing
     ]
 

@@ -141,6 +141,14 @@ class Scope:
             return self.parent.context
         return found
 
+    def header_of(self, cause: str) -> str:
+        """The same as a header; empty: none."""
+        # Of each message that leaves: nearly all are of causes that are not sampled.
+        if not self.whole and cause not in self.by_cause:
+            return self.otherwise
+        context = self.of(cause)
+        return self.otherwise if context is None else context.header
+
     def begin(self, name: str, **attributes: str | int) -> Span | None:
         """A span of work that is done for all of it; end it with `Span.end`. None: that is over."""
         if self.parent is None or self.parent.ended_ns:
@@ -162,8 +170,4 @@ def context_of(cause: str) -> TraceContext | None:
 
 def traceparent_of(cause: str) -> str:
     """The same as a header; empty: none."""
-    scope = CURRENT.get()
-    if scope is None:
-        return ""
-    context = scope.of(cause)
-    return scope.otherwise if context is None else context.header
+    return "" if (scope := CURRENT.get()) is None else scope.header_of(cause)
