@@ -54,6 +54,7 @@ from scheduler_worker.domain.moves import (
     check_move,
     leaves_source,
     looks_at_hosts,
+    overtaken,
     placed_as,
     under_way,
 )
@@ -401,14 +402,14 @@ class MoveEngine:
         """One move of a batch. before, found: the record when it was decided, and the one under the lock."""
         request, author = pending.request, batch.author
         verdict = self.check(pending, found)
+        if verdict is None and (found.build, found.instance) != (before.build, before.instance):
+            verdict = overtaken(pending)
         if isinstance(verdict, Clash):
             unit.emit(OutboxMessage(API, clash_event(pending, verdict.refusal), request.request_id))
             batch.labels.append("duplicate")
             return Done(reply=verdict.refusal)
         if isinstance(verdict, Done | Retry | Refuse):
             return verdict
-        if verdict is None and (found.build, found.instance) != (before.build, before.instance):
-            return CHANGED
         move, command = self._decided(pending, found, verdict, chosen, author)
         if not await unit.insert_moves([move], author.at):
             return CHANGED  # another scheduler has just put it on record

@@ -27,6 +27,7 @@ from bus.contracts.moves import (
     ResizePolicy,
 )
 from scheduler_worker.domain.admission import DUPLICATE
+from scheduler_worker.domain.decisions import RETRIES
 from scheduler_worker.domain.pending import TOO_OLD, FlavorAccess
 from scheduler_worker.domain.recorded_moves import (
     InstanceRecord,
@@ -127,6 +128,15 @@ def _misfit(request: MoveRequest, known: MoveContext, flavors: FlavorAccess, *, 
     if request.kind is MoveKind.RESCUE and not request.rescue_password:
         return Refusal(code=INCOMPLETE, reason="a rescue names a password")
     return None
+
+
+def overtaken(pending: PendingMove) -> Retry | Refusal:
+    """The verdict on a request whose instance has changed since hosts were chosen for it, or since it was found busy.
+
+    The last delivery refuses it. Any number of other requests may change the instance each time, and the waits before
+    (for placement, for hosts) have used up the same deliveries: another retry would be a dead letter.
+    """
+    return CHANGED if pending.delivery < RETRIES else Refusal(code=CHANGED.code, reason=CHANGED.reason)
 
 
 def rebuilt_from(request: MoveRequest, known: MoveContext) -> Mapping[str, str]:
