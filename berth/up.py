@@ -92,6 +92,7 @@ class LocalSystem:
         self.in_process = InProcessWorkers()
         self.fleets: dict[str, Fleet] = {}
         self._computes: dict[str, Callable[[], Service]] = {}
+        self.services: dict[str, list[str]] = {cell: [] for cell in site.cells}  # compute services
         self._builds: dict[str, Callable[[], Service]] = {}  # of all workers, by name
 
     async def start(self, *, ironic_url: str | None = None) -> None:
@@ -102,9 +103,11 @@ class LocalSystem:
         for number, cell in enumerate(self.site.cells):
             for service in _numbered(f"{cell}-c", up.computes_per_cell):
                 self._computes[service] = self._hypervisors(cell, service)
+                self.services[cell].append(service)
             if ironic_url is not None:
                 share = (number, len(self.site.cells))
                 self._computes[f"{cell}-metal"] = self._metal(cell, f"{cell}-metal", ironic_url, share)
+                self.services[cell].append(f"{cell}-metal")
         await start(self._computes)
         if ironic_url is not None:
             await start({"ironic-sync": partial(self._ironic_sync, ironic_url)})

@@ -19,14 +19,12 @@ from berth.keeper import Notify, kept_alive
 from berth.metal import ironic_of
 from berth.servers import API_VHOST, variables
 from berth.settings import MEMORY, CellSettings, Settings, UpSettings
-from berth.site import Runtime, Site, process_name, write_runtime
+from berth.site import Runtime, Site, write_runtime
 from berth.up import database
+from berth.usable_hosts import sentence, unusable_hosts
 from berth.watchdog_pings import WatchdogPings
 from berth.worker_processes import WorkerProcesses
 from bus.bus import API
-from bus.contracts.build import HostsPage, HostsQuery
-from bus.faults import Fault
-from bus.port import BusError
 from placement_worker.rest.config import RestConfig
 
 # A worker is one core's worth of Python at most. Broker and database take about half of a busy machine, so the other
@@ -35,10 +33,6 @@ CORES_PER_WORKER = 4
 MAX_WORKERS = 16
 MAX_PER_CELL = 8
 MAX_COMPUTES = 64  # of a cell, as `up.computes_per_cell`
-# After the start hosts are queried so often, for so long at most.
-HOSTS_ASK_S = 0.2
-HOSTS_WAIT_S = 20.0
-MIN_ASK_S = 0.1
 
 
 class ProcessCounts(Struct, frozen=True, kw_only=True):
@@ -118,9 +112,10 @@ async def running(settings: Settings, count: ProcessCounts, *, notify: Notify) -
             pings = WatchdogPings()
             processes = WorkerProcesses(logs, variables(real), pings=pings)
             try:
-                start(processes, real, count, ironic_url)
+                started = await start(processes, real, count, ironic_url)
                 await processes.ready()
-                await _hosts_known(here)
+                if missing := await unusable_hosts(here, started):
+                    notify(sentence(missing))
                 runtime = Runtime(pid=os.getpid(), database_url=database_url, ironic_url=ironic_url, buses=buses)
                 remove_runtime = write_runtime(settings.state, runtime)
                 try:
@@ -132,47 +127,34 @@ async def running(settings: Settings, count: ProcessCounts, *, notify: Notify) -
                 pings.close()
 
 
-def start(processes: WorkerProcesses, settings: Settings, count: ProcessCounts, ironic_url: str) -> None:
-    """Start all, what others lean on first."""
-    cells = list(settings.cells)
+async def start(
+    processes: WorkerProcesses, settings: Settings, count: ProcessCounts, ironic_url: str
+) -> dict[str, list[str]]:
+    """Start all, what others lean on first. Returns {cell: names of its compute services}.
+
+    Placement is waited for: a compute service whose first report finds no queue tries again less and less often, and a
+    host that is not in the book takes no builds meanwhile.
+    """
+    started: dict[str, list[str]] = {cell: [] for cell in settings.cells}
     no_rest = {"BERTH_PLACEMENT__REST": msgspec.json.encode(RestConfig()).decode()}
     for number in range(1, count.placements + 1):  # one of them has the address of the REST API
         processes.start(f"placement{number}", "placement", settings=no_rest if number > 1 else None)
-    for position, cell in enumerate(cells):
+    await processes.ready()
+    for position, (cell, services) in enumerate(started.items()):
         for number in range(1, count.conductors + 1):
             processes.start(f"conductor-{cell}-{number}", "conductor", "--cell", cell)
         for number in range(1, count.computes + 1):
-            service = f"{cell}-c{number}"
+            services.append(service := f"{cell}-c{number}")
             processes.start(f"compute-{service}", "compute", "--cell", cell, "--service", service)
         if ironic_url:
-            share = _metal(settings, ironic_url, position, len(cells))
-            name = f"{cell}-metal"
+            share = _metal(settings, ironic_url, position, len(started))
+            services.append(name := f"{cell}-metal")
             processes.start(f"compute-{name}", "compute", "--cell", cell, "--service", name, settings=share)
     if ironic_url:
         processes.start("ironic-sync", "ironic-sync", settings={"BERTH_IRONIC_SYNC__URL": ironic_url})
     for number in range(1, count.schedulers + 1):
         processes.start(f"scheduler{number}", "scheduler")
-
-
-async def _hosts_known(here: Site) -> None:
-    """Wait until a scheduler knows a host in every cell, within HOSTS_WAIT_S.
-
-    The first boot is not to fail because no host is known yet. Cells may have none.
-    """
-    bus = here.bus(process_name("up"))
-    deadline = here.clock.monotonic() + HOSTS_WAIT_S
-    unannounced = list(here.cells)
-    await bus.open()
-    try:
-        while unannounced and (left := deadline - here.clock.monotonic()) > 0:
-            with contextlib.suppress(Fault, BusError):  # not there yet
-                one = HostsQuery(cell=unannounced[0], up=True, limit=1)
-                if (await bus.request(one, HostsPage, timeout_s=max(left, MIN_ASK_S))).hosts:
-                    unannounced.pop(0)
-                    continue
-            await here.clock.sleep(HOSTS_ASK_S)
-    finally:
-        await bus.close()
+    return started
 
 
 def _metal(settings: Settings, url: str, share: int, shares: int) -> dict[str, str]:

@@ -87,7 +87,8 @@ class WorkerProcesses:
     async def ready(self, names: Sequence[str] | None = None, *, timeout_s: float = READY_TIMEOUT_S) -> None:
         """Wait until workers (all, or those named) are ready. Raises ServerFailed."""
         async with httpx.AsyncClient(timeout=PROBE_TIMEOUT_S, verify=NO_TLS) as http:
-            waits = (self._ready(http, self.workers[name], timeout_s) for name in names or list(self.workers))
+            unready = dict.fromkeys(names or self.workers, "it has not answered")
+            waits = (self._ready(http, self.workers[name], timeout_s, unready) for name in list(unready))
             await asyncio.gather(*waits)
 
     async def metrics(self, name: str) -> str:
@@ -120,34 +121,41 @@ class WorkerProcesses:
             with ThreadPoolExecutor(len(self.workers)) as pool:
                 list(pool.map(lambda worker: worker.process.stop(), self.workers.values()))
 
-    async def _ready(self, http: httpx.AsyncClient, worker: Worker, timeout_s: float) -> None:
+    async def _ready(self, http: httpx.AsyncClient, worker: Worker, timeout_s: float, unready: dict[str, str]) -> None:
+        """unready: {worker: what it waits for} of all that are waited for, which the message of a time-out names."""
         until = asyncio.get_running_loop().time() + timeout_s
         while True:
             try:
                 answer = await http.get(f"http://127.0.0.1:{worker.port}/readyz")
-                pid = _pid(answer.content)
-                if answer.status_code == 200 and pid == worker.process.pid:
+                readiness = _readiness(answer.content)
+                if answer.status_code == 200 and readiness.pid == worker.process.pid:
+                    unready.pop(worker.name, None)
                     return
-                problem = answer.text if pid == worker.process.pid else f"process {pid} answers at its port"
+                unready[worker.name] = (
+                    ", ".join(readiness.not_ready)
+                    if readiness.pid == worker.process.pid
+                    else f"process {readiness.pid} answers at its port"
+                )
             except httpx.HTTPError as error:
-                problem = repr(error)
+                unready[worker.name] = f"its port {worker.port} does not answer ({type(error).__name__})"
             if not worker.process.running:
                 raise ServerFailed(f"{worker.name} ended:\n{worker.process.tail()}")
             if asyncio.get_running_loop().time() > until:
-                late = f"{worker.name} was not ready after {timeout_s:g} s ({problem})"
-                raise ServerFailed(f"{late}:\n{worker.process.tail()}")
+                late = "; ".join(f"{name}: {problem}" for name, problem in unready.items())
+                raise ServerFailed(f"not ready after {timeout_s:g} s: {late}\n{worker.name}:\n{worker.process.tail()}")
             await asyncio.sleep(POLL_S)
 
 
 class _Readiness(Struct):
     pid: int = 0
+    not_ready: tuple[str, ...] = ()
 
 
-def _pid(body: bytes) -> int:
-    """The workers that answered: another process may have the port, and our worker may have died of
-    that. 0: unknown.
+def _readiness(body: bytes) -> _Readiness:
+    """The answer of a worker, or of another process that has the port: our worker may have died of that. pid 0: it is
+    unknown.
     """
     try:
-        return msgspec.json.decode(body, type=_Readiness).pid
+        return msgspec.json.decode(body, type=_Readiness)
     except msgspec.MsgspecError:
-        return 0
+        return _Readiness()

@@ -143,6 +143,7 @@ class QueryHandler:
         # One index more at the front: hosts without a service (NO_SERVICE is -1).
         managed = np.bincount(table.service[:known] + 1, minlength=len(table.services) + 1)
         enabled = np.bincount(table.service[:known] + 1, weights=usable, minlength=len(table.services) + 1)
+        in_book = np.bincount(table.service[self._selector.announced_in_book()] + 1, minlength=len(table.services) + 1)
         found = sorted(enumerate(table.services), key=lambda item: (item[1].cell, item[1].name))
         requested = [
             (index, one)
@@ -162,6 +163,7 @@ class QueryHandler:
                     last_seen_s=max(0.0, now_s - one.last_seen_s),
                     hosts=int(managed[index + 1]),
                     enabled=int(enabled[index + 1]),
+                    in_book=int(in_book[index + 1]),
                 )
                 for index, one in requested[: query.limit]
             )

@@ -35,6 +35,7 @@ from berth.site import read_runtime
 from berth.supervisor import Supervisor, supervised
 from berth.up import LocalSystem, serve, site
 from berth.up_processes import computes_on_record, numbers, running
+from berth.usable_hosts import sentence, unusable_hosts
 from berth.web.server import pages_of_up
 from bus.contracts.objects import ObjectsChange
 from bus.service.main import STOP_SIGNALS
@@ -90,9 +91,10 @@ async def _up_here(rest: AtUp, stop: asyncio.Event, as_json: bool) -> int:
     ):
         system = LocalSystem(here)
         stopped = asyncio.create_task(stop.wait())
-        starting = asyncio.create_task(system.start(ironic_url=ironic_url or None))
+        starting = asyncio.create_task(_start_here(system, ironic_url or None))
         try:
-            await asyncio.wait({starting, stopped}, return_when=asyncio.FIRST_COMPLETED)
+            starts: set[asyncio.Future[Any]] = {starting, stopped, system.in_process.failed}
+            await asyncio.wait(starts, return_when=asyncio.FIRST_COMPLETED)
             if starting.done():
                 await starting
                 async with serve(here, ironic_url), pages_of_up(here, wanted=here.settings.up.web) as pages:
@@ -111,6 +113,12 @@ async def _up_here(rest: AtUp, stop: asyncio.Event, as_json: bool) -> int:
     if failed is not None:
         raise failed
     return 0
+
+
+async def _start_here(system: LocalSystem, ironic_url: str | None) -> None:
+    await system.start(ironic_url=ironic_url)
+    if missing := await unusable_hosts(system.site, system.services):
+        _warn(sentence(missing))
 
 
 def _prepare(context: typer.Context) -> tuple[Settings, asyncio.Event]:

@@ -198,7 +198,7 @@ class Ironic(PrivateServer):
             account=Account(),
             temporary=home if self._work.temporary else None,
         )
-        self._process.wait_until(self._ready, timeout_s=START_TIMEOUT_S)
+        self._process.wait_until("Ironic", self._ready, timeout_s=START_TIMEOUT_S)
 
     def _configuration(self) -> str:
         rabbit = (self._broker_url or "").replace("amqp://", "rabbit://", 1)  # as oslo.messaging calls it

@@ -91,7 +91,7 @@ class Postgres(PrivateServer):
         for last in (False,) * RESTARTS + (True,):
             self._process = self._spawn()
             try:
-                self._process.wait_until(self._ready)
+                self._process.wait_until("PostgreSQL", self._ready)
             except ServerFailed:  # the processes of one that was killed may need a moment to notice and go
                 if last or not (self._data / "postmaster.pid").exists():
                     raise

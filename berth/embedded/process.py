@@ -167,15 +167,15 @@ class GuardedProcess:
         status: int | None = self._guard.poll()
         return status
 
-    def wait_until(self, ready: Callable[[], bool], *, timeout_s: float = START_TIMEOUT_S) -> None:
-        """Return when the server is ready. Raises ServerFailed when it dies or takes too long."""
+    def wait_until(self, name: str, ready: Callable[[], bool], *, timeout_s: float = START_TIMEOUT_S) -> None:
+        """Return when the server is ready. Raises ServerFailed, with its name, when it dies or takes too long."""
         until = time.monotonic() + timeout_s
         while not ready():
             if not self.running:
-                raise ServerFailed(f"the server ended with status {self._guard.returncode}:\n{self.tail()}")
+                raise ServerFailed(f"{name} ended with status {self._guard.returncode}:\n{self.tail()}")
             if time.monotonic() > until:
                 self.kill()
-                raise ServerFailed(f"the server was not ready after {timeout_s:.0f} s:\n{self.tail()}")
+                raise ServerFailed(f"{name} was not ready after {timeout_s:.0f} s:\n{self.tail()}")
             time.sleep(POLL_S)
 
     def stop(self, *, timeout_s: float = STOP_TIMEOUT_S) -> None:

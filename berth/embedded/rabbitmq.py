@@ -97,7 +97,7 @@ class RabbitMQ(PrivateServer):
             account=Account(),
             temporary=self._work.path if self._work.temporary else None,
         )
-        self._process.wait_until(self._ready)
+        self._process.wait_until("RabbitMQ", self._ready)
 
     def join(self) -> None:
         """Become a node of the cluster of the broker beside which this one runs; its messages are gone."""
@@ -273,7 +273,7 @@ class RabbitMQ(PrivateServer):
             log=self._work.path / "epmd.log",
             account=Account(),
         )
-        self._epmd.wait_until(lambda: listening(self._epmd_port))
+        self._epmd.wait_until("epmd", lambda: listening(self._epmd_port))
 
     def _ready(self) -> bool:
         """Whether it takes connections and, where `erl_call` reaches it, definitions."""

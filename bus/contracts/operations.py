@@ -116,7 +116,7 @@ class ServiceRecord(Struct, frozen=True, kw_only=True):
 
     code, reason: why it is not up, as its cell's conductor reports it, and `since` when (seconds since the epoch).
     last_seen_s: seconds since its last announcement of hosts. hosts, enabled: how many hosts it manages, and how many
-    of them take builds. epoch: of its present life.
+    of them take builds. in_book: how many of them its copy of the resource book has. epoch: of its present life.
     """
 
     name: str
@@ -129,6 +129,7 @@ class ServiceRecord(Struct, frozen=True, kw_only=True):
     last_seen_s: float = 0.0
     hosts: Count = 0
     enabled: Count = 0
+    in_book: Count = 0
 
 
 class ServicesPage(Message, frozen=True, kw_only=True, tag="services.page.v1"):

@@ -297,6 +297,12 @@ class Selector:
         view, steps = filtered(view, spec, filters)
         return None if len(view) else NoValidHost(steps)
 
+    def announced_in_book(self) -> Rows:
+        """The indexes in the host table of the hosts that the replica has."""
+        index = self._index_of(self.book.rows_of_roots())
+        announced: Rows = index[index != NO_SERVICE]
+        return announced
+
     def _index_of(self, rows: Rows) -> Rows:
         """Host table index per row of the replica; computed again only after hosts or roots came or went."""
         roots = self.book.rows_of_roots()

@@ -193,7 +193,7 @@ def test_a_server_that_cannot_start_gives_its_reason(tmp_path: Path) -> None:
         ["/bin/sh", "-c", "echo no such luck; exit 3"], env={}, cwd=tmp_path, log=tmp_path / "log", account=account
     )
     with pytest.raises(ServerFailed, match=r"(?s)status 3.*no such luck"):
-        process.wait_until(lambda: False)
+        process.wait_until("the server", lambda: False)
     process.stop()
 
 

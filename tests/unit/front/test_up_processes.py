@@ -4,25 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import pytest
 
 from berth import supervisor as supervisor_module
 from berth.embedded.process import Account, GuardedProcess, ServerFailed
-from berth.settings import Settings, UpSettings
-from berth.site import Brokers, Site
+from berth.settings import CellSettings, Settings, UpSettings
 from berth.supervisor import MAX_DEATHS, WITHIN_S, Supervisor, supervised
-from berth.up_processes import HOSTS_WAIT_S, ProcessCounts, _hosts_known, computes_on_record, numbers
+from berth.up_processes import ProcessCounts, computes_on_record, numbers, start
 from berth.worker_processes import Worker, WorkerProcesses
-from bus.clock import SystemClock
-from scheduler_worker.domain.waiting import WaitingTable
-from scheduler_worker.domain.workers import WorkerTable
-from scheduler_worker.queries import QueryHandler
 from tests.unit.front.world import HandClock
-from tests.unit.scheduler.hosts import Hosts
 
 NOTHING: dict[str, int | None] = {"schedulers": None, "placements": None, "conductors": None, "computes": None}
 
@@ -135,22 +129,26 @@ async def test_supervision_ends_on_request_or_when_it_fails(processes: ShortLive
         await supervised(Supervisor(processes, clock=clock, notify=lambda logged: None), asyncio.Event())
 
 
-async def test_every_cell_has_hosts_however_many_another_one_has() -> None:
-    """It requested the first thousand by name: of a cell whose hosts come after those it received none, and waited."""
-    clock = HandClock()
-    here = Site(Settings(), brokers=Brokers(clock), clock=clock, seed=1)
-    last = 999  # h999 is the last name of 1,002
-    hosts = Hosts([{"VCPU": 1}] * 1002, cells=["cell2" if at == last else "cell1" for at in range(1002)])
-    unused = cast("Any", None)
-    handler = QueryHandler(
-        unused, hosts.selector, unused, WorkerTable(), WaitingTable(), clock=SystemClock(), objects=unused, cells=unused
-    )
-    bus = here.bus("scheduler1")
-    await bus.open()
-    consumer = bus.consumer("scheduler.queries", handler)
-    await consumer.start()
-    requested_at = clock.now
-    await _hosts_known(here)
-    assert clock.now - requested_at < HOSTS_WAIT_S / 2
-    await consumer.drain(1.0)
-    await bus.close()
+class OrderOfStart(WorkerProcesses):
+    """Starts nothing, and keeps the order."""
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__(directory, {})
+        self.order: list[str] = []
+
+    def start(self, name: str, *arguments: str, settings: Mapping[str, str] | None = None) -> Worker:
+        self.order.append(name)
+        return cast("Worker", None)
+
+    async def ready(self, names: Sequence[str] | None = None, *, timeout_s: float = 0.0) -> None:
+        self.order.append("ready")
+
+
+async def test_placement_is_ready_before_the_first_compute_service_reports_to_it(tmp_path: Path) -> None:
+    """A report that found no queue was tried again after up to ten seconds; nothing was built there meanwhile."""
+    processes = OrderOfStart(tmp_path)
+    count = ProcessCounts(schedulers=1, placements=2, conductors=1, computes=2)
+    started = await start(processes, Settings(cells={"c1": CellSettings(), "c2": CellSettings()}), count, "")
+    assert processes.order[:3] == ["placement1", "placement2", "ready"]
+    assert started == {"c1": ["c1-c1", "c1-c2"], "c2": ["c2-c1", "c2-c2"]}
+    assert {f"compute-{name}" for names in started.values() for name in names} < set(processes.order[3:])

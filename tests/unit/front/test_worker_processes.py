@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import os
 import secrets
@@ -10,6 +11,7 @@ import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+import httpx
 import pytest
 
 from berth.embedded.process import Account, GuardedProcess, ServerFailed, free_port
@@ -23,7 +25,7 @@ import asyncio, sys
 from bus.service.health import Health
 
 async def main():
-    await Health(list, port=int(sys.argv[1])).open()
+    await Health(lambda: sys.argv[2:], port=int(sys.argv[1])).open()
     await asyncio.sleep(600)
 
 asyncio.run(main())
@@ -67,8 +69,23 @@ async def test_a_worker_at_whose_port_another_process_answers_is_not_ready(
     Seen: four cells with 2,500 hosts each, all workers "ready", and 7,500 hosts in the book for ever.
     """
     processes.begin("compute-cell4-c1", LIVES, other_process.port)
-    with pytest.raises(ServerFailed, match=f"compute-cell4-c1 was not ready.*process {os.getpid()} answers"):
+    with pytest.raises(ServerFailed, match=f"not ready after.*compute-cell4-c1: process {os.getpid()} answers"):
         await processes.ready(timeout_s=SOON_S)
+
+
+async def test_every_worker_that_was_waited_for_in_vain_is_named_with_what_it_waits_for(processes: Given) -> None:
+    ports = [free_port(), free_port()]
+    processes.begin("scheduler1", (sys.executable, "-c", ANSWERS, str(ports[0]), "replica"), ports[0])
+    processes.begin("compute-c1", LIVES, ports[1])
+    async with asyncio.timeout(PATIENCE_S), httpx.AsyncClient() as http:
+        answered = False
+        while not answered:
+            with contextlib.suppress(httpx.HTTPError):
+                answered = (await http.get(f"http://127.0.0.1:{ports[0]}/readyz")).status_code == 503
+    with pytest.raises(ServerFailed) as fault:
+        await processes.ready(timeout_s=SOON_S)
+    first = str(fault.value).splitlines()[0]
+    assert "scheduler1: replica" in first and f"compute-c1: its port {ports[1]} does not answer" in first
 
 
 async def test_a_worker_that_ended_is_not_ready_even_if_its_port_answers(
