@@ -50,6 +50,7 @@ class FenceKeeper:
         self._fences: Mapping[str, Fence] = {}
         self._losses: Mapping[tuple[str, str], Loss] = {}
         self._ordered: dict[tuple[str, str], float] = {}  # losses that were ordered to be destroyed again, and when
+        self._listed_by: dict[tuple[str, str], set[str]] = {}  # {loss: services that have reported its machine}
         self._still_running: dict[str, dict[str, int]] = {}
         self._is_fresh = False
         self._reload_at = 0.0
@@ -219,13 +220,19 @@ class FenceKeeper:
     # --- reports of fenced hosts
 
     async def on_results(self, results: Sequence[ComputeResult]) -> None:
-        """Queue conductor.results: a machine that a host has destroyed is no loss any more."""
+        """Queue conductor.results: a machine that a host has destroyed is no loss any more.
+
+        Only the answer of a service that had the machine counts, by the record or by its report: another one that is
+        ordered, or was ordered earlier, answers at once of a machine that it never had. Without that answer a later
+        report of the host ends the loss.
+        """
         gone = [
             loss
             for one in results
             if one.outcome is ComputeOutcome.DESTROYED
             and (loss := self._losses.get((one.host_uuid, one.instance_uuid))) is not None
             and one.attempt >= loss.attempt
+            and (one.service == loss.service or one.service in self._listed_by.get(loss.place, ()))
         ]
         await self._delete_losses(gone)
 
@@ -248,7 +255,9 @@ class FenceKeeper:
                 loss = losses.get(one.instance_uuid)
                 if loss is None or one.deployment != deployment or not 0 < one.attempt <= loss.attempt:
                     kept.append(one)
-                elif not one.destroying:
+                    continue
+                self._listed_by.setdefault(loss.place, set()).add(report.service)
+                if not one.destroying:
                     await self._destroy(loss, report.service, deployment)
             self._note_running(host.uuid, kept, seen_at, deployment)
             listed = {one.instance_uuid for one in host.running}
@@ -298,3 +307,4 @@ class FenceKeeper:
         gone = {loss.place for loss in losses}
         self._losses = {place: loss for place, loss in self._losses.items() if place not in gone}
         self._ordered = {place: at for place, at in self._ordered.items() if place in self._losses}
+        self._listed_by = {place: names for place, names in self._listed_by.items() if place in self._losses}

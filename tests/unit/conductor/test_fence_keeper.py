@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from bus.bus import Bus
 from bus.clock import SystemClock
-from bus.contracts.cell import ComputeHosts, ComputeOutcome, ComputeResult, Destroy, HostReport
+from bus.contracts.cell import ComputeHosts, ComputeOutcome, ComputeResult, Destroy, HostReport, Running
 from bus.memory import MemoryBroker, MemoryTransport
 from cell_conductor.config import ConductorConfig
 from cell_conductor.domain.fences import Fence, Loss
@@ -119,3 +119,35 @@ async def test_a_loss_is_ordered_again_from_a_host_whose_clock_is_behind() -> No
     await keeper.on_results([destroyed])
     await keeper.without_losses(report, 801.0, "d")
     assert not keeper._losses and not keeper._ordered and len(sent.orders) == 1
+
+
+async def test_a_loss_is_destroyed_by_a_service_that_had_its_machine() -> None:
+    """Any service's answer ended it: one that never had the machine answers at once, and the fence was lifted."""
+    store = MemoryInstances(MemoryInstanceTable(SystemClock()).session())
+    await store.open()
+    await store.fences.put(Fence(host_uuid=HOST, host="h1", version=1, at=1_000.0))
+    keeper = keeper_of(HeldReads(store))
+    await keeper.load()
+    sent = keeper._bus = SentOrders()  # type: ignore[assignment]
+    loss = Loss(host_uuid=HOST, instance_uuid=INSTANCE, attempt=2, service="s", at=1_000.0)
+    keeper.note_losses([loss])
+    by_another = ComputeResult(
+        instance_uuid=INSTANCE, attempt=2, host_uuid=HOST, service="another", outcome=ComputeOutcome.DESTROYED, at=1.0
+    )
+    await keeper.on_results([by_another])
+    assert keeper._losses == {loss.place: loss}
+    # The host was given to another service since, which finds the machine there.
+    runs = Running(instance_uuid=INSTANCE, attempt=2, deployment="d")
+    report = ComputeHosts(
+        service="another",
+        cell="c1",
+        epoch=1,
+        sequence=1,
+        hosts=(HostReport(uuid=HOST, name="h1", running=(runs,)),),
+    )
+    await keeper.without_losses(report, 1_001.0, "d")
+    assert [one.service for one in sent.orders] == ["another"]
+    await keeper.on_results([replace(by_another, attempt=1)])
+    assert keeper._losses
+    await keeper.on_results([by_another])
+    assert not keeper._losses and not keeper._listed_by
