@@ -66,7 +66,7 @@ def _state(service: ServiceRecord | None) -> str:
 
 
 def sentence(missing: Collection[str]) -> str:
-    """What an operator reads of it."""
+    """The message to an operator."""
     named = "; ".join(list(missing)[:MAX_NAMED])
     more = f"; and {len(missing) - MAX_NAMED} more" if len(missing) > MAX_NAMED else ""
     return f"not every host takes builds yet: {named}{more}"

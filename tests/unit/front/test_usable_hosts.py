@@ -1,4 +1,4 @@
-"""`berth up` says that it is up when builds can go to every host of the compute services that it started."""
+"""`berth up` is up when builds can go to every host of the compute services that it started."""
 
 from __future__ import annotations
 
