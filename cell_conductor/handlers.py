@@ -342,6 +342,8 @@ def _instance_event(received: Received, at: float) -> InstanceEvent | None:
             image=message.image,
             code=message.code,
             reason=message.reason,
+            refused=message.refused,
+            elsewhere=message.elsewhere,
         )
         return InstanceEvent(message.instance_uuid, ended, meta.id, meta.cause)
     if isinstance(message, ComputeResult):

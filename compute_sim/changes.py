@@ -20,7 +20,17 @@ from bus.contracts.moves import MACHINE_ABSENT, ChangeKind, ChangeMachine, Machi
 from bus.tracing.tracer import work_for
 from compute_sim import metrics
 from compute_sim.domain.attempts import Entry, Phase
-from compute_sim.driver import Build, BuildFault, ChangeFault, ChangeOrder, Driver, DriverUnavailable, NotOurs
+from compute_sim.driver import (
+    Build,
+    BuildFault,
+    ChangeFault,
+    ChangeOrder,
+    Driver,
+    DriverUnavailable,
+    HandOverRefused,
+    NotOurs,
+    SourceCheckingDriver,
+)
 from compute_sim.jobs import Chain, Jobs
 from compute_sim.records import EntryRow, Key, Records
 
@@ -109,7 +119,10 @@ class Changes:
             try:
                 with work_for(f"change {command.change.value}", key[1], host=key[0], attempt=command.attempt):
                     async with asyncio.timeout(command.timeout_s):
+                        await self._check_source(change)
                         ended = await self._driver.change(change)
+            except HandOverRefused as fault:
+                self._answer(command, code=fault.code, reason=fault.reason, runs=fault.runs, refusal=fault)
             except ChangeFault as fault:
                 self._answer(command, done=False, code=fault.code, reason=fault.reason, runs=fault.runs)
             except NotOurs as fault:
@@ -123,6 +136,11 @@ class Changes:
                 self._answer(command, done=False, code="driver.fault", reason=f"{type(fault).__name__}: {fault}")
             else:
                 self._answer(command, done=True, runs=ended.runs, image=ended.image)
+
+    async def _check_source(self, change: ChangeOrder) -> None:
+        """The source's side of the check before a live migration, where the driver has one. Raises HandOverRefused."""
+        if change.kind is ChangeKind.HAND_OVER_LIVE and isinstance(self._driver, SourceCheckingDriver):
+            await self._driver.check_source(change)
 
     async def _is_here(self, key: Key, command: ChangeMachine) -> bool:
         """Whether the machine belongs to this attempt; without a record the machine's own mark decides."""
@@ -160,11 +178,12 @@ class Changes:
         self,
         command: ChangeMachine,
         *,
-        done: bool,
+        done: bool = False,
         code: str = "",
         reason: str = "",
         runs: bool | None = None,
         image: str = "",
+        refusal: HandOverRefused | None = None,
     ) -> None:
         metrics.COMMANDS.labels(self._service, f"{command.change.value} {'done' if done else 'failed'}").inc()
         self._send(
@@ -180,6 +199,8 @@ class Changes:
                 image=image,
                 code=code,
                 reason=reason[:MAX_REASON],
+                refused=refusal is not None,
+                elsewhere=refusal is not None and refusal.elsewhere,
                 at=self._clock.time(),
                 epoch=self._records.epoch,
                 scan=self._records.scans,

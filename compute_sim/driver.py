@@ -46,6 +46,20 @@ class ChangeFault(Exception):
         self.runs = runs
 
 
+class HandOverRefused(Exception):
+    """A machine that cannot be migrated live now; nothing was begun. `runs`: whether it runs.
+
+    elsewhere: it can perhaps be migrated to another host than the one that was named.
+    """
+
+    def __init__(self, code: str, reason: str = "", *, elsewhere: bool = False, runs: bool = True) -> None:
+        super().__init__(f"{code}: {reason}" if reason else code)
+        self.code = code
+        self.reason = reason
+        self.elsewhere = elsewhere
+        self.runs = runs
+
+
 class NotOurs(Exception):
     """The host has a machine of this instance, and nothing proves that this deployment built it. The machine is left as
     it is.
@@ -199,6 +213,21 @@ class Driver(Protocol):
 
     def on_change(self, callback: Callable[[Sequence[str]], None]) -> None:
         """Have `callback(host uuids)` called when hosts were enabled, disabled, resized, or came and went."""
+
+
+@runtime_checkable
+class SourceCheckingDriver(Protocol):
+    """A driver that can also check, on the source's side, whether a machine can be migrated live.
+
+    The destination has checked its side before (`Driver.check`), and was commanded nothing yet.
+    """
+
+    async def check_source(self, change: ChangeOrder) -> None:
+        """Return when this machine, which runs, could be migrated live to `to_host`. Changes nothing.
+
+        Raises HandOverRefused, or as `change` does. A hand-over that is done already is not refused: the command may
+        come twice.
+        """
 
 
 @runtime_checkable

@@ -317,7 +317,8 @@ class MachineChanged(Message, frozen=True, kw_only=True, tag="compute.changed.v1
     """How a change ended. May come late, twice, or never.
 
     done: it is as requested. Not done: code and reason, and the machine is as it was before, except that `runs` states
-    whether it runs now (None: not known). image: of a snapshot.
+    whether it runs now (None: not known). image: of a snapshot. refused: the host's check before a hand-over refused
+    it, and nothing was begun; elsewhere: a hand-over to another host may pass that check.
     """
 
     instance_uuid: Uuid
@@ -331,6 +332,8 @@ class MachineChanged(Message, frozen=True, kw_only=True, tag="compute.changed.v1
     image: str = ""
     code: str = ""
     reason: Reason = ""
+    refused: bool = False
+    elsewhere: bool = False
     at: float = 0.0
     epoch: int = 0
     scan: int = 0

@@ -141,7 +141,11 @@ class MoveRequested(Event, frozen=True, kw_only=True):
 
 
 class ChangeEnded(Event, frozen=True, kw_only=True):
-    """A host reports how a change of a machine ended. runs: whether it runs now (None: not known)."""
+    """A host reports how a change of a machine ended. runs: whether it runs now (None: not known).
+
+    refused: its check before a hand-over refused it, and nothing was begun. elsewhere: a hand-over to another host may
+    pass.
+    """
 
     attempt: int
     order: int
@@ -152,6 +156,8 @@ class ChangeEnded(Event, frozen=True, kw_only=True):
     image: str = ""
     code: str = ""
     reason: str = ""
+    refused: bool = False
+    elsewhere: bool = False
 
 
 class HostRuns(Event, frozen=True, kw_only=True):

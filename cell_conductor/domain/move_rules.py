@@ -243,7 +243,8 @@ def skip_destination(instance: Instance, event: TimedOut | ServiceLost, context:
 def take_over(instance: Instance, event: ChangeEnded, context: StepContext) -> Step:
     """The source has stopped and handed over: the destination starts it.
 
-    It could not: the instance stays on the source.
+    It could not: the instance stays on the source. Where it refused before it began, the machine was never commanded to
+    stop, and need not be started; another destination is tried only if the source may let it go there.
     """
     move = move_of(instance)
     assert move.source is not None
@@ -253,7 +254,13 @@ def take_over(instance: Instance, event: ChangeEnded, context: StepContext) -> S
         return undo_doubted(instance, event.at, context)
     if event.done:
         return finish(instance, event.at, context)
-    return undo(instance, event.at, context, event.code or "hand-over.failed", event.reason)
+    if not event.refused or not event.runs:
+        return undo(instance, event.at, context, event.code or "hand-over.failed", event.reason)
+    kept = note(instance, "failed", event.at, event.code, event.reason)
+    kept = replace(kept, move=replace(move_of(kept), handed_over=False))
+    if event.elsewhere:
+        return try_next(kept, event.at, context)
+    return undo(kept, event.at, context, event.code, event.reason)
 
 
 def give_up_hand_over(instance: Instance, event: TimedOut, context: StepContext) -> Step:

@@ -127,7 +127,7 @@ MOVES: Mapping[State, Mapping[type[Event], Rule | None]] = {
     State.HANDING_OVER: {
         **MOVING,
         TimedOut: Rule(move_rules.give_up_hand_over, UNDONE),
-        ChangeEnded: Rule(move_rules.take_over, (State.FINISHING, *UNDONE)),
+        ChangeEnded: Rule(move_rules.take_over, (State.FINISHING, *NEXT)),
         MoveRequested: ABORT,
         HostFenced: Rule(fence_rules.stay_at_source, UNDONE),
     },

@@ -59,6 +59,10 @@ class Faults(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Of changes: are done, and reported as failed."""
     change_hang_rate: Rate = 0.0
     """Of changes: never answer."""
+    source_refuse_rate: Rate = 0.0
+    """Of live migrations: refused by the source before they begin, whatever the destination."""
+    source_refuse_host_rate: Rate = 0.0
+    """Of live migrations: refused by the source before they begin, for this destination only."""
 
 
 class PlannedEnding(StrEnum):
@@ -68,6 +72,14 @@ class PlannedEnding(StrEnum):
     FAILS = "fails"
     ABORTS = "aborts"
     HANGS = "hangs"
+
+
+class SourceVerdict(StrEnum):
+    """Whether the source lets a machine go to a host: not at all, or only not to this one."""
+
+    PASSES = "passes"
+    REFUSED = "refused"
+    REFUSED_HERE = "refused-here"
 
 
 class PlannedChange(Struct, frozen=True):
@@ -126,6 +138,20 @@ def _ending(faults: Faults, host: str, roll: float) -> PlannedEnding:
             return ending
         roll -= rate
     return PlannedEnding.WORKS
+
+
+def plan_source_check(faults: Faults, seed: int, host: str, instance_uuid: str, to_host: str) -> SourceVerdict:
+    """Decide whether a source lets a machine go to a host: always the same, and apart from all other plans."""
+    if not faults.source_refuse_rate and not faults.source_refuse_host_rate:
+        return SourceVerdict.PASSES
+    for rate, about, verdict in (
+        (faults.source_refuse_rate, "", SourceVerdict.REFUSED),
+        (faults.source_refuse_host_rate, to_host, SourceVerdict.REFUSED_HERE),
+    ):
+        digest = blake2b(f"{seed}/{host}/{instance_uuid}/source check {about}".encode(), digest_size=32).digest()
+        if _ROLLS.unpack(digest)[0] / _FULL < rate:
+            return verdict
+    return SourceVerdict.PASSES
 
 
 def plan_change(faults: Faults, seed: int, host: str, instance_uuid: str, order: int) -> PlannedChange:

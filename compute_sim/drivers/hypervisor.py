@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from bus.clock import Clock
 from bus.contracts.host_metrics import POWER_WATTS, TEMPERATURE_CELSIUS, HostReading
 from bus.contracts.moves import MACHINE_ABSENT, ChangeKind
-from compute_sim.domain.faults import Faults, PlannedEnding, plan_attempt, plan_change
+from compute_sim.domain.faults import Faults, PlannedEnding, SourceVerdict, plan_attempt, plan_change, plan_source_check
 from compute_sim.domain.hosts import ATTRIBUTES, tree
 from compute_sim.driver import (
     Build,
@@ -19,6 +19,7 @@ from compute_sim.driver import (
     ChangeOrder,
     ChangeResult,
     DriverHost,
+    HandOverRefused,
     Machine,
     NotOurs,
     Reschedule,
@@ -116,6 +117,18 @@ class Hypervisors:
             raise Reschedule("sim.check_failed", "planned: this host cannot take it")
         if not host.enabled:
             raise Reschedule("host.disabled", host.disabled_reason)
+
+    async def check_source(self, change: ChangeOrder) -> None:
+        """Check that the machine is here, and may go to that host. Raises HandOverRefused where planned."""
+        guest = self._guest(change)
+        host = self._fleet.host(change.host_uuid)
+        assert host is not None
+        if not guest.runs:
+            return  # it was handed over before, and this command has come twice
+        verdict = plan_source_check(self._faults, self._seed, host.plan.name, guest.instance_uuid, change.to_host or "")
+        if verdict is not SourceVerdict.PASSES:
+            elsewhere = verdict is SourceVerdict.REFUSED_HERE
+            raise HandOverRefused("sim.source_refused", "planned: the source refuses", elsewhere=elsewhere)
 
     async def change(self, change: ChangeOrder) -> ChangeResult:
         """Change a machine as the plan of this change has it. Raises ChangeFault, where planned, or NotOurs."""

@@ -27,6 +27,8 @@ from cell_conductor.config import ConductorConfig
 from compute_sim.changes import Changes
 from compute_sim.config import ComputeConfig
 from compute_sim.domain.faults import Faults
+from compute_sim.driver import ChangeOrder, ChangeResult, HandOverRefused
+from compute_sim.drivers.hypervisor import Hypervisors
 from compute_sim.fleet import Fleet
 from placement_worker.config import PlacementConfig
 
@@ -226,6 +228,31 @@ async def test_a_live_migration_may_take_as_long_as_copying_its_memory_takes(
     assert moved.state is MoveState.DONE
     times = {one.change: one.timeout_s for one in commands}
     assert times == {ChangeKind.CHECK: 120.0, ChangeKind.HAND_OVER_LIVE: 136.0}
+
+
+async def test_a_live_migration_that_its_source_refuses_changes_nothing(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    changed: list[ChangeKind] = []
+    change = Hypervisors.change
+
+    async def changing(self: Hypervisors, order: ChangeOrder) -> ChangeResult:
+        changed.append(order.kind)
+        return await change(self, order)
+
+    async def refuse(_self: Hypervisors, order: ChangeOrder) -> None:
+        raise HandOverRefused("live.pinned", f"not to {order.to_host}")
+
+    monkeypatch.setattr(Hypervisors, "change", changing)
+    monkeypatch.setattr(Hypervisors, "check_source", refuse)
+    uuid = await rig.build()
+    moved = await rig.move(uuid, MoveKind.LIVE_MIGRATE, "s2")
+    assert (moved.state, moved.code, moved.condition) == (MoveState.FAILED, "live.pinned", Condition.ACTIVE)
+    assert rig.machines(uuid) == {"s1": True} and changed == []
+    assert await rig.held(uuid, moved.request_id) == ["s1"]
+    monkeypatch.undo()
+    again = await rig.move(uuid, MoveKind.LIVE_MIGRATE, "s2")
+    assert again.state is MoveState.DONE
 
 
 async def test_a_resize_in_place_confirms_by_itself(rig: Rig) -> None:

@@ -20,6 +20,7 @@ from bus.persistence.outbox import OutboxMessage
 from cell_conductor.domain import events as e
 from cell_conductor.domain.instance import Instance, Power, State
 from cell_conductor.domain.proof import is_over
+from cell_conductor.domain.steps import Step
 from cell_conductor.domain.table import question_of, step
 from cell_conductor.transition import Transition, may_be_redone
 from tests.unit.conductor.move_scenario import (
@@ -246,6 +247,59 @@ def test_no_step_takes_longer_than_a_day() -> None:
     made.apply(claimed())
     (copy,) = changes(made.end(2, 2))
     assert copy.timeout_s == 86_400.0
+
+
+def refused_live(*hosts: int, **fields: object) -> tuple[Scenario, Step]:
+    """A live migration whose source has refused, before it began, to hand over to host 2."""
+    made = begun(MoveKind.LIVE_MIGRATE, *hosts)
+    made.apply(claimed())
+    made.end(2, 2)
+    known = {"done": False, "code": "live.pinned", "reason": "a device", "runs": True, "refused": True, **fields}
+    return made, made.end(1, 1, **known)  # type: ignore[arg-type]
+
+
+def test_a_live_migration_that_the_source_refuses_leaves_the_machine_active_and_unchanged() -> None:
+    """No alternate could help, and nothing was begun: the machine is not even commanded to start again."""
+    made, _ = refused_live(2, 3)
+    assert made.instance.state is State.REVERTING
+    stepped = made.apply(e.Reverted(at=205.0, attempt=3))
+    assert changes(stepped) == [] and made.destroys == [] and made.spawns == []
+    assert (made.instance.state, made.instance.host_uuid, made.instance.power) == (
+        State.ACTIVE,
+        host(1),
+        Power.RUNNING,
+    )
+    assert made.terminals == [(MoveKind.LIVE_MIGRATE, MoveState.FAILED, "live.pinned")]
+    event = next(m for m in made.commands if isinstance(m, MoveEvent) and m.terminal)
+    assert [(one.host, one.outcome, one.code) for one in event.history] == [("host-2", "failed", "live.pinned")]
+
+
+def test_an_alternate_is_tried_where_the_source_refuses_one_destination_only() -> None:
+    made, _ = refused_live(2, 3, elsewhere=True)
+    question = question_of(made.instance)
+    assert isinstance(question, Claim)
+    assert (made.instance.state, question.attempt, question.release_first) == (State.CLAIMING, 3, True)
+    (check,) = changes(made.apply(claimed(3)))
+    assert (check.change, check.host_uuid) == (ChangeKind.CHECK, host(3))
+    (copy,) = changes(made.end(3, 3))  # the source is commanded again: it had not handed over
+    assert (copy.change, copy.host_uuid, copy.to_host) == (ChangeKind.HAND_OVER_LIVE, host(1), host(3))
+    made.end(1, 1)
+    assert [(spawn.attempt, spawn.host_uuid) for spawn in made.spawns] == [(3, host(3))]
+
+
+def test_without_an_alternate_a_refused_destination_leaves_the_machine_active() -> None:
+    made, _ = refused_live(2, elsewhere=True)
+    stepped = made.apply(e.Reverted(at=205.0, attempt=3))
+    assert (made.instance.state, made.instance.host_uuid, changes(stepped)) == (State.ACTIVE, host(1), [])
+    assert made.terminals == [(MoveKind.LIVE_MIGRATE, MoveState.FAILED, "max_retries_exceeded")]
+
+
+@pytest.mark.parametrize("runs", [False, None])
+def test_a_source_that_refuses_and_may_not_run_is_started(runs: bool | None) -> None:
+    """It may have handed over before, by a copy of the command: only a machine that runs needs no start."""
+    made, _ = refused_live(2, 3, elsewhere=True, runs=runs)
+    (start,) = changes(made.apply(e.Reverted(at=205.0, attempt=3)))
+    assert (start.change, start.host_uuid) == (ChangeKind.START, host(1))
 
 
 def test_a_live_migration_awaits_no_confirm() -> None:
