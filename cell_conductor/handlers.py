@@ -139,12 +139,13 @@ class RequestHandlers:
         """The events, those of doubted builds with the machines that the cell has of them; and the messages to retry.
 
         Nothing is begun while a service that is up has not answered, until the queue's retries are exhausted: those of
-        `last` are begun then. The same for deletes of instances that a database which was set back has no record of.
+        `last` are begun then. The same for deletes of instances that the database may have lost and has no record of:
+        it was set back, or the cell has announced their builds.
         """
         search = self._search
         if search is None:
             return incoming, set()
-        deleted = {one.uuid for one in incoming if isinstance(one.event, DeleteRequested)}
+        deleted = {one.uuid for one in incoming if _may_be_lost(one.event, search)}
         doubted = {one.uuid for one in incoming if _is_doubted(one, search)} | await search.find_unrecorded(deleted)
         if not doubted:
             return incoming, set()
@@ -153,16 +154,31 @@ class RequestHandlers:
         known: list[InstanceEvent] = []
         for one in incoming:
             if one.uuid in doubted and _is_to_be_searched(one.event):
-                if one.uuid in unsure and one.message_id not in last:
+                is_anothers = not searched.of(one.uuid) and _is_anothers(one, search)
+                if (one.uuid in unsure or is_anothers) and one.message_id not in last:
+                    continue
+                if is_anothers:  # with the mark of another deployment: it stays, and so does its claim
+                    log.warning("instance.delete_unanswered", instance=one.uuid, reason="its machine is not ours")
                     continue
                 known.append(replace(one, event=replace(one.event, found=searched.of(one.uuid) or ())))
             else:
                 known.append(one)
-        return known, {one.message_id for one in incoming} - {one.message_id for one in known}
+        retried = {one.message_id for one in incoming} - {one.message_id for one in known}
+        return known, {one for one in retried if one not in last}
 
 
 def _is_to_be_searched(event: Event) -> TypeGuard[BuildRequested | DeleteRequested]:
     return isinstance(event, DeleteRequested) or (isinstance(event, BuildRequested) and event.given_up is None)
+
+
+def _may_be_lost(event: Event, search: MachineSearch) -> bool:
+    return isinstance(event, DeleteRequested) and (bool(search.set_back_at) or event.unrecorded)
+
+
+def _is_anothers(incoming: InstanceEvent, search: MachineSearch) -> bool:
+    """Whether a delete is of an instance without a record, and a host has a machine of it that is not ours."""
+    event = incoming.event
+    return isinstance(event, DeleteRequested) and event.unrecorded and search.is_unexplained(incoming.uuid)
 
 
 def _is_doubted(incoming: InstanceEvent, search: MachineSearch) -> bool:
@@ -321,7 +337,13 @@ def _instance_event(received: Received, at: float) -> InstanceEvent | None:
         )
     if isinstance(message, CellDelete):
         uuid = message.instance_uuid
-        deleted = DeleteRequested(at=at, cause=meta.cause or uuid, project_id=message.project_id)
+        deleted = DeleteRequested(
+            at=at,
+            cause=meta.cause or uuid,
+            project_id=message.project_id,
+            begun=message.begun,
+            unrecorded=message.unrecorded,
+        )
         return InstanceEvent(uuid, deleted, meta.id, meta.cause)
     if isinstance(message, CellMove):
         uuid = message.instance_uuid

@@ -1,8 +1,8 @@
 """Queries the cell's compute services about the instances of doubted builds, before a machine is built for them.
 
 A build is doubted when it may have been begun before, by a record that the database has lost: see
-docs/explanation/destruction.md. So is a delete of an instance that a database which was set back has no record of. Each
-service that is up is queried, with one deadline for all of them.
+docs/explanation/destruction.md. So is a delete of an instance that a database which was set back or replaced has no
+record of. Each service that is up is queried, with one deadline for all of them.
 """
 
 from __future__ import annotations
@@ -70,8 +70,8 @@ class MachineSearch:
         return uuid in self._unexplained()
 
     async def find_unrecorded(self, uuids: Collection[str]) -> set[str]:
-        """The instances among these that the database may have lost: it was set back, and has no build of them."""
-        if not uuids or not self.set_back_at:
+        """The instances among these of which the database has no build."""
+        if not uuids:
             return set()
         briefs = await self._store.briefs([], sorted(uuids))
         return set(uuids) - {one.uuid for one in briefs if one.state is not State.TOMBSTONE}

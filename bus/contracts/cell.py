@@ -74,10 +74,16 @@ class CellBuild(Message, frozen=True, kw_only=True, tag="cell.build.v1"):
 
 
 class CellDelete(Message, frozen=True, kw_only=True, tag="cell.delete.v1"):
-    """Delete the instance, also while it is building. May arrive before its CellBuild: then that build never starts."""
+    """Delete the instance, also while it is building. May arrive before its CellBuild: then that build never starts.
+
+    begun: the cell has announced the build, so a conductor that has no record of it has lost it. unrecorded: a
+    conductor's own message after that; the cell's compute services are queried before it is carried out.
+    """
 
     instance_uuid: Uuid
     project_id: Word
+    begun: bool = False
+    unrecorded: bool = False
 
 
 class Origin(Struct, frozen=True, kw_only=True, omit_defaults=True):

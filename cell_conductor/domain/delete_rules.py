@@ -7,7 +7,7 @@ from __future__ import annotations
 from msgspec.structs import replace
 
 from bus.contracts.build import BuildState
-from bus.contracts.cell import UNKNOWN_ATTEMPT, InstanceSpec, Selection
+from bus.contracts.cell import UNKNOWN_ATTEMPT, CellDelete, InstanceSpec, Selection
 from bus.contracts.moves import (
     MoveState,
 )
@@ -49,10 +49,11 @@ def delete_unknown(instance: Instance, event: DeleteRequested, context: StepCont
     """Without a record it is remembered, so that the build never starts, should it come yet.
 
     In a database that was set back the build may have been carried out and forgotten, and no other message comes. Then
-    what the cell's services have of it is destroyed, its claim is released, and the delete is answered.
+    what the cell's services have of it is destroyed, its claim is released, and the delete is answered. A database that
+    was replaced by a new one does not know that it was; but of a build that the cell has announced it had a record.
     """
     if event.found is None:
-        return rules.tombstone(instance, event, context) if instance.state is State.ABSENT else Step(instance)
+        return _remember(instance, event, context)
     own = [one for one in event.found if one.project_id in (None, event.project_id) and one.attempt > UNKNOWN_ATTEMPT]
     own.sort(key=lambda one: (one.built, one.attempt, one.host_uuid), reverse=True)
     last = max((one.attempt for one in own), default=0)
@@ -81,6 +82,14 @@ def delete_unknown(instance: Instance, event: DeleteRequested, context: StepCont
         for place in range(1, len(own))
     )
     return Step(left.instance, (*others, *left.commands))
+
+
+def _remember(instance: Instance, event: DeleteRequested, context: StepContext) -> Step:
+    remembered = rules.tombstone(instance, event, context) if instance.state is State.ABSENT else Step(instance)
+    if not event.begun:
+        return remembered
+    query = CellDelete(instance_uuid=instance.uuid, project_id=event.project_id, unrecorded=True)
+    return Step(remembered.instance, (*remembered.commands, query))
 
 
 def report_undestroyed(instance: Instance, event: SpawnFailed, context: StepContext) -> Step:

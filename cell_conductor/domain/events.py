@@ -43,13 +43,15 @@ class BuildRequested(Event, frozen=True, kw_only=True):
 class DeleteRequested(Event, frozen=True, kw_only=True):
     """The instance is to be deleted.
 
-    found: machines that the cell's services have of it, if the database was set back and has no record of it (None:
-    they were not queried).
+    found: machines that the cell's services have of it, if the database was set back or replaced and has no record of
+    it (None: they were not queried). begun, unrecorded: as in CellDelete.
     """
 
     cause: str = ""
     project_id: str = ""
     found: tuple[FoundMachine, ...] | None = None
+    begun: bool = False
+    unrecorded: bool = False
 
 
 class Spawned(Event, frozen=True, kw_only=True):

@@ -100,7 +100,8 @@ def _delete(build: RecordedBuild, author: Author) -> BuildEnd | None:
         )
     if build.cell is None:
         return end_unbuilt(build, author, "it was never built")
-    command = CellDelete(instance_uuid=build.instance_uuid, project_id=build.project_id)
+    begun = build.state in (BuildState.BUILDING, BuildState.ACTIVE, BuildState.FAILED)
+    command = CellDelete(instance_uuid=build.instance_uuid, project_id=build.project_id, begun=begun)
     line = author.entry("delete_requested", f"passed to cell {build.cell}")
     deleting = replace(build, state=BuildState.DELETING, delete_requested=True)
     return BuildEnd(

@@ -332,7 +332,7 @@ MESSAGES: tuple[MessageRow, ...] = (
     MessageRow(
         message=cell.CellDelete,
         owner="cell_conductor",
-        publishers=("scheduler_worker",),
+        publishers=("scheduler_worker", "cell_conductor"),
         where=Where.CELL,
         exchange=COMMANDS,
         key="cell.delete",

@@ -9,10 +9,13 @@ import pytest
 from msgspec.structs import replace
 from structlog.testing import capture_logs
 
+from bus.consuming.outcome import Done, Received
+from bus.contracts.base import Meta
 from bus.contracts.build import BuildState
 from bus.contracts.cell import CellDelete
 from bus.faults import DatabaseReplaced
 from cell_conductor.domain.instance import State
+from cell_conductor.handlers import RETRIES, UNSURE, RequestHandlers
 from tests.integration.conductor.neighbours import WAIT_S, Cell, opened
 
 
@@ -145,6 +148,42 @@ async def test_a_delete_of_what_a_set_back_cell_has_forgotten_is_answered(cell: 
     assert await cell.state(uuid) is State.DELETED
     await cell.check_at_rest()
     assert cell.around.running == {} and cell.around.held == {}
+
+
+@pytest.mark.parametrize("is_lost", [False, True], ids=["its machine runs", "its machine is gone"])
+async def test_a_delete_of_what_an_emptied_cell_had_announced_is_answered(cell: Cell, *, is_lost: bool) -> None:
+    """A database that was replaced does not know it: the delete left a tombstone, and its client waited for ever."""
+    uuid, _ = await _active(cell)
+    if is_lost:
+        cell.around.running.clear()
+    async with cell.database.raw() as connection:
+        await connection.execute("DELETE FROM instances")
+    await cell.around.bus.publish(CellDelete(instance_uuid=uuid, project_id="p", begun=True))
+    await cell.around.until(lambda: cell.around.ends(uuid) == [BuildState.ACTIVE, BuildState.DELETED])
+    assert await cell.state(uuid) is State.DELETED
+    await cell.check_at_rest()
+    assert cell.around.running == {} and cell.around.held == {}
+
+
+async def test_a_delete_of_an_instance_whose_machine_has_another_databases_mark_leaves_machine_and_claim(
+    cell: Cell, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is not ours to destroy, and its room is not free: the delete is logged, and has no end."""
+    monkeypatch.setattr(cell.search, "is_unexplained", lambda _: True)
+    uuid, _ = await _active(cell)
+    held = dict(cell.around.held)
+    cell.around.running.clear()
+    async with cell.database.raw() as connection:
+        await connection.execute("DELETE FROM instances")
+    handlers = RequestHandlers(cell.engine, cell.clock, search=cell.search)
+    message = CellDelete(instance_uuid=uuid, project_id="p", unrecorded=True)
+    for attempt, expected in ((0, UNSURE), (RETRIES, Done())):
+        meta = Meta(id=f"{attempt}", cause=uuid, sent_at=1.0, attempt=attempt)
+        with capture_logs() as logs:
+            outcomes = await handlers.requests([Received(message, meta, "c1", "conductor.requests")])
+        assert outcomes == [expected]
+    assert [line["event"] for line in logs] == ["instance.delete_unanswered"]
+    assert cell.around.ends(uuid) == [BuildState.ACTIVE] and cell.around.held == held
 
 
 async def test_a_delete_that_overtakes_its_build_is_remembered_by_a_cell_that_was_never_set_back(cell: Cell) -> None:

@@ -55,6 +55,13 @@ def test_a_delete_by_the_state_of_its_build(
     assert [type(one.message) for one in plan.messages] == ([message] if message else [])
 
 
+@pytest.mark.parametrize("state", [BuildState.SCHEDULED, BuildState.BUILDING, BuildState.ACTIVE, BuildState.FAILED])
+def test_a_delete_shows_its_cell_whether_the_cell_has_announced_the_build(state: BuildState) -> None:
+    """A conductor without a record of it has lost it, and queries its compute services."""
+    (sent,) = plan_deletes([requested(0)], {UUID: recorded(state, "c1")}, AUTHOR).messages
+    assert isinstance(sent.message, CellDelete) and sent.message.begun is (state is not BuildState.SCHEDULED)
+
+
 def test_another_projects_delete_does_nothing() -> None:
     plan = plan_deletes([requested(project="q")], {UUID: recorded(BuildState.ACTIVE, "c1")}, AUTHOR)
     assert isinstance(plan.outcomes[0], Refuse)
