@@ -63,6 +63,7 @@ from scheduler_worker.domain.objects import (
     host_decisions,
     plan,
     seeds,
+    unknown_class,
     zones_that_move,
 )
 from scheduler_worker.domain.plugins import Filter, Weighing
@@ -409,6 +410,7 @@ class ObjectRegistry:
             or self._without_cells(present, planned)
             or await self._occupied_cells(planned)
             or self._unknown_hosts(planned)
+            or self._unknown_classes(planned)
             or await self._stranded(planned, after)
         )
 
@@ -446,6 +448,11 @@ class ObjectRegistry:
                 code = INVALID if found else UNKNOWN
                 return Refusal(code=code, reason=f"aggregate {aggregate!r}: {which}"[:MAX_REASON])
         return None
+
+    def _unknown_classes(self, planned: ChangePlan) -> Refusal | None:
+        """A class that no provider can have: its name may be mistyped."""
+        why = unknown_class(planned.changed)
+        return None if why is None else Refusal(code=UNKNOWN, reason=why[:MAX_REASON])
 
     def _fenced_alive(self, planned: ChangePlan) -> Refusal | None:
         """A fence states that a host is off.

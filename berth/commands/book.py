@@ -148,7 +148,7 @@ def export(
             with file.open("wb") as target:
                 target.writelines(rows)
 
-    run(body)
+    run(_run(body))
 
 
 def import_(

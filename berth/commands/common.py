@@ -219,7 +219,9 @@ async def open_in_time(opening: Coroutine[Any, Any, None]) -> None:
             await opening
     except TimeoutError as fault:
         raise Stop(
-            EXIT_UNAVAILABLE, "bus.unavailable", f"no answer from the bus within {OPEN_TIMEOUT_S:g} s"
+            EXIT_UNAVAILABLE,
+            "bus.unavailable",
+            f"no answer from the bus within {OPEN_TIMEOUT_S:g} s: does its broker run, and is bus.url its address?",
         ) from fault
 
 

@@ -33,7 +33,7 @@ class FencingPlugin(Protocol):
 def load(settings: FencingSettings, *, clock: Clock) -> FencingPlugin:
     """The plug-in that the settings name. Raises SettingsError."""
     if not settings.plugin:
-        raise SettingsError("fencing.plugin", "no plug-in is named; `ironic` comes with berth")
+        raise SettingsError("fencing.plugin", "no plug-in is named: set fencing.plugin; `ironic` comes with berth")
     if settings.plugin == "ironic":
         return IronicPower.from_settings(settings, clock)
     there_are = {entry.name: entry for entry in entry_points(group=GROUP)}

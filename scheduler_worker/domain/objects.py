@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import difflib
+import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 from uuid import UUID
 
 import msgspec
+import os_resource_classes
 from msgspec import Struct
 from msgspec.structs import replace
 
@@ -35,6 +38,7 @@ from bus.contracts.objects import (
 )
 from bus.contracts.operations import AdminState, HostAdminState
 from bus.contracts.patterns import reason_of
+from bus.contracts.placement import INSTANCES
 from scheduler_worker.config import SchedulerConfig
 from scheduler_worker.domain import fences
 from scheduler_worker.domain.drains import drain_of
@@ -49,6 +53,12 @@ TOO_MANY = "object.too_many"
 # Objects of one kind. Every scheduler keeps all of them.
 MAX_OF_KIND = 10_000
 MAX_BODY_BYTES = 64 * 1024
+
+STANDARD_CLASSES = tuple(os_resource_classes.STANDARDS)
+CUSTOM = "CUSTOM_"
+# Nova's names of quotas, in capitals.
+NOVA_NAMES = {"CORES": "VCPU", "RAM": "MEMORY_MB"}
+RESOURCES = re.compile(r"resources[^:]*:(.+)")
 
 Body = (
     Flavor
@@ -413,6 +423,30 @@ def host_decision(stored: StoredObject) -> HostAdminState:
         version=stored.version,
         drain=body.drain,
     )
+
+
+def unknown_class(changed: Iterable[ChangedObject]) -> str | None:
+    """Why a change is refused: a quota or a flavor newly names a class that no provider can have, such as Nova's CORES;
+    a quota of it would limit nothing. None: it names none.
+    """
+    for one in changed:
+        for name in sorted(_classes_of(one.kind, one.after) - _classes_of(one.kind, one.before)):
+            if name not in STANDARD_CLASSES and not name.startswith(CUSTOM):
+                near = difflib.get_close_matches(NOVA_NAMES.get(name, name), STANDARD_CLASSES, n=1)
+                hint = f"did you mean {near[0]}?" if near else f"classes of one's own begin with {CUSTOM}"
+                return f"{one.kind.value} {one.name!r}: there is no resource class {name}; {hint}"
+    return None
+
+
+def _classes_of(kind: ObjectKind, body: Mapping[str, Any] | None) -> set[str]:
+    """The resource classes that a quota or a flavor names."""
+    if body is None:
+        return set()
+    if kind is ObjectKind.QUOTA:
+        return body.get("limits", {}).keys() - {INSTANCES}
+    if kind is ObjectKind.FLAVOR:
+        return {found[1] for key in body.get("extra_specs", {}) if (found := RESOURCES.fullmatch(key))}
+    return set()
 
 
 def zones_that_move(

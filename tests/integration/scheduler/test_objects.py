@@ -128,6 +128,15 @@ async def test_a_flavor_may_be_for_some_projects(world: World) -> None:
     assert "secret" not in answer.reason.partition("there are:")[2], "nor does it learn of it"
 
 
+async def test_a_quota_of_a_class_that_no_provider_can_have_is_refused_unless_forced(world: World) -> None:
+    """It would limit nothing: CORES is Nova's name."""
+    await world.scheduler()
+    cores = ObjectChange(kind=Q, name="demo", body={"limits": {"CORES": 1}})
+    why = await refused(world, cores)
+    assert (why.code, "did you mean VCPU?" in why.reason) == ("object.unknown", True)
+    assert (await change(world, cores, force=True)).changed
+
+
 async def test_a_quota_holds_from_the_next_claim_on(world: World) -> None:
     await world.scheduler("s1")
     await world.add_hosts("c1", 1)

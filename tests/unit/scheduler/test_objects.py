@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from bus.clock import SystemClock
 from bus.contracts.base import Refusal
@@ -28,6 +29,7 @@ from scheduler_worker.domain.objects import (
     effective_config,
     plan,
     seeds,
+    unknown_class,
     zones_that_move,
 )
 from scheduler_worker.objects import ObjectRegistry, check_objects
@@ -186,3 +188,30 @@ async def test_objects_of_settings_that_cannot_be_used_are_not_written() -> None
     found = await store.objects()
     assert found is not None and found.revision == 0
     await store.close()
+
+
+@pytest.mark.parametrize(
+    ("kind", "body", "message"),
+    [
+        (Q, {"limits": {"INSTANCES": 3, "VCPU": 4, "CUSTOM_GOLD": 1}}, None),
+        (Q, {}, None),
+        (Q, {"limits": {"CORES": 4}}, "quota 'x': there is no resource class CORES; did you mean VCPU?"),
+        (Q, {"limits": {"RAM": 4}}, "did you mean MEMORY_MB?"),
+        (Q, {"limits": {"ZZZ": 4}}, "classes of one's own begin with CUSTOM_"),
+        (F, {"vcpus": 1, "extra_specs": {"resources:VGPU": "1", "resources1:CUSTOM_GOLD": "1", "hw:x": "1"}}, None),
+        (
+            F,
+            {"extra_specs": {"resources1:VGPUS": "1"}},
+            "flavor 'x': there is no resource class VGPUS; did you mean VGPU?",
+        ),
+    ],
+)
+def test_a_class_that_no_provider_can_have_is_reported_with_what_is_meant(
+    kind: ObjectKind, body: dict[str, Any], message: str | None
+) -> None:
+    planned = plan(requested(change(kind, "x", body)), {})
+    assert isinstance(planned, ChangePlan)
+    why = unknown_class(planned.changed)
+    assert why is None if message is None else why is not None and message in why, why
+    again = [structs.replace(one, before=one.after) for one in planned.changed]
+    assert unknown_class(again) is None, "one on record is not judged again"
