@@ -1,4 +1,5 @@
-"""OTLP over HTTP as JSON, which every receiver of OTLP takes: an export costs a fifteenth of protobuf in Python.
+"""OTLP over HTTP as JSON, which OpenTelemetry's collector, Jaeger and Tempo take: an export costs a fifteenth of
+protobuf in Python. A receiver that takes protobuf alone answers 415.
 
 Measured on the reference machine: 3 to 4 microseconds a span here, 60 with the encoder of OpenTelemetry's SDK.
 """
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 
 EXPORT_TIMEOUT_S = 5.0
 _STATUS_ERROR = 2  # OTLP's number
+_UNSUPPORTED_MEDIA_TYPE = 415
 
 _encode = msgspec.json.Encoder().encode
 
@@ -43,6 +45,8 @@ class OtlpJsonExporter:
             )
         except httpx.HTTPError as error:
             raise ExportFailed(f"{self._url}: {type(error).__name__}") from error
+        if answer.status_code == _UNSUPPORTED_MEDIA_TYPE:
+            raise ExportFailed(f'{self._url} takes no JSON: set traces.protocol to "http/protobuf"')
         if answer.is_error:
             raise ExportFailed(f"{self._url} answered {answer.status_code}")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import random
 from collections.abc import Sequence
@@ -210,3 +211,18 @@ def test_the_export_is_what_opentelemetry_reads() -> None:
         "text": "\x00é",
         "number": 7,
     }
+
+
+async def test_a_collector_that_takes_no_json_is_reported_with_what_to_set() -> None:
+    async def refuse(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 415 Unsupported Media Type\r\ncontent-length: 0\r\nconnection: close\r\n\r\n")
+        await writer.drain()
+        writer.close()
+
+    server = await asyncio.start_server(refuse, "127.0.0.1", 0)
+    exporter = OtlpJsonExporter(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", {})
+    async with server:
+        with pytest.raises(ExportFailed, match=r"takes no JSON: set traces\.protocol"):
+            await exporter.export([])
+        await exporter.close()
