@@ -443,7 +443,7 @@ def _classes_of(kind: ObjectKind, body: Mapping[str, Any] | None) -> set[str]:
     if body is None:
         return set()
     if kind is ObjectKind.QUOTA:
-        return body.get("limits", {}).keys() - {INSTANCES}
+        return {name for name in body.get("limits", {}) if name != INSTANCES}
     if kind is ObjectKind.FLAVOR:
         return {found[1] for key in body.get("extra_specs", {}) if (found := RESOURCES.fullmatch(key))}
     return set()
