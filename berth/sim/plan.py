@@ -188,6 +188,11 @@ class Plan(Struct, frozen=True, kw_only=True):
         return "transfers" in self.widenings
 
     @property
+    def judges_forgotten(self) -> bool:
+        """Whether what a restored database has forgotten is judged as everything else."""
+        return "builds-forgotten" in self.widenings
+
+    @property
     def has_rest_clients(self) -> bool:
         """Whether other clients call Placement's REST API."""
         return any(order.action is Action.REST for order in self.orders)

@@ -300,7 +300,7 @@ def facts_of(world: World, accepted: Sequence[str], lost: Collection[str]) -> Fa
         feed=(book.changes[0].sequence if book.changes else 0, book.head, len(book.changes)),
         audit=list(_audit(book)),
         accepted=[uuid for uuid in accepted if uuid not in lost],
-        events=[event for event in world.listener.events.values() if event.instance_uuid not in world.taken_back],
+        events=[event for event in world.listener.events.values() if event.instance_uuid not in world.listener.exempt],
         changes=book.changes,
         connections=[(name, bus, name.startswith(FROM_CELLS)) for name, bus in world.connections],
     )

@@ -14,10 +14,11 @@ from uuid import UUID, uuid5
 from msgspec.structs import replace
 
 from berth.sim.peers import NONE_ALLOWED
-from berth.sim.plan import LOAD_S, Action, Order, Plan
+from berth.sim.plan import LOAD_S, Action, Order, Plan, Rates
 from bus.clock import new_uuid
 from bus.contracts.groups import GroupPolicy, ServerGroup
 from bus.contracts.placement import INSTANCES
+from compute_sim.domain.faults import Faults
 
 
 class Widening(StrEnum):
@@ -49,10 +50,11 @@ class Widening(StrEnum):
     DECIDED_CELLS = "decided-cells"  # operators add and remove cells while everything runs
     TRANSFERS = "transfers"  # instances are shelved, offloaded, and unshelved in another cell
     HOSTS_DIE_AGAIN = "hosts-die-again"  # hosts are fenced, back at once and die again, amid moves and drains
+    BUILDS_FORGOTTEN = "builds-forgotten"  # a cell forgets all builds; each comes again or is deleted, and is judged
 
 
 # The kinds that are drawn unless they are named: every kind but those that come by their name alone.
-WIDENED = frozenset(Widening) - {Widening.SAME_HOSTS, Widening.TRANSFERS}
+WIDENED = frozenset(Widening) - {Widening.SAME_HOSTS, Widening.TRANSFERS, Widening.BUILDS_FORGOTTEN}
 NONE: frozenset[Widening] = frozenset()
 
 # How often a kind is in a run that could have it: few at a time, so that each is also seen alone.
@@ -391,6 +393,34 @@ def _transfers(rng: random.Random, plan: Plan) -> Plan:
     return _also(plan, *orders)
 
 
+FORGOTTEN_AT_S = 23.0
+
+
+def _builds_forgotten(rng: random.Random, plan: Plan) -> Plan:
+    """One cell whose database is set back to before its builds, while the commands to build come a second time.
+
+    Every instance is deleted in the end: each of the forgotten builds has a message after which it is judged as ever.
+    """
+    builds = [
+        replace(one, at=rng.uniform(FORGOTTEN_AT_S - 5.0, FORGOTTEN_AT_S))
+        for one in plan.orders
+        if one.action is Action.BUILD
+    ]
+    copied = Order(at=10.0, action=Action.BACKUP, service=f"cell_{plan.cells[0].name}", uuid=new_uuid(rng))
+    back = replace(copied, at=FORGOTTEN_AT_S, action=Action.RESTORE, seconds=rng.uniform(0.1, 1.0))
+    deletes = [replace(one, at=rng.uniform(36.0, 42.0), action=Action.DELETE) for one in builds]
+    return replace(
+        plan.without_faults(),
+        cells=(replace(plan.cells[0], metal=()),),
+        metal=None,
+        rates=Rates(duplicate=1.0),
+        computes=Faults(delay_min_s=0.1, delay_max_s=0.5, fail_rate=rng.uniform(0.1, 0.4)),
+        orders=(*builds, copied, back, *deletes),
+        load_s=45.0,
+        widenings=(),
+    )
+
+
 BACK_AFTER_S = (0.2, 1.0, 4.0, 12.0)
 MAX_MOVES_AMID = 50
 
@@ -495,4 +525,5 @@ DRAWS: Mapping[Widening, Callable[[random.Random, Plan], Plan]] = {
     Widening.DECIDED_CELLS: _decided_cells,
     Widening.TRANSFERS: _transfers,
     Widening.HOSTS_DIE_AGAIN: _hosts_die_again,
+    Widening.BUILDS_FORGOTTEN: _builds_forgotten,
 }

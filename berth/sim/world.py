@@ -367,8 +367,9 @@ class World:
         restore()
         for before, after in zip(now, tables.get(schema, []), strict=True):
             differing = [uuid for uuid in {**before, **after} if before.get(uuid) is not after.get(uuid)]
-            self.taken_back.update(dict.fromkeys(differing))
-        self.listener.exempt.update(self.taken_back)
+            self.listener.exempt.update(differing)  # an end is announced again, under a higher number
+            if not self.plan.judges_forgotten:
+                self.taken_back.update(dict.fromkeys(differing))
         self.event_log.record("restored", f"{schema} {len(self.taken_back)}")
         if schema == "placement":
             self._book_watch.begin_anew()

@@ -1,0 +1,30 @@
+"""A cell's database is set back to before all its builds, which are judged as all others are.
+
+Its defects: `test_mutants_of_forgotten_builds.py`.
+"""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from msgspec.structs import replace
+
+from berth.sim.draw import plan_of
+from berth.sim.plan import Plan
+from berth.sim.run import run
+from berth.sim.widening import DRAWS, Widening
+from tests.sim.mutants_of_forgotten_builds import FOUND_BY
+
+
+def builds_forgotten(seed: int) -> Plan:
+    """The builds of this seed, in one cell that forgets them."""
+    drawn = DRAWS[Widening.BUILDS_FORGOTTEN](random.Random(seed), plan_of(seed))
+    orders = tuple(sorted(drawn.orders, key=lambda order: order.at))
+    return replace(drawn, orders=orders, widenings=(Widening.BUILDS_FORGOTTEN,))
+
+
+@pytest.mark.parametrize("seed", sorted(set(FOUND_BY.values())))
+def test_it_holds(seed: int) -> None:
+    held = run(builds_forgotten(seed))
+    assert held.breach == "", held.detail

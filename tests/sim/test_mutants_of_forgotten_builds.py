@@ -1,0 +1,19 @@
+"""Deliberate defects of the search for forgotten builds' machines are found; `test_forgotten_builds.py`: without them
+all holds.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from berth.sim.run import run
+from tests.sim.mutants_of_forgotten_builds import BREAKS, FOUND_BY, MUTANTS_OF_FORGOTTEN_BUILDS
+from tests.sim.test_forgotten_builds import builds_forgotten
+
+MUTANTS = {mutant.__name__: mutant for mutant in MUTANTS_OF_FORGOTTEN_BUILDS}
+
+
+@pytest.mark.parametrize("name", sorted(MUTANTS))
+def test_a_defect_of_the_search_is_found(name: str) -> None:
+    with MUTANTS[name]():
+        assert run(builds_forgotten(FOUND_BY[name])).breach == BREAKS[name]
