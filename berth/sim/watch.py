@@ -93,7 +93,9 @@ class MachineWatch:
     def __init__(self) -> None:
         self._built: set[tuple[str, str, int]] = set()  # every machine there ever was: (host, instance, attempt)
         self._destroyed: dict[tuple[str, str], int] = {}  # the highest attempt that a host reported as gone for good
-        self._active: dict[str, Instance] = {}
+        # {instance: {cell: its newest record there that was active or lost}}. A second cell builds an instance that was
+        # lost in a first one when schedulers have lost its record and its request comes again.
+        self._active: dict[str, dict[str, Instance]] = {}
         self.runs: Callable[[str, str], int | None] = lambda _host, _instance: None  # the attempt that runs there now
         self._deployed: set[tuple[str, str]] = set()  # (node, instance): Ironic knows no attempts
         # Of two hosts of one uuid either may have reported that it destroyed an attempt.
@@ -126,8 +128,8 @@ class MachineWatch:
 
     def _is_on_record(self, key: tuple[str, str, int]) -> bool:
         host, instance, attempt = key
-        active = self._active.get(instance)
-        return active is not None and (active.host_uuid, active.attempt) == (host, attempt)
+        records = self._active.get(instance, {}).values()
+        return any((one.host_uuid, one.attempt) == (host, attempt) for one in records)
 
     def is_untold(self, host: str, guest: Guest) -> bool:
         """Whether an attempt ran in two fleets of one name, and no worker could know of both.
@@ -154,16 +156,18 @@ class MachineWatch:
             if builder is not None and builder.dead and not self._is_on_record(built):
                 self._untold.add(built)
 
-    def instances(self, instances: Mapping[str, Instance]) -> None:
-        """A conductor has committed: what is active was built, there and by that attempt."""
+    def instances(self, cell: str, instances: Mapping[str, Instance]) -> None:
+        """A conductor of a cell has committed: what is active was built, there and by that attempt."""
         for uuid, instance in instances.items():
-            before = self._active.get(uuid)
+            before = self._active.get(uuid, {}).get(cell)
+            if before is instance:
+                continue
             if before is not None and instance.code == "instance.lost" and before.code != "instance.lost":
                 self._lost(before)
-                self._active[uuid] = instance
-            if instance.state is not State.ACTIVE or self._active.get(uuid) is instance:
+                self._active[uuid][cell] = instance
+            if instance.state is not State.ACTIVE:
                 continue
-            self._active[uuid] = instance
+            self._active.setdefault(uuid, {})[cell] = instance
             built = (instance.host_uuid, uuid, instance.attempt) in self._built
             if not built and (instance.host_uuid, uuid) not in self._deployed:
                 raise Breach("active_was_built", f"{uuid} is active as attempt {instance.attempt}, never built there")

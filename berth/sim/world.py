@@ -153,7 +153,7 @@ class World:
         self.builds.on_commit.append(partial(self._committed, "scheduler", lambda: None))
         for name, cell_table in self.cells.items():
             look = _all_of(
-                partial(self.machines.instances, cell_table.instances),
+                partial(self.machines.instances, name, cell_table.instances),
                 self.peer_watch.machines,
                 partial(self.move_watch.instances, cell_table.instances),
                 partial(self.harm.record, cell_table.instances),

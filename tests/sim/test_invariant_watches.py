@@ -26,7 +26,7 @@ from berth.sim.plan import Action, Order
 from berth.sim.rest import _inventories, _leftovers, _running
 from berth.sim.run import run
 from berth.sim.shrink import _without_metal
-from berth.sim.watch import Breach
+from berth.sim.watch import Breach, MachineWatch
 from berth.sim.wiring import conductor
 from berth.sim.world import World
 from bus.bus import API
@@ -376,13 +376,31 @@ def test_what_was_lost_when_its_host_looked_may_be_there_again(
             pool._change(node, instance_uuid=owner)
         chosen = Selection(host_uuid=node["uuid"], host="h", service="m0", allocations={})
         active = Instance(uuid=INSTANCE, state=State.ACTIVE, attempt=0, selections=(chosen,))
-        world.machines.instances({INSTANCE: active})
+        world.machines.instances("c1", {INSTANCE: active})
         await asyncio.sleep(late_s)
         lost = replace(active, state=State.FAILED, code="instance.lost")
         with pytest.raises(Breach, match="lost_was_lost") if breaks else nullcontext():
-            world.machines.instances({INSTANCE: lost})
+            world.machines.instances("c1", {INSTANCE: lost})
 
     virtual.run(main, on_unseen=pytest.fail)
+
+
+@pytest.mark.parametrize(("loser", "breaks"), [("c1", False), ("c2", True)])
+def test_what_one_cell_has_lost_may_run_in_another(loser: str, *, breaks: bool) -> None:
+    """Seed 1795360373: schedulers had forgotten a lost instance, and its request came again and led to another cell."""
+    watch = MachineWatch()
+    active = {}
+    for cell, host in (("c1", HERE), ("c2", LEFT)):
+        watch.put(host, Guest(INSTANCE, 1, {host: {"VCPU": 1}}, deployment="d"))
+        chosen = Selection(host_uuid=host, host="h", service="s", allocations={})
+        active[cell] = Instance(uuid=INSTANCE, state=State.ACTIVE, attempt=1, selections=(chosen,))
+    lost = {cell: replace(one, state=State.FAILED, code="instance.lost") for cell, one in active.items()}
+    watch.instances("c1", {INSTANCE: active["c1"]})
+    watch.instances("c1", {INSTANCE: lost["c1"]})
+    watch.runs = lambda host, _: 1 if host == LEFT else None
+    watch.instances("c2", {INSTANCE: active["c2"]})
+    with pytest.raises(Breach, match="lost_was_lost") if breaks else nullcontext():
+        watch.instances(loser, {INSTANCE: lost[loser]})
 
 
 @pytest.mark.parametrize(("first_died", "machines"), [(True, 1), (False, 2)])
@@ -446,7 +464,7 @@ def test_what_a_dead_process_of_a_name_built_unreported_is_no_second_machine(
         if was_active:
             chosen = Selection(host_uuid=host, host="h", service=service, allocations={})
             active = Instance(uuid=INSTANCE, state=State.ACTIVE, attempt=1, selections=(chosen,))
-            world.machines.instances({INSTANCE: active})
+            world.machines.instances("c1", {INSTANCE: active})
         first.dead = first_died
         world.cells[world.cell_of(service).name].taken_back = int(forgot)
         if has_name:
