@@ -16,7 +16,10 @@ from bus.persistence.database import Database
 from scheduler_worker.domain.flavors import ZONE_KEY
 
 _HELD_BY_BUS = "SELECT uuid::text FROM consumers WHERE released_at IS NULL AND attempt > 0"
-_OPEN_REQUESTS = "SELECT instance_uuid::text FROM build_requests WHERE NOT terminal OR delete_requested"
+# A delete stays requested when the instance is deleted.
+_OPEN_REQUESTS = """
+SELECT instance_uuid::text FROM build_requests WHERE NOT terminal OR (delete_requested AND state <> 'deleted')
+"""
 _CHANGED = "SELECT instance_uuid::text FROM instances WHERE under_way IS NOT NULL OR condition = 'moving'"
 # Requests of moves: of one that is under way, or awaits its confirm, the id is the consumer that holds its source.
 _MIGRATIONS = "SELECT request_id::text, instance_uuid::text FROM moves WHERE request_id = ANY($1::uuid[])"

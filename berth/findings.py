@@ -13,6 +13,7 @@ from enum import StrEnum
 from math import floor
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from berth.invariants import (
     ALIVE,
@@ -55,16 +56,21 @@ _PROPOSED: Mapping[FindingKind, str] = {
     Kind.MISCOUNTED: f"recount: {_BY_AUDIT}",
     Kind.OUTSIDE_ZONE: "put its host back into the zone's aggregate, or move it there: berth migrate",
 }
+DELETED = "deleted"
 _FOREIGN = "left alone: it is not of this deployment"
 
 
 class AuditFinding(Struct, frozen=True):
-    """One thing that is wrong. subject: an instance, a consumer or a provider. repair: the proposed repair."""
+    """One thing that is wrong. subject: an instance, a consumer or a provider. repair: the proposed repair.
+
+    proof: why that repair can harm nothing ("": this is not known, and only a person may have it carried out).
+    """
 
     kind: FindingKind
     subject: str
     reason: str
     repair: str
+    proof: str = ""
 
     @property
     def key(self) -> tuple[str, str]:
@@ -92,6 +98,7 @@ class Confirmed:
 
     def __init__(self) -> None:
         self._last: dict[tuple[str, str], AuditFinding] = {}
+        self.proven: list[AuditFinding] = []  # of `found`, those whose proof these two passes had
         self._since_s: dict[tuple[str, str], float] = {}
         self.found: dict[tuple[str, str], AuditFinding] = {}
 
@@ -102,6 +109,7 @@ class Confirmed:
         new = [one for key, one in seen.items() if key in self._last and key not in self.found]
         gone = [one for key, one in self.found.items() if key not in seen]
         self.found = {key: one for key, one in seen.items() if key in self._last or key in self.found}
+        self.proven = [one for key, one in seen.items() if one.proof and key in self._last and self._last[key].proof]
         self._last = seen
         return new, gone
 
@@ -170,7 +178,26 @@ def _holdings(
             continue
         providers = ", ".join(sorted(facts.allocations[consumer]))
         what = "of a move that is over" if consumer in audited.migrations else "of no instance"
-        yield _finding(Kind.ORPHANED, consumer, f"an allocation {what}, on {providers}")
+        orphaned = _finding(Kind.ORPHANED, consumer, f"an allocation {what}, on {providers}")
+        yield replace(orphaned, proof=_proof_of_end(facts, consumer))
+
+
+def _proof_of_end(facts: Facts, consumer: str) -> str:
+    """Why an orphaned allocation may be released: its instance was deleted by all records, and no host runs it.
+
+    A consumer that no record knows has no proof: the records may have been set back to before its request. Neither has
+    one while a compute service sends no report.
+    """
+    if facts.requests.get(consumer) != DELETED or facts.running is None or facts.down is None or facts.down:
+        return ""
+    records = [one for one in facts.instances if one.instance_uuid == consumer]
+    if any(one.state not in (DELETED, TOMBSTONE) for one in records):
+        return ""
+    kept = (one.instance_uuid for one in facts.quarantine or ())
+    if consumer in kept or any(machine.instance_uuid == consumer for machine in facts.running):
+        return ""
+    cells = f" and in {', '.join(sorted(one.cell for one in records))}" if records else ""
+    return f"deleted by the schedulers' record{cells}, and no host runs it"
 
 
 def _records(facts: Facts, unsettled: AbstractSet[str]) -> Iterator[AuditFinding]:

@@ -137,6 +137,15 @@ class FencingSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """For other plug-ins."""
 
 
+class AuditSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The findings that `berth audit --watch` repairs by itself: only those whose repair is proved to be safe."""
+
+    orphaned: Literal["propose", "repair"] = "propose"
+    """`repair`: release the allocation of an instance that is deleted by the record of the schedulers and of every
+    cell, and that no host runs, when two looks in a row have found it so. All others are proposed (howto/audit.md).
+    """
+
+
 class Settings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """All settings. `berth config` prints those in force."""
 
@@ -172,6 +181,8 @@ class Settings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Of each ironic_sync process."""
     fencing: FencingSettings = FencingSettings()
     """How hosts are switched off."""
+    audit: AuditSettings = AuditSettings()
+    """The repairs that an audit carries out by itself."""
 
     @property
     def state(self) -> Path:

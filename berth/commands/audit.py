@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable
 from contextlib import aclosing
 from datetime import UTC, datetime
 from typing import Annotated
@@ -11,9 +12,21 @@ from rich.text import Text
 
 from berth.auditing import watch
 from berth.commands.book import GRACE_S, audited
-from berth.commands.common import EXIT_NO, AsJson, Stop, database_of, err, out, print_json_line, run, settings_of
+from berth.commands.common import (
+    EXIT_NO,
+    AsJson,
+    Stop,
+    database_of,
+    decided_by,
+    err,
+    out,
+    print_json_line,
+    run,
+    settings_of,
+)
 from berth.findings import REPAIRABLE, AuditFinding
 from berth.render import printable
+from berth.repairing import chosen, release_ended
 from berth.site import Site
 from bus.faults import Transient
 
@@ -40,12 +53,14 @@ def audit(
     usage miscounted, hosts outside the zone that a request names; each with its reason and the repair that is proposed.
 
     Requests under way are not judged, and a finding counts when two passes in a row have it, so one run makes two. With
-    --watch it ends by Ctrl-C. Nothing is changed without --repair; things that are not of this deployment never are.
-    Exit status 1 when something is wrong.
+    --watch it ends by Ctrl-C. Nothing is changed without --repair, unless the setting `audit.orphaned` is `repair`:
+    then --watch releases allocations of instances that are proved to be deleted. Things that are not of this deployment
+    are never changed. Exit status 1 when something is wrong.
     """
 
     async def body() -> int:
-        here, passes = database_of(settings_of(context)), 0
+        settings = settings_of(context)
+        here, passes = database_of(settings), 0
         async with aclosing(watch(here, every_s=every)) as stream:
             async for seen in stream:
                 passes += 1
@@ -56,7 +71,9 @@ def audit(
                         else:
                             show_finding(state, one)
                 if repair and seen.confirmed.lasting(REPAIRABLE, grace, seen.at_s):
-                    await _repair(here, grace, as_json)
+                    await _carry_out(_repaired(here, grace), as_json)
+                if follow and (due := chosen(settings.audit, seen.confirmed.proven)):
+                    await _carry_out(release_ended(here, due, who=f"audit of {decided_by(None)}"), as_json)
                 if passes >= 2 and not follow:
                     if not seen.confirmed.found and not as_json:
                         out.print("nothing is wrong")
@@ -66,9 +83,14 @@ def audit(
     run(body)
 
 
-async def _repair(here: Site, grace_s: float, as_json: bool) -> None:
+async def _repaired(here: Site, grace_s: float) -> list[str]:
+    return (await audited(here, repair=True, grace_s=grace_s))["repaired"]
+
+
+async def _carry_out(repair: Awaitable[list[str]], as_json: bool) -> None:
+    """Carry a repair out and print its lines. A server that is unavailable is reported: the next pass tries again."""
     try:
-        done = (await audited(here, repair=True, grace_s=grace_s))["repaired"]
+        done = await repair
     except (Transient, Stop) as fault:
         err.print(Text(printable(f"not repaired: {fault}")), soft_wrap=True)
         return

@@ -44,6 +44,7 @@ class ObjectKind(StrEnum):
     CELL = "cell"
     DRAIN = "drain"
     GROUP = "group"
+    REPAIR = "repair"
 
 
 class Flavor(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
@@ -155,6 +156,19 @@ class FenceRecord(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_
     forced: bool = False
     acknowledged: Version = 0
     losses: Count = 0
+
+
+class AuditRepair(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
+    """A repair that an audit has carried out by itself, as the site's policy allows. It is only in the log of changes,
+    under the name of the consumer, as an object that was there before: none is ever on record.
+
+    finding: its kind. found: what was wrong; proof: why the repair is safe. held: the allocation that was released.
+    """
+
+    finding: Label
+    found: Reason
+    proof: Reason
+    held: dict[Uuid, dict[Label, int]] = {}
 
 
 class CellState(StrEnum):

@@ -22,6 +22,7 @@ from bus.contracts.objects import (
     DEFAULT_QUOTA,
     SCHEDULING,
     Aggregate,
+    AuditRepair,
     CellDecision,
     CellState,
     ChangedObject,
@@ -70,6 +71,7 @@ Body = (
     | CellDecision
     | DrainRecord
     | GroupDefinition
+    | AuditRepair
 )
 BODIES: Mapping[ObjectKind, type[Body]] = {
     ObjectKind.FLAVOR: Flavor,
@@ -81,14 +83,16 @@ BODIES: Mapping[ObjectKind, type[Body]] = {
     ObjectKind.CELL: CellDecision,
     ObjectKind.DRAIN: DrainRecord,
     ObjectKind.GROUP: GroupDefinition,
+    ObjectKind.REPAIR: AuditRepair,
 }
 # The reasons why a change of objects refuses certain kinds.
 DERIVED: Mapping[ObjectKind, str] = {
     ObjectKind.FENCE: "follows from a decision about its host, and is not changed",
     ObjectKind.DRAIN: "has commands of its own (drain.command.v1), and is not changed",
+    ObjectKind.REPAIR: "is an entry of the log, and no object",
 }
 # Kinds that are about existing hosts, and not part of a configuration.
-NOT_CONFIGURATION = frozenset({ObjectKind.HOST, ObjectKind.FENCE, ObjectKind.CELL, ObjectKind.DRAIN})
+NOT_CONFIGURATION = frozenset({ObjectKind.HOST, ObjectKind.FENCE, ObjectKind.CELL, ObjectKind.DRAIN, ObjectKind.REPAIR})
 
 Key = tuple[ObjectKind, str]
 Objects = Mapping[Key, StoredObject]

@@ -17,14 +17,22 @@ from berth.commands.book import audited
 from berth.findings import REPAIRABLE, AuditFinding, Confirmed
 from berth.gather import gather, rest
 from berth.invariants import check_invariants
-from berth.settings import BusSettings, CellSettings, DatabaseSettings, Settings, UpSettings
+from berth.repairing import chosen, release_ended
+from berth.settings import AuditSettings, BusSettings, CellSettings, DatabaseSettings, Settings, UpSettings
 from berth.site import Site, process_name
 from berth.up import LocalSystem, site
 from bus.clock import new_uuid
-from bus.contracts.build import BuildRequest
+from bus.contracts.build import BuildQuery, BuildRequest
 from bus.contracts.cell import InstanceSpec, Selection
 from bus.contracts.moves import MoveKind, MoveRequest, MoveState
-from bus.contracts.objects import ObjectChange, ObjectKind, ObjectsChange, ObjectsChanged
+from bus.contracts.objects import (
+    ObjectChange,
+    ObjectKind,
+    ObjectLogPage,
+    ObjectLogQuery,
+    ObjectsChange,
+    ObjectsChanged,
+)
 from bus.contracts.placement import (
     AggregateMembers,
     AggregateMembersSet,
@@ -159,6 +167,45 @@ async def test_what_is_planted_in_book_record_and_on_a_host_is_found_and_nothing
         await connection.execute("DELETE FROM instances WHERE uuid = $1", on_record)
     await database.close()
     await watched.until(("orphaned", in_book), ("missing", on_record), ("machine_without_instance", on_host), gone=True)
+
+
+async def test_an_allocation_of_a_deleted_instance_is_released_by_itself_and_no_other(watched: Watched) -> None:
+    """A consumer that no record knows has no proof: it is proposed. The log of changes has the repair and its proof."""
+    build = BuildRequest(instance_uuid=new_uuid(RNG), flavor="m1.tiny", project_id="p")
+    await watched.client.boot([build])
+    assert await watched.client.wait(WAIT_S)
+    query = BuildQuery(instance_uuid=build.instance_uuid)
+    await watched.client.delete((await watched.client.query(query, timeout_s=WAIT_S)).builds)
+    assert await watched.client.wait(WAIT_S)
+    home, ended, unknown = watched.hosts[0], build.instance_uuid, new_uuid(RNG)
+    assert await rest(watched.place, timeout_s=WAIT_S)
+    for consumer in (ended, unknown):
+        option = ClaimOption(allocations={home: {"VCPU": 1}}, host=home)
+        claim = Claim(consumer=consumer, attempt=7, options=(option,), project_id="p")
+        answer = await watched.client.bus.request(claim, ClaimResult, timeout_s=WAIT_S)
+        assert answer.outcome is ClaimOutcome.CLAIMED
+    await watched.until(("orphaned", ended), ("orphaned", unknown))
+    await watched.two_looks()
+    proven = chosen(AuditSettings(orphaned="repair"), watched.confirmed.proven)
+    assert [one.subject for one in proven] == [ended] and chosen(AuditSettings(), proven) == []
+    done = await release_ended(watched.place, list(watched.confirmed.found.values()), who="audit of ann")
+    proof = f"deleted by the schedulers' record and in {CELL}, and no host runs it"
+    assert done == [f"{ended}: released ({proof})"]
+    await watched.until(("orphaned", ended), gone=True)
+    assert ("orphaned", unknown) in watched.found
+    query_log = ObjectLogQuery(kind=ObjectKind.REPAIR)
+    log = await watched.client.bus.request(query_log, ObjectLogPage, timeout_s=WAIT_S)
+    (entry,) = log.entries
+    assert (entry.name, entry.who, entry.why) == (ended, "audit of ann", "audit.orphaned = repair")
+    assert entry.before is not None and entry.before["proof"] == proof
+    assert entry.before["held"] == {home: {"VCPU": 1}}
+    assert await release_ended(watched.place, proven, who="audit of ann") == [], "the proof is read again each time"
+    # A decision afterwards is under the next revision: the repair has taken one.
+    change = ObjectChange(kind=ObjectKind.QUOTA, name="q", body={"limits": {"VCPU": 1}})
+    made = await watched.client.bus.request(
+        ObjectsChange(changes=(change,), who="ann"), ObjectsChanged, timeout_s=WAIT_S
+    )
+    assert made.revision == entry.revision + 1
 
 
 async def test_a_move_that_awaits_its_confirm_is_at_rest_and_keeps_its_source(watched: Watched) -> None:

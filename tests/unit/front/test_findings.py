@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from berth.findings import AuditFacts, Confirmed, FindingKind, findings
+from berth.findings import AuditFacts, AuditFinding, Confirmed, FindingKind, findings
 from berth.invariants import (
     Facts,
     InstanceFact,
@@ -16,6 +16,8 @@ from berth.invariants import (
     ServiceDownFact,
     SourceFact,
 )
+from berth.repairing import MAX_AT_ONCE, chosen
+from berth.settings import AuditSettings, Settings
 
 A, B, HOST, OTHER, MOVE = (f"{n}0000000-0000-4000-8000-000000000000" for n in "ab12d")
 K = FindingKind
@@ -51,6 +53,11 @@ AWAITING = {
     "allocations": {**HELD, MOVE: {OTHER: {"VCPU": 1}}},
     "migrations": {MOVE: A},
     "running": (RunningFact(A, 2, HOST), RunningFact(A, 1, OTHER, is_stopped=True)),
+}
+ENDED: dict[str, Any] = {
+    "allocations": {**HELD, B: {HOST: {"VCPU": 1}}},
+    "requests": {A: "active", B: "deleted"},
+    "instances": (ACTIVE, InstanceFact(B, "cell1", "deleted", HOST, 1, "s")),
 }
 CASES: list[tuple[dict[str, Any], list[tuple[FindingKind, str]]]] = [
     ({}, []),
@@ -109,3 +116,59 @@ def test_a_finding_counts_from_its_second_look_on_and_is_gone_with_the_first_wit
     assert confirmed.lasting({K.MISSING}, 2.0, 5.0) and not confirmed.lasting({K.MISSING}, 2.1, 5.0)
     assert not confirmed.lasting({K.ORPHANED}, 0.0, 5.0)
     assert confirmed.apply([], 6.0) == ([], [one])
+
+
+def proof(**more: Any) -> str:
+    (found,) = (one for one in findings(look(**{**ENDED, **more})) if (one.kind, one.subject) == (K.ORPHANED, B))
+    return found.proof
+
+
+def test_an_orphan_whose_instance_is_deleted_everywhere_has_a_proof() -> None:
+    assert proof() == "deleted by the schedulers' record and in cell1, and no host runs it"
+    assert proof(instances=(ACTIVE,)) == "deleted by the schedulers' record, and no host runs it"
+    assert proof(instances=(ACTIVE, InstanceFact(B, "cell2", "tombstone", None, 1)))
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"requests": {A: "active"}},  # no record: they may have been set back to before its request
+        {"requests": {A: "active", B: "failed"}},
+        {"requests": {A: "active", B: "active"}, "instances": (ACTIVE,)},
+        {"instances": (ACTIVE, InstanceFact(B, "cell1", "failed", HOST, 1, "s"))},
+        {"instances": (*ENDED["instances"], InstanceFact(B, "cell2", "departed", None, 1))},
+        {"running": (RUNS, RunningFact(B, 1, OTHER, has_mark=False))},
+        {"running": None},
+        {"down": None},
+        {"down": (ServiceDownFact(cell="cell1", service="s2", why="silent"),)},
+    ],
+)
+def test_an_orphan_that_may_have_a_machine_has_none(more: dict[str, Any]) -> None:
+    assert proof(**more) == ""
+
+
+def test_an_orphan_that_is_in_quarantine_has_no_proof() -> None:
+    kept = QuarantineFact(cell="cell1", service="s", host_uuid=HOST, instance_uuid=B, why="unknown")
+    assert proof(quarantine=(kept,)) == ""
+
+
+def test_a_repair_needs_the_proof_in_two_passes_in_a_row() -> None:
+    confirmed = Confirmed()
+    proved, bare = findings(look(**ENDED)), findings(look(**{**ENDED, "requests": {A: "active"}}))
+    confirmed.apply(bare, 1.0)
+    confirmed.apply(proved, 2.0)
+    assert [one.subject for one in confirmed.found.values()] == [B] and confirmed.proven == []
+    confirmed.apply(proved, 3.0)
+    assert [one.subject for one in confirmed.proven] == [B]
+    confirmed.apply([], 4.0)
+    assert confirmed.proven == []
+
+
+def test_nothing_is_repaired_by_itself_unless_the_site_has_decided_so() -> None:
+    proven = findings(look(**ENDED))
+    assert chosen(Settings().audit, proven) == []
+    assert chosen(AuditSettings(orphaned="repair"), proven) == proven
+    many = [AuditFinding(K.ORPHANED, str(n), "r", "release it", "proof") for n in range(MAX_AT_ONCE + 1)]
+    assert chosen(AuditSettings(orphaned="repair"), many) == [] and chosen(AuditSettings(orphaned="repair"), many[1:])
+    other = AuditFinding(K.MISSING, A, "r", "claim it", "proof")
+    assert chosen(AuditSettings(orphaned="repair"), [other]) == []
