@@ -236,6 +236,22 @@ async def test_a_drain_moves_so_many_at_a_time_and_ends_when_nothing_is_left(wor
     assert [(one.id, one.counts) for one in page.drains] == [(begun.id, {"moved": 5})]
 
 
+async def test_each_move_chooses_when_it_begins_whatever_host_was_planned(world: World) -> None:
+    """Nothing is held for a move that waits: the planned host is out of use by then, and another one has come."""
+    await world.scheduler("s1", WARM)
+    await world.add_hosts("c1", 2)
+    await active(world, 2, "c1-0")
+    plan = await plan_of(world, "c1-0")
+    assert [one.hosts for one in plan.moves] == [("c1-1",)] * 2
+    begun = await begin(world, "c1-0", at_once=1)
+    await world.until(partial(has_begun, world, 1))
+    await decide(world, "c1-1", AdminState.DISABLED)
+    await world.add_hosts("c1", 1)
+    ended = await carried_out(world, begun, at_once=1, count=2)
+    assert ended.code == "drain.done"
+    assert [[one.host for one in move.selections] for move in commanded(world)] == [["c1-1"], ["c1-2"]]
+
+
 async def test_a_repeated_start_is_one_drain_and_a_killed_scheduler_leaves_the_rest_to_another(world: World) -> None:
     await world.scheduler("s1", WARM)
     await world.add_hosts("c1", 3)
