@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
+
+import msgspec
 
 from berth.added_cells import with_added_cells
 from berth.invariants import (
@@ -90,6 +92,10 @@ FROM build_requests WHERE gang IS NOT NULL GROUP BY gang
 """
 _UNSENT = "SELECT count(*) FROM outbox"
 
+# Of a system at rest an instance still changes by itself when the time to confirm its move ends. If one has while the
+# others were read, what was read does not belong together.
+READS = 5
+
 
 async def gather(
     site: Site,
@@ -105,31 +111,43 @@ async def gather(
     book, scheduler = environment.database("placement", pool_size=2), environment.database("scheduler", pool_size=2)
     cells = {cell: environment.database(f"cell_{cell}", pool_size=2) for cell in site.cells}
     try:
-        instances = await _instances(cells)
-        running, down = await _running(site, cells, instances)
-        return Facts(
-            inventories=[InventoryFact(*row) for row in await _rows(book, _INVENTORIES)],
-            allocations=_by_consumer(await _rows(book, _ALLOCATIONS)),
-            roots=dict(await _rows(book, _ROOTS)),
-            requests=dict(await _rows(scheduler, _REQUESTS)),
-            cells=dict(await _rows(scheduler, _CELLS)),
-            instances=instances,
-            running=running,
-            feed=await _feed(book),
-            audit=[f"{p} {c}: the book has {u}, its allocations {a}" for p, c, u, a in await _rows(book, _AUDIT)],
-            accepted=accepted,
-            events=events,
-            changes=changes,
-            connections=connections,
-            breakers=await _breakers(cells),
-            quarantine=await _quarantine(cells),
-            moves=[MoveFact(*row) for row in await _rows(scheduler, _MOVES)],
-            gangs=await _gangs(scheduler, site.clock.time() - site.settings.scheduler.ended_retention_s),
-            down=[fact for _, fact in sorted(down.items())],
+        facts = await _facts(site, book, scheduler, cells)
+        for _ in range(READS - 1):
+            if _by_uuid(await _resized(cells)) == _by_uuid(one for one in facts.instances if one.source is not None):
+                break
+            facts = await _facts(site, book, scheduler, cells)
+        return msgspec.structs.replace(
+            facts, accepted=accepted, events=events, changes=changes, connections=connections
         )
     finally:
         for database in (book, scheduler, *cells.values()):
             await database.close()
+
+
+async def _facts(site: Site, book: Database, scheduler: Database, cells: dict[str, Database]) -> Facts:
+    """What databases and hosts hold, one after the other."""
+    instances = await _instances(cells)
+    running, down = await _running(site, cells, instances)
+    return Facts(
+        inventories=[InventoryFact(*row) for row in await _rows(book, _INVENTORIES)],
+        allocations=_by_consumer(await _rows(book, _ALLOCATIONS)),
+        roots=dict(await _rows(book, _ROOTS)),
+        requests=dict(await _rows(scheduler, _REQUESTS)),
+        cells=dict(await _rows(scheduler, _CELLS)),
+        instances=instances,
+        running=running,
+        feed=await _feed(book),
+        audit=[f"{p} {c}: the book has {u}, its allocations {a}" for p, c, u, a in await _rows(book, _AUDIT)],
+        breakers=await _breakers(cells),
+        quarantine=await _quarantine(cells),
+        moves=[MoveFact(*row) for row in await _rows(scheduler, _MOVES)],
+        gangs=await _gangs(scheduler, site.clock.time() - site.settings.scheduler.ended_retention_s),
+        down=[fact for _, fact in sorted(down.items())],
+    )
+
+
+def _by_uuid(instances: Iterable[InstanceFact]) -> dict[str, InstanceFact]:
+    return {one.instance_uuid: one for one in instances}
 
 
 async def _running(
@@ -215,9 +233,15 @@ async def _instances(cells: dict[str, Database]) -> list[InstanceFact]:
         for uuid, state, host, attempt, service in await _rows(database, _INSTANCES):
             at = None if host is None else str(host)
             found.append(InstanceFact(str(uuid), cell, str(state), at, int(attempt), str(service)))
-        for uuid, state, host, attempt, service, *source in await _rows(database, _RESIZED):
-            found.append(InstanceFact(uuid, cell, state, host, int(attempt), service, SourceFact(*source)))
-    return found
+    return [*found, *await _resized(cells)]
+
+
+async def _resized(cells: dict[str, Database]) -> list[InstanceFact]:
+    return [
+        InstanceFact(uuid, cell, state, host, int(attempt), service, SourceFact(*source))
+        for cell, database in cells.items()
+        for uuid, state, host, attempt, service, *source in await _rows(database, _RESIZED)
+    ]
 
 
 async def _down(cells: Mapping[str, Database]) -> dict[tuple[str, str], ServiceDownFact]:

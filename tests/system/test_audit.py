@@ -6,10 +6,12 @@ import asyncio
 import random
 from collections.abc import AsyncIterator
 from contextlib import aclosing
+from typing import Any
 
 import pytest
 import pytest_asyncio
 
+from berth import gather as gathering
 from berth.auditing import watch
 from berth.client import BuildClient
 from berth.client_moves import MoveClient
@@ -232,6 +234,42 @@ async def test_a_move_that_awaits_its_confirm_is_at_rest_and_keeps_its_source(wa
             assert watched.found == {}
             done = await audited(place, repair=True, grace_s=0.0)
             assert not any(done.values()), done
+    finally:
+        await moves.close()
+
+
+async def test_a_move_that_is_confirmed_while_the_facts_are_read_breaks_nothing(
+    watched: Watched, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The records were read before the time to confirm ended, and the allocations after it."""
+    place = watched.place
+    build = BuildRequest(instance_uuid=new_uuid(RNG), flavor="m1.tiny", project_id="p")
+    await watched.client.boot([build])
+    assert await watched.client.wait(WAIT_S)
+    moves = MoveClient(watched.client.bus, clock=place.clock, process=process_name("mover"))
+    await moves.open()
+
+    async def move(kind: MoveKind) -> None:
+        request = MoveRequest(request_id=new_uuid(RNG), instance_uuid=build.instance_uuid, project_id="p", kind=kind)
+        await moves.ask(request, timeout_s=WAIT_S)
+        assert await moves.wait(WAIT_S)
+        assert await rest(place, timeout_s=WAIT_S)
+
+    reads, running, judging = 0, gathering._running, asyncio.current_task()
+
+    async def meanwhile(*arguments: Any) -> Any:
+        nonlocal reads
+        if asyncio.current_task() is judging:  # and not the audit that runs beside
+            reads += 1
+            if reads == 1:
+                await move(MoveKind.CONFIRM)
+        return await running(*arguments)
+
+    try:
+        await move(MoveKind.MIGRATE)
+        monkeypatch.setattr(gathering, "_running", meanwhile)
+        assert [one for one in check_invariants(await gather(place)) if not one.holds] == []
+        assert reads == 2
     finally:
         await moves.close()
 
