@@ -8,6 +8,7 @@ import structlog
 
 from bus.bus import Bus
 from bus.clock import Clock
+from bus.contracts.objects import FenceRecord
 from bus.port import BusError
 from scheduler_worker.domain.fences import command
 from scheduler_worker.objects import ObjectRegistry
@@ -34,15 +35,18 @@ class FencePublisher:
             everything = self._clock.monotonic() - repeated_s >= REPEAT_S
             if everything:
                 repeated_s = self._clock.monotonic()
-            for uuid, fence in self._registry.fences.items():
+            for uuid in tuple(self._registry.fences):
+                fence = self._registry.fences.get(uuid)
+                if fence is None:  # its host is used again: its cell has lifted it while another one was published
+                    continue
                 is_open = fence.acknowledged < fence.version or fence.lifting
                 if everything or (is_open and not fence.forced):  # a forced fence's cell may be gone for good
-                    await self._publish(uuid, fence.cell)
+                    await self._publish(uuid, fence)
 
-    async def _publish(self, uuid: str, cell: str | None) -> None:
+    async def _publish(self, uuid: str, fence: FenceRecord) -> None:
         """To the host's cell, or to all cells if that is not known: a cell ignores the fence of another cell's host."""
-        order = command(uuid, self._registry.fences[uuid], self._registry.decision_of(uuid))
-        for bus in [one for name, one in self._cells.items() if cell in (None, name)]:
+        order = command(uuid, fence, self._registry.decision_of(uuid))
+        for bus in [one for name, one in self._cells.items() if fence.cell in (None, name)]:
             try:
                 await bus.publish(order, cause=uuid)
             except BusError as fault:
