@@ -125,7 +125,7 @@ async def gather(
 
 
 async def _facts(site: Site, book: Database, scheduler: Database, cells: dict[str, Database]) -> Facts:
-    """What databases and hosts hold, one after the other."""
+    """Read the databases and the hosts, one after the other."""
     instances = await _instances(cells)
     running, down = await _running(site, cells, instances)
     return Facts(
