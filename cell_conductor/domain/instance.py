@@ -100,6 +100,8 @@ class ScanId(Struct, frozen=True, order=True):
 
 # This many ended requests of one instance are kept: a copy of one is answered as the first was.
 MAX_ENDED = 16
+# Of moves that are over: as many attempts as two of them can have.
+MAX_LEFT = 32
 
 
 class EndedMove(Struct, frozen=True, omit_defaults=True):
@@ -185,7 +187,7 @@ class Instance(Struct, frozen=True, kw_only=True, omit_defaults=True):
     the trace of the last request about it ("": not sampled), for the steps that a deadline leads to. found_built: the
     machine that is being adopted is complete. departure: the record with which it left for another cell; departed_by:
     the request by which it left. claims_refused: how often in a row placement has refused the claim of the adopted
-    machine.
+    machine. left: the attempts whose machines its moves have ended, the newest last.
     """
 
     uuid: str
@@ -225,6 +227,7 @@ class Instance(Struct, frozen=True, kw_only=True, omit_defaults=True):
     departure: Departure | None = None
     departed_by: str = ""
     claims_refused: int = 0
+    left: tuple[int, ...] = ()
 
     @property
     def is_unclaimed(self) -> bool:

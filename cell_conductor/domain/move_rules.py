@@ -47,6 +47,7 @@ from .move_events import (
     refuse_request,
     repeat_end,
     report_progress,
+    without_move,
 )
 from .move_steps import (
     CLAIMS,
@@ -396,4 +397,4 @@ def end_source_released(instance: Instance, event: Released, context: StepContex
         return Step(instance)
     earlier = answer_other(over(instance, event.at), DONE, event.at, context)
     gone = report_progress(earlier.instance, MoveState.SOURCE_GONE, event.at, context)
-    return after(earlier, Step(replace(gone.instance, move=None), gone.commands))
+    return after(earlier, Step(without_move(gone.instance), gone.commands))

@@ -186,14 +186,22 @@ LEFT_WITH_ORDER = frozenset({"failed", "timed_out"})
 
 
 def is_ordered(instance: Instance, event: Event) -> bool:
-    """Whether the record has commanded that destruction itself, when the attempt failed or was out of time.
+    """Whether the record has commanded that destruction itself: of an attempt that failed or was out of time, or of a
+    machine that a move has left.
 
     The order waits in the queue of a service that is silent. When the service is back its first report may list the
-    machines before it has taken the orders; their destruction is then no finding of the report.
+    machines before it has taken the orders. And a scan that began before an order was carried out lists what is gone
+    by now. Their destruction is then no finding of the report: a drain may end more machines at once than a breaker
+    allows.
     """
     if not isinstance(event, HostRuns) or not is_over(instance, event.attempt, event.host_uuid):
         return False
-    return any(one.attempt == event.attempt and one.outcome in LEFT_WITH_ORDER for one in instance.history)
+    if (event.attempt, event.host_uuid) == (instance.source_attempt, instance.source_host_uuid):
+        return True
+    tried = instance.history if instance.move is None else (*instance.history, *instance.move.history)
+    return event.attempt in instance.left or any(
+        one.attempt == event.attempt and one.outcome in LEFT_WITH_ORDER for one in tried
+    )
 
 
 # A report that is older than its comparison has been on its way for less than this (an outage of a bus), or its host's
