@@ -36,6 +36,6 @@ def _exporter(settings: TraceSettings, resource: dict[str, str]) -> SpanExporter
     try:
         from bus.tracing.otlp_sdk import SdkExporter  # noqa: PLC0415  (an extra that few install)
     except ImportError as error:
-        reason = f"http/protobuf needs OpenTelemetry's SDK: pip install 'berth[otel]' ({error})"
+        reason = f"http/protobuf needs opentelemetry-sdk and opentelemetry-exporter-otlp-proto-http ({error})"
         raise SettingsError("traces.protocol", reason) from None
     return SdkExporter(settings.endpoint, resource)

@@ -54,6 +54,8 @@ def _instance(path: str, method: str, config: SchedulerConfig) -> Any:
     try:
         kind = getattr(importlib.import_module(module), name)
         made = kind.from_config(config) if hasattr(kind, "from_config") else kind()
+    except ModuleNotFoundError as error:
+        raise PluginInvalid(f"{path}: {error}: is it installed, or its directory in PYTHONPATH?") from error
     except (ImportError, AttributeError, ValueError, TypeError) as error:
         raise PluginInvalid(f"{path}: {error}") from error
     if not callable(getattr(made, method, None)) or not isinstance(getattr(made, "name", None), str):

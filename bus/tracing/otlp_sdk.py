@@ -1,4 +1,4 @@
-"""Export by OpenTelemetry's own exporter (`berth[otel]`): OTLP as protobuf, with the variables `OTEL_EXPORTER_OTLP_*`.
+"""Export by OpenTelemetry's exporter (the extra `otel`): OTLP as protobuf, with the variables `OTEL_EXPORTER_OTLP_*`.
 
 The only module that imports opentelemetry, and imported only where `traces.protocol` names it.
 """

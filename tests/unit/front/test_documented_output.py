@@ -106,3 +106,10 @@ def test_the_output_of_an_audit_is_what_berth_prints(capsys: pytest.CaptureFixtu
     documented, lines = output_of(AUDIT), printed(capsys)
     assert all(AT.match(line) for line in (*documented, *lines))
     assert [AT.sub("", line) for line in lines] == [AT.sub("", line) for line in documented]
+
+
+def test_no_page_installs_berth_by_its_name() -> None:
+    """On PyPI the name is another project's, which pip would install."""
+    by_name = re.compile(r"pip install[^\n]* '?berth(\[|['\s`]|$)", re.MULTILINE)
+    sources = [path for package in ("berth", "bus") for path in (ROOT / package).rglob("*.py")]
+    assert [path for path in (*PAGES, *sources) if by_name.search(path.read_text())] == []

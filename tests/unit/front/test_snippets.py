@@ -54,6 +54,8 @@ PROGRAMS = {
     ".venv/bin/python",
     "berth",
     "cp",
+    "createdb",
+    "ln",
     "pg_dump",
     "pg_restore",
     "podman",

@@ -185,7 +185,7 @@ def test_an_operators_filter_is_loaded_by_class_path_and_counts_in_the_funnel() 
 def test_an_unknown_filter_fails_the_start(enabled: str) -> None:
     with pytest.raises(plugins.PluginInvalid):
         plugins.filters(SchedulerConfig(enabled_filters=(*DEFAULT_FILTERS, enabled)))
-    with pytest.raises(plugins.PluginInvalid):
+    with pytest.raises(plugins.PluginInvalid, match="PYTHONPATH"):
         plugins.filters(SchedulerConfig(available_filters=("no.such.module.Filter",), enabled_filters=("Filter",)))
 
 
