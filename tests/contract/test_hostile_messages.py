@@ -14,10 +14,10 @@ from bus.bus import Bus
 from bus.clock import SystemClock
 from bus.consuming import dead_letters
 from bus.consuming.consumer import Consumer
+from bus.consuming.in_flight import ArrivedDelivery
 from bus.consuming.outcome import Done, Outcome, Received, Retry
 from bus.contracts.build import BuildAccepted
 from bus.contracts.catalogue import COMMANDS, DEAD_LETTERS
-from bus.port import Delivery
 from bus.rabbitmq import RabbitTransport
 from bus.wire import BATCH
 from tests.contract.house import REQUESTS, Answering, boot
@@ -291,9 +291,9 @@ async def test_a_forged_count_of_deliveries_is_not_trusted(watched: Watched, mon
     counts: list[int] = []
     opened = Consumer._open
 
-    def noting(self: Consumer, delivery: Delivery) -> None:
-        counts.append(delivery.delivery_count)
-        opened(self, delivery)
+    def noting(self: Consumer, arrived: ArrivedDelivery) -> None:
+        counts.append(arrived.delivery.delivery_count)
+        opened(self, arrived)
 
     monkeypatch.setattr(Consumer, "_open", noting)
     await watched.publish(REQUEST, headers=table({b"x-delivery-count": b"l" + struct.pack(">q", 19)}))
