@@ -96,7 +96,7 @@ def _of_hosts() -> dict[str, _Operation]:
         "list_hosts": _Operation(tuple[HostRecord, ...], query=listed, errors=_READS),
         "show_host": _Operation(HostDetail, errors=(404, 409, *_READS)),
         "decide_about_host": _Operation(HostAdminState, body=AdminStateRequest, errors=_WRITES),
-        "forget_host": _Operation(HostForgotten, body=ForgetRequest, errors=_WRITES),
+        "forget_host": _Operation(HostForgotten, body=ForgetRequest, errors=(409, *_WRITES)),
         "list_services": _Operation(tuple[ServiceRecord, ...], query=listed, errors=_READS),
         "list_workers": _Operation(tuple[WorkerRecord, ...], query={"role": Word, "limit": int}, errors=_READS),
         "list_cells": _Operation(tuple[CellView, ...], errors=_READS),

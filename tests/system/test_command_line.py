@@ -169,6 +169,18 @@ def test_a_disabled_host_takes_nothing_until_it_is_enabled(berth: Berth) -> None
     assert berth("hosts", "disable", name).status == USAGE  # without a reason
 
 
+def test_a_host_that_its_service_reports_is_not_forgotten(berth: Berth) -> None:
+    name, unknown = "cell2-c1-00001", "f0000000-0000-4000-8000-00000000000f"
+    refused = berth("hosts", "forget", name, "nowhere", "--reason", "scrapped", "--json")
+    assert refused.status == NO and refused.data["hosts"] == []
+    assert [one["code"] for one in refused.data["refused"]] == ["host.service_up", "host.unknown"]
+    assert "host.service_up" in berth("hosts", "forget", name, "--reason", "scrapped").err
+    nothing = berth("hosts", "forget", unknown, "--reason", "scrapped", "--by", "ann")
+    assert (nothing.status, nothing.out) == (0, f"{unknown}: nothing of it was on record\n")
+    assert berth("hosts", "forget", name).status == USAGE  # without a reason
+    assert name in berth("hosts").out
+
+
 def test_compute_services_are_listed(berth: Berth) -> None:
     services = berth("services", "--json")
     assert services.status == 0 and {one["cell"] for one in services.data} == {"cell1", "cell2"}

@@ -199,6 +199,10 @@ def test_an_operator_decides_about_a_host_and_is_named(web: Web) -> None:
             assert code_of(alice.put(path, json=body), 403) == "role.forbidden"
             assert code_of(client.put(path, json={**body, "reasn": "x"}), 400) == "request.invalid"
             assert code_of(client.put("/api/v1/hosts/nowhere/admin-state", json=body), 422) == "host.unknown"
+            forget = f"/api/v1/hosts/{host}/forget"
+            assert code_of(client.post(forget, json={"reason": "scrapped"}), 409) == "host.service_up"
+            assert code_of(client.post(forget, json={"reason": ""}), 400) == "request.invalid"
+            assert code_of(client.post(forget, json={}), 400) == "request.invalid"
         finally:
             client.put(path, json={"state": "enabled"})
         services = reader.get("/api/v1/services").json()
