@@ -23,7 +23,7 @@ from bus.contracts.placement import (
 from bus.faults import Fault, RequestRefused
 
 from . import metrics
-from .domain.events import Claimed, ClaimRefused, Event, InstanceEvent, Released, Reverted
+from .domain.events import REASSIGNED, Claimed, ClaimRefused, Event, InstanceEvent, Released, Reverted
 from .domain.instance import Instance
 from .domain.table import question_of
 
@@ -126,11 +126,12 @@ class PlacementRequests:
             outcomes=[outcome.value for outcome in answer.outcomes],
             cause=instance.cause,
         )
-        if answer.outcome is ClaimOutcome.CLAIMED and answer.option is not None:
+        option = answer.option if claim.options else REASSIGNED
+        if answer.outcome is ClaimOutcome.CLAIMED and option is not None:
             return Claimed(
                 at=now,
                 attempt=claim.attempt,
-                option=answer.option,
+                option=option,
                 consumer_generation=answer.consumer_generation,
                 outcomes=answer.outcomes,
             )

@@ -54,6 +54,7 @@ from scheduler_worker.domain.moves import (
     check_move,
     leaves_source,
     looks_at_hosts,
+    may_leave_cell,
     overtaken,
     placed_as,
     under_way,
@@ -235,9 +236,9 @@ class MoveEngine:
         reason = sentence(spec, chosen.funnel, self._selector.config.max_funnel_nearest)
         return Chosen(failure=Refusal(code=NO_HOST, reason=reason), funnel=chosen.funnel)
 
-    def _may_leave_cell(self, request: MoveRequest) -> bool:
-        """Whether hosts of other cells will do. Only what is without a host leaves: it has no machine to hand over."""
-        return self._selector.config.moves_across_cells and request.kind is MoveKind.UNSHELVE
+    def _may_leave_cell(self, request: MoveRequest, known: MoveContext) -> bool:
+        """Whether hosts of other cells will do."""
+        return self._selector.config.moves_across_cells and may_leave_cell(request, known.now)
 
     async def _pick_on_newest(
         self,
@@ -254,7 +255,7 @@ class MoveEngine:
         self._release(everything=True)
         await self._follower.refresh(timeout_s=self._selector.config.raced_wait_s)
         chosen = self._pick(pending, known, spec, source, None)
-        if isinstance(chosen, Chosen) or not self._may_leave_cell(pending.request):
+        if isinstance(chosen, Chosen) or not self._may_leave_cell(pending.request, known):
             return chosen
         return self._pick(pending, known, replace(spec, cell=None, key=(*spec.key, "any cell")), source, None)
 

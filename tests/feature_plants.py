@@ -117,6 +117,11 @@ PLANTS: dict[str, tuple[str, str, str]] = {
     ),
     "C-6": (_RANKING, "found = self._next(excluded, drawn, 1, cell=cell)", "found = self._next(excluded, drawn, 1)"),
     "C-7": (_RANKING, "excluded, drawn, alternates)", "excluded, drawn, alternates + 1)"),
+    "C-21": (
+        "cell_conductor/domain/leave_rules.py",
+        "if back is not None and back.migration == move.request_id:",
+        "if back is not None and back.migration != move.request_id:",
+    ),
     "C-20": ("scheduler_worker/domain/selector.py", "            view = view.subset(~disabled)\n", ""),
     "C-13": ("cell_conductor/domain/steps.py", '        zone=instance.here.zone if instance.selections else "",\n', ""),
     "C-14": ("cell_conductor/domain/rules.py", "    if event.final:\n", "    if event.final and not event.final:\n"),

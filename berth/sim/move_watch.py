@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 
 from berth.sim.watch import Breach
 from bus.contracts.moves import MoveEvent, MoveKind, MoveState
-from cell_conductor.domain.instance import Instance, Power, State
+from cell_conductor.domain.instance import ELSEWHERE, Instance, Power, State
 from cell_conductor.store.memory import MemoryInstanceTable
 from compute_sim.fleet import Fleet, Guest
 from placement_worker.domain.moves import MIGRATION_TYPE
@@ -19,11 +19,11 @@ from placement_worker.store.memory import MemoryBookTable
 
 # In these the source of a move is given up: the destination is on record as active.
 GIVES_UP_SOURCE = frozenset({State.CONFIRMING, State.RELEASING_SOURCE})
-GIVES_UP_HERE = frozenset({State.OFFLOADING, State.UNDOING, State.VACATING})
+GIVES_UP_HERE = frozenset({State.OFFLOADING, State.UNDOING, State.VACATING, State.CLEARING})
 # An evacuated instance is being built elsewhere, or is there.
 EVACUATED = frozenset({State.FINISHING, State.RESIZED, State.CONFIRMING, State.RELEASING_SOURCE})
 AT_REST = frozenset({State.ACTIVE, State.OFFLOADED})
-HAS_NOTHING = frozenset({State.ABSENT, State.TOMBSTONE, State.DEPARTED, State.DELETED, State.FAILED})
+HAS_NOTHING = ELSEWHERE | {State.ABSENT, State.TOMBSTONE, State.DELETED, State.FAILED}
 
 
 class MoveWatch:
@@ -64,6 +64,8 @@ class MoveWatch:
             if before is instance or instance.state is State.DEPARTED:
                 continue
             self._owned_once(instances, instance)
+            if instance.state is State.CLEARING and (before is None or before.state is not State.CLEARING):
+                self._is_elsewhere(instance)
             self._seen[uuid] = instance
             if instance.state is State.ACTIVE:
                 self._first.setdefault(uuid, instance.attempt)
@@ -89,6 +91,18 @@ class MoveWatch:
             other = table.instances.get(instance.uuid) if table.instances is not instances else None
             if other is not None and other.state not in HAS_NOTHING:
                 raise Breach("one_owner", f"{instance.uuid} is {instance.state}, and {other.state} in {cell} too")
+
+    def _is_elsewhere(self, instance: Instance) -> None:
+        """A cell destroys the machine that it has kept: another one has the instance for good. Raises Breach."""
+        if instance.uuid in self.exempt:
+            return
+        records = [table.instances.get(instance.uuid) for table in self._cells.values()]
+        others = [one for one in records if one is not None and one.state not in ELSEWHERE]
+        # Or it has left that one since.
+        left = any(one is not None and one.state is State.KEPT and one.sequence > instance.sequence for one in records)
+        if left or any(one.move is None or one.move.kept is None for one in others):
+            return
+        raise Breach("never_in_neither", f"{instance.uuid} is destroyed, and elsewhere {[one.state for one in others]}")
 
     def _given_up(self, instance: Instance) -> None:
         move = instance.move

@@ -21,10 +21,11 @@ from bus.contracts.moves import CellMove, MoveKind, MoveRequest
 from bus.contracts.operations import AdminState, AdminStateSet, SetAdminState
 from bus.faults import RequestRefused, Transient
 from bus.port import BusError
-from cell_conductor.domain.instance import Instance, Power, State
+from cell_conductor.domain.instance import ELSEWHERE, Instance, Power, State
 
 STEP_S = 10.0
-ABROAD = 0.7  # the share of unshelvings that name a host of another cell, where that is allowed
+ABROAD = 0.7  # the share of moves that name a host of another cell, where that is allowed
+GOES_ABROAD = frozenset({MoveKind.UNSHELVE, MoveKind.MIGRATE, MoveKind.RESIZE})
 MAX_HOSTS_PER_RUN = 3
 FENCE = "fence"  # the verb of an order that fences a service's hosts
 DRAIN = "drain"  # ... and of one that empties a host; every other verb is a MoveKind
@@ -76,7 +77,8 @@ class Mover:
             (cell, uuid)
             for cell, table in sorted(self._world.cells.items())
             for uuid, one in sorted(table.instances.items())
-            if one.state in (State.ACTIVE, State.RESIZED, State.OFFLOADED) or one.move is not None
+            if one.state in (State.ACTIVE, State.RESIZED, State.OFFLOADED)
+            or (one.move is not None and one.state not in ELSEWHERE)
         ]
         there = [(cell, uuid) for cell, uuid in there if self._may_move(cell, uuid)]
         if not there:
@@ -135,10 +137,10 @@ class Mover:
     async def _ask_scheduler(
         self, cell: str, instance: Instance, order: Order, kind: MoveKind, rng: random.Random
     ) -> None:
-        """As a client requests it. It states no fence, and no host but one of another cell to be unshelved on."""
+        """As a client requests it. It states no fence, and no host but one of another cell to go to."""
         assert instance.spec is not None
         host = None
-        if self._world.plan.moves_across_cells and kind is MoveKind.UNSHELVE and rng.random() < ABROAD:
+        if self._world.plan.moves_across_cells and kind in GOES_ABROAD and rng.random() < ABROAD:
             host = self._host_abroad(cell, rng)
         request = MoveRequest(
             request_id=order.uuid,

@@ -163,7 +163,7 @@ class Operator:
         for uuid, instance in world.cells[world.cell_of(service).name].instances.items():
             # The source of a move is held by the migration: its machine may be lost, and the instance goes back there.
             is_here = host in (instance.host_uuid, instance.source_host_uuid)
-            if is_here and instance.state.value not in ("failed", "deleted", "tombstone"):
+            if is_here and instance.state.value not in ("failed", "deleted", "tombstone", "departed"):
                 here[uuid] = None
         for uuid, kept in world.book.consumers.items():
             if any(world.book.providers[one].root == host for one in kept.consumer.holding):

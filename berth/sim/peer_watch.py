@@ -89,7 +89,8 @@ class PeerWatch:
             consumers[uuid].consumer.project_id
             for uuid in changed
             if (before := self._seen.get(uuid)) is not None
-            and before.consumer.holding
+            # On its way between cells an instance holds nothing: the source is the migration's alone.
+            and (before.consumer.holding or self._plan.moves_across_cells)
             and consumers[uuid].consumer.holding not in ({}, before.consumer.holding)
         }
         return ended & moved

@@ -54,7 +54,7 @@ def unsettled(world: World, client: Client) -> list[str]:
     found += list(world.peer_watch.unsettled())
     found += list(world.gang_watch.unsettled(world.builds.records))
     found += list(world.move_watch.unsettled(lost))
-    found += list(_requests_have_ends(world))
+    found += list(_requests_have_ends(world, lost))
     found += list(_drains_have_ended(world))
     if world.ironic is not None:
         found += disagreements(world.ironic, world.book.providers, world.positions.positions)
@@ -66,13 +66,17 @@ def unsettled(world: World, client: Client) -> list[str]:
     return found
 
 
-def _requests_have_ends(world: World) -> Iterator[str]:
-    """No request about an instance is under way for ever by the schedulers' record, whatever its cell has forgotten."""
+def _requests_have_ends(world: World, lost: Collection[str]) -> Iterator[str]:
+    """No request about an instance is under way for ever by the schedulers' record, whatever its cell has forgotten.
+
+    Where other machines could take it: one whose host has burnt down waits for a fence, which some kinds do not have.
+    """
+    burnt = set(lost) - set(world.taken_back) if world.plan.moves_across_cells else set()
     for move in world.builds.moves.values():
-        if not move[0].terminal:
+        if not move[0].terminal and move[0].instance_uuid not in burnt:
             yield f"one_terminal_event: {move[0].kind} {move[0].request_id} is {move[0].state} at the top"
     for instance in world.builds.instances.values():
-        if instance.under_way is not None:
+        if instance.under_way is not None and instance.instance_uuid not in burnt:
             yield f"one_terminal_event: {instance.under_way} of {instance.instance_uuid} is still under way"
 
 

@@ -48,7 +48,7 @@ class Widening(StrEnum):
     TREES = "trees"  # another source's hosts: devices that move within one batch, roots removed and made again
     REST = "rest"  # another client of Placement's REST API: providers of its own, reservations, also on berth's hosts
     DECIDED_CELLS = "decided-cells"  # operators add and remove cells while everything runs
-    TRANSFERS = "transfers"  # instances are shelved, offloaded, and unshelved in another cell
+    TRANSFERS = "transfers"  # instances are unshelved in another cell, and moved there with their machines
     HOSTS_DIE_AGAIN = "hosts-die-again"  # hosts are fenced, back at once and die again, amid moves and drains
     BUILDS_FORGOTTEN = "builds-forgotten"  # a cell forgets all builds; each comes again or is deleted, and is judged
 
@@ -376,7 +376,9 @@ MAX_TRANSFERS = 25
 
 
 def _transfers(rng: random.Random, plan: Plan) -> Plan:
-    """Instances leave their cells: what is offloaded is unshelved, mostly on a host of another cell."""
+    """Instances leave their cells: what is offloaded is unshelved, mostly on a host of another cell, and what runs is
+    migrated and resized to one.
+    """
     if len(plan.cells) == 1 or FORGETFUL & {Widening(one) for one in plan.widenings}:
         return plan
     orders: list[Order] = []
@@ -387,6 +389,13 @@ def _transfers(rng: random.Random, plan: Plan) -> Plan:
         orders += [
             replace(shelve, at=at + rng.uniform(0.5, 12.0), verb="unshelve", uuid=new_uuid(rng)) for _ in range(2)
         ]
+    for _ in range(rng.randint(5, MAX_TRANSFERS)):
+        at, verb = rng.uniform(8.0, END_S - 4.0), rng.choice(("migrate", "migrate", "resize"))
+        move = Order(at=at, action=Action.MOVE, verb=verb, host=rng.randrange(1000), uuid=new_uuid(rng))
+        orders.append(move)
+        for _ in range(rng.randint(0, 2)):
+            ending = rng.choice(("confirm", "revert", "revert", "abort"))
+            orders.append(replace(move, at=at + rng.uniform(0.5, 14.0), verb=ending, uuid=new_uuid(rng)))
     builds = [one for one in plan.orders if one.action is Action.BUILD]
     for built in rng.sample(builds, min(len(builds), rng.randint(0, 6))):
         orders.append(replace(built, at=rng.uniform(12.0, END_S), action=Action.DELETE))

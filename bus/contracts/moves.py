@@ -141,12 +141,43 @@ class Condition(StrEnum):
     UNKNOWN = "unknown"  # its cell has no record of it
 
 
+class KeptMachine(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The stopped machine that a cell keeps of an instance which another cell has from now on, until it runs there.
+
+    cell: which keeps it. migration: the request by which the instance has left, under whose uuid the book has the
+    machine's allocation. is_stopped: the instance was stopped before. at: when it has left, in seconds since the epoch.
+    """
+
+    cell: Word
+    migration: Uuid
+    is_stopped: bool = False
+    at: float = 0.0
+
+
+class GivenBack(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """An instance goes back to the cell that keeps its machine: nothing of it is left in the cell that gives it back.
+
+    migration: as in KeptMachine. code, reason: why it has failed there. answered: the end that the migration's request
+    has had (None: none). by: the request that reverts it (None: none does). history: hosts tried. is_deleted: the
+    instance is to be deleted.
+    """
+
+    migration: Uuid
+    code: str = ""
+    reason: Reason = ""
+    answered: MoveState | None = None
+    by: Uuid | None = None
+    history: tuple[AttemptRecord, ...] = ()
+    is_deleted: bool = False
+
+
 class Departure(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """An instance without a host that leaves its cell for another one, as its former cell has it on record.
+    """An instance that leaves its cell for another one, as its former cell has it on record.
 
     cell: where it goes. image: its snapshot. last: the host that it had. newest: no attempt up to this one is given out
     again; order, sequence: likewise the changes of its machine, and its announcements, of which `sequence` is the one
-    that has this departure.
+    that has this departure. kind: of the request by which it leaves. kept: its former cell keeps its stopped machine
+    (None: it had none). given_back: it goes back to the cell that has kept its machine.
     """
 
     cell: Word
@@ -156,6 +187,9 @@ class Departure(Struct, frozen=True, kw_only=True, omit_defaults=True):
     newest: Count
     order: Annotated[int, Bound(ge=0, le=2**62)] = 0
     sequence: Annotated[int, Bound(ge=0, le=2**62)] = 0
+    kind: MoveKind = MoveKind.UNSHELVE
+    kept: KeptMachine | None = None
+    given_back: GivenBack | None = None
 
 
 class MoveEvent(Message, frozen=True, kw_only=True, tag="instance.event.v1"):
@@ -167,6 +201,7 @@ class MoveEvent(Message, frozen=True, kw_only=True, tag="instance.event.v1"):
     flavor, image: its present one, or its destination. code and reason explain failed and refused; funnel explains a
     request that no host could take; history lists the hosts tried for this request. zone: the availability zone of that
     host ("": there are none, or it is not known). departure: the instance has left its cell; never on the API bus.
+    kept_in: the cell that keeps its stopped machine as long as it may go back there (None: it does not).
     """
 
     request_id: Uuid
@@ -189,6 +224,7 @@ class MoveEvent(Message, frozen=True, kw_only=True, tag="instance.event.v1"):
     at: float = 0.0
     zone: Zone = ""
     departure: Departure | None = None
+    kept_in: Word | None = None
 
 
 class MoveQuery(Message, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="instance.query.v1"):
@@ -232,9 +268,10 @@ class CellMove(Message, frozen=True, kw_only=True, tag="cell.move.v1"):
     spec: the instance's target state (of a resize, a rebuild, an unshelving; None: as it is). selections: hosts in
     order, not claimed: the conductor claims them one after the other, in attempt numbers that it alone knows. The
     source's own host among them is a resize in place. server_group, limits: what those claims are held to, as for a
-    build. step_timeout_s: how long one step on one host may take. to_cell: the instance, which has no host, is to leave
-    for this cell; nothing else is done here. arrival: with what it has left its former cell for this one, where it is
-    on record from now on. The other fields: as in MoveRequest.
+    build. step_timeout_s: how long one step on one host may take. to_cell: the instance is to leave for this cell; its
+    machine here, if it has one, is stopped and kept. arrival: with what it has left its former cell for this one, where
+    it is on record from now on. active_in: the instance is active in that cell for good, so the machine that this cell
+    has kept since the request of this id is destroyed; nothing else is done. The other fields: as in MoveRequest.
     """
 
     request_id: Uuid
@@ -254,6 +291,7 @@ class CellMove(Message, frozen=True, kw_only=True, tag="cell.move.v1"):
     step_timeout_s: Annotated[float, Bound(gt=0, le=86_400)] = 300.0
     to_cell: Word | None = None
     arrival: Departure | None = None
+    active_in: Word | None = None
 
 
 class CellMoveQuery(Message, frozen=True, kw_only=True, tag="cell.move.query.v1"):

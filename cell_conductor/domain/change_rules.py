@@ -10,6 +10,7 @@ from bus.contracts.moves import (
 )
 
 from . import steps
+from .departure_steps import give_back
 from .events import (
     ChangeEnded,
     Destroyed,
@@ -86,7 +87,7 @@ def vacate(instance: Instance, event: Destroyed | HostMissing, context: StepCont
 
 
 def end_offloaded(instance: Instance, event: Released, context: StepContext) -> Step:
-    """Nothing is allocated any more: the instance has no host.
+    """Nothing is allocated any more: the instance has no host, or goes back to the cell that keeps its machine.
 
     A copy of a claim, or of this release, is fenced by its attempt.
     """
@@ -105,6 +106,8 @@ def end_offloaded(instance: Instance, event: Released, context: StepContext) -> 
         since=event.at,
         queried=False,
     )
+    if move.kept is not None:
+        return give_back(gone, event.at, context)
     if move.kind is MoveKind.UNSHELVE:
         gone = replace(gone, spec=move.spec, image=move.image)
         return close(gone, ending_of(move), event.at, context)

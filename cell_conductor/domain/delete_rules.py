@@ -45,6 +45,12 @@ from .steps import Step, StepContext
 FORGOTTEN_ATTEMPTS = 1000
 
 
+# A request to placement is under way whose answer shows which consumer holds what.
+WAITS = frozenset({State.CLAIMING, State.REASSIGNING})
+# The destination of a move from another cell is given up already.
+GOES_BACK = frozenset({State.UNDOING, State.VACATING})
+
+
 def delete_unknown(instance: Instance, event: DeleteRequested, context: StepContext) -> Step:
     """Without a record it is remembered, so that the build never starts, should it come yet.
 
@@ -116,9 +122,14 @@ def delete(instance: Instance, event: DeleteRequested, context: StepContext) -> 
     earlier = answer(instance, deleted, event.at, context)
     earlier = after(earlier, answer_other(earlier.instance, deleted, event.at, context))
     named = replace(earlier.instance, cause=event.cause or instance.cause)
-    if named.state is State.CLAIMING:
+    if named.state in WAITS or (move.kept is not None and named.state in GOES_BACK):
         waiting = replace(named, move=replace(move_of(named), delete=True))
         return after(earlier, steps.announce(waiting, BuildState.DELETING, event.at, context))
+    if move.kept is not None:
+        # Announced first: with the next step it may be the former cell's again.
+        marked = replace(named, move=replace(move_of(named), delete=True))
+        announced = after(earlier, steps.announce(marked, BuildState.DELETING, event.at, context))
+        return after(announced, leave(announced.instance, event.at, context))
     left = leave(named, event.at, context)
     move_event = steps.announce(left.instance, BuildState.DELETING, event.at, context, first=left.commands)
     return after(earlier, move_event)

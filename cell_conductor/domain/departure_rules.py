@@ -1,29 +1,33 @@
-"""An instance without a host goes from one cell to another: what its former cell and its next one do (decision 0021).
+"""An instance goes from one cell to another: what its former cell and its next one do (decision 0021).
 
-Nothing of it runs and nothing is held for it, so the cells need no agreement: the former one states once what it has,
-does nothing about the instance from then on, and the next one has it on record. `sequence` shows which of two is newer:
-it rises over all cells that an instance has been in.
+The former one states once what it has, does nothing about the instance from then on, and the next one has it on record.
+`sequence` shows which of two is newer: it rises over all cells that an instance has been in. Of an instance without a
+host nothing runs and nothing is held. One with a machine leaves it behind, stopped (`leave_rules`), and goes back to it
+when it cannot be built in its next cell.
 """
 
 from __future__ import annotations
 
 from msgspec.structs import replace
 
-from bus.contracts.moves import Condition, Departure, MoveEvent, MoveKind, MoveState
+from bus.contracts.moves import ENDS_OF_MOVES, Condition, Departure, KeptMachine, MoveKind, MoveState
 
 from . import steps
+from .departure_steps import announce_departure, depart, give_back
 from .events import DeleteRequested, MoveRequested
-from .instance import MAX_ENDED, EndedMove, Instance, Power, State
+from .instance import ELSEWHERE, MAX_ENDED, EndedMove, Instance, Power, State
 from .move_events import (
     DELETED,
     MOVE_LOST,
     answer_query,
     has_ended,
+    move_of,
     refuse,
     refuse_given_up,
     refuse_request,
 )
 from .move_rules import begin_offloaded
+from .move_steps import adopt, claim
 from .steps import Step, StepContext
 
 ENDED_ELSEWHERE = "instance.departed"
@@ -31,12 +35,14 @@ _NOWHERE = frozenset({State.ABSENT, State.TOMBSTONE, State.OFFLOADED, State.DEPA
 
 
 def answer_unbegun(instance: Instance, event: MoveRequested, context: StepContext) -> Step | None:
-    """The answer to a query, and to a request that its queue has given up, in every state that has the instance; None:
-    the table's rule applies.
+    """The answer to a query, and to a request that its queue has given up, in every state that has the instance, and to
+    the command to destroy what is not kept; None: the table's rule applies.
     """
-    if instance.state is State.DEPARTED or is_arrival(instance, event):
+    if event.request.active_in is not None and instance.state is not State.KEPT:
+        return Step(instance)  # nothing is kept here (any more); an answer would be answered by the same command
+    if instance.state in ELSEWHERE or is_arrival(instance, event):
         return None
-    if event.is_query:
+    if event.is_query or event.request.arrival is not None:  # a late arrival begins nothing, and refuses nothing either
         return answer_query(instance, event, context)
     return refuse_given_up(instance, event, context) if event.given_up is not None else None
 
@@ -45,16 +51,22 @@ def begin_or_depart(instance: Instance, event: MoveRequested, context: StepConte
     """An instance without a host: it leaves for another cell, comes from one, or starts here."""
     if is_arrival(instance, event):
         return arrive(instance, event, context)
-    if event.request.to_cell is None or has_ended(instance, event.request.request_id):
+    request = event.request
+    if request.to_cell is None or request.kind is not MoveKind.UNSHELVE or has_ended(instance, request.request_id):
         return begin_offloaded(instance, event, context)
-    return _depart(instance, event, event.request.to_cell, context)
+    return _depart(instance, event, request.to_cell, context)
 
 
 def arrive(instance: Instance, event: MoveRequested, context: StepContext) -> Step:
     """It comes from another cell, and is on record here from now on, whatever becomes of the request."""
     if not is_arrival(instance, event):
         return refuse(instance, event, context)
-    is_deleted = instance.state is State.TOMBSTONE
+    arrival = event.request.arrival
+    assert arrival is not None
+    if arrival.kept is not None:
+        return _take_over(instance, event, arrival.kept, context)
+    was_deleted = arrival.given_back is not None and arrival.given_back.is_deleted
+    is_deleted = instance.state is State.TOMBSTONE or was_deleted
     here = _with_arrival(instance, event)
     if is_deleted:
         # The delete was here first. Nothing is held for it; the release fences what is late, and its end is announced.
@@ -66,31 +78,64 @@ def arrive(instance: Instance, event: MoveRequested, context: StepContext) -> St
     return begin_offloaded(here, event, context)
 
 
+def _take_over(instance: Instance, event: MoveRequested, kept: KeptMachine, context: StepContext) -> Step:
+    """Its former cell keeps its stopped machine: it is built here from its image, or goes back there at once.
+
+    Since the database was set back, a record of it may be lost here that has a machine. Then it may neither be built
+    nor be given back: it stays where it is until it is deleted.
+    """
+    if context.set_back_at > 0 and kept.at <= context.set_back_at + steps.CLOCKS_APART_S:
+        return Step(instance)
+    request = event.request
+    is_deleted = instance.state is State.TOMBSTONE
+    here = replace(_with_arrival(instance, event), power=Power.STOPPED if kept.is_stopped else Power.RUNNING)
+    begun = adopt(here, event, source=None, selections=(here.here, *request.selections))
+    move = replace(move_of(begun), kept=kept, delete=is_deleted, request_id=kept.migration)
+    code, reason = "", ""
+    if is_deleted:
+        code, reason = DELETED, "the instance was deleted"
+    elif event.is_query:
+        code, reason = MOVE_LOST, "its next cell has no record of the request"
+    elif event.given_up is not None:
+        code, reason = event.given_up.code, event.given_up.reason
+    elif not request.selections:
+        code, reason = "move.no_host", "no host was named that it can go to"
+    begun = replace(begun, move=replace(move, lost_code=code, lost_reason=reason))
+    return give_back(begun, event.at, context) if code else claim(begun, event.at, context)
+
+
 def refer(instance: Instance, event: MoveRequested | DeleteRequested, context: StepContext) -> Step:
     """It has left: the scheduler that commands this cell has not received the departure, which is published again."""
     if isinstance(event, DeleteRequested):
-        return Step(instance, (_announcement(instance, event.at, context),))
+        return Step(instance, (announce_departure(instance, event.at, context),))
     if is_arrival(instance, event):
         return arrive(instance, event, context)
     request = event.request
-    left = _announcement(instance, event.at, context)
-    if request.request_id == instance.departed_by:
-        return Step(instance, (left,))
+    left = announce_departure(instance, event.at, context)
+    if request.request_id == instance.departed_by or request.arrival is not None:
+        return Step(instance, (left,))  # an arrival that is news, and came too early, is repeated
     known = next((one for one in instance.ended if one.request_id == request.request_id), None)
+    if known is not None and known.state not in ENDS_OF_MOVES:
+        return Step(instance, (left,))  # it has left by this one before
     ended = known or EndedMove(request.request_id, request.kind, MoveState.REFUSED, ENDED_ELSEWHERE)
     if event.is_query and known is None:
         ended = replace(ended, state=MoveState.FAILED, code=MOVE_LOST)
+    # The departure is announced by its own request, which the schedulers carry on, and with the higher number.
     answer = replace(
         left,
         request_id=request.request_id,
         kind=request.kind,
         state=ended.state,
+        sequence=left.sequence - 1,
         terminal=True,
-        condition=Condition.OFFLOADED,
+        condition=Condition.MOVING,
         code=ended.code,
         reason=ended.reason,
+        departure=None,
     )
-    return Step(instance, (answer,))
+    # Kept, so that a query of it has the same end.
+    recorded = instance if known else replace(instance, ended=(*instance.ended, ended)[-MAX_ENDED:])
+    return Step(recorded, (left, answer))
 
 
 def is_arrival(instance: Instance, event: MoveRequested) -> bool:
@@ -113,37 +158,8 @@ def _depart(instance: Instance, event: MoveRequested, cell: str, context: StepCo
         order=instance.order,
         sequence=instance.sequence,
     )
-    left = replace(
-        instance,
-        state=State.DEPARTED,
-        departure=departure,
-        departed_by=request.request_id,
-        sequence=instance.sequence + 1,
-        deadline=None,
-        since=event.at,
-        cause=event.cause,
-    )
-    return Step(left, (_announcement(left, event.at, context),))
-
-
-def _announcement(instance: Instance, at: float, context: StepContext) -> MoveEvent:
-    """That it has left, always under the same number: what comes late or twice changes nothing."""
-    assert instance.spec is not None
-    assert instance.departure is not None
-    return MoveEvent(
-        request_id=instance.departed_by,
-        instance_uuid=instance.uuid,
-        project_id=instance.spec.project_id,
-        kind=MoveKind.UNSHELVE,
-        state=MoveState.SCHEDULED,
-        sequence=instance.departure.sequence,
-        condition=Condition.MOVING,
-        cell=context.cell,
-        flavor=instance.spec.flavor,
-        image=instance.spec.image,
-        at=at,
-        departure=instance.departure,
-    )
+    named = replace(instance, cause=event.cause)
+    return depart(named, State.DEPARTED, departure, request.request_id, event.at, context)
 
 
 def _with_arrival(instance: Instance, event: MoveRequested) -> Instance:

@@ -86,6 +86,10 @@ class TimedOut(Event, frozen=True, kw_only=True):
     """The instance's deadline has passed."""
 
 
+# The option of a claim that has none: the instance's allocation was given to the migration.
+REASSIGNED = -1
+
+
 class Claimed(Event, frozen=True, kw_only=True):
     """Placement claimed an alternate for `attempt`. `outcomes`: the outcomes of the options up to and including it."""
 

@@ -14,7 +14,7 @@ from bus.contracts.build import AttemptRecord
 from bus.contracts.fences import EvacuationPolicy
 from bus.contracts.moves import MoveState
 
-from . import change_rules, delete_rules, move_rules, rules, steps, undo_rules
+from . import change_rules, delete_rules, leave_rules, move_rules, rules, steps, undo_rules
 from .events import Destroyed, HostFenced
 from .fences import FENCED
 from .instance import Instance, State
@@ -114,6 +114,11 @@ def end_change(instance: Instance, event: HostFenced, context: StepContext) -> S
 def vacate(instance: Instance, event: HostFenced, context: StepContext) -> Step:
     """A shelved machine: its allocation is released."""
     return change_rules.vacate(instance, _destroyed(instance, event), context)
+
+
+def clear(instance: Instance, event: HostFenced, context: StepContext) -> Step:
+    """A machine that was kept for another cell: its allocation is released."""
+    return leave_rules.clear_destroyed(instance, _destroyed(instance, event), context)
 
 
 def _destroyed(instance: Instance, event: HostFenced) -> Destroyed:

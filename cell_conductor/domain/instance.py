@@ -9,7 +9,7 @@ from msgspec import Struct
 from bus.contracts.build import AttemptRecord
 from bus.contracts.cell import InstanceSpec, Selection
 from bus.contracts.groups import ServerGroup
-from bus.contracts.moves import Departure, MoveKind, MoveState
+from bus.contracts.moves import Departure, KeptMachine, MoveKind, MoveState
 from bus.contracts.stages import Stamps
 
 
@@ -46,6 +46,12 @@ class State(StrEnum):
     VACATING = "vacating"  # nothing runs; the allocation is being released, then it is offloaded
     OFFLOADED = "offloaded"  # it has no host and holds nothing; its image is kept
     DEPARTED = "departed"  # another cell has it: this one knows where to, and does nothing about it
+    # A move to another cell (decision 0021), in the cell that it leaves.
+    LEAVING = "leaving"  # its host was commanded to stop it and to keep its image
+    REASSIGNING = "reassigning"  # stopped; placement is to give its allocation to the migration
+    KEPT = "kept"  # another cell has it; its stopped machine is kept here, in case it comes back
+    CLEARING = "clearing"  # it is active in another cell; its host was commanded to destroy the machine that was kept
+    RELEASING_KEPT = "releasing_kept"  # that machine is gone; the migration's allocation is being released
 
 
 class Power(StrEnum):
@@ -72,8 +78,12 @@ MOVING = frozenset(
         State.UNDOING,
         State.REVERTING,
         State.RESTARTING,
+        State.LEAVING,
+        State.REASSIGNING,
     }
 )
+# Another cell has it.
+ELSEWHERE = frozenset({State.DEPARTED, State.KEPT, State.CLEARING, State.RELEASING_KEPT})
 
 # The announcements of one instance are numbered from here; the numbers below belong to the scheduler.
 FIRST_SEQUENCE = 10
@@ -128,7 +138,8 @@ class Move(Struct, frozen=True, kw_only=True, omit_defaults=True):
     hosts tried. claimed: the migration holds the source in the book. delete: the instance was deleted while a request
     to placement was under way. source_gone, here_gone, instance_released: of an instance that is being deleted, or
     whose release is under way. here_seen, source_seen, and source_gone as well: the answers of the hosts of a move in
-    doubt.
+    doubt. kept: its former cell keeps its stopped machine, to which it goes back if it is not active here.
+    to_cell: that it leaves for, with its machine kept here.
     """
 
     request_id: str
@@ -164,6 +175,8 @@ class Move(Struct, frozen=True, kw_only=True, omit_defaults=True):
     here_seen: bool = False
     source_seen: bool = False
     instance_released: bool = False
+    kept: KeptMachine | None = None
+    to_cell: str | None = None
 
 
 class Instance(Struct, frozen=True, kw_only=True, omit_defaults=True):

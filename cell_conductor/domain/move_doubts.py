@@ -52,6 +52,8 @@ def ask_both(instance: Instance, at: float, context: StepContext) -> Step:
     """A move that has arrived, by a record that was set back: it may have been confirmed or reverted since."""
     queried = replace(instance, queried=True, deadline=repeat_at(instance, at, context))
     here = replace(steps.destroy_here(queried, context), unless_built=True)
+    if move_of(queried).source is None:  # it is in another cell, which does nothing by itself
+        return Step(queried, (here,))
     source: Destroy = replace(destroy_source(queried, context), unless_built=True)
     return Step(queried, (here, source))
 
@@ -77,7 +79,8 @@ def note_there(instance: Instance, event: Spawned | HostRuns, context: StepConte
         return rules.destroy_orphan(instance, event, context)
     if isinstance(event, HostRuns) and not event.built:
         return Step(instance)
-    here_seen, source_seen = move.here_seen or not of_source, move.source_seen or of_source
+    here_seen = move.here_seen or not of_source
+    source_seen = move.source_seen or of_source or move.source is None
     updated = replace(instance, move=replace(move, here_seen=here_seen, source_seen=source_seen))
     return _decide(updated, event.at, context)
 

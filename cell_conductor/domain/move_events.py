@@ -41,6 +41,8 @@ _PROGRESS = {
     State.UNDOING: MoveState.UNDOING,
     State.REVERTING: MoveState.UNDOING,
     State.RESTARTING: MoveState.UNDOING,
+    State.LEAVING: MoveState.MIGRATING,
+    State.REASSIGNING: MoveState.MIGRATING,
 }
 MOVE_LOST = "move.lost"
 
@@ -241,6 +243,8 @@ def _event(
 ) -> Step:
     """Take the instance's next number and publish the progress of a request."""
     assert instance.spec is not None
+    # One that was deleted before it came has none.
+    has_host = bool(instance.selections) and instance.state is not State.OFFLOADED
     move_event = MoveEvent(
         request_id=outcome.request_id,
         instance_uuid=instance.uuid,
@@ -251,7 +255,7 @@ def _event(
         terminal=outcome.state in ENDS_OF_MOVES,
         condition=condition,
         cell=context.cell,
-        host=None if instance.state is State.OFFLOADED else instance.here.host,
+        host=instance.here.host if has_host else None,
         flavor=instance.spec.flavor,
         image=instance.spec.image,
         attempt=instance.attempt,
@@ -259,6 +263,7 @@ def _event(
         reason=outcome.reason,
         history=history,
         at=at,
-        zone="" if instance.state is State.OFFLOADED else instance.here.zone,
+        zone=instance.here.zone if has_host else "",
+        kept_in=None if instance.move is None or instance.move.kept is None else instance.move.kept.cell,
     )
     return Step(replace(instance, sequence=instance.sequence + 1), (move_event,))

@@ -19,6 +19,7 @@ from bus.contracts.moves import (
 from bus.contracts.placement import ClaimOutcome
 
 from . import steps
+from .departure_steps import order_epoch
 from .events import (
     ChangeEnded,
     Destroyed,
@@ -26,7 +27,7 @@ from .events import (
     MoveRequested,
 )
 from .instance import Instance, Move, Power, State
-from .move_events import DONE, MoveEnd, after, answer, close, move_of, refuse_request, report_progress
+from .move_events import DELETED, DONE, MoveEnd, after, answer, close, move_of, refuse_request, report_progress
 from .proof import is_unordered, predates, up_scan_here
 from .steps import Step, StepContext
 
@@ -51,7 +52,12 @@ COMMANDED = frozenset(
 
 
 def leave(instance: Instance, at: float, context: StepContext) -> Step:
-    """Have both hosts destroy their machines of it; the claims are held until they have."""
+    """Have both hosts destroy their machines of it; the claims are held until they have.
+
+    If its former cell keeps a machine, it is deleted there, once nothing is left of it here.
+    """
+    if move_of(instance).kept is not None:
+        return undo(instance, at, context, DELETED, "the instance was deleted")
     here_gone = instance.state not in COMMANDED and not is_at_source(instance)
     source_gone = instance.source_host_uuid is None or instance.state is State.RELEASING_SOURCE
     left = replace(
@@ -253,13 +259,18 @@ def arrived(instance: Instance, at: float, context: StepContext) -> Step:
         waiting = replace(up, state=State.RESIZED, deadline=deadline)
         return answer(waiting, DONE, at, context)
     if move.source is None:
-        return close(over(up, at), DONE, at, context)
+        return close(over(stays(up), at), DONE, at, context)
     earlier = answer(replace(up, state=State.CONFIRMING), DONE, at, context)
     return after(earlier, confirm(earlier.instance, at, context))
 
 
 def confirm(instance: Instance, at: float, context: StepContext) -> Step:
-    """The source is given up: destroyed on its host, then released. In place there is no other machine."""
+    """The source is given up: destroyed on its host, then released. In place there is no other machine.
+
+    One in another cell is that cell's to destroy: the schedulers command it once the end of this move is on record.
+    """
+    if move_of(instance).kept is not None:
+        return close(over(stays(instance), at), DONE, at, context)
     here = instance.here
     if instance.is_in_place:
         return Step(steps.ask(instance, State.RELEASING_SOURCE, at, context))
@@ -273,6 +284,11 @@ def confirm(instance: Instance, at: float, context: StepContext) -> Step:
         since=at,
     )
     return Step(gone, (destroy_source(gone, context),))
+
+
+def stays(instance: Instance) -> Instance:
+    """The instance does not go back to its former cell any more, as each announcement from now on states."""
+    return replace(instance, move=replace(move_of(instance), kept=None))
 
 
 def over(instance: Instance, at: float) -> Instance:
@@ -358,6 +374,7 @@ CHANGES = {
 PROGRESS = {
     State.PREPARING: MoveState.PREPARING,
     State.HANDING_OVER: MoveState.MIGRATING,
+    State.LEAVING: MoveState.MIGRATING,
     State.RESIZING: MoveState.CHANGING,
     State.RESTARTING: MoveState.UNDOING,
     State.CHANGING: MoveState.CHANGING,
@@ -397,7 +414,7 @@ def order(instance: Instance, kind: ChangeKind, at: float, context: StepContext,
     """
     move = move_of(instance)
     assert instance.spec is not None
-    order = max(instance.order + 1, int(at * 1000))
+    order = max(instance.order + 1, order_epoch(instance) + int(at * 1000))
     where, attempt = instance.here, instance.attempt
     if kind in _OF_SOURCE or is_back:
         assert move.source is not None

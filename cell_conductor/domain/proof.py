@@ -25,6 +25,9 @@ WANTED = frozenset(
         State.RELEASING_SOURCE,
         State.RESTARTING,
         State.CHANGING,
+        State.LEAVING,
+        State.REASSIGNING,
+        State.KEPT,
     }
 )
 # The destination runs for good: the machine of the move's source is not wanted any more.

@@ -17,7 +17,8 @@ The state determines the allocation: one attempt's allocation is held in `buildi
 `reclaiming`, `adopting` and `abandoning` ask placement to release and claim in one go, `giving_up` and `releasing` ask
 it to release. In a move the migration holds the source and the instance its destination: `claiming` requests one,
 `reverting` gives the instance its source again, `releasing_source` releases the migration; `vacating` releases what a
-shelved one held.
+shelved one held. Of an instance that leaves for another cell, `reassigning` gives the allocation to the migration,
+which holds it in `kept` and `clearing`, and `releasing_kept` releases it.
 In every other state nothing is held. A host that never confirms a destroy keeps its allocation: what may
 still run there must not be promised to another consumer.
 """
@@ -76,8 +77,9 @@ def _placement_requests() -> list[str]:
         f"- {release}: `placement.release.v1` of this attempt or an older one; then, of an instance that was moving",
         "  when it was deleted or lost, of its migration.",
         "- `claiming`: the same with a `migration`, and with `release_first` from the second destination on.",
+        "- `reassigning`: the same with a `migration` and without alternates.",
         "- `reverting`: `placement.revert.v1`, under the next attempt's number.",
-        "- `releasing_source`: `placement.release.v1` of the migration.",
+        "- `releasing_source`, `releasing_kept`: `placement.release.v1` of the migration.",
     ]
 
 

@@ -2,27 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Mapping
 
-from msgspec import Struct
+from msgspec.structs import replace
 
 from bus.contracts.placement import Claim, ClaimOption, Migration, Release, Revert
 from bus.faults import BrokenInvariant
 
-from . import (
-    adopt_rules,
-    change_rules,
-    delete_rules,
-    departure_rules,
-    fence_rules,
-    move_doubts,
-    move_events,
-    move_rules,
-    repeat_rules,
-    rules,
-    undo_rules,
-)
+from . import adopt_rules, delete_rules, departure_rules, fence_rules, leave_rules, repeat_rules, rules
 from .events import (
     BuildRequested,
     ChangeEnded,
@@ -44,7 +31,20 @@ from .events import (
     TimedOut,
 )
 from .instance import Instance, Move, State
+from .moves_table import (
+    ACTIVE_AGAIN,
+    AGAIN,
+    ARRIVED_CELL,
+    CONFIRM_RUNNING,
+    DESTROY_ORPHAN,
+    IGNORE,
+    MOVES,
+    REFUSE,
+    Rule,
+)
 from .steps import Step, StepContext
+
+__all__ = ["IGNORE", "TABLE", "IllegalStep", "Rule", "question_of", "step"]
 
 
 class IllegalStep(BrokenInvariant):
@@ -52,184 +52,6 @@ class IllegalStep(BrokenInvariant):
 
     code = "instance.illegal_step"
 
-
-class Rule(Struct, frozen=True):
-    """The effect of an event in a state: the rule, and every state it may lead to besides staying."""
-
-    apply: Callable[[Instance, Any, StepContext], Step]
-    to: tuple[State, ...] = ()
-
-    @property
-    def name(self) -> str:
-        """The function's name, as the table shows it."""
-        return self.apply.__name__
-
-
-IGNORE = Rule(rules.ignore)
-DESTROY_ORPHAN = Rule(rules.destroy_orphan)
-CONFIRM_RUNNING = Rule(rules.confirm_running)
-AGAIN = Rule(rules.repeat_question)
-ACTIVE_AGAIN = Rule(repeat_rules.announce_active_again)
-REFUSE = Rule(move_events.refuse)
-REFUSE_BUSY = Rule(move_events.refuse_busy)
-DELETE_MOVING = Rule(delete_rules.delete, (State.DELETING, State.RELEASING))
-UNDONE = (State.UNDOING, State.REVERTING, State.VACATING)
-NEXT = (State.CLAIMING, *UNDONE)
-ARRIVED_CELL = (State.OFFLOADED, State.CLAIMING, State.VACATING, State.RELEASING)
-ARRIVED = (State.RESIZED, State.CONFIRMING, State.RELEASING_SOURCE, State.ACTIVE)
-
-
-# The effect in every state of a move, unless its row overrides it: none, or the fence of the machine itself.
-MOVING: Mapping[type[Event], Rule | None] = {
-    BuildRequested: ACTIVE_AGAIN,
-    DeleteRequested: DELETE_MOVING,
-    Spawned: DESTROY_ORPHAN,
-    SpawnFailed: IGNORE,
-    TimedOut: None,
-    Claimed: IGNORE,
-    ClaimRefused: IGNORE,
-    Destroyed: IGNORE,
-    Released: IGNORE,
-    HostRuns: DESTROY_ORPHAN,
-    HostMissing: IGNORE,
-    ServiceLost: IGNORE,
-    MoveRequested: REFUSE_BUSY,
-    ChangeEnded: IGNORE,
-    Reverted: IGNORE,
-    HostFenced: IGNORE,
-    MachineFound: IGNORE,
-}
-ABORT = Rule(move_rules.abort, UNDONE)
-ARRIVE = Rule(move_rules.arrive, ARRIVED)
-FOLLOW_SOURCE = Rule(move_rules.follow_source)
-FOLLOW_DESTINATION = Rule(move_doubts.follow_destination)
-FOLLOW_UNDONE = Rule(move_doubts.follow_undone, ARRIVED)
-FOLLOW_RESIZED = Rule(move_doubts.follow_resized, (State.CONFIRMING,))
-SKIP = Rule(move_rules.skip_destination, NEXT)
-MOVES: Mapping[State, Mapping[type[Event], Rule | None]] = {
-    State.CLAIMING: {
-        **MOVING,
-        TimedOut: AGAIN,
-        Claimed: Rule(
-            move_rules.take_destination, (State.PREPARING, State.RESIZING, *UNDONE, State.DELETING, State.RELEASING)
-        ),
-        ClaimRefused: Rule(move_rules.run_out_of_hosts, (*UNDONE, State.DELETING, State.RELEASING)),
-        MoveRequested: ABORT,
-    },
-    State.PREPARING: {
-        **MOVING,
-        TimedOut: SKIP,
-        ServiceLost: SKIP,
-        ChangeEnded: Rule(move_rules.go_on, (State.HANDING_OVER, State.FINISHING, *NEXT)),
-        MoveRequested: ABORT,
-        HostFenced: Rule(fence_rules.leave_checked_destination, NEXT),
-    },
-    State.HANDING_OVER: {
-        **MOVING,
-        TimedOut: Rule(move_rules.give_up_hand_over, UNDONE),
-        ChangeEnded: Rule(move_rules.take_over, (State.FINISHING, *NEXT)),
-        MoveRequested: ABORT,
-        HostFenced: Rule(fence_rules.stay_at_source, UNDONE),
-    },
-    State.FINISHING: {
-        **MOVING,
-        Spawned: ARRIVE,
-        SpawnFailed: Rule(move_rules.fail_destination, NEXT),
-        TimedOut: Rule(move_rules.query_destination),
-        Destroyed: Rule(move_rules.lose_destination, NEXT),
-        HostRuns: ARRIVE,
-        HostFenced: Rule(fence_rules.give_up_destination, NEXT),
-    },
-    State.RESIZING: {
-        **MOVING,
-        Spawned: CONFIRM_RUNNING,
-        TimedOut: Rule(move_rules.give_up_in_place, UNDONE),
-        HostRuns: CONFIRM_RUNNING,
-        ChangeEnded: Rule(move_rules.arrive_in_place, (*ARRIVED, *NEXT)),
-        HostFenced: Rule(fence_rules.give_up_destination, UNDONE),
-    },
-    State.RESIZED: {
-        **MOVING,
-        Spawned: FOLLOW_RESIZED,
-        TimedOut: Rule(move_rules.confirm_in_time, (State.CONFIRMING, State.RELEASING_SOURCE)),
-        Destroyed: Rule(move_doubts.note_gone, (State.CONFIRMING, *UNDONE)),
-        HostRuns: FOLLOW_RESIZED,
-        HostMissing: Rule(move_rules.revert_lost, (*UNDONE, State.GIVING_UP)),
-        MoveRequested: Rule(move_rules.end_resized, (State.CONFIRMING, State.RELEASING_SOURCE, *UNDONE)),
-        HostFenced: Rule(fence_rules.give_up_destination, UNDONE),
-    },
-    State.CONFIRMING: {
-        **MOVING,
-        Spawned: FOLLOW_SOURCE,
-        TimedOut: Rule(move_rules.destroy_source_again),
-        Destroyed: Rule(move_rules.release_source, (State.RELEASING_SOURCE,)),
-        HostRuns: FOLLOW_SOURCE,
-        HostMissing: Rule(move_rules.release_source, (State.RELEASING_SOURCE,)),
-        HostFenced: Rule(fence_rules.release_source, (State.RELEASING_SOURCE,)),
-    },
-    State.RELEASING_SOURCE: {
-        **MOVING,
-        Spawned: CONFIRM_RUNNING,
-        TimedOut: AGAIN,
-        Released: Rule(move_rules.end_source_released, (State.ACTIVE,)),
-        HostRuns: CONFIRM_RUNNING,
-    },
-    State.UNDOING: {
-        **MOVING,
-        Spawned: FOLLOW_UNDONE,
-        TimedOut: Rule(undo_rules.undo_again),
-        Destroyed: Rule(undo_rules.revert_destroyed, (State.REVERTING, State.VACATING)),
-        HostRuns: FOLLOW_UNDONE,
-        HostMissing: Rule(undo_rules.revert_destroyed, (State.REVERTING, State.VACATING)),
-        ChangeEnded: Rule(undo_rules.undo_failed_in_place, (State.REVERTING,)),
-        HostFenced: Rule(fence_rules.revert, (State.REVERTING, State.VACATING)),
-    },
-    State.REVERTING: {
-        **MOVING,
-        TimedOut: AGAIN,
-        Reverted: Rule(undo_rules.return_to_source, (State.RESTARTING, State.ACTIVE)),
-    },
-    State.RESTARTING: {
-        **MOVING,
-        Spawned: CONFIRM_RUNNING,
-        TimedOut: Rule(undo_rules.restart_again),
-        HostRuns: CONFIRM_RUNNING,
-        ChangeEnded: Rule(undo_rules.restarted, (State.ACTIVE,)),
-        HostFenced: Rule(fence_rules.end_unstarted, (State.ACTIVE,)),
-    },
-    State.CHANGING: {
-        **MOVING,
-        Spawned: CONFIRM_RUNNING,
-        TimedOut: Rule(change_rules.change_again),
-        HostRuns: CONFIRM_RUNNING,
-        ChangeEnded: Rule(change_rules.changed, (State.ACTIVE, State.OFFLOADING)),
-        HostFenced: Rule(fence_rules.end_change, (State.ACTIVE,)),
-    },
-    State.OFFLOADING: {
-        **MOVING,
-        Spawned: FOLLOW_DESTINATION,
-        TimedOut: Rule(undo_rules.undo_again),
-        Destroyed: Rule(change_rules.vacate, (State.VACATING,)),
-        HostRuns: FOLLOW_DESTINATION,
-        HostMissing: Rule(change_rules.vacate, (State.VACATING,)),
-        HostFenced: Rule(fence_rules.vacate, (State.VACATING,)),
-    },
-    State.VACATING: {
-        **MOVING,
-        TimedOut: AGAIN,
-        Released: Rule(change_rules.end_offloaded, (State.OFFLOADED,)),
-    },
-    State.OFFLOADED: {
-        **MOVING,
-        DeleteRequested: Rule(delete_rules.delete_offloaded, (State.RELEASING,)),
-        MoveRequested: Rule(departure_rules.begin_or_depart, (State.CLAIMING, State.VACATING, State.DEPARTED)),
-    },
-    State.DEPARTED: {
-        **MOVING,
-        DeleteRequested: Rule(departure_rules.refer),
-        MoveRequested: Rule(departure_rules.refer, ARRIVED_CELL),
-    },
-}
 
 # None: cannot happen. Events from outside (requests, hosts) are legal everywhere; TimedOut comes only from a row that
 # has a deadline, and Claimed, ClaimRefused and Released only after the state that requests them was once entered.
@@ -363,7 +185,10 @@ TABLE: Mapping[State, Mapping[type[Event], Rule | None]] = {
         HostRuns: CONFIRM_RUNNING,
         HostMissing: Rule(rules.lose, (State.GIVING_UP,)),
         ServiceLost: IGNORE,  # its machines may run: only an operator, or a fence, can establish that they do not
-        MoveRequested: Rule(move_rules.begin, (State.CLAIMING, State.REVERTING, State.CHANGING, State.OFFLOADING)),
+        MoveRequested: Rule(
+            leave_rules.begin_or_leave,
+            (State.CLAIMING, State.REVERTING, State.CHANGING, State.OFFLOADING, State.LEAVING),
+        ),
         ChangeEnded: IGNORE,
         Reverted: IGNORE,
         HostFenced: Rule(fence_rules.fail_by_policy, (State.GIVING_UP,)),
@@ -486,8 +311,9 @@ def step(instance: Instance, event: Event, context: StepContext) -> Step:
     return adopt_rules.claim_later(stepped, event.at)
 
 
-AWAITS_CLAIM = frozenset({State.ADOPTING, State.RECLAIMING, State.ABANDONING, State.CLAIMING})
+AWAITS_CLAIM = frozenset({State.ADOPTING, State.RECLAIMING, State.ABANDONING, State.CLAIMING, State.REASSIGNING})
 AWAITS_RELEASE = frozenset({State.GIVING_UP, State.RELEASING, State.VACATING})
+RELEASES_MIGRATION = frozenset({State.RELEASING_SOURCE, State.RELEASING_KEPT})
 # A claim may be sent twice at once (a redelivered message, the sweep), answered "full", and then "claimed" because
 # there is room meanwhile. The step after the first answer requests the release, or the revert, of that very attempt:
 # nothing leaks.
@@ -514,7 +340,7 @@ def question_of(instance: Instance) -> Claim | Release | Revert | None:
             attempt=instance.next_attempt,
         )
     is_instance_over = move is not None and move.instance_released
-    if instance.state is State.RELEASING_SOURCE or (instance.state in AWAITS_RELEASE and is_instance_over):
+    if instance.state in RELEASES_MIGRATION or (instance.state in AWAITS_RELEASE and is_instance_over):
         assert move is not None
         assert instance.spec is not None
         return Release(consumer=move.request_id, project_id=instance.spec.project_id)
@@ -527,8 +353,8 @@ def question_of(instance: Instance) -> Claim | Release | Revert | None:
 
 def _claim(instance: Instance) -> Claim:
     assert instance.spec is not None
-    move = instance.move if instance.state is State.CLAIMING else None
-    return Claim(
+    move = instance.move if instance.state in (State.CLAIMING, State.REASSIGNING) else None
+    claim = Claim(
         consumer=instance.uuid,
         attempt=instance.next_attempt,
         consumer_generation=instance.consumer_generation,
@@ -543,6 +369,7 @@ def _claim(instance: Instance) -> Claim:
         user_id=instance.spec.user_id,
         migration=None if move is None or move.source is None else _migration(move),
     )
+    return replace(claim, release_first=True) if instance.state is State.REASSIGNING else claim
 
 
 def _migration(move: Move) -> Migration:

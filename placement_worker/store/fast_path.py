@@ -55,6 +55,8 @@ class _Wanted:
         """Add a claim. Returns False when its first option cannot be taken here; the claim may then be added in
         part.
         """
+        if not claim.options:
+            return False
         option = claim.options[0]
         for provider, resources in option.allocations.items():
             shape = option.shapes.get(provider)

@@ -2,7 +2,8 @@
 
 A row counts as long as its consumer holds allocations, and the consumer's hosts follow from its allocations
 (`domain.server_groups.hosts_of`), so code that moves or releases allocations need not handle groups. A row that no
-longer counts is used again when its consumer claims again, or else trimmed.
+longer counts is used again when its consumer claims again, or a revert gives it back what it held; when its consumer is
+forgotten, it is trimmed.
 """
 
 from __future__ import annotations
@@ -75,12 +76,14 @@ ON CONFLICT (project_id, group_uuid, consumer) DO UPDATE SET consumer = excluded
 # still reads other tables as they were when the statement began.
 LOCK_LEFT = """
 SELECT m.project_id, m.group_uuid, m.consumer FROM group_members m
-WHERE NOT EXISTS (SELECT FROM allocations a WHERE a.consumer = m.consumer) LIMIT $1 FOR UPDATE OF m SKIP LOCKED
+WHERE NOT EXISTS (SELECT FROM allocations a WHERE a.consumer = m.consumer)
+    AND NOT EXISTS (SELECT FROM consumers c WHERE c.uuid = m.consumer) LIMIT $1 FOR UPDATE OF m SKIP LOCKED
 """
 DELETE_LEFT = """
 DELETE FROM group_members m USING unnest($1::text[], $2::uuid[], $3::uuid[]) AS n (project_id, group_uuid, consumer)
 WHERE m.project_id = n.project_id AND m.group_uuid = n.group_uuid AND m.consumer = n.consumer
     AND NOT EXISTS (SELECT FROM allocations a WHERE a.consumer = m.consumer)
+    AND NOT EXISTS (SELECT FROM consumers c WHERE c.uuid = m.consumer)
 """
 
 COUNT = f"""

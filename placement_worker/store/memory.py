@@ -450,7 +450,10 @@ class MemoryBook:
             changes = [change.sequence for change in table.changes if change.sequence <= until][:limit]
             until = changes[-1] if changes else 0
             await transaction.lock([("consumer", uuid) for uuid in sorted(old)])
-            gone = [(key, uuid) for key in table.members for uuid in table.members[key] if uuid not in table.alive(key)]
+            # A consumer that holds nothing for a while (on its way between cells) is a member again after a revert.
+            gone = [
+                (key, uuid) for key, mates in table.members.items() for uuid in mates if uuid not in table.consumers
+            ]
             transaction.will(lambda: table.purge(until, before, old, sources))
             transaction.will(lambda: _purge_members(table, gone[:limit]))
         return max(len(old), len(sources), len(changes), len(gone)) >= limit
@@ -462,7 +465,7 @@ class MemoryBook:
 
 def _purge_members(table: MemoryBookTable, gone: Sequence[tuple[GroupKey, str]]) -> None:
     for key, uuid in gone:
-        if uuid not in table.alive(key):
+        if uuid not in table.consumers:
             table.members[key].pop(uuid, None)
 
 

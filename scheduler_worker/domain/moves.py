@@ -184,6 +184,16 @@ def leaves_source(request: MoveRequest, *, same_host: bool) -> bool:
     return request.kind is not MoveKind.UNSHELVE
 
 
+# Requests by which an instance may leave its cell, where moves across cells are allowed.
+_LEAVES_CELL = frozenset({MoveKind.MIGRATE, MoveKind.RESIZE, MoveKind.UNSHELVE})
+
+
+def may_leave_cell(request: MoveRequest, now: InstanceRecord) -> bool:
+    """Whether a host of another cell will do. While a cell still keeps a machine of it, it stays where it is."""
+    stays = request.kind is MoveKind.RESIZE and request.policy is ResizePolicy.SAME_HOST
+    return request.kind in _LEAVES_CELL and not stays and now.handed is None
+
+
 def placed_as(request: MoveRequest, known: MoveContext) -> BuildRequest:
     """The request for which hosts are chosen: that of the build, with the instance's present flavor and image and those
     that this request names.

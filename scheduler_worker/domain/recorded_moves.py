@@ -8,7 +8,7 @@ from msgspec import Struct
 
 from bus.contracts.base import Refusal
 from bus.contracts.build import AttemptRecord, BuildRequest, FunnelStep
-from bus.contracts.moves import CellMove, Condition, MoveKind, MoveRecord, MoveRequest, MoveState
+from bus.contracts.moves import CellMove, Condition, Departure, MoveKind, MoveRecord, MoveRequest, MoveState
 from scheduler_worker.domain.builds import RecordedBuild
 
 
@@ -62,7 +62,8 @@ class InstanceRecord(Struct, frozen=True, kw_only=True):
 
     flavor, image: its present ones; "": as it was built. image_properties: {image: its properties}, of the image that a
     rebuild gave it, and of the one that the rebuild under way names. under_way: the request that has no terminal event
-    yet. sequence: of the newest event of its cell that changed this.
+    yet. sequence: of the newest event of its cell that changed this. handed: the newest departure by which a cell kept
+    the instance's stopped machine, or gave the instance back to that cell; None: no cell keeps one.
     """
 
     instance_uuid: str
@@ -72,6 +73,7 @@ class InstanceRecord(Struct, frozen=True, kw_only=True):
     image_properties: Mapping[str, Mapping[str, str]] = {}
     under_way: str | None = None
     sequence: int = 0
+    handed: Departure | None = None
 
 
 class PendingMove(Struct, frozen=True, kw_only=True):

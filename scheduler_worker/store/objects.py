@@ -53,8 +53,10 @@ SELECT count(*) FROM (SELECT FROM build_requests WHERE project_id = $1 AND state
                       AND request::json #>> '{server_group,uuid}' = $2 LIMIT $3) found
 """
 BUILDS_IN_CELL = """
-SELECT count(*) FROM (SELECT FROM build_requests WHERE cell = $1
-                      AND state = ANY($3::text[]) LIMIT $2) found
+SELECT count(*) FROM (SELECT 1 FROM build_requests WHERE cell = $1 AND state = ANY($3::text[])
+                      UNION ALL
+                      SELECT 1 FROM instances WHERE handed <> '' AND handed::json #>> '{kept,cell}' = $1
+                      LIMIT $2) found
 """
 BUILDS_OF = """
 SELECT count(*) FROM (SELECT FROM build_requests WHERE flavor = $1

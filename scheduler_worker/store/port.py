@@ -153,7 +153,10 @@ class SchedulerStore(Protocol):
         """How many builds of a project's server group (by uuid) have a machine, or may get one, up to `limit`."""
 
     async def builds_in_cell(self, cell: str, limit: int) -> int:
-        """How many builds of a cell have a machine there, or may get one, up to `limit`. Reads all builds."""
+        """How many builds have a machine in this cell, or may get one, or go back to one, up to `limit`.
+
+        Reads all builds.
+        """
 
     async def purge(self, before: float, limit: int, start_at: float = 0.0) -> Purged:
         """Delete builds that ended without a machine and last changed before this time, oldest first from a creation

@@ -131,10 +131,10 @@ WHERE request_id = $1
 """
 PUT_CELL = "UPDATE instance_cells SET cell = $2, mapped_at = $3 WHERE instance_uuid = $1"
 PUT_INSTANCE = f"""
-INSERT INTO instances ({rows.INSTANCE}) VALUES ($1, $2, $3, $4, $5, $6, $7)
+INSERT INTO instances ({rows.INSTANCE}) VALUES ($1, $2, $3, $4, $5, $6, $7, $8)
 ON CONFLICT (instance_uuid) DO UPDATE SET condition = excluded.condition, flavor = excluded.flavor,
     image = excluded.image, image_properties = excluded.image_properties, under_way = excluded.under_way,
-    sequence = excluded.sequence
+    sequence = excluded.sequence, handed = excluded.handed
 """
 PURGE_MOVES = """
 DELETE FROM moves WHERE request_id IN (

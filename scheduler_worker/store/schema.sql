@@ -72,6 +72,7 @@ CREATE INDEX moves_under_way ON moves (request_id) WHERE NOT terminal;
 
 -- What an instance has become since its build; without a row it is as it was built. flavor, image: '' = as built.
 -- image_properties: JSON, {image: {name: value}} of images that rebuilds named. under_way: the request without a terminal event. sequence: of the newest event that changed the row.
+-- handed: JSON, the departure by which a cell has kept its stopped machine, or '' (scheduler_worker.domain.transfers).
 CREATE TABLE instances (
     instance_uuid uuid PRIMARY KEY,
     condition text NOT NULL,
@@ -79,7 +80,8 @@ CREATE TABLE instances (
     image text NOT NULL,
     image_properties text NOT NULL,
     under_way uuid,
-    sequence bigint NOT NULL
+    sequence bigint NOT NULL,
+    handed text NOT NULL DEFAULT ''
 );
 
 -- What operators define at run time, decisions about hosts included (bus.contracts.objects). body: JSON; version: the

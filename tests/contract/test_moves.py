@@ -178,6 +178,55 @@ async def test_an_alternate_releases_the_failed_destination_and_keeps_the_source
     assert await used(store) == at(0, 4) | at(2, 6) | at(3, 4)
 
 
+def reassigned(attempt: int = 2, generation: int = 1) -> Claim:
+    """The instance's allocation is to go to the migration, and nothing is claimed: it moves to another cell."""
+    return move(source=option(0), attempt=attempt, generation=generation, again=True)
+
+
+async def test_an_allocation_is_reassigned_for_the_migration_and_given_back_above_later_attempts(
+    store: PlacementStore,
+) -> None:
+    await claimed(store, build(0, 0))
+    for _ in range(2):  # idempotent
+        (answer,) = await claimed(store, reassigned())
+        assert (answer.outcome.value, answer.option) == ("claimed", None)
+        assert await used(store) == at(0, 4)
+    # Given back before anything was claimed: the revert knows that it has been moved.
+    assert (await reverted(store, revert(option(0), 3))).outcome == "reverted"
+    (held,) = await store.locate([LocateRequest(project_id="p", consumers=(VMS[0],))])
+    assert held.hosts == {VMS[0]: (HOSTS[0],)} and await used(store) == at(0, 4)
+
+
+async def test_what_was_given_to_the_migration_is_given_back_above_the_attempts_of_the_next_cell(
+    store: PlacementStore,
+) -> None:
+    await claimed(store, build(0, 0), reassigned())
+    # Its next cell claims for the instance, which holds nothing, in attempts above.
+    (there,) = await claimed(store, replace(build(0, 1), attempt=4))
+    assert there.outcome.value == "claimed" and await used(store) == at(0, 4) | at(1, 4)
+    (late,) = await claimed(store, reassigned(3))
+    assert late.outcome.value == "consumer_changed"
+    await store.apply([Release(consumer=VMS[0], attempt=5)])
+    assert (await reverted(store, revert(option(0), 7))).outcome == "reverted"
+    assert await used(store) == at(0, 4)
+
+
+async def test_a_member_that_holds_nothing_for_a_while_is_one_again_after_a_revert(store: PlacementStore) -> None:
+    await claimed(store, build(0, 0, server_group=APART), replace(reassigned(), server_group=APART))
+    await store.trim(keep_changes=0, keep_fences_s=3600.0, keep_sources_s=3600.0, limit=100)
+    assert (await reverted(store, revert(option(0), 3))).outcome == "reverted"
+    (other,) = await claimed(store, build(1, 0, server_group=APART))
+    assert other.outcome.value == "ruled_out"
+
+
+async def test_what_holds_nothing_is_not_reassigned_and_options_are_required_of_others(store: PlacementStore) -> None:
+    (nothing,) = await claimed(store, reassigned())
+    assert (nothing.outcome.value, nothing.reason.split(":")[0]) == ("consumer_changed", "claim.nothing_to_move")
+    for wrong in (replace(reassigned(), migration=None), replace(reassigned(), release_first=False)):
+        (answer,) = await claimed(store, wrong)
+        assert answer.outcome.value == "invalid"
+
+
 async def test_without_an_alternate_the_source_alone_is_left_and_can_be_reverted_to(store: PlacementStore) -> None:
     await claimed(store, build(0, 0), build(1, 2, 6))
     await claimed(store, move(option(1), source=option(0)))

@@ -1,21 +1,35 @@
 """Deliberate defects of instances that leave their cell. FOUND_BY: the seed of `transfers` that finds each.
 
-Four more were seen to fail tests of the rules: a late arrival that is taken, an arrival of what was deleted before, a
-delete that does not follow a departure, and a silent next cell that is only queried.
+More were seen to fail tests of the rules: a late arrival that is taken, an arrival of what was deleted before, a delete
+that does not follow a departure, a silent next cell that is only queried, attempts that begin anew in the next cell,
+orders without an epoch, a record in doubt that starts its machine, and an arrival that is begun after a set-back.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 from unittest.mock import patch
 
 from msgspec.structs import replace
 
-from bus.contracts.moves import MoveEvent
-from cell_conductor.domain import departure_rules
+from bus.contracts.cell import CellDelete
+from bus.contracts.moves import ChangeMachine, Condition, MoveEvent
+from cell_conductor.domain import (
+    change_rules,
+    departure_rules,
+    departure_steps,
+    leave_rules,
+    move_rules,
+    move_steps,
+    steps,
+    undo_rules,
+)
+from cell_conductor.domain.events import MoveRequested, TimedOut
+from cell_conductor.domain.instance import State
 from cell_conductor.domain.steps import Step
+from cell_conductor.domain.table import TABLE, Rule
 from scheduler_worker.domain import announced_moves
 
 
@@ -41,11 +55,108 @@ def map_names_the_former_cell() -> AbstractContextManager[Any]:
     return patch.object(announced_moves, "transfer", transfer)
 
 
+def leaves_while_it_runs() -> AbstractContextManager[Any]:
+    """An instance leaves without its host having stopped it."""
+    original = leave_rules.begin_or_leave
+
+    def begin(instance: Any, event: Any, context: Any) -> Step:
+        begun = original(instance, event, context)
+        if begun.instance.state is not State.LEAVING:
+            return begun
+        others = tuple(one for one in begun.commands if not isinstance(one, ChangeMachine))
+        return Step(steps.ask(begun.instance, State.REASSIGNING, event.at, context), others)
+
+    return in_table(State.ACTIVE, MoveRequested, begin, State.REASSIGNING)
+
+
+def kept_one_starts_when_time_is_over() -> AbstractContextManager[Any]:
+    """The former cell starts the machine that it keeps when nothing has come for a while."""
+
+    def start(instance: Any, event: Any, context: Any) -> Step:
+        return leave_rules._stay(instance, event.at, context, "move.timeout", "")
+
+    return in_table(State.KEPT, TimedOut, start, State.RESTARTING)
+
+
+def kept_one_is_destroyed_too_early() -> AbstractContextManager[Any]:
+    """The former cell is commanded to destroy what it keeps while the instance may still go back there."""
+    original = announced_moves.is_settled
+
+    def settled(event: MoveEvent) -> bool:
+        return original(replace(event, kept_in=None, condition=Condition.ACTIVE))
+
+    return patch.object(announced_moves, "is_settled", settled)
+
+
+def allocation_is_released_before_the_machine_is_gone() -> AbstractContextManager[Any]:
+    """The allocation of a kept machine is released, and its host is not commanded to destroy it."""
+    original = leave_rules.follow_kept
+
+    def follow(instance: Any, event: Any, context: Any) -> Step:
+        stepped = original(instance, event, context)
+        if stepped.instance.state is not State.CLEARING:
+            return stepped
+        return Step(steps.ask(stepped.instance, State.RELEASING_KEPT, event.at, context))
+
+    return in_table(State.KEPT, MoveRequested, follow, State.RELEASING_KEPT)
+
+
+def given_back_with_its_machine() -> AbstractContextManager[Any]:
+    """The next cell gives an instance back while its destination has the machine."""
+    original = undo_rules.revert_book
+
+    def undo(instance: Any, at: float, context: Any, code: str, reason: str) -> Step:
+        move = replace(instance.move, lost_code=code, lost_reason=reason)
+        if move.kept is None:
+            return kept_undo(instance, at, context, code, reason)
+        return Step(original(replace(instance, move=move), at, context))
+
+    kept_undo = move_steps.undo
+    return patch.object(move_rules, "undo", undo)
+
+
+def delete_does_not_go_back() -> AbstractContextManager[Any]:
+    """An instance that is to be deleted is given back as one that is not, and the delete does not follow it."""
+    original, sent = departure_steps.give_back, announced_moves.transfer
+
+    def give_back(instance: Any, at: float, context: Any) -> Step:
+        return original(replace(instance, move=replace(instance.move, delete=False)), at, context)
+
+    def transfer(event: MoveEvent, *arguments: Any) -> Any:
+        gone = sent(event, *arguments)
+        return replace(gone, commands=tuple(one for one in gone.commands if not isinstance(one, CellDelete)))
+
+    patches = ExitStack()
+    patches.enter_context(patch.object(change_rules, "give_back", give_back))
+    patches.enter_context(patch.object(announced_moves, "transfer", transfer))
+    return patches
+
+
+def in_table(state: State, event: type[Any], rule: Callable[..., Step], *to: State) -> AbstractContextManager[Any]:
+    """The table with another rule at one place."""
+    row = TABLE[state]
+    before = row[event]
+    assert before is not None
+    return patch.dict(row, {event: Rule(rule, (*before.to, *to))})  # type: ignore[arg-type]
+
+
 MUTANTS_OF_TRANSFERS: tuple[Callable[[], AbstractContextManager[Any]], ...] = (
     former_cell_keeps_it,
     map_names_the_former_cell,
+    leaves_while_it_runs,
+    kept_one_starts_when_time_is_over,
+    kept_one_is_destroyed_too_early,
+    allocation_is_released_before_the_machine_is_gone,
+    given_back_with_its_machine,
+    delete_does_not_go_back,
 )
 FOUND_BY: dict[str, int] = {
     "former_cell_keeps_it": 1,
     "map_names_the_former_cell": 5,
+    "leaves_while_it_runs": 1,
+    "kept_one_starts_when_time_is_over": 2,
+    "kept_one_is_destroyed_too_early": 1,
+    "allocation_is_released_before_the_machine_is_gone": 1,
+    "given_back_with_its_machine": 1,
+    "delete_does_not_go_back": 2,
 }

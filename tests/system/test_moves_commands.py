@@ -90,6 +90,30 @@ def test_an_offloaded_instance_is_unshelved_in_another_cell_and_comes_back(berth
     assert berth("audit").status == 0
 
 
+def test_an_instance_moves_to_another_cell_with_its_machine_and_comes_back(berth: Berth, instance: str) -> None:
+    elsewhere = "cell1-c1-00001"
+    done = berth("migrate", instance, "--host", elsewhere, "--wait", "--json")
+    assert (done.status, done.data["state"], done.data["cell"]) == (0, "done", "cell1"), done.out
+    there = shown(berth, instance)
+    assert (there["host"], there["cell"], there["condition"]) == (elsewhere, "cell1", "resized")
+    # While it awaits its confirm its stopped machine is kept in the cell that it has left, and its allocation with it.
+    checked = berth("check", "--json")
+    assert (checked.status, checked.data["at_rest"]) == (0, True), checked.out
+    assert berth("audit").status == 0
+    assert berth("revert", instance, "--wait").status == 0
+    back = shown(berth, instance)
+    assert (back["host"], back["cell"], back["condition"]) == (TARGET, "cell2", "active")
+    resized = berth("resize", instance, "--flavor", "m1.medium", "--host", elsewhere, "--wait", "--json")
+    assert (resized.status, resized.data["cell"]) == (0, "cell1"), resized.out
+    assert berth("confirm", instance, "--wait").status == 0
+    stays = shown(berth, instance)
+    assert (stays["host"], stays["flavor"], stays["condition"]) == (elsewhere, "m1.medium", "active")
+    checked = berth("check", "--json")
+    assert (checked.status, checked.data["at_rest"]) == (0, True), checked.out
+    assert "source-gone" in berth("show", instance, "--history").out
+    assert berth("audit").status == 0
+
+
 def test_mistakes_are_sentences_with_codes(berth: Berth, instance: str) -> None:
     for arguments, status, code in (
         (["resize", instance, "--flavor", "nope"], NO, "flavor.unknown"),

@@ -11,11 +11,14 @@ from msgspec.structs import replace
 from bus.bus import API
 from bus.clock import new_uuid
 from bus.contracts.build import BuildRequest, BuildState
-from bus.contracts.cell import Selection
+from bus.contracts.cell import InstanceSpec, Selection
 from bus.contracts.groups import GroupPolicy, ServerGroup
 from bus.contracts.moves import (
+    CellMove,
     Condition,
     Departure,
+    GivenBack,
+    KeptMachine,
     MoveAccepted,
     MoveKind,
     MoveRequest,
@@ -390,6 +393,65 @@ async def test_an_offloaded_instance_leaves_for_the_cell_that_has_a_host(world: 
         assert await database.fetchval(mapped, built.instance_uuid) == "c2"
     finally:
         await database.close()
+
+
+async def to_next_cell(world: World, built: BuildRequest, sequence: int) -> tuple[MoveRequest, Departure]:
+    """A migration to the host of c2, which c2 has been commanded after c1 has stopped the machine and keeps it."""
+    move = world.move(built, MoveKind.MIGRATE, host="c2-0")
+    await world.ask(move)
+    leaving = await world.dispatched(move)
+    assert (leaving.to_cell, leaving.selections, leaving.kind) == ("c2", (), MoveKind.MIGRATE)
+    departure = Departure(
+        cell="c2",
+        spec=InstanceSpec(instance_uuid=built.instance_uuid, project_id=built.project_id, flavor="m1.small"),
+        image="snapshot",
+        last=Selection(
+            host_uuid=new_uuid(world.rng),
+            host="c1-0",
+            service="compute-c1",
+            allocations={new_uuid(world.rng): {"VCPU": 1}},
+        ),
+        newest=4,
+        sequence=sequence,
+        kind=MoveKind.MIGRATE,
+        kept=KeptMachine(cell="c1", migration=move.request_id, at=1.0),
+    )
+    await world.move_announced("c1", move, MoveState.MIGRATING, sequence, departure=departure)
+    arrived = await world.until(lambda: commanded(world, move, "c2"))
+    assert arrived[0].arrival == departure and [one.host for one in arrived[0].selections] == ["c2-0"]
+    return move, departure
+
+
+def commanded(world: World, move: MoveRequest, cell: str) -> list[CellMove]:
+    return [one for name, one in world.moves if (name, one.request_id) == (cell, move.request_id)]
+
+
+async def test_what_a_cell_has_kept_is_destroyed_once_the_instance_is_active_in_another(world: World) -> None:
+    built = await one_active(world, config=replace(WARM, moves_across_cells=True))
+    move, _ = await to_next_cell(world, built, 20)
+    assert len(commanded(world, move, "c1")) == 1
+    await world.move_announced("c2", move, MoveState.DONE, 24, host="c2-0", **DONE)
+    clearing = await world.until(lambda: commanded(world, move, "c1")[1:])
+    assert (clearing[0].active_in, clearing[0].arrival) == ("c2", None)
+    assert (await world.moved(move)).state is MoveState.DONE
+    record = await world.show(built.instance_uuid)
+    assert record is not None and (record.cell, record.host, record.condition) == ("c2", "c2-0", "active")
+
+
+async def test_an_instance_that_its_next_cell_gives_back_is_its_former_cells_again(world: World) -> None:
+    built = await one_active(world, config=replace(WARM, moves_across_cells=True))
+    move, departure = await to_next_cell(world, built, 20)
+    given = GivenBack(migration=move.request_id, code="max_retries_exceeded")
+    back = replace(departure, cell="c1", sequence=24, kept=None, given_back=given)
+    await world.move_announced("c2", move, MoveState.UNDOING, 24, departure=back)
+    returned = await world.until(lambda: commanded(world, move, "c1")[1:])
+    assert (returned[0].active_in, returned[0].arrival) == (None, back)
+    await world.move_announced("c1", move, MoveState.FAILED, 28, host="c1-0", code="max_retries_exceeded", **DONE)
+    assert (await world.moved(move)).state is MoveState.FAILED
+    record = await world.show(built.instance_uuid)
+    assert record is not None and (record.cell, record.host, record.condition) == ("c1", "c1-0", "active")
+    # It may leave once more.
+    await to_next_cell(world, built, 40)
 
 
 async def test_a_next_cell_that_is_silent_is_commanded_again_and_not_queried(world: World) -> None:

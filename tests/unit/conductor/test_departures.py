@@ -105,11 +105,15 @@ def test_what_still_comes_to_the_former_cell_is_answered_with_the_departure_and_
     made, departure = departed()
     before = made.instance
     stepped = made.apply(late)
-    event = last_event(stepped)
-    assert made.instance == before
-    assert (event.departure, event.sequence) == (departure, departure.sequence)
+    left, event = stepped.commands[0], last_event(stepped)
+    assert isinstance(left, MoveEvent) and left.request_id == MOVE
+    assert replace(made.instance, ended=before.ended) == before
+    assert (left.departure, left.sequence, left.terminal) == (departure, departure.sequence, False)
     if isinstance(late, e.MoveRequested) and late.request.request_id == ELSEWHERE:
         assert (event.state, event.code, event.terminal) == (MoveState.REFUSED, "instance.departed", True)
+        assert (event.departure, event.sequence < left.sequence) == (None, True)
+        made.apply(replace(late, is_query=True))  # a request has one end, however often it is asked for
+        assert last_event(Step(made.instance, tuple(made.commands))) == event
     else:
         assert not event.terminal
 
@@ -117,8 +121,9 @@ def test_what_still_comes_to_the_former_cell_is_answered_with_the_departure_and_
 def test_a_query_of_the_former_cell_ends_an_unknown_request_and_states_where_it_is() -> None:
     made, departure = departed()
     query = replace(request(MoveKind.STOP, request_id=ELSEWHERE), is_query=True)
-    event = last_event(made.apply(query))
-    assert (event.state, event.code, event.departure) == (MoveState.FAILED, "move.lost", departure)
+    left, event = made.apply(query).commands
+    assert isinstance(left, MoveEvent) and isinstance(event, MoveEvent)
+    assert (event.state, event.code, left.departure) == (MoveState.FAILED, "move.lost", departure)
 
 
 def test_a_late_copy_does_not_bring_it_back_to_a_cell_that_it_has_left_again() -> None:

@@ -1,0 +1,256 @@
+"""An instance with a machine leaves for another cell: what the cell that it leaves does (decision 0021).
+
+Its host stops the machine and keeps its image, the book gives the allocation to the migration, and only then does the
+cell announce the departure: from then on the instance is the other cell's, and the machine here is kept, stopped. It is
+started again only when the other cell has given the instance back, and destroyed only when that cell has it active.
+"""
+
+from __future__ import annotations
+
+from msgspec.structs import replace
+
+from bus.contracts.moves import ChangeKind, Departure, GivenBack, KeptMachine, MoveKind, MoveState
+
+from . import departure_rules, rules, steps
+from .departure_steps import announce_departure, begin_order_epoch, depart
+from .events import (
+    ChangeEnded,
+    Claimed,
+    ClaimRefused,
+    DeleteRequested,
+    Destroyed,
+    HostRuns,
+    MoveRequested,
+    Released,
+    Spawned,
+    TimedOut,
+)
+from .instance import MAX_ENDED, EndedMove, Instance, Power, State
+from .move_events import (
+    DELETED,
+    MoveEnd,
+    after,
+    answer,
+    answer_other,
+    has_ended,
+    move_of,
+    refuse_request,
+    report_progress,
+)
+from .move_rules import TIMED_OUT, begin
+from .move_steps import (
+    adopt,
+    change,
+    end_undone,
+    here_gone,
+    is_awaited,
+    is_doubted,
+    leave,
+    order,
+    repeat_at,
+)
+from .steps import Step, StepContext
+
+LEAVES_WITH_MACHINE = frozenset({MoveKind.MIGRATE, MoveKind.RESIZE})
+ACROSS_CELLS = "move.across_cells"
+_CAN_LEAVE = frozenset({Power.RUNNING, Power.STOPPED})
+
+
+def begin_or_leave(instance: Instance, event: MoveRequested, context: StepContext) -> Step:
+    """A request for an active instance: one to another cell has it stopped and its image kept first."""
+    request = event.request
+    is_leaving = request.to_cell is not None and request.kind in LEAVES_WITH_MACHINE and instance.power in _CAN_LEAVE
+    if not is_leaving or has_ended(instance, request.request_id):
+        return begin(instance, event, context)
+    assert instance.spec is not None
+    if instance.spec.networks or instance.spec.volumes:
+        reason = "its networks and volumes are its cell's own"
+        return refuse_request(instance, event, context, ACROSS_CELLS, reason)
+    begun = adopt(instance, event, source=instance.here, selections=(instance.here,))
+    move = replace(move_of(begun), handed_over=True, to_cell=request.to_cell)
+    begun = begin_order_epoch(replace(begun, move=move, spec=instance.spec))
+    return change(begun, State.LEAVING, ChangeKind.SNAPSHOT, event.at, context)
+
+
+def leave_again(instance: Instance, event: TimedOut, context: StepContext) -> Step:
+    """Its host does not answer: it stays, and is started again.
+
+    In doubt it may have left, and run in the other cell: it is not started, and the command is repeated.
+    """
+    if is_doubted(instance, context):
+        earlier = order(instance, ChangeKind.SNAPSHOT, event.at, context)
+        return Step(replace(earlier.instance, deadline=repeat_at(instance, event.at, context)), earlier.commands)
+    reason = f"its host did not stop it and keep its image within {move_of(instance).step_timeout_s:g} s"
+    return _stay(instance, event.at, context, TIMED_OUT, reason)
+
+
+def reassign(instance: Instance, event: ChangeEnded, context: StepContext) -> Step:
+    """It is stopped, and its image is kept: its allocation is to go to the migration. It could not: it stays."""
+    if not is_awaited(instance, event, instance.here, instance.attempt):
+        return Step(instance)
+    if not event.done:
+        if is_doubted(instance, context):
+            return Step(instance)  # the command is repeated at its deadline
+        return _stay(instance, event.at, context, event.code or "snapshot.failed", event.reason)
+    stopped = replace(instance, image=event.image)
+    return Step(steps.ask(stopped, State.REASSIGNING, event.at, context))
+
+
+def keep(instance: Instance, event: ClaimRefused, context: StepContext) -> Step:
+    """The allocation could not go to the migration, because another client holds it, for example: it stays.
+
+    The revert fences a late copy of the claim. In doubt it may have left, and run in the other cell: it is announced as
+    having left, and the schedulers know whether it has.
+    """
+    if event.attempt != instance.next_attempt:
+        return Step(instance)
+    move = move_of(instance)
+    if move.delete:
+        return leave(instance, event.at, context)
+    if is_doubted(instance, context):
+        return _depart(instance, event.at, context)
+    reason = event.reason or "its allocation could not go to the migration"
+    move = replace(move, lost_code="placement.consumer_changed", lost_reason=steps.cut(reason))
+    back = replace(instance, move=move, image=move.image)
+    return report_progress(steps.ask(back, State.REVERTING, event.at, context), MoveState.UNDOING, event.at, context)
+
+
+def hand_over(instance: Instance, event: Claimed, context: StepContext) -> Step:
+    """The migration holds the allocation, and the instance holds nothing: it is the other cell's from now on."""
+    if event.attempt != instance.next_attempt:
+        return Step(instance)
+    move = replace(move_of(instance), claimed=True)
+    apart = replace(instance, newest=event.attempt, consumer_generation=None, move=move)
+    return leave(apart, event.at, context) if move.delete else _depart(apart, event.at, context)
+
+
+def _depart(instance: Instance, at: float, context: StepContext) -> Step:
+    move = move_of(instance)
+    assert instance.spec is not None and move.to_cell is not None
+    is_stopped = move.power is Power.STOPPED
+    departure = Departure(
+        cell=move.to_cell,
+        spec=instance.spec,
+        image=instance.image,
+        last=instance.here,
+        # One more than the next: a record that is set back to before this gives out the next one at most.
+        newest=instance.next_attempt,
+        order=instance.order,
+        sequence=instance.sequence,
+        kind=move.kind,
+        kept=KeptMachine(cell=context.cell, migration=move.request_id, is_stopped=is_stopped, at=at),
+    )
+    kept = replace(instance, image=move.image, move=replace(move, claimed=True))
+    gone = depart(kept, State.KEPT, departure, move.request_id, at, context)
+    return Step(replace(gone.instance, deadline=at + context.destroy_retry_s), gone.commands)
+
+
+# --- another cell has it
+
+
+def announce_again(instance: Instance, event: TimedOut, context: StepContext) -> Step:
+    """No command has come for a while: the departure is announced again, and the schedulers answer by their record."""
+    kept = replace(instance, deadline=repeat_at(instance, event.at, context))
+    return Step(kept, (announce_departure(kept, event.at, context),))
+
+
+def follow_kept(instance: Instance, event: MoveRequested, context: StepContext) -> Step:
+    """It comes back, or is active in the other cell; every other request is answered with the departure."""
+    request, move = event.request, move_of(instance)
+    back = request.arrival.given_back if request.arrival is not None else None
+    if back is not None and back.migration == move.request_id:
+        return _take_back(instance, event, context)
+    if request.active_in is not None and request.request_id == move.request_id:
+        clearing = replace(instance, state=State.CLEARING, deadline=event.at + context.destroy_retry_s, since=event.at)
+        return Step(clearing, (steps.destroy_here(clearing, context),))
+    return departure_rules.refer(instance, event, context)
+
+
+def note_delete(instance: Instance, event: DeleteRequested, context: StepContext) -> Step:
+    """The other cell is to delete it; if it comes back before, it is deleted here."""
+    recorded = replace(instance, move=replace(move_of(instance), delete=True))
+    return Step(recorded, (announce_departure(recorded, event.at, context),))
+
+
+def follow_kept_machine(instance: Instance, event: Spawned | HostRuns, context: StepContext) -> Step:
+    """Its host still lists the machine that is to be destroyed; if it is under another service now, that one is
+    commanded as well.
+    """
+    if not steps.is_ours(instance, event) or event.service == instance.here.service:
+        return Step(instance) if steps.is_ours(instance, event) else rules.destroy_orphan(instance, event, context)
+    found = steps.at_service(instance, event.service)
+    return Step(found, (steps.destroy_here(found, context),))
+
+
+def clear_again(instance: Instance, event: TimedOut, context: StepContext) -> Step:
+    """The host has not confirmed: the command is repeated, without a limit. The migration holds the allocation."""
+    return Step(
+        replace(instance, deadline=repeat_at(instance, event.at, context)), (steps.destroy_here(instance, context),)
+    )
+
+
+def clear_destroyed(instance: Instance, event: Destroyed, context: StepContext) -> Step:
+    """The machine that was kept is gone: its allocation is released."""
+    if not here_gone(instance, event, context):
+        return Step(instance)
+    return Step(steps.ask(instance, State.RELEASING_KEPT, event.at, context))
+
+
+def end_kept(instance: Instance, event: Released, context: StepContext) -> Step:
+    """Nothing of it is left here: neither a machine nor an allocation."""
+    if event.consumer != move_of(instance).request_id:
+        return Step(instance)
+    gone = report_progress(instance, MoveState.SOURCE_GONE, event.at, context)
+    return Step(replace(gone.instance, state=State.DEPARTED, move=None, deadline=None, since=event.at), gone.commands)
+
+
+def _take_back(instance: Instance, event: MoveRequested, context: StepContext) -> Step:
+    """The other cell has nothing of it: the book is reverted above that cell's attempts, and the machine started."""
+    arrival, move = event.request.arrival, move_of(instance)
+    assert arrival is not None and arrival.given_back is not None
+    back = arrival.given_back
+    move = replace(
+        move,
+        lost_code=back.code or move.lost_code,
+        lost_reason=back.reason,
+        history=(*move.history, *back.history),
+        answered=back.answered is not None,
+        by=back.by or "",
+        by_kind=MoveKind.REVERT if back.by is not None else None,
+        delete=move.delete or back.is_deleted,
+    )
+    here = replace(
+        instance,
+        move=move,
+        newest=max(arrival.newest, instance.last_attempt),
+        order=max(arrival.order, instance.order),
+        sequence=max(arrival.sequence + 1, instance.sequence),
+        departure=None,
+        departed_by="",
+        cause=event.cause,
+        ended=_with_end(instance, back),
+    )
+    if move.delete:
+        deleted = MoveEnd(MoveState.FAILED, DELETED, "the instance was deleted")
+        earlier = answer(here, deleted, event.at, context)
+        earlier = after(earlier, answer_other(earlier.instance, deleted, event.at, context))
+        return after(earlier, leave(earlier.instance, event.at, context))
+    return report_progress(steps.ask(here, State.REVERTING, event.at, context), MoveState.UNDOING, event.at, context)
+
+
+def _with_end(instance: Instance, back: GivenBack) -> tuple[EndedMove, ...]:
+    """The request that it left by may have ended in the other cell: a copy of it, or a query, has that end here too."""
+    if back.answered is None:
+        return instance.ended
+    code = DELETED if back.answered is MoveState.FAILED else ""
+    ended = EndedMove(back.migration, move_of(instance).kind, back.answered, code)
+    return (*instance.ended, ended)[-MAX_ENDED:]
+
+
+def _stay(instance: Instance, at: float, context: StepContext, code: str, reason: str) -> Step:
+    """It has not left: the machine is started again, if it ran."""
+    move = replace(move_of(instance), lost_code=code, lost_reason=steps.cut(reason))
+    back = replace(instance, move=move, image=move.image)
+    if move.power is not Power.RUNNING:
+        return end_undone(back, at, context)
+    return change(back, State.RESTARTING, ChangeKind.START, at, context)

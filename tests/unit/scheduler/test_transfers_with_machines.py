@@ -1,0 +1,184 @@
+"""An instance moves to another cell, which keeps its machine until the end: what schedulers record and command."""
+
+from __future__ import annotations
+
+from msgspec.structs import replace
+
+from bus.contracts.build import BuildState
+from bus.contracts.cell import CellDelete
+from bus.contracts.moves import (
+    CellMove,
+    CellMoveQuery,
+    Condition,
+    Departure,
+    GivenBack,
+    KeptMachine,
+    MoveEvent,
+    MoveKind,
+    MoveRequest,
+    MoveState,
+)
+from scheduler_worker.domain.announced_moves import AnnouncedMoves
+from scheduler_worker.domain.moves import may_leave_cell
+from scheduler_worker.domain.recorded_moves import InstanceRecord, MoveContext
+from scheduler_worker.domain.transfers import repeated
+from tests.unit.scheduler.test_transfers import COMMAND, DEPARTURE, HOST, REQUEST, UUID, on_record, sent
+from tests.unit.scheduler.test_transfers import applied as applied_at
+
+OTHER = "d0000000-0000-4000-8000-000000000002"
+KEPT = KeptMachine(cell="c1", migration=REQUEST, at=90.0)
+HANDED = replace(DEPARTURE, spec=replace(DEPARTURE.spec, project_id="p"), kind=MoveKind.MIGRATE, kept=KEPT)
+LEFT = MoveEvent(
+    request_id=REQUEST,
+    instance_uuid=UUID,
+    project_id="p",
+    kind=MoveKind.MIGRATE,
+    state=MoveState.MIGRATING,
+    sequence=20,
+    departure=HANDED,
+)
+BACK = replace(
+    HANDED,
+    cell="c1",
+    sequence=26,
+    kept=None,
+    given_back=GivenBack(migration=REQUEST, code="max_retries_exceeded"),
+)
+RETURNED = replace(LEFT, state=MoveState.UNDOING, sequence=26, departure=BACK)
+DONE = replace(
+    LEFT, state=MoveState.DONE, terminal=True, sequence=25, departure=None, condition=Condition.RESIZED, host="there"
+)
+ACTIVE = replace(DONE, condition=Condition.ACTIVE)
+
+
+def under_way(**fields: object) -> MoveContext:
+    found = on_record(**fields)  # type: ignore[arg-type]
+    assert found.move is not None
+    command = replace(COMMAND, kind=MoveKind.MIGRATE)
+    return replace(found, move=replace(found.move, kind=MoveKind.MIGRATE, command=command))
+
+
+def after(batch: AnnouncedMoves) -> MoveContext:
+    """The records as the batch leaves them."""
+    return MoveContext(move=batch.moves.get(REQUEST), build=batch.builds[UUID], instance=batch.instances[UUID])
+
+
+def received(known: MoveContext, event: MoveEvent, cell: str) -> AnnouncedMoves:
+    return applied_at(known, event, cell)
+
+
+def in_next_cell() -> MoveContext:
+    return after(received(under_way(), LEFT, "c1"))
+
+
+def handed(known: MoveContext) -> Departure | None:
+    assert known.instance is not None
+    return known.instance.handed
+
+
+def test_what_is_kept_is_on_record_with_the_departure() -> None:
+    batch = received(under_way(), LEFT, "c1")
+    (command,) = sent(batch, "c2")
+    assert isinstance(command, CellMove) and command.arrival == HANDED and command.selections == (HOST,)
+    assert (handed(after(batch)), after(batch).build.cell) == (HANDED, "c2")  # type: ignore[union-attr]
+
+
+def test_the_former_cell_is_commanded_only_when_the_instance_is_there_for_good() -> None:
+    """It may go back as long as the next cell names one that keeps its machine, also after the request has ended."""
+    resized = received(in_next_cell(), replace(DONE, kept_in="c1"), "c2")
+    assert (sent(resized, "c1"), handed(after(resized))) == ([], HANDED)
+    confirmed = replace(ACTIVE, request_id=OTHER, kind=MoveKind.CONFIRM, sequence=27)
+    known = replace(after(resized), move=replace(resized.moves[REQUEST], request_id=OTHER, terminal=False))
+    batch = AnnouncedMoves("c2", {OTHER: known}, 100.0)
+    batch.apply(confirmed)
+    (command,) = sent(batch, "c1")
+    assert isinstance(command, CellMove)
+    assert (command.request_id, command.active_in, command.arrival) == (REQUEST, "c2", None)
+    assert batch.instances[UUID].handed is None and UUID in batch.timelines
+
+
+def test_what_is_under_way_there_or_not_its_cells_word_destroys_nothing() -> None:
+    known = in_next_cell()
+    under = replace(DONE, state=MoveState.PREPARING, terminal=False, condition=Condition.MOVING, sequence=24)
+    unknown = replace(ACTIVE, state=MoveState.REFUSED, condition=Condition.UNKNOWN, sequence=0)
+    late = replace(ACTIVE, sequence=20)
+    for event, cell in ((under, "c2"), (unknown, "c2"), (late, "c2"), (ACTIVE, "c1"), (ACTIVE, "c3")):
+        batch = received(known, event, cell)
+        assert (sent(batch, "c1"), batch.instances[UUID].handed) == ([], HANDED), event
+
+
+def test_it_goes_back_by_the_same_request_which_ends_there() -> None:
+    batch = received(in_next_cell(), RETURNED, "c2")
+    (command,) = sent(batch, "c1")
+    assert isinstance(command, CellMove) and (command.arrival, command.active_in) == (BACK, None)
+    assert (batch.departed, batch.moves[REQUEST].cell, repeated(batch.moves[REQUEST])) == ({UUID: "c1"}, "c1", command)
+    failed = replace(DONE, state=MoveState.FAILED, condition=Condition.ACTIVE, sequence=30, code="max_retries_exceeded")
+    ended = received(after(batch), failed, "c1")
+    assert (ended.instances[UUID].handed, sent(ended, "c1"), sent(ended, "c2")) == (None, [], [])
+    assert ended.moves[REQUEST].state is MoveState.FAILED
+
+
+def test_one_that_goes_back_after_its_request_has_ended_is_followed_there() -> None:
+    resized = after(received(in_next_cell(), replace(DONE, kept_in="c1"), "c2"))
+    batch = received(resized, RETURNED, "c2")
+    (query,) = sent(batch, "c1")
+    assert isinstance(query, CellMoveQuery) and query.arrival == BACK
+    undone = replace(
+        LEFT, state=MoveState.UNDOING, sequence=31, departure=None, condition=Condition.ACTIVE, host="here"
+    )
+    ended = received(after(batch), undone, "c1")
+    assert (ended.instances[UUID].condition, ended.builds[UUID].host) == (Condition.ACTIVE, "here")
+
+
+def test_a_delete_follows_it_back() -> None:
+    known = in_next_cell()
+    assert known.build is not None
+    batch = received(replace(known, build=replace(known.build, state=BuildState.DELETING)), RETURNED, "c2")
+    assert sent(batch, "c1")[-1] == CellDelete(instance_uuid=UUID, project_id="p")
+
+
+def test_a_cell_that_announces_again_what_it_keeps_is_answered_by_what_is_on_record() -> None:
+    # Still needed: the cell that has the instance is queried with the departure, and gives back what it never had.
+    (query,) = sent(received(in_next_cell(), LEFT, "c1"), "c2")
+    assert isinstance(query, CellMoveQuery) and query.arrival == HANDED
+    # Not needed any more, or the schedulers have forgotten that it was: destroyed.
+    there = after(received(in_next_cell(), ACTIVE, "c2"))
+    (command,) = sent(received(there, LEFT, "c1"), "c1")
+    assert isinstance(command, CellMove) and command.active_in == "c2"
+    known = in_next_cell()
+    assert known.build is not None
+    deleted = replace(known, build=replace(known.build, state=BuildState.DELETED))
+    (command,) = sent(received(deleted, LEFT, "c1"), "c1")
+    assert isinstance(command, CellMove) and command.active_in == "c2"
+    # It has been given back, and does not know that.
+    (again,) = sent(received(after(received(in_next_cell(), RETURNED, "c2")), LEFT, "c1"), "c1")
+    assert isinstance(again, CellMoveQuery) and again.arrival == BACK
+
+
+def test_another_announcement_of_the_same_request_by_a_cell_that_was_set_back_destroys_nothing() -> None:
+    anew = replace(LEFT, sequence=1_000_020, departure=replace(HANDED, kept=replace(KEPT, at=500.0)))
+    batch = received(in_next_cell(), anew, "c1")
+    assert (batch.departed, sent(batch, "c1")) == ({}, [])
+
+
+def test_schedulers_that_have_forgotten_the_request_have_it_given_back() -> None:
+    batch = AnnouncedMoves("c1", {REQUEST: replace(under_way(), move=None)}, 100.0)
+    batch.apply(LEFT)
+    (query,) = sent(batch, "c2")
+    assert isinstance(query, CellMoveQuery) and query.arrival == HANDED
+    assert batch.instances[UUID].handed == HANDED
+
+
+def test_the_end_of_what_was_kept_is_a_line_of_the_timeline_and_nothing_else() -> None:
+    there = after(received(in_next_cell(), ACTIVE, "c2"))
+    gone = replace(LEFT, state=MoveState.SOURCE_GONE, sequence=21, departure=None)
+    batch = received(there, gone, "c1")
+    assert [one.what for one in batch.timelines[UUID]] == ["migrate source-gone"]
+    assert (batch.instances[UUID], batch.messages) == (there.instance, [])
+
+
+def test_while_a_cell_keeps_its_machine_it_leaves_for_no_other() -> None:
+    for kind, allowed in ((MoveKind.MIGRATE, True), (MoveKind.RESIZE, True), (MoveKind.LIVE_MIGRATE, False)):
+        requested = MoveRequest(request_id=OTHER, instance_uuid=UUID, project_id="p", kind=kind, flavor="m1.small")
+        assert may_leave_cell(requested, InstanceRecord(instance_uuid=UUID)) is allowed
+        assert not may_leave_cell(requested, InstanceRecord(instance_uuid=UUID, handed=HANDED))
