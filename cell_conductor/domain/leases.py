@@ -133,10 +133,14 @@ class LeaseTable:
         """Adopt the recorded leases of services that have sent nothing to this conductor yet.
 
         A service that was up has a whole lease from now on to send something; one that was down stays down until it
-        does.
+        does. One that has sent something under an older epoch than its recorded one has to be informed: schedulers, and
+        records of instances, count its messages as older than those of the recorded epoch.
         """
         for lease in recorded:
-            if lease.service not in self._held and len(self._held) < MAX_SERVICES:
+            held = self._held.get(lease.service)
+            if held is not None and held.lease.epoch < lease.epoch:
+                self.note_outdated(lease.service, lease.epoch)
+            if held is None and len(self._held) < MAX_SERVICES:
                 # After its departure no message of that epoch counts: it is a copy, or was overtaken.
                 sequence = _LAST if lease.state is LeaseState.STOPPED else -1
                 self._held[lease.service] = _Held(lease, sequence, self._clock)

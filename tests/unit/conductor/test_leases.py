@@ -161,6 +161,16 @@ def test_a_life_whose_epoch_is_lower_than_one_on_record_is_sent_the_one_it_has_t
     assert scenario.state("a") is LeaseState.UP and scenario.table.outdated() == {}
 
 
+def test_a_service_that_is_received_before_its_higher_epoch_on_record_is_read_is_sent_that_one() -> None:
+    """Seed 1795360430: all conductors were restarted while a service with a slower clock came back under its name."""
+    table = LeaseTable(MISSED)
+    table.renew("a", 5, 1, at=0.0, interval_s=1.0)
+    table.renew("b", 7, 1, at=0.0, interval_s=1.0)
+    table.adopt([Lease(service=name, epoch=7, interval_s=1.0) for name in ("a", "b")])
+    assert table.outdated() == {"a": 7}
+    assert {name: lease.epoch for name, lease in table.leases.items()} == {"a": 5, "b": 7}
+
+
 def test_an_epoch_that_no_message_may_name_is_sent_to_none() -> None:
     table = LeaseTable(MISSED)
     table.note_outdated("a", FARTHEST_EPOCH + 1)
