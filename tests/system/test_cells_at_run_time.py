@@ -127,7 +127,7 @@ async def test_a_cell_is_added_used_emptied_and_removed(whole: Whole) -> None:
     assert (build.state, build.cell) == ("active", "cell2")
     await whole.checked()
     await whole.decide("cell1", state="enabled")
-    with pytest.raises(RequestRefused, match="1 instances"):
+    with pytest.raises(RequestRefused, match="1 instance,"):
         await whole.decide("cell2", state="removed", bus=bus)
     await whole.client.delete([build])
     async with asyncio.timeout(WAIT_S):

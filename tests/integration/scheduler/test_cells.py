@@ -126,7 +126,7 @@ async def test_a_cell_with_instances_is_removed_by_force_only_and_left_by_every_
     request = await active_in_added_cell(running, "c3")
     await decide(running, "c1", "enabled")
     fault = await refused(running, "c3", "removed", bus={})
-    assert (fault.code, "1 instances" in fault.reason) == ("cell.in_use", True)
+    assert (fault.code, "1 instance," in fault.reason) == ("cell.in_use", True)
     fault = await refused(running, "c3", None)
     assert fault.code == "cell.in_use", "nor is it forgotten"
     await decide(running, "c3", "removed", bus={}, abandoned=True, force=True)
