@@ -27,6 +27,7 @@ from .events import (
     MoveRequested,
 )
 from .instance import Instance, Move, Power, State
+from .leases import LeaseState
 from .move_events import DELETED, DONE, MoveEnd, after, answer, close, move_of, refuse_request, report_progress
 from .proof import is_unordered, predates, up_scan_here
 from .steps import Step, StepContext
@@ -88,11 +89,16 @@ def begin_claimed(instance: Instance, event: MoveRequested, context: StepContext
         )
     if request.kind is MoveKind.EVACUATE:
         # A fence on this cell's own record is the proof; without one, the request's statement and a silent service are.
-        is_fenced = here.host_uuid in context.fences
-        if not is_fenced and not request.fenced:
-            return refuse_request(instance, event, context, "evacuate.not_fenced", "its host may run it")
-        if not is_fenced and here.service not in context.down:
-            return refuse_request(instance, event, context, "evacuate.service_up", "the service of its host is up")
+        # A service that was stopped on purpose says nothing about its host: its machines go on.
+        if here.host_uuid not in context.fences:
+            if not request.fenced:
+                return refuse_request(instance, event, context, "evacuate.not_fenced", "its host may run it")
+            lease = context.down.get(here.service)
+            if lease is None:
+                return refuse_request(instance, event, context, "evacuate.service_up", "the service of its host is up")
+            if lease.state is LeaseState.STOPPED:
+                why = "the service of its host was stopped, and its machines may run"
+                return refuse_request(instance, event, context, "evacuate.not_fenced", why)
         if not request.force and context.still_running.get(here.host_uuid, {}).get(instance.uuid) == instance.attempt:
             why = "its host has reported that it runs since the host was fenced"
             return refuse_request(instance, event, context, "evacuate.still_running", why)

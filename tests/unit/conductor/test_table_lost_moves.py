@@ -13,6 +13,7 @@ from bus.contracts.moves import (
 )
 from cell_conductor.domain import events as e
 from cell_conductor.domain.instance import ScanId, State
+from cell_conductor.domain.leases import LeaseState
 from cell_conductor.domain.proof import rescan_id
 from cell_conductor.domain.table import question_of
 from tests.unit.conductor.move_scenario import (
@@ -66,6 +67,16 @@ def test_an_evacuation_needs_a_fence_and_a_service_that_is_down() -> None:
     assert made.terminals == [(MoveKind.EVACUATE, MoveState.REFUSED, "evacuate.not_fenced")]
     made = begun(MoveKind.EVACUATE, 2, fenced=True)
     assert made.terminals == [(MoveKind.EVACUATE, MoveState.REFUSED, "evacuate.service_up")]
+
+
+def test_a_request_does_not_evacuate_from_a_service_that_was_stopped_on_purpose() -> None:
+    """Seed 1795360510: a service was stopped to be upgraded, and what its hosts ran on was built a second time."""
+    stopped = Scenario(
+        active(), replace(SERVICE_DOWN, down={"s1": replace(SERVICE_DOWN.down["s1"], state=LeaseState.STOPPED)})
+    )
+    stopped.apply(request(MoveKind.EVACUATE, 2, fenced=True))
+    assert stopped.terminals == [(MoveKind.EVACUATE, MoveState.REFUSED, "evacuate.not_fenced")]
+    assert stopped.instance.state is State.ACTIVE
 
 
 def test_an_evacuated_source_keeps_its_claim_until_its_host_has_nothing_of_it() -> None:
