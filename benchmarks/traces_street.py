@@ -1,31 +1,41 @@
 """The cost of traces in the street: CPU a boot of all processes and servers, without traces and with them, in turns.
 
-    python -m benchmarks.traces_street [--ratio 0.05] [--turns 20] [--boots 2000] [--hosts 2000]
+    python -m benchmarks.traces_street [--ratio 0.05] [--turns 20] [--boots 2000] [--hosts 2000] [--watched]
 
 One system of real processes on a private RabbitMQ and a private PostgreSQL, as `benchmarks.street` has it. Its workers
 trace what their client has sampled and nothing else, and the client samples in every second turn. So both turns have
 the same processes, caches and database, and a machine that becomes slower does so for both. The collector's own CPU is
 not counted; exporting to it is.
+
+--watched: what the page, the metrics and the traces cost together. In each turn with them a web server runs whose page
+Now a viewer follows and reads every 2 s, and each worker's metrics are scraped every 15 s, as by Prometheus. The web
+server is counted, the viewer is not. Boots a second of both kinds of turn are compared as well.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import os
 import random
+import statistics
 import subprocess
 import sys
 import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 import uvloop
+from msgspec import Struct
 from msgspec.structs import replace
 
 from benchmarks import probe
 from benchmarks.street_systems import BIG, servers_for
 from benchmarks.traces import COLLECTOR, WAIT_S, summary
 from berth.client import BuildClient
-from berth.servers import RealServers, SystemPlan, running_processes
-from berth.settings import TraceSettings
+from berth.embedded.process import free_port
+from berth.servers import RealServers, SystemPlan, running_processes, variables
+from berth.settings import Settings, TraceSettings
 from berth.site import Site
 from berth.worker_processes import WorkerProcesses
 from bus.clock import new_uuid
@@ -39,8 +49,97 @@ WARM_UP = 2
 REST_S = 6.0
 
 
-async def measure(ratio: float, turns: int, boots: int, hosts: int, endpoint: str) -> list[tuple[float, float]]:
-    """Milliseconds of CPU a boot, without and with traces, of each pair of turns."""
+VIEWER = """
+import sys, threading, time, urllib.request
+page, *metrics = sys.argv[1:]
+def follow():
+    for _ in urllib.request.urlopen(page + "/now/events"): pass
+def repeat(urls, every_s):
+    while True:
+        for url in urls: urllib.request.urlopen(url).read()
+        time.sleep(every_s)
+while True:
+    try: urllib.request.urlopen(page + "/").read(); break
+    except OSError: time.sleep(0.1)
+threading.Thread(target=follow, daemon=True).start()
+threading.Thread(target=repeat, args=([page + "/"], 2), daemon=True).start()
+print("watching", flush=True)
+repeat(metrics, 15)
+"""
+
+
+class Turn(Struct, frozen=True):
+    """Of one burst: milliseconds of CPU a boot, and boots a second."""
+
+    cpu_ms: float
+    per_s: float
+
+
+class Street:
+    """One system, whose bursts are measured."""
+
+    def __init__(
+        self, servers: RealServers, processes: WorkerProcesses, client: BuildClient, settings: Settings
+    ) -> None:
+        self._servers = servers
+        self._processes = processes
+        self._client = client
+        self._settings = settings
+        self._rng = random.Random(2)
+
+    @asynccontextmanager
+    async def _watched(self, *, wanted: bool) -> AsyncIterator[list[int]]:
+        """The processes of the page, as long as it is looked at."""
+        if not wanted:
+            yield []
+            return
+        port = free_port()
+        web = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "berth", "web", "--listen", f"127.0.0.1:{port}"),
+            env={**os.environ, **variables(self._settings)},
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        scraped = [f"http://127.0.0.1:{one.port}/metrics" for one in self._processes.workers.values()]
+        viewer = await asyncio.create_subprocess_exec(
+            sys.executable, "-c", VIEWER, f"http://127.0.0.1:{port}", *scraped, stdout=asyncio.subprocess.PIPE
+        )
+        try:
+            assert viewer.stdout is not None
+            assert await viewer.stdout.readline(), "the viewer did not start"
+            yield [web.pid]
+        finally:
+            viewer.kill()
+            await viewer.wait()
+            web.terminate()
+            await web.wait()
+
+    async def burst(self, boots: int, *, watched: bool) -> Turn:
+        """So many boots at once, and what they cost until all is quiet again."""
+        async with self._watched(wanted=watched) as more:
+            used, began = self._used(more), time.monotonic()
+            await self._client.boot(
+                [
+                    BuildRequest(instance_uuid=new_uuid(self._rng), flavor="m1.tiny", project_id="p")
+                    for _ in range(boots)
+                ]
+            )
+            assert await self._client.wait(WAIT_S)
+            per_s = boots / (time.monotonic() - began)
+            await asyncio.sleep(REST_S)
+            return Turn((self._used(more) - used) / boots * 1000, per_s)
+
+    def _used(self, more: list[int]) -> float:
+        """CPU seconds of all processes so far."""
+        workers = [one.process.pid for one in self._processes.workers.values()]
+        pids = [self._servers.broker.pid, self._servers.postgres.pid, *workers, *more]
+        return time.process_time() + sum(map(probe.cpu_s, pids))
+
+
+async def measure(
+    ratio: float, turns: int, boots: int, hosts: int, endpoint: str, *, watched: bool
+) -> list[tuple[Turn, Turn]]:
+    """Each pair of turns, without and with traces (watched: and page and metrics)."""
     sampling = TraceSettings(endpoint=endpoint, ratio=ratio, most_per_s=100_000.0)
     workers = {
         "BERTH_TRACES__ENDPOINT": endpoint,
@@ -60,38 +159,24 @@ async def measure(ratio: float, turns: int, boots: int, hosts: int, endpoint: st
             tracer = bus.tracer
             client = BuildClient(bus, clock=sampled.clock, process="client")
             await client.open()
-            pairs: list[tuple[float, float]] = []
-            rng = random.Random(2)
+            street = Street(servers, processes, client, here.settings)
+            pairs: list[tuple[Turn, Turn]] = []
             try:
                 for number in range(-WARM_UP, turns):
-                    costs = {}
+                    turn = {}
                     for on in (True, False) if number % 2 else (False, True):
                         bus.tracer = tracer if on else None
-                        costs[on] = await _turn(client, rng, boots, servers, processes)
+                        turn[on] = await street.burst(boots, watched=on and watched)
                     if number >= 0:
-                        pairs.append((costs[False], costs[True]))
-                        print(f"{costs[False]:.3f} ms a boot without, {costs[True]:.3f} with", flush=True)
+                        pairs.append((turn[False], turn[True]))
+                        print(
+                            f"{turn[False].cpu_ms:.3f} ms a boot and {turn[False].per_s:.0f} boots a second without, "
+                            f"{turn[True].cpu_ms:.3f} and {turn[True].per_s:.0f} with",
+                            flush=True,
+                        )
             finally:
                 await client.close()
     return pairs
-
-
-async def _turn(
-    client: BuildClient, rng: random.Random, boots: int, servers: RealServers, processes: WorkerProcesses
-) -> float:
-    began = _used(servers, processes)
-    await client.boot(
-        [BuildRequest(instance_uuid=new_uuid(rng), flavor="m1.tiny", project_id="p") for _ in range(boots)]
-    )
-    assert await client.wait(WAIT_S)
-    await asyncio.sleep(REST_S)
-    return (_used(servers, processes) - began) / boots * 1000
-
-
-def _used(servers: RealServers, processes: WorkerProcesses) -> float:
-    """CPU seconds of all processes so far."""
-    pids = [servers.broker.pid, servers.postgres.pid, *(one.process.pid for one in processes.workers.values())]
-    return time.process_time() + sum(map(probe.cpu_s, pids))
 
 
 def main() -> None:
@@ -101,6 +186,7 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=20)
     parser.add_argument("--boots", type=int, default=2000)
     parser.add_argument("--hosts", type=int, default=2000)
+    parser.add_argument("--watched", action="store_true", help="page and metrics beside the traces")
     options = parser.parse_args()
     configure_logging(process="traces", role="benchmark", level="error", style="pretty")
     began = time.monotonic()
@@ -108,10 +194,17 @@ def main() -> None:
         try:
             assert collector.stdout is not None
             endpoint = f"http://127.0.0.1:{collector.stdout.readline().strip()}"
-            pairs = uvloop.run(measure(options.ratio, options.turns, options.boots, options.hosts, endpoint))
+            parameters = (options.ratio, options.turns, options.boots, options.hosts, endpoint)
+            pairs = uvloop.run(measure(*parameters, watched=options.watched))
         finally:
             collector.terminate()
-    print(f"traces at a ratio of {options.ratio:g}: {summary(pairs)}; {time.monotonic() - began:.0f} s in all")
+    what = "page, metrics and traces" if options.watched else "traces"
+    cpu = summary([(off.cpu_ms, on.cpu_ms) for off, on in pairs])
+    speed = statistics.median(on.per_s / off.per_s for off, on in pairs)
+    print(
+        f"{what} at a ratio of {options.ratio:g}: CPU a boot {cpu}; boots a second: median {speed:.3f}; "
+        f"{time.monotonic() - began:.0f} s in all"
+    )
 
 
 if __name__ == "__main__":
