@@ -89,7 +89,7 @@ def begin_claimed(instance: Instance, event: MoveRequested, context: StepContext
         )
     if request.kind is MoveKind.EVACUATE:
         # A fence on this cell's own record is the proof; without one, the request's statement and a silent service are.
-        # A service that was stopped on purpose says nothing about its host: its machines go on.
+        # A service that was stopped on purpose is no proof: its machines go on.
         if here.host_uuid not in context.fences:
             if not request.fenced:
                 return refuse_request(instance, event, context, "evacuate.not_fenced", "its host may run it")
