@@ -21,6 +21,8 @@ pytestmark = [pytest.mark.system, pytest.mark.postgres, pytest.mark.rabbitmq, py
 ROOT = Path(__file__).parents[2]
 PATIENCE_S = 120.0
 
+ROUNDS = 4  # of boots, before a broker is killed
+
 
 class Up:
     """A running `berth up`, what it prints, and the other terminal."""
@@ -100,7 +102,9 @@ def test_one_process_keeps_its_database_alive() -> None:
 def test_processes_keep_their_broker_and_database_alive() -> None:
     with up("--processes", "--schedulers", "1", "--placements", "1") as several:
         assert "messages in the broker" in several.data["durable"]
-        several.boots()
+        # RabbitMQ 3.10 may never serve a quorum queue again that was declared within a second of its SIGKILL.
+        for _ in range(ROUNDS):
+            several.boots()
         several.kill("RabbitMQ", several.broker)
         several.boots()
         several.kill("PostgreSQL", several.postmaster)
