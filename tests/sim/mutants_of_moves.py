@@ -28,6 +28,7 @@ from cell_conductor.domain import (
 )
 from cell_conductor.domain import events as e
 from cell_conductor.domain.instance import Power, State
+from cell_conductor.domain.leases import Lease, LeaseState
 from cell_conductor.domain.steps import Step
 from cell_conductor.domain.table import Rule
 from placement_worker.domain import claims
@@ -295,6 +296,9 @@ def evacuated_while_its_service_is_up() -> AbstractContextManager[Any]:
     class _Everything(dict[str, Any]):
         def __contains__(self, service: object) -> bool:
             return True
+
+        def get(self, service: str, default: Any = None) -> Any:
+            return Lease(service=service, epoch=1, state=LeaseState.SILENT)
 
     step = move_steps.claim
 
