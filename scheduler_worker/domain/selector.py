@@ -44,6 +44,11 @@ class NoValidHost(Struct, frozen=True):
     lost: tuple[ClaimLoss, ...] = ()
 
     @property
+    def remaining(self) -> int:
+        """Hosts that no step rejected: they came after the search that found none."""
+        return self.funnel[-1].remaining if self.funnel else 0
+
+    @property
     def may_be_early(self) -> bool:
         """Whether reports may just be late: hosts not announced yet, or no host in the replica at all."""
         hosts = self.funnel[0].remaining + sum(self.funnel[0].rejected.values()) if self.funnel else 1

@@ -39,7 +39,7 @@ from scheduler_worker.domain.placement import (
 )
 from scheduler_worker.domain.ranking import Choice, RankedHost, Weights
 from scheduler_worker.domain.request_spec import RequestSpec
-from scheduler_worker.domain.selector import Selector, recovered_allocations
+from scheduler_worker.domain.selector import NoValidHost, Selector, recovered_allocations
 
 # How often a request without any other host looks again at hosts of which only some children were full.
 MAX_PARTLY_FULL_RETRIES = 3
@@ -61,7 +61,7 @@ def step(state: PlacementState, answer: ClaimResult | Fault, selector: Selector,
         candidates = () if choice is None else (choice.selected, *choice.alternates)
         return _recover(state, candidates, answer, selector, now=now)
     if choice is None:
-        return PlacementStep(no_valid_host(state, selector))
+        return PlacementStep(_after_probe(state, selector))
     if answer.outcome is ClaimOutcome.INCOMPLETE:
         # The gang stays together, so the host is the other members' too, and one of them did not fit there.
         stays = not state.spec.has_policy(GroupPolicy.AFFINITY)
@@ -102,6 +102,14 @@ def nothing_fits(state: PlacementState, selector: Selector) -> PlacementState:
         if probe is not None:
             return replace(state, probe=probe)
     return no_valid_host(state, selector)
+
+
+def _after_probe(state: PlacementState, selector: Selector) -> PlacementState:
+    """No earlier run holds a claim: the end without a host, unless a host came during the probe."""
+    ended = no_valid_host(state, selector)
+    if isinstance(ended.result, NoValidHost) and ended.result.remaining:
+        return replace(state, probe=None, surely_unclaimed=True)  # once: no second probe follows
+    return ended
 
 
 def no_valid_host(state: PlacementState, selector: Selector) -> PlacementState:

@@ -162,13 +162,24 @@ def test_no_answer_is_not_no_valid_host() -> None:
 
 def test_no_valid_host_is_answered_on_the_newest_state_and_after_a_probe() -> None:
     case = ClaimCase(surely_unclaimed=False)
-    none = replace(case.state, choice=None)
+    none = replace(case.state, choice=None, rejected=dict.fromkeys(case.hosts.uuids, "claim.full"))
     needing = nothing_fits(none, case.hosts.selector)
     assert needing.needs_refresh and needing.result is None
     probing = nothing_fits(needing, case.hosts.selector)
     assert probing.probe is not None and probing.has_claim_to_submit and probing.result is None
     ended = case.step(ClaimOutcome.FULL, state=probing).state
     assert isinstance(ended.result, NoValidHost) and ended.result.claims == 1
+
+
+def test_a_host_that_came_during_the_probe_is_chosen() -> None:
+    case = ClaimCase(surely_unclaimed=False)
+    probing = nothing_fits(replace(case.state, choice=None, needs_newest=True), case.hosts.selector)
+    after = case.step(ClaimOutcome.FULL, state=probing).state
+    assert after.result is None and after.needs_refresh and after.probe is None
+    again = case.round.decide(after)
+    assert again.choice is not None
+    gone = replace(after, rejected=dict.fromkeys(case.hosts.uuids, "claim.full"))
+    assert isinstance(nothing_fits(gone, case.hosts.selector).result, NoValidHost), "no second probe"
 
 
 def test_hosts_that_are_partly_full_are_looked_at_again_so_often() -> None:
