@@ -24,6 +24,7 @@ from bus.tracing.context import traceparent_of
 from . import metrics
 from .config import ConductorConfig
 from .domain.adopt_rules import is_searched
+from .domain.arrival_doubts import is_searched_for
 from .domain.events import (
     BuildRequested,
     Claimed,
@@ -336,12 +337,17 @@ class Engine:
         log.error("instance.unsettled", instances=[question.instance.uuid for question in questions][:10])
 
     async def _find_forgotten(self, questions: Sequence[PendingQuestion]) -> tuple[list[InstanceEvent], set[str]]:
-        """Machines of doubted builds that fail over; and the instances for which nothing is to be claimed now."""
+        """Machines of doubted builds that fail over, and of doubted moves; and the instances for which nothing is to be
+        requested of placement now.
+        """
         doubted = {one.instance.uuid: one.instance for one in questions if is_searched(one.instance)}
-        if self._search is None or not doubted:
+        moved = {one.instance.uuid: one.instance for one in questions if is_searched_for(one.instance)}
+        if self._search is None or not (doubted or moved):
             return [], set()
         now = self._clock.time()
         forgotten, unsure = await self._search.find_forgotten(doubted, now, self._config.doubt_limit_s)
+        found, held = await self._search.find_moved(moved, self._down(), self._fences.known)
+        forgotten, unsure = {**forgotten, **found}, unsure | held
         return [InstanceEvent(uuid, MachineFound(at=now, machines=one)) for uuid, one in forgotten.items()], unsure
 
 

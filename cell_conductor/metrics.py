@@ -48,6 +48,11 @@ SEARCHED = Counter(
     " unanswered).",
     ["outcome"],
 )
+HELD_MOVES = Counter(
+    "berth_conductor_moves_held",
+    "How often a move from or to another cell was held: the cell's database was set back in the middle of it, and"
+    " a machine of the instance may run in the cell.",
+)
 UNEXPECTED_ANSWERS = Counter(
     "berth_conductor_unexpected_answers",
     "Placement's answers without a request on record, by state and answer: the database was set back or replaced.",

@@ -19,6 +19,7 @@ from bus.faults import Fault
 
 from . import metrics
 from .domain.adopt_rules import forgotten_machines
+from .domain.arrival_doubts import services_of, unexpected
 from .domain.instance import Instance, State
 from .store.port import InstanceStore
 
@@ -76,8 +77,8 @@ class MachineSearch:
         briefs = await self._store.briefs([], sorted(uuids))
         return set(uuids) - {one.uuid for one in briefs if one.state is not State.TOMBSTONE}
 
-    async def find(self, uuids: Collection[str]) -> Searched:
-        """Query every service that is up about these instances."""
+    async def find(self, uuids: Collection[str], also: Collection[str] = ()) -> Searched:
+        """Query every service that is up, and these others, about these instances."""
         up = self._up()
         if not uuids:
             return Searched()
@@ -87,7 +88,7 @@ class MachineSearch:
         pages = [tuple(wanted[start : start + MAX_FOUND]) for start in range(0, len(wanted), MAX_FOUND)]
         questions = [
             FindMachines(service=service, deployment=self._store.deployment, instance_uuids=page)
-            for service in sorted(up)
+            for service in sorted({*up, *also})
             for page in pages
         ]
         causes = [question.instance_uuids[0] for question in questions]
@@ -112,6 +113,41 @@ class MachineSearch:
                 cause=wanted[0],
             )
         return Searched(machines, tuple(missing))
+
+    async def find_moved(
+        self, moved: Mapping[str, Instance], down: Collection[str], fenced: Collection[str]
+    ) -> tuple[dict[str, tuple[FoundMachine, ...]], set[str]]:
+        """Of doubted moves between cells: machines that their records do not have; and the instances for which nothing
+        is to be requested of placement now.
+
+        Every service of the cell has to answer, also those that are down and those of the hosts that the record names:
+        without a limit, because what is given back is started in another cell.
+        """
+        if not moved:
+            return {}, set()
+        also = {one for instance in moved.values() for one in services_of(instance, fenced)}
+        missing = sorted(set(down)) or None
+        searched = Searched(missing=tuple(missing)) if missing else await self.find(moved, also)
+        found: dict[str, tuple[FoundMachine, ...]] = {}
+        held: set[str] = set()
+        for uuid, instance in moved.items():
+            machines = () if searched.missing else unexpected(instance, searched.of(uuid) or ())
+            if machines:
+                found[uuid] = machines
+            if machines or searched.missing:
+                held.add(uuid)
+                metrics.HELD_MOVES.inc()
+                log.warning(
+                    "move.held",
+                    instance=uuid,
+                    state=instance.state,
+                    found=[one.host for one in machines],
+                    unanswered=list(searched.missing[:LOGGED_SERVICES]),
+                    cause=instance.cause or uuid,
+                    hint="the cell's database was set back in the middle of a move from or to another cell: its"
+                    " machine may run here. `berth revert --force` has it given back all the same",
+                )
+        return found, held
 
     async def find_forgotten(
         self, doubted: Mapping[str, Instance], now: float, limit_s: float

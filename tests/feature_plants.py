@@ -192,7 +192,7 @@ PLANTS: dict[str, tuple[str, str, str]] = {
         "is UnexplainedKind.QUARANTINED",
         "is UnexplainedKind.FOREIGN",
     ),
-    "K-3": ("cell_conductor/search.py", "for service in sorted(up)", "for service in sorted(up)[:1]"),
+    "K-3": ("cell_conductor/search.py", "for service in sorted({*up, *also})", "for service in sorted(up)[:1]"),
     "K-2": ("berth/supervisor.py", "                self._check_loop(name, now)\n", ""),
     "T-13": (
         _MOVE_STEPS,

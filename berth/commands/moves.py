@@ -234,7 +234,29 @@ def _simple(kind: MoveKind, sentence: str) -> Any:
 
 
 confirm = _simple(MoveKind.CONFIRM, "Keep a resized or migrated instance where it is.")
-revert = _simple(MoveKind.REVERT, "Take a resized or migrated instance back to its source.")
+
+
+def revert(
+    context: typer.Context,
+    uuid: Instance,
+    force: Annotated[
+        bool,
+        typer.Option(
+            "--force",
+            help="Also when it came from another cell and this one's database was set back since: you have seen that"
+            " the former cell still keeps its machine.",
+        ),
+    ] = False,
+    request_id: RequestId = None,
+    wait: Wait = False,
+    timeout: Timeout = 600.0,
+    as_json: AsJson = False,
+) -> None:
+    """Take a resized or migrated instance back to its source."""
+    fields = {"force": force}
+    _ask(context, uuid, MoveKind.REVERT, fields, request_id=request_id, wait=wait, timeout_s=timeout, as_json=as_json)
+
+
 abort = _simple(MoveKind.ABORT, "End a move that has not reached its destination.")
 offload = _simple(MoveKind.OFFLOAD, "Give up the host of a shelved instance.")
 start = _simple(MoveKind.START, "Start an instance.")

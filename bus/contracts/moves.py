@@ -73,7 +73,8 @@ class MoveRequest(Message, frozen=True, kw_only=True, forbid_unknown_fields=True
     the rescue has ended it is in the cell's record. fenced: of an evacuation: the client states that the host is off
     and stays off until it has been notified of its losses; without it the evacuation is refused unless the cell has the
     operator's fence on record. force: of an evacuation: also of a machine that its fenced host has reported to run
-    since the fence. timeout_s: how long one step on one host may take.
+    since the fence; of a revert: also of a move from another cell, if the database of its present one was set back in
+    the middle of it. timeout_s: how long one step on one host may take.
     """
 
     request_id: Uuid
@@ -146,12 +147,20 @@ class KeptMachine(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     cell: which keeps it. migration: the request by which the instance has left, under whose uuid the book has the
     machine's allocation. is_stopped: the instance was stopped before. at: when it has left, in seconds since the epoch.
+    number: of the announcement by which it has left. here, attempt, book_attempt: the machine, and the attempt that the
+    book had it under (None, 0: as the cell has them on record). kind: of the request. With these a cell whose database
+    is set back to before has its record again.
     """
 
     cell: Word
     migration: Uuid
     is_stopped: bool = False
     at: float = 0.0
+    number: Annotated[int, Bound(ge=0, le=2**62)] = 0
+    here: Selection | None = None
+    attempt: Count = 0
+    book_attempt: Count = 0
+    kind: MoveKind = MoveKind.MIGRATE
 
 
 class GivenBack(Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -159,7 +168,7 @@ class GivenBack(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     migration: as in KeptMachine. code, reason: why it has failed there. answered: the end that the migration's request
     has had (None: none). by: the request that reverts it (None: none does). history: hosts tried. is_deleted: the
-    instance is to be deleted.
+    instance is to be deleted. kept: as that cell has announced it (None: by a worker of the version before).
     """
 
     migration: Uuid
@@ -169,6 +178,7 @@ class GivenBack(Struct, frozen=True, kw_only=True, omit_defaults=True):
     by: Uuid | None = None
     history: tuple[AttemptRecord, ...] = ()
     is_deleted: bool = False
+    kept: KeptMachine | None = None
 
 
 class Departure(Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -201,7 +211,9 @@ class MoveEvent(Message, frozen=True, kw_only=True, tag="instance.event.v1"):
     flavor, image: its present one, or its destination. code and reason explain failed and refused; funnel explains a
     request that no host could take; history lists the hosts tried for this request. zone: the availability zone of that
     host ("": there are none, or it is not known). departure: the instance has left its cell; never on the API bus.
-    kept_in: the cell that keeps its stopped machine as long as it may go back there (None: it does not).
+    kept_in: the cell that keeps its stopped machine as long as it may go back there (None: it does not). settled: the
+    migration by which it has come to its cell for good: the machine that its former cell keeps is not needed any more
+    (None: that is not known). Never on the API bus.
     """
 
     request_id: Uuid
@@ -225,6 +237,7 @@ class MoveEvent(Message, frozen=True, kw_only=True, tag="instance.event.v1"):
     zone: Zone = ""
     departure: Departure | None = None
     kept_in: Word | None = None
+    settled: Uuid | None = None
 
 
 class MoveQuery(Message, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="instance.query.v1"):
@@ -271,7 +284,9 @@ class CellMove(Message, frozen=True, kw_only=True, tag="cell.move.v1"):
     build. step_timeout_s: how long one step on one host may take. to_cell: the instance is to leave for this cell; its
     machine here, if it has one, is stopped and kept. arrival: with what it has left its former cell for this one, where
     it is on record from now on. active_in: the instance is active in that cell for good, so the machine that this cell
-    has kept since the request of this id is destroyed; nothing else is done. The other fields: as in MoveRequest.
+    has kept since the request of this id is destroyed; nothing else is done. order: the changes of its machine are
+    numbered above this: it is at least what the cell has on record, unless that was set back. The other fields: as in
+    MoveRequest.
     """
 
     request_id: Uuid
@@ -292,6 +307,7 @@ class CellMove(Message, frozen=True, kw_only=True, tag="cell.move.v1"):
     to_cell: Word | None = None
     arrival: Departure | None = None
     active_in: Word | None = None
+    order: Annotated[int, Bound(ge=0, le=2**62)] = 0
 
 
 class CellMoveQuery(Message, frozen=True, kw_only=True, tag="cell.move.query.v1"):

@@ -111,7 +111,7 @@ def _adopt(instance: Instance, found: Sequence[FoundMachine], at: float, context
     """The machine that is complete, else the newest. The other machines stay, in quarantine (`reused_from`)."""
     assert instance.spec is not None
     best = max(found, key=lambda one: (one.built, one.attempt, one.host_uuid))
-    allocations = _taken(instance, best)
+    allocations = taken_of(instance, best)
     if best.project_id != instance.spec.project_id or allocations is None or best.attempt < 1:
         reason = f"host {best.host} has a machine of this instance, and its project or size is not proved"
         passed = replace(instance, code=MACHINE_EXISTS, reason=steps.cut(reason), doubted=True)
@@ -130,7 +130,7 @@ def _adopt(instance: Instance, found: Sequence[FoundMachine], at: float, context
     return Step(steps.ask(adopted, State.ADOPTING, at, context))
 
 
-def _taken(instance: Instance, found: FoundMachine) -> Allocations | None:
+def taken_of(instance: Instance, found: FoundMachine) -> Allocations | None:
     """The resources of the machine: by its host, else as the build was chosen for that host, or for a host without
     parts.
     """

@@ -32,6 +32,7 @@ def announce_departure(instance: Instance, at: float, context: StepContext) -> M
         image=instance.spec.image,
         at=at,
         departure=departure,
+        settled=instance.settled or None,
     )
 
 
@@ -51,6 +52,7 @@ def give_back(instance: Instance, at: float, context: StepContext) -> Step:
         by=by or None,
         history=move.history,
         is_deleted=move.delete,
+        kept=move.kept,
     )
     departure = Departure(
         cell=move.kept.cell,

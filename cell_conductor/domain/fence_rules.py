@@ -15,11 +15,12 @@ from bus.contracts.fences import EvacuationPolicy
 from bus.contracts.moves import MoveState
 
 from . import change_rules, delete_rules, leave_rules, move_rules, rules, steps, undo_rules
+from .arrival_doubts import is_unsure
 from .events import Destroyed, HostFenced
 from .fences import FENCED
 from .instance import Instance, State
 from .move_events import MoveEnd, close, move_of
-from .move_steps import end_undone, note, over, try_next, undo
+from .move_steps import end_undone, is_doubted, note, over, try_next, undo
 from .steps import Step, StepContext
 
 
@@ -74,6 +75,8 @@ def give_up_destination(instance: Instance, event: HostFenced, context: StepCont
     """
     if event.host_uuid != instance.host_uuid or (instance.is_in_place and instance.state is State.RESIZED):
         return Step(instance)
+    if is_unsure(instance, context):
+        return Step(instance)  # it may be the only machine, which its host is not to destroy when it is back
     if instance.state is State.FINISHING:
         return leave_checked_destination(instance, event, context)
     return undo(instance, event.at, context, FENCED, _reason(instance.here.host))
@@ -86,6 +89,8 @@ def release_source(instance: Instance, event: HostFenced, context: StepContext) 
 
 def revert(instance: Instance, event: HostFenced, context: StepContext) -> Step:
     """The conductor does not wait for the remains of an undone move there."""
+    if is_unsure(instance, context):
+        return Step(instance)
     if event.host_uuid == instance.host_uuid and instance.is_in_place:
         return Step(steps.ask(instance, State.REVERTING, event.at, context))
     return undo_rules.revert_destroyed(instance, _destroyed(instance, event), context)
@@ -103,8 +108,13 @@ def end_unstarted(instance: Instance, event: HostFenced, context: StepContext) -
 
 
 def end_change(instance: Instance, event: HostFenced, context: StepContext) -> Step:
-    """A change of a machine that is off: the change has failed, and the machine is on record as it was."""
+    """A change of a machine that is off: the change has failed, and the machine is on record as it was.
+
+    One that may have left for another cell, by a record that was set back, is not active here.
+    """
     if event.host_uuid != instance.host_uuid:
+        return Step(instance)
+    if instance.state is State.LEAVING and is_doubted(instance, context):
         return Step(instance)
     back = replace(instance, spec=move_of(instance).spec)
     ending = MoveEnd(MoveState.FAILED, FENCED, _reason(instance.here.host))

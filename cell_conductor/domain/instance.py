@@ -198,7 +198,8 @@ class Instance(Struct, frozen=True, kw_only=True, omit_defaults=True):
     power: whether it is meant to run. image: of a shelved one, its snapshot. order: the highest number given to a
     change of its machine. move: the request under way. ended: requests that have ended, the newest last. traceparent:
     the trace of the last request about it ("": not sampled), for the steps that a deadline leads to. found_built: the
-    machine that is being adopted is complete. departure: the record with which it left for another cell; departed_by:
+    machine that is being adopted is complete. settled: the migration by which it has come from another cell for good.
+    departure: the record with which it left for another cell; departed_by:
     the request by which it left. claims_refused: how often in a row placement has refused the claim of the adopted
     machine. left: the attempts whose machines its moves have ended, the newest last.
     """
@@ -239,6 +240,7 @@ class Instance(Struct, frozen=True, kw_only=True, omit_defaults=True):
     found_built: bool = False
     departure: Departure | None = None
     departed_by: str = ""
+    settled: str = ""
     claims_refused: int = 0
     left: tuple[int, ...] = ()
 

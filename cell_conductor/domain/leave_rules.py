@@ -25,7 +25,7 @@ from .events import (
     Spawned,
     TimedOut,
 )
-from .instance import MAX_ENDED, EndedMove, Instance, Power, State
+from .instance import DELETE_REQUESTED, MAX_ENDED, SET_BACK_GAP, EndedMove, Instance, Move, Power, State
 from .move_events import (
     DELETED,
     MoveEnd,
@@ -138,7 +138,17 @@ def _depart(instance: Instance, at: float, context: StepContext) -> Step:
         order=instance.order,
         sequence=instance.sequence,
         kind=move.kind,
-        kept=KeptMachine(cell=context.cell, migration=move.request_id, is_stopped=is_stopped, at=at),
+        kept=KeptMachine(
+            cell=context.cell,
+            migration=move.request_id,
+            is_stopped=is_stopped,
+            at=at,
+            number=instance.sequence,
+            here=instance.here,
+            attempt=instance.attempt,
+            book_attempt=move.book_attempt,
+            kind=move.kind,
+        ),
     )
     kept = replace(instance, image=move.image, move=replace(move, claimed=True))
     gone = depart(kept, State.KEPT, departure, move.request_id, at, context)
@@ -204,27 +214,93 @@ def end_kept(instance: Instance, event: Released, context: StepContext) -> Step:
     return Step(replace(gone.instance, state=State.DEPARTED, move=None, deadline=None, since=event.at), gone.commands)
 
 
+def follow_outdated(instance: Instance, event: MoveRequested, context: StepContext) -> Step | None:
+    """Apply what another cell states about the machine that this one keeps, to a record from before the departure: the
+    database was set back. None: the record is not that.
+
+    The departure had a higher number than the record's, so nothing that the record has is newer.
+    """
+    request = event.request
+    arrival = request.arrival
+    back = arrival.given_back if arrival is not None else None
+    kept = back.kept if back is not None else arrival.kept if arrival is not None else None
+    if arrival is None or kept is None or kept.cell != context.cell or (back is None and request.active_in is None):
+        return None
+    if instance.state in DELETE_REQUESTED or not _is_outdated(instance, kept, context):
+        return None
+    keeper = _rebuilt(instance, arrival, kept)
+    if keeper is None:
+        return None
+    return follow_kept(replace(keeper, cause=event.cause), event, context)
+
+
+def _is_outdated(instance: Instance, kept: KeptMachine, context: StepContext) -> bool:
+    if instance.state is State.ABSENT:
+        return context.set_back_at > 0
+    if instance.state in (State.LEAVING, State.REASSIGNING):
+        # In doubt it is numbered on: it was leaving by this very request.
+        return move_of(instance).request_id == kept.migration
+    return instance.sequence <= kept.number
+
+
+def _rebuilt(instance: Instance, arrival: Departure, kept: KeptMachine) -> Instance | None:
+    """The record as it was when the cell announced the departure."""
+    if kept.here is None or not kept.attempt:
+        return None
+    power = Power.STOPPED if kept.is_stopped else Power.RUNNING
+    move = Move(
+        request_id=kept.migration,
+        kind=kept.kind,
+        source=kept.here,
+        source_attempt=kept.attempt,
+        book_attempt=kept.book_attempt,
+        spec=arrival.spec,
+        power=power,
+        began=kept.at,
+        handed_over=True,
+        claimed=True,
+        to_cell=arrival.cell,
+    )
+    return replace(
+        instance,
+        state=State.KEPT,
+        spec=arrival.spec,
+        selections=(kept.here,),
+        position=0,
+        attempt=kept.attempt,
+        newest=max(arrival.newest, instance.last_attempt),
+        order=max(arrival.order, instance.order),
+        sequence=max(kept.number + 1, instance.sequence),
+        power=power,
+        image="",
+        move=move,
+        departure=replace(arrival, given_back=None, kept=kept),
+        departed_by=kept.migration,
+        answered=True,
+        queried=False,
+        doubted=False,
+        deadline=None,
+    )
+
+
 def _take_back(instance: Instance, event: MoveRequested, context: StepContext) -> Step:
-    """The other cell has nothing of it: the book is reverted above that cell's attempts, and the machine started."""
+    """The other cell has nothing of it: the book is reverted above that cell's attempts, and the machine started.
+
+    If the database was set back since it has left, it may have been taken back before, and moved on in this cell: then
+    the cell is searched first (`arrival_doubts`), and its announcements are numbered on.
+    """
     arrival, move = event.request.arrival, move_of(instance)
     assert arrival is not None and arrival.given_back is not None
     back = arrival.given_back
-    move = replace(
-        move,
-        lost_code=back.code or move.lost_code,
-        lost_reason=back.reason,
-        history=(*move.history, *back.history),
-        answered=back.answered is not None,
-        by=back.by or "",
-        by_kind=MoveKind.REVERT if back.by is not None else None,
-        delete=move.delete or back.is_deleted,
-    )
+    is_set_back = context.set_back_at > 0 and move.began <= context.set_back_at + steps.CLOCKS_APART_S
+    move = _undone_by(move, back)
     here = replace(
         instance,
         move=move,
         newest=max(arrival.newest, instance.last_attempt),
         order=max(arrival.order, instance.order),
-        sequence=max(arrival.sequence + 1, instance.sequence),
+        sequence=max(arrival.sequence + 1, instance.sequence) + (SET_BACK_GAP if is_set_back else 0),
+        doubted=is_set_back,
         departure=None,
         departed_by="",
         cause=event.cause,
@@ -236,6 +312,19 @@ def _take_back(instance: Instance, event: MoveRequested, context: StepContext) -
         earlier = after(earlier, answer_other(earlier.instance, deleted, event.at, context))
         return after(earlier, leave(earlier.instance, event.at, context))
     return report_progress(steps.ask(here, State.REVERTING, event.at, context), MoveState.UNDOING, event.at, context)
+
+
+def _undone_by(move: Move, back: GivenBack) -> Move:
+    return replace(
+        move,
+        lost_code=back.code or move.lost_code,
+        lost_reason=back.reason,
+        history=(*move.history, *back.history),
+        answered=back.answered is not None,
+        by=back.by or "",
+        by_kind=MoveKind.REVERT if back.by is not None else None,
+        delete=move.delete or back.is_deleted,
+    )
 
 
 def _with_end(instance: Instance, back: GivenBack) -> tuple[EndedMove, ...]:

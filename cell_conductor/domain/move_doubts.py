@@ -101,7 +101,8 @@ def follow_undone(instance: Instance, event: Spawned | HostRuns, context: StepCo
 
     In doubt: if it is complete there, the move had arrived.
     """
-    if is_doubted(instance, context) and not instance.is_in_place and steps.is_ours(instance, event):
+    is_wanted = not instance.is_in_place and not move_of(instance).delete
+    if is_doubted(instance, context) and is_wanted and steps.is_ours(instance, event):
         return adopt_arrived(instance, event, context)
     if is_source(instance, event):
         return Step(instance)
@@ -130,6 +131,11 @@ def is_source(instance: Instance, event: Spawned | HostRuns) -> bool:
 
 def _decide(instance: Instance, at: float, context: StepContext) -> Step:
     move: Move = move_of(instance)
+    if move.kept is not None:  # what has become of it in its former cell stays unknown
+        if not move.here_seen or not instance.queried:
+            return Step(instance)
+        deadline = None if move.auto_confirm_s is None else at + move.auto_confirm_s
+        return Step(replace(instance, queried=False, deadline=deadline))
     if move.here_seen and move.source_gone:
         return confirm(_certain(instance), at, context)
     if move.here_seen and move.source_seen:

@@ -19,6 +19,7 @@ from bus.contracts.moves import (
 
 from . import rules, steps
 from .adopt_rules import is_held
+from .arrival_doubts import confirm_seen, is_unsure, may_end
 from .events import (
     ChangeEnded,
     Claimed,
@@ -132,7 +133,9 @@ def end_resized(instance: Instance, event: MoveRequested, context: StepContext) 
     if request.migration not in (None, move.request_id):
         return refuse_request(instance, event, context, "move.none", "another move is to be confirmed or reverted")
     if is_doubted(instance, context) and not instance.is_in_place:
-        return refuse_doubted(instance, event, context)
+        if not may_end(instance, event):
+            return refuse_doubted(instance, event, context)
+        instance = replace(instance, doubted=False)
     named = replace(instance, move=replace(move, by=request.request_id, by_kind=request.kind), cause=event.cause)
     if request.kind is MoveKind.CONFIRM:
         return confirm(named, event.at, context)
@@ -320,6 +323,8 @@ def fail_destination(instance: Instance, event: SpawnFailed, context: StepContex
     if not steps.is_current(instance, event.attempt, event.host_uuid):
         return Step(instance)
     failed = note(instance, "failed", event.at, event.code, event.reason)
+    if is_unsure(instance, context):
+        return undo_doubted(failed, event.at, context)
     if event.final:
         return undo(failed, event.at, context, event.code, event.reason)
     return try_next(failed, event.at, context)
@@ -340,6 +345,8 @@ def lose_destination(instance: Instance, event: Destroyed, context: StepContext)
     if event.host_uuid != instance.host_uuid or event.attempt < instance.attempt:
         return Step(instance)
     gone = note(instance, "timed_out" if instance.queried else "failed", event.at, "spawn.timeout", "no answer in time")
+    if is_unsure(instance, context):
+        return undo_doubted(gone, event.at, context)
     return try_next(replace(gone, move=replace(move_of(gone), finishing=False)), event.at, context)
 
 
@@ -358,6 +365,8 @@ def revert_lost(instance: Instance, event: HostMissing, context: StepContext) ->
 
 def confirm_in_time(instance: Instance, event: TimedOut, context: StepContext) -> Step:
     """No client has confirmed or reverted in the time that the request allowed: the move is confirmed."""
+    if is_unsure(instance, context):
+        return confirm_seen(instance, event, context)
     if is_doubted(instance, context) and not instance.is_in_place:
         return ask_before_confirmed(instance, event, context)
     earlier = report_progress(instance, MoveState.CONFIRMED, event.at, context)

@@ -173,6 +173,7 @@ def adopt(
         limits=request.limits if request.kind in CLAIMS or request.kind is MoveKind.UNSHELVE else instance.limits,
         cause=event.cause,
         queried=False,
+        order=max(instance.order, request.order),
     )
 
 
@@ -294,7 +295,10 @@ def confirm(instance: Instance, at: float, context: StepContext) -> Step:
 
 def stays(instance: Instance) -> Instance:
     """The instance does not go back to its former cell any more, as each announcement from now on states."""
-    return replace(instance, move=replace(move_of(instance), kept=None))
+    move = move_of(instance)
+    if move.kept is None:
+        return instance
+    return replace(instance, move=replace(move, kept=None), settled=move.kept.migration, doubted=False)
 
 
 def over(instance: Instance, at: float) -> Instance:
@@ -326,8 +330,8 @@ def undo(instance: Instance, at: float, context: StepContext, code: str, reason:
 
 def end_here(instance: Instance, context: StepContext) -> Step:
     """Have the destination of a move that is undone end its attempt; in doubt, unless it is complete there."""
-    order = steps.destroy_here(instance, context)
-    return Step(instance, (replace(order, unless_built=is_doubted(instance, context)),))
+    is_kept = is_doubted(instance, context) and not move_of(instance).delete
+    return Step(instance, (replace(steps.destroy_here(instance, context), unless_built=is_kept),))
 
 
 def is_doubted(instance: Instance, context: StepContext) -> bool:

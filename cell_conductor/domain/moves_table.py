@@ -8,6 +8,7 @@ from typing import Any
 from msgspec import Struct
 
 from . import (
+    arrival_doubts,
     change_rules,
     delete_rules,
     departure_rules,
@@ -94,6 +95,7 @@ MOVING: Mapping[type[Event], Rule | None] = {
 }
 ABORT = Rule(move_rules.abort, UNDONE)
 ARRIVE = Rule(move_rules.arrive, ARRIVED)
+FOLLOW_FOUND = Rule(arrival_doubts.follow_found, (State.UNDOING,))
 FOLLOW_SOURCE = Rule(move_rules.follow_source)
 FOLLOW_DESTINATION = Rule(move_doubts.follow_destination)
 FOLLOW_UNDONE = Rule(move_doubts.follow_undone, ARRIVED)
@@ -108,6 +110,7 @@ MOVES: Mapping[State, Mapping[type[Event], Rule | None]] = {
         ),
         ClaimRefused: Rule(move_rules.run_out_of_hosts, (*UNDONE, State.DELETING, State.RELEASING)),
         MoveRequested: ABORT,
+        MachineFound: FOLLOW_FOUND,
     },
     State.PREPARING: {
         **MOVING,
@@ -211,6 +214,7 @@ MOVES: Mapping[State, Mapping[type[Event], Rule | None]] = {
         **MOVING,
         TimedOut: AGAIN,
         Released: Rule(change_rules.end_offloaded, (State.OFFLOADED, State.DEPARTED)),
+        MachineFound: FOLLOW_FOUND,
     },
     State.OFFLOADED: {
         **MOVING,

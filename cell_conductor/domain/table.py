@@ -9,7 +9,7 @@ from msgspec.structs import replace
 from bus.contracts.placement import Claim, ClaimOption, Migration, Release, Revert
 from bus.faults import BrokenInvariant
 
-from . import adopt_rules, delete_rules, departure_rules, fence_rules, leave_rules, repeat_rules, rules
+from . import adopt_rules, arrival_doubts, delete_rules, departure_rules, fence_rules, leave_rules, repeat_rules, rules
 from .events import (
     BuildRequested,
     ChangeEnded,
@@ -303,8 +303,12 @@ def step(instance: Instance, event: Event, context: StepContext) -> Step:
     if isinstance(event, Claimed) and event.attempt > instance.last_attempt + (instance.state in MAY_BE_CLAIMED):
         # A claim that no record of ours has requested would leak: no worker would ever release it.
         raise IllegalStep(f"claim of attempt {event.attempt} while {instance.state}: {instance!r}")
-    if isinstance(event, MoveRequested) and (answered := departure_rules.answer_unbegun(instance, event, context)):
-        return answered
+    if isinstance(event, MoveRequested):
+        answered = leave_rules.follow_outdated(instance, event, context)
+        answered = answered or arrival_doubts.force_back(instance, event, context)
+        answered = answered or departure_rules.answer_unbegun(instance, event, context)
+        if answered is not None:
+            return answered
     stepped = rule.apply(instance, event, context)
     after = stepped.instance.state
     assert after is instance.state or after in rule.to, (rule.name, instance.state, after)

@@ -46,6 +46,8 @@ _HOPE = (
     ClaimOutcome.INVALID,
 )
 # The code at the head of the reason when a cell names a provider of another cell.
+# The type of a consumer whose row was trimmed, and which holds something again.
+INSTANCE_TYPE = "INSTANCE"
 OF_ANOTHER_CELL = "claim.foreign_cell: of another cell"
 _NO_AMOUNTS: Mapping[str, int] = {}
 _CLAIMED, _FULL, _GONE = ClaimOutcome.CLAIMED, ClaimOutcome.FULL, ClaimOutcome.GONE
@@ -397,6 +399,11 @@ def _release(ledger: ClaimLedger, release: Release) -> ClaimVerdict:
     return ClaimVerdict(outcome="released", changed=True, generations=ledger.generations_of(known.holding))
 
 
+def _trimmed(revert: Revert, migration: ConsumerState) -> ConsumerState:
+    """The fence of an instance that holds nothing, if a move has taken longer than fences are kept."""
+    return ConsumerState(0, revert.attempt - 1, migration.project_id, migration.user_id, INSTANCE_TYPE)
+
+
 def _revert(ledger: ClaimLedger, revert: Revert) -> ClaimVerdict:
     """Give the source's allocations back to the instance. Capacity is compared with the sum that the instance and its
     migration hold before and after, as for a swap.
@@ -407,6 +414,8 @@ def _revert(ledger: ClaimLedger, revert: Revert) -> ClaimVerdict:
     held, kept = holding_of(known), holding_of(migration)
     if ledger.is_others(held) or ledger.is_others(kept):
         return ClaimVerdict(outcome="consumer_changed", reason=OF_ANOTHER_CELL)
+    if known is None and kept and migration is not None:
+        known = _trimmed(revert, migration)
     if known is None or known.attempt > revert.attempt:
         return ClaimVerdict(outcome="consumer_changed", consumer_generation=None if known is None else known.generation)
     if kept and migration is not None and migration.project_id != known.project_id:

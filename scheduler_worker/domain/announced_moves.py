@@ -12,7 +12,14 @@ from bus.contracts.moves import MoveEvent, MoveState
 from bus.persistence.outbox import OutboxMessage
 from scheduler_worker.domain.move_events import apply_announcement
 from scheduler_worker.domain.recorded_moves import InstanceRecord, MoveContext
-from scheduler_worker.domain.transfers import answer_keeper, is_departure, is_settled, released, transfer
+from scheduler_worker.domain.transfers import (
+    answer_keeper,
+    is_departure,
+    is_for_good,
+    relearned,
+    released,
+    transfer,
+)
 
 
 class AnnouncedMoves:
@@ -41,13 +48,12 @@ class AnnouncedMoves:
         uuid = event.instance_uuid
         build = self.builds.get(uuid)
         leaves = build is not None and is_departure(event, build, self.instances[uuid], self._cell)
-        is_newer = build is not None and build.cell == self._cell and event.sequence > self.instances[uuid].sequence
         why = self._apply(event)
         if leaves:
             self._transfer(event)
         elif why:
             self.ignored.append((event, why))
-        if is_newer and is_settled(event):
+        if build is not None:
             self._settle(event)
         if build is not None and not leaves:
             self._answer_keeper(event)
@@ -56,7 +62,7 @@ class AnnouncedMoves:
         """The instance stays in the cell that has it: what another cell has kept for it is destroyed."""
         uuid = event.instance_uuid
         handed = self.instances[uuid].handed
-        if handed is None:
+        if handed is None or not is_for_good(event, handed, self._cell):
             return
         self.instances[uuid] = replace(self.instances[uuid], handed=None)
         self.timelines.setdefault(uuid, [])
@@ -66,7 +72,11 @@ class AnnouncedMoves:
     def _answer_keeper(self, event: MoveEvent) -> None:
         uuid = event.instance_uuid
         build = self.builds[uuid]
-        answer = answer_keeper(event, build, self.instances[uuid], self._cell)
+        instance = relearned(event, build, self.instances[uuid], self._cell)
+        if instance is not self.instances[uuid]:
+            self.instances[uuid] = instance
+            self.timelines.setdefault(uuid, [])
+        answer = answer_keeper(event, build, instance, self._cell)
         if answer is not None:
             self.messages.append(OutboxMessage(*answer, event.request_id))
         if event.state is MoveState.SOURCE_GONE and build.cell != self._cell:

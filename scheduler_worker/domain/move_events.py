@@ -100,7 +100,8 @@ def apply_announcement(
     # applied.
     if (event.sequence <= move.sequence and not ends) or (event.terminal and move.terminal):
         return Announced(move=move, instance=instance, host=host)
-    event = replace(event, cell=cell, project_id=move.project_id, instance_uuid=move.instance_uuid, departure=None)
+    event = replace(event, cell=cell, project_id=move.project_id, instance_uuid=move.instance_uuid)
+    event = replace(event, departure=None, settled=None)
     if not move.terminal or event.terminal:
         # An event after the terminal one (confirmed by itself, source gone) does not reopen the request.
         after = replace(

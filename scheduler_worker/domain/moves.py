@@ -191,7 +191,8 @@ _LEAVES_CELL = frozenset({MoveKind.MIGRATE, MoveKind.RESIZE, MoveKind.UNSHELVE})
 def may_leave_cell(request: MoveRequest, now: InstanceRecord) -> bool:
     """Whether a host of another cell will do. While a cell still keeps a machine of it, it stays where it is."""
     stays = request.kind is MoveKind.RESIZE and request.policy is ResizePolicy.SAME_HOST
-    return request.kind in _LEAVES_CELL and not stays and now.handed is None
+    is_kept = now.handed is not None and now.handed.kept is not None
+    return request.kind in _LEAVES_CELL and not stays and not is_kept
 
 
 def placed_as(request: MoveRequest, known: MoveContext) -> BuildRequest:

@@ -14,21 +14,9 @@ from msgspec.structs import replace
 from bus.contracts.base import Message
 from bus.contracts.build import BuildState
 from bus.contracts.cell import CellDelete
-from bus.contracts.moves import CellMove, CellMoveQuery, Condition, Departure, MoveEvent, MoveKind
+from bus.contracts.moves import CellMove, CellMoveQuery, Departure, MoveEvent, MoveKind
 from scheduler_worker.domain.builds import RecordedBuild
 from scheduler_worker.domain.recorded_moves import InstanceRecord, RecordedMove
-
-_OVER = frozenset({BuildState.DELETED, BuildState.FAILED})
-_SETTLED = frozenset(
-    {
-        Condition.ACTIVE,
-        Condition.STOPPED,
-        Condition.RESIZED,
-        Condition.SHELVED,
-        Condition.RESCUED,
-        Condition.OFFLOADED,
-    }
-)
 
 
 def for_former_cell(command: CellMove) -> CellMove:
@@ -103,16 +91,17 @@ def _query(event: MoveEvent, build: RecordedBuild, arrival: Departure) -> CellMo
     )
 
 
-def is_settled(event: MoveEvent) -> bool:
-    """Whether the cell that has the instance states that it does not go back: nothing is under way with it there that
-    could fail, and no cell keeps a machine for that.
+def is_for_good(event: MoveEvent, handed: Departure, cell: str) -> bool:
+    """Whether the cell that a departure has gone to states that the instance does not go back: by that very migration.
+
+    That no cell is named any more proves nothing: a worker of the version before leaves the name out.
     """
-    return event.kept_in is None and event.departure is None and event.condition in _SETTLED
+    return handed.kept is not None and handed.cell == cell and event.settled == handed.kept.migration
 
 
-def released(handed: Departure | None, build: RecordedBuild) -> CellMove | None:
+def released(handed: Departure, build: RecordedBuild) -> CellMove | None:
     """The command to destroy the machine that a cell has kept of an instance that is active in another one."""
-    if handed is None or handed.kept is None or build.cell is None:
+    if handed.kept is None or build.cell is None:
         return None
     return CellMove(
         request_id=handed.kept.migration,
@@ -120,6 +109,7 @@ def released(handed: Departure | None, build: RecordedBuild) -> CellMove | None:
         project_id=build.project_id,
         kind=handed.kind,
         active_in=build.cell,
+        arrival=handed,
     )
 
 
@@ -128,21 +118,45 @@ def answer_keeper(
 ) -> tuple[str, Message] | None:
     """The answer to a cell that announces again that it keeps a machine, and the cell that it goes to.
 
-    It is to be destroyed once the instance is active elsewhere for good, or has ended there. A cell that does not know
-    that it has got the instance back is sent that once more. Otherwise the cell that has the instance is queried, with
-    the departure: if it has never had it, it gives it back.
+    It is to be destroyed if the instance was deleted. A cell that does not know that it has got the instance back is
+    sent that once more. Otherwise the cell that has the instance is queried, with the departure: it states whether it
+    has it for good, and if it has never had it, it gives it back. These records alone prove neither: the schedulers'
+    database may have been set back.
     """
     departure, handed = event.departure, instance.handed
-    if departure is None or departure.kept is None or departure.kept.cell != cell or build.cell is None:
+    if not is_kept_by(departure, cell) or departure is None or build.cell is None:
         return None
     if build.cell == cell:
-        is_back = handed is not None and handed.given_back is not None
-        return (cell, _query(event, build, handed)) if is_back and handed is not None else None
-    is_kept = handed is not None and handed.kept is not None and handed.kept.cell == cell
-    if handed is not None and is_kept and build.state not in _OVER:
-        return build.cell, _query(event, build, handed)
-    command = released(departure, build)
-    return None if command is None else (cell, command)
+        return (cell, _query(event, build, handed)) if handed is not None and _is_back(handed, departure) else None
+    if build.state is BuildState.DELETED and (command := released(departure, build)) is not None:
+        return cell, command
+    return build.cell, _query(event, build, departure)
+
+
+def _is_back(handed: Departure, kept: Departure) -> bool:
+    """Whether what is on record gives back what a cell announces to keep, or what it has kept since: what does neither
+    would be answered by the same announcement.
+    """
+    back = handed.given_back
+    if back is None or kept.kept is None:
+        return False
+    return back.migration == kept.kept.migration or (back.kept is not None and back.kept.number > kept.sequence)
+
+
+def is_kept_by(departure: Departure | None, cell: str) -> bool:
+    """Whether this cell keeps a machine since this departure."""
+    return departure is not None and departure.kept is not None and departure.kept.cell == cell
+
+
+def relearned(event: MoveEvent, build: RecordedBuild, instance: InstanceRecord, cell: str) -> InstanceRecord:
+    """The record of an instance of which a cell announces that it keeps the machine, where no departure is on record:
+    the next cell's statement about it is awaited (again).
+    """
+    is_elsewhere = build.cell not in (None, cell) and build.state is not BuildState.DELETED
+    is_known = instance.handed is not None and instance.handed.kept is not None
+    if is_known or not is_elsewhere or not is_kept_by(event.departure, cell):
+        return instance
+    return replace(instance, handed=event.departure)
 
 
 def repeated(move: RecordedMove) -> Message | None:

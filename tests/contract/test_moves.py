@@ -115,6 +115,21 @@ async def reverted(store: PlacementStore, requested: Revert) -> RevertResult:
     return reply
 
 
+async def test_a_move_that_takes_longer_than_fences_are_kept_is_reverted_all_the_same(store: PlacementStore) -> None:
+    """To another cell, while one of the two is away: the instance itself holds nothing all that time."""
+    await claimed(store, build(0, 0))
+    (reassigned,) = await claimed(store, move(source=option(0), again=True))
+    assert reassigned.outcome == "claimed"
+    await store.trim(keep_changes=0, keep_fences_s=0.0, keep_sources_s=1e6, limit=100)
+    back = await reverted(store, revert(option(0), 3))
+    assert (back.outcome, back.consumer_generation is not None) == ("reverted", True)
+    assert await used(store) == at(0, 4)
+    again = await reverted(store, revert(option(0), 3))
+    assert (again.outcome, again.consumer_generation) == ("reverted", back.consumer_generation)
+    await store.apply([Release(consumer=VMS[0], attempt=4), Release(consumer=MOVE)])
+    assert await used(store) == {}
+
+
 async def used(store: PlacementStore) -> Amounts:
     page = await store.snapshot(None, 100)
     return {state.uuid: dict(state.used) for state in page.providers if state.used}

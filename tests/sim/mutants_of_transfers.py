@@ -15,7 +15,7 @@ from unittest.mock import patch
 from msgspec.structs import replace
 
 from bus.contracts.cell import CellDelete
-from bus.contracts.moves import ChangeMachine, Condition, MoveEvent
+from bus.contracts.moves import ChangeMachine, Departure, MoveEvent
 from cell_conductor.domain import (
     change_rules,
     departure_rules,
@@ -80,12 +80,11 @@ def kept_one_starts_when_time_is_over() -> AbstractContextManager[Any]:
 
 def kept_one_is_destroyed_too_early() -> AbstractContextManager[Any]:
     """The former cell is commanded to destroy what it keeps while the instance may still go back there."""
-    original = announced_moves.is_settled
 
-    def settled(event: MoveEvent) -> bool:
-        return original(replace(event, kept_in=None, condition=Condition.ACTIVE))
+    def is_for_good(event: MoveEvent, handed: Departure, cell: str) -> bool:
+        return handed.kept is not None and handed.cell == cell
 
-    return patch.object(announced_moves, "is_settled", settled)
+    return patch.object(announced_moves, "is_for_good", is_for_good)
 
 
 def allocation_is_released_before_the_machine_is_gone() -> AbstractContextManager[Any]:

@@ -219,6 +219,7 @@ def test_its_next_cell_builds_it_from_its_image_above_every_attempt_of_the_forme
     assert there.instance.state is State.RESIZED
     assert there.terminals == [(MoveKind.MIGRATE, MoveState.DONE, "")]
     assert (last_event(there).kept_in, last_event(there).condition) == (PATIENCE.cell, Condition.RESIZED)
+    assert all(one.settled is None for one in there.commands if isinstance(one, MoveEvent))
     sequences = [one.sequence for one in (*former.commands, *there.commands) if isinstance(one, MoveEvent)]
     assert sequences == sorted(set(sequences))
 
@@ -233,7 +234,10 @@ def test_a_confirm_states_that_it_does_not_go_back(how: str) -> None:
         there.apply(e.TimedOut(at=260.0))
     assert there.instance.state is State.ACTIVE
     assert (last_event(there).kept_in, last_event(there).condition) == (None, Condition.ACTIVE)
-    assert [code for _, _, code in there.terminals] == [""] * (2 if how == "confirm" else 1)
+    assert [one.settled for one in there.commands if isinstance(one, MoveEvent)][-1] == MOVE
+    there.apply(replace(arrives(departure), is_query=True))
+    assert last_event(there).settled == MOVE  # the answer to the schedulers that do not know
+    assert [code for _, _, code in there.terminals][:-1] == [""] * (2 if how == "confirm" else 1)
     assert (there.destroys, question_of(there.instance)) == ([], None)
 
 

@@ -48,7 +48,7 @@ RETURNED = replace(LEFT, state=MoveState.UNDOING, sequence=26, departure=BACK)
 DONE = replace(
     LEFT, state=MoveState.DONE, terminal=True, sequence=25, departure=None, condition=Condition.RESIZED, host="there"
 )
-ACTIVE = replace(DONE, condition=Condition.ACTIVE)
+ACTIVE = replace(DONE, condition=Condition.ACTIVE, settled=REQUEST)
 
 
 def under_way(**fields: object) -> MoveContext:
@@ -88,21 +88,22 @@ def test_the_former_cell_is_commanded_only_when_the_instance_is_there_for_good()
     resized = received(in_next_cell(), replace(DONE, kept_in="c1"), "c2")
     assert (sent(resized, "c1"), handed(after(resized))) == ([], HANDED)
     confirmed = replace(ACTIVE, request_id=OTHER, kind=MoveKind.CONFIRM, sequence=27)
+    assert confirmed.settled == REQUEST
     known = replace(after(resized), move=replace(resized.moves[REQUEST], request_id=OTHER, terminal=False))
     batch = AnnouncedMoves("c2", {OTHER: known}, 100.0)
     batch.apply(confirmed)
     (command,) = sent(batch, "c1")
     assert isinstance(command, CellMove)
-    assert (command.request_id, command.active_in, command.arrival) == (REQUEST, "c2", None)
+    assert (command.request_id, command.active_in, command.arrival) == (REQUEST, "c2", HANDED)
     assert batch.instances[UUID].handed is None and UUID in batch.timelines
 
 
 def test_what_is_under_way_there_or_not_its_cells_word_destroys_nothing() -> None:
     known = in_next_cell()
     under = replace(DONE, state=MoveState.PREPARING, terminal=False, condition=Condition.MOVING, sequence=24)
-    unknown = replace(ACTIVE, state=MoveState.REFUSED, condition=Condition.UNKNOWN, sequence=0)
-    late = replace(ACTIVE, sequence=20)
-    for event, cell in ((under, "c2"), (unknown, "c2"), (late, "c2"), (ACTIVE, "c1"), (ACTIVE, "c3")):
+    unknown = replace(ACTIVE, state=MoveState.REFUSED, condition=Condition.UNKNOWN, sequence=0, settled=None)
+    other = replace(ACTIVE, settled=OTHER)
+    for event, cell in ((under, "c2"), (unknown, "c2"), (other, "c2"), (ACTIVE, "c1"), (ACTIVE, "c3")):
         batch = received(known, event, cell)
         assert (sent(batch, "c1"), batch.instances[UUID].handed) == ([], HANDED), event
 
@@ -114,7 +115,14 @@ def test_it_goes_back_by_the_same_request_which_ends_there() -> None:
     assert (batch.departed, batch.moves[REQUEST].cell, repeated(batch.moves[REQUEST])) == ({UUID: "c1"}, "c1", command)
     failed = replace(DONE, state=MoveState.FAILED, condition=Condition.ACTIVE, sequence=30, code="max_retries_exceeded")
     ended = received(after(batch), failed, "c1")
-    assert (ended.instances[UUID].handed, sent(ended, "c1"), sent(ended, "c2")) == (None, [], [])
+    assert (sent(ended, "c1"), sent(ended, "c2")) == ([], [])
+    leaves = MoveRequest(request_id=OTHER, instance_uuid=UUID, project_id="p", kind=MoveKind.MIGRATE)
+    assert may_leave_cell(leaves, ended.instances[UUID])
+    # Its database is set back to when it kept the machine: it is given that back once more, at any time.
+    (again,) = sent(received(after(ended), LEFT, "c1"), "c1")
+    assert isinstance(again, CellMoveQuery) and again.arrival == BACK
+    other = replace(LEFT, departure=replace(HANDED, kept=replace(KEPT, migration=OTHER)))
+    assert sent(received(after(ended), other, "c1"), "c1") == [], "which would be answered by the same announcement"
     assert ended.moves[REQUEST].state is MoveState.FAILED
 
 
@@ -141,10 +149,6 @@ def test_a_cell_that_announces_again_what_it_keeps_is_answered_by_what_is_on_rec
     # Still needed: the cell that has the instance is queried with the departure, and gives back what it never had.
     (query,) = sent(received(in_next_cell(), LEFT, "c1"), "c2")
     assert isinstance(query, CellMoveQuery) and query.arrival == HANDED
-    # Not needed any more, or the schedulers have forgotten that it was: destroyed.
-    there = after(received(in_next_cell(), ACTIVE, "c2"))
-    (command,) = sent(received(there, LEFT, "c1"), "c1")
-    assert isinstance(command, CellMove) and command.active_in == "c2"
     known = in_next_cell()
     assert known.build is not None
     deleted = replace(known, build=replace(known.build, state=BuildState.DELETED))
@@ -153,6 +157,32 @@ def test_a_cell_that_announces_again_what_it_keeps_is_answered_by_what_is_on_rec
     # It has been given back, and does not know that.
     (again,) = sent(received(after(received(in_next_cell(), RETURNED, "c2")), LEFT, "c1"), "c1")
     assert isinstance(again, CellMoveQuery) and again.arrival == BACK
+
+
+def test_schedulers_that_were_set_back_destroy_what_is_kept_by_the_next_cells_statement_only() -> None:
+    """Their record, from before the departure or from after it, names the next cell and no departure."""
+    known = in_next_cell()
+    assert known.build is not None
+    for state in (BuildState.ACTIVE, BuildState.FAILED):
+        forgotten = replace(known, instance=None, build=replace(known.build, state=state))
+        batch = received(forgotten, LEFT, "c1")
+        (query,) = sent(batch, "c2")
+        assert isinstance(query, CellMoveQuery) and query.arrival == HANDED
+        assert (sent(batch, "c1"), handed(after(batch))) == ([], HANDED)
+        claiming = replace(DONE, state=MoveState.CLAIMING, terminal=False, condition=Condition.MOVING, kept_in="c1")
+        assert sent(received(after(batch), claiming, "c2"), "c1") == []
+        # Its answer, which changes nothing of the request, which has ended.
+        answered = received(after(batch), replace(ACTIVE, sequence=2), "c2")
+        (command,) = sent(answered, "c1")
+        assert isinstance(command, CellMove) and (command.request_id, command.active_in) == (REQUEST, "c2")
+        assert answered.instances[UUID].handed is None
+
+
+def test_what_a_worker_of_the_version_before_announces_destroys_nothing() -> None:
+    """It knows neither `kept_in` nor `settled`."""
+    for condition in (Condition.ACTIVE, Condition.OFFLOADED, Condition.RESIZED, Condition.STOPPED):
+        batch = received(in_next_cell(), replace(DONE, condition=condition, sequence=27), "c2")
+        assert (sent(batch, "c1"), batch.instances[UUID].handed) == ([], HANDED)
 
 
 def test_another_announcement_of_the_same_request_by_a_cell_that_was_set_back_destroys_nothing() -> None:

@@ -1,0 +1,117 @@
+"""Instances that have come from another cell, by a record that was set back (decision 0021).
+
+The forgotten records may have commanded another destination, which runs it; or confirmed the move, after which the
+former cell has destroyed what it kept. So the instance is given back only when every compute service of the cell has
+answered that it has no machine of it, a complete machine is never destroyed for it, and a revert is refused unless an
+operator's request forces it. The client's delete, and its confirm of a machine that was seen, are carried out as ever.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+from msgspec.structs import replace
+
+from bus.contracts.cell import FoundMachine, Selection
+from bus.contracts.moves import MoveKind
+
+from .adopt_rules import MAX_SELECTIONS, taken_of
+from .events import MachineFound, MoveRequested, TimedOut
+from .instance import Instance, State
+from .move_doubts import ask_both
+from .move_events import move_of
+from .move_steps import confirm, end_here, is_doubted, undo
+from .steps import Step, StepContext
+
+FORCED = "move.forced"
+# The allocation is claimed, released or reverted in these: the instance may be built, given back or started next.
+_SEARCHED = frozenset({State.CLAIMING, State.VACATING})
+_UNDER_WAY = frozenset({State.CLAIMING, State.PREPARING, State.FINISHING, State.UNDOING, State.VACATING})
+
+
+def is_unsure(instance: Instance, context: StepContext) -> bool:
+    """Whether neither its destination nor the machine in its former cell may be given up by the record."""
+    move = instance.move
+    return move is not None and move.kept is not None and not move.delete and is_doubted(instance, context)
+
+
+def is_searched_for(instance: Instance) -> bool:
+    """Whether the cell's services are to be queried about a moved instance before placement is: its machine may be on
+    a host that the record does not have.
+    """
+    move = instance.move
+    if not instance.doubted or move is None:
+        return False
+    is_back = instance.state is State.REVERTING and move.to_cell is not None
+    return is_back or (move.kept is not None and instance.state in _SEARCHED)
+
+
+def services_of(instance: Instance, fenced: Collection[str]) -> set[str]:
+    """The services of the hosts that it may be on by its record, but those of hosts that are fenced."""
+    return {one.service for one in instance.selections if one.host_uuid not in fenced}
+
+
+def unexpected(instance: Instance, found: Sequence[FoundMachine]) -> tuple[FoundMachine, ...]:
+    """The machines among these because of which the record is not continued: all but one that was kept here."""
+    if instance.state is not State.REVERTING:
+        return tuple(found)
+    move = move_of(instance)
+    kept = (move.source_attempt, None if move.source is None else move.source.host_uuid)
+    return tuple(one for one in found if (one.attempt, one.host_uuid) != kept)
+
+
+def follow_found(instance: Instance, event: MachineFound, context: StepContext) -> Step:
+    """A host has a machine of it that the record does not have: it becomes the destination that is given up, which its
+    host ends unless it is complete. One that is not proved to be its project's holds the move.
+    """
+    move, spec = instance.move, instance.spec
+    if move is None or move.kept is None or spec is None or not event.machines:
+        return Step(instance)
+    best = max(event.machines, key=lambda one: (one.built, one.attempt, one.host_uuid))
+    allocations = taken_of(instance, best)
+    if best.project_id != spec.project_id or allocations is None or best.attempt < 1:
+        return Step(instance)
+    here = Selection(host_uuid=best.host_uuid, host=best.host, service=best.service, allocations=allocations)
+    others = tuple(one for one in instance.selections[1:] if one.host_uuid != here.host_uuid)
+    leaving = replace(
+        instance,
+        state=State.UNDOING,
+        selections=(instance.selections[0], here, *others)[:MAX_SELECTIONS],
+        position=1,
+        attempt=best.attempt,
+        newest=max(best.attempt, instance.last_attempt),
+        reused_from=instance.reused_from or 1,
+        move=replace(move, finishing=True),
+        deadline=event.at + context.destroy_retry_s,
+        since=event.at,
+    )
+    return end_here(leaving, context)
+
+
+def may_end(instance: Instance, event: MoveRequested) -> bool:
+    """Whether a doubted move that has arrived is confirmed or reverted: confirmed once its machine was seen."""
+    move = move_of(instance)
+    if move.kept is None:
+        return False
+    return move.here_seen if event.request.kind is MoveKind.CONFIRM else event.request.force
+
+
+def force_back(instance: Instance, event: MoveRequested, context: StepContext) -> Step | None:
+    """An operator, who has looked at both cells, has a doubted move given back; None: it is not that."""
+    is_meant = event.request.kind is MoveKind.REVERT and event.request.force and not event.is_query
+    if not is_meant or instance.state not in _UNDER_WAY or not is_unsure(instance, context):
+        return None
+    move = move_of(instance)
+    if event.request.migration not in (None, move.request_id) or move.by:
+        return None
+    named = replace(move, by=event.request.request_id, by_kind=MoveKind.REVERT)
+    forced = replace(instance, move=named, doubted=False, cause=event.cause)
+    return undo(forced, event.at, context, FORCED, "")
+
+
+def confirm_seen(instance: Instance, event: TimedOut, context: StepContext) -> Step:
+    """The time to confirm a doubted move has come: it is confirmed once its host has answered that it is complete."""
+    move = move_of(instance)
+    if move.here_seen and not instance.queried:
+        return confirm(instance, event.at, context)
+    return ask_both(instance, event.at, context)
