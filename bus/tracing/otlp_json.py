@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     import httpx
 
 EXPORT_TIMEOUT_S = 5.0
+# The connection outlasts the pause between two exports (`tracer.EXPORT_PAUSE_S`): a new one doubles an export's cost.
+KEEP_ALIVE_S = 30.0
 _STATUS_ERROR = 2  # OTLP's number
 _UNSUPPORTED_MEDIA_TYPE = 415
 
@@ -38,7 +40,8 @@ class OtlpJsonExporter:
         import httpx  # noqa: PLC0415
 
         if self._client is None:
-            self._client = httpx.AsyncClient(timeout=EXPORT_TIMEOUT_S, trust_env=False)
+            kept = httpx.Limits(max_connections=1, keepalive_expiry=KEEP_ALIVE_S)
+            self._client = httpx.AsyncClient(timeout=EXPORT_TIMEOUT_S, limits=kept, trust_env=False)
         try:
             answer = await self._client.post(
                 self._url, content=self.encode(spans), headers={"content-type": "application/json"}
