@@ -23,7 +23,7 @@ from bus.tracing.context import traceparent_of
 
 from . import metrics
 from .config import ConductorConfig
-from .domain.adopt_rules import is_searched
+from .domain.adopt_rules import is_searched, is_unsearched
 from .domain.arrival_doubts import is_searched_for
 from .domain.events import (
     BuildRequested,
@@ -222,12 +222,17 @@ class Engine:
             begun = self._store.transaction() if is_locked else self._store.optimistic(new)
             try:
                 async with begun as transaction:
-                    fresh = await self._fresh(transaction, incoming)
-                    known = await transaction.lock(uuids)
-                    possible = self._possible(known, fresh) if is_locked else fresh
-                    recorded = await self._record(transaction, known, possible)
-                    transaction.durable = not may_be_redone(recorded)
+                    change = await transaction.recognise()
+                    if change is None:
+                        fresh = await self._fresh(transaction, incoming)
+                        known = await transaction.lock(uuids)
+                        possible = self._possible(known, fresh) if is_locked else fresh
+                        recorded = await self._record(transaction, known, possible)
+                        transaction.durable = not may_be_redone(recorded)
             except Conflict:
+                continue
+            if change is not None:
+                _log_change(change, self._context.cell)
                 continue
             self._committed(transaction, recorded)
             self._unflushed += not transaction.durable
@@ -294,6 +299,8 @@ class Engine:
         ended_by = FenceSteps()
         for instance_event in incoming:
             before = now.get(instance_event.uuid) or Instance(uuid=instance_event.uuid)
+            if self._search is not None and is_unsearched(before, instance_event.event, context.set_back_at):
+                raise Transient("the database was set back since this was taken", code="cell.database_set_back")
             stepped = step(before, instance_event.event, context)
             if context.fences:
                 stepped = ended_by.follow(before, stepped, instance_event.event, context)

@@ -16,7 +16,17 @@ from bus.contracts.build import BuildState
 from bus.contracts.cell import FoundMachine, Selection
 
 from . import rules, steps
-from .events import BuildRequested, Claimed, ClaimRefused, HostRuns, MachineFound, Spawned, TimedOut
+from .events import (
+    BuildRequested,
+    Claimed,
+    ClaimRefused,
+    DeleteRequested,
+    Event,
+    HostRuns,
+    MachineFound,
+    Spawned,
+    TimedOut,
+)
 from .instance import MACHINE_EXISTS, Instance, State
 from .steps import Step, StepContext
 
@@ -30,6 +40,17 @@ MAX_CLAIMS = 32  # refused in a row: a little more than a day
 def is_searched(instance: Instance) -> bool:
     """Whether the cell's services are to be queried about it before another host is claimed for it."""
     return instance.doubted and instance.state is State.RECLAIMING
+
+
+def is_unsearched(instance: Instance, event: Event, set_back_at: float) -> bool:
+    """Whether a request may begin a record that the database has lost, and no service was queried about it.
+
+    It was taken before the set-back was recognised, and is to be taken once more.
+    """
+    if isinstance(event, BuildRequested):
+        return event.found is None and event.given_up is None and rules.is_doubted_request(event, set_back_at)
+    is_new = instance.state in (State.ABSENT, State.TOMBSTONE)
+    return isinstance(event, DeleteRequested) and bool(set_back_at) and is_new and event.found is None
 
 
 def forgotten_machines(instance: Instance, found: Sequence[FoundMachine]) -> tuple[FoundMachine, ...]:
@@ -46,8 +67,8 @@ def start_or_adopt(instance: Instance, event: BuildRequested, context: StepConte
     """
     requested = rules.with_request(instance, event)
     first = (1, requested.host_uuid)
-    is_new = not event.found or any((one.attempt, one.host_uuid) == first for one in event.found)
-    if event.given_up is not None or is_new:
+    is_new = any((one.attempt, one.host_uuid) == first for one in event.found or ())
+    if not event.found or event.given_up is not None or is_new:
         return rules.start_build(instance, event, context)
     return _adopt(replace(rules.numbered_on(requested), reused_from=1), event.found, event.at, context)
 

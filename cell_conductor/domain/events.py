@@ -24,7 +24,7 @@ class BuildRequested(Event, frozen=True, kw_only=True):
     """The scheduler hands over a build whose first selection is claimed under attempt 1.
 
     given_up: why the message's retries are exhausted, or are about to be; None: they are not. found: machines that the
-    cell's services have of it, if it is doubted.
+    cell's services have of it, if it is doubted (None: they were not queried).
     """
 
     spec: InstanceSpec
@@ -37,7 +37,7 @@ class BuildRequested(Event, frozen=True, kw_only=True):
     server_group: ServerGroup | None = None
     limits: dict[str, int] = {}
     given_up: Refusal | None = None
-    found: tuple[FoundMachine, ...] = ()
+    found: tuple[FoundMachine, ...] | None = None
 
 
 class DeleteRequested(Event, frozen=True, kw_only=True):

@@ -148,9 +148,10 @@ class MemoryTransaction:
 class MemoryInstanceRows:
     """The rows below an optimistic transaction: one that reads, and one that locks, compares and writes."""
 
-    def __init__(self, table: MemoryInstanceTable, session: MemorySession) -> None:
+    def __init__(self, table: MemoryInstanceTable, session: MemorySession, seen: KnownDatabase) -> None:
         self._table = table
         self._session = session
+        self._seen = seen
 
     async def read(self, keys: Collection[str]) -> Mapping[str, tuple[int, Instance]]:
         """Instances with the versions of their rows, without locks."""
@@ -165,8 +166,11 @@ class MemoryInstanceRows:
     async def write(self, writes: InstanceWrites) -> Committed:
         """Write all of it or nothing. Raises PreconditionFailed: another transaction was first."""
         table = self._table
+        seen = self._seen.deployment, self._seen.set_back_at
         async with self._session.transaction() as transaction:
             transaction.durable = writes.durable
+            if writes.inserts and not _is_known(table, *seen):
+                raise PreconditionFailed
             if writes.message_ids:
                 fresh = await transaction.first_time(HANDLER, writes.message_ids)
                 if len(fresh) != len(writes.message_ids):
@@ -183,6 +187,10 @@ class MemoryInstanceRows:
             _keep(table, transaction, [*writes.inserts, *writes.updates])
             row = await transaction.send_later(writes.outbox)
         return Committed(transaction.number, row)
+
+
+def _is_known(table: MemoryInstanceTable, deployment: str, set_back_at: float) -> bool:
+    return table.origin == table.place and (table.deployment, table.set_back_at) == (deployment, set_back_at)
 
 
 def _key(uuid: str) -> tuple[str, str]:
@@ -247,7 +255,7 @@ class MemoryInstances:
 
     def optimistic(self, new: Collection[str]) -> AbstractAsyncContextManager[OptimisticTransaction]:
         """On cached instances."""
-        return OptimisticTransaction(MemoryInstanceRows(self._table, self._session), self._cache, new)
+        return OptimisticTransaction(MemoryInstanceRows(self._table, self._session, self._seen), self._cache, new)
 
     @asynccontextmanager
     async def _transaction(self) -> AsyncIterator[MemoryTransaction]:

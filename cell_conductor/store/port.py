@@ -80,6 +80,13 @@ class Transaction(Protocol):
     async def first_time(self, message_ids: Sequence[str]) -> set[str]:
         """Record handled messages; those not seen before."""
 
+    async def recognise(self) -> DatabaseChange | None:
+        """Compare the database with its last known state; if it was set back, its builds and moves are doubted.
+
+        Raises DatabaseReplaced when it has another identity. An optimistic transaction compares at its end, and only if
+        it inserts; it raises Conflict there.
+        """
+
     async def lock(self, uuids: Sequence[str]) -> dict[str, Instance]:
         """The instances on record among these, locked until the end."""
 
@@ -101,12 +108,6 @@ class Transaction(Protocol):
 
 class LockingTransaction(Transaction, Protocol):
     """A transaction that locks as it reads, so it can also find due instances: no cache has those."""
-
-    async def recognise(self) -> DatabaseChange | None:
-        """Compare the database with its last known state; if it was set back, its builds and moves are doubted.
-
-        Raises DatabaseReplaced when it has another identity.
-        """
 
     async def lock_due(self, now: float, limit: int) -> list[Instance]:
         """Instances whose deadline has passed, oldest first, locked, except those that others hold."""

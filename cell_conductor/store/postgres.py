@@ -56,6 +56,8 @@ SELECT deployment::text = $2 AND origin = cell_origin() AND set_back_at = $3
     AND NOT EXISTS (SELECT FROM instances WHERE deadline <= $1)
 FROM identity
 """
+# Part of every statement that inserts: no record is begun in a database whose set-back this process has not recognised.
+KNOWN = "SELECT 1 FROM identity WHERE deployment = {}::uuid AND origin = cell_origin() AND set_back_at = {}"
 NOTE_ORIGIN = "UPDATE identity SET origin = cell_origin()"
 NOTE_SET_BACK = f"{NOTE_ORIGIN}, set_back_at = extract(epoch FROM clock_timestamp()) RETURNING set_back_at"
 DOUBT = f"""
@@ -111,8 +113,9 @@ PURGE_FAILED = PURGE.format(over="state = 'failed'")
 class PostgresInstanceRows:
     """The rows of one connection outside of any transaction; the version of a row is its xmin, the id of its writer."""
 
-    def __init__(self, connection: asyncpg.Connection) -> None:
+    def __init__(self, connection: asyncpg.Connection, seen: KnownDatabase) -> None:
         self._connection = connection
+        self._seen = seen
 
     async def read(self, keys: Collection[str]) -> Mapping[str, tuple[int, Instance]]:
         """Instances with the versions of their rows, without locks."""
@@ -127,6 +130,7 @@ class PostgresInstanceRows:
         updates = writes.updates
         guard = statement.hold("instances", "uuid", writes.versions, updates=len(updates))
         if writes.inserts:
+            statement.add("known", KNOWN, self._seen.deployment, self._seen.set_back_at, rows=1)
             columns = rows.columns(writes.inserts)
             statement.add("inserted", f"{rows.INSERT} RETURNING 1", *columns, rows=len(writes.inserts))
         if updates:
@@ -258,7 +262,7 @@ class PostgresInstances:
     async def _optimistic(self, new: Collection[str]) -> AsyncIterator[OptimisticTransaction]:
         async with (
             self._database.single() as connection,
-            OptimisticTransaction(PostgresInstanceRows(connection), self._cache, new) as transaction,
+            OptimisticTransaction(PostgresInstanceRows(connection, self._seen), self._cache, new) as transaction,
         ):
             yield transaction
 

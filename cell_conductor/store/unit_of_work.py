@@ -12,6 +12,8 @@ from cell_conductor.domain.fences import Loss
 from cell_conductor.domain.instance import Instance
 from cell_conductor.domain.table import IllegalStep
 
+from .port import DatabaseChange
+
 
 class InstanceWrites(WriteSet, kw_only=True):
     """The writes of one transaction: message ids must be new, inserts must be absent."""
@@ -44,6 +46,10 @@ class OptimisticTransaction(OptimisticUnitOfWork[Instance, InstanceWrites]):
     @durable.setter
     def durable(self, durable: bool) -> None:
         self.writes.durable = durable
+
+    async def recognise(self) -> DatabaseChange | None:
+        """Compared at the end, together with what is inserted."""
+        return None
 
     async def first_time(self, message_ids: Sequence[str]) -> set[str]:
         """Expected to be new; checked at the end."""

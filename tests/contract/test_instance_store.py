@@ -298,6 +298,32 @@ async def test_a_brief_has_the_numbers_that_were_given_out_twice(store: Instance
     assert found == {A: 3, B: 0}
 
 
+async def begin(store: InstanceStore, uuid: str) -> None:
+    async with store.optimistic({uuid}) as transaction:
+        assert await transaction.recognise() is None
+        await transaction.lock([uuid])
+        await transaction.insert([instance(uuid)])
+
+
+async def test_no_record_is_begun_in_a_set_back_database_by_a_process_that_has_not_recognised_it(make: Make) -> None:
+    one, other = make(), make()
+    await one.open()
+    await other.open()
+    await restored(one)
+    for store in (one, other):
+        with pytest.raises(Conflict):
+            await begin(store, A)
+    async with one.transaction() as transaction:
+        assert await transaction.recognise() is not None
+    await begin(one, A)
+    with pytest.raises(Conflict):
+        await begin(other, B)
+    async with other.transaction() as transaction:
+        assert await transaction.recognise() is None
+    await begin(other, B)
+    assert set(await recorded(one)) == {A, B}
+
+
 async def step(store: InstanceStore, message_id: str, uuids: list[str], *, new: set[str], state: State) -> set[str]:
     """The engine's operations: optimistic first, with locks after a conflict. Returns which ids were new."""
     for attempt in range(2):

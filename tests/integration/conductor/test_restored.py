@@ -85,15 +85,17 @@ async def test_of_a_doubted_build_nothing_is_destroyed_while_its_host_is_silent(
     await cell.check_at_rest()
 
 
+@pytest.mark.parametrize("swept", [True, False], ids=["after a sweep", "before every sweep"])
 async def test_a_forgotten_build_that_comes_again_for_another_host_is_adopted_where_its_machine_runs(
-    cell: Cell,
+    cell: Cell, *, swept: bool
 ) -> None:
     """One drill in four: the second machine was built, and the first one ran on in quarantine."""
     uuid, _ = await _active(cell)
     async with cell.database.raw() as connection:
         await connection.execute("DELETE FROM instances")
         await connection.execute("UPDATE identity SET origin = 'another cluster'")
-    await cell.engine.sweep()
+    if swept:
+        await cell.engine.sweep()
     again = cell.build(3, 4)
     again = replace(again, spec=replace(again.spec, instance_uuid=uuid), requested_at=cell.clock.time() - 1.0)
     cell.around.held = {uuid: (1, cell.host(3), 1)}  # the book was restored as well, and has the new claim

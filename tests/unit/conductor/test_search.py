@@ -10,8 +10,8 @@ from msgspec.structs import replace
 
 from bus.clock import SystemClock
 from bus.consuming.outcome import Done, Outcome, Received, Retry
-from bus.contracts.base import Meta
-from bus.contracts.cell import CellBuild, FindMachines, FoundMachine, MachinesFound
+from bus.contracts.base import Message, Meta
+from bus.contracts.cell import CellBuild, CellDelete, FindMachines, FoundMachine, MachinesFound
 from bus.faults import Fault, Transient
 from cell_conductor.config import ConductorConfig
 from cell_conductor.domain.instance import Instance, State
@@ -77,8 +77,11 @@ class Conductor:
         if set_back:
             self.table.place += 1
             await self.engine.sweep()
+        return await self.request(build, attempt=attempt)
+
+    async def request(self, message: Message, *, attempt: int = 0) -> Outcome:
         (outcome,) = await self.requests.requests(
-            [Received(build, Meta(id="m", attempt=attempt), "c1", "conductor.requests")]
+            [Received(message, Meta(id="m", attempt=attempt), "c1", "conductor.requests")]
         )
         return outcome
 
@@ -131,6 +134,58 @@ async def test_no_service_is_queried_about_a_build_that_is_not_doubted() -> None
     later = Conductor(services, ("s1",))
     await later.take(replace(BUILD, requested_at=SystemClock().time() + 3600.0))
     assert not services.queried
+
+
+@pytest.mark.parametrize("by_another", [False, True], ids=["before every sweep", "after another conductor's sweep"])
+@pytest.mark.parametrize(
+    ("message", "state"),
+    [
+        (BUILD, State.ADOPTING),
+        (CellDelete(instance_uuid=UUID, project_id=SPEC.project_id), State.DELETING),
+    ],
+    ids=["a build", "a delete"],
+)
+async def test_a_request_between_a_set_back_and_the_next_sweep_is_begun_only_after_a_search(
+    message: Message, state: State, *, by_another: bool
+) -> None:
+    """It was begun as a new one: a second machine, or a delete without an answer (builds-forgotten, seed 7)."""
+    services = Services(s2=(machine(),))
+    conductor = Conductor(services, ("s2",))
+    await conductor.store.open()
+    conductor.table.place += 1
+    if by_another:
+        other = MemoryInstances(conductor.table.session())
+        await other.open()
+        async with other.transaction() as transaction:
+            await transaction.recognise()
+    with pytest.raises(Transient) as raised:
+        await conductor.request(message)
+    assert raised.value.code == "cell.database_set_back"
+    assert await conductor.recorded() is None and not conductor.relay.sent and not services.queried
+    assert isinstance(await conductor.request(message), Done)
+    recorded = await conductor.recorded()
+    assert recorded is not None and recorded.state is state and services.queried
+
+
+async def test_a_request_is_searched_for_if_the_set_back_is_recognised_while_it_is_taken() -> None:
+    conductor = Conductor(Services(s2=(machine(),)), ("s2",))
+    await conductor.store.open()
+    search = conductor.requests._searched
+
+    async def swept(*arguments: Any) -> Any:
+        found = await search(*arguments)
+        if conductor.table.place == 1:
+            conductor.table.place += 1
+            await conductor.engine.sweep()
+        return found
+
+    conductor.requests._searched = swept  # type: ignore[method-assign]
+    with pytest.raises(Transient):
+        await conductor.request(BUILD)
+    assert await conductor.recorded() is None and not conductor.relay.sent
+    assert isinstance(await conductor.request(BUILD), Done)
+    recorded = await conductor.recorded()
+    assert recorded is not None and recorded.state is State.ADOPTING
 
 
 async def test_a_request_whose_instance_has_a_machine_in_quarantine_is_doubted_whenever_it_was_sent() -> None:
