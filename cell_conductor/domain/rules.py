@@ -38,6 +38,9 @@ from .steps import CLOCKS_APART_S, Step, StepContext
 
 # The code of a doubted build whose host stayed silent.
 OUTCOME_UNKNOWN = "build.outcome_unknown"
+# The codes of attempts that their host has ended: because they were out of time, or without a query.
+OUT_OF_TIME = "spawn.timeout"
+ENDED_BY_HOST = "spawn.destroyed"
 # The code of an active instance that its host does not run any more.
 LOST = "instance.lost"
 DESTROY_CODES = "destroy."  # the prefix of the codes with which a host refuses to destroy
@@ -233,13 +236,23 @@ def next_after(instance: Instance, event: Event, context: StepContext, *, code: 
 
 
 def fail_over_destroyed(instance: Instance, event: Destroyed, context: StepContext) -> Step:
-    """The host has ended the attempt that was being built: it was out of time, or it has failed without a query."""
+    """The host has ended the attempt that was being built: it was out of time, or it has failed without a query.
+
+    In doubt that proves less: a second service of the same name answers for machines that it has not. Another order to
+    destroy is not sent then, and a machine of this attempt that is listed later is kept.
+    """
     if not steps.is_current(instance, event.attempt, event.host_uuid):
         return Step(instance)
     if instance.queried:
-        return _over_time(instance, event, context)
-    gone = _with_attempt(instance, "failed", at=event.at, code="spawn.destroyed")
-    return _next(replace(gone, stamps=_stamped(instance, event)), event.at, context)
+        ended = _over_time(instance, event, context)
+    else:
+        gone = _with_attempt(instance, "failed", at=event.at, code=ENDED_BY_HOST)
+        ended = _next(replace(gone, stamps=_stamped(instance, event)), event.at, context)
+    if not instance.doubted:
+        return ended
+    reused_from = min(instance.reused_from or instance.attempt, instance.attempt)
+    kept = tuple(one for one in ended.commands if not isinstance(one, Destroy))
+    return Step(replace(ended.instance, reused_from=reused_from), kept)
 
 
 def move_on(instance: Instance, event: Claimed, context: StepContext) -> Step:
@@ -410,7 +423,7 @@ def _spawn(instance: Instance, at: float, context: StepContext) -> Step:
 
 def _over_time(instance: Instance, event: TimedOut | Destroyed, context: StepContext) -> Step:
     reason = f"no answer within {instance.build_timeout_s:g} s"
-    over = _with_attempt(instance, "timed_out", at=event.at, code="spawn.timeout", reason=reason)
+    over = _with_attempt(instance, "timed_out", at=event.at, code=OUT_OF_TIME, reason=reason)
     return _next(replace(over, stamps=_stamped(instance, event)), event.at, context)
 
 
@@ -464,8 +477,11 @@ def _not_claimed(instance: Instance, outcomes: tuple[ClaimOutcome, ...], at: flo
 
 def _end_failed(instance: Instance, at: float, context: StepContext) -> Step:
     # A machine that is lost in doubt was set back while it was moved: its destination may be the machine that the
-    # client has.
-    unsure = instance.doubted and instance.code in (OUTCOME_UNKNOWN, LOST)
+    # client has. So may one of which its host's service has reported that there is none (`fail_over_destroyed`).
+    ended = any(
+        one.attempt == instance.attempt and one.code in (OUT_OF_TIME, ENDED_BY_HOST) for one in instance.history
+    )
+    unsure = instance.doubted and (instance.code in (OUTCOME_UNKNOWN, LOST) or ended)
     over = replace(
         instance, state=State.FAILED, deadline=None, since=at, answered=True, queried=False, doubted=unsure, move=None
     )

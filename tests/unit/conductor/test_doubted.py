@@ -140,6 +140,31 @@ def test_what_its_host_runs_when_it_is_back_is_kept_in_quarantine() -> None:
         assert not destroys(run(spawned(), start=record)), "nor by the host's own late word"
 
 
+@pytest.mark.parametrize("is_queried", [True, False])
+def test_what_a_second_service_of_the_same_name_has_answered_for_is_kept_when_it_is_listed(*, is_queried: bool) -> None:
+    """It was destroyed with the first service's next report, though a client had it as active (seed 1795360332)."""
+    restored = replace(in_doubt(), reused_from=0)
+    if is_queried:
+        restored = run(past(restored, 61.0), start=restored).instance
+    ended = run(e.Destroyed(at=restored.since + 70.0, attempt=1, host_uuid=host(1)), start=restored)
+    assert ended.instance.state is State.RECLAIMING and not destroys(ended), "an order would wait for the first service"
+    second = run(claimed(2), start=ended.instance)
+    records = [second.instance, run(spawned(2), start=second.instance).instance]
+    again = run(e.Destroyed(at=restored.since + 99.0, attempt=2, host_uuid=host(2)), start=second.instance)
+    records += [again.instance, run(RELEASED, start=again.instance).instance]
+    assert [one.state for one in records] == [State.BUILDING, State.ACTIVE, State.GIVING_UP, State.FAILED]
+    for record in records:
+        for attempt, on in ((1, 1), (2, 2))[: 2 if record.state is State.FAILED else 1]:
+            found = differences(
+                report_of(attempt, on), [brief(record)], now=9e3, seen_at=9e3, grace_s=30.0, deployment=DEPLOYMENT
+            )
+            assert [one.kind for one in found.unexplained] == [UnexplainedKind.QUARANTINED], record.state
+            assert not found.events and not found.harmful
+            assert not destroys(run(spawned(attempt, on), start=record))
+    deleted = run(e.DeleteRequested(at=9e3), start=records[-1]).instance
+    assert is_over(deleted, 1, host(1)), "its client wants neither"
+
+
 def announced_to(build: RecordedBuild, *stepped: Step) -> RecordedBuild:
     for one in stepped:
         for event in announced(one):
