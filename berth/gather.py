@@ -343,6 +343,18 @@ async def _reports(
     return [fact for reports in per_cell for fact in reports.facts()], unreported
 
 
+async def reported(site: Site, wanted: Mapping[tuple[str, str], str]) -> list[RunningFact]:
+    """The machines of every host that answers. wanted: {(cell, host): service} of those that are waited for."""
+    deployments: dict[str, str] = {}
+    for cell in sorted({cell for cell, _ in wanted}):
+        database = site.environment("check").database(f"cell_{cell}", pool_size=1)
+        try:
+            deployments[cell] = await _deployment(database)
+        finally:
+            await database.close()
+    return (await _reports(site, wanted, deployments))[0]
+
+
 async def _cell_report(site: Site, cell: str, missing: set[str], deployment: str | None) -> Reports:
     bus = site.bus("check", cell)
     reports = Reports(site.clock, missing, deployment)

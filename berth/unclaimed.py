@@ -1,26 +1,40 @@
 """Instances that run on a host and hold nothing there in the book: after a book was restored to before their claim.
 
-Their room is offered to others. The cell's record has what each should hold, so it can be claimed again.
+Their room is offered to others. The cell's record has what each should hold, so it can be claimed again. A book that
+has carried out a claim of the forgotten history is ahead of the record: it has a later attempt, which the record takes
+over first, on proof by the host's own report that the machine is there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import asyncio
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 
+import structlog
 from msgspec import Struct
+from msgspec.structs import replace
 
+from berth.gather import reported
+from berth.invariants import RunningFact
 from berth.site import Site
 from bus.contracts.placement import ClaimOutcome, ConsumerAllocations, Swap, SwapResult
-from bus.faults import DatabaseUnprepared
+from bus.faults import DatabaseUnprepared, Transient
 from bus.persistence.database import Database
+from bus.port import BusError
 from cell_conductor.domain.instance import Instance
+from cell_conductor.store.postgres import PostgresInstances
 from cell_conductor.store.rows import decode
 from placement_worker.operations import audit
 from placement_worker.operations.occupied import claim_occupied
 from placement_worker.operations.overcommit import Holding, generations
 from placement_worker.store.postgres import PostgresStore
 
+log = structlog.get_logger(__name__)
+
+# Without the bus no host reports, and nothing is proved.
+PROOF_S = 60.0
+ATTEMPTS = "SELECT uuid::text, attempt FROM consumers WHERE attempt > 0 AND uuid = ANY($1::uuid[])"
 # A moving instance holds allocations on two hosts for good reasons, and its own record carries it to an end.
 SETTLED = """
 SELECT record::text FROM instances
@@ -29,11 +43,20 @@ WHERE state = 'active' AND source_host_uuid IS NULL AND since < extract(epoch FR
 
 
 class Unclaimed(Struct, frozen=True, kw_only=True):
-    """One such instance as its cell's record has it. generation: of what it holds elsewhere; None: it holds nothing."""
+    """One such instance as its cell's record has it. generation: of what it holds elsewhere; None: it holds nothing.
+
+    attempt: the last of it that the book has (0: none).
+    """
 
     cell: str
     instance: Instance
     generation: int | None
+    attempt: int = 0
+
+    @property
+    def is_ahead(self) -> bool:
+        """Whether the book has a later attempt than the record: of a history that the record has lost, or a delete."""
+        return self.attempt > max(self.instance.last_attempt, 1)
 
     def line(self) -> str:
         """For people."""
@@ -52,6 +75,8 @@ async def find_unclaimed(site: Site, book: Database, grace_s: float) -> list[Unc
     async with book.raw() as connection:
         known = await generations(connection)
         held = await audit.allocations(connection)
+        uuids = [uuid for instances in before.values() for uuid in instances]
+        attempts = dict(await connection.fetch(ATTEMPTS, uuids))
     found: list[Unclaimed] = []
     for cell, instances in before.items():
         bare = {uuid: one for uuid, one in instances.items() if not _holds_its_own(one, held.get(uuid, {}))}
@@ -59,11 +84,53 @@ async def find_unclaimed(site: Site, book: Database, grace_s: float) -> list[Unc
             continue
         after = await _settled(site, cell, grace_s)
         found += [
-            Unclaimed(cell=cell, instance=one, generation=known[uuid] if uuid in held else None)
+            Unclaimed(
+                cell=cell,
+                instance=one,
+                generation=known[uuid] if uuid in held else None,
+                attempt=attempts.get(uuid, 0),
+            )
             for uuid, one in bare.items()
             if after.get(uuid) == one and (uuid not in held or uuid in known)
         ]
     return found
+
+
+async def reported_of(site: Site, found: Sequence[Unclaimed]) -> Sequence[RunningFact]:
+    """The machines that the hosts report now, of instances of which the book has a later attempt."""
+    places = {(one.cell, one.instance.here.host_uuid): one.instance.here.service for one in found if one.is_ahead}
+    if not places:
+        return ()
+    try:
+        async with asyncio.timeout(PROOF_S):
+            return await reported(site, places)
+    except (TimeoutError, Transient, BusError) as error:
+        log.warning("audit.hosts_not_heard", instances=len(places), reason=str(error))
+        return ()
+
+
+async def catch_up(
+    site: Site, found: Sequence[Unclaimed], machines: Collection[RunningFact]
+) -> tuple[list[Unclaimed], list[str]]:
+    """Records that the book is ahead of take over its attempt if their hosts report their machines: their next attempt
+    is a later one. The others are left alone, with a line for each.
+
+    A machine that the forgotten history has made under the same number is no part of the record, and stays.
+    """
+    there = {(one.instance_uuid, one.host_uuid, one.attempt) for one in machines if one.has_mark}
+    caught_up: list[Unclaimed] = []
+    lines: list[str] = []
+    for each in found:
+        record = each.instance
+        if not each.is_ahead:
+            caught_up.append(each)
+        elif (record.uuid, record.here.host_uuid, record.attempt) not in there:
+            lines.append(f"{record.uuid}: left alone, the book has a later attempt and its host does not report it")
+        elif (later := await _take_over(site, each)) is None:
+            lines.append(f"{record.uuid}: left alone, its record has changed")
+        else:
+            caught_up.append(replace(each, instance=later))
+    return caught_up, lines
 
 
 async def claim_again(store: PostgresStore, found: Sequence[Unclaimed]) -> list[str]:
@@ -82,6 +149,23 @@ async def claim_again(store: PostgresStore, found: Sequence[Unclaimed]) -> list[
         outcome = str(reply.outcome) if isinstance(reply, SwapResult) else "refused"
         lines.append(f"{each.instance.uuid}: {'claimed again' if outcome == 'claimed' else f'left alone, {outcome}'}")
     return lines
+
+
+async def _take_over(site: Site, each: Unclaimed) -> Instance | None:
+    """The record with the book's attempt, if it is still as it was read. It may have been given out twice."""
+    database = site.environment("audit").database(f"cell_{each.cell}", pool_size=1)
+    try:
+        async with PostgresInstances(database).transaction() as transaction:
+            record = each.instance
+            if (await transaction.lock([record.uuid])).get(record.uuid) != record:
+                return None
+            first = record.reused_from or record.next_attempt
+            later = replace(record, newest=each.attempt, reused_from=first)
+            await transaction.update([later])
+    finally:
+        await database.close()
+    log.warning("audit.attempt_taken_over", instance=record.uuid, attempt=later.newest, before=record.last_attempt)
+    return later
 
 
 def _swap(each: Unclaimed) -> Swap:

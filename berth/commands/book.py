@@ -27,7 +27,7 @@ from berth.commands.common import (
 )
 from berth.render import printable
 from berth.site import Site
-from berth.unclaimed import claim_again, find_unclaimed
+from berth.unclaimed import catch_up, claim_again, find_unclaimed, reported_of
 from bus.contracts.placement import Release
 from bus.faults import DatabaseUnprepared
 from bus.persistence.database import Database
@@ -81,11 +81,12 @@ def audit(
     --consumers, held by consumers that are not named there. Doubled: of an instance, on another host than its own; with
     --consumers, one class of two trees that do not share it (a move under way looks so too). Unclaimed: active by its
     cell's record for 15 minutes and holding nothing of its host, as after a restore. Repairing releases orphaned
-    allocations, claims for unclaimed instances if they fit, gives back allocations that an instance holds twice on
-    hosts that are not its own, removes rows that no client can release and counts usage anew. With --consumers nothing
-    shows which host is whose own: doubled ones are only reported. Exceeded capacity is reported, with the newest
-    consumers without whom it would fit: they run, and an operator has to move them; --evict releases them all the same:
-    for machines that are known to be gone. Exit status 1 while anything is wrong.
+    allocations, claims for unclaimed instances if they fit (where the book has a later attempt of one than its cell,
+    only if the host reports its machine on the bus), gives back allocations that an instance holds twice on hosts that
+    are not its own, removes rows that no client can release and counts usage anew. With --consumers nothing shows
+    which host is whose own: doubled ones are only reported. Exceeded capacity is reported, with the newest consumers
+    without whom it would fit: they run, and an operator has to move them; --evict releases them all the same: for
+    machines that are known to be gone. Exit status 1 while anything is wrong.
     """
 
     async def body() -> int:
@@ -117,7 +118,8 @@ async def audited(
         bare = await find_unclaimed(here, database, grace_s) if consumers is None else []
         done = await _repair(store, database, orphans, doubled, evict) if repair else []
         if repair:
-            done += await claim_again(store, bare)
+            known, left = await catch_up(here, bare, await reported_of(here, bare))
+            done += left + await claim_again(store, known)
             bare = await find_unclaimed(here, database, grace_s) if consumers is None else []
             orphans, doubled = await lost(database)
         async with database.raw() as connection:

@@ -95,19 +95,6 @@ async def open_moves(url: str) -> int:
     return int(count)
 
 
-async def expired(it: Rig) -> None:
-    """Wait until the requests of killed workers are too old to be carried out: no restore is quicker than that.
-
-    A claim of the forgotten history that the restored book carried out would leave the book ahead of its cell's record.
-    """
-    bus = it.site.bus("drill", "cell1")
-    await bus.open()
-    async with asyncio.timeout(PATIENCE_S):
-        while await bus.transport.depth("placement.requests"):  # noqa: ASYNC110  (its expiry is not announced)
-            await asyncio.sleep(0.1)
-    await bus.close()
-
-
 async def begin(it: Rig, moves: MoveClient, rng: random.Random, old: list[str]) -> BuildRequest:
     """Moves, a drain and a gang, all under way; the gang's request."""
     await define(it, GROUP)
@@ -156,7 +143,6 @@ async def test_after_a_restore_in_the_middle_of_moves_each_machine_runs_once(tmp
         gone, after = await go_on(it, moves, rng, old)
         promised = {uuid for uuid in (*old, *after) if client.tracks[uuid].state == "active"} - set(gone)
 
-        await expired(it)
         await lose(url)
         await restore(url, tmp_path / "backup")
         assert await open_moves(url), "the backup is of a moment with moves under way"

@@ -12,22 +12,24 @@ import pytest
 from msgspec.structs import replace
 
 from berth.commands.book import audited
+from berth.invariants import RunningFact
 from berth.settings import DatabaseSettings, Settings
 from berth.site import Site
-from berth.unclaimed import claim_again, find_unclaimed
+from berth.unclaimed import catch_up, claim_again, find_unclaimed
 from bus.bus import Bus
 from bus.clock import SystemClock, new_uuid
 from bus.contracts.cell import InstanceSpec, Selection
 from bus.contracts.moves import CellMove, MoveKind
-from bus.contracts.placement import Inventory, InventoryUpdate, ProviderReport, Release
+from bus.contracts.placement import ClaimResult, Inventory, InventoryUpdate, ProviderReport, Release
 from bus.memory import MemoryBroker, MemoryTransport
 from bus.persistence.database import Database
 from cell_conductor.domain.events import MoveRequested
 from cell_conductor.domain.instance import Instance, State
+from cell_conductor.domain.proof import is_over
 from cell_conductor.domain.steps import StepContext
 from cell_conductor.domain.table import step
 from cell_conductor.placement_requests import PlacementRequests, due_questions
-from cell_conductor.store.postgres import MIGRATIONS
+from cell_conductor.store.postgres import MIGRATIONS, PostgresInstances
 from cell_conductor.store.rows import INSERT, columns, numbered
 from placement_worker.handlers import PlacementHandlers
 from placement_worker.operations.overcommit import generations
@@ -82,8 +84,24 @@ class Restored:
     async def found(self) -> set[str]:
         return {each.instance.uuid for each in await find_unclaimed(self.site, self.book.database, GRACE_S)}
 
-    async def repair(self) -> list[str]:
-        return await claim_again(self.book.store, await find_unclaimed(self.site, self.book.database, GRACE_S))
+    async def repair(self, *machines: RunningFact) -> list[str]:
+        """machines: what the hosts report."""
+        found = await find_unclaimed(self.site, self.book.database, GRACE_S)
+        known, left = await catch_up(self.site, found, machines)
+        return left + await claim_again(self.book.store, known)
+
+    async def recorded(self, uuid: str) -> Instance:
+        async with PostgresInstances(self.cell).transaction() as transaction:
+            return (await transaction.lock([uuid]))[uuid]
+
+    async def ahead(self) -> str:
+        """An instance on the first host; the book has carried out a forgotten claim of the second one for it."""
+        uuid, [here, there] = await self.instance(newest=2), self.hosts
+        later = replace(claim(uuid, {there: {"VCPU": 2}}, attempt=3), consumer_generation=1, release_first=True)
+        for one in (claim(uuid, {here: {"VCPU": 2}}), later):
+            [reply] = await self.book.store.apply([one])
+            assert isinstance(reply, ClaimResult) and reply.outcome == "claimed"
+        return uuid
 
 
 @pytest.fixture
@@ -95,6 +113,9 @@ async def restored(empty_database: str) -> AsyncIterator[Restored]:
     yield made
     await made.cell.close()
     await made.book.store.close()
+
+
+LEFT_ALONE = "left alone, the book has a later attempt and its host does not report it"
 
 
 @contextlib.asynccontextmanager
@@ -222,6 +243,56 @@ async def test_what_the_audit_has_claimed_can_be_moved(restored: Restored) -> No
         uuid: {restored.hosts[1]: {"VCPU": 2}},
         request.request_id: {restored.hosts[0]: {"VCPU": 2}},
     }
+
+
+async def test_a_record_that_the_book_is_ahead_of_takes_a_later_attempt_and_is_claimed_again(
+    restored: Restored,
+) -> None:
+    """A claim of the forgotten history was carried out after the restore: it was left alone for ever."""
+    uuid = await restored.ahead()
+    there = RunningFact(uuid, 1, restored.hosts[0])
+    assert await restored.repair(there) == [f"{uuid}: claimed again"]
+    assert await restored.book.allocations() == {uuid: {restored.hosts[0]: {"VCPU": 2}}}
+    assert await restored.found() == set()
+    assert await restored.book.findings() == []
+    record = await restored.recorded(uuid)
+    assert (record.attempt, record.next_attempt, record.reused_from) == (1, 4, 3)
+    assert not is_over(record, 3, restored.hosts[1]), "a machine that the forgotten claim led to is kept"
+    next_claim = claim(uuid, {restored.hosts[1]: {"VCPU": 2}}, attempt=record.next_attempt, release_first=True)
+    async with restored.book.database.raw() as connection:
+        known = await generations(connection)
+    [reply] = await restored.book.store.apply([replace(next_claim, consumer_generation=known[uuid])])
+    assert isinstance(reply, ClaimResult) and reply.outcome == "claimed"
+
+
+@pytest.mark.parametrize("what", ["not listed", "on the other host", "another attempt", "another deployment's"])
+async def test_without_its_machine_on_the_host_on_record_no_record_takes_a_later_attempt(
+    restored: Restored, what: str
+) -> None:
+    """It was moved or deleted in the history that the record has lost."""
+    uuid, [here, there] = await restored.ahead(), restored.hosts
+    machines = {
+        "not listed": RunningFact(new_uuid(restored.rng), 1, here),
+        "on the other host": RunningFact(uuid, 3, there),
+        "another attempt": RunningFact(uuid, 3, here),
+        "another deployment's": RunningFact(uuid, 1, here, has_mark=False),
+    }
+    record = await restored.recorded(uuid)
+    assert await restored.repair(machines[what]) == [f"{uuid}: {LEFT_ALONE}"]
+    assert await restored.recorded(uuid) == record
+    assert await restored.book.allocations() == {uuid: {there: {"VCPU": 2}}}
+
+
+async def test_a_record_that_has_changed_since_it_was_read_takes_no_later_attempt(restored: Restored) -> None:
+    uuid = await restored.ahead()
+    found = await find_unclaimed(restored.site, restored.book.database, GRACE_S)
+    deleting = replace(await restored.recorded(uuid), state=State.DELETING)
+    async with PostgresInstances(restored.cell).transaction() as transaction:
+        await transaction.lock([uuid])
+        await transaction.update([deleting])
+    machine = RunningFact(uuid, 1, restored.hosts[0])
+    assert await catch_up(restored.site, found, [machine]) == ([], [f"{uuid}: left alone, its record has changed"])
+    assert await restored.recorded(uuid) == deleting
 
 
 async def test_what_changed_its_holding_while_the_audit_read_is_left_alone(restored: Restored) -> None:
