@@ -312,8 +312,9 @@ def _difference(
     come: list[tuple[object, ...]] = []
     for provider_id, before, after in rows:
         if before != after:
-            gone += [(provider_id, member) for member in before if member not in after]
-            come += [(provider_id, member) for member in after if member not in before]
+            old, new = set(before), set(after)
+            gone += [(provider_id, member) for member in before if member not in new]
+            come += [(provider_id, member) for member in after if member not in old]
     return gone, come
 
 

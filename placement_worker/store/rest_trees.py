@@ -150,8 +150,9 @@ def difference(
     come: list[object] = []
     for provider_id, before, after in rows:
         if before != after:
-            gone += [{"provider_id": provider_id, "member": number(member)} for member in before if member not in after]
-            come += [{"provider_id": provider_id, "member": number(member)} for member in after if member not in before]
+            old, new = set(before), set(after)  # there may be 26,000: compared pair by pair they took 10 s
+            gone += [{"provider_id": provider_id, "member": number(member)} for member in before if member not in new]
+            come += [{"provider_id": provider_id, "member": number(member)} for member in after if member not in old]
     return gone, come
 
 
