@@ -23,4 +23,5 @@ GROUP_ITEMS = Histogram(
 )
 PUBLISHED = Counter("berth_placement_feed_published", "Changes published on the feed by this process.")
 FEED_STALLS = Counter("berth_placement_feed_stalls", "Waits of the feed for the database or the bus.", ["code"])
+OFFLOADED = Counter("berth_placement_rest_offloaded", "Work too long for the event loop, done in a thread.", ["kind"])
 HEAD = Gauge("berth_placement_feed_head", "Newest committed change.")

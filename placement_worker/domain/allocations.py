@@ -78,6 +78,13 @@ def classes_of_allocations(items: Iterable[AllocationWrite]) -> set[str]:
     return {name for write in writes for resources in write.holding.values() for name in resources}
 
 
+def entries_of_allocations(item: AllocationWrite) -> int:
+    """The consumers, providers and amounts that a write names, by which the work on it grows."""
+    if isinstance(item, Remove):
+        return 1
+    return sum(1 + len(each.holding) + sum(map(len, each.holding.values())) for each in item.writes)
+
+
 def touched(
     items: Sequence[AllocationWrite], outcomes: Sequence[AllocationOutcome], consumers: Mapping[str, ConsumerState]
 ) -> Iterator[tuple[str, set[str]]]:

@@ -135,6 +135,15 @@ TreeWrite = (
 TreeOutcome = Provider | WriteRefusal
 
 
+def entries_of_tree(write: TreeWrite) -> int:
+    """The rows that a write names, by which the work on it grows."""
+    if isinstance(write, SetInventories):
+        return 1 + len(write.inventories)
+    if isinstance(write, SetTraits):
+        return 1 + len(write.traits)
+    return 1 + len(write.aggregates) if isinstance(write, SetAggregates) else 1
+
+
 def classes_of_trees(writes: Iterable[TreeWrite]) -> set[str]:
     """The resource classes that the writes name."""
     named: set[str] = set()

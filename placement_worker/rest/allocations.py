@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from itertools import groupby
 from typing import Any
 
 import msgspec
 
-from placement_worker.domain.allocations import Remove, Replace
+from placement_worker.domain.allocations import ConsumerWrite, Remove, Replace
 from placement_worker.domain.refusal import Why, WriteRefusal
 from placement_worker.domain.reshape import Reshape
 from placement_worker.rest import bodies
 from placement_worker.rest.api import Api, no_provider
-from placement_worker.rest.bodies import at, consumer_write
+from placement_worker.rest.bodies import AllocationBody, ReshapeBody, at, consumer_write
 from placement_worker.rest.faults import PROVIDER_NOT_FOUND, HttpFault, refused
 from placement_worker.rest.http import HttpRequest, Response, json_response
 from placement_worker.rest.query import canonical, is_canonical, is_uuid
@@ -68,8 +69,8 @@ async def put(api: Api, request: HttpRequest) -> Response:
     if not is_uuid(consumer):
         raise HttpFault(400, f"Malformed consumer_uuid: {consumer}")
     consumer = canonical(consumer)
-    body = await api.parse(at(bodies.PUT_ALLOCATIONS, request.version), request.body)
-    write = consumer_write(consumer, body, (api.config.incomplete_project_id, api.config.incomplete_user_id))
+    kind, unowned = at(bodies.PUT_ALLOCATIONS, request.version), _unowned(api)
+    write = await api.parse_as(kind, request.body, lambda body: consumer_write(consumer, body, unowned))
     outcome = await api.write_allocations(Replace((write,)))
     if outcome is not None:
         raise _refused(outcome, f"Unable to allocate inventory for consumer {consumer}: {{}}")
@@ -78,8 +79,9 @@ async def put(api: Api, request: HttpRequest) -> Response:
 
 async def post(api: Api, request: HttpRequest) -> Response:
     """POST the allocations of several consumers, all or none."""
-    body = await api.parse(at(bodies.POST_ALLOCATIONS, request.version), request.body)
-    outcome = await api.write_allocations(Replace(_writes(api, body)))
+    kind, unowned = at(bodies.POST_ALLOCATIONS, request.version), _unowned(api)
+    writes = await api.parse_as(kind, request.body, lambda body: _writes(body, unowned))
+    outcome = await api.write_allocations(Replace(writes))
     if outcome is not None:
         raise _refused(outcome, "Unable to allocate inventory {}")
     return Response(204)
@@ -98,17 +100,11 @@ async def delete(api: Api, request: HttpRequest) -> Response:
 
 async def reshape(api: Api, request: HttpRequest) -> Response:
     """POST /reshaper: inventories and the allocations that follow them, all or none."""
-    body = await api.parse(at(bodies.RESHAPE, request.version), request.body)
-    inventories = {}
-    for uuid, requested in body.inventories.items():
-        if not is_canonical(uuid):
-            words = f"Resource provider {uuid} in inventories not found: {no_provider(uuid).words}"
-            raise HttpFault(400, words, PROVIDER_NOT_FOUND)
-        offered = {name: inventory.inventory() for name, inventory in requested.inventories.items()}
-        inventories[uuid] = (requested.resource_provider_generation, offered)
-    outcome = await api.reshape(Reshape(inventories, _writes(api, dict(body.allocations))))
+    kind, unowned = at(bodies.RESHAPE, request.version), _unowned(api)
+    item = await api.parse_as(kind, request.body, lambda body: _reshape(body, unowned))
+    outcome = await api.reshape(item)
     if outcome is not None:
-        if outcome.why is Why.NO_PROVIDER and outcome.about in inventories:
+        if outcome.why is Why.NO_PROVIDER and outcome.about in item.inventories:
             raise refused(outcome, status=400, code=PROVIDER_NOT_FOUND)
         if outcome.why is Why.IN_USE:
             raise refused(outcome, words="update conflict: {}")
@@ -116,8 +112,23 @@ async def reshape(api: Api, request: HttpRequest) -> Response:
     return Response(204)
 
 
-def _writes(api: Api, body: dict[str, Any]) -> tuple[Any, ...]:
-    unowned = (api.config.incomplete_project_id, api.config.incomplete_user_id)
+def _unowned(api: Api) -> tuple[str, str]:
+    """The (project, user) of a body that states neither."""
+    return api.config.incomplete_project_id, api.config.incomplete_user_id
+
+
+def _reshape(body: ReshapeBody, unowned: tuple[str, str]) -> Reshape:
+    inventories = {}
+    for uuid, requested in body.inventories.items():
+        if not is_canonical(uuid):
+            words = f"Resource provider {uuid} in inventories not found: {no_provider(uuid).words}"
+            raise HttpFault(400, words, PROVIDER_NOT_FOUND)
+        offered = {name: inventory.inventory() for name, inventory in requested.inventories.items()}
+        inventories[uuid] = (requested.resource_provider_generation, offered)
+    return Reshape(inventories, _writes(body.allocations, unowned))
+
+
+def _writes(body: Mapping[str, AllocationBody], unowned: tuple[str, str]) -> tuple[ConsumerWrite, ...]:
     writes = {}
     for consumer, requested in body.items():
         if not is_uuid(consumer):

@@ -27,6 +27,10 @@ TRIES = 5
 GATHER_S = 0.003
 MAX_SKIPPED = 64
 
+# The entries of a group: a further write that has more waits for the next group, because some of the work on a group is
+# one turn of the event loop. One write alone may have more.
+MAX_ENTRIES = 4096
+
 
 class TooMany(Transient):
     """More writes are waiting than the bound allows."""
@@ -46,6 +50,7 @@ class Groups(Generic[Item, Result]):
         max_waiting: int,
         under_way: int,
         committed: Callable[[], None],
+        entries: Callable[[Item], int] = lambda _: 1,
         gather_s: float = GATHER_S,
     ) -> None:
         self._name = name
@@ -54,6 +59,7 @@ class Groups(Generic[Item, Result]):
         self._waiting_max = max_waiting
         self._under_way = under_way
         self._committed = committed
+        self._entries = entries
         self._gather_s = gather_s
         self._waiting: deque[tuple[Item, asyncio.Future[Result]]] = deque()
         self._running: set[asyncio.Task[None]] = set()
@@ -88,12 +94,23 @@ class Groups(Generic[Item, Result]):
     async def _work(self) -> None:
         try:
             while self._waiting:  # ends: each round takes some items
-                group = [self._waiting.popleft() for _ in range(min(len(self._waiting), self._group_max))]
+                group = self._next_group()
                 metrics.GROUP_ITEMS.labels(self._name).observe(len(group))
                 await self._run(group)
                 await self._gather(min(len(group) + len(self._waiting), self._group_max))
         finally:
             self._working -= 1
+
+    def _next_group(self) -> list[tuple[Item, asyncio.Future[Result]]]:
+        """Take the writes that have waited longest, within the bounds of a group."""
+        group: list[tuple[Item, asyncio.Future[Result]]] = []
+        entries = 0
+        while self._waiting and len(group) < self._group_max:
+            entries += self._entries(self._waiting[0][0])
+            if group and entries > MAX_ENTRIES:
+                break
+            group.append(self._waiting.popleft())
+        return group
 
     async def _gather(self, wanted: int) -> None:
         """Wait for this many items for at most GATHER_S, unless recent waits were in vain."""

@@ -20,7 +20,6 @@ GROUP_ITEMS = Histogram(
     buckets=(1, 2, 5, 10, 20, 50, 100),
 )
 
-OFFLOADED = Counter("berth_placement_rest_offloaded", "Work too long for the event loop, done in a thread.", ["kind"])
 LET_GO = Counter(
     "berth_placement_rest_disconnected",
     "Clients that were disconnected, by the step that they were too slow at.",

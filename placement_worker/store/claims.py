@@ -6,7 +6,10 @@ providers by id, projects with limits, the usage of projects by project and clas
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from functools import partial
+from itertools import accumulate, chain
+from typing import Any
 
 import asyncpg
 import msgspec
@@ -27,6 +30,7 @@ from placement_worker.domain.values import (
     InventoryUsage,
     is_closed,
 )
+from placement_worker.offload import ROW_BYTES, OffloadThread, run_sized
 from placement_worker.store import feed, holders, limits, members
 from placement_worker.store.names import NameTable
 from placement_worker.store.rows import transposed
@@ -43,6 +47,14 @@ SELECT write_claims($1::uuid[],
     $19::bigint[], $20::bigint[], $21::bytea[],
     $22::text[], $23::int[], $24::bigint[], $25::bigint[])
 """
+
+# The rows of one statement's arguments: asyncpg encodes them in one turn of the event loop, a thousand in 1 ms. Only
+# requests of the REST API have more.
+MAX_ROWS = 2048
+MAX_CONSUMERS = 1024
+# The columns of each kind of WRITE's rows: consumers to delete, consumers to change, consumers whose allocations are
+# deleted, allocations, usage, generations.
+WRITTEN = (1, 7, 1, 4, 3, 2)
 
 NO_LIMITS: Mapping[tuple[str, str], int] = {}
 
@@ -117,15 +129,36 @@ async def lock(
     *,
     limited: Sequence[str] = (),
     alone: bool = False,
+    offload: OffloadThread | None = None,
 ) -> Locked:
     """Lock and read consumers by uuid, then providers by id: the wanted ones, and those of the consumers' allocations.
 
     expected: the row that each consumer most likely gets if it is new. wanted: uuids of providers; None: lock no
     providers. limited: projects whose claims have limits, locked after the providers. alone: lock them exclusively.
+    offload: where many rows are worked on.
     """
+    named = sorted(expected.items())
     uuids = None if wanted is None else list(wanted)
-    answer = await connection.fetchval(LOCK, *columns(sorted(expected.items())), uuids, limited, alone)
-    return await _as_locked(connection, _rows(answer), expected, names)
+    read: list[_Rows] = []
+    while named and len(expected) > MAX_CONSUMERS:  # ends: each round takes some
+        answer = await connection.fetchval(LOCK, *columns(named[:MAX_CONSUMERS]), None, (), False)
+        named = named[MAX_CONSUMERS:]
+        read.append(await run_sized(offload, len(answer) // ROW_BYTES, partial(_rows, answer)))
+    if read and uuids is not None:
+        uuids = list({*uuids, *(provider for rows in read for _, provider, _, _ in rows[1])})
+    answer = await connection.fetchval(LOCK, *columns(named), uuids, limited, alone)
+    size = len(answer) // ROW_BYTES + len(expected)
+    rows = await run_sized(offload, size, lambda: _joined([*read, _rows(answer)]))
+    used_classes = await run_sized(offload, size, lambda: _classes_used(rows))
+    class_names = await names.names_of(connection, used_classes)
+    return await run_sized(offload, size, lambda: _as_locked(rows, expected, class_names))
+
+
+def _joined(read: Sequence[_Rows]) -> _Rows:
+    if len(read) == 1:
+        return read[0]
+    consumers, held, providers, usage = zip(*read, strict=True)
+    return [*chain(*consumers)], [*chain(*held)], [*chain(*providers)], [*chain(*usage)]
 
 
 async def as_read(
@@ -134,17 +167,20 @@ async def as_read(
     """Decode the result of the SQL function `read_claims`: the rows as in `lock`, but not locked, and the projects'
     usage.
     """
-    locked = await _as_locked(connection, _rows(answer), {}, names)
+    rows = _rows(answer)
+    locked = _as_locked(rows, {}, await names.names_of(connection, _classes_used(rows)))
     return locked, await limits.by_project(connection, locked.usage, names)
 
 
-async def _as_locked(
-    connection: asyncpg.Connection, rows: _Rows, expected: Mapping[str, ConsumerState], names: NameTable
-) -> Locked:
-    consumers, held, providers, usage = rows
+def _classes_used(rows: _Rows) -> set[int]:
+    _, held, providers, _ = rows
     used_classes = {row[2] for row in held}
     used_classes.update(room[0] for row in providers for room in row[6] or ())
-    class_names = await names.names_of(connection, used_classes)
+    return used_classes
+
+
+def _as_locked(rows: _Rows, expected: Mapping[str, ConsumerState], class_names: Mapping[int, str]) -> Locked:
+    consumers, held, providers, usage = rows
     holdings: dict[str, dict[str, dict[str, int]]] = {}
     for consumer, provider, class_id, amount in held:
         holdings.setdefault(consumer, {}).setdefault(provider, {})[class_names[class_id]] = amount
@@ -168,10 +204,14 @@ async def _as_locked(
 
 
 async def lock_consumers(
-    connection: asyncpg.Connection, expected: Mapping[str, ConsumerState], names: NameTable
+    connection: asyncpg.Connection,
+    expected: Mapping[str, ConsumerState],
+    names: NameTable,
+    *,
+    offload: OffloadThread | None = None,
 ) -> tuple[dict[str, ConsumerState], dict[str, ConsumerState]]:
     """Lock consumers as `lock` does, without providers. Returns (inserted, found) as in Locked."""
-    locked = await lock(connection, expected, None, names)
+    locked = await lock(connection, expected, None, names, offload=offload)
     return locked.inserted, locked.found
 
 
@@ -185,36 +225,75 @@ async def write(
     names: NameTable,
     changes: Sequence[Change] = (),
     most: Mapping[tuple[str, str], int] = NO_LIMITS,
+    offload: OffloadThread | None = None,
 ) -> int:
     """Write a decision and append the changes to the feed. Returns the number of the last change, 0 without changes.
 
     most: {(project, class): limit}. Raises PassedMeanwhile when the new usage would exceed one. Raises BrokenInvariant
-    when the usage would exceed a capacity.
+    when the usage would exceed a capacity. offload: where many rows are worked on.
     """
+    size = len(decision.consumers) + len(decision.used) + len(inserted)
+    columns = await run_sized(offload, size, lambda: _columns(decision, found, inserted, ids, names))
+    if not any(columns) and not changes:
+        return 0
+    usage = transposed(limits.rows_of(found, decision.consumers, names, most), 4)
+    answer = await run_sized(offload, size, lambda: feed.rows(changes)) if changes else ([], [], [])
+    rest: tuple[Any, ...] = (*answer, *usage)
+    nothing: tuple[list[object], ...] = tuple([] for _ in rest)
+    *first, last = _in_parts(columns)
+    written = 0
+    for part in first:
+        _, more = await connection.fetchval(WRITE, *part, *nothing)
+        written += more
+    try:
+        sequence, more = await connection.fetchval(WRITE, *last, *rest)
+    except asyncpg.RaiseError as error:
+        raise limits.PassedMeanwhile from error
+    wanted = sum(map(len, decision.used.values()))
+    if written + more != wanted:
+        raise BrokenInvariant(f"usage past capacity, or an inventory is gone: {written + more} of {wanted}")
+    number: int = sequence
+    return number
+
+
+def _columns(
+    decision: Decision,
+    found: Mapping[str, ConsumerState],
+    inserted: Mapping[str, ConsumerState],
+    ids: Mapping[str, int],
+    names: NameTable,
+) -> tuple[list[object], ...]:
+    """Return the columns of WRITTEN."""
     used = [
         (ids[provider], names.class_ids[name], amount)
         for provider, resources in decision.used.items()
         for name, amount in resources.items()
     ]
     generations = [(ids[provider], generation) for provider, generation in decision.generations.items()]
-    columns = (
+    return (
         *_consumer_columns(decision, found, inserted),
         *_holding_columns(decision, found, ids, names),
         *transposed(used, 3),
         *transposed(generations, 2),
     )
-    if not any(columns) and not changes:
-        return 0
-    usage = transposed(limits.rows_of(found, decision.consumers, names, most), 4)
-    answer = feed.rows(changes) if changes else ([], [], [])
-    try:
-        sequence, written = await connection.fetchval(WRITE, *columns, *answer, *usage)
-    except asyncpg.RaiseError as error:
-        raise limits.PassedMeanwhile from error
-    if written != len(used):
-        raise BrokenInvariant(f"usage past capacity, or an inventory is gone: {written} of {len(used)}")
-    number: int = sequence
-    return number
+
+
+def _in_parts(columns: Sequence[list[object]]) -> Iterator[list[list[object]]]:
+    """Cut the columns of WRITTEN into those of statements, each of at most MAX_ROWS rows, in this order of rows: a
+    consumer's old allocations are deleted before new ones are inserted.
+    """
+    ends = list(accumulate(WRITTEN))
+    groups = [columns[end - width : end] for end, width in zip(ends, WRITTEN, strict=True)]
+    starts = list(accumulate((len(group[0]) for group in groups), initial=0))
+    for begin in range(0, max(starts[-1], 1), MAX_ROWS):
+        part = [
+            [column[max(0, begin - start) : max(0, begin + MAX_ROWS - start)] for column in group]
+            for start, group in zip(starts, groups, strict=False)
+        ]
+        *_, used, generations = part
+        if used[0] and not generations[0]:  # WRITE changes usage only beside a generation
+            part[-1] = [column[:1] for column in groups[-1]]
+        yield [column for group in part for column in group]
 
 
 def columns(rows: Sequence[tuple[str, ConsumerState]]) -> tuple[list[object], ...]:

@@ -15,6 +15,7 @@ import msgspec
 
 from bus.contracts.base import encode
 from bus.contracts.placement import Change, FeedHead
+from placement_worker.offload import OffloadThread, run_sized
 from placement_worker.store.port import NewestHead
 
 # The bounds of a row and of one read, in changes and in bytes: well below the size of one bus message.
@@ -51,14 +52,17 @@ DELETE FROM changes WHERE last IN (
 _decode = msgspec.json.Decoder(list[Change]).decode
 
 
-async def append(connection: asyncpg.Connection, changes: Sequence[Change]) -> int:
+async def append(
+    connection: asyncpg.Connection, changes: Sequence[Change], offload: OffloadThread | None = None
+) -> int:
     """Number the changes and write them, as the last statement of a transaction. Returns the last number, 0 when there
-    are no changes.
+    are no changes. offload: where many changes are encoded.
     """
     if not changes:
         return 0
     # The rows are encoded before the counter is locked, because all writers contend for this lock.
-    last: int = await connection.fetchval(APPEND, *rows(changes))
+    encoded = await run_sized(offload, len(changes), lambda: rows(changes))
+    last: int = await connection.fetchval(APPEND, *encoded)
     return last
 
 

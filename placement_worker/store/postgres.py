@@ -63,6 +63,7 @@ class PostgresStore:
         self._database = database
         self._names = NameTable(database)
         self._publishing = Publishing(database)
+        self._rest = PostgresRest(database, self._names)
         self.deployment = ""
         self._seen: FeedHead | None = None  # the last head that `newest` has looked at
 
@@ -79,7 +80,7 @@ class PostgresStore:
     @property
     def rest(self) -> PostgresRest:
         """The same book as the REST API uses it."""
-        return PostgresRest(self._database, self._names)
+        return self._rest
 
     @property
     def ready(self) -> bool:

@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence, Set
 from contextlib import asynccontextmanager, contextmanager
 from typing import Any, TypeVar
 
 import asyncpg
 
 from bus.persistence.database import Database
-from placement_worker.domain.allocations import AllocationOutcome, AllocationWrite, classes_of_allocations
+from placement_worker.domain.allocations import (
+    AllocationOutcome,
+    AllocationWrite,
+    classes_of_allocations,
+    entries_of_allocations,
+)
 from placement_worker.domain.refusal import WriteRefusal
 from placement_worker.domain.reshape import Reshape
-from placement_worker.domain.trees import TreeOutcome, TreeWrite, classes_of_trees, traits_of_trees
+from placement_worker.domain.trees import (
+    TreeOutcome,
+    TreeWrite,
+    classes_of_trees,
+    entries_of_tree,
+    traits_of_trees,
+)
+from placement_worker.offload import OffloadThread, run_sized
 from placement_worker.store import rest_allocations, rest_names, rest_reads, rest_trees
 from placement_worker.store.names import NameTable
 from placement_worker.store.rest_port import (
@@ -28,6 +40,9 @@ from placement_worker.store.rest_port import (
 
 Written = TypeVar("Written")
 
+# More than the transactions at once: a group of each kind, and a reshape on each other connection.
+MAX_WRITERS = 1000
+
 
 class PostgresRest:
     """`RestStore` on PostgreSQL. It shares the connection pool and the cached names with the store that serves
@@ -37,24 +52,31 @@ class PostgresRest:
     def __init__(self, database: Database, names: NameTable) -> None:
         self._database = database
         self._names = names
+        self._offload = OffloadThread("write", max_waiting=MAX_WRITERS)
 
     # --- writes
 
     async def write_trees(self, writes: Sequence[TreeWrite]) -> list[TreeOutcome]:
         """A group of writes of providers, in order, each with its own outcome."""
-        await self._know_classes(classes_of_trees(writes))
-        await self.unknown_traits(traits_of_trees(writes))
-        return await self._write(lambda connection: rest_trees.apply(connection, writes, self._names))
+        size = sum(map(entries_of_tree, writes))
+        await self._know_classes(await run_sized(self._offload, size, lambda: classes_of_trees(writes)))
+        await self._know_traits(await run_sized(self._offload, size, lambda: traits_of_trees(writes)))
+        return await self._write(lambda connection: rest_trees.apply(connection, writes, self._names, self._offload))
 
     async def write_allocations(self, items: Sequence[AllocationWrite]) -> list[AllocationOutcome]:
         """A group of writes of allocations, in order, each with its own outcome."""
-        await self._know_classes(classes_of_allocations(items))
-        return await self._write(lambda connection: rest_allocations.apply(connection, items, self._names))
+        size = sum(map(entries_of_allocations, items))
+        await self._know_classes(await run_sized(self._offload, size, lambda: classes_of_allocations(items)))
+        return await self._write(
+            lambda connection: rest_allocations.apply(connection, items, self._names, self._offload)
+        )
 
     async def reshape(self, item: Reshape) -> WriteRefusal | None:
         """Apply one reshape."""
         await self._know_classes(name for _, inventories in item.inventories.values() for name in inventories)
-        return await self._write(lambda connection: rest_allocations.apply_reshape(connection, item, self._names))
+        return await self._write(
+            lambda connection: rest_allocations.apply_reshape(connection, item, self._names, self._offload)
+        )
 
     async def _write(self, apply: Callable[[asyncpg.Connection], Awaitable[Written]]) -> Written:
         with _storable():
@@ -73,6 +95,10 @@ class PostgresRest:
         if not self._names.class_ids.keys() >= set(named):
             await self._names.refresh()
 
+    async def _know_traits(self, named: Set[str]) -> None:
+        if not self._names.trait_ids.keys() >= named:
+            await self._names.refresh()
+
     async def unknown_classes(self, named: Iterable[str]) -> list[str]:
         """The names among these that are no class of the book, in order."""
         wanted = list(dict.fromkeys(named))
@@ -83,8 +109,7 @@ class PostgresRest:
     async def unknown_traits(self, named: Iterable[str]) -> list[str]:
         """The names among these that are no trait of the book, in order."""
         wanted = list(dict.fromkeys(named))
-        if not self._names.trait_ids.keys() >= set(wanted):
-            await self._names.refresh()
+        await self._know_traits(set(wanted))
         return [name for name in wanted if name not in self._names.trait_ids]
 
     async def refresh_names(self) -> None:

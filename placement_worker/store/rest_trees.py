@@ -22,8 +22,10 @@ from placement_worker.domain.trees import (
     TreeWrite,
     UpdateProvider,
     deleted_trees,
+    entries_of_tree,
 )
 from placement_worker.domain.values import Provider, StoredInventory
+from placement_worker.offload import ROW_BYTES, OffloadThread, run_sized
 from placement_worker.store import feed
 from placement_worker.store.names import NameTable
 
@@ -59,18 +61,33 @@ _ProviderRow = tuple[
 _loaded = msgspec.json.Decoder(tuple[int, list[int], list[_ProviderRow]]).decode
 
 
-async def apply(connection: asyncpg.Connection, writes: Sequence[TreeWrite], names: NameTable) -> list[TreeOutcome]:
-    """Decide and write a group inside the caller's transaction."""
-    shape, fresh_ids, ids, before = await _load(connection, writes)
-    provider_trees = ProviderTrees(before, names.class_ids, names.trait_ids, shape=shape)
-    outcomes = [provider_trees.apply(write) for write in writes]
-    changes = changes_of(before, provider_trees.providers)
-    if changes:
+async def apply(
+    connection: asyncpg.Connection,
+    writes: Sequence[TreeWrite],
+    names: NameTable,
+    offload: OffloadThread | None = None,
+) -> list[TreeOutcome]:
+    """Decide and write a group inside the caller's transaction. offload: where many rows are worked on."""
+    answer = await _lock(connection, writes)
+
+    def decided() -> tuple[list[TreeOutcome], list[object]]:
+        """Return the outcomes and the arguments of WRITE, none when nothing changes."""
+        shape, fresh_ids, ids, before = _taken(answer)
+        provider_trees = ProviderTrees(before, names.class_ids, names.trait_ids, shape=shape)
+        outcomes = [provider_trees.apply(write) for write in writes]
+        changes = changes_of(before, provider_trees.providers)
+        if not changes:
+            return outcomes, []
         done = (write for write, outcome in zip(writes, outcomes, strict=True) if isinstance(outcome, Provider))
         changes = caused(changes, ((write.cause, (write.uuid,)) for write in done))
         ids.update(zip((uuid for uuid in provider_trees.providers if uuid not in before), fresh_ids, strict=False))
         written = msgspec.json.encode(rows_of(ids, before, provider_trees.providers, names)).decode()
-        await connection.fetchval(WRITE, written, *feed.rows(changes))
+        return outcomes, [written, *feed.rows(changes)]
+
+    size = sum(map(entries_of_tree, writes)) + len(answer) // ROW_BYTES
+    outcomes, arguments = await run_sized(offload, size, decided)
+    if arguments:
+        await connection.fetchval(WRITE, *arguments)
         if disowned := deleted_trees(writes, outcomes):
             await connection.execute(DISOWN, disowned)
     return outcomes
@@ -182,14 +199,8 @@ async def unsettle(
     await connection.execute(UNSETTLE, list(roots))
 
 
-async def _load(
-    connection: asyncpg.Connection, writes: Sequence[TreeWrite]
-) -> tuple[int, list[int], dict[str, int], dict[str, Provider]]:
-    """Lock and load the providers. Returns (the new shape, row ids for new providers, {uuid: row id} of providers,
-    parents and roots, the providers).
-
-    All returned providers are locked.
-    """
+async def _lock(connection: asyncpg.Connection, writes: Sequence[TreeWrite]) -> str:
+    """Lock the providers, and return what `_taken` decodes."""
     uuids: set[str] = set()
     provider_names: set[str] = set()
     trees: set[str] = set()
@@ -206,7 +217,15 @@ async def _load(
             trees.add(write.uuid)
             if isinstance(write, UpdateProvider) and isinstance(write.parent, str):
                 trees.add(write.parent)
-    answer = await connection.fetchval(LOCK, list(uuids), list(provider_names), list(trees), creating)
+    answer: str = await connection.fetchval(LOCK, list(uuids), list(provider_names), list(trees), creating)
+    return answer
+
+
+def _taken(answer: str) -> tuple[int, list[int], dict[str, int], dict[str, Provider]]:
+    """Return (the new shape, row ids for new providers, {uuid: row id} of providers, parents and roots, the providers).
+
+    All returned providers are locked.
+    """
     shape, fresh_ids, rows = _loaded(answer)
     ids: dict[str, int] = {}
     before: dict[str, Provider] = {}

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from bus.clock import new_uuid
-from placement_worker.rest import api, bodies, metrics, providers
+from placement_worker import metrics
+from placement_worker.rest import api, bodies, providers
 from tests.integration.placement_rest.conftest import PATIENCE_S, Placement, serving, until
 
 pytestmark = pytest.mark.postgres

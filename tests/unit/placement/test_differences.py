@@ -1,4 +1,4 @@
-"""What is written of a provider's long lists: the differences, found without a comparison of each pair."""
+"""The differences of a provider's long lists are found without a comparison of each pair."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import pytest
 
 from bus.faults import DatabaseUnavailable, Transient
-from placement_worker.rest.groups import GATHER_S, TRIES, Groups, TooMany
+from placement_worker.rest.groups import GATHER_S, MAX_ENTRIES, TRIES, Groups, TooMany
 
 HANG_S = 60.0
 
@@ -53,6 +53,21 @@ async def test_what_gathers_is_the_next_group() -> None:
     assert await asyncio.gather(*tasks) == [0, 2, 4, 6, 8, 10, 12]
     assert [len(group) for group in book.groups] == [4, 3]
     assert book.commits == 2
+    await groups.drain()
+
+
+async def test_item_16_a_group_has_no_more_entries_than_a_turn_of_the_loop_may_take() -> None:
+    book = Book()
+    groups = Groups(
+        "test", book.apply, max_group=8, max_waiting=8, under_way=1, committed=book.committed, entries=lambda item: item
+    )
+    book.go.clear()
+    large, half = MAX_ENTRIES + 1, MAX_ENTRIES // 2
+    tasks = [asyncio.create_task(groups.submit(number)) for number in (1, half, half, 1, large, 1, 1)]
+    await book.began.wait()
+    book.go.set()
+    await asyncio.gather(*tasks)
+    assert book.groups == [[1, half], [half, 1], [large], [1, 1]]
     await groups.drain()
 
 

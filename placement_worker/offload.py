@@ -1,7 +1,8 @@
 """Runs work that takes too long for the event loop in a thread, one piece at a time.
 
 Reads of the book get a copy of it, so that they see one state whatever is written meanwhile. The interpreter switches
-threads at intervals, so that other answers need not wait for this work.
+threads at intervals, so that other answers need not wait for this work. It does not switch within one call of a
+function written in C: what decodes or encodes many rows by one call is given them in parts.
 """
 
 from __future__ import annotations
@@ -14,14 +15,19 @@ from contextlib import contextmanager
 from typing import TypeVar
 
 from bus.faults import Transient
+from placement_worker import metrics
 from placement_worker.replica.book import Book
 from placement_worker.replica.copies import copy_of
-from placement_worker.rest import metrics
 
 Result = TypeVar("Result")
 
 # The number of calls that may wait. A request beyond this bound is answered 503.
 MAX_WAITING = 16
+
+# The rows (of consumers, of providers, of amounts) that are worked on where the event loop runs: 5 ms.
+ROWS_AT_ONCE = 500
+# The bytes of a row as JSON text, less than the rows of the book have: to find out from a text's length what it costs.
+ROW_BYTES = 64
 
 # The interpreter's switch interval, after which the event loop gets the interpreter from a thread. An answer takes a
 # dozen turns of the loop (sockets, the database), each of which may wait this long; with the default of 5 ms that would
@@ -36,13 +42,14 @@ class TooBusy(Transient):
 
 
 class OffloadThread:
-    """One thread and the requests that wait for it. name: the kind of work, for the metric and the errors."""
+    """One thread and the calls that wait for it, a bounded number. name: the kind of work, for metric and errors."""
 
     _busy = 0  # of all instances, which belong to one event loop
     _usual_s = 0.0
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, *, max_waiting: int = MAX_WAITING) -> None:
         self._name = name
+        self._waiting_max = max_waiting
         self._one = asyncio.Semaphore(1)
         self._present = 0
         self._closed = False
@@ -62,8 +69,8 @@ class OffloadThread:
         return await self._run(lambda: work)
 
     async def _run(self, begin: Callable[[], Callable[[], Result]]) -> Result:
-        if self._present > MAX_WAITING:
-            raise TooBusy(f"{MAX_WAITING} wait for long work: {self._name}")
+        if self._present > self._waiting_max:
+            raise TooBusy(f"{self._waiting_max} wait for long work: {self._name}")
         self._present += 1
         try:
             async with self._one:
@@ -92,3 +99,10 @@ class OffloadThread:
         """Accept no further work. Running work ends by its own bound."""
         self._closed = True
         self._thread.shutdown(wait=False, cancel_futures=True)
+
+
+async def run_sized(thread: OffloadThread | None, rows: int, work: Callable[[], Result]) -> Result:
+    """Run the work on the event loop when it is for few rows, as nearly all is, or when there is no thread. Otherwise
+    run it in the thread. Raises TooBusy.
+    """
+    return work() if thread is None or rows <= ROWS_AT_ONCE else await thread.run(work)
