@@ -49,6 +49,33 @@ async def main():
 asyncio.run(main())
 """
 
+MOVE_EXAMPLE = """\
+import asyncio, json, os, uuid
+import aio_pika
+
+async def main():
+    connection = await aio_pika.connect(os.environ["AMQP_URL"])
+    async with connection:
+        channel = await connection.channel(on_return_raises=True)
+        events = await channel.declare_queue(exclusive=True)
+        await events.bind("berth.events", "instance.event.*.demo")
+        move = {"request_id": str(uuid.uuid4()), "instance_uuid": os.environ["INSTANCE"], "project_id": "demo"}
+        move["kind"] = "live-migrate"
+        message = aio_pika.Message(json.dumps(move).encode(), content_type="application/json", delivery_mode=2)
+        await (await channel.get_exchange("berth")).publish(message, "instance.move.demo")
+        async with events.iterator() as stream:
+            async for event in stream:
+                body = json.loads(event.body)
+                await event.ack()
+                if body["request_id"] != move["request_id"]:
+                    continue  # of another request of this project
+                print(body["state"], body.get("host") or "", body.get("code", ""), body.get("reason", ""))
+                if body.get("terminal"):
+                    return
+
+asyncio.run(main())
+"""
+
 CELL_WORKERS = ("cell_conductor", "compute_sim")
 
 HEAD = f"""\
@@ -99,10 +126,16 @@ gave it up (`berth dead-letters list`); its routing key there is the name of the
 ## Publish a build request, follow its events
 
 Any AMQP 0-9-1 client in any language will do. In Python with aio-pika (`tests/system/test_messages_example.py`
-runs it as written):
+runs this and the next example as written):
 
 ```python
 {EXAMPLE}```
+
+A move is requested in the same way under an id of its own, and `instance.event.v1` has its events. `INSTANCE` is the uuid of the
+instance:
+
+```python
+{MOVE_EXAMPLE}```
 """
 
 
