@@ -131,8 +131,8 @@ runs this and the next example as written):
 ```python
 {EXAMPLE}```
 
-A move is requested in the same way under an id of its own, and `instance.event.v1` has its events. `INSTANCE` is the uuid of the
-instance:
+A move is requested in the same way under an id of its own, and `instance.event.v1` has its events. `INSTANCE` is the
+instance's uuid:
 
 ```python
 {MOVE_EXAMPLE}```
