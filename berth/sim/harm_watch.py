@@ -68,6 +68,10 @@ class HarmWatch:
         """A client requests its end."""
         self._to_delete[instance] = None
 
+    def is_deleted(self, instance: str) -> bool:
+        """Whether a client has requested its end."""
+        return instance in self._to_delete
+
     def record(self, instances: Mapping[str, Instance]) -> None:
         """After a commit of a conductor."""
         for uuid, instance in instances.items():

@@ -54,6 +54,7 @@ class MoveWatch:
         self.ends: dict[str, tuple[MoveState, str]] = {}
         self.brought_back: set[tuple[str, str, int]] = set()  # (host, instance, attempt) on a set-back host
         self.exempt: Mapping[str, None] = {}  # of whom a restored database knows an old truth
+        self.judges_machines = False  # how many of theirs run, all the same
 
     # --- cells
 
@@ -153,8 +154,13 @@ class MoveWatch:
         for other, one in self._running():
             if other != host and one.instance_uuid == uuid:
                 raise Breach("never_two_running", f"{uuid} runs on {other} as {one.attempt}, starts on {host}")
-        if not self._is_claimed(uuid, host):
+        if uuid not in self.exempt and not self._is_claimed(uuid, host):
             raise Breach("never_running_unclaimed", f"{uuid} attempt {guest.attempt} starts on {host}, unclaimed")
+
+    @property
+    def was_active(self) -> Mapping[str, int]:
+        """The instances that a record has had as active, and the attempt that it first was."""
+        return self._first
 
     def _running(self) -> Iterator[tuple[str, Guest]]:
         """The machines that run now, and their hosts."""
@@ -167,7 +173,8 @@ class MoveWatch:
     def _counts(self, host: str, guest: Guest) -> bool:
         uuid = guest.instance_uuid
         first = self._first.get(uuid)
-        if first is None or guest.attempt < first or uuid in self.exempt:
+        is_exempt = uuid in self.exempt and not self.judges_machines
+        if first is None or guest.attempt < first or is_exempt:
             return False
         return (host, uuid, guest.attempt) not in self.brought_back
 
@@ -190,7 +197,7 @@ class MoveWatch:
     def book(self) -> None:
         """After a commit of the book: what runs is claimed, and nothing is under a refused request. Raises Breach."""
         for host, guest in self._running():
-            if not self._is_claimed(guest.instance_uuid, host):
+            if guest.instance_uuid not in self.exempt and not self._is_claimed(guest.instance_uuid, host):
                 raise Breach("never_running_unclaimed", f"{guest.instance_uuid} attempt {guest.attempt} runs on {host}")
         for request in self.refused:
             kept = self._book.consumers.get(request)

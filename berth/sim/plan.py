@@ -185,7 +185,14 @@ class Plan(Struct, frozen=True, kw_only=True):
     @property
     def moves_across_cells(self) -> bool:
         """Whether instances may be unshelved in another cell."""
-        return "transfers" in self.widenings
+        return "transfers" in self.widenings or self.judges_machines
+
+    @property
+    def judges_machines(self) -> bool:
+        """Whether the machines of instances of which a restored database knows an old truth are judged as all others:
+        how many of one run, and whether one is left.
+        """
+        return "transfers-restored" in self.widenings
 
     @property
     def judges_forgotten(self) -> bool:

@@ -15,6 +15,7 @@ from msgspec.structs import replace
 
 from berth.sim.peers import NONE_ALLOWED
 from berth.sim.plan import LOAD_S, Action, Order, Plan, Rates
+from berth.sim.transfers import set_backs, transfers, without_losses
 from bus.clock import new_uuid
 from bus.contracts.groups import GroupPolicy, ServerGroup
 from bus.contracts.placement import INSTANCES
@@ -50,11 +51,15 @@ class Widening(StrEnum):
     DECIDED_CELLS = "decided-cells"  # operators add and remove cells while everything runs
     TRANSFERS = "transfers"  # instances are unshelved in another cell, and moved there with their machines
     HOSTS_DIE_AGAIN = "hosts-die-again"  # hosts are fenced, back at once and die again, amid moves and drains
+    TRANSFERS_RESTORED = (
+        "transfers-restored"  # as transfers, and the database of a cell or of the schedulers is set back
+    )
     BUILDS_FORGOTTEN = "builds-forgotten"  # a cell forgets all builds; each comes again or is deleted, and is judged
 
 
 # The kinds that are drawn unless they are named: every kind but those that come by their name alone.
-WIDENED = frozenset(Widening) - {Widening.SAME_HOSTS, Widening.TRANSFERS, Widening.BUILDS_FORGOTTEN}
+WIDENED = frozenset(Widening) - {Widening.SAME_HOSTS, Widening.TRANSFERS, Widening.TRANSFERS_RESTORED}
+WIDENED -= {Widening.BUILDS_FORGOTTEN}
 NONE: frozenset[Widening] = frozenset()
 
 # How often a kind is in a run that could have it: few at a time, so that each is also seen alone.
@@ -357,6 +362,7 @@ FORGETFUL = frozenset(
         Widening.REQUESTS_RESTORED,
         Widening.HOSTS_RESTORED,
         Widening.SAME_NAME,
+        Widening.TRANSFERS_RESTORED,
     }
 )
 
@@ -372,34 +378,18 @@ def _fences(rng: random.Random, plan: Plan) -> Plan:
     return _also(replace(plan, orders=tuple(others)), fence)
 
 
-MAX_TRANSFERS = 25
-
-
 def _transfers(rng: random.Random, plan: Plan) -> Plan:
-    """Instances leave their cells: what is offloaded is unshelved, mostly on a host of another cell, and what runs is
-    migrated and resized to one.
-    """
+    """Instances leave their cells."""
     if len(plan.cells) == 1 or FORGETFUL & {Widening(one) for one in plan.widenings}:
         return plan
-    orders: list[Order] = []
-    for _ in range(rng.randint(5, MAX_TRANSFERS)):
-        at = rng.uniform(8.0, END_S - 4.0)
-        shelve = Order(at=at, action=Action.MOVE, verb="shelve", host=rng.randrange(1000), uuid=new_uuid(rng))
-        orders.append(shelve)
-        orders += [
-            replace(shelve, at=at + rng.uniform(0.5, 12.0), verb="unshelve", uuid=new_uuid(rng)) for _ in range(2)
-        ]
-    for _ in range(rng.randint(5, MAX_TRANSFERS)):
-        at, verb = rng.uniform(8.0, END_S - 4.0), rng.choice(("migrate", "migrate", "resize"))
-        move = Order(at=at, action=Action.MOVE, verb=verb, host=rng.randrange(1000), uuid=new_uuid(rng))
-        orders.append(move)
-        for _ in range(rng.randint(0, 2)):
-            ending = rng.choice(("confirm", "revert", "revert", "abort"))
-            orders.append(replace(move, at=at + rng.uniform(0.5, 14.0), verb=ending, uuid=new_uuid(rng)))
-    builds = [one for one in plan.orders if one.action is Action.BUILD]
-    for built in rng.sample(builds, min(len(builds), rng.randint(0, 6))):
-        orders.append(replace(built, at=rng.uniform(12.0, END_S), action=Action.DELETE))
-    return _also(plan, *orders)
+    return _also(plan, *transfers(rng, plan))
+
+
+def _transfers_restored(rng: random.Random, plan: Plan) -> Plan:
+    """Instances leave their cells, and a database is set back in the middle of that: of a cell, or the schedulers'."""
+    if len(plan.cells) == 1 or FORGETFUL & {Widening(one) for one in plan.widenings}:
+        return plan
+    return _also(without_losses(plan), *transfers(rng, plan), *set_backs(rng, plan))
 
 
 FORGOTTEN_AT_S = 23.0
@@ -533,6 +523,7 @@ DRAWS: Mapping[Widening, Callable[[random.Random, Plan], Plan]] = {
     Widening.REST: _rest,
     Widening.DECIDED_CELLS: _decided_cells,
     Widening.TRANSFERS: _transfers,
+    Widening.TRANSFERS_RESTORED: _transfers_restored,
     Widening.HOSTS_DIE_AGAIN: _hosts_die_again,
     Widening.BUILDS_FORGOTTEN: _builds_forgotten,
 }

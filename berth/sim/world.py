@@ -20,6 +20,7 @@ from berth.sim.event_log import EventLog
 from berth.sim.gang_watch import GangWatch
 from berth.sim.harm_watch import HarmWatch
 from berth.sim.ironic import CLASSES, SimIronic
+from berth.sim.last_machine_watch import LastMachineWatch
 from berth.sim.loop import NO_CONTEXT, Process
 from berth.sim.message_watch import MessageWatch
 from berth.sim.move_watch import MoveWatch
@@ -38,7 +39,7 @@ from bus.service.environment import Environment
 from bus.service.service import Service
 from cell_conductor.store.memory import MemoryInstanceTable
 from compute_sim.drivers.ironic.node import DEPLOYED
-from compute_sim.fleet import Host
+from compute_sim.fleet import Guest, Host
 from compute_sim.name import QUEUE as NAME_QUEUE
 from ironic_sync.store.memory import MemoryPositionTable
 from placement_worker.replica.book import Book
@@ -145,6 +146,8 @@ class World:
         self.move_watch = MoveWatch(self.book, self.cells, self.fleets, self.duplicates)
         self.peer_watch.exempt = self.move_watch.exempt = self.taken_back
         self.harm.given_up = self.move_watch.given_up
+        self.move_watch.judges_machines = plan.judges_machines
+        self.last_machines = LastMachineWatch(self.cells, self.fleets, self.move_watch.was_active)
         self._book_watch = BookWatch(self.book)
         self._book_watch.rest_frees = plan.has_rest_clients
         self.breaker_watch = BreakerWatch(plan, self.now)
@@ -157,6 +160,7 @@ class World:
                 self.peer_watch.machines,
                 partial(self.move_watch.instances, cell_table.instances),
                 partial(self.harm.record, cell_table.instances),
+                partial(self.last_machines.instances, cell_table.instances),
                 partial(self.breaker_watch.committed, cell_table, self.taken_back),
             )
             cell_table.on_commit.append(partial(self._committed, f"cell_{name}", look))
@@ -282,10 +286,15 @@ class World:
     def _fleet(self, cell: str, service: str) -> WatchedFleet:
         fleet = WatchedFleet.planned(self.wiring.config(service), cell, service)
         assert isinstance(fleet, WatchedFleet)
-        fleet.watch, fleet.fail, fleet.destroyed = self.machines, self.fail, self.harm.destroyed
+        fleet.watch, fleet.fail, fleet.destroyed = self.machines, self.fail, self._destroyed
         fleet.moves = self.move_watch.put
         fleet.has_name = partial(self._has_name, cell, service)
         return fleet
+
+    def _destroyed(self, host: str, guest: Guest) -> None:
+        self.harm.destroyed(host, guest)
+        if self.plan.judges_machines:
+            self.last_machines.destroyed(host, guest, is_deleted=self.harm.is_deleted(guest.instance_uuid))
 
     def _has_name(self, cell: str, service: str, process: Process) -> bool:
         """Whether this process has the name of a service: its private queue. One that only waits for it has not."""

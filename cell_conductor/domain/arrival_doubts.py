@@ -47,8 +47,10 @@ def is_searched_for(instance: Instance) -> bool:
 
 
 def services_of(instance: Instance, fenced: Collection[str]) -> set[str]:
-    """The services of the hosts that it may be on by its record, but those of hosts that are fenced."""
-    return {one.service for one in instance.selections if one.host_uuid not in fenced}
+    """The services of the hosts in this cell that it may be on by its record, but those of hosts that are fenced."""
+    # The first selection of one that has come from another cell is its host there.
+    here = instance.selections if instance.state is State.REVERTING else instance.selections[1:]
+    return {one.service for one in here if one.host_uuid not in fenced}
 
 
 def unexpected(instance: Instance, found: Sequence[FoundMachine]) -> tuple[FoundMachine, ...]:

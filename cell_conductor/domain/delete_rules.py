@@ -22,7 +22,7 @@ from .events import (
     SpawnFailed,
     TimedOut,
 )
-from .instance import Instance, State
+from .instance import FORGOTTEN_ATTEMPTS, Instance, State
 from .move_events import (
     DELETED,
     MoveEnd,
@@ -40,10 +40,6 @@ from .move_steps import (
     source_gone,
 )
 from .steps import Step, StepContext
-
-# Of an instance that the record has forgotten: so many attempts may have been made of it since.
-FORGOTTEN_ATTEMPTS = 1000
-
 
 # A request to placement is under way whose answer shows which consumer holds what.
 WAITS = frozenset({State.CLAIMING, State.REASSIGNING})

@@ -15,10 +15,12 @@ from bus.contracts.moves import ENDS_OF_MOVES, Condition, Departure, KeptMachine
 from . import steps
 from .departure_steps import announce_departure, depart, give_back
 from .events import DeleteRequested, MoveRequested
-from .instance import ELSEWHERE, MAX_ENDED, EndedMove, Instance, Power, State
+from .instance import ELSEWHERE, MAX_ENDED, SET_BACK_GAP, EndedMove, Instance, Power, State
 from .move_events import (
     DELETED,
+    IN_DOUBT,
     MOVE_LOST,
+    WHY,
     answer_query,
     has_ended,
     move_of,
@@ -27,7 +29,7 @@ from .move_events import (
     refuse_request,
 )
 from .move_rules import begin_offloaded
-from .move_steps import adopt, claim
+from .move_steps import adopt, claim, revert_book
 from .steps import Step, StepContext
 
 ENDED_ELSEWHERE = "instance.departed"
@@ -81,11 +83,9 @@ def arrive(instance: Instance, event: MoveRequested, context: StepContext) -> St
 def _take_over(instance: Instance, event: MoveRequested, kept: KeptMachine, context: StepContext) -> Step:
     """Its former cell keeps its stopped machine: it is built here from its image, or goes back there at once.
 
-    Since the database was set back, a record of it may be lost here that has a machine. Then it may neither be built
-    nor be given back: it stays where it is until it is deleted.
+    Since the database was set back, a record of it may be lost here that has a machine: it is searched for, adopted if
+    it is found, and given back only if it is not (`arrival_doubts`).
     """
-    if context.set_back_at > 0 and kept.at <= context.set_back_at + steps.CLOCKS_APART_S:
-        return Step(instance)
     request = event.request
     is_deleted = instance.state is State.TOMBSTONE
     here = replace(_with_arrival(instance, event), power=Power.STOPPED if kept.is_stopped else Power.RUNNING)
@@ -101,6 +101,10 @@ def _take_over(instance: Instance, event: MoveRequested, kept: KeptMachine, cont
     elif not request.selections:
         code, reason = "move.no_host", "no host was named that it can go to"
     begun = replace(begun, move=replace(move, lost_code=code, lost_reason=reason))
+    if context.set_back_at > 0 and kept.at <= context.set_back_at + steps.CLOCKS_APART_S:
+        lost = replace(move_of(begun), began=kept.at, lost_code=code or IN_DOUBT, lost_reason=reason or WHY)
+        doubted = replace(begun, move=lost, doubted=True, sequence=begun.sequence + SET_BACK_GAP)
+        return Step(revert_book(doubted, event.at, context))
     return give_back(begun, event.at, context) if code else claim(begun, event.at, context)
 
 

@@ -89,6 +89,8 @@ ELSEWHERE = frozenset({State.DEPARTED, State.KEPT, State.CLEARING, State.RELEASI
 FIRST_SEQUENCE = 10
 # A record that was set back continues this much higher: above every number of its forgotten announcements.
 SET_BACK_GAP = 1_000_000
+# Of an instance that the record has forgotten: so many attempts may have been made of it since.
+FORGOTTEN_ATTEMPTS = 1000
 
 
 # A client has requested the delete, and nothing revokes that: no attempt is wanted, whatever its number.

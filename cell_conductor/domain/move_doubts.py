@@ -16,12 +16,9 @@ from bus.contracts.moves import MoveState
 from . import rules, steps
 from .events import Destroyed, HostRuns, MoveRequested, Spawned, TimedOut
 from .instance import Instance, Move, State
-from .move_events import MoveEnd, after, answer_other, move_of, refuse_request
+from .move_events import IN_DOUBT, WHY, MoveEnd, after, answer_other, move_of, refuse_request
 from .move_steps import arrived, confirm, destroy_source, is_doubted, note, repeat_at, source_gone, undo
 from .steps import Step, StepContext
-
-IN_DOUBT = "move.in_doubt"
-WHY = "the cell's database was set back in the middle of the move: its hosts are queried first"
 
 
 def undo_doubted(instance: Instance, at: float, context: StepContext) -> Step:

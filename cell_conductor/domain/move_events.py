@@ -45,6 +45,8 @@ _PROGRESS = {
     State.REASSIGNING: MoveState.MIGRATING,
 }
 MOVE_LOST = "move.lost"
+IN_DOUBT = "move.in_doubt"
+WHY = "the cell's database was set back in the middle of the move: its hosts are queried first"
 
 ENDS_ANOTHER = frozenset({MoveKind.CONFIRM, MoveKind.REVERT, MoveKind.ABORT})
 

@@ -26,7 +26,7 @@ from .events import (
     HostMissing,
     MoveRequested,
 )
-from .instance import Instance, Move, Power, State
+from .instance import FORGOTTEN_ATTEMPTS, Instance, Move, Power, State
 from .leases import LeaseState
 from .move_events import DELETED, DONE, MoveEnd, after, answer, close, move_of, refuse_request, report_progress
 from .proof import is_unordered, predates, up_scan_here
@@ -342,8 +342,10 @@ def is_doubted(instance: Instance, context: StepContext) -> bool:
 
 def revert_book(instance: Instance, at: float, context: StepContext) -> Instance:
     """Request the source's allocation for the instance again; if there was none, the release of the claim."""
-    if move_of(instance).source is None:
-        return steps.ask(instance, State.VACATING, at, context)  # no source to go back to: the claim is released
+    if move_of(instance).source is None:  # no source to go back to: the claim is released
+        is_unsure = is_doubted(instance, context) and move_of(instance).kept is not None
+        last = instance.last_attempt + FORGOTTEN_ATTEMPTS if is_unsure else instance.newest
+        return steps.ask(replace(instance, newest=last), State.VACATING, at, context)
     return steps.ask(instance, State.REVERTING, at, context)
 
 
@@ -411,8 +413,7 @@ def hand_over_of(move: Move) -> ChangeKind:
 
 def change(instance: Instance, state: State, kind: ChangeKind, at: float, context: StepContext) -> Step:
     """Enter a state that waits for one change of one machine."""
-    deadline = at + step_s(instance, kind, context)
-    entered = replace(instance, state=state, deadline=deadline, since=at, queried=False)
+    entered = replace(instance, state=state, deadline=at + step_s(instance, kind, context), since=at, queried=False)
     earlier = order(entered, kind, at, context)
     return after(earlier, report_progress(earlier.instance, PROGRESS[state], at, context))
 

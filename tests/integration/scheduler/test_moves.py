@@ -428,11 +428,11 @@ def commanded(world: World, move: MoveRequest, cell: str) -> list[CellMove]:
 
 async def test_what_a_cell_has_kept_is_destroyed_once_the_instance_is_active_in_another(world: World) -> None:
     built = await one_active(world, config=replace(WARM, moves_across_cells=True))
-    move, _ = await to_next_cell(world, built, 20)
+    move, departure = await to_next_cell(world, built, 20)
     assert len(commanded(world, move, "c1")) == 1
-    await world.move_announced("c2", move, MoveState.DONE, 24, host="c2-0", **DONE)
+    await world.move_announced("c2", move, MoveState.DONE, 24, host="c2-0", settled=move.request_id, **DONE)
     clearing = await world.until(lambda: commanded(world, move, "c1")[1:])
-    assert (clearing[0].active_in, clearing[0].arrival) == ("c2", None)
+    assert (clearing[0].active_in, clearing[0].arrival) == ("c2", departure)
     assert (await world.moved(move)).state is MoveState.DONE
     record = await world.show(built.instance_uuid)
     assert record is not None and (record.cell, record.host, record.condition) == ("c2", "c2-0", "active")

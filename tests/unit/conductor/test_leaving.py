@@ -19,8 +19,9 @@ from bus.contracts.moves import (
 )
 from bus.contracts.placement import Claim, Release, Revert
 from cell_conductor.domain import events as e
+from cell_conductor.domain.arrival_doubts import is_searched_for
 from cell_conductor.domain.fences import Fence
-from cell_conductor.domain.instance import EndedMove, Instance, Power, State
+from cell_conductor.domain.instance import FORGOTTEN_ATTEMPTS, SET_BACK_GAP, EndedMove, Instance, Power, State
 from cell_conductor.domain.table import question_of
 from tests.unit.conductor.move_scenario import MOVE, OTHER, Scenario, active, claimed, ended, refused, request
 from tests.unit.conductor.scenario import PATIENCE, UUID, host, spawned
@@ -449,11 +450,23 @@ def test_a_record_in_doubt_about_leaving_goes_forward_only() -> None:
     assert (made.instance.state, starts(made)) == (State.KEPT, [])
 
 
-def test_a_next_cell_that_was_set_back_since_neither_builds_it_nor_gives_it_back() -> None:
-    _, departure = kept()
+@pytest.mark.parametrize("is_query", [False, True])
+def test_a_next_cell_that_was_set_back_since_searches_for_it_before_it_gives_it_back(is_query: bool) -> None:
+    former, departure = kept()
     there = Scenario(Instance(uuid=UUID), replace(THERE, set_back_at=1_000.0))
-    there.apply(arrives(departure, 2), replace(arrives(departure), is_query=True))
-    assert (there.instance, there.commands) == (Instance(uuid=UUID), [])
+    there.apply(replace(arrives(departure, 2), is_query=is_query))
+    assert there.instance.state is State.VACATING and is_searched_for(there.instance)
+    assert not any(isinstance(one, MoveEvent) and one.departure for one in there.commands)
+    release = question_of(there.instance)
+    assert isinstance(release, Release) and release.attempt is not None
+    assert release.attempt > departure.newest + FORGOTTEN_ATTEMPTS
+    there.apply(e.Released(at=1_010.0))
+    back = departure_of(there)
+    assert back.given_back is not None and back.given_back.code
+    assert back.sequence > SET_BACK_GAP, "schedulers may have had more of it than the record"
+    back_in_former(former, there)
+    question = question_of(former.instance)
+    assert isinstance(question, Revert) and question.attempt > release.attempt
 
 
 def test_an_abort_is_too_late_once_it_leaves() -> None:

@@ -8,8 +8,7 @@ from bus.contracts.build import BuildState
 from bus.contracts.cell import FoundMachine
 from bus.contracts.placement import Claim, Release
 from cell_conductor.domain import events as e
-from cell_conductor.domain.delete_rules import FORGOTTEN_ATTEMPTS
-from cell_conductor.domain.instance import Instance, State
+from cell_conductor.domain.instance import FORGOTTEN_ATTEMPTS, Instance, State
 from cell_conductor.domain.steps import Step
 from cell_conductor.domain.table import question_of, step
 from tests.unit.conductor.scenario import (

@@ -150,8 +150,9 @@ def test_every_service_is_queried_and_fenced_hosts_of_the_record_need_not_answer
     there, _ = at_state(State.CLAIMING)
     selections = tuple(replace(one, service=f"s{n}") for n, one in enumerate(there.instance.selections))
     instance = replace(there.instance, selections=selections)
-    assert services_of(instance, ()) == {"s0", "s1", "s2"}
-    assert services_of(instance, {selections[1].host_uuid}) == {"s0", "s2"}
+    assert services_of(instance, ()) == {"s1", "s2"}, "the first is the host of its former cell"
+    assert services_of(instance, {selections[1].host_uuid}) == {"s2"}
+    assert services_of(replace(instance, state=State.REVERTING), ()) == {"s0", "s1", "s2"}
     assert unexpected(instance, (machine(9),)) == (machine(9),)
 
 
