@@ -25,6 +25,7 @@ from bus.service.presence import announce_presence
 from bus.service.service import Service
 from placement_worker.replica.book import Book
 from placement_worker.replica.follower import Follower
+from placement_worker.replica.practice import practise_search
 from scheduler_worker.aggregates import AggregateKeeper
 from scheduler_worker.announcements import AnnouncementHandler, AnnouncementWriter
 from scheduler_worker.cells import CellKeeper
@@ -245,10 +246,15 @@ def _add_store_and_replica(parts: SchedulerParts, relay: Relay, follower: Follow
     service.add_task("retention", lambda: purge_forever(parts.store, parts.env.clock, parts.config))
     service.add_drain(relay.drain)
     service.add_task("replica", follower.run)
-    service.add_preparation(follower.ready.wait)
+    service.add_preparation(partial(_prepare_search, follower))
     service.add_check("replica", follower.ready.is_set)
     for name, bus in parts.buses.items():
         service.add_refresh(partial(count_dead_letters, name, bus.transport))
+
+
+async def _prepare_search(follower: Follower) -> None:
+    await follower.ready.wait()
+    practise_search()
 
 
 def _add_drains(parts: SchedulerParts, registry: ObjectRegistry, moves: MoveEngine) -> DrainKeeper:
