@@ -19,7 +19,7 @@ from .adopt_rules import MAX_SELECTIONS, taken_of
 from .events import MachineFound, MoveRequested, TimedOut
 from .instance import Instance, State
 from .move_doubts import ask_both
-from .move_events import move_of
+from .move_events import DONE, after, answer_other, move_of
 from .move_steps import confirm, end_here, is_doubted, undo
 from .steps import Step, StepContext
 
@@ -99,7 +99,10 @@ def may_end(instance: Instance, event: MoveRequested) -> bool:
 
 
 def force_back(instance: Instance, event: MoveRequested, context: StepContext) -> Step | None:
-    """An operator, who has looked at both cells, has a doubted move given back; None: it is not that."""
+    """An operator, who has looked at both cells, has a doubted move given back; None: it is not that.
+
+    The operator's request ends here: the one that it ends goes on, and fails in the former cell.
+    """
     is_meant = event.request.kind is MoveKind.REVERT and event.request.force and not event.is_query
     if not is_meant or instance.state not in _UNDER_WAY or not is_unsure(instance, context):
         return None
@@ -108,7 +111,8 @@ def force_back(instance: Instance, event: MoveRequested, context: StepContext) -
         return None
     named = replace(move, by=event.request.request_id, by_kind=MoveKind.REVERT)
     forced = replace(instance, move=named, doubted=False, cause=event.cause)
-    return undo(forced, event.at, context, FORCED, "")
+    earlier = answer_other(forced, DONE, event.at, context)
+    return after(earlier, undo(earlier.instance, event.at, context, FORCED, "an operator has forced it back"))
 
 
 def confirm_seen(instance: Instance, event: TimedOut, context: StepContext) -> Step:

@@ -110,7 +110,7 @@ def _misfit(request: MoveRequest, known: MoveContext, flavors: FlavorAccess, *, 
     if build.state is not BuildState.ACTIVE or build.cell is None or now.condition in _ENDED:
         state = now.condition.value if now.condition in _ENDED else build.state.value
         return Refusal(code=NOT_ACTIVE, reason=f"the instance is {state}")
-    if now.under_way is not None and request.kind is not MoveKind.ABORT:
+    if now.under_way is not None and not ends_another(request):
         return Refusal(code=BUSY, reason=f"request {now.under_way} is under way")
     if request.kind is MoveKind.RESIZE:
         if request.flavor is None:
@@ -128,6 +128,11 @@ def _misfit(request: MoveRequest, known: MoveContext, flavors: FlavorAccess, *, 
     if request.kind is MoveKind.RESCUE and not request.rescue_password:
         return Refusal(code=INCOMPLETE, reason="a rescue names a password")
     return None
+
+
+def ends_another(request: MoveRequest) -> bool:
+    """Whether it is taken while another request is under way: an abort, and a revert that an operator forces."""
+    return request.kind is MoveKind.ABORT or (request.kind is MoveKind.REVERT and request.force)
 
 
 def overtaken(pending: PendingMove) -> Retry | Refusal:
@@ -155,8 +160,8 @@ def changes_image(request: MoveRequest, known: MoveContext) -> bool:
 
 def under_way(request: MoveRequest, known: MoveContext) -> InstanceRecord:
     """The record of an instance whose request is dispatched."""
-    if request.kind is MoveKind.ABORT:  # it does not replace the request that it ends, which stays under way
-        return known.now
+    if request.kind is MoveKind.ABORT or (known.now.under_way is not None and ends_another(request)):
+        return known.now  # it does not replace the request that it ends, which stays under way
     begun = replace(known.now, under_way=request.request_id)
     if not changes_image(request, known):
         return begun

@@ -225,6 +225,24 @@ def test_a_fence_of_its_destination_gives_nothing_up_by_a_record_in_doubt(state:
     assert departures(there)[-1].given_back is not None
 
 
+@pytest.mark.parametrize("state", [State.CLAIMING, State.FINISHING, State.VACATING])
+def test_an_operator_has_what_is_held_given_back(state: State) -> None:
+    there, _ = at_state(State.CLAIMING if state is State.VACATING else state)
+    if state is State.VACATING:
+        there.apply(refused(there.instance.next_attempt))
+    assert there.instance.state is state
+    there.apply(request(MoveKind.REVERT, request_id=LATER, force=True, migration=OTHER))
+    assert there.instance.state is state, "of another move"
+    there.apply(request(MoveKind.REVERT, request_id=f"{LATER[:-1]}7", force=True))
+    assert there.terminals[-1] == (MoveKind.REVERT, MoveState.DONE, "")
+    if state is State.FINISHING:
+        there.apply(gone(there.instance, 2))
+    assert there.instance.state is State.VACATING and not is_searched_for(there.instance)
+    there.apply(e.Released(at=1_510.0))
+    (back,) = departures(there)
+    assert back.given_back is not None and (back.given_back.code, back.given_back.by) == ("move.forced", None)
+
+
 def test_a_machine_that_is_lost_is_searched_for_before_it_is_given_back() -> None:
     there, _ = at_state(State.RESIZED)
     missing = e.HostMissing(at=1_500.0, host_uuid=host(2), seen_at=1_500.0, service="s1")

@@ -19,7 +19,7 @@ from bus.contracts.moves import (
     MoveState,
 )
 from scheduler_worker.domain.announced_moves import AnnouncedMoves
-from scheduler_worker.domain.moves import may_leave_cell
+from scheduler_worker.domain.moves import ends_another, may_leave_cell, under_way
 from scheduler_worker.domain.recorded_moves import InstanceRecord, MoveContext
 from scheduler_worker.domain.transfers import repeated
 from tests.unit.scheduler.test_transfers import COMMAND, DEPARTURE, HOST, REQUEST, UUID, on_record, sent
@@ -51,7 +51,7 @@ DONE = replace(
 ACTIVE = replace(DONE, condition=Condition.ACTIVE, settled=REQUEST)
 
 
-def under_way(**fields: object) -> MoveContext:
+def commanded(**fields: object) -> MoveContext:
     found = on_record(**fields)  # type: ignore[arg-type]
     assert found.move is not None
     command = replace(COMMAND, kind=MoveKind.MIGRATE)
@@ -68,7 +68,7 @@ def received(known: MoveContext, event: MoveEvent, cell: str) -> AnnouncedMoves:
 
 
 def in_next_cell() -> MoveContext:
-    return after(received(under_way(), LEFT, "c1"))
+    return after(received(commanded(), LEFT, "c1"))
 
 
 def handed(known: MoveContext) -> Departure | None:
@@ -77,7 +77,7 @@ def handed(known: MoveContext) -> Departure | None:
 
 
 def test_what_is_kept_is_on_record_with_the_departure() -> None:
-    batch = received(under_way(), LEFT, "c1")
+    batch = received(commanded(), LEFT, "c1")
     (command,) = sent(batch, "c2")
     assert isinstance(command, CellMove) and command.arrival == HANDED and command.selections == (HOST,)
     assert (handed(after(batch)), after(batch).build.cell) == (HANDED, "c2")  # type: ignore[union-attr]
@@ -192,7 +192,7 @@ def test_another_announcement_of_the_same_request_by_a_cell_that_was_set_back_de
 
 
 def test_schedulers_that_have_forgotten_the_request_have_it_given_back() -> None:
-    batch = AnnouncedMoves("c1", {REQUEST: replace(under_way(), move=None)}, 100.0)
+    batch = AnnouncedMoves("c1", {REQUEST: replace(commanded(), move=None)}, 100.0)
     batch.apply(LEFT)
     (query,) = sent(batch, "c2")
     assert isinstance(query, CellMoveQuery) and query.arrival == HANDED
@@ -205,6 +205,25 @@ def test_the_end_of_what_was_kept_is_a_line_of_the_timeline_and_nothing_else() -
     batch = received(there, gone, "c1")
     assert [one.what for one in batch.timelines[UUID]] == ["migrate source-gone"]
     assert (batch.instances[UUID], batch.messages) == (there.instance, [])
+
+
+def test_a_revert_that_an_operator_forces_is_sent_while_the_move_that_it_ends_is_held() -> None:
+    known = in_next_cell()
+    assert known.instance is not None
+    known = replace(known, instance=replace(known.instance, under_way=REQUEST))
+    for kind, force, joins in (
+        (MoveKind.REVERT, True, True),
+        (MoveKind.REVERT, False, False),
+        (MoveKind.CONFIRM, True, False),
+        (MoveKind.ABORT, False, True),
+    ):
+        requested = MoveRequest(request_id=OTHER, instance_uuid=UUID, project_id="p", kind=kind, force=force)
+        assert ends_another(requested) is joins
+        if joins:
+            assert under_way(requested, known).under_way == REQUEST, "it does not replace that"
+    forced = MoveRequest(request_id=OTHER, instance_uuid=UUID, project_id="p", kind=MoveKind.REVERT, force=True)
+    alone = replace(known, instance=replace(known.now, under_way=None))
+    assert under_way(forced, alone).under_way == OTHER
 
 
 def test_while_a_cell_keeps_its_machine_it_leaves_for_no_other() -> None:
