@@ -139,10 +139,35 @@ def running_twice(facts: Facts) -> dict[str, int]:
     return {uuid: count for uuid, count in running(facts).items() if count > 1}
 
 
+def moved_since(facts: Facts) -> set[str]:
+    """Active instances that were moved after the backup: the book has them where their machines are, in quarantine.
+
+    The restored book has carried out a claim of the forgotten history. Their records are behind: an operator decides.
+    """
+    kept = {(one.instance_uuid, one.host_uuid) for one in facts.quarantine or ()}
+    places: dict[str, set[str]] = {}
+    for one in facts.running or ():
+        places.setdefault(one.instance_uuid, set()).add(one.host_uuid)
+    return {
+        one.instance_uuid
+        for one in facts.instances
+        if one.state == "active"
+        and (there := places.get(one.instance_uuid, set())) == set(facts.allocations.get(one.instance_uuid, ()))
+        and there
+        and one.host_uuid not in there
+        and all((one.instance_uuid, host) in kept for host in there)
+    }
+
+
 def unclaimed(facts: Facts) -> dict[str, set[str]]:
-    """Active instances whose machine runs, and which hold something else than something of its host: {uuid: where}."""
+    """Active instances whose machine runs where it is on record, or elsewhere without an allocation, and which hold
+    something else than something of the host on record: {uuid: where}.
+    """
     lives = {one.instance_uuid: one.host_uuid for one in facts.instances if one.state == "active"}
-    held = {uuid: set(facts.allocations.get(uuid, ())) for uuid in lives if uuid in running(facts)}
+    moved = moved_since(facts)
+    held = {
+        uuid: set(facts.allocations.get(uuid, ())) for uuid in lives if uuid in running(facts) and uuid not in moved
+    }
     return {uuid: hosts for uuid, hosts in held.items() if hosts != {lives[uuid]}}
 
 
