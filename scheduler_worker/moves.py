@@ -488,6 +488,7 @@ class MoveEngine:
             force=request.force,
             step_timeout_s=request.timeout_s or built.build_timeout_s or config.build_timeout_s,
             order=0 if known.now.handed is None else known.now.handed.order,
+            sequence=known.now.sequence,
         )
 
 

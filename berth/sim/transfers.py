@@ -13,7 +13,7 @@ MAX_TRANSFERS = 25
 END_S = LOAD_S - 2.0
 # A set-back is as old as a step or two of a move, or as a whole one; longer after it than all of it takes.
 SET_BACK_S = (0.5, 1.0, 3.0, 8.0, 20.0)
-TWICE = 0.25
+MAX_SET_BACKS = 3
 # The operators' acts that end no machine: of the others an instance may lose its last one.
 HARMLESS = frozenset({Action.BUILD, Action.REPEAT, Action.DELETE, Action.ENABLE, Action.DISABLE})
 
@@ -41,13 +41,15 @@ def transfers(rng: random.Random, plan: Plan) -> tuple[Order, ...]:
     return tuple(orders)
 
 
-def set_backs(rng: random.Random, plan: Plan) -> tuple[Order, ...]:
-    """One database, or one after the other, of a cell or of the schedulers, is set back by a few seconds."""
+def set_backs(rng: random.Random, plan: Plan, moves: tuple[Order, ...]) -> tuple[Order, ...]:
+    """One database after the other, of a cell or of the schedulers, is set back to the middle of a move."""
     orders: list[Order] = []
     cells = [f"cell_{cell.name}" for cell in plan.cells]
-    for _ in range(1 + (rng.random() < TWICE)):
-        at, schema = rng.uniform(16.0, END_S - 2.0), rng.choice((*cells, *cells, "scheduler"))
-        since, uuid = max(1.0, at - rng.uniform(0.2, 1.0) * rng.choice(SET_BACK_S)), new_uuid(rng)
+    begun = [one.at for one in moves if one.verb in ("migrate", "resize")]
+    for _ in range(rng.randint(1, MAX_SET_BACKS)):
+        since = rng.choice(begun) + rng.uniform(0.0, 3.0)
+        at = min(since + rng.uniform(0.2, 1.0) * rng.choice(SET_BACK_S), LOAD_S - 1.0)
+        schema, uuid = rng.choice((*cells, *cells, "scheduler")), new_uuid(rng)
         copied = Order(at=since, action=Action.BACKUP, service=schema, uuid=uuid)
         back = replace(copied, at=at, action=Action.RESTORE, seconds=rng.uniform(0.1, 4.0), size=rng.randrange(2))
         orders += [copied, back]

@@ -389,7 +389,8 @@ def _transfers_restored(rng: random.Random, plan: Plan) -> Plan:
     """Instances leave their cells, and a database is set back in the middle of that: of a cell, or the schedulers'."""
     if len(plan.cells) == 1 or FORGETFUL & {Widening(one) for one in plan.widenings}:
         return plan
-    return _also(without_losses(plan), *transfers(rng, plan), *set_backs(rng, plan))
+    moves = transfers(rng, plan)
+    return _also(without_losses(plan), *moves, *set_backs(rng, plan, moves))
 
 
 FORGOTTEN_AT_S = 23.0

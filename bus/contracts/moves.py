@@ -284,9 +284,9 @@ class CellMove(Message, frozen=True, kw_only=True, tag="cell.move.v1"):
     build. step_timeout_s: how long one step on one host may take. to_cell: the instance is to leave for this cell; its
     machine here, if it has one, is stopped and kept. arrival: with what it has left its former cell for this one, where
     it is on record from now on. active_in: the instance is active in that cell for good, so the machine that this cell
-    has kept since the request of this id is destroyed; nothing else is done. order: the changes of its machine are
-    numbered above this: it is at least what the cell has on record, unless that was set back. The other fields: as in
-    MoveRequest.
+    has kept since the request of this id is destroyed; nothing else is done. order, sequence: the changes of its
+    machine, and its announcements, are numbered above these: no more than the cell has on record, unless that was set
+    back. The other fields: as in MoveRequest.
     """
 
     request_id: Uuid
@@ -308,6 +308,7 @@ class CellMove(Message, frozen=True, kw_only=True, tag="cell.move.v1"):
     arrival: Departure | None = None
     active_in: Word | None = None
     order: Annotated[int, Bound(ge=0, le=2**62)] = 0
+    sequence: Annotated[int, Bound(ge=0, le=2**62)] = 0
 
 
 class CellMoveQuery(Message, frozen=True, kw_only=True, tag="cell.move.query.v1"):

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
-from bus.contracts.moves import ENDS_OF_MOVES, Condition, Departure, KeptMachine, MoveKind, MoveState
+from bus.contracts.moves import ENDS_OF_MOVES, CellMove, Condition, Departure, KeptMachine, MoveKind, MoveState
 
 from . import steps
 from .departure_steps import announce_departure, depart, give_back
@@ -34,6 +34,16 @@ from .steps import Step, StepContext
 
 ENDED_ELSEWHERE = "instance.departed"
 _NOWHERE = frozenset({State.ABSENT, State.TOMBSTONE, State.OFFLOADED, State.DEPARTED})
+
+
+def numbered_above(instance: Instance, request: CellMove) -> Instance:
+    """The record, numbered above all that the schedulers have had of the instance.
+
+    They take no departure below: one by a record that was set back would leave the instance in no cell.
+    """
+    if instance.state in ELSEWHERE or instance.spec is None or instance.sequence > request.sequence:
+        return instance
+    return replace(instance, sequence=request.sequence + 1)
 
 
 def answer_unbegun(instance: Instance, event: MoveRequested, context: StepContext) -> Step | None:

@@ -304,6 +304,7 @@ def step(instance: Instance, event: Event, context: StepContext) -> Step:
         # A claim that no record of ours has requested would leak: no worker would ever release it.
         raise IllegalStep(f"claim of attempt {event.attempt} while {instance.state}: {instance!r}")
     if isinstance(event, MoveRequested):
+        instance = departure_rules.numbered_above(instance, event.request)
         answered = leave_rules.follow_outdated(instance, event, context)
         answered = answered or arrival_doubts.force_back(instance, event, context)
         answered = answered or departure_rules.answer_unbegun(instance, event, context)

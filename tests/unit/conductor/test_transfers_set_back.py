@@ -334,6 +334,23 @@ def test_the_changes_of_one_that_is_back_are_numbered_above_what_its_host_has_ha
     assert made.instance.order > departure.order
 
 
+@pytest.mark.parametrize("kind", [MoveKind.MIGRATE, MoveKind.UNSHELVE])
+def test_a_departure_of_a_record_with_old_numbers_is_announced_above_what_the_schedulers_have_had(
+    kind: MoveKind,
+) -> None:
+    """Seed 11 of `transfers-restored`: they ignored it, and the instance was in no cell."""
+    state = State.ACTIVE if kind is MoveKind.MIGRATE else State.OFFLOADED
+    made = Scenario(replace(active(), state=state, power=Power.RUNNING if kind is MoveKind.MIGRATE else Power.SHELVED))
+    made.apply(request(kind, to_cell="c2", sequence=500))
+    if kind is MoveKind.MIGRATE:
+        made.end(1, 1, image="snapshot-1", runs=False)
+        made.apply(claimed(made.instance.next_attempt, e.REASSIGNED))
+    assert departure_of(made).sequence > 500
+    sequence = made.instance.sequence
+    made.apply(request(MoveKind.STOP, request_id=LATER, sequence=900))
+    assert made.instance.sequence == sequence, "it has left: the other cell numbers it"
+
+
 def test_a_fence_does_not_end_a_departure_in_doubt() -> None:
     made = set_back(leaving(), AFTER_HERE)
     before = made.instance
