@@ -74,7 +74,7 @@ def test_the_document_is_valid_by_the_published_schema(validator: Any, public: b
 def test_the_published_schema_finds_what_is_wrong(validator: Any, where: str, key: str, value: Any) -> None:
     broken = copy.deepcopy(document())
     (resolved(broken, where) if where else broken)[key] = value
-    assert list(validator.iter_errors(broken))
+    assert not validator.is_valid(broken)  # ends with the first error
 
 
 def test_every_message_and_reply_is_in_it_and_every_reference_leads_somewhere() -> None:

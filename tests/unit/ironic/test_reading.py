@@ -11,7 +11,7 @@ import pytest
 
 from bus.clock import Clock
 from ironic_sync.domain.rules import NO_CLASS
-from ironic_sync.reader import READS_A_SECOND
+from ironic_sync.reader import LIST_FROM, READS_A_SECOND
 from ironic_sync.source.port import SourceUnavailable
 from ironic_sync.sync_state import UNREADABLE
 from ironic_sync.waiting import event_or_time
@@ -204,12 +204,12 @@ async def counted(waits: list[float | None], event: asyncio.Event, clock: Clock,
 async def test_after_a_list_the_next_one_of_a_storm_waits_as_long_as_it_took() -> None:
     """Lists one after the other took what the notifications of the storm needed."""
     nodes, here = world()
-    uuids = storm(nodes)
+    uuids = storm(nodes, LIST_FROM + 50)
     async with here.running():
         await here.settle()
         began: list[float] = []
         nodes.list_takes = partial(list_of, here, began)
-        until = here.clock.now + 60
+        until = here.clock.now + 5.2 * LIST_S  # three lists and the rests between
         while here.clock.now < until:
             for uuid in uuids:
                 await here.notify(notification("node.update.end", uuid))

@@ -42,7 +42,10 @@ def test_each_door_takes_what_is_invented_for_it(name: str) -> None:
     assert [defect for defect in result["defects"] if "ms of processor time" not in defect["wrong"]] == []
 
 
-def test_what_raises_and_what_takes_too_long_is_found_and_found_again_by_its_number() -> None:
+def test_what_raises_and_what_takes_too_long_is_found_and_found_again_by_its_number(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(fuzz, "LIMIT_S", 0.02)
     result = fuzz.tried("x", Broken(), 1, range(40), math.inf)
     wrongs = {defect["wrong"].partition(":")[0] for defect in result["defects"]}
     assert "KeyError" in wrongs and any("ms of processor time" in wrong for wrong in wrongs)
