@@ -1,4 +1,4 @@
-"""Moves a second: live migrations of instances that the street has booted, all at once. See benchmarks/street.py."""
+"""Moves a second: live migrations of instances that a benchmark has booted, all at once or at a rate."""
 
 from __future__ import annotations
 
@@ -30,9 +30,10 @@ class MoveFigures(Struct, frozen=True, kw_only=True):
     codes: dict[str, int] = {}
 
 
-async def migrate_all(client: BuildClient, count: int, rng: random.Random) -> MoveFigures:
-    """Live-migrate so many of the client's active builds, all asked for at once."""
+async def migrate_all(client: BuildClient, count: int, rng: random.Random, *, rate_per_s: float = 0.0) -> MoveFigures:
+    """Live-migrate so many of the client's active builds, at this rate or (0) all at once."""
     active = [track for track in client.tracks.values() if track.state == "active"][:count]
+    slice_ = max(1, round(rate_per_s * AGAIN_S)) if rate_per_s else SLICE
     following = MoveClient(client.bus, clock=client.clock, process=client.process)
     ended_s: dict[str, float] = {}
     requested_s: dict[str, float] = {}
@@ -55,14 +56,14 @@ async def migrate_all(client: BuildClient, count: int, rng: random.Random) -> Mo
             for track in active
         ]
         while waiting:
-            part = waiting[:SLICE]
+            part = waiting[:slice_]
             now_s = client.clock.monotonic()
             for one in part:
                 requested_s.setdefault(one.request_id, now_s)
             errors = await following.offer(part)
             refused = [one for one, error in zip(part, errors, strict=True) if error is not None]
-            waiting = refused + waiting[SLICE:]
-            if refused:
+            waiting = refused + waiting[slice_:]
+            if refused or rate_per_s:
                 await client.clock.sleep(AGAIN_S)
         await following.wait(WAIT_S)
     finally:
