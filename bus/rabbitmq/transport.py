@@ -192,7 +192,8 @@ class RabbitTransport:
 
     async def owner_of(self, name: str) -> str:
         """The owner of a mark."""
-        return await self._current().owner_of(self._names.exchange(MARK + name))
+        real = self._names.exchange(MARK + name)
+        return await self._lasting(lambda session: session.owner_of(real))
 
     async def unmark(self, name: str) -> None:
         """Take a mark away."""

@@ -85,3 +85,15 @@ async def test_a_connection_does_not_come_back_to_a_bus_that_has_become_anothers
     await until(lambda: came)
     assert await other.owner_of("scheduler") == MINE
     await other.close()
+
+
+@pytest.mark.parametrize("kind", [pytest.param("rabbitmq", marks=pytest.mark.rabbitmq)])
+async def test_a_connection_that_is_lost_while_the_owner_is_read_does_not_end_the_worker(rig: Rig) -> None:
+    one = await rig.transport()
+    await one.mark("scheduler", MINE)
+    await rig.part(one)
+    await until(lambda: not one.connected)
+    reading = asyncio.create_task(one.owner_of("scheduler"))
+    await asyncio.sleep(0)
+    await rig.rejoin(one)
+    assert await reading == MINE
