@@ -20,8 +20,10 @@ from berth.invariants import Facts
 from bus.clock import new_uuid
 from bus.contracts.build import BuildRequest, member_uuids
 from bus.contracts.drains import DrainStart
-from bus.contracts.moves import MoveKind, MoveRequest
+from bus.contracts.moves import MoveKind, MoveRequest, MoveState
 from bus.contracts.objects import ObjectChange, ObjectKind, ObjectsChange, ObjectsChanged, ObjectsPage, ObjectsQuery
+from bus.contracts.placement import Release
+from placement_worker.store.postgres import PostgresStore
 from tests.drills.test_backup_drill import (
     PATIENCE_S,
     PLAN,
@@ -193,3 +195,30 @@ async def at_rest(it: Rig, url: str) -> None:
                 await repaired(it.site)
     assert broken == []
     assert not running(await gather(it.site))
+
+
+async def test_a_book_that_is_ahead_of_records_is_put_right_where_the_machines_are_reported() -> None:
+    """As after a claim of the forgotten history whose command reached no host; the next move has a later attempt."""
+    async with rig(PLAN, seed=3) as it:
+        uuids = await boot(it.client, 4)
+        assert await it.client.wait(PATIENCE_S)
+        connection = await asyncpg.connect(it.servers.database_url)
+        await connection.execute("UPDATE placement.consumers SET attempt = 7 WHERE uuid = ANY($1::uuid[])", uuids)
+        await connection.close()
+        book = it.site.environment("drill").database("placement", pool_size=1)
+        store = PostgresStore(book)
+        await store.open()
+        await store.apply([Release(consumer=uuid, attempt=7) for uuid in uuids])
+        await store.close()
+        await age(it.servers.database_url)
+        assert set(unclaimed(await gather(it.site))) == set(uuids)
+        done = await repaired(it.site)
+        assert sorted(done["repaired"]) == [f"{uuid}: claimed again" for uuid in sorted(uuids)], done
+        moves = MoveClient(it.client.bus, clock=it.site.clock, process="drill")
+        await moves.open()
+        await moves.offer(moves_of(uuids))
+        assert await moves.wait(PATIENCE_S)
+        assert {one.state for one in moves.ended.values()} == {MoveState.DONE}
+        await moves.close()
+        await delete(it.client, uuids)
+        await at_rest(it, it.servers.database_url)
