@@ -15,15 +15,14 @@ from types import FrameType
 
 import pytest
 
-from bus.bus import API, Bus
-from bus.clock import SystemClock, new_uuid
+from bus.clock import new_uuid
 from bus.contracts.placement import Inventory, InventoryUpdate, ProviderReport
-from bus.memory import MemoryTransport
-from tests.integration.placement_rest.conftest import PATIENCE_S, Placement, holding, serving
+from tests.integration.placement_rest.conftest import Placement, holding, serving
 
 pytestmark = pytest.mark.postgres
 
 PROVIDERS = 3_000
+REPORTED_AT_ONCE = 250
 AMOUNTS = {"VCPU": 1, "MEMORY_MB": 1}
 HEADERS = {
     "x-auth-token": "admin",
@@ -65,9 +64,6 @@ class Turns:
 
 async def filled(placement: Placement) -> list[str]:
     """The uuids of so many providers, reported as compute services do."""
-    transport = MemoryTransport(placement.broker, "reporter")
-    bus = Bus(API, transport, process="reporter", clock=SystemClock(), rng=random.Random(2))
-    await bus.open()
     uuids = [new_uuid(placement.rng) for _ in range(PROVIDERS)]
     inventories = {name: Inventory(total=1_000, max_unit=1_000) for name in AMOUNTS}
     reports = [
@@ -79,11 +75,8 @@ async def filled(placement: Placement) -> list[str]:
         )
         for uuid in uuids
     ]
-    await bus.publish_all([(report, "") for report in reports])
-    async with asyncio.timeout(PATIENCE_S):
-        while len((await placement.call("GET", "/resource_providers")).json()["resource_providers"]) < PROVIDERS:
-            pass  # each look takes a while, and the reports are applied meanwhile
-    await bus.close()
+    for first in range(0, PROVIDERS, REPORTED_AT_ONCE):
+        await placement.store.report(reports[first : first + REPORTED_AT_ONCE])
     return uuids
 
 
