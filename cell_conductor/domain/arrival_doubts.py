@@ -64,10 +64,13 @@ def unexpected(instance: Instance, found: Sequence[FoundMachine]) -> tuple[Found
 
 def follow_found(instance: Instance, event: MachineFound, context: StepContext) -> Step:
     """A host has a machine of it that the record does not have: it becomes the destination that is given up, which its
-    host ends unless it is complete. One that is not proved to be its project's holds the move.
+    host ends unless it is complete. One that is not proved to be its project's, or that is older than the departure
+    (the instance was in this cell before), holds the move.
     """
     move, spec = instance.move, instance.spec
     if move is None or move.kept is None or spec is None or not event.machines:
+        return Step(instance)
+    if not move.delete and any(one.attempt <= move.book_attempt for one in event.machines):
         return Step(instance)
     best = max(event.machines, key=lambda one: (one.built, one.attempt, one.host_uuid))
     allocations = taken_of(instance, best)

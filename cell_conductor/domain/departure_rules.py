@@ -126,10 +126,11 @@ def refer(instance: Instance, event: MoveRequested | DeleteRequested, context: S
         return arrive(instance, event, context)
     request = event.request
     left = announce_departure(instance, event.at, context)
-    if request.request_id == instance.departed_by or request.arrival is not None:
-        return Step(instance, (left,))  # an arrival that is news, and came too early, is repeated
     known = next((one for one in instance.ended if one.request_id == request.request_id), None)
-    if known is not None and known.state not in ENDS_OF_MOVES:
+    is_ended = known is not None and known.state in ENDS_OF_MOVES
+    if request.request_id == instance.departed_by or (request.arrival is not None and not is_ended):
+        return Step(instance, (left,))  # an arrival that is news, and came too early, is repeated
+    if known is not None and not is_ended:
         return Step(instance, (left,))  # it has left by this one before
     ended = known or EndedMove(request.request_id, request.kind, MoveState.REFUSED, ENDED_ELSEWHERE)
     if event.is_query and known is None:

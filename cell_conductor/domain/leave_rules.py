@@ -168,12 +168,28 @@ def follow_kept(instance: Instance, event: MoveRequested, context: StepContext) 
     """It comes back, or is active in the other cell; every other request is answered with the departure."""
     request, move = event.request, move_of(instance)
     back = request.arrival.given_back if request.arrival is not None else None
+    if request.arrival is not None and _has_left_again(instance, request.arrival, context):
+        return _clear(instance, event, context)
     if back is not None and back.migration == move.request_id:
         return _take_back(instance, event, context)
     if request.active_in is not None and request.request_id == move.request_id:
-        clearing = replace(instance, state=State.CLEARING, deadline=event.at + context.destroy_retry_s, since=event.at)
-        return Step(clearing, (steps.destroy_here(clearing, context),))
+        return _clear(instance, event, context)
     return departure_rules.refer(instance, event, context)
+
+
+def _clear(instance: Instance, event: MoveRequested, context: StepContext) -> Step:
+    clearing = replace(instance, state=State.CLEARING, deadline=event.at + context.destroy_retry_s, since=event.at)
+    return Step(clearing, (steps.destroy_here(clearing, context),))
+
+
+def _has_left_again(instance: Instance, arrival: Departure, context: StepContext) -> bool:
+    """Whether the instance has left another cell for this one since, by a record that was set back: no cell lets one
+    go while its former cell still keeps a machine for it. The arrival is repeated, and taken once that is gone.
+    """
+    left, kept = instance.departure, arrival.kept
+    if left is None or kept is None or kept.cell == context.cell or context.set_back_at <= 0:
+        return False
+    return arrival.sequence > left.sequence and instance.since <= context.set_back_at + steps.CLOCKS_APART_S
 
 
 def note_delete(instance: Instance, event: DeleteRequested, context: StepContext) -> Step:

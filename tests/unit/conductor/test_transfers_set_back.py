@@ -125,8 +125,10 @@ def test_one_that_is_not_complete_there_is_ended_and_searched_for_again() -> Non
     assert isinstance(question, Release) and question.attempt is not None and question.attempt > 9
 
 
-@pytest.mark.parametrize("why", [{"project_id": "theirs"}, {"attempt": 0}])
-def test_a_machine_that_is_not_proved_to_be_its_projects_holds_it(why: dict[str, object]) -> None:
+@pytest.mark.parametrize("why", [{"project_id": "theirs"}, {"attempt": 0}, {"attempt": 2}])
+def test_a_machine_that_is_not_proved_to_be_its_projects_or_is_from_before_the_departure_holds_it(
+    why: dict[str, object],
+) -> None:
     there, _ = at_state(State.CLAIMING)
     before = there.instance
     stepped = there.apply(found(replace(machine(9), **why)))  # type: ignore[arg-type]
@@ -349,6 +351,38 @@ def test_a_departure_of_a_record_with_old_numbers_is_announced_above_what_the_sc
     sequence = made.instance.sequence
     made.apply(request(MoveKind.STOP, request_id=LATER, sequence=900))
     assert made.instance.sequence == sequence, "it has left: the other cell numbers it"
+
+
+def test_a_record_that_keeps_what_has_come_to_this_cell_since_gives_the_machine_up_and_takes_the_arrival() -> None:
+    """Seed 85 of `transfers-restored`: the next cell's departure was answered with the older one, for ever."""
+    made, departure = kept()
+    anew = replace(departure, cell=PATIENCE.cell, sequence=departure.sequence + 9)
+    assert anew.kept is not None
+    anew = replace(anew, kept=replace(anew.kept, cell="c2", migration=OTHER))
+    comes = request(MoveKind.MIGRATE, 3, request_id=OTHER, arrival=anew)
+    earlier = replace(comes, request=replace(comes.request, arrival=replace(anew, sequence=departure.sequence)))
+    made.apply(comes)
+    assert made.instance.state is State.KEPT, "its database was not set back: the numbers prove nothing"
+    made.context = AFTER_HERE
+    made.apply(earlier)
+    assert made.instance.state is State.KEPT and made.destroys == []
+    made.apply(comes)
+    assert (made.instance.state, made.destroys) == (State.CLEARING, [(1, host(1))])
+    made.apply(gone(made.instance, 1), e.Released(at=230.0, consumer=departure.kept.migration))  # type: ignore[union-attr]
+    made.apply(comes)
+    assert made.instance.state is State.VACATING and is_searched_for(made.instance)
+
+
+def test_a_cell_that_has_given_an_instance_back_still_ends_the_request_that_has_ended_there() -> None:
+    """Seed 92 of `transfers-restored`: schedulers that were set back repeat its command there, and had no end of it."""
+    _, departure = kept()
+    there = active_there(departure)
+    there.apply(request(MoveKind.REVERT, request_id=OTHER), gone(there.instance, 2), e.Released(at=230.0))
+    assert there.instance.state is State.DEPARTED
+    there.commands = []
+    there.apply(arrives(departure, 2, 3))
+    assert [one.given_back is not None for one in departures(there)] == [True]
+    assert there.terminals == [(MoveKind.MIGRATE, MoveState.DONE, "")]
 
 
 def test_a_fence_does_not_end_a_departure_in_doubt() -> None:
