@@ -184,19 +184,25 @@ async def tenant(system: Guarded, project: str = MINE) -> AsyncIterator[Tenant]:
         yield one
 
 
-def test_the_example_works_under_the_users_own_permissions(system: Guarded, tmp_path: Path) -> None:
-    (script,) = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)
+def test_the_examples_work_under_the_users_own_permissions(system: Guarded, tmp_path: Path) -> None:
+    build, move = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)
+    instance, state, *_ = run_example(build, system, tmp_path).splitlines()[-1].split()
+    assert state == "active"
+    assert run_example(move, system, tmp_path, INSTANCE=instance).splitlines()[-1].split()[0] == "done"
+
+
+def run_example(script: str, system: Guarded, directory: Path, **more: str) -> str:
     done = subprocess.run(
         [sys.executable, "-W", "error", "-c", script],
-        env={"PATH": os.environ["PATH"], "AMQP_URL": system.url(f"berth-project-{MINE}")},
-        cwd=tmp_path,
+        env={"PATH": os.environ["PATH"], "AMQP_URL": system.url(f"berth-project-{MINE}"), **more},
+        cwd=directory,
         capture_output=True,
         text=True,
         timeout=2 * PATIENCE_S,
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[-1].split()[1] == "active"
+    return done.stdout
 
 
 async def test_a_project_builds_and_deletes_its_own_and_receives_nothing_else(system: Guarded) -> None:

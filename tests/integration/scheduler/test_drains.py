@@ -167,6 +167,7 @@ async def test_a_plan_lists_where_each_instance_would_go_and_what_cannot_move(wo
     stop = world.move(busy, MoveKind.STOP)
     await world.ask(stop)
     await world.dispatched(stop)
+    await world.eventually(lambda: not list(world.replicas["s1"].assumed_keys()))  # the builds' claims have come
     for _ in range(2):  # the second is not misled by what the first has left behind
         plan = await plan_of(world, "c1-0")
         assert (plan.host_uuid, plan.host, plan.more) == (host, "c1-0", False)
@@ -203,6 +204,7 @@ async def test_a_plan_of_many_hosts_keeps_their_instances_apart_and_off_the_drai
     apart = [*await active(world, 1, "c1-0", server_group=group), *await active(world, 1, "c1-1", server_group=group)]
     large = await active(world, 1, "c1-0", flavor="m1.large")
     small = await active(world, 2, "c1-1")
+    await world.eventually(lambda: not list(world.replicas["s1"].assumed_keys()))  # the builds' claims have come
     plan = await plan_of(world, "rack")
     assert (plan.target, plan.hosts, len(plan.moves)) == (DrainTarget.AGGREGATE, 2, 5)
     to = {one.instance_uuid: one.hosts for one in plan.moves}
