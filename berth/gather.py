@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
@@ -169,9 +169,9 @@ async def _running(
     down = await _down(cells)
     there = [one for one in instances if one.state in ALIVE and (one.cell, one.service) not in down]
     wanted = {(one.cell, one.host_uuid): one.service for one in there if one.host_uuid is not None}
-    running, unreported = await _reports(site, wanted, {cell: await _deployment(cells[cell]) for cell in cells})
+    reports, unreported = await _reports(site, wanted, {cell: await _deployment(cells[cell]) for cell in cells})
     down.update(unreported)
-    return running, down
+    return [fact for one in reports for fact in one.facts()], down
 
 
 async def rest(site: Site, *, timeout_s: float) -> bool:
@@ -326,25 +326,29 @@ async def _quarantine(cells: Mapping[str, Database]) -> list[QuarantineFact]:
 
 
 async def _reports(
-    site: Site, wanted: Mapping[tuple[str, str], str], deployments: Mapping[str, str]
-) -> tuple[list[RunningFact], dict[tuple[str, str], ServiceDownFact]]:
-    """The machines of every host that answers, queried on each cell's own bus; and the services that did not answer.
+    site: Site, wanted: Mapping[tuple[str, str], str], deployments: Mapping[str, str], also: Collection[str] = ()
+) -> tuple[list[Reports], dict[tuple[str, str], ServiceDownFact]]:
+    """The reports of every host that answers, queried on each cell's own bus; and the services that did not answer.
 
     wanted: {(cell, host): service} of those that must answer. deployments: the identity of each cell's database,
-    by which the owner of a machine's mark is known.
+    by which the owner of a machine's mark is known. also: hosts of any cell that are waited for.
     """
-    missing = {host for _, host in wanted}
+    missing = {*also, *(host for _, host in wanted)}
     per_cell = await asyncio.gather(*(_cell_report(site, cell, missing, deployments.get(cell)) for cell in site.cells))
     unreported: dict[tuple[str, str], ServiceDownFact] = {}
     for (cell, host), service in wanted.items():
         if host in missing and not per_cell[site.cells.index(cell)].has_whole(service):
             why = f"it did not answer within {SILENCE_S:g} s"
             unreported[cell, service] = ServiceDownFact(cell=cell, service=service, why=why)
-    return [fact for reports in per_cell for fact in reports.facts()], unreported
+    return list(per_cell), unreported
 
 
-async def reported(site: Site, wanted: Mapping[tuple[str, str], str]) -> list[RunningFact]:
-    """The machines of every host that answers. wanted: {(cell, host): service} of those that are waited for."""
+async def reported(
+    site: Site, wanted: Mapping[tuple[str, str], str], also: Collection[str]
+) -> tuple[list[RunningFact], set[str]]:
+    """The machines of every host that answers, and those hosts. wanted: {(cell, host): service} of those that are
+    waited for. also: further hosts that are.
+    """
     deployments: dict[str, str] = {}
     for cell in sorted({cell for cell, _ in wanted}):
         database = site.environment("check").database(f"cell_{cell}", pool_size=1)
@@ -352,7 +356,8 @@ async def reported(site: Site, wanted: Mapping[tuple[str, str], str]) -> list[Ru
             deployments[cell] = await _deployment(database)
         finally:
             await database.close()
-    return (await _reports(site, wanted, deployments))[0]
+    reports, _ = await _reports(site, wanted, deployments, also)
+    return [fact for one in reports for fact in one.facts()], {host for one in reports for host in one.hosts()}
 
 
 async def _cell_report(site: Site, cell: str, missing: set[str], deployment: str | None) -> Reports:
@@ -402,6 +407,10 @@ class Reports:
         """Whether the newest report of this service has come, with all its pages."""
         report = self._pages.get(service)
         return report is not None and len(report[1]) >= report[2]
+
+    def hosts(self) -> set[str]:
+        """Every host that has answered."""
+        return set(self._by_host)
 
     def facts(self) -> list[RunningFact]:
         """Every machine reported, the newest report of each host."""

@@ -15,7 +15,7 @@ import structlog
 from msgspec import Struct
 from msgspec.structs import replace
 
-from berth.gather import reported
+from berth.gather import REPORT_TIMEOUT_S, reported
 from berth.invariants import RunningFact
 from berth.site import Site
 from bus.contracts.placement import ClaimOutcome, ConsumerAllocations, Swap, SwapResult
@@ -32,9 +32,12 @@ from placement_worker.store.postgres import PostgresStore
 
 log = structlog.get_logger(__name__)
 
-# Without the bus no host reports, and nothing is proved.
-PROOF_S = 60.0
+# Without the bus no host reports, and nothing is proved. Longer than the wait for the reports.
+PROOF_S = REPORT_TIMEOUT_S + 30.0
 ATTEMPTS = "SELECT uuid::text, attempt FROM consumers WHERE attempt > 0 AND uuid = ANY($1::uuid[])"
+ROOTS = """
+SELECT p.uuid::text, r.uuid::text FROM providers p JOIN providers r ON r.id = p.root_id WHERE p.uuid = ANY($1::uuid[])
+"""
 # A moving instance holds allocations on two hosts for good reasons, and its own record carries it to an end.
 SETTLED = """
 SELECT record::text FROM instances
@@ -45,13 +48,14 @@ WHERE state = 'active' AND source_host_uuid IS NULL AND since < extract(epoch FR
 class Unclaimed(Struct, frozen=True, kw_only=True):
     """One such instance as its cell's record has it. generation: of what it holds elsewhere; None: it holds nothing.
 
-    attempt: the last of it that the book has (0: none).
+    attempt: the last of it that the book has (0: none). elsewhere: the hosts that it holds something of.
     """
 
     cell: str
     instance: Instance
     generation: int | None
     attempt: int = 0
+    elsewhere: tuple[str, ...] = ()
 
     @property
     def is_ahead(self) -> bool:
@@ -77,6 +81,7 @@ async def find_unclaimed(site: Site, book: Database, grace_s: float) -> list[Unc
         held = await audit.allocations(connection)
         uuids = [uuid for instances in before.values() for uuid in instances]
         attempts = dict(await connection.fetch(ATTEMPTS, uuids))
+        roots = dict(await connection.fetch(ROOTS, [one for uuid in uuids for one in held.get(uuid, ())]))
     found: list[Unclaimed] = []
     for cell, instances in before.items():
         bare = {uuid: one for uuid, one in instances.items() if not _holds_its_own(one, held.get(uuid, {}))}
@@ -89,6 +94,7 @@ async def find_unclaimed(site: Site, book: Database, grace_s: float) -> list[Unc
                 instance=one,
                 generation=known[uuid] if uuid in held else None,
                 attempt=attempts.get(uuid, 0),
+                elsewhere=tuple(sorted({roots.get(provider, provider) for provider in held.get(uuid, ())})),
             )
             for uuid, one in bare.items()
             if after.get(uuid) == one and (uuid not in held or uuid in known)
@@ -96,35 +102,52 @@ async def find_unclaimed(site: Site, book: Database, grace_s: float) -> list[Unc
     return found
 
 
-async def reported_of(site: Site, found: Sequence[Unclaimed]) -> Sequence[RunningFact]:
-    """The machines that the hosts report now, of instances of which the book has a later attempt."""
-    places = {(one.cell, one.instance.here.host_uuid): one.instance.here.service for one in found if one.is_ahead}
-    if not places:
-        return ()
+class HostReports(Struct, frozen=True):
+    """The reports of the hosts now. answered: the hosts that sent one."""
+
+    machines: Collection[RunningFact] = ()
+    answered: Collection[str] = ()
+
+    def prove(self, each: Unclaimed) -> bool:
+        """Whether the instance runs where its record has it and nowhere else.
+
+        A machine that a move has stopped and kept is not where the instance runs, and of a host that does not answer
+        nothing is known: the book may have the instance there because it runs there.
+        """
+        record = each.instance
+        found = [one for one in self.machines if one.instance_uuid == record.uuid]
+        there = [(one.host_uuid, one.attempt) for one in found if one.has_mark and not one.is_stopped]
+        is_alone = len(found) == 1 and there == [(record.here.host_uuid, record.attempt)]
+        return is_alone and set(each.elsewhere) <= set(self.answered)
+
+
+async def reported_of(site: Site, found: Sequence[Unclaimed]) -> HostReports:
+    """The hosts' reports, if there are instances of which the book has a later attempt."""
+    ahead = [one for one in found if one.is_ahead]
+    if not ahead:
+        return HostReports()
+    places = {(one.cell, one.instance.here.host_uuid): one.instance.here.service for one in ahead}
     try:
         async with asyncio.timeout(PROOF_S):
-            return await reported(site, places)
+            return HostReports(*await reported(site, places, {host for one in ahead for host in one.elsewhere}))
     except (TimeoutError, Transient, BusError) as error:
         log.warning("audit.hosts_not_heard", instances=len(places), reason=str(error))
-        return ()
+        return HostReports()
 
 
-async def catch_up(
-    site: Site, found: Sequence[Unclaimed], machines: Collection[RunningFact]
-) -> tuple[list[Unclaimed], list[str]]:
-    """Records that the book is ahead of take over its attempt if their hosts report their machines: their next attempt
-    is a later one. The others are left alone, with a line for each.
+async def catch_up(site: Site, found: Sequence[Unclaimed], reports: HostReports) -> tuple[list[Unclaimed], list[str]]:
+    """Records that the book is ahead of take over its attempt if the hosts prove that their machines are there: their
+    next attempt is a later one. The others are left alone, with a line for each.
 
     A machine that the forgotten history has made under the same number is no part of the record, and stays.
     """
-    there = {(one.instance_uuid, one.host_uuid, one.attempt) for one in machines if one.has_mark}
     caught_up: list[Unclaimed] = []
     lines: list[str] = []
     for each in found:
         record = each.instance
         if not each.is_ahead:
             caught_up.append(each)
-        elif (record.uuid, record.here.host_uuid, record.attempt) not in there:
+        elif not reports.prove(each):
             lines.append(f"{record.uuid}: left alone, the book has a later attempt and its host does not report it")
         elif (later := await _take_over(site, each)) is None:
             lines.append(f"{record.uuid}: left alone, its record has changed")

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import random
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Collection, Mapping
 
 import pytest
 from msgspec.structs import replace
@@ -15,7 +15,7 @@ from berth.commands.book import audited
 from berth.invariants import RunningFact
 from berth.settings import DatabaseSettings, Settings
 from berth.site import Site
-from berth.unclaimed import catch_up, claim_again, find_unclaimed
+from berth.unclaimed import HostReports, catch_up, claim_again, find_unclaimed
 from bus.bus import Bus
 from bus.clock import SystemClock, new_uuid
 from bus.contracts.cell import InstanceSpec, Selection
@@ -84,10 +84,11 @@ class Restored:
     async def found(self) -> set[str]:
         return {each.instance.uuid for each in await find_unclaimed(self.site, self.book.database, GRACE_S)}
 
-    async def repair(self, *machines: RunningFact) -> list[str]:
-        """machines: what the hosts report."""
+    async def repair(self, *machines: RunningFact, silent: Collection[str] = ()) -> list[str]:
+        """machines: what the hosts report. silent: hosts that do not."""
         found = await find_unclaimed(self.site, self.book.database, GRACE_S)
-        known, left = await catch_up(self.site, found, machines)
+        reports = HostReports(machines, {*self.hosts}.difference(silent))
+        known, left = await catch_up(self.site, found, reports)
         return left + await claim_again(self.book.store, known)
 
     async def recorded(self, uuid: str) -> Instance:
@@ -265,22 +266,34 @@ async def test_a_record_that_the_book_is_ahead_of_takes_a_later_attempt_and_is_c
     assert isinstance(reply, ClaimResult) and reply.outcome == "claimed"
 
 
-@pytest.mark.parametrize("what", ["not listed", "on the other host", "another attempt", "another deployment's"])
+@pytest.mark.parametrize(
+    "what", ["not listed", "on the other host", "another attempt", "another deployment's", "stopped", "on both hosts"]
+)
 async def test_without_its_machine_on_the_host_on_record_no_record_takes_a_later_attempt(
     restored: Restored, what: str
 ) -> None:
     """It was moved or deleted in the history that the record has lost."""
     uuid, [here, there] = await restored.ahead(), restored.hosts
     machines = {
-        "not listed": RunningFact(new_uuid(restored.rng), 1, here),
-        "on the other host": RunningFact(uuid, 3, there),
-        "another attempt": RunningFact(uuid, 3, here),
-        "another deployment's": RunningFact(uuid, 1, here, has_mark=False),
+        "not listed": [RunningFact(new_uuid(restored.rng), 1, here)],
+        "on the other host": [RunningFact(uuid, 3, there)],
+        "another attempt": [RunningFact(uuid, 3, here)],
+        "another deployment's": [RunningFact(uuid, 1, here, has_mark=False)],
+        "stopped": [RunningFact(uuid, 1, here, is_stopped=True)],  # kept by a move, until that is confirmed
+        "on both hosts": [RunningFact(uuid, 1, here), RunningFact(uuid, 3, there, has_mark=False)],
     }
     record = await restored.recorded(uuid)
-    assert await restored.repair(machines[what]) == [f"{uuid}: {LEFT_ALONE}"]
+    assert await restored.repair(*machines[what]) == [f"{uuid}: {LEFT_ALONE}"]
     assert await restored.recorded(uuid) == record
     assert await restored.book.allocations() == {uuid: {there: {"VCPU": 2}}}
+
+
+async def test_a_host_that_the_book_has_it_on_and_that_is_silent_proves_nothing(restored: Restored) -> None:
+    uuid, [here, there] = await restored.ahead(), restored.hosts
+    machine = RunningFact(uuid, 1, here)
+    assert await restored.repair(machine, silent=[there]) == [f"{uuid}: {LEFT_ALONE}"]
+    assert await restored.book.allocations() == {uuid: {there: {"VCPU": 2}}}
+    assert await restored.repair(machine) == [f"{uuid}: claimed again"]
 
 
 async def test_a_record_that_has_changed_since_it_was_read_takes_no_later_attempt(restored: Restored) -> None:
@@ -290,8 +303,8 @@ async def test_a_record_that_has_changed_since_it_was_read_takes_no_later_attemp
     async with PostgresInstances(restored.cell).transaction() as transaction:
         await transaction.lock([uuid])
         await transaction.update([deleting])
-    machine = RunningFact(uuid, 1, restored.hosts[0])
-    assert await catch_up(restored.site, found, [machine]) == ([], [f"{uuid}: left alone, its record has changed"])
+    reports = HostReports([RunningFact(uuid, 1, restored.hosts[0])], restored.hosts)
+    assert await catch_up(restored.site, found, reports) == ([], [f"{uuid}: left alone, its record has changed"])
     assert await restored.recorded(uuid) == deleting
 
 
