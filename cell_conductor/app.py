@@ -80,6 +80,7 @@ def build(env: Environment, config: ConductorConfig, cell: str, *, store: Instan
         down=keeper.down,
         fences=fences,
         search=search,
+        outdated=keeper.note_outdated,
     )
     requests = RequestHandlers(engine, env.clock, fences, search)
     hosts = HostHandlers(

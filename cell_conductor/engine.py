@@ -41,6 +41,7 @@ from .domain.fence_steps import FenceSteps
 from .domain.fences import Fence, Loss
 from .domain.instance import Instance, State
 from .domain.leases import Lease
+from .domain.proof import outdated_by
 from .domain.steps import StepContext
 from .domain.table import IllegalStep, step
 from .placement_requests import PendingQuestion, PlacementRequests, due_questions
@@ -113,7 +114,11 @@ class Engine:
         down: Callable[[], Mapping[str, Lease]] = dict,
         fences: FenceView | None = None,
         search: MachineSearch | None = None,
+        outdated: Callable[[str, int], None] | None = None,
     ) -> None:
+        """`outdated(service, epoch)`: a machine was known under this epoch of its service, which reports under a lower
+        one.
+        """
         self._store = store
         self._bus = bus
         self._relay = relay
@@ -123,6 +128,7 @@ class Engine:
         self._fences = fences or NoFences()
         self._placement = PlacementRequests(bus, clock, config.claim_timeout_s)
         self._search = search
+        self._outdated = outdated
         self._unflushed = 0  # commits that did not wait for the disk
         self._context = StepContext(
             cell=cell,
@@ -160,6 +166,8 @@ class Engine:
         for one in incoming:
             instance = known.get(one.uuid)
             if instance is not None:
+                if self._outdated is not None and (epoch := outdated_by(one.event, instance)) is not None:
+                    self._outdated(instance.here.service, epoch)
                 stepped = step(instance, one.event, context)
                 if stepped.instance is not instance or stepped.commands:
                     found.append((one, instance))

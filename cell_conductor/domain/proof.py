@@ -173,6 +173,18 @@ def predates(event: HostMissing, service: str, up_scan: ScanId | None) -> bool:
     return event.service == service and event.scan is not None and up_scan is not None and event.scan <= up_scan
 
 
+def outdated_by(event: Event, instance: Instance) -> int | None:
+    """The epoch that the host's service has to exceed before what it reports missing counts; None: it counts already.
+
+    The machine was known by a process of that name with a higher epoch: a second service, or one whose record was lost.
+    """
+    up_scan = up_scan_here(instance) if isinstance(event, HostMissing) else None
+    if not isinstance(event, HostMissing) or up_scan is None or event.scan is None:
+        return None
+    is_lower = event.service == instance.here.service and event.scan.epoch < up_scan.epoch
+    return up_scan.epoch if is_lower else None
+
+
 def up_scan_here(instance: Instance) -> ScanId | None:
     """The scan by which the current host was first known to run it.
 

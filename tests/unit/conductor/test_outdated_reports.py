@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import cast
 
 import pytest
+from msgspec.structs import replace
 
 from bus.bus import Bus
 from bus.clock import SystemClock
@@ -42,7 +43,9 @@ def moved(number: int, service: str) -> Instance:
 
 
 @asynccontextmanager
-async def guarded(instances: Sequence[Instance]) -> AsyncIterator[tuple[MemoryInstances, Guard]]:
+async def guarded(
+    instances: Sequence[Instance], outdated: Callable[[str, int], None] | None = None
+) -> AsyncIterator[tuple[MemoryInstances, Guard]]:
     """A conductor's store that has these instances, and its guard."""
     clock = SystemClock()
     store = MemoryInstances(MemoryInstanceTable(clock).session())
@@ -50,7 +53,8 @@ async def guarded(instances: Sequence[Instance]) -> AsyncIterator[tuple[MemoryIn
     async with store.transaction() as transaction:
         await transaction.insert(instances)
     bus = cast(Bus, Silent())
-    engine = Engine(store=store, bus=bus, relay=cast(Sender, None), clock=clock, config=CONFIG, cell=CELL)
+    relay = cast(Sender, None)
+    engine = Engine(store=store, bus=bus, relay=relay, clock=clock, config=CONFIG, cell=CELL, outdated=outdated)
     yield store, Guard(store, bus, clock, CONFIG, effective=engine.effective)
     await store.close()
 
@@ -94,3 +98,25 @@ async def test_sources_that_are_gone_since_the_report_are_not_counted_as_over(
         assert len(found.harmful) == MANY > CONFIG.breaker_limit
         assert not await guard.assess(report, found)
         assert [breaker.over for breaker in await store.safety.breakers()] == ([MANY] if counts else [])
+
+
+@pytest.mark.parametrize(
+    ("service", "epoch", "expected"),
+    [(SERVICE, EPOCH, [(SERVICE, EPOCH + 1)]), (SERVICE, EPOCH + 1, []), ("other", EPOCH, [])],
+    ids=["a lower epoch", "the same epoch", "another service"],
+)
+async def test_a_service_below_the_epoch_that_its_machine_was_known_under_is_informed(
+    service: str, epoch: int, expected: list[tuple[str, int]]
+) -> None:
+    """A second service of its name had built the machine and was gone: it stayed active for ever (seed 1795360595)."""
+    instance = replace(moved(0, SERVICE), up_scan=ScanId(EPOCH + 1, UP_SCAN))
+    informed: list[tuple[str, int]] = []
+    async with guarded([instance], lambda *one: informed.append(one)) as (store, guard):
+        empty = HostReport(uuid=DESTINATION, name="h", running=())
+        report = replace(report_of_source([], ""), service=service, epoch=epoch, hosts=(empty,))
+        briefs = await store.briefs([DESTINATION], [])
+        found = differences(
+            report, briefs, now=MOVED_AT + 99, seen_at=MOVED_AT + 99, grace_s=30.0, deployment=store.deployment
+        )
+        lost = await guard.assess(report, found)
+        assert (informed, bool(lost)) == (expected, epoch > EPOCH)
