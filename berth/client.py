@@ -66,7 +66,8 @@ def _traced(request: BuildRequest | DeleteRequest) -> TracedRequest:
 class Track(Struct):
     """A client's record of one of its builds. Times are the client's monotonic clock, seconds.
 
-    under_way: the last `resync` found it on record, on its way to the end that is waited for.
+    under_way: the last `resync` found it on record, on its way to the end that is waited for. learned: it ended by the
+    scheduler's record, and the event of that end has not arrived.
     """
 
     instance_uuid: str
@@ -83,6 +84,7 @@ class Track(Struct):
     last: BuildEvent | None = None
     stages: dict[str, float] = {}
     under_way: bool = False
+    learned: bool = False
 
     @property
     def latency_s(self) -> float | None:
@@ -313,7 +315,10 @@ class BuildClient:
         track.sequence = max(event.sequence, track.sequence)
         track.stages.setdefault(event.state.value, self._clock.monotonic())
         if event.terminal and (not track.deleting or event.state in ENDS_A_DELETE):
-            self._end(track, event.state, event)
+            if track.learned and event.state.value == track.state:  # delayed: its end was queried before
+                track.learned, track.last = False, event
+            else:
+                self._end(track, event.state, event)
         elif track.ended_at is None:
             track.state = event.state.value
         for listener in self._listeners:
@@ -372,6 +377,7 @@ class BuildClient:
         ended = record.state is BuildState.DELETED if track.deleting else record.state in ENDS_A_BUILD
         if ended and track.ended_at is None:
             self._end(track, record.state, None)
+            track.learned = True
         # A delete is known by its record; one that never arrived leaves the build as it was.
         track.under_way = not ended and (record.state is BuildState.DELETING or not track.deleting)
 

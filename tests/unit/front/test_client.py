@@ -116,6 +116,23 @@ async def test_an_event_that_was_missed_is_requested(client_world: ClientWorld) 
     assert client_world.queries >= 1
 
 
+async def test_an_event_that_arrives_after_its_end_was_queried_is_no_second_end(client_world: ClientWorld) -> None:
+    """A broker that fails over holds an event for seconds; the client has queried the record by then."""
+    client_world.mute = True
+    ends: list[str] = []
+    client_world.client.on_end(lambda track: ends.append(track.state))
+    (request,) = requests(1)
+    (track,) = await client_world.client.boot([request])
+    assert await client_world.client.wait(20)
+    client_world.mute = False
+    await client_world.notify(request, BuildState.ACTIVE, 3)
+    await until(lambda: track.last is not None)
+    assert (track.state, track.terminals, ends) == ("active", 1, ["active"])
+    await client_world.notify(request, BuildState.ACTIVE, 4)
+    await until(lambda: track.sequence == 4)
+    assert track.terminals == 2, "another end than the one on record is counted"
+
+
 async def test_a_repeated_or_late_event_changes_nothing(client_world: ClientWorld) -> None:
     client_world.answer_at_once = False
     (request,) = requests(1)
