@@ -6,9 +6,7 @@ A worker is one of the commands, so imports of the others would slow the start o
 from __future__ import annotations
 
 import importlib
-import platform
 import sys
-from importlib import metadata
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -119,7 +117,9 @@ app = typer.Typer(
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        sys.stdout.write(f"berth {metadata.version('berth')} (Python {platform.python_version()})\n")
+        from berth.version import version  # noqa: PLC0415  (a worker is one of the commands, and starts without it)
+
+        sys.stdout.write(f"berth {version()}\n")
         raise typer.Exit
 
 
@@ -130,7 +130,13 @@ def _options(
         Path | None, typer.Option("--config", help="Settings file; else $BERTH_CONFIG, else ./berth.toml.")
     ] = None,
     version: Annotated[
-        bool, typer.Option("--version", help="Print the version and exit.", callback=_print_version, is_eager=True)
+        bool,
+        typer.Option(
+            "--version",
+            help="Print the version, and the commit if it is known, and exit.",
+            callback=_print_version,
+            is_eager=True,
+        ),
     ] = False,
 ) -> None:
     del version
